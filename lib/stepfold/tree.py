@@ -1,0 +1,109 @@
+"""What every layer says about pytrees: how a leaf is called, how it is spelled, how two differ.
+
+Paths are written the way people write them, `params/layers/0/kernel`, and never as jax's
+`['params'].layers[0]`, so that a message, a sharding rule and a checkpoint name the same leaf by
+the same name.
+"""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+Tree = Any
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """Spell a key path of jax's as `a/0/b`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_leaves(tree: Tree, root: str = "") -> list[tuple[str, Any]]:
+    """List the leaves with their names below `root`, in jax's order."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(_join(root, path_name(path)), leaf) for path, leaf in leaves]
+
+
+def _join(*names: str) -> str:
+    return "/".join(name for name in names if name)
+
+
+def spell(leaf: object) -> str:
+    """Spell an array as `float32[8,16]`, and anything else by its type and value."""
+    if is_array(leaf):
+        shape = ",".join(map(str, leaf.shape))  # type: ignore[attr-defined]
+        return f"{leaf.dtype}[{shape}]"  # type: ignore[attr-defined]
+    text = repr(leaf)
+    return f"{type(leaf).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def is_array(leaf: object) -> bool:
+    """Tell whether a leaf is an array, a tracer, or an abstract array."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def is_float(leaf: object) -> bool:
+    """Tell whether a leaf is an array of real floating numbers."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)  # type: ignore[attr-defined]
+
+
+def diff(wanted: Tree, got: Tree, root: str = "") -> list[str]:
+    """List where two trees differ in structure, shape or dtype, a line a path."""
+    want, have = dict(named_leaves(wanted, root)), dict(named_leaves(got, root))
+    lines = [f"{path}: missing, expected {spell(want[path])}" for path in want if path not in have]
+    lines += [f"{path}: unexpected {spell(have[path])}" for path in have if path not in want]
+    lines += [
+        f"{path}: expected {spell(want[path])}, got {spell(have[path])}"
+        for path in want
+        if path in have and _signature(want[path]) != _signature(have[path])
+    ]
+    structures: list[Any] = [jax.tree.structure(wanted), jax.tree.structure(got)]
+    if not lines and structures[0] != structures[1]:
+        # The same leaves under the same names in other containers, such as a list for a tuple.
+        lines = [f"{root}: expected the containers {structures[0]}, got {structures[1]}"]
+    return lines
+
+
+def _signature(leaf: Any) -> tuple[Any, Any]:
+    if is_array(leaf):
+        return leaf.shape, leaf.dtype
+    # A number counts as the array that jax makes of it.
+    return (), jnp.result_type(leaf) if isinstance(leaf, int | float | complex) else type(leaf)
+
+
+def strong(leaf: Any) -> Any:
+    """Give an array's weak dtype, as Python's numbers lend it, for good."""
+    return leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+
+
+def widen(dtype: DTypeLike) -> Any:
+    """Give the dtype to add up in: float32 for floats that are narrower, otherwise the same."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32 if narrow else dtype)
+
+
+def cast_floats(tree: Tree, dtype: DTypeLike, keep: str | None = None, root: str = "") -> Tree:
+    """Cast the floating leaves, leaving integers, booleans, keys and non-arrays as they are.
+
+    Casting to float32 never narrows: float64 exists only where somebody asked for it.
+
+    Args:
+      tree: any pytree.
+      dtype: the dtype to cast to.
+      keep: a regular expression; leaves whose name it finds stay as they are.
+      root: a name that is put before the leaves', for `keep` to see.
+    """
+
+    def cast(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not is_float(leaf) or (keep and re.search(keep, _join(root, path_name(path)))):
+            return leaf
+        return leaf.astype(widen(leaf.dtype) if dtype == jnp.float32 else dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, tree)
+
+
+def select(condition: jax.Array, new: Tree, old: Tree) -> Tree:
+    """Take every leaf of `new` where the condition holds and of `old`, bit for bit, where not."""
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)

@@ -1,0 +1,38 @@
+"""Eight CPU devices, strict promotion, and a fixture for each way to call a function."""
+
+from collections.abc import Callable, Iterator
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+hypothesis.settings.register_profile("law", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.load_profile("law")
+
+
+@pytest.fixture(params=["jit", "eager"])
+def run(request: pytest.FixtureRequest) -> Callable:
+    """Run a function with jit and without."""
+    return jax.jit if request.param == "jit" else lambda function: function
+
+
+@pytest.fixture
+def key() -> jax.Array:
+    return jax.random.key(0)
+
+
+@pytest.fixture
+def compiles() -> Iterator[list[str]]:
+    """List what XLA compiles while the test runs."""
+    names: list[str] = []
+
+    def listen(name: str, *_: object, **__: object) -> None:
+        if name == "/jax/core/compile/backend_compile_duration":
+            names.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
