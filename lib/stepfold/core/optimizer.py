@@ -1,0 +1,33 @@
+"""What stepfold asks of an optimizer: to be one of optax's, or to look like it."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import jax
+import optax
+
+from stepfold import tree
+from stepfold.errors import ConfigError
+
+
+def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """Refuse what is no optimizer, and let any take extra arguments and strict promotion.
+
+    optax is not written for `jax_numpy_dtype_promotion="strict"` (its bias correction raises a
+    float to an integer), so the strictness of those who ask for it ends where the optimizer begins.
+    """
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        advice = "; did you mean to call it, as in optax.adam(1e-3)?" if callable(tx) else ""
+        raise ConfigError(f"tx: expected an optax transformation, got {tree.spell(tx)}{advice}")
+    tx = optax.with_extra_args_support(tx)
+    return tx._replace(init=_promoting(tx.init), update=_promoting(tx.update))
+
+
+def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def promoted(*args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return promoted

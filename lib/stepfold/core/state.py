@@ -1,0 +1,186 @@
+"""What a step folds over: the state, and how it is born."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from stepfold import tree
+from stepfold.core.optimizer import as_optimizer
+from stepfold.errors import ConfigError
+
+# The step's keys come from another branch than init's, since `split(key)[i]` is `fold_in(key, i)`:
+# without this, step i would draw the very bits that the i-th layer was initialized with.
+_STEP_BRANCH = 0x57E9F01D
+
+
+class TrainState(NamedTuple):
+    """Hold all that a step changes: arrays only, never a function.
+
+    Attributes:
+      step: how many batches were folded in, skipped ones too, so that it is also the position in
+        the data. The optimizer keeps a count of its own in `opt_state`.
+      params: the trained parameters, any pytree of floating arrays.
+      opt_state: what `tx.init` made; also EMA, loss scale and other state of optimization.
+      model_state: what the model carries along untrained (batch statistics); `()` if nothing.
+      key: the root of the run's randomness. The key of a step is `fold_in(key, step)`.
+
+    >>> import jax, jax.numpy as jnp, optax, stepfold as sf
+    >>> state = sf.init_state({"w": jnp.ones(2)}, optax.sgd(0.1), jax.random.key(0))
+    >>> int(state.step), state.params["w"].shape
+    (0, (2,))
+    """
+
+    step: jax.Array
+    params: chex.ArrayTree
+    opt_state: optax.OptState
+    model_state: chex.ArrayTree
+    key: chex.PRNGKey
+
+
+def init_state(
+    init: Callable[[chex.PRNGKey], Any] | Any,
+    tx: optax.GradientTransformation,
+    key: chex.PRNGKey,
+    *,
+    stateful: bool = False,
+    sharding: Any = None,
+) -> TrainState:
+    """Make the state of step 0.
+
+    Nothing of the caller's is kept: arrays are copied, so that donating the state to a step never
+    deletes the arrays of a model. Nothing has a weak type or an accidental place, so that the
+    second step compiles no more than the first. Works under `jax.eval_shape`, `jit` and `vmap`.
+
+    Args:
+      init: a function `key -> params`, stateful `key -> (params, model_state)`, called under
+        `jax.jit`; or such a tree itself.
+      tx: the optimizer.
+      key: a PRNG key. `init` gets it as it is; the state's own key is folded from it, so that no
+        step draws what `init` drew.
+      stateful: whether `init` gives a model state as well.
+      sharding: a tree of shardings like the state (or a prefix of it). The state is then born in
+        place, never whole on one device.
+
+    Raises:
+      ConfigError: if parameters are no floating arrays, the key no key, or tx no optimizer.
+
+    >>> import jax, optax, stepfold as sf
+    >>> def init(key):
+    ...     return {"w": jax.random.normal(key, (4, 2)), "b": jax.numpy.zeros(2)}
+    >>> state = sf.init_state(init, optax.adam(1e-3), jax.random.key(0))
+    >>> jax.eval_shape(lambda key: sf.init_state(init, optax.adam(1e-3), key), state.key).params
+    {'b': ShapeDtypeStruct(shape=(2,), dtype=float32), 'w': ShapeDtypeStruct(shape=(4, 2), ...)}
+    """
+    _check_key(key)
+    tx = as_optimizer(tx)
+    if _is_function(init):
+        return _born(lambda key: _finish(_parts(init(key), stateful), tx, key), sharding)(key)
+    parts = _parts(init, stateful)
+    if sharding is None:
+        # Eagerly, since `zeros_like` then takes the parameters' own sharding, which in jit it
+        # does not: the optimizer's state would be whole on every device.
+        return _beside(_finish(parts, tx, key), parts)
+    # Shard by shard first, since jit would gather an array of the host's on one device.
+    planned = isinstance(sharding, TrainState)
+    places = (sharding.params, sharding.model_state) if planned else (sharding, sharding)
+    parts = jax.device_put(parts, places)
+    return _born(lambda parts, key: _finish(parts, tx, key), sharding)(parts, key)
+
+
+def _is_function(init: Any) -> bool:
+    # A callable that is a pytree (an equinox module) is a tree of parameters, not a function.
+    is_leaf = jax.tree_util.all_leaves([init])
+    return callable(init) and (is_leaf or isinstance(init, partial))
+
+
+def _parts(made: Any, stateful: bool) -> tuple[Any, Any]:
+    if not stateful:
+        params, model_state = made, ()
+    elif isinstance(made, tuple) and len(made) == 2:
+        params, model_state = made
+    else:
+        raise ConfigError(
+            f"stateful=True: expected (params, model_state), got {type(made).__name__}"
+            + (f" of {len(made)}" if isinstance(made, tuple) else "")
+        )
+    check_params(params)
+    for name, leaf in tree.named_leaves(model_state, "model_state"):
+        if not _is_data(leaf):
+            raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}; {_PARTITION}")
+    return params, model_state
+
+
+_PARTITION = "keep functions and settings out of the state (equinox.partition, nnx.split do it)"
+
+
+def check_params(params: Any) -> None:
+    """Refuse parameters that no gradient can be taken of, with the leaf's path."""
+    for name, leaf in tree.named_leaves(params, "params"):
+        if not _is_data(leaf):
+            raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}; {_PARTITION}")
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise ConfigError(
+                f"{name}: expected floating numbers, got {tree.spell(leaf)}; what is not trained "
+                "by gradients belongs into model_state (stateful=True) or into the loss function"
+            )
+
+
+def _is_data(leaf: Any) -> bool:
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in "OUSMm"  # no jax array holds objects, strings or dates
+    return isinstance(leaf, int | float | complex | np.number | np.bool_ | jax.Array)
+
+
+def _check_key(key: Any) -> None:
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    raw = tree.is_array(key) and key.dtype == jnp.uint32 and jnp.ndim(key) == 1
+    if not (typed and key.shape == ()) and not raw:
+        raise ConfigError(
+            f"key: expected one PRNG key, got {tree.spell(key)}; try jax.random.key(0)"
+        )
+
+
+def _finish(parts: tuple[Any, Any], tx: optax.GradientTransformation, key: Any) -> TrainState:
+    params, model_state = jax.tree.map(_fresh, parts)
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=jax.tree.map(_fresh, tx.init(params)),
+        model_state=model_state,
+        key=jax.random.fold_in(key, _STEP_BRANCH),
+    )
+
+
+def _fresh(leaf: Any) -> jax.Array:
+    """Copy a leaf, with a dtype of its own instead of a weak one."""
+    return tree.strong(jnp.array(leaf, copy=True))  # type: ignore[no-any-return]
+
+
+def _born(build: Callable[..., TrainState], sharding: Any) -> Callable[..., TrainState]:
+    return jax.jit(build, **({} if sharding is None else {"out_shardings": sharding}))
+
+
+def _beside(state: TrainState, parts: tuple[Any, Any]) -> TrainState:
+    """Put what has no place of its own (counts, key) on the devices that the parameters are on.
+
+    A scalar that is born on one device beside parameters on a mesh comes back from the first step
+    replicated over the mesh, and the second step would compile again.
+    """
+    concrete = [leaf for leaf in jax.tree.leaves(parts) if not isinstance(leaf, jax.core.Tracer)]
+    places = [getattr(leaf, "sharding", None) for leaf in concrete]
+    meshes = {place.mesh for place in places if isinstance(place, NamedSharding)}
+    if len(meshes) != 1:
+        return state
+    everywhere = NamedSharding(meshes.pop(), PartitionSpec())
+
+    def beside(leaf: Any) -> Any:
+        return leaf if getattr(leaf, "committed", True) else jax.device_put(leaf, everywhere)
+
+    return TrainState(*jax.tree.map(beside, state))

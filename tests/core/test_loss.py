@@ -1,0 +1,297 @@
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from clu import metrics as clu_metrics
+from clu.metrics import Average
+
+import stepfold as sf
+from stepfold.core.loss import TermSum, checked, report, share_of, total_of
+
+
+def call(loss_fn, *, stateful=False, model_state=None):
+    args = (jnp.ones(2), jnp.ones((4, 2)), jax.random.key(0))
+    return checked(loss_fn, stateful=stateful)(*args, *([model_state] if stateful else []))
+
+
+# mean
+
+
+def test_mean_keeps_total_and_weight_apart(run):
+    average = run(sf.mean)(jnp.array([1.0, 2.0, 4.0]), jnp.array([1.0, 0.5, 0.0]))
+    assert (average.total, average.count) == (2.0, 1.5)
+
+
+def test_mean_without_a_mask_weighs_each_value_alike(run):
+    average = run(sf.mean)(jnp.ones((2, 3)))
+    assert (average.total, average.count) == (6.0, 6.0)
+    assert sf.mean(2.5).compute() == 2.5
+
+
+def test_a_mask_covers_the_leading_axes(run):
+    average = run(sf.mean)(jnp.arange(6.0).reshape(3, 2), jnp.array([True, False, True]))
+    assert (average.total, average.count) == (0 + 1 + 4 + 5, 4)
+
+
+@pytest.mark.parametrize("where", [None, [True, False, True], [1, 0, 1]])
+def test_booleans_are_counted_in_integers(run, where):
+    where = None if where is None else jnp.array(where)
+    average = run(sf.mean)(jnp.array([True, True, False]), where)
+    assert average.total.dtype == average.count.dtype == jnp.int32
+    assert average.compute() == (2 / 3 if where is None else 1 / 2)
+
+
+def test_counts_beyond_what_float32_holds_are_exact():
+    many = Average(total=jnp.int32(2**24), count=jnp.int32(2**24))
+    merged = many.merge(sf.mean(jnp.array([True])))
+    assert merged.total == 2**24 + 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_sums_are_float32_at_least(dtype):
+    average = sf.mean(jnp.ones(4096, dtype), jnp.ones(4096, dtype))
+    assert average.total.dtype == average.count.dtype == jnp.float32
+    assert average.total == 4096
+
+
+def test_sums_of_float64_stay_float64():
+    with jax.enable_x64(True):
+        assert sf.mean(np.ones(3)).total.dtype == jnp.float64
+
+
+def test_what_is_masked_out_may_be_anything(run):
+    average = run(sf.mean)(jnp.array([1.0, jnp.nan, jnp.inf]), jnp.array([1.0, 0.0, 0.0]))
+    assert average.compute() == 1.0
+
+
+def test_a_weight_that_is_not_finite_is_not_hidden():
+    assert jnp.isnan(sf.mean(jnp.ones(2), jnp.array([1.0, jnp.nan])).total)
+
+
+def test_averages_merge_exactly():
+    values, mask = np.arange(10.0, dtype=np.float32), np.arange(10) % 3 == 0
+    parts = [sf.mean(values[i : i + 3], mask[i : i + 3]) for i in (0, 3, 6, 9)]
+    assert functools.reduce(Average.merge, parts).compute() == values[mask].mean()
+
+
+@pytest.mark.parametrize(
+    ("values", "where", "message"),
+    [
+        (jnp.ones((2, 3)), jnp.ones(3), r"got float32\[3\] for values float32\[2,3\]"),
+        (
+            jnp.ones(3),
+            jnp.ones((3, 1)),
+            r"leading axes, got float32\[3,1\] for values float32\[3\]",
+        ),
+        (jnp.ones(3, complex), None, r"expected real numbers as values, got complex64\[3\]"),
+        (jnp.ones(3), jnp.ones(3, complex), r"expected real numbers as where, got complex64\[3\]"),
+        (jax.random.key(0), None, r"expected real numbers as values, got key<fry>"),
+    ],
+)
+def test_what_has_no_mean_is_refused(values, where, message):
+    with pytest.raises(sf.LossError, match=message):
+        sf.mean(values, where)
+
+
+# the loss
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda p: p.sum(),
+        lambda p: 2.0,
+        lambda p: sf.mean(p),
+        lambda p: {"loss": p.sum()},
+        lambda p: {"a": sf.mean(p), "b": p.sum()},
+        lambda p: Average(total=p.sum(), count=jnp.int32(2)),
+        lambda p: p.sum().astype(jnp.bfloat16),
+    ],
+)
+def test_every_form_of_a_loss_is_read_as_float32_terms(run, loss):
+    terms, metrics = run(lambda: call(lambda p, b, k: loss(p)))()
+    assert metrics == {}
+    for term in terms.values():
+        assert type(term) is Average
+        assert term.total.dtype == term.count.dtype == jnp.float32
+
+
+def test_checking_twice_changes_nothing(run):
+    once = checked(lambda p, b, k: ({"a": sf.mean(p), "b": p.sum()}, {"m": sf.mean(p)}))
+    args = (jnp.ones(2), None, jax.random.key(0))
+    chex.assert_trees_all_equal(run(once)(*args), run(checked(once))(*args))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (jnp.ones(3), r"loss: expected a scalar, got float32\[3\]; return sf.mean"),
+        (jnp.ones((), int), r"loss: expected a floating number, got int32\[\]"),
+        (3, r"loss: expected a floating number, got int32\[\]"),
+        (jnp.ones((), complex), r"loss: expected a floating number, got complex64\[\]"),
+        (None, r"loss: expected a number, got NoneType None"),
+        ("0.5", r"loss: expected a number, got str '0.5'"),
+        ([jnp.ones(())], r"loss: expected a number, got list"),
+        ({}, r"loss: expected at least one term, got an empty dict"),
+        ({1: jnp.ones(())}, r"loss: expected the terms' names as strings, got \[1\]"),
+        ({"nll": jnp.ones(3)}, r"loss/nll: expected a scalar, got float32\[3\]"),
+        ({"nll": {"a": jnp.ones(())}}, r"loss/nll: expected a number, got dict"),
+        (Average(total=jnp.ones(2), count=jnp.ones(())), r"loss.total: expected a scalar"),
+        (Average(total=jnp.ones(()), count=jnp.ones(2)), r"loss.count: expected a real scalar"),
+        ((jnp.ones(()), {}, ()), r"a tuple of 3; a loss that returns model_state needs stateful=T"),
+        ((jnp.ones(()),), r"expected the loss or \(loss, metrics\), got a tuple of 1"),
+        ((jnp.ones(()), [1]), r"metrics: expected a dict of clu.metrics.Metric, got list"),
+        (
+            (jnp.ones(()), {"acc": 0.5}),
+            r"metrics/acc: expected a clu.metrics.Metric, got float 0.5",
+        ),
+        (
+            (jnp.ones(()), {"acc": jnp.ones(())}),
+            r"metrics/acc: .*got float32\[\]; wrap values as sf",
+        ),
+        ((jnp.ones(()), {0: sf.mean(1.0)}), r"metrics: expected names as strings, got 0"),
+    ],
+)
+def test_a_loss_that_breaks_the_contract_is_refused_while_traced(run, returned, message):
+    with pytest.raises(sf.LossError, match=message):
+        run(lambda: call(lambda p, b, k: returned))()
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        ({"n": jnp.zeros(2)}, r"model_state/m: missing, expected int32\[\]"),
+        ({"n": jnp.zeros(3), "m": 0}, r"model_state/n: expected float32\[2\], got float32\[3\]"),
+        (
+            {"n": jnp.zeros(2, jnp.bfloat16), "m": jnp.zeros((), int)},
+            r"model_state/n: expected float32\[2\], got bfloat16\[2\]\nCast what",
+        ),
+        ({"n": jnp.zeros(2), "m": 0, "x": 1.0}, r"model_state/x: unexpected float 1.0"),
+        (None, r"model_state/n: missing"),
+    ],
+)
+def test_a_model_state_that_changes_its_form_is_refused(run, new, message):
+    old = {"n": jnp.zeros(2), "m": jnp.zeros((), int)}
+    loss_fn = lambda p, b, k, s: (p.sum(), {}, new)
+    with pytest.raises(sf.LossError, match=message):
+        run(lambda: call(loss_fn, stateful=True, model_state=old))()
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (jnp.ones(()), r"expected \(loss, metrics, model_state\), got float32\[\]"),
+        ((jnp.ones(()), {}), r"expected \(loss, metrics, model_state\), got a tuple of 2"),
+    ],
+)
+def test_a_stateful_loss_returns_three_things(run, returned, message):
+    with pytest.raises(sf.LossError, match=message):
+        run(lambda: call(lambda p, b, k, s: returned, stateful=True, model_state=()))()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "stateful", "message"),
+    [
+        (
+            lambda params, batch: 0.0,
+            False,
+            r"expected loss_fn\(params, batch, key\), got <lambda>\(p",
+        ),
+        (
+            lambda p, b, k, s: 0.0,
+            False,
+            r"missing .*'s'; a loss with model_state needs stateful=True",
+        ),
+        (
+            lambda p, b, k: 0.0,
+            True,
+            r"model_state\), got .*; without model_state leave out stateful",
+        ),
+        (0.5, False, r"expected a function loss_fn\(params, batch, key\), got float 0.5"),
+    ],
+)
+def test_a_function_of_other_arguments_is_refused_when_built(loss_fn, stateful, message):
+    with pytest.raises(sf.LossError, match=message):
+        checked(loss_fn, stateful=stateful)
+
+
+def test_a_built_in_without_a_signature_is_let_through():
+    assert callable(checked(max))
+
+
+# terms and their sum
+
+
+def test_terms_add_up_each_with_its_own_denominator(run):
+    terms = {
+        "a": Average(total=jnp.float32(6), count=jnp.float32(3)),
+        "b": Average(total=jnp.float32(1), count=jnp.float32(4)),
+        "none": Average(total=jnp.float32(0), count=jnp.float32(0)),
+    }
+    assert run(total_of)(terms) == 2.25
+    assert run(lambda: TermSum(terms).compute())() == 2.25
+    merged = run(lambda: TermSum(terms).merge(TermSum(terms)).compute())()
+    assert merged == 2.25
+
+
+def test_a_sum_that_has_seen_nothing_is_nan_as_an_average_is():
+    nothing = Average(total=jnp.zeros(()), count=jnp.zeros(()))
+    assert jnp.isnan(nothing.compute())
+    assert jnp.isnan(TermSum({"a": nothing, "b": nothing}).compute())
+
+
+def test_a_sum_of_terms_reduces_as_every_metric_does():
+    stacked = TermSum({"a": Average(total=jnp.arange(3.0), count=jnp.ones(3))})
+    assert stacked.reduce().compute() == 1.0
+
+
+def test_terms_of_different_precision_add_up():
+    with jax.enable_x64(True):
+        terms = {"a": sf.mean(np.float64(1.0)), "b": sf.mean(np.float32(2.0))}
+        assert total_of(terms).dtype == jnp.float64
+
+
+def test_shares_have_the_gradients_of_the_whole():
+    def terms(p):
+        return {"a": Average(total=p**3, count=p), "b": Average(total=p, count=jnp.ones(()))}
+
+    whole = {k: Average(total=2 * t.total, count=2 * t.count) for k, t in terms(3.0).items()}
+    part = jax.grad(lambda p: share_of(terms(p), whole))(3.0)
+    want = jax.grad(lambda p: total_of(terms(p)))(3.0)
+    assert 2 * part == pytest.approx(want)
+
+
+# the report
+
+
+def test_one_term_is_the_loss_and_several_are_named_besides():
+    a, b = sf.mean(1.0), sf.mean(2.0)
+    assert report({"loss": a}, {"m": b}) == {"loss": a, "m": b}
+    assert report({"nll": a}, {}) == {"loss": a, "nll": a}
+    named = report({"nll": a, "aux": b}, {}, grad_norm=b)
+    assert sorted(named) == ["aux", "grad_norm", "loss", "nll"]
+    assert named["loss"].compute() == 3.0
+
+
+@pytest.mark.parametrize("name", ["loss", "nll", "grad_norm"])
+def test_a_name_that_is_taken_is_refused(name):
+    with pytest.raises(
+        sf.LossError, match=f"metrics/{name}: the name is taken; .*call yours someth"
+    ):
+        report({"nll": sf.mean(1.0)}, {name: sf.mean(1.0)}, grad_norm=sf.mean(1.0))
+
+
+def test_a_term_among_several_is_not_called_loss():
+    with pytest.raises(
+        sf.LossError, match=r"a term among several cannot have that name; .*'aux', 'lo"
+    ):
+        report({"loss": sf.mean(1.0), "aux": sf.mean(1.0)}, {})
+
+
+def test_metrics_of_clu_pass_through_as_they_are():
+    last = clu_metrics.LastValue.from_model_output(jnp.float32(2))
+    _, metrics = call(lambda p, b, k: (p.sum(), {"last": last}))
+    assert metrics["last"] is last

@@ -1,0 +1,227 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import stepfold as sf
+
+
+def init(key):
+    return {"w": jax.random.normal(key, (16, 4)), "b": jnp.zeros(4)}
+
+
+def loss_fn(params, batch, key):
+    return sf.mean((batch @ params["w"] + params["b"]) ** 2)
+
+
+def mesh():
+    return jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+
+def plan_for(shape):
+    """Shard what has 16 rows, replicate the rest."""
+    spec = {16: PartitionSpec("x")}
+    return jax.tree.map(
+        lambda leaf: NamedSharding(mesh(), spec.get((*leaf.shape, 0)[0], PartitionSpec())), shape
+    )
+
+
+def test_a_function_is_called_with_the_key_it_was_given(key):
+    state = sf.init_state(init, optax.sgd(0.1), key)
+    chex.assert_trees_all_close(state.params, init(key))
+    assert state.step.dtype == jnp.int32
+    assert state.step == 0
+    assert state.model_state == ()
+
+
+def test_no_step_draws_what_init_drew(key):
+    state = sf.init_state(init, optax.sgd(0.1), key)
+    of_steps = [jax.random.fold_in(state.key, step) for step in range(100)]
+    of_init = [key, *jax.random.split(key, 100)]
+    data = [tuple(jax.random.key_data(k).tolist()) for k in (*of_steps, *of_init)]
+    assert len(set(data)) == len(data)
+
+
+def test_a_stateful_function_gives_a_model_state(key):
+    state = sf.init_state(lambda k: (init(k), {"n": 3}), optax.sgd(0.1), key, stateful=True)
+    assert state.model_state["n"].dtype == jnp.int32
+    state = sf.init_state((init(key), {"n": 3}), optax.sgd(0.1), key, stateful=True)
+    assert state.model_state["n"] == 3
+
+
+@pytest.mark.parametrize("place", ["host", "device", "mesh", "plan"])
+def test_donating_the_state_leaves_the_callers_arrays_alone(key, place):
+    mine = init(key)
+    if place == "host":
+        mine = jax.tree.map(np.asarray, mine)
+    if place == "mesh":
+        mine = jax.device_put(mine, plan_for(mine))
+    tx = optax.adam(0.1)
+    sharding = (
+        plan_for(jax.eval_shape(lambda: sf.init_state(mine, tx, key))) if place == "plan" else None
+    )
+    before = jax.tree.map(np.array, mine)
+    state = sf.init_state(mine, tx, key, sharding=sharding)
+    step = jax.jit(sf.make_train_step(loss_fn, tx), donate_argnums=0)
+    for _ in range(2):
+        state, _ = step(state, jnp.ones((8, 16)))
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, mine), before)
+    assert jax.random.key_data(key) is not None
+
+
+def test_a_model_that_init_closes_over_survives_donation(key):
+    mine, tx = init(key), optax.adam(0.1)
+    state = sf.init_state(lambda _: mine, tx, key)
+    jax.jit(sf.make_train_step(loss_fn, tx), donate_argnums=0)(state, jnp.ones((8, 16)))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(mine))
+
+
+def test_a_callable_tree_is_a_tree(key):
+    @jax.tree_util.register_pytree_node_class
+    class Module:
+        def __init__(self, weight):
+            self.weight = weight
+
+        def __call__(self, x):
+            return x * self.weight
+
+        def tree_flatten(self):
+            return (self.weight,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+    state = sf.init_state(Module(jnp.ones(2)), optax.sgd(0.1), key)
+    assert isinstance(state.params, Module)
+
+
+def test_weak_types_are_made_strong(key):
+    state = sf.init_state({"w": 1.0, "v": jnp.full((2,), 2.0)}, optax.adam(0.1), key)
+    assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(state))
+
+
+def test_eval_shape_and_vmap(key):
+    tx = optax.adam(0.1)
+    shape = jax.eval_shape(lambda k: sf.init_state(init, tx, k), key)
+    chex.assert_trees_all_equal_shapes_and_dtypes(shape, sf.init_state(init, tx, key))
+    many = jax.vmap(lambda k: sf.init_state(init, tx, k))(jax.random.split(key, 3))
+    assert many.params["w"].shape == (3, 16, 4)
+    assert many.step.shape == (3,)
+
+
+@pytest.mark.parametrize("given", ["function", "arrays", "host arrays"])
+def test_a_state_is_born_in_place_and_never_whole(key, given):
+    tx = optax.adam(0.1)
+    source = {
+        "function": init,
+        "arrays": init(key),
+        "host arrays": jax.tree.map(np.array, init(key)),
+    }
+    build = lambda k: sf.init_state(source[given], tx, k)
+    plan = plan_for(jax.eval_shape(build, key))
+    state = sf.init_state(source[given], tx, key, sharding=plan)
+    assert jax.tree.all(jax.tree.map(lambda leaf, place: leaf.sharding == place, state, plan))
+    for leaf in (state.params["w"], state.opt_state[0].mu["w"]):
+        assert {shard.data.shape for shard in leaf.addressable_shards} == {(2, 4)}
+    chex.assert_trees_all_close(state.params, sf.init_state(source[given], tx, key).params)
+
+
+def test_the_compiled_init_under_a_plan_holds_a_share_on_each_device(key):
+    wide = lambda k: {"w": jax.random.normal(k, (16, 4096))}
+    tx = optax.adam(0.1)
+    plan = plan_for(jax.eval_shape(lambda k: sf.init_state(wide, tx, k), key))
+    lowered = jax.jit(lambda k: sf.init_state(wide, tx, k, sharding=plan)).lower(key)
+    memory = lowered.compile().memory_analysis()
+    whole = 16 * 4096 * 4  # bytes of the parameter, of which adam makes three
+    assert memory.output_size_in_bytes < 3 * whole / 8 * 1.05
+    assert memory.temp_size_in_bytes < whole / 2
+
+
+@pytest.mark.parametrize("where", ["one device", "mesh", "plan", "function under a plan"])
+def test_the_second_step_compiles_nothing(key, where, compiles):
+    tx = sf.ema_params(optax.adam(optax.linear_schedule(0.1, 0.0, 10)), 0.9)
+    batch, sharding, source = jnp.ones((8, 16)), None, init(key)
+    if where == "mesh":
+        source = jax.device_put(source, plan_for(source))
+    if "plan" in where:
+        sharding = plan_for(jax.eval_shape(lambda k: sf.init_state(init, tx, k), key))
+        batch = jax.device_put(batch, NamedSharding(mesh(), PartitionSpec("x")))
+        source = init if "function" in where else source
+    state = sf.init_state(source, tx, key, sharding=sharding)
+    step = jax.jit(sf.make_train_step(loss_fn, tx, skip_nonfinite=True), donate_argnums=0)
+    state, _ = step(state, batch)
+    compiles.clear()
+    for _ in range(2):
+        state, _ = step(state, batch)
+    assert compiles == []
+
+
+def test_without_a_plan_the_optimizer_lies_where_the_parameters_lie(key):
+    placed = jax.device_put(init(key), plan_for(init(key)))
+    state = sf.init_state(placed, optax.adam(0.1), key)
+    assert state.opt_state[0].mu["w"].sharding == placed["w"].sharding
+    assert len(state.step.sharding.device_set) == len(state.key.sharding.device_set) == 8
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            {"w": jnp.zeros(2, int)},
+            r"params/w: expected floating numbers, got int32\[2\]; .*model_state",
+        ),
+        ({"a": {"act": jnp.tanh}}, r"params/a/act: expected an array, got .*equinox.partition"),
+        ({"name": "adam"}, r"params/name: expected an array, got str 'adam'"),
+        ({"x": np.array(["a"])}, r"params/x: expected an array, got <U1\[1\]"),
+        ({"x": np.array([None])}, r"params/x: expected an array, got object\[1\]"),
+        ({"x": jax.random.key(0)}, r"params/x: expected floating numbers, got key<fry>\[\]"),
+        ({"x": jax.ShapeDtypeStruct((2,), float)}, r"params/x: expected an array"),
+    ],
+)
+def test_parameters_that_cannot_be_trained_are_refused(key, params, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        sf.init_state(params, optax.sgd(0.1), key)
+
+
+def test_a_function_whose_parameters_cannot_be_trained_is_refused(key):
+    with pytest.raises(sf.ConfigError, match="params/w: expected floating numbers"):
+        sf.init_state(lambda _: {"w": jnp.zeros(2, int)}, optax.sgd(0.1), key)
+
+
+@pytest.mark.parametrize("key", [0, None, jnp.zeros(2), jax.random.split(jax.random.key(0), 4)])
+def test_what_is_no_key_is_refused(key):
+    with pytest.raises(
+        sf.ConfigError, match=r"key: expected one PRNG key, got .*jax.random.key\(0\)"
+    ):
+        sf.init_state(init, optax.sgd(0.1), key)
+
+
+def test_old_keys_are_keys(key):
+    state = sf.init_state(init, optax.sgd(0.1), jax.random.PRNGKey(0))
+    assert state.key.dtype == jnp.uint32
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (jnp.ones(2), "expected .params, model_state., got Array"),
+        ((jnp.ones(2),), "expected .params, model_state., got tuple of 1"),
+    ],
+)
+def test_a_stateful_init_that_gives_no_pair_is_refused(key, made, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        sf.init_state(made, optax.sgd(0.1), key, stateful=True)
+
+
+def test_a_model_state_holds_arrays(key):
+    with pytest.raises(sf.ConfigError, match="model_state/f: expected an array, got"):
+        sf.init_state((jnp.ones(2), {"f": jnp.tanh}), optax.sgd(0.1), key, stateful=True)
+
+
+def test_an_optimizer_that_is_none_is_refused(key):
+    with pytest.raises(sf.ConfigError, match=r"tx: .*did you mean to call it"):
+        sf.init_state(init, optax.adam, key)
