@@ -1,0 +1,155 @@
+"""From a loss function to its gradients, over the whole batch or over microbatches of it.
+
+The mean of microbatches' means is not the mean of the batch once masks are ragged. So a first scan
+over the microbatches adds up every term's total and weight, and a second one differentiates each
+microbatch's share of `total / weight`, adding into one buffer of gradients. The first scan costs
+next to nothing: where the weights depend on the batch alone, XLA drops the forward pass from it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from clu.metrics import Average, Metric
+from jax.typing import DTypeLike
+
+from stepfold import tree
+from stepfold.core.loss import LossFn, Metrics, Terms, checked, share_of, total_of
+from stepfold.core.state import check_params
+from stepfold.errors import ConfigError, DataError
+
+GradFn = Callable[[Any, Any, Any, Any], tuple[Any, Terms, Metrics, Any]]
+"""`(params, batch, key, model_state) -> (grads, loss terms, metrics, model_state)`."""
+
+
+def value_and_grad(
+    loss_fn: LossFn,
+    *,
+    accumulate: int = 1,
+    stateful: bool = False,
+    accumulator_dtype: DTypeLike | None = jnp.float32,
+) -> GradFn:
+    """Differentiate a loss function, as if the whole batch had been seen at once.
+
+    With `accumulate=n` the batch goes through in n microbatches, one after the other, in the
+    memory of one. Loss, metrics and gradients equal the full batch's to rounding, every term with
+    its own denominator: for ragged masks, for microbatches that are all masked, and for weights
+    that depend on the parameters (these alone cost a second forward pass). A scalar loss counts
+    every microbatch alike.
+
+    Microbatch i holds the examples i, i + n, i + 2n, …: so each device keeps its own rows of a
+    batch that is sharded. It gets the key `fold_in(key, i)`, without accumulation the key itself.
+    A model state is handed from microbatch to microbatch in order.
+
+    Args:
+      loss_fn: a loss function.
+      accumulate: the number of microbatches. It must divide the leading axis of every leaf.
+      stateful: whether the loss function carries a model state.
+      accumulator_dtype: the narrowest dtype to add up gradients in; None for the gradients' own.
+
+    Returns:
+      A function `(params, batch, key, model_state) -> (grads, terms, metrics, model_state)`, the
+      gradients in the parameters' dtypes. Without a state `model_state` is `()`.
+
+    >>> import jax, jax.numpy as jnp, stepfold as sf
+    >>> def loss_fn(params, batch, key):
+    ...     return sf.mean((params * batch["x"] - 1.0) ** 2, batch["mask"])
+    >>> batch = {"x": jnp.arange(4.0), "mask": jnp.array([1, 1, 1, 0])}
+    >>> for n in (1, 2, 4):
+    ...     grad_fn = sf.value_and_grad(loss_fn, accumulate=n)
+    ...     grads, terms, _, _ = grad_fn(jnp.array(2.0), batch, jax.random.key(0), ())
+    ...     print(round(float(grads), 4), round(float(terms["loss"].compute()), 4))
+    4.6667 3.6667
+    4.6667 3.6667
+    4.6667 3.6667
+    """
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise ConfigError(f"accumulate: expected an integer of at least 1, got {accumulate!r}")
+    loss_fn = checked(loss_fn, stateful=stateful)
+
+    def objective(params: Any, batch: Any, key: Any, model_state: Any) -> tuple[Any, Any, Any]:
+        if stateful:
+            terms, metrics, model_state = loss_fn(params, batch, key, model_state)
+        else:
+            terms, metrics = loss_fn(params, batch, key)
+        return terms, metrics, model_state
+
+    def at_once(params: Any, batch: Any, key: Any, model_state: Any) -> Any:
+        def loss(params: Any) -> Any:
+            aux = objective(params, batch, key, model_state)
+            return total_of(aux[0]), aux
+
+        check_params(params)
+        grads, aux = jax.grad(loss, has_aux=True)(params)
+        return grads, *aux
+
+    def in_parts(params: Any, batch: Any, key: Any, model_state: Any) -> Any:
+        check_params(params)
+        take = _microbatches(batch, accumulate)
+
+        def forward(model_state: Any, i: Any) -> Any:
+            micro = take(i), jax.random.fold_in(key, i)
+            terms, _, model_state = objective(params, *micro, model_state)
+            return model_state, terms
+
+        def backward(carry: Any, i: Any) -> Any:
+            total, before = carry
+
+            def share(params: Any) -> Any:
+                micro = take(i), jax.random.fold_in(key, i)
+                aux = objective(params, *micro, before)
+                return share_of(aux[0], whole), aux
+
+            grads, (terms, metrics, after) = jax.grad(share, has_aux=True)(params)
+            total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+            return (total, after), (terms, metrics)
+
+        parts = jnp.arange(accumulate)
+        whole = _merged(jax.lax.scan(forward, model_state, parts)[1])
+        start = jax.tree.map(lambda p: _buffer(p, accumulator_dtype), params)
+        (grads, model_state), seen = jax.lax.scan(backward, (start, model_state), parts)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        return grads, *_merged(seen), model_state
+
+    return at_once if accumulate == 1 else in_parts
+
+
+def _microbatches(batch: Any, n: int) -> Callable[[Any], Any]:
+    """Check that a batch divides, and give the function that takes its i-th microbatch."""
+    leaves = tree.named_leaves(batch, "batch")
+    sizes = {name: jnp.shape(leaf)[:1] for name, leaf in leaves}
+    if len(set(sizes.values())) != 1 or () in sizes.values():
+        got = ", ".join(f"{name} {tree.spell(leaf)}" for name, leaf in leaves) or "an empty batch"
+        raise DataError(
+            f"accumulate={n} splits the leading axis, which must be there and have one size on "
+            f"every leaf of the batch; got {got}"
+        )
+    ((size,),) = set(sizes.values())
+    if size % n or size == 0:
+        fits = [k for k in range(1, size + 1) if size % k == 0]
+        raise DataError(
+            f"accumulate={n} does not divide the leading axis of {size} "
+            f"({', '.join(sizes)}); what would: {fits or 'nothing, the batch is empty'}"
+        )
+    split = jax.tree.map(lambda x: jnp.reshape(x, (size // n, n, *x.shape[1:])), batch)
+    return lambda i: jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), split
+    )
+
+
+def _buffer(param: Any, dtype: DTypeLike | None) -> jax.Array:
+    """Make the zeros to add a parameter's gradients to, never narrower than the parameter is."""
+    narrow = dtype is not None and param.dtype.itemsize < jnp.dtype(dtype).itemsize
+    return jnp.zeros_like(param, dtype=dtype if narrow else None)
+
+
+def _merged(stacked: Any) -> Any:
+    """Merge the metrics that a scan has stacked; totals and weights simply add up."""
+
+    def merge(metric: Any) -> Any:
+        if type(metric) is Average:
+            return jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), metric)
+        return metric.reduce()
+
+    return jax.tree.map(merge, stacked, is_leaf=lambda x: isinstance(x, Metric))

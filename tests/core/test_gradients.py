@@ -1,0 +1,189 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from clu import metrics as clu_metrics
+
+import stepfold as sf
+
+X = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
+
+
+def loss_fn(params, batch, key):
+    return sf.mean((batch["x"] @ params["w"]) ** 2, batch["mask"])
+
+
+PARAMS = {"w": jnp.array([1.0, -2.0, 0.5])}
+BATCH = {"x": X, "mask": np.arange(12) % 5 > 0}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_grads_terms_metrics_and_state_come_back(run, key, n):
+    def loss(params, batch, key, state):
+        return params["w"].sum(), {"m": sf.mean(batch["mask"])}, state + 1
+
+    grad_fn = run(sf.value_and_grad(loss, accumulate=n, stateful=True))
+    grads, terms, metrics, state = grad_fn(PARAMS, BATCH, key, jnp.zeros((), int))
+    chex.assert_trees_all_close(grads, {"w": jnp.ones(3)}, rtol=1e-6)
+    assert terms["loss"].compute() == pytest.approx(-0.5)
+    assert metrics["m"].compute() == pytest.approx(BATCH["mask"].mean())
+    assert state == n
+
+
+def test_one_microbatch_is_the_bare_gradient(key):
+    def bare(params, batch, key, model_state):
+        def loss(params):
+            term = loss_fn(params, batch, key)
+            weight = jnp.where(term.count == 0, 1.0, term.count)
+            return term.total / weight, ({"loss": term}, {}, model_state)
+
+        grads, aux = jax.grad(loss, has_aux=True)(params)
+        return grads, *aux
+
+    ours, theirs = (
+        jax.jit(f).lower(PARAMS, BATCH, key, ()).compile().cost_analysis()
+        for f in (sf.value_and_grad(loss_fn), bare)
+    )
+    assert ours["flops"] == theirs["flops"]
+    assert ours["bytes accessed"] == theirs["bytes accessed"]
+
+
+def test_microbatch_i_holds_every_nth_example_and_its_own_key(run, key):
+    def loss(params, batch, key, state):
+        seen = {"x": batch["x"][None, :, 0], "u": jax.random.uniform(key)[None]}
+        place = state["i"]
+        state = {
+            "i": place + 1,
+            "x": jax.lax.dynamic_update_slice(state["x"], seen["x"], (place, 0)),
+            "u": jax.lax.dynamic_update_slice(state["u"], seen["u"], (place,)),
+        }
+        return params["w"].sum(), {}, state
+
+    start = {"i": jnp.int32(0), "x": jnp.zeros((4, 3)), "u": jnp.zeros(4)}
+    grad_fn = sf.value_and_grad(loss, accumulate=4, stateful=True)
+    *_, state = run(grad_fn)(PARAMS, BATCH, key, start)
+    chex.assert_trees_all_equal(np.asarray(state["x"]), np.stack([X[i::4, 0] for i in range(4)]))
+    keys = [jax.random.uniform(jax.random.fold_in(key, i)) for i in range(4)]
+    chex.assert_trees_all_close(state["u"], jnp.stack(keys))
+
+
+def test_without_accumulation_the_key_is_the_key(key):
+    loss = lambda p, b, k: (p["w"].sum(), {"u": sf.mean(jax.random.uniform(k))})
+    *_, metrics, _ = sf.value_and_grad(loss)(PARAMS, BATCH, key, ())
+    assert metrics["u"].compute() == jax.random.uniform(key)
+
+
+def test_metrics_of_every_kind_merge_over_microbatches(run, key):
+    def loss(params, batch, key):
+        predicted = (batch["x"] @ params["w"]) > 0
+        return params["w"].sum(), {
+            "accuracy": sf.mean(predicted, batch["mask"]),
+            "last": clu_metrics.LastValue.from_model_output(jnp.float32(batch["x"].shape[0])),
+            "all": clu_metrics.CollectingMetric.from_outputs(("x",)).from_model_output(
+                x=batch["x"]
+            ),
+        }
+
+    one = run(sf.value_and_grad(loss))(PARAMS, BATCH, key, ())[2]
+    four = run(sf.value_and_grad(loss, accumulate=4))(PARAMS, BATCH, key, ())[2]
+    chex.assert_trees_all_equal(one["accuracy"], four["accuracy"])
+    with jax.numpy_dtype_promotion("standard"):  # clu divides a float by an integer
+        assert four["last"].compute() == 3
+    want, got = (np.sort(np.ravel(m["all"].compute()["x"])) for m in (one, four))
+    np.testing.assert_array_equal(want, got)
+
+
+def test_the_forward_pass_of_the_weights_is_dropped_by_the_compiler(key):
+    def products(loss, n):
+        lowered = jax.jit(sf.value_and_grad(loss, accumulate=n)).lower(PARAMS, BATCH, key, ())
+        return lowered.compile().as_text().count(" dot(")
+
+    def of_parameters(params, batch, key):
+        term = loss_fn(params, batch, key)
+        return term.replace(count=term.count + (batch["x"] @ params["w"]).sum() ** 2)
+
+    assert products(loss_fn, 4) == products(loss_fn, 1)
+    assert products(of_parameters, 4) > products(of_parameters, 1)
+
+
+def test_temporaries_do_not_grow_with_the_number_of_microbatches(key):
+    def loss(params, batch, key):
+        hidden = batch
+        for _ in range(3):
+            hidden = jnp.tanh(hidden @ params)
+        return sf.mean(hidden**2)
+
+    def temporaries(n):
+        params, batch = jnp.ones((32, 32)), jnp.ones((4096, 32))
+        lowered = jax.jit(sf.value_and_grad(loss, accumulate=n)).lower(params, batch, key, ())
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    sizes = [temporaries(n) for n in (1, 4, 16, 64)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[2] < sizes[0] / 10
+
+
+def test_gradients_come_in_the_parameters_dtype_and_add_up_in_float32(run, key):
+    rng = np.random.default_rng(0)
+    x = rng.uniform(0.5, 1.5, size=(256, 4)).astype(np.float32)
+    loss = lambda p, b, k: sf.mean(b @ p)
+    want = x.mean(0)
+
+    def error(dtype, **options):
+        params, batch = jnp.ones(4, dtype), jnp.asarray(x, dtype)
+        grads = run(sf.value_and_grad(loss, accumulate=256, **options))(params, batch, key, ())[0]
+        assert grads.dtype == dtype
+        return np.abs(np.asarray(grads, np.float32) - want).max()
+
+    half_ulp = 2**-8
+    assert error(jnp.float32) < 1e-5
+    assert error(jnp.bfloat16) < half_ulp
+    assert error(jnp.bfloat16, accumulator_dtype=None) > 2 * half_ulp
+
+
+def test_integer_and_key_leaves_of_a_batch_are_split_too(run, key):
+    batch = {"n": jnp.arange(6), "key": jax.random.split(key, 6)}
+
+    def loss(params, batch, key):
+        noise = jax.vmap(jax.random.uniform)(batch["key"])
+        return sf.mean(params["w"].sum() * (noise + batch["n"].astype(jnp.float32)))
+
+    want = run(sf.value_and_grad(loss))(PARAMS, batch, key, ())
+    got = run(sf.value_and_grad(loss, accumulate=3))(PARAMS, batch, key, ())
+    chex.assert_trees_all_close(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.0, "2", None, True])
+def test_a_number_of_microbatches_that_is_none_is_refused_when_built(n):
+    with pytest.raises(sf.ConfigError, match="accumulate: expected an integer of at least 1, got"):
+        sf.value_and_grad(loss_fn, accumulate=n)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"x": X[:10]},
+            r"accumulate=4 does not divide the leading axis of 10 \(batch/x\); .*1, 2, 5",
+        ),
+        (
+            {"x": X, "y": X[:8]},
+            r"one size on every leaf .*batch/x float32\[12,3\], batch/y float32\[8",
+        ),
+        ({"x": X, "rate": 0.5}, r"must be there .*batch/rate float"),
+        ({}, r"accumulate=4 splits the leading axis, .*got an empty batch"),
+        ({"x": X[:0]}, r"leading axis of 0 \(batch/x\); what would: nothing, the batch is empty"),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_refused(run, key, batch, message):
+    grad_fn = sf.value_and_grad(lambda p, b, k: p["w"].sum(), accumulate=4)
+    with pytest.raises(sf.DataError, match=message):
+        run(grad_fn)(PARAMS, batch, key, ())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_parameters_without_a_gradient_are_refused_by_name(run, key, n):
+    grad_fn = sf.value_and_grad(lambda p, b, k: 0.0, accumulate=n)
+    with pytest.raises(sf.ConfigError, match=r"params/n: expected floating numbers, got int32"):
+        run(grad_fn)({"n": jnp.zeros(2, int)}, BATCH, key, ())
