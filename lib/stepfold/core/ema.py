@@ -1,0 +1,132 @@
+"""A moving average of the parameters, kept where state of optimization belongs: in `opt_state`."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from stepfold import tree
+from stepfold.core.optimizer import as_optimizer
+from stepfold.core.state import TrainState
+from stepfold.errors import ConfigError
+
+
+class EmaParamsState(NamedTuple):
+    """State of `ema_params`: updates so far, the average, its weight if debiased, tx's state."""
+
+    count: jax.Array  # type: ignore[assignment]  # a tuple's method of that name, as in optax
+    ema: Any
+    mass: jax.Array | None
+    inner: optax.OptState
+
+
+def ema_params(
+    tx: optax.GradientTransformation,
+    decay: float | optax.Schedule,
+    *,
+    debias: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap an optimizer such that it also averages the parameters it arrives at.
+
+    `optax.ema` averages updates; this averages parameters, once per update, after it. The average
+    is kept in float32 at least, since bfloat16 would round most of its steps away. It starts as
+    the first parameters; with `debias` as zero, divided by the weight it has seen, so that those
+    are forgotten. Inside `optax.MultiSteps` it ticks once per update; around it, per mini-step.
+
+    Args:
+      tx: the whole optimizer (inside `dynamic_loss_scale`, where there is one).
+      decay: how much of the average stays, below 1; or a schedule of it by the update's count, as
+        for a warm-up: `lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))`.
+      debias: whether to start from nothing instead of from the first parameters.
+
+    >>> import jax, jax.numpy as jnp, optax, stepfold as sf
+    >>> tx = sf.ema_params(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), decay=0.5)
+    >>> state = sf.init_state(jnp.array(4.0), tx, jax.random.key(0))
+    >>> step = sf.make_train_step(lambda params, batch, key: params * batch, tx)
+    >>> state, _ = step(state, jnp.array(1.0))
+    >>> float(state.params), float(sf.get_ema(state))
+    (3.0, 3.5)
+    >>> smooth = state._replace(params=sf.get_ema(state))  # to evaluate with
+    """
+    if not callable(decay) and not 0 <= decay < 1:
+        raise ConfigError(f"ema_params: expected 0 <= decay < 1 or a schedule, got {decay!r}")
+    inner = as_optimizer(tx)
+    rate = decay if callable(decay) else optax.constant_schedule(decay)
+
+    def init_fn(params: Any) -> EmaParamsState:
+        ema = tree.cast_floats(params, jnp.float32)
+        return EmaParamsState(
+            count=jnp.zeros((), jnp.int32),
+            ema=jax.tree.map(jnp.zeros_like if debias else jnp.copy, ema),
+            mass=jnp.zeros(()) if debias else None,
+            inner=inner.init(params),
+        )
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, EmaParamsState]:
+        if params is None:
+            raise ConfigError("ema_params: pass the parameters, tx.update(grads, state, params)")
+        updates, inner_state = inner.update(updates, state.inner, params, **extra)
+        arrived = optax.apply_updates(params, updates)
+        keep = jnp.asarray(rate(state.count))
+
+        def blend(old: jax.Array, new: Any) -> jax.Array:
+            share = keep.astype(old.dtype)
+            return share * old + (1 - share) * jnp.asarray(new, old.dtype)
+
+        return updates, EmaParamsState(
+            count=optax.safe_increment(state.count),
+            ema=jax.tree.map(blend, state.ema, arrived),
+            mass=None if state.mass is None else blend(state.mass, 1.0),
+            inner=inner_state,
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def get_ema(state: Any) -> Any:
+    """Find the averaged parameters in a state, at any depth of its optimizer.
+
+    Args:
+      state: a `TrainState`, or an optimizer's state alone.
+
+    Returns:
+      A tree like the parameters. From a `TrainState` it has their dtypes, and parameters that the
+      average does not cover (masked out, frozen) are taken as they are.
+
+    >>> import jax, jax.numpy as jnp, optax, stepfold as sf
+    >>> tx = optax.chain(optax.clip(1.0), sf.ema_params(optax.adam(1e-3), 0.99))
+    >>> state = sf.init_state({"w": jnp.ones(2)}, tx, jax.random.key(0))
+    >>> sf.get_ema(state)["w"].tolist()
+    [1.0, 1.0]
+    """
+    opt_state = state.opt_state if isinstance(state, TrainState) else state
+    nodes = jax.tree.leaves(opt_state, is_leaf=_is_ema)
+    found = [node for node in nodes if _is_ema(node)]
+    if len(found) != 1:
+        raise ConfigError(
+            f"get_ema: expected one average in the optimizer's state, found {len(found)}; "
+            "wrap the optimizer once, tx = sf.ema_params(tx, decay), before init_state"
+        )
+    (node,) = found
+    ema = node.ema
+    if node.mass is not None:
+        mass = jnp.where(node.mass == 0, 1, node.mass)
+        ema = jax.tree.map(lambda e: e / mass.astype(e.dtype), ema)
+    if not isinstance(state, TrainState):
+        return ema
+
+    def like(ema: Any, param: Any) -> Any:
+        return param if _is_masked(ema) else ema.astype(param.dtype)
+
+    return jax.tree.map(like, ema, state.params, is_leaf=_is_masked)
+
+
+def _is_ema(node: object) -> bool:
+    return isinstance(node, EmaParamsState)
+
+
+def _is_masked(node: object) -> bool:
+    return isinstance(node, optax.MaskedNode)

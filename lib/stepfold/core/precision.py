@@ -1,0 +1,211 @@
+"""In which dtypes a step computes, and how float16 is kept from underflowing.
+
+Parameters and the optimizer's state live in the dtypes that they were born with. A `Precision` says
+what they are cast to on the way into the loss function, which makes the gradients come back in the
+parameters' own dtypes by itself. Losses, means and accumulated gradients are float32 at least.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from stepfold import tree
+from stepfold.core.loss import LossFn, Terms
+from stepfold.core.optimizer import as_optimizer
+from stepfold.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Say in which dtype a loss function computes.
+
+    The names "f32", "bf16" and "f16" stand for `Precision(jnp.float32)` and so on. Floating leaves
+    of parameters and batch are cast; integers, booleans and keys are left alone, and so is the
+    model state. "f32" widens what is narrower and leaves float64 as it is.
+
+    Attributes:
+      compute: a floating dtype.
+      keep: a regular expression. Leaves whose path it finds (`params/norm/scale`,
+        `batch/target`) are not cast: the usual mixed form, with norms or routers in float32.
+
+    >>> import jax, jax.numpy as jnp, optax, stepfold as sf
+    >>> seen = {}
+    >>> def loss_fn(params, batch, key):
+    ...     seen.update(jax.tree.map(lambda x: x.dtype.name, params))
+    ...     return sf.mean(batch @ params["w"])
+    >>> params = {"w": jnp.ones((2, 2)), "norm": jnp.ones(2)}
+    >>> state = sf.init_state(params, optax.sgd(0.1), jax.random.key(0))
+    >>> mixed = sf.Precision(jnp.bfloat16, keep="norm")
+    >>> step = sf.make_train_step(loss_fn, optax.sgd(0.1), precision=mixed)
+    >>> state, _ = step(state, jnp.ones((4, 2)))
+    >>> seen["w"], seen["norm"], state.params["w"].dtype.name
+    ('bfloat16', 'float32', 'float32')
+    """
+
+    compute: DTypeLike = jnp.float32
+    keep: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no floating dtype and no regular expression."""
+        try:
+            floating = jnp.issubdtype(self.compute, jnp.floating)
+        except TypeError:
+            floating = False
+        if not floating:
+            raise ConfigError(f"Precision.compute: expected a floating dtype, got {self.compute!r}")
+        try:
+            re.compile(self.keep or "")
+        except (re.error, TypeError) as error:
+            raise ConfigError(
+                f"Precision.keep: expected a regular expression, got {self.keep!r}: {error}"
+            ) from None
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        """Tell whether small gradients underflow: in dtypes with fewer exponents than float32."""
+        return bool(jnp.finfo(self.compute).minexp > jnp.finfo(jnp.float32).minexp)
+
+    def applied_to(self, loss_fn: LossFn) -> LossFn:
+        """Give the loss function that casts its parameters and its batch first."""
+
+        def cast_loss(params: Any, batch: Any, *rest: Any) -> Any:
+            params = tree.cast_floats(params, self.compute, self.keep, "params")
+            batch = tree.cast_floats(batch, self.compute, self.keep, "batch")
+            return loss_fn(params, batch, *rest)
+
+        return cast_loss
+
+
+_NAMES = {
+    "f32": Precision(jnp.float32),
+    "bf16": Precision(jnp.bfloat16),
+    "f16": Precision(jnp.float16),
+}
+
+
+def as_precision(precision: str | Precision) -> Precision:
+    """Read a precision by its name."""
+    if isinstance(precision, Precision):
+        return precision
+    if not isinstance(precision, str) or precision not in _NAMES:
+        raise ConfigError(
+            f"precision: expected one of {', '.join(_NAMES)} or a Precision, got {precision!r}"
+        )
+    return _NAMES[precision]
+
+
+class LossScaleState(NamedTuple):
+    """State of `dynamic_loss_scale`: the scale, finite updates since it changed, and tx's state."""
+
+    scale: jax.Array
+    streak: jax.Array
+    inner: optax.OptState
+
+
+class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """An optimizer that takes gradients of the scaled loss; what a float16 step looks for."""
+
+
+def dynamic_loss_scale(
+    tx: optax.GradientTransformation,
+    *,
+    initial: float = 2.0**15,
+    factor: float = 2.0,
+    period: int = 2000,
+    minimum: float = 1.0,
+    maximum: float = 2.0**24,
+) -> LossScaled:
+    """Wrap an optimizer such that float16 gradients neither underflow nor overflow for long.
+
+    A train step multiplies the loss by the scale; this divides the gradients by it again, before
+    anything in `tx` (clipping, say) sees them. Where they are not finite, the update is skipped,
+    every bit of `tx`'s state is kept, and the scale is backed off. After `period` finite updates in
+    a row it grows. By hand: differentiate `loss * state.opt_state.scale`, then `update`.
+
+    Args:
+      tx: the whole optimizer. This wrapper goes around everything else.
+      initial: the first scale.
+      factor: what the scale is multiplied or divided by; powers of two are exact.
+      period: how many finite updates in a row make the scale grow.
+      minimum: the scale never falls below it.
+      maximum: the scale never grows above it.
+
+    Returns:
+      An optax transformation. `update(…, finite=…)` takes in what else was found not finite.
+
+    >>> import jax, jax.numpy as jnp, optax, stepfold as sf
+    >>> tx = sf.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)))
+    >>> state = sf.init_state(jnp.ones(2), tx, jax.random.key(0))
+    >>> step = sf.make_train_step(lambda p, x, key: sf.mean((p * x) ** 2), tx, precision="f16")
+    >>> state, metrics = step(state, jnp.array([1.0, jnp.inf]))
+    >>> float(state.opt_state.scale), int(metrics["skipped"].total), state.params.tolist()
+    (16384.0, 1, [1.0, 1.0])
+    """
+    if not (0 < minimum <= initial <= maximum and factor > 1 and period >= 1):
+        raise ConfigError(
+            "dynamic_loss_scale: expected 0 < minimum <= initial <= maximum, factor > 1 and "
+            f"period >= 1, got {minimum=}, {initial=}, {maximum=}, {factor=}, {period=}"
+        )
+    inner = as_optimizer(tx)
+
+    def init_fn(params: Any) -> LossScaleState:
+        scale, streak = jnp.array(initial, jnp.float32), jnp.zeros((), jnp.int32)
+        return LossScaleState(scale, streak, inner.init(params))
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, *, finite: Any = True, **extra: Any
+    ) -> tuple[Any, LossScaleState]:
+        finite = finite & jnp.isfinite(norm(updates))
+        grads = unscale(updates, state.scale)
+        updates, inner_state = inner.update(grads, state.inner, params, **extra)
+        # -0.0 and not 0.0: it is the number that leaves every bit of what it is added to.
+        updates = jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros_like(u)), updates)
+        due = state.streak + 1 >= period
+        grown = jnp.where(due, jnp.minimum(state.scale * factor, maximum), state.scale)
+        backed_off = jnp.maximum(state.scale / factor, minimum)
+        return updates, LossScaleState(
+            scale=jnp.where(finite, grown, backed_off),
+            streak=jnp.where(finite & ~due, state.streak + 1, 0),
+            inner=tree.select(finite, inner_state, state.inner),
+        )
+
+    return LossScaled(init_fn, update_fn)
+
+
+def norm(grads: Any) -> jax.Array:
+    """Take the norm over all leaves in float32 at least: finite only if every leaf is."""
+    total: jax.Array = optax.tree.norm(tree.cast_floats(grads, jnp.float32))
+    return total
+
+
+def unscale(grads: Any, scale: jax.Array) -> Any:
+    """Divide gradients by a scale, in float32 at least, and back into their own dtypes."""
+
+    def divide(grad: jax.Array) -> jax.Array:
+        wide = tree.widen(grad.dtype)
+        return (grad.astype(wide) / scale.astype(wide)).astype(grad.dtype)
+
+    return jax.tree.map(divide, grads)
+
+
+def scaled(loss_fn: LossFn, scale: jax.Array) -> LossFn:
+    """Give the loss function that returns its (checked) terms scaled."""
+
+    def scaled_loss(*args: Any) -> Any:
+        terms, *rest = loss_fn(*args)
+        return scale_terms(terms, scale), *rest
+
+    return scaled_loss
+
+
+def scale_terms(terms: Terms, scale: jax.Array) -> Terms:
+    """Multiply the terms' totals by a scale."""
+    return {
+        name: term.replace(total=term.total * scale.astype(term.total.dtype))
+        for name, term in terms.items()
+    }

@@ -1,0 +1,251 @@
+"""The step itself: one batch folded into a state, as a pure function that nobody has jitted yet."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from clu.metrics import Average, Metric
+
+from stepfold import tree
+from stepfold.core.gradients import GradFn, value_and_grad
+from stepfold.core.loss import (
+    LossFn,
+    Metrics,
+    TermSum,
+    checked,
+    mean,
+    read_terms,
+    report,
+    total_of,
+)
+from stepfold.core.optimizer import as_optimizer
+from stepfold.core.precision import (
+    LossScaled,
+    Precision,
+    as_precision,
+    norm,
+    scale_terms,
+    scaled,
+    unscale,
+)
+from stepfold.core.state import TrainState
+from stepfold.errors import ConfigError, TreeMismatchError
+
+StepFn = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+"""`(state, batch) -> (state, metrics)`, pure and un-jitted."""
+
+EvalFn = Callable[[TrainState, Any], Metrics]
+"""`(state, batch) -> metrics`, pure and un-jitted."""
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    *,
+    accumulate: int = 1,
+    precision: str | Precision = "f32",
+    remat: str | bool | Callable[..., bool] | None = None,
+    skip_nonfinite: bool = False,
+    stateful: bool = False,
+    grad: Callable[..., GradFn] = value_and_grad,
+) -> StepFn:
+    """Make the function that folds one batch into a state.
+
+    It is pure and un-jitted: `jax.jit` (donate the state), `lax.scan`, `vmap` and `shard_map` all
+    take it. Its metrics are `loss`, every term of the loss, the loss function's own, `grad_norm`,
+    and `skipped` where steps may be. The loss is called with the key `fold_in(key, step)`, and the
+    optimizer with `value=loss` for those that want it.
+
+    Args:
+      loss_fn: a loss function.
+      tx: the optimizer that the state was initialized with.
+      accumulate: into how many microbatches to split a batch; the result is the same.
+      precision: "f32", "bf16", "f16" or a `Precision`: what the loss function computes in. What
+        underflows in it needs `dynamic_loss_scale(tx)`.
+      remat: what to keep for the backward pass: the name of one of `jax.checkpoint_policies`, such
+        a policy itself, or True to keep nothing.
+      skip_nonfinite: whether a step whose loss, gradients or new model state are not finite leaves
+        parameters, optimizer and model state as they were, bit for bit. It is counted in `step`
+        and in `skipped`, and its loss and averages weigh nothing when merged.
+      stateful: whether the loss function carries a model state.
+      grad: a function from a loss function to a `GradFn`, called as `grad(loss_fn)`, with
+        `accumulate=` and `stateful=` where they are asked for.
+
+    Raises:
+      ConfigError, LossError: here, where the arguments do not fit together.
+      LossError, DataError, TreeMismatchError: when traced, where loss, batch or state do not.
+
+    >>> import jax, jax.numpy as jnp, optax, stepfold as sf
+    >>> def loss_fn(params, batch, key):
+    ...     error = batch["x"] @ params["w"] + params["b"] - batch["y"]
+    ...     return sf.mean(error**2), {"close": sf.mean(jnp.abs(error) < 0.1)}
+    >>> params = {"w": jnp.zeros(2), "b": jnp.zeros(())}
+    >>> x = jax.random.normal(jax.random.key(1), (64, 2))
+    >>> batch = {"x": x, "y": x @ jnp.array([1.0, -2.0]) + 0.5}
+
+    Whatever else optimization needs, optax has: schedules, clipping, weight decay, and freezing
+    by path.
+
+    >>> rate = optax.warmup_cosine_decay_schedule(0.0, 0.2, warmup_steps=10, decay_steps=100)
+    >>> tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=1e-4))
+    >>> state = sf.init_state(params, tx, jax.random.key(0))
+    >>> step = jax.jit(sf.make_train_step(loss_fn, tx, accumulate=4), donate_argnums=0)
+    >>> for _ in range(100):
+    ...     state, metrics = step(state, batch)
+    >>> sorted(metrics), float(metrics["close"].compute())
+    (['close', 'grad_norm', 'loss'], 1.0)
+
+    >>> groups = {"w": "train", "b": "freeze"}
+    >>> tx = optax.multi_transform({"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}, groups)
+    >>> state = sf.init_state(params, tx, jax.random.key(0))
+    >>> state, _ = sf.make_train_step(loss_fn, tx)(state, batch)
+    >>> float(state.params["b"]), bool((state.params["w"] != 0).all())
+    (0.0, True)
+    """
+    tx = as_optimizer(tx)
+    policy = as_precision(precision)
+    if policy.needs_loss_scale and not isinstance(tx, LossScaled):
+        raise ConfigError(
+            f"precision={precision!r}: gradients underflow in {jnp.dtype(policy.compute).name}; "
+            "wrap the whole optimizer, tx = sf.dynamic_loss_scale(tx), for init_state and for this"
+        )
+    loss_fn = policy.applied_to(checked(loss_fn, stateful=stateful))
+    loss_fn = _rematerialized(loss_fn, remat)
+    asked = {"accumulate": accumulate} if accumulate != 1 else {}
+    asked |= {"stateful": True} if stateful else {}
+    grad_fn, scaling = grad(loss_fn, **asked), isinstance(tx, LossScaled)
+
+    def gradients(state: TrainState, batch: Any) -> Any:
+        key = jax.random.fold_in(state.key, state.step)
+        inputs = state.params, batch, key, state.model_state
+        if not scaling:
+            grads, loss, metrics, model_state = grad_fn(*inputs)
+            return grads, norm(grads), read_terms(loss), metrics, model_state
+        scale = state.opt_state.scale
+        grads, loss, metrics, model_state = grad(scaled(loss_fn, scale), **asked)(*inputs)
+        terms = scale_terms(read_terms(loss), 1 / scale)
+        return grads, unscale(norm(grads), scale), terms, metrics, model_state
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        _check_state(state, tx)
+        grads, grad_norm, terms, metrics, model_state = gradients(state, batch)
+        loss = total_of(terms)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        finite &= _still_finite(state.model_state, model_state)
+        extra = {"finite": finite} if scaling else {}
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss, **extra)
+        params = optax.apply_updates(state.params, updates)
+        new = TrainState(state.step + 1, params, opt_state, model_state, state.key)
+        new = _settled(state, new)
+        metrics = report(terms, metrics, grad_norm=mean(grad_norm))
+        if not (skip_nonfinite or scaling):
+            return new, metrics
+        # With a loss scale the optimizer has skipped by itself, all but backing off the scale.
+        old = state._replace(step=new.step, opt_state=opt_state if scaling else state.opt_state)
+        metrics = {name: _weighed(finite, metric) for name, metric in metrics.items()}
+        return tree.select(finite, new, old), metrics | {"skipped": mean(~finite)}
+
+    return train_step
+
+
+def make_eval_step(
+    loss_fn: LossFn, *, precision: str | Precision = "f32", stateful: bool = False
+) -> EvalFn:
+    """Make the function that measures a state on one batch and changes nothing.
+
+    Its metrics are `loss`, every term of the loss, and the loss function's own. Merged over batches
+    they are exact, whatever the batches' sizes and masks. The key is that of the step to come; for
+    an evaluation without dropout give a loss function without it.
+
+    Args:
+      loss_fn: a loss function.
+      precision: what it computes in.
+      stateful: whether it carries a model state; what it makes of it is dropped.
+
+    >>> import jax, jax.numpy as jnp, optax, stepfold as sf
+    >>> evaluate = jax.jit(sf.make_eval_step(lambda params, batch, key: sf.mean(params * batch)))
+    >>> state = sf.init_state(jnp.array(2.0), optax.sgd(0.1), jax.random.key(0))
+    >>> some, rest = evaluate(state, jnp.arange(4.0)), evaluate(state, jnp.array([9.0]))
+    >>> float(some["loss"].merge(rest["loss"]).compute())
+    6.0
+    """
+    loss_fn = as_precision(precision).applied_to(checked(loss_fn, stateful=stateful))
+
+    def eval_step(state: TrainState, batch: Any) -> Metrics:
+        _check_kind(state)
+        key = jax.random.fold_in(state.key, state.step)
+        model_state = (state.model_state,) if stateful else ()
+        terms, metrics, *_ = loss_fn(state.params, batch, key, *model_state)
+        return report(terms, metrics)
+
+    return eval_step
+
+
+_POLICIES = (
+    "nothing_saveable",
+    "everything_saveable",
+    "dots_saveable",
+    "checkpoint_dots",
+    "dots_with_no_batch_dims_saveable",
+    "checkpoint_dots_with_no_batch_dims",
+)
+
+
+def _rematerialized(loss_fn: LossFn, remat: str | bool | Callable[..., bool] | None) -> LossFn:
+    if remat is None or remat is False:
+        return loss_fn
+    if isinstance(remat, str) and remat in _POLICIES:
+        remat = getattr(jax.checkpoint_policies, remat)
+    if remat is not True and not callable(remat):
+        raise ConfigError(
+            f"remat: expected None, True, a policy of jax.checkpoint_policies, or the name of one "
+            f"({', '.join(_POLICIES)}), got {remat!r}"
+        )
+    return jax.checkpoint(loss_fn, policy=None if remat is True else remat)
+
+
+def _check_kind(state: Any) -> None:
+    if not isinstance(state, TrainState):
+        raise ConfigError(
+            f"state: expected a TrainState, got {type(state).__name__}; sf.init_state makes one"
+        )
+
+
+def _check_state(state: Any, tx: optax.GradientTransformation) -> None:
+    _check_kind(state)
+    lines = tree.diff(jax.eval_shape(tx.init, state.params), state.opt_state, "opt_state")
+    if lines:
+        raise TreeMismatchError(
+            "the state was made with another optimizer than the step, or for other parameters:\n  "
+            + "\n  ".join(lines)
+        )
+
+
+def _settled(old: TrainState, new: TrainState) -> TrainState:
+    """Hold a step to its promise: a state in, a state of the same form out."""
+    lines = tree.diff(old, new)
+    if lines:
+        raise TreeMismatchError(
+            "the step would change the form of its state, and so compile again each time:\n  "
+            + "\n  ".join(lines)
+        )
+    return TrainState(*jax.tree.map(tree.strong, new))
+
+
+def _still_finite(old: Any, new: Any) -> jax.Array:
+    """Tell whether nothing turned non-finite; what was so before (a running minimum) may stay."""
+
+    def still(old: Any, new: Any) -> Any:
+        return (jnp.isfinite(new) | ~jnp.isfinite(old)).all() if tree.is_float(new) else True
+
+    leaves = jax.tree.leaves(jax.tree.map(still, old, new))
+    return jnp.array(leaves, bool).all()
+
+
+def _weighed(finite: jax.Array, metric: Metric) -> Metric:
+    """Take the weight from the averages of a skipped step, so that they merge as nothing."""
+    if not isinstance(metric, Average | TermSum):
+        return metric
+    return jax.tree.map(lambda leaf: jnp.where(finite, leaf, jnp.zeros_like(leaf)), metric)

@@ -1,0 +1,221 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+from stepfold.core.precision import LossScaleState
+
+PARAMS = {"w": jnp.ones((3, 2)), "norm": {"scale": jnp.ones(2)}}
+BATCH = {
+    "x": np.ones((4, 3), np.float32),
+    "label": np.arange(4, dtype=np.int32),
+    "key": jax.random.key(1),
+}
+
+
+def dtypes_in(precision, params=PARAMS, batch=BATCH, make=sf.make_train_step, stateful=False):
+    """Run a step and tell the dtypes that the loss function saw, and the state after."""
+    seen = {}
+
+    def loss_fn(params, batch, key, *model_state):
+        seen.update(params=params, batch=batch, state=model_state)
+        seen.update(jax.tree.map(lambda x: x.dtype.name, dict(seen)))
+        loss = sum(x.sum().astype(jnp.float32) for x in jax.tree.leaves(params))
+        return (loss, {}, model_state[0]) if stateful else loss
+
+    tx = sf.dynamic_loss_scale(optax.adam(0.1))
+    source = (params, {"mean": jnp.zeros(2)}) if stateful else params
+    state = sf.init_state(source, tx, jax.random.key(0), stateful=stateful)
+    if make is sf.make_eval_step:
+        make(loss_fn, precision=precision)(state, batch)
+        return seen, state
+    return seen, make(loss_fn, tx, precision=precision, stateful=stateful)(state, batch)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("f32", "float32"), ("bf16", "bfloat16"), ("f16", "float16")]
+)
+@pytest.mark.parametrize("make", [sf.make_train_step, sf.make_eval_step])
+def test_a_name_says_what_is_computed_in(name, dtype, make):
+    seen, state = dtypes_in(name, make=make)
+    assert seen["params"] == {"w": dtype, "norm": {"scale": dtype}}
+    assert seen["batch"] == {"x": dtype, "label": "int32", "key": "key<fry>"}
+    for tree in (state.params, state.opt_state.inner[0].mu):
+        assert {leaf.dtype for leaf in jax.tree.leaves(tree)} == {jnp.dtype(jnp.float32)}
+
+
+def test_parameters_and_optimizer_stay_in_their_own_dtype():
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    seen, state = dtypes_in("f32", low)
+    assert seen["params"]["w"] == "float32"
+    for tree in (state.params, state.opt_state.inner[0].nu):
+        assert {leaf.dtype for leaf in jax.tree.leaves(tree)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_the_model_state_is_not_cast():
+    seen, state = dtypes_in("bf16", stateful=True)
+    assert seen["state"] == ({"mean": "float32"},)
+    assert state.model_state["mean"].dtype == jnp.float32
+
+
+def test_float64_is_kept_by_f32_and_cast_by_bf16():
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(np.float64), PARAMS)
+        assert dtypes_in("f32", wide)[0]["params"]["w"] == "float64"
+        assert dtypes_in("bf16", wide)[0]["params"]["w"] == "bfloat16"
+
+
+def test_what_is_to_be_kept_is_not_cast():
+    seen, _ = dtypes_in(sf.Precision(jnp.bfloat16, keep="norm|^batch/x"))
+    assert seen["params"] == {"w": "bfloat16", "norm": {"scale": "float32"}}
+    assert seen["batch"]["x"] == "float32"
+
+
+def test_loss_and_means_are_float32_in_bf16(run):
+    many = jnp.full(4096, 1 + 2**-7)
+    step = sf.make_eval_step(lambda p, b, k: (sf.mean(b), {"m": sf.mean(b)}), precision="bf16")
+    state = sf.init_state(PARAMS, optax.sgd(0.1), jax.random.key(0))
+    metrics = run(step)(state, many)
+    assert metrics["loss"].compute() == metrics["m"].compute() == 1 + 2**-7
+
+
+@pytest.mark.parametrize("name", ["fp32", "bfloat16", None, 16, jnp.bfloat16])
+def test_an_unknown_name_is_refused(name):
+    with pytest.raises(
+        sf.ConfigError, match="precision: expected one of f32, bf16, f16 or a Precis"
+    ):
+        sf.make_train_step(lambda p, b, k: 0.0, optax.sgd(0.1), precision=name)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, "float99", bool])
+def test_a_dtype_that_does_not_float_is_refused(dtype):
+    with pytest.raises(sf.ConfigError, match="Precision.compute: expected a floating dtype, got"):
+        sf.Precision(dtype)
+
+
+@pytest.mark.parametrize("keep", ["(", 3])
+def test_a_pattern_that_is_none_is_refused(keep):
+    with pytest.raises(sf.ConfigError, match="Precision.keep: expected a regular expression, got"):
+        sf.Precision(jnp.bfloat16, keep=keep)
+
+
+# the dynamic loss scale
+
+
+def scaled_step(**options):
+    tx = sf.dynamic_loss_scale(optax.sgd(1.0, momentum=0.9), **options)
+    loss_fn = lambda p, b, k: sf.mean(p * b, jnp.ones(b.shape))
+    step = sf.make_train_step(loss_fn, tx, precision="f16")
+    return sf.init_state(jnp.ones(()), tx, jax.random.key(0)), step
+
+
+def test_f16_without_a_scale_is_refused_when_built():
+    for tx in (optax.adam(0.1), optax.chain(sf.dynamic_loss_scale(optax.adam(0.1)))):
+        with pytest.raises(
+            sf.ConfigError, match="precision='f16': gradients underflow in float16; wr"
+        ):
+            sf.make_train_step(lambda p, b, k: 0.0, tx, precision="f16")
+    half = sf.Precision(jnp.float16)
+    with pytest.raises(sf.ConfigError, match="gradients underflow in float16"):
+        sf.make_train_step(lambda p, b, k: 0.0, optax.adam(0.1), precision=half)
+
+
+def test_small_gradients_survive_float16(run):
+    def loss_fn(p, b, k):
+        return sf.mean((p * b) * jnp.asarray(2.0**-12, b.dtype) * jnp.asarray(2.0**-13, b.dtype))
+
+    def after(tx, precision):
+        state = sf.init_state(jnp.ones(()), tx, jax.random.key(0))
+        step = run(sf.make_train_step(loss_fn, tx, precision=precision))
+        return step(state, jnp.ones(2))[1]["grad_norm"].compute()
+
+    assert after(sf.dynamic_loss_scale(optax.sgd(1.0)), "f16") == 2.0**-25
+    assert after(sf.dynamic_loss_scale(optax.sgd(1.0), initial=1.0), "f16") == 0.0
+
+
+def test_the_scale_backs_off_to_its_minimum_and_grows_to_its_maximum(run):
+    state, step = scaled_step(initial=8.0, minimum=4.0, maximum=16.0, period=2)
+    step, scales = run(step), []
+    good, bad = jnp.ones(2), jnp.array([1.0, jnp.inf])
+    for batch in (good, good, good, good, good, bad, bad, bad, good, bad, good, good):
+        state, _ = step(state, batch)
+        scales.append(float(state.opt_state.scale))
+    assert scales == [8, 16, 16, 16, 16, 8, 4, 4, 4, 4, 4, 8]
+
+
+def test_an_overflow_skips_all_but_the_scale(run):
+    state, step = scaled_step()
+    state, _ = run(step)(state, jnp.ones(2))
+    after, metrics = run(step)(state, jnp.array([1.0, jnp.nan]))
+    assert after.params == state.params
+    assert after.opt_state.inner[0].trace == state.opt_state.inner[0].trace
+    assert after.opt_state.scale == state.opt_state.scale / 2
+    assert after.step == state.step + 1
+    assert metrics["skipped"].total == 1
+    assert metrics["loss"].count == 0
+
+
+def test_gradients_are_unscaled_before_they_are_clipped():
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    tx = sf.dynamic_loss_scale(inner)
+    params = jnp.array([3.0, 4.0])
+    updates, _ = tx.update(params * 2.0**15 / 10, tx.init(params), params)
+    np.testing.assert_allclose(updates, -params / 10, rtol=1e-6)
+
+
+def test_the_metrics_are_those_of_the_loss_and_not_of_the_scaled_one(run):
+    state, step = scaled_step(initial=2.0**10)
+    _, metrics = run(step)(state, jnp.array([1.0, 3.0]))
+    assert metrics["loss"].compute() == 2.0
+    assert metrics["grad_norm"].compute() == 2.0
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_scaling_changes_no_bit_in_float32(run, n):
+    def trained(tx):
+        loss_fn = lambda p, b, k: {"fit": sf.mean((p * b) ** 2, b > 0), "aux": (p**2).sum()}
+        state = sf.init_state(jnp.arange(1.0, 4.0), tx, jax.random.key(0))
+        step = run(sf.make_train_step(loss_fn, tx, accumulate=n))
+        for i in range(3):
+            state, _ = step(state, jax.random.normal(jax.random.key(i), (4, 3)))
+        return np.asarray(state.params)
+
+    scaled, plain = trained(sf.dynamic_loss_scale(optax.sgd(0.1))), trained(optax.sgd(0.1))
+    np.testing.assert_allclose(scaled, plain, rtol=1e-6)
+
+
+def test_it_is_an_optax_transformation_of_its_own(run):
+    tx = sf.dynamic_loss_scale(optax.adam(0.1))
+    params = {"w": jnp.array([-0.0, 1.0])}
+    state = tx.init(params)
+    assert isinstance(state, LossScaleState)
+    updates, state = run(tx.update)({"w": jnp.array([jnp.nan, 1.0])}, state, params)
+    after = optax.apply_updates(params, updates)
+    assert np.asarray(after["w"]).tobytes() == np.asarray(params["w"]).tobytes()
+    assert state.inner[0].count == 0
+    updates, state = run(tx.update)({"w": jnp.ones(2)}, state, params, finite=jnp.array(False))
+    assert state.inner[0].count == 0
+    assert state.scale == 2.0**13
+
+
+def test_inner_transformations_get_the_extra_arguments():
+    tx = sf.dynamic_loss_scale(optax.contrib.reduce_on_plateau(patience=1))
+    state = tx.init(jnp.ones(2))
+    _, state = tx.update(jnp.ones(2), state, jnp.ones(2), value=jnp.float32(0.5))
+    assert state.inner.best_value == 0.5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"initial": 0.5}, {"initial": 2.0**30}, {"factor": 1.0}, {"period": 0}, {"minimum": 0.0}],
+)
+def test_a_scale_that_cannot_be_is_refused(options):
+    with pytest.raises(sf.ConfigError, match="dynamic_loss_scale: expected 0 < minimum <= initial"):
+        sf.dynamic_loss_scale(optax.adam(0.1), **options)
+
+
+def test_a_scale_around_no_optimizer_is_refused():
+    with pytest.raises(sf.ConfigError, match="tx: expected an optax transformation"):
+        sf.dynamic_loss_scale(0.1)

@@ -1,0 +1,392 @@
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from clu import metrics as clu_metrics
+
+import stepfold as sf
+
+RNG = np.random.default_rng(0)
+BATCH = {
+    "x": RNG.normal(size=(12, 3)).astype(np.float32),
+    "y": RNG.normal(size=12).astype(np.float32),
+    "mask": np.arange(12) % 4 > 0,
+}
+
+
+def init(key):
+    return {"w": jax.random.normal(key, (3,)), "b": jnp.zeros(())}
+
+
+def loss_fn(params, batch, key):
+    error = batch["x"] @ params["w"] + params["b"] - batch["y"]
+    return sf.mean(error**2, batch["mask"]), {"close": sf.mean(abs(error) < 1, batch["mask"])}
+
+
+def make(loss_fn=loss_fn, tx=None, *, stateful=False, **options):
+    tx = tx or optax.adam(0.1)
+    source = (lambda k: (init(k), {"n": jnp.zeros(())})) if stateful else init
+    state = sf.init_state(source, tx, jax.random.key(0), stateful=stateful)
+    return state, sf.make_train_step(loss_fn, tx, stateful=stateful, **options)
+
+
+# the train step
+
+
+def test_a_step_is_the_gradient_and_the_update(run):
+    state, step = make()
+    new, metrics = run(step)(state, BATCH)
+    tx = optax.adam(0.1)
+    grads = jax.grad(lambda p: loss_fn(p, BATCH, None)[0].compute())(state.params)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = tx.update(grads, tx.init(state.params), state.params)
+    chex.assert_trees_all_close(new.params, optax.apply_updates(state.params, updates), rtol=1e-5)
+    chex.assert_trees_all_close(new.opt_state, opt_state, rtol=1e-5, atol=1e-7)
+    assert new.step == 1
+    assert (jax.random.key_data(new.key) == jax.random.key_data(state.key)).all()
+    assert metrics["grad_norm"].compute() == pytest.approx(float(optax.tree.norm(grads)))
+    assert sorted(metrics) == ["close", "grad_norm", "loss"]
+
+
+def test_training_lowers_the_loss_and_compiles_once(compiles):
+    state, step = make()
+    step, losses = jax.jit(step, donate_argnums=0), []
+    state, metrics = step(state, BATCH)
+    compiles.clear()
+    for _ in range(50):
+        state, metrics = step(state, BATCH)
+        losses.append(metrics["loss"])
+    assert compiles == []
+    assert losses[-1].compute() < 0.7 * losses[0].compute()
+
+
+def test_every_term_is_reported_besides_the_loss(run):
+    def terms(params, batch, key):
+        return {"fit": loss_fn(params, batch, key)[0], "decay": (params["w"] ** 2).sum()}
+
+    state, step = make(terms, accumulate=3)
+    _, metrics = run(step)(state, BATCH)
+    assert sorted(metrics) == ["decay", "fit", "grad_norm", "loss"]
+    total = metrics["fit"].compute() + metrics["decay"].compute()
+    assert metrics["loss"].compute() == pytest.approx(float(total))
+
+
+def test_the_key_of_a_step_is_folded_from_its_number(run):
+    state, step = make(lambda p, b, k: (p["b"], {"u": sf.mean(jax.random.uniform(k))}))
+    drawn = []
+    for i in range(3):
+        want = jax.random.uniform(jax.random.fold_in(state.key, i))
+        state, metrics = run(step)(state, BATCH)
+        drawn.append(float(metrics["u"].compute()))
+        assert drawn[-1] == pytest.approx(float(want))
+    assert len(set(drawn)) == 3
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_model_state_is_carried_along(run, n):
+    def loss(params, batch, key, model_state):
+        return params["b"], {}, {"n": model_state["n"] + 1}
+
+    state, step = make(loss, stateful=True, accumulate=n)
+    for _ in range(2):
+        state, _ = run(step)(state, BATCH)
+    assert state.model_state["n"] == 2 * n
+
+
+@pytest.mark.parametrize("remat", [True, "nothing_saveable", "dots_saveable", "a policy"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_rematerialization_changes_no_number(run, remat, n):
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    state, step = make(remat=policy if remat == "a policy" else remat, accumulate=n)
+    got, want = run(step)(state, BATCH), run(make(accumulate=n)[1])(state, BATCH)
+    chex.assert_trees_all_close(got[0].params, want[0].params, rtol=1e-5)
+
+
+def test_rematerialization_keeps_less(key):
+    def loss(params, batch, key):
+        hidden = batch
+        for layer in params:
+            hidden = jnp.sin(jnp.sin(hidden @ layer))
+        return sf.mean(hidden)
+
+    def kept(remat):
+        state = sf.init_state([jnp.ones((8, 8))] * 6, optax.sgd(0.1), key)
+        step = sf.make_train_step(loss, optax.sgd(0.1), remat=remat)
+        return str(jax.make_jaxpr(step)(state, jnp.ones((4096, 8)))).count(" = sin")
+
+    assert kept(True) > kept("everything_saveable") == kept(None)
+
+
+@pytest.mark.parametrize("remat", ["dots", 3, "save_only_these_names"])
+def test_an_unknown_policy_is_refused_when_built(remat):
+    with pytest.raises(
+        sf.ConfigError, match="remat: expected None, True, a policy .*dots_saveable"
+    ):
+        make(remat=remat)
+
+
+# other optimizers, as optax has them
+
+
+def test_an_optimizer_that_wants_the_loss_gets_it(run):
+    tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
+    state, step = make(tx=tx)
+    new, metrics = run(step)(state, BATCH)
+    assert new.opt_state[1].best_value == pytest.approx(float(metrics["loss"].compute()))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adafactor(0.1),
+        optax.lion(0.1),
+        optax.contrib.muon(0.1),
+        optax.contrib.schedule_free_adamw(0.1),
+        optax.inject_hyperparams(optax.adamw)(optax.cosine_decay_schedule(0.1, 10)),
+        optax.MultiSteps(optax.adam(0.1), 2),
+        optax.apply_if_finite(optax.adam(0.1), 3),
+        optax.masked(optax.adam(0.1), {"w": True, "b": False}),
+    ],
+)
+def test_optimizers_of_every_kind_keep_the_form_of_the_state(tx, compiles):
+    state, step = make(tx=tx)
+    step = jax.jit(step, donate_argnums=0)
+    state, _ = step(state, BATCH)
+    compiles.clear()
+    state, metrics = step(state, BATCH)
+    assert compiles == []
+    assert np.isfinite(metrics["loss"].compute())
+
+
+def test_an_optimizer_that_changes_the_form_of_its_state_is_refused(run):
+    def update(updates, state, params=None):
+        return updates, jax.tree.map(lambda s: s.astype(jnp.bfloat16), state)
+
+    tx = optax.GradientTransformation(optax.trace(0.9).init, update)
+    state, step = make(tx=tx)
+    message = (
+        r"change the form of its state.*\n  opt_state/trace/b: expected float32\[\], got bfloat"
+    )
+    with pytest.raises(sf.TreeMismatchError, match=message):
+        run(step)(state, BATCH)
+
+
+def test_the_state_of_another_optimizer_is_refused(run):
+    state, _ = make(tx=optax.adam(0.1))
+    _, step = make(tx=optax.sgd(0.1, momentum=0.9))
+    message = (
+        r"made with another optimizer(.|\n)*opt_state/0/trace/w: missing, expected float32\[3\]"
+    )
+    with pytest.raises(sf.TreeMismatchError, match=message):
+        run(step)(state, BATCH)
+
+
+def test_the_state_of_other_parameters_is_refused(run):
+    state, step = make()
+    other = state._replace(params={"w": jnp.ones(4), "b": jnp.ones(())})
+    message = r"for other parameters:\n  opt_state/0/mu/w: expected float32\[4\], got float32\[3\]"
+    with pytest.raises(sf.TreeMismatchError, match=message):
+        run(step)(other, BATCH)
+
+
+@pytest.mark.parametrize("state", [{"params": 1}, None])
+def test_what_is_no_state_is_refused(state):
+    _, step = make()
+    evaluate = sf.make_eval_step(loss_fn)
+    for function in (step, evaluate):
+        with pytest.raises(
+            sf.ConfigError, match="state: expected a TrainState, got .*init_state mak"
+        ):
+            function(state, BATCH)
+
+
+# skipping
+
+
+def bad(batch):
+    return batch | {"x": batch["x"] * np.float32("nan")}
+
+
+def test_without_skipping_what_is_not_finite_shows(run):
+    state, step = make()
+    new, metrics = run(step)(state, bad(BATCH))
+    assert "skipped" not in metrics
+    assert jnp.isnan(new.params["w"]).all()
+    assert jnp.isnan(metrics["loss"].compute())
+
+
+def test_a_skipped_step_weighs_nothing_when_merged(run):
+    with_mean = lambda p, b, k: (loss_fn(p, b, k)[0], {"m": sf.mean(b["mask"])})
+    state, step = make(with_mean, skip_nonfinite=True)
+    seen = [run(step)(state, batch)[1] for batch in (BATCH, bad(BATCH), BATCH)]
+    merged = functools.reduce(lambda a, b: {k: a[k].merge(b[k]) for k in a}, seen)
+    assert merged["skipped"].compute() == pytest.approx(1 / 3)
+    for name in ("loss", "grad_norm", "m"):
+        assert merged[name].compute() == pytest.approx(float(seen[0][name].compute()))
+        assert jnp.isnan(seen[1][name].compute())
+
+
+def test_metrics_that_are_no_averages_come_as_the_loss_function_made_them(run):
+    last = lambda: clu_metrics.LastValue.from_model_output(jnp.float32(1))
+    state, step = make(lambda p, b, k: (b["x"].sum() * p["b"], {"m": last()}), skip_nonfinite=True)
+    _, metrics = run(step)(state, bad(BATCH))
+    assert metrics["skipped"].total == 1
+    assert metrics["m"].total == 1.0
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_a_model_state_that_turns_bad_alone_skips_too(run, value):
+    def loss(params, batch, key, model_state):
+        return params["b"], {}, {"n": jnp.where(batch["y"][0] > 5, value, model_state["n"] + 1)}
+
+    state, step = make(loss, stateful=True, skip_nonfinite=True)
+    after, metrics = run(step)(state, BATCH | {"y": np.full(12, 9.0, np.float32)})
+    assert metrics["skipped"].total == 1
+    assert after.model_state["n"] == 0
+    assert after.params["b"] == state.params["b"]
+
+
+def test_a_model_state_that_was_infinite_before_may_stay_so(run):
+    def loss(params, batch, key, model_state):
+        return params["b"], {}, model_state
+
+    state, step = make(loss, stateful=True, skip_nonfinite=True)
+    state = state._replace(model_state={"n": jnp.float32("inf")})
+    assert run(step)(state, BATCH)[1]["skipped"].total == 0
+
+
+def test_finite_gradients_whose_square_overflows_are_skipped(run):
+    state, step = make(lambda p, b, k: p["b"] * 1e30, skip_nonfinite=True)
+    after, metrics = run(step)(state, BATCH)
+    assert metrics["skipped"].total == 1
+    chex.assert_trees_all_equal(after.opt_state, state.opt_state)
+
+
+# other ways to a gradient
+
+
+def per_example_clipping(bound):
+    """Clip every example's own gradient, as private training does."""
+
+    def grad(loss_fn):
+        one = sf.value_and_grad(loss_fn)
+
+        def grad_fn(params, batch, key, model_state):
+            rows = jax.tree.map(lambda x: x[:, None], batch)
+            each = jax.vmap(one, in_axes=(None, 0, None, None))
+            grads, terms, metrics, _ = each(params, rows, key, model_state)
+            norms = jax.vmap(optax.tree.norm)(grads)
+            shrink = jnp.minimum(1.0, bound / jnp.maximum(norms, 1e-12))
+            clipped = jax.tree.map(lambda g: (g.T * shrink).T.mean(0), grads)
+            merged = {name: metric.reduce() for name, metric in metrics.items()}
+            return clipped, {name: term.reduce() for name, term in terms.items()}, merged, ()
+
+        return grad_fn
+
+    return grad
+
+
+def test_grad_takes_another_way_to_a_gradient(run):
+    state, step = make(tx=optax.sgd(1.0), grad=per_example_clipping(0.1))
+    new, metrics = run(step)(state, BATCH)
+
+    def example(i):
+        row = {name: value[i : i + 1] for name, value in BATCH.items()}
+        total = lambda p: loss_fn(p, row, None)[0].total
+        grads = jax.grad(total)(state.params)
+        return jax.tree.map(lambda g: g * min(1.0, 0.1 / max(optax.tree.norm(grads), 1e-12)), grads)
+
+    mean = jax.tree.map(lambda *g: sum(g) / 12, *[example(i) for i in range(12)])
+    want = jax.tree.map(lambda p, g: p - g, state.params, mean)
+    chex.assert_trees_all_close(new.params, want, rtol=1e-5)
+    assert metrics["loss"].compute() == pytest.approx(
+        float(loss_fn(state.params, BATCH, None)[0].compute())
+    )
+    assert metrics["grad_norm"].compute() <= 0.1
+
+
+def test_grad_may_return_a_bare_loss(run):
+    def grad(loss_fn):
+        def grad_fn(params, batch, key, model_state):
+            loss, grads = jax.value_and_grad(lambda p: (p["w"] ** 2).sum())(params)
+            return {**grads, "b": jnp.zeros(())}, loss, {}, model_state
+
+        return grad_fn
+
+    state, step = make(grad=grad)
+    assert run(step)(state, BATCH)[1]["loss"].compute() > 0
+
+
+def test_grad_is_given_what_is_asked_for_and_no_more():
+    asked = []
+
+    def grad(loss_fn, **options):
+        asked.append(options)
+        return sf.value_and_grad(loss_fn, **options)
+
+    make(grad=grad)
+    make(grad=grad, accumulate=3)
+    make(lambda p, b, k, s: 0.0, stateful=True, grad=grad)
+    assert asked == [{}, {"accumulate": 3}, {"stateful": True}]
+
+
+def test_a_grad_that_cannot_accumulate_says_so_when_built():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'accumulate'"):
+        make(accumulate=2, grad=per_example_clipping(1.0))
+
+
+def test_a_loss_of_other_arguments_is_refused_when_built():
+    with pytest.raises(sf.LossError, match=r"expected loss_fn\(params, batch, key\)"):
+        make(lambda params, batch: 0.0)
+
+
+def test_an_optimizer_that_is_none_is_refused_when_built():
+    with pytest.raises(sf.ConfigError, match="tx: expected an optax transformation"):
+        sf.make_train_step(loss_fn, optax.adam)
+
+
+# the eval step
+
+
+def test_an_eval_step_measures_and_changes_nothing(run):
+    state, _ = make()
+    metrics = run(sf.make_eval_step(loss_fn))(state, BATCH)
+    assert sorted(metrics) == ["close", "loss"]
+    want = loss_fn(state.params, BATCH, None)[0].compute()
+    assert metrics["loss"].compute() == pytest.approx(float(want))
+
+
+def test_an_evaluation_is_exact_however_it_is_cut(run):
+    state, _ = make(lambda p, b, k: 0.0)
+    step = run(
+        sf.make_eval_step(
+            lambda p, b, k: ({"fit": loss_fn(p, b, k)[0], "size": sf.mean(b["x"] ** 2)}, {})
+        )
+    )
+    whole = step(state, BATCH)["loss"].compute()
+    parts = [
+        step(state, jax.tree.map(lambda x: x[i:j], BATCH)) for i, j in ((0, 5), (5, 6), (6, 12))
+    ]
+    merged = functools.reduce(lambda a, b: a.merge(b), [part["loss"] for part in parts])
+    assert merged.compute() == pytest.approx(float(whole), rel=1e-6)
+
+
+def test_a_stateful_eval_step_reads_the_model_state(run):
+    def loss(params, batch, key, model_state):
+        return params["b"], {"n": sf.mean(model_state["n"])}, {"n": model_state["n"] + 1}
+
+    state, _ = make(loss, stateful=True)
+    metrics = run(sf.make_eval_step(loss, stateful=True))(state, BATCH)
+    assert metrics["n"].compute() == 0
+
+
+def test_an_eval_step_holds_the_loss_to_its_contract(run):
+    state, _ = make()
+    with pytest.raises(sf.LossError, match="loss: expected a scalar"):
+        run(sf.make_eval_step(lambda p, b, k: p["w"]))(state, BATCH)
+    with pytest.raises(sf.ConfigError, match="precision: expected one of"):
+        sf.make_eval_step(loss_fn, precision="half")
