@@ -1,0 +1,139 @@
+"""A step gives the same however it is called: jitted or not, scanned, mapped, on 1 device or 8."""
+
+from functools import cache, partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import stepfold as sf
+
+from . import network
+
+VARIANTS = {
+    "plain": {},
+    "accumulate": {"accumulate": 4},
+    "guarded": {"skip_nonfinite": True, "remat": "dots_saveable"},
+    "bf16": {"precision": "bf16", "accumulate": 2},
+}
+
+
+def optimizer():
+    return sf.ema_params(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)), 0.9)
+
+
+def start(seed=0):
+    return sf.init_state(network.init, optimizer(), jax.random.key(seed), stateful=True)
+
+
+@cache
+def step_of(name):
+    if name == "bf16":
+        return sf.make_train_step(network.loss, optimizer(), **VARIANTS[name])
+    return sf.make_train_step(network.stateful_loss, optimizer(), stateful=True, **VARIANTS[name])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_scan_of_steps_equals_the_steps_bit_for_bit(name):
+    step, batches = step_of(name), [network.batch(seed) for seed in range(5)]
+    state, seen = start(), []
+    for batch in batches:
+        state, metrics = jax.jit(step)(state, batch)
+        seen.append(metrics)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches)
+    scanned, metrics = jax.jit(lambda s, b: jax.lax.scan(step, s, b))(start(), stacked)
+    assert network.bits(scanned) == network.bits(state)
+    assert network.bits(metrics) == network.bits(jax.tree.map(lambda *x: jnp.stack(x), *seen))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@settings(max_examples=5)
+@given(seed=st.integers(0, 2**31 - 1))
+def test_jit_equals_no_jit(name, seed):
+    step, state, batch = step_of(name), start(seed), network.batch(seed)
+    with_jit, without = jax.jit(step)(state, batch), step(state, batch)
+    tolerance = 2e-2 if name == "bf16" else 1e-4
+    chex.assert_trees_all_close(_raw(with_jit), _raw(without), rtol=tolerance, atol=tolerance)
+    chex.assert_trees_all_equal_shapes_and_dtypes(_raw(with_jit), _raw(without))
+
+
+def _raw(tree):
+    return jax.tree.map(
+        lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x,
+        tree,
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@given(seed=st.integers(0, 2**31 - 1))
+def test_eight_devices_equal_one(n, seed):
+    state, batch = (
+        sf.init_state(network.init(jax.random.key(seed))[0], optimizer(), jax.random.key(1)),
+        network.batch(seed),
+    )
+    mesh = _mesh()
+    spread = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("x")))
+    everywhere = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
+    one, eight = _placed(n)(state, batch), _placed(n)(everywhere, spread)
+    chex.assert_trees_all_close(_raw(eight), _raw(one), rtol=1e-3, atol=1e-4)
+    chex.assert_trees_all_equal(
+        eight[1]["close"], jax.device_put(one[1]["close"], NamedSharding(mesh, PartitionSpec()))
+    )
+
+
+@cache
+def _placed(n):
+    return jax.jit(sf.make_train_step(network.loss, optimizer(), accumulate=n))
+
+
+@cache
+def _mesh():
+    return jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_over_eight_devices_equals_one(n, check_vma):
+    def summed(params, batch, key):
+        terms, metrics = network.loss(params, batch, key)
+        terms["fit"] = jax.lax.psum(terms["fit"], "x")
+        return terms, jax.lax.psum(metrics, "x")
+
+    def reduced(loss_fn, **options):
+        grad_fn = sf.value_and_grad(loss_fn, **options)
+
+        def over_devices(*inputs):
+            grads, *rest = grad_fn(*inputs)
+            return jax.lax.pmean(grads, "x"), *rest
+
+        return over_devices
+
+    tx = optimizer()
+    state = sf.init_state(network.init(jax.random.key(0))[0], tx, jax.random.key(1))
+    batch = network.batch(0)
+    step = sf.make_train_step(
+        summed, tx, accumulate=n, skip_nonfinite=True, **({} if check_vma else {"grad": reduced})
+    )
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("x")), "out_specs": PartitionSpec()}
+    mapped = jax.jit(jax.shard_map(step, mesh=_mesh(), check_vma=check_vma, **specs))
+    one = jax.jit(sf.make_train_step(network.loss, tx, accumulate=n, skip_nonfinite=True))
+    chex.assert_trees_all_close(
+        _raw(mapped(state, batch)), _raw(one(state, batch)), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_an_ensemble_by_vmap_equals_its_members():
+    keys = jax.random.split(jax.random.key(0), 3)
+    many = jax.vmap(partial(sf.init_state, network.init, optimizer(), stateful=True))(keys)
+    step, batch = step_of("guarded"), network.batch(0)
+    states, metrics = jax.jit(jax.vmap(step, in_axes=(0, None)))(many, batch)
+    for i, key in enumerate(keys):
+        alone = sf.init_state(network.init, optimizer(), key, stateful=True)
+        state, seen = jax.jit(step)(alone, batch)
+        member = jax.tree.map(lambda x: x[i], (states, metrics))
+        chex.assert_trees_all_close(_raw(member), _raw((state, seen)), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,155 @@
+"""The shape of the house: layers point one way, tests mirror sources, `__all__` is complete."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stepfold
+
+ROOT = Path(__file__).parent.parent
+LIB = ROOT / "lib" / "stepfold"
+SOURCES = sorted(path.relative_to(LIB) for path in LIB.rglob("*.py"))
+MODULES = [path for path in SOURCES if path.name not in ("__init__.py", "__main__.py")]
+
+# An import may only point down this list, and never to a sibling on the same line.
+LAYERS = [
+    {"adapter"},
+    {"loop"},
+    {"inspect", "checkpoint", "data", "sharding"},
+    {"core"},
+    {"tree"},
+    {"errors"},
+]
+# Who alone may import what is heavy.
+OWNERS = {
+    "orbax": "checkpoint",
+    "tensorflow_datasets": "data/sources",
+    "grain": "data/sources",
+    "datasets": "data/sources",
+}
+CORE_MAY_IMPORT = {"jax", "numpy", "optax", "chex", "clu"}
+
+
+def imports(path):
+    """List what a module imports, at its top or anywhere in it."""
+    for node in ast.walk(ast.parse((LIB / path).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            # `from stepfold import tree` imports stepfold.tree.
+            names = [f"stepfold.{alias.name}" for alias in node.names]
+            yield from names if node.module == "stepfold" else [node.module]
+
+
+def layer_of(part):
+    return next(height for height, names in enumerate(LAYERS) if part in names)
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path != Path("__init__.py")], ids=str)
+def test_imports_point_down(path):
+    mine = path.parts[0].removesuffix(".py")
+    for name in imports(path):
+        if name.startswith("stepfold"):
+            theirs = name.split(".")[1]
+            assert mine == theirs or layer_of(mine) < layer_of(theirs), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_heavy_packages_have_one_owner(path):
+    for name in imports(path):
+        owner = OWNERS.get(name.split(".")[0])
+        assert owner is None or path.as_posix().startswith(owner), f"{path} imports {name}"
+        if path.parts[0] == "core":
+            root = name.split(".")[0]
+            allowed = CORE_MAY_IMPORT | {"stepfold"} | sys.stdlib_module_names
+            assert root in allowed, f"{path} imports {name}"
+
+
+def test_imports_form_no_cycle():
+    graph = {
+        f"stepfold.{'.'.join(path.with_suffix('').parts)}": set(imports(path)) for path in MODULES
+    }
+    done = set()
+
+    def visit(name, way):
+        assert name not in way, f"cycle: {[*way, name]}"
+        for other in graph[name] & graph.keys() - done:
+            visit(other, [*way, name])
+        done.add(name)
+
+    for name in graph:
+        visit(name, [])
+
+
+def test_every_module_has_its_tests_and_no_test_is_orphaned():
+    tests = ROOT / "tests"
+    wanted = {path.parent / f"test_{path.name}" for path in MODULES}
+    folders = {path.parts[0] for path in SOURCES if len(path.parts) > 1}
+    there = {
+        path.relative_to(tests)
+        for path in tests.rglob("test_*.py")
+        if path.relative_to(tests).parts[0] in folders
+    }
+    top = {path for path in wanted if len(path.parts) == 1}
+    assert wanted - there - top == set()
+    assert there - wanted == set()
+    assert all((tests / path).exists() for path in top)
+
+
+def test_no_module_is_named_after_nothing():
+    vague = {"utils", "util", "helpers", "helper", "base", "common", "manager", "misc"}
+    assert not [path for path in MODULES if path.stem in vague]
+
+
+def test_all_is_what_is_public_and_sorted():
+    public = {name for name in vars(stepfold) if not name.startswith("_")}
+    submodules = {
+        path.parts[0].removesuffix(".py") for path in SOURCES if path.parts[0] != "__init__.py"
+    }
+    assert set(stepfold.__all__) == public - submodules
+    assert stepfold.__all__ == sorted(stepfold.__all__)
+
+
+def test_the_package_file_holds_no_logic():
+    body = ast.parse((LIB / "__init__.py").read_text()).body
+    assert all(isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign) for node in body)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_nothing_reads_the_environment_or_keeps_state(path):
+    text = (LIB / path).read_text()
+    assert not re.search(r"os\.environ|getenv|jax\.config\.update|^\s*global ", text, re.MULTILINE)
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            names = node.targets if isinstance(node, ast.Assign) else [node.target]
+            assert not isinstance(node.value, ast.List | ast.Set), (
+                f"{path}: {ast.unparse(names[0])}"
+            )
+
+
+def test_importing_does_nothing_but_import():
+    code = (
+        "import logging, warnings, os, signal; before = dict(os.environ), signal.getsignal(2);"
+        "warnings.simplefilter('error');"
+        "import stepfold, jax;"
+        "assert (dict(os.environ), signal.getsignal(2)) == before;"
+        "assert not jax._src.xla_bridge.backends_are_initialized();"
+        "assert not logging.getLogger().handlers"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_top_level_is_as_agreed():
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split()
+    top = {name.split("/")[0] for name in tracked}
+    assert top <= {
+        *("pyproject.toml", "README.md", "lib", "tests", "examples", "benchmarks"),
+        *(".ci", ".gitignore", "LICENSE", "CHANGELOG.md", "uv.lock"),
+    }

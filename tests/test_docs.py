@@ -1,0 +1,49 @@
+"""Every example in a docstring and in the README runs."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+import stepfold
+
+ROOT = Path(__file__).parent.parent
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+MODULES = [module.name for module in pkgutil.walk_packages(stepfold.__path__, "stepfold.")]
+
+
+@pytest.fixture(autouse=True)
+def as_a_reader_would():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings_run(name):
+    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=FLAGS)
+    assert failed == 0
+
+
+@pytest.mark.parametrize("name", stepfold.__all__)
+def test_every_public_name_shows_how_it_is_used(name):
+    assert ">>> " in (inspect.getdoc(getattr(stepfold, name)) or "")
+
+
+def blocks():
+    text = (ROOT / "README.md").read_text()
+    found = re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [(text[: match.start()].count("\n") + 1, match.group(1)) for match in found]
+
+
+def test_the_readme_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    assert blocks()
+    for line, code in blocks():
+        # Blank lines in front make a traceback point at the README's own lines.
+        exec(compile("\n" * line + code, str(ROOT / "README.md"), "exec"), names)

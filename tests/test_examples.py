@@ -1,0 +1,39 @@
+"""Every example and every benchmark runs, as a program of its own."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("[!_]*.py"))
+
+
+def run(path, *arguments, cwd):
+    """Run a program outside the checkout, where only what is installed can be imported."""
+    command = [sys.executable, str(path), *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run(path, tmp_path):
+    assert run(path, cwd=tmp_path)
+    assert path.read_text().count("\n") <= 120
+    assert "def main(" in path.read_text()
+
+
+def test_the_quickstart_learns_to_read_digits(tmp_path):
+    printed = run(ROOT / "examples" / "quickstart.py", cwd=tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
+    assert losses[-1] < losses[0] / 5
+    assert float(re.search(r"test accuracy (\d+\.\d+)", printed).group(1)) > 0.95
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_benchmarks_run(path, tmp_path):
+    assert "|" in run(path, "--quick", cwd=tmp_path)
