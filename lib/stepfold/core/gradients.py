@@ -15,7 +15,8 @@ from clu.metrics import Average, Metric
 from jax.typing import DTypeLike
 
 from stepfold import tree
-from stepfold.core.loss import LossFn, Metrics, Terms, checked, share_of, total_of
+from stepfold.core.contract import checked
+from stepfold.core.loss import LossFn, Metrics, Terms, share_of, total_of
 from stepfold.core.state import check_params
 from stepfold.errors import ConfigError, DataError
 

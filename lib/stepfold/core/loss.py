@@ -7,8 +7,7 @@ and weight apart until the whole batch is seen is what makes accumulation, devic
 batches exact; dividing early is what makes them wrong elsewhere.
 """
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -39,8 +38,9 @@ def mean(values: Any, where: Any = None) -> Average:
 
     Args:
       values: an array, or a scalar.
-      where: a mask or non-negative weights. Its shape is that of the values, or of their leading
-        axes (one mask per example, say). What has weight zero does not enter, not even as a NaN.
+      where: a mask or weights. Its shape is that of the values, with ones for axes to repeat it
+        along, or that of their leading axes (one mask per example, say). What has weight zero does
+        not enter, not even as a NaN.
 
     Returns:
       A `clu.metrics.Average`; `.compute()` divides, `.merge(other)` adds.
@@ -75,7 +75,10 @@ def _check_mean(values: jax.Array, where: jax.Array) -> None:
             tree.is_float(array) or array.dtype == bool or jnp.issubdtype(array.dtype, jnp.integer)
         ):
             raise LossError(f"mean: expected real numbers as {name}, got {tree.spell(array)}")
-    if where.shape != values.shape[: where.ndim]:
+    repeats = where.ndim == values.ndim and all(
+        size in (1, wanted) for size, wanted in zip(where.shape, values.shape, strict=True)
+    )
+    if not repeats and where.shape != values.shape[: where.ndim]:
         raise LossError(
             f"mean: where must have the shape of the values or of their leading axes, "
             f"got {tree.spell(where)} for values {tree.spell(values)}"
@@ -156,128 +159,3 @@ def report(terms: Terms, metrics: Metrics, **more: Metric) -> Metrics:
             )
         reported[name] = metric
     return reported
-
-
-def checked(loss_fn: LossFn, *, stateful: bool = False) -> LossFn:
-    """Hold a loss function to the contract, and its result to one form.
-
-    Returns:
-      A loss function that returns `(terms, metrics)`, stateful `(terms, metrics, model_state)`,
-      with the terms a dict of `Average`s in float32 at least. Checking it again changes nothing.
-
-    Raises:
-      LossError: here, if the function cannot take the arguments; while tracing, if it returns
-        something else than the contract says.
-    """
-    _check_signature(loss_fn, ["params", "batch", "key"] + ["model_state"] * stateful)
-
-    def loss_in_form(params: Any, batch: Any, key: Any, *model_state: Any) -> tuple[Any, ...]:
-        returned = loss_fn(params, batch, key, *model_state)
-        if stateful:
-            loss, metrics, new_state = _three(returned)
-            _check_same(model_state[0], new_state)
-            return read_terms(loss), _read_metrics(metrics), new_state
-        loss, metrics = _two(returned)
-        return read_terms(loss), _read_metrics(metrics)
-
-    return loss_in_form
-
-
-def _check_signature(loss_fn: LossFn, names: list[str]) -> None:
-    wanted = f"loss_fn({', '.join(names)})"
-    if not callable(loss_fn):
-        raise LossError(f"expected a function {wanted}, got {tree.spell(loss_fn)}")
-    try:
-        signature = inspect.signature(loss_fn)
-    except ValueError:  # some built-ins have none to look at; the call itself will tell
-        return
-    try:
-        signature.bind(*names)
-    except TypeError as error:
-        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        advice = (
-            "; a loss with model_state needs stateful=True"
-            if len(names) == 3
-            else "; without model_state leave out stateful=True"
-        )
-        raise LossError(f"expected {wanted}, got {name}{signature}: {error}{advice}") from None
-
-
-def _two(returned: Any) -> tuple[Any, Any]:
-    if not isinstance(returned, tuple):
-        return returned, {}
-    if len(returned) != 2:
-        raise LossError(
-            f"expected the loss or (loss, metrics), got a tuple of {len(returned)}"
-            + ("; a loss that returns model_state needs stateful=True" * (len(returned) == 3))
-        )
-    return returned[0], returned[1]
-
-
-def _three(returned: Any) -> tuple[Any, Any, Any]:
-    if not isinstance(returned, tuple) or len(returned) != 3:
-        what = (
-            f"a tuple of {len(returned)}" if isinstance(returned, tuple) else tree.spell(returned)
-        )
-        raise LossError(f"stateful=True: expected (loss, metrics, model_state), got {what}")
-    return returned[0], returned[1], returned[2]
-
-
-def _check_same(old: Any, new: Any) -> None:
-    lines = tree.diff(old, new, "model_state")
-    if lines:
-        raise LossError(
-            "model_state: expected the structure, shapes and dtypes that went in, got\n  "
-            + "\n  ".join(lines)
-            + "\nCast what is computed in another dtype back before returning it."
-        )
-
-
-def read_terms(loss: Any) -> Terms:
-    """Read a loss in any of its forms as a dict of terms."""
-    if not isinstance(loss, Mapping):
-        return {"loss": _read_term("loss", loss)}
-    if not loss:
-        raise LossError("loss: expected at least one term, got an empty dict")
-    bad = [name for name in loss if not isinstance(name, str)]
-    if bad:
-        raise LossError(f"loss: expected the terms' names as strings, got {bad}")
-    return {name: _read_term(f"loss/{name}", term) for name, term in loss.items()}
-
-
-def _read_term(path: str, term: Any) -> Average:
-    if isinstance(term, Average):
-        total, count = _scalar(path + ".total", term.total), jnp.asarray(term.count)
-        if count.shape != () or jnp.iscomplexobj(count):
-            raise LossError(f"{path}.count: expected a real scalar, got {tree.spell(count)}")
-        return Average(total=total, count=count.astype(total.dtype))
-    total = _scalar(path, term)
-    return Average(total=total, count=jnp.ones_like(total))
-
-
-def _scalar(path: str, value: Any) -> Any:
-    advice = "return sf.mean(values, mask), a floating scalar, or a dict of those"
-    if not (tree.is_array(value) or isinstance(value, int | float)):
-        raise LossError(f"{path}: expected a number, got {tree.spell(value)}; {advice}")
-    value = tree.strong(jnp.asarray(value))
-    if value.shape != ():
-        raise LossError(f"{path}: expected a scalar, got {tree.spell(value)}; {advice}")
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise LossError(f"{path}: expected a floating number, got {tree.spell(value)}; {advice}")
-    return value.astype(tree.widen(value.dtype))
-
-
-def _read_metrics(metrics: Any) -> Metrics:
-    if not isinstance(metrics, Mapping):
-        raise LossError(
-            f"metrics: expected a dict of clu.metrics.Metric, got {tree.spell(metrics)}"
-        )
-    for name, metric in metrics.items():
-        if not isinstance(name, str):
-            raise LossError(f"metrics: expected names as strings, got {name!r}")
-        if not isinstance(metric, Metric):
-            raise LossError(
-                f"metrics/{name}: expected a clu.metrics.Metric, got {tree.spell(metric)}; wrap "
-                "values as sf.mean(values, mask), so that they merge exactly"
-            )
-    return dict(metrics)

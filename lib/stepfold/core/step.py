@@ -9,14 +9,13 @@ import optax
 from clu.metrics import Average, Metric
 
 from stepfold import tree
+from stepfold.core.contract import checked, read_terms
 from stepfold.core.gradients import GradFn, value_and_grad
 from stepfold.core.loss import (
     LossFn,
     Metrics,
     TermSum,
-    checked,
     mean,
-    read_terms,
     report,
     total_of,
 )
@@ -97,8 +96,10 @@ def make_train_step(
     >>> sorted(metrics), float(metrics["close"].compute())
     (['close', 'grad_norm', 'loss'], 1.0)
 
-    >>> groups = {"w": "train", "b": "freeze"}
-    >>> tx = optax.multi_transform({"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}, groups)
+    >>> def group(path, leaf):
+    ...     return "frozen" if jax.tree_util.keystr(path, simple=True) == "b" else "trained"
+    >>> groups = {"trained": optax.sgd(0.1), "frozen": optax.set_to_zero()}
+    >>> tx = optax.multi_transform(groups, jax.tree_util.tree_map_with_path(group, params))
     >>> state = sf.init_state(params, tx, jax.random.key(0))
     >>> state, _ = sf.make_train_step(loss_fn, tx)(state, batch)
     >>> float(state.params["b"]), bool((state.params["w"] != 0).all())
