@@ -124,15 +124,16 @@ def test_f16_without_a_scale_is_refused_when_built():
 
 def test_small_gradients_survive_float16(run):
     def loss_fn(p, b, k):
-        return sf.mean((p * b) * jnp.asarray(2.0**-12, b.dtype) * jnp.asarray(2.0**-13, b.dtype))
+        return sf.mean(p * b).compute() * jnp.float32(2.0**-26)  # less than float16 can hold
 
-    def after(tx, precision):
+    def grad_norm(tx, run):
         state = sf.init_state(jnp.ones(()), tx, jax.random.key(0))
-        step = run(sf.make_train_step(loss_fn, tx, precision=precision))
+        step = run(sf.make_train_step(loss_fn, tx, precision="f16"))
         return step(state, jnp.ones(2))[1]["grad_norm"].compute()
 
-    assert after(sf.dynamic_loss_scale(optax.sgd(1.0)), "f16") == 2.0**-25
-    assert after(sf.dynamic_loss_scale(optax.sgd(1.0), initial=1.0), "f16") == 0.0
+    assert grad_norm(sf.dynamic_loss_scale(optax.sgd(1.0)), run) == 2.0**-26
+    # Without jit, since the compiler may compute in more than it is asked to.
+    assert grad_norm(sf.dynamic_loss_scale(optax.sgd(1.0), initial=1.0), lambda f: f) == 0.0
 
 
 def test_the_scale_backs_off_to_its_minimum_and_grows_to_its_maximum(run):

@@ -238,6 +238,12 @@ def test_metrics_that_are_no_averages_come_as_the_loss_function_made_them(run):
     assert metrics["m"].total == 1.0
 
 
+def test_a_metric_may_not_take_the_place_of_what_is_skipped(run):
+    state, step = make(lambda p, b, k: (p["b"], {"skipped": sf.mean(1.0)}), skip_nonfinite=True)
+    with pytest.raises(sf.LossError, match="metrics/skipped: the name is taken"):
+        run(step)(state, BATCH)
+
+
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_a_model_state_that_turns_bad_alone_skips_too(run, value):
     def loss(params, batch, key, model_state):

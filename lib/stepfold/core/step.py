@@ -140,13 +140,12 @@ def make_train_step(
         params = optax.apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, opt_state, model_state, state.key)
         new = _settled(state, new)
-        metrics = report(terms, metrics, grad_norm=mean(grad_norm))
         if not (skip_nonfinite or scaling):
-            return new, metrics
-        # With a loss scale the optimizer has skipped by itself, all but backing off the scale.
+            return new, report(terms, metrics, grad_norm=mean(grad_norm))
+        # A loss scale has kept what it wraps by itself, and has backed off, which is to stay.
         old = state._replace(step=new.step, opt_state=opt_state if scaling else state.opt_state)
-        metrics = {name: _weighed(finite, metric) for name, metric in metrics.items()}
-        return tree.select(finite, new, old), metrics | {"skipped": mean(~finite)}
+        metrics = report(terms, metrics, grad_norm=mean(grad_norm), skipped=mean(~finite))
+        return tree.select(finite, new, old), _weighed(finite, metrics)
 
     return train_step
 
@@ -245,8 +244,12 @@ def _still_finite(old: Any, new: Any) -> jax.Array:
     return jnp.array(leaves, bool).all()
 
 
-def _weighed(finite: jax.Array, metric: Metric) -> Metric:
+def _weighed(finite: jax.Array, metrics: Metrics) -> Metrics:
     """Take the weight from the averages of a skipped step, so that they merge as nothing."""
-    if not isinstance(metric, Average | TermSum):
-        return metric
-    return jax.tree.map(lambda leaf: jnp.where(finite, leaf, jnp.zeros_like(leaf)), metric)
+
+    def weighed(name: str, metric: Metric) -> Metric:
+        if name == "skipped" or not isinstance(metric, Average | TermSum):
+            return metric
+        return jax.tree.map(lambda leaf: jnp.where(finite, leaf, jnp.zeros_like(leaf)), metric)
+
+    return {name: weighed(name, metric) for name, metric in metrics.items()}
