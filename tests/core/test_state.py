@@ -160,6 +160,13 @@ def test_the_second_step_compiles_nothing(key, where, compiles):
     assert compiles == []
 
 
+@pytest.mark.parametrize("source", [init, init(jax.random.key(0))])
+def test_one_sharding_stands_for_the_whole_state(key, source):
+    everywhere = NamedSharding(mesh(), PartitionSpec())
+    state = sf.init_state(source, optax.adam(0.1), key, sharding=everywhere)
+    assert {leaf.sharding for leaf in jax.tree.leaves(state)} == {everywhere}
+
+
 def test_without_a_plan_the_optimizer_lies_where_the_parameters_lie(key):
     placed = jax.device_put(init(key), plan_for(init(key)))
     state = sf.init_state(placed, optax.adam(0.1), key)

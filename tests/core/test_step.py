@@ -327,22 +327,35 @@ def test_grad_may_return_a_bare_loss(run):
     assert run(step)(state, BATCH)[1]["loss"].compute() > 0
 
 
-def test_grad_is_given_what_is_asked_for_and_no_more():
+def test_grad_is_given_the_options_that_it_takes():
     asked = []
 
-    def grad(loss_fn, **options):
+    def everything(loss_fn, **options):
         asked.append(options)
         return sf.value_and_grad(loss_fn, **options)
 
-    make(grad=grad)
-    make(grad=grad, accumulate=3)
-    make(lambda p, b, k, s: 0.0, stateful=True, grad=grad)
-    assert asked == [{}, {"accumulate": 3}, {"stateful": True}]
+    def required(loss_fn, *, accumulate):
+        asked.append(accumulate)
+        return sf.value_and_grad(loss_fn, accumulate=accumulate)
+
+    make(grad=everything, accumulate=3)
+    make(lambda p, b, k, s: 0.0, grad=everything, stateful=True)
+    make(grad=required)
+    make(grad=functools.partial(sf.value_and_grad, accumulator_dtype=None), accumulate=3)
+    assert asked == [
+        {"accumulate": 3, "stateful": False},
+        {"accumulate": 1, "stateful": True},
+        1,
+    ]
 
 
-def test_a_grad_that_cannot_accumulate_says_so_when_built():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'accumulate'"):
+def test_a_grad_that_cannot_do_what_is_asked_says_so_when_built():
+    with pytest.raises(sf.ConfigError, match="grad: grad was asked for accumulate=2 and takes"):
         make(accumulate=2, grad=per_example_clipping(1.0))
+    with pytest.raises(sf.ConfigError, match="grad: grad was asked for stateful=True"):
+        make(lambda p, b, k, s: 0.0, stateful=True, grad=per_example_clipping(1.0))
+    with pytest.raises(sf.ConfigError, match="grad: expected a function of a loss"):
+        make(grad="vmap")
 
 
 def test_a_loss_of_other_arguments_is_refused_when_built():

@@ -1,5 +1,6 @@
 """The step itself: one batch folded into a state, as a pure function that nobody has jitted yet."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -69,8 +70,8 @@ def make_train_step(
         parameters, optimizer and model state as they were, bit for bit. It is counted in `step`
         and in `skipped`, and its loss and averages weigh nothing when merged.
       stateful: whether the loss function carries a model state.
-      grad: a function from a loss function to a `GradFn`, called as `grad(loss_fn)`, with
-        `accumulate=` and `stateful=` where they are asked for.
+      grad: a function from a loss function to a `GradFn`. Of the keywords `accumulate=` and
+        `stateful=` it is given those that it takes.
 
     Raises:
       ConfigError, LossError: here, where the arguments do not fit together.
@@ -114,9 +115,8 @@ def make_train_step(
         )
     loss_fn = policy.applied_to(checked(loss_fn, stateful=stateful))
     loss_fn = _rematerialized(loss_fn, remat)
-    asked = {"accumulate": accumulate} if accumulate != 1 else {}
-    asked |= {"stateful": True} if stateful else {}
-    grad_fn, scaling = grad(loss_fn, **asked), isinstance(tx, LossScaled)
+    options = _taken_by(grad, accumulate=accumulate, stateful=stateful)
+    grad_fn, scaling = grad(loss_fn, **options), isinstance(tx, LossScaled)
 
     def gradients(state: TrainState, batch: Any) -> Any:
         key = jax.random.fold_in(state.key, state.step)
@@ -125,7 +125,7 @@ def make_train_step(
             grads, loss, metrics, model_state = grad_fn(*inputs)
             return grads, norm(grads), read_terms(loss), metrics, model_state
         scale = state.opt_state.scale
-        grads, loss, metrics, model_state = grad(scaled(loss_fn, scale), **asked)(*inputs)
+        grads, loss, metrics, model_state = grad(scaled(loss_fn, scale), **options)(*inputs)
         terms = scale_terms(read_terms(loss), 1 / scale)
         return grads, unscale(norm(grads), scale), terms, metrics, model_state
 
@@ -181,6 +181,25 @@ def make_eval_step(
         return report(terms, metrics)
 
     return eval_step
+
+
+_PLAIN = {"accumulate": 1, "stateful": False}
+
+
+def _taken_by(grad: Callable[..., GradFn], **options: Any) -> dict[str, Any]:
+    """Choose the options that a way to a gradient takes; it must take what is not the default."""
+    if not callable(grad):
+        raise ConfigError(f"grad: expected a function of a loss function, got {tree.spell(grad)}")
+    parameters = inspect.signature(grad).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return options
+    for name, value in options.items():
+        if name not in parameters and value != _PLAIN[name]:
+            raise ConfigError(
+                f"grad: {getattr(grad, '__name__', grad)} was asked for {name}={value!r} and takes "
+                f"no such keyword; let it take {name}=, as sf.value_and_grad does"
+            )
+    return {name: value for name, value in options.items() if name in parameters}
 
 
 _POLICIES = (
