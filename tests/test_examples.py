@@ -38,4 +38,7 @@ def test_the_quickstart_learns_to_read_digits(tmp_path):
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
 def test_benchmarks_run(path, tmp_path):
-    assert "holds: " in run(path, "--quick", cwd=tmp_path)
+    printed = run(path, "--quick", cwd=tmp_path)
+    assert "holds: " in printed
+    # What hangs on the clock is for a full run on a quiet machine; what does not has to hold here.
+    assert not re.search(r"does not hold: (FLOPs|temporaries|program text)", printed)

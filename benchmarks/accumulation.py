@@ -1,0 +1,188 @@
+"""Accumulation costs the memory of one microbatch and the arithmetic of the full batch.
+
+A small decoder takes one update on a batch of ragged, masked sequences, with a second term in its
+loss, in 1, 4, 16 and 64 microbatches. Shown are the compiled step's temporaries; its floating
+operations, counted in the optimized HLO; the CPU time of tracing and compiling it; and the wall
+time of the update, against a scan by hand and against `optax.MultiSteps` in a Python loop. These
+two take the plain mean of the microbatches' means, which is another number where masks are ragged.
+"""
+
+import argparse
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from measure import count_flops, ratios, show, take_turns
+
+import stepfold as sf
+
+WIDTH, HEADS, LAYERS, VOCAB, LENGTH = 128, 4, 3, 512, 64
+
+
+def init(key):
+    """Draw the decoder's parameters, its layers stacked."""
+    shapes = {"qkv": (WIDTH, 3 * WIDTH), "proj": (WIDTH, WIDTH)}
+    shapes |= {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    shapes = {name: (LAYERS, *shape) for name, shape in shapes.items()}
+    shapes |= {"embed": (VOCAB, WIDTH), "out": (WIDTH, VOCAB)}
+    draws = zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True)
+    return {name: jax.random.normal(k, s) * s[-2] ** -0.5 for (name, s), k in draws}
+
+
+def loss_fn(params, batch, key):
+    """Give the masked token loss and a penalty on all logits, each with its own denominator."""
+    del key
+    layers = {name: params[name] for name in ("qkv", "proj", "up", "down")}
+    x, _ = jax.lax.scan(_layer, params["embed"][batch["tokens"]], layers)
+    logits = _normed(x) @ params["out"]
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    penalty = 1e-4 * jax.nn.logsumexp(logits, -1) ** 2
+    return {"nll": sf.mean(nll, batch["mask"]), "penalty": sf.mean(penalty)}
+
+
+def _layer(x, p):
+    heads = (*x.shape[:2], 3, HEADS, WIDTH // HEADS)
+    q, k, v = jnp.moveaxis((_normed(x) @ p["qkv"]).reshape(heads), 2, 0)
+    x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["proj"]
+    return x + jax.nn.gelu(_normed(x) @ p["up"]) @ p["down"], None
+
+
+def _normed(x):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+
+def make_batch(size):
+    """Draw random sequences, each masked from a random length on."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (size, LENGTH + 1)).astype(np.int32)
+    mask = np.arange(LENGTH) < rng.integers(1, LENGTH + 1, (size, 1))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": mask}
+
+
+def scanned_step(n, tx, state, batch):
+    """Take an update as usually written by hand: means of the microbatches' means."""
+
+    def body(total, micro):
+        return jax.tree.map(jnp.add, total, _plain_grad(state.params, micro)), None
+
+    start = jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params)
+    total, _ = jax.lax.scan(body, start, _split(batch, n))
+    return _updated(tx, state, *jax.tree.map(lambda x: x / n, total))
+
+
+def micro_step(tx, state, batch):
+    """Take one of the small steps that `optax.MultiSteps` makes an update of."""
+    return _updated(tx, state, *_plain_grad(state.params, batch))
+
+
+def _plain_grad(params, batch):
+    def loss(params):
+        return sum(term.compute() for term in loss_fn(params, batch, None).values())
+
+    return jax.value_and_grad(loss)(params)
+
+
+def _updated(tx, state, loss, grads):
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    state = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
+    return state, {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+
+
+def _split(batch, n):
+    return jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), batch)
+
+
+def measure(counts, size, rounds, compiles):
+    """Measure updates in several numbers of microbatches, the first of them one, a row each.
+
+    `foreseen` is what the claim makes of the full batch's temporaries, and what `MultiSteps` needs
+    includes the gradients that it keeps from step to step.
+    """
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    batch, built, runs = make_batch(size), {}, {}
+
+    def build(name, step, tx, batches):
+        state = sf.init_state(init, tx, jax.random.key(0))
+        built[name] = jax.jit(step, donate_argnums=0).lower(state, batches[0]).compile()
+        runs[name] = _runner(built[name], state, batches)
+
+    ours = {n: sf.make_train_step(loss_fn, tx, accumulate=n) for n in counts}
+    ours = {n: partial(build, ("ours", n), step, tx, [batch]) for n, step in ours.items()}
+    building = take_turns(ours, compiles)
+    for n in counts:
+        build(("scan", n), partial(scanned_step, n, tx), tx, [batch])
+        multi, parts = optax.MultiSteps(tx, n).gradient_transformation(), _split(batch, n)
+        parts = [jax.tree.map(lambda x, i=i: x[i], parts) for i in range(n)]
+        build(("multi", n), partial(micro_step, multi), multi, parts)
+    times = take_turns(runs, rounds)
+
+    params = jax.tree.leaves(jax.eval_shape(init, jax.random.key(0)))
+    gradient = sum(leaf.size * leaf.dtype.itemsize for leaf in params) / 2**20
+    temporaries = {k: v.memory_analysis().temp_size_in_bytes / 2**20 for k, v in built.items()}
+    texts = {n: built["ours", n].as_text() for n in counts}
+    flops = {n: count_flops(text) for n, text in texts.items()}
+    return [
+        {
+            "microbatches": n,
+            "temp MiB": temporaries["ours", n],
+            "foreseen": (temporaries["ours", 1] - gradient) / n + min(n, 2) * gradient,
+            "gradient": gradient,
+            "scan's": temporaries["scan", n],
+            "MultiSteps'": temporaries["multi", n] + gradient,
+            "dots/full": flops[n][0] / flops[1][0],
+            "flops/full": flops[n][1] / flops[1][1],
+            "HLO/full": texts[n].count("\n") / texts[1].count("\n"),
+            "compile/full": ratios(building[n], building[1])[0],
+            "time/full": ratios(times["ours", n], times["ours", 1])[1],
+            "time/scan": ratios(times["ours", n], times["scan", n])[1],
+            "time/MultiSteps": ratios(times["ours", n], times["multi", n])[1],
+        }
+        for n in counts
+    ]
+
+
+def _runner(step, state, batches):
+    held = [state]
+
+    def run():
+        for batch in batches:
+            held[0], metrics = step(held[0], batch)
+        jax.block_until_ready((held, metrics))
+
+    return run
+
+
+def judge(rows):
+    """Say what is claimed of the rows, each with what was measured and its limit."""
+    most = {name: max(row[name] for row in rows[1:]) for name in rows[0]}
+    least = {name: min(row[name] for row in rows[1:]) for name in rows[0]}
+    return [
+        (
+            "temporaries are 1/n of the full batch's activations, a microbatch's gradient, and one "
+            "buffer of gradients; relative to that",
+            max(row["temp MiB"] / row["foreseen"] for row in rows[1:]),
+            1.05,
+        ),
+        ("FLOPs, relative to the full batch", most["flops/full"], 1.02),
+        ("program text is flat in n, most to least", most["HLO/full"] / least["HLO/full"], 1.1),
+        ("CPU time to compile, relative to the full batch", most["compile/full"], 1.25),
+        ("time of an update, relative to the inexact scan by hand", most["time/scan"], 1.05),
+        ("time of an update, relative to optax.MultiSteps", most["time/MultiSteps"], 1.05),
+    ]
+
+
+def main(argv=None):
+    """Measure, print the table and the claims, and return the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a small batch, for seconds")
+    quick = parser.parse_args(argv).quick
+    rows = measure((1, 4), 16, 2, 1) if quick else measure((1, 4, 16, 64), 64, 21, 3)
+    show(rows, judge(rows))
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""A train step costs the host no more than one written by hand.
+
+The same model and optimizer (many tiny leaves, `optax.adamw`) in the same container, jitted with
+the state donated: once through `make_train_step`, and by hand, returning loss and gradient norm
+as the same metrics, as plain totals and weights, or as bare scalars, which cannot be merged
+exactly. One state passes from step to step, so that its place in memory favours none; and since
+what is compiled first runs up to some percent faster, each step is there twice, in the order
+a b c d d c b a, and counts with the mean. Times are per step, over blocks of steps, the ratios
+medians of those in a round; the ratio of the two copies shows how far to trust them.
+"""
+
+import argparse
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from clu.metrics import Average
+from measure import ratios, show, take_turns
+
+import stepfold as sf
+
+WIDTH, EXAMPLES = 8, 8
+
+
+def squares(params, batch):
+    """Give each example's squared error, with every leaf a unit of one layer."""
+    units = jnp.tanh(batch["x"] @ jnp.stack(params).T)
+    return (units.mean(-1) - batch["y"]) ** 2
+
+
+def by_hand(tx, report):
+    """Write the step out, as one would without a library."""
+
+    def step(state, batch):
+        def loss(params):
+            return squares(params, batch).mean()
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        state = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
+        return state, report(value, optax.tree.norm(grads))
+
+    return step
+
+
+def scalars(loss, norm):
+    """Report bare numbers."""
+    return {"loss": loss, "grad_norm": norm}
+
+
+def averages(loss, norm):
+    """Report the metrics that our step reports."""
+    return {name: Average(**parts) for name, parts in totals(loss, norm).items()}
+
+
+def totals(loss, norm):
+    """Report what can be merged exactly over steps: totals, and the weights that they have."""
+    loss = {"total": loss * EXAMPLES, "count": jnp.full((), EXAMPLES, jnp.float32)}
+    return {"loss": loss, "grad_norm": {"total": norm, "count": jnp.ones(())}}
+
+
+def measure(leaves, rounds):
+    """Measure our step on a state of about so many leaves against the others, a row each."""
+    tx, rng = optax.adamw(1e-3), np.random.default_rng(0)
+    params = [rng.normal(size=WIDTH).astype(np.float32) for _ in range(round(leaves / 3) - 1)]
+    x = rng.normal(size=(EXAMPLES, WIDTH)).astype(np.float32)
+    batch = {"x": x, "y": np.ones(EXAMPLES, np.float32)}
+    state = sf.init_state(params, tx, jax.random.key(0))
+
+    def loss_fn(params, batch, key):
+        del key
+        return sf.mean(squares(params, batch))
+
+    makers = {
+        "ours": partial(sf.make_train_step, loss_fn, tx),
+        "by hand, same metrics": partial(by_hand, tx, averages),
+        "by hand, totals": partial(by_hand, tx, totals),
+        "by hand, scalars": partial(by_hand, tx, scalars),
+    }
+    names = [(name, 1) for name in makers] + [(name, 2) for name in reversed(makers)]
+    steps = {name: jax.jit(makers[name[0]](), donate_argnums=0) for name in names}
+    with ThreadPoolExecutor(2) as pool:
+        flops = pool.map(partial(_flops, state, batch), steps.values())
+        flops = dict(zip(steps, flops, strict=True))
+    held, block = [state], max(1, 6_000 // leaves)
+    calls = {name: _python_calls(step, held, batch) for name, step in steps.items()}
+    runs = {name: partial(_fold, step, held, batch, block) for name, step in steps.items()}
+    times = take_turns(runs, rounds)
+    both = {name: np.add(times[name, 1], times[name, 2]) / block / 2 * 1e6 for name in makers}
+    return [
+        {
+            "state leaves": len(jax.tree.leaves(held)),
+            "step": name,
+            "metric leaves": len(jax.tree.leaves(steps[name, 1].eval_shape(held[0], batch)[1])),
+            "Python calls": calls[name, 1],
+            "CPU us": float(np.median(both[name][:, 0])),
+            "wall us": float(np.median(both[name][:, 1])),
+            "copies, CPU": ratios(times[name, 1], times[name, 2])[0],
+            "FLOPs, ours/it": flops["ours", 1] / flops[name, 1],
+            "CPU, ours/it": float(ratios(both["ours"], both[name])[0]),
+            "wall, ours/it": float(ratios(both["ours"], both[name])[1]),
+        }
+        for name in makers
+    ]
+
+
+def _fold(step, held, batch, times):
+    for _ in range(times):
+        held[0], metrics = step(held[0], batch)
+    jax.block_until_ready((held, metrics))
+
+
+def _flops(state, batch, step):
+    return step.lower(state, batch).compile().cost_analysis()["flops"]
+
+
+def _python_calls(step, held, batch):
+    """Count the Python functions that one call runs once compiled, the least of a few times."""
+    counts = []
+    for _ in range(5):
+        seen = []
+        sys.setprofile(lambda _, event, arg, seen=seen: seen.append((event, arg)))
+        try:
+            held[0], _ = step(held[0], batch)
+        finally:
+            sys.setprofile(None)
+        counts.append(sum(event == "call" for event, _ in seen))
+    return min(counts)
+
+
+def judge(rows):
+    """Say what is claimed of the rows, each with what was measured and its limit."""
+    others = [row for row in rows if row["step"].startswith("by hand")]
+    flops = max(row["FLOPs, ours/it"] for row in others)
+    claims = [("FLOPs against a step by hand", flops, 1.001)]
+    for row in others:
+        name = f"host time against {row['step']}, {row['state leaves']} leaves"
+        claims.append((name, max(row["CPU, ours/it"], row["wall, ours/it"]), 1.02))
+    return claims
+
+
+def main(argv=None):
+    """Measure, print the table and the claims, and return the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few leaves and rounds, for seconds")
+    quick = parser.parse_args(argv).quick
+    sizes = {20: 5, 60: 5} if quick else {20: 200, 1_500: 200}
+    rows = [row for leaves, rounds in sizes.items() for row in measure(leaves, rounds)]
+    show(rows, judge(rows))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
