@@ -141,10 +141,14 @@ def test_the_compiled_init_under_a_plan_holds_a_share_on_each_device(key):
     assert memory.temp_size_in_bytes < whole / 2
 
 
-@pytest.mark.parametrize("where", ["one device", "mesh", "plan", "function under a plan"])
+@pytest.mark.parametrize(
+    "where", ["one device", "another device", "mesh", "plan", "function under a plan"]
+)
 def test_the_second_step_compiles_nothing(key, where, compiles):
     tx = sf.ema_params(optax.adam(optax.linear_schedule(0.1, 0.0, 10)), 0.9)
     batch, sharding, source = jnp.ones((8, 16)), None, init(key)
+    if where == "another device":
+        source = jax.device_put(source, jax.devices()[3])
     if where == "mesh":
         source = jax.device_put(source, plan_for(source))
     if "plan" in where:

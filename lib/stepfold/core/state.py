@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from stepfold import tree
 from stepfold.core.optimizer import as_optimizer
@@ -174,13 +174,16 @@ def _beside(state: TrainState, parts: tuple[Any, Any]) -> TrainState:
     replicated over the mesh, and the second step would compile again.
     """
     concrete = [leaf for leaf in jax.tree.leaves(parts) if not isinstance(leaf, jax.core.Tracer)]
-    places = [getattr(leaf, "sharding", None) for leaf in concrete]
-    meshes = {place.mesh for place in places if isinstance(place, NamedSharding)}
-    if len(meshes) != 1:
+    homes = {_home(leaf.sharding) for leaf in concrete if getattr(leaf, "committed", False)}
+    if len(homes) != 1:
         return state
-    everywhere = NamedSharding(meshes.pop(), PartitionSpec())
+    (home,) = homes
 
     def beside(leaf: Any) -> Any:
-        return leaf if getattr(leaf, "committed", True) else jax.device_put(leaf, everywhere)
+        return leaf if getattr(leaf, "committed", True) else jax.device_put(leaf, home)
 
     return TrainState(*jax.tree.map(beside, state))
+
+
+def _home(place: Sharding) -> Sharding:
+    return NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
