@@ -32,6 +32,7 @@ def test_every_form_of_a_loss_is_read_as_float32_terms(run, loss):
     for term in terms.values():
         assert type(term) is Average
         assert term.total.dtype == term.count.dtype == jnp.float32
+        assert not term.total.weak_type
 
 
 def test_checking_twice_changes_nothing(run):
@@ -56,6 +57,7 @@ def test_checking_twice_changes_nothing(run):
         ({"nll": {"a": jnp.ones(())}}, r"loss/nll: expected a number, got dict"),
         (Average(total=jnp.ones(2), count=jnp.ones(())), r"loss.total: expected a scalar"),
         (Average(total=jnp.ones(()), count=jnp.ones(2)), r"loss.count: expected a real scalar"),
+        (Average(total=jnp.ones(()), count=jnp.ones((), complex)), r"loss.count: .*got complex64"),
         ((jnp.ones(()), {}, ()), r"a tuple of 3; a loss that returns model_state needs stateful=T"),
         ((jnp.ones(()),), r"expected the loss or \(loss, metrics\), got a tuple of 1"),
         ((jnp.ones(()), [1]), r"metrics: expected a dict of clu.metrics.Metric, got list"),

@@ -74,6 +74,18 @@ def test_float64_stays_float64():
         np.testing.assert_allclose(sf.get_ema(state)["w"], 0.9 + 0.1 * 0.9, rtol=1e-15)
 
 
+def test_what_it_wraps_gets_the_extra_arguments():
+    tx = sf.ema_params(optax.contrib.reduce_on_plateau(patience=1), 0.9)
+    _, state = tx.update(ONES, tx.init(PARAMS), PARAMS, value=jnp.float32(0.5))
+    assert state.inner.best_value == 0.5
+
+
+def test_its_first_average_is_a_copy():
+    state = sf.ema_params(optax.sgd(0.1), 0.9).init(PARAMS)
+    mine, ours = PARAMS["w"], sf.get_ema(state)["w"]
+    assert mine.unsafe_buffer_pointer() != ours.unsafe_buffer_pointer()
+
+
 def test_inside_multi_steps_it_ticks_once_per_update():
     tx = optax.MultiSteps(sf.ema_params(optax.sgd(0.1), 0.5), 4).gradient_transformation()
     state, _ = walk(tx, 4)

@@ -1,4 +1,5 @@
 import chex
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +73,45 @@ def test_without_accumulation_the_key_is_the_key(key):
     loss = lambda p, b, k: (p["w"].sum(), {"u": sf.mean(jax.random.uniform(k))})
     *_, metrics, _ = sf.value_and_grad(loss)(PARAMS, BATCH, key, ())
     assert metrics["u"].compute() == jax.random.uniform(key)
+
+
+def test_weights_may_hang_on_the_key_and_on_the_model_state(run, key):
+    def loss(params, batch, key, seen):
+        weight = jax.random.uniform(key, batch["mask"].shape) * (1.0 + seen)
+        return sf.mean((batch["x"] @ params["w"]) ** 2, weight), {}, seen + 1
+
+    def whole(params):
+        parts = []
+        for i in range(3):
+            part = jax.tree.map(lambda x: x[i::3], BATCH)
+            parts.append(loss(params, part, jax.random.fold_in(key, i), jnp.float32(i))[0])
+        return sum(p.total for p in parts) / sum(p.count for p in parts)
+
+    grad_fn = run(sf.value_and_grad(loss, accumulate=3, stateful=True))
+    grads, terms, _, seen = grad_fn(PARAMS, BATCH, key, jnp.float32(0))
+    want, want_grads = jax.value_and_grad(whole)(PARAMS)
+    assert terms["loss"].compute() == pytest.approx(float(want))
+    chex.assert_trees_all_close(grads, want_grads, rtol=1e-5)
+    assert seen == 3
+
+
+def test_an_average_with_a_merge_of_its_own_merges_as_it_says(run, key):
+    @flax.struct.dataclass
+    class Largest(clu_metrics.Average):
+        def merge(self, other):
+            return self.replace(total=jnp.maximum(self.total, other.total))
+
+    largest = lambda x: Largest(total=x.max(), count=jnp.ones(()))
+    loss = lambda p, b, k: (p["w"].sum(), {"largest": largest(b["x"])})
+    metrics = run(sf.value_and_grad(loss, accumulate=3))(PARAMS, BATCH, key, ())[2]
+    assert metrics["largest"].total == X.max()
+
+
+def test_counts_keep_their_dtype_in_float64(run, key):
+    with jax.enable_x64(True):
+        loss = lambda p, b, k: (p["w"].sum(), {"m": sf.mean(b["mask"])})
+        metrics = run(sf.value_and_grad(loss, accumulate=3))(PARAMS, BATCH, key, ())[2]
+        assert metrics["m"].total.dtype == jnp.int32
 
 
 def test_metrics_of_every_kind_merge_over_microbatches(run, key):

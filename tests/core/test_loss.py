@@ -54,9 +54,17 @@ def test_sums_are_float32_at_least(dtype):
     assert average.total == 4096
 
 
-def test_sums_of_float64_stay_float64():
+def test_weights_count_in_full_however_narrow_the_values():
+    exact = sf.mean(jnp.ones(2, jnp.bfloat16), jnp.array([1.0, 1 + 2**-12]))
+    assert exact.total == exact.count == 2 + 2**-12
+
+
+def test_sums_of_float64_stay_float64_and_counts_int32():
     with jax.enable_x64(True):
         assert sf.mean(np.ones(3)).total.dtype == jnp.float64
+        assert sf.mean(np.ones(3), np.ones(3, np.float32)).count.dtype == jnp.float64
+        counted = sf.mean(np.ones(3, bool))
+        assert counted.total.dtype == counted.count.dtype == jnp.int32
 
 
 def test_what_is_masked_out_may_be_anything(run):
@@ -133,6 +141,14 @@ def test_shares_have_the_gradients_of_the_whole():
     part = jax.grad(lambda p: share_of(terms(p), whole))(3.0)
     want = jax.grad(lambda p: total_of(terms(p)))(3.0)
     assert 2 * part == pytest.approx(want)
+
+
+def test_shares_without_any_weight_have_the_gradients_of_the_whole():
+    def terms(p):
+        return {"a": Average(total=jnp.ones(()), count=p)}
+
+    assert jax.grad(lambda p: total_of(terms(p)))(0.0) == 0
+    assert jax.grad(lambda p: share_of(terms(p), terms(0.0)))(0.0) == 0
 
 
 # the report

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import stepfold as sf
-from stepfold.core.precision import LossScaleState
+from stepfold.core.precision import LossScaleState, norm, unscale
 
 PARAMS = {"w": jnp.ones((3, 2)), "norm": {"scale": jnp.ones(2)}}
 BATCH = {
@@ -144,6 +144,27 @@ def test_the_scale_backs_off_to_its_minimum_and_grows_to_its_maximum(run):
         state, _ = step(state, batch)
         scales.append(float(state.opt_state.scale))
     assert scales == [8, 16, 16, 16, 16, 8, 4, 4, 4, 4, 4, 8]
+
+
+def test_the_scale_grows_once_in_a_period(run):
+    state, step = scaled_step(initial=1.0, period=3)
+    scales = []
+    for _ in range(7):
+        state, _ = run(step)(state, jnp.ones(2))
+        scales.append(float(state.opt_state.scale))
+    assert scales == [1, 1, 2, 2, 2, 4, 4]
+
+
+def test_float16_gradients_are_unscaled_without_passing_float16():
+    scale = jnp.float32(2.0**17)  # more than float16 can hold
+    unscaled = unscale(jnp.array([1024.0], jnp.float16), scale)
+    assert unscaled.dtype == jnp.float16
+    assert unscaled[0] == 2.0**-7
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_norm_is_taken_in_float32(dtype):
+    assert norm({"a": jnp.full(2**16, 4.0, dtype)}) == 4 * 2**8
 
 
 def test_an_overflow_skips_all_but_the_scale(run):

@@ -99,6 +99,18 @@ def test_a_callable_tree_is_a_tree(key):
     assert isinstance(state.params, Module)
 
 
+def test_a_partial_function_is_a_function(key):
+    partly = jax.tree_util.Partial(lambda size, key: jnp.ones(size), 3)
+    assert sf.init_state(partly, optax.sgd(0.1), key).params.shape == (3,)
+
+
+def test_an_optimizer_that_keeps_the_parameters_keeps_a_copy(key):
+    tx = optax.contrib.schedule_free_sgd(0.1)
+    state = sf.init_state(init(key), tx, key)
+    step = jax.jit(sf.make_train_step(loss_fn, tx), donate_argnums=0)
+    step(state, jnp.ones((8, 16)))  # a buffer that stands in the state twice cannot be donated
+
+
 def test_weak_types_are_made_strong(key):
     state = sf.init_state({"w": 1.0, "v": jnp.full((2,), 2.0)}, optax.adam(0.1), key)
     assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(state))
@@ -203,7 +215,14 @@ def test_a_function_whose_parameters_cannot_be_trained_is_refused(key):
         sf.init_state(lambda _: {"w": jnp.zeros(2, int)}, optax.sgd(0.1), key)
 
 
-@pytest.mark.parametrize("key", [0, None, jnp.zeros(2), jax.random.split(jax.random.key(0), 4)])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(0, None, jnp.zeros(2)),
+        jax.random.split(jax.random.key(0), 4),
+        jax.random.split(jax.random.PRNGKey(0), 4),
+    ],
+)
 def test_what_is_no_key_is_refused(key):
     with pytest.raises(
         sf.ConfigError, match=r"key: expected one PRNG key, got .*jax.random.key\(0\)"

@@ -162,6 +162,19 @@ def test_optimizers_of_every_kind_keep_the_form_of_the_state(tx, compiles):
     assert np.isfinite(metrics["loss"].compute())
 
 
+def test_an_optimizer_whose_state_turns_weak_compiles_once(compiles):
+    def update(updates, state, params=None):
+        return updates, jnp.asarray(1.0)
+
+    tx = optax.GradientTransformation(lambda params: jnp.asarray(1.0), update)
+    state, step = make(tx=tx)
+    step = jax.jit(step)
+    state, _ = step(state, BATCH)
+    compiles.clear()
+    step(state, BATCH)
+    assert compiles == []
+
+
 def test_an_optimizer_that_changes_the_form_of_its_state_is_refused(run):
     def update(updates, state, params=None):
         return updates, jax.tree.map(lambda s: s.astype(jnp.bfloat16), state)
@@ -263,6 +276,14 @@ def test_a_model_state_that_was_infinite_before_may_stay_so(run):
     state, step = make(loss, stateful=True, skip_nonfinite=True)
     state = state._replace(model_state={"n": jnp.float32("inf")})
     assert run(step)(state, BATCH)[1]["skipped"].total == 0
+
+
+def test_a_loss_that_is_not_finite_is_skipped_though_its_gradients_are(run):
+    infinite = lambda p, b, k: p["b"] + jnp.where(b["y"][0] > 5, jnp.inf, 0.0)
+    state, step = make(infinite, skip_nonfinite=True)
+    after, metrics = run(step)(state, BATCH | {"y": np.full(12, 9.0, np.float32)})
+    assert metrics["skipped"].total == 1
+    chex.assert_trees_all_equal(after.params, state.params)
 
 
 def test_finite_gradients_whose_square_overflows_are_skipped(run):
@@ -401,6 +422,15 @@ def test_a_stateful_eval_step_reads_the_model_state(run):
     state, _ = make(loss, stateful=True)
     metrics = run(sf.make_eval_step(loss, stateful=True))(state, BATCH)
     assert metrics["n"].compute() == 0
+
+
+def test_an_eval_step_has_the_key_of_the_step_to_come(run):
+    state, step = make(lambda p, b, k: (p["b"], {"u": sf.mean(jax.random.uniform(k))}))
+    evaluate = sf.make_eval_step(lambda p, b, k: (p["b"], {"u": sf.mean(jax.random.uniform(k))}))
+    for _ in range(2):
+        drawn = run(evaluate)(state, BATCH)["u"].compute()
+        state, metrics = run(step)(state, BATCH)
+        assert drawn == metrics["u"].compute()
 
 
 def test_an_eval_step_holds_the_loss_to_its_contract(run):

@@ -116,7 +116,7 @@ def _scalar(path: str, value: Any) -> Any:
     advice = "return sf.mean(values, mask), a floating scalar, or a dict of those"
     if not (tree.is_array(value) or isinstance(value, int | float)):
         raise LossError(f"{path}: expected a number, got {tree.spell(value)}; {advice}")
-    value = tree.strong(jnp.asarray(value))
+    value = jnp.asarray(value)
     if value.shape != ():
         raise LossError(f"{path}: expected a scalar, got {tree.spell(value)}; {advice}")
     if not jnp.issubdtype(value.dtype, jnp.floating):
