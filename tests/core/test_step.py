@@ -251,6 +251,14 @@ def test_metrics_that_are_no_averages_come_as_the_loss_function_made_them(run):
     assert metrics["m"].total == 1.0
 
 
+def test_a_skipped_sum_of_terms_weighs_nothing_either(run):
+    terms = lambda p, b, k: {"fit": loss_fn(p, b, k)[0], "decay": (p["w"] ** 2).sum()}
+    state, step = make(terms, skip_nonfinite=True)
+    good, skipped = (run(step)(state, batch)[1]["loss"] for batch in (BATCH, bad(BATCH)))
+    assert jnp.isnan(skipped.compute())
+    assert good.merge(skipped).compute() == good.compute()
+
+
 def test_a_metric_may_not_take_the_place_of_what_is_skipped(run):
     state, step = make(lambda p, b, k: (p["b"], {"skipped": sf.mean(1.0)}), skip_nonfinite=True)
     with pytest.raises(sf.LossError, match="metrics/skipped: the name is taken"):
