@@ -179,6 +179,20 @@ def test_an_overflow_skips_all_but_the_scale(run):
     assert metrics["loss"].count == 0
 
 
+def test_a_model_state_that_overflows_alone_skips_what_is_wrapped_too(run):
+    def loss(p, b, k, model_state):
+        return sf.mean(p * b), {}, jnp.where(b[0] > 5, jnp.inf, model_state)
+
+    tx = sf.dynamic_loss_scale(optax.adam(1.0))
+    state = sf.init_state((jnp.ones(()), jnp.zeros(())), tx, jax.random.key(0), stateful=True)
+    step = run(sf.make_train_step(loss, tx, precision="f16", stateful=True))
+    after, metrics = step(state, jnp.array([9.0, 0.0]))
+    assert metrics["skipped"].total == 1
+    assert after.opt_state.inner[0].count == 0
+    assert after.opt_state.scale == state.opt_state.scale / 2
+    assert (after.params, after.model_state) == (1, 0)
+
+
 def test_gradients_are_unscaled_before_they_are_clipped():
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
     tx = sf.dynamic_loss_scale(inner)
