@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 Tree = Any
@@ -42,6 +43,13 @@ def spell(leaf: object) -> str:
 def is_array(leaf: object) -> bool:
     """Tell whether a leaf is an array, a tracer, or an abstract array."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def is_data(leaf: object) -> bool:
+    """Tell whether jax can make an array of a leaf: of numbers, not of text or None."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in "OUSMm"
+    return isinstance(leaf, int | float | complex | np.number | np.bool_ | jax.Array)
 
 
 def is_float(leaf: object) -> bool:

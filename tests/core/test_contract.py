@@ -1,6 +1,7 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from clu import metrics as clu_metrics
 from clu.metrics import Average
@@ -49,6 +50,9 @@ def test_checking_twice_changes_nothing(run):
         (3, r"loss: expected a floating number, got int32\[\]"),
         (jnp.ones((), complex), r"loss: expected a floating number, got complex64\[\]"),
         (None, r"loss: expected a number, got NoneType None"),
+        (np.array("x"), r"loss: expected a number, got <U1"),
+        (jax.ShapeDtypeStruct((), jnp.float32), r"loss: expected a number, got float32\[\]"),
+        (Average(total=jnp.ones(()), count=None), r"loss.count: expected a real scalar, got NoneT"),
         ("0.5", r"loss: expected a number, got str '0.5'"),
         ([jnp.ones(())], r"loss: expected a number, got list"),
         ({}, r"loss: expected at least one term, got an empty dict"),
@@ -115,17 +119,17 @@ def test_a_stateful_loss_returns_three_things(run, returned, message):
         (
             lambda params, batch: 0.0,
             False,
-            r"expected loss_fn\(params, batch, key\), got <lambda>\(p",
+            r"expected loss_fn\(params, batch, key\), got <lambda>\(params, batch\)$",
         ),
         (
             lambda p, b, k, s: 0.0,
             False,
-            r"missing .*'s'; a loss with model_state needs stateful=True",
+            r"got <lambda>\(p, b, k, s\); give stateful=True, for a model state",
         ),
         (
             lambda p, b, k: 0.0,
             True,
-            r"model_state\), got .*; without model_state leave out stateful",
+            r"key, model_state\), got <lambda>\(p, b, k\); leave out stateful=True",
         ),
         (0.5, False, r"expected a function loss_fn\(params, batch, key\), got float 0.5"),
     ],

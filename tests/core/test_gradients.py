@@ -223,6 +223,21 @@ def test_a_batch_that_does_not_divide_is_refused(run, key, batch, message):
 
 
 @pytest.mark.parametrize("n", [1, 2])
+def test_a_stateless_loss_leaves_a_model_state_as_it_is(run, key, n):
+    grad_fn = sf.value_and_grad(lambda p, b, k: p["w"].sum(), accumulate=n)
+    for model_state in ({"n": jnp.arange(2)}, None, ()):
+        after = run(grad_fn)(PARAMS, BATCH, key, model_state)[3]
+        chex.assert_trees_all_equal(after, model_state)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_parameters_on_the_host_are_parameters(run, key, n):
+    host = {"w": np.array([1.0, -2.0, 0.5])}  # float64, which jax makes float32 of
+    grads = run(sf.value_and_grad(loss_fn, accumulate=n))(host, BATCH, key, ())[0]
+    assert grads["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("n", [1, 2])
 def test_parameters_without_a_gradient_are_refused_by_name(run, key, n):
     grad_fn = sf.value_and_grad(lambda p, b, k: 0.0, accumulate=n)
     with pytest.raises(sf.ConfigError, match=r"params/n: expected floating numbers, got int32"):

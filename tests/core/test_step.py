@@ -294,6 +294,17 @@ def test_a_loss_that_is_not_finite_is_skipped_though_its_gradients_are(run):
     chex.assert_trees_all_equal(after.params, state.params)
 
 
+@pytest.mark.parametrize("wrap", [lambda tx: tx, sf.dynamic_loss_scale])
+def test_an_update_that_is_not_finite_is_skipped_though_its_gradients_are(run, wrap):
+    rate = lambda count: jnp.where(count == 1, jnp.nan, 0.1)
+    state, step = make(tx=wrap(sf.ema_params(optax.sgd(rate), 0.9)), skip_nonfinite=True)
+    state, _ = run(step)(state, BATCH)
+    after, metrics = run(step)(state, BATCH)
+    assert metrics["skipped"].total == 1
+    chex.assert_trees_all_equal(after.params, state.params)
+    chex.assert_trees_all_equal(sf.get_ema(after), sf.get_ema(state))
+
+
 def test_finite_gradients_whose_square_overflows_are_skipped(run):
     state, step = make(lambda p, b, k: p["b"] * 1e30, skip_nonfinite=True)
     after, metrics = run(step)(state, BATCH)

@@ -26,7 +26,7 @@ def checked(loss_fn: LossFn, *, stateful: bool = False) -> LossFn:
       LossError: here, if the function cannot take the arguments; while tracing, if it returns
         something else than the contract says.
     """
-    _check_signature(loss_fn, ["params", "batch", "key"] + ["model_state"] * stateful)
+    _check_signature(loss_fn, stateful=stateful)
 
     def loss_in_form(params: Any, batch: Any, key: Any, *model_state: Any) -> tuple[Any, ...]:
         returned = loss_fn(params, batch, key, *model_state)
@@ -40,24 +40,28 @@ def checked(loss_fn: LossFn, *, stateful: bool = False) -> LossFn:
     return loss_in_form
 
 
-def _check_signature(loss_fn: LossFn, names: list[str]) -> None:
-    wanted = f"loss_fn({', '.join(names)})"
+def _check_signature(loss_fn: LossFn, *, stateful: bool) -> None:
+    names = ["params", "batch", "key", "model_state"]
+    wanted = f"loss_fn({', '.join(names[: 3 + stateful])})"
     if not callable(loss_fn):
         raise LossError(f"expected a function {wanted}, got {tree.spell(loss_fn)}")
     try:
         signature = inspect.signature(loss_fn)
     except ValueError:  # some built-ins have none to look at; the call itself will tell
         return
-    try:
-        signature.bind(*names)
-    except TypeError as error:
+    if not _binds(signature, 3 + stateful):
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        advice = (
-            "; a loss with model_state needs stateful=True"
-            if len(names) == 3
-            else "; without model_state leave out stateful=True"
-        )
-        raise LossError(f"expected {wanted}, got {name}{signature}: {error}{advice}") from None
+        other = "leave out stateful=True" if stateful else "give stateful=True, for a model state"
+        advice = f"; {other}" if _binds(signature, 4 - stateful) else ""
+        raise LossError(f"expected {wanted}, got {name}{signature}{advice}")
+
+
+def _binds(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def _two(returned: Any) -> tuple[Any, Any]:
@@ -104,17 +108,18 @@ def read_terms(loss: Any) -> Terms:
 
 def _read_term(path: str, term: Any) -> Average:
     if isinstance(term, Average):
-        total, count = _scalar(path + ".total", term.total), jnp.asarray(term.count)
-        if count.shape != () or jnp.iscomplexobj(count):
-            raise LossError(f"{path}.count: expected a real scalar, got {tree.spell(count)}")
-        return Average(total=total, count=count.astype(total.dtype))
+        total = _scalar(path + ".total", term.total)
+        real = tree.is_data(term.count) and jnp.result_type(term.count).kind in "biuf"
+        if not real or jnp.shape(term.count) != ():
+            raise LossError(f"{path}.count: expected a real scalar, got {tree.spell(term.count)}")
+        return Average(total=total, count=jnp.asarray(term.count).astype(total.dtype))
     total = _scalar(path, term)
     return Average(total=total, count=jnp.ones_like(total))
 
 
 def _scalar(path: str, value: Any) -> Any:
     advice = "return sf.mean(values, mask), a floating scalar, or a dict of those"
-    if not (tree.is_array(value) or isinstance(value, int | float)):
+    if not tree.is_data(value):
         raise LossError(f"{path}: expected a number, got {tree.spell(value)}; {advice}")
     value = jnp.asarray(value)
     if value.shape != ():

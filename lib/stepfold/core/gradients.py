@@ -87,6 +87,7 @@ def value_and_grad(
 
     def in_parts(params: Any, batch: Any, key: Any, model_state: Any) -> Any:
         check_params(params)
+        params = jax.tree.map(jnp.asarray, params)
         take = _microbatches(batch, accumulate)
 
         def forward(model_state: Any, i: Any) -> Any:

@@ -136,7 +136,7 @@ def dynamic_loss_scale(
       maximum: the scale never grows above it.
 
     Returns:
-      An optax transformation. `update(…, finite=…)` takes in what else was found not finite.
+      An optax transformation.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> tx = sf.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)))
@@ -158,9 +158,9 @@ def dynamic_loss_scale(
         return LossScaleState(scale, streak, inner.init(params))
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, *, finite: Any = True, **extra: Any
+        updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaleState]:
-        finite = finite & jnp.isfinite(norm(updates))
+        finite = jnp.isfinite(norm(updates))
         grads = unscale(updates, state.scale)
         updates, inner_state = inner.update(grads, state.inner, params, **extra)
         # -0.0 and not 0.0: it is the number that leaves every bit of what it is added to.

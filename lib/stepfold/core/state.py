@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -112,7 +111,7 @@ def _parts(made: Any, stateful: bool) -> tuple[Any, Any]:
         )
     check_params(params)
     for name, leaf in tree.named_leaves(model_state, "model_state"):
-        if not _is_data(leaf):
+        if not tree.is_data(leaf):
             raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}; {_PARTITION}")
     return params, model_state
 
@@ -123,19 +122,13 @@ _PARTITION = "keep functions and settings out of the state (equinox.partition, n
 def check_params(params: Any) -> None:
     """Refuse parameters that no gradient can be taken of, with the leaf's path."""
     for name, leaf in tree.named_leaves(params, "params"):
-        if not _is_data(leaf):
+        if not tree.is_data(leaf):
             raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}; {_PARTITION}")
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise ConfigError(
                 f"{name}: expected floating numbers, got {tree.spell(leaf)}; what is not trained "
                 "by gradients belongs into model_state (stateful=True) or into the loss function"
             )
-
-
-def _is_data(leaf: Any) -> bool:
-    if isinstance(leaf, np.ndarray):
-        return leaf.dtype.kind not in "OUSMm"  # no jax array holds objects, strings or dates
-    return isinstance(leaf, int | float | complex | np.number | np.bool_ | jax.Array)
 
 
 def _check_key(key: Any) -> None:

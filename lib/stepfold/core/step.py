@@ -66,9 +66,10 @@ def make_train_step(
         underflows in it needs `dynamic_loss_scale(tx)`.
       remat: what to keep for the backward pass: the name of one of `jax.checkpoint_policies`, such
         a policy itself, or True to keep nothing.
-      skip_nonfinite: whether a step whose loss, gradients or new model state are not finite leaves
-        parameters, optimizer and model state as they were, bit for bit. It is counted in `step`
-        and in `skipped`, and its loss and averages weigh nothing when merged.
+      skip_nonfinite: whether a step whose loss or gradients are not finite, or whose new parameters
+        or model state would not be, leaves parameters, optimizer and model state as they were, bit
+        for bit. It is counted in `step` and in `skipped`, and its loss and averages weigh nothing
+        when merged.
       stateful: whether the loss function carries a model state.
       grad: a function from a loss function to a `GradFn`. Of the keywords `accumulate=` and
         `stateful=` it is given those that it takes.
@@ -133,19 +134,18 @@ def make_train_step(
         _check_state(state, tx)
         grads, grad_norm, terms, metrics, model_state = gradients(state, batch)
         loss = total_of(terms)
-        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        finite &= _still_finite(state.model_state, model_state)
-        extra = {"finite": finite} if scaling else {}
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss, **extra)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
         params = optax.apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, opt_state, model_state, state.key)
         new = _settled(state, new)
         if not (skip_nonfinite or scaling):
             return new, report(terms, metrics, grad_norm=mean(grad_norm))
-        # A loss scale has kept what it wraps by itself, and has backed off, which is to stay.
-        old = state._replace(step=new.step, opt_state=opt_state if scaling else state.opt_state)
-        metrics = report(terms, metrics, grad_norm=mean(grad_norm), skipped=mean(~finite))
-        return tree.select(finite, new, old), _weighed(finite, metrics)
+        good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & _still_finite(state, new)
+        old = state._replace(step=new.step)
+        if scaling:  # a scale that has backed off is to stay so
+            old = old._replace(opt_state=opt_state._replace(inner=state.opt_state.inner))
+        metrics = report(terms, metrics, grad_norm=mean(grad_norm), skipped=mean(~good))
+        return tree.select(good, new, old), _weighed(good, metrics)
 
     return train_step
 
@@ -253,22 +253,23 @@ def _settled(old: TrainState, new: TrainState) -> TrainState:
     return TrainState(*jax.tree.map(tree.strong, new))
 
 
-def _still_finite(old: Any, new: Any) -> jax.Array:
+def _still_finite(old: TrainState, new: TrainState) -> jax.Array:
     """Tell whether nothing turned non-finite; what was so before (a running minimum) may stay."""
 
     def still(old: Any, new: Any) -> Any:
         return (jnp.isfinite(new) | ~jnp.isfinite(old)).all() if tree.is_float(new) else True
 
-    leaves = jax.tree.leaves(jax.tree.map(still, old, new))
+    pairs = (old.params, old.model_state), (new.params, new.model_state)
+    leaves = jax.tree.leaves(jax.tree.map(still, *pairs))
     return jnp.array(leaves, bool).all()
 
 
-def _weighed(finite: jax.Array, metrics: Metrics) -> Metrics:
+def _weighed(good: jax.Array, metrics: Metrics) -> Metrics:
     """Take the weight from the averages of a skipped step, so that they merge as nothing."""
 
     def weighed(name: str, metric: Metric) -> Metric:
         if name == "skipped" or not isinstance(metric, Average | TermSum):
             return metric
-        return jax.tree.map(lambda leaf: jnp.where(finite, leaf, jnp.zeros_like(leaf)), metric)
+        return jax.tree.map(lambda leaf: jnp.where(good, leaf, jnp.zeros_like(leaf)), metric)
 
     return {name: weighed(name, metric) for name, metric in metrics.items()}
