@@ -72,6 +72,11 @@ def test_what_is_masked_out_may_be_anything(run):
     assert average.compute() == 1.0
 
 
+def test_a_weight_may_be_negative(run):
+    average = run(sf.mean)(jnp.array([1.0, 2.0]), jnp.array([3.0, -1.0]))
+    assert (average.total, average.count) == (1.0, 2.0)
+
+
 def test_a_weight_that_is_not_finite_is_not_hidden():
     assert jnp.isnan(sf.mean(jnp.ones(2), jnp.array([1.0, jnp.nan])).total)
 
