@@ -155,6 +155,22 @@ def test_the_scale_grows_once_in_a_period(run):
     assert scales == [1, 1, 2, 2, 2, 4, 4]
 
 
+def test_the_scale_changes_by_its_factor(run):
+    state, step = scaled_step(initial=64.0, factor=4.0, period=1)
+    state, _ = run(step)(state, jnp.ones(2))
+    assert state.opt_state.scale == 256
+    state, _ = run(step)(state, jnp.array([1.0, jnp.inf]))
+    assert state.opt_state.scale == 64
+
+
+def test_what_is_wrapped_gets_the_loss_and_not_the_scaled_one(run):
+    tx = sf.dynamic_loss_scale(optax.contrib.reduce_on_plateau(patience=1))
+    state = sf.init_state(jnp.ones(()), tx, jax.random.key(0))
+    step = sf.make_train_step(lambda p, b, k: sf.mean(p * b), tx, precision="f16")
+    state, _ = run(step)(state, jnp.array([1.0, 0.0]))
+    assert state.opt_state.inner.best_value == 0.5
+
+
 def test_float16_gradients_are_unscaled_without_passing_float16():
     scale = jnp.float32(2.0**17)  # more than float16 can hold
     unscaled = unscale(jnp.array([1024.0], jnp.float16), scale)

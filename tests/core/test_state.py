@@ -113,7 +113,8 @@ def test_an_optimizer_that_keeps_the_parameters_keeps_a_copy(key):
 
 
 def test_weak_types_are_made_strong(key):
-    state = sf.init_state({"w": 1.0, "v": jnp.full((2,), 2.0)}, optax.adam(0.1), key)
+    params = {"w": 1.0, "v": jnp.full((2,), 2.0), "u": np.float32(3.0)}
+    state = sf.init_state(params, optax.adam(0.1), key)
     assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(state))
 
 
