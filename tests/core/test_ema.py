@@ -86,6 +86,14 @@ def test_its_first_average_is_a_copy():
     assert mine.unsafe_buffer_pointer() != ours.unsafe_buffer_pointer()
 
 
+def test_what_is_got_outlives_a_donated_state(key):
+    tx = sf.ema_params(optax.sgd(0.1), 0.9)
+    state = sf.init_state(PARAMS, tx, key)
+    smooth = sf.get_ema(state)
+    jax.jit(sf.make_train_step(lambda p, b, k: p["w"].sum(), tx), donate_argnums=0)(state, None)
+    chex.assert_trees_all_equal(smooth, PARAMS)
+
+
 def test_inside_multi_steps_it_ticks_once_per_update():
     tx = optax.MultiSteps(sf.ema_params(optax.sgd(0.1), 0.5), 4).gradient_transformation()
     state, _ = walk(tx, 4)

@@ -127,6 +127,12 @@ def test_a_sum_that_has_seen_nothing_is_nan_as_an_average_is():
     assert jnp.isnan(TermSum({"a": nothing, "b": nothing}).compute())
 
 
+def test_a_stacked_sum_tells_each_step_by_itself():
+    stacked = TermSum({"a": Average(total=jnp.array([3.0, 0.0]), count=jnp.array([1.0, 0.0]))})
+    assert stacked.compute()[0] == 3.0
+    assert jnp.isnan(stacked.compute()[1])
+
+
 def test_a_sum_of_terms_reduces_as_every_metric_does():
     stacked = TermSum({"a": Average(total=jnp.arange(3.0), count=jnp.ones(3))})
     assert stacked.reduce().compute() == 1.0

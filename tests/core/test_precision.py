@@ -122,6 +122,14 @@ def test_f16_without_a_scale_is_refused_when_built():
         sf.make_train_step(lambda p, b, k: 0.0, optax.adam(0.1), precision=half)
 
 
+@pytest.mark.parametrize("wrap", [lambda tx: sf.ema_params(tx, 0.9), sf.dynamic_loss_scale])
+def test_a_scale_inside_another_optimizer_is_refused(run, wrap):
+    tx = wrap(sf.dynamic_loss_scale(optax.sgd(1.0)))
+    state = sf.init_state(jnp.ones(()), tx, jax.random.key(0))
+    with pytest.raises(sf.ConfigError, match="dynamic_loss_scale: expected it once and around"):
+        run(sf.make_train_step(lambda p, b, k: sf.mean(p * b), tx))(state, jnp.ones(2))
+
+
 def test_small_gradients_survive_float16(run):
     def loss_fn(p, b, k):
         return sf.mean(p * b).compute() * jnp.float32(2.0**-26)  # less than float16 can hold

@@ -212,6 +212,11 @@ def test_parameters_that_cannot_be_trained_are_refused(key, params, message):
         sf.init_state(params, optax.sgd(0.1), key)
 
 
+def test_complex_parameters_are_refused(key):
+    with pytest.raises(sf.ConfigError, match="params/w: expected floating numbers, got complex64"):
+        sf.init_state({"w": jnp.zeros(2, complex)}, optax.sgd(0.1), key)
+
+
 def test_a_function_whose_parameters_cannot_be_trained_is_refused(key):
     with pytest.raises(sf.ConfigError, match="params/w: expected floating numbers"):
         sf.init_state(lambda _: {"w": jnp.zeros(2, int)}, optax.sgd(0.1), key)

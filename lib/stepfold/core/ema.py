@@ -111,7 +111,7 @@ def get_ema(state: Any) -> Any:
             "wrap the optimizer once, tx = sf.ema_params(tx, decay), before init_state"
         )
     (node,) = found
-    ema = node.ema
+    ema = jax.tree.map(jnp.copy, node.ema)  # the state may be donated
     if node.mass is not None:
         mass = jnp.where(node.mass == 0, 1, node.mass)
         ema = jax.tree.map(lambda e: e / mass.astype(e.dtype), ema)
@@ -119,7 +119,7 @@ def get_ema(state: Any) -> Any:
         return ema
 
     def like(ema: Any, param: Any) -> Any:
-        return param if _is_masked(ema) else ema.astype(param.dtype)
+        return jax.tree.map(jnp.copy, param) if _is_masked(ema) else ema.astype(param.dtype)
 
     return jax.tree.map(like, ema, state.params, is_leaf=_is_masked)
 

@@ -98,7 +98,7 @@ class TermSum(Metric):  # type: ignore[misc]
 
     def compute(self) -> jax.Array:
         """Add up the terms' means: NaN where no term has seen any weight, as an Average is."""
-        seen = jnp.stack([term.count != 0 for term in self.terms.values()]).any()
+        seen = jnp.stack([term.count != 0 for term in self.terms.values()]).any(0)
         return jnp.where(seen, total_of(self.terms), jnp.nan)
 
 

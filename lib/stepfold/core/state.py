@@ -124,7 +124,7 @@ def check_params(params: Any) -> None:
     for name, leaf in tree.named_leaves(params, "params"):
         if not tree.is_data(leaf):
             raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}; {_PARTITION}")
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise ConfigError(
                 f"{name}: expected floating numbers, got {tree.spell(leaf)}; what is not trained "
                 "by gradients belongs into model_state (stateful=True) or into the loss function"

@@ -23,6 +23,7 @@ from stepfold.core.loss import (
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.precision import (
     LossScaled,
+    LossScaleState,
     Precision,
     as_precision,
     norm,
@@ -143,7 +144,10 @@ def make_train_step(
         good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & _still_finite(state, new)
         old = state._replace(step=new.step)
         if scaling:  # a scale that has backed off is to stay so
-            old = old._replace(opt_state=opt_state._replace(inner=state.opt_state.inner))
+            scale = jnp.minimum(opt_state.scale, state.opt_state.scale)
+            old = old._replace(
+                opt_state=LossScaleState(scale, 0 * opt_state.streak, state.opt_state.inner)
+            )
         metrics = report(terms, metrics, grad_norm=mean(grad_norm), skipped=mean(~good))
         return tree.select(good, new, old), _weighed(good, metrics)
 
@@ -234,12 +238,22 @@ def _check_kind(state: Any) -> None:
 
 def _check_state(state: Any, tx: optax.GradientTransformation) -> None:
     _check_kind(state)
+    inner = state.opt_state.inner if _is_scale(state.opt_state) else state.opt_state
+    if any(_is_scale(node) for node in jax.tree.leaves(inner, is_leaf=_is_scale)):
+        raise ConfigError(
+            "dynamic_loss_scale: expected it once and around the whole optimizer, found it inside "
+            "another, where the step cannot scale the loss; tx = sf.dynamic_loss_scale(the rest)"
+        )
     lines = tree.diff(jax.eval_shape(tx.init, state.params), state.opt_state, "opt_state")
     if lines:
         raise TreeMismatchError(
             "the state was made with another optimizer than the step, or for other parameters:\n  "
             + "\n  ".join(lines)
         )
+
+
+def _is_scale(node: object) -> bool:
+    return isinstance(node, LossScaleState)
 
 
 def _settled(old: TrainState, new: TrainState) -> TrainState:
