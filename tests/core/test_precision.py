@@ -207,11 +207,12 @@ def test_a_model_state_that_overflows_alone_skips_what_is_wrapped_too(run):
     def loss(p, b, k, model_state):
         return sf.mean(p * b), {}, jnp.where(b[0] > 5, jnp.inf, model_state)
 
-    tx = sf.dynamic_loss_scale(optax.adam(1.0))
+    tx = sf.dynamic_loss_scale(optax.adam(1.0), initial=1.0, period=1)  # its gradients are finite
     state = sf.init_state((jnp.ones(()), jnp.zeros(())), tx, jax.random.key(0), stateful=True)
     step = run(sf.make_train_step(loss, tx, precision="f16", stateful=True))
     after, metrics = step(state, jnp.array([9.0, 0.0]))
     assert metrics["skipped"].total == 1
+    assert after.opt_state.scale == state.opt_state.scale
     assert after.opt_state.inner[0].count == 0
     assert (after.params, after.model_state) == (1, 0)
 
