@@ -186,6 +186,55 @@ def test_float16_gradients_are_unscaled_without_passing_float16():
     assert unscaled[0] == 2.0**-7
 
 
+def hand_written(loss_fn):
+    """Differentiate a loss by its parameters, its batch and its metrics."""
+
+    def grad_fn(params, batch, key, model_state):
+        def loss(params, batch):
+            terms, metrics = loss_fn(params, batch, key)
+            return terms["loss"].compute() + metrics["m"].compute(), (terms, metrics)
+
+        by_both = jax.grad(loss, argnums=(0, 1), has_aux=True)
+        (grads, push), (terms, metrics) = by_both(params, batch)
+        metrics = {"push": sf.mean(push), "seen": sf.mean(grads)}
+        return grads / jnp.maximum(1.0, abs(grads)), terms, metrics, model_state
+
+    return grad_fn
+
+
+def test_a_custom_gradient_sees_no_scale(run):
+    def loss_fn(p, b, k):
+        return sf.mean(p * b), {"m": sf.mean(b * b)}
+
+    tx = sf.dynamic_loss_scale(optax.sgd(1.0), initial=2.0**10)
+    state = sf.init_state(jnp.ones(()), tx, jax.random.key(0))
+    step = run(sf.make_train_step(loss_fn, tx, precision="f16", grad=hand_written))
+    batch = jnp.array([1.0, 3.0])
+    after, metrics = step(state, batch)
+    assert metrics["seen"].compute() == 2.0
+    assert metrics["push"].compute() == (0.5 + 1.0 + 0.5 + 3.0) / 2
+    assert (after.params, metrics["grad_norm"].compute()) == (0.0, 1.0)
+    after, metrics = step(state, jnp.array([1.0, jnp.inf]))
+    assert (after.opt_state.scale, metrics["skipped"].total) == (2.0**9, 1)
+
+
+def test_a_backward_pass_that_overflows_backs_off_though_the_loss_is_finite(run):
+    tx = sf.dynamic_loss_scale(optax.sgd(1.0))
+    state = sf.init_state(jnp.ones(()), tx, jax.random.key(0))
+    step = run(sf.make_train_step(lambda p, b, k: p * b, tx, precision="f16"))
+    after, metrics = step(state, jnp.array(4.0))  # 4 * 2^15 is more than float16 can hold
+    assert (after.params, after.opt_state.scale, metrics["skipped"].total) == (1.0, 2.0**14, 1)
+
+
+def test_a_scale_that_is_no_power_of_two_costs_float64_nothing(run):
+    with jax.enable_x64(True):
+        tx = sf.dynamic_loss_scale(optax.sgd(1.0), initial=1000.0)
+        state = sf.init_state(np.ones(3), tx, jax.random.key(0))
+        step = run(sf.make_train_step(lambda p, b, k: (p * b).sum(), tx))
+        after, _ = step(state, np.full(3, 0.3))
+        np.testing.assert_allclose(after.params, 0.7, rtol=1e-15)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_norm_is_taken_in_float32(dtype):
     assert norm({"a": jnp.full(2**16, 4.0, dtype)}) == 4 * 2**8

@@ -6,7 +6,9 @@ parameters' own dtypes by itself. Losses, means and accumulated gradients are fl
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +17,7 @@ import optax
 from jax.typing import DTypeLike
 
 from stepfold import tree
-from stepfold.core.loss import LossFn, Terms
+from stepfold.core.loss import LossFn
 from stepfold.core.optimizer import as_optimizer
 from stepfold.errors import ConfigError
 
@@ -122,10 +124,11 @@ def dynamic_loss_scale(
 ) -> LossScaled:
     """Wrap an optimizer such that float16 gradients neither underflow nor overflow for long.
 
-    A train step multiplies the loss by the scale; this divides the gradients by it again, before
-    anything in `tx` (clipping, say) sees them. Where they are not finite, the update is skipped,
-    every bit of `tx`'s state is kept, and the scale is backed off. After `period` finite updates in
-    a row it grows. By hand: differentiate `loss * state.opt_state.scale`, then `update`.
+    A train step runs the backward pass scaled, and `update` takes gradients times the scale: it
+    divides them by it before anything in `tx` (clipping, say) sees them. Where they are not finite,
+    the update is skipped, every bit of `tx`'s state is kept, and the scale is backed off. After
+    `period` finite updates in a row it grows. By hand: differentiate
+    `loss * state.opt_state.scale`, then `update`.
 
     Args:
       tx: the whole optimizer. This wrapper goes around everything else.
@@ -183,29 +186,55 @@ def norm(grads: Any) -> jax.Array:
     return total
 
 
+def rescale(grads: Any, scale: jax.Array) -> Any:
+    """Multiply gradients by a scale, in float32 at least, and back into their own dtypes."""
+    return _widely(jnp.multiply, grads, scale)
+
+
 def unscale(grads: Any, scale: jax.Array) -> Any:
     """Divide gradients by a scale, in float32 at least, and back into their own dtypes."""
+    return _widely(jnp.divide, grads, scale)
 
-    def divide(grad: jax.Array) -> jax.Array:
+
+def _widely(operate: Callable[..., jax.Array], grads: Any, scale: jax.Array) -> Any:
+    def one(grad: jax.Array) -> jax.Array:
         wide = tree.widen(grad.dtype)
-        return (grad.astype(wide) / scale.astype(wide)).astype(grad.dtype)
+        return operate(grad.astype(wide), scale.astype(wide)).astype(grad.dtype)
 
-    return jax.tree.map(divide, grads)
+    return jax.tree.map(one, grads)
 
 
 def scaled(loss_fn: LossFn, scale: jax.Array) -> LossFn:
-    """Give the loss function that returns its (checked) terms scaled."""
+    """Give the loss function whose backward pass runs scaled, and gives unscaled gradients.
+
+    They are multiplied where the backward pass enters and divided where it leaves, which is before
+    the parameters are cast down. So whoever differentiates it, and clips what comes of that, sees
+    no scale; nothing has underflowed, and what has overflowed stays infinite.
+    """
 
     def scaled_loss(*args: Any) -> Any:
-        terms, *rest = loss_fn(*args)
-        return scale_terms(terms, scale), *rest
+        returned = loss_fn(*_on_the_way_back(unscale, args, scale))
+        return _on_the_way_back(rescale, returned, scale)
 
     return scaled_loss
 
 
-def scale_terms(terms: Terms, scale: jax.Array) -> Terms:
-    """Multiply the terms' totals by a scale."""
-    return {
-        name: term.replace(total=term.total * scale.astype(term.total.dtype))
-        for name, term in terms.items()
-    }
+def _on_the_way_back(change: Callable[..., Any], values: Any, scale: jax.Array) -> Any:
+    """Give a tree as it is, and change the gradients that come back through it."""
+    return jax.tree.map(lambda x: _same(change, x, scale) if tree.is_float(x) else x, values)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _same(_change: Callable[..., Any], value: jax.Array, _scale: jax.Array) -> jax.Array:
+    return value
+
+
+def _forward(_change: Any, value: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return value, scale
+
+
+def _backward(change: Any, scale: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return change(grad, scale), jnp.zeros_like(scale)
+
+
+_same.defvjp(_forward, _backward)

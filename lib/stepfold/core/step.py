@@ -27,7 +27,7 @@ from stepfold.core.precision import (
     Precision,
     as_precision,
     norm,
-    scale_terms,
+    rescale,
     scaled,
     unscale,
 )
@@ -73,7 +73,9 @@ def make_train_step(
         when merged.
       stateful: whether the loss function carries a model state.
       grad: a function from a loss function to a `GradFn`. Of the keywords `accumulate=` and
-        `stateful=` it is given those that it takes.
+        `stateful=` it is given those that it takes. Its gradients are the loss's own, with
+        `dynamic_loss_scale` too, whose scale the loss function hides (in reverse mode; there is no
+        forward mode then). A NaN or an infinity must come through it, to tell of an overflow.
 
     Raises:
       ConfigError, LossError: here, where the arguments do not fit together.
@@ -128,8 +130,8 @@ def make_train_step(
             return grads, norm(grads), read_terms(loss), metrics, model_state
         scale = state.opt_state.scale
         grads, loss, metrics, model_state = grad(scaled(loss_fn, scale), **options)(*inputs)
-        terms = scale_terms(read_terms(loss), 1 / scale)
-        return grads, unscale(norm(grads), scale), terms, metrics, model_state
+        grads = rescale(grads, scale)  # as the optimizer takes them
+        return grads, unscale(norm(grads), scale), read_terms(loss), metrics, model_state
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         _check_state(state, tx)
