@@ -37,8 +37,14 @@ def test_debiased_it_starts_from_nothing(run):
     weights = np.array([0.9**2, 0.9, 1.0])
     want = sum(w * np.asarray(p["w"]) for w, p in zip(weights, path, strict=True)) / weights.sum()
     np.testing.assert_allclose(sf.get_ema(state)["w"], want, rtol=1e-6)
-    start = sf.ema_params(optax.sgd(0.1), 0.9, debias=True).init(PARAMS)
-    assert np.isfinite(sf.get_ema(start)["w"]).all()
+
+
+def test_before_the_first_update_a_debiased_average_is_the_parameters(run, key):
+    tx = sf.ema_params(optax.sgd(0.1), 0.9, debias=True)
+    state = sf.init_state(PARAMS, tx, key)
+    chex.assert_trees_all_equal(run(sf.get_ema)(state), PARAMS)
+    bare = run(sf.get_ema)(state.opt_state)
+    chex.assert_trees_all_equal(bare, jax.tree.map(jnp.zeros_like, PARAMS))
 
 
 @pytest.mark.parametrize("debias", [False, True])

@@ -94,7 +94,9 @@ def get_ema(state: Any) -> Any:
 
     Returns:
       A tree like the parameters. From a `TrainState` it has their dtypes, and parameters that the
-      average does not cover (masked out, frozen) are taken as they are.
+      average does not cover (masked out, frozen), or has not seen (debiased, before the first
+      update), are taken as they are. An optimizer's state has none to take: there these are
+      `optax.MaskedNode`s and zeros.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> tx = optax.chain(optax.clip(1.0), sf.ema_params(optax.adam(1e-3), 0.99))
@@ -119,7 +121,10 @@ def get_ema(state: Any) -> Any:
         return ema
 
     def like(ema: Any, param: Any) -> Any:
-        return jax.tree.map(jnp.copy, param) if _is_masked(ema) else ema.astype(param.dtype)
+        if _is_masked(ema):
+            return jax.tree.map(jnp.copy, param)
+        ema = ema.astype(param.dtype)
+        return ema if node.mass is None else jnp.where(node.mass == 0, param, ema)
 
     return jax.tree.map(like, ema, state.params, is_leaf=_is_masked)
 
