@@ -277,13 +277,29 @@ def test_a_model_state_that_turns_bad_alone_skips_too(run, value):
     assert after.params["b"] == state.params["b"]
 
 
-def test_a_model_state_that_was_infinite_before_may_stay_so(run):
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_a_model_state_that_was_not_finite_before_may_stay_so(run, value):
     def loss(params, batch, key, model_state):
         return params["b"], {}, model_state
 
     state, step = make(loss, stateful=True, skip_nonfinite=True)
-    state = state._replace(model_state={"n": jnp.float32("inf")})
+    state = state._replace(model_state={"n": jnp.float32(value)})
     assert run(step)(state, BATCH)[1]["skipped"].total == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(jnp.inf, jnp.nan), (jnp.inf, -jnp.inf), (0j, complex("nan")), (0j, complex(0.0, jnp.inf))],
+)
+def test_a_model_state_that_turns_bad_in_another_way_skips_too(run, old, new):
+    def loss(params, batch, key, model_state):
+        return params["b"], {}, {"n": jnp.asarray(new, model_state["n"].dtype)}
+
+    state, step = make(loss, stateful=True, skip_nonfinite=True)
+    state = state._replace(model_state={"n": jnp.asarray(old)})
+    after, metrics = run(step)(state, BATCH)
+    assert metrics["skipped"].total == 1
+    assert after.model_state["n"] == old
 
 
 def test_a_loss_that_is_not_finite_is_skipped_though_its_gradients_are(run):

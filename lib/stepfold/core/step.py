@@ -273,7 +273,10 @@ def _still_finite(old: TrainState, new: TrainState) -> jax.Array:
     """Tell whether nothing turned non-finite; what was so before (a running minimum) may stay."""
 
     def still(old: Any, new: Any) -> Any:
-        return (jnp.isfinite(new) | ~jnp.isfinite(old)).all() if tree.is_float(new) else True
+        if not (tree.is_array(new) and jnp.issubdtype(new.dtype, jnp.inexact)):
+            return True
+        same = (new == old) | (jnp.isnan(new) & jnp.isnan(old))
+        return (jnp.isfinite(new) | same).all()
 
     pairs = (old.params, old.model_state), (new.params, new.model_state)
     leaves = jax.tree.leaves(jax.tree.map(still, *pairs))
