@@ -70,6 +70,13 @@ def test_it_is_kept_in_float32_and_given_in_the_parameters_dtype(key):
     assert (sf.get_ema(state.opt_state)["w"] < PARAMS["w"]).all()  # bf16 would not have moved
 
 
+def test_updates_may_be_wider_than_the_parameters():
+    tx = sf.ema_params(optax.identity(), 0.5)
+    params = jnp.ones(2, jnp.bfloat16)
+    _, state = tx.update(jnp.ones(2), tx.init(params), params)
+    assert sf.get_ema(state).tolist() == [1.5, 1.5]
+
+
 def test_float64_stays_float64():
     with jax.enable_x64(True):
         tx = sf.ema_params(optax.sgd(0.1), 0.9)

@@ -139,6 +139,14 @@ def test_an_optimizer_that_wants_the_loss_gets_it(run):
     assert new.opt_state[1].best_value == pytest.approx(float(metrics["loss"].compute()))
 
 
+def test_updates_may_be_wider_than_the_parameters(run):
+    tx = optax.adam(0.5, mu_dtype=jnp.float32)
+    state = sf.init_state(jnp.ones(2, jnp.bfloat16), tx, jax.random.key(0))
+    step = run(sf.make_train_step(lambda p, b, k: p.astype(jnp.float32).sum(), tx))
+    params = step(state, None)[0].params
+    assert (params.dtype, params.tolist()) == (jnp.bfloat16, [0.5, 0.5])
+
+
 @pytest.mark.parametrize(
     "tx",
     [

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from stepfold import tree
-from stepfold.core.optimizer import as_optimizer
+from stepfold.core.optimizer import apply_updates, as_optimizer
 from stepfold.core.state import TrainState
 from stepfold.errors import ConfigError
 
@@ -69,7 +69,7 @@ def ema_params(
         if params is None:
             raise ConfigError("ema_params: pass the parameters, tx.update(grads, state, params)")
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
-        arrived = optax.apply_updates(params, updates)
+        arrived = apply_updates(params, updates)
         keep = jnp.asarray(rate(state.count))
 
         def blend(old: jax.Array, new: Any) -> jax.Array:

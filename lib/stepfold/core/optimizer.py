@@ -31,3 +31,6 @@ def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return promoted
+
+
+apply_updates = _promoting(optax.apply_updates)

@@ -20,7 +20,7 @@ from stepfold.core.loss import (
     report,
     total_of,
 )
-from stepfold.core.optimizer import as_optimizer
+from stepfold.core.optimizer import apply_updates, as_optimizer
 from stepfold.core.precision import (
     LossScaled,
     LossScaleState,
@@ -138,7 +138,7 @@ def make_train_step(
         grads, grad_norm, terms, metrics, model_state = gradients(state, batch)
         loss = total_of(terms)
         updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
-        params = optax.apply_updates(state.params, updates)
+        params = apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, opt_state, model_state, state.key)
         new = _settled(state, new)
         if not (skip_nonfinite or scaling):
