@@ -84,6 +84,16 @@ def test_widen_is_float32_for_what_is_narrower(dtype):
     assert tree.widen(np.complex64) == np.complex64
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, "float32", np.dtype(np.float32)])
+def test_a_floating_dtype_is_read_in_any_form(dtype):
+    assert tree.floating(dtype) == np.dtype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", [None, "float99", 3, int, complex, bool])
+def test_what_is_no_floating_dtype_is_none(dtype):
+    assert tree.floating(dtype) is None
+
+
 def test_strong_drops_a_weak_type_alone():
     assert jnp.asarray(1.0).weak_type
     assert not tree.strong(jnp.asarray(1.0)).weak_type

@@ -57,6 +57,15 @@ def is_float(leaf: object) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)  # type: ignore[attr-defined]
 
 
+def floating(dtype: Any) -> Any:
+    """Read a dtype of real floating numbers, by its name too; give None for anything else."""
+    try:
+        dtype = None if dtype is None else jnp.dtype(dtype)  # numpy takes None for float64
+    except TypeError:
+        return None
+    return dtype if dtype is not None and jnp.issubdtype(dtype, jnp.floating) else None
+
+
 def diff(wanted: Tree, got: Tree, root: str = "") -> list[str]:
     """List where two trees differ in structure, shape or dtype, a line a path."""
     want, have = dict(named_leaves(wanted, root)), dict(named_leaves(got, root))

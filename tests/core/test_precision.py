@@ -67,6 +67,13 @@ def test_float64_is_kept_by_f32_and_cast_by_bf16():
         assert dtypes_in("bf16", wide)[0]["params"]["w"] == "bfloat16"
 
 
+def test_a_dtype_may_be_given_by_its_name():
+    assert sf.Precision("bfloat16") == sf.Precision(jnp.bfloat16)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(np.float64), PARAMS)
+        assert dtypes_in(sf.Precision("float32"), wide)[0]["params"]["w"] == "float64"
+
+
 def test_what_is_to_be_kept_is_not_cast():
     seen, _ = dtypes_in(sf.Precision(jnp.bfloat16, keep="norm|^batch/x"))
     assert seen["params"] == {"w": "bfloat16", "norm": {"scale": "float32"}}
@@ -89,7 +96,7 @@ def test_an_unknown_name_is_refused(name):
         sf.make_train_step(lambda p, b, k: 0.0, optax.sgd(0.1), precision=name)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, "float99", bool])
+@pytest.mark.parametrize("dtype", [jnp.int32, "float99", bool, None])
 def test_a_dtype_that_does_not_float_is_refused(dtype):
     with pytest.raises(sf.ConfigError, match="Precision.compute: expected a floating dtype, got"):
         sf.Precision(dtype)

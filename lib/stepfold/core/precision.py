@@ -54,12 +54,10 @@ class Precision:
 
     def __post_init__(self) -> None:
         """Refuse what is no floating dtype and no regular expression."""
-        try:
-            floating = jnp.issubdtype(self.compute, jnp.floating)
-        except TypeError:
-            floating = False
-        if not floating:
+        dtype = tree.floating(self.compute)
+        if dtype is None:
             raise ConfigError(f"Precision.compute: expected a floating dtype, got {self.compute!r}")
+        object.__setattr__(self, "compute", dtype)
         try:
             re.compile(self.keep or "")
         except (re.error, TypeError) as error:
