@@ -16,6 +16,15 @@ def test_any_optimizer_takes_extra_arguments_and_strict_promotion():
         assert updates.shape == (3,)
 
 
+@pytest.mark.parametrize("form", [lambda tx: tx, lambda tx: tx.gradient_transformation()])
+def test_multi_steps_hands_on_the_extra_arguments(run, form):
+    plateau = optax.contrib.reduce_on_plateau(patience=1)
+    tx = as_optimizer(form(optax.MultiSteps(plateau, 1)))
+    params = jnp.ones(3)
+    _, state = run(tx.update)(params, tx.init(params), params, value=jnp.float32(0.5))
+    assert state.inner_opt_state.best_value == 0.5
+
+
 def test_the_promotion_of_others_stays_strict():
     as_optimizer(optax.adam(0.1)).init(jnp.ones(2))
     with pytest.raises(jax.dtypes.TypePromotionError):

@@ -1,5 +1,6 @@
 """What stepfold asks of an optimizer: to be one of optax's, or to look like it."""
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -20,8 +21,16 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         advice = "; did you mean to call it, as in optax.adam(1e-3)?" if callable(tx) else ""
         raise ConfigError(f"tx: expected an optax transformation, got {tree.spell(tx)}{advice}")
+    taking = optax.GradientTransformationExtraArgs
+    if not isinstance(tx, taking) and _takes_extra(tx.update):
+        tx = taking(tx.init, tx.update)  # optax.MultiSteps, which does not say so by its type
     tx = optax.with_extra_args_support(tx)
     return tx._replace(init=_promoting(tx.init), update=_promoting(tx.update))
+
+
+def _takes_extra(update: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(update).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
