@@ -152,7 +152,7 @@ def test_several_or_none_is_an_error_that_says_so(key):
             sf.get_ema(state)
 
 
-@pytest.mark.parametrize("decay", [1.0, -0.1, 2])
+@pytest.mark.parametrize("decay", [1.0, -0.1, 2, "0.9", None])
 def test_a_decay_that_is_none_is_refused(decay):
     with pytest.raises(
         sf.ConfigError, match="ema_params: expected 0 <= decay < 1 or a schedule, got"

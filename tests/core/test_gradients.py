@@ -194,7 +194,20 @@ def test_integer_and_key_leaves_of_a_batch_are_split_too(run, key):
     chex.assert_trees_all_close(got, want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("n", [0, -1, 2.0, "2", None, True])
+@pytest.mark.parametrize("dtype", [int, "float99", complex])
+def test_a_dtype_that_gradients_cannot_add_up_in_is_refused_when_built(dtype):
+    message = "accumulator_dtype: expected a floating dtype or None, got"
+    with pytest.raises(sf.ConfigError, match=message):
+        sf.value_and_grad(loss_fn, accumulate=2, accumulator_dtype=dtype)
+
+
+def test_a_number_of_microbatches_may_be_numpys(run, key):
+    want = run(sf.value_and_grad(loss_fn, accumulate=2))(PARAMS, BATCH, key, ())
+    got = run(sf.value_and_grad(loss_fn, accumulate=np.int64(2)))(PARAMS, BATCH, key, ())
+    chex.assert_trees_all_equal(got, want)
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.0, "2", None, True, np.True_])
 def test_a_number_of_microbatches_that_is_none_is_refused_when_built(n):
     with pytest.raises(sf.ConfigError, match="accumulate: expected an integer of at least 1, got"):
         sf.value_and_grad(loss_fn, accumulate=n)

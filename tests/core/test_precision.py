@@ -323,7 +323,10 @@ def test_inner_transformations_get_the_extra_arguments():
 
 @pytest.mark.parametrize(
     "options",
-    [{"initial": 0.5}, {"initial": 2.0**30}, {"factor": 1.0}, {"period": 0}, {"minimum": 0.0}],
+    [
+        *({"initial": 0.5}, {"initial": 2.0**30}, {"initial": "a"}),
+        *({"factor": 1.0}, {"period": 0}, {"period": None}, {"minimum": 0.0}),
+    ],
 )
 def test_a_scale_that_cannot_be_is_refused(options):
     with pytest.raises(sf.ConfigError, match="dynamic_loss_scale: expected 0 < minimum <= initial"):

@@ -121,6 +121,12 @@ def test_rematerialization_keeps_less(key):
     assert kept(True) > kept("everything_saveable") == kept(None)
 
 
+def test_what_makes_a_policy_is_not_one():
+    with pytest.raises(sf.ConfigError, match="remat: .*save_only_these.*did you mean to call it"):
+        make(remat=jax.checkpoint_policies.save_only_these_names)
+    make(remat=jax.checkpoint_policies.save_only_these_names("hidden"))
+
+
 @pytest.mark.parametrize("remat", ["dots", 3, "save_only_these_names"])
 def test_an_unknown_policy_is_refused_when_built(remat):
     with pytest.raises(
@@ -230,6 +236,12 @@ def test_what_is_no_state_is_refused(state):
 
 def bad(batch):
     return batch | {"x": batch["x"] * np.float32("nan")}
+
+
+@pytest.mark.parametrize("value", ["no", None, 1])
+def test_skipping_is_asked_for_or_not(value):
+    with pytest.raises(sf.ConfigError, match="skip_nonfinite: expected True or False, got"):
+        make(skip_nonfinite=value)
 
 
 def test_without_skipping_what_is_not_finite_shows(run):
@@ -389,6 +401,32 @@ def test_grad_may_return_a_bare_loss(run):
 
     state, step = make(grad=grad)
     assert run(step)(state, BATCH)[1]["loss"].compute() > 0
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, sf.dynamic_loss_scale])
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        ((1.0,), sf.ConfigError, r"grad: expected \(grads, loss, .*, got a tuple of 1"),
+        (None, sf.ConfigError, r"grad: expected \(grads, loss, .*, got NoneType None"),
+        (
+            ({"w": jnp.ones(3)}, 0.0, {}, ()),
+            sf.TreeMismatchError,
+            r"grad: expected gradients in the form of the parameters, got\n  grads/b: missing",
+        ),
+        (
+            ({"w": jnp.ones(3, jnp.bfloat16), "b": 0.0}, 0.0, {}, ()),
+            sf.TreeMismatchError,
+            r"grads/w: expected float32\[3\], got bfloat16\[3\]",
+        ),
+        (({"w": jnp.ones(3), "b": 0.0}, None, {}, ()), sf.LossError, "loss: expected a number"),
+        (({"w": jnp.ones(3), "b": 0.0}, 0.0, [], ()), sf.LossError, "metrics: expected a dict"),
+    ],
+)
+def test_what_another_gradient_returns_is_held_to_the_contract(run, wrap, returned, error, message):
+    state, step = make(tx=wrap(optax.sgd(0.1)), grad=lambda loss_fn: lambda *inputs: returned)
+    with pytest.raises(error, match=message):
+        run(step)(state, BATCH)
 
 
 def test_grad_is_given_the_options_that_it_takes():

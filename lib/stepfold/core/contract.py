@@ -33,9 +33,9 @@ def checked(loss_fn: LossFn, *, stateful: bool = False) -> LossFn:
         if stateful:
             loss, metrics, new_state = _three(returned)
             _check_same(model_state[0], new_state)
-            return read_terms(loss), _read_metrics(metrics), new_state
+            return read_terms(loss), read_metrics(metrics), new_state
         loss, metrics = _two(returned)
-        return read_terms(loss), _read_metrics(metrics)
+        return read_terms(loss), read_metrics(metrics)
 
     return loss_in_form
 
@@ -129,7 +129,8 @@ def _scalar(path: str, value: Any) -> Any:
     return value.astype(tree.widen(value.dtype))
 
 
-def _read_metrics(metrics: Any) -> Metrics:
+def read_metrics(metrics: Any) -> Metrics:
+    """Read a loss function's metrics, by name."""
     if not isinstance(metrics, Mapping):
         raise LossError(
             f"metrics: expected a dict of clu.metrics.Metric, got {tree.spell(metrics)}"

@@ -49,7 +49,11 @@ def ema_params(
     (3.0, 3.5)
     >>> smooth = state._replace(params=sf.get_ema(state))  # to evaluate with
     """
-    if not callable(decay) and not 0 <= decay < 1:
+    try:
+        fits = callable(decay) or 0 <= decay < 1
+    except TypeError:
+        fits = False
+    if not fits:
         raise ConfigError(f"ema_params: expected 0 <= decay < 1 or a schedule, got {decay!r}")
     inner = as_optimizer(tx)
     rate = decay if callable(decay) else optax.constant_schedule(decay)

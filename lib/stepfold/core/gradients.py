@@ -6,6 +6,7 @@ microbatch's share of `total / weight`, adding into one buffer of gradients. The
 next to nothing: where the weights depend on the batch alone, XLA drops the forward pass from it.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -65,8 +66,11 @@ def value_and_grad(
     4.6667 3.6667
     4.6667 3.6667
     """
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-        raise ConfigError(f"accumulate: expected an integer of at least 1, got {accumulate!r}")
+    accumulate = _count(accumulate)
+    if accumulator_dtype is not None and tree.floating(accumulator_dtype) is None:
+        raise ConfigError(
+            f"accumulator_dtype: expected a floating dtype or None, got {accumulator_dtype!r}"
+        )
     loss_fn = checked(loss_fn, stateful=stateful)
 
     def objective(params: Any, batch: Any, key: Any, model_state: Any) -> tuple[Any, Any, Any]:
@@ -115,6 +119,16 @@ def value_and_grad(
         return grads, *_merged(seen), model_state
 
     return at_once if accumulate == 1 else in_parts
+
+
+def _count(accumulate: Any) -> int:
+    try:
+        count = 0 if isinstance(accumulate, bool) else operator.index(accumulate)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise ConfigError(f"accumulate: expected an integer of at least 1, got {accumulate!r}")
+    return count
 
 
 def _microbatches(batch: Any, n: int) -> Callable[[Any], Any]:

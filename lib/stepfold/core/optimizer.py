@@ -22,14 +22,15 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
         advice = "; did you mean to call it, as in optax.adam(1e-3)?" if callable(tx) else ""
         raise ConfigError(f"tx: expected an optax transformation, got {tree.spell(tx)}{advice}")
     taking = optax.GradientTransformationExtraArgs
-    if not isinstance(tx, taking) and _takes_extra(tx.update):
+    if not isinstance(tx, taking) and takes_any_keyword(tx.update):
         tx = taking(tx.init, tx.update)  # optax.MultiSteps, which does not say so by its type
     tx = optax.with_extra_args_support(tx)
     return tx._replace(init=_promoting(tx.init), update=_promoting(tx.update))
 
 
-def _takes_extra(update: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(update).parameters.values()
+def takes_any_keyword(function: Callable[..., Any]) -> bool:
+    """Tell whether a function ends in `**something`."""
+    parameters = inspect.signature(function).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 

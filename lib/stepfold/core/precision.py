@@ -147,7 +147,11 @@ def dynamic_loss_scale(
     >>> float(state.opt_state.scale), int(metrics["skipped"].total), state.params.tolist()
     (16384.0, 1, [1.0, 1.0])
     """
-    if not (0 < minimum <= initial <= maximum and factor > 1 and period >= 1):
+    try:
+        fits = 0 < minimum <= initial <= maximum and factor > 1 and period >= 1
+    except TypeError:
+        fits = False
+    if not fits:
         raise ConfigError(
             "dynamic_loss_scale: expected 0 < minimum <= initial <= maximum, factor > 1 and "
             f"period >= 1, got {minimum=}, {initial=}, {maximum=}, {factor=}, {period=}"

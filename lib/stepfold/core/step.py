@@ -10,17 +10,18 @@ import optax
 from clu.metrics import Average, Metric
 
 from stepfold import tree
-from stepfold.core.contract import checked, read_terms
+from stepfold.core.contract import checked, read_metrics, read_terms
 from stepfold.core.gradients import GradFn, value_and_grad
 from stepfold.core.loss import (
     LossFn,
     Metrics,
+    Terms,
     TermSum,
     mean,
     report,
     total_of,
 )
-from stepfold.core.optimizer import apply_updates, as_optimizer
+from stepfold.core.optimizer import apply_updates, as_optimizer, takes_any_keyword
 from stepfold.core.precision import (
     LossScaled,
     LossScaleState,
@@ -110,6 +111,8 @@ def make_train_step(
     >>> float(state.params["b"]), bool((state.params["w"] != 0).all())
     (0.0, True)
     """
+    if not isinstance(skip_nonfinite, bool):
+        raise ConfigError(f"skip_nonfinite: expected True or False, got {skip_nonfinite!r}")
     tx = as_optimizer(tx)
     policy = as_precision(precision)
     if policy.needs_loss_scale and not isinstance(tx, LossScaled):
@@ -126,12 +129,12 @@ def make_train_step(
         key = jax.random.fold_in(state.key, state.step)
         inputs = state.params, batch, key, state.model_state
         if not scaling:
-            grads, loss, metrics, model_state = grad_fn(*inputs)
-            return grads, norm(grads), read_terms(loss), metrics, model_state
+            grads, *rest = _four(grad_fn(*inputs), state.params)
+            return grads, norm(grads), *rest
         scale = state.opt_state.scale
-        grads, loss, metrics, model_state = grad(scaled(loss_fn, scale), **options)(*inputs)
+        grads, *rest = _four(grad(scaled(loss_fn, scale), **options)(*inputs), state.params)
         grads = rescale(grads, scale)  # as the optimizer takes them
-        return grads, unscale(norm(grads), scale), read_terms(loss), metrics, model_state
+        return grads, unscale(norm(grads), scale), *rest
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         _check_state(state, tx)
@@ -196,9 +199,9 @@ def _taken_by(grad: Callable[..., GradFn], **options: Any) -> dict[str, Any]:
     """Choose the options that a way to a gradient takes; it must take what is not the default."""
     if not callable(grad):
         raise ConfigError(f"grad: expected a function of a loss function, got {tree.spell(grad)}")
-    parameters = inspect.signature(grad).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    if takes_any_keyword(grad):
         return options
+    parameters = inspect.signature(grad).parameters
     for name, value in options.items():
         if name not in parameters and value != _PLAIN[name]:
             raise ConfigError(
@@ -206,6 +209,20 @@ def _taken_by(grad: Callable[..., GradFn], **options: Any) -> dict[str, Any]:
                 f"no such keyword; let it take {name}=, as sf.value_and_grad does"
             )
     return {name: value for name, value in options.items() if name in parameters}
+
+
+def _four(returned: Any, params: Any) -> tuple[Any, Terms, Metrics, Any]:
+    """Hold what `grad` made to what a `GradFn` returns."""
+    if not isinstance(returned, tuple) or len(returned) != 4:
+        got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else tree.spell(returned)
+        raise ConfigError(f"grad: expected (grads, loss, metrics, model_state), got {got}")
+    grads, loss, metrics, model_state = returned
+    lines = tree.diff(params, grads, "grads")
+    if lines:
+        raise TreeMismatchError(
+            "grad: expected gradients in the form of the parameters, got\n  " + "\n  ".join(lines)
+        )
+    return jax.tree.map(jnp.asarray, grads), read_terms(loss), read_metrics(metrics), model_state
 
 
 _POLICIES = (
@@ -223,10 +240,12 @@ def _rematerialized(loss_fn: LossFn, remat: str | bool | Callable[..., bool] | N
         return loss_fn
     if isinstance(remat, str) and remat in _POLICIES:
         remat = getattr(jax.checkpoint_policies, remat)
-    if remat is not True and not callable(remat):
+    # jax calls a policy with an operation's parameters; what makes a policy does not take them.
+    if remat is not True and not (callable(remat) and takes_any_keyword(remat)):
         raise ConfigError(
             f"remat: expected None, True, a policy of jax.checkpoint_policies, or the name of one "
             f"({', '.join(_POLICIES)}), got {remat!r}"
+            + ("; did you mean to call it?" * callable(remat))
         )
     return jax.checkpoint(loss_fn, policy=None if remat is True else remat)
 
