@@ -84,8 +84,11 @@ def test_a_loss_that_breaks_the_contract_is_refused_while_traced(run, returned, 
 @pytest.mark.parametrize(
     ("new", "message"),
     [
-        ({"n": jnp.zeros(2)}, r"model_state/m: missing, expected int32\[\]"),
-        ({"n": jnp.zeros(3), "m": 0}, r"model_state/n: expected float32\[2\], got float32\[3\]"),
+        ({"n": jnp.zeros(2)}, r"model_state/m: missing, expected int32\[\]\nReturn every leaf"),
+        (
+            {"n": jnp.zeros(3), "m": 0},
+            r"model_state/n: expected float32\[2\], got float32\[3\]\nA state keeps its shapes",
+        ),
         (
             {"n": jnp.zeros(2, jnp.bfloat16), "m": jnp.zeros((), int)},
             r"model_state/n: expected float32\[2\], got bfloat16\[2\]\nCast what",
@@ -141,6 +144,15 @@ def test_a_function_of_other_arguments_is_refused_when_built(loss_fn, stateful, 
 
 def test_a_built_in_without_a_signature_is_let_through():
     assert callable(checked(max))
+
+
+def test_a_metric_that_is_no_pytree_is_refused(run):
+    class Bare(clu_metrics.Metric):
+        pass
+
+    message = "metrics/m: expected a metric that is a pytree, got Bare .*flax.struct.dataclass"
+    with pytest.raises(sf.LossError, match=message):
+        run(lambda: call(lambda p, b, k: (p.sum(), {"m": Bare()})))()
 
 
 def test_metrics_of_clu_pass_through_as_they_are():

@@ -182,6 +182,13 @@ def test_a_name_that_is_taken_is_refused(name):
         report({"nll": sf.mean(1.0)}, {name: sf.mean(1.0)}, grad_norm=sf.mean(1.0))
 
 
+@pytest.mark.parametrize("name", ["grad_norm", "skipped"])
+def test_a_term_whose_name_is_taken_is_refused(name):
+    own = {"grad_norm": sf.mean(1.0), "skipped": sf.mean(1.0)}
+    with pytest.raises(sf.LossError, match=f"loss/{name}: the name is taken; .*call your term"):
+        report({name: sf.mean(1.0), "nll": sf.mean(1.0)}, {}, **own)
+
+
 def test_a_term_among_several_is_not_called_loss():
     with pytest.raises(
         sf.LossError, match=r"a term among several cannot have that name; .*'aux', 'lo"

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from clu.metrics import Average, Metric
 
@@ -90,8 +91,18 @@ def _check_same(old: Any, new: Any) -> None:
         raise LossError(
             "model_state: expected the structure, shapes and dtypes that went in, got\n  "
             + "\n  ".join(lines)
-            + "\nCast what is computed in another dtype back before returning it."
+            + f"\n{_advice(old, new)}"
         )
+
+
+def _advice(old: Any, new: Any) -> str:
+    structures: list[Any] = [jax.tree.structure(old), jax.tree.structure(new)]
+    if structures[0] != structures[1]:
+        return "Return every leaf that went in, in the same containers, and no other."
+    shapes = [[getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(s)] for s in (old, new)]
+    if shapes[0] != shapes[1]:
+        return "A state keeps its shapes: make room in init for what grows."
+    return "Cast what is computed in another dtype back before returning it."
 
 
 def read_terms(loss: Any) -> Terms:
@@ -142,5 +153,10 @@ def read_metrics(metrics: Any) -> Metrics:
             raise LossError(
                 f"metrics/{name}: expected a clu.metrics.Metric, got {tree.spell(metric)}; wrap "
                 "values as sf.mean(values, mask), so that they merge exactly"
+            )
+        if jax.tree_util.all_leaves([metric]):
+            raise LossError(
+                f"metrics/{name}: expected a metric that is a pytree, got {tree.spell(metric)}; "
+                "make its class a flax.struct.dataclass, or register it with jax"
             )
     return dict(metrics)

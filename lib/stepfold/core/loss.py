@@ -151,6 +151,11 @@ def report(terms: Terms, metrics: Metrics, **more: Metric) -> Metrics:
             "loss: the sum of the terms is reported as 'loss', so a term among several cannot have "
             f"that name; got the terms {sorted(terms)}"
         )
+    for name in sorted(terms.keys() & more.keys()):
+        raise LossError(
+            f"loss/{name}: the name is taken; the step itself reports {sorted(more)}, so call your "
+            "term something else"
+        )
     for name, metric in {**metrics, **more}.items():
         if name in reported or (name in metrics and name in more):
             raise LossError(
