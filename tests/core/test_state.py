@@ -156,7 +156,8 @@ def test_the_compiled_init_under_a_plan_holds_a_share_on_each_device(key):
 
 
 @pytest.mark.parametrize(
-    "where", ["one device", "another device", "mesh", "plan", "function under a plan"]
+    "where",
+    ["one device", "another device", "mesh", "key on a mesh", "plan", "function under a plan"],
 )
 def test_the_second_step_compiles_nothing(key, where, compiles):
     tx = sf.ema_params(optax.adam(optax.linear_schedule(0.1, 0.0, 10)), 0.9)
@@ -165,6 +166,8 @@ def test_the_second_step_compiles_nothing(key, where, compiles):
         source = jax.device_put(source, jax.devices()[3])
     if where == "mesh":
         source = jax.device_put(source, plan_for(source))
+    if where == "key on a mesh":
+        key = jax.device_put(key, NamedSharding(mesh(), PartitionSpec()))
     if "plan" in where:
         sharding = plan_for(jax.eval_shape(lambda k: sf.init_state(init, tx, k), key))
         batch = jax.device_put(batch, NamedSharding(mesh(), PartitionSpec("x")))

@@ -85,7 +85,7 @@ def init_state(
     if sharding is None:
         # Eagerly, since `zeros_like` then takes the parameters' own sharding, which in jit it
         # does not: the optimizer's state would be whole on every device.
-        return _beside(_finish(parts, tx, key), parts)
+        return _beside(_finish(parts, tx, key), (parts, key))
     # Shard by shard first, since jit would gather an array of the host's on one device.
     planned = isinstance(sharding, TrainState)
     places = (sharding.params, sharding.model_state) if planned else (sharding, sharding)
@@ -160,13 +160,13 @@ def _born(build: Callable[..., TrainState], sharding: Any) -> Callable[..., Trai
     return jax.jit(build, **({} if sharding is None else {"out_shardings": sharding}))
 
 
-def _beside(state: TrainState, parts: tuple[Any, Any]) -> TrainState:
-    """Put what has no place of its own (counts, key) on the devices that the parameters are on.
+def _beside(state: TrainState, given: Any) -> TrainState:
+    """Put what has no place of its own (counts, say) on the devices that what was given is on.
 
     A scalar that is born on one device beside parameters on a mesh comes back from the first step
     replicated over the mesh, and the second step would compile again.
     """
-    concrete = [leaf for leaf in jax.tree.leaves(parts) if not isinstance(leaf, jax.core.Tracer)]
+    concrete = [leaf for leaf in jax.tree.leaves(given) if not isinstance(leaf, jax.core.Tracer)]
     homes = {_home(leaf.sharding) for leaf in concrete if getattr(leaf, "committed", False)}
     if len(homes) != 1:
         return state
