@@ -127,6 +127,13 @@ def test_a_sum_that_has_seen_nothing_is_nan_as_an_average_is():
     assert jnp.isnan(TermSum({"a": nothing, "b": nothing}).compute())
 
 
+def test_an_empty_sum_merges_as_nothing(run):
+    some = TermSum({"a": sf.mean(jnp.array([1.0, 2.0])), "b": sf.mean(1.0)})
+    for merged in (TermSum.empty().merge(some), some.merge(TermSum.empty())):
+        assert run(lambda merged=merged: merged.compute())() == 2.5
+    assert jnp.isnan(run(TermSum.empty().merge(TermSum.empty()).compute)())
+
+
 def test_a_stacked_sum_tells_each_step_by_itself():
     stacked = TermSum({"a": Average(total=jnp.array([3.0, 0.0]), count=jnp.array([1.0, 0.0]))})
     assert stacked.compute()[0] == 3.0

@@ -92,12 +92,21 @@ class TermSum(Metric):  # type: ignore[misc]
 
     terms: Terms
 
+    @classmethod
+    def empty(cls) -> "TermSum":
+        """Give the sum that has seen nothing, not even the terms' names."""
+        return cls({})
+
     def merge(self, other: "TermSum") -> "TermSum":
         """Merge term by term."""
+        if not (self.terms and other.terms):
+            return self if self.terms else other
         return TermSum({name: term.merge(other.terms[name]) for name, term in self.terms.items()})
 
     def compute(self) -> jax.Array:
         """Add up the terms' means: NaN where no term has seen any weight, as an Average is."""
+        if not self.terms:
+            return jnp.array(jnp.nan)
         seen = jnp.stack([term.count != 0 for term in self.terms.values()]).any(0)
         return jnp.where(seen, total_of(self.terms), jnp.nan)
 
