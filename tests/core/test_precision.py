@@ -170,6 +170,26 @@ def test_the_scale_grows_once_in_a_period(run):
     assert scales == [1, 1, 2, 2, 2, 4, 4]
 
 
+def test_what_is_not_finite_ends_the_row_of_finite_updates(run):
+    tx = sf.dynamic_loss_scale(optax.sgd(1.0), initial=8.0, period=3)
+    state, seen = tx.init(jnp.ones(())), []
+    for grad in (1.0, 1.0, jnp.inf, 1.0, 1.0, 1.0, 1.0):
+        _, state = run(tx.update)(jnp.array(grad), state, jnp.ones(()))
+        seen.append((float(state.scale), int(state.streak)))
+    assert seen == [(8, 1), (8, 2), (4, 0), (4, 1), (4, 2), (8, 0), (8, 1)]
+
+
+def test_a_step_that_is_bad_in_other_ways_ends_the_row_too(run):
+    tx = sf.dynamic_loss_scale(optax.sgd(1.0), initial=1.0, period=3)
+    infinite = lambda p, b, k: p * 1.0 + jnp.where(b > 5, jnp.inf, 0.0)  # with a finite gradient
+    state, seen = sf.init_state(jnp.ones(()), tx, jax.random.key(0)), []
+    step = run(sf.make_train_step(infinite, tx, precision="f16"))
+    for batch in (1.0, 1.0, 9.0, 1.0, 1.0, 1.0):
+        state, _ = step(state, jnp.array(batch))
+        seen.append((float(state.opt_state.scale), int(state.opt_state.streak)))
+    assert seen == [(1, 1), (1, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+
+
 def test_the_scale_changes_by_its_factor(run):
     state, step = scaled_step(initial=64.0, factor=4.0, period=1)
     state, _ = run(step)(state, jnp.ones(2))
