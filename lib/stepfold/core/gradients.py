@@ -71,14 +71,11 @@ def value_and_grad(
         raise ConfigError(
             f"accumulator_dtype: expected a floating dtype or None, got {accumulator_dtype!r}"
         )
-    loss_fn = checked(loss_fn, stateful=stateful)
-
-    def objective(params: Any, batch: Any, key: Any, model_state: Any) -> tuple[Any, Any, Any]:
-        if stateful:
-            terms, metrics, model_state = loss_fn(params, batch, key, model_state)
-        else:
-            terms, metrics = loss_fn(params, batch, key)
-        return terms, metrics, model_state
+    if accumulate > 1:
+        return gradients_in_parts(
+            loss_fn, accumulate, stateful=stateful, accumulator_dtype=accumulator_dtype
+        )
+    objective = _objective(loss_fn, stateful)
 
     def at_once(params: Any, batch: Any, key: Any, model_state: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -89,10 +86,37 @@ def value_and_grad(
         grads, aux = jax.grad(loss, has_aux=True)(params)
         return grads, *aux
 
+    return at_once
+
+
+def gradients_in_parts(
+    loss_fn: LossFn,
+    count: int,
+    *,
+    stateful: bool = False,
+    accumulator_dtype: DTypeLike | None = jnp.float32,
+    axes: tuple[str, ...] = (),
+) -> GradFn:
+    """Differentiate a loss function over microbatches, one after the other.
+
+    Args:
+      loss_fn: a loss function.
+      count: the number of microbatches.
+      stateful: whether the loss function carries a model state.
+      accumulator_dtype: as in `value_and_grad`.
+      axes: names of mapped axes (of `shard_map` or `vmap`) that the batch's examples are spread
+        over. Terms and metrics are then those of the whole; the gradients are this place's share,
+        in the dtype that they were added up in, which summed over the axes are the whole's.
+    """
+    count = _count(count)
+    objective = _objective(loss_fn, stateful)
+
     def in_parts(params: Any, batch: Any, key: Any, model_state: Any) -> Any:
         check_params(params)
         params = jax.tree.map(jnp.asarray, params)
-        take = _microbatches(batch, accumulate)
+        take = _microbatches(batch, count)
+        if axes:
+            key = jax.random.fold_in(key, jax.lax.axis_index(axes))
 
         def forward(model_state: Any, i: Any) -> Any:
             micro = take(i), jax.random.fold_in(key, i)
@@ -111,14 +135,29 @@ def value_and_grad(
             total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
             return (total, after), (terms, metrics)
 
-        parts = jnp.arange(accumulate)
-        whole = _merged(jax.lax.scan(forward, model_state, parts)[1])
+        parts = jnp.arange(count)
+        whole = _merged(jax.lax.scan(forward, model_state, parts)[1], axes)
         start = jax.tree.map(lambda p: _buffer(p, accumulator_dtype), params)
         (grads, model_state), seen = jax.lax.scan(backward, (start, model_state), parts)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        return grads, *_merged(seen), model_state
+        if not axes:  # a share waits for its sum
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        return grads, *_merged(seen, axes), model_state
 
-    return at_once if accumulate == 1 else in_parts
+    return in_parts
+
+
+def _objective(loss_fn: LossFn, stateful: bool) -> Callable[..., tuple[Any, Any, Any]]:
+    """Give the loss function in one form, with a model state in and out."""
+    loss_fn = checked(loss_fn, stateful=stateful)
+
+    def objective(params: Any, batch: Any, key: Any, model_state: Any) -> tuple[Any, Any, Any]:
+        if stateful:
+            terms, metrics, model_state = loss_fn(params, batch, key, model_state)
+        else:
+            terms, metrics = loss_fn(params, batch, key)
+        return terms, metrics, model_state
+
+    return objective
 
 
 def _count(accumulate: Any) -> int:
@@ -160,12 +199,17 @@ def _buffer(param: Any, dtype: DTypeLike | None) -> jax.Array:
     return jnp.zeros_like(param, dtype=dtype if narrow else None)
 
 
-def _merged(stacked: Any) -> Any:
-    """Merge the metrics that a scan has stacked; totals and weights simply add up."""
+def _merged(stacked: Any, axes: tuple[str, ...] = ()) -> Any:
+    """Merge the metrics that a scan has stacked, and those of mapped axes.
+
+    Totals and weights simply add up.
+    """
 
     def merge(metric: Any) -> Any:
         if type(metric) is Average:
-            return jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), metric)
-        return metric.reduce()
+            total = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), metric)
+            return jax.lax.psum(total, axes) if axes else total
+        merged = metric.reduce()
+        return jax.lax.all_gather(merged, axes).reduce() if axes else merged
 
     return jax.tree.map(merge, stacked, is_leaf=lambda x: isinstance(x, Metric))

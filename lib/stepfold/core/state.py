@@ -65,7 +65,8 @@ def init_state(
         step draws what `init` drew.
       stateful: whether `init` gives a model state as well.
       sharding: a tree of shardings like the state (or a prefix of it). The state is then born in
-        place, never whole on one device.
+        place, never whole on one device. `jax.jit` of a step may move what it leaves whole, and
+        then compiles again, unless it is told `out_shardings=(sharding, None)`.
 
     Raises:
       ConfigError: if parameters are no floating arrays, the key no key, or tx no optimizer.
