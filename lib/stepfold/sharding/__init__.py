@@ -1,0 +1,1 @@
+"""Where arrays live: meshes, rules, and what is placed by them."""

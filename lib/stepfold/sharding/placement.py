@@ -1,0 +1,169 @@
+"""Putting arrays where a plan or a mesh wants them, from what each process holds."""
+
+import math
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from stepfold import tree
+from stepfold.errors import DataError, ShardingError, TreeMismatchError
+from stepfold.sharding.mesh import DATA_AXES
+
+
+def shard_batch(batch: Any, mesh: Mesh, *, axes: str | Sequence[str] | None = None) -> Any:
+    """Make the global batch of what each process holds, its examples spread over the mesh.
+
+    The leading axis of every leaf is cut along the mesh's data axes; scalars are replicated. With
+    several processes each gives its own rows, as many as every other, and the batch is all of them
+    together, in the order of the mesh. An abstract batch gives an abstract one, with its shardings,
+    which is what `describe` and `compile_step` read. As with jax itself, an array of numpy's may be
+    used where it is: do not write into it again.
+
+    Args:
+      batch: a tree of arrays: the rows of this process.
+      mesh: the mesh.
+      axes: the mesh axes to spread examples over; by default those of "dp" and "fsdp" it has.
+
+    Raises:
+      DataError: if the leaves, or the processes, have different numbers of rows.
+      ShardingError: if the rows do not divide by the devices, or no axis is there to spread over.
+
+    >>> import jax, numpy as np, stepfold as sf
+    >>> mesh = sf.make_mesh()
+    >>> batch = sf.shard_batch({"x": np.ones((16, 3)), "y": np.ones(16)}, mesh)
+    >>> batch["x"].shape, batch["x"].sharding.shard_shape((16, 3)) == (16 // mesh.size, 3)
+    ((16, 3), True)
+    """
+    names = _data_axes(mesh, axes)
+    sizes = _sizes(batch)
+    if not sizes:
+        return jax.tree.map(lambda leaf: _put(leaf, NamedSharding(mesh, PartitionSpec()), 1), batch)
+    (rows,) = sizes
+    spread, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec(names), PartitionSpec()))
+    share = _share(mesh, names, rows)
+    if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
+        _agree(mesh, rows)
+    return jax.tree.map(lambda leaf: _put(leaf, spread if np.ndim(leaf) else whole, share), batch)
+
+
+def _data_axes(mesh: Mesh, axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    wanted = DATA_AXES if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    names = tuple(name for name in wanted if name in mesh.shape)
+    if not names or (axes is not None and len(names) < len(wanted)):
+        raise ShardingError(
+            f"shard_batch: expected axes of the mesh to spread examples over, got {wanted}; the "
+            f"mesh has {mesh.axis_names}, so give axes=…"
+        )
+    return names
+
+
+def _sizes(batch: Any) -> set[int]:
+    """Give the one number of rows that all leaves have."""
+    named = tree.named_leaves(batch, "batch")
+    for name, leaf in named:
+        if not (isinstance(leaf, jax.ShapeDtypeStruct) or tree.is_data(leaf)):
+            raise DataError(f"{name}: expected an array, got {tree.spell(leaf)}")
+    sizes = {np.shape(leaf)[0] for _, leaf in named if np.ndim(leaf)}
+    if len(sizes) > 1:
+        got = ", ".join(f"{name} {tree.spell(leaf)}" for name, leaf in named if np.ndim(leaf))
+        raise DataError(f"shard_batch: expected as many rows in every leaf, got {got}")
+    return sizes
+
+
+@cache
+def _share(mesh: Mesh, names: tuple[str, ...], rows: int) -> int:
+    """Give how many times the rows of this process go into the global batch."""
+    parts: int = math.prod(mesh.shape[name] for name in names)
+    cut = NamedSharding(mesh, PartitionSpec(names)).addressable_devices_indices_map((parts,))
+    mine = len({index[0].start for index in cut.values() if index is not None})
+    if rows % mine or rows == 0:
+        raise ShardingError(
+            f"shard_batch: {rows} rows do not divide by the {mine} parts that {names} cut them "
+            f"into here; give a multiple of {mine}, or pad and mask the last rows"
+        )
+    return parts // mine
+
+
+_PATIENCE = 60.0
+
+
+@cache
+def _agree(mesh: Mesh, rows: int) -> None:
+    """Hear what the others have, once for each number of rows; uneven ones make no global batch."""
+    processes = {device.process_index for device in mesh.devices.flat}
+    if len(processes) == 1 or len(processes) < jax.process_count():  # the rest would not answer
+        return
+    heard: list[Any] = []
+    # In a thread, since one that is the only one to ask would wait for ever.
+    ask = lambda: heard.append(multihost_utils.process_allgather(np.int32(rows)).tolist())
+    thread = threading.Thread(target=ask, name="shard_batch", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    every = heard[0] if heard else f"{rows} here, and no answer from the others in {_PATIENCE} s"
+    if not heard or len(set(every)) > 1:
+        raise DataError(
+            f"shard_batch: expected as many rows in every process, got {every}; drop or pad the "
+            "last batch"
+        )
+
+
+def _put(leaf: Any, place: NamedSharding, share: int) -> Any:
+    shape = np.shape(leaf)
+    if place.spec:
+        shape = (shape[0] * share, *shape[1:])
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(shape=shape, sharding=place)
+    if place.is_fully_addressable:
+        return jax.device_put(leaf, place)
+    if isinstance(leaf, jax.Array) and leaf.sharding == place:
+        return leaf
+    return jax.make_array_from_process_local_data(place, np.asarray(leaf), shape)
+
+
+def place(state: Any, plan: Any) -> Any:
+    """Copy a state that was restored or made by hand to where a plan wants it.
+
+    With several processes each holds the whole of it, all the same. Nothing is shared with what was
+    given, so that donating the copy deletes no array of the caller's.
+
+    Args:
+      state: a tree of arrays.
+      plan: a tree of shardings of the same structure.
+
+    >>> import jax, jax.numpy as jnp, stepfold as sf
+    >>> params = {"w": jnp.ones((128, 64))}
+    >>> placed = sf.place(params, sf.make_sharding(params, sf.make_mesh()))
+    >>> len(placed["w"].sharding.device_set) == jax.device_count()
+    True
+    """
+    lines = _unlike(state, plan)
+    if lines:
+        raise TreeMismatchError("place: the plan is for another tree:\n  " + "\n  ".join(lines))
+    return jax.tree.map(_copied, state, plan)
+
+
+def _copied(leaf: Any, to: Sharding) -> jax.Array:
+    # may_alias=False is kept neither for numpy's memory nor where the sharding changes: what is
+    # spread from one device to several would share the first one's.
+    moves = isinstance(leaf, jax.Array) and leaf.sharding != to
+    leaf = leaf if isinstance(leaf, jax.Array) else np.array(leaf)
+    moved = jax.device_put(leaf, to, may_alias=False)
+    return tree.strong(jnp.copy(moved) if moves else moved)  # type: ignore[no-any-return]
+
+
+def _unlike(state: Any, plan: Any) -> list[str]:
+    have = [name for name, _ in tree.named_leaves(state)]
+    want = [name for name, _ in tree.named_leaves(plan)]
+    lines = [f"{name}: has no sharding" for name in have if name not in set(want)]
+    lines += [f"{name}: has a sharding and no array" for name in want if name not in set(have)]
+    structures: list[Any] = [jax.tree.structure(state), jax.tree.structure(plan)]
+    if not lines and structures[0] != structures[1]:
+        lines = [f"expected the containers {structures[0]}, got {structures[1]}"]
+    return lines

@@ -1,0 +1,120 @@
+"""A way to a gradient that crosses the network once a step, however many microbatches there are."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from stepfold.core.gradients import GradFn, gradients_in_parts
+from stepfold.core.loss import LossFn
+from stepfold.core.state import TrainState
+from stepfold.errors import DataError, ShardingError
+from stepfold.sharding.mesh import DATA_AXES, axes_of
+from stepfold.tree import named_leaves, spell
+
+
+def reduce_once(plan: TrainState, *, axes: tuple[str, ...] = DATA_AXES) -> Callable[..., GradFn]:
+    """Make a `grad=` in which every device differentiates its own rows, and all add up at the end.
+
+    Left to itself, the compiler sums gradients over the devices within the loop over microbatches,
+    and gathers sharded parameters in each one anew. Here parameters are gathered once, gradients
+    added up where they are, and summed once: one all-reduce for replicated parameters, one
+    all-gather and one reduce-scatter for those cut over `axes`. The price is memory: in between
+    each device holds what it gathered, and one buffer of gradients of that size. To gather layer by
+    layer instead, name in `axes` only what parameters are not cut over.
+
+    The numbers are the same, every term with the denominator of the whole batch. A loss function
+    sees one device's rows, so it has to be a sum over examples; a stateful one is refused. Each
+    device gets a key of its own.
+
+    Args:
+      plan: the state's plan.
+      axes: the mesh axes that the batch is spread over. Others are the compiler's, as before.
+
+    >>> import jax, jax.numpy as jnp, optax, stepfold as sf
+    >>> params, tx, mesh = {"w": jnp.ones((64, 64))}, optax.sgd(0.1), sf.make_mesh()
+    >>> plan = sf.make_sharding(sf.init_state(params, tx, jax.random.key(0)), mesh)
+    >>> state = sf.init_state(params, tx, jax.random.key(0), sharding=plan)
+    >>> def loss_fn(params, batch, key):
+    ...     return sf.mean((batch @ params["w"]) ** 2)
+    >>> step = sf.make_train_step(loss_fn, tx, accumulate=2, grad=sf.reduce_once(plan))
+    >>> state, metrics = jax.jit(step)(state, sf.shard_batch(jnp.ones((16, 64)), mesh))
+    >>> float(metrics["loss"].compute())
+    4096.0
+    """
+    places = jax.tree.leaves(plan)
+    if not isinstance(plan, TrainState) or not all(isinstance(p, NamedSharding) for p in places):
+        raise ShardingError(
+            "reduce_once: expected the plan of a TrainState, as sf.make_sharding makes it, got "
+            f"{type(plan).__name__}"
+        )
+    mesh = places[0].mesh
+    names = tuple(name for name in axes if name in mesh.shape)
+    if not names:
+        raise ShardingError(f"reduce_once: expected axes of {mesh.axis_names}, got {axes}")
+    inside, parts = set(names), math.prod(mesh.shape[name] for name in names)
+    several = tuple(name for name in names if mesh.shape[name] > 1)
+    outside = {name for name in mesh.axis_names if name not in inside and mesh.shape[name] > 1}
+    cut = jax.tree.map(lambda place: _only(place.spec, inside), plan.params)
+    left = jax.tree.map(lambda place: _only(place.spec, outside), plan.params)
+    # A reduce-scatter in here would gather what other axes cut, so such a leaf is summed whole.
+    home = jax.tree.map(lambda mine, theirs: PartitionSpec() if any(theirs) else mine, cut, left)
+
+    def grad(loss_fn: LossFn, *, accumulate: int = 1) -> GradFn:
+        share_of = gradients_in_parts(loss_fn, accumulate, axes=names)
+
+        def on_one_device(params: Any, batch: Any, key: Any) -> Any:
+            params = jax.lax.with_sharding_constraint(params, left)
+            grads, terms, metrics, _ = share_of(params, batch, key, ())
+            grads = jax.lax.with_sharding_constraint(grads, left)
+            grads = jax.tree.map(partial(_summed, several), grads, home)
+            return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), terms, metrics
+
+        def grad_fn(params: Any, batch: Any, key: Any, model_state: Any) -> Any:
+            _check_rows(batch, names, parts)
+            whole = PartitionSpec()
+            over_devices = jax.shard_map(
+                on_one_device,
+                mesh=mesh,
+                in_specs=(whole, PartitionSpec(names), whole),
+                out_specs=(home, whole, whole),
+                axis_names=inside,
+                check_vma=False,
+            )
+            # Some versions of jax map over a part of the axes only within jit.
+            return *jax.jit(over_devices)(params, batch, key), model_state
+
+        return grad_fn
+
+    return grad
+
+
+def _check_rows(batch: Any, names: tuple[str, ...], parts: int) -> None:
+    for name, leaf in named_leaves(batch, "batch"):
+        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] % parts:
+            raise DataError(
+                f"reduce_once: the {parts} devices along {names} each take their rows of a batch, "
+                f"but {name} {spell(leaf)} does not divide"
+            )
+
+
+def _only(spec: PartitionSpec, axes: set[str]) -> PartitionSpec:
+    """Give a spec with some of its axes alone."""
+    return PartitionSpec(
+        *(tuple(name for name in axes_of(entry) if name in axes) or None for entry in spec)
+    )
+
+
+def _summed(names: tuple[str, ...], grad: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Sum a gradient over the axes, and keep the part that belongs to this device."""
+    used: set[str] = set()
+    for dim, entry in enumerate(spec):
+        if entry:
+            grad = jax.lax.psum_scatter(grad, entry, scatter_dimension=dim, tiled=True)
+            used.update(axes_of(entry))
+    rest = tuple(name for name in names if name not in used)
+    return jax.lax.psum(grad, rest) if rest else grad

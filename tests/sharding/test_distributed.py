@@ -1,0 +1,291 @@
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+
+import jax
+import pytest
+
+import stepfold as sf
+from stepfold.sharding.distributed import Distributed, start_distributed
+
+from .environments import MPI_5, SRUN
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    """Set what a launcher would, and nothing that one did."""
+    for name in [name for name in os.environ if name.startswith(("OMPI_", "SLURM_", "PMIX_"))]:
+        monkeypatch.delenv(name)
+
+    def fill(variables):
+        for name, text in variables.items():
+            monkeypatch.setenv(name, text)
+
+    return fill
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Record how jax would be started, in place of starting it."""
+    calls = []
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *place, **options: calls.append((place, options))
+    )
+    return calls
+
+
+def runs_as(monkeypatch, process, processes):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+
+
+def test_alone_it_does_nothing_and_says_so(environ, started):
+    found = start_distributed()
+    assert found == Distributed("alone", 0, 1, None) == start_distributed()
+    assert str(found) == "alone: one process with 8 cpu devices"
+    assert not started
+
+
+def test_alone_leaves_jax_untouched():
+    run = run_alone(
+        """
+        start_distributed()
+        jax.config.update("jax_num_cpu_devices", 3)  # refused once there is a backend
+        print(start_distributed())
+        """
+    )
+    assert run.stdout == "alone: one process with 3 cpu devices\n", run.stderr
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (
+            ("Open MPI", 1, 2, "a:1"),
+            "process 1 of 2 under Open MPI: 8 of 8 cpu devices, coor.* a:1",
+        ),
+        (("explicit coordinator", 0, 2, "a:1"), "process 0 of 2 with an explicit coordinator: .*1"),
+        (("already started", 0, 2), "process 0 of 2, already started: 8 of 8 cpu devices"),
+    ],
+)
+def test_it_says_what_it_found(found, sentence):
+    assert re.fullmatch(sentence, str(Distributed(*found)))
+
+
+def test_it_starts_jax_with_what_a_launcher_says(environ, started):
+    environ(SRUN)
+    found = start_distributed(heartbeat=7, shutdown=8)
+    assert (found.how, found.process, found.processes) == ("SLURM", 3, 4)
+    ((place, options),) = started
+    assert place == (found.coordinator, 4, 3)
+    assert options["local_device_ids"] == [1]
+    assert options["heartbeat_timeout_seconds"] == 7
+    assert options["shutdown_timeout_seconds"] == 8
+
+
+@pytest.mark.parametrize(("devices", "taken"), [([2, 3], [2, 3]), ([], None), (None, [1])])
+def test_devices_may_be_chosen(environ, started, devices, taken):
+    environ(SRUN)
+    start_distributed(devices=devices)
+    assert started[0][1]["local_device_ids"] == taken
+
+
+def test_the_coordinator_of_a_launcher_may_be_overruled(environ, started):
+    environ(MPI_5)
+    assert start_distributed("other:1234") == Distributed("Open MPI", 3, 4, "other:1234")
+
+
+def test_explicit_arguments_go_before_a_launcher(environ, started):
+    environ(MPI_5 | {"OMPI_COMM_WORLD_RANK": "nonsense"})
+    found = start_distributed("other:1234", 2, 1)
+    assert found == Distributed("explicit coordinator", 1, 2, "other:1234")
+    assert started[0][0] == ("other:1234", 2, 1)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},  # srun --pty bash
+        SRUN
+        | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # the same, in an allocation of 4
+        {key: text for key, text in SRUN.items() if "STEP" not in key},  # a batch script
+        {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "a[1-4]"},  # salloc
+        MPI_5 | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+    ],
+)
+def test_a_launcher_of_one_task_leaves_it_alone(environ, started, variables):
+    environ(variables)
+    assert start_distributed().how == "alone"
+    assert not started
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2"},
+            "Open MPI: expected a number in the environment variable OMPI_COMM_WORLD_RANK, got None"
+            "; start through the launcher, or give coordinator, processes and process",
+        ),
+        (
+            MPI_5 | {"PMIX_NAMESPACE": "?"},
+            "Open MPI: expected the environment to tell on which host process 0 of 4 runs, got "
+            "nothing; give coordinator='host:port'",
+        ),
+        (SRUN | {"SLURM_PROCID": "x"}, "SLURM: expected a number .* SLURM_PROCID, got 'x'"),
+        (
+            SRUN | {"SLURM_PROCID": "4"},
+            "SLURM: expected 0 <= process < processes, got process=4 and processes=4",
+        ),
+    ],
+)
+def test_half_an_environment_is_refused(environ, started, variables, message):
+    environ(variables)
+    with pytest.raises(sf.ConfigError, match=message):
+        start_distributed()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"coordinator": "10.0.0.1"},
+            "coordinator: expected an address with a port, such as '10.0.0.1:1234', got '10.0.0.1';"
+            " any free port on the host of process 0 will do",
+        ),
+        ({"coordinator": "a:0"}, "coordinator: expected an address with a port, .* got 'a:0'"),
+        ({"coordinator": "a:65536"}, "coordinator: expected .* got 'a:65536'"),
+        ({"coordinator": ""}, "coordinator: expected an address with a port, .* got ''"),
+        ({"coordinator": 1234}, "coordinator: expected an address with a port, .* got 1234"),
+        (
+            {"coordinator": "a:1"},
+            "expected coordinator, processes and process together, or under mpirun or srun the "
+            "coordinator alone, or nothing; got coordinator='a:1', processes=None, process=None, "
+            "and no launcher around",
+        ),
+        ({"processes": 2, "process": 0}, "got coordinator=None, processes=2, process=0, and no"),
+        (
+            {"coordinator": "a:1", "processes": 2, "process": 2},
+            "explicit coordinator: expected 0 <= process < processes, got process=2 and "
+            "processes=2; the first process is 0",
+        ),
+        ({"coordinator": "a:1", "processes": 2, "process": -1}, "got process=-1 and processes=2"),
+        ({"coordinator": "a:1", "processes": "2", "process": 1}, "process=1 and processes='2'"),
+        ({"timeout": 0}, "timeout: expected a whole number of seconds, got 0"),
+        ({"heartbeat": 0.5}, "heartbeat: expected a whole number of seconds, got 0.5"),
+        ({"shutdown": None}, "shutdown: expected a whole number of seconds, got None"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(environ, started, given, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        start_distributed(**given)
+    assert not started
+
+
+def test_processes_and_process_are_not_taken_alone_from_under_a_launcher(environ, started):
+    environ(SRUN)
+    with pytest.raises(sf.ConfigError, match="processes=None, process=1, and SLURM around"):
+        start_distributed("a:1", process=1)
+
+
+def test_a_second_call_does_nothing(environ, started, monkeypatch):
+    environ(SRUN)
+    first = start_distributed()
+    runs_as(monkeypatch, 3, 4)
+    assert start_distributed() == first
+    assert len(started) == 1
+
+
+def test_what_others_started_is_told(environ, started, monkeypatch):
+    runs_as(monkeypatch, 1, 2)
+    assert start_distributed() == Distributed("already started", 1, 2)
+    environ(SRUN)
+    assert start_distributed() == Distributed("already started", 1, 2)
+    assert not started
+
+
+def test_what_runs_cannot_be_changed(environ, started, monkeypatch):
+    runs_as(monkeypatch, 1, 2)
+    message = (
+        "expected process 0 of 2, as asked for, but jax already runs as process 1 of 2; start it "
+        "once, or drop the arguments"
+    )
+    with pytest.raises(sf.ConfigError, match=message):
+        start_distributed("a:1", 2, 0)
+
+
+def test_a_port_that_is_taken_is_refused(environ, started):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        message = f"coordinator: expected a free port, got {address}: .* in use.*; end what listens"
+        with pytest.raises(sf.ConfigError, match=message):
+            start_distributed(address, 2, 0)
+    assert not started
+
+
+def test_it_has_to_come_before_the_devices(environ):
+    jax.devices()
+    message = r"process 1 of 2 \(explicit coordinator\): jax did not start: (?s:.*)first thing in"
+    with pytest.raises(sf.ConfigError, match=message):
+        start_distributed(free_address(), 2, 1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_start_that_fails_in_another_way_is_no_start(environ, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: {}["missing"])
+    with pytest.raises(sf.ConfigError, match="jax did not start: see the traceback above"):
+        start_distributed("a:1", 2, 1)
+
+
+def free_address():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def run_alone(code, environ=None):
+    """Run code in a process of its own, as starting jax's runtime cannot be taken back."""
+    code = (
+        "import jax\nfrom stepfold.sharding.distributed import start_distributed\n"
+        + textwrap.dedent(code)
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **(environ or {})},
+    )  # fmt: skip
+
+
+def test_a_coordinator_that_does_not_answer_is_named():
+    address = free_address()
+    run = run_alone(f"start_distributed({address!r}, 2, 1, timeout=1)")
+    assert run.returncode == 1
+    assert (
+        "ConfigError: process 1 of 2 (explicit coordinator): expected all of them at the "
+        f"coordinator {address} within 1 s; nothing answers there ([Errno 111] Connection refused)"
+    ) in run.stderr
+
+
+def test_processes_that_do_not_come_are_missed():
+    address = free_address()
+    run = run_alone(f"start_distributed({address!r}, 2, 0, timeout=1)")
+    assert run.returncode == 1
+    assert (
+        "ConfigError: process 0 of 2 (explicit coordinator): expected all of them at the "
+        f"coordinator {address} within 1 s; it answers, so another process was not started, or was"
+    ) in run.stderr
+
+
+def test_one_process_with_a_coordinator_is_started_too():
+    address = free_address()
+    run = run_alone(
+        f"""
+        found = start_distributed({address!r}, 1, 0)
+        assert jax.distributed.is_initialized() and found == start_distributed({address!r}, 1, 0)
+        print(start_distributed())
+        """
+    )
+    assert "process 0 of 1, already started: 1 of 1 cpu device\n" in run.stdout, run.stderr

@@ -1,0 +1,538 @@
+import math
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import stepfold as sf
+from stepfold import table, tree
+
+MESH = sf.make_mesh((2, 2, 2, 1))
+PARAMS = {
+    "w": jnp.ones((16, 32)),
+    "square": jnp.ones((16, 16)),
+    "b": jnp.ones(6),
+    "deep": [{"kernel": jnp.ones((4, 8, 16))}],
+}
+RULES = [
+    ("w$", P("dp", "tp")),
+    ("square$", P("fsdp", None)),
+    ("b$", P("tp")),
+    ("kernel$", P(None, "tp", ("dp", "fsdp"))),
+]
+SPECS = {
+    "w": P("dp", "tp"),
+    "square": P("fsdp", None),
+    "b": P("tp"),
+    "deep": [{"kernel": P(None, "tp", ("dp", "fsdp"))}],
+}
+
+
+def leaf(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def state_of(tx, params=PARAMS, key=None, **options):
+    key = jax.random.key(0) if key is None else key
+    return jax.eval_shape(lambda: sf.init_state(params, tx, key, **options))
+
+
+def plan_of(tx, params=PARAMS, rules=RULES, **options):
+    return sf.make_sharding(state_of(tx, params), MESH, rules, **options)
+
+
+def specs(plan):
+    """Give the specs, with Nones at their ends left out, as they mean nothing."""
+    return jax.tree.map(lambda place: _short(place.spec), plan)
+
+
+def _short(spec):
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def short(tree):
+    return jax.tree.map(_short, tree, is_leaf=lambda x: isinstance(x, P))
+
+
+def by_path(plan):
+    return {path: _short(place.spec) for path, place in tree.named_leaves(plan)}
+
+
+def born(tx, plan, params=PARAMS):
+    """Check that a state is born as planned, and stays so through an update."""
+    state = sf.init_state(params, tx, jax.random.key(0), sharding=plan)
+    places = jax.tree.map(lambda x: x.sharding, state)
+    agree = jax.tree.map(lambda x, s: s.is_equivalent_to(x.sharding, x.ndim), state, plan)
+    assert all(jax.tree.leaves(agree)), places
+    return state
+
+
+def test_moments_follow_their_parameters():
+    plan = specs(plan_of(optax.adam(0.1)))
+    assert plan.params == plan.opt_state[0].mu == plan.opt_state[0].nu == short(SPECS)
+    assert plan.step == plan.key == plan.opt_state[0].count == P()
+
+
+def test_the_plan_is_a_tree_like_the_state_of_shardings_on_the_mesh():
+    state = state_of(optax.adam(0.1))
+    plan = sf.make_sharding(state, MESH, RULES)
+    assert jax.tree.structure(plan) == jax.tree.structure(state)
+    assert all(isinstance(x, NamedSharding) and x.mesh == MESH for x in jax.tree.leaves(plan))
+
+
+def test_a_concrete_state_plans_as_an_abstract_one_and_stays_where_it_is(key):
+    state = sf.init_state(PARAMS, optax.adam(0.1), key)
+    before = jax.tree.map(lambda x: x.sharding, state)
+    assert sf.make_sharding(state, MESH, RULES) == plan_of(optax.adam(0.1))
+    assert jax.tree.map(lambda x: x.sharding, state) == before
+
+
+def test_any_tree_of_arrays_can_be_planned():
+    assert specs(sf.make_sharding(PARAMS, MESH, RULES)) == short(SPECS)
+    assert sf.make_sharding({}, MESH) == {}
+    assert specs(sf.make_sharding(leaf(64, 128), MESH)) == P(None, "fsdp")
+    numpy = {"w": np.ones((64, 128), np.float32)}
+    assert specs(sf.make_sharding(numpy, MESH)) == {"w": P(None, "fsdp")}
+
+
+def test_factored_moments_follow_by_the_dimension_that_is_left():
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=4)
+    state, plan = state_of(tx), plan_of(tx)
+    moments, places = state.opt_state[0], specs(plan).opt_state[0]
+    assert moments.v_row["w"].shape == (16,)
+    assert places.v_row["w"] == P("dp")
+    assert moments.v_col["w"].shape == (32,)
+    assert places.v_col["w"] == P("tp")
+    assert moments.v_row["deep"][0]["kernel"].shape == (4, 8)
+    assert places.v_row["deep"][0]["kernel"] == P(None, "tp")
+    assert moments.v_col["deep"][0]["kernel"].shape == (4, 16)
+    assert places.v_col["deep"][0]["kernel"] == P(None, ("dp", "fsdp"))
+    assert places.v["b"] == P("tp")
+    born(tx, plan)
+
+
+@pytest.mark.parametrize("spec", [P("fsdp"), P("fsdp", None), P(None, "fsdp")])
+def test_factored_moments_of_a_square_stay_cut(spec):
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=4)
+    plan = plan_of(tx, {"w": jnp.ones((16, 16))}, ("w$", spec))
+    assert specs(plan).opt_state[0].v_row["w"] == P("fsdp")
+    assert specs(plan).opt_state[0].v_col["w"] == P("fsdp")
+
+
+def test_factored_moments_of_a_square_that_is_cut_twice_are_cut_once():
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=4)
+    plan = specs(plan_of(tx, {"w": jnp.ones((16, 16))}, ("w$", P("dp", "tp"))))
+    assert plan.opt_state[0].v_row["w"] in (P("dp"), P("tp"))
+
+
+def test_moments_in_another_dtype_follow_too():
+    plan = plan_of(optax.adam(0.1, mu_dtype=jnp.bfloat16))
+    assert specs(plan).opt_state[0].mu == short(SPECS)
+
+
+def test_chains_clips_and_averages_follow():
+    tx = sf.ema_params(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), 0.9)
+    plan = plan_of(tx)
+    assert specs(plan).opt_state.ema == short(SPECS)
+    assert specs(plan).opt_state.inner[1][0].nu == short(SPECS)
+    born(tx, plan)
+
+
+def test_what_is_frozen_has_no_state_and_no_place():
+    groups = {"trained": optax.adam(0.1), "frozen": optax.set_to_zero()}
+    labels = {"w": "trained", "square": "frozen", "b": "frozen", "deep": [{"kernel": "trained"}]}
+    tx = optax.multi_transform(groups, labels)
+    plan = plan_of(tx)
+    moments = specs(plan).opt_state.inner_states["trained"].inner_state[0].mu
+    assert moments["w"] == P("dp", "tp")
+    assert moments["deep"][0]["kernel"] == P(None, "tp", ("dp", "fsdp"))
+    assert jax.tree.leaves(moments["square"]) == jax.tree.leaves(moments["b"]) == []
+    born(tx, plan)
+
+
+def test_what_is_masked_has_no_place():
+    mask = {"w": True, "square": False, "b": True, "deep": [{"kernel": False}]}
+    tx = optax.masked(optax.adam(0.1), mask)
+    plan = plan_of(tx)
+    assert by_path(plan.opt_state.inner_state[0].nu) == {"b": P("tp"), "w": P("dp", "tp")}
+    born(tx, plan)
+
+
+def test_accumulated_gradients_follow():
+    tx = optax.MultiSteps(optax.adam(0.1), 2)
+    plan = plan_of(tx)
+    assert specs(plan).opt_state.acc_grads == short(SPECS)
+    assert specs(plan).opt_state.inner_opt_state[0].mu == short(SPECS)
+    assert specs(plan).opt_state.mini_step == P()
+    born(tx, plan)
+
+
+@pytest.mark.parametrize("memory", [2, 10])
+def test_histories_follow_behind_the_dimension_they_add(memory):
+    tx = optax.lbfgs(0.1, memory_size=memory, linesearch=None)
+    plan = plan_of(tx)
+    behind = jax.tree.map(lambda s: P(None, *s), short(SPECS), is_leaf=lambda x: isinstance(x, P))
+    assert specs(plan).opt_state[0].diff_params_memory == behind
+    assert specs(plan).opt_state[0].diff_updates_memory == behind
+    assert specs(plan).opt_state[0].weights_memory == P()
+    born(tx, plan)
+
+
+def test_a_scaled_optimizer_is_followed_through():
+    tx = sf.dynamic_loss_scale(optax.adam(0.1))
+    plan = plan_of(tx)
+    assert specs(plan).opt_state.inner[0].mu == short(SPECS)
+    assert specs(plan).opt_state.scale == specs(plan).opt_state.streak == P()
+    born(tx, plan)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        pytest.param(optax.sgd(0.1), id="sgd"),
+        pytest.param(optax.sgd(0.1, momentum=0.9), id="momentum"),
+        pytest.param(optax.inject_hyperparams(optax.adamw)(0.1), id="inject_hyperparams"),
+        pytest.param(optax.apply_if_finite(optax.adam(0.1), 3), id="apply_if_finite"),
+        pytest.param(optax.contrib.schedule_free_adamw(0.1), id="schedule_free"),
+        pytest.param(optax.contrib.muon(0.1), id="muon"),
+        pytest.param(optax.contrib.prodigy(0.1), id="prodigy"),
+        pytest.param(optax.rprop(0.1), id="rprop"),
+        pytest.param(optax.sm3(0.1), id="sm3"),
+        pytest.param(optax.lbfgs(0.1), id="lbfgs"),
+        pytest.param(optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau()), id="plateau"),
+    ],
+)
+def test_whatever_has_the_shape_of_its_parameter_lies_beside_it(tx):
+    state, plan = state_of(tx), plan_of(tx)
+    assert specs(plan.params) == short(SPECS)
+    wanted = by_path(plan.params)
+    shapes = {path: x.shape for path, x in tree.named_leaves(PARAMS)}
+    pairs = zip(tree.named_leaves(state.opt_state), by_path(plan.opt_state).items(), strict=True)
+    for (path, x), (_, spec) in pairs:
+        owners = [name for name in wanted if f"/{path}".endswith(f"/{name}")]
+        if owners and shapes[owners[0]] == x.shape:
+            assert spec == wanted[owners[0]], path
+        elif not owners:
+            assert spec == P(), path
+    born(tx, plan)
+
+
+def test_of_parameters_whose_paths_end_alike_each_has_its_own_followers():
+    params = {"w": jnp.ones((8, 8)), "a": {"w": jnp.ones((8, 8)), "a": {"w": jnp.ones((8, 8))}}}
+    rules = [("params/w", P("dp")), ("params/a/w", P("tp")), ("params/a/a/w", P(None, "fsdp"))]
+    plan = specs(plan_of(optax.adam(0.1), params, rules))
+    wanted = {"w": P("dp"), "a": {"w": P("tp"), "a": {"w": P(None, "fsdp")}}}
+    assert plan.params == plan.opt_state[0].mu == plan.opt_state[0].nu == wanted
+
+
+@pytest.mark.parametrize("name", ["count", "mu", "step", "key", "params", "opt_state"])
+def test_parameters_may_be_called_as_a_states_parts(name):
+    params = {name: jnp.ones((8, 8)), "inner": {name: jnp.ones((8, 4))}}
+    rules = [(f"^params/{name}$", P("dp")), (f"inner/{name}", P(None, "tp"))]
+    plan = specs(plan_of(optax.adam(0.1), params, rules))
+    assert plan.params == {name: P("dp"), "inner": {name: P(None, "tp")}}
+    assert plan.opt_state[0].mu == plan.params
+    assert plan.opt_state[0].count == plan.step == plan.key == P()
+
+
+def test_parameters_may_be_one_bare_array():
+    params = jnp.ones((16, 32))
+    adam = specs(plan_of(optax.adam(0.1), params, ("^params$", P("dp", "tp"))))
+    assert adam.params == adam.opt_state[0].mu == P("dp", "tp")
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=4)
+    adafactor = specs(plan_of(tx, params, ("^params$", P("dp", "tp"))))
+    assert adafactor.opt_state[0].v_row == P("dp")
+    assert adafactor.opt_state[0].v_col == P("tp")
+    tx = optax.lbfgs(0.1, linesearch=None)
+    plan = plan_of(tx, params, ("^params$", P("dp", "tp")))
+    assert specs(plan).opt_state[0].diff_params_memory == P(None, "dp", "tp")
+    born(tx, plan, params)
+
+
+def test_parameters_may_be_lists_and_tuples():
+    params = [jnp.ones((8, 8)), (jnp.ones((8, 4)), jnp.ones(4))]
+    rules = [("^params/0$", P("dp")), ("^params/1/0$", P("tp")), ("^params/1/1$", P("fsdp"))]
+    plan = specs(plan_of(optax.adam(0.1), params, rules))
+    assert plan.params == plan.opt_state[0].nu == [P("dp"), (P("tp"), P("fsdp"))]
+
+
+def test_parameters_may_be_an_equinox_module(key):
+    module = eqx.nn.MLP(8, 8, 16, 1, key=key)
+    params, _ = eqx.partition(module, eqx.is_inexact_array)
+    plan = plan_of(optax.adam(0.1), params, (r"layers/\d/weight", P("tp")))
+    assert plan.params.layers[0].weight.spec == plan.params.layers[1].weight.spec == P("tp")
+    assert plan.opt_state[0].mu.layers[1].weight.spec == P("tp")
+    assert plan.params.layers[0].bias.spec == P()
+    born(optax.adam(0.1), plan, params)
+
+
+def test_parameters_may_be_the_state_of_an_nnx_module(key):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(16, 32, rngs=rngs)
+            self.norm = nnx.BatchNorm(32, rngs=rngs)
+
+    _, params, rest = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
+    state = state_of(optax.adam(0.1), (params, rest), stateful=True)
+    rules = [("linear/kernel", P("dp", "tp")), ("norm", P("fsdp"))]
+    plan = by_path(sf.make_sharding(state, MESH, rules))
+    assert plan["params/linear/kernel/value"] == P("dp", "tp")
+    assert plan["opt_state/0/mu/linear/kernel/value"] == P("dp", "tp")
+    assert plan["model_state/norm/mean/value"] == P("fsdp")
+
+
+def test_a_model_state_is_asked_for_by_its_path(key):
+    parts = {"w": jnp.ones((8, 8))}, {"mean": jnp.ones(8), "seen": jnp.zeros((), int)}
+    state = state_of(optax.adam(0.1), parts, stateful=True)
+    plan = specs(sf.make_sharding(state, MESH, ("model_state/mean", P("tp"))))
+    assert plan.model_state == {"mean": P("tp"), "seen": P()}
+
+
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "raw"])
+def test_keys_and_scalars_are_replicated_without_asking(key):
+    asked = []
+
+    def rule(path, leaf):
+        asked.append(path)
+        return P("dp")
+
+    params = {"w": jnp.ones((8, 8)), "scale": jnp.ones(()), "one": jnp.ones((1, 1))}
+    plan = specs(sf.make_sharding(state_of(optax.adam(0.1), params, key), MESH, rule))
+    assert asked == ["params/w"]
+    assert plan.key == plan.step == plan.params["scale"] == plan.params["one"] == P()
+
+
+def test_a_stack_of_keys_may_be_cut(key):
+    keys = {"keys": jax.random.split(key, 4)}
+    plan = sf.make_sharding(keys, MESH, ("keys", P("dp")))
+    assert jax.device_put(keys, plan)["keys"].sharding == plan["keys"]
+
+
+def test_under_misfit_replicate_followers_follow_the_fallback():
+    params = {"w": jnp.ones((63, 128)), "v": jnp.ones((64, 7)), "fits": jnp.ones((4, 2))}
+    with pytest.warns(UserWarning, match="left whole") as caught:
+        plan = plan_of(
+            optax.adam(0.1), params, ("params", P(("dp", "fsdp"), "tp")), misfit="replicate"
+        )
+    (warning,) = caught
+    assert warning.filename == __file__
+    lines = str(warning.message).split("\n  ")
+    assert lines[0] == "left whole, as asked for:"
+    assert lines[1].startswith("params/v: ")
+    assert lines[1].endswith("for the shape (64, 7), and dimension 1 of 7 does not divide by 2")
+    assert lines[2].startswith("params/w: ")
+    assert lines[2].endswith("for the shape (63, 128), and dimension 0 of 63 does not divide by 4")
+    assert len(lines) == 3
+    plan = specs(plan)
+    wanted = {"w": P(None, "tp"), "v": P(("dp", "fsdp")), "fits": P(("dp", "fsdp"), "tp")}
+    assert plan.params == plan.opt_state[0].mu == plan.opt_state[0].nu == wanted
+
+
+def test_under_misfit_replicate_what_fits_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan_of(optax.adam(0.1), misfit="replicate") == plan_of(optax.adam(0.1))
+
+
+def test_under_misfit_replicate_other_faults_are_still_refused():
+    with pytest.raises(sf.ShardingError, match=r"w: .*names \['zz'\]") as caught:
+        sf.make_sharding(
+            {"w": leaf(8), "v": leaf(7)},
+            MESH,
+            [("w", P("zz")), ("v", P("dp"))],
+            misfit="replicate",
+        )
+    assert "misfit=" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "message"),
+    [
+        ((8,), P("dp", "tp"), r"w: .*P.* has 2 entries, and the shape \(8,\) 1 dimensions"),
+        ((8,), P(None, None), r"w: .* has 2 entries, and the shape \(8,\) 1 dimensions"),
+        ((8, 8), P("zz"), r"\(8, 8\) names \['zz'\], and the axes are \('dp', 'fsdp', 'tp'"),
+        ((8, 8), P(("dp", "zz")), r"w: .* for the shape \(8, 8\) names \['zz'\], and the axes are"),
+        ((8, 8), P("dp", "dp"), r"w: .* for the shape \(8, 8\) uses \['dp'\] more than once"),
+        ((8, 8), P("dp", ("tp", "dp")), r"w: .* the shape \(8, 8\) uses \['dp'\] more than once"),
+        (
+            (8, 9),
+            P("dp", "tp"),
+            r"w: .* shape \(8, 9\), and dimension 1 of 9 does not divide by 2\n"
+            r"  misfit='replicate' leaves such a dimension whole",
+        ),
+        ((8, 6), P(None, ("dp", "tp")), r"dimension 1 of 6 does not divide by 4"),
+    ],
+)
+def test_a_spec_that_does_not_fit_is_refused_with_path_shape_and_mesh(shape, spec, message):
+    with pytest.raises(sf.ShardingError, match=message) as caught:
+        sf.make_sharding({"w": leaf(*shape)}, MESH, ("w", spec))
+    assert str(caught.value).startswith(
+        "the rules do not fit the mesh {'dp': 2, 'fsdp': 2, 'tp': 2, 'sp': 1}:\n  w: "
+    )
+
+
+def test_an_axis_of_one_device_may_not_be_used_twice_either():
+    with pytest.raises(sf.ShardingError, match=r"uses \['sp'\] more than once"):
+        sf.make_sharding({"w": leaf(8, 8)}, MESH, ("w", P("sp", "sp")))
+
+
+def test_all_faults_are_told_at_once():
+    tree = {"a": leaf(7, 6), "b": leaf(8), "c": leaf(3, 8), "d": leaf(4, 4), "fits": leaf(8, 8)}
+    rules = [("b", P("dp", "tp")), ("d", P("zz")), (".", P("dp", "tp"))]
+    with pytest.raises(sf.ShardingError) as caught:
+        sf.make_sharding(tree, MESH, rules)
+    lines = str(caught.value).split("\n  ")[1:-1]
+    assert sorted(line[:2] for line in lines) == ["a:", "b:", "c:", "d:"]
+
+
+def test_faults_are_told_of_parameters_and_not_again_of_what_follows_them():
+    with pytest.raises(sf.ShardingError) as caught:
+        plan_of(optax.adam(0.1), {"w": jnp.ones((7, 8))}, ("w", P("dp")))
+    assert str(caught.value).count("does not divide") == 1
+
+
+@pytest.mark.parametrize("misfit", ["ignore", None, True])
+def test_another_misfit_is_refused(misfit):
+    with pytest.raises(sf.ShardingError, match="misfit: expected 'error' or 'replicate', got"):
+        sf.make_sharding(PARAMS, MESH, misfit=misfit)
+
+
+@pytest.mark.parametrize(("thing", "spelled"), [(1.0, "float 1.0"), ("x", "str 'x'")])
+def test_what_is_no_array_is_refused_by_its_path(thing, spelled):
+    message = f"a/0: expected an array or an abstract one, got {spelled}"
+    with pytest.raises(sf.ShardingError, match=message):
+        sf.make_sharding({"a": [thing]}, MESH)
+    with pytest.raises(sf.ShardingError, match=message):
+        sf.sharding_table({"a": [thing]})
+
+
+def test_a_table_has_path_shape_spec_and_bytes_per_device():
+    params = {"w": leaf(64, 128), "b": leaf(128), "d": leaf(4, 8, 2)}
+    rules = [("w", P("dp", ("fsdp", "tp"))), ("d", P(None, "tp"))]
+    assert sf.sharding_table(params, sf.make_sharding(params, MESH, rules)).splitlines() == [
+        "path   shape            spec         bytes per device",
+        "-----  ---------------  -----------  ----------------",
+        "b      float32[128]     replicated              512 B",
+        "d      float32[4,8,2]   ·, tp                   128 B",
+        "w      float32[64,128]  dp, fsdp+tp          4.00 KiB",
+        "total  8384 elements                         4.62 KiB",
+    ]
+
+
+def test_a_table_of_arrays_says_where_they_are(key):
+    arrays = {
+        "cut": jax.device_put(jnp.ones((8, 8)), NamedSharding(MESH, P("dp"))),
+        "key": key,
+        "half": jnp.ones(8, jnp.bfloat16),
+    }
+    assert sf.sharding_table(arrays).splitlines()[2:] == [
+        "cut    float32[8,8]  dp                     128 B",
+        "half   bfloat16[8]   one device              16 B",
+        "key    key<fry>[]    one device               8 B",
+        "total  73 elements                          152 B",
+    ]
+
+
+def test_a_table_of_abstract_arrays_reads_their_shardings():
+    place = NamedSharding(MESH, P("dp"))
+    abstract = {"a": jax.ShapeDtypeStruct((4,), jnp.int32, sharding=place)}
+    assert sf.sharding_table(abstract).splitlines()[2].split() == ["a", "int32[4]", "dp", "8", "B"]
+
+
+def test_a_table_of_a_state_and_of_the_state_by_its_plan_agree(key):
+    tx = sf.ema_params(optax.adam(0.1), 0.9)
+    plan = plan_of(tx)
+    state = sf.init_state(PARAMS, tx, key, sharding=plan)
+    assert sf.sharding_table(state) == sf.sharding_table(state, plan)
+    assert sf.sharding_table(state_of(tx), plan) == sf.sharding_table(state, plan)
+
+
+def test_a_table_of_nothing_is_its_total():
+    assert sf.sharding_table({}).splitlines()[-1].split() == ["total", "0", "elements", "0", "B"]
+
+
+def test_a_plan_of_another_length_is_refused():
+    place = NamedSharding(MESH, P())
+    with pytest.raises(sf.ShardingError, match="expected a sharding for 1 leaves, got 2"):
+        sf.sharding_table({"a": leaf(2)}, [place, place])
+
+
+@pytest.mark.parametrize("thing", [np.ones(3), leaf(3)], ids=["numpy", "abstract"])
+def test_a_table_of_what_has_no_sharding_is_refused_by_its_path(thing):
+    with pytest.raises(sf.ShardingError, match="a: "):
+        sf.sharding_table({"a": thing})
+
+
+AXES = st.permutations(["dp", "fsdp", "tp", "sp"])
+SIZES = dict(MESH.shape)
+
+
+@st.composite
+def leaves(draw):
+    """Give a shape and a spec that fits it."""
+    axes, shape, entries = list(draw(AXES)), [], []
+    for _ in range(draw(st.integers(0, 4))):
+        mine = tuple(axes.pop() for _ in range(min(len(axes), draw(st.integers(0, 2)))))
+        shape.append(math.prod(SIZES[axis] for axis in mine) * draw(st.integers(1, 3)))
+        entries.append(None if not mine else mine[0] if len(mine) == 1 else mine)
+    return tuple(shape), P(*entries[: draw(st.integers(0, len(entries)))])
+
+
+TREES = st.recursive(
+    leaves().map(lambda pair: {"leaf": pair}),
+    lambda inner: (
+        st.lists(inner, max_size=3).map(lambda many: {"many": many})
+        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def is_pair(x):
+    return isinstance(x, tuple)
+
+
+@given(pairs=TREES, dtype=st.sampled_from([jnp.float32, jnp.bfloat16, jnp.int8, bool]))
+def test_a_plan_of_specs_that_fit_is_where_arrays_can_be_put(pairs, dtype):
+    found = jax.tree_util.tree_leaves_with_path(pairs, is_leaf=is_pair)
+    given_specs = {tree.path_name(path): pair[1] for path, pair in found}
+    arrays = jax.tree.map(lambda pair: np.zeros(pair[0], dtype), pairs, is_leaf=is_pair)
+    plan = sf.make_sharding(arrays, MESH, lambda path, leaf: given_specs[path])
+    placed = jax.device_put(arrays, plan)
+    assert sf.sharding_table(placed) == sf.sharding_table(arrays, plan)
+    rows = sf.sharding_table(arrays, plan).splitlines()[2:]
+    sizes = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed)]
+    for row, own in zip(rows, [*sizes, sum(sizes)], strict=True):
+        assert row.endswith(f" {table.size(own)}")
+    for (path, x), place in zip(tree.named_leaves(placed), jax.tree.leaves(plan), strict=True):
+        wanted = given_specs[path] if x.size > 1 else P()
+        assert place.is_equivalent_to(NamedSharding(MESH, wanted), x.ndim)
+
+
+@given(pairs=TREES.filter(lambda t: jax.tree.leaves(t, is_leaf=is_pair)))
+def test_the_state_of_any_optimizer_is_born_as_planned(pairs):
+    found = jax.tree_util.tree_leaves_with_path(pairs, is_leaf=is_pair)
+    given_specs = {f"params/{tree.path_name(path)}": pair[1] for path, pair in found}
+    params = jax.tree.map(lambda pair: jnp.ones(pair[0]), pairs, is_leaf=is_pair)
+    tx = optax.chain(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=2),
+        optax.scale_by_lbfgs(memory_size=2),
+        optax.trace(0.9),
+    )
+    shape = jax.eval_shape(lambda: sf.init_state(params, tx, jax.random.key(0)))
+    plan = sf.make_sharding(shape, MESH, lambda path, leaf: given_specs.get(path, P()))
+    assert specs(plan.opt_state[2].trace) == specs(plan.params)
+    for place, x in zip(jax.tree.leaves(plan), jax.tree.leaves(shape), strict=True):
+        place.shard_shape(x.shape)  # raises where a dimension does not divide
