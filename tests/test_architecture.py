@@ -19,9 +19,10 @@ MODULES = [path for path in SOURCES if path.name not in ("__init__.py", "__main_
 LAYERS = [
     {"adapter"},
     {"loop"},
-    {"inspect", "checkpoint", "data", "sharding"},
+    {"inspect"},
+    {"checkpoint", "data", "sharding"},
     {"core"},
-    {"tree"},
+    {"tree", "table"},
     {"errors"},
 ]
 # Who alone may import what is heavy.
@@ -31,6 +32,8 @@ OWNERS = {
     "grain": "data/sources",
     "datasets": "data/sources",
 }
+# A launcher tells a process which it is, and in no other way.
+READS_THE_ENVIRONMENT = Path("sharding/distributed.py")
 CORE_MAY_IMPORT = {"jax", "numpy", "optax", "chex", "clu"}
 
 
@@ -123,7 +126,10 @@ def test_the_package_file_holds_no_logic():
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_nothing_reads_the_environment_or_keeps_state(path):
     text = (LIB / path).read_text()
-    assert not re.search(r"os\.environ|getenv|jax\.config\.update|^\s*global ", text, re.MULTILINE)
+    forbidden = r"jax\.config\.update|^\s*global |getenv"
+    if path != READS_THE_ENVIRONMENT:
+        forbidden += r"|os\.environ"
+    assert not re.search(forbidden, text, re.MULTILINE)
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             names = node.targets if isinstance(node, ast.Assign) else [node.target]

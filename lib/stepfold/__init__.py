@@ -16,6 +16,15 @@ from stepfold.errors import (
     StepfoldError,
     TreeMismatchError,
 )
+from stepfold.inspect.compiled import compile_step
+from stepfold.inspect.parameters import parameter_table
+from stepfold.inspect.report import describe
+from stepfold.sharding.distributed import start_distributed
+from stepfold.sharding.mesh import make_mesh
+from stepfold.sharding.placement import place, shard_batch
+from stepfold.sharding.plan import make_sharding, sharding_table
+from stepfold.sharding.reduction import reduce_once
+from stepfold.sharding.rules import fsdp
 
 __version__ = "0.1.0"
 
@@ -30,12 +39,23 @@ __all__ = [
     "StepfoldError",
     "TrainState",
     "TreeMismatchError",
+    "compile_step",
+    "describe",
     "dynamic_loss_scale",
     "ema_params",
+    "fsdp",
     "get_ema",
     "init_state",
     "make_eval_step",
+    "make_mesh",
+    "make_sharding",
     "make_train_step",
     "mean",
+    "parameter_table",
+    "place",
+    "reduce_once",
+    "shard_batch",
+    "sharding_table",
+    "start_distributed",
     "value_and_grad",
 ]

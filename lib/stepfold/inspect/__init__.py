@@ -1,0 +1,1 @@
+"""What a step costs, read before it runs."""

@@ -1,0 +1,48 @@
+"""A table of a model's parameters, as clu writes it, for any tree."""
+
+from typing import Any
+
+import jax
+from clu.parameter_overview import get_parameter_overview
+
+from stepfold import tree
+from stepfold.errors import ConfigError, TreeMismatchError
+
+
+def parameter_table(params: Any, plan: Any = None, *, stats: bool = False) -> str:
+    """Write parameters as a table: name, shape, dtype, size, sharding, and their total.
+
+    Args:
+      params: a tree of arrays, abstract ones too.
+      plan: their shardings, where they do not have them yet.
+      stats: whether to add mean and standard deviation, for which the arrays must be there.
+
+    >>> import jax.numpy as jnp, stepfold as sf
+    >>> print(sf.parameter_table({"layers": [{"w": jnp.ones((2, 3))}]}))
+    +------------+--------+---------+------+----------...
+    | Name       | Shape  | Dtype   | Size | Sharding ...
+    +------------+--------+---------+------+----------...
+    | layers/0/w | (2, 3) | float32 | 6    | ...
+    +------------+--------+---------+------+----------...
+    Total: 6 -- 24 bytes
+    """
+    flat = dict(tree.named_leaves(params))
+    for name, leaf in flat.items():
+        if not tree.is_array(leaf):
+            raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}")
+        if stats and (plan is not None or isinstance(leaf, jax.ShapeDtypeStruct)):
+            raise ConfigError(
+                "parameter_table: stats are of arrays where they are, so leave out plan, and give "
+                f"no abstract array; got {name} {tree.spell(leaf)}"
+            )
+    if plan is not None:
+        places = dict(tree.named_leaves(plan))
+        if places.keys() != flat.keys():
+            odd = sorted(places.keys() ^ flat.keys())
+            raise TreeMismatchError(f"parameter_table: the plan is for other parameters: {odd}")
+        flat = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[name])
+            for name, leaf in flat.items()
+        }
+    overview: str = get_parameter_overview(flat, include_stats="global" if stats else "sharding")
+    return overview

@@ -1,0 +1,357 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import stepfold as sf
+from stepfold.inspect import hlo
+from stepfold.inspect.collectives import Collective, collectives, moved_bytes
+
+FLOAT = 4
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.fixture(scope="module")
+def shuffled():
+    """A mesh whose positions are not its devices' ids."""
+    devices = np.array(jax.devices())[[3, 1, 7, 5, 0, 2, 6, 4]]
+    return Mesh(devices.reshape(4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def array(mesh, shape, *axes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+
+def found_in(function, mesh, *args, **options):
+    text = jax.jit(function, **options).lower(*args).compile().as_text()
+    return collectives(hlo.parse(text), mesh)
+
+
+def written(*lines, mesh=None, head=""):
+    body = "\n  ".join(("%x = f32[256]{0} parameter(0)", *lines))
+    text = f"HloModule m{head}\n\nENTRY %main (x: f32[256]) -> f32[] {{\n  {body}\n}}"
+    return collectives(hlo.parse(text), mesh)
+
+
+def short(found):
+    return [(one.kind, one.count, one.bytes, one.moved, one.axes, one.devices) for one in found]
+
+
+# What jit puts in
+
+
+def step(w, x):
+    grad = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w["in"]) @ w["out"]))(w)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, w, grad)
+
+
+def weights(mesh, *axes):
+    return {"in": array(mesh, (64, 128), *axes), "out": array(mesh, (128, 32), *axes)}
+
+
+WEIGHTS = (64 * 128 + 128 * 32) * FLOAT
+
+
+def test_data_parallel_gradients_are_reduced_over_the_data(mesh):
+    (one,) = found_in(step, mesh, weights(mesh), array(mesh, (16, 64), "dp"))
+    assert short([one]) == [("all-reduce", 1, WEIGHTS, WEIGHTS, ("dp",), 2)]
+    assert (one.dtype, one.where) == ("f32", "dot_general (backward)")
+
+
+def test_over_all_devices_both_axes_are_named(mesh):
+    found = found_in(step, mesh, weights(mesh), array(mesh, (16, 64), ("dp", "tp")))
+    assert short(found) == [("all-reduce", 1, WEIGHTS, 2 * WEIGHTS * 7 // 8, ("dp", "tp"), 8)]
+
+
+def test_tensor_parallel_gradients_are_a_share_each(mesh):
+    split = {"in": array(mesh, (64, 128), None, "tp"), "out": array(mesh, (128, 32), "tp")}
+    found = found_in(step, mesh, split, array(mesh, (16, 64), "dp"))
+    assert short(found) == [("all-reduce", 1, WEIGHTS // 4, WEIGHTS // 4, ("dp",), 2)]
+
+
+def test_a_mesh_of_shuffled_devices_is_read_by_its_positions(shuffled):
+    found = found_in(step, shuffled, weights(shuffled), array(shuffled, (16, 64), "dp"))
+    assert short(found) == [("all-reduce", 1, WEIGHTS, 2 * WEIGHTS * 3 // 4, ("dp",), 4)]
+
+
+def test_an_axis_of_one_is_never_named():
+    mesh = jax.make_mesh((1, 8, 1), ("dp", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3)
+    found = found_in(step, mesh, weights(mesh), array(mesh, (16, 64), ("dp", "fsdp")))
+    assert [one.axes for one in found] == [("fsdp",)]
+
+
+def test_sharded_parameters_are_gathered(mesh):
+    sharding = NamedSharding(mesh, P("tp"))
+    gather = lambda w, x: x @ lax.with_sharding_constraint(w, NamedSharding(mesh, P()))
+    weight, batch = array(mesh, (64, 128), "tp"), array(mesh, (16, 64), "dp")
+    (one,) = found_in(gather, mesh, weight, batch)
+    size = 64 * 128 * FLOAT
+    assert short([one]) == [("all-gather", 1, size, size * 3 // 4, ("tp",), 4)]
+    assert one.where
+    found = found_in(step, mesh, weights(mesh, "tp"), batch, out_shardings=sharding)
+    assert ("all-gather", ("tp",)) in {(one.kind, one.axes) for one in found}
+
+
+def test_half_precision_is_told_apart(mesh):
+    def both(x, y):
+        return jnp.sum(x), jnp.sum(y, axis=0)
+
+    args = array(mesh, (8, 3), "dp"), array(mesh, (8, 5), "dp", dtype=jnp.int32)
+    assert {one.dtype for one in found_in(both, mesh, *args)} == {"f32", "s32"}
+
+
+def test_one_device_exchanges_nothing():
+    found = found_in(
+        step, None, {"in": jnp.ones((64, 128)), "out": jnp.ones((128, 32))}, jnp.ones((16, 64))
+    )
+    assert found == []
+
+
+# What users write
+
+
+def manual(mesh, function):
+    whole = P(("dp", "tp"))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    (one,) = found_in(mapped, mesh, array(mesh, (64, 16), ("dp", "tp")))
+    return one
+
+
+SHARE = 8 * 16 * FLOAT
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "size", "moved", "axes"),
+    [
+        (lambda x: lax.psum(x, "tp"), "all-reduce", SHARE, SHARE * 6 // 4, ("tp",)),
+        (lambda x: lax.pmax(x, ("dp", "tp")), "all-reduce", SHARE, SHARE * 14 // 8, ("dp", "tp")),
+        (
+            lambda x: lax.all_gather(x, "tp", tiled=True),
+            *("all-gather", 4 * SHARE, 3 * SHARE, ("tp",)),
+        ),
+        (
+            lambda x: lax.psum_scatter(x, "tp", scatter_dimension=0, tiled=True),
+            *("reduce-scatter", SHARE, SHARE * 3 // 4, ("tp",)),
+        ),
+        (
+            lambda x: lax.all_to_all(x, "dp", split_axis=1, concat_axis=0, tiled=True),
+            *("all-to-all", SHARE, SHARE // 2, ("dp",)),
+        ),
+        (
+            lambda x: lax.all_to_all(x, "tp", split_axis=0, concat_axis=1, tiled=True),
+            *("all-to-all", SHARE, SHARE * 3 // 4, ("tp",)),
+        ),
+        (
+            lambda x: lax.ppermute(x, "tp", [(i, (i + 1) % 4) for i in range(4)]),
+            *("collective-permute", SHARE, SHARE, ("tp",)),
+        ),
+        (lambda x: lax.ppermute(x, "dp", [(0, 1)]), "collective-permute", SHARE, SHARE, ("dp",)),
+    ],
+)
+def test_what_shard_map_asks_for(function, kind, size, moved, axes, mesh):
+    one = manual(mesh, function)
+    assert (one.kind, one.bytes, one.moved, one.axes) == (kind, size, moved, axes)
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_what_shard_map_asks_for_on_shuffled_devices(axis, shuffled):
+    size = shuffled.shape[axis]
+    ring = [(i, (i + 1) % size) for i in range(size)]
+    for function in (lambda x: lax.psum(x, axis), lambda x: lax.ppermute(x, axis, ring)):
+        one = manual(shuffled, function)
+        assert (one.axes, one.devices) == ((axis,), size)
+
+
+def test_what_stays_on_its_device_is_left_out(mesh):
+    same = lambda x: lax.ppermute(x, "tp", [(i, i) for i in range(4)])
+    mapped = jax.shard_map(same, mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", "tp"))
+    assert found_in(mapped, mesh, array(mesh, (8, 16), "dp", "tp")) == []
+
+
+# How often
+
+
+def test_collectives_in_loops_count_each_turn(mesh):
+    scan = lambda w, xs: lax.scan(lambda w, x: (step(w, x), None), w, xs)[0]
+    found = found_in(scan, mesh, weights(mesh), array(mesh, (5, 16, 64), None, "dp"))
+    assert short(found) == [("all-reduce", 5, 5 * WEIGHTS, 5 * WEIGHTS, ("dp",), 2)]
+
+
+def test_collectives_in_nested_loops_count_the_product(mesh):
+    def scan(w, xs):
+        inner = lambda w, x: lax.scan(lambda w, x: (step(w, x), None), w, x)[0]
+        return lax.scan(lambda w, x: (inner(w, x), None), w, xs)[0]
+
+    found = found_in(scan, mesh, weights(mesh), array(mesh, (3, 5, 16, 64), None, None, "dp"))
+    assert short(found) == [("all-reduce", 15, 15 * WEIGHTS, 15 * WEIGHTS, ("dp",), 2)]
+
+
+def test_collectives_of_a_branch_count(mesh):
+    either = lambda p, w, x: lax.cond(p, lambda: step(w, x), lambda: w)
+    args = array(mesh, (), dtype=bool), weights(mesh), array(mesh, (16, 64), "dp")
+    assert [one.count for one in found_in(either, mesh, *args)] == [1]
+
+
+def test_accumulation_reduces_once_or_each_time_and_it_shows(mesh):
+    """Whichever XLA does, the count says so: it is what a user of accumulate wants to know."""
+
+    def loss(params, batch, key):
+        return sf.mean((batch @ params) ** 2)
+
+    make = lambda n: sf.value_and_grad(loss, accumulate=n)
+    grad = lambda p, b: make(4)(p, b, jax.random.key(0), ())[0]
+    found = found_in(grad, mesh, array(mesh, (64, 32)), array(mesh, (64, 64), "dp"))
+    (one,) = [one for one in found if one.bytes >= 64 * 32 * FLOAT and one.kind == "all-reduce"]
+    assert one.count in (1, 4)
+    assert one.axes == ("dp",)
+
+
+def test_alike_collectives_become_one_entry(mesh):
+    groups = "replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add, metadata={op_name="
+    found = written(
+        f'%a = f32[256]{{0}} all-reduce(%x), {groups}"jit(f)/first"}}',
+        '%s = f32[8]{0} slice(%x), slice={[0:8]}, metadata={op_name="jit(f)/none"}',
+        f'%b = f32[8]{{0}} all-reduce(%s), {groups}"jit(f)/second"}}',
+        mesh=mesh,
+    )
+    assert found == [Collective("all-reduce", 2, 1056, 1056, ("dp",), 2, "f32", "first and 1 more")]
+    assert moved_bytes(found) == 1056
+
+
+def test_the_largest_traffic_comes_first():
+    found = written(
+        "%p = f32[256]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}",
+        "%a = f32[1024]{0} all-gather(%x), replica_groups=[1,4]<=[4], dimensions={0}",
+    )
+    assert short(found) == [
+        ("all-gather", 1, 4096, 3072, None, 4),
+        ("collective-permute", 1, 1024, 1024, None, 2),
+    ]
+    assert moved_bytes(found) == 4096
+
+
+# What other backends print
+
+
+GROUPS = "channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0), use_global_device_ids=true"
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind", "size", "moved"),
+    [
+        (
+            (
+                f"%s = f32[256]{{0}} all-reduce-start(%x), {GROUPS}, to_apply=%add",
+                "%d = f32[256]{0} all-reduce-done(%s)",
+            ),
+            *("all-reduce", 1024, 1024),
+        ),
+        (
+            (
+                f"%s = (f32[256]{{0}}, f32[512]{{0}}) all-gather-start(%x), {GROUPS}",
+                "%d = f32[512]{0} all-gather-done(%s)",
+            ),
+            *("all-gather", 2048, 1024),
+        ),
+        (
+            (
+                f"%s = ((f32[256]{{0}}), f32[128]{{0}}) reduce-scatter-start(%x), {GROUPS}",
+                "%u = ((f32[256]{0}), f32[128]{0}) reduce-scatter-update(%s)",
+                "%d = f32[128]{0} reduce-scatter-done(%u)",
+            ),
+            *("reduce-scatter", 1024, 512),
+        ),
+        (
+            (
+                "%s = (f32[256]{0}, f32[256]{0}, u32[], u32[]) collective-permute-start(%x), "
+                "channel_id=2, source_target_pairs={{0,4},{4,0}}",
+                "%d = f32[256]{0} collective-permute-done(%s)",
+            ),
+            *("collective-permute", 1024, 1024),
+        ),
+        (
+            (f"%b = f32[256]{{0}} collective-broadcast(%x), {GROUPS}",),
+            "collective-broadcast",
+            1024,
+            512,
+        ),
+        (
+            (
+                "%o = s32[2]{0} parameter(1)",
+                "%r = f32[256]{0} ragged-all-to-all(%x, %x, %o, %o, %o, /*index=5*/%o), " + GROUPS,
+            ),
+            *("ragged-all-to-all", 1024, 512),
+        ),
+    ],
+)
+def test_asynchronous_and_rare_forms(lines, kind, size, moved, mesh):
+    assert short(written(*lines, mesh=mesh)) == [(kind, 1, size, moved, ("dp",), 2)]
+
+
+ASYNC = """HloModule m, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %s = f32[] add(%a, %b)
+}
+
+%NAME (p: bf16[64,16]) -> bf16[8,16] {
+  %p = bf16[64,16]{1,0} parameter(0)
+  ROOT %c = OP(%p), replica_groups={}, to_apply=%add
+}
+
+ENTRY %main (x: bf16[64,16]) -> bf16[8,16] {
+  %x = bf16[64,16]{1,0:T(8,128)(2,1)} parameter(0)
+  CALL
+}
+"""
+
+
+def test_a_collective_in_an_asynchronous_computation(mesh):
+    call = "%s = ((bf16[64,16]), bf16[8,16]) async-start(%x), calls=%wrapped\n  ROOT %d = "
+    call += "bf16[8,16]{1,0} async-done(%s), calls=%wrapped"
+    text = ASYNC.replace("NAME", "wrapped").replace("OP", "bf16[8,16] reduce-scatter")
+    (one,) = collectives(hlo.parse(text.replace("CALL", call)), mesh)
+    assert short([one]) == [("reduce-scatter", 1, 2048, 1792, ("dp", "tp"), 8)]
+    assert one.dtype == "bf16"
+
+
+def test_what_a_tpu_fuses_into_a_reduce_scatter(mesh):
+    call = "ROOT %f = bf16[8,16]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.3"
+    text = ASYNC.replace("NAME", "all-reduce-scatter.3").replace("OP", "bf16[64,16] all-reduce")
+    found = collectives(hlo.parse(text.replace("CALL", call)), mesh)
+    assert short(found) == [("reduce-scatter", 1, 2048, 1792, ("dp", "tp"), 8)]
+
+
+def test_a_combined_collective_counts_every_operand():
+    found = written(
+        "%y = s8[100]{0} parameter(1)",
+        "%g = (f32[256]{0}, s8[100]{0}) all-reduce(%x, %y), replica_groups=[1,2]<=[2]",
+    )
+    assert [(one.count, one.bytes, one.dtype) for one in found] == [(1, 1124, "f32+s8")]
+
+
+def test_a_permute_in_place_is_given_its_buffer_only():
+    found = written(
+        "%o = s32[] parameter(1)",
+        "%p = f32[256]{0} collective-permute(%x, %x, %o, %o), source_target_pairs={{0,1}}, "
+        "slice_sizes={{256}}",
+    )
+    assert [one.bytes for one in found] == [1024]
+
+
+# Groups
+
+
+def test_groups_of_one_are_left_out(mesh):
+    assert written("%a = f32[256]{0} all-reduce(%x), replica_groups={{0},{1}}", mesh=mesh) == []
+    assert written("%a = f32[256]{0} all-reduce(%x), replica_groups={}", mesh=mesh) == []
+    head = ", num_partitions=8"
+    (one,) = written("%a = f32[256]{0} all-reduce(%x), replica_groups={}", mesh=mesh, head=head)
+    assert one.axes == ("dp", "tp")
