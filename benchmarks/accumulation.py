@@ -12,53 +12,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from measure import count_flops, ratios, show, take_turns
+from decoder import init, loss_fn, make_batch
+from measure import ratios, show, take_turns
 
 import stepfold as sf
-
-WIDTH, HEADS, LAYERS, VOCAB, LENGTH = 128, 4, 3, 512, 64
-
-
-def init(key):
-    """Draw the decoder's parameters, its layers stacked."""
-    shapes = {"qkv": (WIDTH, 3 * WIDTH), "proj": (WIDTH, WIDTH)}
-    shapes |= {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
-    shapes = {name: (LAYERS, *shape) for name, shape in shapes.items()}
-    shapes |= {"embed": (VOCAB, WIDTH), "out": (WIDTH, VOCAB)}
-    draws = zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True)
-    return {name: jax.random.normal(k, s) * s[-2] ** -0.5 for (name, s), k in draws}
-
-
-def loss_fn(params, batch, key):
-    """Give the masked token loss and a penalty on all logits, each with its own denominator."""
-    del key
-    layers = {name: params[name] for name in ("qkv", "proj", "up", "down")}
-    x, _ = jax.lax.scan(_layer, params["embed"][batch["tokens"]], layers)
-    logits = _normed(x) @ params["out"]
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    penalty = 1e-4 * jax.nn.logsumexp(logits, -1) ** 2
-    return {"nll": sf.mean(nll, batch["mask"]), "penalty": sf.mean(penalty)}
-
-
-def _layer(x, p):
-    heads = (*x.shape[:2], 3, HEADS, WIDTH // HEADS)
-    q, k, v = jnp.moveaxis((_normed(x) @ p["qkv"]).reshape(heads), 2, 0)
-    x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["proj"]
-    return x + jax.nn.gelu(_normed(x) @ p["up"]) @ p["down"], None
-
-
-def _normed(x):
-    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
-
-
-def make_batch(size):
-    """Draw random sequences, each masked from a random length on."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, VOCAB, (size, LENGTH + 1)).astype(np.int32)
-    mask = np.arange(LENGTH) < rng.integers(1, LENGTH + 1, (size, 1))
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": mask}
+from stepfold.inspect import hlo
+from stepfold.inspect.flops import count
 
 
 def scanned_step(n, tx, state, batch):
@@ -123,7 +83,7 @@ def measure(counts, size, rounds, compiles):
     gradient = sum(leaf.size * leaf.dtype.itemsize for leaf in params) / 2**20
     temporaries = {k: v.memory_analysis().temp_size_in_bytes / 2**20 for k, v in built.items()}
     texts = {n: built["ours", n].as_text() for n in counts}
-    flops = {n: count_flops(text) for n, text in texts.items()}
+    flops = {n: count(hlo.parse(text)) for n, text in texts.items()}
     return [
         {
             "microbatches": n,

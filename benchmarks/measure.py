@@ -1,13 +1,8 @@
-"""What the benchmarks share: taking turns, counting arithmetic, and saying what was found."""
+"""What the benchmarks share: taking turns, and saying what was found."""
 
-import functools
-import math
 import random
-import re
 import statistics
 import time
-
-import numpy as np
 
 
 def take_turns(runs, rounds):
@@ -60,73 +55,3 @@ def _spell(value):
     if not isinstance(value, float):
         return str(value)
     return f"{value:.3f}" if value < 100 else f"{value:.0f}"
-
-
-_HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
-_LINE = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
-_CALLED = re.compile(
-    r"(?:body|condition|calls|to_apply|\w+_computations?)=\{?(%[^},]+(?:, %[^},]+)*)"
-)
-_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
-_ELEMENTWISE = {"add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "abs"}
-_ELEMENTWISE |= {"power", "sqrt", "rsqrt", "tanh", "logistic", "erf", "log", "log-plus-one"}
-_ELEMENTWISE |= {"exponential", "exponential-minus-one"}
-
-
-def count_flops(hlo):
-    """Count the operations that an optimized HLO text runs, a loop's as often as it runs.
-
-    XLA's own `cost_analysis` counts the body of a loop once. Here a transcendental function counts
-    as one operation an element, so does a reduction, and a conditional with all of its branches.
-
-    Returns:
-      The operations of the dots alone, and of everything.
-    """
-    computations, entry = {}, None
-    for line in hlo.splitlines():
-        if head := _HEAD.match(line):
-            lines = computations[head[2]] = []
-            entry = head[2] if head[1] else entry
-        elif found := _LINE.match(line):
-            lines.append(found.groups())
-
-    @functools.cache
-    def count(name):
-        shapes = {name: _shape(kind) for name, kind, _, _ in computations[name]}
-        own = sum(_own_flops(shapes, *line) for line in computations[name])
-        return own + sum(
-            times * count(called)
-            for _, _, op, rest in computations[name]
-            for times, called in _calls(op, rest)
-        )
-
-    dots, everything = count(entry)
-    return int(dots), int(everything)
-
-
-def _shape(kind):
-    found = re.search(r"\[([\d,]*)\]", kind)
-    return [int(size) for size in found[1].split(",") if size] if found else []
-
-
-def _own_flops(shapes, name, _, op, rest):
-    operands = re.findall(r"%([\w.-]+)", rest.split(")")[0])
-    if op == "dot":
-        axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)[1].split(",")
-        depth = math.prod(shapes[operands[0]][int(axis)] for axis in axes if axis)
-        return np.full(2, 2 * depth * math.prod(shapes[name]))
-    if op in ("convolution", "custom-call"):
-        raise ValueError(f"count_flops: cannot count {name} = {op}({rest[:200]}")
-    if op in _ELEMENTWISE:
-        return np.array([0, math.prod(shapes[name])])
-    if op in ("reduce", "reduce-window", "scatter"):  # XLA's windows here do not overlap
-        return np.array([0, math.prod(shapes[operands[-1 if op == "scatter" else 0]])])
-    return np.zeros(2)
-
-
-def _calls(op, rest):
-    if op not in ("fusion", "call", "while", "conditional"):
-        return []
-    times = int(_TRIPS.search(rest)[1]) if op == "while" else 1
-    found = [name for group in _CALLED.findall(rest) for name in group.split(",")]
-    return [(times, name.strip(" %")) for name in found]

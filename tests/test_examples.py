@@ -36,9 +36,17 @@ def test_the_quickstart_learns_to_read_digits(tmp_path):
     assert float(re.search(r"test accuracy (\d+\.\d+)", printed).group(1)) > 0.95
 
 
+def test_the_sharded_transformer_learns_and_shows_its_plan(tmp_path):
+    printed = run(ROOT / "examples" / "sharded_transformer.py", cwd=tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
+    assert losses[-1] < losses[0] / 1.8
+    assert re.search(r"layers/up +float32\[4,128,512\] +·, fsdp, tp +128 KiB", printed)
+    assert re.search(r"a step on 8 cpu devices \(fsdp 4 x tp 2\)", printed)
+
+
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
 def test_benchmarks_run(path, tmp_path):
     printed = run(path, "--quick", cwd=tmp_path)
     assert "holds: " in printed
     # What hangs on the clock is for a full run on a quiet machine; what does not has to hold here.
-    assert not re.search(r"does not hold: (FLOPs|temporaries|program text)", printed)
+    assert not re.search(r"does not hold: (FLOPs|temporaries|program text|bytes)", printed)

@@ -1,0 +1,129 @@
+"""What devices send each other in a step, against the least that a layout needs.
+
+A decoder of 12 layers is compiled, not run, for 8 and for 64 virtual devices. Of its parameters' P
+bytes, replicated ones ("dp") need one all-reduce of gradients a step, which sends 2 (n-1)/n P from
+each device; cut ones ("fsdp") two all-gathers and one reduce-scatter, 3 (n-1)/n P. The gradient is
+the compiler's own, or `sf.reduce_once`'s. "as kept" counts the all-reduces of gradients that are
+cut afterwards as reduce-scatters, which GPU and TPU compilers make of them and the CPU's does not.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import optax
+from decoder import init, loss_fn, make_batch
+from jax.sharding import NamedSharding, PartitionSpec
+from measure import show
+
+import stepfold as sf
+
+LAYOUTS = {"dp": ((-1, 1), lambda path, leaf: PartitionSpec()), "fsdp": ((1, -1), sf.fsdp())}
+
+
+def measure(layers, width, counts):
+    """Compile each layout, with and without accumulation, in both ways; a row each."""
+    return [
+        compiled(layout, n, way, layers, width)
+        for layout in LAYOUTS
+        for n in counts
+        for way in ("compiler", "reduce_once")
+    ]
+
+
+def compiled(layout, n, way, layers, width):
+    """Compile one step, and add up what it sends."""
+    dims, rules = LAYOUTS[layout]
+    mesh, tx = sf.make_mesh(dims, ("dp", "fsdp")), optax.adamw(1e-3)
+    start = partial(init, layers=layers, width=width)
+    shape = jax.eval_shape(lambda key: sf.init_state(start, tx, key), jax.random.key(0))
+    plan = sf.make_sharding(shape, mesh, rules)
+    if way == "reduce_once":
+        loss, grad = loss_fn, sf.reduce_once(plan)
+    else:
+        # Without a word about activations the compiler may cut them like the parameters.
+        rows = NamedSharding(mesh, PartitionSpec(("dp", "fsdp")))
+        spread = partial(jax.lax.with_sharding_constraint, shardings=rows)
+        loss, grad = partial(loss_fn, spread=spread), sf.value_and_grad
+    step = sf.make_train_step(loss, tx, accumulate=n, grad=grad)
+    report = sf.describe(step, shape, make_batch(4 * n * mesh.size), sharding=plan)
+
+    params = 4 * report.parameters
+    least = (2 if layout == "dp" else 3) * (mesh.size - 1) / mesh.size * params
+    sums = [one for one in report.collectives if one.kind == "all-reduce"]
+    kept = report.moved - (sum(one.moved for one in sums) / 2 if layout == "fsdp" else 0)
+    return {
+        "devices": mesh.size,
+        "layout": layout,
+        "microbatches": n,
+        "gradient": way,
+        "sent MiB": report.moved / 2**20,
+        "least MiB": least / 2**20,
+        "sent/least": report.moved / least,
+        "as kept": kept / least,
+        "state/ideal": report.memory.state / (ideal(report, layout) or 1),
+        "temp MiB": report.memory.temporaries / 2**20,
+    }
+
+
+def ideal(report, layout):
+    """Give what a device would hold of the state, were all of it cut evenly, or none of it."""
+    whole = 3 * 4 * report.parameters  # parameters and adam's two moments
+    return whole / report.devices if layout == "fsdp" else whole
+
+
+def judge(rows):
+    """Say what is claimed of the rows, each with what was measured and its limit."""
+
+    def most(key, **wanted):
+        return max(row[key] for row in rows if wanted.items() <= row.items())
+
+    once = {"microbatches": 1}
+    return [
+        (
+            "bytes sent, dp, compiler's gradient without accumulation",
+            most("sent/least", layout="dp", gradient="compiler", **once),
+            1.05,
+        ),
+        (
+            "bytes sent, dp, reduce_once, with and without accumulation",
+            most("sent/least", layout="dp", gradient="reduce_once"),
+            1.05,
+        ),
+        (
+            "bytes sent, fsdp, compiler's gradient without accumulation, sums counted as kept",
+            most("as kept", layout="fsdp", gradient="compiler", **once),
+            1.05,
+        ),
+        (
+            "bytes sent, fsdp, reduce_once, with and without accumulation",
+            most("sent/least", layout="fsdp", gradient="reduce_once"),
+            1.05,
+        ),
+        ("bytes of state on each device, fsdp", most("state/ideal", layout="fsdp"), 1.02),
+    ]
+
+
+def main(argv=None):
+    """Measure, print the table and the claims, and return the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="8 devices and 2 layers, for seconds")
+    parser.add_argument("--devices", type=int, help="print the rows for so many devices, as JSON")
+    options = parser.parse_args(argv)
+    if options.devices:  # a process of its own, since devices are counted when jax starts
+        jax.config.update("jax_num_cpu_devices", options.devices)
+        print(json.dumps(measure(*((2, 128, (1, 2)) if options.quick else (12, 256, (1, 4))))))
+        return None
+    rows = []
+    for count in (8,) if options.quick else (8, 64):
+        command = [sys.executable, __file__, f"--devices={count}", *["--quick"] * options.quick]
+        rows += json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    show(rows, judge(rows))
+    return rows
+
+
+if __name__ == "__main__":
+    main()

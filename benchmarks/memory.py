@@ -1,0 +1,154 @@
+"""The peak that a report predicts is what a step then takes, and a cut state is 1/n of the whole.
+
+Each model takes one step in a process of its own. Where the backend counts its memory, that is
+compared; on a CPU it is how much the process grows at most from before the state was there. Beside
+it: what one of 8 virtual devices holds of the state under `sf.fsdp()`, over an eighth of it.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from decoder import init, loss_fn, make_batch
+from measure import show
+
+import stepfold as sf
+
+# Layers, width and examples of the decoder, and the options of the step.
+DECODERS = {
+    "decoder": (4, 256, 64, {}),
+    "decoder, 4 microbatches": (4, 256, 64, {"accumulate": 4}),
+    "decoder, remat": (4, 256, 64, {"remat": True}),
+    "decoder, bf16": (4, 256, 64, {"precision": "bf16"}),
+    "decoder, large state": (12, 512, 8, {}),
+}
+WIDE = "one wide layer"
+
+
+def make(name):
+    """Give a model's step, its abstract state, the function that makes it, and a batch."""
+    tx = optax.adamw(1e-3)
+    if name == WIDE:
+        start, batch = _wide_init, np.ones((256, 4096), np.float32)
+        step = sf.make_train_step(_wide_loss, tx)
+    else:
+        layers, width, size, options = DECODERS[name]
+        start = partial(init, layers=layers, width=width)
+        batch, step = make_batch(size), sf.make_train_step(loss_fn, tx, **options)
+
+    def zeros():  # drawing random numbers would need more memory than the step
+        shape = jax.eval_shape(start, jax.random.key(0))
+        params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shape)
+        return sf.init_state(params, tx, jax.random.key(0))
+
+    return step, zeros, batch
+
+
+def _wide_init(key):
+    return {"w": jax.random.normal(key, (4096, 4096))}
+
+
+def _wide_loss(params, batch, key):
+    del key
+    return sf.mean((batch @ params["w"]) ** 2)
+
+
+def in_process(name):
+    """Take one step, and give what was predicted and what it took, in bytes."""
+    step, zeros, batch = make(name)
+    device = jax.devices()[0]
+    born = jax.jit(zeros).lower().compile()
+    compiled = sf.compile_step(step, jax.eval_shape(zeros), batch)
+    memory = sf.describe(compiled, None, None).memory
+    before, counted = _resident(), device.memory_stats()
+    state = born()
+    state, metrics = jax.block_until_ready(compiled(state, batch))
+    if counted:
+        taken = device.memory_stats()["peak_bytes_in_use"] - counted["bytes_in_use"]
+    else:
+        taken = _most_resident() - before
+    return {"state": memory.state, "temporaries": memory.temporaries, "peak": memory.peak} | {
+        "taken": taken
+    }
+
+
+def _resident():
+    """Read what is resident, and let the most that was so begin here."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _most_resident():
+    return _status("VmHWM")
+
+
+def _status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def cut(name):
+    """Give what a device holds of a state that is born cut, over its even share of the whole."""
+    _, zeros, _ = make(name)
+    mesh, shape = sf.make_mesh((1, -1, 1, 1)), jax.eval_shape(zeros)
+    plan = sf.make_sharding(shape, mesh)
+    state = jax.jit(zeros, out_shardings=plan)()
+    leaves = jax.tree.leaves(state._replace(key=jax.random.key_data(state.key)))
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+    return held / (sum(leaf.nbytes for leaf in leaves) / mesh.size)
+
+
+def measure(quick):
+    """Run each model in processes of its own; a row each."""
+    rows = []
+    for name in ["decoder", WIDE] if quick else [*DECODERS, WIDE]:
+        found = json.loads(_child(name, 1))
+        mib = {f"{key} MiB": found[key] / 2**20 for key in ("state", "temporaries", "peak", "taken")}
+        ratio = found["taken"] / found["peak"]
+        share = json.loads(_child(name, 8))
+        rows.append({"model": name, **mib, "taken/peak": ratio, "state/ideal": share})
+    return rows
+
+
+def _child(name, devices):
+    command = [sys.executable, __file__, f"--model={name}", f"--devices={devices}"]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def judge(rows):
+    """Say what is claimed of the rows, each with what was measured and its limit."""
+    most = {key: max(row[key] for row in rows) for key in ("taken/peak", "state/ideal")}
+    least = min(row["taken/peak"] for row in rows)
+    return [
+        ("memory taken, over the predicted peak, at most", most["taken/peak"], 1.15),
+        ("predicted peak, over the memory taken, at most", 1 / least, 1.15),
+        ("bytes of state on each of 8 devices, over an eighth", most["state/ideal"], 1.02),
+    ]
+
+
+def main(argv=None):
+    """Measure, print the table and the claims, and return the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two small models, for seconds")
+    parser.add_argument("--model", help="measure one model in this process, as JSON")
+    parser.add_argument("--devices", type=int, default=1, help="virtual devices of the CPU")
+    options = parser.parse_args(argv)
+    if options.model:
+        jax.config.update("jax_num_cpu_devices", options.devices)
+        run = in_process if options.devices == 1 else cut
+        print(json.dumps(run(options.model)))
+        return None
+    rows = measure(options.quick)
+    show(rows, judge(rows))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
