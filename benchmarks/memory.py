@@ -69,14 +69,14 @@ def in_process(name):
     memory = sf.describe(compiled, None, None).memory
     before, counted = _resident(), device.memory_stats()
     state = born()
-    state, metrics = jax.block_until_ready(compiled(state, batch))
+    made = jax.block_until_ready(compiled(state, batch))
     if counted:
         taken = device.memory_stats()["peak_bytes_in_use"] - counted["bytes_in_use"]
     else:
         taken = _most_resident() - before
-    return {"state": memory.state, "temporaries": memory.temporaries, "peak": memory.peak} | {
-        "taken": taken
-    }
+    del made
+    parts = {"state": memory.state, "temporaries": memory.temporaries, "peak": memory.peak}
+    return parts | {"taken": taken}
 
 
 def _resident():
@@ -110,7 +110,7 @@ def measure(quick):
     rows = []
     for name in ["decoder", WIDE] if quick else [*DECODERS, WIDE]:
         found = json.loads(_child(name, 1))
-        mib = {f"{key} MiB": found[key] / 2**20 for key in ("state", "temporaries", "peak", "taken")}
+        mib = {f"{key} MiB": count / 2**20 for key, count in found.items()}
         ratio = found["taken"] / found["peak"]
         share = json.loads(_child(name, 8))
         rows.append({"model": name, **mib, "taken/peak": ratio, "state/ideal": share})

@@ -1,12 +1,13 @@
 """A train step costs the host no more than one written by hand.
 
-The same model and optimizer (many tiny leaves, `optax.adamw`) in the same container, with the state
-donated: through `make_train_step`, called by `jax.jit` and by `compile_step`, and by hand, returning
-loss and gradient norm as the same metrics, as plain totals and weights, or as bare scalars, which
-cannot be merged exactly. One state passes from step to step, so that its place in memory favours none; and since
-what is compiled first runs up to some percent faster, each step is there twice, in the order
-a b c d d c b a, and counts with the mean. Times are per step, over blocks of steps, the ratios
-medians of those in a round; the ratio of the two copies shows how far to trust them.
+The same model and optimizer (many tiny leaves, `optax.adamw`) in the same container, with the
+state donated: through `make_train_step`, called by `jax.jit` and by `compile_step`, and by hand,
+returning loss and gradient norm as the same metrics, as plain totals and weights, or as bare
+scalars, which cannot be merged exactly. One state passes from step to step, so that its place in
+memory favours none; and since what is compiled first runs up to some percent faster, each step is
+there twice, in the order a b c d e e d c b a, and counts with the mean. Times are per step, over
+blocks of steps, the ratios medians of those in a round; the ratio of the two copies shows how far
+to trust them.
 """
 
 import argparse
@@ -88,6 +89,7 @@ def measure(leaves, rounds):
         built = pool.map(lambda name: _built(name[0], makers[name[0]](), state, batch), names)
         built = dict(zip(names, built, strict=True))
     steps, flops = ({name: pair[i] for name, pair in built.items()} for i in (0, 1))
+    kinds = {name: jax.eval_shape(make(), state, batch)[1] for name, make in makers.items()}
     held, block = [state], max(1, 6_000 // leaves)
     calls = {name: _python_calls(step, held, batch) for name, step in steps.items()}
     runs = {name: partial(_fold, step, held, batch, block) for name, step in steps.items()}
@@ -97,7 +99,7 @@ def measure(leaves, rounds):
         {
             "state leaves": len(jax.tree.leaves(held)),
             "step": name,
-            "metric leaves": len(jax.tree.leaves(jax.eval_shape(makers[name](), held[0], batch)[1])),
+            "metric leaves": len(jax.tree.leaves(kinds[name])),
             "Python calls": calls[name, 1],
             "CPU us": float(np.median(both[name][:, 0])),
             "wall us": float(np.median(both[name][:, 1])),

@@ -28,6 +28,8 @@ RULES = [
 
 
 def init(key):
+    """Draw the parameters, those of the layers stacked along a leading axis."""
+
     def normal(key, *shape):
         return jax.random.normal(key, shape) / math.sqrt(shape[-2])
 
@@ -41,10 +43,12 @@ def init(key):
 
 
 def norm(x, scale):
+    """Divide by the root of the mean square."""
     return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
 
 
 def layer(spread, x, w):
+    """Attend, and then compute, each added to what came in."""
     split = (*x.shape[:2], HEADS, WIDTH // HEADS)
     h = norm(x, w["norm_in"])
     q, k, v = ((h @ w[name]).reshape(split) for name in ("query", "key", "value"))
@@ -54,20 +58,22 @@ def layer(spread, x, w):
 
 
 def make_loss(mesh):
+    """Give the loss of predicting each next byte, with activations that stay spread by rows."""
     place = jax.sharding.NamedSharding(mesh, P(("dp", "fsdp"), None, None))
     spread = partial(jax.lax.with_sharding_constraint, shardings=place)
 
     def loss_fn(params, batch, key):
+        del key
         x = spread(params["embed"][batch["text"]])
         x, _ = jax.lax.scan(partial(layer, spread), x, params["layers"])
-        logits = x @ params["embed"].T
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["text"][:, 1:])
-        return sf.mean(losses)
+        logits, targets = (x @ params["embed"].T)[:, :-1], batch["text"][:, 1:]
+        return sf.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 
     return loss_fn
 
 
 def batches(seed):
+    """Cut pieces of one length out of Python's manual, for ever."""
     text = np.frombuffer("".join(topics.topics.values()).encode(), np.uint8)
     rng = np.random.default_rng(seed)
     while True:
@@ -76,6 +82,7 @@ def batches(seed):
 
 
 def main():
+    """Plan, read the step, and train."""
     if jax.config.jax_num_cpu_devices < 2:
         jax.config.update("jax_num_cpu_devices", 8)
     mesh = sf.make_mesh((1, -1, 2, 1))

@@ -9,7 +9,6 @@ are the same however many there are, to rounding.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
@@ -20,6 +19,7 @@ BATCH, STEPS = 256, 30
 
 
 def init(key):
+    """Draw the parameters of a network with one hidden layer."""
     first, second = jax.random.split(key)
     return {
         "hidden": jax.random.normal(first, (64, 512)) / 8,
@@ -28,6 +28,8 @@ def init(key):
 
 
 def loss_fn(params, batch, key):
+    """Take the mean cross-entropy, and what is right as the accuracy."""
+    del key
     logits = jax.nn.relu(batch["image"] @ params["hidden"]) @ params["output"]
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     return sf.mean(nll), {"accuracy": sf.mean(logits.argmax(-1) == batch["label"])}
@@ -42,6 +44,7 @@ def rows_of_this_process(i):
 
 
 def main():
+    """Join the other processes, if there are any, and train with them."""
     if not jax.distributed.is_initialized():
         jax.config.update("jax_num_cpu_devices", 2)  # where there is nothing but a CPU
     print(sf.start_distributed())  # before anything else asks for devices
