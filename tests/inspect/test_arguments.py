@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -183,3 +184,13 @@ def test_what_is_weak():
     assert all(map(is_weak, arrays))
     strong = jnp.ones(()), np.float32(1), np.ones(2), np.bool_(True), jax.random.key(0)
     assert [is_weak(leaf) for leaf in strong] == [False] * len(strong)
+
+
+def test_a_state_that_is_partly_elsewhere_is_refused_by_its_paths():
+    mesh = sf.make_mesh()
+    state = sf.init_state({"w": jnp.ones((64, 64))}, optax.sgd(0.1), jax.random.key(0))
+    state = sf.place(state, sf.make_sharding(state, mesh))
+    state = state._replace(key=jax.device_put(jax.random.key(0), jax.devices()[3]))
+    words = r"on the devices of P\(\) of the mesh .*, but elsewhere are state/key; sf.place\(state"
+    with pytest.raises(sf.ShardingError, match=words):
+        placed(state, jnp.ones((8, 64)))

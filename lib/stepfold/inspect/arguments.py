@@ -29,6 +29,7 @@ def placed(state: Any, batch: Any, sharding: Any = None) -> tuple[Any, Any]:
     _check_arrays(batch, "batch")
     places = _own_places(state) if sharding is None else _planned(state, sharding)
     home = _home(places)
+    _check_devices(state, places, home)
     state = _strong(_abstract(state, [place or home for place in places]))
     if isinstance(home, NamedSharding) and isinstance(home.mesh, Mesh) and home.mesh.size > 1:
         spread = shard_batch(_abstract(batch, None), home.mesh)
@@ -83,6 +84,16 @@ def _home(places: list[Sharding | None]) -> Sharding:
         (mesh,) = meshes
         return NamedSharding(mesh, PartitionSpec())
     return next(filter(None, places), SingleDeviceSharding(jax.local_devices()[0]))
+
+
+def _check_devices(state: Any, places: list[Sharding | None], home: Sharding) -> None:
+    named = zip(tree.named_leaves(state, "state"), places, strict=True)
+    odd = [name for (name, _), place in named if place and place.device_set != home.device_set]
+    if odd:
+        raise ShardingError(
+            f"state: expected all of it on the devices of {_spell(home)}, but elsewhere are "
+            f"{', '.join(odd[:4])}{' …' if len(odd) > 4 else ''}; sf.place(state, plan) moves them"
+        )
 
 
 def _abstract(arrays: Any, places: Sequence[Sharding] | None) -> Any:

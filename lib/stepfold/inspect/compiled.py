@@ -174,5 +174,6 @@ def _is_gone(leaf: Any) -> bool:
 
 def _is_looked_into(*arguments: Any) -> bool:
     """Tell whether jax needs the step itself: to trace it, or to find where a NaN comes from."""
+    settings: Any = jax.config
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
-    return traced or bool(jax.config.jax_debug_nans)
+    return traced or bool(settings.jax_debug_nans)
