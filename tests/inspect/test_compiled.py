@@ -698,7 +698,7 @@ def test_a_partial_step_is_a_step():
 def test_a_plan_for_another_state_is_refused():
     plan = plan_on(sf.make_mesh())
     odd = plan._replace(params={"w": plan.params["w"], "v": plan.key})
-    words = "sharding: the plan is for another state; they differ in .'params/b', 'params/v'."
+    words = "the plan is for another tree:\n  params/b: has no sharding"
     with pytest.raises(sf.TreeMismatchError, match=words):
         sf.compile_step(STEP, SHAPE, on_host(), sharding=odd)
 
@@ -706,7 +706,7 @@ def test_a_plan_for_another_state_is_refused():
 def test_a_plan_in_other_containers_is_refused():
     plan = plan_on(sf.make_mesh())
     odd = plan._replace(opt_state=list(plan.opt_state))
-    words = r"sharding: the plan is for another state; they differ in \[PyTreeDef"
+    words = r"the plan is for another tree:\n  expected the containers PyTreeDef"
     with pytest.raises(sf.TreeMismatchError, match=words):
         sf.compile_step(STEP, SHAPE, on_host(), sharding=odd)
 

@@ -82,7 +82,7 @@ def test_statistics_of_abstract_arrays_are_refused_in_words():
 def test_a_plan_for_other_parameters_is_refused():
     params = {"w": jnp.ones((64, 128)), "b": jnp.ones(3)}
     plan = sf.make_sharding(params, sf.make_mesh())
-    words = "parameter_table: the plan is for other parameters: .'b', 'v'."
+    words = "the plan is for another tree:\n  v: has no sharding\n  b: has a sharding and no"
     with pytest.raises(sf.TreeMismatchError, match=words):
         sf.parameter_table({"w": params["w"], "v": params["b"]}, plan)
 

@@ -305,7 +305,7 @@ R = PLACES["replicated"]
 def test_a_plan_for_another_tree_is_refused_leaf_by_leaf(state, plan, lines):
     with pytest.raises(sf.TreeMismatchError) as caught:
         sf.place(state, plan)
-    assert str(caught.value).split("\n  ") == ["place: the plan is for another tree:", *lines]
+    assert str(caught.value).split("\n  ") == ["the plan is for another tree:", *lines]
 
 
 def test_a_plan_in_other_containers_is_refused():

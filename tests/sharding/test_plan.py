@@ -465,7 +465,7 @@ def test_a_table_of_nothing_is_its_total():
 
 def test_a_plan_of_another_length_is_refused():
     place = NamedSharding(MESH, P())
-    with pytest.raises(sf.ShardingError, match="expected a sharding for 1 leaves, got 2"):
+    with pytest.raises(sf.TreeMismatchError, match="the plan is for another tree:"):
         sf.sharding_table({"a": leaf(2)}, [place, place])
 
 

@@ -8,8 +8,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from stepfold import tree
-from stepfold.errors import ConfigError, ShardingError, TreeMismatchError
+from stepfold.errors import ConfigError, ShardingError
 from stepfold.sharding.placement import shard_batch
+from stepfold.sharding.plan import places_of
 
 
 def placed(state: Any, batch: Any, sharding: Any = None) -> tuple[Any, Any]:
@@ -27,7 +28,9 @@ def placed(state: Any, batch: Any, sharding: Any = None) -> tuple[Any, Any]:
     """
     _check_arrays(state, "state")
     _check_arrays(batch, "batch")
-    places = _own_places(state) if sharding is None else _planned(state, sharding)
+    places = _own_places(state)
+    if sharding is not None:
+        places = [*places_of(state, sharding)]
     home = _home(places)
     _check_devices(state, places, home)
     state = _strong(_abstract(state, [place or home for place in places]))
@@ -60,17 +63,6 @@ def _own_places(arrays: Any) -> list[Sharding | None]:
         getattr(leaf, "sharding", None) if here else None
         for leaf, here in zip(leaves, chosen, strict=True)
     ]
-
-
-def _planned(state: Any, sharding: Any) -> list[Sharding | None]:
-    if isinstance(sharding, Sharding):
-        return [sharding for _ in jax.tree.leaves(state)]
-    have, want = ([name for name, _ in tree.named_leaves(x)] for x in (state, sharding))
-    structures: list[Any] = [jax.tree.structure(state), jax.tree.structure(sharding)]
-    if structures[0] != structures[1]:
-        odd = sorted(set(have) ^ set(want)) or structures
-        raise TreeMismatchError(f"sharding: the plan is for another state; they differ in {odd}")
-    return jax.tree.leaves(sharding)
 
 
 def _home(places: list[Sharding | None]) -> Sharding:

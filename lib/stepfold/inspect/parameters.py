@@ -6,7 +6,8 @@ import jax
 from clu.parameter_overview import get_parameter_overview
 
 from stepfold import tree
-from stepfold.errors import ConfigError, TreeMismatchError
+from stepfold.errors import ConfigError
+from stepfold.sharding.plan import places_of
 
 
 def parameter_table(params: Any, plan: Any = None, *, stats: bool = False) -> str:
@@ -36,13 +37,10 @@ def parameter_table(params: Any, plan: Any = None, *, stats: bool = False) -> st
                 f"no abstract array; got {name} {tree.spell(leaf)}"
             )
     if plan is not None:
-        places = dict(tree.named_leaves(plan))
-        if places.keys() != flat.keys():
-            odd = sorted(places.keys() ^ flat.keys())
-            raise TreeMismatchError(f"parameter_table: the plan is for other parameters: {odd}")
+        places = places_of(params, plan)
         flat = {
-            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[name])
-            for name, leaf in flat.items()
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+            for (name, leaf), place in zip(flat.items(), places, strict=True)
         }
     overview: str = get_parameter_overview(flat, include_stats="global" if stats else "sharding")
     return overview

@@ -13,8 +13,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold import tree
-from stepfold.errors import DataError, ShardingError, TreeMismatchError
+from stepfold.errors import DataError, ShardingError
 from stepfold.sharding.mesh import DATA_AXES
+from stepfold.sharding.plan import places_of
 
 
 def shard_batch(batch: Any, mesh: Mesh, *, axes: str | Sequence[str] | None = None) -> Any:
@@ -135,7 +136,10 @@ def place(state: Any, plan: Any) -> Any:
 
     Args:
       state: a tree of arrays.
-      plan: a tree of shardings of the same structure.
+      plan: a tree of shardings of the same structure, or one sharding for all of it.
+
+    Raises:
+      TreeMismatchError: if the plan is for another tree.
 
     >>> import jax, jax.numpy as jnp, stepfold as sf
     >>> params = {"w": jnp.ones((128, 64))}
@@ -143,10 +147,8 @@ def place(state: Any, plan: Any) -> Any:
     >>> len(placed["w"].sharding.device_set) == jax.device_count()
     True
     """
-    lines = _unlike(state, plan)
-    if lines:
-        raise TreeMismatchError("place: the plan is for another tree:\n  " + "\n  ".join(lines))
-    return jax.tree.map(_copied, state, plan)
+    leaves, structure = jax.tree.flatten(state)
+    return jax.tree.unflatten(structure, map(_copied, leaves, places_of(state, plan)))
 
 
 def _copied(leaf: Any, to: Sharding) -> jax.Array:
@@ -156,14 +158,3 @@ def _copied(leaf: Any, to: Sharding) -> jax.Array:
     leaf = leaf if isinstance(leaf, jax.Array) else np.array(leaf)
     moved = jax.device_put(leaf, to, may_alias=False)
     return tree.strong(jnp.copy(moved) if moves else moved)  # type: ignore[no-any-return]
-
-
-def _unlike(state: Any, plan: Any) -> list[str]:
-    have = [name for name, _ in tree.named_leaves(state)]
-    want = [name for name, _ in tree.named_leaves(plan)]
-    lines = [f"{name}: has no sharding" for name in have if name not in set(want)]
-    lines += [f"{name}: has a sharding and no array" for name in want if name not in set(have)]
-    structures: list[Any] = [jax.tree.structure(state), jax.tree.structure(plan)]
-    if not lines and structures[0] != structures[1]:
-        lines = [f"expected the containers {structures[0]}, got {structures[1]}"]
-    return lines

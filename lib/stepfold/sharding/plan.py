@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold.core.state import TrainState
-from stepfold.errors import ShardingError
+from stepfold.errors import ShardingError, TreeMismatchError
 from stepfold.sharding.mesh import axes_of
 from stepfold.sharding.rules import Rules, fsdp, read_rules
 from stepfold.table import size, table
@@ -172,6 +172,25 @@ def _uneven(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> list[tup
     return [(dim, count) for dim, count in enumerate(parts) if shape[dim] % count]
 
 
+def places_of(tree: Any, plan: Any) -> list[Sharding]:
+    """List the shardings that a plan has for the leaves of a tree, or one sharding for each.
+
+    Raises:
+      TreeMismatchError: if the plan is for another tree.
+    """
+    if isinstance(plan, Sharding):
+        return [plan for _ in jax.tree.leaves(tree)]
+    have, want = ([name for name, _ in named_leaves(x)] for x in (tree, plan))
+    lines = [f"{name}: has no sharding" for name in have if name not in set(want)]
+    lines += [f"{name}: has a sharding and no array" for name in want if name not in set(have)]
+    structures: list[Any] = [jax.tree.structure(tree), jax.tree.structure(plan)]
+    if not lines and structures[0] != structures[1]:
+        lines = [f"expected the containers {structures[0]}, got {structures[1]}"]
+    if lines:
+        raise TreeMismatchError("\n  ".join(["the plan is for another tree:", *lines]))
+    return jax.tree.leaves(plan)
+
+
 def sharding_table(tree: Any, plan: Any = None) -> str:
     """Write a plan as a table: path, shape, spec, and bytes on each device.
 
@@ -191,11 +210,9 @@ def sharding_table(tree: Any, plan: Any = None) -> str:
     """
     named = named_leaves(tree)
     _check_leaves(named)
-    places = [getattr(leaf, "sharding", None) for _, leaf in named]
+    places: list[Any] = [getattr(leaf, "sharding", None) for _, leaf in named]
     if plan is not None:
-        places = jax.tree.leaves(plan)
-    if len(places) != len(named):
-        raise ShardingError(f"expected a sharding for {len(named)} leaves, got {len(places)}")
+        places = [*places_of(tree, plan)]
     rows: list[tuple[str, ...]] = []
     total = whole = 0
     for (path, leaf), place in zip(named, places, strict=True):
