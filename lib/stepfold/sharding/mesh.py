@@ -49,8 +49,8 @@ def make_mesh(
     >>> import jax, stepfold as sf
     >>> sf.make_mesh().shape == {"dp": 1, "fsdp": jax.device_count(), "tp": 1, "sp": 1}
     True
-    >>> sf.make_mesh((-1,), ("data",), devices=jax.devices()[:1]).shape
-    OrderedDict({'data': 1})
+    >>> sf.make_mesh((-1,), ("data",), devices=jax.devices()[:1]).shape["data"]
+    1
     """
     devices = list(jax.devices() if devices is None else devices)
     if not devices:
