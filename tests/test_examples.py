@@ -3,6 +3,8 @@
 import re
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,22 +24,29 @@ def run(path, *arguments, cwd):
     return done.stdout
 
 
+@cache
+def printed_by(path):
+    """Run an example once, for all that is asked of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(path, cwd=folder)
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_run(path, tmp_path):
-    assert run(path, cwd=tmp_path)
+def test_examples_run(path):
+    assert printed_by(path)
     assert path.read_text().count("\n") <= 120
     assert "def main(" in path.read_text()
 
 
-def test_the_quickstart_learns_to_read_digits(tmp_path):
-    printed = run(ROOT / "examples" / "quickstart.py", cwd=tmp_path)
+def test_the_quickstart_learns_to_read_digits():
+    printed = printed_by(ROOT / "examples" / "quickstart.py")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
     assert losses[-1] < losses[0] / 5
     assert float(re.search(r"test accuracy (\d+\.\d+)", printed).group(1)) > 0.95
 
 
-def test_the_sharded_transformer_learns_and_shows_its_plan(tmp_path):
-    printed = run(ROOT / "examples" / "sharded_transformer.py", cwd=tmp_path)
+def test_the_sharded_transformer_learns_and_shows_its_plan():
+    printed = printed_by(ROOT / "examples" / "sharded_transformer.py")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
     assert losses[-1] < losses[0] / 1.8
     assert re.search(r"layers/up +float32\[4,128,512\] +·, fsdp, tp +128 KiB", printed)
