@@ -6,6 +6,9 @@ from stepfold.core.loss import mean
 from stepfold.core.precision import Precision, dynamic_loss_scale
 from stepfold.core.state import TrainState, init_state
 from stepfold.core.step import make_eval_step, make_train_step
+from stepfold.data.attention import block_diagonal_mask
+from stepfold.data.collate import collate
+from stepfold.data.packing import pack
 from stepfold.errors import (
     CheckpointError,
     ConfigError,
@@ -39,6 +42,8 @@ __all__ = [
     "StepfoldError",
     "TrainState",
     "TreeMismatchError",
+    "block_diagonal_mask",
+    "collate",
     "compile_step",
     "describe",
     "dynamic_loss_scale",
@@ -51,6 +56,7 @@ __all__ = [
     "make_sharding",
     "make_train_step",
     "mean",
+    "pack",
     "parameter_table",
     "place",
     "reduce_once",

@@ -1,0 +1,294 @@
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stepfold as sf
+from stepfold.data.collate import collate
+
+ROWS = [np.array([1, 2, 3], np.int32), np.array([4, 5, 6, 7, 8], np.int32)]
+
+
+def refuses(message, error=sf.DataError):
+    return pytest.raises(error, match=re.escape(message))
+
+
+def simple(rows, length, truncate, side, pad):
+    """Do the same the plain way."""
+    batch, mask = [], []
+    for row in rows:
+        kept = list(row)[:length] if truncate == "keep_start" else list(row)[-length:]
+        fill, real, none = [pad] * (length - len(kept)), [True] * len(kept), []
+        none = [False] * len(fill)
+        batch.append(kept + fill if side == "right" else fill + kept)
+        mask.append(real + none if side == "right" else none + real)
+    return batch, mask
+
+
+ragged = st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=12), min_size=1, max_size=6)
+either_end = st.sampled_from(["keep_end", "keep_start"])
+either_side = st.sampled_from(["right", "left"])
+
+
+@given(ragged.filter(any), st.integers(1, 14), either_end, either_side, st.integers(-100, 9))
+@pytest.mark.parametrize("kind", [list, tuple, np.int32, np.int64, np.float64, jnp.float32])
+def test_rows_are_as_made_by_hand(kind, rows, length, truncate, side, pad):
+    if kind is jnp.float32:
+        made = [jnp.array(row, kind) for row in rows]
+        rows = [row.tolist() for row in made]
+    else:
+        made = [kind(row) if kind in (list, tuple) else np.array(row, kind) for row in rows]
+    batch = collate(made, length=length, truncate=truncate, side=side, pad=pad)
+    tokens, mask = simple(rows, length, truncate, side, pad)
+    assert batch["tokens"].tolist() == tokens
+    assert batch["mask"].tolist() == mask
+    assert batch["mask"].sum() == sum(min(len(row), length) for row in rows)
+    assert batch["mask"].dtype == bool
+    assert batch["mask"].flags.c_contiguous
+    assert batch["tokens"].shape == batch["mask"].shape == (len(rows), length)
+    same = {np.float64: "float64", jnp.float32: "float32"}
+    assert batch["tokens"].dtype == same.get(kind, "int32")
+
+
+def test_each_key_is_padded_with_its_own_value():
+    examples = [{"ids": row, "labels": row, "weight": row / 2} for row in ROWS]
+    batch = collate(examples, length=5, pad={"labels": -100, "weight": float("nan")})
+    assert batch["ids"][0].tolist() == [1, 2, 3, 0, 0]
+    assert batch["labels"][0].tolist() == [1, 2, 3, -100, -100]
+    assert np.isnan(batch["weight"][0, 3:]).all()
+    assert list(batch) == ["ids", "labels", "weight", "mask"]
+
+
+def test_dicts_nest_and_their_keys_are_paths():
+    examples = [{"text": {"ids": row, "labels": row}, "n": {"at": i}} for i, row in enumerate(ROWS)]
+    batch = collate(examples, length=4, pad={"text/labels": -1})
+    assert batch["text"]["ids"].tolist() == [[1, 2, 3, 0], [5, 6, 7, 8]]
+    assert batch["text"]["labels"].tolist() == [[1, 2, 3, -1], [5, 6, 7, 8]]
+    assert batch["n"]["at"].tolist() == [0, 1]
+    assert batch["mask"].tolist() == [[True, True, True, False], [True] * 4]
+
+
+def test_scalars_stack():
+    examples = [{"ids": row, "a": 1, "b": 0.5, "c": True, "d": np.float64(2)} for row in ROWS]
+    batch = collate(examples, length=4)
+    dtypes = {name: batch[name].dtype.name for name in "abcd"}
+    assert dtypes == {"a": "int32", "b": "float32", "c": "bool", "d": "float64"}
+    assert {batch[name].shape for name in "abcd"} == {(2,)}
+
+
+def test_sequences_of_vectors_are_padded_along_their_first_axis():
+    frames = [np.ones((2, 3, 4), np.float32), np.ones((5, 3, 4), np.float32)]
+    batch = collate(frames, length=4, pad=-1)
+    assert batch["tokens"].shape == (2, 4, 3, 4)
+    assert (batch["tokens"][0, 2:] == -1).all()
+    assert (batch["tokens"][1] == 1).all()
+    nested = collate([[[1, 2]], [[3, 4], [5, 6]]], length=2)["tokens"]
+    assert nested.tolist() == [[[1, 2], [0, 0]], [[3, 4], [5, 6]]]
+
+
+def test_what_is_not_named_in_keys_stacks():
+    image = np.zeros((4, 4), np.uint8)
+    examples = [{"ids": row, "image": image, "text": {"a": row, "b": row}} for row in ROWS]
+    batch = collate(examples, length=8, keys=["ids", "text"])
+    assert batch["image"].shape == (2, 4, 4)
+    assert batch["image"].dtype == np.uint8
+    assert batch["text"]["b"].shape == (2, 8)
+    fixed = collate([{"ids": row, "image": image} for row in ROWS], length=8, keys="ids")
+    assert fixed["image"].shape == (2, 4, 4)
+
+
+def test_nothing_is_padded_and_no_mask_added_where_no_key_is_named():
+    batch = collate([{"x": [1, 2]}, {"x": [3, 4]}], length=8, keys=())
+    assert {name: array.tolist() for name, array in batch.items()} == {"x": [[1, 2], [3, 4]]}
+
+
+@given(ragged.filter(any), st.data())
+def test_the_structure_does_not_depend_on_the_lengths(rows, data):
+    length = data.draw(st.integers(1, 12))
+
+    def shapes(rows):
+        examples = [{"ids": row, "label": 1} for row in rows]
+        return jax.tree.map(lambda x: (x.shape[1:], x.dtype), collate(examples, length=length))
+
+    assert shapes(rows) == shapes([[1] * length] * 3) == shapes([[1]])
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "float16", jnp.bfloat16, "complex64"])
+def test_dtypes_of_arrays_are_kept(dtype):
+    rows = [row.astype(dtype) for row in ROWS]
+    batch = collate([{"x": row, "one": row[0]} for row in rows], length=4)
+    assert {batch["x"].dtype, batch["one"].dtype} == {np.dtype(dtype)}
+
+
+def test_integers_of_64_bits_become_those_that_jax_takes():
+    rows = [np.array([2**31 - 1]), np.array([-(2**31), 0], np.int64)]
+    assert collate(rows, length=2)["tokens"].tolist() == [[2**31 - 1, 0], [-(2**31), 0]]
+    assert collate([row.astype(np.uint64) for row in ROWS], length=2)["tokens"].dtype == np.uint32
+    mixed = [ROWS[0], ROWS[1].astype(np.int64), [9]]
+    assert collate(mixed, length=2)["tokens"].tolist() == [[2, 3], [7, 8], [9, 0]]
+    for rows in ([[1], [2, 2**31]], [np.array([1]), np.array([2, 2**31])], [[1], [2**31, 1]]):
+        with refuses(
+            "example 1, tokens: expected integers that fit int32, which is what jax "
+            "takes, got 2147483648; make them smaller, or floats"
+        ):
+            collate(rows, length=2)  # fmt: skip
+    with refuses("example 0, a: expected integers that fit int32"):
+        collate([{"ids": [1], "a": 2**40}], length=2)
+
+
+def test_lists_keep_their_kind():
+    def dtype(row):
+        return collate([row], length=2)["tokens"].dtype
+
+    assert dtype([1, 2.5]) == dtype([0.5, 1]) == np.float32
+    assert dtype([True, False]) == np.bool_
+    assert dtype([np.int64(3), 4]) == dtype([3, np.int64(4)]) == dtype(range(3)) == np.int32
+    assert collate([[1, 2.5]], length=2)["tokens"].tolist() == [[1, 2.5]]
+
+
+def test_an_empty_sequence_is_a_row_of_padding():
+    batch = collate([[], [1.5], np.zeros(0, np.float32)], length=2, pad=-1)
+    assert batch["tokens"].tolist() == [[-1, -1], [1.5, -1], [-1, -1]]
+    assert batch["mask"].sum() == 1
+    assert collate([np.zeros((0, 3))], length=2)["tokens"].shape == (1, 2, 3)
+    assert collate([[], [[1, 2]]], length=2)["tokens"].shape == (2, 2, 2)
+
+
+def test_a_dict_of_columns_is_a_batch_of_examples():
+    class Ragged:
+        def to_list(self):
+            return [[1, 2, 3], [4]]
+
+    columns = {"ids": Ragged(), "text": {"n": np.array([7, 8], np.int32)}}
+    batch = collate(columns, length=2)
+    assert batch["ids"].tolist() == [[2, 3], [4, 0]]
+    assert batch["text"]["n"].tolist() == [7, 8]
+    with refuses("examples: expected columns of one length, got {'a': 2, 'b': 1}"):
+        collate({"a": [[1], [2]], "b": [[1]]}, length=2)
+
+
+def test_it_is_a_function_of_a_batch_for_a_pipeline():
+    to_batch = partial(collate, length=4, truncate="keep_start")
+    batches = list(map(to_batch, [iter(ROWS), ROWS[::-1]]))
+    assert [batch["tokens"][0].tolist() for batch in batches] == [[1, 2, 3, 0], [4, 5, 6, 7]]
+
+
+def test_what_it_is_given_stays_as_it_is():
+    rows = [row.copy() for row in ROWS]
+    batch = collate(rows, length=3)
+    batch["tokens"][:] = 0
+    assert all((a == b).all() for a, b in zip(rows, ROWS, strict=True))
+
+
+def test_a_longer_sequence_is_refused_where_none_is_to_be_cut():
+    assert collate(ROWS, length=5, truncate=None)["mask"].sum() == 8
+    with refuses(
+        "example 1: expected at most length=4 tokens, got 5; give truncate='keep_end' or "
+        "'keep_start', or a greater length"
+    ):
+        collate(ROWS, length=4, truncate=None)  # fmt: skip
+
+
+SEVERAL = "give every example the same keys"
+NUMBERS = "encode it as integers or floats, or leave the key out"
+
+
+@pytest.mark.parametrize(
+    ("examples", "message"),
+    [
+        ([], "examples: expected at least one with at least one key, got none"),
+        ([{}], "examples: expected at least one with at least one key, got none"),
+        ({"ids": []}, "examples: expected at least one with at least one key, got none"),
+        ([{"a": [1]}, {"b": [1]}], f"example 1, a: missing, but example 0 has it; {SEVERAL}"),
+        (
+            [{"a": [1]}, {"a": [1], "b": 1}],
+            f"example 1, b: unexpected, for example 0 lacks it; {SEVERAL}",
+        ),
+        (
+            [{"t": {"a": [1]}}, {"t": {"c": [1]}}],
+            f"example 1, t/a: missing, but example 0 has it; {SEVERAL}",
+        ),
+        (
+            [{"t": {"a": [1]}}, {"t": [1]}],
+            f"example 1, t: expected a dict with the keys ['a'], got list [1]; {SEVERAL}",
+        ),
+        ([{"a": [1]}, [1]], "example 1: expected a dict with the keys ['a'], got list [1]"),
+        ([{"mask": [1]}], "examples: the key 'mask' is for what is added; rename yours"),
+        ([[1], "abc"], "example 1, tokens: expected a sequence, got str 'abc'; give every "),
+        ([[1], {"a": 1}], "example 1, tokens: expected a sequence, got dict {'a': 1}"),
+        ([{"a": "abc"}], "examples: expected a sequence to pad, got only scalars under ['a']; give "
+                         "keys=() to stack them"),
+        (["abc"], "examples: expected a sequence to pad, got only scalars under ['tokens']"),
+        ([{"i": [1], "s": "x"}], "example 0, s: expected numbers in one shape, got str 'x'"),
+        ([{"i": [1], "s": 1}, {"i": [1], "s": None}],
+         "example 1, s: expected numbers in one shape, got NoneType None"),
+        ([[1], ["a"]], "example 1, tokens: expected numbers in one shape, got list ['a']"),
+        ([[1], [None]], "example 1, tokens: expected numbers in one shape, got list [None]"),
+        ([[1], [2**70]], "example 1, tokens: expected numbers in one shape, got list [118059"),
+        ([[[1, 2], [3]]], "example 0, tokens: expected numbers in one shape, got list [[1, 2], [3]"
+                          f"]; {NUMBERS}"),
+        ([np.array([b"x"])], "example 0, tokens: expected numbers in one shape, got |S1[1]"),
+        ([[1], np.array([None])], "example 1, tokens: expected numbers in one shape, got object["),
+        ([ROWS[0], 3], "example 1, tokens: expected a sequence, got int 3; give every example one, "
+                       "or (in collate) name in keys= the sequences alone"),
+        ([[], []], "example 0, tokens: expected a number somewhere, got only empty lists, which "
+                   "have no dtype; give empty arrays"),
+        ([{"a": [1], "b": [1]}, {"a": [1, 2], "b": [1]}],
+         "example 1, b: expected the length 2 of a, got 1; all sequences of an example share one "
+         "mask: make them as long, or (in collate) name in keys= the sequences alone"),
+        ([[1], [0.5]], "example 1, tokens: expected the dtype int32 of example 0, got float32; a "
+                       "dtype that changes makes a step compile again: cast to one"),
+        ([[[1, 2]], [[3, 4, 5]]], "example 1, tokens: expected the shape (n, 2) as example 0 has, "
+                                  "got (1, 3); only the first axis may differ"),
+        ([[1, 2], [[3]]], "example 1, tokens: expected the shape (n) as example 0 has, got (1, 1)"),
+    ],
+)  # fmt: skip
+def test_examples_that_make_no_batch_are_refused(examples, message):
+    with refuses(message):
+        collate(examples, length=2)
+
+
+def test_what_does_not_stack_is_refused():
+    examples = [{"ids": [1], "image": np.ones((4, 4))}, {"ids": [1], "image": np.ones((5, 4))}]
+    with refuses(
+        "example 1, image: expected the shape (4, 4) of example 0, got (5, 4); name in "
+        "keys= what is to be padded, and give the rest one shape"
+    ):
+        collate(examples, length=2, keys="ids")  # fmt: skip
+    with refuses("example 0, image: expected the length 1 of ids, got 4"):
+        collate(examples, length=2)
+    with refuses("example 0, label: expected a sequence, got int 1"):
+        collate([{"label": 1}], length=2, keys="label")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 0}, "collate: length: expected an integer of at least 1, got 0"),
+        ({"length": 2.0}, "collate: length: expected an integer of at least 1, got 2.0"),
+        ({"length": True}, "collate: length: expected an integer of at least 1, got True"),
+        ({"truncate": "end"}, "collate: truncate: expected 'keep_end', 'keep_start' or None, got"),
+        ({"side": "top"}, "collate: side: expected 'right' or 'left', got 'top'"),
+        ({"pad": {"lables": 1}}, "collate: pad: expected some of ['ids', 'w'], got 'lables'"),
+        ({"pad": {"ids": None}}, "collate: pad: expected a number for ids, got None"),
+        ({"pad": "x"}, "collate: pad: expected a number for ids, got 'x'"),
+        (
+            {"pad": {"ids": 0.5}},
+            "pad: expected a value of int32 for ids, got 0.5; give pad= a dict",
+        ),
+        ({"pad": float("nan")}, "pad: expected a value of int32 for ids, got nan"),
+        ({"pad": -1}, "pad: expected a value of uint8 for w, got -1; give pad= a dict of values"),
+        ({"pad": {"ids": 2**31}}, "pad: expected a value of int32 for ids, got 2147483648"),
+        ({"keys": "idz"}, "collate: keys: expected some of ['ids', 'w'], got 'idz'"),
+        ({"keys": ["ids", "x"]}, "collate: keys: expected some of ['ids', 'w'], got 'x'"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(options, message):
+    example = {"ids": np.array([1, 2]), "w": np.array([1, 2], np.uint8)}
+    with refuses(message, sf.ConfigError):
+        collate([example], **{"length": 3, **options})
