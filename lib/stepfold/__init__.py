@@ -7,7 +7,9 @@ from stepfold.core.precision import Precision, dynamic_loss_scale
 from stepfold.core.state import TrainState, init_state
 from stepfold.core.step import make_eval_step, make_train_step
 from stepfold.data.attention import block_diagonal_mask
+from stepfold.data.batches import batches
 from stepfold.data.collate import collate
+from stepfold.data.mixture import mix
 from stepfold.data.packing import pack
 from stepfold.errors import (
     CheckpointError,
@@ -42,6 +44,7 @@ __all__ = [
     "StepfoldError",
     "TrainState",
     "TreeMismatchError",
+    "batches",
     "block_diagonal_mask",
     "collate",
     "compile_step",
@@ -56,6 +59,7 @@ __all__ = [
     "make_sharding",
     "make_train_step",
     "mean",
+    "mix",
     "pack",
     "parameter_table",
     "place",

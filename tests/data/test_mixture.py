@@ -1,0 +1,214 @@
+"""A mixture is exact in every window, fair to every example, and found anywhere."""
+
+import itertools
+import json
+import sys
+from collections import Counter
+from fractions import Fraction
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stepfold as sf
+from stepfold.data.batches import batches
+from stepfold.data.mixture import mix
+
+WEIGHTS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+
+
+def named(counts):
+    """Make a source a number: example k of source s is 1000 s + k."""
+    return [1000 * number + np.arange(count) for number, count in enumerate(counts)]
+
+
+def which(mixture, first, last):
+    return mixture.locate(np.arange(first, last))[0]
+
+
+@given(WEIGHTS, st.integers(0, 10**12))
+def test_every_window_of_a_period_has_exact_proportions(weights, first):
+    mixture = mix([([0], weight) for weight in weights])
+    period = sum(weights)
+    found = which(mixture, first, first + 3 * period)
+    for start in range(2 * period):
+        window = found[start : start + period]
+        assert np.bincount(window, minlength=len(weights)).tolist() == weights
+
+
+@given(WEIGHTS, st.integers(0, 10**6), st.integers(1, 300))
+def test_any_window_is_within_two_examples_of_its_due(weights, first, length):
+    found = which(mix([([0], weight) for weight in weights]), first, first + length)
+    counts = np.bincount(found, minlength=len(weights))
+    due = length * np.array(weights) / sum(weights)
+    assert np.abs(counts - due).max() < 2
+
+
+@given(WEIGHTS, st.lists(st.integers(1, 7), min_size=5, max_size=5), st.none() | st.integers(0, 3))
+def test_each_source_is_gone_through_pass_by_pass(weights, counts, seed):
+    sources = named(counts[: len(weights)])
+    mixture = mix(list(zip(sources, weights, strict=True)), seed=seed)
+    found = [int(mixture[i]) for i in range(15 * sum(weights))]
+    for number, source in enumerate(sources):
+        mine = [x for x in found if x // 1000 == number]
+        passes = [sorted(mine[i : i + len(source)]) for i in range(0, len(mine), len(source))]
+        whole = passes if len(mine) % len(source) == 0 else passes[:-1]
+        assert all(one == source.tolist() for one in whole)
+
+
+@given(WEIGHTS, st.integers(1, 40), st.integers(0, 50))
+def test_batches_of_a_mixture_are_its_examples_in_order(weights, size, step):
+    sources = named([3, 50, 7, 1, 20])
+    mixture = mix(list(zip(sources, weights, strict=False)), seed=1)
+    expected = [int(mixture[i]) for i in range(step * size, (step + 1) * size)]
+    assert next(batches(mixture, size, start=step)).tolist() == expected
+    listed = mix([(list(s), w) for s, w in zip(sources, weights, strict=False)], seed=1)
+    assert next(batches(listed, size, start=step)).tolist() == expected
+    parts = [
+        next(batches(mixture, 2 * size, start=step, process_index=index, process_count=2))
+        for index in range(2)
+    ]
+    assert np.concatenate(parts).tolist() == batches(mixture, 2 * size).at(step).tolist()
+
+
+def test_orders_are_of_the_seed_the_source_and_the_pass():
+    def passes(seed):
+        mixture = mix([(np.arange(20), 1), (np.arange(20), 1)], seed=seed)
+        found = [mixture[i].item() for i in range(80)]
+        return [tuple(found[k : k + 40 : 2]) for k in (0, 1, 40, 41)]
+
+    assert len({*passes(0), *passes(1)}) == 8
+    assert set(passes(None)) == {tuple(range(20))}
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ([0.7, 0.2, 0.1], [7, 2, 1]),
+        ([1 / 3, 1 / 3, 1 / 3], [1, 1, 1]),
+        ([Fraction(1, 7), Fraction(2, 7)], [1, 2]),
+        ([np.float64(1.5), np.int32(3)], [1, 2]),
+        ([1e-3, 1e3], [1, 10**6]),
+    ],
+)
+def test_weights_mean_what_is_written(weights, expected):
+    assert mix([([0], weight) for weight in weights]).fingerprint["weights"] == expected
+
+
+@pytest.mark.parametrize("weights", [[np.pi, np.e], [1e-30, 1.0], [0.123456789123, 1 / 7, 5e8]])
+def test_weights_without_a_short_period_are_met_to_a_billionth(weights):
+    mixture = mix([([0], weight) for weight in weights])
+    got = np.array(mixture.fingerprint["weights"]) / sum(mixture.fingerprint["weights"])
+    np.testing.assert_allclose(got, np.array(weights) / sum(weights), rtol=0, atol=2e-9)
+    far = which(mixture, 2**61, 2**61 + 1000)
+    near = np.bincount(far, minlength=len(weights)) / 1000
+    np.testing.assert_allclose(near, got, atol=3e-3)
+
+
+def test_a_mixture_may_be_of_mixtures():
+    inner = mix([(np.zeros(3, int), 1), (np.ones(3, int), 1)], seed=0)
+    outer = mix([(inner, 2), (np.full(3, 2), 1)], seed=0)
+    assert len(outer) == sys.maxsize
+    assert next(batches(outer, 300)).tolist() == [outer[i] for i in range(300)]
+    assert Counter(next(batches(outer, 300)).tolist()) == {0: 100, 1: 100, 2: 100}
+
+
+def test_batches_of_a_mixture_resume_and_mask():
+    mixture = [({"x": np.arange(5)}, 2), ([{"x": np.int64(-1)}], 1)]
+    stream = batches(mix(mixture, seed=0), 4, remainder="pad")
+    list(itertools.islice(stream, 7))
+    saved = json.loads(json.dumps(stream.get_state()))
+    resumed = batches(mix(mixture, seed=0), 4, remainder="pad")
+    resumed.set_state(saved)
+    jax.tree.map(np.testing.assert_array_equal, next(stream), next(resumed))
+    assert resumed.at(3)["mask"].all()
+    other = batches(mix([(mixture[0][0], 3), (mixture[1][0], 1)], seed=0), 4, remainder="pad")
+    with pytest.raises(sf.DataError, match=r"source was {.*'weights': \[2, 1\].* and is {.*\[3, 1"):
+        other.set_state(saved)
+
+
+def test_examples_are_transformed_before_they_have_to_be_alike():
+    mixture = mix([([{"x": 1}], 1), ([{"z": 2.0}], 1)])
+    stream = batches(mixture, 2, transform=lambda example: [float(v) for v in example.values()])
+    assert next(stream).tolist() == [[1.0], [2.0]]
+    with pytest.raises(
+        sf.DataError, match=r"of one structure.*example/x: missing.*example/z: unexp"
+    ):
+        next(batches(mixture, 2))
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ([np.ones((3, 2)), np.ones((3, 4))], r"expected float64\[2\], got float64\[4\]; make them"),
+        ([np.ones(3), np.ones(3, int)], r"example: expected float64\[\], got int64\[\]"),
+    ],
+)
+def test_sources_of_unlike_examples_are_refused(parts, says):
+    with pytest.raises(sf.DataError, match=says):
+        next(batches(mix([(part, 1) for part in parts]), 2))
+
+
+@pytest.mark.parametrize("options", [{"seed": 0}, {"epochs": 1}])
+def test_an_endless_source_has_no_epochs_and_its_own_order(options):
+    with pytest.raises(sf.ConfigError, match="an endless one has no epochs .* leave both out"):
+        batches(mix([([0], 1)]), 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("sources", "says"),
+    [
+        ([], r"mix: expected pairs \(source, weight\), at least one, got list \[\]"),
+        ({"a": 1}, "mix: expected pairs"),
+        ([np.ones(3)], r"mix: expected a pair \(source, weight\) at 0, got float64\[3\]"),
+        ([([0], 1), ([0], 0)], "a finite weight above 0 at 1, got 0; leave the source out"),
+        ([([0], -1)], "a finite weight above 0 at 0, got -1"),
+        ([([0], float("nan"))], "a finite weight above 0 at 0, got nan"),
+        ([([0], float("inf"))], "a finite weight above 0 at 0, got inf"),
+        ([([0], True)], "a finite weight above 0 at 0, got True"),
+        ([([0], "1")], "a finite weight above 0 at 0, got '1'"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(sources, says):
+    with pytest.raises(sf.ConfigError, match=says):
+        mix(sources)
+
+
+def test_a_seed_is_checked():
+    with pytest.raises(sf.ConfigError, match="mix: seed: expected an integer of at least 0, got -"):
+        mix([([0], 1)], seed=-1)
+
+
+def test_an_empty_source_is_refused_by_its_number():
+    with pytest.raises(sf.DataError, match="expected examples, got none") as caught:
+        mix([([0], 1), ([], 1)])
+    assert caught.value.__notes__ == ["reading source 1 of the mixture"]
+
+
+def test_there_is_no_example_before_the_first():
+    with pytest.raises(IndexError, match="expected an index of at least 0, got -1: there is no en"):
+        mix([([0], 1)])[-1]
+
+
+def test_a_source_that_changes_its_length_is_noticed():
+    source = [1, 2, 3]
+    stream = batches(mix([(source, 1)]), 2)
+    source.append(4)
+    with pytest.raises(sf.DataError, match="expected the 3 examples .* got 4"):
+        next(stream)
+
+
+def test_an_error_says_which_source():
+    class Broken(list):
+        def __getitem__(self, index):
+            raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk") as caught:
+        next(batches(mix([([1], 1), (Broken([1]), 1)]), 2))
+    assert caught.value.__notes__ == [
+        "reading index 0 of the source, row 0 of those asked for",
+        "reading from source 1 of the mixture",
+        "making the batch of step 0: positions 0 to 1 of epoch 0",
+    ]
