@@ -188,3 +188,9 @@ def test_slices_that_cannot_be_arranged_are_refused(dims, dcn_dims, slices, mess
     devices = [Device(i, slice_index=index) for i, index in enumerate(of)]
     with pytest.raises(sf.ShardingError, match=message):
         sf.make_mesh(dims, ("a", "b"), dcn_dims=dcn_dims, devices=devices)
+
+
+@pytest.mark.parametrize("use", ["make_sharding", "shard_batch"])
+def test_what_is_no_mesh_is_refused(use):
+    with pytest.raises(sf.ShardingError, match=r"mesh: expected one, as sf.make_mesh\(\) makes it"):
+        getattr(sf, use)({"x": np.ones((8, 2))}, "mesh")

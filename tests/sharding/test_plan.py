@@ -536,3 +536,15 @@ def test_the_state_of_any_optimizer_is_born_as_planned(pairs):
     assert specs(plan.opt_state[2].trace) == specs(plan.params)
     for place, x in zip(jax.tree.leaves(plan), jax.tree.leaves(shape), strict=True):
         place.shard_shape(x.shape)  # raises where a dimension does not divide
+
+
+def test_what_is_no_plan_is_refused():
+    with pytest.raises(sf.ShardingError, match="plan: expected shardings, as sf.make_sharding"):
+        sf.place({"a": jnp.ones(2)}, MESH)
+    with pytest.raises(sf.ShardingError, match="plan/a: expected shardings, .* got str 'fsdp'"):
+        sf.sharding_table({"a": leaf(2)}, {"a": "fsdp"})
+
+
+def test_a_function_is_no_tree_of_arrays():
+    with pytest.raises(sf.ShardingError, match="tree: expected an array or an abstract one"):
+        sf.make_sharding(lambda key: key, MESH)

@@ -21,6 +21,12 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
     return () if entry is None else tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
+def check_mesh(mesh: Any) -> None:
+    """Refuse what is no mesh."""
+    if not isinstance(mesh, Mesh):
+        raise ShardingError(f"mesh: expected one, as sf.make_mesh() makes it, got {mesh!r:.80}")
+
+
 def make_mesh(
     dims: Sequence[int] = (1, -1, 1, 1),
     names: Sequence[str] = ("dp", "fsdp", "tp", "sp"),

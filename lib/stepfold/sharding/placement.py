@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold import tree
 from stepfold.errors import DataError, ShardingError
-from stepfold.sharding.mesh import DATA_AXES
+from stepfold.sharding.mesh import DATA_AXES, check_mesh
 from stepfold.sharding.plan import places_of
 
 
@@ -42,6 +42,7 @@ def shard_batch(batch: Any, mesh: Mesh, *, axes: str | Sequence[str] | None = No
     >>> batch["x"].shape, batch["x"].sharding.shard_shape((16, 3)) == (16 // mesh.size, 3)
     ((16, 3), True)
     """
+    check_mesh(mesh)
     names = _data_axes(mesh, axes)
     sizes = _sizes(batch)
     if not sizes:

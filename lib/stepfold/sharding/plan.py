@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold.core.state import TrainState
 from stepfold.errors import ShardingError, TreeMismatchError
-from stepfold.sharding.mesh import axes_of
+from stepfold.sharding.mesh import axes_of, check_mesh
 from stepfold.sharding.rules import Rules, fsdp, read_rules
 from stepfold.table import size, table
 from stepfold.tree import is_array, named_leaves, path_name, spell
@@ -59,6 +59,7 @@ def make_sharding(
     """
     if misfit not in ("error", "replicate"):
         raise ShardingError(f"misfit: expected 'error' or 'replicate', got {misfit!r}")
+    check_mesh(mesh)
     named = named_leaves(tree)
     _check_leaves(named)
     rule = read_rules(rules, mesh, [path for path, _ in named])
@@ -93,7 +94,9 @@ def make_sharding(
 def _check_leaves(named: list[tuple[str, Any]]) -> None:
     for path, leaf in named:
         if not is_array(leaf):
-            raise ShardingError(f"{path}: expected an array or an abstract one, got {spell(leaf)}")
+            raise ShardingError(
+                f"{path or 'tree'}: expected an array or an abstract one, got {spell(leaf)}"
+            )
 
 
 def _state_specs(
@@ -177,9 +180,16 @@ def places_of(tree: Any, plan: Any) -> list[Sharding]:
 
     Raises:
       TreeMismatchError: if the plan is for another tree.
+      ShardingError: if it holds something else than shardings.
     """
     if isinstance(plan, Sharding):
         return [plan for _ in jax.tree.leaves(tree)]
+    for name, place in named_leaves(plan):
+        if not isinstance(place, Sharding):
+            raise ShardingError(
+                f"plan{'/' * bool(name)}{name}: expected shardings, as sf.make_sharding makes "
+                f"them, got {spell(place)}"
+            )
     have, want = ([name for name, _ in named_leaves(x)] for x in (tree, plan))
     lines = [f"{name}: has no sharding" for name in have if name not in set(want)]
     lines += [f"{name}: has a sharding and no array" for name in want if name not in set(have)]
