@@ -146,10 +146,10 @@ def test_large_leaves_that_are_whole_are_remarked_on():
     assert described((1, 8, 1, 1), WIDE, wide, ROWS).whole == ()
 
 
-def test_a_cpu_sums_gradients_of_cut_parameters_whole():
-    (remark,) = described((1, 8, 1, 1)).remarks
-    assert remark.startswith("compiled for a CPU, which sums gradients of cut parameters whole")
-    assert described((8, 1, 1, 1)).remarks == ()
+def test_sums_of_activations_are_no_sums_of_gradients():
+    report = described((1, 8, 1, 1))  # so small a batch is gathered, and not the parameters
+    assert any(one.kind == "all-reduce" for one in report.collectives)
+    assert report.remarks == described((8, 1, 1, 1)).remarks == ()
 
 
 def test_what_is_not_counted_is_remarked_on():
@@ -398,3 +398,16 @@ def test_tensor_parallel_layers_talk_along_tp():
     report = sf.describe(STEP, shape, BATCH, sharding=sf.make_sharding(shape, mesh, rules))
     assert {one.axes for one in report.collectives} >= {("tp",), ("dp",)}
     assert report.flops.dots * 8 == TRAINING
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_sums_are_remarked_on_where_gradients_are_summed_whole(once):
+    mesh, tx = sf.make_mesh(), optax.sgd(0.1)
+    state = sf.init_state({"w": jnp.ones((128, 128))}, tx, jax.random.key(0))
+    plan = sf.make_sharding(state, mesh)
+    loss = lambda params, batch, key: sf.mean((batch @ params["w"]) ** 2)
+    grad = sf.reduce_once(plan) if once else sf.value_and_grad
+    step = sf.make_train_step(loss, tx, grad=grad)
+    report = sf.describe(step, state, jnp.ones((512, 128)), sharding=plan)
+    words = "compiled for a CPU, which sums gradients of cut parameters whole"
+    assert any(remark.startswith(words) for remark in report.remarks) != once

@@ -14,7 +14,7 @@ from stepfold.inspect import hlo, peaks
 from stepfold.inspect.collectives import Collective, collectives, moved_bytes
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.inspect.flops import Flops, count, estimate
-from stepfold.inspect.memory import Memory, memory_of, not_reused, whole_though_large
+from stepfold.inspect.memory import Memory, held, memory_of, not_reused, whole_though_large
 from stepfold.inspect.products import Product, products
 from stepfold.table import amount, size, table
 
@@ -265,9 +265,10 @@ def _about_products(found: list[Product]) -> list[str]:
 
 def _about_sums(device: Any, state: Any, found: list[Collective]) -> list[str]:
     """Say where a CPU's compiler sends more than others would."""
-    leaves = jax.tree.leaves(state)
-    cut = any(leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in leaves)
-    if device.platform != "cpu" or not cut or all(one.kind != "all-reduce" for one in found):
+    trained = jax.tree.leaves(state.params if isinstance(state, TrainState) else state)
+    cut = [leaf for leaf in trained if leaf.sharding.shard_shape(leaf.shape) != leaf.shape]
+    summed = sum(one.bytes for one in found if one.kind == "all-reduce")
+    if device.platform != "cpu" or not cut or summed < held(cut):
         return []
     return [
         "compiled for a CPU, which sums gradients of cut parameters whole (all-reduce); a GPU or "

@@ -67,13 +67,15 @@ def _data_axes(mesh: Mesh, axes: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _sizes(batch: Any) -> set[int]:
-    """Give the one number of rows that all leaves have."""
-    named = tree.named_leaves(batch, "batch")
-    for name, leaf in named:
-        if not (isinstance(leaf, jax.ShapeDtypeStruct) or tree.is_data(leaf)):
-            raise DataError(f"{name}: expected an array, got {tree.spell(leaf)}")
-    sizes = {np.shape(leaf)[0] for _, leaf in named if np.ndim(leaf)}
+    """Give the one number of rows that all leaves have; this is done to every batch."""
+    leaves = jax.tree.leaves(batch)
+    if not all(isinstance(leaf, jax.ShapeDtypeStruct) or tree.is_data(leaf) for leaf in leaves):
+        for name, leaf in tree.named_leaves(batch, "batch"):
+            if not (isinstance(leaf, jax.ShapeDtypeStruct) or tree.is_data(leaf)):
+                raise DataError(f"{name}: expected an array, got {tree.spell(leaf)}")
+    sizes = {np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)}
     if len(sizes) > 1:
+        named = tree.named_leaves(batch, "batch")
         got = ", ".join(f"{name} {tree.spell(leaf)}" for name, leaf in named if np.ndim(leaf))
         raise DataError(f"shard_batch: expected as many rows in every leaf, got {got}")
     return sizes
