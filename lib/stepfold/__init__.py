@@ -1,5 +1,9 @@
 """stepfold: a training run is a fold of a step over batches."""
 
+from stepfold.checkpoint.checkpoints import Checkpoints
+from stepfold.checkpoint.restore import Restored, restore
+from stepfold.checkpoint.save import save
+from stepfold.checkpoint.verify import latest_step, verify
 from stepfold.core.ema import ema_params, get_ema
 from stepfold.core.gradients import value_and_grad
 from stepfold.core.loss import mean
@@ -35,10 +39,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
+    "Checkpoints",
     "ConfigError",
     "DataError",
     "LossError",
     "Precision",
+    "Restored",
     "RetraceError",
     "ShardingError",
     "StepfoldError",
@@ -54,6 +60,7 @@ __all__ = [
     "fsdp",
     "get_ema",
     "init_state",
+    "latest_step",
     "make_eval_step",
     "make_mesh",
     "make_sharding",
@@ -64,8 +71,11 @@ __all__ = [
     "parameter_table",
     "place",
     "reduce_once",
+    "restore",
+    "save",
     "shard_batch",
     "sharding_table",
     "start_distributed",
     "value_and_grad",
+    "verify",
 ]

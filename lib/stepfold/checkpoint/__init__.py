@@ -1,0 +1,1 @@
+"""What survives: checkpoints that are checked when they are read, and parameters for others."""

@@ -1,0 +1,129 @@
+"""Reading arrays, each part checked against its checksum on the way.
+
+Read by tensorstore, which orbax stores with, and not by orbax, which passes what it finds: a value
+is a number here only after the bytes it is made of were found to be those that were saved. A
+process reads the parts that its devices need, straight into the wanted places.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore
+
+from stepfold.checkpoint.manifest import STATE, Leaf, Region, checksum, region, stored_name
+from stepfold.checkpoint.sealed import DamageError
+
+_AT_ONCE = 4  # leaves that are read side by side, which is also what bounds the memory beyond them
+
+
+class Reader:
+    """Read the arrays of one step."""
+
+    def __init__(self, step: Path, leaves: Mapping[str, Leaf], shards: Mapping[str, Any]) -> None:
+        self._leaves, self._shards = leaves, shards
+        self._place = f"file://{step.absolute()}/{STATE}/"
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 1 << 24}})
+
+    def map(self, function: Callable[[str], Any], names: Sequence[str]) -> list[Any]:
+        """Call a function for each name, several side by side."""
+        with ThreadPoolExecutor(_AT_ONCE, "stepfold-restore") as threads:
+            return list(threads.map(function, names))
+
+    def problems(self, name: str) -> list[str]:
+        """List what is wrong with a leaf, a line a part."""
+        try:
+            store = self._open(name)
+        except DamageError as error:
+            return [str(error)]
+        found = []
+        for part, crc in self._shards[name].items():
+            try:
+                self._read(store, name, part, crc)
+            except DamageError as error:
+                found.append(str(error))
+        return found
+
+    def whole(self, name: str) -> np.ndarray:
+        """Read all of a leaf."""
+        leaf = self._leaves[name]
+        (array,) = self.parts(name, [region((), leaf.shape)])
+        return array
+
+    def parts(self, name: str, wanted: Sequence[Region]) -> list[np.ndarray]:
+        """Read parts of a leaf, no two the same, each into an array of its own.
+
+        Raises:
+          DamageError: if what is stored is not what was saved.
+        """
+        leaf = self._leaves[name]
+        dtype = jax.numpy.dtype(leaf.dtype)
+        if 0 in leaf.shape:  # orbax stores nothing of it
+            return [np.zeros([stop - start for start, stop in part], dtype) for part in wanted]
+        store = self._open(name)
+        made: list[Any] = [None] * len(wanted)
+        for part, crc in self._shards[name].items():
+            needed = [i for i, whole in enumerate(wanted) if _overlap(part, whole) is not None]
+            if not needed:
+                continue
+            read = self._read(store, name, part, crc)
+            for i in needed:
+                if wanted[i] == part:  # as it was saved: no copy
+                    made[i] = read
+                    continue
+                if made[i] is None:
+                    made[i] = np.empty([stop - start for start, stop in wanted[i]], dtype)
+                both = _overlap(part, wanted[i])
+                made[i][_within(both, wanted[i])] = read[_within(both, part)]
+        return made
+
+    def _open(self, name: str) -> Any:
+        leaf = self._leaves[name]
+        saved = sum(_count(part) for part in self._shards[name])
+        if saved != _count(region((), leaf.shape)):
+            raise DamageError(
+                f"{name}: expected checksums of all of {leaf}, got of {saved} elements"
+            )
+        kvstore = {"driver": "ocdbt", "base": self._place, "path": stored_name(name)}
+        try:
+            store = tensorstore.open(
+                {"driver": "zarr", "kvstore": kvstore}, context=self._context, read=True
+            ).result()
+        except Exception as error:
+            raise DamageError(f"{name}: cannot be read: {_first(error)}") from error
+        stored = Leaf(tuple(store.shape), store.dtype.numpy_dtype.name)
+        if stored != leaf._replace(key=None):
+            raise DamageError(f"{name}: expected {leaf._replace(key=None)}, got {stored}")
+        return store
+
+    def _read(self, store: Any, name: str, part: Region, crc: int) -> np.ndarray:
+        where = tuple(slice(*ends) for ends in part)
+        spelled = f"{name}[{', '.join(f'{start}:{stop}' for start, stop in part)}]"
+        try:
+            read: np.ndarray = np.asarray(store[where].read().result())
+        except Exception as error:
+            raise DamageError(f"{spelled}: cannot be read: {_first(error)}") from error
+        if checksum(read) != crc:
+            raise DamageError(f"{spelled}: the values are not those that were saved")
+        return read
+
+
+def _first(error: Exception) -> str:
+    return f"{error}".partition("[")[0].strip() or type(error).__name__
+
+
+def _count(part: Region) -> int:
+    return math.prod(stop - start for start, stop in part)
+
+
+def _overlap(one: Region, other: Region) -> Region | None:
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def _within(part: Region | None, whole: Region) -> tuple[slice, ...]:
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part or (), whole, strict=True))

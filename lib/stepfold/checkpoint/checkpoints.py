@@ -1,0 +1,103 @@
+"""The description of a series of checkpoints: where, when, and which are kept."""
+
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from stepfold.checkpoint import steps
+from stepfold.checkpoint.retention import read_best
+from stepfold.checkpoint.series import Series
+from stepfold.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Say where checkpoints go, when one is due, and which are kept.
+
+    It is a description, and does nothing until it is opened: by `fit`, or by a loop of one's own.
+
+    Attributes:
+      directory: where they go; in `fit`, None is `run_dir/checkpoints`.
+      every: the steps from one to the next.
+      every_epochs: the epochs from one to the next.
+      every_minutes: the minutes from one to the next.
+      keep: how many of the last are kept; None keeps all.
+      keep_every: steps that are multiples of this are kept for good.
+      best: the metric by which the best are kept besides, as `eval/loss`.
+      mode: whether the least ("min") or the greatest ("max") of it is the best; if None, the least
+        of what is called a loss, and otherwise the greatest.
+      keep_best: how many of the best are kept.
+      async_: whether to write in the background. What is waited for then is the copy off the
+        device, and the save before.
+
+    >>> import jax.numpy as jnp, stepfold as sf, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> with sf.Checkpoints(folder, every=10, keep=2) as series:
+    ...     for step in range(1, 51):
+    ...         if series.due(step):
+    ...             series.save({"w": jnp.ones(2)}, step=step, metrics={"eval/loss": 1 / step})
+    >>> sf.verify(folder)
+    {40: [], 50: []}
+    """
+
+    directory: str | Path | None = None
+    _: KW_ONLY
+    every: int | None = None
+    every_epochs: int | None = None
+    every_minutes: float | None = None
+    keep: int | None = 3
+    keep_every: int | None = None
+    best: str | None = None
+    mode: str | None = None
+    keep_best: int = 1
+    async_: bool = True
+    _opened: list[Series] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("every", "every_epochs", "keep", "keep_every", "keep_best"):
+            value = getattr(self, name)
+            optional = name != "keep_best"
+            if not (optional and value is None) and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
+        minutes = self.every_minutes
+        if minutes is not None and (isinstance(minutes, bool) or not minutes > 0):
+            raise ConfigError(f"every_minutes: expected a number above 0, got {minutes!r}")
+        if self.mode is not None and self.best is None:
+            raise ConfigError(f"mode: expected best=… to go with it, got mode={self.mode!r} alone")
+        read_best(self.best, self.mode)
+
+    def open(self, directory: str | Path | None = None) -> Series:
+        """Open the series for saving, and clean up what a killed process left.
+
+        Args:
+          directory: where checkpoints go if the description does not say.
+
+        Raises:
+          CheckpointError: if the directory cannot be written to, or is none.
+        """
+        place = self.directory if self.directory is not None else directory
+        if place is None:
+            raise ConfigError("directory: expected a path, got None; give Checkpoints('runs/a', …)")
+        return Series(
+            steps.read_directory(place, make=True),
+            every=self.every,
+            every_epochs=self.every_epochs,
+            every_minutes=self.every_minutes,
+            keep=self.keep,
+            keep_every=self.keep_every,
+            best=read_best(self.best, self.mode),
+            keep_best=self.keep_best,
+            background=self.async_,
+        )
+
+    def __enter__(self) -> Series:
+        self._opened.append(self.open())
+        return self._opened[-1]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._opened.pop().close()

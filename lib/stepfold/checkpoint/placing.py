@@ -1,0 +1,84 @@
+"""Making the wanted leaf of what was read: in its place, of its dtype, and nobody else's."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from stepfold.checkpoint.manifest import Leaf, Region, impl_of, is_key, leaf_of, region
+from stepfold.errors import TreeMismatchError
+
+if TYPE_CHECKING:
+    from stepfold.checkpoint.arrays import Reader
+
+
+def load(reader: "Reader", name: str, saved: Leaf, like: Any) -> Any:
+    """Read one leaf as `like` is: its kind, its sharding, its dtype.
+
+    Args:
+      reader: what reads it.
+      name: its path in the checkpoint.
+      saved: how it was saved.
+      like: an array, an abstract one, with a sharding or without, or a number.
+    """
+    if is_key(like):
+        numbers = load(reader, name, saved._replace(key=None), _numbers_of(like, saved))
+        return jax.random.wrap_key_data(numbers, impl=impl_of(like))
+    convert = _conversion(name, saved, leaf_of(like))
+    place = getattr(like, "sharding", None)
+    if isinstance(like, jax.Array) and not like.committed:
+        place = None  # as it was: what is committed compiles a step anew
+    if isinstance(like, jax.Array | jax.ShapeDtypeStruct):
+        return _placed(reader, name, saved, place, convert)
+    array = convert(reader.whole(name))
+    return array if isinstance(like, np.ndarray) else type(like)(array.item())
+
+
+def _numbers_of(like: Any, saved: Leaf) -> Any:
+    if isinstance(like, jax.Array):
+        return jax.random.key_data(like)
+    return jax.ShapeDtypeStruct(saved.shape, jnp.dtype(saved.dtype), sharding=like.sharding)
+
+
+def _conversion(name: str, saved: Leaf, wanted: Leaf) -> Callable[[np.ndarray], np.ndarray]:
+    dtype = jnp.dtype(wanted.dtype)
+
+    def convert(array: np.ndarray) -> np.ndarray:
+        if array.dtype == dtype:
+            return array
+        made = array.astype(dtype)
+        if jnp.issubdtype(dtype, jnp.integer) and not np.array_equal(made, array):
+            raise TreeMismatchError(
+                f"{name}: saved {saved}, wanted {wanted}, but not every value fits; "
+                "wish for the dtype that was saved"
+            )
+        return made
+
+    return convert
+
+
+def _placed(
+    reader: "Reader",
+    name: str,
+    saved: Leaf,
+    place: Sharding | None,
+    convert: Callable[[np.ndarray], np.ndarray],
+) -> jax.Array:
+    if place is None:
+        return jnp.array(convert(reader.whole(name)))
+    index = place.addressable_devices_indices_map(saved.shape)
+    regions: dict[Any, Region] = {
+        device: region(slices or (), saved.shape) for device, slices in index.items()
+    }
+    wanted = list(dict.fromkeys(regions.values()))
+    parts = dict(zip(wanted, map(convert, reader.parts(name, wanted)), strict=True))
+    # A copy each, since jax may go on to use memory of numpy's as its own, and a step to reuse it.
+    arrays = [_owned(parts[part], device) for device, part in regions.items()]
+    return jax.make_array_from_single_device_arrays(saved.shape, place, arrays)
+
+
+def _owned(part: np.ndarray, device: Any) -> jax.Array:
+    return jnp.array(part, device=device, copy=True)

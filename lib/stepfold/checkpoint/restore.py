@@ -1,0 +1,196 @@
+"""Reading a checkpoint back: the newest that is good, exactly, onto any devices."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from stepfold import tree
+from stepfold.checkpoint import steps
+from stepfold.checkpoint.agreement import all_of, same_as_first
+from stepfold.checkpoint.manifest import Manifest, read_manifest
+from stepfold.checkpoint.matching import Match, Rename, match
+from stepfold.checkpoint.placing import load
+from stepfold.checkpoint.retention import ranked
+from stepfold.checkpoint.sealed import DamageError, opened
+from stepfold.errors import CheckpointError, ConfigError
+
+
+class Restored(NamedTuple):
+    """What `restore` gives back.
+
+    Attributes:
+      state: a tree like the one asked for.
+      step: the step that it was saved at.
+      data: the position in the data, for `set_state` of the batches; None if none was saved.
+      extra: what was given as `extra`.
+      metrics: what was given as `metrics`.
+      loaded: the paths that were loaded.
+      left: why other paths were not, whether saved or wanted; empty unless that was asked for.
+      damaged: what was wrong with newer steps, which were set aside, by step.
+
+    >>> import jax.numpy as jnp, stepfold as sf, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> sf.save(folder, {"w": jnp.ones(2), "b": jnp.zeros(2)}, step=1)
+    >>> restored = sf.restore(folder, {"w": jnp.zeros(2), "b": jnp.ones(2)}, parts=("w",))
+    >>> restored.loaded, restored.left, restored.state
+    (['w'], {'b': 'not among the parts'}, {'b': Array([1., 1.], ...), 'w': Array([1., 1.], ...)})
+    """
+
+    state: Any
+    step: int
+    data: Any
+    extra: Any
+    metrics: dict[str, float]
+    loaded: list[str]
+    left: dict[str, str]
+    damaged: dict[int, list[str]]
+
+
+def restore(
+    directory: str | Path,
+    like: Any,
+    *,
+    step: int | Literal["latest", "best"] = "latest",
+    best: tuple[str, str] | str | None = None,
+    parts: Sequence[str] | None = None,
+    rename: Rename | None = None,
+    cast: bool = False,
+    partial: bool = False,
+    fall_back: bool = True,
+) -> Restored:
+    """Read a state back, every value of it checked against what was saved.
+
+    A step that is damaged is never returned. It is renamed (`12.damaged`), a warning says why, and
+    the next older one is taken, or for "best" the next best. With several processes all of them
+    call this, and all get the same step.
+
+    Args:
+      directory: what was saved into.
+      like: the state that is wanted, or an abstract one (`jax.eval_shape`), with shardings where it
+        shall be on a mesh: any mesh, whatever it was saved from. What was saved has to match it:
+        no leaf is cast, cut, padded or left out unless that is asked for.
+      step: "latest", "best", or a number.
+      best: the metric that "best" goes by, or (metric, "min" or "max"); as the series said when it
+        was saved, if None.
+      parts: regular expressions of paths, such as `("params",)`: only what is there is loaded, and
+        the rest is as in `like`.
+      rename: new paths for old ones, of leaves or of branches, as `{"params/old": "params/new"}`;
+        or a function of the saved path.
+      cast: whether floats may become floats of another dtype, and integers integers.
+      partial: whether what fits is loaded, and the rest left as in `like`.
+      fall_back: whether to go on to another step where one is damaged, instead of raising.
+
+    Returns:
+      The state and what was saved beside it; `loaded` and `left` say which paths were loaded.
+
+    Raises:
+      CheckpointError: if there is no such step, or none that is good.
+      TreeMismatchError: if the state is not like the one that was saved, with every path.
+
+    >>> import jax, jax.numpy as jnp, optax, stepfold as sf, tempfile
+    >>> folder, tx = tempfile.mkdtemp(), optax.adam(1e-3)
+    >>> init = lambda key: sf.init_state({"w": jnp.ones((4, 2))}, tx, key)
+    >>> sf.save(folder, init(jax.random.key(0)), data={"step": 0}, extra={"lr": 1e-3})
+    >>> restored = sf.restore(folder, jax.eval_shape(init, jax.random.key(1)))
+    >>> restored.step, restored.data, restored.extra, restored.state.params["w"].shape
+    (0, {'step': 0}, {'lr': 0.001}, (4, 2))
+    """
+    place = steps.read_directory(directory)
+    candidates = _candidates(place, step, best)
+    go_on = fall_back and isinstance(step, str)
+    damaged: dict[int, list[str]] = {}
+    for number in candidates:
+        made, problem = None, "found by another process"
+        try:
+            manifest = read_manifest(steps.path_of(place, number))
+            chosen = match(
+                manifest.leaves, like, parts=parts, rename=rename, cast=cast, partial=partial
+            )
+            made = _load(steps.path_of(place, number), manifest, chosen.sources, like)
+        except DamageError as error:
+            problem = str(error)
+        if all_of(made is not None):
+            return _restored(made, manifest, chosen, damaged)
+        damaged[number] = [problem]
+        if not go_on:
+            break
+        _set_aside(place, number, problem)
+    told = "; ".join(f"step {number}: {lines[0]}" for number, lines in damaged.items())
+    raise CheckpointError(f"{place}: expected a good checkpoint, got none: {told}")
+
+
+def _candidates(place: Path, step: Any, best: Any) -> list[int]:
+    """List the steps to try, the wanted one first, as the first process sees them."""
+    is_number = isinstance(step, int) and not isinstance(step, bool)
+    if step not in ("latest", "best") and not is_number:
+        raise ConfigError(f"step: expected 'latest', 'best' or a number, got {step!r}")
+    there = steps.steps_in(place)
+    if step == "latest":
+        candidates = there[::-1]
+    elif step == "best":
+        candidates = ranked(place, best)
+    else:
+        candidates = [step] if step in there else []
+    candidates = same_as_first(candidates)
+    if not candidates:
+        wanted = "a checkpoint" if isinstance(step, str) else f"step {step}"
+        got = f"steps {', '.join(map(str, there))}" if there else "none"
+        raise CheckpointError(
+            f"{place}: expected {wanted} to restore, got {got}; look at the path, or save first"
+        )
+    return candidates
+
+
+def _load(path: Path, manifest: Manifest, sources: dict[str, str], like: Any) -> Any:
+    """Read the leaves that are wanted, and leave the others as they are."""
+    from stepfold.checkpoint.arrays import Reader  # tensorstore, when first used
+
+    reader = Reader(path, manifest.leaves, manifest.shards)
+    structure: Any = jax.tree.structure(like)
+    wanted = {name: leaf for name, leaf in tree.named_leaves(like) if name in sources}
+    found = reader.map(
+        lambda name: load(reader, sources[name], manifest.leaves[sources[name]], wanted[name]),
+        list(wanted),
+    )
+    loaded = dict(zip(wanted, found, strict=True))
+    return structure.unflatten([loaded.get(name, leaf) for name, leaf in tree.named_leaves(like)])
+
+
+def _restored(state: Any, manifest: Manifest, chosen: Match, damaged: Any) -> Restored:
+    words = manifest.words
+    return Restored(
+        state=state,
+        step=words.step,
+        data=opened(_position(manifest.data)),
+        extra=opened(words.extra),
+        metrics=dict(words.metrics or {}),
+        loaded=list(chosen.sources),
+        left=chosen.left,
+        damaged=damaged,
+    )
+
+
+def _position(data: list[Any]) -> Any:
+    """Give the position of this process, where each process has one of its own."""
+    if all(position == data[0] for position in data):
+        return data[0]
+    if len(data) != jax.process_count():
+        raise CheckpointError(
+            f"data: expected {len(data)} processes, each with the position that it saved, got "
+            f"{jax.process_count()}; resume on as many, or use batches whose position does not "
+            "depend on the process (stepfold.batches)"
+        )
+    return data[jax.process_index()]
+
+
+def _set_aside(place: Path, number: int, problem: str) -> None:
+    kept = steps.set_aside(place, number) if jax.process_index() == 0 else None
+    where = f"kept as {kept.name}" if kept else "left where it is"
+    warnings.warn(
+        f"{place}: step {number} is damaged, {where}, and an older one is taken: {problem}",
+        RuntimeWarning,
+        stacklevel=3,
+    )

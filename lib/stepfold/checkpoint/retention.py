@@ -1,0 +1,101 @@
+"""Which steps of a series are kept, and which of them is the best."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stepfold.checkpoint import steps
+from stepfold.checkpoint.manifest import read_words
+from stepfold.checkpoint.sealed import number
+from stepfold.errors import CheckpointError, ConfigError
+
+Best = tuple[str, str]
+
+
+def read_best(best: Any, mode: str | None = None) -> Best | None:
+    """Read by which metric a checkpoint is the best, and whether the least or the greatest is.
+
+    Without a mode, less is better of what is called a loss, and more of anything else.
+
+    Raises:
+      ConfigError: if it is no metric, or the mode neither "min" nor "max".
+
+    >>> read_best("eval/loss"), read_best("eval/accuracy"), read_best("eval/error", "min")
+    (('eval/loss', 'min'), ('eval/accuracy', 'max'), ('eval/error', 'min'))
+    """
+    if best is None:
+        return None
+    if not isinstance(best, str) or not best:
+        raise ConfigError(f"best: expected the name of a metric, got {best!r}")
+    if mode is None:
+        mode = "min" if "loss" in best.rsplit("/", 1)[-1].lower() else "max"
+    if mode not in ("min", "max"):
+        raise ConfigError(f"mode: expected 'min' or 'max', got {mode!r}")
+    return best, mode
+
+
+def order_by(best: Best, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """List the steps that have the metric, the best first, and of equals the older first.
+
+    >>> order_by(("loss", "min"), {1: {"loss": 3.0}, 2: {"loss": 1.0}, 3: {"loss": float("nan")}})
+    [2, 1]
+    """
+    name, mode = best
+    found = {step: number(values.get(name)) for step, values in metrics.items()}
+    values = {step: value for step, value in found.items() if value is not None}
+    sign = 1 if mode == "min" else -1
+    return sorted(values, key=lambda step: (sign * values[step], step))
+
+
+def expendable(
+    metrics: Mapping[int, Mapping[str, Any]],
+    *,
+    keep: int | None,
+    keep_every: int | None = None,
+    best: Best | None = None,
+    keep_best: int = 1,
+) -> list[int]:
+    """List the steps that may be deleted: not of the last, the best, or the n-th ones.
+
+    >>> steps = {step: {"loss": abs(step - 3)} for step in range(1, 9)}
+    >>> expendable(steps, keep=2, keep_every=5, best=("loss", "min"))
+    [1, 2, 4, 6]
+    """
+    there = sorted(metrics)
+    if keep is None:
+        return []
+    kept = set(there[-keep:])
+    if keep_every is not None:
+        kept |= {step for step in there if step % keep_every == 0}
+    if best is not None:
+        kept |= set(order_by(best, metrics)[:keep_best])
+    return [step for step in there if step not in kept]
+
+
+def metrics_in(directory: Path) -> dict[int, Mapping[str, Any]]:
+    """Read the metrics of the steps that are whole."""
+    return {
+        step: read_words(steps.path_of(directory, step)).metrics or {}
+        for step in steps.whole_steps(directory)
+    }
+
+
+def ranked(directory: Path, best: Any) -> list[int]:
+    """List the steps from the best on, by the metric given, or by that of the newest step."""
+    there = steps.whole_steps(directory)
+    if best is None and there:
+        best = read_words(steps.path_of(directory, there[-1])).best
+    elif best is not None:
+        best = read_best(best) if isinstance(best, str) else read_best(*best)
+    if there and best is None:
+        raise CheckpointError(
+            f"{directory}: expected to know which metric is best, but none was told when it was "
+            "saved; give best='eval/loss', or the step"
+        )
+    found = order_by(best, metrics_in(directory)) if there else []
+    if there and not found:
+        raise CheckpointError(
+            f"{directory}: expected steps with the metric {best[0]!r}, got none; save with "
+            f"metrics={{{best[0]!r}: …}}, or give the step"
+        )
+    return found

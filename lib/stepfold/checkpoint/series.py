@@ -1,0 +1,196 @@
+"""An open series of checkpoints: saves in the background, deletes, and is waited for at the end."""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from stepfold.checkpoint import steps
+from stepfold.checkpoint.agreement import same_as_first
+from stepfold.checkpoint.restore import Restored, restore
+from stepfold.checkpoint.retention import Best, expendable, metrics_in
+from stepfold.checkpoint.words import words_of
+from stepfold.errors import CheckpointError
+
+
+class Series:
+    """Save states into one directory, one after another; `Checkpoints` opens it.
+
+    Not to be left without `close`, which a `with` block sees to: what is still being written is
+    waited for, and what went wrong is raised. If it is left all the same, the interpreter waits
+    before it ends, and ends with an error if the save failed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        every: int | None = None,
+        every_epochs: int | None = None,
+        every_minutes: float | None = None,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        best: Best | None = None,
+        keep_best: int = 1,
+        background: bool = True,
+    ) -> None:
+        # Imported when first used: orbax takes longer to import than all else together.
+        from stepfold.checkpoint.store import Store
+
+        self.directory = directory
+        self._every = (every, every_epochs, every_minutes)
+        self._keep, self._keep_every, self._keep_best = keep, keep_every, keep_best
+        self._best, self._background = best, background
+        self._saved: int | None = None
+        self._saved_at = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        if jax.process_index() == 0:
+            steps.clean(directory)
+        self._store = Store(directory)
+        self._open = [self]
+        # `atexit` comes too late: by then threads cannot start the threads that a save needs.
+        threading._register_atexit(_leave, self._open)  # type: ignore[attr-defined]
+
+    def due(self, step: int, *, epoch: int | None = None) -> bool:
+        """Tell whether to save after a step, and after an epoch where one has just ended.
+
+        Minutes count by the clock of the first process, which several have to ask for it: each
+        call then waits for all of them.
+
+        Args:
+          step: how many steps were done.
+          epoch: how many epochs were done, if the last step ended one.
+        """
+        every, every_epochs, every_minutes = self._every
+        if step == self._saved or step < 1:
+            return False
+        if (every and step % every == 0) or (every_epochs and epoch and epoch % every_epochs == 0):
+            return True
+        if every_minutes is None:
+            return False
+        late = time.monotonic() - self._saved_at >= 60 * every_minutes
+        return same_as_first([int(late)]) == [1]
+
+    def save(
+        self,
+        state: Any,
+        *,
+        step: int | None = None,
+        data: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        extra: Any = None,
+    ) -> None:
+        """Save a state; the arguments are those of `stepfold.save`.
+
+        Waits for the save before, and then only until the state is off the devices: it may be
+        given to a step, and numpy's arrays be changed, at once.
+
+        Raises:
+          CheckpointError: if the save before failed, this one cannot begin, or the step is there.
+        """
+        self.wait()
+        if not self._open:
+            raise CheckpointError(f"{self.directory}: expected an open series, got a closed one")
+        words = words_of(state, step=step, data=data, metrics=metrics, extra=extra, best=self._best)
+        if steps.path_of(self.directory, words.step).exists():
+            raise CheckpointError(
+                f"{self.directory}: expected a new step, got {words.step}, which is there already; "
+                "delete it, or save into another directory"
+            )
+        try:
+            self._store.begin(state, words)
+        except CheckpointError as error:
+            self._failure = error
+            self.wait()
+        self._saved, self._saved_at = words.step, time.monotonic()
+        self._thread = threading.Thread(
+            target=self._finish, args=(words.step,), name="stepfold-save"
+        )
+        self._thread.start()
+        if not self._background:
+            self.wait()
+
+    def _finish(self, step: int) -> None:
+        try:
+            self._store.wait(step)
+            if self._keep is not None and jax.process_index() == 0:
+                self._prune(self._keep)
+        except BaseException as error:  # noqa: BLE001  raised by `wait`, in a thread that is heard
+            self._failure = error
+
+    def _prune(self, keep: int) -> None:
+        """Delete what is not to be kept; the step just saved is, so that one good one is left."""
+        metrics = metrics_in(self.directory)
+        for step in expendable(
+            metrics,
+            keep=keep,
+            keep_every=self._keep_every,
+            best=self._best,
+            keep_best=self._keep_best,
+        ):
+            steps.delete(self.directory, step)
+
+    def wait(self) -> None:
+        """Wait until what was saved is on the disk.
+
+        Raises:
+          CheckpointError: if it could not be saved.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            if jax.process_index() == 0:
+                steps.clean(self.directory)
+            raise failure
+
+    def restore(self, like: Any, **options: Any) -> Restored:
+        """Restore from this series, as `stepfold.restore` does, after what is being saved."""
+        self.wait()
+        return restore(self.directory, like, **options)
+
+    def close(self) -> None:
+        """Wait for the last save, and end the series; to call it twice is well.
+
+        Raises:
+          CheckpointError: if the last save failed.
+        """
+        if not self._open:
+            return
+        try:
+            self.wait()
+        finally:
+            self._open.clear()
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _leave(opened: list[Series]) -> None:
+    """Wait for a series that nobody closed, and do not end as if all were well if it failed."""
+    for series in opened[:]:
+        try:
+            series.close()
+        except BaseException:  # noqa: BLE001  nobody is left to raise it to
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)

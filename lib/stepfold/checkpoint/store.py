@@ -1,0 +1,117 @@
+"""Writing a step with orbax, in the background, and the one place that knows orbax.
+
+The arrays are orbax's own, so that its tools read them: `params/w` of step 12 is `params.w` under
+`12/state`. Beside them lie the manifests (`manifest.py`), which are written and committed together
+with the arrays: what has no manifest, or lacks a file of it, is no checkpoint.
+
+`AsyncCheckpointer` is used, and not the `CheckpointManager` over it, whose list of steps is a
+cache: it goes on to offer a step that was taken away, and refuses in silence to save below a bad
+one.
+Compression is off: it costs time, and as much memory again as the state.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
+
+from stepfold.checkpoint import manifest
+from stepfold.checkpoint.manifest import Leaf, Words
+from stepfold.errors import CheckpointError
+
+_NO_WORDS = Words(0)
+
+
+@dataclass
+class _Save(ocp.args.PyTreeSave):  # type: ignore[misc]
+    arrays: Mapping[str, Any] = field(default_factory=dict)
+    leaves: Mapping[str, Leaf] = field(default_factory=dict)
+    words: Words = _NO_WORDS
+
+
+class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
+    """Write the arrays as orbax does, and the manifests beside them."""
+
+    async def async_save(self, directory: Any, args: _Save) -> list[Any]:
+        """Begin to write, once what is written is on the host, where nobody changes it."""
+        # Views where the host is the device: they keep the arrays, even if a step is given them.
+        shards = {name: manifest.shards_of(array) for name, array in args.arrays.items()}
+        futures = await super().async_save(directory, args=args)
+
+        async def write() -> None:
+            manifest.write_leaves(Path(directory), args.words, args.leaves, shards)
+
+        return [*(futures or []), CommitFutureAwaitingContractedSignals(write(), name="manifest")]
+
+    def finalize(self, directory: Any) -> None:
+        """Put together what the processes wrote, and note which files it is."""
+        super().finalize(directory)
+        manifest.write_files(Path(directory))
+
+
+ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)(_Save)
+
+
+class Store:
+    """Write steps into a directory, one at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        options = ocp.AsyncOptions(create_directories_asynchronously=False)
+        handler = ocp.CompositeCheckpointHandler(
+            composite_options=ocp.CompositeOptions(async_options=options),
+            **{manifest.STATE: _Handler(use_compression=False)},
+        )
+        self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
+
+    def begin(self, state: Any, words: Words) -> None:
+        """Take the state off the devices and begin to write it."""
+        arrays = manifest.arrays_of(state)
+        stored = _nested({name: array for name, array in arrays.items() if array.size})
+        save = _Save(stored, arrays=arrays, leaves=manifest.leaves_of(state), words=words)
+        path = self._directory / str(words.step)
+        with _telling(path):
+            self._orbax.save(path, args=ocp.args.Composite(**{manifest.STATE: save}))
+
+    def wait(self, step: int) -> None:
+        """Wait until the step that was begun is on the disk under its name."""
+        with _telling(self._directory / str(step)):
+            self._orbax.wait_until_finished()
+
+    def close(self) -> None:
+        """Let go of the threads."""
+        self._orbax.close()
+
+
+def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Make dicts in dicts of names, as orbax gives them back to those who read without us."""
+    made: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *folders, last = name.split("/")
+        inner = made
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        inner[last] = array
+    return made
+
+
+@contextmanager
+def _telling(path: Path) -> Iterator[None]:
+    """Say of whatever goes wrong in orbax that this step was not saved."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"{path}: not saved: {_cause(error)}") from error
+
+
+def _cause(error: Exception) -> str:
+    text = str(error)
+    if "No space left" in text or "RESOURCE_EXHAUSTED" in text:
+        return "no space left on the device; make room, or keep fewer checkpoints"
+    if isinstance(error, PermissionError) or "PERMISSION_DENIED" in text:
+        return "no permission to write there; change it, or give another directory"
+    return f"{type(error).__name__}: {text.splitlines()[0][:300] if text else ''}"
