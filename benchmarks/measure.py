@@ -3,6 +3,7 @@
 import random
 import statistics
 import time
+from pathlib import Path
 
 
 def take_turns(runs, rounds):
@@ -49,6 +50,22 @@ def show(rows, claims):
     for claim, measured, limit in claims:
         verdict = "holds" if measured <= limit else "does not hold"
         print(f"{verdict}: {claim} ({measured:.3f}, at most {limit})")
+
+
+def resident():
+    """Read how many bytes are resident, and let the most that were so begin here."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def most_resident():
+    """Read how many bytes were resident at most, since `resident` was called."""
+    return _status("VmHWM")
+
+
+def _status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def _spell(value):

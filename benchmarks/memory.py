@@ -10,14 +10,13 @@ import json
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from decoder import init, loss_fn, make_batch
-from measure import show
+from measure import most_resident, resident, show
 
 import stepfold as sf
 
@@ -67,31 +66,16 @@ def in_process(name):
     born = jax.jit(zeros).lower().compile()
     compiled = sf.compile_step(step, jax.eval_shape(zeros), batch)
     memory = sf.describe(compiled, None, None).memory
-    before, counted = _resident(), device.memory_stats()
+    before, counted = resident(), device.memory_stats()
     state = born()
     made = jax.block_until_ready(compiled(state, batch))
     if counted:
         taken = device.memory_stats()["peak_bytes_in_use"] - counted["bytes_in_use"]
     else:
-        taken = _most_resident() - before
+        taken = most_resident() - before
     del made
     parts = {"state": memory.state, "temporaries": memory.temporaries, "peak": memory.peak}
     return parts | {"taken": taken}
-
-
-def _resident():
-    """Read what is resident, and let the most that was so begin here."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def _most_resident():
-    return _status("VmHWM")
-
-
-def _status(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def cut(name):

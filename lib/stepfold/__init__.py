@@ -3,7 +3,7 @@
 from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.save import save
-from stepfold.checkpoint.verify import latest_step, verify
+from stepfold.checkpoint.verify import Contents, contents, latest_step, verify
 from stepfold.core.ema import ema_params, get_ema
 from stepfold.core.gradients import value_and_grad
 from stepfold.core.loss import mean
@@ -41,6 +41,7 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "ConfigError",
+    "Contents",
     "DataError",
     "LossError",
     "Precision",
@@ -54,6 +55,7 @@ __all__ = [
     "block_diagonal_mask",
     "collate",
     "compile_step",
+    "contents",
     "describe",
     "dynamic_loss_scale",
     "ema_params",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.sealed import DamageError, seal, unseal
+from stepfold.checkpoint.sealed import DamageError, opened, seal, unseal
 from stepfold.errors import CheckpointError, ConfigError
 
 FORMAT = 1
@@ -62,6 +62,18 @@ class Manifest(NamedTuple):
     shards: dict[str, dict[Region, int]]
     data: list[Any]
     bytes: int
+
+    def position(self) -> Any:
+        """Give the position in the data of this process, where each has one of its own."""
+        if all(position == self.data[0] for position in self.data):
+            return opened(self.data[0])
+        if len(self.data) != jax.process_count():
+            raise CheckpointError(
+                f"data: expected {len(self.data)} processes, each with the position it saved, got "
+                f"{jax.process_count()}; resume on as many, or use batches whose position does not "
+                "depend on the process (stepfold.batches)"
+            )
+        return opened(self.data[jax.process_index()])
 
 
 def arrays_of(state: Any) -> dict[str, Any]:
@@ -151,7 +163,7 @@ def checksum(array: np.ndarray) -> int:
     >>> checksum(np.arange(4, dtype=np.int32)) == checksum(np.arange(8, dtype=np.int32)[:4])
     True
     """
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def write_leaves(

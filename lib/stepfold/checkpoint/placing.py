@@ -27,14 +27,14 @@ def load(reader: "Reader", name: str, saved: Leaf, like: Any) -> Any:
     if is_key(like):
         numbers = load(reader, name, saved._replace(key=None), _numbers_of(like, saved))
         return jax.random.wrap_key_data(numbers, impl=impl_of(like))
-    convert = _conversion(name, saved, leaf_of(like))
-    place = getattr(like, "sharding", None)
-    if isinstance(like, jax.Array) and not like.committed:
-        place = None  # as it was: what is committed compiles a step anew
-    if isinstance(like, jax.Array | jax.ShapeDtypeStruct):
-        return _placed(reader, name, saved, place, convert)
-    array = convert(reader.whole(name))
-    return array if isinstance(like, np.ndarray) else type(like)(array.item())
+    on_host = not isinstance(like, jax.Array | jax.ShapeDtypeStruct)
+    convert = _conversion(name, saved, leaf_of(like), on_host=on_host)
+    if on_host:
+        array = convert(reader.whole(name))
+        return array if isinstance(like, np.ndarray) else type(like)(array.item())
+    # What was not committed to a device stays so: a step would compile anew for what is.
+    placed = getattr(like, "committed", True)
+    return _placed(reader, name, saved, like.sharding if placed else None, convert)
 
 
 def _numbers_of(like: Any, saved: Leaf) -> Any:
@@ -43,8 +43,15 @@ def _numbers_of(like: Any, saved: Leaf) -> Any:
     return jax.ShapeDtypeStruct(saved.shape, jnp.dtype(saved.dtype), sharding=like.sharding)
 
 
-def _conversion(name: str, saved: Leaf, wanted: Leaf) -> Callable[[np.ndarray], np.ndarray]:
+def _conversion(
+    name: str, saved: Leaf, wanted: Leaf, *, on_host: bool
+) -> Callable[[np.ndarray], np.ndarray]:
     dtype = jnp.dtype(wanted.dtype)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype and not on_host:
+        raise TreeMismatchError(
+            f"{name}: wanted {wanted}, which jax makes only with jax_enable_x64; turn it on, or "
+            "wish for a narrower dtype with cast=True"
+        )
 
     def convert(array: np.ndarray) -> np.ndarray:
         if array.dtype == dtype:
@@ -68,17 +75,17 @@ def _placed(
     convert: Callable[[np.ndarray], np.ndarray],
 ) -> jax.Array:
     if place is None:
-        return jnp.array(convert(reader.whole(name)))
+        return jnp.asarray(convert(reader.whole(name)))
     index = place.addressable_devices_indices_map(saved.shape)
     regions: dict[Any, Region] = {
         device: region(slices or (), saved.shape) for device, slices in index.items()
     }
     wanted = list(dict.fromkeys(regions.values()))
     parts = dict(zip(wanted, map(convert, reader.parts(name, wanted)), strict=True))
-    # A copy each, since jax may go on to use memory of numpy's as its own, and a step to reuse it.
-    arrays = [_owned(parts[part], device) for device, part in regions.items()]
+    # jax may use memory of numpy's as its own, and a step write into it: one device a copy.
+    first = {part: device for device, part in reversed(regions.items())}
+    arrays = [
+        jax.device_put(parts[part] if first[part] == device else parts[part].copy(), device)
+        for device, part in regions.items()
+    ]
     return jax.make_array_from_single_device_arrays(saved.shape, place, arrays)
-
-
-def _owned(part: np.ndarray, device: Any) -> jax.Array:
-    return jnp.array(part, device=device, copy=True)

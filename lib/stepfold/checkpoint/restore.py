@@ -9,13 +9,13 @@ import jax
 
 from stepfold import tree
 from stepfold.checkpoint import steps
-from stepfold.checkpoint.agreement import all_of, same_as_first
+from stepfold.checkpoint.agreement import all_of
+from stepfold.checkpoint.choosing import candidates
 from stepfold.checkpoint.manifest import Manifest, read_manifest
 from stepfold.checkpoint.matching import Match, Rename, match
 from stepfold.checkpoint.placing import load
-from stepfold.checkpoint.retention import ranked
 from stepfold.checkpoint.sealed import DamageError, opened
-from stepfold.errors import CheckpointError, ConfigError
+from stepfold.errors import CheckpointError
 
 
 class Restored(NamedTuple):
@@ -99,10 +99,10 @@ def restore(
     (0, {'step': 0}, {'lr': 0.001}, (4, 2))
     """
     place = steps.read_directory(directory)
-    candidates = _candidates(place, step, best)
+    chosen_steps = candidates(place, step, best)
     go_on = fall_back and isinstance(step, str)
     damaged: dict[int, list[str]] = {}
-    for number in candidates:
+    for number in chosen_steps:
         made, problem = None, "found by another process"
         try:
             manifest = read_manifest(steps.path_of(place, number))
@@ -120,28 +120,6 @@ def restore(
         _set_aside(place, number, problem)
     told = "; ".join(f"step {number}: {lines[0]}" for number, lines in damaged.items())
     raise CheckpointError(f"{place}: expected a good checkpoint, got none: {told}")
-
-
-def _candidates(place: Path, step: Any, best: Any) -> list[int]:
-    """List the steps to try, the wanted one first, as the first process sees them."""
-    is_number = isinstance(step, int) and not isinstance(step, bool)
-    if step not in ("latest", "best") and not is_number:
-        raise ConfigError(f"step: expected 'latest', 'best' or a number, got {step!r}")
-    there = steps.steps_in(place)
-    if step == "latest":
-        candidates = there[::-1]
-    elif step == "best":
-        candidates = ranked(place, best)
-    else:
-        candidates = [step] if step in there else []
-    candidates = same_as_first(candidates)
-    if not candidates:
-        wanted = "a checkpoint" if isinstance(step, str) else f"step {step}"
-        got = f"steps {', '.join(map(str, there))}" if there else "none"
-        raise CheckpointError(
-            f"{place}: expected {wanted} to restore, got {got}; look at the path, or save first"
-        )
-    return candidates
 
 
 def _load(path: Path, manifest: Manifest, sources: dict[str, str], like: Any) -> Any:
@@ -164,26 +142,13 @@ def _restored(state: Any, manifest: Manifest, chosen: Match, damaged: Any) -> Re
     return Restored(
         state=state,
         step=words.step,
-        data=opened(_position(manifest.data)),
+        data=manifest.position(),
         extra=opened(words.extra),
         metrics=dict(words.metrics or {}),
         loaded=list(chosen.sources),
         left=chosen.left,
         damaged=damaged,
     )
-
-
-def _position(data: list[Any]) -> Any:
-    """Give the position of this process, where each process has one of its own."""
-    if all(position == data[0] for position in data):
-        return data[0]
-    if len(data) != jax.process_count():
-        raise CheckpointError(
-            f"data: expected {len(data)} processes, each with the position that it saved, got "
-            f"{jax.process_count()}; resume on as many, or use batches whose position does not "
-            "depend on the process (stepfold.batches)"
-        )
-    return data[jax.process_index()]
 
 
 def _set_aside(place: Path, number: int, problem: str) -> None:

@@ -88,6 +88,11 @@ def set_aside(directory: Path, step: int) -> Path | None:
         return None
 
 
+def is_aside(path: Path) -> bool:
+    """Tell whether a folder is a step that was set aside, or what was left of one."""
+    return bool(_LEFT_OVER.fullmatch(path.name) or re.fullmatch(r"\d+\.damaged(-\d+)?", path.name))
+
+
 def _rename(path: Path, kind: str) -> Path:
     new = path.with_name(f"{path.name}.{kind}")
     count = 1

@@ -1,9 +1,12 @@
-"""Looking at checkpoints without restoring: which there are, and whether they are good."""
+"""Looking at checkpoints without restoring: which there are, what is in them, are they good."""
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from stepfold.checkpoint import steps
-from stepfold.checkpoint.manifest import read_manifest
+from stepfold.checkpoint.choosing import Step, candidates
+from stepfold.checkpoint.manifest import Leaf, read_manifest
+from stepfold.checkpoint.sealed import opened
 from stepfold.errors import CheckpointError
 
 
@@ -20,6 +23,59 @@ def latest_step(directory: str | Path) -> int | None:
     place = steps.read_directory(directory)
     newest_first = reversed(steps.steps_in(place))
     return next((step for step in newest_first if steps.is_whole(steps.path_of(place, step))), None)
+
+
+class Contents(NamedTuple):
+    """Say what is in a checkpoint.
+
+    Attributes:
+      step: the step that it was saved at.
+      leaves: how each array is stored, by path: its `shape`, `dtype`, and `key`, the kind of a
+        typed PRNG key, which is stored as the numbers that it is made of.
+      data: the position in the data.
+      extra: what was given as `extra`.
+      metrics: what was given as `metrics`.
+      bytes: its size on the disk.
+    """
+
+    step: int
+    leaves: dict[str, Leaf]
+    data: Any
+    extra: Any
+    metrics: dict[str, float]
+    bytes: int
+
+
+def contents(directory: str | Path, *, step: Step = "latest") -> Contents:
+    """Tell what is in a checkpoint, without reading its arrays.
+
+    Args:
+      directory: what was saved into.
+      step: "latest", "best", or a number.
+
+    Raises:
+      CheckpointError: if there is no such step, or it is not whole.
+
+    >>> import jax.numpy as jnp, stepfold as sf, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> sf.save(folder, {"w": jnp.ones(2)}, step=3, extra={"lr": 0.1})
+    >>> found = sf.contents(folder)
+    >>> found.step, found.extra, {path: str(leaf) for path, leaf in found.leaves.items()}
+    (3, {'lr': 0.1}, {'w': 'float32[2]'})
+    """
+    place = steps.read_directory(directory)
+    found = candidates(place, step)
+    whole = [number for number in found if steps.is_whole(steps.path_of(place, number))]
+    manifest = read_manifest(steps.path_of(place, (whole if step == "latest" else found)[0]))
+    words = manifest.words
+    return Contents(
+        step=words.step,
+        leaves=manifest.leaves,
+        data=manifest.position(),
+        extra=opened(words.extra),
+        metrics=dict(words.metrics or {}),
+        bytes=manifest.bytes,
+    )
 
 
 def verify(directory: str | Path) -> dict[int, list[str]]:

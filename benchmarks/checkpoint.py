@@ -1,0 +1,275 @@
+"""Saving stops a run for little longer than it takes to hand the state over, and is checked.
+
+A state of random numbers is saved and restored: by stepfold in the background and waited for, with
+checksums and without, by orbax with its defaults, and by numpy into a file that is synced. All take
+turns in one process; the memory is that of processes of their own.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from measure import most_resident, resident, show
+
+import stepfold as sf
+from stepfold.checkpoint import manifest
+
+MIB = 2**20
+
+
+def make_state(mebibytes):
+    """Make a tree of 24 arrays of random numbers, as Adam's are: none of them compresses well."""
+    rows = max(1, mebibytes * MIB // 24 // 4 // 1024)
+    keys = jax.random.split(jax.random.key(0), 24)
+    tree = {f"layer{i}": jax.random.normal(keys[i], (rows, 1024)) for i in range(24)}
+    return jax.block_until_ready(tree)
+
+
+def bytes_of(state):
+    """Count the bytes of a tree."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+
+def timed(run):
+    """Give the seconds that a function takes."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+class Folder:
+    """Count steps up in a folder, and keep only what the last run left."""
+
+    def __init__(self, path):
+        self.path, self.step = Path(path), 0
+
+    def next(self):
+        """Empty the folder, and give the number of the next step."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+        self.step += 1
+        return self.step
+
+
+def saves(state, place):
+    """Give the ways to save, by name; each gives seconds by name of its own."""
+    ours, bare, plain = (Folder(place / name) for name in ("ours", "orbax", "numpy"))
+
+    def save():
+        step = ours.next()
+        with sf.Checkpoints(ours.path, keep=None) as series:
+            stopped = timed(lambda: series.save(state, step=step))
+            return {"stopped": stopped, "save": stopped + timed(series.wait)}
+
+    def unchecked():
+        checksum, manifest.checksum = manifest.checksum, lambda array: 0
+        try:
+            return {"unchecked": save()["save"]}
+        finally:
+            manifest.checksum = checksum
+
+    def sync():
+        step = ours.next()
+        with sf.Checkpoints(ours.path, keep=None, async_=False) as series:
+            return {"sync": timed(lambda: series.save(state, step=step))}
+
+    def orbax():
+        step = bare.next()
+        with ocp.StandardCheckpointer() as checkpointer:
+
+            def run():
+                checkpointer.save(bare.path / str(step), state)
+                checkpointer.wait_until_finished()
+
+            return {"orbax": timed(run)}
+
+    def numpy():
+        plain.next()
+
+        def run():
+            with (plain.path / "state").open("wb") as file:
+                for leaf in state.values():
+                    np.save(file, np.asarray(leaf))
+                file.flush()
+                os.fsync(file.fileno())
+
+        return {"numpy": timed(run)}
+
+    def memcpy():
+        return {"memcpy": timed(lambda: [np.array(leaf) for leaf in state.values()])}
+
+    return [save, unchecked, sync, orbax, numpy, memcpy], (ours, bare, plain)
+
+
+def restores(state, folders):
+    """Give the ways to restore what was saved last, by name."""
+    ours, bare, plain = folders
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
+    )
+
+    def ready(run):
+        return timed(lambda: jax.block_until_ready(run()))
+
+    def stepfold():
+        return {"restore": ready(lambda: sf.restore(ours.path, like).state)}
+
+    def orbax():
+        with ocp.StandardCheckpointer() as checkpointer:
+            path = bare.path / str(bare.step)
+            return {"orbax restore": ready(lambda: checkpointer.restore(path, placed))}
+
+    def numpy():
+        def run():
+            with (plain.path / "state").open("rb") as file:
+                return [jnp.array(np.load(file)) for _ in state]
+
+        return {"numpy load": ready(run)}
+
+    return [stepfold, orbax, numpy]
+
+
+def take_turns(runs, rounds):
+    """Collect the seconds of each round, by name, in an order that is drawn anew."""
+    found, order = {}, random.Random(0)
+    for _ in range(rounds + 1):
+        for run in order.sample(runs, len(runs)):
+            for name, seconds in run().items():
+                found.setdefault(name, []).append(seconds)
+    return {name: times[1:] for name, times in found.items()}  # the first warms up
+
+
+def over(times, these, those):
+    """Give the median of the ratios, round by round."""
+    return statistics.median(a / b for a, b in zip(times[these], times[those], strict=True))
+
+
+def timing(mebibytes, rounds, place):
+    """Measure a state of one size; a row."""
+    state = make_state(mebibytes)
+    runs, folders = saves(state, place)
+    times = take_turns(runs, rounds)
+    for run in runs:
+        run()
+    times |= take_turns(restores(state, folders), rounds)
+    return {
+        "MiB": mebibytes,
+        "save s": statistics.median(times["save"]),
+        "stopped/sync": over(times, "stopped", "sync"),
+        "stopped/memcpy": over(times, "stopped", "memcpy"),
+        "save/numpy": over(times, "save", "numpy"),
+        "save/orbax": over(times, "save", "orbax"),
+        "checked/not": over(times, "save", "unchecked"),
+        "restore/numpy": over(times, "restore", "numpy load"),
+        "restore/orbax": over(times, "restore", "orbax restore"),
+    }
+
+
+def memory(kind, mebibytes, place):
+    """Give the memory that a kind of use takes beyond the state, over the state."""
+    state = make_state(mebibytes)
+    whole = bytes_of(state)
+    if kind == "orbax":
+        checkpointer = ocp.StandardCheckpointer()
+        before = resident()
+        checkpointer.save(place / "1", state)
+        checkpointer.wait_until_finished()
+        return (most_resident() - before) / whole
+    with sf.Checkpoints(place, keep=2) as series:
+        series.save({"w": jnp.ones(3)}, step=1)  # what is loaded once
+        series.wait()
+        if kind == "fifty saves":
+            for step in range(2, 7):
+                series.save(state, step=step)
+            series.wait()
+            before = resident()
+            for step in range(7, 57):
+                series.save(state, step=step)
+            series.wait()
+            return (resident() - before) / before
+        before = resident()
+        series.save(state, step=2)
+        series.wait()
+        if kind == "save":
+            return (most_resident() - before) / whole
+        del state
+        like = jax.eval_shape(partial(make_like, mebibytes))
+        before = resident()
+        made = series.restore(like).state
+        taken = (most_resident() - before) / whole
+        del made
+        return taken - 1
+
+
+def make_like(mebibytes):
+    """Give zeros like the state, to be evaluated abstractly."""
+    rows = max(1, mebibytes * MIB // 24 // 4 // 1024)
+    return {f"layer{i}": jnp.zeros((rows, 1024)) for i in range(24)}
+
+
+def in_child(kind, mebibytes):
+    """Measure the memory of one kind of use in a process of its own."""
+    command = [sys.executable, __file__, f"--kind={kind}", f"--mebibytes={mebibytes}"]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def judge(rows, taken):
+    """Say what is claimed, each with what was measured and its limit."""
+    claims = []
+    for row in rows:
+        at = f"at {row['MiB']} MiB"
+        claims += [
+            (
+                f"what a save in the background stops a run for, over a sync save, {at}",
+                row["stopped/sync"],
+                0.05,
+            ),
+            (f"a save, over orbax's with its defaults, {at}", row["save/orbax"], 1.0),
+            (f"a restore, over orbax's with its defaults, {at}", row["restore/orbax"], 1.0),
+            (f"a save with checksums, over one without, {at}", row["checked/not"], 1.1),
+        ]
+    return [
+        *claims,
+        ("memory beyond the state while it is saved, over the state", taken["save"], 0.1),
+        ("memory beyond the state while it is restored, over the state", taken["restore"], 0.5),
+        ("what the process grows by in fifty saves, over what it was", taken["fifty saves"], 0.05),
+    ]
+
+
+def main(argv=None):
+    """Measure, print the tables and the claims, and return the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a small state, for seconds")
+    parser.add_argument("--full", action="store_true", help="1.6 GB too")
+    parser.add_argument("--kind", help="measure the memory of one kind in this process")
+    parser.add_argument("--mebibytes", type=int, default=100)
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as place:
+        if options.kind:
+            print(json.dumps(memory(options.kind, options.mebibytes, Path(place))))
+            return None
+        sizes = {8: 3} if options.quick else {100: 9, 1600: 5} if options.full else {100: 9}
+        rows = [timing(size, rounds, Path(place)) for size, rounds in sizes.items()]
+    kinds = ("save", "restore", "fifty saves", "orbax")
+    taken = {kind: in_child(kind, 8 if options.quick else 200) for kind in kinds}
+    show(rows, judge(rows, taken))
+    print(f"\nmemory over the state: {', '.join(f'{k} {v:.3f}' for k, v in taken.items())}")
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Which step is meant by "latest", "best" or a number."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from stepfold.checkpoint import steps
+from stepfold.checkpoint.agreement import same_as_first
+from stepfold.checkpoint.retention import ranked
+from stepfold.errors import CheckpointError, ConfigError
+
+Step = int | Literal["latest", "best"]
+
+
+def candidates(place: Path, step: Step, best: Any = None) -> list[int]:
+    """List the steps to try, the wanted one first, as the first process sees them.
+
+    Raises:
+      ConfigError: if it is neither.
+      CheckpointError: if there is none.
+    """
+    is_number = isinstance(step, int) and not isinstance(step, bool)
+    if step not in ("latest", "best") and not is_number:
+        raise ConfigError(f"step: expected 'latest', 'best' or a number, got {step!r}")
+    there = steps.steps_in(place)
+    if step == "latest":
+        found = there[::-1]
+    elif step == "best":
+        found = ranked(place, best)
+    else:
+        found = [step] if step in there else []
+    found = same_as_first(found)
+    if not found:
+        wanted = "a checkpoint" if isinstance(step, str) else f"step {step}"
+        got = f"steps {', '.join(map(str, there))}" if there else "none"
+        raise CheckpointError(
+            f"{place}: expected {wanted} to restore, got {got}; look at the path, or save first"
+        )
+    return found
