@@ -28,6 +28,7 @@ LAYERS = [
 # Who alone may import what is heavy.
 OWNERS = {
     "orbax": "checkpoint",
+    "tensorstore": "checkpoint",
     "tensorflow_datasets": "data/sources",
     "grain": "data/sources",
     "datasets": "data/sources",
