@@ -112,11 +112,7 @@ def _sync(folder: Path) -> None:
 
 
 def _exported(target: Path) -> list[Path]:
-    """List what exports to a target have left, in an order in which it can be removed.
-
-    The single file is what readers look for first, so that without it they take the index; and the
-    index goes before what it names.
-    """
+    """List what exports to a target have left, the index before what it names."""
     shard = re.compile(rf"{re.escape(target.stem)}-\d{{5}}-of-\d{{5}}(\.\d+)?{re.escape(_SUFFIX)}")
     shards = [file for file in target.parent.iterdir() if shard.fullmatch(file.name)]
     return [file for file in (target, _index_of(target)) if file.exists()] + shards

@@ -1,7 +1,7 @@
 """A safetensors file: eight bytes of length, a header in JSON, and the bytes of named arrays.
 
 Files are written here array by array, since the package's own writer wants all of a file in memory
-at once: 1.0 GB in ten sharded arrays took 1.0 GB more with it, and 0.1 GB so. They are judged by
+at once: 1.0 GB in ten sharded arrays took 1.0 GB more with it, and 0.3 GB so. They are judged by
 the package's reader, before they are published and before they are read; only the bytes are taken
 here, because that reader gives numpy no float8.
 """
