@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from stepfold import tree
 from stepfold.checkpoint.naming import Leaf, named_arrays
@@ -273,14 +274,20 @@ def _fits(saved: np.ndarray[Any, Any], wanted: Any, cast: bool) -> bool:
 
 
 def _placed(leaf: Leaf, saved: np.ndarray[Any, Any]) -> jax.Array:
-    wanted = leaf.value
+    place = getattr(leaf.value, "sharding", None)
+    if place is None or not getattr(leaf.value, "committed", True):
+        return jnp.asarray(_taken(leaf, saved))
+    # jax's own callback would give one copy to all devices that hold the same part, as numpy's
+    # memory, which a step that its array is donated to may reuse.
+    parts = [
+        jax.device_put(_taken(leaf, saved[index or ()]), _on_device(device, place))
+        for device, index in place.addressable_devices_indices_map(saved.shape).items()
+    ]
+    return jax.make_array_from_single_device_arrays(saved.shape, place, parts)
 
-    def taken(index: Any) -> np.ndarray[Any, Any]:
-        return _taken(leaf, saved[index])
 
-    if getattr(wanted, "sharding", None) is None or not getattr(wanted, "committed", True):
-        return jnp.asarray(taken(...))
-    return jax.make_array_from_callback(saved.shape, wanted.sharding, taken, dtype=wanted.dtype)
+def _on_device(device: jax.Device, place: Sharding) -> Sharding:
+    return SingleDeviceSharding(device, memory_kind=place.memory_kind)
 
 
 def _taken(leaf: Leaf, part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
