@@ -1,6 +1,7 @@
 """stepfold: a training run is a fold of a step over batches."""
 
 from stepfold.checkpoint.checkpoints import Checkpoints
+from stepfold.checkpoint.export import export_params, load_params
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.save import save
 from stepfold.checkpoint.verify import Contents, contents, latest_step, verify
@@ -59,10 +60,12 @@ __all__ = [
     "describe",
     "dynamic_loss_scale",
     "ema_params",
+    "export_params",
     "fsdp",
     "get_ema",
     "init_state",
     "latest_step",
+    "load_params",
     "make_eval_step",
     "make_mesh",
     "make_sharding",

@@ -1,0 +1,104 @@
+"""Two processes export as one, and each loads its own part."""
+
+import pytest
+
+from . import launch
+
+
+def exports_and_loads(start, folder):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import safetensors.numpy
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import stepfold as sf
+
+    start()
+    mesh = sf.make_mesh()
+    places = {"w": PartitionSpec("fsdp"), "b": PartitionSpec(), "half": PartitionSpec(None, "fsdp")}
+    places = {name: NamedSharding(mesh, spec) for name, spec in places.items()}
+    whole = {
+        "w": np.arange(32, dtype=np.float32).reshape(8, 4),
+        "b": np.arange(3, dtype=np.int32),
+        "half": np.arange(16).reshape(2, 8).astype(jnp.bfloat16),
+    }
+    params = {
+        name: jax.make_array_from_callback(array.shape, places[name], lambda i, a=array: a[i])
+        for name, array in whole.items()
+    }
+    assert not params["w"].is_fully_addressable
+    for size in (10**9, 40):
+        sf.export_params(folder, params | {"local": np.ones(2, np.float32)}, shard_size=size)
+        # Every process returns when the files are there.
+        like = {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=places[name])
+            for name, array in whole.items()
+        }
+        like["local"] = jax.ShapeDtypeStruct((2,), jnp.float32)
+        back = sf.load_params(folder, like)
+        assert back["local"].tolist() == [1, 1]
+        for name, array in whole.items():
+            assert back[name].sharding == places[name]
+            for shard in back[name].addressable_shards:
+                assert np.asarray(shard.data).tobytes() == array[shard.index].tobytes()
+        jax.experimental.multihost_utils.sync_global_devices("read")
+    if jax.process_index() == 0:
+        print(sorted(safetensors.numpy.load_file(f"{folder}/model-00001-of-00003.safetensors")))
+
+
+@pytest.mark.parametrize("launcher", ["explicit", "mpirun"], indirect=True)
+def test_two_processes_export_as_one(tmp_path, launcher):
+    first, second = launch.run_processes(exports_and_loads, 2, launcher, args=(str(tmp_path),))
+    assert first == "['b']\n"
+    assert second == ""
+
+
+def cannot_write(start, folder):
+    import jax
+
+    import stepfold as sf
+
+    start()
+    mesh = sf.make_mesh()
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    leaf = jax.jit(lambda: jax.numpy.arange(8.0), out_shardings=place)()
+    try:
+        sf.export_params(f"{folder}/file", {f"{i}": leaf for i in range(5)})
+    except sf.CheckpointError as error:
+        print(error)
+
+
+def test_where_the_first_cannot_write_all_hear_of_it(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    outputs = launch.run_processes(cannot_write, args=(str(tmp_path),))
+    words = (
+        f"export_params: {tmp_path}/file/model.safetensors cannot be written: File exists; give a "
+        "directory, or a file that ends in .safetensors\n"
+    )
+    assert outputs == [words] * 2
+
+
+def exports_what_each_has(start, folder):
+    import jax
+    import jax.numpy as jnp
+
+    import stepfold as sf
+
+    start()
+    params = {"w": jnp.full(3, jax.process_index())}
+    if jax.process_index() == 0:
+        sf.export_params(f"{folder}/guarded", params)
+    sf.export_params(f"{folder}/all", params)
+    if jax.process_index() == 0:
+        print(
+            [
+                sf.load_params(f"{folder}/{name}", params)["w"].tolist()
+                for name in ("guarded", "all")
+            ]
+        )
+
+
+def test_where_each_has_all_of_it_the_first_writes_and_none_waits(tmp_path):
+    first, _ = launch.run_processes(exports_what_each_has, args=(str(tmp_path),))
+    assert first == "[[0, 0, 0], [0, 0, 0]]\n"
