@@ -1,7 +1,8 @@
 """stepfold: a training run is a fold of a step over batches."""
 
 from stepfold.checkpoint.checkpoints import Checkpoints
-from stepfold.checkpoint.export import export_params, load_params
+from stepfold.checkpoint.export import export_params
+from stepfold.checkpoint.load import load_params
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.save import save
 from stepfold.checkpoint.verify import Contents, contents, latest_step, verify

@@ -1,21 +1,20 @@
-"""Parameters in and out of safetensors, the files that torch and Hugging Face read."""
+"""Parameters out as safetensors, the files that torch and Hugging Face read."""
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Sharding, SingleDeviceSharding
 
 from stepfold import tree
 from stepfold.checkpoint.naming import Leaf, named_arrays
-from stepfold.checkpoint.shards import file_of, read_shards, write_shards
+from stepfold.checkpoint.shards import file_of, write_shards
 from stepfold.checkpoint.tensors import CODES, require_safetensors
-from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError
+from stepfold.errors import CheckpointError, ConfigError
 
 
 def export_params(
@@ -96,53 +95,6 @@ def export_params(
         raise CheckpointError(problem) from cause
 
 
-def load_params(
-    path: str | os.PathLike[str],
-    like: Any,
-    *,
-    names: Callable[[str], str] | None = None,
-    cast: bool = False,
-) -> Any:
-    """Read parameters from safetensors, each array straight to where it belongs.
-
-    The files have to hold what `like` has, and nothing else. Where a leaf of `like` has a sharding
-    each process reads only the parts that it keeps; the others go to the default device. Files are
-    checked to be whole; their bytes cannot be, since safetensors holds no checksums.
-
-    Args:
-      path: a file, the index of several, or a directory with `model.safetensors` or
-        `model.safetensors.index.json`, of which the first is taken, as Hugging Face does.
-      like: a tree of arrays or `jax.ShapeDtypeStruct`s.
-      names: what each array is called in the file, as for `export_params`.
-      cast: convert floats to the floats that are wanted, and integers to integers that hold them;
-        otherwise another dtype is an error.
-
-    Returns:
-      A tree like `like` of jax arrays, which share no memory with the files.
-
-    Raises:
-      ConfigError: if an argument is not as described, or jax cannot hold a dtype without
-        `jax_enable_x64`; or if the safetensors package is not installed.
-      CheckpointError: if a file is missing, cannot be read, or is not whole.
-      TreeMismatchError: if the files hold something else; every difference is listed.
-
-    >>> import jax, jax.numpy as jnp, stepfold as sf, tempfile
-    >>> directory = tempfile.mkdtemp()
-    >>> sf.export_params(directory, {"w": jnp.arange(3.0), "b": jnp.ones(())})
-    >>> like = jax.eval_shape(lambda: {"w": jnp.zeros(3), "b": jnp.zeros(())})
-    >>> sf.load_params(directory, like)["w"]
-    Array([0., 1., 2.], dtype=float32)
-    """
-    require_safetensors()
-    leaves = named_arrays("load_params: like", like, names)
-    for leaf in leaves:
-        _check_wanted(leaf)
-    saved = read_shards(path)
-    _match(path, leaves, saved, cast)
-    placed = [_placed(leaf, saved[leaf.name]) for leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(like), placed)
-
-
 def _read_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
     said = {"format": "pt", **(metadata or {})}
     for key, text in said.items():
@@ -214,90 +166,3 @@ def _from_first(text: str) -> str:
     sent[: content.size] = content
     got = np.asarray(multihost_utils.broadcast_one_to_all(sent))
     return got.tobytes().rstrip(b"\0").decode(errors="replace")
-
-
-def _check_wanted(leaf: Leaf) -> None:
-    if not tree.is_array(leaf.value):
-        raise ConfigError(
-            f"{leaf.path}: expected an array or a jax.ShapeDtypeStruct, got "
-            f"{tree.spell(leaf.value)}"
-        )
-    mesh = getattr(getattr(leaf.value, "sharding", None), "mesh", None)
-    if isinstance(mesh, jax.sharding.AbstractMesh):
-        raise ConfigError(
-            f"{leaf.path}: expected a sharding over devices, got one over {mesh}; give the "
-            "shardings of a mesh, as make_sharding does"
-        )
-
-
-def _match(
-    path: str | os.PathLike[str],
-    leaves: Iterable[Leaf],
-    saved: Mapping[str, np.ndarray[Any, Any]],
-    cast: bool,
-) -> None:
-    wanted = {leaf.name: leaf for leaf in leaves}
-    lines = [
-        f"{leaf.path}: missing, expected {tree.spell(leaf.value)}, called {name}"
-        for name, leaf in wanted.items()
-        if name not in saved
-    ]
-    lines += [
-        f"{name}: unexpected {tree.spell(saved[name])}" for name in saved if name not in wanted
-    ]
-    lines += [
-        f"{leaf.path}: expected {tree.spell(leaf.value)}, got {tree.spell(saved[name])}"
-        for name, leaf in wanted.items()
-        if name in saved and not _fits(saved[name], leaf.value, cast)
-    ]
-    if lines:
-        raise TreeMismatchError(
-            "\n  ".join([f"load_params: {os.fspath(path)} holds another tree than `like`:", *lines])
-            + "\nnames=… says what arrays are called there, cast=True converts their dtypes"
-        )
-    for leaf in wanted.values():
-        if jax.dtypes.canonicalize_dtype(leaf.value.dtype) != leaf.value.dtype:
-            raise ConfigError(
-                f"{leaf.path}: expected a dtype that jax holds, got {tree.spell(leaf.value)}; set "
-                "jax_enable_x64, or want 32 bits and give cast=True"
-            )
-
-
-def _fits(saved: np.ndarray[Any, Any], wanted: Any, cast: bool) -> bool:
-    if saved.shape != tuple(wanted.shape):
-        return False
-    same = bool(saved.dtype == wanted.dtype)
-    kinds = (jnp.floating, jnp.integer)
-    return same or (
-        cast and any(all(jnp.issubdtype(x.dtype, k) for x in (saved, wanted)) for k in kinds)
-    )
-
-
-def _placed(leaf: Leaf, saved: np.ndarray[Any, Any]) -> jax.Array:
-    place = getattr(leaf.value, "sharding", None)
-    if place is None or not getattr(leaf.value, "committed", True):
-        return jnp.asarray(_taken(leaf, saved))
-    # jax's own callback would give one copy to all devices that hold the same part, as numpy's
-    # memory, which a step that its array is donated to may reuse.
-    parts = [
-        jax.device_put(_taken(leaf, saved[index or ()]), _on_device(device, place))
-        for device, index in place.addressable_devices_indices_map(saved.shape).items()
-    ]
-    return jax.make_array_from_single_device_arrays(saved.shape, place, parts)
-
-
-def _on_device(device: jax.Device, place: Sharding) -> Sharding:
-    return SingleDeviceSharding(device, memory_kind=place.memory_kind)
-
-
-def _taken(leaf: Leaf, part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Copy a part of the file, for jax uses memory of numpy's where it lies."""
-    values = np.array(part, leaf.value.dtype, order="C")
-    # Floats are rounded, which is what casting them is for; integers would be other integers.
-    kept = values.dtype == part.dtype or jnp.issubdtype(values.dtype, jnp.floating)
-    if not kept and not np.array_equal(values, part):
-        raise TreeMismatchError(
-            f"{leaf.path}: expected values that {values.dtype} holds, got {part.dtype} from "
-            f"{part.min()} to {part.max()}"
-        )
-    return values

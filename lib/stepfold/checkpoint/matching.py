@@ -14,6 +14,8 @@ from stepfold.table import table
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
+_ADVICE = "; rename=, cast=, parts= or partial= load what is not the same, and say what was left"
+
 
 class Match(NamedTuple):
     """Which saved leaf is read for a wanted one, and why others are left, all by path."""
@@ -26,6 +28,8 @@ def match(
     saved: Mapping[str, Leaf],
     like: Any,
     *,
+    where: str = "restore",
+    advice: str = _ADVICE,
     parts: Sequence[str] | None = None,
     rename: Rename | None = None,
     cast: bool = False,
@@ -36,6 +40,8 @@ def match(
     Args:
       saved: what is stored, by path.
       like: the tree that is wanted.
+      where: what messages begin with: where it is stored.
+      advice: what messages end with, where nothing better is known.
       parts: regular expressions of paths; only what one of them fits, or what is below it, is
         wanted and looked at.
       rename: new paths for old ones, of leaves or of whole branches, or a function of the path.
@@ -66,10 +72,10 @@ def match(
             rows.append((name, have, want))
             left[name] = f"saved {have or 'nothing'}, wanted {want or 'nothing'}"
     if rows and not partial:
-        raise TreeMismatchError(_told(rows, _nones(like)))
-    if not sources:
+        raise TreeMismatchError(f"{where}: {_told(rows, _nones(like), advice)}")
+    if not sources and paths:
         raise TreeMismatchError(
-            f"restore: expected paths to load, got none that fits; saved are {_some(saved)}, "
+            f"{where}: expected paths to load, got none that fits; saved are {_some(saved)}, "
             f"wanted {_some(wanted)}, parts {parts}"
         )
     return Match(sources, left)
@@ -147,19 +153,22 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
 
 
-def _told(rows: Sequence[tuple[str, Leaf | None, Leaf | None]], nones: set[str]) -> str:
+def _told(
+    rows: Sequence[tuple[str, Leaf | None, Leaf | None]], nones: set[str], advice: str
+) -> str:
     """Say in one message what differs, path by path, and what can be done about it."""
     cells = [
         (name, have or "nothing", want or ("None" if name in nones else "nothing"))
         for name, have, want in rows
     ]
+    paths = f"{len(rows)} path{'s' * (len(rows) > 1)}"
     return (
-        f"restore: expected the tree that was saved, got one that differs at {len(rows)} "
-        f"path{'s' * (len(rows) > 1)}{_advice(rows)}\n{table(('path', 'saved', 'wanted'), cells)}"
+        f"expected the tree that was saved, got one that differs at {paths}"
+        f"{_advice(rows) or advice}\n{table(('path', 'saved', 'wanted'), cells)}"
     )
 
 
-def _advice(rows: Sequence[tuple[str, Leaf | None, Leaf | None]]) -> str:
+def _advice(rows: Sequence[tuple[str, Leaf | None, Leaf | None]]) -> str | None:
     gone = {name: have for name, have, want in rows if want is None}
     new = {name: want for name, have, want in rows if have is None}
     if all(name.startswith("opt_state") for name, _, _ in rows):
@@ -175,4 +184,4 @@ def _advice(rows: Sequence[tuple[str, Leaf | None, Leaf | None]]) -> str:
     if gone and len(gone) == len(new) == len(rows) and all(len(o) == 1 for o in pairs.values()):
         names = {name: others[0] for name, others in pairs.items()}
         return f"; if they were renamed, give rename={names}"
-    return "; rename=, cast=, parts= or partial= load what is not the same, and say what was left"
+    return None

@@ -1,21 +1,28 @@
 """Making the wanted leaf of what was read: in its place, of its dtype, and nobody else's."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from stepfold.checkpoint.manifest import Leaf, Region, impl_of, is_key, leaf_of, region
 from stepfold.errors import TreeMismatchError
 
-if TYPE_CHECKING:
-    from stepfold.checkpoint.arrays import Reader
+
+class Reader(Protocol):
+    """What reads leaves by name: all of one, or parts of it, into arrays of nobody else's."""
+
+    def whole(self, name: str) -> np.ndarray:
+        """Read all of a leaf."""
+
+    def parts(self, name: str, wanted: Sequence[Region]) -> list[np.ndarray]:
+        """Read parts of a leaf, no two the same."""
 
 
-def load(reader: "Reader", name: str, saved: Leaf, like: Any) -> Any:
+def load(reader: Reader, name: str, saved: Leaf, like: Any) -> Any:
     """Read one leaf as `like` is: its kind, its sharding, its dtype.
 
     Args:
@@ -68,7 +75,7 @@ def _conversion(
 
 
 def _placed(
-    reader: "Reader",
+    reader: Reader,
     name: str,
     saved: Leaf,
     place: Sharding | None,
@@ -85,7 +92,10 @@ def _placed(
     # jax may use memory of numpy's as its own, and a step write into it: one device a copy.
     first = {part: device for device, part in reversed(regions.items())}
     arrays = [
-        jax.device_put(parts[part] if first[part] == device else parts[part].copy(), device)
+        jax.device_put(
+            parts[part] if first[part] == device else parts[part].copy(),
+            SingleDeviceSharding(device, memory_kind=place.memory_kind),
+        )
         for device, part in regions.items()
     ]
     return jax.make_array_from_single_device_arrays(saved.shape, place, arrays)

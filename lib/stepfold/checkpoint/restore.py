@@ -107,7 +107,13 @@ def restore(
         try:
             manifest = read_manifest(steps.path_of(place, number))
             chosen = match(
-                manifest.leaves, like, parts=parts, rename=rename, cast=cast, partial=partial
+                manifest.leaves,
+                like,
+                where=str(steps.path_of(place, number)),
+                parts=parts,
+                rename=rename,
+                cast=cast,
+                partial=partial,
             )
             made = _load(steps.path_of(place, number), manifest, chosen.sources, like)
         except DamageError as error:

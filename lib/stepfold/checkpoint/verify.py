@@ -36,6 +36,12 @@ class Contents(NamedTuple):
       extra: what was given as `extra`.
       metrics: what was given as `metrics`.
       bytes: its size on the disk.
+
+    >>> import jax.numpy as jnp, stepfold as sf, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> sf.save(folder, {"w": jnp.ones(2)}, step=3)
+    >>> sf.contents(folder).leaves["w"].shape
+    (2,)
     """
 
     step: int
