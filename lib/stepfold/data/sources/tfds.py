@@ -25,7 +25,8 @@ def tfds_source(dataset: Any, split: str, *, data_dir: Any = None) -> "TfdsSourc
       data_dir: where it was prepared; by default where tensorflow_datasets puts it.
 
     Returns:
-      A source whose examples are dicts of numpy arrays and numbers, with texts as `str`.
+      A source whose examples are dicts of numpy arrays and numbers, with texts as `str`. Pictures
+      are decoded by opencv or pillow, whichever is installed.
 
     Raises:
       ConfigError: if there is no such split, or nothing in it.
