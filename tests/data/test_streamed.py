@@ -158,6 +158,15 @@ def test_where_nothing_was_read_there_is_nothing_to_resume():
     assert next(anew).tolist() == [0, 1, 2, 3]
 
 
+def test_what_is_over_is_over_when_resumed():
+    for make in (lambda: iter(grains()), lambda: iter(range(22))):
+        stream = batches(make(), 4)
+        assert len(list(stream)) == 5
+        resumed = batches(make(), 4)
+        resumed.set_state(stream.get_state())
+        assert next(resumed, None) is None
+
+
 def test_a_stream_with_a_shuffle_buffer_is_not_resumed():
     stream = batches(faces().shuffle(seed=0, buffer_size=8), 4)
     next(stream)

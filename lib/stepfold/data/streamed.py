@@ -166,8 +166,8 @@ class Streamed:
         if position is not None and "lost" not in position:
             self._stream.go_to(epoch, position)
             self._begun = True
-        elif position is None and not self._stream.once:  # the beginning of an epoch
-            self._begun = False
+        elif position is None and (epoch or not self._stream.once):
+            self._begun = False  # the epoch begins, or what can be read only once is over
         elif step or self._step or self._pending:  # where nothing was read there is nothing to do
             why = position["lost"] if position else "this one can be read only once"
             raise DataError(
