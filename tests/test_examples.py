@@ -53,6 +53,24 @@ def test_the_sharded_transformer_learns_and_shows_its_plan():
     assert re.search(r"a step on 8 cpu devices \(fsdp 4 x tp 2\)", printed)
 
 
+def test_a_dataset_of_tfds_is_written_read_and_learnt_without_tensorflow():
+    printed = printed_by(ROOT / "examples" / "tfds_digits.py")
+    assert "no TensorFlow" in printed
+    accuracy, count = re.search(r"test accuracy (\d\.\d+) over (\d+) digits", printed).groups()
+    assert (float(accuracy) > 0.95, int(count)) == (True, 360)
+
+
+def test_packing_takes_fewer_rows_and_gives_the_same_loss():
+    printed = printed_by(ROOT / "examples" / "packing.py")
+    found = re.findall(r"(\d+) rows  loss (\d+\.\d+) over (\d+) bytes", printed)
+    (rows, loss, count), (more_rows, same_loss, same_count) = found
+    assert int(rows) < 0.6 * int(more_rows)
+    assert float(loss) == pytest.approx(float(same_loss), rel=1e-5)
+    assert int(count) == int(same_count) > 30_000
+    losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", printed)]
+    assert losses[-1] < losses[0] - 0.3
+
+
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
 def test_benchmarks_run(path, tmp_path):
     printed = run(path, "--quick", cwd=tmp_path)

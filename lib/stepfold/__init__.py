@@ -17,6 +17,7 @@ from stepfold.data.batches import batches
 from stepfold.data.collate import collate
 from stepfold.data.mixture import mix
 from stepfold.data.packing import pack
+from stepfold.data.sources.tfds import tfds_source
 from stepfold.errors import (
     CheckpointError,
     ConfigError,
@@ -82,6 +83,7 @@ __all__ = [
     "shard_batch",
     "sharding_table",
     "start_distributed",
+    "tfds_source",
     "value_and_grad",
     "verify",
 ]

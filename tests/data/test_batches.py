@@ -97,39 +97,6 @@ def test_the_global_batch_is_the_same_for_any_number_of_processes(pipeline, proc
     assert next(whole, None) is None
 
 
-@given(pipelines())
-def test_a_seek_gives_what_the_way_there_gives(pipeline):
-    source, sizes, options = pipeline
-    walked = list(batches(source, sizes, **options))
-    other = batches(source, sizes, **options)
-    assert len(other) == len(walked)
-    for step in reversed(range(len(walked))):
-        same(other.at(step), walked[step])
-        sought = batches(source, sizes, start=step, **options)
-        same(next(sought), walked[step])
-    assert next(batches(source, sizes, start=len(walked), **options), None) is None
-    assert next(batches(source, sizes, start=10**9, **options), None) is None
-    with pytest.raises(IndexError, match=f"expected a step below {len(walked)}, got"):
-        other.at(len(walked))
-
-
-@given(pipelines())
-def test_resuming_at_any_step_is_as_if_uninterrupted(pipeline):
-    source, sizes, options = pipeline
-    whole = list(batches(source, sizes, **options))
-    stream = batches(source, sizes, **options)
-    for step in range(len(whole) + 1):
-        saved = json.loads(json.dumps(stream.get_state()))
-        resumed = batches(source, sizes, **options)
-        next(resumed)
-        resumed.set_state(saved)
-        rest = list(resumed)
-        assert len(rest) == len(whole) - step
-        for one, two in zip(rest, whole[step:], strict=True):
-            same(one, two)
-        next(stream, None)
-
-
 def test_without_a_seed_they_are_in_order_and_with_one_each_epoch_is_another():
     source = numbered(12)
     assert [seen(batch) for batch in batches(source, 5, epochs=1, remainder="keep")] == [
@@ -145,27 +112,6 @@ def test_without_a_seed_they_are_in_order_and_with_one_each_epoch_is_another():
     ]
     assert len(set(orders)) == 6
     assert all(sorted(order) == list(range(12)) for order in orders)
-
-
-@pytest.mark.parametrize("count", [1000, 100_000])
-def test_they_go_on_for_ever_from_anywhere(count):
-    far = batches(numbered(count), 64, seed=0, start=10**12)
-    one, two = next(far), next(far)
-    assert not np.array_equal(one["x"], two["x"])
-    same(batches(numbered(count), 64, seed=0).at(10**12 + 1), two)
-    assert far
-    with pytest.raises(TypeError, match="no length without epochs; give epochs=…"):
-        len(far)
-
-
-def test_orders_found_ahead_are_those_found_one_by_one():
-    source = np.arange(100_000)
-    options = {"seed": 5, "epochs": 2, "process_index": 1, "process_count": 2}
-    stream = batches(source, [(0, 1000), (40, 600)], **options)
-    for step, batch in enumerate(stream):
-        if step % 13 == 0 or 30 < step < 50:
-            fresh = batches(source, [(0, 1000), (40, 600)], **options)
-            np.testing.assert_array_equal(batch, fresh.at(step))
 
 
 def test_a_ramp_holds_each_size_from_its_step_on():
@@ -287,41 +233,6 @@ def test_sources_that_make_no_batch_are_refused():
     with pytest.raises(sf.DataError, match=says):
         batches(np.arange(3), 4)
     assert len(batches(np.arange(3), 4, epochs=1, remainder="keep")) == 1
-
-
-@pytest.mark.parametrize(
-    ("other", "says"),
-    [
-        ({"source": np.arange(9)}, "length was 8 and is 9; make them as they were"),
-        ({"seed": 1}, "seed was 0 and is 1"),
-        ({"batch_size": 2}, "batch_size was 4 and is 2"),
-        ({"batch_size": [(0, 4), (5, 2)]}, r"batch_size was 4 and is \[\[0, 4\], \[5, 2\]\]"),
-        ({"epochs": 3, "remainder": "keep"}, "epochs was 2 and is 3; remainder was 'drop' and is"),
-    ],
-)
-def test_a_position_in_other_batches_is_refused(other, says):
-    options = {"source": np.arange(8), "batch_size": 4, "seed": 0, "epochs": 2}
-    saved = batches(**options, start=1).get_state()
-    stream = batches(**{**options, **other})
-    with pytest.raises(sf.DataError, match=says) as caught:
-        stream.set_state(saved)
-    assert str(caught.value).endswith("or begin the new ones with start=1")
-    assert stream.get_state()["step"] == 0
-
-
-@pytest.mark.parametrize(
-    "state", [None, {}, {"next_index": 3}, b"state", {"step": 1, "pipeline": 2}]
-)
-def test_what_is_no_position_is_refused(state):
-    with pytest.raises(sf.DataError, match="expected a state that get_state.* by another kind of"):
-        batches(np.arange(8), 4).set_state(state)
-
-
-def test_a_position_may_come_from_any_number_of_processes():
-    saved = batches(np.arange(8), 4, start=1, process_index=1, process_count=2).get_state()
-    stream = batches(np.arange(8), 4)
-    stream.set_state(saved)
-    assert next(stream).tolist() == [4, 5, 6, 7]
 
 
 class Broken:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stepfold as sf
-from stepfold.data.cuts import Cuts, read_integer, read_sizes
+from stepfold.data.cuts import Cuts, read_integer, read_sizes, size_at
 
 
 @given(
@@ -73,3 +73,9 @@ def test_what_is_no_integer_or_too_small_is_refused(value):
     assert read_integer("step", np.int32(3), 0) == 3
     with pytest.raises(sf.ConfigError, match="step: expected an integer of at least 0, got"):
         read_integer("step", value, 0)
+
+
+def test_a_size_holds_from_its_step_on():
+    ramp = [(0, 2), (3, 8), (5, 4)]
+    assert [size_at(ramp, step) for step in range(7)] == [2, 2, 2, 8, 8, 4, 4]
+    assert size_at([(0, 6)], 10**12) == 6

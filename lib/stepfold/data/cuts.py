@@ -46,6 +46,15 @@ def read_sizes(batch_size: Any) -> list[tuple[int, int]]:
     return ramp
 
 
+def size_at(sizes: Sequence[tuple[int, int]], step: int) -> int:
+    """Give the batch size of a step.
+
+    >>> [size_at([(0, 64), (2, 256)], step) for step in range(4)]
+    [64, 64, 256, 256]
+    """
+    return sizes[bisect_right(sizes, step, key=lambda pair: pair[0]) - 1][1]
+
+
 class Cut(NamedTuple):
     """The rows [start, stop) of an epoch's order, for a batch of `size`, which may be more."""
 

@@ -11,7 +11,8 @@ import numpy as np
 from stepfold import tree
 from stepfold.data.cuts import read_integer
 from stepfold.data.order import Indices, Order
-from stepfold.data.sources import ENDLESS, Rows, Where, numbers, read_source
+from stepfold.data.sources.kinds import read_source
+from stepfold.data.sources.rows import ENDLESS, Rows, Where, numbers
 from stepfold.errors import ConfigError, DataError
 
 _PERIOD = 1 << 30  # so that a product of two numbers below it fits an int64

@@ -7,58 +7,47 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.data.sources import Rows, Where, numbers, stack
+from stepfold.data.sources.rows import Rows, Where, numbers
+from stepfold.data.sources.stacking import stack
+from stepfold.data.transforming import Transform
 from stepfold.errors import DataError
 
 
-class Reading(NamedTuple):
-    """How rows become a batch."""
+class Making(NamedTuple):
+    """How examples become a batch."""
 
-    rows: Rows
-    transform: Callable[[Any], Any] | None
-    collate: Callable[[list[Any]], Any] | None
-    masked: bool
+    transform: Transform | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    masked: bool = False
 
-    def __call__(self, where: Where, valid: Any) -> Any:
-        """Make the batch of these rows, of which some may be no repetition."""
-        self.rows.check()
-        batch = self._batch(where)
-        return with_mask(batch, valid) if self.masked else batch
+    @property
+    def draws(self) -> bool:
+        """Tell whether random numbers are drawn."""
+        return self.transform is not None and self.transform.seed is not None
 
-    def _batch(self, where: Where) -> Any:
-        if self.transform is None and self.collate is None:
-            return self.rows.take(where)
-        examples = self.rows.examples(where)
+    def __call__(self, examples: list[Any], indices: list[int], epoch: int, valid: Any) -> Any:
+        """Make a batch of examples, of which some may be no repetition."""
         if self.transform is not None:
-            examples = self._transformed(self.transform, examples, numbers(where))
-        if self.collate is None:
-            return stack(examples, numbers(where))
-        batch = self.collate(examples)
+            examples = self.transform(examples, indices, epoch)
+        batch = stack(examples, indices) if self.collate is None else self.collate(examples)
         if batch is None:
             raise DataError("collate: expected a batch, got None; return what it makes")
-        return batch
+        return with_mask(batch, valid) if self.masked else batch
 
-    @staticmethod
-    def _transformed(
-        transform: Callable[[Any], Any], examples: list[Any], indices: list[int]
-    ) -> list[Any]:
-        done: list[Any] = []
-        try:
-            for example in examples:
-                done.append(transform(example))  # noqa: PERF401  how far it came is told
-        except Exception as error:
-            row = len(done)
-            error.add_note(
-                f"transforming index {indices[row]} of the source, row {row} of those asked for"
-            )
-            raise
-        for index, example in zip(indices, done, strict=True):
-            if example is None:
-                raise DataError(
-                    f"transform: expected an example, got None for index {index} of the source; "
-                    "return the example, and leave out what is not wanted before batching"
-                )
-        return done
+
+class Reading(NamedTuple):
+    """How rows of a source become a batch."""
+
+    rows: Rows
+    making: Making
+
+    def __call__(self, where: Where, epoch: int, valid: Any) -> Any:
+        """Make the batch of these rows, of which some may be no repetition."""
+        self.rows.check()
+        if self.making.transform is None and self.making.collate is None:
+            batch = self.rows.take(where)
+            return with_mask(batch, valid) if self.making.masked else batch
+        return self.making(self.rows.examples(where), numbers(where), epoch, valid)
 
 
 def with_mask(batch: Any, valid: Any) -> Any:

@@ -1,0 +1,164 @@
+"""Sources and streams that break: the error is clear, and nothing is lost."""
+
+import jax
+import numpy as np
+import pytest
+
+import stepfold as sf
+
+
+class Flaky:
+    """A source or a stream of numbers that fails as often as it is told to."""
+
+    def __init__(self, count, failures):
+        self.count, self.failures, self.next = count, dict(failures), 0
+
+    def give(self, index):
+        if self.failures.get(index, 0):
+            self.failures[index] -= 1
+            raise ConnectionError(f"no answer about {index}")
+        return index
+
+
+class Indexed(Flaky):
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return self.give(index)
+
+
+class AtOnce(Indexed):
+    def __getitems__(self, indices):
+        return [self.give(index) for index in indices]
+
+
+class InOrder(Flaky):
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == self.count:
+            raise StopIteration
+        example = self.give(self.next)
+        self.next += 1
+        return example
+
+
+def insisting(stream):
+    """Ask again when there is an error, and count how often that was."""
+    found, errors = [], 0
+    while True:
+        try:
+            found.append(next(stream).tolist())
+        except StopIteration:
+            return found, errors
+        except ConnectionError:
+            errors += 1
+
+
+@pytest.mark.parametrize("kind", [Indexed, AtOnce, InOrder])
+def test_what_fails_for_a_while_is_asked_again_and_nothing_is_lost(kind):
+    source = kind(23, {0: 1, 7: 3, 8: 1, 22: 2})
+    found, errors = insisting(sf.batches(source, 5, epochs=1, remainder="keep"))
+    assert [x for batch in found for x in batch] == list(range(23))
+    assert errors == 7
+
+
+@pytest.mark.parametrize("kind", [Indexed, InOrder])
+def test_a_transform_that_fails_for_a_while_loses_nothing(kind):
+    flaky = Flaky(23, {3: 1, 11: 2})
+    stream = sf.batches(kind(23, {}), 4, epochs=1, remainder="keep", transform=flaky.give)
+    found, errors = insisting(stream)
+    assert [x for batch in found for x in batch] == list(range(23))
+    assert errors == 3
+
+
+def test_a_position_saved_after_an_error_is_that_of_the_last_whole_batch():
+    import grain
+
+    flaky = Flaky(20, {9: 1})
+    make = lambda: grain.MapDataset.range(20).to_iter_dataset().map(flaky.give)
+    stream = sf.batches(make(), 4)
+    next(stream), next(stream)
+    with pytest.raises(ConnectionError):
+        next(stream)
+    resumed = sf.batches(make(), 4)
+    resumed.set_state(stream.get_state())
+    assert next(resumed).tolist() == [8, 9, 10, 11]
+
+
+def broken(count, at):
+    for index in range(count):
+        if index == at:
+            raise OSError("disk")
+        yield index
+
+
+def test_a_generator_that_raised_does_not_end_as_if_all_were_well():
+    stream = sf.batches(broken(20, at=9), 4, remainder="keep")
+    assert [next(stream).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(OSError, match="disk") as caught:
+        next(stream)
+    note = "reading example 9 of epoch 0 of the stream, for the batch of step 2"
+    assert caught.value.__notes__ == [note]
+    for _ in range(2):
+        says = r"expected the stream to go on, got its end after it had raised OSError\('disk'\)"
+        with pytest.raises(sf.DataError, match=says) as caught:
+            next(stream)
+        assert isinstance(caught.value.__cause__, OSError)
+    assert stream.get_state()["step"] == 2
+
+
+def test_a_stream_that_ends_early_gives_all_that_there_was():
+    found = sf.batches((x for x in range(6)), 4, remainder="pad", transform=lambda x: {"x": x})
+    assert [batch["x"][batch["mask"]].tolist() for batch in found] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_a_function_that_cannot_begin_anew_says_in_which_epoch():
+    beginnings = iter([range(4)])
+    stream = sf.batches(lambda: next(beginnings, None), 4)
+    next(stream)
+    with pytest.raises(sf.DataError, match="got one that makes NoneType None") as caught:
+        next(stream)
+    assert "reading example 0 of epoch 1" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_missing_example_of_a_stream_is_refused_on_every_process(process):
+    share = {"process_index": process, "process_count": 2}
+    stream = sf.batches(iter([0, 1, 2, 3, 4, None, 6, 7]), 4, **share)
+    next(stream)
+    for _ in range(2):
+        with pytest.raises(sf.DataError, match="got None as example 5 of the stream") as caught:
+            next(stream)
+        assert "making the batch of step 1: examples 4 to 7" in caught.value.__notes__[0]
+
+
+def test_a_stop_iteration_on_the_way_does_not_end_the_batches():
+    stop = lambda example: next(iter(()))
+    for source in ([1, 2], iter([1, 2])):
+        with pytest.raises(sf.DataError, match="StopIteration came up at step 0"):
+            next(sf.batches(source, 2, transform=stop))
+
+
+def test_a_source_that_shrinks_or_grows_is_noticed_and_its_position_kept():
+    source = list(range(12))
+    stream = sf.batches(source, 4)
+    next(stream)
+    source.append(12)
+    with pytest.raises(sf.DataError, match="expected the 12 examples .* got 13"):
+        next(stream)
+    source.pop()
+    assert next(stream).tolist() == [4, 5, 6, 7]
+
+
+def test_a_stream_of_what_does_not_stack_says_which_and_keeps_it():
+    ragged = [np.zeros(3), np.zeros(3), np.zeros(3), np.zeros(2)]
+    stream = sf.batches(iter(ragged), 2)
+    next(stream)
+    for _ in range(2):
+        with pytest.raises(sf.DataError, match=r"float64\[3\] at index 2 and float64\[2\] at in"):
+            next(stream)
+    padded = sf.batches(iter(ragged), 2, collate=lambda rows: sf.collate(rows, length=3))
+    assert [jax.tree.map(np.shape, batch) for batch in padded][1]["mask"] == (2, 3)
