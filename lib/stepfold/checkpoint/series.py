@@ -26,6 +26,13 @@ class Series:
     Not to be left without `close`, which a `with` block sees to: what is still being written is
     waited for, and what went wrong is raised. If it is left all the same, the interpreter waits
     before it ends, and ends with an error if the save failed.
+
+    Attributes:
+      directory: where the steps are.
+      every: the steps from one checkpoint to the next.
+      every_epochs: the epochs from one to the next.
+      best: the metric by which a step is the best, and "min" or "max".
+      saved: the step that was saved last, here.
     """
 
     def __init__(
@@ -45,10 +52,10 @@ class Series:
         from stepfold.checkpoint.store import Store
 
         self.directory = directory
-        self._every = (every, every_epochs, every_minutes)
+        self.every, self.every_epochs, self.best = every, every_epochs, best
+        self.saved: int | None = None
         self._keep, self._keep_every, self._keep_best = keep, keep_every, keep_best
-        self._best, self._background = best, background
-        self._saved: int | None = None
+        self._minutes, self._background = every_minutes, background
         self._saved_at = time.monotonic()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -69,14 +76,17 @@ class Series:
           step: how many steps were done.
           epoch: how many epochs were done, if the last step ended one.
         """
-        every, every_epochs, every_minutes = self._every
-        if step == self._saved or step < 1:
+        if step == self.saved or step < 1:
             return False
-        if (every and step % every == 0) or (every_epochs and epoch and epoch % every_epochs == 0):
-            return True
-        if every_minutes is None:
+        by_step = self.every is not None and step % self.every == 0
+        by_epoch = bool(epoch and self.every_epochs and epoch % self.every_epochs == 0)
+        return by_step or by_epoch or self.is_late()
+
+    def is_late(self) -> bool:
+        """Tell whether the minutes from one save to the next are over; `due` asks too."""
+        if self._minutes is None:
             return False
-        late = time.monotonic() - self._saved_at >= 60 * every_minutes
+        late = time.monotonic() - self._saved_at >= 60 * self._minutes
         return same_as_first([int(late)]) == [1]
 
     def save(
@@ -99,7 +109,7 @@ class Series:
         self.wait()
         if not self._open:
             raise CheckpointError(f"{self.directory}: expected an open series, got a closed one")
-        words = words_of(state, step=step, data=data, metrics=metrics, extra=extra, best=self._best)
+        words = words_of(state, step=step, data=data, metrics=metrics, extra=extra, best=self.best)
         if steps.path_of(self.directory, words.step).exists():
             raise CheckpointError(
                 f"{self.directory}: expected a new step, got {words.step}, which is there already; "
@@ -110,7 +120,7 @@ class Series:
         except CheckpointError as error:
             self._failure = error
             self.wait()
-        self._saved, self._saved_at = words.step, time.monotonic()
+        self.saved, self._saved_at = words.step, time.monotonic()
         self._thread = threading.Thread(
             target=self._finish, args=(words.step,), name="stepfold-save"
         )
@@ -133,7 +143,7 @@ class Series:
             metrics,
             keep=keep,
             keep_every=self._keep_every,
-            best=self._best,
+            best=self.best,
             keep_best=self._keep_best,
         ):
             steps.delete(self.directory, step)
