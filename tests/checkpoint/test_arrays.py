@@ -1,0 +1,117 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import stepfold as sf
+from stepfold.checkpoint.arrays import Reader
+from stepfold.checkpoint.manifest import Leaf, read_manifest
+from stepfold.checkpoint.sealed import DamageError
+
+VALUES = np.arange(48, dtype=np.float32).reshape(8, 6)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Give a step with an array in eight parts, one in one part, an empty one and a scalar."""
+    folder = tmp_path_factory.mktemp("saved")
+    mesh = sf.make_mesh((1, 4, 2, 1))
+    state = {
+        "parts": jax.device_put(VALUES, NamedSharding(mesh, P("fsdp", "tp"))),
+        "whole": VALUES.astype(np.int16).T,
+        "none": jnp.zeros((3, 0), jnp.bfloat16),
+        "one": jnp.float32(-0.0),
+    }
+    sf.save(folder, state, step=1)
+    return folder / "1"
+
+
+def reader_of(step, **changes):
+    manifest = read_manifest(step)
+    return Reader(step, manifest.leaves | changes, manifest.shards)
+
+
+def test_a_leaf_is_read_as_a_whole(saved):
+    reader = reader_of(saved)
+    assert np.array_equal(reader.whole("parts"), VALUES)
+    assert np.array_equal(reader.whole("whole"), VALUES.astype(np.int16).T)
+    assert (reader.whole("none").shape, reader.whole("none").dtype) == ((3, 0), jnp.bfloat16)
+    assert reader.whole("one").tobytes() == np.float32(-0.0).tobytes()
+    assert reader.whole("one").shape == ()
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        [((0, 8), (0, 6))],
+        [((0, 2), (0, 3)), ((6, 8), (3, 6))],
+        [((1, 3), (2, 5))],
+        [((0, 4), (0, 6)), ((4, 8), (0, 6)), ((3, 5), (2, 4)), ((7, 8), (0, 1))],
+    ],
+)
+def test_any_parts_are_read_from_any_parts(saved, wanted):
+    read = reader_of(saved).parts("parts", wanted)
+    for ((top, bottom), (left, right)), part in zip(wanted, read, strict=True):
+        assert np.array_equal(part, VALUES[top:bottom, left:right])
+
+
+def test_what_is_read_is_nobody_elses(saved):
+    reader = reader_of(saved)
+    for part in (*reader.parts("whole", [((0, 6), (0, 8)), ((0, 3), (0, 8))]), reader.whole("one")):
+        part[...] = 7
+    assert np.array_equal(reader.whole("whole"), VALUES.astype(np.int16).T)
+
+
+def test_leaves_are_read_side_by_side_in_order(saved):
+    assert reader_of(saved).map(lambda name: name * 2, list("abcdefgh")) == [
+        name * 2 for name in "abcdefgh"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "got"),
+    [
+        (Leaf((8, 6), "int32"), r"expected int32\[8,6\], got float32\[8,6\]"),
+        (Leaf((6, 8), "float32"), r"expected float32\[6,8\], got float32\[8,6\]"),
+        (Leaf((8, 7), "float32"), r"expected checksums of all of float32\[8,7\], got of 48 elem"),
+    ],
+)
+def test_what_is_stored_has_to_be_what_was_saved(saved, leaf, got):
+    reader = reader_of(saved, parts=leaf)
+    with pytest.raises(DamageError, match=f"parts: {got}"):
+        reader.whole("parts")
+    assert len(reader.problems("parts")) == 1
+
+
+def test_a_leaf_that_is_not_there_is_damage(saved):
+    manifest = read_manifest(saved)
+    reader = Reader(saved, {"gone": manifest.leaves["parts"]}, {"gone": manifest.shards["parts"]})
+    with pytest.raises(DamageError, match="gone: cannot be read: "):
+        reader.whole("gone")
+
+
+def test_only_the_part_that_changed_is_named(saved):
+    manifest = read_manifest(saved)
+    first, second, *_ = manifest.shards["parts"]
+    shards = {"parts": manifest.shards["parts"] | {first: 1, second: 2}}
+    reader = Reader(saved, manifest.leaves, shards)
+    told = "the values are not those that were saved"
+    assert reader.problems("parts") == [f"parts[0:2, 0:3]: {told}", f"parts[0:2, 3:6]: {told}"]
+    with pytest.raises(DamageError, match=r"parts\[0:2, 0:3\]: the values are not those"):
+        reader.whole("parts")
+    assert np.array_equal(reader.parts("parts", [((6, 8), (0, 6))])[0], VALUES[6:])
+
+
+def test_data_that_is_cut_off_is_damage(tmp_path):
+    values = np.random.default_rng(0).normal(size=100_000)
+    sf.save(tmp_path, {"w": values}, step=1)
+    reader = reader_of(tmp_path / "1")
+    longest = max((tmp_path / "1").rglob("d/*"), key=lambda path: path.stat().st_size)
+    for path in (tmp_path / "1").rglob("d/*"):
+        if path.stat().st_size == longest.stat().st_size:
+            path.write_bytes(path.read_bytes()[:1000])
+    (told,) = reader.problems("w")
+    assert told.startswith("w")
+    assert "cannot be read: " in told

@@ -1,0 +1,302 @@
+import itertools
+import shutil
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import stepfold as sf
+from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError
+
+from .sameness import check_same
+
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+
+
+def init(key):
+    return {"w": jax.random.normal(key, (16, 8)), "b": jnp.zeros(8)}
+
+
+def loss(params, batch, key):
+    noise = jax.random.normal(key, (8,))
+    return ((batch @ params["w"] + params["b"] - noise) ** 2).mean()
+
+
+def make(seed=0, plan=None):
+    return sf.init_state(init, TX, jax.random.key(seed), sharding=plan)
+
+
+def noise(seed):
+    """Give numbers that are stored as they are, since nothing makes them smaller."""
+    return np.random.default_rng(seed).normal(size=4096).astype(np.float32)
+
+
+def numbers(value):
+    return {"w": jnp.asarray(noise(value)), "i": jnp.int32(value)}
+
+
+def damage(folder, step):
+    """Change a bit of the numbers, wherever they lie."""
+    good = noise(step).tobytes()
+    found = [path for path in (folder / str(step)).rglob("d/*") if good in path.read_bytes()]
+    for path in found:
+        path.write_bytes(path.read_bytes().replace(good, bytes([good[0] ^ 1]) + good[1:]))
+    assert found
+
+
+@pytest.fixture
+def series(tmp_path):
+    """Give a folder with steps 1 to 4, of which 2 has the least loss, and 3 the next."""
+    with sf.Checkpoints(tmp_path, keep=None, best="loss") as opened:
+        for step, value in {1: 4.0, 2: 1.0, 3: 2.0, 4: 3.0}.items():
+            opened.save(numbers(step), step=step, metrics={"loss": value}, data={"at": step})
+    return tmp_path
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_step_goes_on_without_compiling_again(tmp_path, compiles, sharded):
+    mesh = sf.make_mesh() if sharded else None
+    plan = sf.make_sharding(jax.eval_shape(make), mesh, sf.fsdp(min_size=1)) if sharded else None
+    batch = np.ones((8, 16), np.float32)
+    batch = sf.shard_batch(batch, mesh) if sharded else batch
+    step = jax.jit(sf.make_train_step(loss, TX), out_shardings=(plan, None) if sharded else None)
+    state, _ = jax.block_until_ready(step(make(plan=plan), batch))
+    sf.save(tmp_path, state)
+    wanted, _ = jax.block_until_ready(step(state, batch))
+    restored = sf.restore(tmp_path, state)
+    check_same(restored.state, state)
+    count = len(compiles)
+    got, _ = jax.block_until_ready(step(restored.state, batch))
+    check_same(got, wanted)
+    assert len(compiles) == count
+
+
+def test_an_abstract_state_is_enough(tmp_path, compiles):
+    state, batch = make(), np.ones((8, 16), np.float32)
+    step = jax.jit(sf.make_train_step(loss, TX), donate_argnums=0)
+    sf.save(tmp_path, state)
+    wanted, _ = jax.block_until_ready(step(state, batch))
+    restored = sf.restore(tmp_path, jax.eval_shape(make, 1))
+    count = len(compiles)
+    got, _ = jax.block_until_ready(step(restored.state, batch))
+    check_same(got, wanted)
+    assert len(compiles) == count
+
+
+def test_a_plan_says_where(tmp_path):
+    sf.save(tmp_path, make())
+    mesh = sf.make_mesh((1, 4, 2, 1))
+    shape = jax.eval_shape(make, 1)
+    plan = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
+    like = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shape,
+        plan,
+    )
+    check_same(sf.restore(tmp_path, like).state, jax.device_put(make(), plan))
+
+
+def test_a_state_that_was_given_away_still_says_how(tmp_path):
+    state = make()
+    wanted = jax.tree.map(jnp.copy, state)
+    sf.save(tmp_path, state)
+    jax.block_until_ready(jax.jit(lambda state: state, donate_argnums=0)(state))
+    assert state.params["w"].is_deleted()
+    check_same(sf.restore(tmp_path, state).state, wanted)
+
+
+def test_words_come_back(tmp_path):
+    extra, metrics = {"lr": 0.1, "name": ["a"], "raw": b"\0\xff"}, {"loss": 0.5}
+    sf.save(tmp_path, numbers(1), step=5, data={"position": 7}, metrics=metrics, extra=extra)
+    found = sf.restore(tmp_path, numbers(0))
+    assert (found.step, found.data, found.metrics, found.extra) == (
+        5,
+        {"position": 7},
+        metrics,
+        extra,
+    )
+    assert (found.loaded, found.left, found.damaged) == (["i", "w"], {}, {})
+    sf.save(tmp_path, numbers(1), step=6)
+    assert sf.restore(tmp_path, numbers(0))[2:5] == (None, None, {})
+
+
+def test_any_step_is_restored(series):
+    like = numbers(0)
+    assert sf.restore(series, like).step == 4
+    assert sf.restore(series, like, step="best").step == 2
+    assert sf.restore(str(series), like, step=3).step == 3
+    assert sf.restore(series, like, step="best", best=("loss", "max")).step == 1
+    check_same(sf.restore(series, like, step=1).state, numbers(1))
+
+
+@pytest.mark.parametrize(("step", "way"), [("latest", [4, 3, 2, 1]), ("best", [2, 3, 4, 1])])
+def test_the_next_is_taken_as_long_as_one_is_good(series, step, way):
+    broken = []
+    for bad, good in itertools.pairwise(way):
+        damage(series, bad)
+        with pytest.warns(RuntimeWarning, match=f"step {bad} is damaged, kept as {bad}.damaged, "):
+            found = sf.restore(series, numbers(0), step=step)
+        assert found.step == good
+        assert list(found.damaged) == [bad]
+        assert found.damaged[bad][0].endswith("the values are not those that were saved")
+        check_same(found.state, numbers(good))
+        broken.append(f"{bad}.damaged")
+        assert names(series) == sorted([*map(str, set(way) - set(way[: len(broken)])), *broken])
+    damage(series, way[-1])
+    words = f"expected a good checkpoint, got none: step {way[-1]}: [iw].*: the values are not"
+    with (
+        pytest.warns(RuntimeWarning, match=f"step {way[-1]} is damaged"),
+        pytest.raises(CheckpointError, match=words),
+    ):
+        sf.restore(series, numbers(0), step=step)
+
+
+def test_several_damaged_steps_are_told_together(series):
+    damage(series, 4)
+    shutil.rmtree(series / "3" / "state" / "d")
+    with pytest.warns(RuntimeWarning) as warned:
+        found = sf.restore(series, numbers(0))
+    assert len(warned) == 2
+    assert all(one.filename == __file__ for one in warned)
+    assert list(found.damaged) == [4, 3]
+    assert found.step == 2
+
+
+@pytest.mark.parametrize("options", [{"step": 4}, {"fall_back": False}])
+def test_a_damaged_step_that_was_asked_for_is_refused_and_left(series, options):
+    damage(series, 4)
+    with pytest.raises(CheckpointError, match=r"got none: step 4: w\[0:4096\]: the values are not"):
+        sf.restore(series, numbers(0), **options)
+    assert names(series) == ["1", "2", "3", "4"]
+
+
+def test_what_cannot_be_renamed_is_left(series, monkeypatch):
+    damage(series, 4)
+    monkeypatch.setattr("pathlib.Path.rename", lambda *_: (_ for _ in ()).throw(OSError("no")))
+    with pytest.warns(RuntimeWarning, match="step 4 is damaged, left where it is, and an older"):
+        assert sf.restore(series, numbers(0)).step == 3
+    assert names(series) == ["1", "2", "3", "4"]
+
+
+def test_damage_that_is_not_looked_at_does_not_matter(series):
+    damage(series, 4)
+    found = sf.restore(series, numbers(0), parts=("i",))
+    assert (found.step, found.left) == (4, {"w": "not among the parts"})
+    check_same(found.state, {"i": jnp.int32(4), "w": numbers(0)["w"]})
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (7, "expected step 7 to restore, got steps 1, 2, 3, 4; look at the path, or save first"),
+        ("newest", "step: expected 'latest', 'best' or a number, got 'newest'"),
+        (None, "step: expected 'latest', 'best' or a number, got None"),
+        (True, "step: expected 'latest', 'best' or a number, got True"),
+    ],
+)
+def test_a_step_that_is_none_is_refused(series, step, words):
+    kind = CheckpointError if step == 7 else ConfigError
+    with pytest.raises(kind, match=words):
+        sf.restore(series, numbers(0), step=step)
+
+
+@pytest.mark.parametrize("step", ["latest", "best"])
+def test_nothing_saved_is_said(tmp_path, step):
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(CheckpointError, match="expected a checkpoint to restore, got none; lo"):
+            sf.restore(folder, numbers(0), step=step)
+
+
+def test_another_tree_is_refused_before_anything_is_read(series):
+    damage(series, 4)
+    with pytest.raises(TreeMismatchError, match=r"w +float32\[4096\] +float32\[65\]"):
+        sf.restore(series, {"w": jnp.ones(65), "i": jnp.int32(0)})
+    assert names(series) == ["1", "2", "3", "4"]
+
+
+def test_nothing_is_cast_in_silence(series):
+    like = {"w": jnp.zeros(4096, jnp.bfloat16), "i": jnp.int8(0)}
+    with pytest.raises(TreeMismatchError, match="only dtypes differ: cast=True converts them"):
+        sf.restore(series, like)
+    found = sf.restore(series, like, cast=True)
+    check_same(found.state, {"w": numbers(4)["w"].astype(jnp.bfloat16), "i": jnp.int8(4)})
+
+
+def test_integers_that_do_not_fit_are_refused(tmp_path):
+    sf.save(tmp_path, {"i": jnp.int32(300)}, step=1)
+    with pytest.raises(TreeMismatchError, match=r"i: saved int32\[\], wanted int8\[\], but not"):
+        sf.restore(tmp_path, {"i": jnp.int8(0)}, cast=True)
+
+
+def test_what_fits_is_loaded_and_the_rest_stays(tmp_path):
+    sf.save(tmp_path, {"params": {"w": jnp.ones(2), "head": jnp.ones(3)}, "old": 1}, step=1)
+    like = {"params": {"w": jnp.zeros(2), "head": jnp.zeros(4), "new": jnp.zeros(1)}}
+    found = sf.restore(tmp_path, like, partial=True)
+    check_same(found.state, {"params": like["params"] | {"w": jnp.ones(2)}})
+    assert found.state["params"]["head"] is like["params"]["head"]
+    assert found.loaded == ["params/w"]
+    assert found.left == {
+        "params/head": "saved float32[3], wanted float32[4]",
+        "params/new": "saved nothing, wanted float32[1]",
+        "old": "saved int64[], wanted nothing",
+    }
+
+
+def test_parameters_go_under_another_optimizer(tmp_path):
+    state = make()
+    sf.save(tmp_path, state)
+    like = sf.init_state(init, optax.sgd(0.1, momentum=0.9), jax.random.key(1))
+    with pytest.raises(TreeMismatchError, match=": it was saved with another optimizer; make the"):
+        sf.restore(tmp_path, like)
+    found = sf.restore(tmp_path, like, parts=("params", "model_state", "step", "key"))
+    check_same(found.state, state._replace(opt_state=like.opt_state))
+    assert found.loaded == ["step", "params/b", "params/w", "key"]
+    assert set(found.left.values()) == {"not among the parts"}
+
+
+def test_renamed_leaves_are_found(tmp_path):
+    sf.save(tmp_path, {"encoder": {"w": jnp.ones(2), "b": jnp.zeros(3)}}, step=1)
+    like = {"body": {"w": jnp.zeros(2), "b": jnp.ones(3)}}
+    found = sf.restore(tmp_path, like, rename={"encoder": "body"})
+    check_same(found.state, {"body": {"w": jnp.ones(2), "b": jnp.zeros(3)}})
+    assert found.loaded == ["body/b", "body/w"]
+
+
+def test_lists_and_tuples_may_stand_for_each_other(tmp_path):
+    sf.save(tmp_path, [jnp.ones(2), (jnp.zeros(1),)], step=1)
+    check_same(
+        sf.restore(tmp_path, (jnp.zeros(2), [jnp.ones(1)])).state, (jnp.ones(2), [jnp.zeros(1)])
+    )
+    with pytest.raises(TreeMismatchError, match="differs at 3 paths") as caught:
+        sf.restore(tmp_path, {"a": jnp.zeros(2)})
+    rows = sorted(line.split() for line in str(caught.value).split("\n")[3:])
+    assert rows == [
+        ["0", "float32[2]", "nothing"],
+        ["1/0", "float32[1]", "nothing"],
+        ["a", "nothing", "float32[2]"],
+    ]
+
+
+def test_a_good_series_gives_no_warning(series):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sf.restore(series, numbers(0))
+
+
+def test_on_a_mesh_and_back(tmp_path):
+    mesh = sf.make_mesh((1, 4, 2, 1))
+    values = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    spread = jax.device_put(values, NamedSharding(mesh, P("tp", "fsdp")))
+    sf.save(tmp_path, {"w": spread}, step=1)
+    check_same(sf.restore(tmp_path, {"w": jnp.zeros((8, 4))}).state, {"w": jnp.asarray(values)})
+    check_same(sf.restore(tmp_path, {"w": np.zeros((8, 4), np.float32)}).state, {"w": values})
+    check_same(sf.restore(tmp_path, {"w": spread}).state, {"w": spread})

@@ -1,0 +1,74 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stepfold as sf
+from stepfold.checkpoint.verify import problems_of
+from stepfold.errors import CheckpointError, ConfigError
+
+
+def state(value):
+    noise = np.random.default_rng(value).normal(size=4096).astype(np.float32)
+    return {"w": noise, "none": jnp.zeros((0, 2))}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for step in (1, 2, 10):
+        sf.save(tmp_path, state(step), step=step)
+    return tmp_path
+
+
+def files(folder):
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
+
+
+def test_what_is_good_has_no_problems(folder):
+    before = files(folder)
+    assert sf.verify(folder) == {1: [], 2: [], 10: []}
+    assert sf.latest_step(folder) == 10
+    assert files(folder) == before
+
+
+def test_changed_values_are_named(folder):
+    pattern = state(10)["w"][:4].tobytes()
+    for path in (folder / "10").rglob("d/*"):
+        path.write_bytes(path.read_bytes().replace(pattern, pattern[::-1]))
+    before = files(folder)
+    told = "w[0:4096]: the values are not those that were saved"
+    assert sf.verify(folder) == {1: [], 2: [], 10: [told]}
+    assert problems_of(folder / "10") == [told]
+    assert files(folder) == before
+
+
+def test_the_latest_is_the_newest_that_is_whole(folder):
+    (folder / "10" / "state" / "_METADATA").unlink()
+    assert sf.latest_step(str(folder)) == 2
+    (problem,) = sf.verify(folder)[10]
+    assert problem.startswith("_METADATA: expected ")
+    for name in ("11.orbax-checkpoint-tmp", "12.damaged", "13.deleted"):
+        (folder / name).mkdir()
+    assert sf.latest_step(folder) == 2
+    assert list(sf.verify(folder)) == [1, 2, 10]
+
+
+def test_where_nothing_is_there_is_no_step(tmp_path):
+    for folder in (tmp_path, tmp_path / "none"):
+        assert sf.latest_step(folder) is None
+        assert sf.verify(folder) == {}
+
+
+@pytest.mark.parametrize("look", [sf.verify, sf.latest_step])
+def test_what_is_no_directory_is_refused(tmp_path, look):
+    (tmp_path / "a").write_text("")
+    with pytest.raises(CheckpointError, match="a: expected a directory, got a file"):
+        look(tmp_path / "a")
+    with pytest.raises(ConfigError, match="directory: expected a path, got 3"):
+        look(3)
+
+
+def test_what_others_saved_is_a_problem(tmp_path):
+    (tmp_path / "3" / "state").mkdir(parents=True)
+    (problem,) = sf.verify(tmp_path)[3]
+    assert "3: expected a checkpoint that stepfold saved, got a folder without a man" in problem
