@@ -1,0 +1,210 @@
+"""Two processes save what one restores and the other way round, and agree on what is good."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from tests.checkpoint.sameness import check_same
+
+import stepfold as sf
+
+from . import launch
+
+SPECS = {"rows": P("fsdp"), "columns": P(None, "tp"), "both": P(("fsdp", "tp")), "whole": P()}
+
+
+def works(start, folder):
+    import json
+    import warnings
+    from pathlib import Path
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import stepfold as sf
+
+    start(shutdown=10)
+    warnings.simplefilter("error")
+    process, folder = jax.process_index(), Path(folder)
+    mesh = sf.make_mesh((1, 2, 2, 1))
+    seen = {}
+
+    def placed(value):
+        """Give the state that the test has too, over all devices."""
+        specs = {"rows": P("fsdp"), "columns": P(None, "tp"), "both": P(("fsdp", "tp"))}
+        state = {}
+        for name, spec in (specs | {"whole": P()}).items():
+            seed = sum(map(ord, name)) + value
+            numbers = np.random.default_rng(seed).normal(size=(16, 8)).astype(np.float32)
+            place = NamedSharding(mesh, spec)
+            state[name] = jax.make_array_from_callback((16, 8), place, lambda i: numbers[i])
+        data = np.asarray(jax.random.key_data(jax.random.key(value)))
+        place = NamedSharding(mesh, P())
+        data = jax.make_array_from_callback((2,), place, lambda i: data[i])
+        state["key"] = jax.random.wrap_key_data(data)
+        return state | {"numpy": np.full(3, value), "number": value}
+
+    def same(found, wanted):
+        """Compare the parts that are here."""
+        for have, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            if isinstance(want, jax.Array):
+                assert have.sharding == want.sharding
+                if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
+                    have, want = map(jax.random.key_data, (have, want))
+                parts = zip(have.addressable_shards, want.addressable_shards, strict=True)
+                for one, other in parts:
+                    assert one.device == other.device
+                    assert np.asarray(one.data).tobytes() == np.asarray(other.data).tobytes()
+            else:
+                assert np.asarray(have).tobytes() == np.asarray(want).tobytes()
+        return True
+
+    # What one process saved on eight, four and one device.
+    seen["from one"] = [
+        same(sf.restore(folder / "one", placed(0), step=n).state, placed(n)) for n in (8, 4, 1)
+    ]
+    # What two save, each with a position of its own at last.
+    sf.save(folder / "two", placed(1), step=1, data={"at": 5}, metrics={"loss": 1.0})
+    sf.save(folder / "two", placed(2), step=2, data={"at": process}, metrics={"loss": 0.5})
+    found = sf.restore(folder / "two", placed(0))
+    seen["to two"] = [same(found.state, placed(2)), found.step, found.data]
+    seen["best"] = sf.restore(folder / "two", placed(0), step="best", best="loss").step
+    # A series in the background, of steps that give their state away.
+    step = jax.jit(
+        lambda tree: {name: leaf + 1 for name, leaf in tree.items()},
+        donate_argnums=0,
+        out_shardings=NamedSharding(mesh, P("fsdp")),
+    )
+    rows = NamedSharding(mesh, P("fsdp"))
+    numbers = np.arange(1 << 16, dtype=np.float32)
+    state = {"w": jax.make_array_from_callback(numbers.shape, rows, lambda i: numbers[i])}
+    with sf.Checkpoints(folder / "series", keep=2, keep_every=4, every_minutes=60) as series:
+        seen["due"] = series.due(1)
+        for number in range(1, 8):
+            series.save(state, step=number, data={"at": number})
+            for _ in range(2):
+                state = jax.block_until_ready(step(state))
+        found = series.restore(state, step=7)
+    wanted = numbers + np.float32(12)
+    wanted = {"w": jax.make_array_from_callback(numbers.shape, rows, lambda i: wanted[i])}
+    seen["series"] = [same(found.state, wanted), sorted(sf.verify(folder / "series"))]
+    # A step of which only the second process reads what is damaged.
+    for number in (1, 2):
+        sf.save(folder / "damaged", wanted, step=number)
+    jax.experimental.multihost_utils.sync_global_devices("saved")
+    if process == 0:
+        good = numbers[-100:] + np.float32(12)
+        for path in (folder / "damaged" / "2").rglob("d/*"):
+            text = path.read_bytes().replace(good.tobytes(), (-good).tobytes())
+            path.write_bytes(text)
+    jax.experimental.multihost_utils.sync_global_devices("damaged")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = sf.restore(folder / "damaged", wanted)
+    seen["damaged"] = [same(found.state, wanted), found.step, found.damaged[2]]
+    seen["told"] = [str(one.message).rpartition(": step ")[2] for one in told]
+    try:
+        sf.save(folder / "two", placed(2), step=2)
+    except sf.CheckpointError as error:
+        seen["there"] = str(error).partition(": ")[2]
+    print(json.dumps(seen))
+
+
+def placed(value, count, dims):
+    """Give the same state as in the two processes, on devices of this one."""
+    mesh = sf.make_mesh(dims, devices=jax.devices()[:count])
+    state = {}
+    for name, spec in SPECS.items():
+        seed = sum(map(ord, name)) + value
+        numbers = np.random.default_rng(seed).normal(size=(16, 8)).astype(np.float32)
+        state[name] = jax.device_put(numbers, NamedSharding(mesh, spec))
+    state["key"] = jax.device_put(jax.random.key(value), NamedSharding(mesh, P()))
+    return state | {"numpy": np.full(3, value), "number": value}
+
+
+LAYOUTS = {8: (1, 4, 2, 1), 4: (1, 1, 4, 1), 1: (1, 1, 1, 1)}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """Let two processes do all that they do in one go, since each start costs seconds."""
+    folder = tmp_path_factory.mktemp("processes")
+    for count, dims in LAYOUTS.items():
+        sf.save(folder / "one", placed(count, count, dims), step=count)
+    outputs = launch.run_processes(works, 2, args=(str(folder),))
+    return folder, [json.loads(output) for output in outputs]
+
+
+def seen(both, what):
+    return [one[what] for one in both[1]]
+
+
+def test_two_processes_restore_what_one_saved(both):
+    assert seen(both, "from one") == [[True] * 3] * 2
+
+
+def test_two_processes_restore_what_two_saved_each_with_its_position(both):
+    assert seen(both, "to two") == [[True, 2, {"at": 0}], [True, 2, {"at": 1}]]
+    assert seen(both, "best") == [2, 2]
+
+
+@pytest.mark.parametrize("count", LAYOUTS)
+def test_one_process_restores_what_two_saved(both, count):
+    folder, _ = both
+    wanted = placed(1, count, LAYOUTS[count])
+    like = jax.tree.map(
+        lambda leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            if isinstance(leaf, jax.Array)
+            else leaf
+        ),
+        wanted,
+    )
+    found = sf.restore(folder / "two", like, step=1)
+    check_same(found.state, wanted)
+    assert (found.data, found.metrics) == ({"at": 5}, {"loss": 1.0})
+
+
+def test_positions_of_two_processes_are_not_given_to_one(both):
+    folder, _ = both
+    words = "data: expected 2 processes, each with the position that it saved, got 1; resume on as"
+    with pytest.raises(sf.CheckpointError, match=words):
+        sf.restore(folder / "two", placed(0, 1, LAYOUTS[1]), step=2)
+
+
+def test_what_two_saved_is_verified_by_one(both):
+    folder, _ = both
+    assert sf.verify(folder / "two") == {1: [], 2: []}
+    assert sf.verify(folder / "series") == {4: [], 6: [], 7: []}
+
+
+def test_two_processes_save_in_the_background(both):
+    assert seen(both, "series") == [[True, [4, 6, 7]]] * 2
+    assert seen(both, "due") == [False, False]
+    folder, _ = both
+    for step in (4, 6, 7):
+        found = sf.restore(folder / "series", {"w": np.zeros(1 << 16, np.float32)}, step=step)
+        assert np.array_equal(found.state["w"], np.arange(1 << 16) + 2 * (step - 1))
+        assert found.data == {"at": step}
+
+
+def test_two_processes_agree_to_go_back(both):
+    one, other = seen(both, "damaged")
+    assert one == [True, 1, ["found by another process"]]
+    assert other[:2] == [True, 1]
+    assert other[2][0].endswith("the values are not those that were saved")
+    assert [len(told) for told in seen(both, "told")] == [1, 1]
+    assert seen(both, "told")[0][0].startswith("2 is damaged, kept as 2.damaged, and an older one")
+    folder, _ = both
+    assert sorted(path.name for path in (folder / "damaged").iterdir()) == ["1", "2.damaged"]
+
+
+def test_two_processes_agree_that_a_step_is_there(both):
+    assert len(set(seen(both, "there"))) == 1
+    assert "expected a new step, got 2, which is there already" in seen(both, "there")[0]
