@@ -111,3 +111,30 @@ def test_all_are_kept_if_asked(tmp_path):
         for step in range(5):
             save(series, step)
     assert list(sf.verify(tmp_path)) == [0, 1, 2, 3, 4]
+
+
+def test_minutes_are_a_number():
+    with pytest.raises(ConfigError, match="every_minutes: expected a number above 0, got '5'"):
+        sf.Checkpoints("a", every_minutes="5")
+
+
+def test_the_step_that_was_just_saved_is_kept_though_newer_ones_are_there(tmp_path):
+    with sf.Checkpoints(tmp_path, keep=1) as series:
+        save(series, 30)
+        save(series, 11)
+    assert 11 in sf.verify(tmp_path)
+
+
+def test_a_folder_without_files_does_not_keep_a_series_from_saving(tmp_path):
+    (tmp_path / "5").mkdir()
+    with sf.Checkpoints(tmp_path, keep=1) as series:
+        save(series, 6)
+        save(series, 7)
+    assert sf.latest_step(tmp_path) == 7
+
+
+def test_the_best_is_known_after_a_save_without_a_series(tmp_path):
+    with sf.Checkpoints(tmp_path, best="loss") as series:
+        save(series, 1, metrics={"loss": 1.0})
+    sf.save(tmp_path, {"w": jnp.zeros(2)}, step=2)
+    assert sf.restore(tmp_path, {"w": jnp.zeros(2)}, step="best").step == 1

@@ -233,3 +233,17 @@ def test_kinds_of_numbers_stay_apart(have, want):
     saved, like = {"a": Leaf((2,), have)}, {"a": abstract(2, dtype=jnp.dtype(want))}
     with pytest.raises(TreeMismatchError, match=rf"a +{have}\[2\] +{want}\[2\]"):
         match(saved, like, cast=True)
+
+
+def test_names_alone_are_said_in_words_that_work():
+    saved = {"old": {"w": jnp.ones(2), "b": jnp.ones(3)}}
+    like = {"new": {"w": jnp.ones(2), "b": jnp.ones(3)}}
+    head, _ = refused(saved, like)
+    rename = {"old/b": "new/b", "old/w": "new/w"}
+    assert head.endswith(f"; if they were renamed, give rename={rename}")
+    match(leaves_of(saved), like, rename=rename)
+
+
+def test_a_new_path_is_text():
+    with pytest.raises(ConfigError, match="rename: expected a path for 'a', got 3"):
+        match(leaves_of({"a": jnp.ones(1)}), {"a": abstract(1)}, rename={"a": 3})

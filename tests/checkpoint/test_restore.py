@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 import shutil
 import warnings
@@ -300,3 +301,117 @@ def test_on_a_mesh_and_back(tmp_path):
     check_same(sf.restore(tmp_path, {"w": jnp.zeros((8, 4))}).state, {"w": jnp.asarray(values)})
     check_same(sf.restore(tmp_path, {"w": np.zeros((8, 4), np.float32)}).state, {"w": values})
     check_same(sf.restore(tmp_path, {"w": spread}).state, {"w": spread})
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_wide_numbers_stay_wide(tmp_path, abstract):
+    with jax.enable_x64(True):
+        state = {"f": jnp.array([0.1], jnp.float64), "i": jnp.array([1 << 40], jnp.int64)}
+        sf.save(tmp_path, state, step=1)
+        like = jax.eval_shape(lambda: state) if abstract else state
+        check_same(sf.restore(tmp_path, like).state, state)
+
+
+def test_wide_numbers_are_not_narrowed_in_silence(tmp_path):
+    with jax.enable_x64(True):
+        sf.save(tmp_path, {"f": jnp.array([0.1], jnp.float64)}, step=1)
+    for place in (None, jax.sharding.SingleDeviceSharding(jax.devices()[1])):
+        like = {"f": jax.ShapeDtypeStruct((1,), np.float64, sharding=place)}
+        with pytest.raises(TreeMismatchError, match="float64.*(enable_x64|x64)"):
+            sf.restore(tmp_path, like)
+
+
+def test_the_default_device_is_the_callers(tmp_path):
+    with jax.default_device(jax.devices()[3]):
+        state = {"w": jnp.ones(2)}
+        sf.save(tmp_path, state, step=1)
+        check_same(sf.restore(tmp_path, state).state, state)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_nothing_is_compiled_to_restore(tmp_path, compiles, sharded):
+    place = NamedSharding(sf.make_mesh(), P("fsdp")) if sharded else None
+    state = {f"w{n}": jax.device_put(np.ones((8, n), np.float32), place) for n in range(3, 6)}
+    sf.save(tmp_path, state, step=1)
+    count = len(compiles)
+    sf.restore(tmp_path, state)
+    assert len(compiles) == count
+
+
+def test_a_step_goes_on_with_weak_numbers_without_compiling_again(tmp_path, compiles):
+    state = {"w": jnp.ones(3), "scale": jnp.asarray(2.0)}
+    assert state["scale"].weak_type
+    step = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf * 2, state))
+    state = step(state)
+    step(state)
+    sf.save(tmp_path, state, step=1)
+    restored = sf.restore(tmp_path, state).state
+    count = len(compiles)
+    step(restored)
+    assert len(compiles) == count
+
+
+def test_memory_of_another_kind_is_kept(tmp_path):
+    place = NamedSharding(sf.make_mesh(), P("fsdp"), memory_kind="pinned_host")
+    state = {"w": jax.device_put(np.arange(8.0, dtype=np.float32), place)}
+    sf.save(tmp_path, state, step=1)
+    check_same(sf.restore(tmp_path, state).state, state)
+
+
+def test_a_place_that_does_not_fit_is_told_with_its_path(tmp_path):
+    sf.save(tmp_path, {"a": {"w": jnp.ones(6)}}, step=1)
+    place = NamedSharding(sf.make_mesh(), P("fsdp"))
+    like = {"a": {"w": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=place)}}
+    with pytest.raises(sf.ShardingError, match="a/w: "):
+        sf.restore(tmp_path, like)
+
+
+@pytest.mark.parametrize("step", [np.int64(3), jnp.int32(3)])
+def test_any_integer_is_a_step_as_when_saving(series, step):
+    assert sf.restore(series, numbers(0), step=step).step == 3
+
+
+@pytest.mark.parametrize("best", [5, ("a", "max", "c"), ("loss", "least")])
+def test_what_is_no_best_is_refused(series, best):
+    with pytest.raises(ConfigError, match="best|mode"):
+        sf.restore(series, numbers(0), step="best", best=best)
+
+
+def test_a_folder_without_files_is_passed_over(series):
+    (series / "5").mkdir()
+    assert sf.latest_step(series) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert sf.restore(series, numbers(0)).step == 4
+        assert sf.restore(series, numbers(0), step="best").step == 2
+
+
+def test_a_step_that_is_gone_meanwhile_is_passed_over(series, monkeypatch):
+    listed = sf.checkpoint.steps.steps_in
+
+    def list_and_lose(place):
+        found = listed(place)
+        shutil.rmtree(place / "4", ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(sf.checkpoint.steps, "steps_in", list_and_lose)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert sf.restore(series, numbers(0)).step == 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["RESOURCE_EXHAUSTED: Too many open files", "PERMISSION_DENIED: Error opening local file"],
+)
+def test_a_good_step_is_not_blamed_for_what_the_machine_lacks(series, monkeypatch, words):
+    def fail(*_, **__):
+        raise ValueError(f"{words} \"…\" [os_error_code='24']")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tensorstore.open", fail)
+        with contextlib.suppress(CheckpointError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            sf.restore(series, numbers(0))
+    assert names(series) == ["1", "2", "3", "4"]
+    assert sf.restore(series, numbers(0)).step == 4

@@ -1,3 +1,6 @@
+import contextlib
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,3 +55,56 @@ def test_what_is_refused_leaves_nothing(tmp_path, options, words):
     with pytest.raises(ConfigError, match=words):
         sf.save(tmp_path, {"w": jnp.ones(1)}, **options)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", ["latest", "3", None])
+def test_text_is_no_step(tmp_path, step):
+    with pytest.raises(ConfigError, match="step: expected"):
+        sf.save(tmp_path, {"w": jnp.ones(1)}, step=step)
+
+
+def test_numbers_in_another_order_of_bytes_come_back(tmp_path):
+    state = {"w": np.arange(4, dtype=">f4")}
+    sf.save(tmp_path, state, step=1)
+    assert sf.verify(tmp_path) == {1: []}
+    assert sf.restore(tmp_path, state).state["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_name_may_go_on_where_another_ends(tmp_path):
+    state = {"a": jnp.ones(1), "a/b": jnp.zeros(1)}
+    with contextlib.suppress(ConfigError):  # either is good: to keep it, or to refuse it in words
+        sf.save(tmp_path, state, step=1)
+        check_same(sf.restore(tmp_path, state).state, state)
+
+
+UNSTORED = {
+    "uint4": np.zeros(2, jnp.uint4),
+    "longdouble": np.zeros(2, np.longdouble),
+    "records": np.zeros(2, [("a", "i4")]),
+    "large": 1 << 70,
+}
+
+
+@pytest.mark.parametrize("name", UNSTORED)
+def test_what_cannot_be_stored_is_refused_with_its_path(tmp_path, name):
+    with pytest.raises(ConfigError, match="a/w: expected "):
+        sf.save(tmp_path, {"a": {"w": UNSTORED[name]}, "b": jnp.ones(1)}, step=1)
+
+
+@pytest.mark.parametrize("state", [{}, {"a": jnp.zeros((0, 3))}])
+def test_a_state_of_nothing_is_saved_or_refused_in_words(tmp_path, state):
+    with contextlib.suppress(ConfigError):  # either is good, and orbax's "empty item" is neither
+        sf.save(tmp_path, state, step=1)
+        check_same(sf.restore(tmp_path, state).state, state)
+
+
+def test_a_bucket_spelled_as_a_path_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="expected a path on a file system"):
+        sf.save(Path("gs://bucket/run"), {"w": jnp.ones(1)}, step=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_is_no_metric(tmp_path):
+    with pytest.raises(ConfigError, match="metrics/a: expected a number, got str '0.5'"):
+        sf.save(tmp_path, {"w": jnp.ones(1)}, step=1, metrics={"a": "0.5"})

@@ -235,3 +235,41 @@ def test_whoever_leaves_without_closing_after_a_failure_ends_with_an_error(tmp_p
     assert bad.returncode == 1
     assert "CheckpointError: " in bad.stderr
     assert "1: not saved: " in bad.stderr
+
+
+def test_a_save_beside_an_open_series_lets_it_finish(tmp_path, monkeypatch):
+    written = manifest.write_leaves
+    monkeypatch.setattr(manifest, "write_leaves", lambda *args: (time.sleep(0.3), written(*args)))
+    with sf.Checkpoints(tmp_path) as series:
+        series.save(STATE, step=1)
+        sf.save(tmp_path, STATE, step=2)
+    assert sf.verify(tmp_path) == {1: [], 2: []}
+
+
+def test_a_directory_that_became_none_is_told_as_a_failed_save(tmp_path):
+    series = sf.Checkpoints(tmp_path / "a").open()
+    shutil.rmtree(tmp_path / "a")
+    (tmp_path / "a").write_text("")
+    with pytest.raises(CheckpointError, match="a/1: not saved: "):
+        series.save(STATE, step=1)
+    series.close()
+
+
+def test_a_deletion_that_fails_is_an_error_of_checkpoints(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("busy")
+
+    with sf.Checkpoints(tmp_path, keep=1) as series:
+        series.save(STATE, step=1)
+        series.wait()
+        monkeypatch.setattr(shutil, "rmtree", fail)
+        series.save(STATE, step=2)
+        with pytest.raises(CheckpointError, match="1.*busy"):
+            series.wait()
+
+
+def test_whoever_leaves_without_closing_is_waited_for(tmp_path):
+    command = [sys.executable, "-c", LEAVES, str(tmp_path), "well"]
+    good = subprocess.run(command, capture_output=True, text=True)
+    assert good.returncode == 0, good.stderr[-1000:]
+    check_same(sf.restore(tmp_path, STATE).state, STATE)

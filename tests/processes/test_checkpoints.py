@@ -208,3 +208,54 @@ def test_two_processes_agree_to_go_back(both):
 def test_two_processes_agree_that_a_step_is_there(both):
     assert len(set(seen(both, "there"))) == 1
     assert "expected a new step, got 2, which is there already" in seen(both, "there")[0]
+
+
+def differs(start, folder):
+    from pathlib import Path
+
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import stepfold as sf
+    from stepfold.checkpoint.agreement import all_of
+
+    start(shutdown=10)
+    place = NamedSharding(sf.make_mesh(), P("fsdp"))
+
+    def placed(numbers):
+        return jax.make_array_from_callback(numbers.shape, place, lambda i: numbers[i])
+
+    # An array that each process has for itself.
+    try:
+        sf.save(Path(folder, "alone"), {"a": {"w": jax.numpy.ones(3)}}, step=1)
+    except sf.StepfoldError as error:
+        print(str(error).splitlines()[0])
+    # What does not fit lies in the second process alone.
+    sf.save(Path(folder, "large"), {"w": placed(np.array([1, 2, 3, 300], np.int32))}, step=1)
+    try:
+        sf.restore(Path(folder, "large"), {"w": placed(np.zeros(4, np.int8))}, cast=True)
+    except sf.TreeMismatchError:
+        print("refused")
+        all_of(False)  # pairs with the one that the other process waits in, if it does
+    except sf.CheckpointError as error:
+        print("not refused, but", error)
+    print(sorted(path.name for path in Path(folder, "large").iterdir()))
+
+
+@pytest.fixture(scope="module")
+def one_differs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    ends = launch.ends_of_processes(differs, 2, timeout=60, args=(str(folder),))
+    return [end.output.splitlines() for end in ends]
+
+
+def test_an_array_of_one_process_alone_is_refused_with_its_path(one_differs):
+    for lines in one_differs:
+        assert lines[0].startswith("a/w: expected ")
+
+
+def test_what_does_not_fit_in_one_process_is_refused_in_both(one_differs):
+    for lines in one_differs:
+        assert lines[-2:] == ["refused", "['1']"]
