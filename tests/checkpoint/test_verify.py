@@ -72,3 +72,25 @@ def test_what_others_saved_is_a_problem(tmp_path):
     (tmp_path / "3" / "state").mkdir(parents=True)
     (problem,) = sf.verify(tmp_path)[3]
     assert "3: expected a checkpoint that stepfold saved, got a folder without a man" in problem
+
+
+def test_what_is_in_a_checkpoint_is_told(folder):
+    with sf.Checkpoints(folder, keep=None, best="loss") as series:
+        series.save(state(3), step=3, metrics={"loss": 0.5}, data={"at": 1}, extra=b"x")
+        series.save(state(4), step=11, metrics={"loss": 1.5})
+    found = sf.contents(folder, step=3)
+    assert found[0] == 3
+    assert {path: str(leaf) for path, leaf in found.leaves.items()} == {
+        "none": "float32[0,2]",
+        "w": "float32[4096]",
+    }
+    assert (found.data, found.extra, found.metrics) == ({"at": 1}, b"x", {"loss": 0.5})
+    assert found.bytes > 4 * 4096
+    assert sf.contents(folder, step="best") == found
+    assert sf.contents(folder).step == 11
+    (folder / "11" / "state" / "_METADATA").unlink()
+    assert sf.contents(folder).step == 10
+    with pytest.raises(CheckpointError, match="_METADATA: expected"):
+        sf.contents(folder, step=11)
+    with pytest.raises(CheckpointError, match="expected step 7 to restore, got steps 1, 2, 3, 10"):
+        sf.contents(folder, step=7)
