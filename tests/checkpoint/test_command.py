@@ -143,3 +143,18 @@ def test_it_is_a_command(folder):
     command = [sys.executable, "-m", "stepfold.checkpoint", "verify", str(folder)]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, "1: good\n2: good\n")
+
+
+def test_numbers_that_are_none_are_compared_without_a_warning(tmp_path, says):
+    sf.save(tmp_path, {"w": np.array([np.inf, np.nan, 1.0])}, step=1)
+    sf.save(tmp_path, {"w": np.array([np.inf, np.nan, 3.0])}, step=2)
+    code, lines = says("diff", tmp_path, 1, 2)
+    assert code == 0
+    assert lines[2][0] == "w"
+
+
+def test_a_damaged_value_in_a_comparison_is_told_as_damage(folder, says):
+    damage(folder, 2)
+    code, lines = says("diff", folder, 1, 2)
+    assert code == 1
+    assert "w[0:4096]: the values are not those that were saved" in sentence(lines)

@@ -94,3 +94,10 @@ def test_what_is_in_a_checkpoint_is_told(folder):
         sf.contents(folder, step=11)
     with pytest.raises(CheckpointError, match="expected step 7 to restore, got steps 1, 2, 3, 10"):
         sf.contents(folder, step=7)
+
+
+def test_without_a_whole_step_there_are_no_contents(tmp_path):
+    sf.save(tmp_path, state(1), step=1)
+    (tmp_path / "1" / "state" / "_METADATA").unlink()
+    with pytest.raises(CheckpointError, match="_METADATA: expected|expected a checkpoint"):
+        sf.contents(tmp_path)
