@@ -116,7 +116,7 @@ def to_folder(path, chance):
     path.mkdir()
 
 
-DAMAGES = (flip, zero, truncate, empty, grow, delete)
+DAMAGES = (flip, zero, truncate, empty, grow, delete, to_folder)
 
 
 DRAWN = (flip, flip, zero, truncate, empty, delete)
@@ -186,3 +186,13 @@ def test_damage_drawn_by_chance(saved, damaged, count):
             error.add_note(f"{damage.__name__} of {file}")
             raise
     print(f"{len(found)} damages by chance, found {sum(found)}, immaterial {found.count(False)}")
+
+
+@pytest.mark.parametrize("file", ["leaves-0.json", "files.json", "manifest.ocdbt"])
+@pytest.mark.parametrize("damage", [flip, truncate, delete], ids=lambda damage: damage.__name__)
+def test_the_best_is_passed_over_with_a_word(saved, damaged, file, damage):
+    folder = damaged(f"2/state/{file}", damage, random.Random(0))
+    with pytest.warns(RuntimeWarning, match="step 2 is damaged"):
+        got = sf.restore(folder, make_state(3), step="best")
+    assert bits(got) == saved.right[1]
+    assert list(got.damaged) == [2]

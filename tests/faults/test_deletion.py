@@ -1,6 +1,7 @@
 """A step whose deletion was interrupted, whoever deleted it, is offered by nothing."""
 
 import os
+import random
 import shutil
 import warnings
 from contextlib import contextmanager
@@ -97,3 +98,61 @@ def test_our_deletion_interrupted_at_each_file(saved, tmp_path):
             series.save(make_state(4), step=4)
         assert [path.name for path in folder.iterdir()] == ["4"]
     print(f"{number} interruptions of our own deletion")
+
+
+@pytest.mark.parametrize("order", ["as listed", "reversed", "by chance"])
+def test_a_deletion_by_others_interrupted_after_each_file(saved, tmp_path, order):
+    files = sorted(path.relative_to(saved) for path in (saved / "2").rglob("*") if path.is_file())
+    if order == "reversed":
+        files.reverse()
+    elif order == "by chance":
+        random.Random(0).shuffle(files)
+    missing = set()
+    offered = []
+    for k, file in enumerate(files):
+        missing.add(file)
+        folder = tmp_path / f"{k}"
+        shutil.copytree(saved, folder)
+        for path in missing:
+            (folder / path).unlink()
+        if all(path.parts[1] != "state" or path.name == "commit_success.txt" for path in missing):
+            continue  # what orbax alone reads; all that is needed is there
+        try:
+            never_offered(folder)
+            goes_on(folder)
+        except (sf.CheckpointError, AssertionError) as error:
+            offered.append(f"{k + 1} files away, the last {file}: {error!r}"[:300])
+    assert not offered, "\n".join([f"{len(offered)} of {len(files)}", *offered[-3:]])
+
+
+@pytest.mark.parametrize("left", ["2", "2/state", "2/state/d"])
+def test_folders_without_files_are_passed_over(saved, tmp_path, left):
+    folder = tmp_path / "saved"
+    shutil.copytree(saved, folder)
+    shutil.rmtree(folder / "2")
+    (folder / left).mkdir(parents=True)
+    never_offered(folder)
+    goes_on(folder)
+
+
+def test_a_step_that_is_deleted_while_it_is_asked_for(saved, tmp_path):
+    """The names are there when they are listed, and the files are not when they are read."""
+    folder = tmp_path / "saved"
+    shutil.copytree(saved, folder)
+    from stepfold.checkpoint import steps
+
+    listed = steps.steps_in
+    with pytest.MonkeyPatch.context() as patch:
+
+        def late(directory):
+            found = listed(directory)
+            shutil.rmtree(folder / "2", ignore_errors=True)
+            return found
+
+        patch.setattr(steps, "steps_in", late)
+        assert sf.latest_step(folder) == 1
+        for step in ("latest", "best"):
+            shutil.copytree(saved / "2", folder / "2", dirs_exist_ok=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                is_of(sf.restore(folder, LIKE, step=step), 1)

@@ -94,6 +94,13 @@ def test_leaving_without_close(forks, tmp_path, count, how):
         check(tmp_path / f"{i}", forks.run(leaves, str(tmp_path / f"{i}"), how), CODES[how])
 
 
+@pytest.mark.parametrize("how", ["forgotten", "stdout closed", "stdout None", "stderr closed"])
+def test_leaving_without_close_in_other_ways(forks, tmp_path, how):
+    end = forks.run(leaves, str(tmp_path), how)
+    assert is_committed(tmp_path) or not THREADS_AT_END, end
+    assert (end.code == 0) is is_committed(tmp_path), end
+
+
 def test_a_second_interrupt_while_the_save_is_waited_for(forks, tmp_path, count):
     for i in range(count(1, 10)):
         folder = tmp_path / f"{i}"
@@ -113,6 +120,13 @@ def test_leaving_where_the_save_fails(forks, tmp_path, how):
 
 
 OUTPUTS = ["stdout closed", "stdout None", "stdout broken", "stderr closed"]
+
+
+@pytest.mark.parametrize("how", OUTPUTS)
+def test_leaving_where_the_save_fails_and_nobody_can_be_told(forks, tmp_path, how):
+    end = forks.run(leaves, str(tmp_path), how, True)
+    assert end.code != 0, end
+    assert sf.verify(tmp_path) == {1: []}
 
 
 def leaves_two(start, folder, how):

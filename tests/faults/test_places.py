@@ -1,6 +1,7 @@
 """A place that holds no checkpoint of ours, or that cannot be written to, is told of in words."""
 
 import os
+import shutil
 import subprocess
 
 import jax.numpy as jnp
@@ -47,6 +48,19 @@ SAVING = {
     "open": lambda folder: sf.Checkpoints(folder, keep=1).open().close(),
 }
 LOOKING = {"latest_step": sf.latest_step, "verify": sf.verify}
+
+
+@pytest.mark.parametrize("what", [*ASKING, *SAVING, *LOOKING])
+@pytest.mark.parametrize("name", ["model.keras", "weights.pt", "12"])
+def test_a_path_that_is_a_file(tmp_path, name, what):
+    path = tmp_path / name
+    path.write_bytes(b"PK\3\4 what another tool saved")
+    refused(
+        path,
+        "expected a directory, got a file; give another path",
+        (ASKING | SAVING | LOOKING)[what],
+    )
+    assert path.read_bytes().startswith(b"PK")
 
 
 @pytest.mark.parametrize("what", SAVING)
@@ -111,6 +125,22 @@ def test_a_directory_from_another_tool(tmp_path, make):
     assert [path.name for path in folder.iterdir()] == ["5"]
 
 
+@pytest.mark.parametrize("make", STRANGERS, ids=lambda make: make.__name__)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_saving_beside_what_another_tool_saved(tmp_path, make):
+    """It is neither deleted nor in the way, nor taken for one of ours."""
+    folder = tmp_path / "run"
+    make(folder)
+    before = sorted(path for path in folder.rglob("*"))
+    with sf.Checkpoints(folder, keep=1, best="eval/loss") as series:
+        for step in (6, 7):
+            series.save(make_state(step), step=step, metrics={"eval/loss": 1 / step})
+    assert sf.latest_step(folder) == 7
+    for step in ("latest", "best"):
+        is_of(sf.restore(folder, LIKE, step=step), 7)
+    assert set(before) <= set(folder.rglob("*"))
+
+
 @pytest.fixture
 def newer(saved):
     """Save step 2 as a version to come would."""
@@ -128,6 +158,19 @@ def test_a_checkpoint_of_a_newer_format(newer):
     assert problems[1] == []
     assert "saved by a newer stepfold" in problems[2][0]
     assert {path.name for path in newer.iterdir()} == {"1", "2"}
+
+
+def test_saving_beside_a_newer_format(newer):
+    """It goes on or refuses, but not after it has saved; and deletes nothing of the other."""
+    refused = None
+    try:
+        with sf.Checkpoints(newer, keep=1) as series:
+            series.save(make_state(3), step=3)
+    except sf.CheckpointError as error:
+        refused = str(error)
+    assert (refused is None) is (newer / "3").exists(), refused
+    assert refused is None or "newer stepfold" in refused
+    assert (newer / "2").exists()
 
 
 def as_nobody(folder, *names):
@@ -174,7 +217,7 @@ def others(saved):
         place.chmod(mode)
 
 
-@pytest.mark.parametrize("what", ["save"])
+@pytest.mark.parametrize("what", ["open", "save"])
 def test_no_permission_to_write(forks, others, what):
     end = forks.run(as_nobody, str(others), what)
     assert end.code == 0, end
@@ -202,6 +245,19 @@ def test_a_damaged_step_that_may_not_be_renamed(forks, others):
     assert "step 2 is damaged, left where it is, and an older one is taken" in end.errors
 
 
+@pytest.mark.parametrize(
+    "where", ["", "2", "2/state", "2/state/leaves-0.json", "2/state/manifest.ocdbt"]
+)
+@pytest.mark.parametrize("what", ["restore", "latest_step", "verify"])
+def test_no_permission_to_read(forks, others, where, what):
+    """It is refused in words, or an older step is taken with a word; there is no traceback."""
+    (others / where).chmod(0)
+    end = forks.run(as_nobody, str(others), what)
+    (others / where).chmod(0o755)
+    assert end.code == 0, end
+    assert "ermission" in end.output + end.errors or what == "latest_step", end
+
+
 @pytest.fixture
 def read_only(saved):
     """Mount what is saved such that not even root may write there."""
@@ -213,7 +269,7 @@ def read_only(saved):
     subprocess.run(["umount", saved], check=True)
 
 
-@pytest.mark.parametrize("what", ["save"])
+@pytest.mark.parametrize("what", SAVING)
 def test_saving_on_a_file_system_that_is_read_only(read_only, what):
     refused(read_only, "(?i)read-only|permission", SAVING[what])
 
@@ -237,6 +293,17 @@ def test_a_link_to_nowhere(tmp_path):
     link.symlink_to(tmp_path / "gone", target_is_directory=True)
     for what in SAVING:
         refused(link, "expected a directory", SAVING[what])
+
+
+def test_a_step_that_is_a_link(saved, tmp_path):
+    """As where another disk keeps one for good: it is read, and when its time is over goes."""
+    shutil.move(saved / "1", tmp_path / "kept")
+    (saved / "1").symlink_to(tmp_path / "kept", target_is_directory=True)
+    is_of(sf.restore(saved, LIKE, step=1), 1)
+    with sf.Checkpoints(saved, keep=1) as series:
+        series.save(make_state(3), step=3)
+    assert sf.verify(saved) == {3: []}
+    assert sorted(path.name for path in saved.iterdir()) == ["3"]
 
 
 def test_another_working_directory_between_open_and_save(tmp_path, monkeypatch):
