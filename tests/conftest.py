@@ -24,6 +24,16 @@ def key() -> jax.Array:
     return jax.random.key(0)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="count faults as for a release")
+
+
+@pytest.fixture
+def count(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
+    """Choose how often a fault is tried: by default a few times, and with --full many."""
+    return lambda few, many: many if request.config.getoption("--full") else few
+
+
 @pytest.fixture
 def compiles() -> Iterator[list[str]]:
     """List what XLA compiles while the test runs."""

@@ -1,0 +1,216 @@
+"""A save for which there is no room is told of in time, leaves nothing, and the next goes on."""
+
+import resource
+import shutil
+import subprocess
+from contextlib import contextmanager, suppress
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stepfold as sf
+
+# Where one write of orbax's fails, others of the same save end after the loop that asked for them.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+LIKE = {"w": jnp.zeros((256, 1024)), "b": jnp.zeros(300), "count": jnp.zeros((), jnp.int32)}
+NO_ROOM = "not saved: no space left on the device; make room"
+NOT_SAVED = "not saved: "
+
+
+def make_state(step):
+    rng = np.random.default_rng(step)
+    values = {
+        name: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) for name, leaf in LIKE.items()
+    }
+    return values | {"count": jnp.asarray(step, jnp.int32)}
+
+
+def is_of(restored, step):
+    assert restored.step == step
+    wanted = make_state(step)
+    assert all(np.array_equal(restored.state[name], wanted[name]) for name in wanted)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Give a function that mounts a file system with options such as its size."""
+    mounted = []
+
+    def mount(options):
+        place = tmp_path / f"disk{len(mounted)}"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(place)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no permission to mount a small disk: {done.stderr.strip()}")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@contextmanager
+def file_size(limit):
+    """Let no file of this process grow over a limit."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def fill(disk, left):
+    """Leave so many bytes free."""
+    free = shutil.disk_usage(disk).free
+    with (disk / "ballast").open("wb") as file:
+        file.write(bytes(free - left))
+
+
+def fails(series, how, words):
+    """Save step 2, for which there is no room, and see the error come in time."""
+
+    def save():
+        series.save(make_state(2), step=2)
+        if how == "next save":
+            series.save(make_state(3), step=3)
+        else:
+            series.wait()
+
+    with pytest.raises(sf.CheckpointError, match=words):
+        save()
+
+
+def is_as_before(folder):
+    """The step before is good, and nothing is left of the one that failed."""
+    assert sf.verify(folder) == {1: []}
+    assert sf.latest_step(folder) == 1
+    assert [path.name for path in folder.iterdir()] == ["1"]
+    is_of(sf.restore(folder, LIKE), 1)
+
+
+def goes_on(folder, series):
+    series.save(make_state(4), step=4)
+    series.wait()
+    is_of(series.restore(LIKE), 4)
+    assert sf.verify(folder) == {4: []}
+
+
+@pytest.mark.parametrize("how", ["wait", "next save"])
+@pytest.mark.parametrize("async_", [True, False])
+def test_a_full_disk(small_disk, async_, how):
+    disk = small_disk("size=4m")
+    folder = disk / "run"
+    with sf.Checkpoints(folder, keep=1, async_=async_) as series:
+        series.save(make_state(1), step=1)
+        series.wait()
+        fill(disk, left=300_000)
+        fails(series, how, NO_ROOM)
+        is_as_before(folder)
+        fails(series, how, NO_ROOM)
+        is_as_before(folder)
+        (disk / "ballast").unlink()
+        goes_on(folder, series)
+
+
+def test_a_full_disk_is_told_of_at_the_end(small_disk):
+    disk = small_disk("size=4m")
+    folder = disk / "run"
+    sf.save(folder, make_state(1), step=1)
+    fill(disk, left=300_000)
+    with (
+        pytest.raises(sf.CheckpointError, match=NO_ROOM),
+        sf.Checkpoints(folder, keep=1) as series,
+    ):
+        series.save(make_state(2), step=2)
+    is_as_before(folder)
+    with pytest.raises(sf.CheckpointError, match=NO_ROOM):
+        sf.save(folder, make_state(2), step=2)
+    is_as_before(folder)
+    (disk / "ballast").unlink()
+    sf.save(folder, make_state(2), step=2)
+    is_of(sf.restore(folder, LIKE), 2)
+
+
+def test_a_disk_that_is_full_at_any_byte(small_disk, count):
+    """The arrays fit, but not the manifest; the manifest, but not what orbax writes after it."""
+    disk = small_disk("size=4m")
+    folder = disk / "run"
+    sf.save(folder, make_state(1), step=1)
+    needed = sum(
+        -(-path.stat().st_size // 4096) * 4096 for path in folder.rglob("*") if path.is_file()
+    )
+    failed = []
+    points = [*np.linspace(0, needed - 4096, count(6, 60), dtype=int)]
+    points += [needed + 4096 * i for i in range(-count(4, 20), 1)]
+    with sf.Checkpoints(folder, keep=None) as series:
+        for left in points:
+            fill(disk, left)
+            if left < 0.98 * needed:
+                fails(series, "wait", NO_ROOM)
+                failed.append(left)
+            else:  # some are a little smaller than others
+                with suppress(sf.CheckpointError):
+                    series.save(make_state(2), step=2)
+                    series.wait()
+                    is_of(sf.restore(folder, LIKE), 2)
+                    shutil.rmtree(folder / "2")
+            is_as_before(folder)
+            (disk / "ballast").unlink()
+        series.save(make_state(5), step=5)
+        is_of(series.restore(LIKE), 5)
+    print(f"{len(failed)} saves on a disk that was full at another byte each")
+
+
+def test_a_disk_without_room_for_any_of_the_files(small_disk, count):
+    """Each file and folder of a step is once the one that cannot be made."""
+    counted = small_disk("size=64m,nr_inodes=1000")
+    sf.save(counted / "run", make_state(1), step=1)
+    needed = sum(1 for _ in (counted / "run" / "1").rglob("*")) + 1
+    for files in range(0, needed - 3, count(4, 1)):
+        disk = small_disk(f"size=64m,nr_inodes={needed + files + 4}")  # some to spare
+        folder = disk / "run"
+        with sf.Checkpoints(folder, keep=None) as series:
+            series.save(make_state(1), step=1)
+            series.wait()
+            fails(series, "wait", NO_ROOM)
+            is_as_before(folder)
+            subprocess.run(["mount", "-o", "remount,nr_inodes=1000", str(disk)], check=True)
+            series.save(make_state(2), step=2)
+            is_of(series.restore(LIKE), 2)
+    print(f"{needed} files and folders, each once the one for which there was no room")
+
+
+@pytest.mark.parametrize("limit", [16, 100, 400, 1000, 100_000, 1_000_000])
+@pytest.mark.parametrize("how", ["wait", "next save"])
+def test_a_limit_of_the_size_of_files(tmp_path, limit, how):
+    folder = tmp_path / "run"
+    with sf.Checkpoints(folder, keep=1) as series:
+        series.save(make_state(1), step=1)
+        series.wait()
+        for _ in range(2):
+            with file_size(limit):
+                fails(series, how, NOT_SAVED)
+            is_as_before(folder)
+        goes_on(folder, series)
+
+
+def test_a_directory_that_is_removed_meanwhile(tmp_path):
+    folder = tmp_path / "run"
+    with sf.Checkpoints(folder, keep=1) as series:
+        series.save(make_state(1), step=1)
+        series.wait()
+        shutil.rmtree(folder)
+        try:
+            series.save(make_state(2), step=2)
+            series.wait()
+        except sf.CheckpointError:
+            assert sf.latest_step(folder) is None
+        else:
+            is_of(sf.restore(folder, LIKE), 2)
+        folder.mkdir(exist_ok=True)
+        goes_on(folder, series)

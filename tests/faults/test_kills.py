@@ -1,0 +1,166 @@
+"""Whatever a killed run left, the next goes on from it, and ends as if there had been no kill."""
+
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from tests.processes import launch
+
+import stepfold as sf
+
+from . import training
+from .forks import compiled_once
+
+
+def trains(folder, notes, options):
+    import training
+
+    training.run(folder, notes, **options)
+
+
+def trains_on_two(start, place, folder, notes, options):
+    import sys
+
+    sys.path.insert(0, place)
+    import jax
+    import training
+
+    import stepfold as sf
+
+    start(heartbeat=5, shutdown=5)
+    mine = options[jax.process_index()]
+    training.run(folder, f"{notes}.{jax.process_index()}", mesh=sf.make_mesh(), **mine)
+
+
+class Run:
+    """One run, of as many processes one after another as it takes, and what they noted."""
+
+    def __init__(self, folder, go):
+        self.folder, self._notes, self._go = folder / "checkpoints", folder / "notes", go
+        folder.mkdir(exist_ok=True)
+
+    def go(self, *options):
+        """Go on, until the end or until killed; tell whether it was the end."""
+        return self._go(str(self.folder), str(self._notes), *options)
+
+    def noted(self, what):
+        """List what was noted under a name, by all processes."""
+        files = sorted(self._notes.parent.glob(f"{self._notes.name}*"))
+        notes = [note for path in files for note in training.read_notes(path)]
+        return [note[what] for note in notes if what in note]
+
+    def check(self, whole):
+        """Hold what a killed process left against what it noted, and against a run without kills.
+
+        Give the steps of work that were lost.
+        """
+        problems = sf.verify(self.folder) if self.folder.exists() else {}
+        assert not any(problems.values()), problems
+        there = (sf.latest_step(self.folder) if self.folder.exists() else None) or 0
+        assert there >= max(self.noted("committed"), default=0), "a committed save was lost"
+        lost = max((step for step, _ in self.noted("reached")), default=0) - there
+        assert lost <= 2 * training.EVERY
+        assert {*map(tuple, self.noted("reached"))} <= {*map(tuple, whole.noted("reached"))}
+        assert {*map(tuple, self.noted("restored"))} <= {*map(tuple, whole.noted("reached"))}
+        return lost
+
+    def check_end(self, whole):
+        """Hold the end, and what is on the disk, against a run without kills."""
+        assert sorted(set(self.noted("end"))) == sorted(whole.noted("end"))
+        assert sf.verify(self.folder) == sf.verify(whole.folder)
+        names = [{path.name for path in run.folder.iterdir()} for run in (self, whole)]
+        assert names[0] == names[1], "something was left behind"
+
+
+@pytest.fixture(scope="module")
+def alone(forks):
+    """Run in one process."""
+
+    def go(folder, notes, options=None):
+        end = forks.run(trains, folder, notes, options or {})
+        assert end.code in (0, -signal.SIGKILL), end.errors
+        assert "Error" not in end.errors, end.errors
+        return end.code == 0
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Run in two processes of two devices each, with options for each of them."""
+    place = str(Path(training.__file__).parent)
+
+    environ = [compiled_once(tmp_path_factory.mktemp("compiled"))] * 2
+
+    def go(folder, notes, *options):
+        args = (place, folder, notes, options or ({}, {}))
+        ends = launch.ends_of_processes(trains_on_two, 2, args=args, environ=environ)
+        codes = [end.code for end in ends]
+        # The peer of one that was killed is ended by jax, once it misses the other's heartbeat.
+        assert codes == [0, 0] or -signal.SIGKILL in codes, launch.report(ends)
+        return codes == [0, 0]
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def whole(alone, tmp_path_factory):
+    """Train in one process without a kill; give the run."""
+    run = Run(tmp_path_factory.mktemp("whole"), alone)
+    assert run.go()
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(two, tmp_path_factory):
+    run = Run(tmp_path_factory.mktemp("whole_of_two"), two)
+    assert run.go()
+    return run
+
+
+def test_kills_at_random_times(alone, whole, tmp_path, count):
+    chance = random.Random(0)
+    lost = []
+    while len(lost) < count(2, 50):
+        run = Run(tmp_path / f"{len(lost)}", alone)
+        for _ in range(3):
+            if run.go({"kill_after": (chance.randint(1, 4), chance.uniform(0, 0.2))}):
+                break
+            lost.append(run.check(whole))
+        else:
+            assert run.go()
+        run.check_end(whole)
+    print(f"{len(lost)} kills at random times, steps lost {sorted(lost)}")
+
+
+def test_kills_before_each_change_of_a_file(alone, whole, tmp_path, count):
+    """Over two saves and two deletions, and once more while the next run cleans up and saves."""
+    before = dict(whole.noted("saving"))
+    points = list(range(before[8] + 1, before[12] + 1))
+    lost = []
+    for point in points[:: 1 + len(points) // count(3, len(points))]:
+        run = Run(tmp_path / f"{point}", alone)
+        for kill_at in (point, 1 + point % 32):
+            ended = run.go({"kill_at": kill_at})
+            lost += [run.check(whole)] * (not ended)
+        assert run.go()
+        run.check_end(whole)
+    print(f"{len(lost)} kills at changes of files, steps lost {sorted(lost)}")
+
+
+def test_kills_with_two_processes(two, whole_of_two, tmp_path, count):
+    chance = random.Random(0)
+    lost = []
+    while len(lost) < count(1, 20):
+        run = Run(tmp_path / f"{len(lost)}", two)
+        for who in (len(lost) % 3, 1):
+            kill = {"kill_after": (chance.randint(1, 4), chance.uniform(0, 0.2))}
+            if run.go(*(kill if who in (me, 2) else {} for me in (0, 1))):
+                break
+            lost.append(run.check(whole_of_two))
+            if len(lost) == count(1, 20):
+                break
+        assert run.go()
+        run.check_end(whole_of_two)
+    print(f"{len(lost)} kills with two processes, steps lost {sorted(lost)}")

@@ -1,0 +1,327 @@
+"""A place that holds no checkpoint of ours, or that cannot be written to, is told of in words."""
+
+import os
+import shutil
+import subprocess
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import stepfold as sf
+from stepfold.checkpoint import manifest, sealed
+
+LIKE = {"w": jnp.zeros((4, 2)), "count": jnp.zeros((), jnp.int32)}
+
+
+def make_state(step):
+    return {"w": jnp.full((4, 2), float(step)), "count": jnp.asarray(step, jnp.int32)}
+
+
+def is_of(restored, step):
+    assert restored.step == int(restored.state["count"]) == step
+    assert np.array_equal(restored.state["w"], np.full((4, 2), float(step)))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    folder = tmp_path / "saved"
+    for step in (1, 2):
+        sf.save(folder, make_state(step), step=step)
+    return folder
+
+
+def refused(folder, words, what):
+    with pytest.raises(sf.CheckpointError, match=words) as told:
+        what(folder)
+    assert str(folder) in str(told.value)
+
+
+ASKING = {
+    "restore": lambda folder: sf.restore(folder, LIKE),
+    "best": lambda folder: sf.restore(folder, LIKE, step="best", best="eval/loss"),
+    "number": lambda folder: sf.restore(folder, LIKE, step=2),
+}
+SAVING = {
+    "save": lambda folder: sf.save(folder, make_state(3), step=3),
+    "open": lambda folder: sf.Checkpoints(folder, keep=1).open().close(),
+}
+LOOKING = {"latest_step": sf.latest_step, "verify": sf.verify}
+
+
+@pytest.mark.parametrize("what", [*ASKING, *SAVING, *LOOKING])
+@pytest.mark.parametrize("name", ["model.keras", "weights.pt", "12"])
+def test_a_path_that_is_a_file(tmp_path, name, what):
+    path = tmp_path / name
+    path.write_bytes(b"PK\3\4 what another tool saved")
+    refused(
+        path,
+        "expected a directory, got a file; give another path",
+        (ASKING | SAVING | LOOKING)[what],
+    )
+    assert path.read_bytes().startswith(b"PK")
+
+
+@pytest.mark.parametrize("what", SAVING)
+def test_a_path_below_a_file(tmp_path, what):
+    (tmp_path / "file").write_bytes(b"")
+    words = "expected a directory to save in, but it cannot be made: Not a directory"
+    refused(tmp_path / "file" / "run", words, SAVING[what])
+
+
+@pytest.mark.parametrize("what", ASKING)
+def test_a_directory_that_is_not_there(tmp_path, what):
+    refused(tmp_path / "run", "to restore, got none; look at the path, or save first", ASKING[what])
+    assert sf.latest_step(tmp_path / "run") is None
+    assert sf.verify(tmp_path / "run") == {}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("what", ASKING)
+def test_what_other_tools_leave_is_not_taken_for_a_step(tmp_path, what):
+    for name in ("checkpoint-500", "epoch=3-step=40.ckpt", "7.tmp", "-1", "007", "²", "1e3"):
+        (tmp_path / name).mkdir()
+    for name in ("12", "checkpoint", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+    refused(tmp_path, "to restore, got none; look at the path, or save first", ASKING[what])
+    assert sf.latest_step(tmp_path) is None
+    before = {path.name for path in tmp_path.iterdir()}
+    sf.save(tmp_path, make_state(3), step=3)
+    is_of(sf.restore(tmp_path, LIKE), 3)
+    assert {path.name for path in tmp_path.iterdir()} == before | {"3"}
+
+
+def of_orbax(folder):
+    with ocp.CheckpointManager(folder) as manager:
+        manager.save(5, args=ocp.args.StandardSave(make_state(5)))
+
+
+def of_orbax_with_items(folder):
+    with ocp.CheckpointManager(folder) as manager:
+        manager.save(5, args=ocp.args.Composite(state=ocp.args.StandardSave(make_state(5))))
+
+
+def of_somebody(folder):
+    (folder / "5").mkdir(parents=True)
+    (folder / "5" / "results.csv").write_text("1,2\n")
+
+
+STRANGERS = (of_orbax, of_orbax_with_items, of_somebody)
+
+
+@pytest.mark.parametrize("make", STRANGERS, ids=lambda make: make.__name__)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_directory_from_another_tool(tmp_path, make):
+    folder = tmp_path / "run"
+    make(folder)
+    for what in ({}, {"step": 5}):
+        words = "expected a checkpoint that stepfold saved, got a folder without a manifest"
+        with pytest.raises(sf.CheckpointError, match=words):
+            sf.restore(folder, LIKE, **what)
+    assert "a folder without a manifest" in str(sf.verify(folder)[5])
+    with pytest.raises(sf.CheckpointError, match="expected a new step, got 5, which is there"):
+        sf.save(folder, make_state(5), step=5)
+    assert [path.name for path in folder.iterdir()] == ["5"]
+
+
+@pytest.mark.parametrize("make", STRANGERS, ids=lambda make: make.__name__)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_saving_beside_what_another_tool_saved(tmp_path, make):
+    """It is neither deleted nor in the way, nor taken for one of ours."""
+    folder = tmp_path / "run"
+    make(folder)
+    before = sorted(path for path in folder.rglob("*"))
+    with sf.Checkpoints(folder, keep=1, best="eval/loss") as series:
+        for step in (6, 7):
+            series.save(make_state(step), step=step, metrics={"eval/loss": 1 / step})
+    assert sf.latest_step(folder) == 7
+    for step in ("latest", "best"):
+        is_of(sf.restore(folder, LIKE, step=step), 7)
+    assert set(before) <= set(folder.rglob("*"))
+
+
+@pytest.fixture
+def newer(saved):
+    """Save step 2 as a version to come would."""
+    path = saved / "2" / "state" / "leaves-0.json"
+    path.write_bytes(sealed.seal(sealed.unseal(path) | {"format": manifest.FORMAT + 1}))
+    return saved
+
+
+def test_a_checkpoint_of_a_newer_format(newer):
+    words = "expected format 1 or older, got 2; it was saved by a newer stepfold: upgrade with pip"
+    for what in ({}, {"step": 2}, {"step": "best", "best": "eval/loss"}):
+        with pytest.raises(sf.CheckpointError, match=words):
+            sf.restore(newer, LIKE, **what)
+    problems = sf.verify(newer)
+    assert problems[1] == []
+    assert "saved by a newer stepfold" in problems[2][0]
+    assert {path.name for path in newer.iterdir()} == {"1", "2"}
+
+
+def test_saving_beside_a_newer_format(newer):
+    """It goes on or refuses, but not after it has saved; and deletes nothing of the other."""
+    refused = None
+    try:
+        with sf.Checkpoints(newer, keep=1) as series:
+            series.save(make_state(3), step=3)
+    except sf.CheckpointError as error:
+        refused = str(error)
+    assert (refused is None) is (newer / "3").exists(), refused
+    assert refused is None or "newer stepfold" in refused
+    assert (newer / "2").exists()
+
+
+def as_nobody(folder, *names):
+    """Try things as a user who owns nothing; print what each gives or raises."""
+    import os
+
+    import jax
+    import numpy as np
+
+    import stepfold as sf
+
+    like = {"w": np.zeros((4, 2), np.float32), "count": np.zeros((), np.int32)}
+    if os.geteuid() == 0:
+        jax.config.update("jax_enable_compilation_cache", False)  # it is root's
+        os.setgid(65534)
+        os.setuid(65534)
+    doing = {
+        "open": lambda: sf.Checkpoints(folder).open().close(),
+        "save": lambda: sf.save(folder, like, step=3),
+        "restore": lambda: print(sf.restore(folder, like).step),
+        "latest_step": lambda: print(sf.latest_step(folder)),
+        "verify": lambda: print(sf.verify(folder)),
+    }
+    for name in names:
+        try:
+            doing[name]()
+        except sf.CheckpointError as error:
+            print(error)
+
+
+@pytest.fixture
+def others(saved):
+    """Let anybody come as far as the checkpoints, and no further than the modes of those say."""
+    places = [
+        place
+        for place in saved.parents
+        if place != place.parent and place.stat().st_mode & 0o011 != 0o011
+    ]
+    modes = {place: place.stat().st_mode for place in places}
+    for place in places:
+        place.chmod(0o755)
+    yield saved
+    for place, mode in modes.items():
+        place.chmod(mode)
+
+
+@pytest.mark.parametrize("what", ["open", "save"])
+def test_no_permission_to_write(forks, others, what):
+    end = forks.run(as_nobody, str(others), what)
+    assert end.code == 0, end
+    assert end.output.startswith(str(others)), end
+    assert "permission" in end.output
+    assert {path.name for path in others.iterdir()} == {"1", "2"}
+
+
+@pytest.mark.parametrize("what", ["open", "save"])
+def test_no_permission_to_make_the_directory(forks, others, what):
+    end = forks.run(as_nobody, str(others / "run"), what)
+    words = "expected a directory to save in, but it cannot be made: Permission denied; change"
+    assert words in end.output, end
+
+
+def test_no_permission_to_write_is_enough_to_read(forks, others):
+    end = forks.run(as_nobody, str(others), "restore", "verify")
+    assert end.output == "2\n{1: [], 2: []}\n", end
+
+
+def test_a_damaged_step_that_may_not_be_renamed(forks, others):
+    (others / "2" / "state" / "files.json").unlink()
+    end = forks.run(as_nobody, str(others), "restore")
+    assert end.output == "1\n", end
+    assert "step 2 is damaged, left where it is, and an older one is taken" in end.errors
+
+
+@pytest.mark.parametrize(
+    "where", ["", "2", "2/state", "2/state/leaves-0.json", "2/state/manifest.ocdbt"]
+)
+@pytest.mark.parametrize("what", ["restore", "latest_step", "verify"])
+def test_no_permission_to_read(forks, others, where, what):
+    """It is refused in words, or an older step is taken with a word; there is no traceback."""
+    (others / where).chmod(0)
+    end = forks.run(as_nobody, str(others), what)
+    (others / where).chmod(0o755)
+    assert end.code == 0, end
+    assert "ermission" in end.output + end.errors or what == "latest_step", end
+
+
+@pytest.fixture
+def read_only(saved):
+    """Mount what is saved such that not even root may write there."""
+    done = subprocess.run(["mount", "--bind", saved, saved], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no permission to mount: {done.stderr.strip()}")
+    subprocess.run(["mount", "-o", "remount,ro,bind", saved], check=True)
+    yield saved
+    subprocess.run(["umount", saved], check=True)
+
+
+@pytest.mark.parametrize("what", SAVING)
+def test_saving_on_a_file_system_that_is_read_only(read_only, what):
+    refused(read_only, "(?i)read-only|permission", SAVING[what])
+
+
+def test_restoring_from_a_file_system_that_is_read_only(read_only):
+    is_of(sf.restore(read_only, LIKE), 2)
+    assert sf.verify(read_only) == {1: [], 2: []}
+
+
+def test_a_link_to_a_directory(saved, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(saved, target_is_directory=True)
+    with sf.Checkpoints(link, keep=2) as series:
+        series.save(make_state(3), step=3)
+    is_of(sf.restore(link, LIKE), 3)
+    assert sf.verify(saved) == {2: [], 3: []}
+
+
+def test_a_link_to_nowhere(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone", target_is_directory=True)
+    for what in SAVING:
+        refused(link, "expected a directory", SAVING[what])
+
+
+def test_a_step_that_is_a_link(saved, tmp_path):
+    """As where another disk keeps one for good: it is read, and when its time is over goes."""
+    shutil.move(saved / "1", tmp_path / "kept")
+    (saved / "1").symlink_to(tmp_path / "kept", target_is_directory=True)
+    is_of(sf.restore(saved, LIKE, step=1), 1)
+    with sf.Checkpoints(saved, keep=1) as series:
+        series.save(make_state(3), step=3)
+    assert sf.verify(saved) == {3: []}
+    assert sorted(path.name for path in saved.iterdir()) == ["3"]
+
+
+def test_another_working_directory_between_open_and_save(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with sf.Checkpoints("run", keep=1) as series:
+        (tmp_path / "elsewhere").mkdir()
+        for step in (1, 2):
+            os.chdir(tmp_path / "elsewhere")
+            series.save(make_state(step), step=step)
+            os.chdir("/")
+        series.wait()
+    assert sf.verify(tmp_path / "run") == {2: []}
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_thousand_leaves(tmp_path):
+    leaves = {f"layer {i}/ä.%": np.arange(i % 7, dtype=np.float32) + i for i in range(1000)}
+    sf.save(tmp_path, leaves, step=1)
+    restored = sf.restore(tmp_path, {name: np.zeros_like(leaf) for name, leaf in leaves.items()})
+    assert all(np.array_equal(restored.state[name], leaf) for name, leaf in leaves.items())
+    assert sf.verify(tmp_path) == {1: []}

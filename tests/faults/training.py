@@ -1,0 +1,167 @@
+"""A small run that saves often, asynchronously, and goes on from whatever an earlier one left.
+
+It notes in a file what it has done, and how its state looked, for a test to hold against what is
+found after it was killed.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import stepfold as sf
+
+STEPS, EVERY = 16, 2
+CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
+
+
+def run(folder, notes, *, kill_at=None, kill_after=None, mesh=None):
+    """Train to the end, from the newest checkpoint on, if there is one.
+
+    Args:
+      folder: where the checkpoints are.
+      notes: the file to note in, where processes one after another may.
+      kill_at: before which change of a file under the folder to be killed, counted from 1.
+      kill_after: how many saves to begin, and how many seconds later to be killed.
+      mesh: where the state is.
+    """
+    note, changes = Notes(notes), Changes(folder, kill_at)
+    tx, shape, init = parts(mesh)
+    batches = sf.batches(examples(), 8, seed=0)
+    step = compiled(tx, shape, mesh)
+    saved = None
+    saves, seconds = kill_after or (0, 0.0)
+    with sf.Checkpoints(folder, every=EVERY, keep=2, best="eval/loss") as series:
+        if sf.latest_step(folder) is None:
+            state = init()
+        else:
+            state, number, data, extra, *_ = series.restore(shape)
+            batches.set_state(data)
+            note(restored=[number, digest(state)])
+            assert extra == {"step": number}
+        for number in range(int(state.step) + 1, STEPS + 1):
+            state, _ = step(state, placed(next(batches), mesh))
+            note(reached=[number, digest(state)])
+            if series.due(number):
+                note(saving=[number, changes.count])
+                saves -= 1
+                if saves == 0:
+                    threading.Thread(target=die_after, args=(seconds,), daemon=True).start()
+                metrics = {"eval/loss": (number * 7) % 10}
+                series.save(state, data=batches, metrics=metrics, extra={"step": number})
+                if saved is not None:
+                    note(committed=saved)
+                if number % 3 == 0:
+                    series.wait()
+                    note(committed=number)
+                saved = number
+    note(committed=saved or 0)
+    note(end=digest(state))
+
+
+def parts(mesh=None):
+    """Make the optimizer, an abstract state with its places, and what makes the first state."""
+    tx = sf.ema_params(optax.adam(1e-2), 0.9)
+    key = jax.random.key(0)
+    shape = jax.eval_shape(lambda key: sf.init_state(weights, tx, key), key)
+    plan = None if mesh is None else sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
+    if plan is not None:
+        shape = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            shape,
+            plan,
+        )
+    return tx, shape, lambda: sf.init_state(weights, tx, key, sharding=plan)
+
+
+def weights(key):
+    first, second = jax.random.split(key)
+    return {"in": jax.random.normal(first, (8, 16)), "out": jax.random.normal(second, (16, 4))}
+
+
+def loss_fn(params, batch, key):
+    hidden = jnp.tanh(batch["x"] @ params["in"])
+    kept = jax.random.bernoulli(key, 0.8, hidden.shape)
+    return sf.mean(((hidden * kept) @ params["out"] - batch["y"]) ** 2)
+
+
+def examples():
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(size=(40, 8)).astype(np.float32),
+        "y": rng.normal(size=(40, 4)).astype(np.float32),
+    }
+
+
+def placed(batch, mesh):
+    return batch if mesh is None else sf.shard_batch(batch, mesh)
+
+
+def compiled(tx, shape, mesh):
+    """Compile the step, so that the time until a kill is spent on what it is to hit."""
+    step = jax.jit(sf.make_train_step(loss_fn, tx), donate_argnums=0)
+    first = placed(next(sf.batches(examples(), 8, seed=0)), mesh)
+    return step.lower(shape, first).compile()
+
+
+def digest(state):
+    """Give a short text that differs if any bit of the state does that this process has."""
+    total = hashlib.sha256()
+    for leaf in jax.tree.leaves(state):
+        numbers = (
+            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        )
+        for shard in numbers.addressable_shards:
+            total.update(f"{shard.index}{numbers.dtype}{numbers.shape}".encode())
+            total.update(np.asarray(shard.data).tobytes())
+    return total.hexdigest()[:16]
+
+
+class Notes:
+    """Append lines to a file; what was noted stays, whatever becomes of the process."""
+
+    def __init__(self, path):
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def __call__(self, **what):
+        os.write(self._file, json.dumps(what).encode() + b"\n")
+
+
+def read_notes(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+class Changes:
+    """Count what Python changes of the files under a folder; be killed before the one given."""
+
+    def __init__(self, folder, kill_at):
+        self.count = 0
+        self._folder, self._kill_at = str(folder), kill_at
+        sys.addaudithook(self._look)
+
+    def _look(self, event, args):
+        if event in CHANGES and self._is_ours(event, args):
+            self.count += 1
+            if self.count == self._kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _is_ours(self, event, args):
+        if event == "open" and not any(letter in str(args[1]) for letter in "wax+"):
+            return False
+        if event in ("os.remove", "os.rmdir") and args[-1] != -1:
+            return True  # what `rmtree` deletes, by its name in a folder that is open
+        return str(args[0]).startswith(self._folder)
+
+
+def die_after(seconds):
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
