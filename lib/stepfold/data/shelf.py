@@ -12,7 +12,7 @@ from stepfold.errors import DataError
 
 Place = Callable[[Any], Any]
 
-PATIENCE = 1.0  # seconds; a thread whose source keeps it waiting for longer ends when it can
+PATIENCE = 0.5  # seconds; a thread whose source keeps it waiting for longer ends when it can
 _NO_MORE = object()
 
 
