@@ -224,6 +224,21 @@ def test_grains_iterators_are_resumed_as_ours_are():
         assert [batch.tolist() for batch in resumed] == whole[step:]
 
 
+def test_grains_worker_processes_may_do_the_work():
+    grain = pytest.importorskip("grain")
+    from absl import flags
+
+    flags.FLAGS.mark_as_parsed()  # as the docstring says
+    dataset = grain.MapDataset.source(range(40)).map(str).map(len).batch(4).to_iter_dataset()
+    whole = [batch.tolist() for batch in dataset]
+    stream = sf.prefetch(dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=1)))
+    assert [next(stream).tolist() for _ in range(3)] == whole[:3]
+    saved = stream.get_state()
+    assert next(stream).tolist() == whole[3]
+    stream.set_state(saved)
+    assert [batch.tolist() for batch in stream] == whole[3:]
+
+
 # Errors.
 
 
