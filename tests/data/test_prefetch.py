@@ -187,6 +187,20 @@ def test_a_state_that_is_refused_changes_nothing():
     assert list(stream) == []
 
 
+def test_what_can_be_read_only_once_is_over_where_a_state_is_refused():
+    stream = sf.prefetch(sf.batches(iter(range(20)), 2, epochs=1), size=3)
+    assert next(stream).tolist() == [0, 1]
+    given = stream.get_state()
+    with pytest.raises(sf.DataError):
+        stream.set_state({**given, "step": 5})
+    assert stream.get_state() == given  # and not that of what has been read ahead
+    assert list(stream) == []
+    fresh = sf.prefetch(sf.batches(iter(range(4)), 2, epochs=1))
+    with pytest.raises(sf.DataError):
+        fresh.set_state({**given, "step": 5})
+    assert [batch.tolist() for batch in fresh] == [[0, 1], [2, 3]]  # nothing had been read
+
+
 def test_what_cannot_be_resumed_says_so():
     stream = sf.prefetch(iter([1, 2]))
     next(stream)

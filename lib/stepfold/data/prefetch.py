@@ -208,21 +208,21 @@ class _Resumable(Prefetch):
         """Go to a position that `get_state` gave, also after the last batch, an error or `close()`.
 
         What has been read ahead is dropped, and the batch that is just being read is waited for. If
-        the state is refused, the position stays what it was.
+        the state is refused, the position stays what it was; or, if what it reads from can only be
+        read once, and cannot be put back, there is no next batch.
 
         Args:
           state: what `get_state` gave, here or of what this reads from.
         """
         with self._taking:
-            before, over = self.get_state(), self._over
+            over = self._over
             self._end()
             self._wait()
-            self._state = None
             try:
                 self._iterator.set_state(state)
-                over = False
             except BaseException:
-                self._iterator.set_state(before)
-                raise
-            finally:
+                if self._state is not None:
+                    self._iterator.set_state(pickle.loads(self._state))
                 self._over = over
+                raise
+            self._over, self._state = False, None
