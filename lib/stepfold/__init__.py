@@ -17,6 +17,7 @@ from stepfold.data.batches import batches
 from stepfold.data.collate import collate
 from stepfold.data.mixture import mix
 from stepfold.data.packing import pack
+from stepfold.data.prefetch import prefetch
 from stepfold.data.sources.tfds import tfds_source
 from stepfold.errors import (
     CheckpointError,
@@ -77,6 +78,7 @@ __all__ = [
     "pack",
     "parameter_table",
     "place",
+    "prefetch",
     "reduce_once",
     "restore",
     "save",

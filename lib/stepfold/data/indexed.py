@@ -148,6 +148,6 @@ class _Ahead(NamedTuple):
     @classmethod
     def of(cls, order: Order, step: int, cut: Cut, first: int, last: int) -> Self:
         steps = max(1, min(_AHEAD // (last - first), cut.alike))
-        starts = cut.start + cut.size * np.arange(steps)[:, None]
-        positions = (starts + np.arange(first, last)).ravel()
+        starts = np.arange(cut.start, cut.start + steps * cut.size, cut.size)
+        positions = (starts[:, None] + np.arange(first, last)).ravel()
         return cls(step, cut.epoch, order(cut.epoch, positions).reshape(steps, -1))

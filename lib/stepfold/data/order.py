@@ -15,13 +15,17 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 Words = np.ndarray[Any, Any]
 
 _ROUNDS = 6
-_FEW = np.uint64(1 << 14)
+_FEW = np.uint64(1 << 14)  # a power of two, so that its bits can carry a position
 
 
 def make_key(seed: int, epoch: int, stream: int = 0) -> Words:
     """Make the key of an epoch's order; a stream tells several sources of one seed apart."""
-    sequence = np.random.SeedSequence(seed, spawn_key=(stream, epoch))
-    return sequence.generate_state(3 * _ROUNDS, np.uint64).reshape(_ROUNDS, 3)
+    words = _sequence(seed, epoch, stream).generate_state(3 * _ROUNDS, np.uint64)
+    return words.reshape(_ROUNDS, 3)
+
+
+def _sequence(seed: int, epoch: int, stream: int) -> np.random.SeedSequence:
+    return np.random.SeedSequence(seed, spawn_key=(stream, epoch))
 
 
 def permute(positions: Indices, length: int, key: Words) -> Indices:
@@ -105,14 +109,19 @@ class Order:
             return positions
         last = self._last  # read once, since another thread may replace it
         if last is None or last[0] != epoch:
-            last = self._last = epoch, self._of(make_key(self.seed, epoch, self.stream))
+            last = self._last = epoch, self._of(self.seed, epoch)
         return last[1](positions)
 
-    def _of(self, key: Words) -> Callable[[Indices], Indices]:
+    def _of(self, seed: int, epoch: int) -> Callable[[Indices], Indices]:
         if self.length > _FEW:
+            key = make_key(seed, epoch, self.stream)
             return partial(permute, length=self.length, key=key)
-        # Each number carries its position, so that equal ones too have only one order.
-        draws: Words = np.random.Philox(key=key[0, :2]).random_raw(self.length)
-        draws = draws // _FEW * _FEW + np.arange(self.length, dtype=np.uint64)
+        # Each number carries its position, so that equal ones too have only one order. All is done
+        # in place and on bits, since an epoch of a few is over after a few batches.
+        draws: Words = np.random.Philox(_sequence(seed, epoch, self.stream)).random_raw(self.length)
+        carried = _FEW - np.uint64(1)
+        draws &= ~carried
+        draws |= np.arange(self.length, dtype=np.uint64)
         draws.sort()
-        return (draws % _FEW).astype(np.int64).take
+        draws &= carried
+        return draws.view(np.int64).take

@@ -1,0 +1,213 @@
+"""A shuffled batch costs what indexing costs, a far one what a near one does; waiting is hidden.
+
+Batches of rows of 64 float32 are drawn from sets of several sizes, against numpy's indexing with an
+order that is made once an epoch, and against grain's shuffled batches, where grain can be imported.
+The first batch of a run that begins at step ten million is timed against that of one that begins at
+step 0. Batches are read ahead of a step, from sources that wait and that compute: what is hidden is
+the share of the shorter one's time that the two no longer take.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import time
+import timeit
+from functools import partial
+
+import numpy as np
+from measure import ratios, show, take_turns
+
+from stepfold.data.batches import batches
+from stepfold.data.prefetch import prefetch
+
+FAR = 10_000_000
+SETS = [(2_000, 64), (2_000, 256), (20_000, 64), (20_000, 256), (200_000, 64), (200_000, 256)]
+
+
+def shuffling(sizes, rounds, steps):
+    """Measure examples a second of shuffled batches, a row a size of the set."""
+    rows = []
+    for size, batch in sizes:
+        source = np.random.default_rng(3).random((size, 64), np.float32)
+        # Whole epochs, so that each pays for as many orders as every other.
+        count = -(-steps // (size // batch)) * (size // batch)
+        streams = {"ours": batches(source, batch, seed=0), "numpy": indexed(source, batch)}
+        runs = {name: partial(_take, stream, count) for name, stream in streams.items()}
+        times = take_turns(runs, rounds)
+        ours, numpys = (min(wall for _, wall in times[name]) / count for name in runs)
+        rows.append(
+            {
+                "shuffled rows": size,
+                "batch": batch,
+                "Mrows/s": batch / ours / 1e6,
+                "us": ours * 1e6,
+                "numpy, us": numpys * 1e6,
+                "ours/numpy": ratios(times["numpy"], times["ours"])[1],
+                "ours/grain": grain_seconds(source, batch) / ours if has_grain() else "-",
+            }
+        )
+    return rows
+
+
+def indexed(source, batch):
+    """Give batches by numpy's indexing alone, in an order that is made once an epoch."""
+    generator = np.random.default_rng(0)
+    while True:
+        order = generator.permutation(len(source))
+        for start in range(0, len(source) - batch + 1, batch):
+            yield source[order[start : start + batch]]
+
+
+def has_grain():
+    """Tell whether there is grain to compare with."""
+    return importlib.util.find_spec("grain") is not None
+
+
+def grain_seconds(source, batch, count=20):
+    """Time one of grain's batches, without its threads, which are for sources that wait."""
+    import grain
+
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    dataset = grain.MapDataset.source(source).shuffle(seed=0).repeat().batch(batch)
+    stream = iter(dataset.to_iter_dataset(options))
+    return min(timeit.repeat(partial(_take, stream, count), number=1, repeat=5)) / count
+
+
+def _take(stream, count):
+    for _ in itertools.islice(stream, count):
+        pass
+
+
+def seeking(rounds):
+    """Measure the time to the first batch at a far step and at step 0, a row a size of the set."""
+    rows = []
+    for size in (20_000, 1_000_000):
+        source = np.zeros((size, 4), np.float32)
+        first = lambda start, source=source: next(batches(source, 256, seed=0, start=start))
+        times = take_turns({start: partial(first, start) for start in (0, FAR)}, rounds)
+        rows.append(
+            {
+                "first batch of rows": size,
+                "at step 0, us": min(wall for _, wall in times[0]) * 1e6,
+                f"at {FAR}, us": min(wall for _, wall in times[FAR]) * 1e6,
+                "far/near": ratios(times[FAR], times[0])[1],
+            }
+        )
+    return rows
+
+
+def python():
+    """Compute in Python, which one thread does at a time."""
+    sum(range(1000))
+
+
+def numpy(large=np.ones(1 << 16)):  # noqa: B008  it stays what it is
+    """Compute in numpy, which leaves Python to others while it does."""
+    np.sqrt(large, out=large)
+
+
+def lasting(kind, seconds):
+    """Give a function that waits, or does as much work as takes so long when nothing else runs."""
+    if kind == "waiting":
+        return partial(time.sleep, seconds)
+    work = {"python": python, "numpy": numpy}[kind]
+    unit = min(timeit.repeat(work, number=10, repeat=20)) / 10
+    return partial(_repeated, work, round(seconds / unit))
+
+
+def _repeated(work, count):
+    for _ in range(count):
+        work()
+
+
+KINDS = [
+    ("waiting", 4, "waiting", 4),
+    ("waiting", 2, "waiting", 6),
+    ("waiting", 6, "waiting", 2),
+    ("waiting", 4, "python", 4),
+    ("numpy", 4, "waiting", 4),
+    ("python", 4, "waiting", 4),
+    ("numpy", 4, "numpy", 4),
+    ("python", 4, "python", 4),
+]
+
+
+def hiding(count, rounds):
+    """Measure how much of the shorter time is hidden, a row a kind of source and of step."""
+    rows = []
+    for reads, read, steps, step in KINDS:
+        run = partial(_loop, count, lasting(reads, read / 1e3), lasting(steps, step / 1e3))
+        times = take_turns({wrap: partial(run, wrap) for wrap in (iter, prefetch)}, rounds)
+        alone, ahead = (min(wall for _, wall in times[wrap]) / count for wrap in (iter, prefetch))
+        # The shorter one's share of what both took; the first batch has no step to hide behind.
+        most = alone * min(read, step) / (read + step) * (count - 1) / count
+        rows.append(
+            {
+                "source": f"{reads} {read} ms",
+                "step": f"{steps} {step} ms",
+                "alone, ms": alone * 1e3,
+                "ahead, ms": ahead * 1e3,
+                "hidden": (alone - ahead) / most,
+            }
+        )
+    return rows
+
+
+def _loop(count, read, step, wrap):
+    for _ in wrap(read() for _ in range(count)):
+        step()
+
+
+def handing_over(count, rounds):
+    """Measure what a batch costs on its way from one thread to the other."""
+    runs = {
+        size: (lambda size=size: _take(prefetch(itertools.repeat(0, count), size=size), count))
+        for size in (1, 2, 16)
+    }
+    times = take_turns(runs, rounds)
+    return [
+        {
+            "hand-off, size": size,
+            "us a batch": min(wall for _, wall in times[size]) / count * 1e6,
+        }
+        for size in runs
+    ]
+
+
+def judge(shuffled, sought, hidden):
+    """Say what is claimed of batches, each with what was measured and its limit."""
+    claims = [
+        (
+            f"time of {row['batch']} of {row['shuffled rows']} rows shuffled, relative to numpy's",
+            1 / row["ours/numpy"],
+            1.11,
+        )
+        for row in shuffled
+    ]
+    claims.append(
+        ("time of the first batch, far over near", max(row["far/near"] for row in sought), 1.5)
+    )
+    waits = [
+        row["hidden"] for row in hidden if "waiting" in row["source"] and "waiting" in row["step"]
+    ]
+    claims.append(("share of waiting that a waiting step does not hide", 1 - min(waits), 0.1))
+    return claims
+
+
+def main(argv=None):
+    """Measure, print the tables and the claims, and return the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few batches, for seconds")
+    quick = parser.parse_args(argv).quick
+    shuffled = shuffling(SETS[1:4:2], 3, 50) if quick else shuffling(SETS, 31, 700)
+    sought = seeking(3 if quick else 101)
+    hidden = hiding(5, 1) if quick else hiding(50, 5)
+    handed = handing_over(200, 3) if quick else handing_over(5000, 9)
+    for table in (shuffled, sought, hidden):
+        show(table, [])
+    show(handed, judge(shuffled, sought, hidden))
+    return shuffled + sought + hidden + handed
+
+
+if __name__ == "__main__":
+    main()
