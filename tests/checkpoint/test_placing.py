@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 import stepfold as sf
 from stepfold.checkpoint.arrays import Reader
 from stepfold.checkpoint.manifest import leaf_of, read_manifest
-from stepfold.checkpoint.placing import load
+from stepfold.checkpoint.placing import placed, regions_of
 from stepfold.errors import TreeMismatchError
 
 from .sameness import check_same
@@ -25,7 +25,9 @@ def loaded(tmp_path):
         sf.save(tmp_path, {"a": leaf}, step=0)
         manifest = read_manifest(tmp_path / "0")
         reader = Reader(tmp_path / "0", manifest.leaves, manifest.shards)
-        return load(reader, "a", leaf_of(leaf), like)
+        regions = regions_of("a", leaf_of(leaf), like)
+        parts = dict(zip(regions, reader.parts("a", regions), strict=True))
+        return placed("a", leaf_of(leaf), like, parts)
 
     return through
 

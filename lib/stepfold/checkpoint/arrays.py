@@ -6,7 +6,8 @@ process reads the parts that its devices need, straight into the wanted places.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import tensorstore
 
 from stepfold.checkpoint.manifest import STATE, Leaf, Region, checksum, region, stored_name
 from stepfold.checkpoint.sealed import DamageError
+from stepfold.errors import CheckpointError
 
 _AT_ONCE = 4  # leaves that are read side by side, which is also what bounds the memory beyond them
 
@@ -29,10 +31,19 @@ class Reader:
         self._place = f"file://{step.absolute()}/{STATE}/"
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 1 << 24}})
 
-    def map(self, function: Callable[[str], Any], names: Sequence[str]) -> list[Any]:
-        """Call a function for each name, several side by side."""
+    def map(self, function: Callable[[str], Any], names: Sequence[str]) -> Iterator[Any]:
+        """Call a function for each name, a few side by side; give what they return, in order."""
         with ThreadPoolExecutor(_AT_ONCE, "stepfold-restore") as threads:
-            return list(threads.map(function, names))
+            running: deque[Any] = deque()
+            try:
+                for name in names:
+                    running.append(threads.submit(function, name))
+                    if len(running) == _AT_ONCE:
+                        yield running.popleft().result()
+                while running:
+                    yield running.popleft().result()
+            finally:
+                threads.shutdown(cancel_futures=True)
 
     def problems(self, name: str) -> list[str]:
         """List what is wrong with a leaf, a line a part."""
@@ -50,8 +61,7 @@ class Reader:
 
     def whole(self, name: str) -> np.ndarray:
         """Read all of a leaf."""
-        leaf = self._leaves[name]
-        (array,) = self.parts(name, [region((), leaf.shape)])
+        (array,) = self.parts(name, [region((), self._leaves[name].shape)])
         return array
 
     def parts(self, name: str, wanted: Sequence[Region]) -> list[np.ndarray]:
@@ -94,7 +104,7 @@ class Reader:
                 {"driver": "zarr", "kvstore": kvstore}, context=self._context, read=True
             ).result()
         except Exception as error:
-            raise DamageError(f"{name}: cannot be read: {_first(error)}") from error
+            raise _blamed(name, error) from error
         stored = Leaf(tuple(store.shape), store.dtype.numpy_dtype.name)
         if stored != leaf._replace(key=None):
             raise DamageError(f"{name}: expected {leaf._replace(key=None)}, got {stored}")
@@ -106,14 +116,18 @@ class Reader:
         try:
             read: np.ndarray = np.asarray(store[where].read().result())
         except Exception as error:
-            raise DamageError(f"{spelled}: cannot be read: {_first(error)}") from error
+            raise _blamed(spelled, error) from error
         if checksum(read) != crc:
             raise DamageError(f"{spelled}: the values are not those that were saved")
         return read
 
 
-def _first(error: Exception) -> str:
-    return f"{error}".partition("[")[0].strip() or type(error).__name__
+def _blamed(what: str, error: Exception) -> CheckpointError:
+    """Tell damage from what the machine lacks: files that it may open, memory, permission."""
+    words = f"{error}".partition("[")[0].strip() or type(error).__name__
+    lacks = "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED"
+    kind = CheckpointError if words.startswith(lacks) else DamageError
+    return kind(f"{what}: cannot be read: {words}")
 
 
 def _count(part: Region) -> int:

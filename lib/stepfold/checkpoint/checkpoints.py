@@ -6,6 +6,7 @@ from types import TracebackType
 
 from stepfold.checkpoint import steps
 from stepfold.checkpoint.retention import read_best
+from stepfold.checkpoint.sealed import number
 from stepfold.checkpoint.series import Series
 from stepfold.errors import ConfigError
 
@@ -60,7 +61,7 @@ class Checkpoints:
             if not (optional and value is None) and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
         minutes = self.every_minutes
-        if minutes is not None and (isinstance(minutes, bool) or not minutes > 0):
+        if minutes is not None and not (number(minutes) or 0) > 0:
             raise ConfigError(f"every_minutes: expected a number above 0, got {minutes!r}")
         if self.mode is not None and self.best is None:
             raise ConfigError(f"mode: expected best=… to go with it, got mode={self.mode!r} alone")

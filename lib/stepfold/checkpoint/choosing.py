@@ -6,6 +6,7 @@ from typing import Any, Literal
 from stepfold.checkpoint import steps
 from stepfold.checkpoint.agreement import same_as_first
 from stepfold.checkpoint.retention import ranked
+from stepfold.checkpoint.sealed import integer
 from stepfold.errors import CheckpointError, ConfigError
 
 Step = int | Literal["latest", "best"]
@@ -18,8 +19,8 @@ def candidates(place: Path, step: Step, best: Any = None) -> list[int]:
       ConfigError: if it is neither.
       CheckpointError: if there is none.
     """
-    is_number = isinstance(step, int) and not isinstance(step, bool)
-    if step not in ("latest", "best") and not is_number:
+    number = None if isinstance(step, str) else integer(step)
+    if number is None and (not isinstance(step, str) or step not in ("latest", "best")):
         raise ConfigError(f"step: expected 'latest', 'best' or a number, got {step!r}")
     there = steps.steps_in(place)
     if step == "latest":
@@ -27,7 +28,7 @@ def candidates(place: Path, step: Step, best: Any = None) -> list[int]:
     elif step == "best":
         found = ranked(place, best)
     else:
-        found = [step] if step in there else []
+        found = [number] if number in there else []
     found = same_as_first(found)
     if not found:
         wanted = "a checkpoint" if isinstance(step, str) else f"step {step}"

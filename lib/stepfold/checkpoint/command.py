@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         return _VERBS[verb](_place(directory), **asked)
     except (CheckpointError, ConfigError) as error:
         print(error, file=sys.stderr)  # noqa: T201
-        return 2
+        return 1 if isinstance(error, DamageError) else 2
 
 
 def _place(directory: str) -> Path:
@@ -138,9 +138,10 @@ def _changed(leaf: Leaf, old: np.ndarray, new: np.ndarray) -> tuple[Any, ...] | 
         return (leaf, "other bits", "")
     wide = np.complex128 if old.dtype.kind == "c" else np.float64
     old, new = old.astype(wide), new.astype(wide)
-    norm = np.linalg.norm(old)
-    relative = f"{np.linalg.norm(new - old) / norm:.3g}" if norm else ""
-    return (leaf, f"{np.max(np.abs(new - old)):.3g}", relative)
+    with np.errstate(invalid="ignore"):  # of what is infinite
+        change, norm = new - old, np.linalg.norm(old)
+        relative = f"{np.linalg.norm(change) / norm:.3g}" if norm else ""
+        return (leaf, f"{np.max(np.abs(change)):.3g}", relative)
 
 
 def _read(place: Path, step: int | None) -> Manifest:
@@ -153,7 +154,7 @@ def _read(place: Path, step: int | None) -> Manifest:
     try:
         return read_manifest(path)
     except DamageError as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from error
+        raise DamageError(f"{path}: damaged: {error}") from error
 
 
 def _say(text: str) -> None:

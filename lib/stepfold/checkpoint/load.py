@@ -1,7 +1,7 @@
 """Parameters in from safetensors, each array straight to where it belongs."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from stepfold import tree
 from stepfold.checkpoint.manifest import Region, leaf_of
 from stepfold.checkpoint.matching import match
 from stepfold.checkpoint.naming import Leaf, named_arrays
-from stepfold.checkpoint.placing import load
+from stepfold.checkpoint.placing import placed, regions_of
 from stepfold.checkpoint.shards import read_shards
 from stepfold.checkpoint.tensors import require_safetensors
 from stepfold.errors import ConfigError
@@ -59,8 +59,8 @@ def load_params(
     leaves = named_arrays("load_params: like", like, names)
     for leaf in leaves:
         _check_wanted(leaf)
-    files = _Files(read_shards(path))
-    saved = {name: leaf_of(array) for name, array in files.arrays.items()}
+    arrays = read_shards(path)
+    saved = {name: leaf_of(array) for name, array in arrays.items()}
     paths = {leaf.name: leaf.path for leaf in leaves}
 
     def path_of(name: str) -> str:
@@ -74,24 +74,18 @@ def load_params(
         rename=path_of,
         cast=cast,
     ).sources
-    placed = [
-        load(files, sources[leaf.path], saved[sources[leaf.path]], leaf.value) for leaf in leaves
-    ]
-    return jax.tree.unflatten(jax.tree.structure(like), placed)
+    made = []
+    for leaf in leaves:
+        name = sources[leaf.path]
+        regions = regions_of(leaf.path, saved[name], leaf.value)
+        # Copies, since files change.
+        parts = {part: np.array(arrays[name][_index(part)], order="C") for part in regions}
+        made.append(placed(leaf.path, saved[name], leaf.value, parts))
+    return jax.tree.unflatten(jax.tree.structure(like), made)
 
 
-class _Files:
-    """Read the arrays of files that are mapped into memory: copies, since files change."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        self.arrays = arrays
-
-    def whole(self, name: str) -> np.ndarray[Any, Any]:
-        return np.array(self.arrays[name], order="C")
-
-    def parts(self, name: str, wanted: Sequence[Region]) -> list[np.ndarray[Any, Any]]:
-        array = self.arrays[name]
-        return [np.array(array[tuple(slice(*ends) for ends in part)], order="C") for part in wanted]
+def _index(part: Region) -> tuple[slice, ...]:
+    return tuple(slice(*ends) for ends in part)
 
 
 def _check_wanted(leaf: Leaf) -> None:

@@ -24,6 +24,17 @@ _LEAVES, _FILES = "leaves-{}.json", "files.json"
 
 Region = tuple[tuple[int, int], ...]
 
+# What zarr, in which orbax stores, has a name for.
+_STORED = (
+    *("bool", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+)
+
+
+class ForeignError(CheckpointError):
+    """Say that a folder is no checkpoint of ours, or no longer, and is left as it is."""
+
 
 class Leaf(NamedTuple):
     """What is known of a leaf without reading it; `key` is the kind of a typed PRNG key."""
@@ -99,7 +110,27 @@ def arrays_of(state: Any) -> dict[str, Any]:
                 "out of the state, or give them as extra=…"
             )
         arrays[name] = _numbers(leaf)
+        if str(arrays[name].dtype) not in _STORED:
+            raise ConfigError(
+                f"{name}: expected a dtype that can be stored ({', '.join(_STORED)}), got "
+                f"{tree.spell(leaf)}; cast it"
+            )
+    _check_branches(arrays)
+    if not any(array.size for array in arrays.values()):
+        raise ConfigError(f"state: expected arrays to save, got none with elements in {state}")
     return arrays
+
+
+def _check_branches(arrays: Mapping[str, Any]) -> None:
+    for name in arrays:
+        parts = name.split("/")
+        for length in range(1, len(parts)):
+            branch = "/".join(parts[:length])
+            if branch in arrays:
+                raise ConfigError(
+                    f"state: expected a leaf or a branch at {branch!r}, got both, since there is "
+                    f"{name!r}; rename a key"
+                )
 
 
 def leaves_of(state: Any) -> dict[str, Leaf]:
@@ -114,7 +145,8 @@ def stored_name(name: str) -> str:
 
 def _numbers(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
-        return np.array(leaf)  # a copy, since numpy's arrays may change while they are written
+        made = np.array(leaf)  # a copy, since numpy's arrays may change while they are written
+        return made.astype(made.dtype.newbyteorder("="), copy=False)
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
@@ -137,7 +169,7 @@ def leaf_of(leaf: Any) -> Leaf:
         return Leaf(data.shape, str(data.dtype), impl_of(leaf))
     if not tree.is_array(leaf):
         leaf = np.asarray(leaf)
-    return Leaf(tuple(leaf.shape), str(leaf.dtype))
+    return Leaf(tuple(leaf.shape), leaf.dtype.name)
 
 
 def shards_of(array: Any) -> dict[Region, Any]:
@@ -230,12 +262,18 @@ def read_manifest(step: Path) -> Manifest:
 def _first(step: Path) -> tuple[Any, int]:
     """Check that the files are there; read the manifest that says most, and count their bytes."""
     folder = step / STATE
-    if not any(folder.glob("*.json")):
-        raise CheckpointError(
+    if not is_ours(step):
+        raise ForeignError(
             f"{step}: expected a checkpoint that stepfold saved, got a folder without a manifest; "
             "what orbax saved by itself is read with orbax, and saved again with stepfold.save"
         )
-    return _read_process(folder, 0), _whole(folder)
+    first = _read_process(folder, 0)
+    return first, _whole(folder)
+
+
+def is_ours(step: Path) -> bool:
+    """Tell whether stepfold saved a step, and not orbax by itself, or nobody."""
+    return any((step / STATE).glob("*.json"))
 
 
 def _words(content: Any) -> Words:

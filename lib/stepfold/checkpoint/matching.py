@@ -99,6 +99,9 @@ def _inside(parts: Sequence[str] | None) -> Callable[[str], bool]:
 def _renamed(saved: Mapping[str, Leaf], rename: Rename | None) -> dict[str, str]:
     """Give the saved path for each new one."""
     old_names: dict[str, str] = {}
+    if isinstance(rename, Mapping) and not all(isinstance(new, str) for new in rename.values()):
+        old, new = next(pair for pair in rename.items() if not isinstance(pair[1], str))
+        raise ConfigError(f"rename: expected a path for {old!r}, got {new!r}")
     new_name = rename if callable(rename) else lambda name: _by_branch(name, rename or {})
     for name in saved:
         new = new_name(name)
@@ -181,7 +184,7 @@ def _advice(rows: Sequence[tuple[str, Leaf | None, Leaf | None]]) -> str | None:
     pairs = {
         name: [other for other, want in new.items() if want == have] for name, have in gone.items()
     }
-    if gone and len(gone) == len(new) == len(rows) and all(len(o) == 1 for o in pairs.values()):
+    if gone and len(gone) == len(new) == len(rows) / 2 and all(len(o) == 1 for o in pairs.values()):
         names = {name: others[0] for name, others in pairs.items()}
         return f"; if they were renamed, give rename={names}"
     return None

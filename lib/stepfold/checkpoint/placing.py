@@ -1,7 +1,7 @@
 """Making the wanted leaf of what was read: in its place, of its dtype, and nobody else's."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,39 +9,63 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from stepfold.checkpoint.manifest import Leaf, Region, impl_of, is_key, leaf_of, region
-from stepfold.errors import TreeMismatchError
+from stepfold.errors import ShardingError, TreeMismatchError
 
 
-class Reader(Protocol):
-    """What reads leaves by name: all of one, or parts of it, into arrays of nobody else's."""
+def regions_of(name: str, saved: Leaf, like: Any) -> list[Region]:
+    """List the parts of a leaf that are needed here, each once.
 
-    def whole(self, name: str) -> np.ndarray:
-        """Read all of a leaf."""
+    Raises:
+      ShardingError: if the wanted sharding does not fit its shape.
+    """
+    place = _place_of(like)
+    if place is None:
+        return [region((), saved.shape)]
+    return list(dict.fromkeys(_by_device(name, saved, place).values()))
 
-    def parts(self, name: str, wanted: Sequence[Region]) -> list[np.ndarray]:
-        """Read parts of a leaf, no two the same."""
 
-
-def load(reader: Reader, name: str, saved: Leaf, like: Any) -> Any:
-    """Read one leaf as `like` is: its kind, its sharding, its dtype.
+def placed(name: str, saved: Leaf, like: Any, parts: Mapping[Region, np.ndarray]) -> Any:
+    """Make a leaf as `like` is: its kind, its sharding, its dtype.
 
     Args:
-      reader: what reads it.
-      name: its path in the checkpoint.
+      name: its path, for messages.
       saved: how it was saved.
       like: an array, an abstract one, with a sharding or without, or a number.
+      parts: what was read, for each of `regions_of`; it is used where it is.
+
+    Raises:
+      TreeMismatchError: if a value does not fit the wanted dtype, or jax has none such.
     """
     if is_key(like):
-        numbers = load(reader, name, saved._replace(key=None), _numbers_of(like, saved))
+        numbers = placed(name, saved._replace(key=None), _numbers_of(like, saved), parts)
         return jax.random.wrap_key_data(numbers, impl=impl_of(like))
-    on_host = not isinstance(like, jax.Array | jax.ShapeDtypeStruct)
-    convert = _conversion(name, saved, leaf_of(like), on_host=on_host)
-    if on_host:
-        array = convert(reader.whole(name))
-        return array if isinstance(like, np.ndarray) else type(like)(array.item())
+    parts = {part: _converted(name, saved, like, array) for part, array in parts.items()}
+    place = _place_of(like)
+    if place is not None:
+        return _spread(_by_device(name, saved, place), place, saved.shape, parts)
+    (array,) = parts.values()
+    if isinstance(like, np.ndarray):
+        return array
+    if not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
+        return type(like)(array.item())
+    weak = like.weak_type and not array.ndim  # as a Python number is, which a step would know
+    return jnp.asarray(array.item()) if weak else jax.device_put(array)
+
+
+def _place_of(like: Any) -> Sharding | None:
     # What was not committed to a device stays so: a step would compile anew for what is.
-    placed = getattr(like, "committed", True)
-    return _placed(reader, name, saved, like.sharding if placed else None, convert)
+    committed = getattr(like, "committed", True)
+    return getattr(like, "sharding", None) if committed else None
+
+
+def _by_device(name: str, saved: Leaf, place: Sharding) -> dict[Any, Region]:
+    try:
+        index = place.addressable_devices_indices_map(saved.shape)
+    except ValueError as error:
+        raise ShardingError(
+            f"{name}: expected a sharding that fits {saved}, got {place}: {error}"
+        ) from error
+    return {device: region(slices or (), saved.shape) for device, slices in index.items()}
 
 
 def _numbers_of(like: Any, saved: Leaf) -> Any:
@@ -50,47 +74,32 @@ def _numbers_of(like: Any, saved: Leaf) -> Any:
     return jax.ShapeDtypeStruct(saved.shape, jnp.dtype(saved.dtype), sharding=like.sharding)
 
 
-def _conversion(
-    name: str, saved: Leaf, wanted: Leaf, *, on_host: bool
-) -> Callable[[np.ndarray], np.ndarray]:
+def _converted(name: str, saved: Leaf, like: Any, array: np.ndarray) -> np.ndarray:
+    wanted = leaf_of(like)
     dtype = jnp.dtype(wanted.dtype)
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype and not on_host:
+    on_device = isinstance(like, jax.Array | jax.ShapeDtypeStruct)
+    if on_device and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise TreeMismatchError(
             f"{name}: wanted {wanted}, which jax makes only with jax_enable_x64; turn it on, or "
             "wish for a narrower dtype with cast=True"
         )
-
-    def convert(array: np.ndarray) -> np.ndarray:
-        if array.dtype == dtype:
-            return array
-        made = array.astype(dtype)
-        if jnp.issubdtype(dtype, jnp.integer) and not np.array_equal(made, array):
-            raise TreeMismatchError(
-                f"{name}: saved {saved}, wanted {wanted}, but not every value fits; "
-                "wish for the dtype that was saved"
-            )
-        return made
-
-    return convert
+    made = array.astype(dtype, copy=False)
+    if jnp.issubdtype(dtype, jnp.integer) and not np.array_equal(made, array):
+        raise TreeMismatchError(
+            f"{name}: saved {saved}, wanted {wanted}, but not every value fits; wish for the dtype "
+            "that was saved"
+        )
+    return made
 
 
-def _placed(
-    reader: Reader,
-    name: str,
-    saved: Leaf,
-    place: Sharding | None,
-    convert: Callable[[np.ndarray], np.ndarray],
+def _spread(
+    regions: Mapping[Any, Region],
+    place: Sharding,
+    shape: tuple[int, ...],
+    parts: Mapping[Region, np.ndarray],
 ) -> jax.Array:
-    if place is None:
-        return jnp.asarray(convert(reader.whole(name)))
-    index = place.addressable_devices_indices_map(saved.shape)
-    regions: dict[Any, Region] = {
-        device: region(slices or (), saved.shape) for device, slices in index.items()
-    }
-    wanted = list(dict.fromkeys(regions.values()))
-    parts = dict(zip(wanted, map(convert, reader.parts(name, wanted)), strict=True))
     # jax may use memory of numpy's as its own, and a step write into it: one device a copy.
-    first = {part: device for device, part in reversed(regions.items())}
+    first = {part: device for device, part in reversed(list(regions.items()))}
     arrays = [
         jax.device_put(
             parts[part] if first[part] == device else parts[part].copy(),
@@ -98,4 +107,4 @@ def _placed(
         )
         for device, part in regions.items()
     ]
-    return jax.make_array_from_single_device_arrays(saved.shape, place, arrays)
+    return jax.make_array_from_single_device_arrays(shape, place, arrays)

@@ -11,9 +11,9 @@ from stepfold import tree
 from stepfold.checkpoint import steps
 from stepfold.checkpoint.agreement import all_of
 from stepfold.checkpoint.choosing import candidates
-from stepfold.checkpoint.manifest import Manifest, read_manifest
+from stepfold.checkpoint.manifest import ForeignError, Manifest, is_ours, read_manifest
 from stepfold.checkpoint.matching import Match, Rename, match
-from stepfold.checkpoint.placing import load
+from stepfold.checkpoint.placing import placed, regions_of
 from stepfold.checkpoint.sealed import DamageError, opened
 from stepfold.errors import CheckpointError
 
@@ -116,14 +116,14 @@ def restore(
                 partial=partial,
             )
             made = _load(steps.path_of(place, number), manifest, chosen.sources, like)
-        except DamageError as error:
+        except (DamageError, ForeignError) as error:
             problem = str(error)
         if all_of(made is not None):
             return _restored(made, manifest, chosen, damaged)
         damaged[number] = [problem]
         if not go_on:
             break
-        _set_aside(place, number, problem)
+        _pass_over(place, number, problem)
     told = "; ".join(f"step {number}: {lines[0]}" for number, lines in damaged.items())
     raise CheckpointError(f"{place}: expected a good checkpoint, got none: {told}")
 
@@ -135,11 +135,14 @@ def _load(path: Path, manifest: Manifest, sources: dict[str, str], like: Any) ->
     reader = Reader(path, manifest.leaves, manifest.shards)
     structure: Any = jax.tree.structure(like)
     wanted = {name: leaf for name, leaf in tree.named_leaves(like) if name in sources}
-    found = reader.map(
-        lambda name: load(reader, sources[name], manifest.leaves[sources[name]], wanted[name]),
-        list(wanted),
-    )
-    loaded = dict(zip(wanted, found, strict=True))
+    saved = {name: manifest.leaves[sources[name]] for name in wanted}
+    regions = {name: regions_of(name, saved[name], leaf) for name, leaf in wanted.items()}
+    # Read by threads, but placed by this one: jax's contexts, a default device say, are a thread's.
+    parts = reader.map(lambda name: reader.parts(sources[name], regions[name]), list(wanted))
+    loaded = {
+        name: placed(name, saved[name], wanted[name], dict(zip(regions[name], read, strict=True)))
+        for name, read in zip(wanted, parts, strict=True)
+    }
     return structure.unflatten([loaded.get(name, leaf) for name, leaf in tree.named_leaves(like)])
 
 
@@ -157,8 +160,10 @@ def _restored(state: Any, manifest: Manifest, chosen: Match, damaged: Any) -> Re
     )
 
 
-def _set_aside(place: Path, number: int, problem: str) -> None:
-    kept = steps.set_aside(place, number) if jax.process_index() == 0 else None
+def _pass_over(place: Path, number: int, problem: str) -> None:
+    """Say of a step that it is not taken; rename it, if it is one of ours."""
+    ours = is_ours(steps.path_of(place, number))
+    kept = steps.set_aside(place, number) if ours and jax.process_index() == 0 else None
     where = f"kept as {kept.name}" if kept else "left where it is"
     warnings.warn(
         f"{place}: step {number} is damaged, {where}, and an older one is taken: {problem}",

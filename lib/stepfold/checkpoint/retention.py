@@ -51,11 +51,14 @@ def expendable(
     metrics: Mapping[int, Mapping[str, Any]],
     *,
     keep: int | None,
+    last: int | None = None,
     keep_every: int | None = None,
     best: Best | None = None,
     keep_best: int = 1,
 ) -> list[int]:
     """List the steps that may be deleted: not of the last, the best, or the n-th ones.
+
+    The one that was saved last stays in any case: it may be below others, after going back.
 
     >>> steps = {step: {"loss": abs(step - 3)} for step in range(1, 9)}
     >>> expendable(steps, keep=2, keep_every=5, best=("loss", "min"))
@@ -64,7 +67,7 @@ def expendable(
     there = sorted(metrics)
     if keep is None:
         return []
-    kept = set(there[-keep:])
+    kept = {*there[-keep:], last}
     if keep_every is not None:
         kept |= {step for step in there if step % keep_every == 0}
     if best is not None:
@@ -83,19 +86,24 @@ def metrics_in(directory: Path) -> dict[int, Mapping[str, Any]]:
 def ranked(directory: Path, best: Any) -> list[int]:
     """List the steps from the best on, by the metric given, or by that of the newest step."""
     there = steps.whole_steps(directory)
-    if best is None and there:
-        best = read_words(steps.path_of(directory, there[-1])).best
-    elif best is not None:
-        best = read_best(best) if isinstance(best, str) else read_best(*best)
+    if best is None:
+        told = (read_words(steps.path_of(directory, step)).best for step in reversed(there))
+        best = next(filter(None, told), None)
+    elif isinstance(best, tuple | list) and len(best) == 2:
+        best = read_best(*best)
+    else:
+        best = read_best(best)
     if there and best is None:
         raise CheckpointError(
             f"{directory}: expected to know which metric is best, but none was told when it was "
             "saved; give best='eval/loss', or the step"
         )
     found = order_by(best, metrics_in(directory)) if there else []
+    # What cannot be read may be the best: it is looked at first, and passed over aloud.
+    broken = [step for step in steps.steps_in(directory) if step not in there]
     if there and not found:
         raise CheckpointError(
             f"{directory}: expected steps with the metric {best[0]!r}, got none; save with "
             f"metrics={{{best[0]!r}: …}}, or give the step"
         )
-    return found
+    return broken + found

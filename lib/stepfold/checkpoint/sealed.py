@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import operator
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,11 +77,19 @@ def unseal(path: Path) -> Any:
     """
     try:
         head, _, text = path.read_bytes().partition(b"\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise DamageError(f"{path.name}: missing") from None
     if head != _SEAL + f"{zlib.crc32(text):08x}".encode():
         raise DamageError(f"{path.name}: its checksum does not fit its content")
     return json.loads(text)
+
+
+def integer(value: Any) -> int | None:
+    """Read an integer of Python, numpy or jax, or None for anything else."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def number(value: Any) -> float | None:

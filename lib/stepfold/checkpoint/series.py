@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -115,11 +116,13 @@ class Series:
                 f"{self.directory}: expected a new step, got {words.step}, which is there already; "
                 "delete it, or save into another directory"
             )
+        self._lock = steps.Lock(self.directory)
         try:
             self._store.begin(state, words)
-        except CheckpointError as error:
-            self._failure = error
-            self.wait()
+        except BaseException:
+            self._lock.release()
+            self._clean()
+            raise
         self.saved, self._saved_at = words.step, time.monotonic()
         self._thread = threading.Thread(
             target=self._finish, args=(words.step,), name="stepfold-save"
@@ -135,6 +138,8 @@ class Series:
                 self._prune(self._keep)
         except BaseException as error:  # noqa: BLE001  raised by `wait`, in a thread that is heard
             self._failure = error
+        finally:
+            self._lock.release()
 
     def _prune(self, keep: int) -> None:
         """Delete what is not to be kept; the step just saved is, so that one good one is left."""
@@ -142,11 +147,17 @@ class Series:
         for step in expendable(
             metrics,
             keep=keep,
+            last=self.saved,
             keep_every=self._keep_every,
             best=self.best,
             keep_best=self._keep_best,
         ):
-            steps.delete(self.directory, step)
+            try:
+                steps.delete(self.directory, step)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.directory}: step {step} was to make room and cannot be deleted: {error}"
+                ) from error
 
     def wait(self) -> None:
         """Wait until what was saved is on the disk.
@@ -159,9 +170,15 @@ class Series:
             self._thread = None
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            if jax.process_index() == 0:
-                steps.clean(self.directory)
+            self._clean()
             raise failure
+
+    def _clean(self) -> None:
+        """Remove what a save that failed has left, which threads of orbax may still write to."""
+        for _ in range(40 if jax.process_index() == 0 else 0):
+            if not steps.clean(self.directory):
+                return
+            time.sleep(0.05)
 
     def restore(self, like: Any, **options: Any) -> Restored:
         """Restore from this series, as `stepfold.restore` does, after what is being saved."""
@@ -200,7 +217,9 @@ def _leave(opened: list[Series]) -> None:
         try:
             series.close()
         except BaseException:  # noqa: BLE001  nobody is left to raise it to
-            traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            with suppress(AttributeError, OSError, ValueError):  # no stderr, or a closed one
+                traceback.print_exc()
+                sys.stderr.flush()
+            with suppress(AttributeError, OSError, ValueError):
+                sys.stdout.flush()
             os._exit(1)

@@ -4,12 +4,18 @@ A step is a folder named by its number. Whatever takes one away renames it first
 is ever offered half: `12.deleted` is on its way out, and `12.damaged` is kept to be looked at.
 """
 
+import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-from stepfold.checkpoint.manifest import read_words
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+from stepfold.checkpoint.manifest import ForeignError, read_words
 from stepfold.checkpoint.sealed import DamageError
 from stepfold.errors import CheckpointError, ConfigError
 
@@ -26,7 +32,7 @@ def read_directory(directory: Any, *, make: bool = False) -> Path:
     """
     if not isinstance(directory, str | Path) or not str(directory):
         raise ConfigError(f"directory: expected a path, got {directory!r}")
-    if "://" in str(directory):
+    if re.match(r"\w{2,}:/", str(directory)):
         raise ConfigError(
             f"directory: expected a path on a file system, got {str(directory)!r}; mount the bucket"
         )
@@ -52,9 +58,7 @@ def path_of(directory: Path, step: int) -> Path:
 
 def steps_in(directory: Path) -> list[int]:
     """List the steps that have a folder, in order; it may be that of no good checkpoint."""
-    if not directory.is_dir():
-        return []
-    names = [path.name for path in directory.iterdir() if path.is_dir()]
+    names = [path.name for path in _folders(directory)]
     return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 
@@ -67,9 +71,7 @@ def is_whole(step: Path) -> bool:
     """Tell whether every file of a step is there, by name and size."""
     try:
         read_words(step)
-    except DamageError:
-        return False
-    except FileNotFoundError:  # deleted by another process meanwhile
+    except (DamageError, ForeignError):
         return False
     return True
 
@@ -102,8 +104,49 @@ def _rename(path: Path, kind: str) -> Path:
     return path.rename(new)
 
 
-def clean(directory: Path) -> None:
-    """Remove what was left of a save or a deletion that was interrupted, and nothing else."""
-    for path in directory.iterdir():
-        if path.is_dir() and _LEFT_OVER.fullmatch(path.name):
+class Lock:
+    """Say while a save is under way that what it writes is not left over; a kill releases it.
+
+    It is the system's lock on the directory itself, which takes no file, and which others share.
+    """
+
+    def __init__(self, directory: Path, *, alone: bool = False) -> None:
+        """Take the lock; `held` tells whether it was to be had, where it is wanted `alone`."""
+        self.held, self._file = True, -1
+        if fcntl is None or not directory.is_dir():
+            return
+        self._file = os.open(directory, os.O_RDONLY)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+        except BlockingIOError:
+            self.held = False
+        except OSError:  # a file system without locks
+            self.held = True
+
+    def release(self) -> None:
+        """Let go of it."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def clean(directory: Path) -> bool:
+    """Remove what was left of a save or a deletion that was interrupted, and nothing else.
+
+    Nothing is removed while a save into the directory is under way, by whomever.
+
+    Returns:
+      Whether something was there to remove.
+    """
+    lock = Lock(directory, alone=True)
+    try:
+        left = [path for path in _folders(directory) if _LEFT_OVER.fullmatch(path.name)]
+        for path in left if lock.held else []:
             shutil.rmtree(path, ignore_errors=True)
+        return bool(left) and lock.held
+    finally:
+        lock.release()
+
+
+def _folders(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []

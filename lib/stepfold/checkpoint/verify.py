@@ -72,7 +72,9 @@ def contents(directory: str | Path, *, step: Step = "latest") -> Contents:
     place = steps.read_directory(directory)
     found = candidates(place, step)
     whole = [number for number in found if steps.is_whole(steps.path_of(place, number))]
-    manifest = read_manifest(steps.path_of(place, (whole if step == "latest" else found)[0]))
+    if step != "latest" or not whole:  # whatever is wrong with it, or with the newest, is told
+        whole = found
+    manifest = read_manifest(steps.path_of(place, whole[0]))
     words = manifest.words
     return Contents(
         step=words.step,

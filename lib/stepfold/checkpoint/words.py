@@ -3,12 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from stepfold import tree
 from stepfold.checkpoint.manifest import Words
-from stepfold.checkpoint.sealed import plain
+from stepfold.checkpoint.sealed import integer, plain
 from stepfold.errors import ConfigError
 
 
@@ -50,13 +47,17 @@ def _step(state: Any, step: Any) -> int:
             raise ConfigError(
                 "step: expected a number, since the state has no `step` of its own; give step=…"
             )
-    if np.ndim(step) or not jnp.issubdtype(jnp.result_type(step), jnp.integer) or int(step) < 0:
+    number = integer(step)
+    if number is None or number < 0:
         raise ConfigError(f"step: expected an integer of at least 0, got {tree.spell(step)}")
-    return int(step)
+    return number
 
 
 def _number(name: str, value: Any) -> float:
     try:
-        return float(value)
+        made = None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name}: expected a number, got {tree.spell(value)}") from None
+        made = None
+    if made is None:
+        raise ConfigError(f"{name}: expected a number, got {tree.spell(value)}")
+    return made
