@@ -173,7 +173,7 @@ def test_one_process_restores_what_two_saved(both, count):
 
 def test_positions_of_two_processes_are_not_given_to_one(both):
     folder, _ = both
-    words = "data: expected 2 processes, each with the position that it saved, got 1; resume on as"
+    words = "data: expected 2 processes, each with the position it saved, got 1; resume on as many"
     with pytest.raises(sf.CheckpointError, match=words):
         sf.restore(folder / "two", placed(0, 1, LAYOUTS[1]), step=2)
 
