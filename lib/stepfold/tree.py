@@ -47,9 +47,9 @@ def is_array(leaf: object) -> bool:
 
 def is_data(leaf: object) -> bool:
     """Tell whether jax can make an array of a leaf: of numbers, not of text or None."""
-    if isinstance(leaf, np.ndarray):
+    if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype.kind not in "OUSMm"
-    return isinstance(leaf, int | float | complex | np.number | np.bool_ | jax.Array)
+    return isinstance(leaf, int | float | complex | jax.Array)
 
 
 def is_float(leaf: object) -> bool:

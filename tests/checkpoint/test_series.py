@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import stepfold as sf
-from stepfold.checkpoint import manifest
+from stepfold.checkpoint import manifest, steps
 from stepfold.checkpoint.series import Series
 from stepfold.errors import CheckpointError, ConfigError
 
@@ -156,7 +156,8 @@ def test_the_best_is_told_after_opening_again(tmp_path):
     with described as series:
         assert series.restore(STATE, step="best").step == 2
     (tmp_path / "2" / "state" / "_METADATA").unlink()
-    assert sf.restore(tmp_path, STATE, step="best").step == 3
+    with pytest.warns(RuntimeWarning, match="step 2 is damaged"):
+        assert sf.restore(tmp_path, STATE, step="best").step == 3
 
 
 def test_the_best_falls_back_on_the_next_best(tmp_path):
@@ -165,7 +166,8 @@ def test_the_best_falls_back_on_the_next_best(tmp_path):
             series.save(STATE, step=step, metrics={"loss": loss})
     shutil.rmtree(tmp_path / "2" / "state" / "d")
     (tmp_path / "2" / "state" / "d").mkdir()
-    assert sf.restore(tmp_path, STATE, step="best").step == 1
+    with pytest.warns(RuntimeWarning, match="step 2 is damaged"):
+        assert sf.restore(tmp_path, STATE, step="best").step == 1
 
 
 def dues(series, steps=range(10), epochs=None):
@@ -262,7 +264,7 @@ def test_a_deletion_that_fails_is_an_error_of_checkpoints(tmp_path, monkeypatch)
     with sf.Checkpoints(tmp_path, keep=1) as series:
         series.save(STATE, step=1)
         series.wait()
-        monkeypatch.setattr(shutil, "rmtree", fail)
+        monkeypatch.setattr(steps, "delete", fail)
         series.save(STATE, step=2)
         with pytest.raises(CheckpointError, match="1.*busy"):
             series.wait()
@@ -271,5 +273,8 @@ def test_a_deletion_that_fails_is_an_error_of_checkpoints(tmp_path, monkeypatch)
 def test_whoever_leaves_without_closing_is_waited_for(tmp_path):
     command = [sys.executable, "-c", LEAVES, str(tmp_path), "well"]
     good = subprocess.run(command, capture_output=True, text=True)
+    if (3, 12) <= sys.version_info < (3, 12, 3) and good.returncode:
+        assert "not saved: RuntimeError: can't create new thread" in good.stderr
+        return  # these start no thread any more once the main one is at its end
     assert good.returncode == 0, good.stderr[-1000:]
     check_same(sf.restore(tmp_path, STATE).state, STATE)

@@ -5,11 +5,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 
-def all_of(mine: bool) -> bool:
-    """Tell whether it holds for all processes; each has to call it."""
+def worst_of(mine: int) -> int:
+    """Give the greatest of the processes' numbers; each has to call it."""
     if jax.process_count() == 1:
         return mine
-    return bool(np.all(multihost_utils.process_allgather(np.array(mine))))
+    return int(np.max(multihost_utils.process_allgather(np.array(mine, np.int32))))
 
 
 def same_as_first(numbers: list[int]) -> list[int]:
@@ -17,6 +17,7 @@ def same_as_first(numbers: list[int]) -> list[int]:
     if jax.process_count() == 1:
         return numbers
     count = int(multihost_utils.broadcast_one_to_all(np.array(len(numbers), np.int32)))
-    mine = np.zeros(count, np.int32)
+    mine = np.zeros(count, np.int64)
     mine[: len(numbers)] = numbers[:count]
-    return np.asarray(multihost_utils.broadcast_one_to_all(mine)).tolist()  # type: ignore[no-any-return]
+    halves = multihost_utils.broadcast_one_to_all(mine.view(np.int32))  # jax may have no int64
+    return np.asarray(halves).view(np.int64).tolist()  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ has no checksums over values: a flipped bit comes back as another number. These 
 of the numbers as they were in memory, so that they hold the way to the disk to account as well.
 """
 
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.sealed import DamageError, opened, seal, unseal
+from stepfold.checkpoint.sealed import DamageError, opened, seal, unreadable, unseal
 from stepfold.errors import CheckpointError, ConfigError
 
 FORMAT = 1
@@ -30,6 +31,10 @@ _STORED = (
     *("float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
 )
+
+
+class NewerError(CheckpointError):
+    """Say that a checkpoint is of a version to come."""
 
 
 class ForeignError(CheckpointError):
@@ -109,7 +114,7 @@ def arrays_of(state: Any) -> dict[str, Any]:
                 f"{name}: expected an array, got {tree.spell(leaf)}; keep functions and settings "
                 "out of the state, or give them as extra=…"
             )
-        arrays[name] = _numbers(leaf)
+        arrays[name] = _numbers(name, leaf)
         if str(arrays[name].dtype) not in _STORED:
             raise ConfigError(
                 f"{name}: expected a dtype that can be stored ({', '.join(_STORED)}), got "
@@ -143,10 +148,20 @@ def stored_name(name: str) -> str:
     return name.replace("/", ".")
 
 
-def _numbers(leaf: Any) -> Any:
+def _numbers(name: str, leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise ConfigError(
+                f"{name}: expected an array, got a masked one; save its data and its mask"
+            )
         made = np.array(leaf)  # a copy, since numpy's arrays may change while they are written
         return made.astype(made.dtype.newbyteorder("="), copy=False)
+    if jax.process_count() > 1 and leaf.is_fully_addressable:
+        raise ConfigError(
+            f"{name}: expected an array that all {jax.process_count()} processes have their part "
+            "in, got one of this process alone; give the state a plan (init_state(…, "
+            "sharding=plan)), or place it (place(state, plan))"
+        )
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
@@ -273,7 +288,12 @@ def _first(step: Path) -> tuple[Any, int]:
 
 def is_ours(step: Path) -> bool:
     """Tell whether stepfold saved a step, and not orbax by itself, or nobody."""
-    return any((step / STATE).glob("*.json"))
+    try:
+        return any(name.endswith(".json") for name in os.listdir(step / STATE))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise unreadable(step / STATE, error) from error
 
 
 def _words(content: Any) -> Words:
@@ -284,7 +304,7 @@ def _words(content: Any) -> Words:
 def _read_process(folder: Path, process: int) -> Any:
     content = unseal(folder / _LEAVES.format(process))
     if content["format"] > FORMAT:
-        raise CheckpointError(
+        raise NewerError(
             f"{folder.parent}: expected format {FORMAT} or older, got {content['format']}; it was "
             "saved by a newer stepfold: upgrade with pip install -U stepfold"
         )
@@ -296,7 +316,10 @@ def _whole(folder: Path) -> int:
     files = unseal(folder / _FILES)
     for name, size in files.items():
         path = folder / name
-        found = path.stat().st_size if path.is_file() else None
+        try:
+            found = path.stat().st_size if path.is_file() else None
+        except OSError as error:
+            raise unreadable(path, error) from error
         if found != size:
             got = "none" if found is None else f"{found:,}"
             raise DamageError(f"{name}: expected {size:,} bytes, got {got}")

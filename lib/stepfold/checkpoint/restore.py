@@ -9,13 +9,13 @@ import jax
 
 from stepfold import tree
 from stepfold.checkpoint import steps
-from stepfold.checkpoint.agreement import all_of
+from stepfold.checkpoint.agreement import worst_of
 from stepfold.checkpoint.choosing import candidates
-from stepfold.checkpoint.manifest import ForeignError, Manifest, is_ours, read_manifest
+from stepfold.checkpoint.manifest import ForeignError, Manifest, read_manifest
 from stepfold.checkpoint.matching import Match, Rename, match
 from stepfold.checkpoint.placing import placed, regions_of
 from stepfold.checkpoint.sealed import DamageError, opened
-from stepfold.errors import CheckpointError
+from stepfold.errors import CheckpointError, StepfoldError
 
 
 class Restored(NamedTuple):
@@ -103,29 +103,48 @@ def restore(
     go_on = fall_back and isinstance(step, str)
     damaged: dict[int, list[str]] = {}
     for number in chosen_steps:
-        made, problem = None, "found by another process"
+        path = steps.path_of(place, number)
+        made: Any = None
+        error: StepfoldError | None = None
         try:
-            manifest = read_manifest(steps.path_of(place, number))
+            manifest = read_manifest(path)
             chosen = match(
                 manifest.leaves,
                 like,
-                where=str(steps.path_of(place, number)),
+                where=str(path),
                 parts=parts,
                 rename=rename,
                 cast=cast,
                 partial=partial,
             )
-            made = _load(steps.path_of(place, number), manifest, chosen.sources, like)
-        except (DamageError, ForeignError) as error:
-            problem = str(error)
-        if all_of(made is not None):
+            made = _load(path, manifest, chosen.sources, like)
+        except StepfoldError as caught:
+            error = caught
+        # No process goes on before all have read, and none alone.
+        worst = worst_of(_GOOD if error is None else _severity(error))
+        if worst == _GOOD:
             return _restored(made, manifest, chosen, damaged)
+        if worst == _WRONG:
+            raise _of_all(error) from error
+        problem = str(error or "another process found it damaged")
         damaged[number] = [problem]
         if not go_on:
             break
-        _pass_over(place, number, problem)
+        if not isinstance(error, ForeignError):
+            _pass_over(place, number, problem)
     told = "; ".join(f"step {number}: {lines[0]}" for number, lines in damaged.items())
     raise CheckpointError(f"{place}: expected a good checkpoint, got none: {told}")
+
+
+_GOOD, _DAMAGED, _WRONG = range(3)
+
+
+def _severity(error: StepfoldError) -> int:
+    return _DAMAGED if isinstance(error, DamageError | ForeignError) else _WRONG
+
+
+def _of_all(error: StepfoldError | None) -> StepfoldError:
+    return error or CheckpointError("restore: another process could not restore; it says why")
 
 
 def _load(path: Path, manifest: Manifest, sources: dict[str, str], like: Any) -> Any:
@@ -161,9 +180,8 @@ def _restored(state: Any, manifest: Manifest, chosen: Match, damaged: Any) -> Re
 
 
 def _pass_over(place: Path, number: int, problem: str) -> None:
-    """Say of a step that it is not taken; rename it, if it is one of ours."""
-    ours = is_ours(steps.path_of(place, number))
-    kept = steps.set_aside(place, number) if ours and jax.process_index() == 0 else None
+    """Say of a step that it is not taken, and set it aside."""
+    kept = steps.set_aside(place, number) if jax.process_index() == 0 else None
     where = f"kept as {kept.name}" if kept else "left where it is"
     warnings.warn(
         f"{place}: step {number} is damaged, {where}, and an older one is taken: {problem}",

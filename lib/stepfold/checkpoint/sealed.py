@@ -39,6 +39,8 @@ def plain(value: Any, name: str) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item, f"{name}/{i}") for i, item in enumerate(value)]
     if isinstance(value, Mapping):
+        if value.keys() == {_BYTES}:
+            raise ConfigError(f"{name}: expected another key than {_BYTES!r}, which is taken")
         for key in value:
             if not isinstance(key, str):
                 raise ConfigError(f"{name}: expected keys of text, got {key!r}; JSON has no others")
@@ -69,6 +71,11 @@ def seal(content: Any) -> bytes:
     return _SEAL + f"{zlib.crc32(text):08x}\n".encode() + text
 
 
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """Say that something may be good, but cannot be read by us, or now."""
+    return CheckpointError(f"{path}: cannot be read: {error.strerror}; change the permission")
+
+
 def unseal(path: Path) -> Any:
     """Read what `seal` wrote.
 
@@ -79,6 +86,8 @@ def unseal(path: Path) -> Any:
         head, _, text = path.read_bytes().partition(b"\n")
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise DamageError(f"{path.name}: missing") from None
+    except OSError as error:
+        raise unreadable(path, error) from error
     if head != _SEAL + f"{zlib.crc32(text):08x}".encode():
         raise DamageError(f"{path.name}: its checksum does not fit its content")
     return json.loads(text)

@@ -7,6 +7,7 @@ is ever offered half: `12.deleted` is on its way out, and `12.damaged` is kept t
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-from stepfold.checkpoint.manifest import ForeignError, read_words
+from stepfold.checkpoint.manifest import ForeignError, NewerError, read_words
 from stepfold.checkpoint.sealed import DamageError
 from stepfold.errors import CheckpointError, ConfigError
 
@@ -37,17 +38,21 @@ def read_directory(directory: Any, *, make: bool = False) -> Path:
             f"directory: expected a path on a file system, got {str(directory)!r}; mount the bucket"
         )
     path = Path(directory).absolute()
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path}: expected a directory, got a file; give another path")
     try:
         if make:
             path.mkdir(parents=True, exist_ok=True)
-        is_file = path.exists() and not path.is_dir()
     except OSError as error:
         raise CheckpointError(
             f"{path}: expected a directory to save in, but it cannot be made: {error.strerror}; "
             "change the permission, or give another"
         ) from error
-    if is_file:
-        raise CheckpointError(f"{path}: expected a directory, got a file; give another path")
+    if make and not os.access(path, os.W_OK | os.X_OK):
+        raise CheckpointError(
+            f"{path}: expected a directory to save in, but there is no permission to write there; "
+            "change it, or give another"
+        )
     return path
 
 
@@ -64,7 +69,11 @@ def steps_in(directory: Path) -> list[int]:
 
 def whole_steps(directory: Path) -> list[int]:
     """List the steps of which every file is there, in order, by name and size."""
-    return [step for step in steps_in(directory) if is_whole(path_of(directory, step))]
+    found = []
+    for step in steps_in(directory):
+        with suppress(NewerError):  # it is nobody's business here
+            found += [step] if is_whole(path_of(directory, step)) else []
+    return found
 
 
 def is_whole(step: Path) -> bool:
@@ -78,8 +87,11 @@ def is_whole(step: Path) -> bool:
 
 def delete(directory: Path, step: int) -> None:
     """Delete a step, by another name first."""
-    path = path_of(directory, step)
-    shutil.rmtree(_rename(path, "deleted"))
+    path = _rename(path_of(directory, step), "deleted")
+    if path.is_symlink():  # to where another disk keeps it
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def set_aside(directory: Path, step: int) -> Path | None:
@@ -149,4 +161,11 @@ def clean(directory: Path) -> bool:
 
 
 def _folders(directory: Path) -> list[Path]:
-    return [path for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
+    try:
+        return [path for path in directory.iterdir() if path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory}: cannot be read: {error.strerror}; change the permission"
+        ) from error
