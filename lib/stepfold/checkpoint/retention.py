@@ -86,6 +86,8 @@ def metrics_in(directory: Path) -> dict[int, Mapping[str, Any]]:
 def ranked(directory: Path, best: Any) -> list[int]:
     """List the steps from the best on, by the metric given, or by that of the newest step."""
     there = steps.whole_steps(directory)
+    # What cannot be read may be the best: it is looked at first, and passed over aloud.
+    broken = [step for step in steps.steps_in(directory) if step not in there]
     if best is None:
         told = (read_words(steps.path_of(directory, step)).best for step in reversed(there))
         best = next(filter(None, told), None)
@@ -93,15 +95,13 @@ def ranked(directory: Path, best: Any) -> list[int]:
         best = read_best(*best)
     else:
         best = read_best(best)
-    if there and best is None:
+    if there and best is None and not broken:
         raise CheckpointError(
             f"{directory}: expected to know which metric is best, but none was told when it was "
             "saved; give best='eval/loss', or the step"
         )
-    found = order_by(best, metrics_in(directory)) if there else []
-    # What cannot be read may be the best: it is looked at first, and passed over aloud.
-    broken = [step for step in steps.steps_in(directory) if step not in there]
-    if there and not found:
+    found = order_by(best, metrics_in(directory)) if best else []
+    if there and not found and not broken:
         raise CheckpointError(
             f"{directory}: expected steps with the metric {best[0]!r}, got none; save with "
             f"metrics={{{best[0]!r}: …}}, or give the step"

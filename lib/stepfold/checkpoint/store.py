@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
@@ -79,8 +80,12 @@ class Store:
 
     def wait(self, step: int) -> None:
         """Wait until the step that was begun is on the disk under its name."""
-        with _telling(self._directory / str(step)):
+        path = self._directory / str(step)
+        with _telling(path):
             self._orbax.wait_until_finished()
+        # Orbax loses an error that it cannot log, to a stderr that is closed, say.
+        if jax.process_index() == 0 and not path.is_dir():
+            raise CheckpointError(f"{path}: not saved: it is not there, and nobody said why")
 
     def close(self) -> None:
         """Let go of the threads."""

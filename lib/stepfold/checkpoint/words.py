@@ -23,7 +23,7 @@ def words_of(
     Raises:
       ConfigError: if the step is not known, or something is no JSON.
 
-    >>> words_of({}, step=3, data=None, metrics={"loss": np.float32(0.5)}, extra={"lr": 0.1})
+    >>> words_of({}, step=3, data=None, metrics={"loss": 1/2}, extra={"lr": 0.1})
     Words(step=3, data=None, metrics={'loss': 0.5}, extra={'lr': 0.1}, best=None)
     """
     if hasattr(data, "get_state"):
