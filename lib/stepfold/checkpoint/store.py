@@ -10,8 +10,8 @@ one.
 Compression is off: it costs time, and as much memory again as the state.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from stepfold.checkpoint.manifest import Leaf, Words
 from stepfold.errors import CheckpointError
 
 _NO_WORDS = Words(0)
+_PATIENCE = 60.0
 
 
 @dataclass
@@ -37,6 +38,8 @@ class _Save(ocp.args.PyTreeSave):  # type: ignore[misc]
 class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
     """Write the arrays as orbax does, and the manifests beside them."""
 
+    writing: Sequence[Any] = ()
+
     async def async_save(self, directory: Any, args: _Save) -> list[Any]:
         """Begin to write, once what is written is on the host, where nobody changes it."""
         # Views where the host is the device: they keep the arrays, even if a step is given them.
@@ -46,7 +49,16 @@ class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
         async def write() -> None:
             manifest.write_leaves(Path(directory), args.words, args.leaves, shards)
 
-        return [*(futures or []), CommitFutureAwaitingContractedSignals(write(), name="manifest")]
+        manifests = CommitFutureAwaitingContractedSignals(write(), name="manifest")
+        self.writing = [*(futures or []), manifests]
+        return self.writing
+
+    def settle(self) -> None:
+        """Wait for what is still being written of a save that failed, so that it can be removed."""
+        for future in self.writing:
+            with suppress(Exception):  # the first to fail was raised; orbax leaves the others be
+                future.result(_PATIENCE)
+        self.writing = []
 
     def finalize(self, directory: Any) -> None:
         """Put together what the processes wrote, and note which files it is."""
@@ -62,10 +74,11 @@ class Store:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._handler = _Handler(use_compression=False)
         options = ocp.AsyncOptions(create_directories_asynchronously=False)
         handler = ocp.CompositeCheckpointHandler(
             composite_options=ocp.CompositeOptions(async_options=options),
-            **{manifest.STATE: _Handler(use_compression=False)},
+            **{manifest.STATE: self._handler},
         )
         self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
 
@@ -75,13 +88,13 @@ class Store:
         stored = _nested({name: array for name, array in arrays.items() if array.size})
         save = _Save(stored, arrays=arrays, leaves=manifest.leaves_of(state), words=words)
         path = self._directory / str(words.step)
-        with _telling(path):
+        with self._telling(path):
             self._orbax.save(path, args=ocp.args.Composite(**{manifest.STATE: save}))
 
     def wait(self, step: int) -> None:
         """Wait until the step that was begun is on the disk under its name."""
         path = self._directory / str(step)
-        with _telling(path):
+        with self._telling(path):
             self._orbax.wait_until_finished()
         # Orbax loses an error that it cannot log, to a stderr that is closed, say.
         if jax.process_index() == 0 and not path.is_dir():
@@ -90,6 +103,15 @@ class Store:
     def close(self) -> None:
         """Let go of the threads."""
         self._orbax.close()
+
+    @contextmanager
+    def _telling(self, path: Path) -> Iterator[None]:
+        """Say of whatever goes wrong in orbax that this step was not saved."""
+        try:
+            yield
+        except Exception as error:
+            self._handler.settle()
+            raise CheckpointError(f"{path}: not saved: {_cause(error)}") from error
 
 
 def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,15 +124,6 @@ def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(folder, {})
         inner[last] = array
     return made
-
-
-@contextmanager
-def _telling(path: Path) -> Iterator[None]:
-    """Say of whatever goes wrong in orbax that this step was not saved."""
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(f"{path}: not saved: {_cause(error)}") from error
 
 
 def _cause(error: Exception) -> str:
