@@ -139,7 +139,7 @@ def test_kills_before_each_change_of_a_file(alone, whole, tmp_path, count):
     before = dict(whole.noted("saving"))
     points = list(range(before[8] + 1, before[12] + 1))
     lost = []
-    for point in points[:: 1 + len(points) // count(3, len(points))]:
+    for point in points[:: len(points) // count(3, len(points))]:
         run = Run(tmp_path / f"{point}", alone)
         for kill_at in (point, 1 + point % 32):
             ended = run.go({"kill_at": kill_at})

@@ -36,12 +36,12 @@ def leaves(folder, how, failing=False):
     if how == "raise":
         raise ValueError("no more")
     if how == "SIGINT":
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
     if how == "SIGINT twice":
         main, second = threading.main_thread(), threading.Event()
         interrupt = lambda: second.wait(0.02) or signal.pthread_kill(main.ident, signal.SIGINT)
         threading.Thread(target=interrupt, daemon=True).start()
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
     if how == "exit":
         sys.exit()
     if how == "exit 3":
