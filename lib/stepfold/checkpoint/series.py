@@ -26,7 +26,8 @@ class Series:
 
     Not to be left without `close`, which a `with` block sees to: what is still being written is
     waited for, and what went wrong is raised. If it is left all the same, the interpreter waits
-    before it ends, and ends with an error if the save failed.
+    before it ends, and ends with an error if the save failed, as it does under Python 3.12.0 to
+    3.12.2, which start no threads any more by then.
 
     Attributes:
       directory: where the steps are.

@@ -74,6 +74,9 @@ class Store:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._renew()
+
+    def _renew(self) -> None:
         self._handler = _Handler(use_compression=False)
         options = ocp.AsyncOptions(create_directories_asynchronously=False)
         handler = ocp.CompositeCheckpointHandler(
@@ -111,6 +114,7 @@ class Store:
             yield
         except Exception as error:
             self._handler.settle()
+            self._renew()  # one that has failed may tell of it again at the next save
             raise CheckpointError(f"{path}: not saved: {_cause(error)}") from error
 
 
@@ -128,6 +132,8 @@ def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cause(error: Exception) -> str:
     text = str(error)
+    if "interpreter shutdown" in text:
+        return "the program was at its end; close the series before, as a `with` block does"
     if "No space left" in text or "RESOURCE_EXHAUSTED" in text:
         return "no space left on the device; make room, or keep fewer checkpoints"
     if isinstance(error, PermissionError) or "PERMISSION_DENIED" in text:
