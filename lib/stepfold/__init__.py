@@ -32,6 +32,11 @@ from stepfold.errors import (
 from stepfold.inspect.compiled import compile_step
 from stepfold.inspect.parameters import parameter_table
 from stepfold.inspect.report import describe
+from stepfold.loop.evaluate import Evaluation, evaluate
+from stepfold.loop.event import Event
+from stepfold.loop.fit import FitResult, fit
+from stepfold.loop.hooks.stopping import stop_after, stop_early, stop_on_nonfinite
+from stepfold.loop.iterate import iterate
 from stepfold.sharding.distributed import start_distributed
 from stepfold.sharding.mesh import make_mesh
 from stepfold.sharding.placement import place, shard_batch
@@ -47,6 +52,9 @@ __all__ = [
     "ConfigError",
     "Contents",
     "DataError",
+    "Evaluation",
+    "Event",
+    "FitResult",
     "LossError",
     "Precision",
     "Restored",
@@ -63,10 +71,13 @@ __all__ = [
     "describe",
     "dynamic_loss_scale",
     "ema_params",
+    "evaluate",
     "export_params",
+    "fit",
     "fsdp",
     "get_ema",
     "init_state",
+    "iterate",
     "latest_step",
     "load_params",
     "make_eval_step",
@@ -85,6 +96,9 @@ __all__ = [
     "shard_batch",
     "sharding_table",
     "start_distributed",
+    "stop_after",
+    "stop_early",
+    "stop_on_nonfinite",
     "tfds_source",
     "value_and_grad",
     "verify",

@@ -1,0 +1,1 @@
+"""The fold: steps over batches, and what a person wants to see and keep of it."""

@@ -1,0 +1,210 @@
+"""The fold with the lights on: `fit`, from the parts that a loop of one's own has too."""
+
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stepfold import tree
+from stepfold.checkpoint.checkpoints import Checkpoints
+from stepfold.checkpoint.retention import metrics_in, order_by
+from stepfold.checkpoint.series import Series
+from stepfold.checkpoint.verify import latest_step
+from stepfold.errors import ConfigError
+from stepfold.loop.evaluate import Evaluation
+from stepfold.loop.event import Hook
+from stepfold.loop.feed import Feed
+from stepfold.loop.fold import Fold
+from stepfold.loop.history import History
+from stepfold.loop.hooks.stopping import stop_after
+from stepfold.loop.signals import Signals
+from stepfold.loop.stepper import Stepper
+
+
+class FitResult(NamedTuple):
+    """What `fit` gives back.
+
+    Attributes:
+      state: the state after the last step.
+      steps: how many steps were done, those before a resume too.
+      history: the values of each metric, in the order of steps; `history["train/loss"].steps` are
+        the steps that they are of.
+      stopped: why it stopped, in words.
+      best: the step of the best checkpoint, or None where none is told apart.
+      resumed: the step that it went on from, or None if it began anew.
+    """
+
+    state: Any
+    steps: int
+    history: History
+    stopped: str
+    best: int | None
+    resumed: int | None
+
+
+def fit(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    state: Any,
+    batches: Iterable[Any],
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    run_dir: str | Path | None = None,
+    evaluation: Evaluation | Sequence[Evaluation] = (),
+    checkpoints: Checkpoints | None = None,
+    hooks: Sequence[Hook] = (),
+    log_every: int = 10,
+    resume: bool = True,
+    steps_per_call: int = 1,
+    time_limit: float | None = None,
+) -> FitResult:
+    """Fold batches into a state, show what happens, and keep what is worth keeping.
+
+    The order is this. A step is dispatched; the metrics of the interval before are read, so that
+    nothing waits for the device that need not; where it is due, the state is evaluated, and then
+    saved; and only then is the next batch pulled. So a saved position is that of the next batch.
+
+    With checkpoints a run goes on where it was: from the newest good one, with the same state, the
+    same batches and the same history. SIGINT and SIGTERM let the step under way finish and save;
+    then `KeyboardInterrupt` or `SystemExit(143)` is raised. A second one leaves at once. Whatever
+    else ends the run, an exception of a hook or of the data, reaches the caller after a save.
+
+    Args:
+      step: a `StepFn`, which is compiled once and refuses to be compiled again; one that is
+        compiled or jitted already is taken as it is.
+      state: the state to begin with. It is given to the step, so do not use it again.
+      batches: any iterable of batches. It can be resumed if it has `get_state` and `set_state`, as
+        `sf.batches` has.
+      steps: how many steps there are to be, with those before a resume.
+      epochs: how many epochs, instead; without either, all of the batches.
+      run_dir: where what belongs to the run goes: checkpoints, unless they say where.
+      evaluation: an `Evaluation`, or several.
+      checkpoints: a `Checkpoints`.
+      hooks: functions that are shown what happens, and stop the run by returning why.
+      log_every: the steps from one log point to the next.
+      resume: whether to go on from a checkpoint where there is one.
+      steps_per_call: how many steps go in one dispatch, with the same bits.
+      time_limit: after how many seconds to stop.
+
+    Returns:
+      The state, the history, and why it stopped.
+
+    Raises:
+      ConfigError: if an argument is not as described.
+      DataError: if there is no batch at all, or the batches cannot be resumed.
+
+    >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
+    >>> tx = optax.sgd(0.1)
+    >>> state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    >>> step = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b["x"]) ** 2), tx)
+    >>> batches = sf.batches({"x": np.zeros(8, np.float32)}, 4, seed=0)
+    >>> result = sf.fit(step, state, batches, steps=20)
+    >>> result.steps, result.stopped, result.history["train/loss"].steps
+    (20, 'all 20 steps were done', [10, 20])
+    """
+    steps = _positive("steps", steps)
+    if steps is not None and epochs is not None:
+        raise ConfigError(f"steps, epochs: expected one of them, got {steps} and {epochs}")
+    evaluations = _evaluations(evaluation)
+    feed = Feed(batches, _positive("epochs", epochs))
+    for what in (*evaluations, checkpoints):
+        if what is not None and what.every_epochs and not feed.epoch_steps:
+            raise ConfigError(
+                "every_epochs: expected batches that know how many steps an epoch has, got "
+                f"{tree.spell(batches)}; give every=…, or sf.batches(data, …)"
+            )
+    shown = [*_hooks(hooks), *([] if time_limit is None else [stop_after(time_limit)])]
+    with ExitStack() as stack:
+        series = _open(checkpoints, run_dir)
+        if series is not None:
+            stack.enter_context(series)
+        for hook in shown:
+            if hasattr(hook, "close"):
+                stack.callback(hook.close)
+        fold = Fold(
+            Stepper(step),
+            state,
+            feed,
+            steps=steps,
+            evaluations=evaluations,
+            series=series,
+            hooks=shown,
+            log_every=_positive("log_every", log_every) or 1,
+            steps_per_call=_positive("steps_per_call", steps_per_call) or 1,
+        )
+        del state  # so that it can be freed when it is restored
+        if resume and series is not None and latest_step(series.directory) is not None:
+            fold.resume()
+        fold.run()
+    result = FitResult(
+        state=fold.state,
+        steps=fold.done,
+        history=fold.history,
+        stopped=fold.stopped or "",
+        best=_best(series),
+        resumed=fold.resumed,
+    )
+    _leave(fold.signals, result)
+    return result
+
+
+def _leave(signals: Signals, result: FitResult) -> None:
+    """End as a process that was asked to stop ends, with the result at hand."""
+    error: Any
+    if signals.got == signal.SIGINT:
+        error = KeyboardInterrupt(result.stopped)
+    elif signals.got == signal.SIGTERM:
+        error = SystemExit(128 + signal.SIGTERM)
+    else:
+        return
+    error.result = result
+    raise error
+
+
+def _open(checkpoints: Checkpoints | None, run_dir: str | Path | None) -> Series | None:
+    if checkpoints is None:
+        return None
+    if not isinstance(checkpoints, Checkpoints):
+        raise ConfigError(
+            f"checkpoints: expected sf.Checkpoints(every=…), got {tree.spell(checkpoints)}"
+        )
+    if checkpoints.directory is None and run_dir is None:
+        raise ConfigError(
+            "checkpoints: expected to know where they go; give run_dir=…, or a directory to "
+            "sf.Checkpoints"
+        )
+    return checkpoints.open(None if run_dir is None else Path(run_dir) / "checkpoints")
+
+
+def _best(series: Series | None) -> int | None:
+    if series is None or series.best is None:
+        return None
+    return next(iter(order_by(series.best, metrics_in(series.directory))), None)
+
+
+def _evaluations(given: Any) -> list[Evaluation]:
+    evaluations = [given] if isinstance(given, Evaluation) else list(given or ())
+    for one in evaluations:
+        if not isinstance(one, Evaluation):
+            raise ConfigError(f"evaluation: expected sf.Evaluation(…), got {tree.spell(one)}")
+    names = [one.name for one in evaluations]
+    if len(set(names)) < len(names) or "train" in names:
+        raise ConfigError(
+            f"evaluation: expected a name of its own for each, other than train, got {names}"
+        )
+    return evaluations
+
+
+def _hooks(given: Any) -> list[Hook]:
+    hooks = [given] if callable(given) else list(given)
+    for hook in hooks:
+        if not callable(hook):
+            raise ConfigError(f"hooks: expected functions of an event, got {tree.spell(hook)}")
+    return hooks
+
+
+def _positive(name: str, value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
+    return value

@@ -1,0 +1,231 @@
+"""The order in which things happen in a run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stepfold import tree
+from stepfold.checkpoint.series import Series
+from stepfold.errors import DataError
+from stepfold.loop.agreement import first_said
+from stepfold.loop.evaluate import Evaluation
+from stepfold.loop.event import Event, Hook
+from stepfold.loop.feed import Feed
+from stepfold.loop.history import History
+from stepfold.loop.ledger import Ledger
+from stepfold.loop.metrics import each_of, over_steps, values_of
+from stepfold.loop.signals import Signals
+from stepfold.loop.stepper import Stepper
+
+
+class Fold:
+    """Hold what changes in the course of a run, and change it in the order that `fit` promises."""
+
+    def __init__(
+        self,
+        step: Stepper,
+        state: Any,
+        feed: Feed,
+        *,
+        steps: int | None,
+        evaluations: Sequence[Evaluation],
+        series: Series | None,
+        hooks: Sequence[Hook],
+        log_every: int,
+        steps_per_call: int,
+    ) -> None:
+        self.step, self.state, self.feed = step, state, feed
+        self.evaluations, self.series, self.hooks = evaluations, series, hooks
+        self.log_every, self.steps_per_call = log_every, steps_per_call
+        self.done = _steps_of(state)
+        self.total = steps if steps is not None else _sum(self.done, feed.total)
+        self.history, self.signals = History(), Signals()
+        self.ledger = Ledger(step.metrics)
+        self.stopped: str | None = None
+        self.resumed: int | None = None
+        self._measured: dict[str, float] = {}  # by name, at the step that is done
+        self._evaluated: int | None = None
+        self._batch: Any = None
+
+    def resume(self) -> None:
+        """Go on from the newest good checkpoint."""
+        if self.series is None:
+            return
+        restored = self.series.restore(self.state)
+        self.state, self.done = restored.state, restored.step
+        self.resumed = restored.step
+        if self.total is None or self.done < self.total:
+            self.feed.go_to(restored.data, self.done)
+        kept = (restored.extra or {}).get("fit", {})
+        if kept:
+            self._evaluated = kept["evaluated"]
+            self.history.set_state(kept["history"])
+            self.ledger.set_state(kept["ledger"])
+            for hook, state in zip(self.hooks, kept["hooks"], strict=False):
+                if state is not None and hasattr(hook, "set_state"):
+                    hook.set_state(state)
+
+    def run(self) -> None:
+        """Fold until something says stop; save before anything gets out."""
+        if self.total is not None and self.done >= self.total:
+            self.stopped = f"step {self.done} of {self.total} was done before"
+            return
+        with self.signals.watched():
+            try:
+                if self.resumed and self._evaluated != self.done:  # what an exception cut off
+                    self._evaluate([e for e in self.evaluations if self._is_due(e)])
+                self._fold()
+                self._end()
+            except BaseException:
+                self._rescue()
+                raise
+
+    def _fold(self) -> None:
+        due = self._next_due()
+        while self.stopped is None:
+            batches = self._pull(min(self.steps_per_call, due - self.done))
+            if not batches:
+                return
+            self.state, said = self.step(self.state, batches)
+            self.done += len(batches)
+            self.ledger.add(said)
+            if self.ledger.closed:  # the device is at the step after; what it said before is there
+                self._show()
+            if self.done == due:
+                self._at_boundary()
+                due = self._next_due()
+            if self.signals.got is not None and jax.process_count() == 1:
+                self.stopped = f"{self.signals.got.name} at step {self.done}"
+
+    def _pull(self, count: int) -> list[Any]:
+        """Pull batches; none at the end, for which it says why."""
+        batches: list[Any] = []
+        for number in range(count):
+            pulled = self.signals.wait_for(self.feed.pull, self.done + number)
+            if pulled is None:
+                break
+            batches += pulled
+        if batches:
+            self._batch = batches[-1]
+        elif self.signals.got is not None:
+            self.stopped = f"{self.signals.got.name} at step {self.done}"
+        else:
+            self.stopped = f"the batches ended at step {self.done}"
+            if not self.done:
+                raise DataError("batches: expected at least one, got none")
+        return batches
+
+    def _next_due(self) -> int:
+        """Give the next step at which something other than a step is to be done."""
+        points = [self._after(self.log_every)]
+        for evaluation in self.evaluations:
+            points += [self._after(n) for n in self._every(evaluation)]
+        if self.series is not None:
+            points += [self._after(n) for n in self._every(self.series)]
+        return min(points if self.total is None else [*points, self.total])
+
+    def _after(self, every: int) -> int:
+        return (self.done // every + 1) * every
+
+    def _every(self, what: Any) -> list[int]:
+        by_epoch = what.every_epochs and what.every_epochs * (self.feed.epoch_steps or 0)
+        return [every for every in (what.every, by_epoch) if every]
+
+    def _is_due(self, what: Any) -> bool:
+        return any(self.done % every == 0 for every in self._every(what))
+
+    def _at_boundary(self) -> None:
+        last = self.done == self.total
+        if last:
+            self.stopped = f"all {self.total} steps were done"
+        if self.done % self.log_every == 0 or last:
+            self.ledger.close(self.done)
+        saves = self.series is not None and (self._is_due(self.series) or self.series.is_late())
+        due = [e for e in self.evaluations if self._is_due(e) and not last]
+        if due or saves:
+            self._show()  # in the order of steps
+        self._evaluate(due)
+        if saves and self.stopped is None:
+            self._save()
+
+    def _show(self) -> None:
+        """Show hooks the intervals that are over."""
+        for step, stacked in self.ledger.take():
+            merged = {name: over_steps(metric) for name, metric in stacked.items()}
+            each = {f"train/{name}": values for name, values in each_of(stacked).items()}
+            self._tell(step, values_of(merged, "train/"), each)
+
+    def _evaluate(self, due: Sequence[Evaluation]) -> None:
+        for evaluation in due:
+            self._tell(self.done, evaluation(self.state), {})
+            self._evaluated = self.done
+
+    def _tell(self, step: int, metrics: dict[str, float], each: dict[str, np.ndarray]) -> None:
+        event = Event(step, self.total, metrics, self.state, each, self._batch)
+        reasons = [hook(event) for hook in self.hooks]
+        self.history.add(step, metrics)
+        self._measured = {**(self._measured if step == self.done else {}), **metrics}
+        if self.signals.got is not None:
+            reasons.append(self.signals.got.name)
+        said = first_said([reason for reason in reasons if reason])
+        if said and self.stopped is None:
+            self.stopped = f"{said} at step {self.done}"
+
+    def _end(self) -> None:
+        """Show what is left, evaluate a last time, and save."""
+        if self.signals.got is None:
+            self.ledger.close(self.done)
+        self._show()
+        if self.signals.got is None and self._evaluated != self.done:
+            self._evaluate(self.evaluations)
+        if not is_finite(self.state):
+            self.stopped = f"{self.stopped}; not saved, for the parameters are not finite"
+        elif self.series is not None and self.series.saved != self.done:
+            self._save()
+
+    def _rescue(self) -> None:
+        """Save what an exception would lose, if it is whole; the exception itself goes on."""
+        leaves = [leaf for leaf in jax.tree.leaves(self.state) if isinstance(leaf, jax.Array)]
+        whole = not any(leaf.is_deleted() for leaf in leaves)
+        if self.series is not None and self.series.saved != self.done and whole:
+            self._save()
+
+    def _save(self) -> None:
+        if self.series is None:
+            return
+        hooks = [hook.get_state() if hasattr(hook, "get_state") else None for hook in self.hooks]
+        kept = {
+            "history": self.history.get_state(),
+            "ledger": self.ledger.get_state(),
+            "evaluated": self._evaluated,
+            "hooks": hooks,
+        }
+        self.series.save(
+            self.state,
+            step=self.done,
+            data=self.feed.position(),
+            metrics=self._measured,
+            extra={"fit": kept},
+        )
+
+
+def _steps_of(state: Any) -> int:
+    return int(getattr(state, "step", 0))
+
+
+def _sum(done: int, more: int | None) -> int | None:
+    return None if more is None else done + more
+
+
+def is_finite(state: Any) -> bool:
+    """Tell whether the parameters of a state are finite, all of them."""
+    leaves = [leaf for leaf in jax.tree.leaves(getattr(state, "params", ())) if tree.is_float(leaf)]
+    return bool(_all_finite(leaves))
+
+
+@jax.jit
+def _all_finite(leaves: list[Any]) -> jax.Array:
+    return jnp.array([jnp.isfinite(leaf).all() for leaf in leaves] or [True]).all()

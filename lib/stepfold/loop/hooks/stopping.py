@@ -1,0 +1,134 @@
+"""Hooks that end a run: no progress, numbers that are none, time that is up."""
+
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stepfold.checkpoint.retention import read_best
+from stepfold.errors import ConfigError
+from stepfold.loop.event import Event, Hook
+
+
+def stop_after(seconds: float) -> Hook:
+    """Stop when so much time has gone by, counted from when this is made.
+
+    >>> import stepfold as sf
+    >>> hook = sf.stop_after(0.0)
+    >>> hook(sf.Event(step=10, total=None, metrics={}, state=None))
+    'the time limit of 0 s was reached'
+    """
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds >= 0:
+        raise ConfigError(f"stop_after: expected seconds, a number of at least 0, got {seconds!r}")
+    end = time.monotonic() + seconds
+
+    def stop_when_late(_: Event) -> str | None:
+        late = time.monotonic() >= end
+        return f"the time limit of {seconds:g} s was reached" if late else None
+
+    return stop_when_late
+
+
+def stop_on_nonfinite(pattern: str = "train/loss") -> Hook:
+    """Stop when a metric, looked at step by step, is NaN or infinite.
+
+    Args:
+      pattern: the name of the metric.
+
+    >>> import numpy as np, stepfold as sf
+    >>> each = {"train/loss": np.array([1.0, np.nan, np.nan])}
+    >>> sf.stop_on_nonfinite()(sf.Event(12, None, {"train/loss": np.nan}, None, each))
+    'train/loss is nan in step 11'
+    """
+
+    def stop_when_nonfinite(event: Event) -> str | None:
+        values = event.each.get(pattern)
+        if values is None:
+            return None
+        (bad,) = np.nonzero(~np.isfinite(values))
+        if not bad.size:
+            return None
+        step = event.step - len(values) + 1 + int(bad[0])
+        return f"{pattern} is {values[bad[0]]} in step {step}"
+
+    return stop_when_nonfinite
+
+
+class stop_early:  # noqa: N801  it is called as the functions beside it are
+    """Stop when a metric has not become better for so many evaluations.
+
+    Attributes:
+      best: the best value so far.
+      best_step: the step that it is of.
+      best_state: a copy of the state of that step, if it was to be kept.
+
+    >>> import stepfold as sf
+    >>> hook = sf.stop_early("eval/loss", patience=2, keep_state=False)
+    >>> for step, loss in enumerate([3.0, 2.0, 2.5, 2.1]):
+    ...     said = hook(sf.Event(step, None, {"eval/loss": loss}, None))
+    >>> said, hook.best_step
+    ('eval/loss has not become better than 2 for 2 evaluations, since step 1', 1)
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        *,
+        patience: int,
+        mode: str | None = None,
+        min_delta: float = 0.0,
+        keep_state: bool = True,
+    ) -> None:
+        """Say what to watch.
+
+        Args:
+          metric: the name of the metric, such as `eval/loss`.
+          patience: after how many values that are no better to stop.
+          mode: whether less ("min") or more ("max") is better; if None, less of what is called a
+            loss, and more of anything else.
+          min_delta: by how much a value has to be better to count.
+          keep_state: whether to keep a copy of the best state, which takes the memory of one.
+
+        Raises:
+          ConfigError: if an argument is not as described.
+        """
+        if type(patience) is not int or patience < 1:
+            raise ConfigError(f"patience: expected an integer of at least 1, got {patience!r}")
+        if not min_delta >= 0:
+            raise ConfigError(f"min_delta: expected a number of at least 0, got {min_delta!r}")
+        found = read_best(metric, mode)
+        if found is None:
+            raise ConfigError("metric: expected the name of one, got None")
+        self._metric, self._sign = metric, 1 if found[1] == "min" else -1
+        self._patience, self._delta, self._keep = patience, min_delta, keep_state
+        self.best, self.best_step, self.best_state, self._worse = math.nan, -1, None, 0
+
+    def __call__(self, event: Event) -> str | None:
+        """Look at a value of the metric, if there is one."""
+        value = event.metrics.get(self._metric)
+        if value is None:
+            return None
+        better = math.isnan(self.best) or self._sign * (self.best - value) > self._delta
+        if better and not math.isnan(value):
+            self.best, self.best_step, self._worse = float(value), event.step, 0
+            if self._keep:
+                self.best_state = jax.tree.map(jnp.copy, event.state)
+            return None
+        self._worse += 1
+        if self._worse < self._patience:
+            return None
+        return (
+            f"{self._metric} has not become better than {self.best:g} for {self._worse} "
+            f"evaluations, since step {self.best_step}"
+        )
+
+    def get_state(self) -> dict[str, Any]:
+        """Give what a resumed run has to know."""
+        return {"best": self.best, "best_step": self.best_step, "worse": self._worse}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from there; the best state itself is in a checkpoint, if anywhere."""
+        self.best, self.best_step, self._worse = state["best"], state["best_step"], state["worse"]

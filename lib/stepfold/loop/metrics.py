@@ -1,0 +1,99 @@
+"""Metrics on their way to a person: merged exactly, and read as numbers.
+
+A total and a weight are added up in float64 and in whole numbers on the host, where a long
+evaluation loses no digits; any other metric merges as its own class says, on the device.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from clu.metrics import Average, Metric
+
+from stepfold.core.loss import TermSum
+from stepfold.errors import ConfigError
+
+
+def merged(metrics: Sequence[Mapping[str, Metric]]) -> dict[str, Any]:
+    """Merge what several steps or batches said, each a dict of the same metrics.
+
+    >>> import jax.numpy as jnp, stepfold as sf
+    >>> seen = [{"loss": sf.mean(jnp.array([1.0, 3.0]))}, {"loss": sf.mean(jnp.array([8.0]))}]
+    >>> values_of(merged(seen))
+    {'loss': 4.0}
+    """
+    host: Any = jax.device_get(list(metrics))
+    first = host[0]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *host)
+    return {name: over_steps(stacked[name]) for name in first}
+
+
+def over_steps(stacked: Any) -> Any:
+    """Merge a metric whose leaves have a leading axis of steps."""
+    if isinstance(stacked, Average | TermSum):
+        return jax.tree.map(_sum, stacked)
+    return _reduce(stacked)
+
+
+def _sum(leaf: Any) -> Any:
+    kind = np.asarray(leaf).dtype.kind
+    return np.sum(
+        leaf, axis=0, dtype={"i": np.int64, "u": np.uint64, "b": np.int64}.get(kind, np.float64)
+    )
+
+
+@jax.jit
+def _reduce(stacked: Any) -> Any:
+    return stacked.reduce()
+
+
+def each_of(stacked: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Read metrics with a leading axis of steps step by step; those of totals and weights."""
+    return {
+        name: np.asarray(value_of(metric))
+        for name, metric in stacked.items()
+        if isinstance(metric, Average | TermSum)
+    }
+
+
+def values_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Read merged metrics as numbers; a metric of several numbers gets a name for each.
+
+    Raises:
+      ConfigError: if a metric is no number, and no dict or array of them.
+    """
+    found: dict[str, float] = {}
+    for name, metric in metrics.items():
+        _spread(prefix + name, value_of(metric), found)
+    return found
+
+
+def value_of(metric: Any) -> Any:
+    """Read one metric; NaN, where it has seen nothing."""
+    if isinstance(metric, Average):
+        return _over(metric)
+    if isinstance(metric, TermSum):
+        means = np.stack([_over(term) for term in metric.terms.values()])
+        seen = np.stack([np.not_equal(term.count, 0) for term in metric.terms.values()])
+        return np.where(seen.any(0), np.where(seen, means, 0).sum(0), np.nan)
+    return metric.compute() if isinstance(metric, Metric) else metric
+
+
+def _over(average: Average) -> Any:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.divide(average.total, average.count, dtype=np.float64)
+
+
+def _spread(name: str, value: Any, found: dict[str, float]) -> None:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _spread(f"{name}/{key}", inner, found)
+    elif np.ndim(value):
+        for index, inner in enumerate(np.ravel(value)):
+            found[f"{name}/{index}"] = float(inner)
+    else:
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{name}: expected a number, got {value!r}") from None

@@ -1,0 +1,62 @@
+"""What a step says of itself, as one row of numbers a step.
+
+Each array that a step returns costs a little to return, and a little more to fetch. So the metrics
+leave the device side by side in one array for each dtype, bit for bit, and come apart on the host.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Rows = list[Any]
+
+
+class Rower:
+    """Pack the metrics of a step into rows, and unpack them; one for each step function.
+
+    >>> import jax.numpy as jnp, stepfold as sf
+    >>> rower = Rower(lambda state, batch: (state + 1, {"loss": sf.mean(batch)}))
+    >>> state, row = rower(jnp.zeros(()), jnp.ones(4))
+    >>> [leaf.shape for leaf in row], rower.stacked([row, row])["loss"].total.tolist()
+    ([(2,)], [4.0, 4.0])
+    """
+
+    def __init__(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+        self._step = step
+        self._structure: Any = None
+        self._leaves: list[tuple[Any, tuple[int, ...]]] = []
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Rows]:
+        """Run the step, while jax traces, and pack what it says."""
+        state, metrics = self._step(state, batch)
+        leaves, self._structure = jax.tree.flatten(metrics)
+        leaves = [jnp.asarray(leaf) for leaf in leaves]
+        self._leaves = [(leaf.dtype, leaf.shape) for leaf in leaves]
+        kinds = dict.fromkeys(leaf.dtype for leaf in leaves)
+        packed = [
+            jnp.concatenate([leaf.reshape(-1) for leaf in leaves if leaf.dtype == kind])
+            for kind in kinds
+        ]
+        return state, packed
+
+    def stacked(self, rows: Sequence[Rows]) -> Any:
+        """Give the metrics of several steps, each leaf with a leading axis of steps.
+
+        Args:
+          rows: of one step each, or with a leading axis of steps, as a scan gives them.
+        """
+        columns = [
+            np.concatenate([np.atleast_2d(array) for array in arrays])
+            for arrays in zip(*jax.device_get(list(rows)), strict=True)
+        ]
+        left = {column.dtype: (column, 0) for column in columns}
+        leaves = []
+        for dtype, shape in self._leaves:
+            column, start = left[dtype]
+            stop = start + int(np.prod(shape, dtype=int))
+            left[dtype] = column, stop
+            leaves.append(column[:, start:stop].reshape(-1, *shape))
+        return jax.tree.unflatten(self._structure, leaves)

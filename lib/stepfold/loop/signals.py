@@ -1,0 +1,58 @@
+"""SIGINT and SIGTERM: asked to stop, a run finishes its step, saves, and says why it stopped."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class _WaitingError(BaseException):
+    """Break off waiting for a batch; never seen outside."""
+
+
+class Signals:
+    """Know whether the process was asked to stop, and break off what may wait for ever.
+
+    Attributes:
+      got: the signal that came, or None.
+    """
+
+    def __init__(self) -> None:
+        self.got: signal.Signals | None = None
+        self._waiting = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Take the signals over, and put the handlers back; only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self.got is not None:  # asked twice: at once
+            raise KeyboardInterrupt
+        self.got = signal.Signals(number)
+        if self._waiting:
+            raise _WaitingError
+
+    def wait_for(self, pull: Callable[[int], Any], step: int) -> list[Any] | None:
+        """Pull a batch, in a list; None at the end, or where a signal breaks off the waiting."""
+        try:
+            self._waiting = True
+            batch = None if self.got is not None else [pull(step)]
+            self._waiting = False
+        except (StopIteration, _WaitingError):
+            return None
+        finally:
+            self._waiting = False
+        return batch

@@ -1,0 +1,56 @@
+"""The compiled form of a step: one at a time, or several in one dispatch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stepfold import tree
+from stepfold.errors import ConfigError
+from stepfold.inspect.compiled import CompiledStep, compile_step
+from stepfold.loop.rows import Rower
+
+
+class Stepper:
+    """Run a step on batches, compiled when it first sees one.
+
+    A step that is compiled already, or jitted, runs as it is.
+    """
+
+    def __init__(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+        if not callable(step):
+            raise ConfigError(f"step: expected a step (state, batch) -> …, got {tree.spell(step)}")
+        self._step = step
+        self._ready = isinstance(step, CompiledStep) or hasattr(step, "lower")
+        self._rower = Rower(step)
+        self._compiled: dict[int, CompiledStep] = {}
+
+    @property
+    def scans(self) -> bool:
+        """Tell whether several steps can go in one dispatch."""
+        return not self._ready
+
+    def __call__(self, state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
+        """Run a step for each batch; give the state, and what to give to `metrics`."""
+        if self._ready:
+            (batch,) = batches
+            return self._step(state, batch)
+        count = len(batches)
+        given = batches[0] if count == 1 else tuple(batches)
+        compiled = self._compiled.get(count)
+        if compiled is None:
+            run = self._rower if count == 1 else self._scanned
+            compiled = self._compiled[count] = compile_step(run, state, given)
+        return compiled(state, given)  # type: ignore[no-any-return]
+
+    def _scanned(self, state: Any, batches: tuple[Any, ...]) -> tuple[Any, Any]:
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+        return jax.lax.scan(self._rower, state, stacked)
+
+    def metrics(self, said: Sequence[Any]) -> Any:
+        """Give what several calls said as metrics, with a leading axis of steps, on the host."""
+        if not self._ready:
+            return self._rower.stacked(said)
+        host: Any = jax.device_get(list(said))
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *host)
