@@ -35,6 +35,8 @@ from stepfold.inspect.report import describe
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.event import Event
 from stepfold.loop.fit import FitResult, fit
+from stepfold.loop.hooks.every import every
+from stepfold.loop.hooks.only_warn import only_warn
 from stepfold.loop.hooks.stopping import stop_after, stop_early, stop_on_nonfinite
 from stepfold.loop.iterate import iterate
 from stepfold.sharding.distributed import start_distributed
@@ -72,6 +74,7 @@ __all__ = [
     "dynamic_loss_scale",
     "ema_params",
     "evaluate",
+    "every",
     "export_params",
     "fit",
     "fsdp",
@@ -86,6 +89,7 @@ __all__ = [
     "make_train_step",
     "mean",
     "mix",
+    "only_warn",
     "pack",
     "parameter_table",
     "place",

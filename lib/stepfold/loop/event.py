@@ -1,9 +1,13 @@
 """What a hook is shown, and what it may say."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from stepfold import tree
+from stepfold.errors import ConfigError
+from stepfold.loop.metrics import values_of
 
 
 class Event(NamedTuple):
@@ -18,6 +22,7 @@ class Event(NamedTuple):
         are read when the next ones are under way.
       each: the train metrics step by step, since the last log point; empty after an evaluation.
       batch: the last batch that was pulled.
+      waited: the seconds spent waiting for batches, since `fit` was called.
 
     >>> import stepfold as sf
     >>> def patient(event):
@@ -33,6 +38,48 @@ class Event(NamedTuple):
     state: Any
     each: Mapping[str, np.ndarray] = {}
     batch: Any = None
+    waited: float = 0.0
+
+    @property
+    def is_train(self) -> bool:
+        """Whether it is of train steps, and not of an evaluation."""
+        return any(name.startswith("train/") for name in self.metrics)
 
 
-Hook = Callable[[Event], str | None]
+Hook = Callable[[Event], str | Mapping[str, Any] | None]
+"""What is shown an event, and says nothing, why to stop, or numbers to show with the others.
+
+Where a hook has them, `fit` calls besides: `open(step, total)` before the first batch is pulled,
+`close()` at the end, whatever happened, `get_state()` for a checkpoint to keep, and
+`set_state(state)`, before `open`, when a run goes on from one.
+"""
+
+
+def show(event: Event, hooks: Sequence[Hook]) -> tuple[Event, list[str]]:
+    """Show an event to hooks one by one; numbers that one gives are shown to those after it.
+
+    Returns:
+      The event with all of the numbers, and the reasons to stop.
+
+    Raises:
+      ConfigError: if a hook says anything else.
+
+    >>> event = Event(10, None, {"train/loss": 2.0}, None)
+    >>> hooks = [lambda event: {"half": event.metrics["train/loss"] / 2}, lambda event: "enough"]
+    >>> event, reasons = show(event, hooks)
+    >>> event.metrics, reasons
+    ({'train/loss': 2.0, 'half': 1.0}, ['enough'])
+    """
+    reasons = []
+    for hook in hooks:
+        said = hook(event)
+        if isinstance(said, str):
+            reasons.append(said)
+        elif isinstance(said, Mapping):
+            event = event._replace(metrics={**event.metrics, **values_of(said)})
+        elif said is not None:
+            raise ConfigError(
+                f"{getattr(hook, '__qualname__', hook)}: expected a hook to return None, why to "
+                f"stop in words, or numbers by name, got {tree.spell(said)}"
+            )
+    return event, reasons

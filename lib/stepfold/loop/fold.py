@@ -12,7 +12,7 @@ from stepfold.checkpoint.series import Series
 from stepfold.errors import DataError
 from stepfold.loop.agreement import first_said
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.event import Event, Hook
+from stepfold.loop.event import Event, Hook, show
 from stepfold.loop.feed import Feed
 from stepfold.loop.history import History
 from stepfold.loop.ledger import Ledger
@@ -75,6 +75,9 @@ class Fold:
             return
         with self.signals.watched():
             try:
+                for hook in self.hooks:
+                    if hasattr(hook, "open"):
+                        hook.open(self.done, self.total)
                 if self.resumed and self._evaluated != self.done:  # what an exception cut off
                     self._evaluate([e for e in self.evaluations if self._is_due(e)])
                 self._fold()
@@ -164,10 +167,11 @@ class Fold:
             self._evaluated = self.done
 
     def _tell(self, step: int, metrics: dict[str, float], each: dict[str, np.ndarray]) -> None:
-        event = Event(step, self.total, metrics, self.state, each, self._batch)
-        reasons = [hook(event) for hook in self.hooks]
-        self.history.add(step, metrics)
-        self._measured = {**(self._measured if step == self.done else {}), **metrics}
+        batch, waited = self._batch, self.feed.waited
+        event = Event(step, self.total, metrics, self.state, each, batch, waited)
+        event, reasons = show(event, self.hooks)
+        self.history.add(step, event.metrics)
+        self._measured = {**(self._measured if step == self.done else {}), **event.metrics}
         if self.signals.got is not None:
             reasons.append(self.signals.got.name)
         said = first_said([reason for reason in reasons if reason])

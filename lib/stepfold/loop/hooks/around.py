@@ -1,0 +1,36 @@
+"""A hook around another: what is not about events goes through."""
+
+from typing import Any
+
+from stepfold import tree
+from stepfold.errors import ConfigError
+from stepfold.loop.event import Hook
+
+
+class Around:
+    """Hold a hook, and pass on to it what `fit` tells and asks besides events."""
+
+    def __init__(self, name: str, hook: Hook) -> None:
+        if not callable(hook) or isinstance(hook, type):
+            raise ConfigError(f"{name}: expected a hook, (event) -> …, got {tree.spell(hook)}")
+        self._hook = hook
+
+    def open(self, step: int, total: int | None) -> None:
+        """Pass on where the run begins."""
+        if hasattr(self._hook, "open"):
+            self._hook.open(step, total)
+
+    def close(self) -> None:
+        """Pass on that the run is over."""
+        if hasattr(self._hook, "close"):
+            self._hook.close()
+
+    def get_state(self) -> dict[str, Any]:
+        """Give what the hook wants to be kept."""
+        inner = self._hook.get_state() if hasattr(self._hook, "get_state") else None
+        return {"hook": inner}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Give back to the hook what was kept for it."""
+        if state["hook"] is not None and hasattr(self._hook, "set_state"):
+            self._hook.set_state(state["hook"])
