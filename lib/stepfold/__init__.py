@@ -36,7 +36,10 @@ from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.event import Event
 from stepfold.loop.fit import FitResult, fit
 from stepfold.loop.hooks.every import every
+from stepfold.loop.hooks.log_to import log_to
 from stepfold.loop.hooks.only_warn import only_warn
+from stepfold.loop.hooks.progress import progress
+from stepfold.loop.hooks.spikes import stop_on_spike
 from stepfold.loop.hooks.stopping import stop_after, stop_early, stop_on_nonfinite
 from stepfold.loop.iterate import iterate
 from stepfold.sharding.distributed import start_distributed
@@ -83,6 +86,7 @@ __all__ = [
     "iterate",
     "latest_step",
     "load_params",
+    "log_to",
     "make_eval_step",
     "make_mesh",
     "make_sharding",
@@ -94,6 +98,7 @@ __all__ = [
     "parameter_table",
     "place",
     "prefetch",
+    "progress",
     "reduce_once",
     "restore",
     "save",
@@ -103,6 +108,7 @@ __all__ = [
     "stop_after",
     "stop_early",
     "stop_on_nonfinite",
+    "stop_on_spike",
     "tfds_source",
     "value_and_grad",
     "verify",
