@@ -38,9 +38,11 @@ from stepfold.loop.fit import FitResult, fit
 from stepfold.loop.hooks.every import every
 from stepfold.loop.hooks.log_to import log_to
 from stepfold.loop.hooks.only_warn import only_warn
+from stepfold.loop.hooks.profile import profile
 from stepfold.loop.hooks.progress import progress
 from stepfold.loop.hooks.spikes import stop_on_spike
 from stepfold.loop.hooks.stopping import stop_after, stop_early, stop_on_nonfinite
+from stepfold.loop.hooks.watchdog import watchdog
 from stepfold.loop.iterate import iterate
 from stepfold.sharding.distributed import start_distributed
 from stepfold.sharding.mesh import make_mesh
@@ -98,6 +100,7 @@ __all__ = [
     "parameter_table",
     "place",
     "prefetch",
+    "profile",
     "progress",
     "reduce_once",
     "restore",
@@ -112,4 +115,5 @@ __all__ = [
     "tfds_source",
     "value_and_grad",
     "verify",
+    "watchdog",
 ]
