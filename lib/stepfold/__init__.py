@@ -9,6 +9,7 @@ from stepfold.checkpoint.verify import Contents, contents, latest_step, verify
 from stepfold.core.ema import ema_params, get_ema
 from stepfold.core.gradients import value_and_grad
 from stepfold.core.loss import mean
+from stepfold.core.observe import observe
 from stepfold.core.precision import Precision, dynamic_loss_scale
 from stepfold.core.state import TrainState, init_state
 from stepfold.core.step import make_eval_step, make_train_step
@@ -43,6 +44,7 @@ from stepfold.loop.hooks.progress import progress
 from stepfold.loop.hooks.spikes import stop_on_spike
 from stepfold.loop.hooks.stopping import stop_after, stop_early, stop_on_nonfinite
 from stepfold.loop.hooks.watchdog import watchdog
+from stepfold.loop.hooks.weights import weight_statistics
 from stepfold.loop.iterate import iterate
 from stepfold.sharding.distributed import start_distributed
 from stepfold.sharding.mesh import make_mesh
@@ -95,6 +97,7 @@ __all__ = [
     "make_train_step",
     "mean",
     "mix",
+    "observe",
     "only_warn",
     "pack",
     "parameter_table",
@@ -116,4 +119,5 @@ __all__ = [
     "value_and_grad",
     "verify",
     "watchdog",
+    "weight_statistics",
 ]

@@ -1,0 +1,68 @@
+"""A step that tells more of its state."""
+
+from collections.abc import Callable
+from typing import Any
+
+from stepfold import tree
+from stepfold.core.loss import mean
+from stepfold.errors import ConfigError
+
+
+def observe(
+    step: Callable[[Any, Any], tuple[Any, Any]], **functions: Callable[[Any], Any]
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Make a step that measures the state it gives, too: the learning rate, the norm of weights.
+
+    What is measured is a part of the step's program, and comes with its metrics: it is of exactly
+    that step, and nobody waits for it. A schedule counts from zero, so that the rate a state was
+    made with is `schedule(state.step - 1)`. An optimizer made by `optax.inject_hyperparams` keeps
+    it: `optax.tree.get(state.opt_state, "hyperparams")["learning_rate"]`.
+
+    Args:
+      step: a `StepFn`.
+      **functions: functions of the state, each giving a number, by the name of the metric.
+
+    Raises:
+      ConfigError: if a function gives no number, or the step has such a metric already; while it
+        is traced.
+
+    >>> import jax, jax.numpy as jnp, optax, stepfold as sf
+    >>> schedule = optax.linear_schedule(1.0, 0.0, 10)
+    >>> tx = optax.sgd(schedule)
+    >>> step = sf.make_train_step(lambda params, batch, key: (params * batch).mean(), tx)
+    >>> step = sf.observe(
+    ...     step,
+    ...     learning_rate=lambda state: schedule(state.step - 1),
+    ...     weight_norm=lambda state: optax.tree.norm(state.params),
+    ... )
+    >>> state = sf.init_state(jnp.ones(4), tx, jax.random.key(0))
+    >>> state, metrics = step(state, jnp.ones(4))
+    >>> {name: float(metric.compute()) for name, metric in metrics.items()}
+    {'loss': 1.0, 'grad_norm': 0.5, 'learning_rate': 1.0, 'weight_norm': 1.5}
+    """
+    if not callable(step):
+        raise ConfigError(f"observe: expected a step (state, batch) -> …, got {tree.spell(step)}")
+    for name, function in functions.items():
+        if not callable(function):
+            raise ConfigError(
+                f"{name}: expected a function of the state, got {tree.spell(function)}"
+            )
+
+    def observed(state: Any, batch: Any) -> tuple[Any, Any]:
+        state, metrics = step(state, batch)
+        taken = sorted(functions.keys() & metrics.keys())
+        if taken:
+            raise ConfigError(
+                f"observe: expected other names than the step's own metrics, got {', '.join(taken)}"
+            )
+        return state, {**metrics, **{name: _read(name, f(state)) for name, f in functions.items()}}
+
+    return observed
+
+
+def _read(name: str, value: Any) -> Any:
+    if isinstance(value, bool) or not (isinstance(value, int | float) or tree.is_array(value)):
+        raise ConfigError(f"{name}: expected a number of the state, got {tree.spell(value)}")
+    if getattr(value, "shape", ()) != ():
+        raise ConfigError(f"{name}: expected one number of the state, got {tree.spell(value)}")
+    return mean(value)
