@@ -38,11 +38,13 @@ from stepfold.loop.event import Event
 from stepfold.loop.fit import FitResult, fit
 from stepfold.loop.hooks.every import every
 from stepfold.loop.hooks.log_to import log_to
+from stepfold.loop.hooks.memory import memory_use
 from stepfold.loop.hooks.only_warn import only_warn
 from stepfold.loop.hooks.profile import profile
 from stepfold.loop.hooks.progress import progress
 from stepfold.loop.hooks.spikes import stop_on_spike
 from stepfold.loop.hooks.stopping import stop_after, stop_early, stop_on_nonfinite
+from stepfold.loop.hooks.throughput import throughput
 from stepfold.loop.hooks.watchdog import watchdog
 from stepfold.loop.hooks.weights import weight_statistics
 from stepfold.loop.iterate import iterate
@@ -96,6 +98,7 @@ __all__ = [
     "make_sharding",
     "make_train_step",
     "mean",
+    "memory_use",
     "mix",
     "observe",
     "only_warn",
@@ -116,6 +119,7 @@ __all__ = [
     "stop_on_nonfinite",
     "stop_on_spike",
     "tfds_source",
+    "throughput",
     "value_and_grad",
     "verify",
     "watchdog",
