@@ -36,6 +36,7 @@ from stepfold.inspect.report import describe
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.event import Event
 from stepfold.loop.fit import FitResult, fit
+from stepfold.loop.hooks.callback import callback
 from stepfold.loop.hooks.every import every
 from stepfold.loop.hooks.log_to import log_to
 from stepfold.loop.hooks.memory import memory_use
@@ -76,6 +77,7 @@ __all__ = [
     "TreeMismatchError",
     "batches",
     "block_diagonal_mask",
+    "callback",
     "collate",
     "compile_step",
     "contents",

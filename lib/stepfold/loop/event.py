@@ -50,7 +50,8 @@ Hook = Callable[[Event], str | Mapping[str, Any] | None]
 """What is shown an event, and says nothing, why to stop, or numbers to show with the others.
 
 Where a hook has them, `fit` calls besides: `open(step, total)` before the first batch is pulled,
-`close()` at the end, whatever happened, `get_state()` for a checkpoint to keep, and
+`close()` at the end, whatever happened, `end_epoch(epoch)` after each epoch and what was measured
+at its end, the first being 0, `get_state()` for a checkpoint to keep, and
 `set_state(state)`, before `open`, when a run goes on from one.
 """
 

@@ -115,6 +115,11 @@ def fit(
                 f"{tree.spell(batches)}; give every=…, or sf.batches(data, …)"
             )
     shown = [*_hooks(hooks), *([] if time_limit is None else [stop_after(time_limit)])]
+    if not feed.epoch_steps and any(hasattr(hook, "end_epoch") for hook in shown):
+        raise ConfigError(
+            "hooks: expected batches that know how many steps an epoch has, for one that is called "
+            f"after epochs, got {tree.spell(batches)}; give sf.batches(data, …)"
+        )
     with ExitStack() as stack:
         series = _open(checkpoints, run_dir)
         if series is not None:

@@ -39,6 +39,7 @@ class Fold:
     ) -> None:
         self.step, self.state, self.feed = step, state, feed
         self.evaluations, self.series, self.hooks = evaluations, series, hooks
+        self._by_epoch: list[Any] = [hook for hook in hooks if hasattr(hook, "end_epoch")]
         self.log_every, self.steps_per_call = log_every, steps_per_call
         self.done = _steps_of(state)
         self.total = steps if steps is not None else _sum(self.done, feed.total)
@@ -48,6 +49,7 @@ class Fold:
         self.resumed: int | None = None
         self._measured: dict[str, float] = {}  # by name, at the step that is done
         self._evaluated: int | None = None
+        self._epochs_told = self.done  # up to which step hooks know of the ends of epochs
         self._batch: Any = None
 
     def resume(self) -> None:
@@ -61,7 +63,7 @@ class Fold:
             self.feed.go_to(restored.data, self.done)
         kept = (restored.extra or {}).get("fit", {})
         if kept:
-            self._evaluated = kept["evaluated"]
+            self._evaluated, self._epochs_told = kept["evaluated"], kept["epochs_told"]
             self.history.set_state(kept["history"])
             self.ledger.set_state(kept["ledger"])
             for hook, state in zip(self.hooks, kept["hooks"], strict=False):
@@ -80,6 +82,7 @@ class Fold:
                         hook.open(self.done, self.total)
                 if self.resumed and self._evaluated != self.done:  # what an exception cut off
                     self._evaluate([e for e in self.evaluations if self._is_due(e)])
+                self._end_epoch()  # likewise
                 self._fold()
                 self._end()
             except BaseException:
@@ -128,6 +131,8 @@ class Fold:
             points += [self._after(n) for n in self._every(evaluation)]
         if self.series is not None:
             points += [self._after(n) for n in self._every(self.series)]
+        if self.feed.epoch_steps and self._by_epoch:
+            points.append(self._after(self.feed.epoch_steps))
         return min(points if self.total is None else [*points, self.total])
 
     def _after(self, every: int) -> int:
@@ -144,15 +149,28 @@ class Fold:
         last = self.done == self.total
         if last:
             self.stopped = f"all {self.total} steps were done"
-        if self.done % self.log_every == 0 or last:
+        ends = self._by_epoch and self._is_end_of_epoch()
+        if self.done % self.log_every == 0 or last or ends:
             self.ledger.close(self.done)
         saves = self.series is not None and (self._is_due(self.series) or self.series.is_late())
         due = [e for e in self.evaluations if self._is_due(e) and not last]
-        if due or saves:
+        if due or saves or ends:
             self._show()  # in the order of steps
         self._evaluate(due)
+        if self.stopped is None:
+            self._end_epoch()
         if saves and self.stopped is None:
             self._save()
+
+    def _is_end_of_epoch(self) -> bool:
+        return bool(self.feed.epoch_steps) and self.done % (self.feed.epoch_steps or 1) == 0
+
+    def _end_epoch(self) -> None:
+        """Tell hooks that an epoch is over, after all that was measured at its end."""
+        if self._is_end_of_epoch() and self.done > self._epochs_told:
+            for hook in self._by_epoch:
+                hook.end_epoch(self.done // (self.feed.epoch_steps or 1) - 1)
+            self._epochs_told = self.done
 
     def _show(self) -> None:
         """Show hooks the intervals that are over."""
@@ -185,6 +203,8 @@ class Fold:
         self._show()
         if self.signals.got is None and self._evaluated != self.done:
             self._evaluate(self.evaluations)
+        if self.signals.got is None:
+            self._end_epoch()
         if not is_finite(self.state):
             self.stopped = f"{self.stopped}; not saved, for the parameters are not finite"
         elif self.series is not None and self.series.saved != self.done:
@@ -205,6 +225,7 @@ class Fold:
             "history": self.history.get_state(),
             "ledger": self.ledger.get_state(),
             "evaluated": self._evaluated,
+            "epochs_told": self._epochs_told,
             "hooks": hooks,
         }
         self.series.save(

@@ -48,3 +48,8 @@ def test_a_plain_function_has_nothing_to_be_told():
 def test_what_is_no_hook_is_refused(wrong):
     with pytest.raises(sf.ConfigError, match=r"around: expected a hook, \(event\) -> …, got "):
         Around("around", wrong)
+
+
+def test_a_hook_that_is_called_after_epochs_is_refused():
+    with pytest.raises(sf.ConfigError, match="expected a hook that is shown events, got callback "):
+        Around("around", sf.callback(print))

@@ -13,6 +13,11 @@ class Around:
     def __init__(self, name: str, hook: Hook) -> None:
         if not callable(hook) or isinstance(hook, type):
             raise ConfigError(f"{name}: expected a hook, (event) -> …, got {tree.spell(hook)}")
+        if hasattr(hook, "end_epoch"):
+            raise ConfigError(
+                f"{name}: expected a hook that is shown events, got {tree.spell(hook)}, which is "
+                "called after epochs; give it to fit as it is"
+            )
         self._hook = hook
 
     def open(self, step: int, total: int | None) -> None:
