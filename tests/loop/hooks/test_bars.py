@@ -46,6 +46,15 @@ def test_where_there_is_no_terminal_there_is_no_bar(kind):
     assert file.getvalue() == ""
 
 
+@pytest.mark.parametrize("kind", ["tqdm", "rich"])
+def test_what_is_printed_meanwhile_goes_where_stdout_leads(kind, capsys):
+    bar = bars.read_kind(kind)(terminal := Terminal(), 0, 10)
+    print("hello")
+    bar.close()
+    assert capsys.readouterr().out == "hello\n"
+    assert "hello" not in terminal.getvalue()
+
+
 def test_a_notebook_has_a_bar_though_it_is_no_terminal(monkeypatch):
     from tqdm import auto, notebook
 

@@ -116,7 +116,10 @@ def _rich(file: TextIO | None, step: int, total: int | None) -> Bar | None:
         progress.TimeRemainingColumn(),
         progress.TextColumn("{task.fields[rate]}  {task.fields[values]}", markup=False),
     )
-    return _Rich(progress.Progress(*columns, console=console, auto_refresh=False), step, total)
+    # What is printed goes above the bar, and yet to a file where stdout leads to one.
+    printed = sys.stdout.isatty()
+    bar = progress.Progress(*columns, console=console, auto_refresh=False, redirect_stdout=printed)
+    return _Rich(bar, step, total)
 
 
 class _Json:
