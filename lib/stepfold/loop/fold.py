@@ -1,6 +1,7 @@
 """The order in which things happen in a run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -51,6 +52,7 @@ class Fold:
         self._evaluated: int | None = None
         self._epochs_told = self.done  # up to which step hooks know of the ends of epochs
         self._batch: Any = None
+        self._before: list[Any] | None = None  # what hooks knew before what they are told now
 
     def resume(self) -> None:
         """Go on from the newest good checkpoint."""
@@ -168,21 +170,34 @@ class Fold:
     def _end_epoch(self) -> None:
         """Tell hooks that an epoch is over, after all that was measured at its end."""
         if self._is_end_of_epoch() and self.done > self._epochs_told:
-            for hook in self._by_epoch:
-                hook.end_epoch(self.done // (self.feed.epoch_steps or 1) - 1)
-            self._epochs_told = self.done
+            with self._wholly():
+                for hook in self._by_epoch:
+                    hook.end_epoch(self.done // (self.feed.epoch_steps or 1) - 1)
+                self._epochs_told = self.done
 
     def _show(self) -> None:
         """Show hooks the intervals that are over."""
         for step, stacked in self.ledger.take():
             merged = {name: over_steps(metric) for name, metric in stacked.items()}
             each = {f"train/{name}": values for name, values in each_of(stacked).items()}
-            self._tell(step, values_of(merged, "train/"), each)
+            with self._wholly():
+                self._tell(step, values_of(merged, "train/"), each)
 
     def _evaluate(self, due: Sequence[Evaluation]) -> None:
-        for evaluation in due:
-            self._tell(self.done, evaluation(self.state), {})
-            self._evaluated = self.done
+        with self._wholly():
+            for evaluation in due:
+                self._tell(self.done, evaluation(self.state), {})
+            self._evaluated = self.done if due else self._evaluated
+
+    @contextmanager
+    def _wholly(self) -> Iterator[None]:
+        """Keep what hooks knew until all were told, since after an exception they are told anew."""
+        self._before = self._known()
+        yield
+        self._before = None
+
+    def _known(self) -> list[Any]:
+        return [hook.get_state() if hasattr(hook, "get_state") else None for hook in self.hooks]
 
     def _tell(self, step: int, metrics: dict[str, float], each: dict[str, np.ndarray]) -> None:
         batch, waited = self._batch, self.feed.waited
@@ -220,13 +235,12 @@ class Fold:
     def _save(self) -> None:
         if self.series is None:
             return
-        hooks = [hook.get_state() if hasattr(hook, "get_state") else None for hook in self.hooks]
         kept = {
             "history": self.history.get_state(),
             "ledger": self.ledger.get_state(),
             "evaluated": self._evaluated,
             "epochs_told": self._epochs_told,
-            "hooks": hooks,
+            "hooks": self._known() if self._before is None else self._before,
         }
         self.series.save(
             self.state,

@@ -42,7 +42,8 @@ class Ledger:
         """
         while self.closed:
             step, carried, said = self.closed[0]
-            yield step, jax.tree.unflatten(self._structure_of(said), self._leaves(carried, said))
+            structure = self._structure_of(said or self._open)  # where a resume carried its steps
+            yield step, jax.tree.unflatten(structure, self._leaves(carried, said))
             self.closed.pop(0)
 
     def _structure_of(self, said: list[Any]) -> Any:
