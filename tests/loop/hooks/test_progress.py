@@ -45,6 +45,12 @@ def test_an_interval_weighs_as_its_steps_do():
     assert once[-1]["loss"] == pytest.approx(steps[-1]["loss"])
 
 
+def test_an_evaluation_in_an_interval_does_not_cut_it_short():
+    plain = shown(train(10, 5.0), train(20, 2.0))
+    between = shown(train(10, 5.0), sf.Event(19, 40, {"eval/loss": 1.0}, None), train(20, 2.0))
+    assert between[-1]["loss"] == plain[-1]["loss"]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_does_not_enter_the_average(bad):
     assert [line["loss"] for line in shown(train(10, 2.0), train(20, bad))] == [2.0, 2.0]

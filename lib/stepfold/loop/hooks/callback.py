@@ -70,7 +70,7 @@ class callback:  # noqa: N801  it is called as the functions beside it are
 
     def get_state(self) -> dict[str, Any]:
         """Give what a resumed run has to know."""
-        return {"sums": self._sums, "counts": self._counts, "last": self._last}
+        return {"sums": {**self._sums}, "counts": {**self._counts}, "last": {**self._last}}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""

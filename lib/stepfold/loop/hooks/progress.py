@@ -19,7 +19,7 @@ class progress:  # noqa: N801  it is called as the functions beside it are
     """Show the step, the time that is left, a running average of the loss, and metrics.
 
     The average is over about the last `over` steps, those before a resume too; what is not finite
-    does not enter it. A bar is drawn on stderr, ten times a second at most, and not at all where
+    does not enter it. A bar is drawn on stderr, some times a second at most, and not at all where
     that is neither a terminal nor a notebook. Lines of JSON are printed on stdout, one an event,
     wherever it leads; what is not finite is null there. Of several processes the first one shows.
 
@@ -64,12 +64,14 @@ class progress:  # noqa: N801  it is called as the functions beside it are
         self._bar: Bar | None = None
         self._pace, self._sum, self._weight = Pace(), 0.0, 0.0
         self._opened, self._step = False, 0
+        self._trained: int | None = None  # the step of the last train event
         self._new: dict[str, float] = {}  # not drawn yet
         self._waits, self._drawn_at = False, -math.inf
 
     def open(self, step: int, total: int | None) -> None:
         """Begin to show."""
         self._opened, self._step = True, step
+        self._trained = step if self._trained is None else self._trained
         self._bar = self._make(self._file, step, total) if jax.process_index() == 0 else None
 
     def __call__(self, event: Event) -> None:
@@ -78,7 +80,8 @@ class progress:  # noqa: N801  it is called as the functions beside it are
             self.open(event.step, event.total)
         self._pace.add(event)
         if event.is_train:
-            self._take_in(event.metrics.get(self._average, math.nan), event.step - self._step)
+            steps, self._trained = event.step - (self._trained or 0), event.step
+            self._take_in(event.metrics.get(self._average, math.nan), steps)
         self._step = event.step
         if self._bar is None:
             return
@@ -119,8 +122,9 @@ class progress:  # noqa: N801  it is called as the functions beside it are
 
     def get_state(self) -> dict[str, Any]:
         """Give what a resumed run has to know."""
-        return {"sum": self._sum, "weight": self._weight}
+        return {"sum": self._sum, "weight": self._weight, "trained": self._trained}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self._sum, self._weight = state["sum"], state["weight"]
+        self._trained = state["trained"]
