@@ -32,6 +32,14 @@ from stepfold.errors import (
 from stepfold.inspect.compiled import compile_step
 from stepfold.inspect.parameters import parameter_table
 from stepfold.inspect.report import describe
+from stepfold.loop.writers.asynchronous import async_writer
+from stepfold.loop.writers.console import console_writer
+from stepfold.loop.writers.csv import csv_writer
+from stepfold.loop.writers.jsonl import jsonl_writer
+from stepfold.loop.writers.multi import multi_writer
+from stepfold.loop.writers.protocol import Writer
+from stepfold.loop.writers.tensorboard import tensorboard_writer
+from stepfold.loop.writers.wandb import wandb_writer
 from stepfold.sharding.distributed import start_distributed
 from stepfold.sharding.mesh import make_mesh
 from stepfold.sharding.placement import place, shard_batch
@@ -55,11 +63,15 @@ __all__ = [
     "StepfoldError",
     "TrainState",
     "TreeMismatchError",
+    "Writer",
+    "async_writer",
     "batches",
     "block_diagonal_mask",
     "collate",
     "compile_step",
+    "console_writer",
     "contents",
+    "csv_writer",
     "describe",
     "dynamic_loss_scale",
     "ema_params",
@@ -67,6 +79,7 @@ __all__ = [
     "fsdp",
     "get_ema",
     "init_state",
+    "jsonl_writer",
     "latest_step",
     "load_params",
     "make_eval_step",
@@ -75,6 +88,7 @@ __all__ = [
     "make_train_step",
     "mean",
     "mix",
+    "multi_writer",
     "pack",
     "parameter_table",
     "place",
@@ -85,7 +99,9 @@ __all__ = [
     "shard_batch",
     "sharding_table",
     "start_distributed",
+    "tensorboard_writer",
     "tfds_source",
     "value_and_grad",
     "verify",
+    "wandb_writer",
 ]
