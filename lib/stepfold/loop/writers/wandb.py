@@ -98,7 +98,7 @@ class WandbWriter:
         """Do nothing: W&B writes in a process of its own, when it sees fit."""
 
     def close(self) -> None:
-        """Finish the run, if one was begun, and wait until W&B has written it."""
+        """Finish the run, if one was begun; W&B's own process puts the last of it on the disk."""
         self._closed = True
         if self._run is not None:
             run, self._run = self._run, None
