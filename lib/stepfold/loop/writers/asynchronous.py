@@ -1,9 +1,10 @@
 """Writing in the background: the loop hands over, and a thread writes."""
 
-import queue
 import sys
 import threading
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,19 +14,24 @@ from stepfold import tree
 from stepfold.errors import ConfigError
 from stepfold.loop.writers.protocol import Writer, read_writer, resume
 
+# Seconds from one look at what waits to the next. To wake the thread with every call would be
+# simpler, but that costs the loop tens of µs and, on a busy machine, now and then milliseconds.
+_PAUSE = 0.02
+
 
 def async_writer(writer: Writer, *, depth: int = 256) -> "AsyncWriter":
     """Write in a thread, in the order of the calls, so that the loop does not wait.
 
     Numbers still on a device are waited for there as well. What goes wrong is raised by a later
     call: the next one, or `flush` or `close`. Not to be left without `close`; if it is all the
-    same, the interpreter waits before it ends until all is written. A kill loses what waits.
+    same, the interpreter waits before it ends until all is written. A kill loses what waits, which
+    is what was given in the last hundredths of a second, if the writer keeps up.
 
     Several writers share a thread if they are joined first: `async_writer(multi_writer(…))`.
 
     Args:
       writer: what writes.
-      depth: how many calls may wait to be written; one more waits for its turn.
+      depth: how many calls may wait to be written; the next one waits until there is room.
 
     Raises:
       ConfigError: if that is no writer, or the depth no integer of at least 1.
@@ -49,8 +55,9 @@ class AsyncWriter:
 
     def __init__(self, writer: Writer, depth: int) -> None:
         self._writer = writer
-        self._calls: queue.Queue[tuple[Callable[..., object], tuple[Any, ...]] | None]
-        self._calls = queue.Queue(depth)
+        self._depth = depth
+        self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._look, self._ending = threading.Event(), False
         self._failures: list[BaseException] = []
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -59,7 +66,10 @@ class AsyncWriter:
     def _hand_over(self, function: Callable[..., object], *arguments: Any) -> None:
         if self._thread is None:
             self._start()
-        self._calls.put((function, arguments))
+        while len(self._calls) >= self._depth:
+            self._look.set()
+            time.sleep(_PAUSE / 10)
+        self._calls.append((function, arguments))
         if self._failures:
             self._raise()
 
@@ -73,13 +83,18 @@ class AsyncWriter:
                 self._thread.start()
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            function, arguments = call
+        while self._calls or not self._ending:
+            if not self._calls:
+                self._look.wait(_PAUSE)
+                self._look.clear()
+                continue
+            function, arguments = self._calls[0]  # it waits until it is done with
             try:
                 function(*arguments)
             except BaseException as error:  # noqa: BLE001  raised by the next call
                 error.add_note(_told(function, arguments))
                 self._failures.append(error)
+            self._calls.popleft()
 
     def _raise(self) -> None:
         failures = []
@@ -95,7 +110,8 @@ class AsyncWriter:
         try:
             self._hand_over(function, *arguments)
         finally:
-            self._calls.put((done.set, ()))
+            self._calls.append((done.set, ()))
+            self._look.set()
             done.wait()
         self._raise()
 
@@ -146,9 +162,10 @@ class AsyncWriter:
           Exception: whatever went wrong in the background, since it was last raised.
         """
         if self._thread is not None:
-            self._calls.put(None)
+            self._ending = True
+            self._look.set()
             self._thread.join()
-            self._thread = None
+            self._thread, self._ending = None, False
             self._open.clear()
         try:
             self._raise()
