@@ -49,6 +49,14 @@ from stepfold.loop.hooks.throughput import throughput
 from stepfold.loop.hooks.watchdog import watchdog
 from stepfold.loop.hooks.weights import weight_statistics
 from stepfold.loop.iterate import iterate
+from stepfold.loop.writers.asynchronous import async_writer
+from stepfold.loop.writers.console import console_writer
+from stepfold.loop.writers.csv import csv_writer
+from stepfold.loop.writers.jsonl import jsonl_writer
+from stepfold.loop.writers.multi import multi_writer
+from stepfold.loop.writers.protocol import Writer
+from stepfold.loop.writers.tensorboard import tensorboard_writer
+from stepfold.loop.writers.wandb import wandb_writer
 from stepfold.sharding.distributed import start_distributed
 from stepfold.sharding.mesh import make_mesh
 from stepfold.sharding.placement import place, shard_batch
@@ -75,12 +83,16 @@ __all__ = [
     "StepfoldError",
     "TrainState",
     "TreeMismatchError",
+    "Writer",
+    "async_writer",
     "batches",
     "block_diagonal_mask",
     "callback",
     "collate",
     "compile_step",
+    "console_writer",
     "contents",
+    "csv_writer",
     "describe",
     "dynamic_loss_scale",
     "ema_params",
@@ -92,6 +104,7 @@ __all__ = [
     "get_ema",
     "init_state",
     "iterate",
+    "jsonl_writer",
     "latest_step",
     "load_params",
     "log_to",
@@ -102,6 +115,7 @@ __all__ = [
     "mean",
     "memory_use",
     "mix",
+    "multi_writer",
     "observe",
     "only_warn",
     "pack",
@@ -120,10 +134,12 @@ __all__ = [
     "stop_early",
     "stop_on_nonfinite",
     "stop_on_spike",
+    "tensorboard_writer",
     "tfds_source",
     "throughput",
     "value_and_grad",
     "verify",
+    "wandb_writer",
     "watchdog",
     "weight_statistics",
 ]

@@ -1,0 +1,182 @@
+import io
+import struct
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+
+import stepfold as sf
+
+
+def crc32c(data):
+    """The checksum of RFC 3720, bit by bit."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def masked(data):
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def records(path):
+    """Read TFRecords: length, its checksum, data, its checksum."""
+    data = path.read_bytes()
+    while data:
+        length, check = struct.unpack("<QI", data[:12])
+        assert check == masked(data[:8])
+        record, data = data[12 : 12 + length], data[12 + length :]
+        assert struct.unpack("<I", data[:4]) == (masked(record),)
+        yield Event.FromString(record)
+        data = data[4:]
+
+
+def files(folder):
+    return sorted(folder.glob("events.out.tfevents.*"))
+
+
+def events(folder):
+    """The events of all files, in the order in which TensorBoard reads them, without heads."""
+    for path in files(folder):
+        head, *rest = records(path)
+        assert head.file_version == "brain.Event:2"
+        yield from rest
+
+
+def shown(folder):
+    """The scalars that TensorBoard shows: a session's start voids what is not before its step."""
+    found = []
+    for event in events(folder):
+        if event.session_log.status == SessionLog.START:
+            found = [one for one in found if one[0] < event.step]
+        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return found
+
+
+def test_the_checksum_is_that_of_the_standard():
+    assert crc32c(b"123456789") == 0xE3069283
+
+
+def test_scalars(tmp_path):
+    writer = sf.tensorboard_writer(tmp_path / "run")
+    writer.write_scalars(10, {"train/loss (mean)": 0.1, "count": np.int64(3)})
+    writer.write_scalars(20, {"train/loss (mean)": float("nan")})
+    first, second = events(tmp_path / "run")  # without close or flush
+    assert [(value.tag, value.simple_value) for value in first.summary.value] == [
+        ("train/loss (mean)", np.float32(0.1)),
+        ("count", 3.0),
+    ]
+    assert (first.step, second.step) == (10, 20)
+    assert np.isnan(second.summary.value[0].simple_value)
+    assert 0 <= second.wall_time - first.wall_time < 60
+    writer.close()
+
+
+def test_texts(tmp_path):
+    writer = sf.tensorboard_writer(tmp_path)
+    writer.write_texts(3, {"sample": "**Wörter**"})
+    writer.close()
+    (event,) = events(tmp_path)
+    (value,) = event.summary.value
+    assert value.tag == "sample/text_summary"
+    assert value.metadata.plugin_data.plugin_name == "text"
+    assert [text.decode() for text in value.tensor.string_val] == ["**Wörter**"]
+
+
+def test_histograms(tmp_path):
+    writer = sf.tensorboard_writer(tmp_path)
+    array = np.array([0.0, 1.0, 1.0, 4.0])
+    writer.write_histograms(3, {"w (all)": array, "bad": np.array([np.nan, 2.0])}, {"w (all)": 4})
+    writer.close()
+    (event,) = events(tmp_path)
+    good, bad, nonfinite = event.summary.value
+    assert good.tag == "w (all)"
+    assert list(good.histo.bucket_limit) == [0, 1, 2, 3, 4]
+    assert list(good.histo.bucket) == [0, 1, 2, 0, 1]
+    assert (good.histo.min, good.histo.max, good.histo.num) == (0, 4, 4)
+    assert (good.histo.sum, good.histo.sum_squares) == (6, 18)
+    assert bad.histo.num == 1
+    assert (nonfinite.tag, nonfinite.simple_value) == ("bad/nonfinite", 1)
+
+
+def test_images(tmp_path):
+    writer = sf.tensorboard_writer(tmp_path)
+    batch = np.random.default_rng(0).integers(0, 256, (2, 5, 4, 3), np.uint8)
+    writer.write_images(3, {"digits": batch, "one (1)": np.full((5, 4, 1), 0.5)})
+    writer.close()
+    (event,) = events(tmp_path)
+    assert [value.tag for value in event.summary.value] == ["digits/0", "digits/1", "one (1)"]
+    first, second, one = (
+        np.asarray(Image.open(io.BytesIO(value.image.encoded_image_string)))
+        for value in event.summary.value
+    )
+    np.testing.assert_array_equal([first, second], batch)
+    assert (one == 128).all()
+    assert (event.summary.value[0].image.height, event.summary.value[0].image.width) == (5, 4)
+
+
+def test_hparams(tmp_path):
+    writer = sf.tensorboard_writer(tmp_path)
+    writer.write_hparams({"lr": 0.5, "net": "mlp", "nesterov": True, "widths": (8, 8)})
+    writer.close()
+    (event,) = events(tmp_path)
+    (value,) = event.summary.value
+    assert value.tag == "_hparams_/session_start_info"
+    content = HParamsPluginData.FromString(value.metadata.plugin_data.content)
+    kept = content.session_start_info.hparams
+    assert kept["lr"].number_value == 0.5
+    assert kept["net"].string_value == "mlp"
+    assert kept["nesterov"].bool_value is True
+    assert kept["widths"].string_value == "(8, 8)"
+
+
+def test_a_resumed_run_voids_what_came_later(tmp_path):
+    for start in (0, 20, 30):  # all within one second
+        writer = sf.tensorboard_writer(tmp_path)
+        writer.resume(start)
+        for step in range(start + 10, 60, 10):
+            writer.write_scalars(step, {"loss": start + step / 100})
+        writer.close()
+    assert len(files(tmp_path)) == 3
+    assert [(step, round(value, 2)) for step, _, value in shown(tmp_path)] == [
+        *((10, 0.1), (20, 0.2), (30, 20.3), (40, 30.4), (50, 30.5)),
+    ]
+
+
+def test_nothing_is_touched_before_the_first_write(tmp_path):
+    writer = sf.tensorboard_writer(tmp_path / "run")
+    writer.flush()
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_folder_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(sf.ConfigError, match="expected a folder, got the file .*file"):
+        sf.tensorboard_writer(tmp_path / "file")
+    with pytest.raises(sf.ConfigError, match="expected a folder, got int 3"):
+        sf.tensorboard_writer(3)
+    with pytest.raises(sf.ConfigError, match="expected a path in a directory"):
+        sf.tensorboard_writer(tmp_path / "file" / "run")
+
+
+def test_what_goes_wrong_names_the_folder(tmp_path, monkeypatch):
+    writer = sf.tensorboard_writer(tmp_path)
+    writer.write_scalars(1, {"a": 1})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.write", full)
+        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'"):
+            writer.write_scalars(2, {"a": 2})
+    writer.write_scalars(3, {"a": 3})
+    writer.close()
+    assert [step for step, *_ in shown(tmp_path)] == [1, 3]

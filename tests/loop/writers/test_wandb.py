@@ -1,0 +1,106 @@
+import json
+import struct
+import time
+
+import numpy as np
+import pytest
+from wandb.proto.wandb_internal_pb2 import Record
+
+import stepfold as sf
+
+BLOCK = 32768
+
+
+def records(folder):
+    """Read the file of an offline run: a head of 7 bytes, and then leveldb's log format."""
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    data, at, parts = path.read_bytes(), 7, []
+    assert data[:4] == b":W&B"
+    while at < len(data):
+        if BLOCK - at % BLOCK < 7:  # what is left of a block has no room for a head
+            at += BLOCK - at % BLOCK
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        parts.append(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(b"".join(parts))
+            parts = []
+
+
+def wait_until_written(folder):
+    """`finish` returns a moment before W&B's own process has put all on the disk."""
+    until = time.monotonic() + 30
+    while "exit" not in [record.WhichOneof("record_type") for record in records(folder)]:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def history(folder):
+    found = []
+    for record in records(folder):
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
+            found.append({key: value for key, value in row.items() if key[0] != "_"})
+            found[-1]["step"] = row["_step"]
+    return found
+
+
+def offline(folder, **options):
+    from wandb import Settings
+
+    quiet = Settings(silent=True, console="off", x_disable_stats=True)
+    return sf.wandb_writer(
+        project="tests", mode="offline", dir=str(folder), settings=quiet, **options
+    )
+
+
+def test_an_offline_run_holds_what_was_written(tmp_path):
+    writer = sf.async_writer(offline(tmp_path, config={"seed": 1}))
+    writer.write_hparams({"lr": np.float32(0.5)})
+    writer.write_scalars(10, {"train/loss": 0.1, "count": np.int64(3)})
+    writer.write_scalars(10, {"eval/loss": 0.25})
+    writer.write_texts(20, {"note": "Wörter"})
+    writer.write_histograms(30, {"w": np.array([0.0, 1.0, 1.0, np.nan])}, {"w": 2})
+    writer.write_images(30, {"digits": np.zeros((2, 5, 4, 1)), "colour": np.zeros((5, 4, 3))})
+    writer.flush()
+    writer.close()
+    wait_until_written(tmp_path)
+    first, second, third = history(tmp_path)
+    assert first == {"step": 10, "train/loss": 0.1, "count": 3, "eval/loss": 0.25}
+    assert second == {"step": 20, "note": "Wörter"}
+    assert third["step"] == 30
+    assert (third["w/values"], third["w/bins"]) == ([1, 2], [0, 0.5, 1])
+    assert third["w/nonfinite"] == 1
+    assert [third[f"digits/{name}"] for name in ("count", "width", "height")] == [2, 4, 5]
+    assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/images/*.png"))) == 2
+    config = {}
+    for record in records(tmp_path):
+        for source in (record.config, record.run.config):
+            config |= {item.key: json.loads(item.value_json) for item in source.update}
+    assert config["lr"] == 0.5
+    assert config["seed"] == 1
+
+
+def test_no_run_is_begun_before_the_first_write(tmp_path):
+    writer = offline(tmp_path)
+    writer.flush()
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_run_is_not_written_to(tmp_path):
+    writer = offline(tmp_path)
+    writer.close()
+    with pytest.raises(sf.ConfigError, match="no write after close.*resume='must'"):
+        writer.write_scalars(1, {"a": 1})
+
+
+def test_what_is_no_number_is_named(tmp_path):
+    writer = offline(tmp_path)
+    with pytest.raises(TypeError, match="loss: expected one real number"):
+        writer.write_scalars(1, {"loss": "x"})
+    with pytest.raises(ValueError, match="step: expected an integer of at least 0, got int -1"):
+        writer.write_scalars(-1, {"loss": 1})
+    writer.close()
