@@ -120,6 +120,11 @@ class Cuts:
                 epoch, offset, *_ = self._cut(self._stretches[-1], int(end))
         self.total = None if epochs is None else self._count(epochs)
 
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """The batches of an epoch, or None if their size changes."""
+        return self._stretches[0].each if len(self._stretches) == 1 else None
+
     def _steps(self, rows: int, size: int) -> int:
         return rows // size if self.whole else -(-rows // size)
 

@@ -9,7 +9,7 @@ from stepfold.data.order import Indices, Order
 from stepfold.data.reading import Reading
 from stepfold.data.resuming import check_position
 from stepfold.data.shares import Share
-from stepfold.data.sources.rows import Where
+from stepfold.data.sources.rows import ENDLESS, Where
 from stepfold.errors import DataError
 
 _AHEAD = 32768  # rows whose order is found at once: numpy is slow on a few, and these fit a cache
@@ -59,6 +59,11 @@ class Batches:
 
     def __bool__(self) -> bool:
         return True
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """The batches of an epoch; None if there are no epochs, or their size changes."""
+        return None if self._cuts.length == ENDLESS else self._cuts.steps_per_epoch
 
     def at(self, step: int) -> Any:
         """Give the batch of a step, and leave the iteration where it is.

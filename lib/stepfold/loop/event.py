@@ -23,6 +23,7 @@ class Event(NamedTuple):
       each: the train metrics step by step, since the last log point; empty after an evaluation.
       batch: the last batch that was pulled.
       waited: the seconds spent waiting for batches, since `fit` was called.
+      weights: the weights of `each`: 0 where a step has seen nothing, and its value is NaN.
 
     >>> import stepfold as sf
     >>> def patient(event):
@@ -39,6 +40,7 @@ class Event(NamedTuple):
     each: Mapping[str, np.ndarray] = {}
     batch: Any = None
     waited: float = 0.0
+    weights: Mapping[str, np.ndarray] = {}
 
     @property
     def is_train(self) -> bool:

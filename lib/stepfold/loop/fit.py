@@ -10,6 +10,7 @@ from stepfold import tree
 from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.checkpoint.retention import metrics_in, order_by
 from stepfold.checkpoint.series import Series
+from stepfold.checkpoint.steps import read_directory
 from stepfold.checkpoint.verify import latest_step
 from stepfold.errors import ConfigError
 from stepfold.loop.evaluate import Evaluation
@@ -17,9 +18,14 @@ from stepfold.loop.event import Hook
 from stepfold.loop.feed import Feed
 from stepfold.loop.fold import Fold
 from stepfold.loop.history import History
-from stepfold.loop.hooks.stopping import stop_after
+from stepfold.loop.hooks.log_to import log_to
+from stepfold.loop.hooks.stopping import stop_after, stop_on_nonfinite
 from stepfold.loop.signals import Signals
 from stepfold.loop.stepper import Stepper
+from stepfold.loop.writers.asynchronous import async_writer
+from stepfold.loop.writers.csv import csv_writer
+from stepfold.loop.writers.jsonl import jsonl_writer
+from stepfold.loop.writers.multi import multi_writer
 
 
 class FitResult(NamedTuple):
@@ -33,6 +39,13 @@ class FitResult(NamedTuple):
       stopped: why it stopped, in words.
       best: the step of the best checkpoint, or None where none is told apart.
       resumed: the step that it went on from, or None if it began anew.
+
+    >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
+    >>> tx = optax.sgd(0.1)
+    >>> state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    >>> step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b), tx)
+    >>> sf.fit(step, state, [np.ones(4, np.float32)] * 3).stopped
+    'the batches ended at step 3'
     """
 
     state: Any
@@ -78,10 +91,12 @@ def fit(
         `sf.batches` has.
       steps: how many steps there are to be, with those before a resume.
       epochs: how many epochs, instead; without either, all of the batches.
-      run_dir: where what belongs to the run goes: checkpoints, unless they say where.
+      run_dir: where what belongs to the run goes: `metrics.jsonl`, `metrics.csv`, and the
+        checkpoints, unless they say where. A run that goes on appends.
       evaluation: an `Evaluation`, or several.
       checkpoints: a `Checkpoints`.
-      hooks: functions that are shown what happens, and stop the run by returning why.
+      hooks: functions that are shown what happens, and stop the run by returning why. A loss that
+        is not finite stops it in any case, unless a `stop_on_nonfinite` is among them.
       log_every: the steps from one log point to the next.
       resume: whether to go on from a checkpoint where there is one.
       steps_per_call: how many steps go in one dispatch, with the same bits.
@@ -114,7 +129,9 @@ def fit(
                 "every_epochs: expected batches that know how many steps an epoch has, got "
                 f"{tree.spell(batches)}; give every=…, or sf.batches(data, …)"
             )
-    shown = [*_hooks(hooks), *([] if time_limit is None else [stop_after(time_limit)])]
+    shown = [*_hooks(hooks), *_usual(run_dir, time_limit)]
+    if not any(getattr(hook, "watches_nonfinite", False) for hook in shown):
+        shown.insert(0, stop_on_nonfinite())
     if not feed.epoch_steps and any(hasattr(hook, "end_epoch") for hook in shown):
         raise ConfigError(
             "hooks: expected batches that know how many steps an epoch has, for one that is called "
@@ -165,6 +182,16 @@ def _leave(signals: Signals, result: FitResult) -> None:
         return
     error.result = result
     raise error
+
+
+def _usual(run_dir: str | Path | None, time_limit: float | None) -> list[Hook]:
+    """Make the hooks that the other arguments stand for; what writes comes last, to hear all."""
+    hooks: list[Hook] = [] if time_limit is None else [stop_after(time_limit)]
+    if run_dir is not None:
+        place = read_directory(run_dir, make=True)
+        files = jsonl_writer(place / "metrics.jsonl"), csv_writer(place / "metrics.csv")
+        hooks.append(log_to(async_writer(multi_writer(*files))))
+    return hooks
 
 
 def _open(checkpoints: Checkpoints | None, run_dir: str | Path | None) -> Series | None:

@@ -1,6 +1,7 @@
 """The order in which things happen in a run."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +18,7 @@ from stepfold.loop.event import Event, Hook, show
 from stepfold.loop.feed import Feed
 from stepfold.loop.history import History
 from stepfold.loop.ledger import Ledger
-from stepfold.loop.metrics import each_of, over_steps, values_of
+from stepfold.loop.metrics import each_of, over_steps, values_of, weights_of
 from stepfold.loop.signals import Signals
 from stepfold.loop.stepper import Stepper
 
@@ -53,6 +54,8 @@ class Fold:
         self._epochs_told = self.done  # up to which step hooks know of the ends of epochs
         self._batch: Any = None
         self._before: list[Any] | None = None  # what hooks knew before what they are told now
+        self._unshown: list[Any] = []  # intervals of the run before that were over, as numbers
+        self._ended = self.done == self.total
 
     def resume(self) -> None:
         """Go on from the newest good checkpoint."""
@@ -66,15 +69,18 @@ class Fold:
         kept = (restored.extra or {}).get("fit", {})
         if kept:
             self._evaluated, self._epochs_told = kept["evaluated"], kept["epochs_told"]
+            self._unshown, self._ended = kept["unshown"], kept["ended"]
             self.history.set_state(kept["history"])
             self.ledger.set_state(kept["ledger"])
-            for hook, state in zip(self.hooks, kept["hooks"], strict=False):
-                if state is not None and hasattr(hook, "set_state"):
-                    hook.set_state(state)
+            known = dict(kept["hooks"])
+            for name, hook in _named(self.hooks):
+                if name in known and hasattr(hook, "set_state"):
+                    hook.set_state(known[name])
 
     def run(self) -> None:
         """Fold until something says stop; save before anything gets out."""
-        if self.total is not None and self.done >= self.total:
+        over = self.total is not None and self.done >= self.total
+        if over and self._ended:
             self.stopped = f"step {self.done} of {self.total} was done before"
             return
         with self.signals.watched():
@@ -82,14 +88,29 @@ class Fold:
                 for hook in self.hooks:
                     if hasattr(hook, "open"):
                         hook.open(self.done, self.total)
-                if self.resumed and self._evaluated != self.done:  # what an exception cut off
-                    self._evaluate([e for e in self.evaluations if self._is_due(e)])
-                self._end_epoch()  # likewise
+                self._catch_up()
+                if over:
+                    self.stopped = self.stopped or f"all {self.total} steps were done"
                 self._fold()
                 self._end()
             except BaseException:
                 self._rescue()
                 raise
+
+    def _catch_up(self) -> None:
+        """Do what an exception cut off in the run that this one goes on with."""
+        while self._unshown:
+            step, metrics, values, weights = self._unshown[0]
+            each, weighed = (
+                {name: np.asarray(row) for name, row in rows.items()} for rows in (values, weights)
+            )
+            with self._wholly():
+                self._tell(step, metrics, each, weighed)
+            self._unshown.pop(0)
+        if self.resumed and self._evaluated != self.done and self.done != self.total:
+            self._evaluate([e for e in self.evaluations if self._is_due(e)])
+        if self.done != self.total:
+            self._end_epoch()
 
     def _fold(self) -> None:
         due = self._next_due()
@@ -178,15 +199,13 @@ class Fold:
     def _show(self) -> None:
         """Show hooks the intervals that are over."""
         for step, stacked in self.ledger.take():
-            merged = {name: over_steps(metric) for name, metric in stacked.items()}
-            each = {f"train/{name}": values for name, values in each_of(stacked).items()}
             with self._wholly():
-                self._tell(step, values_of(merged, "train/"), each)
+                self._tell(step, *_numbers(stacked))
 
     def _evaluate(self, due: Sequence[Evaluation]) -> None:
         with self._wholly():
             for evaluation in due:
-                self._tell(self.done, evaluation(self.state), {})
+                self._tell(self.done, evaluation(self.state))
             self._evaluated = self.done if due else self._evaluated
 
     @contextmanager
@@ -197,11 +216,26 @@ class Fold:
         self._before = None
 
     def _known(self) -> list[Any]:
-        return [hook.get_state() if hasattr(hook, "get_state") else None for hook in self.hooks]
+        named = _named(self.hooks)
+        return [[name, hook.get_state()] for name, hook in named if hasattr(hook, "get_state")]
 
-    def _tell(self, step: int, metrics: dict[str, float], each: dict[str, np.ndarray]) -> None:
-        batch, waited = self._batch, self.feed.waited
-        event = Event(step, self.total, metrics, self.state, each, batch, waited)
+    def _tell(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        each: Mapping[str, np.ndarray] | None = None,
+        weights: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        event = Event(
+            step,
+            self.total,
+            metrics,
+            self.state,
+            each or {},
+            self._batch,
+            self.feed.waited,
+            weights or {},
+        )
         event, reasons = show(event, self.hooks)
         self.history.add(step, event.metrics)
         self._measured = {**(self._measured if step == self.done else {}), **event.metrics}
@@ -220,16 +254,18 @@ class Fold:
             self._evaluate(self.evaluations)
         if self.signals.got is None:
             self._end_epoch()
+        self._ended = self.done == self.total
         if not is_finite(self.state):
             self.stopped = f"{self.stopped}; not saved, for the parameters are not finite"
-        elif self.series is not None and self.series.saved != self.done:
+        elif self.series is not None and self.done not in (self.series.saved, self.resumed):
             self._save()
 
     def _rescue(self) -> None:
         """Save what an exception would lose, if it is whole; the exception itself goes on."""
         leaves = [leaf for leaf in jax.tree.leaves(self.state) if isinstance(leaf, jax.Array)]
         whole = not any(leaf.is_deleted() for leaf in leaves)
-        if self.series is not None and self.series.saved != self.done and whole:
+        saved = self.series is None or self.done in (self.series.saved, self.resumed)
+        if whole and not saved:
             self._save()
 
     def _save(self) -> None:
@@ -238,6 +274,11 @@ class Fold:
         kept = {
             "history": self.history.get_state(),
             "ledger": self.ledger.get_state(),
+            "unshown": [
+                *self._unshown,
+                *[[step, *map(_plain, _numbers(rows))] for step, rows in self.ledger.waiting()],
+            ],
+            "ended": self._ended,
             "evaluated": self._evaluated,
             "epochs_told": self._epochs_told,
             "hooks": self._known() if self._before is None else self._before,
@@ -249,6 +290,29 @@ class Fold:
             metrics=self._measured,
             extra={"fit": kept},
         )
+
+
+def _numbers(stacked: Any) -> tuple[dict[str, float], dict[str, Any], dict[str, Any]]:
+    """Read an interval: its metrics, what they were step by step, and with which weights."""
+    merged = {name: over_steps(metric) for name, metric in stacked.items()}
+    rows = ({f"train/{n}": v for n, v in read(stacked).items()} for read in (each_of, weights_of))
+    each, weights = rows
+    return values_of(merged, "train/"), each, weights
+
+
+def _plain(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: np.asarray(value).tolist() for name, value in numbers.items()}
+
+
+def _named(hooks: Sequence[Hook]) -> list[tuple[str, Any]]:
+    """Name hooks by what they are, so that a resume knows them again though others are there."""
+    counts: Counter[str] = Counter()
+    named = []
+    for hook in hooks:
+        kind = getattr(hook, "__qualname__", type(hook).__qualname__)
+        counts[kind] += 1
+        named.append((f"{kind} {counts[kind]}", hook))
+    return named
 
 
 def _steps_of(state: Any) -> int:

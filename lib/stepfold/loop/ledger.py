@@ -30,7 +30,7 @@ class Ledger:
 
     def close(self, step: int) -> None:
         """End the interval at a step, if there is one."""
-        if not self._open and self._carried is None:
+        if not self._open and (self._carried is None or self._structure is None):
             return
         self.closed.append((step, self._carried, self._open))
         self._open, self._carried = [], None
@@ -57,16 +57,20 @@ class Ledger:
             return carried or new
         return [np.concatenate(pair) for pair in zip(carried, new, strict=True)]
 
+    def waiting(self) -> list[tuple[int, Any]]:
+        """Give the intervals that are over, and leave them to be shown."""
+        return [
+            (step, jax.tree.unflatten(self._structure_of(said), self._leaves(carried, said)))
+            for step, carried, said in self.closed
+        ]
+
     def get_state(self) -> list[Any]:
-        """Give all that was not shown, for JSON to hold."""
-        parts = [*self.closed, (0, self._carried, self._open)]
-        return [[step, [_plain(x) for x in self._leaves(old, new)]] for step, old, new in parts]
+        """Give what was said since the last interval, for JSON to hold."""
+        return [_plain(leaf) for leaf in self._leaves(self._carried, self._open)]
 
     def set_state(self, state: list[Any]) -> None:
-        """Go on with what was not shown when it was saved."""
-        *closed, (_, carried) = state
-        self.closed = [(step, [_array(x) for x in leaves], []) for step, leaves in closed]
-        self._carried = [_array(x) for x in carried] or None
+        """Go on with what was said before it was saved."""
+        self._carried = [_array(leaf) for leaf in state] or None
 
 
 def _plain(leaf: np.ndarray) -> list[Any]:

@@ -57,6 +57,16 @@ def each_of(stacked: Mapping[str, Any]) -> dict[str, np.ndarray]:
     }
 
 
+def weights_of(stacked: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Read the weights step by step: 0 where a metric has seen nothing, as in a skipped step."""
+    found = {}
+    for name, metric in stacked.items():
+        terms = metric.terms.values() if isinstance(metric, TermSum) else [metric]
+        if all(isinstance(term, Average) for term in terms):
+            found[name] = np.max([np.asarray(term.count) for term in terms], axis=0)
+    return found
+
+
 def values_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Read merged metrics as numbers; a metric of several numbers gets a name for each.
 

@@ -48,12 +48,14 @@ def stop_on_nonfinite(pattern: str = "train/loss") -> Hook:
         values = event.each.get(pattern)
         if values is None:
             return None
-        (bad,) = np.nonzero(~np.isfinite(values))
+        seen = event.weights.get(pattern, np.ones(len(values))) != 0  # a skipped step saw nothing
+        (bad,) = np.nonzero(~np.isfinite(values) & seen)
         if not bad.size:
             return None
         step = event.step - len(values) + 1 + int(bad[0])
         return f"{pattern} is {values[bad[0]]} in step {step}"
 
+    stop_when_nonfinite.watches_nonfinite = True  # type: ignore[attr-defined]  # so `fit` adds none
     return stop_when_nonfinite
 
 
