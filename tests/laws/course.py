@@ -91,4 +91,7 @@ def told(result):
 
 def curves(history):
     """Give the curves with their steps, and with NaNs that equal themselves."""
-    return {name: list(zip(curve.steps, map(repr, curve))) for name, curve in history.items()}
+    return {
+        name: list(zip(curve.steps, map(repr, curve), strict=True))
+        for name, curve in history.items()
+    }

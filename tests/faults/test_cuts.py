@@ -1,0 +1,318 @@
+"""A run that was cut, and gone on with, comes to what it would have come to: every bit of it."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tests.laws import course, network
+
+import stepfold as sf
+
+SIGNALS = {"SIGTERM": (SystemExit, signal.SIGTERM), "SIGINT": (KeyboardInterrupt, signal.SIGINT)}
+
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+class Batches:
+    """Batches that do something, once, when a step's is pulled; before or after they moved on."""
+
+    def __init__(self, at=None, do=None, *, after=False):
+        self.inner, self.at, self.do, self.after = course.batches(), at, do, after
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        due = self.get_state()["step"] == self.at and self.do is not None
+        if due and not self.after:
+            do, self.do = self.do, None
+            do()
+        batch = next(self.inner)
+        if due and self.after:
+            do, self.do = self.do, None
+            return do(batch)
+        return batch
+
+    def get_state(self):
+        return self.inner.get_state()
+
+    def set_state(self, state):
+        self.inner.set_state(state)
+
+
+class Once:
+    """Do something the first time that it is time to."""
+
+    def __init__(self, when, do):
+        self.when, self.do = when, do
+
+    def __call__(self, *given):
+        if self.do is not None and self.when(*given):
+            do, self.do = self.do, None
+            return do()
+        return None
+
+
+def fails():
+    raise OSError("cut here")
+
+
+def at_log(step):
+    return lambda event: bool(event.each) and event.step == step
+
+
+def at_evaluation(step):
+    return lambda event: not event.each and event.step == step
+
+
+def measured(step, do):
+    """An evaluation beside the other one, that does something at a step."""
+    once = Once(lambda state: int(state.step) == step, do)
+
+    def measure(state):
+        once(state)
+        return {"norm": np.linalg.norm(state.params["w"])}
+
+    return [course.evaluation(), sf.Evaluation(measure, every=course.EVALUATE, name="own")]
+
+
+@functools.cache
+def uncut(measures):
+    """Run it without a cut, with the evaluation beside the other one or without."""
+    return course.run(evaluation=measured(0, fails) if measures else course.evaluation())
+
+
+def goes_on(folder, cut=0, **options):
+    """Go on to the end, and see that it comes to what it would have come to."""
+    result = course.run(folder, **options)
+    wanted = uncut(isinstance(options.get("evaluation"), list))
+    assert result.steps == course.STEPS
+    assert result.resumed is not None
+    assert result.resumed >= cut
+    assert network.bits(result.state) == network.bits(wanted.state)
+    assert course.curves(result.history) == course.curves(wanted.history)
+    assert result.stopped == wanted.stopped
+    found = sf.restore(folder / "checkpoints", course.start())
+    assert (found.step, found.data["step"]) == (course.STEPS, course.STEPS)
+    assert network.bits(found.state) == network.bits(wanted.state)
+    return result
+
+
+def is_saved(folder, step):
+    """See that what was saved last is the state of a step, with the position of the next batch."""
+    found = sf.contents(folder / "checkpoints")
+    assert (found.step, found.data["step"]) == (step, step)
+    restored = sf.restore(folder / "checkpoints", course.start())
+    assert int(restored.state.step) == step
+
+
+# Exceptions
+
+
+def calling(do_at, do):
+    """Make the step of the course, with a call of the host in it that fails at a step."""
+    once = Once(lambda step: int(step) == do_at, do)
+
+    def called(step):
+        once(step)
+        return np.float32(0)
+
+    def step(state, batch):
+        nothing = jax.experimental.io_callback(
+            called, jax.ShapeDtypeStruct((), np.float32), state.step
+        )
+        return course.STEP(state, {**batch, "y": batch["y"] + nothing})
+
+    return step
+
+
+def test_an_error_of_the_step_on_the_device(tmp_path):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="cut here"):
+        course.run(tmp_path, step=calling(13, fails))
+    goes_on(tmp_path, 7, step=calling(None, fails))
+
+
+# Stops
+
+
+# Signals
+
+
+def interrupted(name, **options):
+    kind, _ = SIGNALS[name]
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.raises(kind) as caught:
+        course.run(**options)
+    assert {one: signal.getsignal(one) for one in before} == before
+    if name == "SIGTERM":
+        assert caught.value.code == 143
+    result = caught.value.result
+    assert isinstance(result, sf.FitResult)
+    done = f"all {course.STEPS} steps were done" if result.steps == course.STEPS else "not yet"
+    assert result.stopped in (done, f"{name} at step {result.steps}")
+    is_saved(options["folder"], result.steps)
+    assert int(result.state.step) == result.steps
+    return result
+
+
+def sends(name):
+    return lambda: os.kill(os.getpid(), SIGNALS[name][1])
+
+
+both = pytest.mark.parametrize("name", SIGNALS)
+
+
+@pytest.mark.parametrize(("name", "step"), [("SIGTERM", 0), ("SIGINT", 13), ("SIGTERM", 30)])
+def test_a_signal_while_a_batch_is_made(name, step, tmp_path):
+    result = interrupted(name, folder=tmp_path, data=Batches(step, sends(name)))
+    assert result.steps in (step, step + 1)
+    goes_on(tmp_path, step)
+
+
+def test_a_signal_in_the_midst_of_several_steps_in_a_call(tmp_path):
+    interrupted("SIGTERM", folder=tmp_path, data=Batches(17, sends("SIGTERM")), steps_per_call=5)
+    goes_on(tmp_path, 15, steps_per_call=5)
+
+
+@both
+def test_a_signal_while_it_compiles(name, tmp_path):
+    once = Once(lambda: True, sends(name))
+
+    def step(state, batch):
+        once()
+        return course.STEP(state, batch)
+
+    assert interrupted(name, folder=tmp_path, step=step).steps <= 1
+    goes_on(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "when"), [("SIGTERM", "begins"), ("SIGINT", "is being written")])
+def test_a_signal_while_it_saves(name, when, tmp_path, monkeypatch):
+    from stepfold.checkpoint.store import Store
+
+    method = {"begins": "begin", "is being written": "wait"}[when]
+    real = getattr(Store, method)
+    once = Once(lambda: True, sends(name))
+    monkeypatch.setattr(Store, method, lambda *given: once() or real(*given))
+    interrupted(name, folder=tmp_path)
+    goes_on(tmp_path, 7)
+
+
+@both
+def test_a_signal_breaks_off_waiting_for_data(name, tmp_path):
+    begun = []
+
+    def waits():
+        begun.append(time.monotonic())
+        threading.Timer(0.2, sends(name)).start()
+        time.sleep(60)
+
+    interrupted(name, folder=tmp_path, data=Batches(13, waits))
+    assert time.monotonic() - begun[0] < 2
+    goes_on(tmp_path, 13)
+
+
+def test_without_checkpoints_a_signal_gives_the_result_all_the_same():
+    with pytest.raises(KeyboardInterrupt, match="SIGINT at step 13") as caught:
+        course.run(data=Batches(13, sends("SIGINT")))
+    assert caught.value.result.steps == 13
+
+
+def test_in_a_thread_of_its_own_it_runs_without_handling_signals(tmp_path):
+    found, before = [], signal.getsignal(signal.SIGINT)
+    hook = lambda event: found.append(signal.getsignal(signal.SIGINT))
+    thread = threading.Thread(target=lambda: found.append(course.run(tmp_path, hooks=hook)))
+    thread.start()
+    thread.join()
+    *handlers, result = found
+    assert set(handlers) == {before}
+    assert course.told(result) == course.whole()
+
+
+# What is not seen coming
+
+
+KILLED = """
+    import os, signal, sys
+    import jax
+    jax.config.update("jax_num_cpu_devices", 1)
+    from laws import course
+    import stepfold as sf
+    from stepfold.checkpoint.store import Store
+
+    where, folder = sys.argv[1:]
+    kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
+
+    def hook(event):
+        kind = "log" if event.each else "evaluation"
+        if where == kind and event.step == {"log": 25, "evaluation": 24}[kind]:
+            kill()
+
+    begin, wait = Store.begin, Store.wait
+
+    def begins(store, state, words):
+        begin(store, state, words)
+        if where == "save" and words.step == 21:
+            kill()
+
+    def waits(store, step):
+        wait(store, step)
+        if where == "saved" and step == 21:
+            kill()
+
+    Store.begin, Store.wait = begins, waits
+    course.run(folder, hooks=hook)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "steps"),
+    [("log", {14, 21}), ("evaluation", {14, 21}), ("save", {14, 21}), ("saved", {21})],
+)
+def test_a_process_that_is_killed(where, steps, tmp_path):
+    tests = Path(__file__).parent.parent
+    environ = {**os.environ, "PYTHONPATH": f"{tests}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), where, str(tmp_path)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert goes_on(tmp_path).resumed in steps
+
+
+ENDS = """
+    import os, signal, sys
+    import jax
+    jax.config.update("jax_num_cpu_devices", 1)
+    from laws import course
+    from stepfold.checkpoint.store import Store
+
+    where, number, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    send = lambda: os.kill(os.getpid(), number)
+
+    def hook(event):
+        if event.step == 15 and where == "midway":
+            send()
+
+    wait = Store.wait
+
+    def waits(store, step):
+        if where == "last save" and step == 20:
+            import time
+            time.sleep(0.5)  # by now the fold is over
+            send()
+            time.sleep(0.5)
+        wait(store, step)
+
+    Store.wait = waits
+    course.run(folder, hooks=hook, steps=20)
+    print("went on")
+"""

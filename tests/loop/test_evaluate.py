@@ -1,0 +1,100 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+
+
+def state(w=2.0):
+    return sf.init_state({"w": jnp.float32(w)}, optax.sgd(0.1), jax.random.key(0))
+
+
+MEASURE = sf.make_eval_step(lambda params, batch, key: sf.mean(params["w"] * batch["x"]))
+DATA = {"x": np.arange(10, dtype=np.float32)}
+
+
+def test_no_batch_at_all_is_refused():
+    with pytest.raises(sf.DataError, match="evaluate: expected at least one batch, got none; bat"):
+        sf.evaluate(MEASURE, state(), [])
+
+
+def test_batches_that_were_gone_through_are_refused_the_second_time():
+    once = sf.batches(DATA, 5, epochs=1)
+    sf.evaluate(MEASURE, state(), once)
+    with pytest.raises(sf.DataError, match="are made anew for each evaluation"):
+        sf.evaluate(MEASURE, state(), once)
+
+
+@pytest.mark.parametrize(
+    ("measure", "got"),
+    [
+        (lambda state, batch: batch["x"].sum(), r"float32\[\]"),
+        (lambda state, batch: {"x": batch["x"].sum()}, "dict"),
+        (lambda state, batch: (state, {}), "tuple"),
+    ],
+)
+def test_what_gives_no_metrics_is_refused(measure, got):
+    words = f"evaluate: expected metrics by name from the step, got .*{got}.*; make it with make_e"
+    with pytest.raises(sf.ConfigError, match=words):
+        sf.evaluate(measure, state(), sf.batches(DATA, 5, epochs=1))
+
+
+@pytest.mark.parametrize(
+    "form", [jax.jit, lambda step: sf.compile_step(step, state(), {"x": DATA["x"][:5]})]
+)
+def test_a_step_may_be_jitted_or_compiled(form):
+    assert sf.evaluate(form(MEASURE), state(), sf.batches(DATA, 5, epochs=1)) == {"loss": 9.0}
+
+
+def test_it_compiles_once_however_often_it_is_asked(compiles):
+    given = state()
+    one = lambda: sf.evaluate(MEASURE, given, sf.batches(DATA, 4, epochs=1, remainder="pad"))
+    one()
+    compiles.clear()
+    one()
+    assert compiles == []
+
+
+def test_the_state_is_still_there_afterwards():
+    given = state()
+    sf.evaluate(MEASURE, given, sf.batches(DATA, 5, epochs=1))
+    assert float(given.params["w"]) == 2.0
+
+
+# Evaluation
+
+
+def test_an_evaluation_has_its_name_and_makes_its_batches_anew():
+    one = sf.Evaluation(MEASURE, lambda: sf.batches(DATA, 5, epochs=1), name="test")
+    assert one(state()) == one(state()) == {"test/loss": 9.0}
+
+
+def test_a_function_of_the_state_may_give_numbers_arrays_and_metrics():
+    one = sf.Evaluation(lambda state: {"w": state.params["w"], "m": sf.mean(jnp.array([1.0, 2.0]))})
+    assert one(state()) == {"eval/w": 2.0, "eval/m": 1.5}
+
+
+def test_a_function_of_the_state_that_gives_no_number_is_refused():
+    with pytest.raises(sf.ConfigError, match="eval/text: expected a number, got 'hello'"):
+        sf.Evaluation(lambda state: {"text": "hello"})(state())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"measure": None}, "measure: expected a function, got NoneType None"),
+        ({"batches": [1]}, r"batches: expected a function that makes the batches anew .* got list"),
+        ({"batches": sf.batches(DATA, 5)}, "give lambda: sf.batches"),
+        ({"every": 0}, "every: expected an integer of at least 1, got 0"),
+        ({"every": 2.0}, "every: expected an integer of at least 1, got 2.0"),
+        ({"every": True}, "every: expected an integer of at least 1, got True"),
+        ({"every_epochs": -1}, "every_epochs: expected an integer of at least 1, got -1"),
+        ({"name": ""}, "name: expected a text, got ''"),
+        ({"name": None}, "name: expected a text, got None"),
+    ],
+)
+def test_what_describes_no_evaluation_is_refused(given, words):
+    with pytest.raises(sf.ConfigError, match=words):
+        sf.Evaluation(**{"measure": MEASURE, **given})

@@ -1,0 +1,243 @@
+"""The order in which things happen: what is read when, what is compiled, what is saved."""
+
+import contextlib
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+
+TX = optax.adam(0.1)
+
+
+def loss_fn(params, batch, key):
+    return sf.mean((batch["x"] @ params["w"]) ** 2, batch["mask"])
+
+
+def init(key):
+    return {"w": jax.random.normal(key, (16,))}
+
+
+def start(mesh=None):
+    make = lambda key: sf.init_state(init, TX, key)
+    plan = mesh and sf.make_sharding(jax.eval_shape(make, jax.random.key(0)), mesh)
+    return sf.init_state(init, TX, jax.random.key(0), sharding=plan)
+
+
+DATA = {"x": np.ones((64, 16), np.float32), "mask": np.arange(64) % 3 > 0}
+
+
+def batches(seed=0):
+    return sf.batches(DATA, 16, seed=seed)
+
+
+def evaluation(**options):
+    measure = sf.make_eval_step(lambda params, batch, key: loss_fn(params, batch, key))
+    return sf.Evaluation(measure, lambda: sf.batches(DATA, 16, epochs=1), **options)
+
+
+def step():
+    """A step that jax has not seen before."""
+    return sf.make_train_step(lambda params, batch, key: loss_fn(params, batch, key), TX)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Note whenever an array of a device is waited for or read, whoever does it."""
+    noted = []
+    array = type(jnp.ones(()))
+    for name in ("_value", "block_until_ready", "__array__"):
+        monkeypatch.setattr(array, name, noting(noted, name, getattr(array, name)))
+    for name in ("asarray", "array", "stack", "concatenate"):  # these may go by the buffer
+        monkeypatch.setattr(np, name, noting_arrays(noted, name, getattr(np, name)))
+    return noted
+
+
+def noting_arrays(noted, name, real):
+    def note(first, *given, **options):
+        if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(first)):
+            noted.append(name)
+        return real(first, *given, **options)
+
+    return note
+
+
+def noting(noted, name, real):
+    if isinstance(real, property):
+        return property(lambda self: noted.append(name) or real.fget(self))
+
+    def note(self, *given, **options):
+        noted.append(name)
+        return real(self, *given, **options)
+
+    return note
+
+
+@pytest.mark.parametrize(
+    "read", ["float", "np.asarray", "jax.device_get", "jax.block_until_ready", "bool", "str"]
+)
+def test_a_read_is_noted(read, reads):
+    array = jnp.ones(()) + 1
+    reads.clear()
+    eval(read)(array)
+    assert reads
+
+
+@pytest.mark.parametrize("form", ["step", "jitted", "compiled"])
+def test_nothing_waits_for_the_device_between_log_points(form, reads):
+    """Only when the step after a log point is under way are the metrics before it read."""
+    made = {
+        "step": step,
+        "jitted": lambda: jax.jit(step()),
+        "compiled": lambda: sf.compile_step(step(), start(), next(batches())),
+    }
+    seen = []
+
+    def noted():
+        for number, batch in enumerate(batches()):
+            seen.append((number, len(reads)))
+            yield batch
+
+    sf.fit(made[form](), start(), noted(), steps=40, log_every=10)
+    read_at = [
+        number
+        for (number, before), (_, after) in itertools.pairwise(seen)
+        if after != before and number
+    ]
+    assert read_at == [10, 20, 30]
+
+
+def test_a_checkpoint_that_is_not_due_reads_nothing(reads, tmp_path):
+    seen = []
+
+    def noted():
+        for number, batch in enumerate(batches()):
+            seen.append((number, len(reads)))
+            yield batch
+
+    hooks = [lambda event: None]
+    checkpoints = sf.Checkpoints(tmp_path, every=100)
+    sf.fit(step(), start(), noted(), steps=9, log_every=10, hooks=hooks, checkpoints=checkpoints)
+    assert {count for number, count in seen if number} == {seen[1][1]}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_step_and_an_evaluation_are_compiled_once_in_a_run(devices, compiles, tmp_path):
+    if devices > 1 and jax.__version_info__ < (0, 12):
+        pytest.skip("jax 0.10 crashes where several CPU devices are given a donated array")
+    mesh = sf.make_mesh() if devices > 1 else None
+    checkpoints = sf.Checkpoints(every=7, keep=1)
+    plan = {"log_every": 2, "checkpoints": checkpoints}
+
+    def run(folder, steps, train, evaluations):
+        state = start(mesh)
+        compiles.clear()
+        sf.fit(train, state, batches(), steps=steps, run_dir=tmp_path / folder,
+               evaluation=evaluations, **plan)  # fmt: skip
+        return len(compiles)
+
+    own = lambda name: evaluation(every=6, name=name)
+    run("warm", 20, step(), own("warm"))
+    run("warm", 24, step(), own("warm"))  # a resume too
+    evaluations, train = [own("a"), own("b")], step()
+    assert run("run", 20, train, evaluations) == 3
+    assert run("run", 40, train, evaluations) == 1  # the step: it is compiled for each `fit`
+
+
+# What a hook is shown
+
+
+def shown(**options):
+    events = []
+    options = {"steps": 12, "log_every": 5, "hooks": [events.append], **options}
+    result = sf.fit(step(), start(), batches(), **options)
+    return events, result
+
+
+def test_a_hook_is_shown_every_log_point_and_every_evaluation():
+    events, result = shown(evaluation=evaluation(every=4))
+    assert [(event.step, sorted(event.metrics)) for event in events] == [
+        (4, ["eval/loss"]),
+        (5, ["train/grad_norm", "train/loss"]),
+        (8, ["eval/loss"]),
+        (10, ["train/grad_norm", "train/loss"]),
+        (12, ["train/grad_norm", "train/loss"]),
+        (12, ["eval/loss"]),
+    ]
+    assert {event.total for event in events} == {12}
+    assert [len(event.each.get("train/loss", ())) for event in events] == [0, 5, 0, 5, 2, 0]
+    for event in events:
+        for name, value in event.metrics.items():
+            curve = result.history[name]
+            assert curve[curve.steps.index(event.step)] == value
+
+
+def test_the_state_that_a_hook_is_shown_is_there():
+    events = []
+    hook = lambda event: events.append((event.step, int(event.state.step)))
+    sf.fit(step(), start(), batches(), steps=20, log_every=5, hooks=hook)
+    assert [step for step, _ in events] == [5, 10, 15, 20]
+    assert all(0 <= now - step <= 1 for step, now in events)
+
+
+def test_the_batch_that_a_hook_is_shown_is_the_last():
+    events, _ = shown()
+    assert events[-1].batch["x"].shape == (16, 16)
+
+
+def test_hooks_are_called_in_their_order_and_all_of_them():
+    called = []
+    hooks = [
+        lambda event: called.append("a") or "first",
+        lambda event: called.append("b") or "second",
+    ]
+    _, result = shown(hooks=hooks)
+    assert called[:2] == ["a", "b"]
+    assert result.stopped.startswith("first at step")
+
+
+def test_a_hook_is_closed_at_the_end_and_after_an_error():
+    class Open:
+        closed = 0
+
+        def __call__(self, event):
+            if self.closed:
+                raise AssertionError("closed")
+
+        def close(self):
+            self.closed += 1
+
+    for fails in (lambda event: None, lambda event: 1 / 0):
+        hook = Open()
+        with contextlib.suppress(ZeroDivisionError):
+            shown(hooks=[hook, fails])
+        assert hook.closed == 1
+
+
+# What is saved with it
+
+
+def run(folder, *, seed=0, **options):
+    options = {"checkpoints": sf.Checkpoints(every=7, keep=None, best="eval/loss"), **options}
+    return sf.fit(step(), start(), batches(seed), **{"run_dir": folder, "log_every": 5, **options})
+
+
+def test_the_best_is_the_step_at_which_the_best_was_measured(tmp_path):
+    values = iter([3.0, 1.0, 2.0, 4.0])
+    own = sf.Evaluation(lambda state: {"loss": next(values)}, every=7)
+    assert run(tmp_path, steps=28, evaluation=own).best == 14
+    assert sf.restore(tmp_path / "checkpoints", start(), step="best").step == 14
+
+
+def test_hooks_go_on_with_their_state(tmp_path):
+    hooks = lambda: sf.stop_early("eval/score", patience=3, keep_state=False)
+    values = iter([5.0, 4.0, 3.0, 2.0])
+    own = sf.Evaluation(lambda state: {"score": next(values)}, every=4)
+    first = run(tmp_path, steps=9, evaluation=own, hooks=[lambda event: None, hooks()])
+    assert first.stopped == "all 9 steps were done"
+    rest = run(tmp_path, steps=30, evaluation=own, hooks=[lambda event: None, hooks()])
+    assert rest.stopped.startswith("eval/score has not become better than 5 for 3 evaluations")

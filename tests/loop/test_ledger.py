@@ -1,0 +1,97 @@
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stepfold.checkpoint.sealed import opened, plain
+from stepfold.loop.ledger import Ledger
+
+
+def read(said):
+    """Read what calls said, each a number: as metrics with a leading axis of steps."""
+    return {
+        "a": np.array(said, np.float32),
+        "b": np.stack([np.array([x, -x]).astype(jnp.bfloat16) for x in said]),
+    }
+
+
+def shown(ledger):
+    return [(step, found["a"].tolist()) for step, found in ledger.take()]
+
+
+def filled(*said):
+    ledger = Ledger(read)
+    for one in said:
+        ledger.add(one)
+    return ledger
+
+
+def again(ledger):
+    """Save it and read it back, as JSON would."""
+    other = Ledger(read)
+    other.set_state(opened(json.loads(json.dumps(plain(ledger.get_state(), "ledger")))))
+    return other
+
+
+def test_an_interval_is_given_once():
+    ledger = filled(1, 2)
+    assert shown(ledger) == []
+    ledger.close(2)
+    ledger.add(3)
+    assert shown(ledger) == [(2, [1.0, 2.0])]
+    assert shown(ledger) == []
+    ledger.close(3)
+    assert shown(ledger) == [(3, [3.0])]
+
+
+def test_an_interval_without_steps_is_none():
+    ledger = Ledger(read)
+    ledger.close(5)
+    assert ledger.closed == []
+
+
+def test_what_was_given_counts_as_shown_when_the_next_is_asked_for():
+    ledger = filled(1)
+    ledger.close(1)
+
+    def fails():
+        for _ in ledger.take():
+            raise OSError
+
+    with pytest.raises(OSError):
+        fails()
+    assert shown(ledger) == [(1, [1.0])]
+
+
+def test_the_device_is_not_read_before_an_interval_is_taken():
+    reads = []
+    ledger = Ledger(lambda said: reads.append(len(said)) or read(said))
+    ledger.add(1)
+    ledger.close(1)
+    assert reads == []
+
+
+def test_an_interval_that_was_cut_in_two_is_given_whole():
+    other = again(filled(1, 2))
+    other.add(3)
+    other.close(3)
+    ((step, found),) = other.take()
+    assert (step, found["a"].tolist()) == (3, [1.0, 2.0, 3.0])
+    assert found["b"].astype(float).tolist() == [[1.0, -1.0], [2.0, -2.0], [3.0, -3.0]]
+    assert (found["a"].dtype, found["b"].dtype) == (np.float32, jnp.bfloat16)
+
+
+def test_it_may_be_cut_twice():
+    other = again(filled(1))
+    other.add(2)
+    last = again(other)
+    last.add(3)
+    last.close(3)
+    assert shown(last) == [(3, [1.0, 2.0, 3.0])]
+
+
+def test_an_empty_one_comes_back_empty():
+    other = again(Ledger(read))
+    other.close(1)
+    assert shown(other) == []
