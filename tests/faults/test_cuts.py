@@ -119,6 +119,59 @@ def is_saved(folder, step):
 # Exceptions
 
 
+@pytest.mark.parametrize("step", [1, 14, 15, 39])
+def test_an_error_of_the_data(step, tmp_path):
+    with pytest.raises(OSError, match="cut here"):
+        course.run(tmp_path, data=Batches(step, fails))
+    is_saved(tmp_path, step)
+    goes_on(tmp_path, step)
+
+
+def test_an_error_of_the_data_in_the_midst_of_several_steps_in_a_call(tmp_path):
+    with pytest.raises(OSError, match="cut here"):
+        course.run(tmp_path, data=Batches(13, fails), steps_per_call=4)
+    is_saved(tmp_path, sf.latest_step(tmp_path / "checkpoints"))
+    goes_on(tmp_path, 12, steps_per_call=4)
+
+
+def test_an_error_of_the_data_right_after_a_resume(tmp_path):
+    for _ in range(2):
+        with pytest.raises(OSError, match="cut here"):
+            course.run(tmp_path, data=Batches(13, fails))
+    goes_on(tmp_path, 13)
+
+
+@pytest.mark.parametrize("step", [10, 30, 40])
+def test_an_error_of_a_hook_at_a_log_point(step, tmp_path):
+    with pytest.raises(OSError, match="cut here"):
+        course.run(tmp_path, hooks=Once(at_log(step), fails))
+    goes_on(tmp_path, step)
+
+
+@pytest.mark.parametrize("step", [6, 30, 40])
+def test_an_error_of_a_hook_at_an_evaluation(step, tmp_path):
+    with pytest.raises(OSError, match="cut here"):
+        course.run(tmp_path, hooks=Once(at_evaluation(step), fails))
+    goes_on(tmp_path, step)
+
+
+@pytest.mark.parametrize("step", [6, 30, 40])
+def test_an_error_of_an_evaluation(step, tmp_path):
+    with pytest.raises(OSError, match="cut here"):
+        course.run(tmp_path, evaluation=measured(step, fails))
+    goes_on(tmp_path, step, evaluation=measured(0, fails))
+
+
+@pytest.mark.parametrize("step", [13, 14])
+def test_a_batch_of_another_shape(step, tmp_path):
+    cut = lambda batch: {name: leaf[:4] for name, leaf in batch.items()}
+    data = Batches(step, cut, after=True)
+    with pytest.raises(sf.RetraceError, match=r"batch/x: expected float32\[8,3\], got float32\[4,"):
+        course.run(tmp_path, data=data)
+    is_saved(tmp_path, step)
+    goes_on(tmp_path, step)
+
+
 def calling(do_at, do):
     """Make the step of the course, with a call of the host in it that fails at a step."""
     once = Once(lambda step: int(step) == do_at, do)
@@ -142,7 +195,34 @@ def test_an_error_of_the_step_on_the_device(tmp_path):
     goes_on(tmp_path, 7, step=calling(None, fails))
 
 
+def test_an_error_while_tracing_leaves_nothing_behind(tmp_path):
+    def step(state, batch):
+        raise TypeError("of my own")
+
+    with pytest.raises(TypeError, match="of my own"):
+        course.run(tmp_path, step=step)
+    assert sf.latest_step(tmp_path / "checkpoints") is None
+
+
 # Stops
+
+
+def test_a_time_limit_again_and_again(tmp_path):
+    reached = 0
+    for _ in range(3):
+        result = course.run(tmp_path, time_limit=0)
+        assert result.stopped.startswith("the time limit of 0 s was reached at step")
+        assert (result.resumed or 0) == reached < result.steps
+        reached = result.steps
+    goes_on(tmp_path, reached)
+
+
+@pytest.mark.parametrize("when", [at_evaluation(12), at_log(15)])
+def test_a_hook_that_stops(when, tmp_path):
+    result = course.run(tmp_path, hooks=Once(when, lambda: "enough"))
+    assert result.stopped.startswith("enough at step 1")
+    is_saved(tmp_path, result.steps)
+    goes_on(tmp_path, result.steps)
 
 
 # Signals
@@ -179,9 +259,30 @@ def test_a_signal_while_a_batch_is_made(name, step, tmp_path):
     goes_on(tmp_path, step)
 
 
+def test_a_signal_when_a_batch_was_just_made(tmp_path):
+    def send(batch):
+        sends("SIGTERM")()
+        return batch
+
+    interrupted("SIGTERM", folder=tmp_path, data=Batches(13, send, after=True))
+    goes_on(tmp_path, 13)
+
+
 def test_a_signal_in_the_midst_of_several_steps_in_a_call(tmp_path):
     interrupted("SIGTERM", folder=tmp_path, data=Batches(17, sends("SIGTERM")), steps_per_call=5)
     goes_on(tmp_path, 15, steps_per_call=5)
+
+
+@pytest.mark.parametrize(("name", "step"), [("SIGTERM", 5), ("SIGINT", 30), ("SIGTERM", 40)])
+def test_a_signal_in_a_hook(name, step, tmp_path):
+    interrupted(name, folder=tmp_path, hooks=Once(at_log(step), sends(name)))
+    goes_on(tmp_path, step)
+
+
+@pytest.mark.parametrize(("name", "step"), [("SIGINT", 6), ("SIGTERM", 30), ("SIGINT", 40)])
+def test_a_signal_in_an_evaluation(name, step, tmp_path):
+    interrupted(name, folder=tmp_path, evaluation=measured(step, sends(name)))
+    goes_on(tmp_path, step, evaluation=measured(0, fails))
 
 
 @both
@@ -208,6 +309,12 @@ def test_a_signal_while_it_saves(name, when, tmp_path, monkeypatch):
     goes_on(tmp_path, 7)
 
 
+def test_a_signal_right_after_a_resume(tmp_path):
+    for _ in range(2):
+        interrupted("SIGTERM", folder=tmp_path, data=Batches(13, sends("SIGTERM")))
+    goes_on(tmp_path, 13)
+
+
 @both
 def test_a_signal_breaks_off_waiting_for_data(name, tmp_path):
     begun = []
@@ -220,6 +327,43 @@ def test_a_signal_breaks_off_waiting_for_data(name, tmp_path):
     interrupted(name, folder=tmp_path, data=Batches(13, waits))
     assert time.monotonic() - begun[0] < 2
     goes_on(tmp_path, 13)
+
+
+def test_a_signal_breaks_off_waiting_for_data_of_an_evaluation(tmp_path):
+    begun = []
+
+    def waits():
+        begun.append(time.monotonic())
+        threading.Timer(0.2, sends("SIGTERM")).start()
+        time.sleep(8)
+
+    def data(do):
+        once = Once(lambda: True, do)
+        for batch in sf.batches(course.data(), 32, epochs=1, remainder="pad"):
+            once()
+            yield batch
+
+    waits = Once(lambda: True, waits)
+    slow = sf.Evaluation(course.MEASURE, lambda: data(waits), every=course.EVALUATE)
+    interrupted("SIGTERM", folder=tmp_path, evaluation=slow)
+    assert time.monotonic() - begun[0] < 2
+    goes_on(tmp_path, course.EVALUATE, evaluation=slow)
+
+
+@both
+def test_a_second_signal_leaves_at_once(name, tmp_path):
+    begun = []
+
+    def waits():
+        begun.append(time.monotonic())
+        for after in (0.1, 0.3):
+            threading.Timer(after, sends(name)).start()
+        time.sleep(60)
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        course.run(tmp_path, evaluation=measured(12, waits))
+    assert time.monotonic() - begun[0] < 2
+    goes_on(tmp_path, 7, evaluation=measured(0, fails))
 
 
 def test_without_checkpoints_a_signal_gives_the_result_all_the_same():
@@ -316,3 +460,23 @@ ENDS = """
     course.run(folder, hooks=hook, steps=20)
     print("went on")
 """
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "codes"),
+    [
+        ("midway", "SIGTERM", {143}),
+        ("midway", "SIGINT", {1, 130, -signal.SIGINT}),
+        ("last save", "SIGTERM", {143}),
+    ],
+)
+def test_the_exit_code_tells_of_a_signal(where, name, codes, tmp_path):
+    tests = Path(__file__).parent.parent
+    environ = {**os.environ, "PYTHONPATH": f"{tests}:{os.environ.get('PYTHONPATH', '')}"}
+    number = str(int(SIGNALS[name][1]))
+    command = [sys.executable, "-c", textwrap.dedent(ENDS), where, number, str(tmp_path)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode in codes, done.stderr
+    assert "went on" not in done.stdout
+    assert sf.latest_step(tmp_path / "checkpoints") == (20 if where == "last save" else 16)
+    goes_on(tmp_path)

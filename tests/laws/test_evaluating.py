@@ -154,3 +154,20 @@ def test_several_evaluations_have_their_own_names_and_steps():
     assert result.history["eval/loss"].steps == [15, 30, 32]
     assert result.history["own/n"] == result.history["own/n"].steps == [10, 20, 30, 32]
     assert result.history["last/n"] == [32]
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("total", [30, 32])
+def test_at_the_end_every_evaluation_is_made(known, total):
+    """Also where nobody knew that it would be the end, and another was made at the last step."""
+    number = jax.jit(lambda state, batch: (state + 1, {"at": sf.mean(state)}))
+    evaluations = [
+        sf.Evaluation(lambda state: {"n": state}, every=10, name="ten"),
+        sf.Evaluation(lambda state: {"n": state}, every=16, name="sixteen"),
+        sf.Evaluation(lambda state: {"n": state}, name="last"),
+    ]
+    batches, steps = [np.float32(0)] * total, total if known else None
+    result = sf.fit(number, jnp.float32(0), batches, steps=steps, evaluation=evaluations)
+    assert result.history["last/n"] == [total]
+    assert result.history["ten/n"][-1] == total
+    assert result.history["sixteen/n"] == ([16, 32] if total == 32 else [16, 30])

@@ -48,6 +48,20 @@ def test_a_step_may_be_jitted_or_compiled(form):
     assert sf.evaluate(form(MEASURE), state(), sf.batches(DATA, 5, epochs=1)) == {"loss": 9.0}
 
 
+def test_a_compiled_step_stays_what_it_is(compiles):
+    compiled, given = sf.compile_step(MEASURE, state(), {"x": DATA["x"][:5]}), state()
+    compiled(given, {"x": DATA["x"][:5]})
+    compiles.clear()
+    sf.evaluate(compiled, given, sf.batches(DATA, 5, epochs=1))
+    assert compiles == []
+
+
+def test_a_compiled_step_refuses_another_batch():
+    compiled = sf.compile_step(MEASURE, state(), {"x": DATA["x"][:5]})
+    with pytest.raises(sf.RetraceError, match=r"batch/x: expected float32\[5\], got float32\[4\]"):
+        sf.evaluate(compiled, state(), sf.batches(DATA, 4, epochs=1))
+
+
 def test_it_compiles_once_however_often_it_is_asked(compiles):
     given = state()
     one = lambda: sf.evaluate(MEASURE, given, sf.batches(DATA, 4, epochs=1, remainder="pad"))
@@ -74,6 +88,12 @@ def test_an_evaluation_has_its_name_and_makes_its_batches_anew():
 def test_a_function_of_the_state_may_give_numbers_arrays_and_metrics():
     one = sf.Evaluation(lambda state: {"w": state.params["w"], "m": sf.mean(jnp.array([1.0, 2.0]))})
     assert one(state()) == {"eval/w": 2.0, "eval/m": 1.5}
+
+
+@pytest.mark.parametrize("found", [3.0, None, [1.0]])
+def test_a_function_of_the_state_that_gives_no_names_is_refused(found):
+    with pytest.raises(sf.ConfigError, match="eval: expected numbers by name, got "):
+        sf.Evaluation(lambda state: found)(state())
 
 
 def test_a_function_of_the_state_that_gives_no_number_is_refused():

@@ -77,6 +77,30 @@ def test_batches_that_count_their_epochs_may_be_an_iterator():
     assert (feed.epoch_steps, feed.total) == (4, 8)
 
 
+def test_batches_of_ones_own_know_their_epochs():
+    data = {"x": np.arange(10)}
+    feed = Feed(sf.batches(data, 4, seed=0), epochs=3)
+    assert (feed.epoch_steps, feed.total) == (2, 6)
+
+
+def test_the_batches_are_begun_once_an_epoch():
+    batches = Counting(3)
+    feed = Feed(batches, epochs=2)
+    assert batches.begun == 1
+    taken(feed)
+    assert batches.begun == 2
+
+
+def test_a_length_that_nobody_knows_is_none():
+    class Unknown(Counting):
+        def __len__(self):
+            raise TypeError("no length")
+
+    feed = Feed(Unknown(3, length=False), epochs=2)
+    assert feed.total is None
+    assert taken(feed) == [0, 1, 2] * 2
+
+
 def test_an_epoch_without_batches_is_refused():
     epochs = iter([[1, 2], []])
 
@@ -134,11 +158,25 @@ def test_batches_without_a_position_have_none():
     assert Feed([1, 2]).position() is None
 
 
+def test_it_goes_to_a_position_in_a_later_epoch():
+    feed = Feed(Counting(3, length=False), epochs=3)
+    seen = [feed.pull(step) for step in range(4)]
+    other = Feed(Counting(3, length=False), epochs=3)
+    other.go_to(feed.position(), 4)
+    assert seen + taken(other) == [0, 1, 2] * 3
+
+
 @pytest.mark.parametrize("batches", [[1, 2, 3], (x for x in range(3))])
 def test_batches_without_a_position_cannot_be_resumed(batches):
     words = "batches: expected some that can be resumed at step 2, got .*, which have no get_state"
     with pytest.raises(sf.DataError, match=words):
         Feed(batches).go_to({"at": 2}, 2)
+
+
+def test_a_position_that_was_not_saved_is_what_is_missing():
+    with pytest.raises(sf.DataError, match="no position was saved") as caught:
+        Feed(sf.batches(np.arange(9), 3)).go_to(None, 2)
+    assert "which have no get_state" not in str(caught.value)
 
 
 @pytest.mark.parametrize("batches", [None, 3, "text", b"text", {"x": np.ones(3)}, lambda: [1]])

@@ -65,6 +65,11 @@ def test_it_takes_no_batch_that_it_does_not_use():
     assert len(pulled) == 7
 
 
+def test_it_goes_through_the_data_so_many_times():
+    result = fit(epochs=3)
+    assert (result.steps, result.stopped) == (18, "all 18 steps were done")
+
+
 def test_it_goes_through_a_list_so_many_times():
     result = fit([next(batches())] * 4, epochs=3)
     assert (result.steps, result.stopped) == (12, "all 12 steps were done")
@@ -78,6 +83,14 @@ def test_things_are_done_every_epoch(tmp_path):
     assert sorted(sf.verify(tmp_path)) == [5, 10, 15, 20, 25]
 
 
+def test_things_are_done_every_epoch_of_batches_of_ones_own(tmp_path):
+    own = sf.Evaluation(lambda state: {"n": state["n"]}, every_epochs=2)
+    plan = sf.Checkpoints(tmp_path, every_epochs=1, keep=None)
+    result = fit(steps=20, evaluation=own, checkpoints=plan)
+    assert result.history["eval/n"] == [12, 20]
+    assert sorted(sf.verify(tmp_path)) == [6, 12, 18, 20]
+
+
 def test_a_time_limit_ends_it():
     def slow():
         for batch in batches():
@@ -87,6 +100,13 @@ def test_a_time_limit_ends_it():
     result = fit(slow(), steps=1000, log_every=1, time_limit=0.3)
     assert result.stopped.startswith("the time limit of 0.3 s was reached at step")
     assert 1 <= result.steps <= 10
+
+
+@pytest.mark.parametrize("given", [[], iter([]), (x for x in ())])
+def test_no_batch_at_all_is_refused_and_leaves_nothing_behind(given, tmp_path):
+    with pytest.raises(sf.DataError, match="batches: expected at least one, got none"):
+        fit(given, **saves(tmp_path))
+    assert sf.latest_step(tmp_path / "checkpoints") is None
 
 
 def test_it_begins_at_the_step_of_the_state():
@@ -108,6 +128,31 @@ def test_a_run_that_is_over_says_so_and_takes_no_batch(tmp_path):
     assert again.stopped == "step 20 of 20 was done before"
     assert (again.steps, again.resumed, again.history) == (20, 20, first.history)
     assert int(again.state["n"]) == 20
+
+
+def test_a_run_over_all_batches_that_is_over_says_so(tmp_path):
+    first = fit(batches(epochs=2), steps=None, **saves(tmp_path))
+    again = fit(batches(epochs=2), steps=None, **saves(tmp_path))
+    assert (again.steps, again.resumed, again.history) == (12, 12, first.history)
+    assert "step 12" in again.stopped
+
+
+def test_a_run_over_so_many_epochs_that_is_over_says_so(tmp_path):
+    first = fit(epochs=2, **saves(tmp_path))
+    again = fit(epochs=2, **saves(tmp_path))
+    assert again.stopped == "step 12 of 12 was done before"
+    assert again.history == first.history
+
+
+def test_a_run_that_was_stopped_early_says_so_again(tmp_path):
+    values = iter([1.0, 2.0, 3.0, 4.0])
+    own = sf.Evaluation(lambda state: {"loss": next(values)}, every=4)
+    early = lambda: sf.stop_early("eval/loss", patience=1)
+    first = fit(evaluation=own, hooks=early(), **saves(tmp_path))
+    again = fit(evaluation=own, hooks=early(), **saves(tmp_path))
+    assert first.stopped.startswith("eval/loss has not become better than 1")
+    assert (first.steps, again.steps) == (8, 8)
+    assert "eval/loss has not become better than 1" in again.stopped
 
 
 def test_a_run_that_is_over_goes_on_where_it_is_to_be_longer(tmp_path):
@@ -146,6 +191,13 @@ def test_another_state_is_refused_with_its_paths(tmp_path):
         sf.fit(JITTED, {"m": jnp.int32(0)}, batches(), steps=20, **saves(tmp_path))
 
 
+def test_to_begin_anew_where_there_are_checkpoints_is_refused_before_the_first_step(tmp_path):
+    fit(steps=10, **saves(tmp_path))
+    given = (pytest.fail("pulled") for _ in "x")
+    with pytest.raises(sf.ConfigError, match="resume=False: .* steps? 7"):
+        fit(given, resume=False, **saves(tmp_path))
+
+
 def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     fit(steps=18, **saves(tmp_path))
     files = [path for path in (tmp_path / "checkpoints" / "18").rglob("*") if path.is_file()]
@@ -154,6 +206,15 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     with pytest.warns(RuntimeWarning, match="step 18 is damaged"):
         result = fit(**saves(tmp_path))
     assert (result.resumed, int(result.state["n"])) == (14, 20)
+
+
+def test_checkpoints_of_a_loop_of_ones_own_can_be_gone_on_with(tmp_path):
+    given, state = batches(), number()
+    for batch in itertools.islice(given, 5):
+        state, _ = JITTED(state, batch)
+    sf.save(tmp_path / "checkpoints", state, step=5, data=given, extra=["my own"])
+    result = fit(**saves(tmp_path))
+    assert (result.resumed, int(result.state["n"])) == (5, 20)
 
 
 def test_it_says_the_best_step(tmp_path):
@@ -203,6 +264,20 @@ def test_what_the_state_was_made_of_is_left_as_it_is():
     assert params["w"].tolist() == [1.0] * 4
 
 
+def test_a_state_that_was_given_is_gone_and_says_so():
+    _, state, train = made()
+    sf.fit(train, state, batches(), steps=3)
+    words = "step.*: the arrays were donated to an earlier call and are gone; go on with the state"
+    with pytest.raises(sf.ConfigError, match=words):
+        sf.fit(train, state, batches(), steps=3)
+
+
+def test_a_step_that_is_ready_cannot_be_scanned_and_says_so():
+    words = "steps_per_call=4: expected a step that is neither jitted nor compiled"
+    with pytest.raises(sf.ConfigError, match=words):
+        fit(steps_per_call=4)
+
+
 def test_a_step_that_is_jitted_may_be_asked_for_one_step_in_a_call():
     assert fit(steps_per_call=1).steps == 20
 
@@ -241,6 +316,24 @@ def test_what_does_not_fit_is_refused_before_anything_is_done(options, words):
     given = (pytest.fail("pulled") for _ in "x")
     with pytest.raises(sf.ConfigError, match=words):
         sf.fit(JITTED, number(), given, **{"steps": None if "epochs" in options else 9, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"log_every": None}, "log_every: expected an integer of at least 1, got None"),
+        ({"steps_per_call": None}, "steps_per_call: expected an integer of at least 1, got None"),
+        ({"time_limit": -1}, "time_limit: expected seconds, a number of at least 0, got -1"),
+        ({"hooks": 3}, "hooks: expected functions of an event, got int 3"),
+        ({"hooks": None}, "hooks: expected functions of an event, got NoneType None"),
+        ({"evaluation": 3}, r"evaluation: expected sf.Evaluation\(…\), got int 3"),
+        ({"checkpoints": "here"}, r"checkpoints: expected sf.Checkpoints\(every=…\), got str"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused_before_anything_is_done(options, words):
+    given = (pytest.fail("pulled") for _ in "x")
+    with pytest.raises(sf.ConfigError, match=words):
+        sf.fit(JITTED, number(), given, **{"steps": 9, **options})
 
 
 def test_a_step_that_is_none_is_refused():

@@ -148,6 +148,15 @@ def test_a_step_and_an_evaluation_are_compiled_once_in_a_run(devices, compiles, 
     assert run("run", 40, train, evaluations) == 1  # the step: it is compiled for each `fit`
 
 
+def test_several_steps_in_a_call_are_two_programs_at_most(compiles):
+    options = {"log_every": 10, "evaluation": sf.Evaluation(lambda state: {}, every=6)}
+    sf.fit(step(), start(), batches(), steps=41, **options)
+    state, train = start(), step()
+    compiles.clear()
+    sf.fit(train, state, batches(), steps=41, steps_per_call=4, **options)
+    assert len(compiles) <= 2
+
+
 # What a hook is shown
 
 
@@ -226,6 +235,18 @@ def run(folder, *, seed=0, **options):
     return sf.fit(step(), start(), batches(seed), **{"run_dir": folder, "log_every": 5, **options})
 
 
+def test_a_checkpoint_has_the_metrics_of_its_own_step_and_no_older_ones(tmp_path):
+    result = run(tmp_path, steps=21, evaluation=evaluation(every=3))
+    for saved in (7, 14, 21):
+        metrics = sf.contents(tmp_path / "checkpoints", step=saved).metrics
+        for name, value in metrics.items():
+            curve = result.history[name]
+            assert (name, saved in curve.steps) == (name, True)
+            assert curve[curve.steps.index(saved)] == value
+    assert "eval/loss" in sf.contents(tmp_path / "checkpoints", step=21).metrics
+    assert result.best == 21
+
+
 def test_the_best_is_the_step_at_which_the_best_was_measured(tmp_path):
     values = iter([3.0, 1.0, 2.0, 4.0])
     own = sf.Evaluation(lambda state: {"loss": next(values)}, every=7)
@@ -241,3 +262,46 @@ def test_hooks_go_on_with_their_state(tmp_path):
     assert first.stopped == "all 9 steps were done"
     rest = run(tmp_path, steps=30, evaluation=own, hooks=[lambda event: None, hooks()])
     assert rest.stopped.startswith("eval/score has not become better than 5 for 3 evaluations")
+
+
+def test_the_state_of_a_hook_goes_to_no_other(tmp_path):
+    class Counts:
+        def __init__(self):
+            self.count = 0
+
+        def __call__(self, event):
+            self.count += 1
+
+        def get_state(self):
+            return {"count": self.count}
+
+        def set_state(self, state):
+            self.count = state["count"]
+
+    early = lambda: sf.stop_early("eval/loss", patience=90, keep_state=False)
+    run(tmp_path, steps=10, hooks=[Counts()])
+    counts = Counts()
+    run(tmp_path, steps=20, hooks=[early(), counts])
+    assert counts.count == 4
+
+
+def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
+    nan = {"x": np.full((64, 16), np.nan, np.float32), "mask": DATA["mask"]}
+    found = sf.batches(nan, 16, seed=0)
+    plan = sf.Checkpoints(every=2, keep=None)
+    result = sf.fit(step(), start(), found, steps=5, run_dir=tmp_path, checkpoints=plan)
+    assert result.stopped == ("all 5 steps were done; not saved, for the parameters are not finite")
+    assert sf.latest_step(tmp_path / "checkpoints") is None
+
+
+def test_parameters_that_were_never_finite_are_saved(tmp_path):
+    """A mask of minus infinity is a parameter to some libraries."""
+    frozen = {"w": "train", "mask": "freeze"}
+    tx = optax.multi_transform({"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}, frozen)
+    params = {"w": jnp.ones(3), "mask": jnp.array([0.0, -jnp.inf])}
+    state = sf.init_state(params, tx, jax.random.key(0))
+    held = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] * b) ** 2), tx)
+    found = [np.ones(3, np.float32)] * 4
+    result = sf.fit(held, state, found, run_dir=tmp_path, checkpoints=sf.Checkpoints())
+    assert sf.latest_step(tmp_path / "checkpoints") == 4
+    assert result.stopped == "the batches ended at step 4"

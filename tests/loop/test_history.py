@@ -43,3 +43,11 @@ def test_it_comes_back_from_json_as_it_was():
     other.add(5, {"a": 1.0})
     assert len(other["a"]) == 6
     assert len(history["a"]) == 5
+
+
+def test_what_was_given_for_saving_does_not_change_later():
+    history = History()
+    history.add(1, {"a": 1.0})
+    state = history.get_state()
+    history.add(2, {"a": 2.0})
+    assert state == {"a": [[1], [1.0]]}

@@ -97,6 +97,18 @@ def test_a_metric_merges_as_its_class_says():
     assert values_of(merged(seen)) == {"top": 5.0}
 
 
+def test_the_last_value_of_several_steps_is_the_last():
+    seen = [
+        {"rate": clu.LastValue(total=jnp.array(x), count=jnp.ones(()))} for x in (1.0, 5.0, 2.0)
+    ]
+    assert values_of(merged(seen)) == {"rate": 2.0}
+
+
+def test_what_is_computed_of_an_average_is_computed():
+    seen = [{"ppl": Perplexity(jnp.array(x), jnp.array(1.0))} for x in (1.0, 3.0)]
+    assert values_of(merged(seen))["ppl"] == pytest.approx(np.exp(2.0))
+
+
 def test_an_accuracy_of_clu_is_a_number():
     labels, logits = jnp.array([0, 1, 1]), jnp.eye(2)[jnp.array([0, 1, 0])]
     metric = clu.Accuracy.from_model_output(logits=logits, labels=labels)
@@ -138,3 +150,8 @@ def test_what_is_given_for_metrics_may_be_numbers():
 def test_what_is_no_number_is_refused(value):
     with pytest.raises(sf.ConfigError, match="eval/name: expected a number, got "):
         values_of({"name": value}, "eval/")
+
+
+def test_a_list_of_what_is_no_number_is_refused():
+    with pytest.raises(sf.ConfigError, match=r"eval/name/1: expected a number, got 'b'"):
+        values_of({"name": ["1", "b"]}, "eval/")

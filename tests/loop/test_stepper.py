@@ -85,7 +85,33 @@ def test_another_form_of_batch_is_refused():
         stepper(state, [batch(0, rows=1)])
 
 
+def test_batches_of_several_forms_in_one_call_are_refused():
+    words = r"batch.*/x: expected float32\[3\], got float32\[1\]"
+    with pytest.raises((sf.RetraceError, sf.DataError), match=words):
+        Stepper(STEP)(start(), [batch(0), batch(1, rows=1)])
+
+
 @pytest.mark.parametrize("step", [None, "step", 3])
 def test_what_is_no_step_is_refused(step):
     with pytest.raises(sf.ConfigError, match=r"step: expected a step \(state, batch\) -> …, got "):
         Stepper(step)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda state, batch: state,
+        lambda state, batch: (state, {}, None),
+        lambda state, batch: {"loss": sf.mean(batch["x"])},
+        lambda state, batch: None,
+    ],
+)
+def test_a_step_that_gives_no_pair_is_refused(step):
+    with pytest.raises(sf.ConfigError, match=r"step: expected \(state, metrics\) from it, got "):
+        Stepper(step)(start(), [batch(0)])
+
+
+@pytest.mark.parametrize("metrics", [{"loss": jnp.float32(1)}, None, jnp.float32(1)])
+def test_a_step_that_says_no_metrics_is_refused(metrics):
+    with pytest.raises(sf.ConfigError, match=r"step: expected metrics by name from it, got "):
+        Stepper(lambda state, batch: (state, metrics))(start(), [batch(0)])

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import jax
@@ -77,6 +78,17 @@ def test_it_stops_a_run_that_has_gone_wrong():
     assert "not saved, for the parameters are not finite" in result.stopped
 
 
+def test_a_batch_that_is_masked_is_no_reason_to_stop():
+    result = train([(1.0, True), (1.0, False), (1.0, True), (1.0, True)], sf.stop_on_nonfinite())
+    assert result.stopped == "the batches ended at step 4"
+
+
+def test_a_step_that_was_skipped_is_no_reason_to_stop():
+    losses = [(1.0, True), (np.nan, True), (1.0, True), (1.0, True)]
+    result = train(losses, sf.stop_on_nonfinite(), skip_nonfinite=True)
+    assert result.stopped == "the batches ended at step 4"
+
+
 # stop_early
 
 
@@ -149,3 +161,29 @@ def test_resumed_it_stops_where_it_would_have(cut):
         5,
         "eval/loss has not become better than 2 for 3 evaluations, since step 2",
     )
+
+
+def test_a_train_metric_and_its_best_state_are_of_the_same_step():
+    hook = sf.stop_early("train/loss", patience=5)
+    step = jax.jit(lambda state, batch: ({"n": state["n"] + 1}, {"loss": sf.mean(state["n"])}))
+    batches = itertools.repeat(np.float32(0), 9)
+    sf.fit(step, {"n": jnp.float32(0)}, batches, hooks=hook, log_every=4)
+    assert int(hook.best_state["n"]) == hook.best_step
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"patience": 0}, "patience: expected an integer of at least 1, got 0"),
+        ({"patience": 1.5}, "patience: expected an integer of at least 1, got 1.5"),
+        ({"patience": 1, "min_delta": -1}, "min_delta: expected a number of at least 0, got -1"),
+        ({"patience": 1, "min_delta": math.nan}, "min_delta: expected a number of at least 0"),
+        ({"patience": 1, "min_delta": "1"}, "min_delta: expected a number of at least 0, got '1'"),
+        ({"patience": 1, "mode": "least"}, "mode: expected 'min' or 'max', got 'least'"),
+        ({"patience": 1, "metric": None}, "metric: expected the name of one, got None"),
+        ({"patience": 1, "metric": 3}, "expected the name of a metric, got 3"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(options, words):
+    with pytest.raises(sf.ConfigError, match=words):
+        sf.stop_early(**{"metric": "eval/loss", **options})

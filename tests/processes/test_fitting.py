@@ -1,0 +1,128 @@
+"""`fit` on several processes: the same as on one, and all of them end together."""
+
+import json
+import signal
+
+import pytest
+
+from . import launch
+
+
+def fits(start, alone, folder, cut, placed):
+    """Fit on two processes, or on one; `cut` says what happens in the last process at step 12."""
+    import json
+    import os
+    import signal
+    import time
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import stepfold as sf
+
+    if alone:
+        jax.config.update("jax_num_cpu_devices", 4)
+    else:
+        start(heartbeat=10, shutdown=5) if cut == "error" else start()
+    last = jax.process_index() == jax.process_count() - 1
+    mesh, tx = sf.make_mesh(), optax.adam(1e-2)
+    rng = np.random.default_rng(0)
+    data = {"x": rng.normal(size=(96, 8)).astype(np.float32), "mask": rng.uniform(size=96) < 0.7}
+
+    def init(key):
+        return {"w": jax.random.normal(key, (8, 64))}
+
+    def loss_fn(params, batch, key):
+        return sf.mean((jnp.tanh(batch["x"] @ params["w"]) ** 2).mean(-1), batch["mask"])
+
+    make = lambda key: sf.init_state(init, tx, key)
+    plan = sf.make_sharding(jax.eval_shape(make, jax.random.key(0)), mesh, sf.fsdp(min_size=1))
+    state = sf.init_state(init, tx, jax.random.key(0), sharding=plan)
+    test = lambda: sf.batches(data, 32, epochs=1, remainder="pad")
+
+    def batches():
+        inner = sf.batches(data, 16, seed=0)
+
+        class Slow(type(inner)):
+            def __next__(self):
+                time.sleep(0.02)
+                if last and self.get_state()["step"] == 12 and not done:
+                    done.append(True)
+                    if cut == "SIGTERM":
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    if cut == "error":
+                        raise OSError("cut here")
+                batch = super().__next__()
+                return sf.shard_batch(batch, mesh) if placed else batch
+
+        inner.__class__ = Slow
+        return inner
+
+    done, hooks = [], []
+    if cut == "hook":
+        hooks = [lambda event: "enough" if last and event.step == 10 else None]
+    try:
+        result = sf.fit(
+            sf.make_train_step(loss_fn, tx), state, batches(), steps=20, log_every=5,
+            evaluation=sf.Evaluation(sf.make_eval_step(loss_fn), test, every=6), hooks=hooks,
+            checkpoints=folder and sf.Checkpoints(folder, every=7, keep=None),
+        )  # fmt: skip
+        code = 0
+    except SystemExit as error:
+        result, code = error.result, error.code
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    params = jax.jit(lambda tree: tree, out_shardings=whole)(result.state.params)
+    seen = {
+        "steps": result.steps,
+        "stopped": result.stopped,
+        "code": code,
+        "resumed": result.resumed,
+        "history": {name: [curve.steps, list(curve)] for name, curve in result.history.items()},
+        "params": np.asarray(params["w"]).ravel().tolist(),
+    }
+    print(json.dumps(seen))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return json.loads(launch.run_processes(fits, 1, args=(True, None, None, False), timeout=40)[0])
+
+
+def same(seen, alone):
+    assert (seen["steps"], seen["stopped"]) == (alone["steps"], alone["stopped"])
+    assert seen["params"] == pytest.approx(alone["params"], rel=1e-4, abs=1e-6)
+    assert seen["history"].keys() == alone["history"].keys()
+    for name, (steps, values) in seen["history"].items():
+        assert steps == alone["history"][name][0]
+        assert values == pytest.approx(alone["history"][name][1], rel=1e-4)
+
+
+def both(folder, cut=None, placed=True):
+    args = (False, str(folder) if folder else None, cut, placed)
+    return [json.loads(text) for text in launch.run_processes(fits, 2, args=args, timeout=40)]
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_two_processes_fit_as_one(placed, alone):
+    for seen in both(None, placed=placed):
+        same(seen, alone)
+
+
+@pytest.mark.parametrize("cut", ["SIGTERM", "hook"])
+def test_what_stops_one_process_stops_both_at_the_same_step(cut, alone, tmp_path):
+    first = both(tmp_path, cut)
+    assert first[0]["steps"] == first[1]["steps"] < 20
+    assert {seen["code"] for seen in first} == {143 if cut == "SIGTERM" else 0}
+    for seen in both(tmp_path):
+        assert seen["resumed"] == first[0]["steps"]
+        same(seen, alone)
+
+
+def test_an_error_in_one_process_ends_the_other(tmp_path):
+    args = (False, str(tmp_path), "error", True)
+    ends = launch.ends_of_processes(fits, 2, args=args, timeout=40)
+    assert ends[1].code != 0
+    assert "cut here" in ends[1].errors
+    assert ends[0].code not in (0, -signal.SIGKILL)
