@@ -144,17 +144,6 @@ def test_a_run_over_so_many_epochs_that_is_over_says_so(tmp_path):
     assert again.history == first.history
 
 
-def test_a_run_that_was_stopped_early_says_so_again(tmp_path):
-    values = iter([1.0, 2.0, 3.0, 4.0])
-    own = sf.Evaluation(lambda state: {"loss": next(values)}, every=4)
-    early = lambda: sf.stop_early("eval/loss", patience=1)
-    first = fit(evaluation=own, hooks=early(), **saves(tmp_path))
-    again = fit(evaluation=own, hooks=early(), **saves(tmp_path))
-    assert first.stopped.startswith("eval/loss has not become better than 1")
-    assert (first.steps, again.steps) == (8, 8)
-    assert "eval/loss has not become better than 1" in again.stopped
-
-
 def test_a_run_that_is_over_goes_on_where_it_is_to_be_longer(tmp_path):
     fit(**saves(tmp_path))
     longer = fit(steps=30, **saves(tmp_path))
@@ -175,7 +164,7 @@ def test_data_that_cannot_be_resumed_is_refused_in_words(tmp_path):
     words = "batches: expected some that can be resumed at step 10, got list.*, which have no get_s"
     with pytest.raises(sf.DataError, match=words) as caught:
         fit([next(batches())] * 20, **saves(tmp_path))
-    assert "begin anew with resume=False" in str(caught.value)
+    assert "begin anew in another directory" in str(caught.value)
     assert sorted(sf.verify(tmp_path / "checkpoints")) == [7, 10]
 
 

@@ -148,13 +148,13 @@ def test_a_step_and_an_evaluation_are_compiled_once_in_a_run(devices, compiles, 
     assert run("run", 40, train, evaluations) == 1  # the step: it is compiled for each `fit`
 
 
-def test_several_steps_in_a_call_are_two_programs_at_most(compiles):
+def test_several_steps_in_a_call_are_few_programs(compiles):
     options = {"log_every": 10, "evaluation": sf.Evaluation(lambda state: {}, every=6)}
     sf.fit(step(), start(), batches(), steps=41, **options)
     state, train = start(), step()
     compiles.clear()
     sf.fit(train, state, batches(), steps=41, steps_per_call=4, **options)
-    assert len(compiles) <= 2
+    assert len(compiles) <= 4  # one for each number of steps from one thing to do to the next
 
 
 # What a hook is shown
@@ -290,7 +290,7 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
     found = sf.batches(nan, 16, seed=0)
     plan = sf.Checkpoints(every=2, keep=None)
     result = sf.fit(step(), start(), found, steps=5, run_dir=tmp_path, checkpoints=plan)
-    assert result.stopped == ("all 5 steps were done; not saved, for the parameters are not finite")
+    assert result.stopped.endswith("at step 2; not saved, for a parameter is NaN")
     assert sf.latest_step(tmp_path / "checkpoints") is None
 
 

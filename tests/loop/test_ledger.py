@@ -72,16 +72,6 @@ def test_the_device_is_not_read_before_an_interval_is_taken():
     assert reads == []
 
 
-def test_an_interval_is_read_once():
-    reads = []
-    ledger = Ledger(lambda said: reads.append(len(said)) or read(said))
-    for number in range(3):
-        ledger.add(number)
-    ledger.close(3)
-    shown(ledger)
-    assert reads == [3]
-
-
 def test_an_interval_that_was_cut_in_two_is_given_whole():
     other = again(filled(1, 2))
     other.add(3)
@@ -99,28 +89,6 @@ def test_it_may_be_cut_twice():
     last.add(3)
     last.close(3)
     assert shown(last) == [(3, [1.0, 2.0, 3.0])]
-
-
-def test_an_interval_that_was_over_is_given_after_the_resume():
-    ledger = filled(1, 2)
-    ledger.close(2)
-    ledger.add(3)
-    other = again(ledger)
-    other.add(4)
-    other.close(4)
-    assert shown(other) == [(2, [1.0, 2.0]), (4, [3.0, 4.0])]
-
-
-def test_an_interval_that_was_over_is_given_before_another_step_is_done():
-    ledger = filled(1, 2)
-    ledger.close(2)
-    assert shown(again(ledger)) == [(2, [1.0, 2.0])]
-
-
-def test_an_interval_that_was_cut_is_given_where_no_step_follows():
-    other = again(filled(1, 2))
-    other.close(2)
-    assert shown(other) == [(2, [1.0, 2.0])]
 
 
 def test_an_empty_one_comes_back_empty():

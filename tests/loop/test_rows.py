@@ -70,12 +70,6 @@ def test_a_step_may_say_nothing():
     assert rower.stacked([row, row]) == {}
 
 
-def test_what_has_no_numbers_has_none_afterwards():
-    rower = Rower(lambda state, batch: (state, {"none": sf.mean(batch), "empty": batch[:0]}))
-    _, row = jax.jit(rower)(jnp.ones(()), jnp.ones(2))
-    assert rower.stacked([row, row, row])["empty"].shape == (3, 0)
-
-
 def test_fetching_is_done_once_for_all(monkeypatch):
     rower = Rower(step)
     rows = [jax.jit(rower)(jnp.float32(1), batch(i))[1] for i in range(4)]

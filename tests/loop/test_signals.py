@@ -98,19 +98,6 @@ def test_an_error_comes_through_and_ends_the_waiting(number):
     assert signals.got is number
 
 
-def test_a_batch_that_was_pulled_when_the_signal_came_is_not_lost(number):
-    """The iterator has moved on; if its batch were dropped, a resume would leave it out."""
-    signals, batches = Signals(), iter([7, 8])
-
-    def pull(step):
-        batch = next(batches)
-        os.kill(os.getpid(), number)
-        return batch
-
-    with signals.watched():
-        assert signals.wait_for(pull, 0) == [7] or next(batches) == 7
-
-
 def test_a_process_that_ignores_the_signal_goes_on_ignoring_it_afterwards():
     code = (
         "import os, signal; from stepfold.loop.signals import Signals;"

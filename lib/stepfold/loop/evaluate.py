@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from stepfold import tree
 from stepfold.errors import ConfigError, DataError
+from stepfold.inspect.compiled import CompiledStep
 from stepfold.loop.metrics import merged, values_of
 from stepfold.sharding.placement import shard_batch
 
@@ -40,11 +41,12 @@ def evaluate(
     >>> sf.evaluate(measure, state, sf.batches(data, 4, epochs=1, remainder="pad"))
     {'loss': 4.5}
     """
-    step = jax.jit(eval_step) if not hasattr(eval_step, "lower") else eval_step
-    mesh = _mesh_of(state)
+    ready = isinstance(eval_step, CompiledStep) or hasattr(eval_step, "lower")
+    step = eval_step if ready else jax.jit(eval_step)
+    mesh = mesh_of(state)
     seen: list[Any] = []
     for batch in batches:
-        if mesh is not None and not _is_placed(batch):
+        if mesh is not None and not is_placed(batch):
             batch = shard_batch(batch, mesh)
         seen.append(_checked(step(state, batch)))
         if len(seen) == _AT_ONCE:
@@ -57,14 +59,16 @@ def evaluate(
     return values_of(merged(seen))
 
 
-def _mesh_of(state: Any) -> Mesh | None:
+def mesh_of(state: Any) -> Mesh | None:
+    """Give the mesh of several devices that a state is on, if there is one."""
     places = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
     meshes = {place.mesh for place in places if isinstance(place, NamedSharding)}
     large = [mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size > 1]
     return large[0] if large else None
 
 
-def _is_placed(batch: Any) -> bool:
+def is_placed(batch: Any) -> bool:
+    """Tell whether a batch was put where it belongs already."""
     return any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(batch))
 
 
@@ -126,6 +130,9 @@ class Evaluation:
     def __call__(self, state: Any) -> dict[str, float]:
         """Measure a state."""
         if self.batches is None:
-            return values_of(self.measure(state), f"{self.name}/")
+            said = self.measure(state)
+            if not isinstance(said, Mapping):
+                raise ConfigError(f"{self.name}: expected numbers by name, got {tree.spell(said)}")
+            return values_of(said, f"{self.name}/")
         found = evaluate(self.measure, state, self.batches())
         return {f"{self.name}/{name}": value for name, value in found.items()}

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from stepfold import tree
@@ -23,16 +24,15 @@ class Feed:
                 f"batches: expected an iterable of batches, got {tree.spell(batches)}; "
                 "sf.batches(data, 256, seed=0) makes one"
             )
-        self.epoch_steps = _steps_per_epoch(batches)
-        self._batches, self._left = batches, epochs
-        self._once = iter(batches) is batches
+        self._batches, self._left, self._iterator = batches, epochs, iter(batches)
+        self._once = self._iterator is batches
+        self.epoch_steps = _steps_per_epoch(batches, self._once)
         if epochs is not None and self._once and self.epoch_steps is None:
             raise ConfigError(
                 f"epochs={epochs}: expected batches that can be gone through again, or that know "
                 f"their epochs, got {tree.spell(batches)}; give steps=…, or sf.batches(data, …)"
             )
         self.total = None if epochs is None or not self.epoch_steps else epochs * self.epoch_steps
-        self._iterator = iter(batches)
         self.waited = 0.0
 
     def pull(self, step: int) -> Any:
@@ -69,7 +69,10 @@ class Feed:
     def position(self) -> Any:
         """Give the position to save, or None where the batches have none."""
         get_state = getattr(self._iterator, "get_state", None)
-        return None if get_state is None else get_state()
+        if get_state is None:
+            return None
+        # Of what is gone through again, the epoch too.
+        return get_state() if self._once else {"left": self._left, "position": get_state()}
 
     def go_to(self, position: Any, step: int) -> None:
         """Go to a saved position.
@@ -78,17 +81,25 @@ class Feed:
           DataError: if the batches cannot go there.
         """
         set_state = getattr(self._iterator, "set_state", None)
-        if set_state is None or position is None:
+        if set_state is not None and position is None:
+            raise DataError(
+                f"batches: expected a position to resume at in the checkpoint of step {step}, but "
+                "no position was saved; save with data=batches, or begin anew elsewhere"
+            )
+        if set_state is None:
             raise DataError(
                 f"batches: expected some that can be resumed at step {step}, got "
                 f"{tree.spell(self._batches)}, which have no get_state and set_state; give "
-                "sf.batches(data, …), or begin anew with resume=False"
+                "sf.batches(data, …), or begin anew in another directory"
             )
+        if not self._once:
+            self._left, position = position["left"], position["position"]
         set_state(position)
 
 
-def _steps_per_epoch(batches: Any) -> int | None:
+def _steps_per_epoch(batches: Any, once: bool) -> int | None:
     steps = getattr(batches, "steps_per_epoch", None)
-    if steps is None and iter(batches) is not batches and hasattr(batches, "__len__"):
-        steps = len(batches)
+    if steps is None and not once:
+        with suppress(TypeError):  # no length, or none that it knows
+            steps = len(batches)
     return steps

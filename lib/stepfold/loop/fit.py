@@ -6,11 +6,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from stepfold import tree
 from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.checkpoint.retention import metrics_in, order_by
 from stepfold.checkpoint.series import Series
-from stepfold.checkpoint.steps import read_directory
+from stepfold.checkpoint.steps import read_directory, steps_in
 from stepfold.checkpoint.verify import latest_step
 from stepfold.errors import ConfigError
 from stepfold.loop.evaluate import Evaluation
@@ -122,6 +124,19 @@ def fit(
     if steps is not None and epochs is not None:
         raise ConfigError(f"steps, epochs: expected one of them, got {steps} and {epochs}")
     evaluations = _evaluations(evaluation)
+    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+        raise ConfigError(
+            f"checkpoints: expected sf.Checkpoints(every=…), got {tree.spell(checkpoints)}"
+        )
+    stepper = Stepper(step)
+    at_once = _positive("steps_per_call", steps_per_call, needed=True) or 1
+    if at_once > 1 and not stepper.scans:
+        raise ConfigError(
+            f"steps_per_call={at_once}: expected a step that is neither jitted nor compiled, to "
+            f"compile several of them as one, got {tree.spell(step)}"
+        )
+    _check_there(state)
+    log_at = _positive("log_every", log_every, needed=True) or 1
     feed = Feed(batches, _positive("epochs", epochs))
     for what in (*evaluations, checkpoints):
         if what is not None and what.every_epochs and not feed.epoch_steps:
@@ -129,6 +144,10 @@ def fit(
                 "every_epochs: expected batches that know how many steps an epoch has, got "
                 f"{tree.spell(batches)}; give every=…, or sf.batches(data, …)"
             )
+    if time_limit is not None and (not isinstance(time_limit, int | float) or time_limit < 0):
+        raise ConfigError(
+            f"time_limit: expected seconds, a number of at least 0, got {time_limit!r}"
+        )
     shown = [*_hooks(hooks), *_usual(run_dir, time_limit)]
     if not any(getattr(hook, "watches_nonfinite", False) for hook in shown):
         shown.insert(0, stop_on_nonfinite())
@@ -139,24 +158,31 @@ def fit(
         )
     with ExitStack() as stack:
         series = _open(checkpoints, run_dir)
-        if series is not None:
-            stack.enter_context(series)
         for hook in shown:
             if hasattr(hook, "close"):
                 stack.callback(hook.close)
         fold = Fold(
-            Stepper(step),
+            stepper,
             state,
             feed,
             steps=steps,
             evaluations=evaluations,
             series=series,
             hooks=shown,
-            log_every=_positive("log_every", log_every) or 1,
-            steps_per_call=_positive("steps_per_call", steps_per_call) or 1,
+            log_every=log_at,
+            steps_per_call=at_once,
         )
         del state  # so that it can be freed when it is restored
-        if resume and series is not None and latest_step(series.directory) is not None:
+        stack.enter_context(fold.signals.watched())  # until the last save is on the disk
+        if series is not None:
+            stack.enter_context(series)
+        if series is not None and latest_step(series.directory) is not None:
+            if not resume:
+                raise ConfigError(
+                    f"resume=False: expected a directory without checkpoints to begin anew in, got "
+                    f"steps {', '.join(map(str, steps_in(series.directory)))} in "
+                    f"{series.directory}; delete them, or give another"
+                )
             fold.resume()
         fold.run()
     result = FitResult(
@@ -197,10 +223,6 @@ def _usual(run_dir: str | Path | None, time_limit: float | None) -> list[Hook]:
 def _open(checkpoints: Checkpoints | None, run_dir: str | Path | None) -> Series | None:
     if checkpoints is None:
         return None
-    if not isinstance(checkpoints, Checkpoints):
-        raise ConfigError(
-            f"checkpoints: expected sf.Checkpoints(every=…), got {tree.spell(checkpoints)}"
-        )
     if checkpoints.directory is None and run_dir is None:
         raise ConfigError(
             "checkpoints: expected to know where they go; give run_dir=…, or a directory to "
@@ -215,8 +237,17 @@ def _best(series: Series | None) -> int | None:
     return next(iter(order_by(series.best, metrics_in(series.directory))), None)
 
 
+def _check_there(state: Any) -> None:
+    for name, leaf in tree.named_leaves(state):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ConfigError(
+                f"{name}, …: the arrays were donated to an earlier call and are gone; go on with "
+                "the state that it returned"
+            )
+
+
 def _evaluations(given: Any) -> list[Evaluation]:
-    evaluations = [given] if isinstance(given, Evaluation) else list(given or ())
+    evaluations = list(given) if isinstance(given, list | tuple) else [given]
     for one in evaluations:
         if not isinstance(one, Evaluation):
             raise ConfigError(f"evaluation: expected sf.Evaluation(…), got {tree.spell(one)}")
@@ -229,14 +260,14 @@ def _evaluations(given: Any) -> list[Evaluation]:
 
 
 def _hooks(given: Any) -> list[Hook]:
-    hooks = [given] if callable(given) else list(given)
+    hooks = list(given) if isinstance(given, list | tuple) else [given]
     for hook in hooks:
         if not callable(hook):
             raise ConfigError(f"hooks: expected functions of an event, got {tree.spell(hook)}")
     return hooks
 
 
-def _positive(name: str, value: Any) -> int | None:
-    if value is not None and (type(value) is not int or value < 1):
+def _positive(name: str, value: Any, *, needed: bool = False) -> int | None:
+    if (needed or value is not None) and (type(value) is not int or value < 1):
         raise ConfigError(f"{name}: expected an integer of at least 1, got {value!r}")
     return value

@@ -1,5 +1,6 @@
 """The order in which things happen in a run."""
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from stepfold.loop.ledger import Ledger
 from stepfold.loop.metrics import each_of, over_steps, values_of, weights_of
 from stepfold.loop.signals import Signals
 from stepfold.loop.stepper import Stepper
+
+_BROKEN = "; not saved, for a parameter is NaN"
 
 
 class Fold:
@@ -50,7 +53,11 @@ class Fold:
         self.stopped: str | None = None
         self.resumed: int | None = None
         self._measured: dict[str, float] = {}  # by name, at the step that is done
-        self._evaluated: int | None = None
+        self._measured_at = -1
+        self._evaluated: dict[str, int] = {}  # the step at which each evaluation was made last
+        self._began = self.done
+        self._position: Any = None  # of the first batch that was pulled and is in no state yet
+        self._next_position: Any = None
         self._epochs_told = self.done  # up to which step hooks know of the ends of epochs
         self._batch: Any = None
         self._before: list[Any] | None = None  # what hooks knew before what they are told now
@@ -62,11 +69,11 @@ class Fold:
         if self.series is None:
             return
         restored = self.series.restore(self.state)
-        self.state, self.done = restored.state, restored.step
-        self.resumed = restored.step
+        self.state = restored.state
+        self.done = self._began = self.resumed = restored.step
         if self.total is None or self.done < self.total:
             self.feed.go_to(restored.data, self.done)
-        kept = (restored.extra or {}).get("fit", {})
+        kept = restored.extra.get("fit") if isinstance(restored.extra, dict) else None
         if kept:
             self._evaluated, self._epochs_told = kept["evaluated"], kept["epochs_told"]
             self._unshown, self._ended = kept["unshown"], kept["ended"]
@@ -83,19 +90,18 @@ class Fold:
         if over and self._ended:
             self.stopped = f"step {self.done} of {self.total} was done before"
             return
-        with self.signals.watched():
-            try:
-                for hook in self.hooks:
-                    if hasattr(hook, "open"):
-                        hook.open(self.done, self.total)
-                self._catch_up()
-                if over:
-                    self.stopped = self.stopped or f"all {self.total} steps were done"
-                self._fold()
-                self._end()
-            except BaseException:
-                self._rescue()
-                raise
+        try:
+            for hook in self.hooks:
+                if hasattr(hook, "open"):
+                    hook.open(self.done, self.total)
+            self._catch_up()
+            if over:
+                self.stopped = self.stopped or f"all {self.total} steps were done"
+            self._fold()
+            self._end()
+        except BaseException:
+            self._rescue()
+            raise
 
     def _catch_up(self) -> None:
         """Do what an exception cut off in the run that this one goes on with."""
@@ -107,9 +113,8 @@ class Fold:
             with self._wholly():
                 self._tell(step, metrics, each, weighed)
             self._unshown.pop(0)
-        if self.resumed and self._evaluated != self.done and self.done != self.total:
+        if self.resumed and self.done != self.total:
             self._evaluate([e for e in self.evaluations if self._is_due(e)])
-        if self.done != self.total:
             self._end_epoch()
 
     def _fold(self) -> None:
@@ -120,21 +125,26 @@ class Fold:
                 return
             self.state, said = self.step(self.state, batches)
             self.done += len(batches)
+            self._position, self._next_position = self._next_position, None
             self.ledger.add(said)
             if self.ledger.closed:  # the device is at the step after; what it said before is there
                 self._show()
             if self.done == due:
                 self._at_boundary()
                 due = self._next_due()
-            if self.signals.got is not None and jax.process_count() == 1:
+            if self.signals.got is not None and self.signals.alone:
                 self.stopped = f"{self.signals.got.name} at step {self.done}"
 
     def _pull(self, count: int) -> list[Any]:
         """Pull batches; none at the end, for which it says why."""
         batches: list[Any] = []
         for number in range(count):
+            position = None if self.series is None else self.feed.position()
+            if number == 0:
+                self._position = position
             pulled = self.signals.wait_for(self.feed.pull, self.done + number)
             if pulled is None:
+                self._next_position = position  # whatever the waiting that was broken off took
                 break
             batches += pulled
         if batches:
@@ -143,6 +153,7 @@ class Fold:
             self.stopped = f"{self.signals.got.name} at step {self.done}"
         else:
             self.stopped = f"the batches ended at step {self.done}"
+            self._ended = True
             if not self.done:
                 raise DataError("batches: expected at least one, got none")
         return batches
@@ -203,10 +214,15 @@ class Fold:
                 self._tell(step, *_numbers(stacked))
 
     def _evaluate(self, due: Sequence[Evaluation]) -> None:
-        with self._wholly():
-            for evaluation in due:
-                self._tell(self.done, evaluation(self.state))
-            self._evaluated = self.done if due else self._evaluated
+        for evaluation in due:
+            if self._evaluated.get(evaluation.name) == self.done:
+                continue
+            found = self.signals.wait_for(functools.partial(_measure, evaluation, self.state), 0)
+            if found is None:
+                return
+            with self._wholly():
+                self._tell(self.done, *found)
+                self._evaluated[evaluation.name] = self.done
 
     @contextmanager
     def _wholly(self) -> Iterator[None]:
@@ -238,7 +254,8 @@ class Fold:
         )
         event, reasons = show(event, self.hooks)
         self.history.add(step, event.metrics)
-        self._measured = {**(self._measured if step == self.done else {}), **event.metrics}
+        self._measured = {**(self._measured if step == self._measured_at else {}), **event.metrics}
+        self._measured_at = step
         if self.signals.got is not None:
             reasons.append(self.signals.got.name)
         said = first_said([reason for reason in reasons if reason])
@@ -247,29 +264,38 @@ class Fold:
 
     def _end(self) -> None:
         """Show what is left, evaluate a last time, and save."""
+        self._ended = self._ended or self.done == self.total
+        if not self._ended:  # it may go on, and then the interval is shown whole
+            self._show()
+            self._save()
         if self.signals.got is None:
             self.ledger.close(self.done)
-        self._show()
-        if self.signals.got is None and self._evaluated != self.done:
+            self._show()
             self._evaluate(self.evaluations)
-        if self.signals.got is None:
             self._end_epoch()
-        self._ended = self.done == self.total
-        if not is_finite(self.state):
-            self.stopped = f"{self.stopped}; not saved, for the parameters are not finite"
-        elif self.series is not None and self.done not in (self.series.saved, self.resumed):
+        if self._ended:
+            self._show()
+            self._ended = self.signals.got is None
             self._save()
 
     def _rescue(self) -> None:
-        """Save what an exception would lose, if it is whole; the exception itself goes on."""
+        """Save what an exception would lose, if it is whole; the exception itself goes on.
+
+        Not with several processes, for the others know nothing of it, and would have to take part.
+        """
+        self._ended = False
         leaves = [leaf for leaf in jax.tree.leaves(self.state) if isinstance(leaf, jax.Array)]
         whole = not any(leaf.is_deleted() for leaf in leaves)
-        saved = self.series is None or self.done in (self.series.saved, self.resumed)
-        if whole and not saved:
+        if whole and jax.process_count() == 1 and not self.signals.twice:
             self._save()
 
     def _save(self) -> None:
-        if self.series is None:
+        """Save, unless it is there already, or nothing that anybody wants back."""
+        if self.series is None or self.done in (self.series.saved, self._began):
+            return
+        if has_nan(self.state):
+            why = self.stopped or f"stopped at step {self.done}"
+            self.stopped = f"{why.removesuffix(_BROKEN)}{_BROKEN}"
             return
         kept = {
             "history": self.history.get_state(),
@@ -286,8 +312,8 @@ class Fold:
         self.series.save(
             self.state,
             step=self.done,
-            data=self.feed.position(),
-            metrics=self._measured,
+            data=self.feed.position() if self._position is None else self._position,
+            metrics=self._measured if self._measured_at == self.done else {},
             extra={"fit": kept},
         )
 
@@ -315,6 +341,10 @@ def _named(hooks: Sequence[Hook]) -> list[tuple[str, Any]]:
     return named
 
 
+def _measure(evaluation: Evaluation, state: Any, _: int) -> dict[str, float]:
+    return evaluation(state)
+
+
 def _steps_of(state: Any) -> int:
     return int(getattr(state, "step", 0))
 
@@ -323,12 +353,12 @@ def _sum(done: int, more: int | None) -> int | None:
     return None if more is None else done + more
 
 
-def is_finite(state: Any) -> bool:
-    """Tell whether the parameters of a state are finite, all of them."""
+def has_nan(state: Any) -> bool:
+    """Tell whether a parameter of a state is NaN; an infinite one may be meant, as in a mask."""
     leaves = [leaf for leaf in jax.tree.leaves(getattr(state, "params", ())) if tree.is_float(leaf)]
-    return bool(_all_finite(leaves))
+    return bool(_any_nan(leaves))
 
 
 @jax.jit
-def _all_finite(leaves: list[Any]) -> jax.Array:
-    return jnp.array([jnp.isfinite(leaf).all() for leaf in leaves] or [True]).all()
+def _any_nan(leaves: list[Any]) -> jax.Array:
+    return jnp.array([jnp.isnan(leaf).any() for leaf in leaves] or [False]).any()

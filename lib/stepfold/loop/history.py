@@ -40,7 +40,7 @@ class History(dict[str, Curve]):
 
     def get_state(self) -> dict[str, Any]:
         """Give all of it, for JSON to hold."""
-        return {name: [curve.steps, list(curve)] for name, curve in self.items()}
+        return {name: [list(curve.steps), list(curve)] for name, curve in self.items()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on with what was measured before."""

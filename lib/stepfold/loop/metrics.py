@@ -4,6 +4,7 @@ A total and a weight are added up in float64 and in whole numbers on the host, w
 evaluation loses no digits; any other metric merges as its own class says, on the device.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,9 +32,18 @@ def merged(metrics: Sequence[Mapping[str, Metric]]) -> dict[str, Any]:
 
 def over_steps(stacked: Any) -> Any:
     """Merge a metric whose leaves have a leading axis of steps."""
-    if isinstance(stacked, Average | TermSum):
+    if _adds_up(stacked):
         return jax.tree.map(_sum, stacked)
-    return _reduce(stacked)
+    count = len(jax.tree.leaves(stacked)[0])
+    steps = [jax.tree.map(lambda leaf, k=k: leaf[k], stacked) for k in range(count)]
+    return functools.reduce(lambda one, other: one.merge(other), steps)
+
+
+def _adds_up(metric: Any) -> bool:
+    """Tell whether merging is adding, and so can be done in more digits than the device has."""
+    return isinstance(metric, TermSum) or (
+        isinstance(metric, Average) and type(metric).merge is Average.merge
+    )
 
 
 def _sum(leaf: Any) -> Any:
@@ -43,17 +53,12 @@ def _sum(leaf: Any) -> Any:
     )
 
 
-@jax.jit
-def _reduce(stacked: Any) -> Any:
-    return stacked.reduce()
-
-
 def each_of(stacked: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Read metrics with a leading axis of steps step by step; those of totals and weights."""
     return {
         name: np.asarray(value_of(metric))
         for name, metric in stacked.items()
-        if isinstance(metric, Average | TermSum)
+        if isinstance(metric, TermSum) or type(metric) is Average
     }
 
 
@@ -81,7 +86,7 @@ def values_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 def value_of(metric: Any) -> Any:
     """Read one metric; NaN, where it has seen nothing."""
-    if isinstance(metric, Average):
+    if isinstance(metric, Average) and type(metric).compute is Average.compute:
         return _over(metric)
     if isinstance(metric, TermSum):
         means = np.stack([_over(term) for term in metric.terms.values()])
@@ -101,9 +106,10 @@ def _spread(name: str, value: Any, found: dict[str, float]) -> None:
             _spread(f"{name}/{key}", inner, found)
     elif np.ndim(value):
         for index, inner in enumerate(np.ravel(value)):
-            found[f"{name}/{index}"] = float(inner)
+            _spread(f"{name}/{index}", inner, found)
     else:
         try:
             found[name] = float(value)
         except (TypeError, ValueError):
-            raise ConfigError(f"{name}: expected a number, got {value!r}") from None
+            text = str(value) if isinstance(value, str) else value
+            raise ConfigError(f"{name}: expected a number, got {text!r}") from None

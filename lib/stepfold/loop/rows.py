@@ -4,14 +4,37 @@ Each array that a step returns costs a little to return, and a little more to fe
 leave the device side by side in one array for each dtype, bit for bit, and come apart on the host.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from clu.metrics import Metric
+
+from stepfold import tree
+from stepfold.errors import ConfigError
 
 Rows = list[Any]
+
+
+def read_step(made: Any) -> tuple[Any, Any]:
+    """Read what a step gave: a state, and metrics by name.
+
+    Raises:
+      ConfigError: if it is anything else.
+    """
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ConfigError(f"step: expected (state, metrics) from it, got {tree.spell(made)}")
+    state, metrics = made
+    if not isinstance(metrics, Mapping) or not all(
+        isinstance(metric, Metric) for metric in metrics.values()
+    ):
+        raise ConfigError(
+            f"step: expected metrics by name from it, got {tree.spell(metrics)}; give each number "
+            "as sf.mean(values), so that they merge exactly"
+        )
+    return state, dict(metrics)
 
 
 class Rower:
@@ -31,7 +54,7 @@ class Rower:
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Rows]:
         """Run the step, while jax traces, and pack what it says."""
-        state, metrics = self._step(state, batch)
+        state, metrics = read_step(self._step(state, batch))
         leaves, self._structure = jax.tree.flatten(metrics)
         leaves = [jnp.asarray(leaf) for leaf in leaves]
         self._leaves = [(leaf.dtype, leaf.shape) for leaf in leaves]
@@ -58,5 +81,5 @@ class Rower:
             column, start = left[dtype]
             stop = start + int(np.prod(shape, dtype=int))
             left[dtype] = column, stop
-            leaves.append(column[:, start:stop].reshape(-1, *shape))
+            leaves.append(column[:, start:stop].reshape(len(column), *shape))
         return jax.tree.unflatten(self._structure, leaves)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import jax
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -19,10 +21,14 @@ class Signals:
 
     Attributes:
       got: the signal that came, or None.
+      twice: whether another came after it.
+      alone: whether this process may stop by itself; several have to agree first.
     """
 
     def __init__(self) -> None:
         self.got: signal.Signals | None = None
+        self.twice = False
+        self.alone = jax.process_count() == 1
         self._waiting = False
 
     @contextmanager
@@ -40,6 +46,7 @@ class Signals:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.got is not None:  # asked twice: at once
+            self.twice = True
             raise KeyboardInterrupt
         self.got = signal.Signals(number)
         if self._waiting:
@@ -48,8 +55,8 @@ class Signals:
     def wait_for(self, pull: Callable[[int], Any], step: int) -> list[Any] | None:
         """Pull a batch, in a list; None at the end, or where a signal breaks off the waiting."""
         try:
-            self._waiting = True
-            batch = None if self.got is not None else [pull(step)]
+            self._waiting = self.alone
+            batch = None if self.got is not None and self.alone else [pull(step)]
             self._waiting = False
         except (StopIteration, _WaitingError):
             return None

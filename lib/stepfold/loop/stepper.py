@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from stepfold import tree
-from stepfold.errors import ConfigError
+from stepfold.errors import ConfigError, RetraceError
 from stepfold.inspect.compiled import CompiledStep, compile_step
+from stepfold.loop.evaluate import is_placed, mesh_of
 from stepfold.loop.rows import Rower
+from stepfold.sharding.placement import shard_batch
 
 
 class Stepper:
@@ -33,6 +35,9 @@ class Stepper:
 
     def __call__(self, state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
         """Run a step for each batch; give the state, and what to give to `metrics`."""
+        if jax.process_count() > 1:  # each has its own rows, which jax does not put together
+            mesh = mesh_of(state)
+            batches = [b if mesh is None or is_placed(b) else shard_batch(b, mesh) for b in batches]
         if self._ready:
             (batch,) = batches
             return self._step(state, batch)
@@ -45,6 +50,13 @@ class Stepper:
         return compiled(state, given)  # type: ignore[no-any-return]
 
     def _scanned(self, state: Any, batches: tuple[Any, ...]) -> tuple[Any, Any]:
+        for batch in batches[1:]:
+            lines = tree.diff(batches[0], batch, "batch")
+            if lines:
+                raise RetraceError(
+                    "steps_per_call: expected batches of one form in a call, got\n  "
+                    + "\n  ".join(lines)
+                )
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
         return jax.lax.scan(self._rower, state, stacked)
 

@@ -82,7 +82,7 @@ class stop_early:  # noqa: N801  it is called as the functions beside it are
         patience: int,
         mode: str | None = None,
         min_delta: float = 0.0,
-        keep_state: bool = True,
+        keep_state: bool | None = None,
     ) -> None:
         """Say what to watch.
 
@@ -92,18 +92,26 @@ class stop_early:  # noqa: N801  it is called as the functions beside it are
           mode: whether less ("min") or more ("max") is better; if None, less of what is called a
             loss, and more of anything else.
           min_delta: by how much a value has to be better to count.
-          keep_state: whether to keep a copy of the best state, which takes the memory of one.
+          keep_state: whether to keep a copy of the best state, which takes the memory of one; by
+            default for the metric of an evaluation. At a log point the state is of a later step.
 
         Raises:
           ConfigError: if an argument is not as described.
         """
         if type(patience) is not int or patience < 1:
             raise ConfigError(f"patience: expected an integer of at least 1, got {patience!r}")
-        if not min_delta >= 0:
+        if not isinstance(min_delta, int | float) or not min_delta >= 0:
             raise ConfigError(f"min_delta: expected a number of at least 0, got {min_delta!r}")
         found = read_best(metric, mode)
         if found is None:
             raise ConfigError("metric: expected the name of one, got None")
+        is_train = metric.startswith("train/")
+        if is_train and keep_state:
+            raise ConfigError(
+                f"keep_state: expected the metric of an evaluation for it, got {metric!r}: the "
+                "state at hand is of a later step by then; leave it out"
+            )
+        keep_state = not is_train if keep_state is None else keep_state
         self._metric, self._sign = metric, 1 if found[1] == "min" else -1
         self._patience, self._delta, self._keep = patience, min_delta, keep_state
         self.best, self.best_step, self.best_state, self._worse = math.nan, -1, None, 0
