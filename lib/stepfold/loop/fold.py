@@ -256,8 +256,9 @@ class Fold:
         self.history.add(step, event.metrics)
         self._measured = {**(self._measured if step == self._measured_at else {}), **event.metrics}
         self._measured_at = step
+        self.signals.agree()
         if self.signals.got is not None:
-            reasons.append(self.signals.got.name)
+            reasons.insert(0, self.signals.got.name)
         said = first_said([reason for reason in reasons if reason])
         if said and self.stopped is None:
             self.stopped = f"{said} at step {self.done}"

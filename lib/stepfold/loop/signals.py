@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from stepfold.checkpoint.agreement import worst_of
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -30,6 +32,11 @@ class Signals:
         self.twice = False
         self.alone = jax.process_count() == 1
         self._waiting = False
+
+    def agree(self) -> None:
+        """Hear of a signal that any process got; each has to call it, at the same step."""
+        number = worst_of(int(self.got or 0))
+        self.got = signal.Signals(number) if number else None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
