@@ -1,7 +1,10 @@
-"""Train a classifier of handwritten digits, in a loop of one's own.
+"""Train a classifier of handwritten digits with `fit`: a bar, evaluations, checkpoints, metrics.
 
-Run it with `python examples/quickstart.py`; it takes some seconds on two cores.
+Run it with `python examples/quickstart.py`; it takes some seconds on two cores. Interrupt it, and
+run it again. What it prints and keeps is in `runs/digits`, or in the folder given.
 """
+
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -34,41 +37,49 @@ def loss_fn(params, batch, key, *, dropout=0.0):
     return sf.mean(nll, batch["mask"]), {"accuracy": sf.mean(hit, batch["mask"])}
 
 
-def batches(data, order):
-    """Cut the examples into batches of one size; the last one is filled up and masked."""
-    for start in range(0, len(order), BATCH):
-        rows = np.resize(order[start : start + BATCH], BATCH)
-        mask = np.arange(BATCH) < len(order) - start
-        yield {name: values[rows] for name, values in data.items()} | {"mask": mask}
+def smooth_step(loss):
+    """Make a step that measures the average of the parameters, which the optimizer keeps."""
+    measure = sf.make_eval_step(loss)
+    return lambda state, batch: measure(state._replace(params=sf.get_ema(state)), batch)
 
 
-def main():
-    """Train, print the loss as it falls, and measure on what was not trained on."""
+def tell(event):
+    """Print what an evaluation found: a hook is a function of an event."""
+    if "test/loss" in event.metrics:
+        loss, accuracy = (event.metrics[f"test/{name}"] for name in ("loss", "accuracy"))
+        print(
+            f"step {event.step:4}  test loss {loss:.4f}  test accuracy {accuracy:.4f}", flush=True
+        )
+
+
+def main(run_dir="runs/digits"):
+    """Train, evaluate and save; interrupted, or killed, and run again, it goes on where it was."""
     digits = load_digits()
     data = {"image": np.float32(digits.data / 16), "label": np.int32(digits.target)}
-    rng = np.random.default_rng(0)
-    train, test = np.split(rng.permutation(len(digits.target)), [1437])
+    rows = np.split(np.random.default_rng(0).permutation(len(digits.target)), [1437])
+    train, test = ({name: values[some] for name, values in data.items()} for some in rows)
 
-    steps = EPOCHS * -(-len(train) // BATCH)
-    tx = sf.ema_params(optax.adamw(optax.cosine_decay_schedule(3e-3, steps)), decay=0.99)
-    state = sf.init_state(init, tx, jax.random.key(0))
+    batches = sf.batches(train, BATCH, seed=0, epochs=EPOCHS, remainder="pad")
+    tx = optax.adamw(optax.cosine_decay_schedule(3e-3, len(batches)))
+    tx = sf.ema_params(tx, decay=0.99)
     dropping = lambda *args: loss_fn(*args, dropout=0.2)
-    step = jax.jit(sf.make_train_step(dropping, tx, accumulate=2), donate_argnums=0)
 
-    for epoch in range(EPOCHS):
-        for batch in batches(data, rng.permutation(train)):
-            state, metrics = step(state, batch)
-        if epoch % 5 == 0 or epoch == EPOCHS - 1:
-            print(f"step {int(state.step):4}  loss {float(metrics['loss'].compute()):.4f}")
-
-    evaluate = jax.jit(sf.make_eval_step(loss_fn))
-    smooth = state._replace(params=sf.get_ema(state))
-    total = None
-    for batch in batches(data, test):
-        accuracy = evaluate(smooth, batch)["accuracy"]
-        total = accuracy if total is None else total.merge(accuracy)
-    print(f"test accuracy {float(total.compute()):.4f} over {int(total.count)} digits")
+    result = sf.fit(
+        sf.make_train_step(dropping, tx, accumulate=2),
+        sf.init_state(init, tx, jax.random.key(0)),
+        batches,
+        run_dir=run_dir,
+        evaluation=sf.Evaluation(
+            smooth_step(loss_fn),
+            lambda: sf.batches(test, BATCH, epochs=1, remainder="pad"),
+            every_epochs=5,
+            name="test",
+        ),
+        checkpoints=sf.Checkpoints(every_epochs=5, keep=2, best="test/accuracy", mode="max"),
+        hooks=[sf.progress(), tell],
+    )
+    print(f"{result.stopped}; metrics and checkpoints are in {run_dir}")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

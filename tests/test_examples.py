@@ -42,7 +42,7 @@ def test_the_quickstart_learns_to_read_digits():
     printed = printed_by(ROOT / "examples" / "quickstart.py")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
     assert losses[-1] < losses[0] / 5
-    assert float(re.search(r"test accuracy (\d+\.\d+)", printed).group(1)) > 0.95
+    assert float(re.findall(r"test accuracy (\d+\.\d+)", printed)[-1]) > 0.95
 
 
 def test_the_sharded_transformer_learns_and_shows_its_plan():
