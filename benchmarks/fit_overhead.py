@@ -1,0 +1,200 @@
+"""`fit` with everything switched on costs what the bare jitted loop over the same batches costs.
+
+Everything is: progress, JSON lines, CSV and TensorBoard every ten steps, throughput, the stop at
+what is not finite, a watchdog, and checkpoints that are armed but not due. Both run the same step
+on the same batches of numpy's in turns, and are timed from one pull of a batch to a later one, so
+that neither compiling nor the end counts.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from decoder import init, loss_fn, make_batch
+from measure import show
+
+import stepfold as sf
+
+WARM = 50
+
+
+def mlp():
+    """Make a step of some tens of microseconds."""
+    rng = np.random.default_rng(0)
+    batch = {
+        "x": rng.normal(size=(64, 64)).astype(np.float32),
+        "y": rng.integers(0, 10, 64).astype(np.int32),
+    }
+
+    def start(key):
+        one, two = jax.random.split(key)
+        return {"a": jax.random.normal(one, (64, 64)) / 8, "b": jax.random.normal(two, (64, 10))}
+
+    def loss(params, batch, key):
+        del key
+        logits = jax.nn.relu(batch["x"] @ params["a"]) @ params["b"]
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return sf.mean(nll), {"accuracy": sf.mean(logits.argmax(-1) == batch["y"])}
+
+    return start, loss, batch
+
+
+def transformer():
+    """Make a step of a decoder of about a million parameters."""
+    return partial(init, layers=4, width=128), loss_fn, make_batch(8)
+
+
+def leaves(count=500):
+    """Make a step over many small arrays: with Adam's two, three times as many."""
+
+    def start(key):
+        del key
+        return {f"w{i}": jnp.ones((8,)) for i in range(count)}
+
+    def loss(params, batch, key):
+        del key
+        return sf.mean(sum((leaf * batch["x"]).sum() for leaf in params.values()) ** 2)
+
+    return start, loss, {"x": np.ones(8, np.float32)}
+
+
+class Clock:
+    """Give the same batch again and again, and note when two of the pulls were."""
+
+    def __init__(self, batch, steps):
+        self.batch, self.steps, self.pulled, self.marks = batch, steps, 0, []
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.pulled in (WARM, self.steps - 1):
+            self.marks.append((time.process_time(), time.perf_counter()))
+        if self.pulled == self.steps:
+            raise StopIteration
+        self.pulled += 1
+        return self.batch
+
+    def microseconds(self):
+        """Give CPU and wall time of a step."""
+        (cpu, wall), (cpu_end, wall_end) = self.marks
+        count = (self.steps - 1 - WARM) / 1e6
+        return (cpu_end - cpu) / count, (wall_end - wall) / count
+
+
+def bare(step, state, batches):
+    """Fold as one writes it by hand, with nothing else."""
+    step = jax.jit(step, donate_argnums=0)
+    for batch in batches:
+        state, _ = step(state, batch)
+    jax.block_until_ready(state)
+
+
+def plain(step, state, batches, **options):
+    """Fold with `fit` alone."""
+    sf.fit(step, state, batches, **options)
+
+
+def all_on(step, state, batches, **options):
+    """Fold with everything."""
+    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere:
+        tensorboard = sf.async_writer(sf.tensorboard_writer(Path(folder) / "events"))
+        hooks = [
+            sf.progress("json", file=nowhere),
+            sf.throughput(),
+            sf.log_to(tensorboard),
+            sf.watchdog(600),
+        ]
+        sf.fit(
+            step,
+            state,
+            batches,
+            run_dir=folder,
+            checkpoints=sf.Checkpoints(every=10**9),
+            hooks=hooks,
+            **options,
+        )
+
+
+WAYS = {
+    "bare": bare,
+    "fit": plain,
+    "everything": all_on,
+    "16 a call": partial(all_on, steps_per_call=16, log_every=16),
+}
+
+
+def measure(model, steps, rounds):
+    """Measure each way in turns; a row each."""
+    start, loss, batch = model()
+    tx = optax.adam(1e-3)
+    train = sf.make_train_step(loss, tx)
+    times = {name: [] for name in WAYS}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(WAYS), len(WAYS)):
+            clock = Clock(batch, steps)
+            WAYS[name](train, sf.init_state(start, tx, jax.random.key(0)), clock)
+            times[name].append(clock.microseconds())
+    rows = []
+    for name, found in times.items():
+        pairs = list(zip(found, times["bare"], strict=True))
+        rows.append(
+            {
+                "model": model.__name__,
+                "loop": name,
+                "us": statistics.median(wall for _, wall in found),
+                "cpu us": statistics.median(cpu for cpu, _ in found),
+                "wall/bare": statistics.median(a[1] / b[1] for a, b in pairs),
+                "cpu - bare": statistics.median(a[0] - b[0] for a, b in pairs),
+            }
+        )
+    return rows
+
+
+LIMITS = {"mlp": 1.05, "transformer": 1.01, "leaves": 1.01}
+
+
+def judge(rows):
+    """Say what is claimed of the rows, each with what was measured and its limit."""
+    found = {(row["model"], row["loop"]): row for row in rows}
+    claims = [
+        (f"wall time of fit with everything on, over the bare loop, {model}", row, limit)
+        for model, limit in LIMITS.items()
+        if (model, "everything") in found
+        for row in [found[model, "everything"]["wall/bare"]]
+    ]
+    scanned, mlp_row = found["mlp", "16 a call"], found["mlp", "everything"]
+    return [
+        *claims,
+        (
+            "wall time with 16 steps in a call, over the bare loop",
+            found["mlp", "16 a call"]["wall/bare"],
+            0.72,
+        ),
+        ("CPU microseconds of a step more than the bare loop's, mlp", mlp_row["cpu - bare"], 20),
+    ]
+
+
+def main(argv=None):
+    """Measure, print the table and the claims, and return the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the small model, for seconds")
+    quick = parser.parse_args(argv).quick
+    runs = [(mlp, 300, 2)] if quick else [(mlp, 8000, 9), (transformer, 300, 7), (leaves, 400, 7)]
+    rows = [row for model, steps, rounds in runs for row in measure(model, steps, rounds)]
+    show(rows, judge(rows))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
