@@ -178,7 +178,7 @@ def judge(rows):
         *claims,
         (
             "wall time with 16 steps in a call, over the bare loop",
-            found["mlp", "16 a call"]["wall/bare"],
+            scanned["wall/bare"],
             0.72,
         ),
         ("CPU microseconds of a step more than the bare loop's, mlp", mlp_row["cpu - bare"], 20),
