@@ -125,7 +125,7 @@ def restore(
         if worst == _GOOD:
             return _restored(made, manifest, chosen, damaged)
         if worst == _WRONG:
-            raise _of_all(error) from error
+            raise error or CheckpointError(f"{path}: another process could not restore it")
         problem = str(error or "another process found it damaged")
         damaged[number] = [problem]
         if not go_on:
@@ -141,10 +141,6 @@ _GOOD, _DAMAGED, _WRONG = range(3)
 
 def _severity(error: StepfoldError) -> int:
     return _DAMAGED if isinstance(error, DamageError | ForeignError) else _WRONG
-
-
-def _of_all(error: StepfoldError | None) -> StepfoldError:
-    return error or CheckpointError("restore: another process could not restore; it says why")
 
 
 def _load(path: Path, manifest: Manifest, sources: dict[str, str], like: Any) -> Any:
