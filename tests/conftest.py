@@ -1,10 +1,14 @@
 """Eight CPU devices, strict promotion, and a fixture for each way to call a function."""
 
+import signal
 from collections.abc import Callable, Iterator
 
 import hypothesis
 import jax
 import pytest
+
+# A shell that starts the tests in the background has them ignore it, and so all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
