@@ -305,3 +305,10 @@ def test_parameters_that_were_never_finite_are_saved(tmp_path):
     result = sf.fit(held, state, found, run_dir=tmp_path, checkpoints=sf.Checkpoints())
     assert sf.latest_step(tmp_path / "checkpoints") == 4
     assert result.stopped == "the batches ended at step 4"
+
+
+def test_an_evaluation_that_runs_out_is_not_passed_over():
+    ended = iter(())
+    own = sf.Evaluation(lambda state: {"loss": next(ended)}, every=2)
+    with pytest.raises(sf.DataError, match="eval: StopIteration came up in the evaluation"):
+        sf.fit(step(), start(), batches(), steps=4, evaluation=own)

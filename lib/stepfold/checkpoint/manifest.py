@@ -122,7 +122,7 @@ def arrays_of(state: Any) -> dict[str, Any]:
             )
     _check_branches(arrays)
     if not any(array.size for array in arrays.values()):
-        raise ConfigError(f"state: expected arrays to save, got none with elements in {state}")
+        raise ConfigError("state: expected arrays to save, got none with elements")
     return arrays
 
 

@@ -343,7 +343,13 @@ def _named(hooks: Sequence[Hook]) -> list[tuple[str, Any]]:
 
 
 def _measure(evaluation: Evaluation, state: Any, _: int) -> dict[str, float]:
-    return evaluation(state)
+    try:
+        return evaluation(state)
+    except StopIteration as error:  # would pass for the end of what was waited for
+        raise DataError(
+            f"{evaluation.name}: StopIteration came up in the evaluation; what it reads has ended, "
+            "so make it anew for each"
+        ) from error
 
 
 def _steps_of(state: Any) -> int:

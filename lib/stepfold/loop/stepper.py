@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stepfold import tree
 from stepfold.errors import ConfigError, RetraceError
@@ -65,4 +66,4 @@ class Stepper:
         if not self._ready:
             return self._rower.stacked(said)
         host: Any = jax.device_get(list(said))
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *host)
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *host)
