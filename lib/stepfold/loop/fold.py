@@ -19,7 +19,7 @@ from stepfold.loop.event import Event, Hook, show
 from stepfold.loop.feed import Feed
 from stepfold.loop.history import History
 from stepfold.loop.ledger import Ledger
-from stepfold.loop.metrics import each_of, over_steps, values_of, weights_of
+from stepfold.loop.metrics import PerStep, each_of, over_steps, values_of, weights_of
 from stepfold.loop.signals import Signals
 from stepfold.loop.stepper import Stepper
 
@@ -45,6 +45,7 @@ class Fold:
         self.step, self.state, self.feed = step, state, feed
         self.evaluations, self.series, self.hooks = evaluations, series, hooks
         self._by_epoch: list[Any] = [hook for hook in hooks if hasattr(hook, "end_epoch")]
+        self._keeping = [named for named in _named(hooks) if hasattr(named[1], "get_state")]
         self.log_every, self.steps_per_call = log_every, steps_per_call
         self.done = _steps_of(state)
         self.total = steps if steps is not None else _sum(self.done, feed.total)
@@ -99,8 +100,9 @@ class Fold:
                 self.stopped = self.stopped or f"all {self.total} steps were done"
             self._fold()
             self._end()
-        except BaseException:
-            self._rescue()
+        except BaseException as error:
+            if not self.signals.twice:
+                self._rescue(error)
             raise
 
     def _catch_up(self) -> None:
@@ -232,8 +234,7 @@ class Fold:
         self._before = None
 
     def _known(self) -> list[Any]:
-        named = _named(self.hooks)
-        return [[name, hook.get_state()] for name, hook in named if hasattr(hook, "get_state")]
+        return [[name, hook.get_state()] for name, hook in self._keeping]
 
     def _tell(
         self,
@@ -279,15 +280,17 @@ class Fold:
             self._ended = self.signals.got is None
             self._save()
 
-    def _rescue(self) -> None:
-        """Save what an exception would lose, if it is whole; the exception itself goes on.
+    def _rescue(self, error: BaseException) -> None:
+        """Save what an exception would lose, if it is there; the exception itself goes on.
 
         Not with several processes, for the others know nothing of it, and would have to take part.
         """
         self._ended = False
-        leaves = [leaf for leaf in jax.tree.leaves(self.state) if isinstance(leaf, jax.Array)]
-        whole = not any(leaf.is_deleted() for leaf in leaves)
-        if whole and jax.process_count() == 1 and not self.signals.twice:
+        if not _is_whole(self.state):
+            told = self.step.explain(error)
+            if told is not None:
+                raise told from error
+        elif jax.process_count() == 1:
             self._save()
 
     def _save(self) -> None:
@@ -319,11 +322,10 @@ class Fold:
         )
 
 
-def _numbers(stacked: Any) -> tuple[dict[str, float], dict[str, Any], dict[str, Any]]:
+def _numbers(stacked: Any) -> tuple[dict[str, float], PerStep, PerStep]:
     """Read an interval: its metrics, what they were step by step, and with which weights."""
     merged = {name: over_steps(metric) for name, metric in stacked.items()}
-    rows = ({f"train/{n}": v for n, v in read(stacked).items()} for read in (each_of, weights_of))
-    each, weights = rows
+    each, weights = (PerStep(stacked, read, "train/") for read in (each_of, weights_of))
     return values_of(merged, "train/"), each, weights
 
 
@@ -358,6 +360,15 @@ def _steps_of(state: Any) -> int:
 
 def _sum(done: int, more: int | None) -> int | None:
     return None if more is None else done + more
+
+
+def _is_whole(state: Any) -> bool:
+    """Tell whether a state is there: neither donated, nor of a step that failed."""
+    try:
+        jax.block_until_ready(state)
+    except RuntimeError:
+        return False
+    return True
 
 
 def has_nan(state: Any) -> bool:

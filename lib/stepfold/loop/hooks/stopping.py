@@ -45,6 +45,9 @@ def stop_on_nonfinite(pattern: str = "train/loss") -> Hook:
     """
 
     def stop_when_nonfinite(event: Event) -> str | None:
+        merged = event.metrics.get(pattern)
+        if merged is not None and math.isfinite(merged):  # then it was in each step
+            return None
         values = event.each.get(pattern)
         if values is None:
             return None
