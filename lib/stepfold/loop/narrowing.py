@@ -34,7 +34,7 @@ def only(batch: Any, rows: Sequence[int]) -> Any:
     """Make a batch of the same form in which there is nothing but some rows.
 
     >>> only({"x": np.array([10, 11, 12, 13]), "scale": 2.0}, (1, 3))
-    {'x': array([11, 11, 13, 13]), 'scale': 2.0}
+    {'scale': 2.0, 'x': array([11, 11, 11, 13])}
     """
     places = np.arange(rows_of(batch))
     # The nearest of them at or before each place, or else the first.

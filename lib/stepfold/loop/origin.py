@@ -76,7 +76,7 @@ def _walk(jaxpr: Any, consts: Any, values: Any, place: tuple[int, ...]) -> Itera
     for number, eqn in enumerate(jaxpr.eqns):
         given = [v.val if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
         wanted = [v for v in eqn.outvars if v in read]
-        made = _run(eqn, wanted, known)
+        made = _run(eqn, wanted, known, jaxpr.debug_info)
         known.update(zip(wanted, made, strict=True))
         value = _worst(made)
         if value is None:
@@ -92,10 +92,11 @@ def _variables(atoms: Any) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]
 
 
-def _run(eqn: Any, wanted: list[Any], known: dict[Any, Any]) -> Any:
+def _run(eqn: Any, wanted: list[Any], known: dict[Any, Any], about: Any) -> Any:
     """Run one operation, for the results that anybody reads."""
     taken = list(dict.fromkeys(_variables(eqn.invars)))
-    alone = core.Jaxpr((), taken, wanted, [eqn], eqn.effects)
+    about = about._replace(arg_names=None, result_paths=None)  # of another number of them
+    alone = core.Jaxpr((), taken, wanted, [eqn], eqn.effects, about)
     return core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*(known[v] for v in taken))
 
 
@@ -125,5 +126,5 @@ def _line(eqn: Any) -> str:
     frames = list(trace.frames) if trace else []
     theirs = [frame for frame in frames if not frame.file_name.startswith(_NOT_THEIRS)]
     for frame in [*theirs, *frames][:1]:
-        return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+        return f"{frame.file_name}:{frame.line_num} ({frame.function_name.rpartition('.')[2]})"
     return "a line that is not known"

@@ -112,7 +112,7 @@ def replay(
     >>> new = lambda: sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
     >>> step = sf.make_train_step(lambda p, x, key: sf.mean(p["w"] * jnp.log(x)), tx)
     >>> data = np.arange(24, dtype=np.float32)[::-1].copy()
-    >>> result = sf.fit(step, new(), sf.batches(data, 8))
+    >>> result = sf.fit(step, new(), sf.batches(data, 8, epochs=1))
     >>> found = sf.replay(result.capsule, step, state=new())
     >>> found.step, found.reproduced, found.examples, found.leaves, found.where.split(" at ")[0]
     (3, True, ((7,),), ('params/w',), 'log made inf')
