@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stepfold.checkpoint.steps import whole_steps
-from stepfold.checkpoint.verify import contents
+from stepfold.checkpoint.manifest import read_manifest
+from stepfold.checkpoint.steps import path_of, whole_steps
 from stepfold.loop.hooks.stopping import Nonfinite
 from stepfold.loop.rereading import Mark, reread
 
@@ -50,6 +50,7 @@ class Capsule:
       path: where it was written.
       like: the form of the state, with its shardings.
       batches: the batches of the run.
+      notes: what else could not be written.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> tx = optax.sgd(0.1)
@@ -73,6 +74,7 @@ class Capsule:
     path: Path | None = None
     like: Any = field(default=None, repr=False)
     batches: Any = field(default=None, repr=False)
+    notes: tuple[str, ...] = ()
 
     @property
     def distance(self) -> int:
@@ -113,7 +115,7 @@ def take_capsule(
         saved = [step for step in whole_steps(directory) if step < found.step]
         if saved:
             checkpoint = Reference(directory, saved[-1])
-            start = Mark(saved[-1], contents(directory, step=saved[-1]).data)
+            start = Mark(saved[-1], read_manifest(path_of(directory, saved[-1])).position())
     near = max((start, *marks), key=lambda mark: (mark.step < found.step, mark.step))
     batch, lost = _batch(batches, found.step, near, began)
     return Capsule(

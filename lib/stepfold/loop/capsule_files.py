@@ -44,7 +44,8 @@ def write_capsule(capsule: Capsule, run_dir: Path) -> Path:
         "mark": {"step": capsule.mark.step, "position": position},
         "batch": packed.structure,
         "crc32": zlib.crc32(arrays),
-        "lost": [*capsule.lost, *packed.lost, *unplain],
+        "lost": [*capsule.lost, *packed.lost],
+        "notes": unplain,
     }
     place = run_dir / "capsules" / str(capsule.step)
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -153,6 +154,7 @@ def read_capsule(path: str | Path) -> Capsule:
         mark=Mark(mark["step"], opened(mark["position"])),
         began=content["began"],
         path=place,
+        notes=tuple(content["notes"]),
     )
 
 

@@ -8,16 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stepfold import tree
-from stepfold.errors import ConfigError, DataError
+from stepfold.errors import ConfigError
+from stepfold.inspect.compiled import CompiledStep
+from stepfold.loop.blame import name_inputs, name_line, name_rows
 from stepfold.loop.capsule import Capsule
 from stepfold.loop.capsule_files import read_capsule
 from stepfold.loop.going_back import Course, copied, go_back, not_finite, run
-from stepfold.loop.narrowing import Rows, culprits, only, rows_of, spelled
-from stepfold.loop.origin import first_site
+from stepfold.loop.narrowing import Rows, only, rows_of
 from stepfold.loop.stepper import Stepper
-
-_MOST = 16  # sets of rows: where there are more, the rows are hardly what is wrong
 
 
 class Replay(NamedTuple):
@@ -137,8 +135,7 @@ def replay(
             f"step: expected the step of the run, whose metrics have {name}, got one with "
             f"{', '.join(course.said.values) or 'none'}"
         )
-    bad = course.origin < capsule.step or course.said.is_bad(name)
-    blame = _Blame(stepper, course, name if course.origin == capsule.step else None)
+    blame = _blame(stepper, step, course, name if course.origin == capsule.step else None)
     before = {} if course.last is None else course.last.values
     return Replay(
         step=capsule.step,
@@ -150,90 +147,48 @@ def replay(
             if not np.isfinite(value) and np.isfinite(before.get(name, 0.0))
         ),
         origin=course.origin,
-        examples=blame.examples() if bad else (),
-        leaves=blame.leaves(),
-        where=blame.where(step) if bad else "",
+        examples=blame.examples,
+        leaves=blame.leaves,
+        where=blame.where,
         said=(*differing, *blame.said),
     )
 
 
-class _Blame:
-    """Find out what in a step makes it go wrong.
+class _Blame(NamedTuple):
+    """What in a step makes it go wrong, as in a `Replay`."""
 
-    Attributes:
-      said: what could not be found out and why, and what is in the rows.
+    examples: tuple[Rows, ...]
+    leaves: tuple[str, ...]
+    where: str
+    said: tuple[str, ...]
+
+
+def _blame(stepper: Stepper, step: Any, course: Course, name: str | None) -> _Blame:
+    """Narrow a step down.
+
+    Args:
+      stepper: what runs it.
+      step: the step as it was given.
+      course: what led to it.
+      name: the metric that goes wrong; None where it is the state that does.
     """
+    usual = set(not_finite(course.state))
 
-    def __init__(self, stepper: Stepper, course: Course, name: str | None) -> None:
-        self._stepper, self._state, self._batch = stepper, course.state, course.batch
-        self._name = name  # of the metric that goes wrong; None where it is the state that does
-        self._usual = set(not_finite(self._state))
-        self._rows: Rows = ()
-        self._examples: tuple[Rows, ...] = ()
-        self.said: list[str] = []
+    def tried(batch: Any) -> tuple[tuple[str, ...], bool]:
+        after, said = run(stepper, copied(course.state), batch)
+        fresh = tuple(leaf for leaf in not_finite(after) if leaf not in usual)
+        return fresh, bool(fresh) if name is None else said.is_bad(name)
 
-    def leaves(self) -> tuple[str, ...]:
-        """Name the leaves that the step leaves not finite."""
-        after, _ = run(self._stepper, copied(self._state), self._batch)
-        return self._fresh(after)
-
-    def _fresh(self, state: Any) -> tuple[str, ...]:
-        return tuple(name for name in not_finite(state) if name not in self._usual)
-
-    def _is_bad(self, rows: Rows) -> bool:
-        after, said = run(self._stepper, copied(self._state), only(self._batch, rows))
-        return bool(self._fresh(after)) if self._name is None else said.is_bad(self._name)
-
-    def examples(self) -> tuple[Rows, ...]:
-        """Narrow the batch to the rows that go wrong."""
-        try:
-            self._rows = tuple(range(rows_of(self._batch)))
-        except DataError as error:
-            self.said.append(f"examples: cannot be told apart: {error}")
-            return ()
-        found = list(itertools.islice(culprits(self._rows, self._is_bad), _MOST + 1))
-        self._examples = tuple(found[:_MOST])
-        if len(found) > _MOST or len(set(sum(found, ()))) == len(self._rows) > 1:
-            self.said.append(
-                f"{'more than ' * (len(found) > _MOST)}{len(self._examples)} of {len(self._rows)} "
-                "rows make it go wrong: look at what they share, the parameters, the key, the "
-                "statistics of a batch"
-            )
-        else:
-            shown = dict.fromkeys(sum(self._examples, ()))
-            self.said += [f"row {row}: {spelled(self._batch, row)}" for row in [*shown][:4]]
-        return self._examples
-
-    def where(self, step: Any) -> str:
-        """Say which operation makes the first number that is not finite."""
-        inputs = self._inputs()
-        if hasattr(step, "call") and not hasattr(step, "lower"):
-            return "; ".join([*inputs, "the line: the step is compiled already; give the function"])
-        try:
-            bad = self._state, self._batch
-            site = first_site(getattr(step, "step", step), bad, self._good())
-        except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-            line = str(error).partition("\n")[0]
-            self.said.append(f"where: the step cannot be gone through by operations: {line}")
-            return "; ".join(inputs)
-        if site is None and not inputs:
-            self.said.append("where: operation by operation, every number was finite")
-        return "; ".join([*inputs, *([str(site)] if site else [])])
-
-    def _good(self) -> Any:
-        """Give arguments with which all is well, if there are any: the other rows."""
-        others = tuple(set(self._rows) - set(sum(self._examples, ())))
-        if not others or not self._examples or self._is_bad(others):
-            return None
-        return self._state, only(self._batch, others)
-
-    def _inputs(self) -> list[str]:
-        """Name what in the batch is not finite as it came."""
-        guilty = set(sum(self._examples, ()))
-        lines = []
-        for name in not_finite(self._batch):
-            (leaf,) = [leaf for path, leaf in tree.named_leaves(self._batch) if path == name]
-            rows = {int(row) for row in np.argwhere(~np.isfinite(np.asarray(leaf)))[:, :1].ravel()}
-            if not guilty or guilty & rows:
-                lines.append(f"{'batch/' + name if name else 'the batch'} is not finite as it came")
-        return lines
+    leaves, bad = tried(course.batch)
+    if not bad:
+        return _Blame((), leaves, "", ())
+    examples, said = name_rows(course.batch, lambda rows: tried(only(course.batch, rows))[1])
+    guilty = set(itertools.chain.from_iterable(examples))
+    others = set(range(rows_of(course.batch))) - guilty if examples else set()
+    good = only(course.batch, sorted(others)) if others else None
+    if good is not None and tried(good)[1]:
+        good = None
+    inner = step.step if isinstance(step, CompiledStep) else step
+    where, unknown = name_line(inner, course.state, course.batch, good)
+    held = name_inputs(course.batch, guilty)
+    return _Blame(examples, leaves, "; ".join([*held, *where]), (*said, *([] if held else unknown)))
