@@ -196,7 +196,7 @@ def test_with_a_state_that_is_spread_over_devices(tmp_path):
 
 
 class Watched:
-    """Batches that know how many of them are alive, and how often they were asked where they are."""
+    """Batches that count how many are alive, and how often they are asked where they stand."""
 
     def __init__(self):
         self.step, self.asked, self.most, self.given = 0, 0, 0, []

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend import core
+from jax.extend import core as exported
+
+core: Any = exported  # jax 0.12 has these names there for use, and not for a type checker
 
 # What a person did not write: a line in there says less than the one that called it.
 _NOT_THEIRS = tuple(
@@ -64,7 +66,7 @@ def first_site(function: Callable[..., Any], bad: tuple[Any, ...], good: Any = N
     return next((site for site in _sites(program, bad) if site.place not in usual), None)
 
 
-def _sites(program: core.ClosedJaxpr, arguments: tuple[Any, ...]) -> Iterator[Site]:
+def _sites(program: Any, arguments: tuple[Any, ...]) -> Iterator[Site]:
     return _walk(program.jaxpr, program.consts, jax.tree.leaves(arguments), ())
 
 
