@@ -12,7 +12,7 @@ from stepfold import tree
 from stepfold.checkpoint.restore import restore
 from stepfold.errors import ConfigError, DataError
 from stepfold.loop.capsule import Capsule
-from stepfold.loop.metrics import each_of, weights_of
+from stepfold.loop.metrics import PerStep, each_of, weights_of
 from stepfold.loop.rereading import can_reread, reread
 from stepfold.loop.stepper import Stepper
 
@@ -71,7 +71,7 @@ def run(stepper: Stepper, state: Any, batch: Any) -> tuple[Any, Said]:
     """Run a step, which takes the state, and read what it says."""
     state, said = stepper(state, [batch])
     stacked = stepper.metrics([said])
-    rows, weights = each_of(stacked), weights_of(stacked)
+    rows, weights = PerStep(stacked, each_of), PerStep(stacked, weights_of)
     names = [name for name in rows if np.ndim(rows[name]) == 1]
     values = {name: float(rows[name][0]) for name in names}
     return state, Said(values, {name: float(weights[name][0]) for name in names if name in weights})
