@@ -34,6 +34,8 @@ from stepfold.errors import (
 from stepfold.inspect.compiled import compile_step
 from stepfold.inspect.parameters import parameter_table
 from stepfold.inspect.report import describe
+from stepfold.loop.capsule import Capsule
+from stepfold.loop.capsule_files import read_capsule
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.event import Event
 from stepfold.loop.fit import FitResult, fit
@@ -50,6 +52,7 @@ from stepfold.loop.hooks.throughput import throughput
 from stepfold.loop.hooks.watchdog import watchdog
 from stepfold.loop.hooks.weights import weight_statistics
 from stepfold.loop.iterate import iterate
+from stepfold.loop.replay import Replay, replay
 from stepfold.loop.writers.asynchronous import async_writer
 from stepfold.loop.writers.console import console_writer
 from stepfold.loop.writers.csv import csv_writer
@@ -68,6 +71,7 @@ from stepfold.sharding.rules import fsdp
 __version__ = "0.1.0"
 
 __all__ = [
+    "Capsule",
     "CheckpointError",
     "Checkpoints",
     "ConfigError",
@@ -79,6 +83,7 @@ __all__ = [
     "LossError",
     "OutOfMemoryError",
     "Precision",
+    "Replay",
     "Restored",
     "RetraceError",
     "ShardingError",
@@ -126,7 +131,9 @@ __all__ = [
     "prefetch",
     "profile",
     "progress",
+    "read_capsule",
     "reduce_once",
+    "replay",
     "restore",
     "save",
     "shard_batch",

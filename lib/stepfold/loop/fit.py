@@ -15,6 +15,8 @@ from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import read_directory, steps_in
 from stepfold.checkpoint.verify import latest_step
 from stepfold.errors import ConfigError
+from stepfold.loop.capsule import Capsule, take_capsule
+from stepfold.loop.capsule_files import write_or_warn
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.event import Hook
 from stepfold.loop.feed import Feed
@@ -41,6 +43,8 @@ class FitResult(NamedTuple):
       stopped: why it stopped, in words.
       best: the step of the best checkpoint, or None where none is told apart.
       resumed: the step that it went on from, or None if it began anew.
+      capsule: what `replay` takes to run the step again in which a metric was not finite; None if
+        that did not end the run.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> tx = optax.sgd(0.1)
@@ -56,6 +60,7 @@ class FitResult(NamedTuple):
     stopped: str
     best: int | None
     resumed: int | None
+    capsule: Capsule | None = None
 
 
 def fit(
@@ -93,12 +98,14 @@ def fit(
         `sf.batches` has.
       steps: how many steps there are to be, with those before a resume.
       epochs: how many epochs, instead; without either, all of the batches.
-      run_dir: where what belongs to the run goes: `metrics.jsonl`, `metrics.csv`, and the
-        checkpoints, unless they say where. A run that goes on appends.
+      run_dir: where what belongs to the run goes: `metrics.jsonl`, `metrics.csv`, the checkpoints,
+        unless they say where, and the `Capsule` of a step that went wrong. A run that goes on
+        appends.
       evaluation: an `Evaluation`, or several.
       checkpoints: a `Checkpoints`.
       hooks: functions that are shown what happens, and stop the run by returning why. A loss that
-        is not finite stops it in any case, unless a `stop_on_nonfinite` is among them.
+        is not finite stops it in any case, unless a `stop_on_nonfinite` is among them; the result
+        then has a `capsule`, from which `replay` says what it was.
       log_every: the steps from one log point to the next.
       resume: whether to go on from a checkpoint where there is one.
       steps_per_call: how many steps go in one dispatch, with the same bits.
@@ -149,7 +156,7 @@ def fit(
             f"time_limit: expected seconds, a number of at least 0, got {time_limit!r}"
         )
     shown = [*_hooks(hooks), *_usual(run_dir, time_limit)]
-    if not any(getattr(hook, "watches_nonfinite", False) for hook in shown):
+    if not any(isinstance(hook, stop_on_nonfinite) for hook in shown):
         shown.insert(0, stop_on_nonfinite())
     if not feed.epoch_steps and any(hasattr(hook, "end_epoch") for hook in shown):
         raise ConfigError(
@@ -185,16 +192,36 @@ def fit(
                 )
             fold.resume()
         fold.run()
+    capsule = _capsule(shown, fold, batches, series, run_dir)
+    written = f"; see {capsule.path}" if capsule and capsule.path else ""
     result = FitResult(
         state=fold.state,
         steps=fold.done,
         history=fold.history,
-        stopped=fold.stopped or "",
+        stopped=f"{fold.stopped or ''}{written}",
         best=_best(series),
         resumed=fold.resumed,
+        capsule=capsule,
     )
     _leave(fold.signals, result)
     return result
+
+
+def _capsule(
+    hooks: Sequence[Hook], fold: Fold, batches: Any, series: Series | None, run_dir: Any
+) -> Capsule | None:
+    """Keep what `replay` needs of the step that ended the run, if a number that is none did."""
+    watching = [hook for hook in hooks if isinstance(hook, stop_on_nonfinite)]
+    found = next((hook.found for hook in watching if hook.found), None)
+    if found is None:
+        return None
+    directory = None if series is None else series.directory
+    capsule = take_capsule(
+        found, state=fold.state, marks=fold.marks, batches=batches, directory=directory
+    )
+    if run_dir is None or jax.process_index() > 0:
+        return capsule
+    return write_or_warn(capsule, run_dir)
 
 
 def _leave(signals: Signals, result: FitResult) -> None:

@@ -20,6 +20,7 @@ from stepfold.loop.feed import Feed
 from stepfold.loop.history import History
 from stepfold.loop.ledger import Ledger
 from stepfold.loop.metrics import PerStep, each_of, over_steps, values_of, weights_of
+from stepfold.loop.rereading import Mark
 from stepfold.loop.signals import Signals
 from stepfold.loop.stepper import Stepper
 
@@ -64,6 +65,7 @@ class Fold:
         self._before: list[Any] | None = None  # what hooks knew before what they are told now
         self._unshown: list[Any] = []  # intervals of the run before that were over, as numbers
         self._ended = self.done == self.total
+        self.marks: list[Mark] = []  # where the run began, and its last log points
 
     def resume(self) -> None:
         """Go on from the newest good checkpoint."""
@@ -121,6 +123,7 @@ class Fold:
 
     def _fold(self) -> None:
         due = self._next_due()
+        self.marks.append(self._mark())
         while self.stopped is None:
             batches = self._pull(min(self.steps_per_call, due - self.done))
             if not batches:
@@ -188,6 +191,7 @@ class Fold:
         ends = self._by_epoch and self._is_end_of_epoch()
         if self.done % self.log_every == 0 or last or ends:
             self.ledger.close(self.done)
+            self.marks = [*self.marks[:1], *self.marks[1:][-2:], self._mark()]
         saves = self.series is not None and (self._is_due(self.series) or self.series.is_late())
         due = [e for e in self.evaluations if self._is_due(e) and not last]
         if due or saves or ends:
@@ -197,6 +201,10 @@ class Fold:
             self._end_epoch()
         if saves and self.stopped is None:
             self._save()
+
+    def _mark(self) -> Mark:
+        """Note where the batches stand: a metric of the interval to come may turn out no number."""
+        return Mark(self.done, self.feed.position() if self._position is None else self._position)
 
     def _is_end_of_epoch(self) -> bool:
         return bool(self.feed.epoch_steps) and self.done % (self.feed.epoch_steps or 1) == 0
