@@ -34,8 +34,6 @@ from stepfold.errors import (
 from stepfold.inspect.compiled import compile_step
 from stepfold.inspect.parameters import parameter_table
 from stepfold.inspect.report import describe
-from stepfold.loop.capsule import Capsule
-from stepfold.loop.capsule_files import read_capsule
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.event import Event
 from stepfold.loop.fit import FitResult, fit
@@ -52,7 +50,9 @@ from stepfold.loop.hooks.throughput import throughput
 from stepfold.loop.hooks.watchdog import watchdog
 from stepfold.loop.hooks.weights import weight_statistics
 from stepfold.loop.iterate import iterate
-from stepfold.loop.replay import Replay, replay
+from stepfold.loop.replaying.capsule import Capsule
+from stepfold.loop.replaying.files import read_capsule
+from stepfold.loop.replaying.replay import Replay, replay
 from stepfold.loop.writers.asynchronous import async_writer
 from stepfold.loop.writers.console import console_writer
 from stepfold.loop.writers.csv import csv_writer

@@ -44,6 +44,11 @@ def test_floats_are_added_up_in_64_bits():
     assert float(merged(seen)["loss"].total) == 2**24 + 3
 
 
+def test_infinities_of_both_signs_are_no_number_and_no_warning():
+    seen = [{"loss": average(np.float32(sign * np.inf), 1.0)} for sign in (1, -1)]
+    assert np.isnan(merged(seen)["loss"].total)
+
+
 def test_what_is_merged_already_is_merged_again():
     seen = [{"hits": average(np.int32(2**31 - 1), np.int32(1))}] * 4
     assert int(merged([merged(seen), *seen])["hits"].total) == 8 * (2**31 - 1)

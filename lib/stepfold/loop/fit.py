@@ -15,8 +15,6 @@ from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import read_directory, steps_in
 from stepfold.checkpoint.verify import latest_step
 from stepfold.errors import ConfigError
-from stepfold.loop.capsule import Capsule, take_capsule
-from stepfold.loop.capsule_files import write_or_warn
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.event import Hook
 from stepfold.loop.feed import Feed
@@ -24,6 +22,8 @@ from stepfold.loop.fold import Fold
 from stepfold.loop.history import History
 from stepfold.loop.hooks.log_to import log_to
 from stepfold.loop.hooks.stopping import stop_after, stop_on_nonfinite
+from stepfold.loop.replaying.capsule import Capsule, take_capsule
+from stepfold.loop.replaying.files import write_or_warn
 from stepfold.loop.signals import Signals
 from stepfold.loop.stepper import Stepper
 from stepfold.loop.writers.asynchronous import async_writer

@@ -20,7 +20,7 @@ from stepfold.loop.feed import Feed
 from stepfold.loop.history import History
 from stepfold.loop.ledger import Ledger
 from stepfold.loop.metrics import PerStep, each_of, over_steps, values_of, weights_of
-from stepfold.loop.rereading import Mark
+from stepfold.loop.replaying.rereading import Mark
 from stepfold.loop.signals import Signals
 from stepfold.loop.stepper import Stepper
 

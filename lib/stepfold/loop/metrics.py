@@ -50,7 +50,8 @@ def _adds_up(metric: Any) -> bool:
 
 def _sum(leaf: Any) -> Any:
     kind = np.asarray(leaf).dtype.kind
-    return np.sum(leaf, axis=0, dtype=_WIDE.get(kind, np.float64))
+    with np.errstate(invalid="ignore"):  # infinities of both signs are NaN, and are shown as it
+        return np.sum(leaf, axis=0, dtype=_WIDE.get(kind, np.float64))
 
 
 class PerStep(Mapping[str, np.ndarray]):

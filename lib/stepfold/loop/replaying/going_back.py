@@ -11,9 +11,9 @@ import numpy as np
 from stepfold import tree
 from stepfold.checkpoint.restore import restore
 from stepfold.errors import ConfigError, DataError
-from stepfold.loop.capsule import Capsule
 from stepfold.loop.metrics import PerStep, each_of, weights_of
-from stepfold.loop.rereading import can_reread, reread
+from stepfold.loop.replaying.capsule import Capsule
+from stepfold.loop.replaying.rereading import can_reread, reread
 from stepfold.loop.stepper import Stepper
 
 

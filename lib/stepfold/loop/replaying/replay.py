@@ -10,11 +10,11 @@ import numpy as np
 
 from stepfold.errors import ConfigError
 from stepfold.inspect.compiled import CompiledStep
-from stepfold.loop.blame import name_inputs, name_line, name_rows
-from stepfold.loop.capsule import Capsule
-from stepfold.loop.capsule_files import read_capsule
-from stepfold.loop.going_back import Course, copied, go_back, not_finite, run
-from stepfold.loop.narrowing import Rows, only, rows_of
+from stepfold.loop.replaying.blame import name_inputs, name_line, name_rows
+from stepfold.loop.replaying.capsule import Capsule
+from stepfold.loop.replaying.files import read_capsule
+from stepfold.loop.replaying.going_back import Course, copied, go_back, not_finite, run
+from stepfold.loop.replaying.narrowing import Rows, only, rows_of
 from stepfold.loop.stepper import Stepper
 
 

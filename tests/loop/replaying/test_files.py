@@ -7,10 +7,10 @@ import pytest
 
 import stepfold as sf
 from stepfold.checkpoint.sealed import DamageError
-from stepfold.loop import capsule_files
-from stepfold.loop.capsule import Capsule, Reference
-from stepfold.loop.capsule_files import read_capsule, write_capsule, write_or_warn
-from stepfold.loop.rereading import Mark
+from stepfold.loop.replaying import files
+from stepfold.loop.replaying.capsule import Capsule, Reference
+from stepfold.loop.replaying.files import read_capsule, write_capsule, write_or_warn
+from stepfold.loop.replaying.rereading import Mark
 
 
 def capsule(run_dir, **changes):
@@ -80,7 +80,7 @@ def test_of_a_full_disk_there_is_a_warning_and_the_capsule(tmp_path, monkeypatch
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(capsule_files.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     words = "the capsule of step 120 cannot be written, and is only on the result: No space left"
     with pytest.warns(RuntimeWarning, match=words):
         kept = write_or_warn(capsule(tmp_path), tmp_path)
@@ -123,7 +123,7 @@ def test_a_missing_batch_is_noticed(tmp_path):
 
 
 def test_one_of_a_later_version_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(capsule_files, "_VERSION", 2)
+    monkeypatch.setattr(files, "_VERSION", 2)
     path = write_capsule(capsule(tmp_path), tmp_path)
     monkeypatch.undo()
     with pytest.raises(sf.CheckpointError, match="expected a capsule of version 1, got 2"):

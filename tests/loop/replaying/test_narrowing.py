@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stepfold as sf
-from stepfold.loop.narrowing import culprits, only, rows_of, spelled
+from stepfold.loop.replaying.narrowing import culprits, only, rows_of, spelled
 
 
 def test_rows_are_what_all_arrays_have_in_front():

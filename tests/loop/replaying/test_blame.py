@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stepfold.loop.blame import name_inputs, name_line, name_rows
+from stepfold.loop.replaying.blame import name_inputs, name_line, name_rows
 
 X = {"x": np.float32([1, 0, 3, 0])}
 

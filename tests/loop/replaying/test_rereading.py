@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 import stepfold as sf
-from stepfold.loop.rereading import Mark, can_reread, reread
+from stepfold.loop.replaying.rereading import Mark, can_reread, reread
 
 DATA = np.arange(40)
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from stepfold.checkpoint.sealed import DamageError, opened, plain, seal, unreadable, unseal
 from stepfold.errors import CheckpointError, ConfigError
-from stepfold.loop.batch_file import pack, read, unpack, written
-from stepfold.loop.capsule import Capsule, Reference
-from stepfold.loop.rereading import Mark
+from stepfold.loop.replaying.batch_file import pack, read, unpack, written
+from stepfold.loop.replaying.capsule import Capsule, Reference
+from stepfold.loop.replaying.rereading import Mark
 
 _VERSION = 1
 _WORDS, _ARRAYS = "capsule.json", "batch.npz"

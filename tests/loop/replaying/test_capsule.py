@@ -5,9 +5,9 @@ import optax
 import pytest
 
 import stepfold as sf
-from stepfold.loop.capsule import take_capsule
 from stepfold.loop.hooks.stopping import Nonfinite
-from stepfold.loop.rereading import Mark
+from stepfold.loop.replaying.capsule import take_capsule
+from stepfold.loop.replaying.rereading import Mark
 
 TX = optax.sgd(0.1)
 STEP = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b), TX)

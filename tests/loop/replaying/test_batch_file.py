@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from stepfold.loop.batch_file import pack, read, unpack, written
+from stepfold.loop.replaying.batch_file import pack, read, unpack, written
 
 
 def there_and_back(batch):

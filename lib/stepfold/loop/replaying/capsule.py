@@ -18,7 +18,7 @@ import numpy as np
 from stepfold.checkpoint.manifest import read_manifest
 from stepfold.checkpoint.steps import path_of, whole_steps
 from stepfold.loop.hooks.stopping import Nonfinite
-from stepfold.loop.rereading import Mark, reread
+from stepfold.loop.replaying.rereading import Mark, reread
 
 _SEVERAL = "the batch: with several processes each has its own rows, and none has all of them"
 

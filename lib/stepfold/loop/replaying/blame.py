@@ -9,8 +9,8 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.errors import DataError
-from stepfold.loop.narrowing import Rows, culprits, rows_of, spelled
-from stepfold.loop.origin import first_site
+from stepfold.loop.replaying.narrowing import Rows, culprits, rows_of, spelled
+from stepfold.loop.replaying.origin import first_site
 
 _MOST = 16  # sets of rows: where there are more, the rows are hardly what is wrong
 _SHOWN = 4

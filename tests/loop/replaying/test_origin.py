@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stepfold.loop.origin import first_site
+from stepfold.loop.replaying.origin import first_site
 
 
 def line(function, offset):

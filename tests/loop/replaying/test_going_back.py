@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import stepfold as sf
-from stepfold.loop.going_back import Said, copied, go_back, not_finite
+from stepfold.loop.replaying.going_back import Said, copied, go_back, not_finite
 from stepfold.loop.stepper import Stepper
 
 TX = optax.sgd(0.1)
