@@ -17,11 +17,13 @@ from stepfold.checkpoint.verify import latest_step
 from stepfold.errors import ConfigError
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.event import Hook
+from stepfold.loop.facts import facts_of
 from stepfold.loop.feed import Feed
 from stepfold.loop.fold import Fold
 from stepfold.loop.history import History
 from stepfold.loop.hooks.log_to import log_to
 from stepfold.loop.hooks.stopping import stop_after, stop_on_nonfinite
+from stepfold.loop.refresh import Refresh
 from stepfold.loop.signals import Signals
 from stepfold.loop.stepper import Stepper
 from stepfold.loop.writers.asynchronous import async_writer
@@ -94,7 +96,8 @@ def fit(
       steps: how many steps there are to be, with those before a resume.
       epochs: how many epochs, instead; without either, all of the batches.
       run_dir: where what belongs to the run goes: `metrics.jsonl`, `metrics.csv`, and the
-        checkpoints, unless they say where. A run that goes on appends.
+        checkpoints, unless they say where. A run that goes on appends. `run.json` says what it was
+        begun with and how it ended, and `report.html` shows it, while it goes on too.
       evaluation: an `Evaluation`, or several.
       checkpoints: a `Checkpoints`.
       hooks: functions that are shown what happens, and stop the run by returning why. A loss that
@@ -156,8 +159,24 @@ def fit(
             "hooks: expected batches that know how many steps an epoch has, for one that is called "
             f"after epochs, got {tree.spell(batches)}; give sf.batches(data, …)"
         )
+    facts = facts_of(
+        state,
+        batches,
+        evaluations=evaluations,
+        checkpoints=checkpoints,
+        hooks=shown,
+        steps=steps,
+        epochs=epochs,
+        log_every=log_at,
+        steps_per_call=at_once,
+        time_limit=time_limit,
+    )
     with ExitStack() as stack:
         series = _open(checkpoints, run_dir)
+        report = None
+        if run_dir is not None:  # entered first, so that its last page is of all there is
+            report = stack.enter_context(Refresh(Path(run_dir), facts, goes_on=series is not None))
+            shown.append(report)
         for hook in shown:
             if hasattr(hook, "close"):
                 stack.callback(hook.close)
@@ -173,6 +192,8 @@ def fit(
             steps_per_call=at_once,
         )
         del state  # so that it can be freed when it is restored
+        if report is not None:
+            stack.callback(lambda: report.tell(fold.done, fold.stopped))
         stack.enter_context(fold.signals.watched())  # until the last save is on the disk
         if series is not None:
             stack.enter_context(series)
