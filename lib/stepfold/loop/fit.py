@@ -159,22 +159,22 @@ def fit(
             "hooks: expected batches that know how many steps an epoch has, for one that is called "
             f"after epochs, got {tree.spell(batches)}; give sf.batches(data, …)"
         )
-    facts = facts_of(
-        state,
-        batches,
-        evaluations=evaluations,
-        checkpoints=checkpoints,
-        hooks=shown,
-        steps=steps,
-        epochs=epochs,
-        log_every=log_at,
-        steps_per_call=at_once,
-        time_limit=time_limit,
-    )
     with ExitStack() as stack:
         series = _open(checkpoints, run_dir)
         report = None
         if run_dir is not None:  # entered first, so that its last page is of all there is
+            facts = facts_of(
+                state,
+                batches,
+                evaluations=evaluations,
+                checkpoints=checkpoints,
+                hooks=shown,
+                steps=steps,
+                epochs=epochs,
+                log_every=log_at,
+                steps_per_call=at_once,
+                time_limit=time_limit,
+            )
             report = stack.enter_context(Refresh(Path(run_dir), facts, goes_on=series is not None))
             shown.append(report)
         for hook in shown:

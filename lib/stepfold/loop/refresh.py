@@ -137,15 +137,16 @@ class Refresh:
     def _try(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except (OSError, StepfoldError) as error:
+        except Exception as error:  # noqa: BLE001  no page is worth a run; it is warned of
             self._failure = error
 
     def _say(self) -> None:
         if self._failure is not None and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._place}: run.json and report.html are not up to date: {self._failure}; the "
-                "run goes on, and python -m stepfold.loop report makes the page anew",
+                f"{self._place}: run.json and report.html are not up to date: "
+                f"{type(self._failure).__name__}: {self._failure}; the run goes on, and "
+                "python -m stepfold.loop report makes the page anew",
                 stacklevel=2,
             )
 

@@ -84,7 +84,8 @@ def _document(
 def _one(run: Run, name: str, standing: Standing) -> str:
     notes = ""
     if run.damaged:
-        notes = f"<p>{run.damaged:,} lines of metrics.jsonl cannot be read and are left out.</p>"
+        lines = f"{run.damaged:,} line{'s' if run.damaged > 1 else ''}"
+        notes = f"<p>{lines} of metrics.jsonl cannot be read, and count for nothing here.</p>"
     return (
         f'<header class="{standing.kind}"><h1>{escape(name)}</h1>'
         f'<p class="standing"><strong>{standing.word}</strong> {escape(standing.why)}</p>'

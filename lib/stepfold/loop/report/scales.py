@@ -81,13 +81,13 @@ def _log_ticks(low: float, high: float) -> list[float]:
 def spell(value: float) -> str:
     """Write a value as it is read at a glance, to four digits.
 
-    >>> spell(0.25), spell(1234567.0), spell(2e-7), spell(2000.0), spell(-0.0)
+    >>> spell(0.25), spell(1234567.0), spell(2e-7), spell(2000.4), spell(-0.0)
     ('0.25', '1.235M', '2e-7', '2,000', '0')
     """
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
-    if value == int(value) and abs(value) < 1e5:
-        return f"{int(value):,}"
+    if abs(value) < 1e5 and (abs(value) >= 1e3 or value == int(value)):
+        return f"{round(value):,}"
     if 1e5 <= abs(value) < 1e12:
         return spell_step(value)
     mantissa, _, power = f"{value:.4g}".partition("e")

@@ -29,7 +29,7 @@
   const spell = (value) => {
     if (typeof value !== "number") return value;
     const size = Math.abs(value);
-    if (Number.isInteger(value) && size < 1e5) return value.toLocaleString("en");
+    if (size < 1e5 && (size >= 1e3 || Number.isInteger(value))) return Math.round(value).toLocaleString("en");
     for (const [unit, name] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
       if (size >= 1e5 && size < 1e12 && size >= unit) return Number((value / unit).toPrecision(4)) + name;
     }

@@ -64,7 +64,13 @@ def _of_attempt(attempt: Mapping[str, Any], now: datetime) -> Standing:
     # As the fold says it: a run that did what it was to do, whatever became of the last save.
     whole = why.startswith(("all ", "the batches ended")) or step == attempt.get("total")
     kind, word = ("finished", "Finished") if whole else ("stopped", "Stopped early")
-    return Standing(kind, word, why[:1].upper() + why[1:] + ".")
+    return Standing(kind, word, _sentence(why))
+
+
+def _sentence(words: str) -> str:
+    """Begin with a capital, unless it is a name that words begin with, as `train/loss` is."""
+    first = words.split(" ", 1)[0]
+    return (words[:1].upper() + words[1:] if first.isalpha() else words) + "."
 
 
 def time_of(text: str) -> datetime:

@@ -62,7 +62,8 @@ class Extent(NamedTuple):
         if self.low is None or self.high is None:
             return "never finite"
         if self.best is None:
-            return f"between {spell(self.low)} and {spell(self.high)}"
+            ends = spell(self.low), spell(self.high)
+            return f"always {ends[0]}" if ends[0] == ends[1] else f"between {ends[0]} and {ends[1]}"
         word = "lowest" if self.mode == "min" else "highest"
         return f"{word} {spell(self.best)} at step {self.step:,.0f}"
 

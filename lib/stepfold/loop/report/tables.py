@@ -163,7 +163,8 @@ def _flatten(name: str, value: Any, found: dict[str, str]) -> None:
             _flatten(f"{name} {key}".strip(), inner, found)
     elif isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
         for number, inner in enumerate(value):
-            _flatten(f"{name} {inner.get('name', number)}", inner, found)
+            rest = {key: one for key, one in inner.items() if key != "name"}
+            _flatten(f"{name} {inner.get('name', number)}", rest, found)
     elif isinstance(value, list):
         found[name] = ", ".join(map(str, value)) or NONE
     else:
