@@ -69,6 +69,10 @@ def test_a_damaged_line_is_counted_and_left_out(path):
     tail = Tail(path)
     assert tail.read()["a"].values.tolist() == [1, 2, 3]
     assert tail.damaged == 3
+    with path.open("a") as file:
+        file.write("the last one\n")
+    assert [len(tail.read()["a"].steps), tail.damaged] == [3, 4]
+    assert [len(tail.read()["a"].steps), tail.damaged] == [3, 4]
 
 
 def test_only_numbers_are_curves_and_hyper_parameters_are_kept(path):

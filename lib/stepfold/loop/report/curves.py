@@ -46,7 +46,7 @@ class Tail:
         self._begin()
 
     def _begin(self) -> None:
-        self._at, self.damaged = 0, 0
+        self._at, self._lost, self.damaged = 0, 0, 0
         self._columns: dict[str, tuple[array[float], array[float]]] = {}
         self.settings: dict[str, Any] = {}
 
@@ -67,42 +67,39 @@ class Tail:
                     last = line
         except FileNotFoundError:
             self._begin()
-        row = self._parse(last) if last else {}
-        return self._curves(row)
+        row = self._parse(last) if last else (0.0, {})
+        self.damaged = self._lost + (row is None)
+        return self._curves(*(row or (0.0, {})))
 
     def _add(self, line: bytes) -> None:
         row = self._parse(line)
-        self.damaged += row is None
-        step, numbers = self._split(row)
+        self._lost += row is None
+        step, numbers = row or (0.0, {})
         for name, value in numbers.items():
-            steps, values = self._columns.setdefault(name, (array("d"), array("d")))
-            steps.append(step)
-            values.append(value)
+            column = self._columns.get(name)
+            if column is None:
+                column = self._columns[name] = array("d"), array("d")
+            column[0].append(step)
+            column[1].append(value)
 
-    def _parse(self, line: bytes) -> Mapping[str, Any] | None:
+    def _parse(self, line: bytes) -> tuple[float, dict[str, float]] | None:
+        """Take the numbers of a line; of the rest only hyper-parameters have a place on a page."""
         try:
             row = json.loads(line)
-            float(row["step"])
-        except (ValueError, TypeError, KeyError, OverflowError):
+            step = float(row.pop("step"))
+            numbers = {n: float(v) for n, v in row.items() if type(v) is float or type(v) is int}
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return None
-        return row if isinstance(row, dict) else None
-
-    def _split(self, row: Mapping[str, Any] | None) -> tuple[float, dict[str, float]]:
-        """Take the numbers of a line; of the rest only hyper-parameters have a place on a page."""
-        if not row:
-            return 0.0, {}
-        if isinstance(row.get("hparams"), dict):
+        if len(numbers) < len(row) and isinstance(row.get("hparams"), dict):
             self.settings |= row["hparams"]
-        numbers = {n: v for n, v in row.items() if type(v) in (int, float) and n != "step"}
-        return float(row["step"]), numbers
+        return step, numbers
 
-    def _curves(self, last: Mapping[str, Any] | None) -> dict[str, Curve]:
-        step, numbers = self._split(last)
+    def _curves(self, step: float, numbers: Mapping[str, float]) -> dict[str, Curve]:
         found = {}
         for name in [*self._columns, *(name for name in numbers if name not in self._columns)]:
             steps, values = (np.array(one) for one in self._columns.get(name, ((), ())))
             if name in numbers:
-                steps, values = np.append(steps, step), np.append(values, float(numbers[name]))
+                steps, values = np.append(steps, step), np.append(values, numbers[name])
             found[name] = _in_order(Curve(steps, values))
         return found
 
@@ -140,8 +137,8 @@ def thin(curve: Curve, columns: int, span: tuple[float, float]) -> Curve:
         values = curve.values[first:last]
         finite = np.flatnonzero(np.isfinite(values))
         if len(finite):
-            kept |= {int(first + finite[values[finite].argmin()])}
-            kept |= {int(first + finite[values[finite].argmax()])}
+            kept |= {int(first + finite[np.argmin(values[finite])])}
+            kept |= {int(first + finite[np.argmax(values[finite])])}
         if len(finite) < len(values):
             kept |= {int(first + np.flatnonzero(~np.isfinite(values))[0])}
     chosen = np.array(sorted(kept))

@@ -78,7 +78,7 @@ def extent_of(run: Run, metric: str) -> Extent | None:
     if not len(finite):
         return Extent(last, None, None, mode, 0.0)
     values = curve.values[finite]
-    at = finite[values.argmax() if mode == "max" else values.argmin()]
+    at = finite[np.argmax(values) if mode == "max" else np.argmin(values)]
     low, high, step = values.min(), values.max(), curve.steps[at]
     return Extent(last, float(low), float(high), mode, float(step))
 
