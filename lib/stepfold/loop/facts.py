@@ -4,6 +4,7 @@ Neither the environment nor the command line are among it, since both may hold s
 run keeps is shown around. The name of the program is.
 """
 
+import math
 import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -115,9 +116,7 @@ def _words(key: Any) -> Any:
 
 def _parameters(params: Any) -> dict[str, Any]:
     leaves = [(name, leaf) for name, leaf in tree.named_leaves(params) if tree.is_array(leaf)]
-    rows = [
-        [name, list(one.shape), str(one.dtype), int(np.prod(one.shape))] for name, one in leaves
-    ]
+    rows = [[name, list(one.shape), one.dtype.name, math.prod(one.shape)] for name, one in leaves]
     return {
         "count": sum(row[-1] for row in rows),
         "bytes": sum(int(getattr(leaf, "nbytes", 0)) for _, leaf in leaves),

@@ -50,6 +50,7 @@ class Refresh:
             threading.Event(),
             threading.Thread(target=self._work, name="stepfold-report", daemon=True),
         )
+        self._pause = _PAUSE  # until the next page, in seconds
         self._failure: BaseException | None = None
         self._warned = False
 
@@ -117,20 +118,20 @@ class Refresh:
         self._say()
 
     def _work(self) -> None:
-        pause = 0.0
+        pause = 0.0  # the first page comes at once
         while not self._end.wait(pause):
             began = time.perf_counter()
             self._try(self._refresh)
-            pause = max(_PAUSE, _SHARE * (time.perf_counter() - began))
+            pause = self._pause = max(_PAUSE, _SHARE * (time.perf_counter() - began))
 
     def _refresh(self) -> None:
         self._record()
         run = read_run(self._place, self._tail)
-        replace(self._place / "report.html", render([run], every=int(_PAUSE)))
+        replace(self._place / "report.html", render([run], every=max(1, round(self._pause))))
 
     def _record(self) -> None:
         if self._now is not None:
-            self._now["updated"] = _time()
+            self._now["updated"], self._now["pause"] = _time(), round(self._pause, 1)
             self._now["clock"] = self._samples.rows()
         write_record(self._place, {**self._facts, "attempts": self._attempts})
 

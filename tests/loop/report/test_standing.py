@@ -53,6 +53,8 @@ def test_a_run_that_was_heard_of_is_running_and_one_that_was_not_is_silent(tmp_p
         found = standing(tmp_path, ended=None, stopped=None, updated=heard, to=50)
         assert found.kind == kind
     assert found.why.startswith("Nothing was heard for 2 h 0 min, after step 50")
+    seldom = standing(tmp_path, ended=None, stopped=None, updated=heard, pause=3000.0)
+    assert seldom.kind == "running"
 
 
 def test_without_a_record_nobody_knows(tmp_path):

@@ -44,6 +44,15 @@ def test_checkpoints_are_listed(tmp_path):
     ]
 
 
+def test_the_best_checkpoint_has_a_star(tmp_path):
+    saved = [
+        Saved(step, 0.0, {"eval/loss": loss}, True) for step, loss in {1: 0.5, 2: 0.25}.items()
+    ]
+    said = {"checkpoints": {"best": "eval/loss", "mode": None}}
+    run = read_run(made.run(tmp_path, arguments=said))._replace(checkpoints=saved)
+    assert [row[0] for row in rows(tables.checkpoints(run))[1:]] == ["1", "★ 2"]
+
+
 def test_attempts_are_listed(tmp_path):
     tries = [made.attempt(ended=None, to=60), made.attempt(**{"from": 50})]
     run = read_run(made.run(tmp_path, attempts=tries))

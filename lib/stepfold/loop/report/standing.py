@@ -9,7 +9,8 @@ import numpy as np
 from stepfold.loop.report.curves import Curve
 from stepfold.loop.report.reading import Run
 
-_SILENT = 600.0  # seconds without a word after which a run is not said to be running
+# Seconds without a word after which a run is not said to be running; more, where a word is rare.
+_SILENT = 600.0
 
 Row = Sequence[float]
 
@@ -50,7 +51,7 @@ def _of_attempt(attempt: Mapping[str, Any], now: datetime) -> Standing:
         return Standing("failed", "Failed", f"{what} (at step {step:,})")
     if attempt.get("ended") is None:
         silent = (now - time_of(attempt.get("updated") or attempt["began"])).total_seconds()
-        if silent > _SILENT:
+        if silent > max(_SILENT, 3 * attempt.get("pause", 0.0)):
             return Standing(
                 "silent",
                 "No word",

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
+from stepfold.checkpoint.retention import order_by, read_best
 from stepfold.loop.report.reading import Run
 from stepfold.loop.report.scales import spell
 from stepfold.loop.report.sections import main_metrics
@@ -58,13 +59,16 @@ def attempts(run: Run, now: datetime) -> str:
 
 
 def checkpoints(run: Run) -> str:
-    """List the checkpoints that are there."""
-    rows = []
+    """List the checkpoints that are there; a star is at the best, where one is told apart."""
+    rows, said = [], run.argument("checkpoints") or {}
+    by = read_best(said.get("best"), said.get("mode"))
+    best = order_by(by, {one.step: one.metrics for one in run.checkpoints})[:1] if by else []
     for one in run.checkpoints:
         metrics = (f"{name} {_number(value)}" for name, value in one.metrics.items())
         saved = datetime.fromtimestamp(one.time, UTC)
         told = ", ".join(metrics) if one.whole else "not whole"
-        rows.append((f"{one.step:,}", f"{saved:%Y-%m-%d %H:%M:%S}", told))
+        star = "★ " if one.step in best else ""
+        rows.append((f"{star}{one.step:,}", f"{saved:%Y-%m-%d %H:%M:%S}", told))
     return table(("step", "saved (UTC)", "metrics"), rows, (0,))
 
 
