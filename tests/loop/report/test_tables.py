@@ -8,7 +8,7 @@ from . import made
 
 def rows(html):
     return [
-        ["".join(cell.itertext()) for cell in row]
+        ["".join(cell.itertext()).replace("\N{NO-BREAK SPACE}", " ") for cell in row]
         for row in ElementTree.fromstring(html).iter("tr")
     ]
 
@@ -36,7 +36,8 @@ def test_of_very_many_parameters_the_small_ones_are_added_up(tmp_path):
 
 
 def test_checkpoints_are_listed(tmp_path):
-    saved = [Saved(1000, 0.0, {"eval/loss": 0.25}, True), Saved(2000, 60.0, {}, False)]
+    measured = {"eval/loss": 0.25, "throughput/mfu": 0.5}
+    saved = [Saved(1000, 0.0, measured, True), Saved(2000, 60.0, {}, False)]
     run = read_run(made.run(tmp_path))._replace(checkpoints=saved)
     assert rows(tables.checkpoints(run))[1:] == [
         ["1,000", "1970-01-01 00:00:00", "eval/loss 0.25"],

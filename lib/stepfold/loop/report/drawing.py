@@ -110,8 +110,9 @@ def _restarts(steps: Sequence[float], across: Scale) -> Iterator[str]:
 
 
 def _line(number: int, line: Line, across: Scale, down: Scale) -> Iterator[str]:
+    dense = " dense" if len(line.curve.steps) > COLUMNS else ""  # as a band, not to hide others
     yield (
-        f'<path class="line s{line.style % 8}" data-line="{number}" '
+        f'<path class="line s{line.style % 8}{dense}" data-line="{number}" '
         f'd="{path_of(line.curve, across, down)}"/>'
     )
     if line.dotted and len(line.curve.steps) <= _DOTTED:

@@ -51,7 +51,7 @@ def attempts(run: Run, now: datetime) -> str:
     rows = []
     for number, one in enumerate(run.attempts):
         last = number == len(run.attempts) - 1
-        began = f"{time_of(one['began']):%Y-%m-%d %H:%M:%S}"
+        began = _time(time_of(one["began"]))
         ended = how_it_ended(one, last=last, now=now)
         steps = (f"{one['from']:,}", f"{one['to']:,}")
         rows.append((began, *steps, duration(seconds_of(one)), ended))
@@ -63,12 +63,15 @@ def checkpoints(run: Run) -> str:
     rows, said = [], run.argument("checkpoints") or {}
     by = read_best(said.get("best"), said.get("mode"))
     best = order_by(by, {one.step: one.metrics for one in run.checkpoints})[:1] if by else []
+    main = main_metrics([run])
     for one in run.checkpoints:
-        metrics = (f"{name} {_number(value)}" for name, value in one.metrics.items())
+        metrics = (
+            f"{name} {_number(value)}" for name, value in one.metrics.items() if name in main
+        )
         saved = datetime.fromtimestamp(one.time, UTC)
         told = ", ".join(metrics) if one.whole else "not whole"
         star = "★ " if one.step in best else ""
-        rows.append((f"{star}{one.step:,}", f"{saved:%Y-%m-%d %H:%M:%S}", told))
+        rows.append((f"{star}{one.step:,}", _time(saved), told))
     return table(("step", "saved (UTC)", "metrics"), rows, (0,))
 
 
@@ -173,6 +176,10 @@ def _flatten(name: str, value: Any, found: dict[str, str]) -> None:
         found[name] = ", ".join(map(str, value)) or NONE
     else:
         found[name] = NONE if value is None else str(value)
+
+
+def _time(time: datetime) -> str:
+    return f"{time:%Y-%m-%d}\N{NO-BREAK SPACE}{time:%H:%M:%S}"
 
 
 def _number(value: Any) -> str:
