@@ -100,8 +100,7 @@ def test_without_checkpoints_it_begins_anew(tmp_path):
 
 
 def test_it_is_told_from_the_beginning_and_while_it_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(refresh, "_PAUSE", 0.02)
-    monkeypatch.setattr(refresh, "_SHARE", 1)
+    monkeypatch.setattr(refresh, "pause_after", lambda cost, age: 0.02)
 
     def waits(event):
         (one,) = attempts(tmp_path)
@@ -125,7 +124,7 @@ def test_a_page_of_a_run_under_way_loads_itself_anew(tmp_path):
         while not (tmp_path / "report.html").exists() and time.monotonic() < until:
             time.sleep(0.01)
         page = (tmp_path / "report.html").read_text()
-    assert '<meta http-equiv="refresh" content="30">' in page
+    assert '<meta http-equiv="refresh" content="2">' in page
     assert 'http-equiv="refresh"' not in (tmp_path / "report.html").read_text()
 
 
@@ -138,7 +137,7 @@ def test_writing_pages_takes_a_hundredth_of_the_time(tmp_path, monkeypatch):
             return len(pauses) > 2
 
     told = Refresh(tmp_path, {}, goes_on=False)
-    told._end = Waits()
+    told._end, told._began = Waits(), -1e9
     monkeypatch.setattr(told, "_refresh", lambda: time.sleep(0.5))
     told._work()
     assert pauses[0] == 0

@@ -19,8 +19,8 @@ from stepfold.loop.report.curves import Tail
 from stepfold.loop.report.page import render
 from stepfold.loop.report.reading import read_run
 
-_PAUSE = 30.0  # seconds from one page to the next, at least
-_SHARE = 100  # and as many times as long as the last one took
+_SOON, _PAUSE = 2.0, 30.0  # seconds from one page to the next, of a new run and of an old one
+_SHARE = 100  # and at least as many times as long as the last one took
 _SAMPLES = 400  # of where the clock stood; beyond that every second one is dropped
 
 
@@ -50,7 +50,7 @@ class Refresh:
             threading.Event(),
             threading.Thread(target=self._work, name="stepfold-report", daemon=True),
         )
-        self._pause = _PAUSE  # until the next page, in seconds
+        self._began, self._pause = time.perf_counter(), _SOON  # until the next page, in seconds
         self._failure: BaseException | None = None
         self._warned = False
 
@@ -120,9 +120,10 @@ class Refresh:
     def _work(self) -> None:
         pause = 0.0  # the first page comes at once
         while not self._end.wait(pause):
-            began = time.perf_counter()
+            start = time.perf_counter()
             self._try(self._refresh)
-            pause = self._pause = max(_PAUSE, _SHARE * (time.perf_counter() - began))
+            end = time.perf_counter()
+            pause = self._pause = pause_after(end - start, end - self._began)
 
     def _refresh(self) -> None:
         self._record()
@@ -150,6 +151,17 @@ class Refresh:
                 "python -m stepfold.loop report makes the page anew",
                 stacklevel=2,
             )
+
+
+def pause_after(cost: float, age: float) -> float:
+    """Give the seconds from a page that took some to the next one, by the age of the run too.
+
+    >>> pause_after(0.01, 0.5), pause_after(0.01, 8.0), pause_after(0.01, 3600.0)
+    (2.0, 8.0, 30.0)
+    >>> pause_after(3.0, 3600.0)
+    300.0
+    """
+    return max(_SHARE * cost, min(_PAUSE, max(_SOON, age)))
 
 
 class Samples:
