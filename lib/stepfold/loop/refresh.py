@@ -120,10 +120,10 @@ class Refresh:
     def _work(self) -> None:
         pause = 0.0  # the first page comes at once
         while not self._end.wait(pause):
-            start = time.perf_counter()
+            start = time.thread_time()  # what it takes from the loop; waiting takes nothing
             self._try(self._refresh)
-            end = time.perf_counter()
-            pause = self._pause = pause_after(end - start, end - self._began)
+            cost, age = time.thread_time() - start, time.perf_counter() - self._began
+            pause = self._pause = pause_after(cost, age)
 
     def _refresh(self) -> None:
         self._record()
