@@ -36,7 +36,7 @@ from stepfold.inspect.parameters import parameter_table
 from stepfold.inspect.report import describe
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.event import Event
-from stepfold.loop.fit import FitResult, fit
+from stepfold.loop.fit import fit
 from stepfold.loop.hooks.callback import callback
 from stepfold.loop.hooks.every import every
 from stepfold.loop.hooks.log_to import log_to
@@ -53,6 +53,7 @@ from stepfold.loop.iterate import iterate
 from stepfold.loop.replaying.capsule import Capsule
 from stepfold.loop.replaying.files import read_capsule
 from stepfold.loop.replaying.replay import Replay, replay
+from stepfold.loop.result import FitResult
 from stepfold.loop.writers.asynchronous import async_writer
 from stepfold.loop.writers.console import console_writer
 from stepfold.loop.writers.csv import csv_writer

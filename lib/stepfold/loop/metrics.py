@@ -89,6 +89,13 @@ class PerStep(Mapping[str, np.ndarray]):
         return sum(1 for _ in self)
 
 
+def read_interval(stacked: Mapping[str, Any]) -> tuple[dict[str, float], PerStep, PerStep]:
+    """Read train metrics with a leading axis of steps: merged, step by step, and the weights."""
+    merged = {name: over_steps(metric) for name, metric in stacked.items()}
+    each, weights = (PerStep(stacked, read, "train/") for read in (each_of, weights_of))
+    return values_of(merged, "train/"), each, weights
+
+
 def each_of(stacked: Any) -> np.ndarray | None:
     """Read a metric with a leading axis of steps step by step, if it is of totals and weights."""
     adds = isinstance(stacked, TermSum) or type(stacked) is Average
