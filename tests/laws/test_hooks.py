@@ -87,7 +87,7 @@ def test_a_run_with_all_hooks_has_the_bits_of_one_with_none():
     assert bare.history["eval/loss"] == shown.history["eval/loss"]
 
 
-@pytest.mark.parametrize("step", [4, 7, 16, 22, 30])
+@pytest.mark.parametrize("step", [4, 7, 8, 16, 22, 30])
 def test_after_a_cut_hooks_know_what_they_would_have_known(tmp_path, step):
     whole, whole_told, pieces, told = Memory(), [], Memory(), []
     uncut, resumed = hooks(whole, whole_told), hooks(pieces, told)

@@ -90,7 +90,7 @@ def test_a_read_is_noted(read, reads):
 
 @pytest.mark.parametrize("form", ["step", "jitted", "compiled"])
 def test_nothing_waits_for_the_device_between_log_points(form, reads):
-    """Only when the step after a log point is under way are the metrics before it read."""
+    """Only when some steps after a log point are under way are the metrics before it read."""
     made = {
         "step": step,
         "jitted": lambda: jax.jit(step()),
@@ -109,7 +109,7 @@ def test_nothing_waits_for_the_device_between_log_points(form, reads):
         for (number, before), (_, after) in itertools.pairwise(seen)
         if after != before and number
     ]
-    assert read_at == [10, 20, 30]
+    assert read_at == [13, 23, 33]
 
 
 def test_a_checkpoint_that_is_not_due_reads_nothing(reads, tmp_path):
@@ -191,7 +191,7 @@ def test_the_state_that_a_hook_is_shown_is_there():
     hook = lambda event: events.append((event.step, int(event.state.step)))
     sf.fit(step(), start(), batches(), steps=20, log_every=5, hooks=hook)
     assert [step for step, _ in events] == [5, 10, 15, 20]
-    assert all(0 <= now - step <= 1 for step, now in events)
+    assert [now - step for step, now in events] == [2, 2, 2, 0]
 
 
 def test_the_batch_that_a_hook_is_shown_is_the_last():

@@ -1,5 +1,7 @@
 import json
+import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ def read(said):
 
 
 def shown(ledger):
-    return [(step, found["a"].tolist()) for step, found in ledger.take()]
+    return [(one.step, one.metrics["a"].tolist()) for one in ledger.take(10**9)]
 
 
 def filled(*said):
@@ -56,12 +58,38 @@ def test_what_was_given_counts_as_shown_when_the_next_is_asked_for():
     ledger.close(1)
 
     def fails():
-        for _ in ledger.take():
+        for _ in ledger.take(1):
             raise OSError
 
     with pytest.raises(OSError):
         fails()
     assert shown(ledger) == [(1, [1.0])]
+
+
+def test_only_what_was_over_at_a_step_is_given():
+    ledger = filled(1)
+    ledger.close(1)
+    ledger.add(2)
+    ledger.close(2)
+    assert [one.step for one in ledger.take(1)] == [1]
+    assert [one.step for one in ledger.take(2)] == [2]
+
+
+def test_the_time_of_an_interval_is_when_it_was_over_unless_it_has_to_be_waited_for():
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, x: x @ x / 300, x)[0, 0])
+    times = {}
+    for name, wait in {"there": True, "waited for": False}.items():
+        ledger = Ledger(lambda said: read([float(one) for one in said]))
+        ledger.add(slow(jnp.full((300, 300), 1.0 + len(times))))
+        if wait:
+            jax.block_until_ready(ledger._open)
+        closed = time.perf_counter()
+        ledger.close(1)
+        time.sleep(0.01 if wait else 0)
+        ((_, _, when),) = ledger.take(1)
+        times[name] = when - closed
+    assert times["there"] < 0.005
+    assert times["waited for"] > 0.005
 
 
 def test_the_device_is_not_read_before_an_interval_is_taken():
@@ -76,7 +104,7 @@ def test_an_interval_that_was_cut_in_two_is_given_whole():
     other = again(filled(1, 2))
     other.add(3)
     other.close(3)
-    ((step, found),) = other.take()
+    ((step, found, _),) = other.take(3)
     assert (step, found["a"].tolist()) == (3, [1.0, 2.0, 3.0])
     assert found["b"].astype(float).tolist() == [[1.0, -1.0], [2.0, -2.0], [3.0, -3.0]]
     assert (found["a"].dtype, found["b"].dtype) == (np.float32, jnp.bfloat16)

@@ -49,7 +49,7 @@ def test_a_run_tells_how_it_went(tmp_path):
 
 def test_a_reason_to_stop_is_told(tmp_path):
     fit(tmp_path, hooks=[lambda event: "enough"])
-    assert attempts(tmp_path)[0]["stopped"] == "enough at step 11"
+    assert attempts(tmp_path)[0]["stopped"] == "enough at step 14"
     assert "Stopped early" in (tmp_path / "report.html").read_text()
 
 

@@ -19,11 +19,12 @@ class Event(NamedTuple):
       metrics: numbers by name, such as `train/loss` of the steps since the last log point, or
         `eval/loss`.
       state: the state; at a log point it may be that of a later step, since the metrics of a step
-        are read when the next ones are under way.
+        are read when up to four others are under way.
       each: the train metrics step by step, since the last log point; empty after an evaluation.
       batch: the last batch that was pulled.
       waited: the seconds spent waiting for batches, since `fit` was called.
       weights: the weights of `each`: 0 where a step has seen nothing, and its value is NaN.
+      time: when the step was done, as `time.perf_counter` counts; None if nobody looked.
 
     >>> import stepfold as sf
     >>> def patient(event):
@@ -41,6 +42,7 @@ class Event(NamedTuple):
     batch: Any = None
     waited: float = 0.0
     weights: Mapping[str, np.ndarray] = {}
+    time: float | None = None
 
     @property
     def is_train(self) -> bool:

@@ -49,9 +49,10 @@ def fit(
 ) -> FitResult:
     """Fold batches into a state, show what happens, and keep what is worth keeping.
 
-    The order is this. A step is dispatched; the metrics of the interval before are read, so that
-    nothing waits for the device that need not; where it is due, the state is evaluated, and then
-    saved; and only then is the next batch pulled. So a saved position is that of the next batch.
+    The order is this. A step is dispatched; where it is due, the state is evaluated, and then
+    saved; the metrics of a log point are read a few steps after it, one with `log_every=1` and
+    four at most, so that the device has work meanwhile; and only then is the next batch pulled. So
+    a saved position is that of the next batch.
 
     With checkpoints a run goes on where it was: from the newest good one, with the same state, the
     same batches and the same history. SIGINT and SIGTERM let the step under way finish and save;

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from stepfold.loop.replaying.rereading import Mark
 from stepfold.loop.signals import Signals
 from stepfold.loop.telling import Telling
 
+_AHEAD = 4
 _BROKEN = "; not saved, for a parameter is NaN"
 
 
@@ -29,6 +31,9 @@ class Fold:
         self.step, self.state, self.feed, self.series = asked.step, state, asked.feed, series
         self.evaluations = asked.evaluations
         self.log_every, self.steps_per_call = asked.log_every, asked.steps_per_call
+        # To read what a step said waits for that step. By then so many others are under way that
+        # the device has work for as long as the hooks have theirs.
+        self._ahead = min(_AHEAD, max(1, self.log_every // 2))
         self.done = steps_of(state)
         self.total = asked.steps
         if self.total is None and self.feed.total is not None:
@@ -108,11 +113,10 @@ class Fold:
             self.done += len(batches)
             self._position, self._next_position = self._next_position, None
             self.ledger.add(said)
-            if self.ledger.closed:  # the device is at the step after; what it said before is there
-                self._show()
             if self.done == due:
                 self._at_boundary()
                 due = self._next_due()
+            self._show(self.done - self._ahead)
             if self.signals.got is not None and self.signals.alone:
                 self.stopped = f"{self.signals.got.name} at step {self.done}"
 
@@ -192,11 +196,11 @@ class Fold:
                 self.telling.end_epoch(self.done // (self.feed.epoch_steps or 1) - 1)
                 self._epochs_told = self.done
 
-    def _show(self) -> None:
-        """Show hooks the intervals that are over."""
-        for step, stacked in self.ledger.take():
+    def _show(self, until: int | None = None) -> None:
+        """Show hooks the intervals that are over, all or those up to a step."""
+        for interval in self.ledger.take(self.done if until is None else until):
             with self.telling.wholly():
-                self._tell(step, *read_interval(stacked))
+                self._tell(interval.step, *read_interval(interval.metrics), time=interval.time)
 
     def _evaluate(self, due: Sequence[Evaluation]) -> None:
         for evaluation in due:
@@ -215,6 +219,7 @@ class Fold:
         metrics: dict[str, float],
         each: Mapping[str, np.ndarray] | None = None,
         weights: Mapping[str, np.ndarray] | None = None,
+        time: float | None = None,
     ) -> None:
         event = Event(
             step,
@@ -225,6 +230,7 @@ class Fold:
             self._batch,
             self.feed.waited,
             weights or {},
+            perf_counter() if time is None else time,
         )
         said = self.telling.show(event)
         if said and self.stopped is None:

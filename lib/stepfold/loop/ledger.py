@@ -1,11 +1,27 @@
 """What steps said and nobody was shown yet, interval by interval; a checkpoint keeps it too."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+class Interval(NamedTuple):
+    """What steps said up to a log point.
+
+    Attributes:
+      step: the last of them.
+      metrics: their metrics, with a leading axis of steps.
+      time: when the last was done, as `time.perf_counter` counts: when it was called, unless
+        what it said had to be waited for.
+    """
+
+    step: int
+    metrics: Any
+    time: float
 
 
 class Ledger:
@@ -14,14 +30,14 @@ class Ledger:
     It is saved with the state: an interval that a stop cut in two is shown whole after a resume.
 
     Attributes:
-      closed: the intervals that are over: the last step, and what was said.
+      closed: the intervals that are over: the last step, what was said, and when.
     """
 
     def __init__(self, read: Callable[[Sequence[Any]], Any]) -> None:
         self._read = read
         self._open: list[Any] = []
         self._carried: list[Any] | None = None  # the leaves of the steps before a resume
-        self.closed: list[tuple[int, list[Any] | None, list[Any]]] = []
+        self.closed: list[tuple[int, list[Any] | None, list[Any], float]] = []
         self._structure: Any = None
 
     def add(self, said: Any) -> None:
@@ -32,16 +48,19 @@ class Ledger:
         """End the interval at a step, if there is one."""
         if not self._open and (self._carried is None or self._structure is None):
             return
-        self.closed.append((step, self._carried, self._open))
+        self.closed.append((step, self._carried, self._open, time.perf_counter()))
         self._open, self._carried = [], None
 
-    def take(self) -> Iterator[tuple[int, Any]]:
-        """Give the intervals that are over: the last step, and the metrics of its steps.
+    def take(self, until: int) -> Iterator[Interval]:
+        """Give the intervals that were over at a step.
 
         One that is given counts as shown only when the next is asked for.
         """
-        while self.closed:
-            yield self.closed[0][0], self._stacked(*self.closed[0][1:])
+        while self.closed and self.closed[0][0] <= until:
+            step, carried, said, closed = self.closed[0]
+            was_there = _is_there(said)
+            stacked = self._stacked(carried, said)
+            yield Interval(step, stacked, closed if was_there else time.perf_counter())
             self.closed.pop(0)
 
     def _stacked(self, carried: list[Any] | None, said: list[Any]) -> Any:
@@ -60,7 +79,7 @@ class Ledger:
 
     def waiting(self) -> list[tuple[int, Any]]:
         """Give the intervals that are over, and leave them to be shown."""
-        return [(step, self._stacked(carried, said)) for step, carried, said in self.closed]
+        return [(step, self._stacked(carried, said)) for step, carried, said, _ in self.closed]
 
     def get_state(self) -> list[Any]:
         """Give what was said since the last interval, for JSON to hold."""
@@ -69,6 +88,12 @@ class Ledger:
     def set_state(self, state: list[Any]) -> None:
         """Go on with what was said before it was saved."""
         self._carried = [_array(leaf) for leaf in state] or None
+
+
+def _is_there(said: list[Any]) -> bool:
+    """Tell whether the device has done what was said last."""
+    leaves: list[Any] = [x for x in jax.tree.leaves(said[-1:]) if isinstance(x, jax.Array)]
+    return all(leaf.is_ready() for leaf in leaves[:1])
 
 
 def _plain(leaf: np.ndarray) -> list[Any]:

@@ -75,7 +75,7 @@ def test_the_epoch_that_is_stopped_at_counts():
 
 def test_an_epoch_that_is_not_over_does_not_count():
     seen = []
-    run(lambda event: "enough" if event.step == 8 else None, recorder(seen), log_every=8)
+    run(lambda event: "enough" if event.step == 7 else None, recorder(seen), log_every=7)
     assert [epoch for _, epoch, _ in seen] == [0]
 
 

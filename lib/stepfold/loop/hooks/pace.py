@@ -26,7 +26,7 @@ class Pace:
 
         Nothing is given where they are not known, nor for an evaluation, whose time does not count.
         """
-        now = time.perf_counter()
+        now = time.perf_counter() if event.time is None else event.time
         steps, before = event.step - self._step, self._time
         self._step, self._time = event.step, now
         if before is None or not event.is_train or steps < 1 or now <= before:
