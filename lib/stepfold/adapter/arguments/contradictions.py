@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from stepfold.adapter.arguments.devices import MIXED
 from stepfold.adapter.arguments.optimizers import check_options, options_of
 from stepfold.adapter.arguments.setting import is_changed
 from stepfold.adapter.arguments.shapes import check_shape_options, shape_of
@@ -69,9 +70,6 @@ def _optimizer(a: Any) -> None:
         raise _clash(a, "tx_mu_dtype", "extra_optimizer_kwargs", "say it once")
 
 
-_MIXED = {"bf16": "bfloat16", "fp16": "float16", "full": "float32"}
-
-
 def _mesh(a: Any) -> None:
     names = a.sharding_axis_names
     if len(set(names)) < len(names):
@@ -84,7 +82,7 @@ def _mesh(a: Any) -> None:
         raise _clash(
             a, "step_partition_spec", "sharding_axis_names", "name axes of the mesh, each once"
         )
-    if a.mixed_precision is not None and a.dtype not in (None, _MIXED[a.mixed_precision]):
+    if a.mixed_precision is not None and a.dtype not in (None, MIXED[a.mixed_precision]):
         raise _clash(a, "mixed_precision", "dtype", "they are two ways to say one thing; give one")
 
 

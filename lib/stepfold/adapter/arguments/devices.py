@@ -1,6 +1,8 @@
 """Fields: the mesh, precision, and what is computed twice to spare memory."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import jax
@@ -28,6 +30,9 @@ Remat = Literal[
     "checkpoint_dots_with_no_batch_dims",
 ]
 Mixed = Literal["bf16", "fp16", "full"]
+MIXED: Mapping[Mixed, str] = MappingProxyType(
+    {"bf16": "bfloat16", "fp16": "float16", "full": "float32"}
+)
 
 
 def no_text(name: str, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What fields are called: other names for the same, names misspelt, and names that are none here."""
+"""What fields are called: other names for the same, misspelt names, and names of nothing."""
 
 import dataclasses
 import functools
@@ -79,7 +79,7 @@ def read_names(cls: type, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_any_name(cls: Class) -> Class:
-    """Let a dataclass be built by the other names of its fields, and name the nearest of a wrong one.
+    """Let a dataclass be built by its fields' other names, and name the nearest of a wrong one.
 
     It stays a plain dataclass: `dataclasses.fields`, its signature and all that builds upon them,
     such as command-line makers, see each field once. Put it above `@dataclass`, on a subclass too.

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -58,7 +59,7 @@ def cosine_restarts(peak: float, end: float, steps: int, *, cycles: int = 4) -> 
     if type(cycles) is not int or not 1 <= cycles <= steps:
         raise refuse("scheduler_kwargs['cycles']", f"an integer from 1 to {steps}", cycles)
     bounds = [round(steps * cycle / cycles) for cycle in range(cycles + 1)]
-    lengths = [after - before for before, after in zip(bounds, bounds[1:], strict=False)]
+    lengths = [after - before for before, after in pairwise(bounds)]
     return optax.join_schedules([cosine(peak, end, each) for each in lengths], bounds[1:-1])
 
 

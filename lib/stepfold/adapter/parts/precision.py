@@ -5,10 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from stepfold import tree
+from stepfold.adapter.arguments.devices import MIXED
 from stepfold.adapter.arguments.training import TrainingArguments
 from stepfold.core.precision import Precision
-
-_MIXED = {"bf16": "bfloat16", "fp16": "float16", "full": "float32"}
 
 
 def precision(arguments: TrainingArguments) -> Precision:
@@ -21,7 +20,7 @@ def precision(arguments: TrainingArguments) -> Precision:
     'bfloat16'
     """
     mixed = arguments.mixed_precision
-    return Precision(jnp.dtype(arguments.dtype or _MIXED[mixed or "full"]))
+    return Precision(jnp.dtype(arguments.dtype or MIXED[mixed or "full"]))
 
 
 def cast_params(arguments: TrainingArguments, params: Any) -> Any:
