@@ -5,7 +5,7 @@ from stepfold.adapter.arguments.training import TrainingArguments
 from stepfold.adapter.parts.checkpoints import best_metric, best_mode, checkpoints
 from stepfold.adapter.parts.devices import batch_axes, make_mesh, sharding_rules, start_processes
 from stepfold.adapter.parts.examples import collate_function, shuffle_seed, transform
-from stepfold.adapter.parts.hooks import hooks
+from stepfold.adapter.parts.hooks import hooks, monitors, progress_hook, report_hook
 from stepfold.adapter.parts.loss import make_loss
 from stepfold.adapter.parts.optimizer import make_optimizer
 from stepfold.adapter.parts.precision import cast_params, precision, remat
@@ -28,9 +28,12 @@ __all__ = [
     "make_mesh",
     "make_optimizer",
     "make_schedule",
+    "monitors",
     "plan",
     "precision",
+    "progress_hook",
     "remat",
+    "report_hook",
     "sharding_rules",
     "shuffle_seed",
     "start_processes",

@@ -48,6 +48,6 @@ class Evaluating:
     aux_loss_enabled: bool = setting(
         True, flag, "Whether terms of the loss whose names begin with aux are a part of it."
     )
-    loss_config: dict[str, Any] | None = setting(
-        None, optional(mapping), "What the loss function is given besides, by keyword."
+    loss_config: dict[str, Any] = setting(
+        {}, mapping, "What the loss function is given besides, by keyword."
     )

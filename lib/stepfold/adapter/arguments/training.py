@@ -57,7 +57,8 @@ class TrainingArguments(Reporting, Saving, Evaluating, Data, Devices, Optimizati
 
     def to_dict(self) -> dict[str, Any]:
         """Give every field's value by its name."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: {**v} if isinstance(v, dict) else v for name, v in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

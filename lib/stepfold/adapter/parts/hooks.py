@@ -22,9 +22,10 @@ _NORMS = r"(^|/)grad_norm$"
 
 
 def hooks(arguments: TrainingArguments, plan: Plan, writer: Writer | None = None) -> list[Hook]:
-    """Make the hooks that the arguments ask for: what measures first, what writes last.
+    """Make all the hooks that the arguments ask for: what measures first, what writes last.
 
-    Give `fit` the plan's `log_every` with them. A time limit counts from when they are made.
+    They are those of `monitors`, `progress_hook` and `report_hook`. Give `fit` the plan's
+    `log_every` with them.
 
     Args:
       arguments: the arguments.
@@ -35,6 +36,22 @@ def hooks(arguments: TrainingArguments, plan: Plan, writer: Writer | None = None
     >>> arguments = TrainingArguments(progress_bar_type="none", training_time_limit="1h30m")
     >>> len(hooks(arguments, plan(arguments)))
     1
+    """
+    bar = progress_hook(arguments, plan)
+    report = None if writer is None else report_hook(arguments, plan, writer)
+    found = [*monitors(arguments, plan, writer), bar, report]
+    return [hook for hook in found if hook is not None]
+
+
+def monitors(arguments: TrainingArguments, plan: Plan, writer: Writer | None = None) -> list[Hook]:
+    """Make the hooks that stop a run, and those that measure more of it.
+
+    A time limit counts from when they are made.
+
+    >>> from stepfold.adapter import TrainingArguments, monitors, plan
+    >>> arguments = TrainingArguments(track_memory=True, early_stopping_patience=3)
+    >>> len(monitors(arguments, plan(arguments)))
+    2
     """
     found: list[Hook] = []
     if plan.seconds is not None:
@@ -49,15 +66,36 @@ def hooks(arguments: TrainingArguments, plan: Plan, writer: Writer | None = None
         pattern = arguments.weight_distribution_pattern or ""
         measure = weight_statistics(pattern, writer=writer)
         found.append(every(arguments.weight_distribution_log_steps, measure))
-    if arguments.progress_bar_type != "none" and not arguments.performance_mode:
-        shown = arguments.metrics_to_show_in_rich_pbar
-        bar = progress(arguments.progress_bar_type, metrics=shown)
-        found.append(bar if plan.log_steps == plan.log_every else TrainEvery(plan.log_steps, bar))
-    if writer is not None:
-        wanted = None if plan.report_steps == plan.log_every else plan.report_steps
-        write = log_to(writer, wanted, everywhere=writes_everywhere(arguments))
-        found.append(write if arguments.log_grad_norms else Without(_NORMS, write))
     return found
+
+
+def progress_hook(arguments: TrainingArguments, plan: Plan) -> Hook | None:
+    """Make what shows progress each `log_steps`, or None where nothing does.
+
+    >>> from stepfold.adapter import TrainingArguments, plan, progress_hook
+    >>> arguments = TrainingArguments(performance_mode=True)
+    >>> progress_hook(arguments, plan(arguments)) is None
+    True
+    """
+    if arguments.progress_bar_type == "none" or arguments.performance_mode:
+        return None
+    bar = progress(arguments.progress_bar_type, metrics=arguments.metrics_to_show_in_rich_pbar)
+    return bar if plan.log_steps == plan.log_every else TrainEvery(plan.log_steps, bar)
+
+
+def report_hook(arguments: TrainingArguments, plan: Plan, writer: Writer) -> Hook:
+    """Make what gives metrics to a writer each `report_steps`, and every evaluation.
+
+    >>> import stepfold as sf
+    >>> from stepfold.adapter import TrainingArguments, plan, report_hook
+    >>> arguments = TrainingArguments(log_grad_norms=False)
+    >>> hook = report_hook(arguments, plan(arguments), sf.console_writer())
+    >>> hook(sf.Event(10, None, {"train/loss": 1.0, "train/grad_norm": 2.0}, None))
+          10  train/loss 1.0
+    """
+    wanted = None if plan.report_steps == plan.log_every else plan.report_steps
+    write = log_to(writer, wanted, everywhere=writes_everywhere(arguments))
+    return write if arguments.log_grad_norms else Without(_NORMS, write)
 
 
 class TrainEvery(every):

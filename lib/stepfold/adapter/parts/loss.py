@@ -40,7 +40,7 @@ def make_loss(
     >>> loss(3.0, None, None)
     {'ce': 6.0}
     """
-    config = arguments.loss_config or {}
+    config = arguments.loss_config
     _check_takes(loss_fn, config)
     fast = arguments.use_fast_kernels
 
