@@ -1,5 +1,6 @@
 """A bar as trainers call one, drawn by `stepfold.progress`."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
@@ -29,7 +30,7 @@ class ProgressBar:
         """Say how to draw what; the arguments are those of `stepfold.progress`."""
         self.total, self.desc, self.step = total, desc, 0
         self._shown: dict[str, float] = {}
-        self._make = lambda: progress(kind, metrics=metrics, file=file)
+        self._make = functools.partial(progress, kind, metrics=metrics, file=file)
         self._hook, self._opened = self._make(), False
 
     def open(self, step: int) -> None:

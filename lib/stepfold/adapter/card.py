@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from stepfold.inspect.parameters import parameter_table
-from stepfold.table import amount
 
 _PACKAGES = ("stepfold", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -26,7 +25,7 @@ def card(
     stopped: str | None = None,
     notes: Mapping[str, Any] | None = None,
 ) -> str:
-    """Write the card as markdown.
+    r"""Write the card as markdown.
 
     Args:
       title: what the model is called.
@@ -40,7 +39,7 @@ def card(
     >>> import jax.numpy as jnp
     >>> text = card("digits", arguments={"learning_rate": 0.1}, params={"w": jnp.ones(3)},
     ...             history={"train/loss": [2.0, 1.0, 0.5]})
-    >>> print("\\n".join(line for line in text.splitlines() if "loss" in line))
+    >>> print("\n".join(line for line in text.splitlines() if "loss" in line))
     | train/loss | 3 | 2 | 0.5 | 0.5 | 2 | █▃▁ |
     """
     parts = [
@@ -81,7 +80,8 @@ def _curves(history: Mapping[str, Sequence[float]]) -> str:
         if known:
             ends = (values[0], values[-1], min(known), max(known))
             rows.append([name, len(values), *(f"{x:.5g}" for x in ends), spark(values)])
-    return _table(["metric", "values", "first", "last", "least", "greatest", "curve"], rows) if rows else ""
+    head = ["metric", "values", "first", "last", "least", "greatest", "curve"]
+    return _table(head, rows) if rows else ""
 
 
 def spark(values: Sequence[float]) -> str:
@@ -95,9 +95,9 @@ def spark(values: Sequence[float]) -> str:
         picked = [values[i * (len(values) - 1) // (_WIDTH - 1)] for i in range(_WIDTH)]
     known = [value for value in picked if math.isfinite(value)]
     low, high = min(known, default=0.0), max(known, default=0.0)
-    span = (high - low) or 1.0
-    level = lambda value: round((value - low) / span * (len(_BLOCKS) - 1))
-    return "".join(_BLOCKS[level(x)] if math.isfinite(x) else " " for x in picked)
+    scale = (len(_BLOCKS) - 1) / ((high - low) or 1.0)
+    finite = math.isfinite
+    return "".join(_BLOCKS[round((x - low) * scale)] if finite(x) else " " for x in picked)
 
 
 def _devices(mesh: Any) -> dict[str, Any]:
@@ -118,12 +118,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed as a package"
     return found
-
-
-def parameters_in_words(count: int) -> str:
-    """Say how many parameters there are.
-
-    >>> parameters_in_words(18432)
-    '18.4 k parameters'
-    """
-    return f"{amount(count)} parameters"

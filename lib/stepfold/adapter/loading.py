@@ -6,16 +6,28 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from stepfold import tree
 from stepfold.adapter.collecting import Collect
+from stepfold.adapter.parts.examples import shuffle_seed, transform
 from stepfold.data.batches import batches
 from stepfold.data.prefetch import prefetch
 from stepfold.data.sources.grained import Grained
-from stepfold.data.sources.kinds import is_stream
+from stepfold.data.sources.kinds import is_stream, read_source
+from stepfold.data.sources.rows import ENDLESS
 
 Prepare = Callable[[Any], Any]
+
+
+def length_of(dataset: Any) -> int | None:
+    """Give how many examples there are, or None where nobody knows.
+
+    >>> length_of({"x": np.ones((6, 2))}), length_of(iter([1, 2])), length_of(None)
+    (6, None, None)
+    """
+    if dataset is None or is_stream(dataset):
+        return None
+    length = read_source(dataset).length
+    return None if length == ENDLESS else length
 
 
 class Loader:
@@ -81,10 +93,8 @@ def training_batches(
       prepare: what is done to each batch.
       epoch_steps: the batches of an epoch, if they are known.
     """
-    seed = None
-    if arguments.shuffle_train_dataset:
-        seed = arguments.seed if arguments.shuffle_seed_train is None else arguments.shuffle_seed_train
-    dataset, transform = without(dataset, arguments)
+    seed = shuffle_seed(arguments)
+    dataset, leave_out = without(dataset, arguments)
     grained = arguments.use_grain and not is_stream(dataset)
     if grained:
         threads = arguments.dataloader_num_workers
@@ -95,7 +105,7 @@ def training_batches(
         batch_size,
         seed=None if stream else seed,
         start=0 if stream else arguments.step_start_point,
-        transform=transform,
+        transform=leave_out,
         collate=collect,
         process_index=arguments.grain_shard_index,
         process_count=arguments.grain_shard_count,
@@ -120,7 +130,7 @@ def evaluation_batches(
     Several processes have to have as many rows each, so that there the last is filled up, under a
     mask, which the loss function has to heed.
     """
-    dataset, transform = without(dataset, arguments)
+    dataset, leave_out = without(dataset, arguments)
 
     def make() -> Iterator[Any]:
         made = batches(
@@ -128,7 +138,7 @@ def evaluation_batches(
             batch_size,
             epochs=1,
             remainder="keep" if jax.process_count() == 1 else "pad",
-            transform=transform,
+            transform=leave_out,
             collate=collect,
             process_index=arguments.grain_shard_index,
             process_count=arguments.grain_shard_count,
@@ -144,32 +154,10 @@ def without(dataset: Any, arguments: Any) -> tuple[Any, Callable[[Any], Any] | N
     Returns:
       The dataset, and what is to be done to each example, if anything is.
     """
-    popped, unused = set(arguments.ids_to_pop_from_dataset), arguments.remove_unused_columns
-
-    def kept(example: Any) -> Any:
-        if not isinstance(example, Mapping):
-            return example
-        return {
-            name: value
-            for name, value in example.items()
-            if name not in popped and not (unused and _is_unused(value))
-        }
-
-    if not popped and not unused:
-        return dataset, None
-    if isinstance(dataset, Mapping):
-        return kept(dataset), None
-    return dataset, kept
-
-
-def _is_unused(value: Any) -> bool:
-    """Tell what no step can take: a text, None, or an object."""
-    return value is None or np.asarray(value).dtype.kind in "OUSMm" and not _is_ragged(value)
-
-
-def _is_ragged(value: Any) -> bool:
-    """Tell nested lists of numbers from anything else that numpy has no dtype for."""
-    return isinstance(value, list) and all(tree.is_data(leaf) for leaf in jax.tree.leaves(value))
+    leave_out = transform(arguments)
+    if leave_out is not None and isinstance(dataset, Mapping):
+        return leave_out(dataset), None
+    return dataset, leave_out
 
 
 def with_mask(batch: Any) -> Any:
@@ -182,24 +170,3 @@ def with_mask(batch: Any) -> Any:
         return batch
     sizes = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
     return {**batch, "mask": np.ones(sizes[0], bool)} if sizes else batch
-
-
-def spread(batch: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    """Put a batch on a mesh: dimension by dimension, or whole where it does not divide.
-
-    Args:
-      batch: a tree of arrays.
-      mesh: the mesh.
-      spec: what each dimension is cut along; what a leaf has no dimension for is left out.
-    """
-
-    def put(leaf: Any) -> Any:
-        shape = np.shape(leaf)
-        place = NamedSharding(mesh, PartitionSpec(*spec[: len(shape)]))
-        try:
-            place.shard_shape(shape)
-        except ValueError:  # the last batch of an evaluation
-            place = NamedSharding(mesh, PartitionSpec())
-        return jax.device_put(leaf, place)
-
-    return jax.tree.map(put, batch)

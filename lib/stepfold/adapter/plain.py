@@ -3,7 +3,7 @@
 import base64
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -169,7 +169,7 @@ def _named(module: str, name: str) -> Any:
     return found
 
 
-_READERS = {
+_READERS: Mapping[str, Callable[[Any], Any]] = {
     "float": lambda value: float(value["value"]),
     "tuple": lambda value: tuple(map(_lively, value["items"])),
     "dict": lambda value: {_lively(key): _lively(item) for key, item in value["items"]},

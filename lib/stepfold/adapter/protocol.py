@@ -1,4 +1,4 @@
-"""What code that is handed a trainer may ask of it: EasyDeL's BaseTrainerProtocol, as a Protocol."""
+"""What code that is handed a trainer may ask of it: EasyDeL's protocol, as a `Protocol`."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -12,7 +12,6 @@ from stepfold import tree
 from stepfold.core.loss import mean
 from stepfold.errors import ConfigError
 from stepfold.inspect.compiled import CompiledStep, compile_step
-from stepfold.loop.metrics import value_of
 
 Step = Callable[[Any, Any], Any]
 
@@ -56,7 +55,7 @@ def as_eval_step(step: Step) -> Step:
     return eval_step
 
 
-def weighed_by_rows(loss_fn: Callable[..., Any], *, stateful: bool = False) -> Callable[..., Any]:
+def weighed_by_rows(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Let a loss that is a plain number weigh as much as its batch has examples.
 
     A number is taken for the mean over the examples. An `Average` says what it weighs by itself.
@@ -175,12 +174,6 @@ def _merged(metrics: Any, given: Any, shown: Any) -> dict[str, Metric]:
     """Keep the metrics that were left as they are, with their weights."""
     if shown is None:
         return dict(metrics)
-    kept = {name: value for name, value in shown.items() if value is given.get(name)}
+    kept = [name for name, value in shown.items() if value is given.get(name)]
     changed = {name: value for name, value in shown.items() if name not in kept}
-    new = as_metrics(changed, "on_step_end")
-    return {name: metrics[name] if name in kept else new[name] for name in shown if shown[name] is not None}
-
-
-def number_of(metric: Any) -> float:
-    """Read a metric, or a number, on the host."""
-    return float(value_of(metric))
+    return {name: metrics[name] for name in kept} | as_metrics(changed, "on_step_end")

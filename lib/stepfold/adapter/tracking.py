@@ -42,12 +42,18 @@ class Timers:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._begun: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time what is in the block."""
-        start = time.perf_counter()
+        self._begun[name] = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + self.running(name)
+            del self._begun[name]
+
+    def running(self, name: str) -> float:
+        """Give for how long a block has been running; 0 if it is not."""
+        return time.perf_counter() - self._begun[name] if name in self._begun else 0.0
