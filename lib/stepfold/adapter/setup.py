@@ -63,6 +63,7 @@ class Setup:
         tx: optax.GradientTransformation | None = None,
         scheduler: Callable[..., Any] | None = None,
         rules: Any = None,
+        devices: Sequence[jax.Device] | None = None,
         evaluations: Sequence[Evaluation] = (),
         hooks: Sequence[Callable[..., Any]] = (),
         callbacks: Sequence[Callable[..., Any]] = (),
@@ -86,6 +87,7 @@ class Setup:
           tx: an optimizer, in place of the arguments'.
           scheduler: its schedule, to be shown.
           rules: how the state is spread over the mesh, as for `make_sharding`.
+          devices: the devices of the mesh; all by default.
           evaluations: more of them, such as one that generates text.
           hooks: those of `fit`.
           callbacks: functions `(trainer, epoch, metrics)`, called after each epoch.
@@ -118,7 +120,7 @@ class Setup:
         self.left: dict[str, str] = {}
         self.early_stopping: stop_early | None = None
         start_processes(arguments)
-        self.mesh = make_mesh(arguments)
+        self.mesh = make_mesh(arguments, devices)
         examples, eval_examples = length_of(dataset_train), length_of(dataset_eval)
         self.plan = plan(arguments, examples, eval_examples, devices=self.mesh.size)
         self.initialize_trainer_utils()
