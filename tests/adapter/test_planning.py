@@ -41,9 +41,7 @@ def test_an_accumulation_that_does_not_fit_is_refused():
     with pytest.raises(sf.ConfigError, match=r"cut the batch of 32 .* got 5; give one of 1, 2, 4"):
         planned(gradient_accumulation_steps=5)
     with pytest.raises(sf.ConfigError, match=r"4 examples at once .*=1; accumulate 8"):
-        planned(
-            total_batch_size=64, per_device_train_batch_size=1, gradient_accumulation_steps=2
-        )
+        planned(total_batch_size=64, per_device_train_batch_size=1, gradient_accumulation_steps=2)
 
 
 def test_the_batch_of_the_evaluation():

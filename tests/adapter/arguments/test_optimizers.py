@@ -51,7 +51,9 @@ def test_options_that_have_no_default_are_asked_for(monkeypatch):
         check_options("needy", {})
 
 
-@pytest.mark.parametrize("name, needs", [("lbfgs", "linesearch"), ("sophia", "hessian_diagonal_fn")])
+@pytest.mark.parametrize(
+    "name, needs", [("lbfgs", "linesearch"), ("sophia", "hessian_diagonal_fn")]
+)
 def test_what_a_step_cannot_give_is_asked_for(name, needs):
     with pytest.raises(sf.ConfigError, match=f"which a step does not give; .*{re.escape(needs)}"):
         check_options(name, {})

@@ -39,7 +39,11 @@ ODD = [None, True, -1, 0, 1.5, float("nan"), float("inf"), "x", "", (), {}, obje
         ),
         (readers.mapping, [({"a": 1}, {"a": 1})], [[], None, {1: 2}, "a"]),
         (readers.function, [(len, len)], [None, 3, int]),
-        (readers.duration, [(3, 3.0), ("1h30m", "1h30m")], [0, -1, "", "1x", "h", "0s", None, True]),
+        (
+            readers.duration,
+            [(3, 3.0), ("1h30m", "1h30m")],
+            [0, -1, "", "1x", "h", "0s", None, True],
+        ),
     ],
 )
 def test_a_reader_takes_what_it_is_to_take_and_nothing_else(read, good, bad):

@@ -56,11 +56,16 @@ def test_the_options_of_a_shape_reach_it():
 
 def test_wsd_stays_and_then_comes_down():
     schedule = made(100, scheduler="wsd", scheduler_kwargs={"decay": 0.2})
-    assert [float(schedule(step)) for step in (0, 79, 90, 100)] == pytest.approx([0.1, 0.1, 0.05, 0])
+    assert [float(schedule(step)) for step in (0, 79, 90, 100)] == pytest.approx(
+        [0.1, 0.1, 0.05, 0]
+    )
 
 
 def test_a_schedule_of_ones_own_and_a_function_that_makes_one():
-    for custom in (optax.constant_schedule(0.3), lambda steps: optax.linear_schedule(0.3, 0, steps)):
+    for custom in (
+        optax.constant_schedule(0.3),
+        lambda steps: optax.linear_schedule(0.3, 0, steps),
+    ):
         schedule = make_schedule(TrainingArguments(custom_scheduler=custom), 10)
         assert float(schedule(0)) == pytest.approx(0.3)
     assert float(schedule(10)) == 0.0
