@@ -12,7 +12,7 @@ def planned(train=None, evaluation=None, devices=8, **fields):
 
 
 @pytest.mark.parametrize(
-    "fields, batch, accumulate",
+    ("fields", "batch", "accumulate"),
     [
         ({}, 32, 1),
         ({"total_batch_size": 64}, 64, 1),
@@ -53,7 +53,7 @@ def test_the_batch_of_the_evaluation():
 
 
 @pytest.mark.parametrize(
-    "fields, epoch_steps, steps",
+    ("fields", "epoch_steps", "steps"),
     [
         ({}, 31, 31),
         ({"num_train_epochs": 3}, 31, 93),

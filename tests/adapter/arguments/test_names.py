@@ -12,7 +12,7 @@ from stepfold.adapter.arguments.names import by_any_name, other_names
 OTHERS = other_names(TrainingArguments)
 
 
-@pytest.mark.parametrize("other, name", OTHERS.items())
+@pytest.mark.parametrize(("other", "name"), OTHERS.items())
 def test_either_name_gives_and_reads_the_value(other, name):
     values = {"output_dir": "a", "scheduler_kwargs": {"power": 1.0}, "scheduler": "cosine"}
     flags = {"shuffle_train_dataset": False, "do_eval": False}
@@ -43,7 +43,7 @@ def test_two_names_that_disagree():
 
 
 @pytest.mark.parametrize(
-    "name, advice",
+    ("name", "advice"),
     [
         ("learning_rat", "did you mean 'learning_rate'?"),
         ("max_trainin_steps", "did you mean 'max_training_steps'?"),

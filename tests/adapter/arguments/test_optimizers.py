@@ -26,7 +26,7 @@ def test_what_is_no_optimizer_is_not_taken_for_one(name):
         find_optimizer(name)
 
 
-@pytest.mark.parametrize("name, why", [("dpsgd", "each example"), ("schedule_free", "wraps")])
+@pytest.mark.parametrize(("name", "why"), [("dpsgd", "each example"), ("schedule_free", "wraps")])
 def test_what_a_name_cannot_make(name, why):
     with pytest.raises(sf.ConfigError, match=f"cannot be made by its name: .*{why}"):
         read_optimizer("optimizer", name)
@@ -52,7 +52,7 @@ def test_options_that_have_no_default_are_asked_for(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, needs", [("lbfgs", "linesearch"), ("sophia", "hessian_diagonal_fn")]
+    ("name", "needs"), [("lbfgs", "linesearch"), ("sophia", "hessian_diagonal_fn")]
 )
 def test_what_a_step_cannot_give_is_asked_for(name, needs):
     with pytest.raises(sf.ConfigError, match=f"which a step does not give; .*{re.escape(needs)}"):

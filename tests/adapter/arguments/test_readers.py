@@ -11,7 +11,7 @@ ODD = [None, True, -1, 0, 1.5, float("nan"), float("inf"), "x", "", (), {}, obje
 
 
 @pytest.mark.parametrize(
-    "read, good, bad",
+    ("read", "good", "bad"),
     [
         (readers.flag, [(True, True)], [0, 1, "yes", None]),
         (readers.integer(1), [(3, 3)], [0, -1, 1.0, True, "3", None]),
@@ -65,7 +65,7 @@ def test_optional_takes_what_stands_for_none_by_type_too():
 
 
 @pytest.mark.parametrize(
-    "text, seconds",
+    ("text", "seconds"),
     [("90s", 90), ("45min", 2700), ("1h30m", 5400), ("2d", 172800), ("1.5h", 5400), (7, 7)],
 )
 def test_seconds(text, seconds):

@@ -7,7 +7,7 @@ from stepfold.adapter.arguments.shapes import check_shape_options, read_schedule
 
 
 @pytest.mark.parametrize(
-    "name, shape",
+    ("name", "shape"),
     [
         ("none", ("constant", False)),
         ("linear", ("linear", False)),

@@ -492,7 +492,7 @@ print(a.max_steps, a.sharding_array, a.scheduler, a.evaluation_strategy, a.do_ev
 
 
 @pytest.mark.parametrize(
-    "maker, dash, do_eval", [("tyro", "-", ["--no-do-eval"]), ("simple_parsing", "_", None)]
+    ("maker", "dash", "do_eval"), [("tyro", "-", ["--no-do-eval"]), ("simple_parsing", "_", None)]
 )
 def test_makers_of_command_lines_take_it(maker, dash, do_eval):
     if find_spec(maker) is None:

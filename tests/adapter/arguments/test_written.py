@@ -19,7 +19,7 @@ def test_what_does_not_come_back_is_refused_by_name(value):
 
 
 @pytest.mark.parametrize(
-    "text, why",
+    ("text", "why"),
     [
         ("{", "expected JSON, got '{'"),
         (3, "expected JSON, got 3"),

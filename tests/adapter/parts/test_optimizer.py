@@ -57,7 +57,7 @@ def test_every_optimizer_of_optax_trains_with_a_schedule(name):
         grads = jax.tree.map(lambda leaf: 2 * (leaf - 1.5), params)
         updates, state = update(grads, state, params, value=jnp.array(3.0))
         params = optax.apply_updates(params, updates)
-    for leaf, before in zip(*map(jax.tree.leaves, (params, PARAMS))):
+    for leaf, before in zip(*map(jax.tree.leaves, (params, PARAMS)), strict=False):
         assert np.isfinite(leaf).all()
         assert (leaf != before).any()
 
@@ -85,7 +85,7 @@ def test_it_is_what_one_writes_by_hand():
         extra_optimizer_kwargs={"b1": 0.8},
     )
     for one, other in zip(
-        jax.tree.leaves(after(tx)[0].params), jax.tree.leaves(after(by_hand)[0].params)
+        jax.tree.leaves(after(tx)[0].params), jax.tree.leaves(after(by_hand)[0].params), strict=False
     ):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
@@ -94,7 +94,7 @@ def test_weight_decay_is_added_to_the_gradient_where_the_optimizer_has_none():
     tx = made(optimizer="sgd", learning_rate=0.1, weight_decay=0.5)
     by_hand = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1))
     for one, other in zip(
-        jax.tree.leaves(after(tx)[0].params), jax.tree.leaves(after(by_hand)[0].params)
+        jax.tree.leaves(after(tx)[0].params), jax.tree.leaves(after(by_hand)[0].params), strict=False
     ):
         np.testing.assert_array_equal(one, other)
 
@@ -102,13 +102,13 @@ def test_weight_decay_is_added_to_the_gradient_where_the_optimizer_has_none():
 def test_without_weight_decay_the_optimizer_keeps_its_own():
     tx, by_hand = made(optimizer="lion", learning_rate=0.1), optax.lion(0.1)
     for one, other in zip(
-        jax.tree.leaves(after(tx)[0].params), jax.tree.leaves(after(by_hand)[0].params)
+        jax.tree.leaves(after(tx)[0].params), jax.tree.leaves(after(by_hand)[0].params), strict=False
     ):
         np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize(
-    "name, fields", [("adam", {}), ("sgd", {"momentum": 0.9}), ("adafactor", {"momentum": 0.9})]
+    ("name", "fields"), [("adam", {}), ("sgd", {"momentum": 0.9}), ("adafactor", {"momentum": 0.9})]
 )
 def test_the_first_moment_has_the_dtype_asked_for(name, fields):
     tx = made(optimizer=name, tx_mu_dtype="bf16", extra_optimizer_kwargs=fields)

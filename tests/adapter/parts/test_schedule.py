@@ -85,7 +85,7 @@ def test_a_warm_up_that_does_not_end_is_refused():
 
 
 @pytest.mark.parametrize(
-    "name, options", [("wsd", {"decay": 1.5}), ("cosine_restarts", {"cycles": 0})]
+    ("name", "options"), [("wsd", {"decay": 1.5}), ("cosine_restarts", {"cycles": 0})]
 )
 def test_options_out_of_range_are_refused(name, options):
     with pytest.raises(sf.ConfigError, match="scheduler_kwargs"):
