@@ -57,7 +57,10 @@ CLASHES = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "why"), CLASHES, ids=[",".join(fields) for fields, _ in CLASHES])
+IDS = [",".join(fields) for fields, _ in CLASHES]
+
+
+@pytest.mark.parametrize(("fields", "why"), CLASHES, ids=IDS)
 def test_what_does_not_go_together_is_refused_with_both_names(fields, why):
     with pytest.raises(sf.ConfigError, match=why) as error:
         TrainingArguments(**fields)

@@ -1,4 +1,4 @@
-"""`TrainingArguments` as a whole: every field has help, is checked, comes back, and does something."""
+"""`TrainingArguments`: every field has help, is checked, comes back, and does something."""
 
 import ast
 import copy
@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import pickle
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -322,10 +323,11 @@ def test_no_number_that_makes_no_sense_is_taken_silently(name, value):
     try:
         kept = FIELDS[name].metadata["read"](name, value)
     except sf.ConfigError as error:
-        assert name in str(error)
-        assert "expected" in str(error)
-        return
-    if kept is None:
+        refused = str(error)
+        kept = ...
+    if kept is ...:
+        assert re.match(rf"{name}: expected .*, got ", refused)
+    elif kept is None:
         assert type(None) in kinds(name)
         assert value is None or (name, value) in {
             *(("max_steps", -1), ("max_steps", 0), ("save_steps", 0)),

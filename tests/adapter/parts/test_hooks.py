@@ -61,8 +61,6 @@ def test_the_parts_make_a_run_that_goes_on_where_it_was(tmp_path, capsys):
         gradient_accumulation_steps=2,
         optimizer="sgd",
         learning_rate=0.5,
-        scheduler="linear",
-        warmup_steps=2,
         mixed_precision="bf16",
         evaluation_strategy="epoch",
         metric_for_best_model="loss",
@@ -73,13 +71,14 @@ def test_the_parts_make_a_run_that_goes_on_where_it_was(tmp_path, capsys):
         output_dir=str(tmp_path),
         log_grad_norms=False,
     )
-    half = run(arguments.replace(max_steps=8, scheduler=None))
+    half = run(arguments.replace(max_steps=8))
     assert half.stopped == "all 8 steps were done"
     capsys.readouterr()
-    result = run(arguments.replace(scheduler=None))
+    result = run(arguments)
     assert (result.resumed, result.steps) == (8, 20)
-    assert result.best in sf.contents(tmp_path / "checkpoints").steps
-    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").open()]
+    assert result.best in sf.verify(tmp_path / "checkpoints")
+    written = (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in written]
     trained = [row["step"] for row in rows if "train/loss" in row]
     assert trained == [*range(2, 21, 2)]
     assert [row["step"] for row in rows if "eval/loss" in row] == [4, 8, 12, 16, 20]

@@ -34,6 +34,10 @@ def after(tx, params=PARAMS, steps=3):
     return state, float(metrics["loss"].compute())
 
 
+def pairs(one, other):
+    return zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+
+
 def made(steps=100, **fields):
     arguments = TrainingArguments(**fields)
     return make_optimizer(arguments, make_schedule(arguments, steps))
@@ -57,7 +61,7 @@ def test_every_optimizer_of_optax_trains_with_a_schedule(name):
         grads = jax.tree.map(lambda leaf: 2 * (leaf - 1.5), params)
         updates, state = update(grads, state, params, value=jnp.array(3.0))
         params = optax.apply_updates(params, updates)
-    for leaf, before in zip(*map(jax.tree.leaves, (params, PARAMS)), strict=False):
+    for leaf, before in pairs(params, PARAMS):
         assert np.isfinite(leaf).all()
         assert (leaf != before).any()
 
@@ -84,26 +88,20 @@ def test_it_is_what_one_writes_by_hand():
         weight_decay=0.1,
         extra_optimizer_kwargs={"b1": 0.8},
     )
-    for one, other in zip(
-        jax.tree.leaves(after(tx)[0].params), jax.tree.leaves(after(by_hand)[0].params), strict=False
-    ):
+    for one, other in pairs(after(tx)[0].params, after(by_hand)[0].params):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
 def test_weight_decay_is_added_to_the_gradient_where_the_optimizer_has_none():
     tx = made(optimizer="sgd", learning_rate=0.1, weight_decay=0.5)
     by_hand = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1))
-    for one, other in zip(
-        jax.tree.leaves(after(tx)[0].params), jax.tree.leaves(after(by_hand)[0].params), strict=False
-    ):
+    for one, other in pairs(after(tx)[0].params, after(by_hand)[0].params):
         np.testing.assert_array_equal(one, other)
 
 
 def test_without_weight_decay_the_optimizer_keeps_its_own():
     tx, by_hand = made(optimizer="lion", learning_rate=0.1), optax.lion(0.1)
-    for one, other in zip(
-        jax.tree.leaves(after(tx)[0].params), jax.tree.leaves(after(by_hand)[0].params), strict=False
-    ):
+    for one, other in pairs(after(tx)[0].params, after(by_hand)[0].params):
         np.testing.assert_array_equal(one, other)
 
 

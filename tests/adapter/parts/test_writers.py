@@ -1,6 +1,5 @@
 """What metrics are written to."""
 
-import csv
 import json
 
 from stepfold.adapter import TrainingArguments, wandb_options, writers, writes_everywhere
@@ -16,7 +15,7 @@ def test_files_are_in_the_folder_of_logs(tmp_path):
     write(output_dir=str(tmp_path), report_to=("jsonl", "csv", "tensorboard"))
     logs = tmp_path / "logs"
     assert json.loads((logs / "metrics.jsonl").read_text()) == {"step": 1, "train/loss": 0.5}
-    assert [*csv.reader((logs / "metrics.csv").open())] == [["step", "train/loss"], ["1", "0.5"]]
+    assert (logs / "metrics.csv").read_text() == "step,train/loss\n1,0.5\n"
     assert [*(logs / "tensorboard").iterdir()]
 
 
