@@ -81,7 +81,7 @@ class Devices:
     mixed_precision: Mixed | None = setting(
         None,
         optional(one_of(*get_args(Mixed))),
-        "bf16, fp16 (with a dynamic loss scale) or full: another way to say dtype.",
+        "Another way to say dtype: bf16, fp16 (with a dynamic loss scale) or full.",
     )
     gradient_checkpointing: Remat = setting(
         "none", no_text, "What is kept for the backward pass, by jax.checkpoint_policies."

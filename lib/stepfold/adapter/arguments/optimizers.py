@@ -99,3 +99,8 @@ def check_options(name: str, given: dict[str, Any]) -> None:
             "optimizer: lbfgs searches along a line with a function of the value, which a step "
             "does not give; write extra_optimizer_kwargs={'linesearch': None}"
         )
+    if name == "sophia" and "hessian_diagonal_fn" not in given:
+        raise ConfigError(
+            "optimizer: sophia estimates curvature with a function of the value, which a step does "
+            "not give; write extra_optimizer_kwargs={'hessian_diagonal_fn': …} that needs none"
+        )

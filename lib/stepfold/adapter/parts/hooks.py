@@ -91,7 +91,7 @@ def report_hook(arguments: TrainingArguments, plan: Plan, writer: Writer) -> Hoo
     >>> arguments = TrainingArguments(log_grad_norms=False)
     >>> hook = report_hook(arguments, plan(arguments), sf.console_writer())
     >>> hook(sf.Event(10, None, {"train/loss": 1.0, "train/grad_norm": 2.0}, None))
-          10  train/loss 1.0
+          10  train/loss 1
     """
     wanted = None if plan.report_steps == plan.log_every else plan.report_steps
     write = log_to(writer, wanted, everywhere=writes_everywhere(arguments))
