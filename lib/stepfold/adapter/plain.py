@@ -104,6 +104,8 @@ def _plain_record(value: Any) -> Any:
     if isinstance(value, tuple) and hasattr(kind, "_fields") and _found(kind) is kind:
         fields = {name: _plain(getattr(value, name)) for name in kind._fields}
         return {_KIND: "record", "of": _place(kind), "fields": fields}
+    if isinstance(value, LeftOut):
+        return {_KIND: "left out", "what": value.what}
     name = getattr(value, "__qualname__", None)
     return {_KIND: "left out", "what": f"{kind.__name__} {name}" if name else kind.__name__}
 

@@ -123,6 +123,9 @@ class HookedStep:
     a batch. What the functions return takes the place of what they were given; None changes
     nothing. A number that is changed, or new, is a metric that weighs one step.
 
+    What the second one raises is raised before the next step, or by `raise_pending`: by then the
+    state of this step is where it can be saved.
+
     >>> import numpy as np, optax, stepfold as sf
     >>> tx = optax.sgd(0.1)
     >>> state = sf.init_state(jnp.ones(()), tx, jax.random.key(0))
@@ -139,6 +142,7 @@ class HookedStep:
         self._compiled: CompiledStep | None = step if isinstance(step, CompiledStep) else None
         self._done: int | None = None
         self._read = jax.jit(_numbers)
+        self._pending: BaseException | None = None
 
     def lower(self, state: Any, batch: Any) -> Any:
         """Lower the step alone, as a jitted function does."""
@@ -146,6 +150,7 @@ class HookedStep:
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Do a step."""
+        self.raise_pending()
         if self._done is None:  # counted here from then on: to read it would wait for the device
             self._done = int(getattr(state, "step", 0))
         changed = self._before(state, self._done)
@@ -154,6 +159,13 @@ class HookedStep:
             self._compiled = compile_step(self._step, state, batch)
         state, metrics = self._compiled(state, batch)
         self._done += 1
+        try:
+            return self._heard(state, metrics)
+        except BaseException as error:  # noqa: BLE001  raised as soon as the state is at hand
+            self._pending = error
+            return state, metrics
+
+    def _heard(self, state: Any, metrics: Any) -> tuple[Any, Any]:
         given = self._read(metrics)
         said = self._after(state, dict(given), self._done)
         if said is None:
@@ -162,8 +174,13 @@ class HookedStep:
             raise ConfigError(
                 f"on_step_end: expected (state, metrics), or None, from it, got {tree.spell(said)}"
             )
-        state, shown = said
-        return state, _merged(metrics, given, shown)
+        return said[0], _merged(metrics, given, said[1])
+
+    def raise_pending(self) -> None:
+        """Raise what the second function raised."""
+        error, self._pending = self._pending, None
+        if error is not None:
+            raise error
 
 
 def _numbers(metrics: Mapping[str, Metric]) -> dict[str, Any]:

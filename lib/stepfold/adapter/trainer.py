@@ -118,15 +118,15 @@ class Trainer(Setup):
         return self._output(result.stopped)
 
     def _fold(self) -> FitResult:
-        arguments = self.arguments
+        arguments, step = self.arguments, self._watched_step()
         return fit(
-            self._watched_step(),
+            step,
             self._let_go(),
             self.dataloader_train,
             steps=self.max_training_steps,
             evaluation=self._evaluations(),
             checkpoints=self.checkpoint_manager,
-            hooks=self._hooks(),
+            hooks=self._hooks(getattr(step, "raise_pending", None)),
             log_every=self.plan.log_every,
             resume=arguments.resume_if_possible and arguments.resume_from_checkpoint is not False,
         )
@@ -159,7 +159,7 @@ class Trainer(Setup):
             own.append(measured)
         return [*own, *self.evaluations]
 
-    def _hooks(self) -> list[Any]:
+    def _hooks(self, raise_pending: Callable[[], None] | None) -> list[Any]:
         """Make the hooks of the run: what stops it, what shows it, and the user's."""
         quiet = self.arguments.replace(
             weight_distribution_log_steps=None, weight_distribution_pattern=None
@@ -174,7 +174,8 @@ class Trainer(Setup):
             watching.append(every(self.arguments.weight_distribution_log_steps, measure))
         watch = WatchEpochs if getattr(self.dataloader_train, "steps_per_epoch", None) else Watch
         calls = [callback(function, self) for function in self.callbacks]
-        return [*watching, watch(self), *calls, *self.hooks]
+        first = [] if raise_pending is None else [lambda _: raise_pending()]
+        return [*first, *watching, watch(self), *calls, *self.hooks]
 
     def _output(self, stopped: str) -> TrainerOutput:
         self.stopped = stopped
