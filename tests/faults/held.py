@@ -42,12 +42,9 @@ def main(folder, at):
         scheduler="cosine",
     )
     output = trainer.train()
-    numbers = "".join(map(bytes.hex, digits.bits(output.state)))
+    numbers = b"".join(digits.bits(output.state))
     curves = {name: (curve.steps, list(curve)) for name, curve in trainer.history.items()}
-    print(
-        hashlib.sha256(numbers.encode()).hexdigest(),
-        hashlib.sha256(repr(curves).encode()).hexdigest(),
-    )
+    print(hashlib.sha256(numbers).hexdigest(), hashlib.sha256(repr(curves).encode()).hexdigest())
     print(output.stopped, len(output.state.params["kernel"].sharding.device_set))
 
 

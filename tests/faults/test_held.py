@@ -17,6 +17,10 @@ def run(folder, at):
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+def saved(folder):
+    return [path for path in (folder / "checkpoints").iterdir() if path.name.isdigit()]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     done = run(tmp_path_factory.mktemp("whole"), 0)
@@ -32,6 +36,7 @@ def test_a_run_of_eight_devices_goes_to_its_end(whole):
 def test_killed_and_run_again_it_comes_to_the_same_bits_and_curves(at, whole, tmp_path):
     killed = run(tmp_path, at)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert bool(saved(tmp_path)) == (at > 4)
     resumed = run(tmp_path, 0)
     assert resumed.returncode == 0, resumed.stderr
     assert resumed.stdout == whole

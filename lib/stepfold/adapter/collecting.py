@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from stepfold.data.collate import collate
 from stepfold.data.leaves import check_size, check_truncate
+from stepfold.data.sources.stacking import stack
 
 Collect = Callable[[Any], Any]
 
@@ -46,7 +46,7 @@ def stacked(examples: Any) -> Any:
     """
     if isinstance(examples, Mapping):
         return {name: np.asarray(column) for name, column in examples.items()}
-    return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *examples)
+    return stack(examples, range(len(examples)))
 
 
 def columns(examples: Sequence[Any]) -> Any:

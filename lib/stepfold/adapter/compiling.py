@@ -14,8 +14,9 @@ from stepfold.inspect.compiled import CompiledStep, compile_step
 class ForOneForm:
     """An evaluation step that was compiled for one form of batch, and is jitted for others.
 
-    >>> step = ForOneForm(lambda state, batch: state + batch.sum(), 1.0, jnp.ones(3))
-    >>> float(step(1.0, jnp.ones(3))), float(step(1.0, jnp.ones(2)))
+    >>> state = jnp.float32(1.0)
+    >>> step = ForOneForm(lambda state, batch: state + batch.sum(), state, jnp.ones(3))
+    >>> float(step(state, jnp.ones(3))), float(step(state, jnp.ones(2)))
     (4.0, 3.0)
     """
 

@@ -22,7 +22,8 @@ def schedule_paths(opt_state: Any, root: str = "opt_state") -> list[str]:
     ['opt_state/1/count']
     """
     leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_counts)
-    return [f"{root}/{tree.path_name(path)}/count" for path, node in leaves if _counts(node)]
+    names = [tree.path_name(path) for path, node in leaves if _counts(node)]
+    return ["/".join(filter(None, (root, name, "count"))) for name in names]
 
 
 def with_schedule_at(opt_state: Any, step: int) -> Any:
