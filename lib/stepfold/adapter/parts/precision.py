@@ -27,10 +27,10 @@ def precision(arguments: TrainingArguments) -> Precision:
 
 def _enabled(name: str, dtype: str) -> Any:
     """Refuse float64 where jax would quietly make float32 of it."""
-    if dtype == "float64" and not jax.config.jax_enable_x64:
+    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
         raise ConfigError(
-            f"{name}: expected float32 or narrower, got float64, which jax has switched off; "
-            "switch it on with jax.config.update('jax_enable_x64', True), before all else"
+            f"{name}: expected float32 or narrower, got {dtype}, which jax has switched off; "
+            "set JAX_ENABLE_X64=1 in the environment"
         )
     return jnp.dtype(dtype)
 
