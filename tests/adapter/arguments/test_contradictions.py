@@ -22,6 +22,7 @@ CLASHES = [
     ({"weight_decay": 0.1, "extra_optimizer_kwargs": {"weight_decay": 0.1}}, "say it once"),
     ({"optimizer": "adagrad", "tx_mu_dtype": "bf16"}, "takes no dtype for a first moment"),
     ({"tx_mu_dtype": "bf16", "extra_optimizer_kwargs": {"mu_dtype": "float16"}}, "say it once"),
+    ({"optimizer": "sgd", "tx_mu_dtype": "bf16"}, "no moment without momentum"),
     ({"sharding_axis_names": ("a", "a", "b", "c")}, "expected names that differ"),
     ({"sharding_array": (1, -1)}, "one size for each name"),
     ({"sharding_dcn_axis_dims": (1, -1)}, "one size for each name"),
@@ -52,6 +53,8 @@ CLASHES = [
     ({"wandb_name": "a"}, "write use_wandb=True"),
     ({"report_metrics": False, "use_wandb": True}, "nothing is written"),
     ({"performance_mode": True, "track_memory": True}, "nothing is shown or written"),
+    ({"performance_mode": True, "progress_bar_type": "json"}, "nothing is shown or written"),
+    ({"checkpoints_dir": "kept"}, "say where, with output_dir"),
     ({"weight_distribution_pattern": "a"}, "say how often"),
     ({"progress_bar_type": "none", "metrics_to_show_in_rich_pbar": ("a",)}, "there is no bar"),
 ]

@@ -86,3 +86,33 @@ def test_a_subclass_has_other_names_too():
     assert More.from_json(more.to_json()) == more
     with pytest.raises(sf.ConfigError, match="bet: More has no such field; did you mean 'beta'"):
         More(bet=1.0)
+
+
+def test_what_easydel_and_hezar_call_their_fields_is_known():
+    easydel = """
+    model_name num_train_epochs learning_rate learning_rate_end total_batch_size
+    per_device_train_batch_size per_device_eval_batch_size eval_batch_size
+    gradient_accumulation_steps optimizer extra_optimizer_kwargs scheduler custom_scheduler
+    warmup_steps weight_decay clip_grad tx_mu_dtype max_steps max_training_steps
+    max_evaluation_steps per_epoch_training_steps per_epoch_evaluation_steps training_time_limit
+    step_start_point gradient_checkpointing sharding_array sharding_axis_names
+    sharding_dcn_axis_dims step_partition_spec jax_distributed_config dtype param_dtype
+    use_fast_kernels max_length truncation_mode shuffle_train_dataset shuffle_seed_train use_grain
+    grain_shard_index grain_shard_count dataloader_num_workers ids_to_pop_from_dataset
+    remove_unused_columns do_train do_eval evaluation_strategy eval_steps evaluation_steps
+    output_dir save_directory save_strategy save_steps save_interval_minutes save_total_limit
+    save_optimizer_state do_last_save resume_if_possible remove_ckpt_after_load logging_steps
+    log_steps report_steps report_metrics log_all_workers log_grad_norms progress_bar_type
+    metrics_to_show_in_rich_pbar use_wandb wandb_entity wandb_name trainer_prefix
+    weight_distribution_pattern weight_distribution_log_steps track_memory performance_mode
+    process_zero_is_admin verbose pruning_module frozen_parameters init_tx auto_shard_states
+    aux_loss_enabled loss_config
+    """
+    hezar = """
+    output_dir num_epochs init_weights_from resume_from_checkpoint max_steps num_dataloader_workers
+    dataloader_shuffle seed optimizer learning_rate weight_decay lr_scheduler lr_scheduler_kwargs
+    batch_size eval_batch_size gradient_accumulation_steps mixed_precision do_evaluate
+    metric_for_best_model save_steps log_steps checkpoints_dir logs_dir
+    """
+    known = {field.name for field in fields(TrainingArguments)} | OTHERS.keys()
+    assert {*easydel.split(), *hezar.split()} <= known

@@ -16,7 +16,11 @@ ODD = [None, True, -1, 0, 1.5, float("nan"), float("inf"), "x", "", (), {}, obje
         (readers.flag, [(True, True)], [0, 1, "yes", None]),
         (readers.integer(1), [(3, 3)], [0, -1, 1.0, True, "3", None]),
         (readers.amount, [(3, 3), (0.5, 0.5)], [0, 1.0, 0.0, -1, 1.5, True, float("nan"), "1"]),
-        (readers.number(above=0), [(1, 1.0)], [0, -1.0, float("inf"), float("nan"), True, "1"]),
+        (
+            readers.number(above=0),
+            [(1, 1.0)],
+            [0, -1.0, float("inf"), float("nan"), True, "1", 10**400],
+        ),
         (readers.number(least=0), [(0, 0.0)], [-0.1, None]),
         (readers.text, [("a", "a")], ["", " ", 3, None]),
         (readers.one_of("no", "steps"), [("no", "no")], ["No", "step", None, 3, []]),
@@ -34,7 +38,7 @@ ODD = [None, True, -1, 0, 1.5, float("nan"), float("inf"), "x", "", (), {}, obje
         (readers.pattern, [("^a", "^a")], ["(", "", None, 3]),
         (
             readers.floating,
-            [("bf16", "bfloat16"), (jnp.float16, "float16"), (jnp.dtype("float32"), "float32")],
+            [("bf16", "bfloat16"), (jnp.float16, "float16"), (jnp.dtype("float64"), "float64")],
             ["int32", jnp.int8, "float", "x", None, 3, float],
         ),
         (readers.mapping, [({"a": 1}, {"a": 1})], [[], None, {1: 2}, "a"]),

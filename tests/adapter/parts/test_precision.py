@@ -47,6 +47,14 @@ def test_parameters_are_cast_and_nothing_else_is():
     assert (cast["w"].dtype.name, cast["ids"].dtype.name) == ("float16", "int32")
 
 
+def test_float64_has_to_be_switched_on():
+    for name, make in (("dtype", precision), ("param_dtype", lambda a: cast_params(a, {}))):
+        with pytest.raises(sf.ConfigError, match=f"{name}: .* float64, which jax has switched off"):
+            make(TrainingArguments(**{name: "float64"}))
+    with jax.enable_x64(True):
+        assert precision(TrainingArguments(dtype="float64")).compute == jnp.float64
+
+
 def test_a_policy_is_one_that_a_step_takes():
     for policy in ("none", "nothing_saveable", "checkpoint_dots_with_no_batch_dims"):
         found = remat(TrainingArguments(gradient_checkpointing=policy))

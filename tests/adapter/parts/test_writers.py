@@ -2,6 +2,9 @@
 
 import json
 
+import pytest
+
+import stepfold as sf
 from stepfold.adapter import TrainingArguments, wandb_options, writers, writes_everywhere
 
 
@@ -33,6 +36,14 @@ def test_where_nothing_is_written_there_is_none(tmp_path):
     assert writers(TrainingArguments()) is None  # no folder, and nothing else
     assert writers(TrainingArguments(report_metrics=False), tmp_path) is None
     assert writers(TrainingArguments(performance_mode=True), tmp_path) is None
+
+
+def test_files_that_are_asked_for_have_to_go_somewhere():
+    with pytest.raises(
+        sf.ConfigError, match=r"report_to=\('csv',\): .* where files go; give output"
+    ):
+        writers(TrainingArguments(report_to=("csv",)))
+    assert writers(TrainingArguments(report_to=())) is None
 
 
 def test_wandb_is_told_whose_run_it_is():

@@ -68,6 +68,10 @@ def _optimizer(a: Any) -> None:
         )
     if any(name in given for name in MOMENTS):
         raise _clash(a, "tx_mu_dtype", "extra_optimizer_kwargs", "say it once")
+    if known.get("momentum", 0) is None and given.get("momentum") is None:
+        raise _clash(
+            a, "tx_mu_dtype", "extra_optimizer_kwargs", "there is no moment without momentum"
+        )
 
 
 def _mesh(a: Any) -> None:
@@ -143,7 +147,7 @@ def _saving(a: Any) -> None:
     if a.save_strategy == "steps" and a.save_steps is None and a.save_interval_minutes is None:
         raise _clash(a, "save_strategy", "save_steps", "give save_steps")
     if a.output_dir is None:
-        names = (*asked, "save_total_limit")
+        names = (*asked, "save_total_limit", "checkpoints_dir")
         _needs(a, names, "output_dir", "say where, with output_dir='runs/a'")
         if a.save_strategy not in (None, "no"):
             raise _clash(a, "save_strategy", "output_dir", "say where, with output_dir='runs/a'")
@@ -167,7 +171,7 @@ def _reporting(a: Any) -> None:
     if not a.report_metrics:
         _needs(a, written, "report_metrics", "nothing is written; leave one out")
     if a.performance_mode:
-        shown = (*written, "track_memory", "weight_distribution_log_steps")
+        shown = (*written, "track_memory", "weight_distribution_log_steps", "progress_bar_type")
         _needs(a, shown, "performance_mode", "nothing is shown or written then; leave one out")
     if a.weight_distribution_log_steps is None:
         _needs(

@@ -35,13 +35,13 @@ MIXED: Mapping[Mixed, str] = MappingProxyType(
 )
 
 
-def no_text(name: str, value: Any) -> str:
-    """Read a policy; "" and None mean none of them, as elsewhere."""
+def policy(name: str, value: Any) -> str:
+    """Read a policy, by its name or as it is in jax; "" and None mean none, as elsewhere."""
     if value in ("", None):
         return "none"
-    if callable(value) and getattr(jax.checkpoint_policies, getattr(value, "__name__", ""), None):
-        value = value.__name__
-    return str(one_of(*get_args(Remat))(name, value))
+    names = get_args(Remat)
+    same = [known for known in names if getattr(jax.checkpoint_policies, known, None) is value]
+    return str(one_of(*names)(name, same[0] if same else value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Devices:
         "Another way to say dtype: bf16, fp16 (with a dynamic loss scale) or full.",
     )
     gradient_checkpointing: Remat = setting(
-        "none", no_text, "What is kept for the backward pass, by jax.checkpoint_policies."
+        "none", policy, "What is kept for the backward pass, by jax.checkpoint_policies."
     )
     use_fast_kernels: bool | None = setting(
         None,

@@ -84,5 +84,8 @@ class Optimization:
         None, optional(pruning), "What wraps the optimizer: a function, or what has wrap_optax(tx)."
     )
     init_tx: bool = setting(
-        True, flag, "Whether to begin with a new state of the optimizer; else the model_state's."
+        True,
+        flag,
+        "Whether to make the optimizer a new state where the model_state brings none that "
+        "fits; False refuses that.",
     )

@@ -70,15 +70,18 @@ def amount(name: str, value: Any) -> int | float:
     return value  # type: ignore[no-any-return]
 
 
-def number(*, above: float | None = None, least: float | None = None) -> Reader:
+def number(*, above: float | None = None, least: float = 0.0) -> Reader:
     """Take a finite number, as a float."""
     bound = f"above {above:g}" if above is not None else f"of at least {least:g}"
 
     def read_number(name: str, value: Any) -> float:
-        fits = type(value) in (int, float) and math.isfinite(value)
-        if not fits or (value <= above if above is not None else value < (least or 0)):
+        try:
+            found = float(value) if type(value) in (int, float) else math.nan
+        except OverflowError:  # an integer beyond all floats
+            found = math.inf
+        if not math.isfinite(found) or (found <= above if above is not None else found < least):
             raise refuse(name, f"a number {bound}", value)
-        return float(value)
+        return found
 
     return read_number
 
@@ -158,7 +161,7 @@ def floating(name: str, value: Any) -> str:
     short = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
     short |= {"fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
     found = tree.floating(short.get(value, value) if isinstance(value, str) else value)
-    if found is None or value in (float, "float"):  # which numpy reads as float64
+    if found is None or value is float or str(value) == "float":  # which are float64 to numpy
         raise refuse(name, "a floating dtype, as 'float32' or 'bfloat16'", value)
     return str(found.name)
 

@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 from stepfold.adapter.arguments.contradictions import MOMENTS
@@ -44,7 +45,8 @@ def make_optimizer(
         else:
             before.append(optax.add_decayed_weights(arguments.weight_decay))
     if arguments.tx_mu_dtype is not None:
-        options[next(moment for moment in MOMENTS if moment in known)] = arguments.tx_mu_dtype
+        dtype = jnp.dtype(arguments.tx_mu_dtype)
+        options[next(moment for moment in MOMENTS if moment in known)] = dtype
     tx = optax.chain(*before, _with_rate(name, schedule, options))
     if arguments.pruning_module is not None:
         wrap = getattr(arguments.pruning_module, "wrap_optax", arguments.pruning_module)

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from stepfold import tree
 from stepfold.adapter.arguments.devices import MIXED
 from stepfold.adapter.arguments.training import TrainingArguments
 from stepfold.core.precision import Precision
+from stepfold.errors import ConfigError
 
 
 def precision(arguments: TrainingArguments) -> Precision:
@@ -20,7 +22,17 @@ def precision(arguments: TrainingArguments) -> Precision:
     'bfloat16'
     """
     mixed = arguments.mixed_precision
-    return Precision(jnp.dtype(arguments.dtype or MIXED[mixed or "full"]))
+    return Precision(_enabled("dtype", arguments.dtype or MIXED[mixed or "full"]))
+
+
+def _enabled(name: str, dtype: str) -> Any:
+    """Refuse float64 where jax would quietly make float32 of it."""
+    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+        raise ConfigError(
+            f"{name}: expected float32 or narrower, got {dtype}, which jax has switched off; "
+            "set JAX_ENABLE_X64=1 in the environment"
+        )
+    return jnp.dtype(dtype)
 
 
 def cast_params(arguments: TrainingArguments, params: Any) -> Any:
@@ -33,7 +45,7 @@ def cast_params(arguments: TrainingArguments, params: Any) -> Any:
     """
     if arguments.param_dtype is None:
         return params
-    return tree.cast_floats(params, jnp.dtype(arguments.param_dtype))
+    return tree.cast_floats(params, _enabled("param_dtype", arguments.param_dtype))
 
 
 def remat(arguments: TrainingArguments) -> str | None:

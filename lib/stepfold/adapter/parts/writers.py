@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 
+from stepfold.adapter.arguments.setting import is_changed
 from stepfold.adapter.arguments.training import TrainingArguments
+from stepfold.errors import ConfigError
 from stepfold.loop.writers.asynchronous import async_writer
 from stepfold.loop.writers.console import console_writer
 from stepfold.loop.writers.csv import csv_writer
@@ -48,6 +50,11 @@ def writers(arguments: TrainingArguments, directory: str | Path | None = None) -
     if arguments.performance_mode or not arguments.report_metrics:
         return None
     place = arguments.output_dir if directory is None else directory
+    if place is None and is_changed(arguments, "report_to") and arguments.report_to:
+        raise ConfigError(
+            f"report_to={arguments.report_to}: expected to know where files go; give output_dir, "
+            "or a directory to writers"
+        )
     found: list[Any] = [] if place is None else _files(arguments, Path(place))
     if arguments.use_wandb:
         found.append(wandb_writer(**wandb_options(arguments, place)))
