@@ -15,8 +15,10 @@ from stepfold.adapter.arguments.training import TrainingArguments
 from stepfold.adapter.collecting import Collect, collect_function
 from stepfold.adapter.evaluating import whole_if_uneven
 from stepfold.adapter.functions import jitted, make_functions
+from stepfold.adapter.held import Held
 from stepfold.adapter.loading import evaluation_batches, length_of, training_batches, with_mask
 from stepfold.adapter.naming import refuse_unknown
+from stepfold.adapter.optimizing import optimizer_of
 from stepfold.adapter.outputs import (
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
@@ -25,9 +27,7 @@ from stepfold.adapter.outputs import (
 from stepfold.adapter.overriding import chosen_collect
 from stepfold.adapter.parts.checkpoints import checkpoints
 from stepfold.adapter.parts.devices import make_mesh, sharding_rules, start_processes
-from stepfold.adapter.parts.optimizer import make_optimizer
 from stepfold.adapter.parts.precision import cast_params, precision
-from stepfold.adapter.parts.schedule import make_schedule
 from stepfold.adapter.parts.writers import writers
 from stepfold.adapter.planning import plan
 from stepfold.adapter.starting import check_model, first_state, placed, weights_from
@@ -40,7 +40,7 @@ from stepfold.loop.hooks.stopping import stop_early
 from stepfold.sharding.plan import make_sharding
 
 
-class Setup:
+class Setup(Held):
     """Make and hold what a run needs; `Trainer` runs it.
 
     Each `configure_…` gives what it makes, and only then is it held, so that a subclass may give
@@ -102,6 +102,7 @@ class Setup:
         self.data_collator, self.loss_fn, self.eval_loss_fn = data_collator, loss_fn, eval_loss_fn
         self.model, self.model_state, self.config = model, model_state, config
         self._given, self._born = model_state, None
+        self._own_tx, self._own_scheduler = tx, scheduler
         self.tx: Any = tx
         self.scheduler: Any = scheduler
         self.rules, self.evaluations = rules, evaluations
@@ -156,10 +157,9 @@ class Setup:
     def configure_model(self) -> TrainerConfigureModelOutput:
         """Make optimizer and schedule of the arguments, and the state of the model."""
         check_model(self.model, self._given, finetune=self.finetune)
-        tx, scheduler = self.tx, self.scheduler
-        if tx is None:
-            scheduler = make_schedule(self.arguments, self.max_training_steps)
-            tx = make_optimizer(self.arguments, scheduler)
+        tx, scheduler = optimizer_of(
+            self.arguments, self.max_training_steps, self._own_tx, self._own_scheduler
+        )
         state = self._born = self.make_state(self.model, tx, self._begins_with)
         return TrainerConfigureModelOutput(self.model, tx, scheduler, self.config, state=state)
 
@@ -292,52 +292,6 @@ class Setup:
     ) -> Collect:
         """Make the same for what tf.data reads."""
         return self.create_collect_function(max_sequence_length, truncation_mode)
-
-    # The same by other names; those that EasyDeL has as properties are properties here
-
-    @property
-    def model(self) -> Any:
-        """The model, whatever it is."""
-        return self._model
-
-    @model.setter
-    def model(self, model: Any) -> None:
-        self._model = model
-
-    @property
-    def mesh(self) -> Any:
-        """The devices, arranged."""
-        return self._mesh
-
-    @mesh.setter
-    def mesh(self, mesh: Any) -> None:
-        self._mesh = mesh
-
-    @property
-    def state(self) -> Any:
-        """The state, which is `model_state`."""
-        return self.model_state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.model_state = state
-
-    _model_state = state
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer, which is `tx`."""
-        return self.tx
-
-    @property
-    def train_step_fn(self) -> Any:
-        """The training step, which is `sharded_training_step_function`."""
-        return self.sharded_training_step_function
-
-    @property
-    def eval_step_fn(self) -> Any:
-        """The evaluation step, which is `sharded_evaluation_step_function`."""
-        return self.sharded_evaluation_step_function
 
 
 _PARAMETERS = list(inspect.signature(Setup.__init__).parameters)[1:-1]

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from stepfold.adapter import evaluating, resuming, saving
-from stepfold.adapter.bars import NullProgressBar, ProgressBar
+from stepfold.adapter.calling import Called
 from stepfold.adapter.card import card
 from stepfold.adapter.compiling import ForOneForm, first_batch
 from stepfold.adapter.counting import count_parameters, total_flops
@@ -19,30 +18,26 @@ from stepfold.adapter.outputs import TrainerOutput
 from stepfold.adapter.overriding import is_overridden
 from stepfold.adapter.parts.hooks import monitors
 from stepfold.adapter.parts.precision import precision
-from stepfold.adapter.parts.writers import writers, writes_everywhere
-from stepfold.adapter.setup import Setup
-from stepfold.adapter.showing import is_due, named, show, without_norms
+from stepfold.adapter.parts.writers import writers
 from stepfold.adapter.starting import is_state
 from stepfold.adapter.stepping import HookedStep, as_eval_step, as_train_step
-from stepfold.adapter.stopping import StopOnSkipped, advise, refuse_late, refuse_nonfinite
+from stepfold.adapter.stopping import StopOnSkipped, advise
 from stepfold.adapter.watching import Watch, WatchEpochs, by_epoch
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.verify import latest_step
 from stepfold.errors import ConfigError
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.event import Event
 from stepfold.loop.fit import FitResult, fit
 from stepfold.loop.hooks.callback import callback
 from stepfold.loop.hooks.every import every
 from stepfold.loop.hooks.stopping import stop_early
-from stepfold.loop.hooks.weights import weight_statistics
 
 _OF_LOSS_SCALE = 50
 """How many steps in a row a loss scale may leave out; from its largest to its least it takes 25."""
 
 
-class Trainer(Setup):
+class Trainer(Called):
     """A run as an object, for code that expects EasyDeL's `BaseTrainerProtocol`.
 
     It is the one class of stepfold that changes. It holds what `fit` is given and gives back, and
@@ -166,7 +161,7 @@ class Trainer(Setup):
         )
         watching = monitors(quiet, self.plan)
         self.early_stopping = next((h for h in watching if isinstance(h, stop_early)), None)
-        if not is_overridden(self, Setup, "configure_functions"):
+        if not is_overridden(self, Trainer, "configure_functions"):
             scales = precision(self.arguments).needs_loss_scale
             watching.insert(0, StopOnSkipped(_OF_LOSS_SCALE if scales else 1))
         if self.arguments.weight_distribution_log_steps is not None:
@@ -195,71 +190,6 @@ class Trainer(Setup):
             bar.close()
         if writer is not None and self.is_enable:
             writer.close()
-
-    # What a subclass may write anew
-
-    def on_step_start(self, state: Any, step: int) -> Any:  # noqa: ARG002
-        """Be called before each step, with the steps done; give the state, or None to leave it."""
-        return state
-
-    def on_step_end(self, state: Any, metrics: Any, step: int) -> Any:  # noqa: ARG002
-        """Be called after each step, with numbers by name; give both, or None to leave them."""
-        return state, metrics
-
-    def on_log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Be called at each log point and after each evaluation."""
-
-    def start_training_hook(self) -> None:
-        """Be called before the first step."""
-
-    def start_evaluation_hook(self) -> None:
-        """Be called before each evaluation."""
-
-    def apply_training_hooks(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """End the run if the loss is not finite, or the time is up; called at each log point.
-
-        Raises:
-          StopTraining: which ends the run after a save, with its words.
-        """
-        refuse_nonfinite(metrics)
-        refuse_late(self.timer.running("train"), self.plan.seconds)
-        return metrics
-
-    def create_progress_bar(
-        self, total: int | None, desc: str = "", disabled: bool = False
-    ) -> ProgressBar | NullProgressBar:
-        """Make the bar of `progress_bar_type`, or one that shows nothing."""
-        kind = self.arguments.progress_bar_type
-        if disabled or kind == "none" or self.arguments.performance_mode:
-            return NullProgressBar()
-        shown = self.arguments.metrics_to_show_in_rich_pbar
-        return ProgressBar(kind, total, desc, metrics=shown)
-
-    def log_metrics(
-        self, metrics: Mapping[str, float], pbar: Any, step: int, mode: str = "train"
-    ) -> None:
-        """Show metrics on the bar each `log_steps`, and write them each `report_steps`.
-
-        They are called by the mode, as `train/loss`. Norms of gradients are written alone, and not
-        even that without `log_grad_norms`.
-        """
-        found = named(metrics, mode)
-        if pbar is not None and is_due(step, self.plan.log_steps, self.plan, mode):
-            show(found, pbar, step)
-        if self.writer is None or not self.is_enable:
-            return
-        if is_due(step, self.plan.report_steps, self.plan, mode):
-            kept = found if self.arguments.log_grad_norms else without_norms(found)
-            self.writer.write_scalars(step, kept)
-
-    def log_weight_distribution(self, state: Any, step: int) -> dict[str, float]:
-        """Measure how the weights are distributed, by path, and write it, histograms too."""
-        writer = self.writer if self.is_enable else None
-        pattern = self.arguments.weight_distribution_pattern or ""
-        found: Any = weight_statistics(pattern, writer=writer)(Event(step, None, {}, state))
-        if writer is not None:
-            writer.write_scalars(step, found)
-        return dict(found)
 
     # Evaluation
 
@@ -437,28 +367,3 @@ class Trainer(Setup):
     def epoch_history(self) -> dict[str, list[float]]:
         """What was measured, as a list of an element an epoch, by names as `train_loss`."""
         return by_epoch(self.history, self.plan.epoch_steps or self.max_training_steps or 1)
-
-    @property
-    def training_batch_size(self) -> int:
-        """The examples of a step, over all devices and microbatches."""
-        return self.plan.train_batch
-
-    @property
-    def evaluation_batch_size(self) -> int:
-        """The examples of a batch of the evaluation."""
-        return self.plan.eval_batch
-
-    @property
-    def is_process_zero(self) -> bool:
-        """Whether this is the first process."""
-        return jax.process_index() == 0
-
-    @property
-    def is_enable(self) -> bool:
-        """Whether this process writes."""
-        return self.is_process_zero or writes_everywhere(self.arguments)
-
-    @property
-    def wandb_runtime(self) -> Any:
-        """The run of Weights & Biases, once it has begun."""
-        return getattr(sys.modules.get("wandb"), "run", None) if self.arguments.use_wandb else None
