@@ -4,6 +4,7 @@ import pytest
 
 import stepfold as sf
 from stepfold.adapter.for_torch import check_names, torch_layout, torch_names
+from stepfold.adapter.saving import save_for_torch
 
 SHAPES = [((2, 3), (3, 2)), ((5, 6, 2, 3), (3, 2, 5, 6)), ((2, 3, 4), (2, 3, 4)), ((2,), (2,))]
 
@@ -18,6 +19,19 @@ def test_a_dense_layer_gives_what_torchs_gives():
     kernel, x = np.arange(6.0).reshape(2, 3), np.arange(4.0).reshape(2, 2)
     weight = torch_layout({"kernel": jnp.asarray(kernel)})["kernel"]
     np.testing.assert_allclose(x @ np.asarray(weight).T, x @ kernel)
+
+
+def test_torch_loads_what_was_saved_and_computes_the_same(tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    params = {"0": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}}
+    save_for_torch(tmp_path, params)
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    layers.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    x = np.ones((4, 2), np.float32)
+    wanted = x @ params["0"]["kernel"] + params["0"]["bias"]
+    np.testing.assert_allclose(layers(torch.tensor(x)).detach().numpy(), wanted)
 
 
 def test_names_are_torchs_or_ones_own():

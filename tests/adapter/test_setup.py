@@ -45,6 +45,17 @@ def test_a_state_that_a_subclass_gives_is_copied():
     assert not mine.params["kernel"].is_deleted()
 
 
+def test_without_an_optimizer_from_a_subclass_it_is_that_of_the_arguments():
+    class Stateless(Trainer):
+        def configure_model(self):
+            return TrainerConfigureModelOutput(self.model)
+
+    made = digits.trainer(Stateless, scheduler="linear")
+    assert digits.bits(made.train().state) == digits.bits(
+        digits.trainer(scheduler="linear").train().state
+    )
+
+
 def test_what_super_gives_can_be_changed():
     class Doubled(Trainer):
         def configure_model(self):

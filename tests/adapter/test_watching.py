@@ -84,5 +84,7 @@ def test_an_exception_of_a_method_reaches_the_caller():
         def log_metrics(self, metrics, pbar, step, mode="train"):
             raise sf.DataError("cut here")
 
+    made = digits.trainer(Fails)
     with pytest.raises(sf.DataError, match="cut here"):
-        digits.trainer(Fails).train()
+        made.train()
+    assert made.stopped == "DataError: cut here"

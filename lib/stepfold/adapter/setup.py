@@ -157,9 +157,7 @@ class Setup(Held):
     def configure_model(self) -> TrainerConfigureModelOutput:
         """Make optimizer and schedule of the arguments, and the state of the model."""
         check_model(self.model, self._given, finetune=self.finetune)
-        tx, scheduler = optimizer_of(
-            self.arguments, self.max_training_steps, self._own_tx, self._own_scheduler
-        )
+        tx, scheduler = self._optimizer()
         state = self._born = self.make_state(self.model, tx, self._begins_with)
         return TrainerConfigureModelOutput(self.model, tx, scheduler, self.config, state=state)
 
@@ -201,12 +199,14 @@ class Setup(Held):
     def _take_dataloaders(self, made: TrainerConfigureDataloaderOutput) -> None:
         self.dataloader_train, self.dataloader_eval = made.dataloader_train, made.dataloader_eval
         self.max_training_steps = made.max_training_steps or self.plan.steps
+        self.plan = self.plan._replace(steps=self.max_training_steps)
         self.max_evaluation_steps = made.max_evaluation_steps
 
     def _take_model(self, made: TrainerConfigureModelOutput) -> None:
         self.model, self.scheduler, self.config = made.model, made.scheduler, made.config
-        self.tx = made.tx if made.tx is not None else getattr(made.state, "tx", self.tx)
-        state = made.state
+        state, self.tx = made.state, made.tx or getattr(made.state, "tx", None)
+        if self.tx is None:
+            self.tx, self.scheduler = self._optimizer()
         if state is None:
             state = self.make_state(made.model, self.tx, self._begins_with)
         elif state is not self._born:  # somebody else's, which is not to be donated
@@ -229,6 +229,10 @@ class Setup(Held):
             place = Path(self.arguments.output_dir) / self.arguments.checkpoints_dir
             manager = dataclasses.replace(manager, directory=place)
         self.checkpoint_manager = manager
+
+    def _optimizer(self) -> tuple[Any, Any]:
+        given = self._own_tx, self._own_scheduler
+        return optimizer_of(self.arguments, self.max_training_steps, *given)
 
     def make_state(self, model: Any, tx: Any, given: Any = None) -> Any:
         """Make a state of a model, or of parameters or a state, where the mesh wants it."""

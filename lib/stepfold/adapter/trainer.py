@@ -99,16 +99,13 @@ class Trainer(Called):
             raise
         except Exception as error:
             advise(error)
+            self.stopped = f"{type(error).__name__}: {error}"
             self.model_state = resuming.last_good(self)
             raise
         finally:
             if result is not None:
-                self.model_state, self.history, self.best = (
-                    result.state,
-                    result.history,
-                    result.best,
-                )
-                self.stopped = result.stopped
+                self.model_state, self.history = result.state, result.history
+                self.stopped, self.best = result.stopped, result.best
             self.finish()
         return self._output(result.stopped)
 
