@@ -11,4 +11,4 @@ ALL = [error for _, error in inspect.getmembers(errors, inspect.isclass)]
 def test_every_error_is_a_stepfold_error_and_a_built_in(error):
     assert issubclass(error, errors.StepfoldError)
     if error is not errors.StepfoldError:
-        assert issubclass(error, ValueError | OSError | TypeError)
+        assert issubclass(error, ValueError | OSError | TypeError | MemoryError)

@@ -25,6 +25,7 @@ from stepfold.errors import (
     ConfigError,
     DataError,
     LossError,
+    OutOfMemoryError,
     RetraceError,
     ShardingError,
     StepfoldError,
@@ -35,7 +36,7 @@ from stepfold.inspect.parameters import parameter_table
 from stepfold.inspect.report import describe
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.event import Event
-from stepfold.loop.fit import FitResult, fit
+from stepfold.loop.fit import fit
 from stepfold.loop.hooks.callback import callback
 from stepfold.loop.hooks.every import every
 from stepfold.loop.hooks.log_to import log_to
@@ -49,6 +50,10 @@ from stepfold.loop.hooks.throughput import throughput
 from stepfold.loop.hooks.watchdog import watchdog
 from stepfold.loop.hooks.weights import weight_statistics
 from stepfold.loop.iterate import iterate
+from stepfold.loop.replaying.capsule import Capsule
+from stepfold.loop.replaying.files import read_capsule
+from stepfold.loop.replaying.replay import Replay, replay
+from stepfold.loop.result import FitResult
 from stepfold.loop.writers.asynchronous import async_writer
 from stepfold.loop.writers.console import console_writer
 from stepfold.loop.writers.csv import csv_writer
@@ -67,6 +72,7 @@ from stepfold.sharding.rules import fsdp
 __version__ = "0.1.0"
 
 __all__ = [
+    "Capsule",
     "CheckpointError",
     "Checkpoints",
     "ConfigError",
@@ -76,7 +82,9 @@ __all__ = [
     "Event",
     "FitResult",
     "LossError",
+    "OutOfMemoryError",
     "Precision",
+    "Replay",
     "Restored",
     "RetraceError",
     "ShardingError",
@@ -124,7 +132,9 @@ __all__ = [
     "prefetch",
     "profile",
     "progress",
+    "read_capsule",
     "reduce_once",
+    "replay",
     "restore",
     "save",
     "shard_batch",

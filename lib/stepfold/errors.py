@@ -89,6 +89,15 @@ class DataError(StepfoldError, ValueError):
     """
 
 
+class OutOfMemoryError(StepfoldError, MemoryError):
+    """Say that a device's memory does not hold a step, what takes most of it, and what to turn.
+
+    >>> import stepfold as sf
+    >>> issubclass(sf.OutOfMemoryError, MemoryError)
+    True
+    """
+
+
 class RetraceError(StepfoldError, TypeError):
     """Say that a call would have compiled again, and which leaf changed.
 

@@ -335,3 +335,39 @@ def test_batches_that_are_none_are_refused():
         sf.ConfigError, match="batches: expected an iterable of batches, got NoneType"
     ):
         sf.fit(JITTED, number(), None, steps=3)
+
+
+# What it keeps of a step that went wrong
+
+
+def spoilt():
+    data = np.arange(24, dtype=np.float32)
+    data[9] = np.nan
+    return sf.batches({"x": data}, 4)
+
+
+def learn(**options):
+    learning = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b["x"]), TX)
+    state = sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
+    return sf.fit(learning, state, spoilt(), steps=20, **options)
+
+
+def test_a_loss_that_is_no_number_leaves_a_capsule(tmp_path):
+    result = learn(run_dir=tmp_path)
+    assert result.stopped.startswith("train/loss is nan in step 3 at step ")
+    assert result.stopped.endswith(f"; see {tmp_path / 'capsules' / '3'}")
+    assert sf.read_capsule(result.capsule.path).metrics.keys() == result.capsule.metrics.keys()
+
+
+def test_without_a_folder_it_is_on_the_result():
+    result = learn()
+    assert (result.capsule.step, result.capsule.path) == (3, None)
+    assert "see" not in result.stopped
+
+
+def test_a_disk_that_does_not_take_it_does_not_cost_the_result(tmp_path):
+    (tmp_path / "capsules").write_text("in the way")
+    with pytest.warns(RuntimeWarning, match="the capsule of step 3 cannot be written") as caught:
+        result = learn(run_dir=tmp_path)
+    assert (result.capsule.step, result.capsule.path) == (3, None)
+    assert caught[0].filename == __file__

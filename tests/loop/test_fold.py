@@ -1,6 +1,7 @@
 """The order in which things happen: what is read when, what is compiled, what is saved."""
 
 import contextlib
+import functools
 import itertools
 
 import jax
@@ -290,7 +291,7 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
     found = sf.batches(nan, 16, seed=0)
     plan = sf.Checkpoints(every=2, keep=None)
     result = sf.fit(step(), start(), found, steps=5, run_dir=tmp_path, checkpoints=plan)
-    assert result.stopped.endswith("at step 2; not saved, for a parameter is NaN")
+    assert "at step 2; not saved, for a parameter is NaN" in result.stopped
     assert sf.latest_step(tmp_path / "checkpoints") is None
 
 
@@ -312,3 +313,16 @@ def test_an_evaluation_that_runs_out_is_not_passed_over():
     own = sf.Evaluation(lambda state: {"loss": next(ended)}, every=2)
     with pytest.raises(sf.DataError, match="eval: StopIteration came up in the evaluation"):
         sf.fit(step(), start(), batches(), steps=4, evaluation=own)
+
+
+def test_a_step_that_no_memory_holds_is_explained_and_what_was_saved_is_good(tmp_path):
+    def huge(params, batch, key):  # 64 TiB and more on the way
+        row = jnp.arange(1 << 22, dtype=jnp.float32) * params["w"].sum()
+        return sf.mean(jnp.outer(row, row).at[0].set(1.0)[jnp.int32(batch["x"].sum())].sum())
+
+    run = functools.partial(sf.fit, run_dir=tmp_path, checkpoints=sf.Checkpoints(every=5))
+    run(step(), start(), batches(), steps=10)
+    with pytest.raises(sf.OutOfMemoryError, match=r"temporaries +\d+ TiB +100%") as error:
+        run(sf.make_train_step(huge, TX), start(), batches(), steps=30)
+    assert "Most of it comes and goes within the step" in str(error.value)
+    assert sf.verify(tmp_path / "checkpoints") == {5: [], 10: []}

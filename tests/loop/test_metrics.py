@@ -7,7 +7,15 @@ from clu import metrics as clu
 
 import stepfold as sf
 from stepfold.core.loss import TermSum
-from stepfold.loop.metrics import each_of, merged, over_steps, value_of, values_of
+from stepfold.loop.metrics import (
+    PerStep,
+    each_of,
+    merged,
+    over_steps,
+    value_of,
+    values_of,
+    weights_of,
+)
 
 
 def stacked(*found):
@@ -34,6 +42,11 @@ def test_whole_numbers_are_counted_beyond_what_32_bits_hold():
 def test_floats_are_added_up_in_64_bits():
     seen = [{"loss": average(np.float32(2**24), 1.0)}] + [{"loss": average(1.0, 1.0)}] * 3
     assert float(merged(seen)["loss"].total) == 2**24 + 3
+
+
+def test_infinities_of_both_signs_are_no_number_and_no_warning():
+    seen = [{"loss": average(np.float32(sign * np.inf), 1.0)} for sign in (1, -1)]
+    assert np.isnan(merged(seen)["loss"].total)
 
 
 def test_what_is_merged_already_is_merged_again():
@@ -132,8 +145,23 @@ def test_a_metric_of_several_numbers_gets_a_name_for_each():
 
 def test_what_is_read_step_by_step_is_what_has_a_total_and_a_weight():
     steps = stacked(*[{"a": average(x, 2.0), "top": Largest(jnp.array(x))} for x in (1.0, 4.0)])
-    found = each_of(steps)
-    assert {name: values.tolist() for name, values in found.items()} == {"a": [0.5, 2.0]}
+    found = PerStep(steps, each_of, "train/")
+    assert {name: values.tolist() for name, values in found.items()} == {"train/a": [0.5, 2.0]}
+    assert len(found) == 1
+    assert "train/top" not in found
+    assert found.get("a") is None
+
+
+def test_the_weights_step_by_step_are_the_largest_of_a_sum_of_terms():
+    terms = TermSum({"x": average(0.0, jnp.array([0.0, 1.0])), "y": average(0.0, jnp.zeros(2))})
+    found = PerStep({"loss": terms, "top": Largest(jnp.zeros(2))}, weights_of)
+    assert {name: values.tolist() for name, values in found.items()} == {"loss": [0.0, 1.0]}
+
+
+def test_what_nobody_asks_for_is_not_read():
+    read = []
+    rows = PerStep({"a": 1, "b": 2}, lambda metric: read.append(metric) or np.zeros(1))
+    assert (rows["a"].tolist(), rows["a"].tolist(), read) == ([0.0], [0.0], [1])
 
 
 def test_a_vector_of_averages_is_merged_number_by_number():

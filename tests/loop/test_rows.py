@@ -1,3 +1,6 @@
+from types import SimpleNamespace
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,10 +73,25 @@ def test_a_step_may_say_nothing():
     assert rower.stacked([row, row]) == {}
 
 
-def test_fetching_is_done_once_for_all(monkeypatch):
+class Elsewhere:
+    """An array on a device whose memory is not the host's."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def devices(self):
+        return [SimpleNamespace(platform="gpu")]
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self._array, dtype)
+
+
+def test_from_another_device_all_is_fetched_at_once(monkeypatch):
     rower = Rower(step)
     rows = [jax.jit(rower)(jnp.float32(1), batch(i))[1] for i in range(4)]
+    here = rower.stacked(rows)
     calls, get = [], jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda x: calls.append(x) or get(x))
-    rower.stacked(rows)
+    there = rower.stacked([[Elsewhere(array) for array in row] for row in rows])
     assert len(calls) == 1
+    chex.assert_trees_all_equal(here, there)

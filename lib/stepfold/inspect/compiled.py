@@ -15,6 +15,7 @@ import jax
 from stepfold import tree
 from stepfold.errors import ConfigError, RetraceError
 from stepfold.inspect.arguments import changes, in_guise_of, is_weak, placed
+from stepfold.inspect.memory import exhausted, is_exhausted
 
 
 class _WouldTraceError(Exception):
@@ -59,6 +60,8 @@ class CompiledStep:
         try:
             return self._run(state, batch)
         except (_WouldTraceError, TypeError, ValueError, RuntimeError) as error:
+            if is_exhausted(error):
+                raise exhausted(error, self.state, self.batch, self.compiled) from error
             if _is_looked_into(state, batch):
                 return self.step(state, batch)
             self._explain(state, batch, error)
@@ -121,6 +124,7 @@ def compile_step(
 
     Raises:
       LossError, TreeMismatchError, …: what tracing the step raises.
+      OutOfMemoryError: if the compiler sees that a device cannot hold it. A call raises it too.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> tx = optax.sgd(0.1)
@@ -156,7 +160,13 @@ def compile_step(
         out_shardings=(places[0], None) if trains else None,
         donate_argnums=0 if trains and donate else (),
     )
-    compiled = jitted.lower(state, in_guise_of(given, batch)).compile()
+    lowered = jitted.lower(state, in_guise_of(given, batch))
+    try:
+        compiled = lowered.compile()
+    except RuntimeError as error:
+        if not is_exhausted(error):
+            raise
+        raise exhausted(error, state, batch) from error
     open_for.clear()
     return CompiledStep(step, jitted, compiled, state, batch, trains=trains)
 

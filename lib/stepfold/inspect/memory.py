@@ -7,9 +7,21 @@ from typing import Any
 
 import jax
 
-from stepfold import tree
 from stepfold.core.state import TrainState
-from stepfold.inspect.compiled import CompiledStep
+from stepfold.errors import OutOfMemoryError
+from stepfold.table import size, table
+
+# Of a step that was waiting for another, only the second is said.
+_EXHAUSTED = re.compile("RESOURCE_EXHAUSTED|Out of memory")
+
+_ADVICE = {
+    "temporaries": "comes and goes within the step: make_train_step(…, accumulate=n) divides it, "
+    "remat=True keeps less for the backward pass, precision='bf16' halves it",
+    "state": "is the state: cut it over more devices (sf.make_sharding with sf.fsdp()), or take an "
+    "optimizer that keeps less",
+    "batch": "is the batch: make it smaller, or spread it over more devices",
+    "output": "is what comes out: donate the state, so that the new one takes its place",
+}
 
 
 @dataclass(frozen=True)
@@ -44,33 +56,82 @@ class Memory:
         """Add up all of it: what a device must hold at once."""
         return self.state + self.batch + self.temporaries + self.output
 
+    @property
+    def advice(self) -> str:
+        """Say what to turn, by what is largest."""
+        return f"Most of it {_ADVICE[max(_ADVICE, key=lambda part: getattr(self, part))]}."
 
-def memory_of(step: CompiledStep) -> Memory:
-    """Read the memory of a compiled step.
+    def __str__(self) -> str:
+        rows = [
+            ("parameters", self.params),
+            ("optimizer's state", self.opt_state),
+            ("model's state", self.model_state),
+            ("step and key", self.rest),
+            ("batch", self.batch),
+            ("temporaries", self.temporaries),
+            ("output besides the state", self.output),
+            ("peak, predicted", self.peak),
+        ]
+        cells = [(n, size(x), f"{x / max(self.peak, 1):.0%}") for n, x in rows if x]
+        return table(("on each device", "bytes", "share"), cells)
+
+
+def memory_of(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Memory:
+    """Read the memory of a compiled step, with the abstract state and batch that it takes.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> state = sf.init_state(jnp.ones((64, 32)), optax.adam(0.1), jax.random.key(0))
     >>> step = sf.make_train_step(lambda p, x, key: sf.mean((x @ p) ** 2), optax.adam(0.1))
-    >>> memory = memory_of(sf.compile_step(step, state, jnp.ones((8, 64))))
+    >>> step = sf.compile_step(step, state, jnp.ones((8, 64)))
+    >>> memory = memory_of(step.compiled, step.state, step.batch)
     >>> memory.params, memory.opt_state, memory.batch
     (8192, 16388, 2048)
     """
-    state = step.state
+    program: Any = compiled.memory_analysis()
+    return _memory(
+        state,
+        batch,
+        temporaries=program.temp_size_in_bytes,
+        output=program.output_size_in_bytes - program.alias_size_in_bytes,
+    )
+
+
+def _memory(state: Any, batch: Any, temporaries: int, output: int) -> Memory:
     parts: tuple[Any, ...]
     if isinstance(state, TrainState):
         parts = state.params, state.opt_state, state.model_state, (state.step, state.key)
     else:
         parts = state, (), (), ()
     params, opt_state, model_state, rest = map(held, parts)
-    program: Any = step.compiled.memory_analysis()
-    return Memory(
-        params,
-        opt_state,
-        model_state,
-        rest,
-        batch=held(step.batch),
-        temporaries=program.temp_size_in_bytes,
-        output=program.output_size_in_bytes - program.alias_size_in_bytes,
+    return Memory(params, opt_state, model_state, rest, held(batch), temporaries, output)
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Tell whether an error says that there is no memory left on a device."""
+    return isinstance(error, RuntimeError) and bool(_EXHAUSTED.search(str(error)))
+
+
+def exhausted(
+    error: BaseException, state: Any, batch: Any, compiled: jax.stages.Compiled | None = None
+) -> OutOfMemoryError:
+    """Make of what XLA says of memory what a person can act upon.
+
+    Args:
+      error: what XLA raised.
+      state: the abstract state, with shardings.
+      batch: the abstract batch.
+      compiled: the program; None, if it was not even compiled.
+    """
+    if compiled is None:
+        memory = _memory(state, batch, 0, 0)
+        what = "compiled for the memory there is; without what comes and goes within it, it takes"
+        advice = f"What {_ADVICE['temporaries']}. What {_ADVICE['state']}."
+    else:
+        memory = memory_of(compiled, state, batch)
+        what, advice = "run in the memory there is; it takes", memory.advice
+    said = re.search(f"({_EXHAUSTED.pattern}).*", str(error))
+    return OutOfMemoryError(
+        f"the step cannot be {what}\n\n{memory}\n\n{advice}\nXLA said: {said[0] if said else error}"
     )
 
 
@@ -85,61 +146,3 @@ def held(arrays: Any) -> int:
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(arrays)
     )
-
-
-def not_reused(step: CompiledStep) -> list[tuple[str, int]]:
-    """List the donated leaves, with their bytes, whose memory no output takes over.
-
-    >>> import jax, jax.numpy as jnp, optax, stepfold as sf
-    >>> state = sf.init_state(jnp.ones((64, 32)), optax.adam(0.1), jax.random.key(0))
-    >>> step = sf.make_train_step(lambda p, x, key: sf.mean((x @ p) ** 2), optax.adam(0.1))
-    >>> not_reused(sf.compile_step(step, state, jnp.ones((8, 64))))
-    []
-    """
-    donated, _ = jax.tree.map(lambda info: info.donated, step.compiled.args_info[0])
-    text = step.compiled.as_text() or ""
-    header = text[: text.find("\n")]
-    aliases = re.search(r"input_output_alias=\{(.*?)\}, \w+=", header)
-    taken = {int(found) for found in re.findall(r": \((\d+),", aliases[1] if aliases else "")}
-    numbers = _numbers(text)
-    named = jax.tree_util.tree_leaves_with_path(step.state)
-    return [
-        (tree.path_name(path), held(leaf))
-        for (path, leaf), given in zip(named, jax.tree.leaves(donated), strict=True)
-        if given and numbers.get("state" + jax.tree_util.keystr(path)) not in taken
-    ]
-
-
-def _numbers(text: str) -> dict[str, int]:
-    """Read which parameter of the program is which argument; those it does not use have none."""
-    entry = text[text.find("\nENTRY ") :]
-    found = re.findall(r" parameter\((\d+)\)[^\n]*op_name=\"((?:\\.|[^\"\\])*)\"", entry)
-    return {_unescaped(name): int(number) for number, name in found}
-
-
-def _unescaped(name: str) -> str:
-    """Read a name as C writes it, bytes beyond ASCII as octal numbers."""
-    raw = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), name.encode())
-    return re.sub(r"\\(.)", r"\1", raw.decode(errors="replace"))
-
-
-def whole_though_large(step: CompiledStep, least: int = 1 << 20) -> list[tuple[str, int]]:
-    """List the leaves of the state that are whole on each of several devices.
-
-    Args:
-      step: a compiled step.
-      least: the bytes from which on they are listed.
-
-    >>> import jax, jax.numpy as jnp, optax, stepfold as sf
-    >>> state = sf.init_state(jnp.ones((512, 512)), optax.sgd(0.1), jax.random.key(0))
-    >>> step = sf.make_eval_step(lambda params, x, key: sf.mean(x @ params))
-    >>> plan = sf.make_sharding(state, sf.make_mesh())
-    >>> whole_though_large(sf.compile_step(step, state, jnp.ones((8, 512)), sharding=plan))
-    []
-    """
-    return [
-        (name, held(leaf))
-        for name, leaf in tree.named_leaves(step.state)
-        if len(leaf.sharding.device_set) > 1 and held(leaf) >= least
-        if leaf.sharding.shard_shape(leaf.shape) == leaf.shape
-    ]

@@ -14,8 +14,9 @@ from stepfold.inspect import hlo, peaks
 from stepfold.inspect.collectives import Collective, collectives, moved_bytes
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.inspect.flops import Flops, count, estimate
-from stepfold.inspect.memory import Memory, held, memory_of, not_reused, whole_though_large
+from stepfold.inspect.memory import Memory, held, memory_of
 from stepfold.inspect.products import Product, products
+from stepfold.inspect.waste import not_reused, whole_though_large
 from stepfold.table import amount, size, table
 
 
@@ -89,7 +90,7 @@ class Report:
         if self.memory.peak > limit:
             raise ConfigError(
                 f"the step needs {size(self.memory.peak)} on each device, and there are "
-                f"{size(limit)}:\n\n{_memory_table(self.memory)}\n\n{_advice(self.memory)}"
+                f"{size(limit)}:\n\n{self.memory}\n\n{self.memory.advice}"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,7 +123,7 @@ class Report:
             + f", {amount(self.flops.everything)} in all, on each device"
             + ("" if self.estimate is None else f"; 6 a token: {amount(self.estimate)}"),
             "",
-            _memory_table(self.memory),
+            str(self.memory),
         ]
         if self.collectives:
             lines += ["", _collectives_table(self.collectives)]
@@ -194,7 +195,7 @@ def describe(
         flops=flops,
         estimate=None if tokens is None else share,
         products=tuple(found),
-        memory=memory_of(step),
+        memory=memory_of(step.compiled, step.state, step.batch),
         collectives=tuple(sent),
         not_reused=tuple(unused),
         whole=tuple(whole),
@@ -205,27 +206,6 @@ def describe(
             *(_about_sums(device, step.state, sent) if step.trains else ()),
             *(f"not in the FLOPs: {what}" for what in flops.unknown),
         ),
-    )
-
-
-def _memory_table(memory: Memory) -> str:
-    rows = [
-        ("parameters", memory.params),
-        ("optimizer's state", memory.opt_state),
-        ("model's state", memory.model_state),
-        ("step and key", memory.rest),
-        ("batch", memory.batch),
-        ("temporaries", memory.temporaries),
-        ("output besides the state", memory.output),
-        ("peak, predicted", memory.peak),
-    ]
-    return table(
-        ("on each device", "bytes", "share"),
-        [
-            (name, size(count), f"{count / max(memory.peak, 1):.0%}")
-            for name, count in rows
-            if count
-        ],
     )
 
 
@@ -274,16 +254,3 @@ def _about_sums(device: Any, state: Any, found: list[Collective]) -> list[str]:
         "compiled for a CPU, which sums gradients of cut parameters whole (all-reduce); a GPU or "
         "TPU keeps a share each (reduce-scatter), and sends half of it"
     ]
-
-
-def _advice(memory: Memory) -> str:
-    """Say what to turn, by what is largest."""
-    parts = {
-        memory.temporaries: "comes and goes within the step: make_train_step(…, accumulate=n) "
-        "divides it, remat=True keeps less for the backward pass, precision='bf16' halves it",
-        memory.state: "is the state: cut it over more devices (sf.make_sharding with sf.fsdp()), "
-        "or take an optimizer that keeps less",
-        memory.batch: "is the batch: make it smaller, or spread it over more devices",
-        memory.output: "is what comes out: donate the state, so that the new one takes its place",
-    }
-    return f"Most of it {parts[max(parts)]}."

@@ -1,27 +1,23 @@
 """The order in which things happen in a run."""
 
 import functools
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from stepfold import tree
 from stepfold.checkpoint.series import Series
 from stepfold.errors import DataError
-from stepfold.loop.agreement import first_said
+from stepfold.loop.asked import Asked
+from stepfold.loop.condition import has_nan, is_whole, steps_of
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.event import Event, Hook, show
-from stepfold.loop.feed import Feed
-from stepfold.loop.history import History
+from stepfold.loop.event import Event
 from stepfold.loop.ledger import Ledger
-from stepfold.loop.metrics import each_of, over_steps, values_of, weights_of
+from stepfold.loop.metrics import read_interval
+from stepfold.loop.replaying.rereading import Mark
 from stepfold.loop.signals import Signals
-from stepfold.loop.stepper import Stepper
+from stepfold.loop.telling import Telling
 
 _BROKEN = "; not saved, for a parameter is NaN"
 
@@ -29,40 +25,28 @@ _BROKEN = "; not saved, for a parameter is NaN"
 class Fold:
     """Hold what changes in the course of a run, and change it in the order that `fit` promises."""
 
-    def __init__(
-        self,
-        step: Stepper,
-        state: Any,
-        feed: Feed,
-        *,
-        steps: int | None,
-        evaluations: Sequence[Evaluation],
-        series: Series | None,
-        hooks: Sequence[Hook],
-        log_every: int,
-        steps_per_call: int,
-    ) -> None:
-        self.step, self.state, self.feed = step, state, feed
-        self.evaluations, self.series, self.hooks = evaluations, series, hooks
-        self._by_epoch: list[Any] = [hook for hook in hooks if hasattr(hook, "end_epoch")]
-        self.log_every, self.steps_per_call = log_every, steps_per_call
-        self.done = _steps_of(state)
-        self.total = steps if steps is not None else _sum(self.done, feed.total)
-        self.history, self.signals = History(), Signals()
-        self.ledger = Ledger(step.metrics)
+    def __init__(self, asked: Asked, state: Any, series: Series | None) -> None:
+        self.step, self.state, self.feed, self.series = asked.step, state, asked.feed, series
+        self.evaluations = asked.evaluations
+        self.log_every, self.steps_per_call = asked.log_every, asked.steps_per_call
+        self.done = steps_of(state)
+        self.total = asked.steps
+        if self.total is None and self.feed.total is not None:
+            self.total = self.done + self.feed.total
+        self.signals = Signals()
+        self.telling = Telling(asked.hooks, self.signals)
+        self.ledger = Ledger(asked.step.metrics)
         self.stopped: str | None = None
         self.resumed: int | None = None
-        self._measured: dict[str, float] = {}  # by name, at the step that is done
-        self._measured_at = -1
         self._evaluated: dict[str, int] = {}  # the step at which each evaluation was made last
         self._began = self.done
         self._position: Any = None  # of the first batch that was pulled and is in no state yet
         self._next_position: Any = None
         self._epochs_told = self.done  # up to which step hooks know of the ends of epochs
         self._batch: Any = None
-        self._before: list[Any] | None = None  # what hooks knew before what they are told now
         self._unshown: list[Any] = []  # intervals of the run before that were over, as numbers
         self._ended = self.done == self.total
+        self.marks: list[Mark] = []  # where the run began, and its last log points
 
     def resume(self) -> None:
         """Go on from the newest good checkpoint."""
@@ -77,12 +61,9 @@ class Fold:
         if kept:
             self._evaluated, self._epochs_told = kept["evaluated"], kept["epochs_told"]
             self._unshown, self._ended = kept["unshown"], kept["ended"]
-            self.history.set_state(kept["history"])
+            self.telling.history.set_state(kept["history"])
             self.ledger.set_state(kept["ledger"])
-            known = dict(kept["hooks"])
-            for name, hook in _named(self.hooks):
-                if name in known and hasattr(hook, "set_state"):
-                    hook.set_state(known[name])
+            self.telling.set_state(kept["hooks"])
 
     def run(self) -> None:
         """Fold until something says stop; save before anything gets out."""
@@ -91,16 +72,15 @@ class Fold:
             self.stopped = f"step {self.done} of {self.total} was done before"
             return
         try:
-            for hook in self.hooks:
-                if hasattr(hook, "open"):
-                    hook.open(self.done, self.total)
+            self.telling.open(self.done, self.total)
             self._catch_up()
             if over:
                 self.stopped = self.stopped or f"all {self.total} steps were done"
             self._fold()
             self._end()
-        except BaseException:
-            self._rescue()
+        except BaseException as error:
+            if not self.signals.twice:
+                self._rescue(error)
             raise
 
     def _catch_up(self) -> None:
@@ -110,7 +90,7 @@ class Fold:
             each, weighed = (
                 {name: np.asarray(row) for name, row in rows.items()} for rows in (values, weights)
             )
-            with self._wholly():
+            with self.telling.wholly():
                 self._tell(step, metrics, each, weighed)
             self._unshown.pop(0)
         if self.resumed and self.done != self.total:
@@ -119,6 +99,7 @@ class Fold:
 
     def _fold(self) -> None:
         due = self._next_due()
+        self.marks.append(self._mark())
         while self.stopped is None:
             batches = self._pull(min(self.steps_per_call, due - self.done))
             if not batches:
@@ -165,7 +146,7 @@ class Fold:
             points += [self._after(n) for n in self._every(evaluation)]
         if self.series is not None:
             points += [self._after(n) for n in self._every(self.series)]
-        if self.feed.epoch_steps and self._by_epoch:
+        if self.feed.epoch_steps and self.telling.by_epoch:
             points.append(self._after(self.feed.epoch_steps))
         return min(points if self.total is None else [*points, self.total])
 
@@ -183,9 +164,10 @@ class Fold:
         last = self.done == self.total
         if last:
             self.stopped = f"all {self.total} steps were done"
-        ends = self._by_epoch and self._is_end_of_epoch()
+        ends = self.telling.by_epoch and self._is_end_of_epoch()
         if self.done % self.log_every == 0 or last or ends:
             self.ledger.close(self.done)
+            self.marks = [*self.marks[:1], *self.marks[1:][-2:], self._mark()]
         saves = self.series is not None and (self._is_due(self.series) or self.series.is_late())
         due = [e for e in self.evaluations if self._is_due(e) and not last]
         if due or saves or ends:
@@ -196,22 +178,25 @@ class Fold:
         if saves and self.stopped is None:
             self._save()
 
+    def _mark(self) -> Mark:
+        """Note where the batches stand: a metric of the interval to come may turn out no number."""
+        return Mark(self.done, self.feed.position() if self._position is None else self._position)
+
     def _is_end_of_epoch(self) -> bool:
         return bool(self.feed.epoch_steps) and self.done % (self.feed.epoch_steps or 1) == 0
 
     def _end_epoch(self) -> None:
         """Tell hooks that an epoch is over, after all that was measured at its end."""
         if self._is_end_of_epoch() and self.done > self._epochs_told:
-            with self._wholly():
-                for hook in self._by_epoch:
-                    hook.end_epoch(self.done // (self.feed.epoch_steps or 1) - 1)
+            with self.telling.wholly():
+                self.telling.end_epoch(self.done // (self.feed.epoch_steps or 1) - 1)
                 self._epochs_told = self.done
 
     def _show(self) -> None:
         """Show hooks the intervals that are over."""
         for step, stacked in self.ledger.take():
-            with self._wholly():
-                self._tell(step, *_numbers(stacked))
+            with self.telling.wholly():
+                self._tell(step, *read_interval(stacked))
 
     def _evaluate(self, due: Sequence[Evaluation]) -> None:
         for evaluation in due:
@@ -220,20 +205,9 @@ class Fold:
             found = self.signals.wait_for(functools.partial(_measure, evaluation, self.state), 0)
             if found is None:
                 return
-            with self._wholly():
+            with self.telling.wholly():
                 self._tell(self.done, *found)
                 self._evaluated[evaluation.name] = self.done
-
-    @contextmanager
-    def _wholly(self) -> Iterator[None]:
-        """Keep what hooks knew until all were told, since after an exception they are told anew."""
-        self._before = self._known()
-        yield
-        self._before = None
-
-    def _known(self) -> list[Any]:
-        named = _named(self.hooks)
-        return [[name, hook.get_state()] for name, hook in named if hasattr(hook, "get_state")]
 
     def _tell(
         self,
@@ -252,14 +226,7 @@ class Fold:
             self.feed.waited,
             weights or {},
         )
-        event, reasons = show(event, self.hooks)
-        self.history.add(step, event.metrics)
-        self._measured = {**(self._measured if step == self._measured_at else {}), **event.metrics}
-        self._measured_at = step
-        self.signals.agree()
-        if self.signals.got is not None:
-            reasons.insert(0, self.signals.got.name)
-        said = first_said([reason for reason in reasons if reason])
+        said = self.telling.show(event)
         if said and self.stopped is None:
             self.stopped = f"{said} at step {self.done}"
 
@@ -279,15 +246,17 @@ class Fold:
             self._ended = self.signals.got is None
             self._save()
 
-    def _rescue(self) -> None:
-        """Save what an exception would lose, if it is whole; the exception itself goes on.
+    def _rescue(self, error: BaseException) -> None:
+        """Save what an exception would lose, if it is there; the exception itself goes on.
 
         Not with several processes, for the others know nothing of it, and would have to take part.
         """
         self._ended = False
-        leaves = [leaf for leaf in jax.tree.leaves(self.state) if isinstance(leaf, jax.Array)]
-        whole = not any(leaf.is_deleted() for leaf in leaves)
-        if whole and jax.process_count() == 1 and not self.signals.twice:
+        if not is_whole(self.state):
+            told = self.step.explain(error)
+            if told is not None:
+                raise told from error
+        elif jax.process_count() == 1:
             self._save()
 
     def _save(self) -> None:
@@ -299,47 +268,31 @@ class Fold:
             self.stopped = f"{why.removesuffix(_BROKEN)}{_BROKEN}"
             return
         kept = {
-            "history": self.history.get_state(),
+            "history": self.telling.history.get_state(),
             "ledger": self.ledger.get_state(),
             "unshown": [
                 *self._unshown,
-                *[[step, *map(_plain, _numbers(rows))] for step, rows in self.ledger.waiting()],
+                *[
+                    [step, *map(_plain, read_interval(rows))]
+                    for step, rows in self.ledger.waiting()
+                ],
             ],
             "ended": self._ended,
             "evaluated": self._evaluated,
             "epochs_told": self._epochs_told,
-            "hooks": self._known() if self._before is None else self._before,
+            "hooks": self.telling.get_state(),
         }
         self.series.save(
             self.state,
             step=self.done,
             data=self.feed.position() if self._position is None else self._position,
-            metrics=self._measured if self._measured_at == self.done else {},
+            metrics=self.telling.measured(self.done),
             extra={"fit": kept},
         )
 
 
-def _numbers(stacked: Any) -> tuple[dict[str, float], dict[str, Any], dict[str, Any]]:
-    """Read an interval: its metrics, what they were step by step, and with which weights."""
-    merged = {name: over_steps(metric) for name, metric in stacked.items()}
-    rows = ({f"train/{n}": v for n, v in read(stacked).items()} for read in (each_of, weights_of))
-    each, weights = rows
-    return values_of(merged, "train/"), each, weights
-
-
 def _plain(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return {name: np.asarray(value).tolist() for name, value in numbers.items()}
-
-
-def _named(hooks: Sequence[Hook]) -> list[tuple[str, Any]]:
-    """Name hooks by what they are, so that a resume knows them again though others are there."""
-    counts: Counter[str] = Counter()
-    named = []
-    for hook in hooks:
-        kind = getattr(hook, "__qualname__", type(hook).__qualname__)
-        counts[kind] += 1
-        named.append((f"{kind} {counts[kind]}", hook))
-    return named
 
 
 def _measure(evaluation: Evaluation, state: Any, _: int) -> dict[str, float]:
@@ -350,22 +303,3 @@ def _measure(evaluation: Evaluation, state: Any, _: int) -> dict[str, float]:
             f"{evaluation.name}: StopIteration came up in the evaluation; what it reads has ended, "
             "so make it anew for each"
         ) from error
-
-
-def _steps_of(state: Any) -> int:
-    return int(getattr(state, "step", 0))
-
-
-def _sum(done: int, more: int | None) -> int | None:
-    return None if more is None else done + more
-
-
-def has_nan(state: Any) -> bool:
-    """Tell whether a parameter of a state is NaN; an infinite one may be meant, as in a mask."""
-    leaves = [leaf for leaf in jax.tree.leaves(getattr(state, "params", ())) if tree.is_float(leaf)]
-    return bool(_any_nan(leaves))
-
-
-@jax.jit
-def _any_nan(leaves: list[Any]) -> jax.Array:
-    return jnp.array([jnp.isnan(leaf).any() for leaf in leaves] or [False]).any()

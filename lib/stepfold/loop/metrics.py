@@ -5,7 +5,7 @@ evaluation loses no digits; any other metric merges as its own class says, on th
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ from clu.metrics import Average, Metric
 
 from stepfold.core.loss import TermSum
 from stepfold.errors import ConfigError
+
+_WIDE = {"i": np.int64, "u": np.uint64, "b": np.int64}
 
 
 def merged(metrics: Sequence[Mapping[str, Metric]]) -> dict[str, Any]:
@@ -48,28 +50,64 @@ def _adds_up(metric: Any) -> bool:
 
 def _sum(leaf: Any) -> Any:
     kind = np.asarray(leaf).dtype.kind
-    return np.sum(
-        leaf, axis=0, dtype={"i": np.int64, "u": np.uint64, "b": np.int64}.get(kind, np.float64)
-    )
+    with np.errstate(invalid="ignore"):  # infinities of both signs are NaN, and are shown as it
+        return np.sum(leaf, axis=0, dtype=_WIDE.get(kind, np.float64))
 
 
-def each_of(stacked: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Read metrics with a leading axis of steps step by step; those of totals and weights."""
-    return {
-        name: np.asarray(value_of(metric))
-        for name, metric in stacked.items()
-        if isinstance(metric, TermSum) or type(metric) is Average
-    }
+class PerStep(Mapping[str, np.ndarray]):
+    """What metrics were step by step, each read when it is asked for: most are not, at most times.
+
+    >>> from clu.metrics import Average
+    >>> stacked = {"loss": Average(total=np.array([2.0, 9.0]), count=np.array([1.0, 3.0]))}
+    >>> PerStep(stacked, each_of, "train/")["train/loss"]
+    array([2., 3.])
+    """
+
+    def __init__(
+        self,
+        stacked: Mapping[str, Any],
+        read: Callable[[Any], np.ndarray | None],
+        prefix: str = "",
+    ) -> None:
+        """Say of which metrics, with a leading axis of steps, and what is read of each."""
+        self._stacked = {prefix + name: metric for name, metric in stacked.items()}
+        self._read = read
+        self._known: dict[str, np.ndarray | None] = {}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._known:
+            self._known[name] = self._read(self._stacked[name])
+        found = self._known[name]
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._stacked if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
-def weights_of(stacked: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def read_interval(stacked: Mapping[str, Any]) -> tuple[dict[str, float], PerStep, PerStep]:
+    """Read train metrics with a leading axis of steps: merged, step by step, and the weights."""
+    merged = {name: over_steps(metric) for name, metric in stacked.items()}
+    each, weights = (PerStep(stacked, read, "train/") for read in (each_of, weights_of))
+    return values_of(merged, "train/"), each, weights
+
+
+def each_of(stacked: Any) -> np.ndarray | None:
+    """Read a metric with a leading axis of steps step by step, if it is of totals and weights."""
+    adds = isinstance(stacked, TermSum) or type(stacked) is Average
+    return np.asarray(value_of(stacked)) if adds else None
+
+
+def weights_of(stacked: Any) -> np.ndarray | None:
     """Read the weights step by step: 0 where a metric has seen nothing, as in a skipped step."""
-    found = {}
-    for name, metric in stacked.items():
-        terms = metric.terms.values() if isinstance(metric, TermSum) else [metric]
-        if all(isinstance(term, Average) for term in terms):
-            found[name] = np.max([np.asarray(term.count) for term in terms], axis=0)
-    return found
+    terms = stacked.terms.values() if isinstance(stacked, TermSum) else [stacked]
+    if not all(isinstance(term, Average) for term in terms):
+        return None
+    return np.asarray(np.max([np.asarray(term.count) for term in terms], axis=0))
 
 
 def values_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -101,7 +139,9 @@ def _over(average: Average) -> Any:
 
 
 def _spread(name: str, value: Any, found: dict[str, float]) -> None:
-    if isinstance(value, Mapping):
+    if type(value) is float:
+        found[name] = value
+    elif isinstance(value, Mapping):
         for key, inner in value.items():
             _spread(f"{name}/{key}", inner, found)
     elif np.ndim(value):

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
-from stepfold.errors import ConfigError, RetraceError
+from stepfold.errors import ConfigError, OutOfMemoryError, RetraceError
 from stepfold.inspect.compiled import CompiledStep, compile_step
+from stepfold.inspect.memory import exhausted, is_exhausted
 from stepfold.loop.evaluate import is_placed, mesh_of
 from stepfold.loop.rows import Rower
 from stepfold.sharding.placement import shard_batch
@@ -67,3 +68,10 @@ class Stepper:
             return self._rower.stacked(said)
         host: Any = jax.device_get(list(said))
         return jax.tree.map(lambda *leaves: np.stack(leaves), *host)
+
+    def explain(self, error: BaseException) -> OutOfMemoryError | None:
+        """Say more of an error that was heard of only when what a step gave was read."""
+        step = self._step if self._ready else next(iter(self._compiled.values()), None)
+        if is_exhausted(error) and isinstance(step, CompiledStep):
+            return exhausted(error, step.state, step.batch, step.compiled)
+        return None

@@ -47,6 +47,18 @@ def test_it_names_the_first_step_that_is_not_finite(bad):
     assert hook(event(10, each=each)) == f"train/loss is {bad} in step 8"
 
 
+def test_it_remembers_the_first_step_and_what_it_said():
+    hook = sf.stop_on_nonfinite()
+    each = {"train/loss": np.array([1.0, np.inf, np.nan]), "train/hit": np.array([0.5, 0.25, 0.0])}
+    hook(event(9, each=each | {"train/many": np.ones((3, 2))}))
+    wanted = (8, "train/loss", {"train/loss": np.inf, "train/hit": 0.25})
+    assert hook.found == wanted
+    hook(event(12, each=each))
+    assert hook.found == wanted
+    hook.open(0, None)
+    assert hook.found is None
+
+
 def test_it_looks_at_another_metric_where_it_is_told_to():
     hook = sf.stop_on_nonfinite("train/grad_norm")
     each = {"train/loss": np.array([np.nan]), "train/grad_norm": np.array([1.0])}

@@ -2,7 +2,7 @@
 
 import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +32,27 @@ def stop_after(seconds: float) -> Hook:
     return stop_when_late
 
 
-def stop_on_nonfinite(pattern: str = "train/loss") -> Hook:
+class Nonfinite(NamedTuple):
+    """A step with a metric that is not finite.
+
+    Attributes:
+      step: which one, the first being 1.
+      metric: the name of the metric.
+      metrics: what the step said, by name.
+    """
+
+    step: int
+    metric: str
+    metrics: dict[str, float]
+
+
+class stop_on_nonfinite:  # noqa: N801  it is called as the functions beside it are
     """Stop when a metric, looked at step by step, is NaN or infinite.
 
-    Args:
-      pattern: the name of the metric.
+    `fit` keeps what it takes to go back to that step in a `Capsule`, for `replay`.
+
+    Attributes:
+      found: the first step in which it was, of the run under way; None before.
 
     >>> import numpy as np, stepfold as sf
     >>> each = {"train/loss": np.array([1.0, np.nan, np.nan])}
@@ -44,19 +60,38 @@ def stop_on_nonfinite(pattern: str = "train/loss") -> Hook:
     'train/loss is nan in step 11'
     """
 
-    def stop_when_nonfinite(event: Event) -> str | None:
-        values = event.each.get(pattern)
+    def __init__(self, pattern: str = "train/loss") -> None:
+        """Say what to watch.
+
+        Args:
+          pattern: the name of the metric.
+        """
+        self._name = pattern
+        self.found: Nonfinite | None = None
+
+    def open(self, step: int, total: int | None) -> None:
+        """Forget a run before this one."""
+        del step, total
+        self.found = None
+
+    def __call__(self, event: Event) -> str | None:
+        """Look at the values of the metric, if there are any."""
+        merged = event.metrics.get(self._name)
+        if merged is not None and math.isfinite(merged):  # then it was in each step
+            return None
+        values = event.each.get(self._name)
         if values is None:
             return None
-        seen = event.weights.get(pattern, np.ones(len(values))) != 0  # a skipped step saw nothing
+        seen = event.weights.get(self._name, np.ones(len(values))) != 0  # skipped, it saw nothing
         (bad,) = np.nonzero(~np.isfinite(values) & seen)
         if not bad.size:
             return None
         step = event.step - len(values) + 1 + int(bad[0])
-        return f"{pattern} is {values[bad[0]]} in step {step}"
-
-    stop_when_nonfinite.watches_nonfinite = True  # type: ignore[attr-defined]  # so `fit` adds none
-    return stop_when_nonfinite
+        if self.found is None:
+            rows = {name: row[bad[0]] for name, row in event.each.items() if np.ndim(row) == 1}
+            said = {name: float(value) for name, value in rows.items()}
+            self.found = Nonfinite(step, self._name, said)
+        return f"{self._name} is {values[bad[0]]} in step {step}"
 
 
 class stop_early:  # noqa: N801  it is called as the functions beside it are

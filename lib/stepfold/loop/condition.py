@@ -1,0 +1,52 @@
+"""In what condition a state is: how far, whether it is there, and whether it is worth keeping."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stepfold import tree
+from stepfold.errors import ConfigError
+
+
+def steps_of(state: Any) -> int:
+    """Give how many steps a state has behind it; 0, where it does not say.
+
+    >>> steps_of({"w": 1.0})
+    0
+    """
+    return int(getattr(state, "step", 0))
+
+
+def check_there(state: Any) -> None:
+    """See that no array of a state was donated.
+
+    Raises:
+      ConfigError: if one was.
+    """
+    for name, leaf in tree.named_leaves(state):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ConfigError(
+                f"{name}, …: the arrays were donated to an earlier call and are gone; go on with "
+                "the state that it returned"
+            )
+
+
+def is_whole(state: Any) -> bool:
+    """Tell whether a state is there: neither donated, nor of a step that failed."""
+    try:
+        jax.block_until_ready(state)
+    except RuntimeError:
+        return False
+    return True
+
+
+def has_nan(state: Any) -> bool:
+    """Tell whether a parameter of a state is NaN; an infinite one may be meant, as in a mask."""
+    leaves = [leaf for leaf in jax.tree.leaves(getattr(state, "params", ())) if tree.is_float(leaf)]
+    return bool(_any_nan(leaves))
+
+
+@jax.jit
+def _any_nan(leaves: list[Any]) -> jax.Array:
+    return jnp.array([jnp.isnan(leaf).any() for leaf in leaves] or [False]).any()

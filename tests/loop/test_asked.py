@@ -1,0 +1,72 @@
+import numpy as np
+import pytest
+
+import stepfold as sf
+from stepfold.loop.asked import read_arguments
+
+BATCHES = sf.batches({"x": np.zeros(8, np.float32)}, 4, epochs=3)
+
+
+def asked(batches=BATCHES, **options):
+    given = {
+        "steps": None,
+        "epochs": None,
+        "evaluation": (),
+        "checkpoints": None,
+        "hooks": (),
+        "log_every": 10,
+        "steps_per_call": 1,
+        "time_limit": None,
+    }
+    return read_arguments(lambda state, batch: (state, {}), batches, **{**given, **options})
+
+
+def kinds(hooks):
+    return [getattr(hook, "__qualname__", type(hook).__name__).split(".")[0] for hook in hooks]
+
+
+def test_what_other_arguments_stand_for_is_added():
+    mine = lambda event: None
+    assert kinds(asked(hooks=mine, time_limit=5.0).hooks) == [
+        "stop_on_nonfinite",
+        "test_what_other_arguments_stand_for_is_added",
+        "stop_after",
+    ]
+
+
+def test_ones_own_stop_takes_the_place_of_the_usual_one():
+    own = sf.stop_on_nonfinite("train/grad_norm")
+    assert asked(hooks=[own]).hooks == [own]
+
+
+def test_one_evaluation_is_one_of_several():
+    one = sf.Evaluation(lambda state: {}, every=5)
+    assert asked(evaluation=one).evaluations == [one]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"steps": 0}, "steps: expected an integer of at least 1, got 0"),
+        ({"steps": 5, "epochs": 2}, "steps, epochs: expected one of them, got 5 and 2"),
+        ({"log_every": None}, "log_every: expected an integer of at least 1, got None"),
+        ({"steps_per_call": True}, "steps_per_call: expected an integer of at least 1, got True"),
+        (
+            {"checkpoints": "here"},
+            r"checkpoints: expected sf.Checkpoints\(.*\), got str 'here'",
+        ),
+        ({"evaluation": 3}, r"evaluation: expected sf.Evaluation\(…\), got int 3"),
+        ({"hooks": [3]}, "hooks: expected functions of an event, got int 3"),
+        ({"time_limit": -1}, "time_limit: expected seconds, a number of at least 0, got -1"),
+    ],
+)
+def test_what_is_not_as_it_has_to_be_is_refused(options, said):
+    with pytest.raises(sf.ConfigError, match=said):
+        asked(**options)
+
+
+def test_epochs_of_what_has_none_are_refused():
+    with pytest.raises(sf.ConfigError, match=r"every_epochs: expected batches that know how many"):
+        asked(iter([]), checkpoints=sf.Checkpoints("x", every_epochs=1))
+    with pytest.raises(sf.ConfigError, match=r"hooks: expected batches that know how many"):
+        asked(iter([]), hooks=sf.callback(lambda *_: None))

@@ -1,0 +1,44 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+from stepfold.loop.condition import check_there, has_nan, is_whole, steps_of
+
+
+def state(w=1.0):
+    return sf.init_state({"w": jnp.full(3, w)}, optax.adam(1.0), jax.random.key(0))
+
+
+def donated():
+    gone = state()
+    jax.jit(lambda x: x, donate_argnums=0)(gone)
+    return gone
+
+
+def test_a_state_tells_how_far_it_is():
+    assert steps_of(state()._replace(step=jnp.int32(7))) == 7
+    assert steps_of((1, 2)) == 0
+
+
+def test_what_was_donated_is_neither_whole_nor_taken():
+    assert is_whole(state())
+    assert is_whole({"w": np.ones(2)})
+    gone = donated()
+    assert not is_whole(gone)
+    with pytest.raises(sf.ConfigError, match=r"step, …: the arrays were donated to an earlier"):
+        check_there(gone)
+    check_there(state())
+
+
+def test_what_a_failed_step_left_is_not_whole():
+    huge = jax.jit(jnp.outer)  # of 64 TiB
+    assert not is_whole({"w": huge(jnp.ones(1 << 22), jnp.ones(1 << 22))})
+
+
+@pytest.mark.parametrize(("w", "nan"), [(1.0, False), (np.nan, True), (-np.inf, False)])
+def test_only_what_is_no_number_is_not_worth_keeping(w, nan):
+    assert has_nan(state(w)) is nan
+    assert not has_nan({"w": jnp.nan})
