@@ -28,10 +28,11 @@ from stepfold.checkpoint.verify import latest_step
 from stepfold.errors import ConfigError
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.fit import FitResult, fit
+from stepfold.loop.fit import fit
 from stepfold.loop.hooks.callback import callback
 from stepfold.loop.hooks.every import every
 from stepfold.loop.hooks.stopping import stop_early
+from stepfold.loop.result import FitResult
 
 _OF_LOSS_SCALE = 50
 """How many steps in a row a loss scale may leave out; from its largest to its least it takes 25."""
