@@ -77,6 +77,12 @@ def plan(
 
     Raises:
       ConfigError: if numbers do not fit together, or one cannot be known.
+
+    >>> from stepfold.adapter import TrainingArguments, plan
+    >>> arguments = TrainingArguments(per_device_train_batch_size=4, num_train_epochs=2)
+    >>> found = plan(arguments, train_examples=100, devices=8)
+    >>> found.train_batch, found.epoch_steps, found.steps
+    (32, 3, 6)
     """
     count = _count(devices)
     batch, accumulate = _batch(arguments, count)

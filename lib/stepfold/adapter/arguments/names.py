@@ -83,6 +83,15 @@ def by_any_name(cls: Class) -> Class:
 
     It stays a plain dataclass: `dataclasses.fields`, its signature and all that builds upon them,
     such as command-line makers, see each field once. Put it above `@dataclass`, on a subclass too.
+
+    >>> from dataclasses import dataclass
+    >>> from stepfold.adapter import TrainingArguments, by_any_name
+    >>> @by_any_name
+    ... @dataclass(frozen=True, kw_only=True)
+    ... class Mine(TrainingArguments):
+    ...     temperature: float = 1.0
+    >>> Mine(temperature=0.5, max_training_steps=10).max_steps
+    10
     """
     build: Any = cls.__init__  # type: ignore[misc]
 

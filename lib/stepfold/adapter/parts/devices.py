@@ -29,6 +29,10 @@ def start_processes(arguments: TrainingArguments) -> Distributed | None:
 
     Raises:
       ConfigError: if a key is neither.
+
+    >>> from stepfold.adapter import TrainingArguments, start_processes
+    >>> start_processes(TrainingArguments()) is None
+    True
     """
     if arguments.jax_distributed_config is None:
         return None
