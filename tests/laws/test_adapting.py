@@ -83,6 +83,7 @@ def test_evaluated_saved_and_shown_it_comes_to_the_same_bits(tmp_path):
     wanted = digits.bits(digits.trainer().train().state)
     options = {
         "output_dir": tmp_path,
+        "report_to": ("jsonl",),
         "save_steps": 5,
         "evaluation_strategy": "steps",
         "eval_steps": 5,
