@@ -87,10 +87,12 @@ def _calculated(calculator: Callable[..., Any], state: Any, batch: Any) -> dict[
 def whole_if_uneven(batch: Any, mesh: Mesh | None) -> Any:
     """Put a batch whole on every device, if its rows do not divide by those of the mesh.
 
+    Of several processes each has rows of its own, filled up to the same number: they are left.
+
     >>> whole_if_uneven({"x": np.ones(3)}, None)["x"].shape
     (3,)
     """
-    if mesh is None:
+    if mesh is None or jax.process_count() > 1:
         return batch
     parts = int(np.prod([mesh.shape[axis] for axis in DATA_AXES if axis in mesh.shape]))
     if rows_of(batch) % parts == 0:
