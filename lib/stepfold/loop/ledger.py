@@ -41,15 +41,16 @@ class Ledger:
         One that is given counts as shown only when the next is asked for.
         """
         while self.closed:
-            step, carried, said = self.closed[0]
-            structure = self._structure_of(said or self._open)  # where a resume carried its steps
-            yield step, jax.tree.unflatten(structure, self._leaves(carried, said))
+            yield self.closed[0][0], self._stacked(*self.closed[0][1:])
             self.closed.pop(0)
 
-    def _structure_of(self, said: list[Any]) -> Any:
-        if said:
-            self._structure = jax.tree.structure(self._read(said[:1]))
-        return self._structure
+    def _stacked(self, carried: list[Any] | None, said: list[Any]) -> Any:
+        """Give the metrics of an interval's steps, those before a resume among them."""
+        if carried is None:
+            return self._read(said)
+        if self._structure is None:  # of what a resume carried, known by what came since
+            self._structure = jax.tree.structure(self._read((said or self._open)[:1]))
+        return jax.tree.unflatten(self._structure, self._leaves(carried, said))
 
     def _leaves(self, carried: list[Any] | None, said: list[Any]) -> list[Any]:
         new = [np.asarray(leaf) for leaf in jax.tree.leaves(self._read(said))] if said else []
@@ -59,10 +60,7 @@ class Ledger:
 
     def waiting(self) -> list[tuple[int, Any]]:
         """Give the intervals that are over, and leave them to be shown."""
-        return [
-            (step, jax.tree.unflatten(self._structure_of(said), self._leaves(carried, said)))
-            for step, carried, said in self.closed
-        ]
+        return [(step, self._stacked(carried, said)) for step, carried, said in self.closed]
 
     def get_state(self) -> list[Any]:
         """Give what was said since the last interval, for JSON to hold."""

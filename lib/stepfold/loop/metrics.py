@@ -91,7 +91,10 @@ class PerStep(Mapping[str, np.ndarray]):
 
 def read_interval(stacked: Mapping[str, Any]) -> tuple[dict[str, float], PerStep, PerStep]:
     """Read train metrics with a leading axis of steps: merged, step by step, and the weights."""
-    merged = {name: over_steps(metric) for name, metric in stacked.items()}
+    merged = {
+        name: _mean(metric, _sum) if _is_mean(metric) and _adds_up(metric) else over_steps(metric)
+        for name, metric in stacked.items()
+    }
     each, weights = (PerStep(stacked, read, "train/") for read in (each_of, weights_of))
     return values_of(merged, "train/"), each, weights
 
@@ -124,18 +127,34 @@ def values_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 def value_of(metric: Any) -> Any:
     """Read one metric; NaN, where it has seen nothing."""
-    if isinstance(metric, Average) and type(metric).compute is Average.compute:
-        return _over(metric)
-    if isinstance(metric, TermSum):
-        means = np.stack([_over(term) for term in metric.terms.values()])
-        seen = np.stack([np.not_equal(term.count, 0) for term in metric.terms.values()])
-        return np.where(seen.any(0), np.where(seen, means, 0).sum(0), np.nan)
+    if _is_mean(metric):
+        return _mean(metric)
     return metric.compute() if isinstance(metric, Metric) else metric
 
 
-def _over(average: Average) -> Any:
+def _is_mean(metric: Any) -> bool:
+    return isinstance(metric, TermSum) or (
+        isinstance(metric, Average) and type(metric).compute is Average.compute
+    )
+
+
+def _mean(metric: Any, add: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """Divide totals by weights, after they are added up; what was not seen is left out of sums."""
+    if isinstance(metric, Average):
+        return _over(add(metric.total), add(metric.count))
+    counts = [add(term.count) for term in metric.terms.values()]
+    means = [
+        _over(add(term.total), n) for term, n in zip(metric.terms.values(), counts, strict=True)
+    ]
+    seen = [np.not_equal(count, 0) for count in counts]
+    if len(means) == 1:  # as most losses are
+        return np.where(seen[0], means[0], np.nan)
+    return np.where(np.any(seen, 0), np.where(seen, means, 0).sum(0), np.nan)
+
+
+def _over(total: Any, count: Any) -> Any:
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.divide(average.total, average.count, dtype=np.float64)
+        return np.divide(total, count, dtype=np.float64)
 
 
 def _spread(name: str, value: Any, found: dict[str, float]) -> None:

@@ -50,15 +50,21 @@ class Rower:
     def __init__(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> None:
         self._step = step
         self._structure: Any = None
-        self._leaves: list[tuple[Any, tuple[int, ...]]] = []
+        self._widths: list[int] = []
+        self._places: list[tuple[int, slice, tuple[int, ...]]] = []  # in which array, and where
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Rows]:
         """Run the step, while jax traces, and pack what it says."""
         state, metrics = read_step(self._step(state, batch))
         leaves, self._structure = jax.tree.flatten(metrics)
         leaves = [jnp.asarray(leaf) for leaf in leaves]
-        self._leaves = [(leaf.dtype, leaf.shape) for leaf in leaves]
-        kinds = dict.fromkeys(leaf.dtype for leaf in leaves)
+        kinds = list(dict.fromkeys(leaf.dtype for leaf in leaves))
+        self._widths, self._places = [0 for _ in kinds], []
+        for leaf in leaves:
+            kind = kinds.index(leaf.dtype)
+            start = self._widths[kind]
+            self._widths[kind] += leaf.size
+            self._places.append((kind, slice(start, start + leaf.size), leaf.shape))
         packed = [
             jnp.concatenate([leaf.reshape(-1) for leaf in leaves if leaf.dtype == kind])
             for kind in kinds
@@ -72,16 +78,12 @@ class Rower:
           rows: of one step each, or with a leading axis of steps, as a scan gives them.
         """
         columns = [
-            np.concatenate([np.atleast_2d(array) for array in arrays])
-            for arrays in zip(*_fetched(rows), strict=True)
+            np.concatenate(arrays, axis=None).reshape(-1, width)
+            for arrays, width in zip(zip(*_fetched(rows), strict=True), self._widths, strict=True)
         ]
-        left = {column.dtype: (column, 0) for column in columns}
-        leaves = []
-        for dtype, shape in self._leaves:
-            column, start = left[dtype]
-            stop = start + int(np.prod(shape, dtype=int))
-            left[dtype] = column, stop
-            leaves.append(column[:, start:stop].reshape(len(column), *shape))
+        leaves = [
+            columns[kind][:, place].reshape(-1, *shape) for kind, place, shape in self._places
+        ]
         return jax.tree.unflatten(self._structure, leaves)
 
 
