@@ -11,6 +11,7 @@ import jax
 import pytest
 
 import stepfold
+from stepfold import adapter
 
 ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -29,9 +30,13 @@ def test_docstrings_run(name):
     assert failed == 0
 
 
-@pytest.mark.parametrize("name", stepfold.__all__)
-def test_every_public_name_shows_how_it_is_used(name):
-    assert ">>> " in (inspect.getdoc(getattr(stepfold, name)) or "")
+PUBLIC = [(stepfold, name) for name in stepfold.__all__]
+PUBLIC += [(adapter, name) for name in adapter.__all__]
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC, ids=str)
+def test_every_public_name_shows_how_it_is_used(module, name):
+    assert ">>> " in (inspect.getdoc(getattr(module, name)) or "")
 
 
 def blocks():

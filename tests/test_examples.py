@@ -71,6 +71,23 @@ def test_packing_takes_fewer_rows_and_gives_the_same_loss():
     assert losses[-1] < losses[0] - 0.3
 
 
+def test_a_trainer_learns_and_goes_on_where_it_was(tmp_path):
+    path = ROOT / "examples" / "adapter.py"
+    short = ("--num_train_epochs", "2")
+    printed = run(path, *short, cwd=tmp_path)
+    accuracies = [float(found) for found in re.findall(r"test accuracy (0\.\d+)", printed)]
+    assert accuracies[-1] > 0.8
+    assert "step 44 of 44 was done before" in run(path, *short, cwd=tmp_path)
+    assert (tmp_path / "runs/adapter/torch/model.safetensors").exists()
+    assert "| eval/accuracy | 2 |" in (tmp_path / "runs/adapter/README.md").read_text()
+
+
+def test_a_trainer_of_ones_own_learns():
+    printed = printed_by(ROOT / "examples" / "subclass_adapter.py")
+    assert printed.count("current learning rate") == 5
+    assert float(re.search(r"test accuracy (0\.\d+)", printed)[1]) > 0.7
+
+
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
 def test_benchmarks_run(path, tmp_path):
     printed = run(path, "--quick", cwd=tmp_path)

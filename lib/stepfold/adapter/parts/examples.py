@@ -1,0 +1,70 @@
+"""What is done to an example before it becomes part of a batch."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from stepfold import tree
+from stepfold.adapter.arguments.training import TrainingArguments
+from stepfold.data.collate import collate
+from stepfold.errors import DataError
+
+
+def transform(arguments: TrainingArguments) -> Callable[[Any], Any] | None:
+    """Make what leaves columns out of an example, for `sf.batches`; None leaves all in.
+
+    >>> from stepfold.adapter import TrainingArguments, transform
+    >>> arguments = TrainingArguments(ids_to_pop_from_dataset=("id",), remove_unused_columns=True)
+    >>> transform(arguments)({"id": 7, "text": "a word", "tokens": [1, 2]})
+    {'tokens': [1, 2]}
+    """
+    popped, unused = frozenset(arguments.ids_to_pop_from_dataset), arguments.remove_unused_columns
+    if not (popped or unused):
+        return None
+
+    def without_columns(example: Any) -> Any:
+        if not isinstance(example, Mapping):
+            raise DataError(
+                f"ids_to_pop_from_dataset, remove_unused_columns: expected examples with columns "
+                f"by name, got {tree.spell(example)}; leave both fields out"
+            )
+        return {
+            name: value
+            for name, value in example.items()
+            if name not in popped and not (unused and _is_unused(value))
+        }
+
+    return without_columns
+
+
+def _is_unused(value: Any) -> bool:
+    """Tell whether a column is of what no step can take."""
+    return value is None or np.asarray(value, dtype=None).dtype.kind in "OUSMm"
+
+
+def collate_function(arguments: TrainingArguments) -> Callable[[list[Any]], Any] | None:
+    """Make what pads and cuts sequences to `max_length`; None where there is none.
+
+    >>> from stepfold.adapter import TrainingArguments, collate_function
+    >>> arguments = TrainingArguments(max_length=3, truncation_mode="keep_start")
+    >>> collate_function(arguments)([{"tokens": [1, 2, 3, 4]}, {"tokens": [5]}])["tokens"].tolist()
+    [[1, 2, 3], [5, 0, 0]]
+    """
+    if arguments.max_length is None:
+        return None
+    return partial(collate, length=arguments.max_length, truncate=arguments.truncation_mode)
+
+
+def shuffle_seed(arguments: TrainingArguments) -> int | None:
+    """Give what the orders of the epochs follow from; None is the data's own order.
+
+    >>> from stepfold.adapter import TrainingArguments, shuffle_seed
+    >>> shuffle_seed(TrainingArguments(seed=1, shuffle_seed_train=3))
+    3
+    """
+    if not arguments.shuffle_train_dataset:
+        return None
+    chosen = arguments.shuffle_seed_train
+    return arguments.seed if chosen is None else chosen

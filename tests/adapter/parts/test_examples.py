@@ -1,0 +1,42 @@
+"""What is done to an example."""
+
+import numpy as np
+import pytest
+
+import stepfold as sf
+from stepfold.adapter import TrainingArguments, collate_function, shuffle_seed, transform
+
+ROWS = [{"id": n, "text": "a", "none": None, "x": np.float32(n), "t": [n]} for n in range(4)]
+
+
+def columns(**fields):
+    change = transform(TrainingArguments(**fields))
+    return sorted(next(sf.batches(ROWS, 2, transform=change)))
+
+
+def test_columns_are_left_out_before_a_batch_is_made():
+    assert columns(remove_unused_columns=True) == ["id", "t", "x"]
+    assert columns(ids_to_pop_from_dataset=("id", "text", "none")) == ["t", "x"]
+    assert transform(TrainingArguments()) is None
+
+
+def test_an_example_without_columns_is_refused():
+    change = transform(TrainingArguments(remove_unused_columns=True))
+    with pytest.raises(sf.DataError, match="expected examples with columns by name, got int 3"):
+        change(3)
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("keep_end", [2, 3]), ("keep_start", [1, 2])])
+def test_sequences_are_cut_and_padded(mode, kept):
+    collate = collate_function(TrainingArguments(max_length=2, truncation_mode=mode))
+    batch = collate([{"x": [1, 2, 3]}, {"x": [7]}])
+    assert batch["x"].tolist() == [kept, [7, 0]]
+    assert batch["mask"].sum() == 3
+    assert collate_function(TrainingArguments()) is None
+
+
+def test_the_order_follows_from_a_seed_or_is_that_of_the_data():
+    assert shuffle_seed(TrainingArguments()) == 42
+    assert shuffle_seed(TrainingArguments(seed=1)) == 1
+    assert shuffle_seed(TrainingArguments(seed=1, shuffle_seed_train=0)) == 0
+    assert shuffle_seed(TrainingArguments(shuffle_train_dataset=False)) is None

@@ -1,0 +1,306 @@
+"""What documents of trainers show as examples, with their placeholders filled in, and run."""
+
+import abc
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tests.adapter.digits import TEST, TRAIN, arguments, init, loss_fn, plain_loss, trainer
+
+import stepfold as sf
+from stepfold.adapter import (
+    BaseTrainerProtocol,
+    Trainer,
+    TrainerConfigureDataloaderOutput,
+    TrainerConfigureFunctionOutput,
+    TrainerConfigureModelOutput,
+    TrainingArguments,
+)
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+@pytest.fixture(autouse=True)
+def as_a_user_would():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+class MyCustomTrainer(BaseTrainerProtocol):
+    """The skeleton of EasyDeL's "Trainer Protocol Documentation"."""
+
+    def __init__(self, arguments, dataset_train, dataset_eval=None, **kwargs):
+        self.arguments = arguments
+        self.dataset_train = dataset_train
+        self.dataset_eval = dataset_eval
+        self.dtype = getattr(jnp, arguments.dtype) if arguments.dtype else jnp.float32
+        self.param_dtype = (
+            getattr(jnp, arguments.param_dtype) if arguments.param_dtype else jnp.float32
+        )
+        self.model = None
+        self._model_state = None
+        self.optimizer = None
+        self.scheduler = None
+        model_output = self.configure_model()
+        self.model = model_output.model
+        self._model_state = model_output.state
+        dataloader_output = self.configure_dataloaders()
+        self.dataloader_train = dataloader_output.dataloader_train
+        self.dataloader_eval = dataloader_output.dataloader_eval
+        function_output = self.configure_functions()
+        self.train_step_fn = function_output.train_step_fn
+        self.eval_step_fn = function_output.eval_step_fn
+
+    def configure_model(self):
+        self.optimizer = optax.adam(self.arguments.learning_rate)
+        state = sf.init_state(init, self.optimizer, jax.random.key(0))
+        return TrainerConfigureModelOutput(model=init, state=state)
+
+    def configure_dataloaders(self):
+        train_loader = sf.batches(self.dataset_train, 20, seed=0, epochs=3, remainder="pad")
+        eval_loader = list(sf.batches(self.dataset_eval, 20, epochs=1, remainder="pad"))
+        return TrainerConfigureDataloaderOutput(
+            dataloader_train=train_loader, dataloader_eval=eval_loader
+        )
+
+    def configure_functions(self):
+        train_fn = jax.jit(sf.make_train_step(loss_fn, self.optimizer))
+        eval_fn = jax.jit(sf.make_eval_step(loss_fn))
+        return TrainerConfigureFunctionOutput(train_step_fn=train_fn, eval_step_fn=eval_fn)
+
+    def train(self, model_parameters=None, state=None):
+        current_state = state or self._model_state
+        for batch in self.dataloader_train:
+            current_state, _ = self.train_step_fn(current_state, batch)
+        self._model_state = current_state
+        return self._model_state
+
+    def evaluate(self, state, metric_calculator=None):
+        return sf.evaluate(self.eval_step_fn, state, self.dataloader_eval)
+
+    def save_pretrained(self, ckpt_path, state=None):
+        sf.save(ckpt_path, state or self._model_state)
+
+
+def test_the_skeleton_of_the_protocol_runs(tmp_path):
+    made = MyCustomTrainer(arguments(), TRAIN, TEST)
+    before = made.evaluate(made._model_state)["loss"]
+    state = made.train()
+    assert int(state.step) == 30
+    assert made.evaluate(state)["loss"] < before
+    made.save_pretrained(str(tmp_path))
+    assert sf.latest_step(tmp_path) == 30
+
+
+def test_the_configuration_example_is_taken_as_it_is_written():
+    args = TrainingArguments(
+        model_name="MyFineTunedModel",
+        num_train_epochs=3,
+        learning_rate=2e-5,
+        total_batch_size=32,
+        per_device_train_batch_size=8,
+        per_device_eval_batch_size=8,
+        gradient_accumulation_steps=1,
+        weight_decay=0.01,
+        max_steps=-1,
+        gradient_checkpointing="nothing_saveable",
+        sharding_array=(1, -1, 1, 1),
+        use_fast_kernels=True,
+        logging_steps=10,
+        save_steps=100,
+        save_total_limit=2,
+        evaluation_strategy="steps",
+        eval_steps=100,
+        output_dir="runs/my_model_run",
+    )
+    assert (args.max_steps, args.save_directory, args.log_steps) == (None, "runs/my_model_run", 10)
+
+
+class CustomTrainer(Trainer):
+    """The example of EasyDeL's "BaseTrainer Documentation"; what is filled in is marked so."""
+
+    def create_collect_function(self, *args, **kwargs):
+        def collect_fn(batch):
+            return batch
+
+        return collect_fn
+
+    def configure_functions(self, *args, **kwargs):
+        def train_step(state, batch):
+            loss, grads = jax.value_and_grad(plain_loss)(state.params, batch, None)  # filled in
+            metrics = {"loss": loss}
+            updates, opt_state = self.tx.update(grads, state.opt_state, state.params)  # filled in
+            params = optax.apply_updates(state.params, updates)  # filled in
+            new_state = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
+            return new_state, metrics
+
+        def eval_step(state, batch):
+            loss = plain_loss(state.params, batch, None)  # filled in
+            return {"eval_loss": loss}
+
+        return TrainerConfigureFunctionOutput(
+            train_step_fn=jax.jit(train_step), eval_step_fn=jax.jit(eval_step)
+        )
+
+    def on_step_end(self, state, metrics, *args, **kwargs):
+        if hasattr(self, "scheduler") and self.scheduler is not None:
+            current_lr = self.scheduler(state.step)
+            print(f"Step completed. Current LR: {current_lr}")
+        super().on_step_end(state, metrics, *args, **kwargs)
+
+
+def test_the_customization_runs(capsys):
+    made = trainer(CustomTrainer, scheduler="linear", eval_batch_size=32, given={"loss_fn": None})
+    before = made.evaluate()["eval_loss"]
+    output = made.train()
+    assert int(output.state.step) == 20
+    assert made.evaluate()["eval_loss"] < before
+    assert capsys.readouterr().out.count("Step completed. Current LR: ") == 20
+
+
+def test_the_customization_runs_with_the_placeholders_as_they_are():
+    class Placeholders(CustomTrainer):
+        def configure_functions(self, *args, **kwargs):
+            def train_step(state, batch):
+                loss = jnp.mean(batch.get("labels", 0.0))
+                return state, {"loss": loss}
+
+            def eval_step(state, batch):
+                return {"eval_loss": jnp.mean(batch.get("labels", 0.0))}
+
+            return TrainerConfigureFunctionOutput(
+                train_step_fn=jax.jit(train_step), eval_step_fn=jax.jit(eval_step)
+            )
+
+    made = trainer(Placeholders, max_steps=3, given={"loss_fn": None})
+    assert made.train().stopped == "all 3 steps were done"
+    assert made.evaluate() == {"eval_loss": 0.0}
+
+
+# The abstract members of EasyDeL's own class, by the documentation of its API
+ABSTRACT = {
+    "apply_training_hooks": "(metrics)",
+    "calculate_number_total_flops": "(params, is_training=True)",
+    "compile_aot": "()",
+    "configure_dataloaders": "()",
+    "configure_functions": "()",
+    "configure_model": "()",
+    "count_model_parameters": "(prm)",
+    "create_collect_function": "(max_sequence_length, truncation_mode)",
+    "create_grain_collect_function": "(max_sequence_length, truncation_mode)",
+    "create_progress_bar": "(total, desc='', disabled=False)",
+    "create_tfds_collect_function": "(max_sequence_length, truncation_mode)",
+    "eval": "(model_state)",
+    "finish": "()",
+    "initialize_trainer_utils": "()",
+    "log_metrics": "(metrics, pbar, step, mode='train')",
+    "log_weight_distribution": "(state, step)",
+    "on_step_end": "(state, metrics, step)",
+    "on_step_start": "(state, step)",
+    "save_information": "(output_path)",
+    "save_pretrained": "(state, save_directory=None, gather_fns=None, to_torch=False, "
+    "easystate_to_huggingface_model_kwargs=None, torch_save_pretrained_kwargs=None)",
+    "specs_to_name_sharding": "(tree, mesh=None)",
+    "start_evaluation_hook": "()",
+    "start_training_hook": "()",
+    "train": "()",
+}
+PROPERTIES = ("evaluation_batch_size", "is_enable", "is_process_zero", "mesh", "model")
+
+
+@pytest.mark.parametrize("name", ABSTRACT)
+def test_every_abstract_method_binds_the_calls_that_the_documented_one_does(name):
+    documented = eval(f"lambda {ABSTRACT[name][1:-1]}: None")
+    parameters = inspect.signature(documented).parameters
+    ours = inspect.signature(getattr(Trainer, name))
+    given = () if name == "count_model_parameters" else (None,)
+    ours.bind(*given, *parameters)
+    ours.bind(*given, **dict.fromkeys(parameters))
+    required = [p.name for p in parameters.values() if p.default is p.empty]
+    ours.bind(*given, **dict.fromkeys(required))
+
+
+def test_it_can_be_mixed_with_an_abstract_class_of_the_same_members():
+    members = {name: abc.abstractmethod(lambda self: None) for name in ABSTRACT}
+    members |= {
+        name: property(abc.abstractmethod(lambda self: None))
+        for name in (*PROPERTIES, "training_batch_size")
+    }
+    abstract = abc.ABCMeta("BaseTrainerProtocol", (), members)
+    with pytest.raises(TypeError, match="abstract"):
+        abstract()
+    mixed = type("Mixed", (Trainer, abstract), {})
+    made = trainer(mixed, max_steps=2)
+    assert isinstance(made, abstract)
+    assert int(made.train().state.step) == 2
+
+
+def test_what_lacks_a_member_is_no_trainer():
+    made = trainer(max_steps=1)
+    assert isinstance(made, BaseTrainerProtocol)
+    del made.timer
+    assert not isinstance(made, BaseTrainerProtocol)
+
+
+def test_models_of_other_libraries_train_through_the_loss_function():
+    import equinox as eqx
+    from flax import linen, nnx
+
+    x = TRAIN["image"][:20]
+    nll = lambda logits, batch: sf.mean(
+        optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]), batch["mask"]
+    )
+    dense = linen.Dense(10)
+    of_linen = (
+        dense,
+        dense.init(jax.random.key(0), x),
+        lambda p, b, k: nll(dense.apply(p, b["image"]), b),
+    )
+
+    linear = eqx.nn.Linear(64, 10, key=jax.random.key(0))
+    params, static = eqx.partition(linear, eqx.is_array)
+    of_equinox = (
+        linear,
+        params,
+        lambda p, b, k: nll(jax.vmap(eqx.combine(p, static))(b["image"]), b),
+    )
+
+    module = nnx.Linear(64, 10, rngs=nnx.Rngs(0))
+    graph, variables = nnx.split(module)
+    of_nnx = (
+        module,
+        variables,
+        lambda p, b, k: nll(nnx.merge(graph, p, copy=True)(b["image"]), b),
+    )
+    for model, start, loss in (of_linen, of_equinox, of_nnx):
+        given = {"model": model, "model_state": start, "loss_fn": loss}
+        made = trainer(given=given, max_steps=10)
+        made.train()
+        assert made.model is model
+        assert made.history["train/loss"][-1] < made.history["train/loss"][0]
+    with pytest.raises(sf.ConfigError, match="model: Dense makes its parameters of an example"):
+        trainer(given={"model": dense})
+
+
+def test_a_state_of_another_library_goes_through_steps_of_its_own():
+    from flax.training.train_state import TrainState
+
+    class Flax(Trainer):
+        def configure_functions(self):
+            def train_step(state, batch):
+                loss, grads = jax.value_and_grad(plain_loss)(state.params, batch, None)
+                return state.apply_gradients(grads=grads), {"loss": loss}
+
+            return TrainerConfigureFunctionOutput(train_step_fn=train_step)
+
+    start = TrainState.create(
+        apply_fn=None, params=init(jax.random.key(0)), tx=optax.adam(np.float32(1e-2))
+    )
+    made = trainer(Flax, given={"model_state": start, "dataset_eval": None})
+    output = made.train()
+    assert int(output.state.step) == 20
+    assert made.history["train/loss"][-1] < made.history["train/loss"][0]
+    assert not start.params["kernel"].is_deleted()

@@ -1,0 +1,859 @@
+"""What the trainers of EasyDeL, qurious and Hezar promise, line by line, on real images.
+
+A row is a line of what they document: what is called, and what is observed. Nothing of stepfold's
+is replaced by a mock.
+"""
+
+import csv
+import json
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+from jax.sharding import PartitionSpec
+from tests.adapter.digits import (
+    TEST,
+    TRAIN,
+    arguments,
+    bits,
+    init,
+    logits_of,
+    loss_fn,
+    plain_loss,
+    trainer,
+)
+
+import stepfold as sf
+from stepfold.adapter import (
+    BaseTrainerProtocol,
+    StopTraining,
+    Trainer,
+    TrainerConfigureDataloaderOutput,
+    TrainerConfigureFunctionOutput,
+    TrainerConfigureModelOutput,
+    TrainerOutput,
+    TrainingArguments,
+)
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+ROWS = {}
+
+
+def row(section, line):
+    def keep(function):
+        assert (section, line) not in ROWS
+        ROWS[section, line] = function
+        return function
+
+    return keep
+
+
+@pytest.fixture(autouse=True)
+def as_a_user_would():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory, compiled_once):
+    """A run of 20 steps, two epochs, that was evaluated and saved every five."""
+    place = tmp_path_factory.mktemp("ran")
+    options = {"evaluation_strategy": "steps", "eval_steps": 5, "save_steps": 5}
+    with jax.numpy_dtype_promotion("standard"):
+        made = trainer(
+            output_dir=place,
+            metric_for_best_model="accuracy",
+            scheduler="linear",
+            track_memory=True,
+            **options,
+        )
+        made.output = made.train()
+    made.place = place
+    return made
+
+
+def expected_loss(params, data):
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits_of(params, data), data["label"])
+    return float(nll.mean())
+
+
+def saved_steps(place):
+    return sorted(int(path.name) for path in (place / "checkpoints").iterdir())
+
+
+# A. EasyDeL
+
+
+@row("A", "constructor")
+def _(ran, place):
+    names = ["arguments", "model_state", "model", "dataset_train", "dataset_eval"]
+    given = [arguments(), init(jax.random.key(0)), object(), TRAIN, TEST, None, True]
+    made = Trainer(*given, loss_fn=loss_fn, devices=jax.devices()[:1])
+    assert [getattr(made, name) is not None for name in names] == [True] * 5
+    with pytest.raises(sf.ConfigError, match=r"no 'datset_train'; did you mean 'dataset_train'"):
+        Trainer(arguments(), datset_train=TRAIN)
+    with pytest.raises(sf.ConfigError, match=r"loss_fn: expected a loss function .* got None"):
+        trainer(given={"loss_fn": None})
+    with pytest.raises(sf.ConfigError, match=r"arguments: expected TrainingArguments, got dict"):
+        Trainer({})
+    with pytest.raises(sf.ConfigError, match=r"model, model_state: expected a function key -> par"):
+        trainer(given={"model": None})
+
+
+@row("A", "train()")
+def _(ran, place):
+    assert isinstance(ran.output, TrainerOutput)
+    assert int(ran.output.state.step) == 20
+    assert ran.output.stopped == "all 20 steps were done"
+    assert ran.history["train/loss"][-1] < ran.history["train/loss"][0]
+    params = init(jax.random.key(7))
+    begun = trainer(max_steps=1).train(model_parameters=params)
+    apart = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), begun.state.params, params)
+    assert 0 < max(map(float, jax.tree.leaves(apart))) < 0.02
+    half = trainer(max_steps=10, num_train_epochs=2)
+    state = half.train().state
+    whole = trainer(max_steps=20)
+    assert bits(whole.train(state=state).state) == bits(trainer(max_steps=20).train().state)
+    path = half.save_pretrained(place / "half")
+    assert bits(trainer(max_steps=20).train(ckpt_path=path).state) == bits(whole.state)
+    with pytest.raises(sf.ConfigError, match="one of model_parameters, state and ckpt_path"):
+        whole.train(params, state)
+
+
+@row("A", "eval(model_state)")
+def _(ran, place):
+    each = list(ran.eval(ran.state))
+    assert len(each) == 5
+    assert np.mean([found["eval_loss"] for found in each]) == pytest.approx(
+        ran.evaluate()["eval_loss"]
+    )
+    assert not isinstance(ran.eval(ran.state), list)
+
+
+@row("A", "evaluate(state, metric_calculator)")
+def _(ran, place):
+    for loss in (loss_fn, plain_loss):
+        uneven = trainer(eval_batch_size=32, given={"loss_fn": loss})
+        found = uneven.evaluate(uneven.state)["eval_loss"]
+        assert found == pytest.approx(expected_loss(uneven.state.params, TEST), rel=1e-5)
+    norm = lambda state, batch: {"norm": sf.mean(jnp.linalg.norm(batch["image"], axis=1))}
+    found = uneven.evaluate(metric_calculator=norm)
+    wanted = np.linalg.norm(TEST["image"], axis=1).mean()
+    assert found["eval_norm"] == pytest.approx(wanted, rel=1e-5)
+    double = uneven.evaluate(metric_calculator=lambda found: {"twice": 2 * found["eval_loss"]})
+    assert double["twice"] == 2 * double["eval_loss"]
+
+
+@row("A", "configure_model()")
+def _(ran, place):
+    made = ran.configure_model()
+    assert isinstance(made, TrainerConfigureModelOutput)
+    assert (made.model, made.config) == (init, None)
+    assert float(made.scheduler(20)) == 0.0
+    assert int(made.state.step) == 0
+    assert made.tx.init(made.state.params) is not None
+    wrapped = trainer(pruning_module=lambda tx: optax.chain(tx, optax.scale(0.0)), max_steps=3)
+    before = bits(wrapped.state.params)
+    assert bits(wrapped.train().state.params) == before
+
+
+@row("A", "configure_dataloaders()")
+def _(ran, place):
+    made = ran.configure_dataloaders()
+    assert isinstance(made, TrainerConfigureDataloaderOutput)
+    assert (made.max_training_steps, made.max_evaluation_steps) == (20, 5)
+    assert next(made.dataloader_train)["image"].shape == (20, 64)
+    assert len(list(made.dataloader_eval)) == 5
+    epochs = trainer(num_train_epochs=3)
+    assert epochs.max_training_steps == 30
+    grained = trainer(use_grain=True, given={"dataset_train": examples(TRAIN)}, max_steps=10)
+    seen = [next(grained.dataloader_train)["label"] for _ in range(10)]
+    assert sorted(np.concatenate(seen)) == sorted(TRAIN["label"])
+    assert int(grained.train().state.step) == 10
+
+
+@row("A", "configure_functions()")
+def _(ran, place):
+    made = ran.configure_functions()
+    assert isinstance(made, TrainerConfigureFunctionOutput)
+    assert made.train_step_fn is made.sharded_training_step_function
+    assert made.mesh == ran.mesh
+    assert made.checkpoint_manager.every == 5
+    batch = {**{name: values[:20] for name, values in TRAIN.items()}, "mask": np.ones(20, bool)}
+    fresh = trainer()
+    state, metrics = fresh.train_step_fn(fresh.state, batch)
+    assert int(state.step) == 1
+    assert float(metrics["loss"].compute()) > 0
+    assert float(fresh.eval_step_fn(state, batch)["loss"].compute()) > 0
+
+
+@row("A", "the four outputs")
+def _(ran, place):
+    for made in (ran.output, ran.configure_model(), ran.configure_functions()):
+        kind = type(made)
+        assert kind.from_dict(made.to_dict()).to_dict() == made.to_dict()
+        assert kind.from_json(made.to_json()).to_json() == made.to_json()
+        assert jax.tree.structure(jax.tree.map(lambda leaf: leaf, made)) is not None
+    again = TrainerOutput.from_json(ran.output.to_json())
+    assert bits(again.state) == bits(ran.output.state)
+    assert again.replace(checkpoint_path="b").checkpoint_path == "b"
+
+
+@row("A", "TrainerOutput")
+def _(ran, place):
+    made = ran.output
+    assert made.mesh == ran.mesh
+    assert made.last_save_file_name == "20"
+    assert made.checkpoint_path == str(ran.place / "checkpoints" / "20")
+    assert bits(sf.restore(ran.place / "checkpoints", made.state).state) == bits(made.state)
+
+
+def examples(data):
+    return [
+        {name: values[index] for name, values in data.items()}
+        for index in range(len(data["label"]))
+    ]
+
+
+@row("A", "create_collect_function and its two kin")
+def _(ran, place):
+    ragged = [{"ids": [1, 2, 3, 4, 5]}, {"ids": [6]}]
+    for name in ("create_collect_function", "create_grain_collect_function"):
+        padded = getattr(ran, name)(max_sequence_length=3, truncation_mode="keep_end")(ragged)
+        assert padded["ids"].tolist() == [[3, 4, 5], [6, 0, 0]]
+        assert padded["mask"].tolist() == [[True] * 3, [True, False, False]]
+    cut = ran.create_tfds_collect_function(3, "keep_start")({"ids": [[1, 2, 3, 4], [5]]})
+    assert cut["ids"].tolist() == [[1, 2, 3], [5, 0, 0]]
+    with pytest.raises(sf.ConfigError, match="truncat"):
+        ran.create_collect_function(3, "keep_middle")
+    with pytest.raises(sf.DataError):  # never silently dropped
+        ran.create_collect_function(3, "keep_end")([{"ids": [1], "text": "a"}])
+
+
+@row("A", "create_progress_bar(total, desc, disabled)")
+def _(ran, place):
+    for kind in ("tqdm", "rich", "json", "none"):
+        bar = trainer(max_steps=2, progress_bar_type=kind).create_progress_bar(10, desc="digits")
+        bar.set_postfix(loss=1.0)
+        bar.update(5)
+        bar.close()
+    off = ran.create_progress_bar(10, disabled=True)
+    assert type(off).__name__ == "NullProgressBar"
+
+
+class Lines:
+    """A writer that keeps what it is given."""
+
+    def __init__(self):
+        self.lines = []
+
+    def write_scalars(self, step, scalars):
+        self.lines.append((step, dict(scalars)))
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
+class Bar:
+    step = 0
+
+    def __init__(self):
+        self.shown = []
+
+    def set_postfix(self, values):
+        self.shown.append(dict(values))
+
+    def update(self, n=1):
+        self.step += n
+
+
+@row("A", "log_metrics(metrics, pbar, step, mode)")
+def _(ran, place):
+    made, bar = trainer(log_steps=5, report_steps=10), Bar()
+    made.writer = Lines()
+    for step in (5, 10, 12):
+        made.log_metrics({"loss": 1.0, "train/grad_norm": 2.0, "mlperf/x": 3.0}, bar, step)
+    made.log_metrics({"loss": 1.0}, bar, 12, mode="eval")
+    assert bar.shown == [{"train/loss": 1.0}] * 3 + [{"eval/loss": 1.0}]
+    assert [step for step, _ in made.writer.lines] == [10, 12]
+    assert made.writer.lines[0][1] == {"train/loss": 1.0, "train/grad_norm": 2.0}
+    text = (ran.place / "logs" / "metrics.jsonl").read_text()
+    written = [json.loads(line) for line in text.splitlines()]
+    assert not [name for line in written for name in line if "train/train" in name]
+
+
+@row("A", "log_weight_distribution(state, step)")
+def _(ran, place):
+    made = trainer(weight_distribution_pattern="kernel", weight_distribution_log_steps=10)
+    found = made.log_weight_distribution(made.state, 10)
+    kernel = np.asarray(made.state.params["kernel"])
+    assert found["weights/kernel/mean"] == pytest.approx(kernel.mean(), abs=1e-6)
+    assert found["weights/kernel/max"] == pytest.approx(kernel.max())
+    assert not [name for name in found if "bias" in name]
+
+
+@row("A", "apply_training_hooks(metrics)")
+def _(ran, place):
+    made = trainer(output_dir=place)
+    assert made.apply_training_hooks({"loss": 1.0}) == {"loss": 1.0}
+    with pytest.raises(StopTraining, match="loss is nan"):
+        made.apply_training_hooks({"loss": float("nan")})
+    poisoned = {**TRAIN, "image": np.where(np.arange(200)[:, None] == 7, np.nan, TRAIN["image"])}
+    output = trainer(
+        output_dir=place / "a", given={"dataset_train": poisoned}, max_steps=40
+    ).train()
+    assert "was not finite in step" in output.stopped
+    assert int(output.state.step) < 40
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(output.state.params))
+    assert output.last_save_file_name == str(int(output.state.step))
+    late = trainer(output_dir=place / "b", max_steps=100_000, training_time_limit=0.5).train()
+    assert late.stopped.startswith("the time limit of 0.5 s was reached")
+    assert late.last_save_file_name == str(int(late.state.step))
+
+
+@row("A", "on_step_start, on_step_end, on_log and the other hooks")
+def _(ran, place):
+    told = []
+
+    class Told(Trainer):
+        def start_training_hook(self):
+            told.append("training")
+
+        def start_evaluation_hook(self):
+            told.append("evaluation")
+
+        def on_step_start(self, state, step):
+            told.append(("start", step))
+            return state
+
+        def on_step_end(self, state, metrics, step):
+            told.append(("end", step, float(metrics["loss"]) > 0))
+            return state, {**metrics, "twice": 2 * metrics["loss"]}
+
+        def on_log(self, metrics, step):
+            told.append(("log", step, "train/twice" in metrics))
+
+    made = trainer(Told, max_steps=2, log_steps=1)
+    made.train()
+    assert told[:4] == ["training", ("start", 0), ("end", 1, True), ("start", 1)]
+    assert ("log", 2, True) in told
+    assert "evaluation" in told
+    assert made.history["train/twice"][0] == pytest.approx(2 * made.history["train/loss"][0])
+
+    class Fails(Trainer):
+        def on_step_end(self, state, metrics, step):
+            if step == 7:
+                raise TypeError("seven")
+
+    failing = trainer(Fails, output_dir=place)
+    with pytest.raises(TypeError, match="seven"):
+        failing.train()
+    assert saved_steps(place) == [7]
+    assert int(failing.state.step) == 7
+
+
+@row("A", "compile_aot()")
+def _(ran, place):
+    made = trainer(max_steps=2)
+    assert made.compile_aot() is True
+    assert made.train_tracker.compilations == 1
+    made.train()
+    assert made.train_tracker.compilations == 1
+
+
+@row("A", "calculate_number_total_flops(params, is_training)")
+def _(ran, place):
+    made = trainer()
+    params = made.state.params
+    assert made.calculate_number_total_flops(params) == 6 * 650 * 20
+    assert made.calculate_number_total_flops(params, is_training=False) == 2 * 650 * 20
+    made.compile_aot()
+    assert made.calculate_number_total_flops(params) == 2 * 2 * 20 * 64 * 10
+    assert made.calculate_number_total_flops(params, is_training=False) == 2 * 20 * 64 * 10
+
+
+@row("A", "count_model_parameters(prm)")
+def _(ran, place):
+    assert Trainer.count_model_parameters(init(jax.random.key(0))) == 650
+    assert Trainer.count_model_parameters(ran.state_shape.params) == 650
+
+
+@row("A", "save_pretrained in both forms")
+def _(ran, place):
+    whole = bits(trainer(max_steps=12).train().state)
+    made = trainer(max_steps=8)
+    made.train()
+    made.save_pretrained(made.state, save_directory=place / "a")
+    made.save_pretrained(str(place / "b"), made.state)
+    made.save_pretrained(place / "c")
+    read = TrainingArguments.from_json(place / "a" / "arguments.json")
+    assert read == made.arguments
+    for name in "abc":
+        assert bits(trainer(max_steps=12).train(ckpt_path=place / name).state) == whole
+    made.save_pretrained(made.state, place / "torch", to_torch=True)
+    found = safetensors.numpy.load_file(place / "torch" / "model.safetensors")
+    kernel = np.asarray(made.state.params["kernel"])
+    np.testing.assert_array_equal(found["weight"], kernel.T)
+    assert found["weight"].flags.c_contiguous
+    renamed = {"names": {"kernel": "head.weight"}}
+    made.save_pretrained(
+        made.state, place / "named", to_torch=True, easystate_to_huggingface_model_kwargs=renamed
+    )
+    found = safetensors.numpy.load_file(place / "named" / "model.safetensors")
+    assert sorted(found) == ["bias", "head.weight"]
+
+
+@row("A", "save_information(output_path)")
+def _(ran, place):
+    ran.save_information(place / "card.md")
+    text = (place / "card.md").read_text()
+    for said in ("# model", "all 20 steps were done", "learning_rate", "kernel", "| jax |", "█"):
+        assert said in text
+    ran.save_information(place)
+    assert (place / "README.md").read_text() == text
+
+
+@row("A", "specs_to_name_sharding and the properties")
+def _(ran, place):
+    spec = {"w": PartitionSpec("fsdp"), "b": PartitionSpec()}
+    found = ran.specs_to_name_sharding(spec)
+    assert found["w"].spec == PartitionSpec("fsdp")
+    assert found["b"].mesh == ran.mesh
+    other = sf.make_mesh()
+    assert ran.specs_to_name_sharding(spec, other)["w"].mesh == other
+    assert (ran.training_batch_size, ran.evaluation_batch_size) == (20, 20)
+    assert (ran.is_process_zero, ran.is_enable) == (True, True)
+    assert ran.model is init
+
+
+@row("A", "initialize_trainer_utils() and finish()")
+def _(ran, place):
+    order = []
+
+    class Ordered(Trainer):
+        def configure_dataloaders(self):
+            order.append("dataloaders")
+            return super().configure_dataloaders()
+
+        def configure_model(self):
+            order.append("model")
+            return super().configure_model()
+
+        def configure_functions(self):
+            order.append("functions")
+            return super().configure_functions()
+
+    made = trainer(Ordered, max_steps=2, output_dir=place)
+    assert order == ["dataloaders", "model", "functions"]
+    made.train()
+    made.finish()
+    made.finish()
+    assert saved_steps(place) == [2]
+
+
+ATTRIBUTES = (
+    *("arguments", "checkpoint_manager", "checkpoint_path", "dataloader_eval", "dataloader_train"),
+    *("dataset_eval", "dataset_train", "dtype", "evalu_tracker", "finetune", "memory_monitor"),
+    *("max_evaluation_steps", "max_training_steps", "model_state", "param_dtype", "scheduler"),
+    *("sharded_evaluation_step_function", "sharded_training_step_function", "state", "timer"),
+    *("state_named_sharding", "state_partition_spec", "state_shape", "state_shardings", "tx"),
+    *("train_tracker", "_model_state", "optimizer", "mesh", "model"),
+)
+
+
+@row("A", "attributes")
+def _(ran, place):
+    assert [name for name in ATTRIBUTES if getattr(ran, name) is None] == []
+    for name in ("config", "data_collator", "pruning_module", "wandb_runtime"):
+        assert getattr(ran, name) is None  # nothing was given
+    assert ran.dtype == ran.param_dtype == jnp.float32
+    assert ran.state_partition_spec.params["kernel"] == PartitionSpec()
+    assert ran.timer.seconds["train"] > 0
+    assert ran.train_tracker.compilations >= 1
+    assert isinstance(ran, BaseTrainerProtocol)
+
+
+@row("A", "TrainingArguments")
+def _(ran, place):
+    options = ran.arguments
+    assert TrainingArguments.from_json(options.to_json()) == options
+    with pytest.raises(sf.ConfigError, match="did you mean 'learning_rate'"):
+        TrainingArguments(learning_rat=1.0)
+
+
+@row("A", "best practices")
+def _(ran, place):
+    assert int(ran.state.step) == 20
+    names = {"train/loss", "train/accuracy", "train/learning_rate", "memory/host", "eval/loss"}
+    assert names <= ran.history.keys()
+    assert ran.history["train/loss"].steps[:2] == [5, 10]
+    assert ran.history["train/learning_rate"][-1] < ran.history["train/learning_rate"][0]
+    error = RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    class Full(Trainer):
+        def on_step_end(self, state, metrics, step):
+            raise error
+
+    with pytest.raises(RuntimeError) as caught:
+        trainer(Full).train()
+    assert "raise gradient_accumulation_steps" in caught.value.__notes__[0]
+
+
+# B. qurious
+
+
+@row("B", "any model, any loss; (inputs, targets) or dict batches")
+def _(ran, place):
+    def of_pairs(params, batch, key):
+        return plain_loss(params, {"image": batch[0], "label": batch[1]}, key)
+
+    pairs = (TRAIN["image"], TRAIN["label"])
+    made = trainer(given={"dataset_train": pairs, "loss_fn": of_pairs, "dataset_eval": None})
+    made.train()
+    assert made.history["train/loss"][-1] < made.history["train/loss"][0]
+
+
+@row("B", "single step, epoch, many epochs")
+def _(ran, place):
+    one = trainer(num_train_epochs=1)
+    assert int(one.train().state.step) == 10
+    assert int(trainer(num_train_epochs=3).train().state.step) == 30
+    step = trainer().train_step_fn
+    assert callable(step)
+
+
+@row("B", "evaluate, custom metrics by subclass")
+def _(ran, place):
+    class Classifier(Trainer):
+        def configure_functions(self):
+            made = super().configure_functions()
+
+            def eval_step(state, batch):
+                hit = logits_of(state.params, batch).argmax(-1) == batch["label"]
+                return {"hits": sf.mean(hit, batch["mask"])}
+
+            return made.replace(sharded_evaluation_step_function=eval_step)
+
+    made = trainer(Classifier, eval_batch_size=32)
+    hits = (logits_of(made.state.params, TEST).argmax(-1) == TEST["label"]).mean()
+    assert made.evaluate() == {"eval_hits": pytest.approx(float(hits))}
+
+
+@row("B", "history: dict of lists per epoch")
+def _(ran, place):
+    made = trainer(num_train_epochs=3, evaluation_strategy="epoch", log_steps=4)
+    made.train()
+    assert {name: len(values) for name, values in made.epoch_history.items()} == dict.fromkeys(
+        made.epoch_history, 3
+    )
+    assert made.epoch_history["eval_loss"][2] < made.epoch_history["eval_loss"][0]
+
+
+@row("B", "save_dir, save_freq in epochs, best model by metric")
+def _(ran, place):
+    made = trainer(
+        num_train_epochs=4,
+        save_dir=place,
+        save_strategy="epoch",
+        save_total_limit=1,
+        evaluation_strategy="epoch",
+        metric_for_best_model="accuracy",
+    )
+    made.train()
+    curve = made.history["eval/accuracy"]
+    best = curve.steps[int(np.argmax(curve))]
+    assert saved_steps(place) == sorted({best, 40})
+    assert made.best == best
+    assert int(made.best_state.step) == best
+
+
+@row("B", "early stopping patience")
+def _(ran, place):
+    made = trainer(
+        max_steps=200,
+        evaluation_strategy="steps",
+        eval_steps=2,
+        early_stopping_patience=2,
+        greater_is_better=True,
+        metric_for_best_model="evaluation.loss",
+    )
+    assert "eval/loss has not become better than" in made.train().stopped
+    assert int(made.best_state.step) == 2
+    assert int(made.state.step) == 6
+
+
+@row("B", "callbacks (trainer, epoch, metrics)")
+def _(ran, place):
+    told = []
+
+    def tell(trainer, epoch, metrics):
+        told.append((int(trainer.state.step), epoch, sorted(metrics)[:1]))
+        if epoch == 1:
+            raise OSError("second epoch")
+
+    made = trainer(num_train_epochs=3, output_dir=place, given={"callbacks": [tell]})
+    with pytest.raises(OSError, match="second epoch"):
+        made.train()
+    assert told == [(10, 0, ["train_accuracy"]), (20, 1, ["train_accuracy"])]
+    assert saved_steps(place) == [20]
+
+
+@row("B", "load_checkpoint(path, load_optimizer, load_scheduler)")
+def _(ran, place):
+    fresh = lambda: trainer(scheduler="linear")
+    everything, weights, rate = fresh(), fresh(), fresh()
+    assert everything.load_checkpoint(ran.place)["step"] == 20
+    assert bits(everything.state) == bits(ran.state)
+    weights.load_checkpoint(ran.place, load_optimizer=False, load_scheduler=False)
+    assert bits(weights.state.params) == bits(ran.state.params)
+    assert bits(weights.state.opt_state) == bits(fresh().state.opt_state)
+    rate.load_checkpoint(ran.place / "checkpoints" / "10", load_optimizer=False)
+    counts = {int(leaf) for leaf in jax.tree.leaves(rate.state.opt_state) if leaf.ndim == 0}
+    assert counts == {0, 10}
+
+
+@row("B", "max_grad_norm, weight_decay, scheduler_step_per_batch")
+def _(ran, place):
+    by_epoch = lambda steps: lambda count: 0.1 * 0.5 ** (count // 10)
+    made = trainer(
+        max_grad_norm=0.01,
+        weight_decay=0.1,
+        custom_scheduler=by_epoch,
+        given={"hooks": []},
+        learning_rate=5e-5,
+    )
+    made.train()
+    assert made.history["train/learning_rate"][0] == pytest.approx(0.1)
+    assert made.history["train/learning_rate"][-1] == pytest.approx(0.05)
+
+
+@row("B", "device detection")
+def _(ran, place):
+    assert Trainer(
+        TrainingArguments(max_steps=1), model=init, dataset_train=TRAIN, loss_fn=loss_fn
+    ).mesh.size == len(jax.devices())
+
+
+@row("B", "out of memory, NaN, slow training")
+def _(ran, place):
+    leaner = trainer(
+        gradient_accumulation_steps=4,
+        mixed_precision="bf16",
+        gradient_checkpointing="nothing_saveable",
+        dataloader_num_workers=2,
+        max_steps=4,
+    )
+    assert int(leaner.train().state.step) == 4
+    report = sf.describe(leaner.configure_functions().train_step_fn.__wrapped__, *abstract(leaner))
+    assert report.memory.peak > 0
+
+
+def abstract(made):
+    batch = {name: values[:20] for name, values in TRAIN.items()}
+    return made.state_shape, {**batch, "mask": np.ones(20, bool)}
+
+
+# C. Hezar
+
+
+@row("C", "any dataset with __len__ and __getitem__")
+def _(ran, place):
+    class Digits:
+        def __len__(self):
+            return 200
+
+        def __getitem__(self, index):
+            return {name: values[index] for name, values in TRAIN.items()}
+
+    made = trainer(given={"dataset_train": Digits()})
+    assert bits(made.train().state) == bits(trainer().train().state)
+
+
+@row("C", "init_weights_from")
+def _(ran, place):
+    larger = lambda key: {**init(key), "head": jnp.zeros((10, 3))}
+    made = trainer(init_weights_from=str(ran.place), given={"model": larger})
+    assert bits(made.state.params["kernel"]) == bits(ran.state.params["kernel"])
+    assert int(made.state.step) == 0
+    assert made.loaded == ["params/bias", "params/kernel"]
+    assert list(made.left) == ["params/head"]
+    sf.export_params(place, ran.state.params)
+    made = trainer(init_weights_from=place)
+    assert bits(made.state.params) == bits(ran.state.params)
+
+
+@row("C", "resume_from_checkpoint True or path")
+def _(ran, place):
+    whole = trainer(num_train_epochs=3).train().state
+
+    class Cut(Trainer):
+        def on_log(self, metrics, step):
+            if step == 15:
+                raise StopTraining("cut")
+
+    cut = trainer(Cut, num_train_epochs=3, output_dir=place)
+    assert cut.train().stopped.startswith("cut at step")
+    from_path = trainer(
+        num_train_epochs=3, output_dir=place / "b", resume_from_checkpoint=str(place)
+    )
+    assert bits(from_path.train().state) == bits(whole)
+    resumed = trainer(num_train_epochs=3, output_dir=place, resume_from_checkpoint=True)
+    assert bits(resumed.train().state) == bits(whole)
+    loader = trainer().dataloader_train
+    orders = [[next(loader)["label"].tolist() for _ in range(10)] for _ in range(2)]
+    assert orders[0] != orders[1]
+
+
+@row("C", "checkpoints each epoch and each save_steps, named by global step")
+def _(ran, place):
+    trainer(num_train_epochs=2, save_steps=4, save_strategy="epoch", output_dir=place).train()
+    assert saved_steps(place) == [4, 8, 10, 12, 16, 20]
+
+
+@row("C", "max_steps, save_steps, log_steps as fractions")
+def _(ran, place):
+    made = trainer(
+        num_train_epochs=4, max_steps=0.5, save_steps=0.25, log_steps=0.1, output_dir=place
+    )
+    made.train()
+    assert (made.max_training_steps, saved_steps(place)) == (20, [5, 10, 15, 20])
+    assert made.history["train/loss"].steps[0] == 2
+
+
+@row("C", "optimizer and schedule by name, or one's own")
+def _(ran, place):
+    for name in ("lion", "sgd", "adafactor"):
+        assert int(trainer(optimizer=name, max_steps=2).train().state.step) == 2
+    own = trainer(given={"tx": optax.sgd(0.0)}, max_steps=2)
+    before = bits(own.state.params)
+    assert bits(own.train().state.params) == before
+
+
+@row("C", "mixed_precision bf16, fp16, full")
+def _(ran, place):
+    for name in ("bf16", "fp16", "full"):
+        made = trainer(mixed_precision=name)
+        made.train()
+        assert made.history["train/loss"][-1] < made.history["train/loss"][0]
+        assert hasattr(made.state.opt_state, "scale") == (name == "fp16")
+
+
+@row("C", "gradient accumulation")
+def _(ran, place):
+    one, four = (
+        trainer(gradient_accumulation_steps=n, given={"tx": optax.sgd(0.1)}).train() for n in (1, 4)
+    )
+    for a, b in zip(*(jax.tree.leaves(made.state.params) for made in (one, four)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@row("C", "distributed")
+def _(ran, place):
+    spread = trainer(
+        sharding_array=(1, -1, 2, 1),
+        total_batch_size=16,
+        given={"rules": [("kernel", PartitionSpec("fsdp", None))]},
+    )
+    assert len(spread.train().state.params["kernel"].sharding.device_set) == 8
+    assert spread.state_partition_spec.params["kernel"] == PartitionSpec("fsdp", None)
+    alone = trainer(total_batch_size=16)
+    alone.train()
+    for a, b in zip(*(jax.tree.leaves(t.state.params) for t in (spread, alone)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert spread.evaluate() == pytest.approx(alone.evaluate(), rel=1e-5)
+
+
+@row("C", "metric_for_best_model with its prefix")
+def _(ran, place):
+    for given, metric in (
+        ("accuracy", "eval/accuracy"),
+        ("evaluation.loss", "eval/loss"),
+        ("train.loss", "train/loss"),
+    ):
+        made = trainer(output_dir=place / given, metric_for_best_model=given, max_steps=5)
+        assert made.checkpoint_manager.best == metric
+        made.train()
+        assert sf.contents(place / given / "checkpoints", step="best").metrics[metric] > 0
+
+
+@row("C", "evaluate with generate")
+def _(ran, place):
+    draw = lambda state: {"drawn": logits_of(state.params, TEST).argmax(-1).sum()}
+    made = trainer(given={"evaluations": [sf.Evaluation(draw, every=10, name="generated")]})
+    made.train()
+    assert made.history["generated/drawn"].steps == [10, 20]
+
+
+@row("C", "TensorBoard and CSV logs; a resume appends")
+def _(ran, place):
+    options = {"output_dir": place, "report_to": ("csv", "tensorboard")}
+    trainer(max_steps=10, **options).train()
+    trainer(max_steps=20, **options).train()
+    with (place / "logs" / "metrics.csv").open() as file:
+        steps = [int(line["step"]) for line in csv.DictReader(file)]
+    assert steps == sorted(steps)
+    assert sorted(set(steps)) == [5, 10, 15, 20]
+    assert list((place / "logs" / "tensorboard").iterdir())
+
+
+@row("C", "running loss average in the progress bar, kept over a resume")
+def _(ran, place):
+    averages = []
+
+    class Shown(Trainer):
+        def on_log(self, metrics, step):
+            known = self.progress_bar.get_state()
+            averages.append((step, known["sum"]))
+
+    options = {"progress_bar_type": "json", "output_dir": place, "do_eval": False}
+    trainer(Shown, max_steps=10, **options).train()
+    before = averages[-1]
+    trainer(Shown, max_steps=15, **options).train()
+    assert before[0] == 10
+    assert averages[-1][0] == 15
+    alone = trainer(Shown, max_steps=15, progress_bar_type="json", do_eval=False)
+    alone.train()
+    assert averages[-1] == averages[2]
+
+
+@row("C", "evaluate() alone, on any dataset, without logging")
+def _(ran, place):
+    made = trainer(output_dir=place)
+    other = {name: values[:30] for name, values in TRAIN.items()}
+    found = made.evaluate(other)
+    assert found["eval_loss"] == pytest.approx(expected_loss(made.state.params, other), rel=1e-5)
+    assert not (place / "logs" / "metrics.jsonl").exists()
+
+
+@row("C", "seed, workers, shuffle")
+def _(ran, place):
+    state = lambda **changes: bits(trainer(**changes).train().state)
+    assert state(seed=1) == state(seed=1, dataloader_num_workers=2)
+    assert state(seed=1) != state(seed=2)
+    in_order = trainer(shuffle_train_dataset=False)
+    assert next(in_order.dataloader_train)["label"].tolist() == TRAIN["label"][:20].tolist()
+
+
+@row("A", "Ctrl-C")
+def _(ran, place):
+    class Interrupted(Trainer):
+        def on_log(self, metrics, step):
+            if step == 10:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    made = trainer(Interrupted, output_dir=place)
+    with pytest.raises(KeyboardInterrupt, match="SIGINT at step"):
+        made.train()
+    assert saved_steps(place) == [int(made.state.step)]
+    assert made.stopped.startswith("SIGINT at step")
+
+
+@pytest.mark.filterwarnings("ignore:csv_writer")
+@pytest.mark.parametrize("line", ROWS, ids=": ".join)
+def test_each_line_is_served(line, ran, tmp_path):
+    ROWS[line](ran, tmp_path)
