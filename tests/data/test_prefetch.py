@@ -477,3 +477,9 @@ def test_no_batch_is_held_that_nobody_can_ask_for():
     known = weakref.ref(next(stream))
     assert known() is None  # although the thread waits for the next one
     go.set()
+
+
+def test_it_knows_the_epochs_of_what_it_reads():
+    data = {"x": np.zeros(8, np.float32)}
+    assert sf.prefetch(sf.batches(data, 2)).steps_per_epoch == 4
+    assert sf.prefetch([1, 2]).steps_per_epoch is None

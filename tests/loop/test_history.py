@@ -1,6 +1,7 @@
 import json
 import math
 
+from stepfold.checkpoint.sealed import opened, plain
 from stepfold.loop.history import Curve, History
 
 
@@ -36,7 +37,7 @@ def test_it_comes_back_from_json_as_it_was():
     for step, value in enumerate(values):
         history.add(step, {"a": value})
     other.add(0, {"gone": 1.0})
-    other.set_state(json.loads(json.dumps(history.get_state())))
+    other.set_state(opened(json.loads(json.dumps(plain(history.get_state(), "history")))))
     assert list(other) == ["a"]
     assert list(map(repr, other["a"])) == list(map(repr, values))
     assert other["a"].steps == list(range(5))
@@ -48,6 +49,21 @@ def test_it_comes_back_from_json_as_it_was():
 def test_what_was_given_for_saving_does_not_change_later():
     history = History()
     history.add(1, {"a": 1.0})
-    state = history.get_state()
+    state, other = history.get_state(), History()
     history.add(2, {"a": 2.0})
-    assert state == {"a": [[1], [1.0]]}
+    other.set_state(state)
+    assert other == {"a": [1.0]}
+
+
+def test_it_is_kept_in_the_order_of_names_and_in_little_room():
+    history, other = History(), History()
+    for step in range(1000):
+        history.add(step, {"b": step / 3, "a": step / 7})
+        if step % 2:
+            history.add(step, {"c": step / 9})
+    kept = history.get_state()
+    other.set_state(kept)
+    assert list(other) == ["b", "a", "c"]
+    assert other == history
+    assert other["c"].steps == history["c"].steps == list(range(1, 1000, 2))
+    assert sum(len(steps) for steps, _ in kept[1:]) == 8 * 1500  # of a and b once

@@ -147,6 +147,11 @@ class Prefetch:
     def __len__(self) -> int:
         return len(self._batches)
 
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """The steps of an epoch, or None where the batches do not tell."""
+        return getattr(self._batches, "steps_per_epoch", None)
+
     def __bool__(self) -> bool:
         return True
 

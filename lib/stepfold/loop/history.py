@@ -1,7 +1,9 @@
 """What was measured in the course of a run, by name."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 
 class Curve(list[float]):
@@ -38,13 +40,20 @@ class History(dict[str, Curve]):
         for name, value in metrics.items():
             self.setdefault(name, Curve()).add(step, float(value))
 
-    def get_state(self) -> dict[str, Any]:
-        """Give all of it, for JSON to hold."""
-        return {name: [list(curve.steps), list(curve)] for name, curve in self.items()}
+    def get_state(self) -> list[Any]:
+        """Give all of it as bytes, in little room: metrics that have the same steps share them."""
+        groups: dict[bytes, dict[str, bytes]] = {}
+        for name, curve in self.items():
+            steps = np.array(curve.steps, np.int64).tobytes()
+            groups.setdefault(steps, {})[name] = np.array(curve, np.float64).tobytes()
+        return [list(self), *([steps, values] for steps, values in groups.items())]
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Sequence[Any]) -> None:
         """Go on with what was measured before."""
+        names, *groups = state
         self.clear()
-        for name, (steps, values) in state.items():
-            for step, value in zip(steps, values, strict=True):
-                self.add(step, {name: value})
+        self.update({name: Curve() for name in names})
+        for steps, curves in groups:
+            for name, values in curves.items():
+                self[name].steps = np.frombuffer(steps, np.int64).tolist()
+                self[name].extend(np.frombuffer(values, np.float64).tolist())
