@@ -1,9 +1,10 @@
 """`fit` with everything switched on costs what the bare jitted loop over the same batches costs.
 
 Everything is: progress, JSON lines, CSV and TensorBoard every ten steps, throughput, the stop at
-what is not finite, a watchdog, and checkpoints that are armed but not due. Both run the same step
-on the same batches of numpy's in turns, and are timed from one pull of a batch to a later one, so
-that neither compiling nor the end counts.
+what is not finite, a watchdog, the report, and checkpoints that are armed but not due. Both run the
+same step on the same batches of numpy's in turns, and are timed from one pull of a batch to a later
+one, so that neither compiling nor the end counts. Beside them are other libraries' loops, where
+they are installed, and what the memory of the process grows by in a long run.
 """
 
 import argparse
@@ -20,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from decoder import init, loss_fn, make_batch
-from measure import show
+from measure import resident, show
+from peers import installed
 
 import stepfold as sf
 
@@ -150,12 +152,16 @@ def measure(model, steps, rounds):
     start, loss, batch = model()
     tx = optax.adam(1e-3)
     train = sf.make_train_step(loss, tx)
-    times = {name: [] for name in WAYS}
+    ways = dict(WAYS)
+    if model is mlp:
+        for name, loop in installed().items():
+            ways[name] = lambda _, __, clock, loop=loop: loop(start, clock)
+    times = {name: [] for name in ways}
     order = random.Random(0)
     for _ in range(rounds):
-        for name in order.sample(list(WAYS), len(WAYS)):
+        for name in order.sample(list(ways), len(ways)):
             clock = Clock(batch, steps)
-            WAYS[name](train, sf.init_state(start, tx, jax.random.key(0)), clock)
+            ways[name](train, sf.init_state(start, tx, jax.random.key(0)), clock)
             times[name].append(clock.microseconds())
     rows = []
     for name, found in times.items():
@@ -171,6 +177,22 @@ def measure(model, steps, rounds):
             }
         )
     return rows
+
+
+def grown(steps, since):
+    """Give the bytes by which the process grows in a long run, from a step on."""
+    start, loss, batch = mlp()
+    tx = optax.sgd(1e-3)
+    seen = {}
+
+    def batches():
+        for number in range(steps):
+            if number in (since, steps - 1):
+                seen[number] = resident()
+            yield batch
+
+    all_on(sf.make_train_step(loss, tx), sf.init_state(start, tx, jax.random.key(0)), batches())
+    return seen[steps - 1] - seen[since]
 
 
 LIMITS = {"mlp": 1.05, "transformer": 1.01, "leaves": 1.01}
@@ -202,9 +224,10 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the small model, for seconds")
     quick = parser.parse_args(argv).quick
-    runs = [(mlp, 300, 2)] if quick else [(mlp, 8000, 9), (transformer, 300, 7), (leaves, 400, 7)]
+    runs = [(mlp, 300, 2)] if quick else [(mlp, 4000, 9), (transformer, 120, 5), (leaves, 250, 5)]
     rows = [row for model, steps, rounds in runs for row in measure(model, steps, rounds)]
-    show(rows, judge(rows))
+    growth = grown(*((600, 300) if quick else (100_000, 20_000)))
+    show(rows, [*judge(rows), ("MiB that a long run grows by", growth / 2**20, 4)])
     return rows
 
 
