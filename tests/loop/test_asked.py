@@ -70,3 +70,11 @@ def test_epochs_of_what_has_none_are_refused():
         asked(iter([]), checkpoints=sf.Checkpoints("x", every_epochs=1))
     with pytest.raises(sf.ConfigError, match=r"hooks: expected batches that know how many"):
         asked(iter([]), hooks=sf.callback(lambda *_: None))
+
+
+def test_an_evaluation_is_not_called_as_train_steps_are():
+    """An event is of train steps if a metric begins with train/, and hooks go by that."""
+    step = lambda state, batch: (state, {})
+    evaluation = sf.Evaluation(lambda state: {"loss": 1.0}, every=1, name="train/held_out")
+    with pytest.raises(sf.ConfigError, match="evaluation: expected a name of its own for each"):
+        sf.fit(step, (), [1], evaluation=evaluation)

@@ -55,3 +55,9 @@ def test_what_cannot_be_replaced_stays(tmp_path):
     with pytest.raises(IsADirectoryError):
         replace(tmp_path / "page", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
+
+
+def test_what_cannot_be_encoded_leaves_no_half_written_file(tmp_path):
+    with pytest.raises(UnicodeEncodeError):
+        replace(tmp_path / "report.html", "\udcff")  # as in the name of a folder that is not UTF-8
+    assert list(tmp_path.iterdir()) == []

@@ -200,3 +200,28 @@ def test_no_state_is_kept_for_a_train_metric_since_it_would_be_that_of_a_later_s
 def test_what_cannot_be_watched_is_refused(options, words):
     with pytest.raises(sf.ConfigError, match=words):
         sf.stop_early(**{"metric": "eval/loss", **options})
+
+
+def test_a_metric_that_is_not_looked_at_step_by_step_is_refused():
+    """It would never be seen, and takes the place of the watch that `fit` keeps on the loss."""
+    with pytest.raises(sf.ConfigError, match="pattern: expected a metric of train steps"):
+        sf.stop_on_nonfinite("eval/loss")
+
+
+def test_a_misspelt_metric_is_said_and_does_not_leave_the_loss_unwatched():
+    tx = optax.sgd(0.1)
+    step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b), tx)
+    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    batches = [np.full(4, np.nan, np.float32)] * 20
+    with pytest.raises(sf.ConfigError, match="train/los.*train/loss"):
+        sf.fit(step, state, batches, hooks=[sf.stop_on_nonfinite("train/los")])
+
+
+def test_an_early_stop_by_a_metric_that_nobody_measures_is_said():
+    tx = optax.sgd(0.1)
+    step = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b) ** 2), tx)
+    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    evaluation = sf.Evaluation(lambda state: {"loss": 1.0}, every=5)
+    hook = sf.stop_early("eval/los", patience=1)
+    with pytest.raises(sf.ConfigError, match="eval/los.*eval/loss"):
+        sf.fit(step, state, [np.zeros(4, np.float32)] * 20, evaluation=evaluation, hooks=[hook])
