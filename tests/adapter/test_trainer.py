@@ -77,3 +77,44 @@ def test_performance_mode_shows_and_writes_nothing(tmp_path, capfd):
     made.train()
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "logs").exists()
+
+
+def test_a_state_is_left_after_an_exception_where_nothing_is_saved():
+    class Broken(Trainer):
+        def on_step_end(self, state, metrics, step):
+            if step == 13:
+                raise ValueError("broken")
+
+    made = digits.trainer(Broken, max_steps=20, log_steps=5)
+    with pytest.raises(ValueError, match="broken"):
+        made.train()
+    assert int(made.state.step) == 13  # which was donated to no step
+    assert made.evaluate()["eval_loss"] > 0
+
+
+def test_what_was_measured_is_still_known_after_a_second_call():
+    made = digits.trainer(max_steps=10)
+    made.train()
+    before = {name: list(curve) for name, curve in made.history.items()}
+    made.train()
+    assert {name: list(curve) for name, curve in made.history.items()} == before != {}
+
+
+def test_an_early_stop_that_cannot_come_is_said():
+    """There are no data to evaluate on, and so no eval/loss to wait for."""
+    with pytest.raises(sf.ConfigError, match="early_stopping_patience"):
+        digits.trainer(
+            max_steps=10, early_stopping_patience=1, given={"dataset_eval": None}
+        ).train()
+
+
+def test_a_best_metric_that_nobody_measures_is_said(tmp_path):
+    with pytest.raises(sf.ConfigError, match="eval/los.*eval/loss"):
+        digits.trainer(
+            output_dir=tmp_path, max_steps=10, eval_steps=5, metric_for_best_model="los"
+        ).train()
+
+
+def test_a_seed_that_jax_does_not_take_is_refused_when_it_is_given():
+    with pytest.raises(sf.ConfigError, match="seed: expected an integer"):
+        digits.trainer(seed=2**70)

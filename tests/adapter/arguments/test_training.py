@@ -516,3 +516,8 @@ def test_makers_of_command_lines_take_it(maker, dash, do_eval):
         check=False,
     )
     assert "Into how many microbatches" in " ".join(helped.stdout.split())
+
+
+def test_a_name_that_is_no_text_is_refused():
+    with pytest.raises(sf.ConfigError, match="1"):
+        TrainingArguments.from_dict({1: 2})

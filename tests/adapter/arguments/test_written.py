@@ -3,6 +3,7 @@
 import pytest
 
 import stepfold as sf
+from stepfold.adapter import TrainingArguments
 from stepfold.adapter.arguments.written import read_text, written
 
 
@@ -35,3 +36,11 @@ def test_a_file_of_something_else(tmp_path):
     (tmp_path / "a").write_text("[1]")
     with pytest.raises(sf.ConfigError, match=r"from_json: expected values by name, got \[1\]"):
         read_text(tmp_path / "a")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe{}", "{}".encode("utf-16")])
+def test_a_file_that_is_no_text_is_refused_by_its_name(tmp_path, content):
+    path = tmp_path / "arguments.json"
+    path.write_bytes(content)
+    with pytest.raises(sf.ConfigError, match="arguments.json"):
+        TrainingArguments.from_json(path)
