@@ -332,59 +332,6 @@ def test_a_step_that_no_memory_holds_is_explained_and_what_was_saved_is_good(tmp
 # What an interruption must not change
 
 
-class Broken(Exception):
-    pass
-
-
-def learn_on_numbers(directory, *, evaluation, hooks=(), **options):
-    tx = optax.sgd(0.1)
-    learning = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b["x"]) ** 2), tx)
-    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
-    return sf.fit(
-        learning,
-        state,
-        sf.batches({"x": np.zeros(16, np.float32)}, 4, seed=0),
-        run_dir=directory,
-        evaluation=evaluation,
-        hooks=hooks,
-        **options,
-    )
-
-
-@pytest.mark.parametrize("where", ["evaluation", "hook"])
-def test_the_best_step_is_known_though_its_evaluation_was_interrupted(tmp_path, where):
-    losses, broken = {5: 3.0, 10: 1.0, 15: 2.0, 20: 4.0}, []
-
-    def interrupt_at(name, step):
-        if name == where and step == 10 and not broken:
-            broken.append(step)
-            raise Broken
-
-    def measure(state):
-        interrupt_at("evaluation", int(state.step))
-        return {"loss": losses[int(state.step)]}
-
-    def hook(event):
-        if "eval/loss" in event.metrics:
-            interrupt_at("hook", event.step)
-
-    def run():
-        return learn_on_numbers(
-            tmp_path,
-            steps=20,
-            evaluation=sf.Evaluation(measure, every=5),
-            checkpoints=sf.Checkpoints(every=5, keep=1, best="eval/loss"),
-            hooks=[hook],
-        )
-
-    with pytest.raises(Broken):
-        run()
-    result = run()
-    assert result.history["eval/loss"] == [3.0, 1.0, 2.0, 4.0]
-    assert result.best == 10
-    assert (tmp_path / "checkpoints" / "10").is_dir()
-
-
 def test_why_it_stops_is_said_though_a_save_comes_before_the_log_point(tmp_path):
     tx = optax.sgd(0.1)
     learning = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b["x"]), tx)

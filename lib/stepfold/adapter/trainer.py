@@ -16,6 +16,7 @@ from stepfold.adapter.compiling import ForOneForm, first_batch
 from stepfold.adapter.counting import count_parameters, total_flops
 from stepfold.adapter.outputs import TrainerOutput
 from stepfold.adapter.overriding import is_overridden
+from stepfold.adapter.parts.checkpoints import best_metric
 from stepfold.adapter.parts.hooks import monitors
 from stepfold.adapter.parts.precision import precision
 from stepfold.adapter.parts.writers import writers
@@ -100,12 +101,14 @@ class Trainer(Called):
             raise
         except Exception as error:
             advise(error)
-            self.stopped = f"{type(error).__name__}: {error}"
-            self.model_state = resuming.last_good(self)
+            result = getattr(error, "result", None)
+            if result is None:
+                self.stopped = f"{type(error).__name__}: {error}"
+                self.model_state = resuming.last_good(self)
             raise
         finally:
             if result is not None:
-                self.model_state, self.history = result.state, result.history
+                self.model_state, self.history = result.state, result.history or self.history
                 self.stopped, self.best = result.stopped, result.best
             self.finish()
         return self._output(result.stopped)
@@ -159,6 +162,12 @@ class Trainer(Called):
         )
         watching = monitors(quiet, self.plan)
         self.early_stopping = next((h for h in watching if isinstance(h, stop_early)), None)
+        measured = self._evaluations() or (best_metric(self.arguments) or "").startswith("train/")
+        if self.early_stopping is not None and not measured:
+            raise ConfigError(
+                "early_stopping_patience: expected data to evaluate on, got none; give "
+                "dataset_eval, or metric_for_best_model='train.loss'"
+            )
         if not is_overridden(self, Trainer, "configure_functions"):
             scales = precision(self.arguments).needs_loss_scale
             watching.insert(0, StopOnSkipped(_OF_LOSS_SCALE if scales else 1))

@@ -71,7 +71,7 @@ def _evaluations(given: Any) -> list[Evaluation]:
         if not isinstance(one, Evaluation):
             raise ConfigError(f"evaluation: expected sf.Evaluation(…), got {tree.spell(one)}")
     names = [one.name for one in evaluations]
-    if len(set(names)) < len(names) or "train" in names:
+    if len(set(names)) < len(names) or any(name.split("/")[0] == "train" for name in names):
         raise ConfigError(
             f"evaluation: expected a name of its own for each, other than train, got {names}"
         )

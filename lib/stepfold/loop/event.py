@@ -1,6 +1,7 @@
 """What a hook is shown, and what it may say."""
 
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,6 +59,25 @@ Where a hook has them, `fit` calls besides: `open(step, total)` before the first
 at its end, the first being 0, `get_state()` for a checkpoint to keep, and
 `set_state(state)`, before `open`, when a run goes on from one.
 """
+
+
+def expect(metric: str, event: Event) -> None:
+    """See that a metric which is looked for is not one that is measured, misspelt.
+
+    Raises:
+      ConfigError: if the event has not the metric, but one that is called nearly so.
+
+    >>> expect("eval/los", Event(10, None, {"eval/loss": 2.0}, None))
+    Traceback (most recent call last):
+    ...
+    stepfold.errors.ConfigError: eval/los: expected a metric that is measured; did you mean ...
+    """
+    if metric not in event.metrics:
+        near = get_close_matches(metric, event.metrics, n=1, cutoff=0.9)
+        if near:
+            raise ConfigError(
+                f"{metric}: expected a metric that is measured; did you mean {near[0]!r}?"
+            )
 
 
 def show(event: Event, hooks: Sequence[Hook]) -> tuple[Event, list[str]]:

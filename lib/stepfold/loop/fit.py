@@ -14,7 +14,7 @@ from stepfold.checkpoint.steps import read_directory, steps_in
 from stepfold.checkpoint.verify import latest_step
 from stepfold.errors import ConfigError
 from stepfold.loop.asked import read_arguments
-from stepfold.loop.condition import check_there
+from stepfold.loop.condition import check_there, is_whole
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.event import Hook
 from stepfold.loop.facts import facts_of
@@ -57,7 +57,8 @@ def fit(
     With checkpoints a run goes on where it was: from the newest good one, with the same state, the
     same batches and the same history. SIGINT and SIGTERM let the step under way finish and save;
     then `KeyboardInterrupt` or `SystemExit(143)` is raised. A second one leaves at once. Whatever
-    else ends the run, an exception of a hook or of the data, reaches the caller after a save.
+    else ends the run, an exception of a hook or of the data, reaches the caller after a save. All
+    of them have what there is so far as their `result`.
 
     Args:
       step: a `StepFn`, which is compiled once and refuses to be compiled again; one that is
@@ -134,20 +135,32 @@ def fit(
                 if not resume:
                     raise _not_anew(series)
                 fold.resume()
-        fold.run()
+        try:
+            fold.run()
+        except Exception as error:
+            if is_whole(fold.state):
+                said = f"{type(error).__name__}: {error}"
+                error.result = _result(fold, said, series)  # type: ignore[attr-defined]
+            raise
     capsule = _capsule(asked.hooks, fold, batches, series, run_dir)
     written = f"; see {capsule.path}" if capsule and capsule.path else ""
-    result = FitResult(
+    result = _result(fold, f"{fold.stopped or ''}{written}", series, capsule)
+    leave(fold.signals, result)
+    return result
+
+
+def _result(
+    fold: Fold, stopped: str, series: Series | None, capsule: Capsule | None = None
+) -> FitResult:
+    return FitResult(
         state=fold.state,
         steps=fold.done,
         history=fold.telling.history,
-        stopped=f"{fold.stopped or ''}{written}",
+        stopped=stopped,
         best=_best(series),
         resumed=fold.resumed,
         capsule=capsule,
     )
-    leave(fold.signals, result)
-    return result
 
 
 def _files(place: Path) -> Hook:

@@ -13,7 +13,7 @@ from stepfold.errors import DataError
 from stepfold.loop.asked import Asked
 from stepfold.loop.condition import has_nan, is_whole, steps_of
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.event import Event
+from stepfold.loop.event import Event, expect
 from stepfold.loop.ledger import Ledger
 from stepfold.loop.metrics import read_interval
 from stepfold.loop.replaying.rereading import Mark
@@ -50,6 +50,7 @@ class Fold:
         self._epochs_told = self.done  # up to which step hooks know of the ends of epochs
         self._batch: Any = None
         self._unshown: list[Any] = []  # intervals of the run before that were over, as numbers
+        self._cut: Any = None  # the interval that the run before was in, as numbers
         self._ended = self.done == self.total
         self.marks: list[Mark] = []  # where the run began, and its last log points
 
@@ -66,6 +67,7 @@ class Fold:
         if kept:
             self._evaluated, self._epochs_told = kept["evaluated"], kept["epochs_told"]
             self._unshown, self._ended = kept["unshown"], kept["ended"]
+            self._cut = kept["cut"]
             self.telling.history.set_state(kept["history"])
             self.ledger.set_state(kept["ledger"])
             self.telling.set_state(kept["hooks"])
@@ -90,6 +92,12 @@ class Fold:
 
     def _catch_up(self) -> None:
         """Do what an exception cut off in the run that this one goes on with."""
+        self._tell_unshown()
+        if self.resumed and self.done != self.total:
+            self._evaluate([e for e in self.evaluations if self._is_due(e)])
+            self._end_epoch()
+
+    def _tell_unshown(self) -> None:
         while self._unshown:
             step, metrics, values, weights = self._unshown[0]
             each, weighed = (
@@ -98,9 +106,6 @@ class Fold:
             with self.telling.wholly():
                 self._tell(step, metrics, each, weighed)
             self._unshown.pop(0)
-        if self.resumed and self.done != self.total:
-            self._evaluate([e for e in self.evaluations if self._is_due(e)])
-            self._end_epoch()
 
     def _fold(self) -> None:
         due = self._next_due()
@@ -113,6 +118,7 @@ class Fold:
             self.done += len(batches)
             self._position, self._next_position = self._next_position, None
             self.ledger.add(said)
+            self._cut = None
             if self.done == due:
                 self._at_boundary()
                 due = self._next_due()
@@ -180,6 +186,9 @@ class Fold:
         if self.stopped is None:
             self._end_epoch()
         if saves and self.stopped is None:
+            if has_nan(self.state):  # it stops, and those who look for it say where it came from
+                self.ledger.close(self.done)
+                self._show()
             self._save()
 
     def _mark(self) -> Mark:
@@ -232,6 +241,8 @@ class Fold:
             weights or {},
             perf_counter() if time is None else time,
         )
+        if self.series is not None and self.series.best is not None:
+            expect(self.series.best[0], event)
         said = self.telling.show(event)
         if said and self.stopped is None:
             self.stopped = f"{said} at step {self.done}"
@@ -245,6 +256,10 @@ class Fold:
         if self.signals.got is None:
             self.ledger.close(self.done)
             self._show()
+            if self._cut is not None:  # no step came after it
+                self._unshown.append([self.done, *self._cut])
+                self._tell_unshown()
+                self._cut = None
             self._evaluate(self.evaluations)
             self._end_epoch()
         if self._ended:
@@ -273,6 +288,7 @@ class Fold:
             why = self.stopped or f"stopped at step {self.done}"
             self.stopped = f"{why.removesuffix(_BROKEN)}{_BROKEN}"
             return
+        opened = self.ledger.opened()
         kept = {
             "history": self.telling.history.get_state(),
             "ledger": self.ledger.get_state(),
@@ -283,6 +299,7 @@ class Fold:
                     for step, rows in self.ledger.waiting()
                 ],
             ],
+            "cut": [*map(_plain, read_interval(opened))] if opened is not None else self._cut,
             "ended": self._ended,
             "evaluated": self._evaluated,
             "epochs_told": self._epochs_told,

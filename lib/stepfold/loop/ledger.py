@@ -81,6 +81,13 @@ class Ledger:
         """Give the intervals that are over, and leave them to be shown."""
         return [(step, self._stacked(carried, said)) for step, carried, said, _ in self.closed]
 
+    def opened(self) -> Any:
+        """Give the interval under way, as far as it is, and leave it; None before its first step.
+
+        Also None of what a resume carried, before a step tells what it is.
+        """
+        return self._stacked(self._carried, self._open) if self._open else None
+
     def get_state(self) -> list[Any]:
         """Give what was said since the last interval, for JSON to hold."""
         return [_plain(leaf) for leaf in self._leaves(self._carried, self._open)]

@@ -87,6 +87,6 @@ def replace(path: Path, text: str) -> None:
     try:
         new.write_text(text, encoding="utf-8")
         os.replace(new, path)
-    except OSError:
+    except (OSError, UnicodeError):
         new.unlink(missing_ok=True)
         raise

@@ -375,7 +375,7 @@ ALONE = {
 }
 OPEN = {
     "learning_rate": st.floats(1e-12, 10.0),
-    "seed": st.integers(0, 2**63),
+    "seed": st.integers(0, 2**63 - 1),
     "model_name": st.text(min_size=1).filter(str.strip),
     "weight_decay": st.floats(0, 10),
     "total_batch_size": st.integers(1, 2**40),

@@ -9,6 +9,7 @@ from stepfold.adapter.arguments.readers import (
     integer,
     one_of,
     optional,
+    seed,
     several,
     text,
 )
@@ -33,7 +34,7 @@ class Data:
     shuffle_seed_train: int | None = setting(
         None, optional(integer(0)), "What the orders follow from; by default seed."
     )
-    seed: int = setting(42, integer(0), "What all that is random in a run follows from.")
+    seed: int = setting(42, seed, "What all that is random in a run follows from.")
     use_grain: bool = setting(False, flag, "Whether data are read by grain.")
     grain_shard_index: int | None = setting(
         None, optional(integer(0)), "Which share of the data this process reads; jax's by default."

@@ -62,6 +62,13 @@ def integer(least: int) -> Reader:
     return read_integer
 
 
+def seed(name: str, value: Any) -> int:
+    """Take an integer that jax makes a random key of."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise refuse(name, f"an integer from 0 to {(1 << 63) - 1}", value)
+    return value
+
+
 def amount(name: str, value: Any) -> int | float:
     """Take a count of at least 1, or a fraction between 0 and 1."""
     counts = type(value) is int and value >= 1

@@ -65,6 +65,9 @@ class TrainingArguments(Reporting, Saving, Evaluating, Data, Devices, Optimizati
         """Build arguments of values by name; those that are not there are as by default."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"from_dict: expected values by name, got {values!r:.60}")
+        for name in values:
+            if not isinstance(name, str):
+                raise ConfigError(f"from_dict: expected names of fields, got {name!r:.60}")
         return cls(**values)
 
     def to_json(self, path: str | Path | None = None) -> str:

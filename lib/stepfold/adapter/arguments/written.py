@@ -47,6 +47,8 @@ def read_text(given: Any) -> dict[str, Any]:
             text = Path(given).read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"from_json: expected JSON, or a file of it: {error}") from None
+        except UnicodeError as error:
+            raise ConfigError(f"from_json: expected JSON in {given}: {error}") from None
     try:
         values = json.loads(text)
     except (TypeError, ValueError) as error:

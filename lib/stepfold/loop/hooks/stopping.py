@@ -10,7 +10,7 @@ import numpy as np
 
 from stepfold.checkpoint.retention import read_best
 from stepfold.errors import ConfigError
-from stepfold.loop.event import Event, Hook
+from stepfold.loop.event import Event, Hook, expect
 
 
 def stop_after(seconds: float) -> Hook:
@@ -64,8 +64,15 @@ class stop_on_nonfinite:  # noqa: N801  it is called as the functions beside it 
         """Say what to watch.
 
         Args:
-          pattern: the name of the metric.
+          pattern: the name of a metric of train steps.
+
+        Raises:
+          ConfigError: if it is none.
         """
+        if not isinstance(pattern, str) or not pattern.startswith("train/"):
+            raise ConfigError(
+                f"pattern: expected a metric of train steps, as 'train/loss', got {pattern!r}"
+            )
         self._name = pattern
         self.found: Nonfinite | None = None
 
@@ -77,7 +84,9 @@ class stop_on_nonfinite:  # noqa: N801  it is called as the functions beside it 
     def __call__(self, event: Event) -> str | None:
         """Look at the values of the metric, if there are any."""
         merged = event.metrics.get(self._name)
-        if merged is not None and math.isfinite(merged):  # then it was in each step
+        if merged is None:
+            expect(self._name, event)
+        elif math.isfinite(merged):  # then it was in each step
             return None
         values = event.each.get(self._name)
         if values is None:
@@ -155,6 +164,7 @@ class stop_early:  # noqa: N801  it is called as the functions beside it are
         """Look at a value of the metric, if there is one."""
         value = event.metrics.get(self._metric)
         if value is None:
+            expect(self._metric, event)
             return None
         better = math.isnan(self.best) or self._sign * (self.best - value) > self._delta
         if better and not math.isnan(value):
