@@ -59,3 +59,42 @@ def test_the_last_saved_state_takes_the_place_of_one_that_was_donated(run):
     assert digits.bits(resuming.last_good(run)) == wanted
     alone = digits.trainer()
     assert resuming.last_good(alone) is alone.model_state
+
+
+# What is asked for, where there are checkpoints to go on from
+
+
+def used(tmp_path, **changes):
+    """Train in a folder, and make another trainer that would go on there."""
+    digits.trainer(output_dir=tmp_path, max_steps=10, save_steps=5).train()
+    return digits.trainer(output_dir=tmp_path, max_steps=20, save_steps=5, **changes)
+
+
+def test_a_checkpoint_that_was_loaded_is_not_quietly_left(tmp_path):
+    other = digits.trainer(output_dir=tmp_path / "other", max_steps=5, seed=7)
+    other.train()
+    made = used(tmp_path / "own")
+    made.load_checkpoint(tmp_path / "other")
+    with pytest.raises(sf.ConfigError, match="goes on from step 10"):
+        made.train()
+
+
+def test_a_state_of_the_same_step_is_not_quietly_left(tmp_path):
+    made = used(tmp_path)
+    zeros = jax.tree.map(jnp.zeros_like, made.state.params)
+    given = made.state._replace(params=zeros, step=made.state.step + 10)
+    with pytest.raises(sf.ConfigError, match="state"):
+        made.train(state=given)
+
+
+def test_an_older_checkpoint_that_the_arguments_name_is_not_quietly_left(tmp_path):
+    """As `train(ckpt_path=…)` refuses it."""
+    made = used(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoints" / "5"))
+    with pytest.raises(sf.ConfigError, match="is an older checkpoint than step 10"):
+        made.train()
+
+
+def test_a_checkpoint_that_is_nowhere_is_said_though_there_are_others(tmp_path):
+    made = used(tmp_path, resume_from_checkpoint=str(tmp_path / "nowhere"))
+    with pytest.raises(sf.CheckpointError, match="nowhere: expected a checkpoint"):
+        made.train()

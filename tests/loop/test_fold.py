@@ -386,3 +386,31 @@ def test_what_was_said_before_a_stop_is_shown_though_no_batch_comes_after_it(tmp
     with pytest.raises(KeyboardInterrupt, match="SIGINT at step 16"):
         run(interrupted=True)
     assert run(interrupted=False).history["train/loss"].steps == [10, 16]
+
+
+def test_a_last_step_that_went_wrong_is_why_it_stopped():
+    tx = optax.sgd(0.1)
+    learning = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b), tx)
+    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    data = [np.ones(4, np.float32)] * 19 + [np.full(4, np.nan, np.float32)]
+    result = sf.fit(learning, state, data, steps=20)
+    assert result.capsule.step == 20
+    assert result.stopped.startswith("train/loss is nan in step 20")
+
+
+def test_an_exception_of_a_hook_goes_on_though_its_save_fails(tmp_path):
+    class Hook:
+        def __call__(self, event):
+            raise Broken
+
+        def get_state(self):
+            return object()  # which no checkpoint can hold
+
+    with pytest.raises(Broken):
+        learn_on_numbers(
+            tmp_path,
+            steps=20,
+            evaluation=(),
+            checkpoints=sf.Checkpoints(every=100),
+            hooks=[Hook()],
+        )
