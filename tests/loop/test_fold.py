@@ -398,6 +398,18 @@ def test_a_last_step_that_went_wrong_is_why_it_stopped():
     assert result.stopped.startswith("train/loss is nan in step 20")
 
 
+class Broken(Exception):
+    pass
+
+
+def learn_on_numbers(directory, **options):
+    tx = optax.sgd(0.1)
+    learning = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b["x"]) ** 2), tx)
+    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    batches = sf.batches({"x": np.zeros(16, np.float32)}, 4, seed=0)
+    return sf.fit(learning, state, batches, run_dir=directory, **options)
+
+
 def test_an_exception_of_a_hook_goes_on_though_its_save_fails(tmp_path):
     class Hook:
         def __call__(self, event):
@@ -406,11 +418,11 @@ def test_an_exception_of_a_hook_goes_on_though_its_save_fails(tmp_path):
         def get_state(self):
             return object()  # which no checkpoint can hold
 
-    with pytest.raises(Broken):
+    with pytest.raises(Broken) as error:
         learn_on_numbers(
             tmp_path,
             steps=20,
-            evaluation=(),
             checkpoints=sf.Checkpoints(every=100),
             hooks=[Hook()],
         )
+    assert "nor could the state be saved: ConfigError: extra/fit/hooks" in error.value.__notes__[0]

@@ -16,6 +16,7 @@ class Held:
     arguments: TrainingArguments
     plan: Plan
     model_state: Any
+    asked: str | None  # by what another state than the run's own was asked for, since the last run
     tx: Any
     sharded_training_step_function: Any
     sharded_evaluation_step_function: Any
@@ -45,7 +46,7 @@ class Held:
 
     @state.setter
     def state(self, state: Any) -> None:
-        self.model_state = state
+        self.model_state, self.asked = state, "state"
 
     _model_state = state
 

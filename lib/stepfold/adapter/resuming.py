@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from stepfold import tree
 from stepfold.adapter.positions import go_to_step
@@ -58,6 +59,31 @@ def check_begins(own: Path | None, step: int, what: str) -> None:
         )
 
 
+def check_same(trainer: Any, state: Any, what: str) -> None:
+    """Refuse to begin with another state than that which the trainer's checkpoints go on from.
+
+    Raises:
+      ConfigError: if there are some, and the newest holds something else.
+    """
+    own = own_place(trainer)
+    check_begins(own, int(state.step), what)
+    if not has_steps(own):
+        return
+    kept = restore(str(own), abstract(trainer)).state
+    pairs = zip(jax.tree.leaves(kept), jax.tree.leaves(state), strict=True)
+    if not all(_are_equal(*pair) for pair in pairs):
+        raise ConfigError(
+            f"{what}: expected the state of the newest checkpoint, from which the run in {own} "
+            f"goes on, got another of the same step; leave {what} out, or give another output_dir"
+        )
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+        one, other = jax.random.key_data(one), jax.random.key_data(other)
+    return one.shape == jnp.shape(other) and bool(jnp.array_equal(one, other, equal_nan=False))
+
+
 def own_place(trainer: Any) -> Path | None:
     """Give the directory of a trainer's own checkpoints, if it has any."""
     manager = trainer.checkpoint_manager
@@ -97,19 +123,23 @@ def begin(trainer: Any, params: Any, state: Any, path: Any) -> None:
         raise ConfigError("train: expected one of model_parameters, state and ckpt_path, got more")
     own, folder = own_place(trainer), trainer.arguments.checkpoints_dir
     asked = trainer.arguments.resume_from_checkpoint
-    if params is None and state is None and path is None and not has_steps(own):
-        path = asked if isinstance(asked, str) else None
-    data = None
+    if params is None and state is None and path is None and isinstance(asked, str):
+        # With steps of its own a run goes on from these; a path is still to mean something.
+        path = asked if is_own(asked, own, folder) or not has_steps(own) else None
+    data, what = None, trainer.asked
+    trainer.asked = None
     if params is not None:
         check_begins(own, 0, "model_parameters")
         trainer.hold(trainer.make_state(None, trainer.tx, params))
     elif state is not None:
-        check_begins(own, int(state.step), "state")
+        check_same(trainer, state, "state")
         trainer.hold(trainer.make_state(None, trainer.tx, state))
     elif path is not None and not is_own(path, own, folder):
         found = restored_from(path, abstract(trainer), folder)
         check_begins(own, found.step, "ckpt_path")
         trainer.model_state, data = found.state, found.data
+    elif what is not None:
+        check_same(trainer, trainer.model_state, what)
     go_to_step(trainer.dataloader_train, data, int(getattr(trainer.model_state, "step", 0)))
 
 

@@ -111,6 +111,7 @@ class Setup(Held):
         self.dtype = precision(arguments).compute
         self.param_dtype = jax.numpy.dtype(arguments.param_dtype or "float32")
         self.train_tracker, self.evalu_tracker = CompilationTracker(), CompilationTracker()
+        self.asked = None
         self.progress_bar: Any = None
         self.checkpoint_path: str | None = None
         self.history: Any = {}

@@ -352,6 +352,7 @@ class Trainer(Called):
             path, self.model_state, folder, optimizer=load_optimizer, scheduler=load_scheduler
         )
         self.model_state, self.loaded, self.left = found.state, found.loaded, found.left
+        self.asked = "load_checkpoint"
         return found._asdict()
 
     # What can be asked of it

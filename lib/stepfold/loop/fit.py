@@ -143,10 +143,18 @@ def fit(
                 error.result = _result(fold, said, series)  # type: ignore[attr-defined]
             raise
     capsule = _capsule(asked.hooks, fold, batches, series, run_dir)
-    written = f"; see {capsule.path}" if capsule and capsule.path else ""
-    result = _result(fold, f"{fold.stopped or ''}{written}", series, capsule)
+    result = _result(fold, _stopped(fold.stopped or "", capsule), series, capsule)
     leave(fold.signals, result)
     return result
+
+
+def _stopped(said: str, capsule: Capsule | None) -> str:
+    """Say why a run stopped; of its last step it is heard after it is over that it went wrong."""
+    if capsule is None:
+        return said
+    why = f"{capsule.metric} is {capsule.metrics.get(capsule.metric)} in step {capsule.step}"
+    said = said if why in said else f"{why}; {said}"
+    return f"{said}; see {capsule.path}" if capsule.path else said
 
 
 def _result(

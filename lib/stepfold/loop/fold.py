@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from stepfold.checkpoint.series import Series
-from stepfold.errors import DataError
+from stepfold.errors import DataError, StepfoldError
 from stepfold.loop.asked import Asked
 from stepfold.loop.condition import has_nan, is_whole, steps_of
 from stepfold.loop.evaluate import Evaluation
@@ -278,7 +278,10 @@ class Fold:
             if told is not None:
                 raise told from error
         elif jax.process_count() == 1:
-            self._save()
+            try:
+                self._save()
+            except (StepfoldError, OSError) as failure:
+                error.add_note(f"nor could the state be saved: {type(failure).__name__}: {failure}")
 
     def _save(self) -> None:
         """Save, unless it is there already, or nothing that anybody wants back."""
