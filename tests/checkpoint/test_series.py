@@ -278,3 +278,32 @@ def test_whoever_leaves_without_closing_is_waited_for(tmp_path):
         return  # these start no thread any more once the main one is at its end
     assert good.returncode == 0, good.stderr[-1000:]
     check_same(sf.restore(tmp_path, STATE).state, STATE)
+
+
+def test_what_is_measured_after_a_save_is_added_to_it(tmp_path):
+    with sf.Checkpoints(tmp_path, best="eval/loss").open() as series:
+        series.save(STATE, step=1, data={"at": 1}, metrics={"train/loss": 2.0}, extra={"n": 1})
+        series.wait()
+        series.add_later(1, metrics={"eval/loss": 0.5}, extra={"n": 2})
+        series.save(STATE, step=2, metrics={"eval/loss": 0.75})
+    found = sf.contents(tmp_path, step="best")
+    assert (found.step, found.extra, found.data) == (1, {"n": 2}, {"at": 1})
+    assert found.metrics == {"train/loss": 2.0, "eval/loss": 0.5}
+    assert sf.verify(tmp_path) == {1: [], 2: []}
+    check_same(sf.restore(tmp_path, STATE, step=1).state, STATE)
+
+
+def test_nothing_is_added_to_a_step_that_is_not_there(tmp_path):
+    with sf.Checkpoints(tmp_path).open() as series, pytest.raises(CheckpointError):
+        series.add_later(1, metrics={}, extra=None)
+
+
+def test_what_was_added_and_damaged_is_never_taken(tmp_path):
+    with sf.Checkpoints(tmp_path).open() as series:
+        series.save(STATE, step=1, metrics={"loss": 1.0})
+        series.wait()
+        series.add_later(1, metrics={"loss": 2.0}, extra=None)
+    path = tmp_path / "1" / manifest.STATE / "later.json"
+    path.write_bytes(path.read_bytes().replace(b"2.0", b"3.0"))
+    (problems,) = sf.verify(tmp_path).values()
+    assert "later.json" in problems[0]

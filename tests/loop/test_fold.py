@@ -426,3 +426,37 @@ def test_an_exception_of_a_hook_goes_on_though_its_save_fails(tmp_path):
             hooks=[Hook()],
         )
     assert "nor could the state be saved: ConfigError: extra/fit/hooks" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize("where", ["evaluation", "hook"])
+def test_the_best_step_is_known_though_its_evaluation_was_interrupted(tmp_path, where):
+    losses, broken = {5: 3.0, 10: 1.0, 15: 2.0, 20: 4.0}, []
+
+    def interrupt_at(name, step):
+        if name == where and step == 10 and not broken:
+            broken.append(step)
+            raise Broken
+
+    def measure(state):
+        interrupt_at("evaluation", int(state.step))
+        return {"loss": losses[int(state.step)]}
+
+    def hook(event):
+        if "eval/loss" in event.metrics:
+            interrupt_at("hook", event.step)
+
+    def run():
+        return learn_on_numbers(
+            tmp_path,
+            steps=20,
+            evaluation=sf.Evaluation(measure, every=5),
+            checkpoints=sf.Checkpoints(every=5, keep=1, best="eval/loss"),
+            hooks=[hook],
+        )
+
+    with pytest.raises(Broken):
+        run()
+    result = run()
+    assert result.history["eval/loss"] == [3.0, 1.0, 2.0, 4.0]
+    assert result.best == 10
+    assert (tmp_path / "checkpoints" / "10").is_dir()

@@ -22,6 +22,7 @@ from stepfold.errors import CheckpointError, ConfigError
 FORMAT = 1
 STATE = "state"  # the folder of a step that everything is in: the arrays, as orbax has them
 _LEAVES, _FILES = "leaves-{}.json", "files.json"
+_LATER = "later.json"  # beside them, and none of the files there are: what was measured since
 
 Region = tuple[tuple[int, int], ...]
 
@@ -245,9 +246,18 @@ def write_files(folder: Path) -> None:
     (folder / _FILES).write_bytes(seal(files))
 
 
+def write_later(step: Path, metrics: Mapping[str, Any], extra: Any) -> None:
+    """Write down what was measured of a step after it was saved, at once or not at all."""
+    folder = step / STATE
+    known = {**(read_words(step).metrics or {}), **metrics}
+    new = folder / f"{_LATER}.new"
+    new.write_bytes(seal({"metrics": known, "extra": extra}))
+    os.replace(new, folder / _LATER)
+
+
 def read_words(step: Path) -> Words:
     """Read what a step holds beside its arrays; raises as `read_manifest` does."""
-    return _words(_first(step)[0])
+    return _words(step / STATE, _first(step)[0])
 
 
 def read_manifest(step: Path) -> Manifest:
@@ -264,7 +274,7 @@ def read_manifest(step: Path) -> Manifest:
         for name, index, crc in part["shards"]:
             shards[name][tuple(map(tuple, index))] = crc
     return Manifest(
-        words=_words(first),
+        words=_words(step / STATE, first),
         leaves={
             name: Leaf(tuple(shape), *kind) for name, (shape, *kind) in first["leaves"].items()
         },
@@ -296,9 +306,10 @@ def is_ours(step: Path) -> bool:
         raise unreadable(step / STATE, error) from error
 
 
-def _words(content: Any) -> Words:
+def _words(folder: Path, content: Any) -> Words:
     words = Words(**content["words"])
-    return words._replace(best=words.best and (words.best[0], words.best[1]))
+    later = unseal(folder / _LATER) if (folder / _LATER).exists() else {}
+    return words._replace(best=words.best and (words.best[0], words.best[1]), **later)
 
 
 def _read_process(folder: Path, process: int) -> Any:

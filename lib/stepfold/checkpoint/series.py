@@ -15,6 +15,7 @@ import jax
 
 from stepfold.checkpoint import steps
 from stepfold.checkpoint.agreement import same_as_first
+from stepfold.checkpoint.manifest import write_later
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.retention import Best, expendable, metrics_in
 from stepfold.checkpoint.words import words_of
@@ -131,6 +132,17 @@ class Series:
         self._thread.start()
         if not self._background:
             self.wait()
+
+    def add_later(self, step: int, *, metrics: Mapping[str, Any], extra: Any) -> None:
+        """Add to a step that is there what was measured of its state since, and replace its extra.
+
+        Raises:
+          CheckpointError: if there is no such step, or it is not whole.
+        """
+        self.wait()
+        if jax.process_index() == 0:
+            words = words_of({}, step=step, data=None, metrics=metrics, extra=extra)
+            write_later(steps.path_of(self.directory, step), words.metrics or {}, words.extra)
 
     def _finish(self, step: int) -> None:
         try:

@@ -50,6 +50,7 @@ class Fold:
         self._epochs_told = self.done  # up to which step hooks know of the ends of epochs
         self._batch: Any = None
         self._unshown: list[Any] = []  # intervals of the run before that were over, as numbers
+        self._news = False  # whether hooks were told of anything
         self._cut: Any = None  # the interval that the run before was in, as numbers
         self._ended = self.done == self.total
         self.marks: list[Mark] = []  # where the run began, and its last log points
@@ -96,6 +97,7 @@ class Fold:
         if self.resumed and self.done != self.total:
             self._evaluate([e for e in self.evaluations if self._is_due(e)])
             self._end_epoch()
+        self._save()
 
     def _tell_unshown(self) -> None:
         while self._unshown:
@@ -244,6 +246,7 @@ class Fold:
         if self.series is not None and self.series.best is not None:
             expect(self.series.best[0], event)
         said = self.telling.show(event)
+        self._news = True
         if said and self.stopped is None:
             self.stopped = f"{said} at step {self.done}"
 
@@ -285,7 +288,9 @@ class Fold:
 
     def _save(self) -> None:
         """Save, unless it is there already, or nothing that anybody wants back."""
-        if self.series is None or self.done in (self.series.saved, self._began):
+        if self.series is None or self.done == self.series.saved:
+            return
+        if self.done == self._began and (self.resumed is None or not self._news):
             return
         if has_nan(self.state):
             why = self.stopped or f"stopped at step {self.done}"
@@ -308,12 +313,17 @@ class Fold:
             "epochs_told": self._epochs_told,
             "hooks": self.telling.get_state(),
         }
+        measured, extra = self.telling.measured(self.done), {"fit": kept}
+        if self.done == self._began:  # it is there, and what was cut off when it was saved is done
+            self.series.add_later(self.done, metrics=measured, extra=extra)
+            self._news = False
+            return
         self.series.save(
             self.state,
             step=self.done,
             data=self.feed.position() if self._position is None else self._position,
-            metrics=self.telling.measured(self.done),
-            extra={"fit": kept},
+            metrics=measured,
+            extra=extra,
         )
 
 
