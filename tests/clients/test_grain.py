@@ -10,7 +10,7 @@ from tests.laws.network import bits
 import stepfold as sf
 
 from .course import TEST, TRAIN, measured
-from .test_optimizers import init, loss_fn
+from .test_optimizers import START, loss_fn
 
 TX = optax.adam(2e-2)
 STEP = sf.make_train_step(loss_fn, TX)
@@ -50,7 +50,7 @@ def by_a_loader():
 
 
 def run(batches, steps, **options):
-    state = sf.init_state(init, TX, jax.random.key(0))
+    state = sf.init_state(START, TX, jax.random.key(0))
     return sf.fit(STEP, state, batches, steps=steps, **options)
 
 
