@@ -40,12 +40,12 @@ class Shifted(grain.transforms.RandomMap):
 
 def lazily():
     dataset = grain.MapDataset.source(Digits()).seed(0).shuffle().repeat()
-    return iter(dataset.random_map(Shifted()).to_iter_dataset().batch(100, drop_remainder=True))
+    return iter(dataset.random_map(Shifted()).to_iter_dataset().batch(50, drop_remainder=True))
 
 
 def by_a_loader():
-    sampler = grain.samplers.IndexSampler(len(Digits()), shuffle=True, seed=0, num_epochs=4)
-    operations = [Shifted(), grain.transforms.Batch(100, drop_remainder=True)]
+    sampler = grain.samplers.IndexSampler(len(Digits()), shuffle=True, seed=0, num_epochs=2)
+    operations = [Shifted(), grain.transforms.Batch(50, drop_remainder=True)]
     return iter(grain.DataLoader(data_source=Digits(), sampler=sampler, operations=operations))
 
 
@@ -56,8 +56,8 @@ def run(batches, steps, **options):
 
 @pytest.mark.parametrize("batches", [lazily, by_a_loader])
 def test_a_run_goes_on_bit_for_bit_where_grain_was(batches, tmp_path):
-    whole = run(batches(), 60)
-    run(batches(), 35, run_dir=tmp_path, checkpoints=sf.Checkpoints(every=20))
-    resumed = run(batches(), 60, run_dir=tmp_path, checkpoints=sf.Checkpoints(every=20))
+    whole = run(batches(), 40)
+    run(batches(), 25, run_dir=tmp_path, checkpoints=sf.Checkpoints(every=10))
+    resumed = run(batches(), 40, run_dir=tmp_path, checkpoints=sf.Checkpoints(every=10))
     assert bits(resumed.state) == bits(whole.state)
-    assert measured(sf.make_eval_step(loss_fn), whole.state, len(TEST["label"]))["accuracy"] > 0.8
+    assert measured(sf.make_eval_step(loss_fn), whole.state, len(TEST["label"]))["accuracy"] > 0.75
