@@ -1,0 +1,63 @@
+"""A pipeline that is grain's from end to end: stepfold takes its batches, and its position."""
+
+import grain
+import jax
+import numpy as np
+import optax
+import pytest
+from tests.laws.network import bits
+
+import stepfold as sf
+
+from .course import TEST, TRAIN, measured
+from .test_optimizers import START, loss_fn
+
+TX = optax.adam(2e-2)
+STEP = sf.make_train_step(loss_fn, TX)
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+class Digits:
+    """A source of examples, as grain asks for one."""
+
+    def __len__(self):
+        return len(TRAIN["label"])
+
+    def __getitem__(self, index):
+        return {name: values[index] for name, values in TRAIN.items()}
+
+    def __repr__(self):
+        return "Digits()"  # by which a loader knows that it goes on with the same source
+
+
+class Shifted(grain.transforms.RandomMap):
+    """Move an image by a pixel, or not."""
+
+    def random_map(self, element, rng):
+        image = np.roll(element["image"].reshape(8, 8), rng.integers(-1, 2), axis=1)
+        return {**element, "image": image.ravel()}
+
+
+def lazily():
+    dataset = grain.MapDataset.source(Digits()).seed(0).shuffle().repeat()
+    return iter(dataset.random_map(Shifted()).to_iter_dataset().batch(50, drop_remainder=True))
+
+
+def by_a_loader():
+    sampler = grain.samplers.IndexSampler(len(Digits()), shuffle=True, seed=0, num_epochs=2)
+    operations = [Shifted(), grain.transforms.Batch(50, drop_remainder=True)]
+    return iter(grain.DataLoader(data_source=Digits(), sampler=sampler, operations=operations))
+
+
+def run(batches, steps, **options):
+    state = sf.init_state(START, TX, jax.random.key(0))
+    return sf.fit(STEP, state, batches, steps=steps, **options)
+
+
+@pytest.mark.parametrize("batches", [lazily, by_a_loader])
+def test_a_run_goes_on_bit_for_bit_where_grain_was(batches, tmp_path):
+    whole = run(batches(), 40)
+    run(batches(), 25, run_dir=tmp_path, checkpoints=sf.Checkpoints(every=10))
+    resumed = run(batches(), 40, run_dir=tmp_path, checkpoints=sf.Checkpoints(every=10))
+    assert bits(resumed.state) == bits(whole.state)
+    assert measured(sf.make_eval_step(loss_fn), whole.state, len(TEST["label"]))["accuracy"] > 0.75

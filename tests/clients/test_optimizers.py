@@ -1,0 +1,171 @@
+"""Optimizers off the beaten path, through a train step that knows of none of them."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from tests.laws.network import bits
+
+import stepfold as sf
+
+from .course import TRAIN, digits, measured, score
+
+STEPS = 40
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+@pytest.fixture(autouse=True)
+def as_a_user_would():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def _start():
+    """Make parameters of numpy's, which need no compiling."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: np.float32(rng.normal(size=shape) / shape[0] ** 0.5)
+    first = {"kernel": draw(64, 32), "bias": np.zeros(32, np.float32)}
+    last = {"kernel": draw(32, 10), "bias": np.zeros(10, np.float32)}
+    return {"first": first, "last": last}
+
+
+START = _start()
+
+
+def loss_fn(params, batch, key):
+    hidden = jax.nn.relu(batch["image"] @ params["first"]["kernel"] + params["first"]["bias"])
+    return score(hidden @ params["last"]["kernel"] + params["last"]["bias"], batch)
+
+
+MEASURE = jax.jit(sf.make_eval_step(loss_fn))
+
+
+def trained(tx, folder, *, start=START, loss=loss_fn, **options):
+    """Train in a loop of one's own, and a second time from a checkpoint in its middle."""
+    step = jax.jit(sf.make_train_step(loss, tx, **options), donate_argnums=0)
+    begin = lambda: sf.init_state(start, tx, jax.random.key(0))
+
+    def until(state, batches, end):
+        while int(state.step) < end:
+            state, _ = step(state, next(batches))
+        return state
+
+    batches = digits()
+    half = until(begin(), batches, STEPS // 2)
+    sf.save(folder, half, data=batches)
+    whole = until(half, batches, STEPS)
+
+    restored = sf.restore(folder, jax.eval_shape(begin))
+    batches.set_state(restored.data)
+    assert bits(until(restored.state, batches, STEPS)) == bits(whole)
+    return whole
+
+
+def loss_of(params):
+    """Measure parameters alone, as who has trained them would."""
+    return measured(MEASURE, sf.init_state(params, optax.identity(), jax.random.key(0)), 100)[
+        "loss"
+    ]
+
+
+def sharpness_aware(rate):
+    """Take sam by its two functions alone: it calls itself one that takes any extra argument."""
+    up = optax.chain(optax.contrib.normalize(), optax.sgd(0.02))
+    made = optax.contrib.sam(optax.adam(rate), up, sync_period=2)
+    return optax.GradientTransformation(made.init, made.update)
+
+
+OPTIMIZERS = {
+    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=16),
+    "lion": optax.lion(1e-2),
+    "muon": optax.contrib.muon(0.1),
+    "sam": sharpness_aware(4e-2),
+}
+
+
+@pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_it_learns_and_goes_on_bit_for_bit(tx, tmp_path):
+    assert loss_of(trained(tx, tmp_path).params) < 0.8
+
+
+def test_schedule_free_is_measured_by_its_own_average(tmp_path):
+    tx = optax.contrib.schedule_free_adamw(3e-2, warmup_steps=5)
+    state = trained(tx, tmp_path)
+
+    def average(state, batch):
+        params = optax.contrib.schedule_free_eval_params(state.opt_state, state.params)
+        return MEASURE(state._replace(params=params), batch)
+
+    found = measured(average, state, 100)
+    assert found["loss"] < 0.8
+    assert found["loss"] != measured(MEASURE, state, 100)["loss"]
+
+
+def test_lookahead_keeps_two_sets_of_parameters(tmp_path):
+    """Its gradients are of the fast ones alone, and so it is given those of the state's."""
+    ahead = optax.lookahead(optax.adam(2e-2), sync_period=5, slow_step_size=0.5)
+    tx = ahead._replace(update=lambda grads, *rest: ahead.update(grads.fast, *rest))
+    both = optax.LookaheadParams.init_synced(START)
+    on_fast = lambda params, batch, key: loss_fn(params.fast, batch, key)
+    params = trained(tx, tmp_path, start=both, loss=on_fast).params
+    assert loss_of(params.slow) < 0.8
+    for fast, slow in zip(*map(jax.tree.leaves, params), strict=True):  # they have just met
+        np.testing.assert_allclose(fast, slow, atol=1e-6)
+
+
+def test_frozen_parts_keep_every_bit(tmp_path):
+    edge = np.float32([-0.0, 1e-42, np.inf, 3.3])  # a zero's sign, and what rounds to nothing
+    start = {**START, "edge": edge}
+
+    def part(path, leaf):
+        return "frozen" if path[0].key in ("first", "edge") else "trained"
+
+    labels = lambda params: jax.tree_util.tree_map_with_path(part, params)
+    parts = {"trained": optax.adamw(0.1, weight_decay=0.1), "frozen": optax.set_to_zero()}
+    after = trained(optax.multi_transform(parts, labels), tmp_path, start=start).params
+    assert loss_of({name: after[name] for name in ("first", "last")}) < 1.2
+    for name in ("first", "edge"):
+        assert bits(after[name]) == bits(start[name])
+    assert bits(after["last"]) != bits(start["last"])
+
+
+def sharpest_near(rho):
+    """Make a way to a gradient: that of the worst point near by (Foret et al., 2021)."""
+
+    def grad(loss_fn, *, accumulate=1, stateful=False):
+        gradient = sf.value_and_grad(loss_fn, accumulate=accumulate, stateful=stateful)
+
+        def there(params, batch, key, model_state):
+            grads, *seen = gradient(params, batch, key, model_state)
+            worst = optax.tree.add_scale(params, rho / optax.tree.norm(grads), grads)
+            return gradient(worst, batch, key, model_state)[0], *seen
+
+        return there
+
+    return grad
+
+
+def test_a_way_to_a_gradient_of_ones_own(tmp_path):
+    tx = optax.adam(2e-2)
+    state = trained(tx, tmp_path, grad=sharpest_near(0.05), accumulate=2)
+    assert loss_of(state.params) < 0.8
+
+
+def test_a_way_to_a_gradient_of_ones_own_is_what_the_step_takes():
+    state = sf.init_state(START, optax.sgd(1.0), jax.random.key(0))
+    batch = {name: values[:50] for name, values in TRAIN.items()}
+    step = jax.jit(sf.make_train_step(loss_fn, optax.sgd(1.0), grad=sharpest_near(0.05)))
+    stepped, metrics = step(state, batch)
+
+    @jax.jit
+    def by_hand(params):
+        plain = lambda params: loss_fn(params, batch, None)[0].compute()
+        loss, grads = jax.value_and_grad(plain)(params)
+        scale = 0.05 / optax.tree.norm(grads)
+        worst = jax.tree.map(lambda p, g: p + scale * g, params, grads)
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(plain)(worst)), loss
+
+    wanted, loss = by_hand(state.params)
+    for one, two in zip(*map(jax.tree.leaves, (stepped.params, wanted)), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-6)
+    np.testing.assert_allclose(metrics["loss"].compute(), loss, rtol=1e-6)
