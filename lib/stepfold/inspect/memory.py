@@ -14,13 +14,13 @@ from stepfold.table import size, table
 # Of a step that was waiting for another, only the second is said.
 _EXHAUSTED = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 
-_ADVICE = {
+_ADVICE = {  # of two that are alike, the first is the easiest to turn
+    "output": "is what comes out: donate the state, so that the new one takes its place",
     "temporaries": "comes and goes within the step: make_train_step(…, accumulate=n) divides it, "
     "remat=True keeps less for the backward pass, precision='bf16' halves it",
     "state": "is the state: cut it over more devices (sf.make_sharding with sf.fsdp()), or take an "
     "optimizer that keeps less",
     "batch": "is the batch: make it smaller, or spread it over more devices",
-    "output": "is what comes out: donate the state, so that the new one takes its place",
 }
 
 
