@@ -42,3 +42,9 @@ def test_other_errors_are_left_as_they_are():
     error = RuntimeError("INTERNAL: something else")
     advise(error)
     assert not hasattr(error, "__notes__")
+
+
+def test_a_step_that_does_not_fit_is_advised_on_in_the_words_of_the_arguments():
+    error = sf.OutOfMemoryError("the step cannot be run; XLA said: Out of memory")
+    advise(error)
+    assert "raise gradient_accumulation_steps" in error.__notes__[0]

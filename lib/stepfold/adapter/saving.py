@@ -93,7 +93,6 @@ def save_whole(
     arguments: str | None,
     data: Any = None,
     metrics: Mapping[str, Any] | None = None,
-    extra: Mapping[str, Any] | None = None,
 ) -> Path:
     """Save a state as a checkpoint, and the arguments beside it, for people and programs.
 
@@ -103,7 +102,6 @@ def save_whole(
       arguments: the arguments as JSON, or None if that cannot hold them.
       data: the position in the data.
       metrics: numbers by name.
-      extra: what else JSON can hold.
 
     Returns:
       The folder of the step.
@@ -111,13 +109,13 @@ def save_whole(
     >>> import jax.numpy as jnp, tempfile
     >>> folder = tempfile.mkdtemp()
     >>> state = {"w": jnp.ones(2)}
-    >>> path = save_whole(folder, state, arguments="{}", extra={"step": 3}, metrics={"loss": 0.5})
+    >>> path = save_whole(folder, state, arguments="{}", metrics={"loss": 0.5})
     >>> sorted(entry.name for entry in Path(folder).iterdir())
     ['0', 'arguments.json']
     """
     place = Path(directory)
     number = int(getattr(state, "step", 0))
-    save(place, state, step=number, data=data, metrics=metrics, extra=dict(extra or {}))
+    save(place, state, step=number, data=data, metrics=metrics)
     if arguments is not None and jax.process_index() == 0:
         (place / ARGUMENTS).write_text(arguments, encoding="utf-8")
     return place / str(number)

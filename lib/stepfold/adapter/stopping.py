@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from stepfold.errors import OutOfMemoryError
+from stepfold.inspect.memory import is_exhausted
 from stepfold.loop.event import Event
 
 
@@ -89,7 +91,7 @@ def advise(error: BaseException) -> None:
     >>> error.__notes__[0].split(":")[0]
     'the device has too little memory for this step'
     """
-    if "RESOURCE_EXHAUSTED" in str(error):
+    if isinstance(error, OutOfMemoryError) or is_exhausted(error):
         error.add_note(
             "the device has too little memory for this step: raise gradient_accumulation_steps, "
             "set gradient_checkpointing='nothing_saveable' or mixed_precision='bf16', spread the "

@@ -72,8 +72,10 @@ def expect(metric: str, event: Event) -> None:
     ...
     stepfold.errors.ConfigError: eval/los: expected a metric that is measured; did you mean ...
     """
-    if metric not in event.metrics:
-        near = get_close_matches(metric, event.metrics, n=1, cutoff=0.9)
+    if metric not in event.metrics:  # most events are of another kind, and are passed over soon
+        kind = metric[: metric.rfind("/") + 1]
+        alike = [name for name in event.metrics if name.startswith(kind)]
+        near = alike and get_close_matches(metric, alike, n=1, cutoff=0.9)
         if near:
             raise ConfigError(
                 f"{metric}: expected a metric that is measured; did you mean {near[0]!r}?"

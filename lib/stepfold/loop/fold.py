@@ -124,7 +124,8 @@ class Fold:
             if self.done == due:
                 self._at_boundary()
                 due = self._next_due()
-            self._show(self.done - self._ahead)
+            if self.ledger.closed:
+                self._show(self.done - self._ahead)
             if self.signals.got is not None and self.signals.alone:
                 self.stopped = f"{self.signals.got.name} at step {self.done}"
 
@@ -188,10 +189,11 @@ class Fold:
         if self.stopped is None:
             self._end_epoch()
         if saves and self.stopped is None:
-            if has_nan(self.state):  # it stops, and those who look for it say where it came from
+            broken = has_nan(self.state)
+            if broken:  # it stops, and those who look for it say where it came from
                 self.ledger.close(self.done)
                 self._show()
-            self._save()
+            self._save(broken=broken)
 
     def _mark(self) -> Mark:
         """Note where the batches stand: a metric of the interval to come may turn out no number."""
@@ -286,13 +288,16 @@ class Fold:
             except (StepfoldError, OSError) as failure:
                 error.add_note(f"nor could the state be saved: {type(failure).__name__}: {failure}")
 
-    def _save(self) -> None:
-        """Save, unless it is there already, or nothing that anybody wants back."""
+    def _save(self, *, broken: bool | None = None) -> None:
+        """Save, unless it is there already, or nothing that anybody wants back.
+
+        To tell whether it is `broken` waits for the device; None is not known yet.
+        """
         if self.series is None or self.done == self.series.saved:
             return
         if self.done == self._began and (self.resumed is None or not self._news):
             return
-        if has_nan(self.state):
+        if has_nan(self.state) if broken is None else broken:
             why = self.stopped or f"stopped at step {self.done}"
             self.stopped = f"{why.removesuffix(_BROKEN)}{_BROKEN}"
             return
