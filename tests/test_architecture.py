@@ -11,7 +11,7 @@ import pytest
 import stepfold
 
 ROOT = Path(__file__).parent.parent
-LIB = ROOT / "lib" / "stepfold"
+LIB = Path(stepfold.__file__).parent
 SOURCES = sorted(path.relative_to(LIB) for path in LIB.rglob("*.py"))
 MODULES = [path for path in SOURCES if path.name not in ("__init__.py", "__main__.py")]
 
