@@ -1,6 +1,9 @@
 """Eight CPU devices, strict promotion, and a fixture for each way to call a function."""
 
+import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -12,6 +15,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# What XLA makes of a program is kept while the tests run, for them and for processes they start:
+# most compile small programs that others have compiled.
+COMPILED = {
+    "jax_compilation_cache_dir": tempfile.mkdtemp(prefix="compiled-"),
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+for name, value in COMPILED.items():
+    jax.config.update(name, value)
+    os.environ[name.upper()] = str(value)
 
 hypothesis.settings.register_profile("law", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("law")
@@ -26,6 +40,10 @@ def run(request: pytest.FixtureRequest) -> Callable:
 @pytest.fixture
 def key() -> jax.Array:
     return jax.random.key(0)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(COMPILED["jax_compilation_cache_dir"], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,23 +68,3 @@ def compiles() -> Iterator[list[str]]:
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield names
     jax.monitoring.unregister_event_duration_listener(listen)
-
-
-@pytest.fixture(scope="module")
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let the tests of a module that compile the same share what XLA made of it."""
-    from jax.experimental.compilation_cache import compilation_cache
-
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()

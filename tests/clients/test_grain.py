@@ -14,7 +14,6 @@ from .test_optimizers import START, loss_fn
 
 TX = optax.adam(2e-2)
 STEP = sf.make_train_step(loss_fn, TX)
-pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 class Digits:

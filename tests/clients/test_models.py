@@ -12,7 +12,6 @@ MODELS = {
     "haiku": models.of_haiku,
     "no library": models.of_no_library,
 }
-pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS)

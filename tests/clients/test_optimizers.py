@@ -11,7 +11,6 @@ import stepfold as sf
 from .course import TRAIN, digits, measured, score
 
 STEPS = 40
-pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(autouse=True)

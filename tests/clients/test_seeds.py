@@ -20,8 +20,6 @@ from stepfold.adapter import (
     TrainingArguments,
 )
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 @pytest.fixture(autouse=True)
 def as_a_user_would():

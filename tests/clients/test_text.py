@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 import stepfold as sf
 
 LENGTH, VOCABULARY, WIDTH, STEPS = 96, 400, 32, 40
-pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(autouse=True)

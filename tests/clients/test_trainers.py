@@ -40,7 +40,6 @@ from stepfold.adapter import (
     TrainingArguments,
 )
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 ROWS = {}
 
 
@@ -60,7 +59,7 @@ def as_a_user_would():
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory, compiled_once):
+def ran(tmp_path_factory):
     """A run of 20 steps, two epochs, that was evaluated and saved every five."""
     place = tmp_path_factory.mktemp("ran")
     options = {"evaluation_strategy": "steps", "eval_steps": 5, "save_steps": 5}

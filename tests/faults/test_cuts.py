@@ -20,9 +20,6 @@ import stepfold as sf
 SIGNALS = {"SIGTERM": (SystemExit, signal.SIGTERM), "SIGINT": (KeyboardInterrupt, signal.SIGINT)}
 
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
-
 class Batches:
     """Batches that do something, once, when a step's is pulled; before or after they moved on."""
 

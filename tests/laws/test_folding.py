@@ -12,8 +12,6 @@ import stepfold as sf
 
 from . import course, network
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 def by_hand(steps=course.STEPS):
     step, state, seen = jax.jit(course.STEP, donate_argnums=0), course.start(), []
