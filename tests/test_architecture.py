@@ -35,6 +35,8 @@ OWNERS = {
 }
 # A launcher tells a process which it is, and in no other way.
 READS_THE_ENVIRONMENT = Path("sharding/distributed.py")
+# jax's own cache of programs is set in no other way, and is put back where it was.
+SETS_JAX = Path("inspect/caching.py")
 CORE_MAY_IMPORT = {"jax", "numpy", "optax", "chex", "clu"}
 
 
@@ -127,7 +129,9 @@ def test_the_package_file_holds_no_logic():
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_nothing_reads_the_environment_or_keeps_state(path):
     text = (LIB / path).read_text()
-    forbidden = r"jax\.config\.update|^\s*global |getenv"
+    forbidden = r"^\s*global |getenv"
+    if path != SETS_JAX:
+        forbidden += r"|jax\.config\.update"
     if path != READS_THE_ENVIRONMENT:
         forbidden += r"|os\.environ"
     assert not re.search(forbidden, text, re.MULTILINE)
@@ -141,8 +145,8 @@ def test_nothing_reads_the_environment_or_keeps_state(path):
 
 # What takes long to import, and so is imported when it is first used.
 HEAVY = (
-    "orbax tensorstore tensorflow_datasets tensorflow grain datasets safetensors tensorboardX wandb "
-    "tqdm rich sklearn matplotlib pandas torch chex flax clu.metrics clu.parameter_overview "
+    "orbax tensorstore tensorflow_datasets tensorflow grain datasets safetensors tensorboardX "
+    "wandb tqdm rich sklearn matplotlib pandas torch chex flax clu.metrics clu.parameter_overview "
     "jax.extend jax.experimental.pallas jax.experimental.compilation_cache"
 )
 
