@@ -1,3 +1,4 @@
+import jax
 import numpy as np
 import pytest
 
@@ -7,7 +8,7 @@ from stepfold.loop.asked import read_arguments
 BATCHES = sf.batches({"x": np.zeros(8, np.float32)}, 4, epochs=3)
 
 
-def asked(batches=BATCHES, **options):
+def asked(batches=BATCHES, step=lambda state, batch: (state, {}), **options):
     given = {
         "steps": None,
         "epochs": None,
@@ -17,8 +18,9 @@ def asked(batches=BATCHES, **options):
         "log_every": 10,
         "steps_per_call": 1,
         "time_limit": None,
+        "compilation_cache": None,
     }
-    return read_arguments(lambda state, batch: (state, {}), batches, **{**given, **options})
+    return read_arguments(step, batches, **{**given, **options})
 
 
 def kinds(hooks):
@@ -57,12 +59,19 @@ def test_one_evaluation_is_one_of_several():
         ),
         ({"evaluation": 3}, r"evaluation: expected sf.Evaluation\(…\), got int 3"),
         ({"hooks": [3]}, "hooks: expected functions of an event, got int 3"),
+        ({"compilation_cache": 3}, "compilation_cache: expected a directory, or None, got int 3"),
         ({"time_limit": -1}, "time_limit: expected seconds, a number of at least 0, got -1"),
     ],
 )
 def test_what_is_not_as_it_has_to_be_is_refused(options, said):
     with pytest.raises(sf.ConfigError, match=said):
         asked(**options)
+
+
+def test_a_step_that_is_compiled_already_has_no_use_for_a_cache(tmp_path):
+    words = "compilation_cache='.*': expected a step that is neither jitted nor compiled, .* give"
+    with pytest.raises(sf.ConfigError, match=words):
+        asked(step=jax.jit(lambda state, batch: (state, {})), compilation_cache=tmp_path)
 
 
 def test_epochs_of_what_has_none_are_refused():

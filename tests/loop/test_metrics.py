@@ -6,7 +6,7 @@ import pytest
 from clu import metrics as clu
 
 import stepfold as sf
-from stepfold.core.loss import TermSum
+from stepfold.core.report import TermSum
 from stepfold.loop.metrics import (
     PerStep,
     each_of,

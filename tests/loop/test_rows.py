@@ -8,7 +8,7 @@ import pytest
 from clu.metrics import Average
 
 import stepfold as sf
-from stepfold.core.loss import TermSum
+from stepfold.core.report import TermSum
 from stepfold.loop.rows import Rower
 
 

@@ -115,3 +115,12 @@ def test_a_step_that_gives_no_pair_is_refused(step):
 def test_a_step_that_says_no_metrics_is_refused(metrics):
     with pytest.raises(sf.ConfigError, match=r"step: expected metrics by name from it, got "):
         Stepper(lambda state, batch: (state, metrics))(start(), [batch(0)])
+
+
+def test_a_run_takes_its_step_from_the_directory_where_one_before_has_left_it(tmp_path):
+    states = []
+    for _ in range(2):
+        run = sf.fit(STEP, start(), [batch(0), batch(1)], compilation_cache=tmp_path, log_every=1)
+        states.append(values(run.state.params))
+        assert len(list(tmp_path.glob("*-cache"))) == 1
+    assert states[0] == states[1]

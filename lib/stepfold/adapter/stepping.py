@@ -2,16 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from clu.metrics import Metric
 
 from stepfold import tree
 from stepfold.core.loss import mean
 from stepfold.errors import ConfigError
 from stepfold.inspect.compiled import CompiledStep, compile_step
+
+if TYPE_CHECKING:
+    from clu.metrics import Metric
 
 Step = Callable[[Any, Any], Any]
 
@@ -25,7 +27,7 @@ def as_train_step(step: Step) -> Step:
     1.5
     """
 
-    def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, Metric]]:
+    def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, "Metric"]]:
         made = step(state, batch)
         if not isinstance(made, tuple) or len(made) != 2:
             raise ConfigError(
@@ -48,7 +50,7 @@ def as_eval_step(step: Step) -> Step:
     4.0
     """
 
-    def eval_step(state: Any, batch: Any) -> dict[str, Metric]:
+    def eval_step(state: Any, batch: Any) -> dict[str, "Metric"]:
         made = as_metrics(step(state, batch), "eval_step_fn", weight=rows_of(batch))
         return {name.removeprefix("eval_").removeprefix("eval/"): x for name, x in made.items()}
 
@@ -79,6 +81,8 @@ def weighed_by_rows(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _weighed(loss: Any, rows: int) -> Any:
+    from clu.metrics import Metric
+
     is_number = tree.is_data(loss) and jnp.shape(loss) == () and not isinstance(loss, Metric)
     return mean(loss, jnp.asarray(rows, jnp.float32)) if is_number else loss
 
@@ -89,12 +93,14 @@ def rows_of(batch: Any) -> int:
     return int(sizes[0]) if sizes else 1
 
 
-def as_metrics(metrics: Any, what: str, *, weight: int = 1) -> dict[str, Metric]:
+def as_metrics(metrics: Any, what: str, *, weight: int = 1) -> dict[str, "Metric"]:
     """Make metrics of numbers by name, of a dict or of a record; None is none.
 
     Raises:
       ConfigError: if one of them is no number.
     """
+    from clu.metrics import Metric
+
     if dataclasses.is_dataclass(metrics) and not isinstance(metrics, type | Metric):
         metrics = {name.name: getattr(metrics, name.name) for name in dataclasses.fields(metrics)}
     elif hasattr(metrics, "_asdict"):
@@ -105,7 +111,9 @@ def as_metrics(metrics: Any, what: str, *, weight: int = 1) -> dict[str, Metric]
     return {name: _as_metric(f"{what}: {name}", value, weight) for name, value in there.items()}
 
 
-def _as_metric(name: str, value: Any, weight: int) -> Metric:
+def _as_metric(name: str, value: Any, weight: int) -> "Metric":
+    from clu.metrics import Metric
+
     if isinstance(value, Metric):
         return value
     if not tree.is_data(value) or jnp.shape(value) != ():
@@ -183,11 +191,11 @@ class HookedStep:
             raise error
 
 
-def _numbers(metrics: Mapping[str, Metric]) -> dict[str, Any]:
+def _numbers(metrics: Mapping[str, "Metric"]) -> dict[str, Any]:
     return {name: metric.compute() for name, metric in metrics.items()}
 
 
-def _merged(metrics: Any, given: Any, shown: Any) -> dict[str, Metric]:
+def _merged(metrics: Any, given: Any, shown: Any) -> dict[str, "Metric"]:
     """Keep the metrics that were left as they are, with their weights."""
     if shown is None:
         return dict(metrics)

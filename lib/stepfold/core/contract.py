@@ -5,15 +5,17 @@ Everything is looked at while jax traces, so that none of it costs anything in a
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from clu.metrics import Average, Metric
 
 from stepfold import tree
 from stepfold.core.loss import LossFn, Metrics, Terms
 from stepfold.errors import LossError
+
+if TYPE_CHECKING:
+    from clu.metrics import Average
 
 
 def checked(loss_fn: LossFn, *, stateful: bool = False) -> LossFn:
@@ -117,7 +119,9 @@ def read_terms(loss: Any) -> Terms:
     return {name: _read_term(f"loss/{name}", term) for name, term in loss.items()}
 
 
-def _read_term(path: str, term: Any) -> Average:
+def _read_term(path: str, term: Any) -> "Average":
+    from clu.metrics import Average
+
     if isinstance(term, Average):
         total = _scalar(path + ".total", term.total)
         real = tree.is_data(term.count) and jnp.result_type(term.count).kind in "biuf"
@@ -142,6 +146,8 @@ def _scalar(path: str, value: Any) -> Any:
 
 def read_metrics(metrics: Any) -> Metrics:
     """Read a loss function's metrics, by name."""
+    from clu.metrics import Metric
+
     if not isinstance(metrics, Mapping):
         raise LossError(
             f"metrics: expected a dict of clu.metrics.Metric, got {tree.spell(metrics)}"

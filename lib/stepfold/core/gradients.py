@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from clu.metrics import Average, Metric
 from jax.typing import DTypeLike
 
 from stepfold import tree
@@ -204,6 +203,7 @@ def _merged(stacked: Any, axes: tuple[str, ...] = ()) -> Any:
 
     Totals and weights simply add up.
     """
+    from clu.metrics import Average, Metric
 
     def merge(metric: Any) -> Any:
         if type(metric) is Average:

@@ -8,29 +8,30 @@ batches exact; dividing early is what makes them wrong elsewhere.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial, reduce
-from typing import Any
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from clu.metrics import Average, Metric
 from jax.typing import DTypeLike
 
 from stepfold import tree
 from stepfold.errors import LossError
 
+if TYPE_CHECKING:
+    from clu.metrics import Average, Metric
+
 LossFn = Callable[..., Any]
 """`(params, batch, key) -> loss | (loss, metrics)`; stateful with `model_state` in and out."""
 
-Terms = dict[str, Average]
+Terms = dict[str, "Average"]
 """The terms of a loss by name; the loss is the sum of their means."""
 
-Metrics = dict[str, Metric]
+Metrics = dict[str, "Metric"]
 """Mergeable metrics by name, as `clu.metrics` has them."""
 
 
-def mean(values: Any, where: Any = None) -> Average:
+def mean(values: Any, where: Any = None) -> "Average":
     """Take the mean of values, as a total and a weight that can still be merged exactly.
 
     Use it for a loss and for metrics alike. Sums are taken in float32 at least; the mean of
@@ -51,6 +52,8 @@ def mean(values: Any, where: Any = None) -> Average:
     >>> float(some.compute()), float(some.merge(rest).compute())
     (1.5, 3.0)
     """
+    from clu.metrics import Average  # here, since it brings flax, a quarter of jax's own time
+
     values = jnp.asarray(values)
     if where is None:
         where = jnp.ones(values.shape, bool)
@@ -83,32 +86,6 @@ def _check_mean(values: jax.Array, where: jax.Array) -> None:
             f"mean: where must have the shape of the values or of their leading axes, "
             f"got {tree.spell(where)} for values {tree.spell(values)}"
         )
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["terms"], meta_fields=[])
-@dataclass(frozen=True)
-class TermSum(Metric):  # type: ignore[misc]
-    """The sum of several means, merged term by term, so that each keeps its own denominator."""
-
-    terms: Terms
-
-    @classmethod
-    def empty(cls) -> "TermSum":
-        """Give the sum that has seen nothing, not even the terms' names."""
-        return cls({})
-
-    def merge(self, other: "TermSum") -> "TermSum":
-        """Merge term by term."""
-        if not (self.terms and other.terms):
-            return self if self.terms else other
-        return TermSum({name: term.merge(other.terms[name]) for name, term in self.terms.items()})
-
-    def compute(self) -> jax.Array:
-        """Add up the terms' means: NaN where no term has seen any weight, as an Average is."""
-        if not self.terms:
-            return jnp.array(jnp.nan)
-        seen = jnp.stack([term.count != 0 for term in self.terms.values()]).any(0)
-        return jnp.where(seen, total_of(self.terms), jnp.nan)
 
 
 def total_of(terms: Terms) -> jax.Array:
@@ -145,31 +122,3 @@ def _add(values: Iterable[Any]) -> jax.Array:
 
 def _nonzero(weight: jax.Array) -> jax.Array:
     return jnp.where(weight == 0, jnp.ones_like(weight), weight)
-
-
-def report(terms: Terms, metrics: Metrics, **more: Metric) -> Metrics:
-    """Put the loss, its terms, the user's metrics and the step's own under one roof.
-
-    Raises:
-      LossError: where two of them have one name.
-    """
-    loss = next(iter(terms.values())) if len(terms) == 1 else TermSum(terms)
-    reported: Metrics = {"loss": loss, **(terms if set(terms) != {"loss"} else {})}
-    if "loss" in terms and len(terms) > 1:
-        raise LossError(
-            "loss: the sum of the terms is reported as 'loss', so a term among several cannot have "
-            f"that name; got the terms {sorted(terms)}"
-        )
-    for name in sorted(terms.keys() & more.keys()):
-        raise LossError(
-            f"loss/{name}: the name is taken; the step itself reports {sorted(more)}, so call your "
-            "term something else"
-        )
-    for name, metric in {**metrics, **more}.items():
-        if name in reported or (name in metrics and name in more):
-            raise LossError(
-                f"metrics/{name}: the name is taken; the step itself reports "
-                f"{sorted({*reported, *more})}, so call yours something else"
-            )
-        reported[name] = metric
-    return reported

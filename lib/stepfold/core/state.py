@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,6 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from stepfold import tree
 from stepfold.core.optimizer import as_optimizer
 from stepfold.errors import ConfigError
+
+if TYPE_CHECKING:
+    import chex  # for its names of types alone: it imports a whole test framework
 
 # The step's keys come from another branch than init's, since `split(key)[i]` is `fold_in(key, i)`:
 # without this, step i would draw the very bits that the i-th layer was initialized with.
@@ -37,16 +39,16 @@ class TrainState(NamedTuple):
     """
 
     step: jax.Array
-    params: chex.ArrayTree
+    params: "chex.ArrayTree"
     opt_state: optax.OptState
-    model_state: chex.ArrayTree
-    key: chex.PRNGKey
+    model_state: "chex.ArrayTree"
+    key: "chex.PRNGKey"
 
 
 def init_state(
-    init: Callable[[chex.PRNGKey], Any] | Any,
+    init: Callable[["chex.PRNGKey"], Any] | Any,
     tx: optax.GradientTransformation,
-    key: chex.PRNGKey,
+    key: "chex.PRNGKey",
     *,
     stateful: bool = False,
     sharding: Any = None,

@@ -2,12 +2,11 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from clu.metrics import Average, Metric
 
 from stepfold import tree
 from stepfold.core.contract import checked, read_metrics, read_terms
@@ -16,9 +15,7 @@ from stepfold.core.loss import (
     LossFn,
     Metrics,
     Terms,
-    TermSum,
     mean,
-    report,
     total_of,
 )
 from stepfold.core.optimizer import apply_updates, as_optimizer, takes_any_keyword
@@ -34,6 +31,9 @@ from stepfold.core.precision import (
 )
 from stepfold.core.state import TrainState
 from stepfold.errors import ConfigError, TreeMismatchError
+
+if TYPE_CHECKING:
+    from clu.metrics import Metric
 
 StepFn = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 """`(state, batch) -> (state, metrics)`, pure and un-jitted."""
@@ -111,6 +111,8 @@ def make_train_step(
     >>> float(state.params["b"]), bool((state.params["w"] != 0).all())
     (0.0, True)
     """
+    from stepfold.core.report import report  # when a step is made, for what clu brings along
+
     if not isinstance(skip_nonfinite, bool):
         raise ConfigError(f"skip_nonfinite: expected True or False, got {skip_nonfinite!r}")
     tx = as_optimizer(tx)
@@ -180,6 +182,8 @@ def make_eval_step(
     >>> float(some["loss"].merge(rest["loss"]).compute())
     6.0
     """
+    from stepfold.core.report import report
+
     loss_fn = as_precision(precision).applied_to(checked(loss_fn, stateful=stateful))
 
     def eval_step(state: TrainState, batch: Any) -> Metrics:
@@ -304,8 +308,11 @@ def _still_finite(old: TrainState, new: TrainState) -> jax.Array:
 
 def _weighed(good: jax.Array, metrics: Metrics) -> Metrics:
     """Take the weight from the averages of a skipped step, so that they merge as nothing."""
+    from clu.metrics import Average
 
-    def weighed(name: str, metric: Metric) -> Metric:
+    from stepfold.core.report import TermSum
+
+    def weighed(name: str, metric: "Metric") -> "Metric":
         if name == "skipped" or not isinstance(metric, Average | TermSum):
             return metric
         return jax.tree.map(lambda leaf: jnp.where(good, leaf, jnp.zeros_like(leaf)), metric)

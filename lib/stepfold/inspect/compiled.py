@@ -6,6 +6,7 @@ made when asked for. A call takes jax's own fast path; only where that would tra
 entered, and then the arguments are compared leaf by leaf with those it was compiled for.
 """
 
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 from stepfold import tree
 from stepfold.errors import ConfigError, RetraceError
 from stepfold.inspect.arguments import changes, in_guise_of, is_weak, placed
+from stepfold.inspect.caching import check_cache, compile_cached
 from stepfold.inspect.memory import exhausted, is_exhausted
 
 
@@ -107,6 +109,7 @@ def compile_step(
     *,
     sharding: Any = None,
     donate: bool = True,
+    compilation_cache: str | os.PathLike[str] | None = None,
 ) -> CompiledStep:
     """Compile a step ahead of time, for one form of state and batch.
 
@@ -121,6 +124,10 @@ def compile_step(
       sharding: the state's plan; by default where its arrays are. A batch that has no place of its
         own is spread over the mesh's data axes, as by `shard_batch`.
       donate: whether the state's memory is used for the new state. An `EvalFn`'s never is.
+      compilation_cache: a directory in which compiled programs are kept, so that the next process
+        need not compile the same. Several may share it, and it can be deleted at any time; what
+        is in it is run, so no one else should be able to write there. Without it, jax's own
+        settings hold.
 
     Raises:
       LossError, TreeMismatchError, …: what tracing the step raises.
@@ -143,6 +150,7 @@ def compile_step(
             "compile_step: expected a step (state, batch) -> ..., neither jitted nor compiled, got "
             f"{tree.spell(step)}"
         )
+    cache = check_cache(compilation_cache)
     given, (state, batch) = batch, placed(state, batch, sharding)
     made = jax.eval_shape(step, state, batch)
     trains = isinstance(made, tuple) and len(made) == 2 and _is_alike(state, made[0])
@@ -162,7 +170,7 @@ def compile_step(
     )
     lowered = jitted.lower(state, in_guise_of(given, batch))
     try:
-        compiled = lowered.compile()
+        compiled = compile_cached(lowered, cache)
     except RuntimeError as error:
         if not is_exhausted(error):
             raise

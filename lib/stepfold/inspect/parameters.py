@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-from clu.parameter_overview import get_parameter_overview
 
 from stepfold import tree
 from stepfold.errors import ConfigError
@@ -27,6 +26,8 @@ def parameter_table(params: Any, plan: Any = None, *, stats: bool = False) -> st
     +------------+--------+---------+------+----------...
     Total: 6 -- 24 bytes
     """
+    from clu.parameter_overview import get_parameter_overview  # it imports flax
+
     flat = dict(tree.named_leaves(params))
     for name, leaf in flat.items():
         if not tree.is_array(leaf):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from stepfold import tree
 from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.errors import ConfigError
+from stepfold.inspect.caching import check_cache
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.event import Hook
 from stepfold.loop.feed import Feed
@@ -37,6 +38,7 @@ def read_arguments(
     log_every: int,
     steps_per_call: int,
     time_limit: float | None,
+    compilation_cache: Any,
 ) -> Asked:
     """Read the arguments of `fit`, and make of them what they stand for.
 
@@ -50,7 +52,12 @@ def read_arguments(
         raise ConfigError(
             f"checkpoints: expected sf.Checkpoints(every=…), got {tree.spell(checkpoints)}"
         )
-    stepper = Stepper(step)
+    stepper = Stepper(step, check_cache(compilation_cache))
+    if compilation_cache is not None and not stepper.scans:
+        raise ConfigError(
+            f"compilation_cache={str(compilation_cache)!r}: expected a step that is neither jitted "
+            f"nor compiled, got {tree.spell(step)}; give the cache to sf.compile_step"
+        )
     at_once = _positive("steps_per_call", steps_per_call, needed=True) or 1
     if at_once > 1 and not stepper.scans:
         raise ConfigError(

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from clu.metrics import Metric
 from jax.sharding import Mesh, NamedSharding
 
 from stepfold import tree
@@ -14,11 +13,14 @@ from stepfold.inspect.compiled import CompiledStep
 from stepfold.loop.metrics import merged, values_of
 from stepfold.sharding.placement import shard_batch
 
+if TYPE_CHECKING:
+    from clu.metrics import Metric
+
 _AT_ONCE = 64  # results that wait on the device before they are fetched together
 
 
 def evaluate(
-    eval_step: Callable[[Any, Any], Mapping[str, Metric]], state: Any, batches: Iterable[Any]
+    eval_step: Callable[[Any, Any], Mapping[str, "Metric"]], state: Any, batches: Iterable[Any]
 ) -> dict[str, float]:
     """Measure a state on batches, as one number a metric.
 
@@ -72,7 +74,9 @@ def is_placed(batch: Any) -> bool:
     return any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(batch))
 
 
-def _checked(metrics: Any) -> Mapping[str, Metric]:
+def _checked(metrics: Any) -> Mapping[str, "Metric"]:
+    from clu.metrics import Metric
+
     is_metric = lambda node: isinstance(node, Metric)
     if not isinstance(metrics, Mapping) or not all(map(is_metric, metrics.values())):
         raise ConfigError(

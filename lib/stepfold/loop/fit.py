@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def fit(
     resume: bool = True,
     steps_per_call: int = 1,
     time_limit: float | None = None,
+    compilation_cache: str | PathLike[str] | None = None,
 ) -> FitResult:
     """Fold batches into a state, show what happens, and keep what is worth keeping.
 
@@ -81,6 +83,8 @@ def fit(
       resume: whether to go on from a checkpoint where there is one.
       steps_per_call: how many steps go in one dispatch, with the same bits.
       time_limit: after how many seconds to stop.
+      compilation_cache: a directory in which the compiled step is kept for the next process, as
+        by `compile_step`, which does the same for an evaluation's step.
 
     Returns:
       The state, the history, and why it stopped.
@@ -109,6 +113,7 @@ def fit(
         log_every=log_every,
         steps_per_call=steps_per_call,
         time_limit=time_limit,
+        compilation_cache=compilation_cache,
     )
     check_there(state)
     with ExitStack() as stack:

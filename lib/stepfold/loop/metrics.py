@@ -6,19 +6,20 @@ evaluation loses no digits; any other metric merges as its own class says, on th
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from clu.metrics import Average, Metric
 
-from stepfold.core.loss import TermSum
 from stepfold.errors import ConfigError
+
+if TYPE_CHECKING:
+    from clu.metrics import Metric
 
 _WIDE = {"i": np.int64, "u": np.uint64, "b": np.int64}
 
 
-def merged(metrics: Sequence[Mapping[str, Metric]]) -> dict[str, Any]:
+def merged(metrics: Sequence[Mapping[str, "Metric"]]) -> dict[str, Any]:
     """Merge what several steps or batches said, each a dict of the same metrics.
 
     >>> import jax.numpy as jnp, stepfold as sf
@@ -43,9 +44,9 @@ def over_steps(stacked: Any) -> Any:
 
 def _adds_up(metric: Any) -> bool:
     """Tell whether merging is adding, and so can be done in more digits than the device has."""
-    return isinstance(metric, TermSum) or (
-        isinstance(metric, Average) and type(metric).merge is Average.merge
-    )
+    from clu.metrics import Average
+
+    return _is_sum(metric) or (isinstance(metric, Average) and type(metric).merge is Average.merge)
 
 
 def _sum(leaf: Any) -> Any:
@@ -101,13 +102,17 @@ def read_interval(stacked: Mapping[str, Any]) -> tuple[dict[str, float], PerStep
 
 def each_of(stacked: Any) -> np.ndarray | None:
     """Read a metric with a leading axis of steps step by step, if it is of totals and weights."""
-    adds = isinstance(stacked, TermSum) or type(stacked) is Average
+    from clu.metrics import Average
+
+    adds = _is_sum(stacked) or type(stacked) is Average
     return np.asarray(value_of(stacked)) if adds else None
 
 
 def weights_of(stacked: Any) -> np.ndarray | None:
     """Read the weights step by step: 0 where a metric has seen nothing, as in a skipped step."""
-    terms = stacked.terms.values() if isinstance(stacked, TermSum) else [stacked]
+    from clu.metrics import Average
+
+    terms = stacked.terms.values() if _is_sum(stacked) else [stacked]
     if not all(isinstance(term, Average) for term in terms):
         return None
     return np.asarray(np.max([np.asarray(term.count) for term in terms], axis=0))
@@ -127,20 +132,30 @@ def values_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 def value_of(metric: Any) -> Any:
     """Read one metric; NaN, where it has seen nothing."""
+    from clu.metrics import Metric
+
     if _is_mean(metric):
         return _mean(metric)
     return metric.compute() if isinstance(metric, Metric) else metric
 
 
+def _is_sum(metric: Any) -> bool:
+    from stepfold.core.report import TermSum
+
+    return isinstance(metric, TermSum)
+
+
 def _is_mean(metric: Any) -> bool:
-    return isinstance(metric, TermSum) or (
+    from clu.metrics import Average
+
+    return _is_sum(metric) or (
         isinstance(metric, Average) and type(metric).compute is Average.compute
     )
 
 
 def _mean(metric: Any, add: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
     """Divide totals by weights, after they are added up; what was not seen is left out of sums."""
-    if isinstance(metric, Average):
+    if not _is_sum(metric):
         return _over(add(metric.total), add(metric.count))
     counts = [add(term.count) for term in metric.terms.values()]
     means = [

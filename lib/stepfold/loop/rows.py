@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from clu.metrics import Metric
 
 from stepfold import tree
 from stepfold.errors import ConfigError
@@ -24,6 +23,8 @@ def read_step(made: Any) -> tuple[Any, Any]:
     Raises:
       ConfigError: if it is anything else.
     """
+    from clu.metrics import Metric
+
     if not isinstance(made, tuple) or len(made) != 2:
         raise ConfigError(f"step: expected (state, metrics) from it, got {tree.spell(made)}")
     state, metrics = made

@@ -1,6 +1,7 @@
 """The compiled form of a step: one at a time, or several in one dispatch."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,12 +23,15 @@ class Stepper:
     A step that is compiled already, or jitted, runs as it is.
     """
 
-    def __init__(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+    def __init__(
+        self, step: Callable[[Any, Any], tuple[Any, Any]], cache: Path | None = None
+    ) -> None:
         if not callable(step):
             raise ConfigError(f"step: expected a step (state, batch) -> …, got {tree.spell(step)}")
         self._step = step
         self._ready = isinstance(step, CompiledStep) or hasattr(step, "lower")
         self._rower = Rower(step)
+        self._cache = cache
         self._compiled: dict[int, CompiledStep] = {}
 
     @property
@@ -48,7 +52,8 @@ class Stepper:
         compiled = self._compiled.get(count)
         if compiled is None:
             run = self._rower if count == 1 else self._scanned
-            compiled = self._compiled[count] = compile_step(run, state, given)
+            compiled = compile_step(run, state, given, compilation_cache=self._cache)
+            self._compiled[count] = compiled
         return compiled(state, given)  # type: ignore[no-any-return]
 
     def _scanned(self, state: Any, batches: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -10,7 +10,6 @@ import numpy as np
 from stepfold import tree
 from stepfold.errors import DataError
 from stepfold.loop.replaying.narrowing import Rows, culprits, rows_of, spelled
-from stepfold.loop.replaying.origin import first_site
 
 _MOST = 16  # sets of rows: where there are more, the rows are hardly what is wrong
 _SHOWN = 4
@@ -71,6 +70,9 @@ def name_line(step: Any, state: Any, batch: Any, good: Any) -> tuple[list[str], 
     Returns:
       The operation and its line, if there is one; and if not, why.
     """
+    # Here, since it brings in jax.extend, and that all of Pallas.
+    from stepfold.loop.replaying.origin import first_site
+
     try:
         site = first_site(step, (state, batch), None if good is None else (state, good))
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
