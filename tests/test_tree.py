@@ -77,6 +77,23 @@ def test_select_takes_every_bit_and_no_nan_from_the_other():
     assert (jax.random.key_data(kept["k"]) == jax.random.key_data(old["k"])).all()
 
 
+@pytest.mark.parametrize("leaf", [1, 0.5, True, np.int8(1), jnp.ones(2, jnp.bfloat16), np.ones(1)])
+def test_what_is_real(leaf):
+    assert tree.is_real(leaf)
+
+
+def test_an_abstract_array_is_data_where_it_may_stand_for_it():
+    form = jax.ShapeDtypeStruct((2,), jnp.float32)
+    assert not tree.is_data(form)
+    assert tree.is_data(form, abstract=True)
+    assert not tree.is_data("x", abstract=True)
+
+
+@pytest.mark.parametrize("leaf", [None, "x", 1j, jnp.ones(2, complex), jax.random.key(0)])
+def test_what_is_not_real(leaf):
+    assert not tree.is_real(leaf)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn])
 def test_widen_is_float32_for_what_is_narrower(dtype):
     assert tree.widen(dtype) == jnp.float32

@@ -9,8 +9,9 @@ from stepfold.checkpoint.verify import Contents, contents, latest_step, verify
 from stepfold.core.ema import ema_params, get_ema
 from stepfold.core.gradients import value_and_grad
 from stepfold.core.loss import mean
+from stepfold.core.loss_scale import dynamic_loss_scale
 from stepfold.core.observe import observe
-from stepfold.core.precision import Precision, dynamic_loss_scale
+from stepfold.core.precision import Precision
 from stepfold.core.state import TrainState, init_state
 from stepfold.core.step import make_eval_step, make_train_step
 from stepfold.data.attention import block_diagonal_mask

@@ -45,16 +45,31 @@ def is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def is_data(leaf: object) -> bool:
-    """Tell whether jax can make an array of a leaf: of numbers, not of text or None."""
+def is_data(leaf: object, *, abstract: bool = False) -> bool:
+    """Tell whether jax can make an array of a leaf: of numbers, not of text or None.
+
+    Args:
+      leaf: anything.
+      abstract: whether an abstract array may stand for one.
+    """
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype.kind not in "OUSMm"
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return abstract
     return isinstance(leaf, int | float | complex | jax.Array)
 
 
 def is_float(leaf: object) -> bool:
     """Tell whether a leaf is an array of real floating numbers."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)  # type: ignore[attr-defined]
+
+
+def is_real(leaf: object) -> bool:
+    """Tell whether a leaf is data of real numbers: floats of any kind, integers or booleans."""
+    if not is_data(leaf):
+        return False
+    kinds = jnp.floating, jnp.integer, jnp.bool_
+    return any(jnp.issubdtype(jnp.result_type(leaf), kind) for kind in kinds)
 
 
 def floating(dtype: Any) -> Any:

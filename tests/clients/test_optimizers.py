@@ -67,18 +67,12 @@ def loss_of(params):
     ]
 
 
-def sharpness_aware(rate):
-    """Take sam by its two functions alone: it calls itself one that takes any extra argument."""
-    up = optax.chain(optax.contrib.normalize(), optax.sgd(0.02))
-    made = optax.contrib.sam(optax.adam(rate), up, sync_period=2)
-    return optax.GradientTransformation(made.init, made.update)
-
-
+UPHILL = optax.chain(optax.contrib.normalize(), optax.sgd(0.02))
 OPTIMIZERS = {
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=16),
     "lion": optax.lion(1e-2),
     "muon": optax.contrib.muon(0.1),
-    "sam": sharpness_aware(4e-2),
+    "sam": optax.contrib.sam(optax.adam(4e-2), UPHILL, sync_period=2),
 }
 
 

@@ -25,6 +25,8 @@ def call(loss_fn, *, stateful=False, model_state=None):
         lambda p: {"a": sf.mean(p), "b": p.sum()},
         lambda p: Average(total=p.sum(), count=jnp.int32(2)),
         lambda p: p.sum().astype(jnp.bfloat16),
+        lambda p: Average(total=p.sum(), count=jnp.bfloat16(2)),
+        lambda p: Average(total=p.sum(), count=True),
     ],
 )
 def test_every_form_of_a_loss_is_read_as_float32_terms(run, loss):
@@ -62,6 +64,7 @@ def test_checking_twice_changes_nothing(run):
         (Average(total=jnp.ones(2), count=jnp.ones(())), r"loss.total: expected a scalar"),
         (Average(total=jnp.ones(()), count=jnp.ones(2)), r"loss.count: expected a real scalar"),
         (Average(total=jnp.ones(()), count=jnp.ones((), complex)), r"loss.count: .*got complex64"),
+        (Average(total=jnp.ones(()), count=jax.random.key(0)), r"loss.count: .*got key<fry>"),
         ((jnp.ones(()), {}, ()), r"a tuple of 3; a loss that returns model_state needs stateful=T"),
         ((jnp.ones(()),), r"expected the loss or \(loss, metrics\), got a tuple of 1"),
         ((jnp.ones(()), [1]), r"metrics: expected a dict of clu.metrics.Metric, got list"),

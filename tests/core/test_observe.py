@@ -44,7 +44,7 @@ def test_the_step_itself_is_not_changed():
 
 
 def test_fit_shows_it_step_by_step():
-    step, state = make(optax.sgd(0.1), steps_done=lambda state: state.step)
+    step, state = make(optax.sgd(0.1), step=lambda state: state.step)
     seen = []
     batches = sf.batches(np.zeros((8, 4), np.float32), 4, seed=0)
     sf.fit(
@@ -52,7 +52,7 @@ def test_fit_shows_it_step_by_step():
         steps=8,
         log_every=4,
         steps_per_call=2,
-        hooks=[lambda event: seen.extend(event.each["train/steps_done"])],
+        hooks=[lambda event: seen.extend(event.each["train/step"])],
     )
     assert seen == [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -60,7 +60,8 @@ def test_fit_shows_it_step_by_step():
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda state: None, "rate: expected a number of the state, got NoneType None"),
+        (lambda state: None, "rate: expected one number of the state, got NoneType None"),
+        (lambda state: state.key, "rate: expected one number of the state, got key<fry>"),
         (lambda state: state.params, r"rate: expected one number of the state, got float32\[4\]"),
     ],
 )

@@ -6,6 +6,14 @@ import pytest
 import stepfold as sf
 from stepfold.core.optimizer import as_optimizer
 
+UP = optax.chain(optax.contrib.normalize(), optax.sgd(0.02))
+
+
+def step_of(tx, params=None):
+    params = {"w": jnp.ones(3)} if params is None else params
+    state = sf.init_state(params, tx, jax.random.key(0))
+    return sf.make_train_step(lambda p, b, k: (p["w"] ** 2).sum(), tx)(state, None)[0]
+
 
 def test_any_optimizer_takes_extra_arguments_and_strict_promotion():
     for tx in (optax.sgd(0.1), optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 2)):
@@ -23,6 +31,59 @@ def test_multi_steps_hands_on_the_extra_arguments(run, form):
     params = jnp.ones(3)
     _, state = run(tx.update)(params, tx.init(params), params, value=jnp.float32(0.5))
     assert state.inner_opt_state.best_value == 0.5
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: sf.ema_params(tx, 0.9)])
+def test_an_update_is_given_the_keywords_that_it_takes(wrap):
+    tx = wrap(optax.contrib.sam(optax.sgd(0.1), UP))  # takes grad_fn= alone, and says any
+    assert step_of(tx).params["w"][0] > 1  # uphill first
+
+
+def test_parameters_may_be_given_by_their_name():
+    tx = as_optimizer(optax.GradientTransformation(lambda p: (), lambda u, s, p: (p, s)))
+    assert tx.update(1.0, (), params=2.0, value=3.0) == (2.0, ())
+
+
+@pytest.mark.parametrize(
+    ("tx", "said"),
+    [
+        (optax.lbfgs(0.1), "missing .*'value_fn'"),
+        (optax.contrib.sophia(0.1), "obj_fn must be"),
+        (optax.contrib.sam(optax.sgd(0.1), UP, opaque_mode=True), "grad_fn must be"),
+    ],
+)
+def test_an_optimizer_that_evaluates_the_loss_itself_is_told_apart(tx, said):
+    message = f"tx: expected an optimizer that makes do with .*{said}.*do without its line search"
+    with pytest.raises(sf.ConfigError, match=message):
+        step_of(tx)
+    step_of(optax.lbfgs(0.1, linesearch=None))
+
+
+def test_a_part_that_does_not_take_what_it_says_is_named():
+    sam = optax.contrib.sam(optax.sgd(0.1), UP)
+    message = r"tx: expected every part .* value=loss, .*transparent_update_fn.*; put optax.Gradi"
+    with pytest.raises(sf.ConfigError, match=message):
+        step_of(optax.chain(optax.clip(1.0), sam))
+    step_of(optax.chain(optax.clip(1.0), optax.GradientTransformation(sam.init, sam.update)))
+
+
+def test_what_else_goes_wrong_in_an_optimizer_is_left_as_it_is():
+    def update(updates, state, params=None):
+        raise TypeError("of my own")
+
+    with pytest.raises(TypeError, match="^of my own$"):
+        step_of(optax.GradientTransformation(lambda params: (), update))
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: sf.ema_params(tx, 0.9)])
+def test_lookahead_on_one_set_of_parameters_is_refused_when_built(wrap):
+    tx = wrap(optax.lookahead(optax.sgd(0.1), 5, 0.5))
+    message = (
+        r"lookahead expects optax.LookaheadParams.init_synced\(params\), got dict; .*grads.fast"
+    )
+    with pytest.raises(sf.ConfigError, match=message):
+        step_of(tx)
+    step_of(optax.sgd(0.1))
 
 
 def test_the_promotion_of_others_stays_strict():

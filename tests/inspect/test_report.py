@@ -1,6 +1,7 @@
 import json
 import resource
 import warnings
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ FORWARD = 2 * 32 * SIZE
 TRAINING = 2 * FORWARD + 2 * 32 * 256 * 32
 
 
+@cache
 def described(dims=None, step=STEP, build=init, batch=BATCH, tx=TX, **options):
     shape = jax.eval_shape(lambda: sf.init_state(build, tx, jax.random.key(0)))
     plan = dims and sf.make_sharding(shape, sf.make_mesh(dims))

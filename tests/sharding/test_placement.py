@@ -156,7 +156,7 @@ def test_numpy_arrays_of_no_numbers_are_refused_by_name(text):
         (
             None,
             ("x",),
-            r"^shard_batch: expected axes of the mesh to spread examples over, got "
+            r"^axes: expected axes of the mesh to spread examples over, got "
             r"\('dp', 'fsdp'\); the mesh has \('x',\), so give axes=…$",
         ),
         ("dp", ("x",), r"got \('dp',\); the mesh has \('x',\), so give axes="),

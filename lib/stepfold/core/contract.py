@@ -1,10 +1,10 @@
-"""Hold a loss function to its contract: what it takes and what it returns, told before it trains.
+"""Hold a loss function, and a way to its gradient, to the contract: what it takes and returns.
 
 Everything is looked at while jax traces, so that none of it costs anything in a compiled step.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from stepfold import tree
 from stepfold.core.loss import LossFn, Metrics, Terms
-from stepfold.errors import LossError
+from stepfold.core.optimizer import takes_any_keyword
+from stepfold.errors import ConfigError, LossError, TreeMismatchError
 
 if TYPE_CHECKING:
     from clu.metrics import Average
@@ -72,7 +73,7 @@ def _two(returned: Any) -> tuple[Any, Any]:
         return returned, {}
     if len(returned) != 2:
         raise LossError(
-            f"expected the loss or (loss, metrics), got a tuple of {len(returned)}"
+            f"expected the loss or (loss, metrics), got {_spell(returned)}"
             + ("; a loss that returns model_state needs stateful=True" * (len(returned) == 3))
         )
     return returned[0], returned[1]
@@ -80,11 +81,13 @@ def _two(returned: Any) -> tuple[Any, Any]:
 
 def _three(returned: Any) -> tuple[Any, Any, Any]:
     if not isinstance(returned, tuple) or len(returned) != 3:
-        what = (
-            f"a tuple of {len(returned)}" if isinstance(returned, tuple) else tree.spell(returned)
-        )
-        raise LossError(f"stateful=True: expected (loss, metrics, model_state), got {what}")
+        got = _spell(returned)
+        raise LossError(f"stateful=True: expected (loss, metrics, model_state), got {got}")
     return returned[0], returned[1], returned[2]
+
+
+def _spell(returned: Any) -> str:
+    return f"a tuple of {len(returned)}" if isinstance(returned, tuple) else tree.spell(returned)
 
 
 def _check_same(old: Any, new: Any) -> None:
@@ -124,8 +127,7 @@ def _read_term(path: str, term: Any) -> "Average":
 
     if isinstance(term, Average):
         total = _scalar(path + ".total", term.total)
-        real = tree.is_data(term.count) and jnp.result_type(term.count).kind in "biuf"
-        if not real or jnp.shape(term.count) != ():
+        if not tree.is_real(term.count) or jnp.shape(term.count) != ():
             raise LossError(f"{path}.count: expected a real scalar, got {tree.spell(term.count)}")
         return Average(total=total, count=jnp.asarray(term.count).astype(total.dtype))
     total = _scalar(path, term)
@@ -166,3 +168,36 @@ def read_metrics(metrics: Any) -> Metrics:
                 "make its class a flax.struct.dataclass, or register it with jax"
             )
     return dict(metrics)
+
+
+_PLAIN = {"accumulate": 1, "stateful": False}
+
+
+def options_of(grad: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Choose the options that a way to a gradient takes; it must take what is not the default."""
+    if not callable(grad):
+        raise ConfigError(f"grad: expected a function of a loss function, got {tree.spell(grad)}")
+    if takes_any_keyword(grad):
+        return options
+    parameters = inspect.signature(grad).parameters
+    for name, value in options.items():
+        if name not in parameters and value != _PLAIN[name]:
+            raise ConfigError(
+                f"grad: {getattr(grad, '__name__', grad)} was asked for {name}={value!r} and takes "
+                f"no such keyword; let it take {name}=, as sf.value_and_grad does"
+            )
+    return {name: value for name, value in options.items() if name in parameters}
+
+
+def read_gradients(returned: Any, params: Any) -> tuple[Any, Terms, Metrics, Any]:
+    """Hold what `grad` made to what a `GradFn` returns."""
+    if not isinstance(returned, tuple) or len(returned) != 4:
+        got = _spell(returned)
+        raise ConfigError(f"grad: expected (grads, loss, metrics, model_state), got {got}")
+    grads, loss, metrics, model_state = returned
+    lines = tree.diff(params, grads, "grads")
+    if lines:
+        raise TreeMismatchError(
+            "grad: expected gradients in the form of the parameters, got\n  " + "\n  ".join(lines)
+        )
+    return jax.tree.map(jnp.asarray, grads), read_terms(loss), read_metrics(metrics), model_state

@@ -65,12 +65,11 @@ def value_and_grad(
     4.6667 3.6667
     4.6667 3.6667
     """
-    accumulate = _count(accumulate)
     if accumulator_dtype is not None and tree.floating(accumulator_dtype) is None:
         raise ConfigError(
             f"accumulator_dtype: expected a floating dtype or None, got {accumulator_dtype!r}"
         )
-    if accumulate > 1:
+    if _count(accumulate) > 1:
         return gradients_in_parts(
             loss_fn, accumulate, stateful=stateful, accumulator_dtype=accumulator_dtype
         )

@@ -74,9 +74,7 @@ def _float_dtype(values: jax.Array, where: jax.Array) -> DTypeLike:
 
 def _check_mean(values: jax.Array, where: jax.Array) -> None:
     for name, array in (("values", values), ("where", where)):
-        if not (
-            tree.is_float(array) or array.dtype == bool or jnp.issubdtype(array.dtype, jnp.integer)
-        ):
+        if not tree.is_real(array):
             raise LossError(f"mean: expected real numbers as {name}, got {tree.spell(array)}")
     repeats = where.ndim == values.ndim and all(
         size in (1, wanted) for size, wanted in zip(where.shape, values.shape, strict=True)

@@ -3,20 +3,23 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+
 from stepfold import tree
 from stepfold.core.loss import mean
 from stepfold.errors import ConfigError
 
 
 def observe(
-    step: Callable[[Any, Any], tuple[Any, Any]], **functions: Callable[[Any], Any]
+    step: Callable[[Any, Any], tuple[Any, Any]], /, **functions: Callable[[Any], Any]
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
     """Make a step that measures the state it gives, too: the learning rate, the norm of weights.
 
     What is measured is a part of the step's program, and comes with its metrics: it is of exactly
     that step, and nobody waits for it. A schedule counts from zero, so that the rate a state was
-    made with is `schedule(state.step - 1)`. An optimizer made by `optax.inject_hyperparams` keeps
-    it: `optax.tree.get(state.opt_state, "hyperparams")["learning_rate"]`.
+    made with is `schedule(state.step - 1)`, unless steps were skipped, which no optimizer counts.
+    One made by `optax.inject_hyperparams` keeps the rate that it took:
+    `optax.tree.get(state.opt_state, "hyperparams")["learning_rate"]`.
 
     Args:
       step: a `StepFn`.
@@ -61,8 +64,6 @@ def observe(
 
 
 def _read(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not (isinstance(value, int | float) or tree.is_array(value)):
-        raise ConfigError(f"{name}: expected a number of the state, got {tree.spell(value)}")
-    if getattr(value, "shape", ()) != ():
+    if not tree.is_real(value) or jnp.shape(value) != ():
         raise ConfigError(f"{name}: expected one number of the state, got {tree.spell(value)}")
     return mean(value)

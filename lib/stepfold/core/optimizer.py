@@ -1,6 +1,7 @@
 """What stepfold asks of an optimizer: to be one of optax's, or to look like it."""
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -13,7 +14,10 @@ from stepfold.errors import ConfigError
 
 
 def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Refuse what is no optimizer, and let any take extra arguments and strict promotion.
+    """Refuse what is no optimizer, and let any be given keywords, and strict promotion.
+
+    Of the keywords an update is handed those that it takes, by its signature and not by its type:
+    `optax.MultiSteps` takes all and does not say so, `optax.contrib.sam` says so and takes one.
 
     optax is not written for `jax_numpy_dtype_promotion="strict"` (its bias correction raises a
     float to an integer), so the strictness of those who ask for it ends where the optimizer begins.
@@ -21,17 +25,28 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         advice = "; did you mean to call it, as in optax.adam(1e-3)?" if callable(tx) else ""
         raise ConfigError(f"tx: expected an optax transformation, got {tree.spell(tx)}{advice}")
-    taking = optax.GradientTransformationExtraArgs
-    if not isinstance(tx, taking) and takes_any_keyword(tx.update):
-        tx = taking(tx.init, tx.update)  # optax.MultiSteps, which does not say so by its type
-    tx = optax.with_extra_args_support(tx)
-    return tx._replace(init=_promoting(tx.init), update=_promoting(tx.update))
+    if not isinstance(tx, optax.GradientTransformationExtraArgs):
+        tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    return tx._replace(init=_promoting(tx.init), update=_promoting(_taking_any(tx.update)))
 
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:
     """Tell whether a function ends in `**something`."""
     parameters = inspect.signature(function).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _taking_any(update: Callable[..., Any]) -> Callable[..., Any]:
+    if takes_any_keyword(update):
+        return update
+    names = inspect.signature(update).parameters
+
+    @wraps(update)
+    def updated(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        taken = {name: value for name, value in extra.items() if name in names}
+        return update(updates, state, params, **taken)
+
+    return updated
 
 
 def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,3 +59,49 @@ def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 apply_updates = _promoting(optax.apply_updates)
+
+# How optax, and Python for it, says that an update is not given what it asks for.
+_MISSING = re.compile("missing .*keyword-only argument|(obj|grad|value)_fn must be provided")
+_UNWANTED = re.compile("unexpected keyword argument 'value'")
+
+
+def update(
+    tx: optax.GradientTransformationExtraArgs, grads: Any, state: Any, params: Any, loss: Any
+) -> tuple[Any, Any]:
+    """Update as a step does, given the loss, and say what an optimizer for other loops lacks.
+
+    What the parts of an `optax.chain` ask for shows in no signature, but only when they are called.
+    """
+    try:
+        updates, state = tx.update(grads, state, params, value=loss)
+    except (TypeError, ValueError) as error:
+        if _MISSING.search(str(error)):
+            raise ConfigError(
+                f"tx: expected an optimizer that makes do with the gradients and the loss, got one "
+                f"that evaluates the loss itself ({error}); do without its line search or estimate,"
+                " as optax.lbfgs(…, linesearch=None), or write the step by hand, around "
+                "sf.value_and_grad"
+            ) from error
+        if _UNWANTED.search(str(error)):
+            raise ConfigError(
+                f"tx: expected every part of the optimizer to take value=loss, got one that says "
+                f"that it takes any keyword, and does not ({error}); put "
+                "optax.GradientTransformation(part.init, part.update) in its place"
+            ) from error
+        raise
+    return updates, state
+
+
+def check_lookahead(params: Any, opt_state: Any) -> None:
+    """Refuse parameters that `optax.lookahead` keeps no slow copy of."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=_is_lookahead)
+    if any(map(_is_lookahead, nodes)) and not hasattr(params, "fast"):
+        raise ConfigError(
+            "tx: optax.lookahead expects optax.LookaheadParams.init_synced(params), got "
+            f"{type(params).__name__}; its loss is one of params.fast, and its gradients are too: "
+            "tx = ahead._replace(update=lambda grads, *rest: ahead.update(grads.fast, *rest))"
+        )
+
+
+def _is_lookahead(node: object) -> bool:
+    return isinstance(node, optax.LookaheadState)

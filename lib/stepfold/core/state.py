@@ -10,7 +10,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from stepfold import tree
-from stepfold.core.optimizer import as_optimizer
+from stepfold.core.optimizer import as_optimizer, check_lookahead
 from stepfold.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -145,10 +145,12 @@ def _check_key(key: Any) -> None:
 
 def _finish(parts: tuple[Any, Any], tx: optax.GradientTransformation, key: Any) -> TrainState:
     params, model_state = jax.tree.map(_fresh, parts)
+    opt_state = tx.init(params)
+    check_lookahead(params, opt_state)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=jax.tree.map(_fresh, tx.init(params)),
+        opt_state=jax.tree.map(_fresh, opt_state),
         model_state=model_state,
         key=jax.random.fold_in(key, _STEP_BRANCH),
     )

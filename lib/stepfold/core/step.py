@@ -1,39 +1,31 @@
 """The step itself: one batch folded into a state, as a pure function that nobody has jitted yet."""
 
-import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from stepfold import tree
-from stepfold.core.contract import checked, read_metrics, read_terms
+from stepfold.core.contract import checked, options_of, read_gradients
 from stepfold.core.gradients import GradFn, value_and_grad
-from stepfold.core.loss import (
-    LossFn,
-    Metrics,
-    Terms,
-    mean,
-    total_of,
-)
-from stepfold.core.optimizer import apply_updates, as_optimizer, takes_any_keyword
-from stepfold.core.precision import (
+from stepfold.core.loss import LossFn, Metrics, mean, total_of
+from stepfold.core.loss_scale import (
     LossScaled,
-    LossScaleState,
-    Precision,
-    as_precision,
+    check_outermost,
     norm,
     rescale,
     scaled,
+    skipped,
     unscale,
 )
+from stepfold.core.optimizer import apply_updates, as_optimizer, update
+from stepfold.core.precision import Precision, as_precision
+from stepfold.core.remat import rematerialized
+from stepfold.core.skipping import still_finite, without_weight
 from stepfold.core.state import TrainState
 from stepfold.errors import ConfigError, TreeMismatchError
-
-if TYPE_CHECKING:
-    from clu.metrics import Metric
 
 StepFn = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 """`(state, batch) -> (state, metrics)`, pure and un-jitted."""
@@ -81,6 +73,7 @@ def make_train_step(
     Raises:
       ConfigError, LossError: here, where the arguments do not fit together.
       LossError, DataError, TreeMismatchError: when traced, where loss, batch or state do not.
+      ConfigError: when traced, where the optimizer wants to evaluate the loss itself.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> def loss_fn(params, batch, key):
@@ -91,7 +84,8 @@ def make_train_step(
     >>> batch = {"x": x, "y": x @ jnp.array([1.0, -2.0]) + 0.5}
 
     Whatever else optimization needs, optax has: schedules, clipping, weight decay, and freezing
-    by path.
+    by path. What is frozen keeps every bit under `jit`, which drops the zero that optax adds to it;
+    without `jit` that turns -0.0 into 0.0, and on some devices denormals too.
 
     >>> rate = optax.warmup_cosine_decay_schedule(0.0, 0.2, warmup_steps=10, decay_steps=100)
     >>> tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=1e-4))
@@ -122,19 +116,19 @@ def make_train_step(
             f"precision={precision!r}: gradients underflow in {jnp.dtype(policy.compute).name}; "
             "wrap the whole optimizer, tx = sf.dynamic_loss_scale(tx), for init_state and for this"
         )
-    loss_fn = policy.applied_to(checked(loss_fn, stateful=stateful))
-    loss_fn = _rematerialized(loss_fn, remat)
-    options = _taken_by(grad, accumulate=accumulate, stateful=stateful)
+    loss_fn = rematerialized(policy.applied_to(checked(loss_fn, stateful=stateful)), remat)
+    options = options_of(grad, accumulate=accumulate, stateful=stateful)
     grad_fn, scaling = grad(loss_fn, **options), isinstance(tx, LossScaled)
 
     def gradients(state: TrainState, batch: Any) -> Any:
         key = jax.random.fold_in(state.key, state.step)
         inputs = state.params, batch, key, state.model_state
         if not scaling:
-            grads, *rest = _four(grad_fn(*inputs), state.params)
+            grads, *rest = read_gradients(grad_fn(*inputs), state.params)
             return grads, norm(grads), *rest
         scale = state.opt_state.scale
-        grads, *rest = _four(grad(scaled(loss_fn, scale), **options)(*inputs), state.params)
+        scaled_fn = grad(scaled(loss_fn, scale), **options)
+        grads, *rest = read_gradients(scaled_fn(*inputs), state.params)
         grads = rescale(grads, scale)  # as the optimizer takes them
         return grads, unscale(norm(grads), scale), *rest
 
@@ -142,21 +136,17 @@ def make_train_step(
         _check_state(state, tx)
         grads, grad_norm, terms, metrics, model_state = gradients(state, batch)
         loss = total_of(terms)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
+        updates, opt_state = update(tx, grads, state.opt_state, state.params, loss)
         params = apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, opt_state, model_state, state.key)
         new = _settled(state, new)
         if not (skip_nonfinite or scaling):
             return new, report(terms, metrics, grad_norm=mean(grad_norm))
-        good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & _still_finite(state, new)
-        old = state._replace(step=new.step)
-        if scaling:  # a scale that has backed off is to stay so
-            scale = jnp.minimum(opt_state.scale, state.opt_state.scale)
-            old = old._replace(
-                opt_state=LossScaleState(scale, 0 * opt_state.streak, state.opt_state.inner)
-            )
+        good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & still_finite(state, new)
+        kept = skipped(state.opt_state, opt_state) if scaling else state.opt_state
+        old = state._replace(step=new.step, opt_state=kept)
         metrics = report(terms, metrics, grad_norm=mean(grad_norm), skipped=mean(~good))
-        return tree.select(good, new, old), _weighed(good, metrics)
+        return tree.select(good, new, old), without_weight(good, metrics)
 
     return train_step
 
@@ -196,64 +186,6 @@ def make_eval_step(
     return eval_step
 
 
-_PLAIN = {"accumulate": 1, "stateful": False}
-
-
-def _taken_by(grad: Callable[..., GradFn], **options: Any) -> dict[str, Any]:
-    """Choose the options that a way to a gradient takes; it must take what is not the default."""
-    if not callable(grad):
-        raise ConfigError(f"grad: expected a function of a loss function, got {tree.spell(grad)}")
-    if takes_any_keyword(grad):
-        return options
-    parameters = inspect.signature(grad).parameters
-    for name, value in options.items():
-        if name not in parameters and value != _PLAIN[name]:
-            raise ConfigError(
-                f"grad: {getattr(grad, '__name__', grad)} was asked for {name}={value!r} and takes "
-                f"no such keyword; let it take {name}=, as sf.value_and_grad does"
-            )
-    return {name: value for name, value in options.items() if name in parameters}
-
-
-def _four(returned: Any, params: Any) -> tuple[Any, Terms, Metrics, Any]:
-    """Hold what `grad` made to what a `GradFn` returns."""
-    if not isinstance(returned, tuple) or len(returned) != 4:
-        got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else tree.spell(returned)
-        raise ConfigError(f"grad: expected (grads, loss, metrics, model_state), got {got}")
-    grads, loss, metrics, model_state = returned
-    lines = tree.diff(params, grads, "grads")
-    if lines:
-        raise TreeMismatchError(
-            "grad: expected gradients in the form of the parameters, got\n  " + "\n  ".join(lines)
-        )
-    return jax.tree.map(jnp.asarray, grads), read_terms(loss), read_metrics(metrics), model_state
-
-
-_POLICIES = (
-    "nothing_saveable",
-    "everything_saveable",
-    "dots_saveable",
-    "checkpoint_dots",
-    "dots_with_no_batch_dims_saveable",
-    "checkpoint_dots_with_no_batch_dims",
-)
-
-
-def _rematerialized(loss_fn: LossFn, remat: str | bool | Callable[..., bool] | None) -> LossFn:
-    if remat is None or remat is False:
-        return loss_fn
-    if isinstance(remat, str) and remat in _POLICIES:
-        remat = getattr(jax.checkpoint_policies, remat)
-    # jax calls a policy with an operation's parameters; what makes a policy does not take them.
-    if remat is not True and not (callable(remat) and takes_any_keyword(remat)):
-        raise ConfigError(
-            f"remat: expected None, True, a policy of jax.checkpoint_policies, or the name of one "
-            f"({', '.join(_POLICIES)}), got {remat!r}"
-            + ("; did you mean to call it?" * callable(remat))
-        )
-    return jax.checkpoint(loss_fn, policy=None if remat is True else remat)
-
-
 def _check_kind(state: Any) -> None:
     if not isinstance(state, TrainState):
         raise ConfigError(
@@ -263,22 +195,13 @@ def _check_kind(state: Any) -> None:
 
 def _check_state(state: Any, tx: optax.GradientTransformation) -> None:
     _check_kind(state)
-    inner = state.opt_state.inner if _is_scale(state.opt_state) else state.opt_state
-    if any(_is_scale(node) for node in jax.tree.leaves(inner, is_leaf=_is_scale)):
-        raise ConfigError(
-            "dynamic_loss_scale: expected it once and around the whole optimizer, found it inside "
-            "another, where the step cannot scale the loss; tx = sf.dynamic_loss_scale(the rest)"
-        )
+    check_outermost(state.opt_state)
     lines = tree.diff(jax.eval_shape(tx.init, state.params), state.opt_state, "opt_state")
     if lines:
         raise TreeMismatchError(
             "the state was made with another optimizer than the step, or for other parameters:\n  "
             + "\n  ".join(lines)
         )
-
-
-def _is_scale(node: object) -> bool:
-    return isinstance(node, LossScaleState)
 
 
 def _settled(old: TrainState, new: TrainState) -> TrainState:
@@ -290,31 +213,3 @@ def _settled(old: TrainState, new: TrainState) -> TrainState:
             + "\n  ".join(lines)
         )
     return TrainState(*jax.tree.map(tree.strong, new))
-
-
-def _still_finite(old: TrainState, new: TrainState) -> jax.Array:
-    """Tell whether nothing turned non-finite; what was so before (a running minimum) may stay."""
-
-    def still(old: Any, new: Any) -> Any:
-        if not (tree.is_array(new) and jnp.issubdtype(new.dtype, jnp.inexact)):
-            return True
-        same = (new == old) | (jnp.isnan(new) & jnp.isnan(old))
-        return (jnp.isfinite(new) | same).all()
-
-    pairs = (old.params, old.model_state), (new.params, new.model_state)
-    leaves = jax.tree.leaves(jax.tree.map(still, *pairs))
-    return jnp.array(leaves, bool).all()
-
-
-def _weighed(good: jax.Array, metrics: Metrics) -> Metrics:
-    """Take the weight from the averages of a skipped step, so that they merge as nothing."""
-    from clu.metrics import Average
-
-    from stepfold.core.report import TermSum
-
-    def weighed(name: str, metric: "Metric") -> "Metric":
-        if name == "skipped" or not isinstance(metric, Average | TermSum):
-            return metric
-        return jax.tree.map(lambda leaf: jnp.where(good, leaf, jnp.zeros_like(leaf)), metric)
-
-    return {name: weighed(name, metric) for name, metric in metrics.items()}

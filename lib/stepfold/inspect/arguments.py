@@ -46,7 +46,7 @@ def placed(state: Any, batch: Any, sharding: Any = None) -> tuple[Any, Any]:
 
 def _check_arrays(arrays: Any, root: str) -> None:
     for name, leaf in tree.named_leaves(arrays, root):
-        if not (isinstance(leaf, jax.ShapeDtypeStruct) or tree.is_data(leaf)):
+        if not tree.is_data(leaf, abstract=True):
             raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}")
 
 

@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding
 
 from stepfold.core.state import TrainState
 from stepfold.errors import ConfigError
-from stepfold.inspect import hlo, peaks
+from stepfold.inspect import hlo, peaks, remarks
 from stepfold.inspect.collectives import Collective, collectives, moved_bytes
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.inspect.flops import Flops, count, estimate
-from stepfold.inspect.memory import Memory, held, memory_of
+from stepfold.inspect.memory import Memory, memory_of
 from stepfold.inspect.products import Product, products
 from stepfold.inspect.waste import not_reused, whole_though_large
 from stepfold.table import amount, size, table
@@ -200,10 +200,10 @@ def describe(
         not_reused=tuple(unused),
         whole=tuple(whole),
         remarks=(
-            *_about_leaves("donated, and not used again", unused),
-            *_about_leaves(f"whole on each of {devices} devices", whole),
-            *_about_products(found),
-            *(_about_sums(device, step.state, sent) if step.trains else ()),
+            *remarks.about_leaves("donated, and not used again", unused),
+            *remarks.about_leaves(f"whole on each of {devices} devices", whole),
+            *remarks.about_products(found),
+            *(remarks.about_sums(trained, sent) if step.trains else ()),
             *(f"not in the FLOPs: {what}" for what in flops.unknown),
         ),
     )
@@ -218,39 +218,3 @@ def _collectives_table(found: tuple[Collective, ...]) -> str:
     head = ("collective", "along", "times", "dtype", "buffers", "sent", "where")
     total = ("total", "", "", "", "", size(moved_bytes(found)), "")
     return table(head, [*map(row, found), total])
-
-
-def _about_leaves(what: str, leaves: list[tuple[str, int]]) -> list[str]:
-    if sum(count for _, count in leaves) < 1024:  # nothing that anyone would miss
-        return []
-    largest = sorted(leaves, key=lambda leaf: -leaf[1])
-    names = ", ".join(f"{name} ({size(count)})" for name, count in largest[:3])
-    more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
-    return [f"{size(sum(count for _, count in leaves))} {what}: {names}{more}"]
-
-
-_NARROW = ("bfloat16", "float16", "float8")
-
-
-def _about_products(found: list[Product]) -> list[str]:
-    """Point at products that are wider than most: float64, and float32 among narrower ones."""
-    total = sum(one.flops for one in found)
-    mixed = any(one.dtype.startswith(_NARROW) for one in found)
-    odd = [one for one in found if one.dtype == "float64" or (mixed and one.dtype == "float32")]
-    if not odd:
-        return []
-    where = ", ".join(f"{one.where} ({one.dtype}, {one.flops / total:.0%})" for one in odd[:3])
-    return [f"{sum(one.flops for one in odd) / total:.0%} of products in wider dtypes: {where}"]
-
-
-def _about_sums(device: Any, state: Any, found: list[Collective]) -> list[str]:
-    """Say where a CPU's compiler sends more than others would."""
-    trained = jax.tree.leaves(state.params if isinstance(state, TrainState) else state)
-    cut = [leaf for leaf in trained if leaf.sharding.shard_shape(leaf.shape) != leaf.shape]
-    summed = sum(one.bytes for one in found if one.kind == "all-reduce")
-    if device.platform != "cpu" or not cut or summed < held(cut):
-        return []
-    return [
-        "compiled for a CPU, which sums gradients of cut parameters whole (all-reduce); a GPU or "
-        "TPU keeps a share each (reduce-scatter), and sends half of it"
-    ]

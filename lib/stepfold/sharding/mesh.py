@@ -21,6 +21,18 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
     return () if entry is None else tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
+def data_axes(mesh: Mesh, axes: str | Sequence[str] | None = None) -> tuple[str, ...]:
+    """Give the axes that examples are spread over: those named, or what there is of the usual."""
+    wanted = DATA_AXES if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    names = tuple(name for name in wanted if name in mesh.shape)
+    if not names or (axes is not None and len(names) < len(wanted)):
+        raise ShardingError(
+            f"axes: expected axes of the mesh to spread examples over, got {wanted}; the mesh has "
+            f"{mesh.axis_names}, so give axes=…"
+        )
+    return names
+
+
 def check_mesh(mesh: Any) -> None:
     """Refuse what is no mesh."""
     if not isinstance(mesh, Mesh):

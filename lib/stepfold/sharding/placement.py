@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold import tree
 from stepfold.errors import DataError, ShardingError
-from stepfold.sharding.mesh import DATA_AXES, check_mesh
+from stepfold.sharding.mesh import check_mesh, data_axes
 from stepfold.sharding.plan import places_of
 
 
@@ -43,7 +43,7 @@ def shard_batch(batch: Any, mesh: Mesh, *, axes: str | Sequence[str] | None = No
     ((16, 3), True)
     """
     check_mesh(mesh)
-    names = _data_axes(mesh, axes)
+    names = data_axes(mesh, axes)
     sizes = _sizes(batch)
     if not sizes:
         return jax.tree.map(lambda leaf: _put(leaf, NamedSharding(mesh, PartitionSpec()), 1), batch)
@@ -55,24 +55,13 @@ def shard_batch(batch: Any, mesh: Mesh, *, axes: str | Sequence[str] | None = No
     return jax.tree.map(lambda leaf: _put(leaf, spread if np.ndim(leaf) else whole, share), batch)
 
 
-def _data_axes(mesh: Mesh, axes: str | Sequence[str] | None) -> tuple[str, ...]:
-    wanted = DATA_AXES if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-    names = tuple(name for name in wanted if name in mesh.shape)
-    if not names or (axes is not None and len(names) < len(wanted)):
-        raise ShardingError(
-            f"shard_batch: expected axes of the mesh to spread examples over, got {wanted}; the "
-            f"mesh has {mesh.axis_names}, so give axes=…"
-        )
-    return names
-
-
 def _sizes(batch: Any) -> set[int]:
     """Give the one number of rows that all leaves have; this is done to every batch."""
     leaves = jax.tree.leaves(batch)
-    if not all(isinstance(leaf, jax.ShapeDtypeStruct) or tree.is_data(leaf) for leaf in leaves):
-        for name, leaf in tree.named_leaves(batch, "batch"):
-            if not (isinstance(leaf, jax.ShapeDtypeStruct) or tree.is_data(leaf)):
-                raise DataError(f"{name}: expected an array, got {tree.spell(leaf)}")
+    if not all(tree.is_data(leaf, abstract=True) for leaf in leaves):
+        named = tree.named_leaves(batch, "batch")
+        name, leaf = next(pair for pair in named if not tree.is_data(pair[1], abstract=True))
+        raise DataError(f"{name}: expected an array, got {tree.spell(leaf)}")
     sizes = {np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)}
     if len(sizes) > 1:
         named = tree.named_leaves(batch, "batch")

@@ -1,7 +1,7 @@
 """A way to a gradient that crosses the network once a step, however many microbatches there are."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,13 @@ from stepfold.core.gradients import GradFn, gradients_in_parts
 from stepfold.core.loss import LossFn
 from stepfold.core.state import TrainState
 from stepfold.errors import DataError, ShardingError
-from stepfold.sharding.mesh import DATA_AXES, axes_of
+from stepfold.sharding.mesh import axes_of, data_axes
 from stepfold.tree import named_leaves, spell
 
 
-def reduce_once(plan: TrainState, *, axes: tuple[str, ...] = DATA_AXES) -> Callable[..., GradFn]:
+def reduce_once(
+    plan: TrainState, *, axes: str | Sequence[str] | None = None
+) -> Callable[..., GradFn]:
     """Make a `grad=` in which every device differentiates its own rows, and all add up at the end.
 
     Left to itself, the compiler sums gradients over the devices within the loop over microbatches,
@@ -33,7 +35,8 @@ def reduce_once(plan: TrainState, *, axes: tuple[str, ...] = DATA_AXES) -> Calla
 
     Args:
       plan: the state's plan.
-      axes: the mesh axes that the batch is spread over. Others are the compiler's, as before.
+      axes: the mesh axes that the batch is spread over, by default those of "dp" and "fsdp" it
+        has. Others are the compiler's, as before.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> params, tx, mesh = {"w": jnp.ones((64, 64))}, optax.sgd(0.1), sf.make_mesh()
@@ -53,9 +56,7 @@ def reduce_once(plan: TrainState, *, axes: tuple[str, ...] = DATA_AXES) -> Calla
             f"{type(plan).__name__}"
         )
     mesh = places[0].mesh
-    names = tuple(name for name in axes if name in mesh.shape)
-    if not names:
-        raise ShardingError(f"reduce_once: expected axes of {mesh.axis_names}, got {axes}")
+    names = data_axes(mesh, axes)
     inside, parts = set(names), math.prod(mesh.shape[name] for name in names)
     several = tuple(name for name in names if mesh.shape[name] > 1)
     outside = {name for name in mesh.axis_names if name not in inside and mesh.shape[name] > 1}

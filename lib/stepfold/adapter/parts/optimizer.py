@@ -11,8 +11,8 @@ from stepfold.adapter.arguments.optimizers import find_optimizer
 from stepfold.adapter.arguments.training import TrainingArguments
 from stepfold.adapter.parts.freezing import frozen
 from stepfold.adapter.parts.precision import precision
+from stepfold.core.loss_scale import dynamic_loss_scale
 from stepfold.core.optimizer import as_optimizer
-from stepfold.core.precision import dynamic_loss_scale
 
 
 def make_optimizer(
