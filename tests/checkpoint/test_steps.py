@@ -33,6 +33,12 @@ def test_a_bucket_is_refused():
         steps.read_directory("gs://a/b")
 
 
+def test_a_backslash_is_refused(tmp_path):
+    words = r"directory: expected a path without a backslash, .* got '.*a.*b'; rename it"
+    with pytest.raises(ConfigError, match=words):
+        steps.read_directory(tmp_path / "a\\b")
+
+
 def test_a_file_is_no_directory(tmp_path):
     (tmp_path / "a").write_text("")
     with pytest.raises(CheckpointError, match="a: expected a directory, got a file; give another"):

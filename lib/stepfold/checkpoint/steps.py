@@ -38,6 +38,11 @@ def read_directory(directory: Any, *, make: bool = False) -> Path:
             f"directory: expected a path on a file system, got {str(directory)!r}; mount the bucket"
         )
     path = Path(directory).absolute()
+    if os.sep == "/" and "\\" in str(path):
+        raise ConfigError(
+            "directory: expected a path without a backslash, which tensorstore takes for a slash, "
+            f"got {str(path)!r}; rename it"
+        )
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path}: expected a directory, got a file; give another path")
     try:

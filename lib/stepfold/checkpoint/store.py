@@ -62,8 +62,9 @@ class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 
     def finalize(self, directory: Any) -> None:
         """Put together what the processes wrote, and note which files it is."""
-        super().finalize(directory)
-        manifest.write_files(Path(directory))
+        folder = Path(directory)  # whose `glob` takes a `[` in its own name for what it is
+        super().finalize(folder)
+        manifest.write_files(folder)
 
 
 ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)(_Save)
