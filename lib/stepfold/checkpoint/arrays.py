@@ -16,7 +16,8 @@ import jax
 import numpy as np
 import tensorstore
 
-from stepfold.checkpoint.manifest import STATE, Leaf, Region, checksum, region, stored_name
+from stepfold.checkpoint.leaves import Leaf, Region, checksum, region, stored_name
+from stepfold.checkpoint.manifest import STATE
 from stepfold.checkpoint.sealed import DamageError
 from stepfold.errors import CheckpointError
 

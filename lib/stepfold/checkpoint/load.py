@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.manifest import Region, leaf_of
+from stepfold.checkpoint.leaves import Region, leaf_of
 from stepfold.checkpoint.matching import match
 from stepfold.checkpoint.naming import Leaf, named_arrays
 from stepfold.checkpoint.placing import placed, regions_of

@@ -21,7 +21,9 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from stepfold.checkpoint import manifest
-from stepfold.checkpoint.manifest import Leaf, Words
+from stepfold.checkpoint.leaves import Leaf, arrays_of, leaves_of, shards_of
+from stepfold.checkpoint.manifest import Words
+from stepfold.checkpoint.syncing import sync
 from stepfold.errors import CheckpointError
 
 _NO_WORDS = Words(0)
@@ -43,7 +45,7 @@ class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
     async def async_save(self, directory: Any, args: _Save) -> list[Any]:
         """Begin to write, once what is written is on the host, where nobody changes it."""
         # Views where the host is the device: they keep the arrays, even if a step is given them.
-        shards = {name: manifest.shards_of(array) for name, array in args.arrays.items()}
+        shards = {name: shards_of(array) for name, array in args.arrays.items()}
         futures = await super().async_save(directory, args=args)
 
         async def write() -> None:
@@ -88,9 +90,9 @@ class Store:
 
     def begin(self, state: Any, words: Words) -> None:
         """Take the state off the devices and begin to write it."""
-        arrays = manifest.arrays_of(state)
+        arrays = arrays_of(state)
         stored = _nested({name: array for name, array in arrays.items() if array.size})
-        save = _Save(stored, arrays=arrays, leaves=manifest.leaves_of(state), words=words)
+        save = _Save(stored, arrays=arrays, leaves=leaves_of(state), words=words)
         path = self._directory / str(words.step)
         with self._telling(path):
             self._orbax.save(path, args=ocp.args.Composite(**{manifest.STATE: save}))
@@ -100,9 +102,13 @@ class Store:
         path = self._directory / str(step)
         with self._telling(path):
             self._orbax.wait_until_finished()
-        # Orbax loses an error that it cannot log, to a stderr that is closed, say.
-        if jax.process_index() == 0 and not path.is_dir():
+        if jax.process_index() > 0:
+            return
+        if not path.is_dir():  # orbax loses an error that it cannot log, to a closed stderr, say
             raise CheckpointError(f"{path}: not saved: it is not there, and nobody said why")
+        with self._telling(path):
+            sync(path)
+            sync(self._directory)
 
     def close(self) -> None:
         """Let go of the threads."""

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from stepfold.checkpoint import steps
 from stepfold.checkpoint.choosing import Step, candidates
-from stepfold.checkpoint.manifest import Leaf, read_manifest
+from stepfold.checkpoint.leaves import Leaf
+from stepfold.checkpoint.manifest import read_manifest
 from stepfold.checkpoint.sealed import opened
 from stepfold.errors import CheckpointError
 
