@@ -79,6 +79,11 @@ def test_a_step_is_deleted_whatever_lies_in_the_way(tmp_path):
     assert names(tmp_path) == ["7.deleted", "7.deleted-2"]
 
 
+def test_a_step_that_another_run_has_deleted_is_gone(tmp_path):
+    steps.delete(tmp_path, 7)
+    assert names(tmp_path) == []
+
+
 def test_a_damaged_step_keeps_its_files_under_another_name(tmp_path):
     kept = []
     for text in ("a", "b", "c"):
@@ -92,7 +97,7 @@ def test_a_damaged_step_keeps_its_files_under_another_name(tmp_path):
 
 
 def test_only_what_was_left_over_is_cleaned_up(tmp_path):
-    left_over = ("7.deleted", "7.deleted-2", "8.orbax-checkpoint-tmp", "8.orbax-checkpoint-tmp-17")
+    left_over = ("7.deleted", "7.deleted-2", "8.saving", "8.orbax-checkpoint-tmp-17")
     others = ("7", "07", "7.damaged", "best", "notes.deleted", "a7.deleted")
     for name in (*left_over, *others):
         (tmp_path / name).mkdir()
@@ -101,3 +106,12 @@ def test_only_what_was_left_over_is_cleaned_up(tmp_path):
     (tmp_path / "9.deleted").write_text("a file of mine")
     steps.clean(tmp_path)
     assert names(tmp_path) == sorted([*others, "notes.txt", "9.deleted"])
+
+
+def test_a_directory_that_may_not_be_read_is_told(tmp_path, monkeypatch):
+    def fail(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied; change the perm"):
+        steps.Lock(tmp_path)

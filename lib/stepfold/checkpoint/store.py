@@ -77,6 +77,7 @@ class Store:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._claim: Path | None = None
         self._renew()
 
     def _renew(self) -> None:
@@ -95,6 +96,11 @@ class Store:
         save = _Save(stored, arrays=arrays, leaves=leaves_of(state), words=words)
         path = self._directory / str(words.step)
         with self._telling(path):
+            if jax.process_index() == 0:
+                # Orbax would remove what another run has begun of the step, and mix the two.
+                claim = path.with_name(f"{path.name}.saving")
+                claim.mkdir(parents=True)
+                self._claim = claim
             self._orbax.save(path, args=ocp.args.Composite(**{manifest.STATE: save}))
 
     def wait(self, step: int) -> None:
@@ -109,6 +115,13 @@ class Store:
         with self._telling(path):
             sync(path)
             sync(self._directory)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._claim is not None:
+            with suppress(FileNotFoundError):  # somebody removed all of the directory
+                self._claim.rmdir()
+            self._claim = None
 
     def close(self) -> None:
         """Let go of the threads."""
@@ -121,6 +134,7 @@ class Store:
             yield
         except Exception as error:
             self._handler.settle()
+            self._let_go()
             self._renew()  # one that has failed may tell of it again at the next save
             raise CheckpointError(f"{path}: not saved: {_cause(error)}") from error
 
@@ -139,9 +153,13 @@ def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cause(error: Exception) -> str:
     text = str(error)
+    if isinstance(error, FileExistsError):
+        return "another run is saving it, or was killed then; end all but one, and open it anew"
     if "interpreter shutdown" in text:
         return "the program was at its end; close the series before, as a `with` block does"
-    if "No space left" in text or "RESOURCE_EXHAUSTED" in text:
+    if "Too many open files" in text:
+        return "too many open files; allow more of them, with ulimit -n"
+    if "No space left" in text or "quota exceeded" in text:
         return "no space left on the device; make room, or keep fewer checkpoints"
     if isinstance(error, PermissionError) or "PERMISSION_DENIED" in text:
         return "no permission to write there; change it, or give another directory"
