@@ -115,3 +115,16 @@ def test_a_directory_that_may_not_be_read_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", fail)
     with pytest.raises(CheckpointError, match="cannot be read: Permission denied; change the perm"):
         steps.Lock(tmp_path)
+
+
+def test_a_lock_that_a_forked_process_has_inherited_is_let_go(tmp_path):
+    lock = steps.Lock(tmp_path)
+    inherited = os.dup(lock._file)
+    held = []
+    for let_go in (lambda: None, lock.release):
+        let_go()
+        alone = steps.Lock(tmp_path, alone=True)
+        held.append(alone.held)
+        alone.release()
+    os.close(inherited)
+    assert held == [False, True]

@@ -155,6 +155,8 @@ class Lock:
     def release(self) -> None:
         """Let go of it."""
         if self._file >= 0:
+            with suppress(OSError):  # where there are no locks
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # what was forked has the file open too
             os.close(self._file)
             self._file = -1
 
