@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
 from stepfold.checkpoint.arrays import Reader
-from stepfold.checkpoint.manifest import Leaf, read_manifest
+from stepfold.checkpoint.leaves import Leaf
+from stepfold.checkpoint.manifest import read_manifest
 from stepfold.checkpoint.sealed import DamageError
 
 VALUES = np.arange(48, dtype=np.float32).reshape(8, 6)

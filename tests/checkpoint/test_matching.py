@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import stepfold as sf
-from stepfold.checkpoint.manifest import Leaf, leaves_of
+from stepfold.checkpoint.leaves import Leaf, leaves_of
 from stepfold.checkpoint.matching import match
 from stepfold.errors import ConfigError, TreeMismatchError
 

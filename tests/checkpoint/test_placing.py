@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
 from stepfold.checkpoint.arrays import Reader
-from stepfold.checkpoint.manifest import leaf_of, read_manifest
+from stepfold.checkpoint.leaves import leaf_of
+from stepfold.checkpoint.manifest import read_manifest
 from stepfold.checkpoint.placing import placed, regions_of
 from stepfold.errors import TreeMismatchError
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stepfold as sf
+from stepfold.checkpoint import steps
 from stepfold.checkpoint.retention import expendable, metrics_in, order_by, ranked, read_best
 from stepfold.errors import CheckpointError, ConfigError
 
@@ -91,6 +92,13 @@ def test_metrics_are_read_of_what_is_whole(tmp_path):
     assert list(found) == [1, 2, 3]
 
 
+def test_a_step_that_goes_meanwhile_is_not_read(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    monkeypatch.setattr(steps, "steps_in", lambda directory: [1, 2])
+    assert metrics_in(tmp_path) == {1: {}}
+    assert ranked(tmp_path, "loss") == [2]
+
+
 def test_the_newest_tells_which_metric_is_best(tmp_path):
     assert ranked(tmp_path, None) == []
     save(tmp_path, 1, {"loss": 2.0, "bleu": 5.0}, best="bleu")
@@ -103,6 +111,9 @@ def test_without_a_metric_none_is_best(tmp_path):
     save(tmp_path, 1, {"loss": 2.0})
     with pytest.raises(CheckpointError, match="expected to know which metric is best, but none wa"):
         ranked(tmp_path, None)
-    words = r"expected steps with the metric 'bleu', got none; save with metrics=\{'bleu': …\}, or"
+    save(tmp_path, 2, {"bleu": math.nan})
+    words = (
+        "expected a step with a finite number as the metric 'bleu', got none; save with metrics="
+    )
     with pytest.raises(CheckpointError, match=words):
         ranked(tmp_path, "bleu")

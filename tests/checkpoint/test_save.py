@@ -35,6 +35,14 @@ def test_an_older_step_may_be_saved_later(tmp_path):
     assert list(sf.verify(tmp_path)) == [11, 30]
 
 
+@pytest.mark.parametrize("name", ["lr=[1,2]", "a b%20c", "50% ä?#|*"])
+def test_a_directory_may_have_any_name(tmp_path, name):
+    state = {"params": {"w": jnp.arange(3)}}
+    sf.save(tmp_path / name, state, step=1)
+    check_same(sf.restore(tmp_path / name, state, fall_back=False).state, state)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_a_bare_array_is_a_state(tmp_path):
     sf.save(tmp_path, jnp.arange(3), step=1)
     check_same(sf.restore(tmp_path, np.zeros(3, np.int32)).state, np.arange(3, dtype=np.int32))

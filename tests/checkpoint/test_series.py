@@ -1,6 +1,4 @@
 import shutil
-import subprocess
-import sys
 import threading
 import time
 
@@ -215,30 +213,6 @@ def test_no_thread_is_left(tmp_path):
     assert not {name for name in left if "stepfold" in name}
 
 
-LEAVES = """
-import sys, time, jax.numpy as jnp, stepfold as sf
-from stepfold.checkpoint import manifest
-written, fails = manifest.write_leaves, sys.argv[2] == "fails"
-def write(*args):
-    time.sleep(1)
-    if fails:
-        raise OSError("on purpose")
-    written(*args)
-manifest.write_leaves = write
-series = sf.Checkpoints(sys.argv[1]).open()
-series.save({"w": jnp.arange(3.0)}, step=1)
-assert sf.latest_step(sys.argv[1]) is None
-"""
-
-
-def test_whoever_leaves_without_closing_after_a_failure_ends_with_an_error(tmp_path):
-    command = [sys.executable, "-c", LEAVES, str(tmp_path), "fails"]
-    bad = subprocess.run(command, capture_output=True, text=True)
-    assert bad.returncode == 1
-    assert "CheckpointError: " in bad.stderr
-    assert "1: not saved: " in bad.stderr
-
-
 def test_a_save_beside_an_open_series_lets_it_finish(tmp_path, monkeypatch):
     written = manifest.write_leaves
     monkeypatch.setattr(manifest, "write_leaves", lambda *args: (time.sleep(0.3), written(*args)))
@@ -268,16 +242,6 @@ def test_a_deletion_that_fails_is_an_error_of_checkpoints(tmp_path, monkeypatch)
         series.save(STATE, step=2)
         with pytest.raises(CheckpointError, match="1.*busy"):
             series.wait()
-
-
-def test_whoever_leaves_without_closing_is_waited_for(tmp_path):
-    command = [sys.executable, "-c", LEAVES, str(tmp_path), "well"]
-    good = subprocess.run(command, capture_output=True, text=True)
-    if (3, 12) <= sys.version_info < (3, 12, 3) and good.returncode:
-        assert "not saved: the program was at its end" in good.stderr
-        return  # these start no thread any more once the main one is at its end
-    assert good.returncode == 0, good.stderr[-1000:]
-    check_same(sf.restore(tmp_path, STATE).state, STATE)
 
 
 def test_what_is_measured_after_a_save_is_added_to_it(tmp_path):

@@ -33,6 +33,12 @@ def test_a_bucket_is_refused():
         steps.read_directory("gs://a/b")
 
 
+def test_a_backslash_is_refused(tmp_path):
+    words = r"directory: expected a path without a backslash, .* got '.*a.*b'; rename it"
+    with pytest.raises(ConfigError, match=words):
+        steps.read_directory(tmp_path / "a\\b")
+
+
 def test_a_file_is_no_directory(tmp_path):
     (tmp_path / "a").write_text("")
     with pytest.raises(CheckpointError, match="a: expected a directory, got a file; give another"):
@@ -73,6 +79,11 @@ def test_a_step_is_deleted_whatever_lies_in_the_way(tmp_path):
     assert names(tmp_path) == ["7.deleted", "7.deleted-2"]
 
 
+def test_a_step_that_another_run_has_deleted_is_gone(tmp_path):
+    steps.delete(tmp_path, 7)
+    assert names(tmp_path) == []
+
+
 def test_a_damaged_step_keeps_its_files_under_another_name(tmp_path):
     kept = []
     for text in ("a", "b", "c"):
@@ -86,7 +97,7 @@ def test_a_damaged_step_keeps_its_files_under_another_name(tmp_path):
 
 
 def test_only_what_was_left_over_is_cleaned_up(tmp_path):
-    left_over = ("7.deleted", "7.deleted-2", "8.orbax-checkpoint-tmp", "8.orbax-checkpoint-tmp-17")
+    left_over = ("7.deleted", "7.deleted-2", "8.saving", "8.orbax-checkpoint-tmp-17")
     others = ("7", "07", "7.damaged", "best", "notes.deleted", "a7.deleted")
     for name in (*left_over, *others):
         (tmp_path / name).mkdir()
@@ -95,3 +106,25 @@ def test_only_what_was_left_over_is_cleaned_up(tmp_path):
     (tmp_path / "9.deleted").write_text("a file of mine")
     steps.clean(tmp_path)
     assert names(tmp_path) == sorted([*others, "notes.txt", "9.deleted"])
+
+
+def test_a_directory_that_may_not_be_read_is_told(tmp_path, monkeypatch):
+    def fail(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied; change the perm"):
+        steps.Lock(tmp_path)
+
+
+def test_a_lock_that_a_forked_process_has_inherited_is_let_go(tmp_path):
+    lock = steps.Lock(tmp_path)
+    inherited = os.dup(lock._file)
+    held = []
+    for let_go in (lambda: None, lock.release):
+        let_go()
+        alone = steps.Lock(tmp_path, alone=True)
+        held.append(alone.held)
+        alone.release()
+    os.close(inherited)
+    assert held == [False, True]

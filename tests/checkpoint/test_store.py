@@ -117,6 +117,20 @@ def test_a_step_is_written_as_a_whole(tmp_path):
     store.close()
 
 
+def test_a_step_that_another_run_is_saving_is_refused_and_left(tmp_path):
+    first, second = Store(tmp_path), Store(tmp_path)
+    first.begin(STATE, Words(3))
+    with pytest.raises(CheckpointError, match="3: not saved: another run is saving it, or was"):
+        second.begin(STATE, Words(3))
+    first.wait(3)
+    assert sf.verify(tmp_path) == {3: []}
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+    second.begin(STATE, Words(4))
+    second.wait(4)
+    for store in (first, second):
+        store.close()
+
+
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -126,6 +140,7 @@ NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
     [
         (NO_SPACE, "no space left on the device; make room, or keep fewer checkpoints"),
         (PermissionError(13, "Permission denied"), "no permission to write there; change it, or"),
+        (OSError("Too many open files"), "too many open files; allow more of them, with ulimit"),
         (OSError("of its own\nkind"), "OSError: of its own$"),
     ],
 )

@@ -203,6 +203,12 @@ NUMBERS = "encode it as integers or floats, or leave the key out"
     [
         ([], "examples: expected at least one with at least one key, got none"),
         ([{}], "examples: expected at least one with at least one key, got none"),
+        (None, "examples: expected a list of them, or a dict of columns, got NoneType None; put a"),
+        (
+            {"ids": [1, 2], "label": 1},
+            "examples: expected a list of them, or a dict of columns, got int 1 under 'label'; put "
+            "a single example into a list",
+        ),
         ({"ids": []}, "examples: expected at least one with at least one key, got none"),
         ([{"a": [1]}, {"b": [1]}], f"example 1, a: missing, but example 0 has it; {SEVERAL}"),
         (

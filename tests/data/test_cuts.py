@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stepfold as sf
-from stepfold.data.cuts import Cuts, read_integer, read_sizes, size_at
+from stepfold.data.cuts import Cuts, read_sizes, size_at
 
 
 @given(
@@ -66,13 +66,6 @@ def test_a_ramp_is_what_stepping_through_it_gives(length, stretches, whole, epoc
 def test_what_is_no_batch_size_is_refused(size, says):
     with pytest.raises(sf.ConfigError, match=says):
         read_sizes(size)
-
-
-@pytest.mark.parametrize("value", [True, 1.0, "1", None, -1, np.bool_(True)])
-def test_what_is_no_integer_or_too_small_is_refused(value):
-    assert read_integer("step", np.int32(3), 0) == 3
-    with pytest.raises(sf.ConfigError, match="step: expected an integer of at least 0, got"):
-        read_integer("step", value, 0)
 
 
 def test_a_size_holds_from_its_step_on():

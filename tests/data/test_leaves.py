@@ -6,7 +6,6 @@ import pytest
 import stepfold as sf
 from stepfold.data.leaves import (
     arrays_of,
-    check_size,
     check_truncate,
     narrowed,
     pad_value,
@@ -74,13 +73,6 @@ def test_padding_is_by_key_and_has_to_fit():
         with pytest.raises(sf.ConfigError, match="pad: expected a value of .* for x, got"):
             pad_value(PATH, value, np.dtype(dtype))
     assert pad_value(PATH, float("nan"), np.dtype("float32")) != 0
-
-
-@pytest.mark.parametrize("size", [0, -1, True, 1.0, "2", None])
-def test_sizes_are_positive_integers(size):
-    check_size("pack", "rows", np.int64(2))
-    with pytest.raises(sf.ConfigError, match="pack: rows: expected an integer of at least 1"):
-        check_size("pack", "rows", size)
 
 
 def test_ways_to_truncate_are_three():

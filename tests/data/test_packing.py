@@ -23,17 +23,6 @@ def numbered(lengths):
     ]
 
 
-def first_fit_decreasing(lengths, length):
-    left = []
-    for n in sorted(lengths, reverse=True):
-        row = next((i for i, free in enumerate(left) if free >= n), None)
-        if row is None:
-            left.append(length - n)
-        else:
-            left[row] -= n
-    return len(left)
-
-
 def segments(row):
     """Cut a row into its examples, as `segment_ids` says."""
     ids = row["segment_ids"]
@@ -76,18 +65,6 @@ def test_segments_are_numbered_in_the_order_in_which_they_came(lengths, window, 
         assert (np.diff(row["ids"][:real]) >= 0).all()
         assert row["segment_ids"].dtype == row["positions"].dtype == np.int32
         assert row["mask"].dtype == bool
-
-
-@given(sizes, st.integers(1, 70), st.integers(16, 40))
-def test_rows_are_at_most_as_many_as_first_fit_decreasing_takes(lengths, window, length):
-    rows = list(pack(numbered(lengths), length=length, window=window))
-    parts = [lengths[i : i + window] for i in range(0, len(lengths), window)]
-    assert len(rows) <= sum(first_fit_decreasing(part, length) for part in parts)
-
-
-def test_rows_are_those_of_first_fit_where_best_fit_takes_more():
-    lengths = [26, 24, 24, 22, 18, 16, 15, 15, 14, 14, 13, 11, 8, 5, 3, 3, 2]
-    assert len(list(pack(numbered(lengths), length=39))) == 6
 
 
 def test_rows_are_filled_nearly_to_the_end():

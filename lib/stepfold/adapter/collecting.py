@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from stepfold.data.collate import collate
-from stepfold.data.leaves import check_size, check_truncate
+from stepfold.data.integers import read_integer
+from stepfold.data.leaves import check_truncate
 from stepfold.data.sources.stacking import stack
 
 Collect = Callable[[Any], Any]
@@ -30,7 +31,7 @@ def collect_function(max_sequence_length: int | None, truncation_mode: str) -> C
     check_truncate("create_collect_function", truncation_mode)
     if max_sequence_length is None:
         return stacked
-    check_size("create_collect_function", "max_sequence_length", max_sequence_length)
+    read_integer("create_collect_function: max_sequence_length", max_sequence_length, 1)
 
     def padded(examples: Any) -> Any:
         return collate(examples, length=max_sequence_length, truncate=truncation_mode)  # type: ignore[arg-type]

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 import tensorstore
 
-from stepfold.checkpoint.manifest import STATE, Leaf, Region, checksum, region, stored_name
+from stepfold.checkpoint.leaves import Leaf, Region, checksum, region, stored_name
+from stepfold.checkpoint.manifest import STATE
 from stepfold.checkpoint.sealed import DamageError
 from stepfold.errors import CheckpointError
 
@@ -28,7 +29,8 @@ class Reader:
 
     def __init__(self, step: Path, leaves: Mapping[str, Leaf], shards: Mapping[str, Any]) -> None:
         self._leaves, self._shards = leaves, shards
-        self._place = f"file://{step.absolute()}/{STATE}/"
+        # No URL, in which some characters would mean something else.
+        self._place = {"driver": "file", "path": f"{step.absolute()}/{STATE}/"}
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 1 << 24}})
 
     def map(self, function: Callable[[str], Any], names: Sequence[str]) -> Iterator[Any]:

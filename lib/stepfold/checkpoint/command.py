@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from stepfold.checkpoint import steps
-from stepfold.checkpoint.manifest import Leaf, Manifest, read_manifest
+from stepfold.checkpoint.leaves import Leaf
+from stepfold.checkpoint.manifest import Manifest, read_manifest
 from stepfold.checkpoint.retention import order_by
 from stepfold.checkpoint.sealed import DamageError
 from stepfold.checkpoint.verify import latest_step, problems_of

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from stepfold import tree
-from stepfold.checkpoint.naming import Leaf, named_arrays
+from stepfold.checkpoint.naming import Named, named_arrays
 from stepfold.checkpoint.shards import file_of, write_shards
 from stepfold.checkpoint.tensors import CODES, require_safetensors
 from stepfold.errors import CheckpointError, ConfigError
@@ -103,7 +103,7 @@ def _read_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
     return said
 
 
-def _check_exportable(leaf: Leaf) -> None:
+def _check_exportable(leaf: Named) -> None:
     value = leaf.value
     if isinstance(value, jax.core.Tracer):
         raise ConfigError(f"{leaf.path}: expected an array, got a tracer; export outside of jit")
@@ -125,9 +125,9 @@ def _check_exportable(leaf: Leaf) -> None:
         )
 
 
-def _split(leaves: Sequence[Leaf], limit: int) -> list[list[Leaf]]:
+def _split(leaves: Sequence[Named], limit: int) -> list[list[Named]]:
     """Fill files in the tree's order; within one the widest dtypes come first, to be aligned."""
-    shards: list[list[Leaf]] = [[]]
+    shards: list[list[Named]] = [[]]
     room = limit
     for leaf in leaves:
         if leaf.spec.size > room and shards[-1]:

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.manifest import Region, leaf_of
+from stepfold.checkpoint.leaves import Region, leaf_of
 from stepfold.checkpoint.matching import match
-from stepfold.checkpoint.naming import Leaf, named_arrays
+from stepfold.checkpoint.naming import Named, named_arrays
 from stepfold.checkpoint.placing import placed, regions_of
 from stepfold.checkpoint.shards import read_shards
 from stepfold.checkpoint.tensors import require_safetensors
@@ -88,7 +88,7 @@ def _index(part: Region) -> tuple[slice, ...]:
     return tuple(slice(*ends) for ends in part)
 
 
-def _check_wanted(leaf: Leaf) -> None:
+def _check_wanted(leaf: Named) -> None:
     if not tree.is_array(leaf.value):
         raise ConfigError(
             f"{leaf.path}: expected an array or a jax.ShapeDtypeStruct, got "

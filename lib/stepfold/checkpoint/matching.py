@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from stepfold import tree
-from stepfold.checkpoint.manifest import Leaf, leaf_of
+from stepfold.checkpoint.leaves import Leaf, leaf_of
 from stepfold.errors import ConfigError, TreeMismatchError
 from stepfold.table import table
 

@@ -10,7 +10,7 @@ from stepfold.errors import ConfigError
 _RESERVED = "__metadata__"
 
 
-class Leaf(NamedTuple):
+class Named(NamedTuple):
     """An array, or an abstract one, with its path in the tree and its name in the file."""
 
     path: str
@@ -23,7 +23,7 @@ class Leaf(NamedTuple):
         return Spec(self.value.shape, self.value.dtype)
 
 
-def named_arrays(whose: str, params: Any, names: Callable[[str], str] | None) -> list[Leaf]:
+def named_arrays(whose: str, params: Any, names: Callable[[str], str] | None) -> list[Named]:
     """List the leaves of a tree with their names, in jax's order.
 
     Args:
@@ -40,7 +40,7 @@ def named_arrays(whose: str, params: Any, names: Callable[[str], str] | None) ->
     """
     if names is not None and not callable(names):
         raise ConfigError(f"names: expected a function of a path, got {tree.spell(names)}")
-    found: dict[str, Leaf] = {}
+    found: dict[str, Named] = {}
     for path, value in tree.named_leaves(params):
         name = path.replace("/", ".") if names is None else names(path)
         if not isinstance(name, str) or name in ("", _RESERVED):
@@ -53,7 +53,7 @@ def named_arrays(whose: str, params: Any, names: Callable[[str], str] | None) ->
                 f"{whose}: {found[name].path} and {path} would both be called {name!r}; give "
                 "names=… that tells them apart"
             )
-        found[name] = Leaf(path or "params", name, value)
+        found[name] = Named(path or "params", name, value)
     if not found:
         raise ConfigError(f"{whose}: expected arrays, got none: {tree.spell(params)}")
     return list(found.values())

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from stepfold.checkpoint.manifest import Leaf, Region, impl_of, is_key, leaf_of, region
+from stepfold.checkpoint.leaves import Leaf, Region, impl_of, is_key, leaf_of, region
 from stepfold.errors import ShardingError, TreeMismatchError
 
 

@@ -12,7 +12,7 @@ from stepfold.checkpoint import steps
 from stepfold.checkpoint.agreement import worst_of
 from stepfold.checkpoint.choosing import candidates
 from stepfold.checkpoint.manifest import ForeignError, Manifest, read_manifest
-from stepfold.checkpoint.matching import Match, Rename, match
+from stepfold.checkpoint.matching import Rename, match
 from stepfold.checkpoint.placing import placed, regions_of
 from stepfold.checkpoint.sealed import DamageError, opened
 from stepfold.errors import CheckpointError, StepfoldError
@@ -99,31 +99,19 @@ def restore(
     (0, {'step': 0}, {'lr': 0.001}, (4, 2))
     """
     place = steps.read_directory(directory)
-    chosen_steps = candidates(place, step, best)
     go_on = fall_back and isinstance(step, str)
     damaged: dict[int, list[str]] = {}
-    for number in chosen_steps:
+    for number in candidates(place, step, best):
         path = steps.path_of(place, number)
-        made: Any = None
         error: StepfoldError | None = None
         try:
-            manifest = read_manifest(path)
-            chosen = match(
-                manifest.leaves,
-                like,
-                where=str(path),
-                parts=parts,
-                rename=rename,
-                cast=cast,
-                partial=partial,
-            )
-            made = _load(path, manifest, chosen.sources, like)
+            found = _read(path, like, parts=parts, rename=rename, cast=cast, partial=partial)
         except StepfoldError as caught:
             error = caught
         # No process goes on before all have read, and none alone.
-        worst = worst_of(_GOOD if error is None else _severity(error))
+        worst = worst_of(_severity(error))
         if worst == _GOOD:
-            return _restored(made, manifest, chosen, damaged)
+            return found._replace(damaged=damaged)
         if worst == _WRONG:
             raise error or CheckpointError(f"{path}: another process could not restore it")
         problem = str(error or "another process found it damaged")
@@ -139,8 +127,27 @@ def restore(
 _GOOD, _DAMAGED, _WRONG = range(3)
 
 
-def _severity(error: StepfoldError) -> int:
+def _severity(error: StepfoldError | None) -> int:
+    if error is None:
+        return _GOOD
     return _DAMAGED if isinstance(error, DamageError | ForeignError) else _WRONG
+
+
+def _read(path: Path, like: Any, **options: Any) -> Restored:
+    """Read one step, or raise what is wrong with it or with what is wanted."""
+    manifest = read_manifest(path)
+    words = manifest.words
+    chosen = match(manifest.leaves, like, where=str(path), **options)
+    return Restored(
+        state=_load(path, manifest, chosen.sources, like),
+        step=words.step,
+        data=manifest.position(),
+        extra=opened(words.extra),
+        metrics=dict(words.metrics or {}),
+        loaded=list(chosen.sources),
+        left=chosen.left,
+        damaged={},
+    )
 
 
 def _load(path: Path, manifest: Manifest, sources: dict[str, str], like: Any) -> Any:
@@ -159,20 +166,6 @@ def _load(path: Path, manifest: Manifest, sources: dict[str, str], like: Any) ->
         for name, read in zip(wanted, parts, strict=True)
     }
     return structure.unflatten([loaded.get(name, leaf) for name, leaf in tree.named_leaves(like)])
-
-
-def _restored(state: Any, manifest: Manifest, chosen: Match, damaged: Any) -> Restored:
-    words = manifest.words
-    return Restored(
-        state=state,
-        step=words.step,
-        data=manifest.position(),
-        extra=opened(words.extra),
-        metrics=dict(words.metrics or {}),
-        loaded=list(chosen.sources),
-        left=chosen.left,
-        damaged=damaged,
-    )
 
 
 def _pass_over(place: Path, number: int, problem: str) -> None:

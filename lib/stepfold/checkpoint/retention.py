@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from stepfold.checkpoint import steps
-from stepfold.checkpoint.manifest import read_words
 from stepfold.checkpoint.sealed import number
 from stepfold.errors import CheckpointError, ConfigError
 
@@ -77,20 +76,16 @@ def expendable(
 
 def metrics_in(directory: Path) -> dict[int, Mapping[str, Any]]:
     """Read the metrics of the steps that are whole."""
-    return {
-        step: read_words(steps.path_of(directory, step)).metrics or {}
-        for step in steps.whole_steps(directory)
-    }
+    return {step: words.metrics or {} for step, words in steps.words_in(directory).items()}
 
 
 def ranked(directory: Path, best: Any) -> list[int]:
     """List the steps from the best on, by the metric given, or by that of the newest step."""
-    there = steps.whole_steps(directory)
+    there = steps.words_in(directory)
     # What cannot be read may be the best: it is looked at first, and passed over aloud.
     broken = [step for step in steps.steps_in(directory) if step not in there]
     if best is None:
-        told = (read_words(steps.path_of(directory, step)).best for step in reversed(there))
-        best = next(filter(None, told), None)
+        best = next((words.best for words in reversed(there.values()) if words.best), None)
     elif isinstance(best, tuple | list) and len(best) == 2:
         best = read_best(*best)
     else:
@@ -100,10 +95,11 @@ def ranked(directory: Path, best: Any) -> list[int]:
             f"{directory}: expected to know which metric is best, but none was told when it was "
             "saved; give best='eval/loss', or the step"
         )
-    found = order_by(best, metrics_in(directory)) if best else []
+    metrics = {step: words.metrics or {} for step, words in there.items()}
+    found = order_by(best, metrics) if best else []
     if there and not found and not broken:
         raise CheckpointError(
-            f"{directory}: expected steps with the metric {best[0]!r}, got none; save with "
-            f"metrics={{{best[0]!r}: …}}, or give the step"
+            f"{directory}: expected a step with a finite number as the metric {best[0]!r}, got "
+            f"none; save with metrics={{{best[0]!r}: …}}, or give the step"
         )
     return broken + found

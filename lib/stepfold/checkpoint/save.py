@@ -18,9 +18,9 @@ def save(
 ) -> None:
     """Save a state, and return when it is on the disk.
 
-    It is there wholly or not at all, whatever happens meanwhile. To save in the background, and to
-    have old checkpoints deleted, open a series (`Checkpoints`). With several processes all of them
-    call this, on one file system.
+    It is there wholly or not at all, whatever happens meanwhile, a loss of power too. To save in
+    the background, and to have old checkpoints deleted, open a series (`Checkpoints`). With several
+    processes all of them call this, on one file system.
 
     Args:
       directory: where the steps of a run are, a folder each.

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from stepfold import tree
+from stepfold.checkpoint.syncing import sync
 from stepfold.checkpoint.tensors import Spec, read_tensors, write_tensors
 from stepfold.errors import CheckpointError, ConfigError
 
@@ -73,7 +74,7 @@ def write_shards(
             names.append(index.name)
         for name in names:
             os.replace(Path(aside, name), folder / name)
-    _sync(folder)
+    sync(folder)  # the new names, before the old files go
     for outdated in _exported(target):
         if outdated.name not in names:
             outdated.unlink()
@@ -100,15 +101,6 @@ def _write_index(file: Path, shards: Mapping[str, Mapping[str, Spec]]) -> None:
         json.dump(content, out, indent=2, ensure_ascii=False)
         out.flush()
         os.fsync(out.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Force the new names onto the disk, before the old files go."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _exported(target: Path) -> list[Path]:

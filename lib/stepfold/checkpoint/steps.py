@@ -16,12 +16,13 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-from stepfold.checkpoint.manifest import ForeignError, NewerError, read_words
-from stepfold.checkpoint.sealed import DamageError
+from stepfold.checkpoint.manifest import ForeignError, NewerError, Words, read_words
+from stepfold.checkpoint.sealed import DamageError, unreadable
 from stepfold.errors import CheckpointError, ConfigError
 
-# What a killed process leaves behind; `orbax-checkpoint-tmp` is what orbax writes a step into.
-_LEFT_OVER = re.compile(r"\d+\.(deleted|orbax-checkpoint-tmp)(\W.*)?")
+# What a killed process leaves behind; `orbax-checkpoint-tmp` is what orbax writes a step into, and
+# `saving` keeps it to one run.
+_LEFT_OVER = re.compile(r"\d+\.(deleted|saving|orbax-checkpoint-tmp)(\W.*)?")
 
 
 def read_directory(directory: Any, *, make: bool = False) -> Path:
@@ -38,6 +39,11 @@ def read_directory(directory: Any, *, make: bool = False) -> Path:
             f"directory: expected a path on a file system, got {str(directory)!r}; mount the bucket"
         )
     path = Path(directory).absolute()
+    if os.sep == "/" and "\\" in str(path):
+        raise ConfigError(
+            "directory: expected a path without a backslash, which tensorstore takes for a slash, "
+            f"got {str(path)!r}; rename it"
+        )
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path}: expected a directory, got a file; give another path")
     try:
@@ -67,13 +73,18 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 
+def words_in(directory: Path) -> dict[int, Words]:
+    """Read what lies beside the arrays of the steps that are whole, in order."""
+    found = {}
+    for step in steps_in(directory):
+        with suppress(DamageError, ForeignError, NewerError):
+            found[step] = read_words(path_of(directory, step))
+    return found
+
+
 def whole_steps(directory: Path) -> list[int]:
     """List the steps of which every file is there, in order, by name and size."""
-    found = []
-    for step in steps_in(directory):
-        with suppress(NewerError):  # it is nobody's business here
-            found += [step] if is_whole(path_of(directory, step)) else []
-    return found
+    return list(words_in(directory))
 
 
 def is_whole(step: Path) -> bool:
@@ -86,8 +97,11 @@ def is_whole(step: Path) -> bool:
 
 
 def delete(directory: Path, step: int) -> None:
-    """Delete a step, by another name first."""
-    path = _rename(path_of(directory, step), "deleted")
+    """Delete a step, by another name first; one that another run has deleted is gone already."""
+    try:
+        path = _rename(path_of(directory, step), "deleted")
+    except FileNotFoundError:
+        return
     if path.is_symlink():  # to where another disk keeps it
         path.unlink()
     else:
@@ -127,7 +141,10 @@ class Lock:
         self.held, self._file = True, -1
         if fcntl is None or not directory.is_dir():
             return
-        self._file = os.open(directory, os.O_RDONLY)
+        try:
+            self._file = os.open(directory, os.O_RDONLY)
+        except OSError as error:
+            raise unreadable(directory, error) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
         except BlockingIOError:
@@ -138,6 +155,8 @@ class Lock:
     def release(self) -> None:
         """Let go of it."""
         if self._file >= 0:
+            with suppress(OSError):  # where there are no locks
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # what was forked has the file open too
             os.close(self._file)
             self._file = -1
 
@@ -166,6 +185,4 @@ def _folders(directory: Path) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise CheckpointError(
-            f"{directory}: cannot be read: {error.strerror}; change the permission"
-        ) from error
+        raise unreadable(directory, error) from error

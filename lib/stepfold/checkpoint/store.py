@@ -21,7 +21,9 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from stepfold.checkpoint import manifest
-from stepfold.checkpoint.manifest import Leaf, Words
+from stepfold.checkpoint.leaves import Leaf, arrays_of, leaves_of, shards_of
+from stepfold.checkpoint.manifest import Words
+from stepfold.checkpoint.syncing import sync
 from stepfold.errors import CheckpointError
 
 _NO_WORDS = Words(0)
@@ -43,7 +45,7 @@ class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
     async def async_save(self, directory: Any, args: _Save) -> list[Any]:
         """Begin to write, once what is written is on the host, where nobody changes it."""
         # Views where the host is the device: they keep the arrays, even if a step is given them.
-        shards = {name: manifest.shards_of(array) for name, array in args.arrays.items()}
+        shards = {name: shards_of(array) for name, array in args.arrays.items()}
         futures = await super().async_save(directory, args=args)
 
         async def write() -> None:
@@ -62,8 +64,9 @@ class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 
     def finalize(self, directory: Any) -> None:
         """Put together what the processes wrote, and note which files it is."""
-        super().finalize(directory)
-        manifest.write_files(Path(directory))
+        folder = Path(directory)  # whose `glob` takes a `[` in its own name for what it is
+        super().finalize(folder)
+        manifest.write_files(folder)
 
 
 ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)(_Save)
@@ -74,6 +77,7 @@ class Store:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._claim: Path | None = None
         self._renew()
 
     def _renew(self) -> None:
@@ -87,11 +91,16 @@ class Store:
 
     def begin(self, state: Any, words: Words) -> None:
         """Take the state off the devices and begin to write it."""
-        arrays = manifest.arrays_of(state)
+        arrays = arrays_of(state)
         stored = _nested({name: array for name, array in arrays.items() if array.size})
-        save = _Save(stored, arrays=arrays, leaves=manifest.leaves_of(state), words=words)
+        save = _Save(stored, arrays=arrays, leaves=leaves_of(state), words=words)
         path = self._directory / str(words.step)
         with self._telling(path):
+            if jax.process_index() == 0:
+                # Orbax would remove what another run has begun of the step, and mix the two.
+                claim = path.with_name(f"{path.name}.saving")
+                claim.mkdir(parents=True)
+                self._claim = claim
             self._orbax.save(path, args=ocp.args.Composite(**{manifest.STATE: save}))
 
     def wait(self, step: int) -> None:
@@ -99,9 +108,20 @@ class Store:
         path = self._directory / str(step)
         with self._telling(path):
             self._orbax.wait_until_finished()
-        # Orbax loses an error that it cannot log, to a stderr that is closed, say.
-        if jax.process_index() == 0 and not path.is_dir():
+        if jax.process_index() > 0:
+            return
+        if not path.is_dir():  # orbax loses an error that it cannot log, to a closed stderr, say
             raise CheckpointError(f"{path}: not saved: it is not there, and nobody said why")
+        with self._telling(path):
+            sync(path)
+            sync(self._directory)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._claim is not None:
+            with suppress(FileNotFoundError):  # somebody removed all of the directory
+                self._claim.rmdir()
+            self._claim = None
 
     def close(self) -> None:
         """Let go of the threads."""
@@ -114,6 +134,7 @@ class Store:
             yield
         except Exception as error:
             self._handler.settle()
+            self._let_go()
             self._renew()  # one that has failed may tell of it again at the next save
             raise CheckpointError(f"{path}: not saved: {_cause(error)}") from error
 
@@ -132,9 +153,13 @@ def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cause(error: Exception) -> str:
     text = str(error)
+    if isinstance(error, FileExistsError):
+        return "another run is saving it, or was killed then; end all but one, and open it anew"
     if "interpreter shutdown" in text:
         return "the program was at its end; close the series before, as a `with` block does"
-    if "No space left" in text or "RESOURCE_EXHAUSTED" in text:
+    if "Too many open files" in text:
+        return "too many open files; allow more of them, with ulimit -n"
+    if "No space left" in text or "quota exceeded" in text:
         return "no space left on the device; make room, or keep fewer checkpoints"
     if isinstance(error, PermissionError) or "PERMISSION_DENIED" in text:
         return "no permission to write there; change it, or give another directory"

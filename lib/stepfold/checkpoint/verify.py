@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from stepfold.checkpoint import steps
 from stepfold.checkpoint.choosing import Step, candidates
-from stepfold.checkpoint.manifest import Leaf, read_manifest
+from stepfold.checkpoint.leaves import Leaf
+from stepfold.checkpoint.manifest import read_manifest
 from stepfold.checkpoint.sealed import opened
 from stepfold.errors import CheckpointError
 
@@ -89,7 +90,8 @@ def contents(directory: str | Path, *, step: Step = "latest") -> Contents:
 def verify(directory: str | Path) -> dict[int, list[str]]:
     """Read every step and compare all of its values with what was saved.
 
-    Needs no device, and changes nothing.
+    Needs no device, and changes nothing. Of files that orbax alone reads, as `_METADATA`, only the
+    size is compared: `restore` needs nothing of what is in them.
 
     Returns:
       What is wrong with each step, a line for each part of a leaf; nothing, if it is good.

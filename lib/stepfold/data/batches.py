@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from stepfold import tree
-from stepfold.data.cuts import Cuts, read_integer, read_sizes
+from stepfold.data.cuts import Cuts, read_sizes
 from stepfold.data.indexed import Batches
+from stepfold.data.integers import read_integer
 from stepfold.data.order import Order
 from stepfold.data.reading import Making, Reading
 from stepfold.data.shares import read_share

@@ -19,11 +19,11 @@ from stepfold.data.columns import (
     names_of,
     nested,
 )
+from stepfold.data.integers import read_integer
 from stepfold.data.leaves import (
     Pad,
     Truncate,
     arrays_of,
-    check_size,
     check_truncate,
     joined,
     narrowed,
@@ -93,7 +93,7 @@ def collate(
     >>> [batch["tokens"].shape for batch in map(to_batch, [[[1], [2, 3]], [[4, 5], [6]]])]
     [(2, 4), (2, 4)]
     """
-    check_size("collate", "length", length)
+    read_integer("collate: length", length, 1)
     if side not in ("right", "left"):
         raise ConfigError(f"collate: side: expected 'right' or 'left', got {side!r}")
     check_truncate("collate", truncate)

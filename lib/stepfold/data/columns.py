@@ -22,7 +22,7 @@ def columns_of(
         if len(set(sizes.values())) > 1:
             raise DataError(f"examples: expected columns of one length, got {sizes}")
     else:
-        rows = list(examples)
+        rows = _listed(examples, "")
         if rows and isinstance(rows[0], Mapping):
             _transpose(rows, (), start, columns)
         elif rows:
@@ -40,7 +40,17 @@ def _split(columns: Mapping[Any, Any], path: Path, found: dict[Path, list[Any]])
         if isinstance(column, Mapping):
             _split(column, (*path, name), found)
         else:  # a ragged tensor has `to_list`
-            found[*path, name] = column.to_list() if hasattr(column, "to_list") else list(column)
+            whole = column.to_list() if hasattr(column, "to_list") else column
+            found[*path, name] = _listed(whole, f" under {name_of((*path, name))!r}")
+
+
+def _listed(examples: Any, where: str) -> list[Any]:
+    if not (hasattr(type(examples), "__iter__") or hasattr(type(examples), "__getitem__")):
+        raise DataError(
+            f"examples: expected a list of them, or a dict of columns, got {spell(examples)}{where}"
+            "; put a single example into a list"
+        )
+    return list(examples)
 
 
 def _transpose(rows: list[Any], path: Path, start: int, found: dict[Path, list[Any]]) -> None:

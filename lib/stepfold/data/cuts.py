@@ -1,25 +1,12 @@
 """Which rows of which epoch a step gets: arithmetic on integers, whatever step is asked for."""
 
 import math
-import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from stepfold.data.integers import read_integer
 from stepfold.errors import ConfigError, DataError
-
-
-def read_integer(name: str, value: Any, least: int) -> int:
-    """Read an integer of any library's, and refuse what is none or too small."""
-    try:
-        number = None if isinstance(value, bool | np.bool_) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or number < least:
-        raise ConfigError(f"{name}: expected an integer of at least {least}, got {value!r}")
-    return number
 
 
 def read_sizes(batch_size: Any) -> list[tuple[int, int]]:

@@ -4,7 +4,8 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from stepfold.data.cuts import Cut, Cuts, read_integer
+from stepfold.data.cuts import Cut, Cuts
+from stepfold.data.integers import read_integer
 from stepfold.data.order import Indices, Order
 from stepfold.data.reading import Reading
 from stepfold.data.resuming import check_position

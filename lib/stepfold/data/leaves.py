@@ -155,12 +155,6 @@ def pad_value(path: Path, value: Any, dtype: Any) -> Any:
     return value
 
 
-def check_size(role: str, name: str, value: Any) -> None:
-    """Refuse what is no positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ConfigError(f"{role}: {name}: expected an integer of at least 1, got {value!r}")
-
-
 def check_truncate(role: str, truncate: Any) -> None:
     """Refuse what is no way to truncate."""
     if truncate not in ("keep_end", "keep_start", None):

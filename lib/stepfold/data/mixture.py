@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.data.cuts import read_integer
+from stepfold.data.integers import read_integer
 from stepfold.data.order import Indices, Order
 from stepfold.data.sources.kinds import read_source
 from stepfold.data.sources.rows import ENDLESS, Rows, Where, numbers

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from stepfold.data.columns import Path, at, columns_of, lengths_of, nested
+from stepfold.data.fitting import plan_rows
+from stepfold.data.integers import read_integer
 from stepfold.data.leaves import (
     Pad,
     Truncate,
     arrays_of,
-    check_size,
     check_truncate,
     joined,
     pad_value,
@@ -84,10 +85,10 @@ def pack(
     >>> batch["labels"].tolist()
     [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, -100, -100]]
     """
-    check_size("pack", "length", length)
-    check_size("pack", "window", window)
+    read_integer("pack: length", length, 1)
+    read_integer("pack: window", window, 1)
     if rows is not None:
-        check_size("pack", "rows", rows)
+        read_integer("pack: rows", rows, 1)
     check_truncate("pack", truncate)
     if split and truncate is not None:
         raise ConfigError(
@@ -116,7 +117,7 @@ def _windows(
             cuts = _pieces_of(lengths, length) if split else _ends_of(lengths, length, truncate)
             arrays = {path: [x[i][a:b] for i, a, b in cuts] for path, x in arrays.items()}
             owners, lengths = [start + i for i, _, _ in cuts], [b - a for _, a, b in cuts]
-        plan = _plan(lengths, length)
+        plan = plan_rows(lengths, length)
         packed: Rows = {
             path: _filled(path, column, lengths, plan, length, pads[path], owners)
             for path, column in arrays.items()
@@ -157,54 +158,6 @@ def _ends_of(lengths: list[int], length: int, truncate: Truncate) -> list[tuple[
     return [
         (i, a, min(a + length, n)) for i, (a, n) in enumerate(zip(starts, lengths, strict=True))
     ]
-
-
-def _plan(lengths: list[int], length: int) -> list[list[int]]:
-    """Say which sequences go into which row."""
-    order = np.argsort(-np.array(lengths), kind="stable").tolist()
-    plan = _best_fit(order, lengths, length)
-    if len(plan) > -(-sum(lengths) // length):  # fewer may do
-        other = _first_fit(order, lengths, length)
-        plan = plan if len(plan) <= len(other) else other
-    plan.sort()  # by the longest, which is the first in each
-    return [sorted(row) for row in plan]
-
-
-def _best_fit(order: list[int], lengths: list[int], length: int) -> list[list[int]]:
-    """Put each into the fullest row it fits into; a bit says that a row has so much left."""
-    plan: list[list[int]] = []
-    with_left: list[list[int]] = [[] for _ in range(length + 1)]
-    lefts = 0
-    for index in order:
-        size = lengths[index]
-        fitting = lefts >> size
-        if fitting:
-            left = size + (fitting & -fitting).bit_length() - 1
-            row = with_left[left].pop()
-            plan[row].append(index)
-            if not with_left[left]:
-                lefts ^= 1 << left
-        else:
-            left, row = length, len(plan)
-            plan.append([index])
-        left -= size
-        if left:
-            with_left[left].append(row)
-            lefts |= 1 << left
-    return plan
-
-
-def _first_fit(order: list[int], lengths: list[int], length: int) -> list[list[int]]:
-    """Put each into the first row it fits into."""
-    plan: list[list[int]] = []
-    left = np.full(len(order), length)
-    for index in order:
-        row = int(np.argmax(left[: len(plan) + 1] >= lengths[index]))
-        if row == len(plan):
-            plan.append([])
-        plan[row].append(index)
-        left[row] -= lengths[index]
-    return plan
 
 
 def _filled(

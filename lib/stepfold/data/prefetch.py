@@ -11,7 +11,7 @@ from jax.sharding import Mesh, Sharding
 
 from stepfold import tree
 from stepfold.data.copying import Copying
-from stepfold.data.cuts import read_integer
+from stepfold.data.integers import read_integer
 from stepfold.data.shelf import PATIENCE, Item, Place, Shelf, can_resume, start_thread, state_of
 from stepfold.errors import ConfigError, DataError
 

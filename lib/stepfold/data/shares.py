@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from stepfold.data.cuts import read_integer
+from stepfold.data.integers import read_integer
 from stepfold.errors import ConfigError, DataError
 
 

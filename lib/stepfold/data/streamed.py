@@ -6,7 +6,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from stepfold.data.cuts import read_integer, size_at
+from stepfold.data.cuts import size_at
+from stepfold.data.integers import read_integer
 from stepfold.data.reading import Making
 from stepfold.data.resuming import check_position
 from stepfold.data.shares import Share
