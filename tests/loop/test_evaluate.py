@@ -111,8 +111,10 @@ def test_a_function_of_the_state_that_gives_no_number_is_refused():
         ({"every": 2.0}, "every: expected an integer of at least 1, got 2.0"),
         ({"every": True}, "every: expected an integer of at least 1, got True"),
         ({"every_epochs": -1}, "every_epochs: expected an integer of at least 1, got -1"),
-        ({"name": ""}, "name: expected a text, got ''"),
-        ({"name": None}, "name: expected a text, got None"),
+        ({"name": ""}, "name: expected a text of one line, got ''"),
+        ({"name": None}, "name: expected a text of one line, got None"),
+        ({"name": "a\nb"}, r"name: expected a text of one line, got 'a\\nb'"),
+        ({}, r"batches: expected a function .* for a measure that takes more than the state"),
     ],
 )
 def test_what_describes_no_evaluation_is_refused(given, words):

@@ -82,8 +82,11 @@ def _hooks(given: Any, time_limit: Any) -> list[Hook]:
     """Read hooks, and add those that other arguments and the good of all stand for."""
     hooks = list(given) if isinstance(given, list | tuple) else [given]
     for hook in hooks:
-        if not callable(hook):
-            raise ConfigError(f"hooks: expected functions of an event, got {tree.spell(hook)}")
+        if not callable(hook) or isinstance(hook, type):
+            advice = "; call it, to have one" if callable(hook) else ""
+            raise ConfigError(
+                f"hooks: expected functions of an event, got {tree.spell(hook)}{advice}"
+            )
     if time_limit is not None:
         if not isinstance(time_limit, int | float) or time_limit < 0:
             raise ConfigError(

@@ -1,5 +1,6 @@
 """Measuring a state on all of a dataset, exactly, whatever the batches are."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -82,6 +83,17 @@ def _checked(metrics: Any) -> Mapping[str, Metric]:
     return metrics
 
 
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """Tell whether a function can be called with one argument, as far as it says."""
+    try:
+        inspect.signature(function).bind(None)
+    except ValueError:  # it does not say
+        return True
+    except TypeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Say what is measured in the course of a run, on what, and when.
@@ -124,8 +136,13 @@ class Evaluation:
             value = getattr(self, field)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{field}: expected an integer of at least 1, got {value!r}")
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigError(f"name: expected a text, got {self.name!r}")
+        if not isinstance(self.name, str) or self.name.splitlines() != [self.name]:
+            raise ConfigError(f"name: expected a text of one line, got {self.name!r}")
+        if self.batches is None and not _takes_one(self.measure):
+            raise ConfigError(
+                "batches: expected a function that makes them, for a measure that takes more than "
+                f"the state, {tree.spell(self.measure)}; give lambda: sf.batches(…, epochs=1)"
+            )
 
     def __call__(self, state: Any) -> dict[str, float]:
         """Measure a state."""

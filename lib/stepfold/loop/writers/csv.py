@@ -101,7 +101,8 @@ class CsvWriter:
         for name in numbers:
             if name == "step" or "\n" in name or "\r" in name:
                 raise ValueError(
-                    f"{self._path}: expected names other than 'step' and on one line, got {name!r}"
+                    f"{self._path}: expected names other than 'step' and on one line, got "
+                    f"{name!r}; give it another"
                 )
 
     def _widened(

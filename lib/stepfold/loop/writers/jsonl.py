@@ -75,7 +75,10 @@ class JsonlWriter:
         if not kept:
             return
         if _STEP in kept:
-            raise ValueError(f"{self._path}: expected another name, got 'step', which is taken")
+            raise ValueError(
+                f"{self._path}: expected names other than 'step', which each line has; give it "
+                "another"
+            )
         row = json.loads(lines.last) if step == lines.step else {_STEP: step}
         lines.put(step, json.dumps({**row, **kept}).encode() + b"\n")
 
