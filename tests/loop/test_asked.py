@@ -57,6 +57,7 @@ def test_one_evaluation_is_one_of_several():
         ),
         ({"evaluation": 3}, r"evaluation: expected sf.Evaluation\(…\), got int 3"),
         ({"hooks": [3]}, "hooks: expected functions of an event, got int 3"),
+        ({"hooks": None}, "hooks: expected functions of an event, got NoneType None"),
         ({"hooks": [sf.stop_on_spike]}, "functions of an event, got type .*; call it, to have one"),
         ({"time_limit": -1}, "time_limit: expected seconds, a number of at least 0, got -1"),
     ],

@@ -1,7 +1,8 @@
 """The fold with the lights on: `fit`, from the parts that a loop of one's own has too."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,11 @@ def fit(
 
     With checkpoints a run goes on where it was: from the newest good one, with the same state, the
     same batches and the same history. SIGINT and SIGTERM let the step under way finish and save;
-    then `KeyboardInterrupt` or `SystemExit(143)` is raised. A second one leaves at once. Whatever
-    else ends the run, an exception of a hook or of the data, reaches the caller after a save. All
-    of them have what there is so far as their `result`.
+    then `KeyboardInterrupt` or `SystemExit(143)` is raised. A second one leaves at once, but for a
+    save that is being written. Whatever else ends the run, an exception of a hook or of the data,
+    reaches the caller after a save; with several processes without one, since the others, which
+    know nothing of it, would have to take part. All but a second signal have what there is so far
+    as their `result`.
 
     Args:
       step: a `StepFn`, which is compiled once and refuses to be compiled again; one that is
@@ -111,41 +114,60 @@ def fit(
         time_limit=time_limit,
     )
     check_there(state)
-    with ExitStack() as stack:
-        series = _open(checkpoints, run_dir)
-        report = None
-        if run_dir is not None:
-            place = read_directory(run_dir, make=True)
-            asked.hooks.append(_files(place))
-            # Entered before all else, so that its last page is of all there is.
-            facts = facts_of(state, batches, asked, checkpoints, epochs, time_limit)
-            report = stack.enter_context(Refresh(place, facts, goes_on=series is not None))
-            asked.hooks.append(report)
+    report = None
+    if run_dir is not None:
+        place = read_directory(run_dir, make=True)
+        asked.hooks.append(_files(place))
+        facts = facts_of(state, batches, asked, checkpoints, epochs, time_limit)
+        report = Refresh(place, facts, goes_on=checkpoints is not None)
+        asked.hooks.append(report)
+    series = _open(checkpoints, run_dir)
+    fold = Fold(asked, state, series)
+    del state  # so that it can be freed when it is restored
+    with _giving_result(fold, series), ExitStack() as stack:
+        if report is not None:  # before all else, so that its last page is of all there is
+            stack.enter_context(report)
         for hook in asked.hooks:
             if hasattr(hook, "close"):
                 stack.callback(hook.close)
-        fold = Fold(asked, state, series)
-        del state  # so that it can be freed when it is restored
         if report is not None:
             stack.callback(lambda: report.tell(fold.done, fold.stopped))
         stack.enter_context(fold.signals.watched())  # until the last save is on the disk
         if series is not None:
             stack.enter_context(series)
+            stack.callback(_tell_waiting, fold, series)
             if latest_step(series.directory) is not None:
                 if not resume:
                     raise _not_anew(series)
                 fold.resume()
-        try:
-            fold.run()
-        except Exception as error:
-            if is_whole(fold.state):
-                said = f"{type(error).__name__}: {error}"
-                error.result = _result(fold, said, series)  # type: ignore[attr-defined]
-            raise
+        fold.run()
     capsule = _capsule(asked.hooks, fold, batches, series, run_dir)
     result = _result(fold, _stopped(fold.stopped or "", capsule), series, capsule)
     leave(fold.signals, result)
     return result
+
+
+@contextmanager
+def _giving_result(fold: Fold, series: Series | None) -> Iterator[None]:
+    """Give whatever ends a run what there is so far; a second signal waits for no device."""
+    try:
+        yield
+    except BaseException as error:
+        if not fold.signals.twice and is_whole(fold.state):
+            said = f"{type(error).__name__}: {error}"
+            error.result = _result(fold, said, series)  # type: ignore[attr-defined]
+        raise
+
+
+def _tell_waiting(fold: Fold, series: Series) -> None:
+    """Say what a second signal waits for all the same: to leave a save would break it off."""
+    if fold.signals.twice and series.saving is not None:
+        with suppress(OSError, ValueError):  # the other end of a pipe may have got the signal too
+            print(  # noqa: T201  a person asked twice, and sees nothing happen
+                f"waiting for the checkpoint of step {series.saving}, which is being written",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _stopped(said: str, capsule: Capsule | None) -> str:

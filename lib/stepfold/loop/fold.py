@@ -52,7 +52,7 @@ class Fold:
         self._unshown: list[Any] = []  # intervals of the run before that were over, as numbers
         self._news = False  # whether hooks were told of anything
         self._cut: Any = None  # the interval that the run before was in, as numbers
-        self._ended = self.done == self.total
+        self._ended = self.total is not None and self.done >= self.total
         self.marks: list[Mark] = []  # where the run began, and its last log points
 
     def resume(self) -> None:
