@@ -15,7 +15,6 @@ from stepfold.loop.condition import has_nan, is_whole, steps_of
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.event import Event, expect
 from stepfold.loop.ledger import Ledger
-from stepfold.loop.metrics import read_interval
 from stepfold.loop.replaying.rereading import Mark
 from stepfold.loop.signals import Signals
 from stepfold.loop.telling import Telling
@@ -49,9 +48,7 @@ class Fold:
         self._next_position: Any = None
         self._epochs_told = self.done  # up to which step hooks know of the ends of epochs
         self._batch: Any = None
-        self._unshown: list[Any] = []  # intervals of the run before that were over, as numbers
         self._news = False  # whether hooks were told of anything
-        self._cut: Any = None  # the interval that the run before was in, as numbers
         self._ended = self.total is not None and self.done >= self.total
         self.marks: list[Mark] = []  # where the run began, and its last log points
 
@@ -67,10 +64,9 @@ class Fold:
         kept = restored.extra.get("fit") if isinstance(restored.extra, dict) else None
         if kept:
             self._evaluated, self._epochs_told = kept["evaluated"], kept["epochs_told"]
-            self._unshown, self._ended = kept["unshown"], kept["ended"]
-            self._cut = kept["cut"]
+            self._ended = kept["ended"]
             self.telling.history.set_state(kept["history"])
-            self.ledger.set_state(kept["ledger"])
+            self.ledger.set_state(kept)
             self.telling.set_state(kept["hooks"])
 
     def run(self) -> None:
@@ -93,21 +89,11 @@ class Fold:
 
     def _catch_up(self) -> None:
         """Do what an exception cut off in the run that this one goes on with."""
-        self._tell_unshown()
+        self._show()
         if self.resumed and self.done != self.total:
             self._evaluate([e for e in self.evaluations if self._is_due(e)])
             self._end_epoch()
         self._save()
-
-    def _tell_unshown(self) -> None:
-        while self._unshown:
-            step, metrics, values, weights = self._unshown[0]
-            each, weighed = (
-                {name: np.asarray(row) for name, row in rows.items()} for rows in (values, weights)
-            )
-            with self.telling.wholly():
-                self._tell(step, metrics, each, weighed)
-            self._unshown.pop(0)
 
     def _fold(self) -> None:
         due = self._next_due()
@@ -120,7 +106,6 @@ class Fold:
             self.done += len(batches)
             self._position, self._next_position = self._next_position, None
             self.ledger.add(said)
-            self._cut = None
             if self.done == due:
                 self._at_boundary()
                 due = self._next_due()
@@ -213,7 +198,7 @@ class Fold:
         """Show hooks the intervals that are over, all or those up to a step."""
         for interval in self.ledger.take(self.done if until is None else until):
             with self.telling.wholly():
-                self._tell(interval.step, *read_interval(interval.metrics), time=interval.time)
+                self._tell(*interval)
 
     def _evaluate(self, due: Sequence[Evaluation]) -> None:
         for evaluation in due:
@@ -261,10 +246,6 @@ class Fold:
         if self.signals.got is None:
             self.ledger.close(self.done)
             self._show()
-            if self._cut is not None:  # no step came after it
-                self._unshown.append([self.done, *self._cut])
-                self._tell_unshown()
-                self._cut = None
             self._evaluate(self.evaluations)
             self._end_epoch()
         if self._ended:
@@ -301,18 +282,9 @@ class Fold:
             why = self.stopped or f"stopped at step {self.done}"
             self.stopped = f"{why.removesuffix(_BROKEN)}{_BROKEN}"
             return
-        opened = self.ledger.opened()
         kept = {
+            **self.ledger.get_state(),
             "history": self.telling.history.get_state(),
-            "ledger": self.ledger.get_state(),
-            "unshown": [
-                *self._unshown,
-                *[
-                    [step, *map(_plain, read_interval(rows))]
-                    for step, rows in self.ledger.waiting()
-                ],
-            ],
-            "cut": [*map(_plain, read_interval(opened))] if opened is not None else self._cut,
             "ended": self._ended,
             "evaluated": self._evaluated,
             "epochs_told": self._epochs_told,
@@ -330,10 +302,6 @@ class Fold:
             metrics=measured,
             extra=extra,
         )
-
-
-def _plain(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: np.asarray(value).tolist() for name, value in numbers.items()}
 
 
 def _measure(evaluation: Evaluation, state: Any, _: int) -> dict[str, float]:
