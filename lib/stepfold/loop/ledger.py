@@ -12,7 +12,7 @@ from stepfold.loop.metrics import read_interval
 
 
 class Interval(NamedTuple):
-    """What steps said up to a log point.
+    """What was measured: of train steps, up to a log point, or by an evaluation.
 
     Attributes:
       step: the last of them.
@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 
 class _Closed(NamedTuple):
-    """An interval that is over: its last step, what was said in it, before a resume too, and when."""
+    """An interval that is over: its last step, what was said before a resume, then, and when."""
 
     step: int
     carried: list[Any] | None

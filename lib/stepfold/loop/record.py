@@ -2,15 +2,67 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from stepfold import tree
 from stepfold.errors import DataError
 
 NAME = "run.json"
 FORMAT = 1  # counted up when what is there before means something else
 _ADVICE = "move it away, and the rest of the run is shown without it"
+
+
+class _Kind(NamedTuple):
+    """What a value has to be, in words and as a test."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        return datetime.fromisoformat(value).tzinfo is not None
+    except (TypeError, ValueError):
+        return False
+
+
+_TEXT = _Kind("a text", lambda value: isinstance(value, str))
+_COUNT = _Kind("an integer from 0 on", lambda value: type(value) is int and 0 <= value < 2**63)
+_NUMBER = _Kind("a number", lambda value: type(value) in (int, float) and abs(value) < 1e300)
+_TIME = _Kind("a time, as 2026-01-31T12:00:00+00:00", _is_time)
+_MODE = _Kind("'min' or 'max'", lambda value: value in ("min", "max"))
+# What pages are made of; whatever else there is, is shown as it is. A name with ? may be missing or
+# null, a list holds any number of what is in it, and a tuple stands for a list of just these.
+_FORM: Mapping[str, Any] = {
+    "program?": _TEXT,
+    "arguments?": {
+        "evaluations?": [{"name": _TEXT}],
+        "checkpoints?": {"directory?": _TEXT, "best?": _TEXT, "mode?": _MODE},
+    },
+    "devices?": {},
+    "parameters?": {
+        "count": _COUNT,
+        "bytes": _COUNT,
+        "leaves?": [(_TEXT, [_COUNT], _TEXT, _COUNT)],
+    },
+    "attempts": [
+        {
+            "began": _TIME,
+            "from": _COUNT,
+            "to": _COUNT,
+            "total?": _COUNT,
+            "updated?": _TIME,
+            "ended?": _TIME,
+            "stopped?": _TEXT,
+            "error?": {"type": _TEXT, "message": _TEXT},
+            "pause?": _NUMBER,
+            "clock?": [(_NUMBER, _NUMBER, _NUMBER)],
+        }
+    ],
+}
 
 
 def read_record(run_dir: Path) -> dict[str, Any]:
@@ -40,25 +92,43 @@ def read_record(run_dir: Path) -> dict[str, Any]:
             f"{path}: expected format {FORMAT} or earlier, got {number}, which a later stepfold "
             f"wrote; install that, or {_ADVICE}"
         )
-    if number != FORMAT or not _is_whole(record):
+    if number != FORMAT:
         raise DataError(
             f"{path}: expected what fit writes, with its format and attempts, got other JSON; "
             f"{_ADVICE}"
         )
+    said = _misfit(record, _FORM, "")
+    if said is not None:
+        raise DataError(f"{path}: {said}; mend it, or {_ADVICE}")
     return dict(record)
 
 
-def _is_whole(record: Mapping[str, Any]) -> bool:
-    """Tell whether what pages are made of is of the kind that it has to be."""
-    attempts = record.get("attempts")
-    return (
-        isinstance(attempts, list)
-        and all(isinstance(one, dict) and {"began", "from", "to"} <= one.keys() for one in attempts)
-        and all(
-            isinstance(record.get(name, {}), dict)
-            for name in ("arguments", "versions", "devices", "parameters")
-        )
-    )
+def _misfit(value: Any, form: Any, at: str) -> str | None:
+    """Say where a value is not of a form, and what it has to be there; None, if it is."""
+    if isinstance(form, _Kind):
+        return None if form.fits(value) else _expected(form.words, value, at)
+    if isinstance(form, Mapping):
+        if not isinstance(value, dict):
+            return _expected("an object", value, at)
+        names = [(name.removesuffix("?"), name.endswith("?"), form[name]) for name in form]
+        inner = [
+            (value.get(name), one, f"{at}/{name}".lstrip("/"))
+            for name, may_lack, one in names
+            if not (may_lack and value.get(name) is None)
+        ]
+    else:
+        wanted = list(form) if isinstance(form, tuple) else None
+        if not isinstance(value, list) or (wanted and len(value) != len(wanted)):
+            return _expected(f"a list of {len(wanted)}" if wanted else "a list", value, at)
+        inner = [
+            (one, wanted[number] if wanted else form[0], f"{at}/{number}")
+            for number, one in enumerate(value)
+        ]
+    return next((said for one in inner if (said := _misfit(*one)) is not None), None)
+
+
+def _expected(words: str, value: Any, at: str) -> str:
+    return f"{at}: expected {words}, got {tree.spell(value)}"
 
 
 def write_record(run_dir: Path, record: Mapping[str, Any]) -> None:
@@ -85,8 +155,9 @@ def replace(path: Path, text: str) -> None:
     """
     new = path.with_name(path.name + ".new")
     try:
-        new.write_text(text, encoding="utf-8")
+        # A folder's name need not be UTF-8, and a page may show it.
+        new.write_text(text, encoding="utf-8", errors="replace")
         os.replace(new, path)
-    except (OSError, UnicodeError):
+    except OSError:
         new.unlink(missing_ok=True)
         raise

@@ -55,7 +55,7 @@ class Run(NamedTuple):
 
     def argument(self, name: str) -> Any:
         """Give an argument of `fit`, if it is known."""
-        return self.record.get("arguments", {}).get(name)
+        return (self.record.get("arguments") or {}).get(name)
 
 
 def read_run(place: Path, tail: Tail | None = None) -> Run:
@@ -70,16 +70,15 @@ def read_run(place: Path, tail: Tail | None = None) -> Run:
     """
     tail = tail or Tail(place / "metrics.jsonl")
     record = read_record(place)
-    said = record.get("arguments", {}).get("checkpoints") or {}
-    directory = Path(said.get("directory") or place / "checkpoints")
-    curves = tail.read()
-    return Run(place, record, curves, tail.settings, _saved(directory), tail.damaged)
+    run = Run(place, record, tail.read(), tail.settings, (), tail.damaged)
+    said = run.argument("checkpoints") or {}
+    return run._replace(checkpoints=_saved(Path(said.get("directory") or place / "checkpoints")))
 
 
 def _saved(directory: Path) -> list[Saved]:
     """List checkpoints; one that is deleted meanwhile is none."""
     found = []
-    with suppress(CheckpointError):  # a directory that cannot be read has none to show
+    with suppress(CheckpointError, ValueError):  # one that cannot be read, or named, has none
         for step in steps.steps_in(directory):
             path = steps.path_of(directory, step)
             with suppress(FileNotFoundError):

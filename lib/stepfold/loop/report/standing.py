@@ -51,7 +51,7 @@ def _of_attempt(attempt: Mapping[str, Any], now: datetime) -> Standing:
         return Standing("failed", "Failed", f"{what} (at step {step:,})")
     if attempt.get("ended") is None:
         silent = (now - time_of(attempt.get("updated") or attempt["began"])).total_seconds()
-        if silent > max(_SILENT, 3 * attempt.get("pause", 0.0)):
+        if silent > max(_SILENT, 3 * (attempt.get("pause") or 0.0)):
             return Standing(
                 "silent",
                 "No word",
