@@ -69,7 +69,7 @@ def read_record(run_dir: Path) -> dict[str, Any]:
     """Read what is known of a run; nothing, where nothing was written.
 
     Raises:
-      DataError: if it is damaged, or of a later stepfold.
+      DataError: if it is damaged, edited to something else, or of a later stepfold.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())

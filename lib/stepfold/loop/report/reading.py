@@ -66,7 +66,7 @@ def read_run(place: Path, tail: Tail | None = None) -> Run:
       tail: what has read its metrics before.
 
     Raises:
-      DataError: if `run.json` is damaged, or of a later stepfold.
+      DataError: if `run.json` is damaged, edited to something else, or of a later stepfold.
     """
     tail = tail or Tail(place / "metrics.jsonl")
     record = read_record(place)
