@@ -1,21 +1,19 @@
 """The fold with the lights on: `fit`, from the parts that a loop of one's own has too."""
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from stepfold.checkpoint.checkpoints import Checkpoints
-from stepfold.checkpoint.retention import metrics_in, order_by
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import read_directory, steps_in
 from stepfold.checkpoint.verify import latest_step
 from stepfold.errors import ConfigError
 from stepfold.loop.asked import read_arguments
-from stepfold.loop.condition import check_there, is_whole
+from stepfold.loop.condition import check_there
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.event import Hook
 from stepfold.loop.facts import facts_of
@@ -25,7 +23,7 @@ from stepfold.loop.hooks.stopping import stop_on_nonfinite
 from stepfold.loop.refresh import Refresh
 from stepfold.loop.replaying.capsule import Capsule, take_capsule
 from stepfold.loop.replaying.files import write_or_warn
-from stepfold.loop.result import FitResult, leave
+from stepfold.loop.result import FitResult, giving_result, leave, result_of, tell_waiting
 from stepfold.loop.writers.asynchronous import async_writer
 from stepfold.loop.writers.csv import csv_writer
 from stepfold.loop.writers.jsonl import jsonl_writer
@@ -124,7 +122,7 @@ def fit(
     series = _open(checkpoints, run_dir)
     fold = Fold(asked, state, series)
     del state  # so that it can be freed when it is restored
-    with _giving_result(fold, series), ExitStack() as stack:
+    with giving_result(fold), ExitStack() as stack:
         if report is not None:  # before all else, so that its last page is of all there is
             stack.enter_context(report)
         for hook in asked.hooks:
@@ -135,62 +133,16 @@ def fit(
         stack.enter_context(fold.signals.watched())  # until the last save is on the disk
         if series is not None:
             stack.enter_context(series)
-            stack.callback(_tell_waiting, fold, series)
+            stack.callback(tell_waiting, fold)
             if latest_step(series.directory) is not None:
                 if not resume:
                     raise _not_anew(series)
                 fold.resume()
         fold.run()
-    capsule = _capsule(asked.hooks, fold, batches, series, run_dir)
-    result = _result(fold, _stopped(fold.stopped or "", capsule), series, capsule)
+    capsule = _capsule(asked.hooks, fold, batches, run_dir)
+    result = result_of(fold, capsule)
     leave(fold.signals, result)
     return result
-
-
-@contextmanager
-def _giving_result(fold: Fold, series: Series | None) -> Iterator[None]:
-    """Give whatever ends a run what there is so far; a second signal waits for no device."""
-    try:
-        yield
-    except BaseException as error:
-        if not fold.signals.twice and is_whole(fold.state):
-            said = f"{type(error).__name__}: {error}"
-            error.result = _result(fold, said, series)  # type: ignore[attr-defined]
-        raise
-
-
-def _tell_waiting(fold: Fold, series: Series) -> None:
-    """Say what a second signal waits for all the same: to leave a save would break it off."""
-    if fold.signals.twice and series.saving is not None:
-        with suppress(OSError, ValueError):  # the other end of a pipe may have got the signal too
-            print(  # noqa: T201  a person asked twice, and sees nothing happen
-                f"waiting for the checkpoint of step {series.saving}, which is being written",
-                file=sys.stderr,
-                flush=True,
-            )
-
-
-def _stopped(said: str, capsule: Capsule | None) -> str:
-    """Say why a run stopped; of its last step it is heard after it is over that it went wrong."""
-    if capsule is None:
-        return said
-    why = f"{capsule.metric} is {capsule.metrics.get(capsule.metric)} in step {capsule.step}"
-    said = said if why in said else f"{why}; {said}"
-    return f"{said}; see {capsule.path}" if capsule.path else said
-
-
-def _result(
-    fold: Fold, stopped: str, series: Series | None, capsule: Capsule | None = None
-) -> FitResult:
-    return FitResult(
-        state=fold.state,
-        steps=fold.done,
-        history=fold.telling.history,
-        stopped=stopped,
-        best=_best(series),
-        resumed=fold.resumed,
-        capsule=capsule,
-    )
 
 
 def _files(place: Path) -> Hook:
@@ -207,15 +159,13 @@ def _not_anew(series: Series) -> ConfigError:
     )
 
 
-def _capsule(
-    hooks: Sequence[Hook], fold: Fold, batches: Any, series: Series | None, run_dir: Any
-) -> Capsule | None:
+def _capsule(hooks: Sequence[Hook], fold: Fold, batches: Any, run_dir: Any) -> Capsule | None:
     """Keep what `replay` needs of the step that ended the run, if a number that is none did."""
     watching = [hook for hook in hooks if isinstance(hook, stop_on_nonfinite)]
     found = next((hook.found for hook in watching if hook.found), None)
     if found is None:
         return None
-    directory = None if series is None else series.directory
+    directory = None if fold.series is None else fold.series.directory
     capsule = take_capsule(
         found, state=fold.state, marks=fold.marks, batches=batches, directory=directory
     )
@@ -233,9 +183,3 @@ def _open(checkpoints: Checkpoints | None, run_dir: str | Path | None) -> Series
             "sf.Checkpoints"
         )
     return checkpoints.open(None if run_dir is None else Path(run_dir) / "checkpoints")
-
-
-def _best(series: Series | None) -> int | None:
-    if series is None or series.best is None:
-        return None
-    return next(iter(order_by(series.best, metrics_in(series.directory))), None)

@@ -1,6 +1,6 @@
 """Where a run stands, in words and in a few numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -11,8 +11,6 @@ from stepfold.loop.report.reading import Run
 
 # Seconds without a word after which a run is not said to be running; more, where a word is rare.
 _SILENT = 600.0
-
-Row = Sequence[float]
 
 
 class Standing(NamedTuple):
