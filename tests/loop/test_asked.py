@@ -37,6 +37,8 @@ def test_what_other_arguments_stand_for_is_added():
 def test_ones_own_stop_takes_the_place_of_the_usual_one():
     own = sf.stop_on_nonfinite("train/grad_norm")
     assert asked(hooks=[own]).hooks == [own]
+    warns = sf.only_warn(own)
+    assert asked(hooks=[warns]).hooks == [warns]
 
 
 def test_one_evaluation_is_one_of_several():

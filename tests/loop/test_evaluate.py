@@ -62,6 +62,12 @@ def test_a_compiled_step_refuses_another_batch():
         sf.evaluate(compiled, state(), sf.batches(DATA, 4, epochs=1))
 
 
+@pytest.mark.parametrize("given", [None, {"x": DATA["x"]}])
+def test_batches_that_are_none_are_refused(given):
+    with pytest.raises(sf.ConfigError, match="batches: expected an iterable of batches, got"):
+        sf.evaluate(MEASURE, state(), given)
+
+
 def test_it_compiles_once_however_often_it_is_asked(compiles):
     given = state()
     one = lambda: sf.evaluate(MEASURE, given, sf.batches(DATA, 4, epochs=1, remainder="pad"))

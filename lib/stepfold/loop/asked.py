@@ -9,6 +9,7 @@ from stepfold.errors import ConfigError
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.event import Hook
 from stepfold.loop.feed import Feed
+from stepfold.loop.hooks.around import innermost
 from stepfold.loop.hooks.stopping import stop_after, stop_on_nonfinite
 from stepfold.loop.stepper import Stepper
 
@@ -93,7 +94,7 @@ def _hooks(given: Any, time_limit: Any) -> list[Hook]:
                 f"time_limit: expected seconds, a number of at least 0, got {time_limit!r}"
             )
         hooks.append(stop_after(time_limit))
-    if not any(isinstance(hook, stop_on_nonfinite) for hook in hooks):
+    if not any(isinstance(innermost(hook), stop_on_nonfinite) for hook in hooks):
         hooks.insert(0, stop_on_nonfinite())
     return hooks
 

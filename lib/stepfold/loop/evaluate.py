@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from stepfold import tree
 from stepfold.errors import ConfigError, DataError
 from stepfold.inspect.compiled import CompiledStep
+from stepfold.loop.feed import see_iterable
 from stepfold.loop.metrics import merged, values_of
 from stepfold.sharding.placement import shard_batch
 
@@ -33,6 +34,7 @@ def evaluate(
       batches: the batches, to the end of which it goes.
 
     Raises:
+      ConfigError: if the batches are none, or what the step gives no metrics.
       DataError: if there is no batch.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
@@ -42,6 +44,7 @@ def evaluate(
     >>> sf.evaluate(measure, state, sf.batches(data, 4, epochs=1, remainder="pad"))
     {'loss': 4.5}
     """
+    see_iterable(batches)
     ready = isinstance(eval_step, CompiledStep) or hasattr(eval_step, "lower")
     step = eval_step if ready else jax.jit(eval_step)
     mesh = mesh_of(state)

@@ -76,11 +76,12 @@ def fit(
       evaluation: an `Evaluation`, or several.
       checkpoints: a `Checkpoints`.
       hooks: functions that are shown what happens, and stop the run by returning why. A loss that
-        is not finite stops it in any case, unless a `stop_on_nonfinite` is among them; the result
-        then has a `capsule`, from which `replay` says what it was.
+        is not finite stops it in any case, unless a `stop_on_nonfinite` is among them, in an
+        `only_warn` too; the result then has a `capsule`, from which `replay` says what it was.
       log_every: the steps from one log point to the next.
       resume: whether to go on from a checkpoint where there is one.
-      steps_per_call: how many steps go in one dispatch, with the same bits.
+      steps_per_call: how many steps go in one dispatch at most, with the same bits: none goes
+        past a log point, an evaluation or a save.
       time_limit: after how many seconds to stop.
 
     Returns:

@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,38 +98,41 @@ def read_record(run_dir: Path) -> dict[str, Any]:
             f"{path}: expected what fit writes, with its format and attempts, got other JSON; "
             f"{_ADVICE}"
         )
-    said = _misfit(record, _FORM, "")
-    if said is not None:
-        raise DataError(f"{path}: {said}; mend it, or {_ADVICE}")
+    misfit = _misfit(record, _FORM)
+    if misfit is not None:
+        where, words = misfit
+        raise DataError(f"{path}: {where.rstrip('/')}: {words}; mend it, or {_ADVICE}")
     return dict(record)
 
 
-def _misfit(value: Any, form: Any, at: str) -> str | None:
+def _misfit(value: Any, form: Any) -> tuple[str, str] | None:
     """Say where a value is not of a form, and what it has to be there; None, if it is."""
+    inner: Iterable[tuple[Any, Any, Any]]
     if isinstance(form, _Kind):
-        return None if form.fits(value) else _expected(form.words, value, at)
+        return None if form.fits(value) else _expected(form.words, value)
     if isinstance(form, Mapping):
         if not isinstance(value, dict):
-            return _expected("an object", value, at)
-        names = [(name.removesuffix("?"), name.endswith("?"), form[name]) for name in form]
-        inner = [
-            (value.get(name), one, f"{at}/{name}".lstrip("/"))
-            for name, may_lack, one in names
-            if not (may_lack and value.get(name) is None)
+            return _expected("an object", value)
+        named = [(name.removesuffix("?"), name) for name in form]
+        there = [
+            (name, given) for name, given in named if given == name or value.get(name) is not None
         ]
+        inner = ((name, value.get(name), form[given]) for name, given in there)
     else:
-        wanted = list(form) if isinstance(form, tuple) else None
-        if not isinstance(value, list) or (wanted and len(value) != len(wanted)):
-            return _expected(f"a list of {len(wanted)}" if wanted else "a list", value, at)
-        inner = [
-            (one, wanted[number] if wanted else form[0], f"{at}/{number}")
-            for number, one in enumerate(value)
-        ]
-    return next((said for one in inner if (said := _misfit(*one)) is not None), None)
+        if not isinstance(value, list):
+            return _expected("a list", value)
+        if isinstance(form, tuple) and len(value) != len(form):
+            return _expected(f"a list of {len(form)}", value)
+        inner = zip(count(), value, form if isinstance(form, tuple) else cycle(form), strict=False)
+    for key, one, wanted in inner:
+        found = _misfit(one, wanted)
+        if found is not None:
+            return f"{key}/{found[0]}", found[1]
+    return None
 
 
-def _expected(words: str, value: Any, at: str) -> str:
-    return f"{at}: expected {words}, got {tree.spell(value)}"
+def _expected(words: str, value: Any) -> tuple[str, str]:
+    return "", f"expected {words}, got {tree.spell(value)}"
 
 
 def write_record(run_dir: Path, record: Mapping[str, Any]) -> None:

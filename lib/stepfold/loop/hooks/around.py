@@ -39,3 +39,16 @@ class Around:
         """Give back to the hook what was kept for it."""
         if state["hook"] is not None and hasattr(self._hook, "set_state"):
             self._hook.set_state(state["hook"])
+
+
+def innermost(hook: Hook) -> Hook:
+    """Give the hook that others are around, if any are.
+
+    >>> import stepfold as sf
+    >>> hook = sf.stop_on_nonfinite()
+    >>> innermost(sf.only_warn(sf.every(10, hook))) is hook
+    True
+    """
+    while isinstance(hook, Around):
+        hook = hook._hook
+    return hook
