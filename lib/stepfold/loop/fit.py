@@ -59,7 +59,7 @@ def fit(
     save that is being written. Whatever else ends the run, an exception of a hook or of the data,
     reaches the caller after a save; with several processes without one, since the others, which
     know nothing of it, would have to take part. All but a second signal have what there is so far
-    as their `result`.
+    as their `result`, unless a step that failed took the state with it.
 
     Args:
       step: a `StepFn`, which is compiled once and refuses to be compiled again; one that is

@@ -87,8 +87,9 @@ class log_to:  # noqa: N801  it is called as the functions beside it are
 
     def get_state(self) -> dict[str, Any]:
         """Give what a resumed run has to know."""
-        return {"multiple": self._seen}
+        return {"multiple": self._seen, "every": self._every}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._seen, self._told = state["multiple"], True
+        """Go on from there; with another number of steps, from where the run goes on."""
+        if state.get("every", self._every) == self._every:
+            self._seen, self._told = state["multiple"], True
