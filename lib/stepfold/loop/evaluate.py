@@ -13,7 +13,7 @@ from stepfold import tree
 from stepfold.errors import ConfigError, DataError
 from stepfold.inspect.compiled import CompiledStep
 from stepfold.loop.feed import see_iterable
-from stepfold.loop.metrics import merged, values_of
+from stepfold.loop.metrics import are_metrics, merged, values_of
 from stepfold.sharding.placement import shard_batch
 
 _AT_ONCE = 64  # results that wait on the device before they are fetched together
@@ -76,9 +76,8 @@ def is_placed(batch: Any) -> bool:
     return any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(batch))
 
 
-def _checked(metrics: Any) -> Mapping[str, Metric]:
-    is_metric = lambda node: isinstance(node, Metric)
-    if not isinstance(metrics, Mapping) or not all(map(is_metric, metrics.values())):
+def _checked(metrics: Any) -> Any:
+    if not are_metrics(metrics):
         raise ConfigError(
             f"evaluate: expected metrics by name from the step, got {tree.spell(metrics)}; make it "
             "with make_eval_step, or return {name: sf.mean(values, mask)}"

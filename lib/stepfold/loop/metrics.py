@@ -18,6 +18,11 @@ from stepfold.errors import ConfigError
 _WIDE = {"i": np.int64, "u": np.uint64, "b": np.int64}
 
 
+def are_metrics(value: Any) -> bool:
+    """Tell whether what a step gave is metrics by name."""
+    return isinstance(value, Mapping) and all(isinstance(one, Metric) for one in value.values())
+
+
 def merged(metrics: Sequence[Mapping[str, Metric]]) -> dict[str, Any]:
     """Merge what several steps or batches said, each a dict of the same metrics.
 
