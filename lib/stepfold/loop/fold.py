@@ -134,7 +134,7 @@ class Fold:
                 break
             batches += pulled
         if batches:
-            self._batch = batches[-1]
+            self._batch, self._ended = batches[-1], False
         elif self.signals.got is not None:
             self.stopped = f"{self.signals.got.name} at step {self.done}"
         else:
