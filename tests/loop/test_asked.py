@@ -39,6 +39,8 @@ def test_what_other_arguments_stand_for_is_added():
 def test_ones_own_stop_takes_the_place_of_the_usual_one():
     own = sf.stop_on_nonfinite("train/grad_norm")
     assert asked(hooks=[own]).hooks == [own]
+    warns = sf.only_warn(own)
+    assert asked(hooks=[warns]).hooks == [warns]
 
 
 def test_one_evaluation_is_one_of_several():
@@ -60,6 +62,8 @@ def test_one_evaluation_is_one_of_several():
         ({"evaluation": 3}, r"evaluation: expected sf.Evaluation\(…\), got int 3"),
         ({"hooks": [3]}, "hooks: expected functions of an event, got int 3"),
         ({"compilation_cache": 3}, "compilation_cache: expected a directory, or None, got int 3"),
+        ({"hooks": None}, "hooks: expected functions of an event, got NoneType None"),
+        ({"hooks": [sf.stop_on_spike]}, "functions of an event, got type .*; call it, to have one"),
         ({"time_limit": -1}, "time_limit: expected seconds, a number of at least 0, got -1"),
     ],
 )

@@ -1,4 +1,7 @@
-import subprocess
+import copy
+import functools
+import json
+import runpy
 import sys
 
 import pytest
@@ -81,8 +84,43 @@ def test_a_record_that_cannot_be_read_is_told(tmp_path, says, text, words):
     assert not (tmp_path / "a" / "report.html").exists()
 
 
-def test_it_is_a_command(tmp_path):
+def edits(value, path=()):
+    """List each place in a record, with the record in which something else is there."""
+    for key in value if isinstance(value, dict) else range(len(value[:2])):
+        for other in (None, "x", [-1.5]):
+            yield (*path, key), other
+        if isinstance(value[key], dict | list):
+            yield from edits(value[key], (*path, key))
+
+
+def test_whatever_was_edited_in_a_record_there_is_a_page_or_a_sentence(tmp_path, says):
+    error = {"type": "OSError", "message": "no"}
+    attempts = [made.attempt(error=error), made.attempt(ended=None)]
+    facts = {
+        "program": "train.py",
+        "arguments": {
+            "evaluations": [{"name": "eval", "every": 10}],
+            "checkpoints": {"directory": None, "best": "eval/loss", "mode": None},
+        },
+        "devices": {"kind": "cpu", "count": 1},
+        "parameters": {"count": 6, "bytes": 24, "leaves": [["w", [2, 3], "float32", 6]]},
+    }
+    place = made.run(tmp_path / "a", attempts=attempts, **facts)
+    record = json.loads((place / "run.json").read_text())
+    codes = set()
+    for (*way, last), other in edits(record):
+        edited = copy.deepcopy(record)
+        functools.reduce(lambda inner, key: inner[key], way, edited)[last] = other
+        (place / "run.json").write_text(json.dumps(edited))
+        code, told = says("report", place)
+        codes.add(code)
+        assert (place.name in told, told.count("\n")) == (True, 0)
+    assert codes == {0, 1}
+
+
+def test_it_is_a_command(tmp_path, monkeypatch, capsys):
     made.run(tmp_path / "a")
-    command = [sys.executable, "-m", "stepfold.loop", "report", str(tmp_path / "a")]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (0, f"{tmp_path / 'a' / 'report.html'}\n")
+    monkeypatch.setattr(sys, "argv", ["", "report", str(tmp_path / "a")])
+    with pytest.raises(SystemExit, match="^0$"):
+        runpy.run_module("stepfold.loop", run_name="__main__")
+    assert capsys.readouterr().out == f"{tmp_path / 'a' / 'report.html'}\n"

@@ -62,6 +62,12 @@ def test_a_compiled_step_refuses_another_batch():
         sf.evaluate(compiled, state(), sf.batches(DATA, 4, epochs=1))
 
 
+@pytest.mark.parametrize("given", [None, {"x": DATA["x"]}])
+def test_batches_that_are_none_are_refused(given):
+    with pytest.raises(sf.ConfigError, match="batches: expected an iterable of batches, got"):
+        sf.evaluate(MEASURE, state(), given)
+
+
 def test_it_compiles_once_however_often_it_is_asked(compiles):
     given = state()
     one = lambda: sf.evaluate(MEASURE, given, sf.batches(DATA, 4, epochs=1, remainder="pad"))
@@ -111,8 +117,10 @@ def test_a_function_of_the_state_that_gives_no_number_is_refused():
         ({"every": 2.0}, "every: expected an integer of at least 1, got 2.0"),
         ({"every": True}, "every: expected an integer of at least 1, got True"),
         ({"every_epochs": -1}, "every_epochs: expected an integer of at least 1, got -1"),
-        ({"name": ""}, "name: expected a text, got ''"),
-        ({"name": None}, "name: expected a text, got None"),
+        ({"name": ""}, "name: expected a text of one line, got ''"),
+        ({"name": None}, "name: expected a text of one line, got None"),
+        ({"name": "a\nb"}, r"name: expected a text of one line, got 'a\\nb'"),
+        ({}, r"batches: expected a function .* for a measure that takes more than the state"),
     ],
 )
 def test_what_describes_no_evaluation_is_refused(given, words):

@@ -1,4 +1,6 @@
 import itertools
+import signal
+import threading
 import time
 
 import jax
@@ -8,6 +10,7 @@ import optax
 import pytest
 
 import stepfold as sf
+from stepfold.checkpoint.series import Series
 
 TX = optax.sgd(0.1)
 DATA = {"x": np.arange(24, dtype=np.float32)}
@@ -215,6 +218,56 @@ def test_it_says_the_best_step(tmp_path):
     assert sorted(sf.verify(tmp_path / "checkpoints")) == [14, 20]
 
 
+# What an exception has with it
+
+
+def leaves_by(error):
+    def leave(_):
+        raise error
+
+    return leave
+
+
+@pytest.mark.parametrize("error", [OSError("no"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_whatever_a_hook_ends_a_run_with_has_the_result(error, tmp_path):
+    with pytest.raises(type(error)) as caught:
+        fit(hooks=leaves_by(error), **saves(tmp_path))
+    found = caught.value.result
+    assert (found.steps, int(found.state["n"])) == (14, 14)
+    assert found.stopped == f"{type(error).__name__}: {error}"
+    assert sf.latest_step(tmp_path / "checkpoints") == 14
+
+
+def test_what_goes_wrong_after_the_last_step_has_the_result():
+    class Hook:
+        def __call__(self, event):
+            pass
+
+        def close(self):
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full") as caught:
+        fit(hooks=Hook())
+    assert int(caught.value.result.state["n"]) == 20
+
+
+def test_what_a_second_signal_waits_for_is_said(tmp_path, capfd, monkeypatch):
+    written, finish = threading.Event(), Series._finish
+
+    def interrupt_twice(event):
+        threading.Timer(0.3, written.set).start()
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    slow = lambda self, step: (written.wait(60), finish(self, step))
+    monkeypatch.setattr(Series, "_finish", slow)
+    with pytest.raises(KeyboardInterrupt):
+        fit(hooks=sf.every(10, interrupt_twice), **saves(tmp_path))
+    said = "waiting for the checkpoint of step 7, which is being written\n"
+    assert said in capfd.readouterr().err
+    assert sf.verify(tmp_path / "checkpoints") == {7: []}
+
+
 # Where things go
 
 
@@ -305,24 +358,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_done(options, words):
     given = (pytest.fail("pulled") for _ in "x")
     with pytest.raises(sf.ConfigError, match=words):
         sf.fit(JITTED, number(), given, **{"steps": None if "epochs" in options else 9, **options})
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"log_every": None}, "log_every: expected an integer of at least 1, got None"),
-        ({"steps_per_call": None}, "steps_per_call: expected an integer of at least 1, got None"),
-        ({"time_limit": -1}, "time_limit: expected seconds, a number of at least 0, got -1"),
-        ({"hooks": 3}, "hooks: expected functions of an event, got int 3"),
-        ({"hooks": None}, "hooks: expected functions of an event, got NoneType None"),
-        ({"evaluation": 3}, r"evaluation: expected sf.Evaluation\(…\), got int 3"),
-        ({"checkpoints": "here"}, r"checkpoints: expected sf.Checkpoints\(every=…\), got str"),
-    ],
-)
-def test_what_is_of_another_kind_is_refused_before_anything_is_done(options, words):
-    given = (pytest.fail("pulled") for _ in "x")
-    with pytest.raises(sf.ConfigError, match=words):
-        sf.fit(JITTED, number(), given, **{"steps": 9, **options})
 
 
 def test_a_step_that_is_none_is_refused():

@@ -428,6 +428,14 @@ def test_an_exception_of_a_hook_goes_on_though_its_save_fails(tmp_path):
     assert "nor could the state be saved: ConfigError: extra/fit/hooks" in error.value.__notes__[0]
 
 
+def test_a_run_that_was_done_and_was_given_more_steps_is_interrupted_as_any_other(tmp_path):
+    run = functools.partial(learn_on_numbers, tmp_path, checkpoints=sf.Checkpoints(every=100))
+    run(steps=20)
+    stopped = run(steps=40, hooks=lambda event: "enough" if event.step == 30 else None)
+    assert stopped.stopped == "enough at step 34"
+    assert run(steps=40).history["train/loss"].steps == [10, 20, 30, 40]
+
+
 @pytest.mark.parametrize("where", ["evaluation", "hook"])
 def test_the_best_step_is_known_though_its_evaluation_was_interrupted(tmp_path, where):
     losses, broken = {5: 3.0, 10: 1.0, 15: 2.0, 20: 4.0}, []

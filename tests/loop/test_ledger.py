@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clu.metrics import Average
 
 from stepfold.checkpoint.sealed import opened, plain
 from stepfold.loop.ledger import Ledger
@@ -12,14 +13,16 @@ from stepfold.loop.ledger import Ledger
 
 def read(said):
     """Read what calls said, each a number: as metrics with a leading axis of steps."""
+    totals = np.array(said, np.float32)
+    pairs = np.stack([np.array([x, -x]).astype(jnp.bfloat16) for x in said])
     return {
-        "a": np.array(said, np.float32),
-        "b": np.stack([np.array([x, -x]).astype(jnp.bfloat16) for x in said]),
+        "a": Average(total=totals, count=np.ones_like(totals)),
+        "b": Average(total=pairs, count=np.ones_like(pairs)),
     }
 
 
 def shown(ledger):
-    return [(one.step, one.metrics["a"].tolist()) for one in ledger.take(10**9)]
+    return [(one.step, one.each["train/a"].tolist()) for one in ledger.take(10**9)]
 
 
 def filled(*said):
@@ -86,8 +89,8 @@ def test_the_time_of_an_interval_is_when_it_was_over_unless_it_has_to_be_waited_
         closed = time.perf_counter()
         ledger.close(1)
         time.sleep(0.01 if wait else 0)
-        ((_, _, when),) = ledger.take(1)
-        times[name] = when - closed
+        (taken,) = ledger.take(1)
+        times[name] = taken.time - closed
     assert times["there"] < 0.005
     assert times["waited for"] > 0.005
 
@@ -104,10 +107,35 @@ def test_an_interval_that_was_cut_in_two_is_given_whole():
     other = again(filled(1, 2))
     other.add(3)
     other.close(3)
-    ((step, found, _),) = other.take(3)
-    assert (step, found["a"].tolist()) == (3, [1.0, 2.0, 3.0])
-    assert found["b"].astype(float).tolist() == [[1.0, -1.0], [2.0, -2.0], [3.0, -3.0]]
-    assert (found["a"].dtype, found["b"].dtype) == (np.float32, jnp.bfloat16)
+    (found,) = other.take(3)
+    assert (found.step, found.metrics["train/a"]) == (3, 2.0)
+    assert found.each["train/a"].tolist() == [1.0, 2.0, 3.0]
+    assert found.each["train/b"].tolist() == [[1.0, -1.0], [2.0, -2.0], [3.0, -3.0]]
+
+
+def test_the_digits_of_what_was_cut_are_those_of_the_device():
+    saved = filled(1, 2).get_state()["ledger"]
+    assert [dtype for dtype, *_ in saved] == ["float32", "float32", "bfloat16", "bfloat16"]
+
+
+def test_an_interval_that_was_cut_is_given_though_no_step_comes_after_it():
+    other = again(again(filled(1, 2)))
+    other.close(2)
+    assert shown(other) == [(2, [1.0, 2.0])]
+    other.close(2)
+    assert shown(other) == []
+
+
+def test_intervals_that_were_over_and_not_shown_come_first():
+    ledger = filled(1, 2)
+    ledger.close(2)
+    ledger.add(3)
+    ledger.close(3)
+    ledger.add(4)
+    other = again(again(ledger))
+    other.add(5)
+    other.close(5)
+    assert shown(other) == [(2, [1.0, 2.0]), (3, [3.0]), (5, [4.0, 5.0])]
 
 
 def test_it_may_be_cut_twice():

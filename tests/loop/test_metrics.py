@@ -174,7 +174,7 @@ def test_what_is_given_for_metrics_may_be_numbers():
     assert found == {"x/a": 1.0, "x/b": 0.5, "x/c/0": 1.0, "x/c/1": 2.0, "x/d": 1.0}
 
 
-@pytest.mark.parametrize("value", [None, "text", object()])
+@pytest.mark.parametrize("value", [None, "text", object(), 10**400])
 def test_what_is_no_number_is_refused(value):
     with pytest.raises(sf.ConfigError, match="eval/name: expected a number, got "):
         values_of({"name": value}, "eval/")
@@ -183,3 +183,15 @@ def test_what_is_no_number_is_refused(value):
 def test_a_list_of_what_is_no_number_is_refused():
     with pytest.raises(sf.ConfigError, match=r"eval/name/1: expected a number, got 'b'"):
         values_of({"name": ["1", "b"]}, "eval/")
+
+
+def test_a_name_that_is_a_number_is_written_out():
+    assert values_of({3: 0.5, "class": {0: 0.25}}, "eval/") == {"eval/3": 0.5, "eval/class/0": 0.25}
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "a\r", "a\u2028b"])
+def test_a_name_that_is_not_one_line_is_refused(name):
+    with pytest.raises(sf.ConfigError, match="expected names of one line each, got .*; give it"):
+        values_of({name: 1.0})
+    with pytest.raises(sf.ConfigError, match="expected names of one line each"):
+        values_of({"of": {f"{name}\n": 1.0}}, "eval/")

@@ -1,4 +1,7 @@
+import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 import stepfold as sf
 from stepfold.loop.signals import Signals
@@ -75,3 +78,27 @@ def test_who_wants_to_hear_of_epochs_does():
     telling.end_epoch(3)
     assert (telling.by_epoch, hook.ended) == (True, [3])
     assert not Telling([lambda event: None], Signals()).by_epoch
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """Be one of three processes, of which the others ask to stop as they are told to."""
+    asked = [False, False]
+    signals = [0, 0]
+    gather = lambda mine: np.array([*(asked if mine.dtype == bool else signals), mine])
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    return asked
+
+
+def test_of_several_reasons_to_stop_the_first_counts():
+    say = lambda *said: Telling([lambda event, s=s: s for s in said], Signals()).show(event(1))
+    assert (say(None, ""), say("a", "b")) == (None, "a")
+
+
+def test_several_processes_stop_where_one_has_a_reason(others):
+    say = lambda said: Telling([lambda event: said], Signals()).show(event(1))
+    assert say(None) is None
+    others[1] = True
+    assert say(None) == "process 1 asked to stop"
+    assert say("my own") == "my own"

@@ -172,6 +172,11 @@ class Series:
                     f"{self.directory}: step {step} was to make room and cannot be deleted: {error}"
                 ) from error
 
+    @property
+    def saving(self) -> int | None:
+        """The step that is being written, if one is."""
+        return self.saved if self._thread is not None and self._thread.is_alive() else None
+
     def wait(self) -> None:
         """Wait until what was saved is on the disk.
 

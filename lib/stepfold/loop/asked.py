@@ -10,6 +10,7 @@ from stepfold.inspect.caching import check_cache
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.event import Hook
 from stepfold.loop.feed import Feed
+from stepfold.loop.hooks.around import innermost
 from stepfold.loop.hooks.stopping import stop_after, stop_on_nonfinite
 from stepfold.loop.stepper import Stepper
 
@@ -89,15 +90,18 @@ def _hooks(given: Any, time_limit: Any) -> list[Hook]:
     """Read hooks, and add those that other arguments and the good of all stand for."""
     hooks = list(given) if isinstance(given, list | tuple) else [given]
     for hook in hooks:
-        if not callable(hook):
-            raise ConfigError(f"hooks: expected functions of an event, got {tree.spell(hook)}")
+        if not callable(hook) or isinstance(hook, type):
+            advice = "; call it, to have one" if callable(hook) else ""
+            raise ConfigError(
+                f"hooks: expected functions of an event, got {tree.spell(hook)}{advice}"
+            )
     if time_limit is not None:
         if not isinstance(time_limit, int | float) or time_limit < 0:
             raise ConfigError(
                 f"time_limit: expected seconds, a number of at least 0, got {time_limit!r}"
             )
         hooks.append(stop_after(time_limit))
-    if not any(isinstance(hook, stop_on_nonfinite) for hook in hooks):
+    if not any(isinstance(innermost(hook), stop_on_nonfinite) for hook in hooks):
         hooks.insert(0, stop_on_nonfinite())
     return hooks
 

@@ -1,5 +1,6 @@
 """Measuring a state on all of a dataset, exactly, whatever the batches are."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from stepfold import tree
 from stepfold.errors import ConfigError, DataError
 from stepfold.inspect.compiled import CompiledStep
-from stepfold.loop.metrics import merged, values_of
+from stepfold.loop.feed import see_iterable
+from stepfold.loop.metrics import are_metrics, merged, values_of
 from stepfold.sharding.placement import shard_batch
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ def evaluate(
       batches: the batches, to the end of which it goes.
 
     Raises:
+      ConfigError: if the batches are none, or what the step gives no metrics.
       DataError: if there is no batch.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
@@ -43,6 +46,7 @@ def evaluate(
     >>> sf.evaluate(measure, state, sf.batches(data, 4, epochs=1, remainder="pad"))
     {'loss': 4.5}
     """
+    see_iterable(batches)
     ready = isinstance(eval_step, CompiledStep) or hasattr(eval_step, "lower")
     step = eval_step if ready else jax.jit(eval_step)
     mesh = mesh_of(state)
@@ -74,16 +78,24 @@ def is_placed(batch: Any) -> bool:
     return any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(batch))
 
 
-def _checked(metrics: Any) -> Mapping[str, "Metric"]:
-    from clu.metrics import Metric
-
-    is_metric = lambda node: isinstance(node, Metric)
-    if not isinstance(metrics, Mapping) or not all(map(is_metric, metrics.values())):
+def _checked(metrics: Any) -> Any:
+    if not are_metrics(metrics):
         raise ConfigError(
             f"evaluate: expected metrics by name from the step, got {tree.spell(metrics)}; make it "
             "with make_eval_step, or return {name: sf.mean(values, mask)}"
         )
     return metrics
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """Tell whether a function can be called with one argument, as far as it says."""
+    try:
+        inspect.signature(function).bind(None)
+    except ValueError:  # it does not say
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -128,8 +140,13 @@ class Evaluation:
             value = getattr(self, field)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{field}: expected an integer of at least 1, got {value!r}")
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigError(f"name: expected a text, got {self.name!r}")
+        if not isinstance(self.name, str) or self.name.splitlines() != [self.name]:
+            raise ConfigError(f"name: expected a text of one line, got {self.name!r}")
+        if self.batches is None and not _takes_one(self.measure):
+            raise ConfigError(
+                "batches: expected a function that makes them, for a measure that takes more than "
+                f"the state, {tree.spell(self.measure)}; give lambda: sf.batches(…, epochs=1)"
+            )
 
     def __call__(self, state: Any) -> dict[str, float]:
         """Measure a state."""

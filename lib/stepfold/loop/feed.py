@@ -19,11 +19,7 @@ class Feed:
     """
 
     def __init__(self, batches: Any, epochs: int | None = None) -> None:
-        if not isinstance(batches, Iterable) or isinstance(batches, str | bytes | dict):
-            raise ConfigError(
-                f"batches: expected an iterable of batches, got {tree.spell(batches)}; "
-                "sf.batches(data, 256, seed=0) makes one"
-            )
+        see_iterable(batches)
         self._batches, self._left, self._iterator = batches, epochs, iter(batches)
         self._once = self._iterator is batches
         self.epoch_steps = _steps_per_epoch(batches, self._once)
@@ -95,6 +91,19 @@ class Feed:
         if not self._once:
             self._left, position = position["left"], position["position"]
         set_state(position)
+
+
+def see_iterable(batches: Any) -> None:
+    """See that batches can be gone through, and are not one batch.
+
+    Raises:
+      ConfigError: if they are anything else.
+    """
+    if not isinstance(batches, Iterable) or isinstance(batches, str | bytes | dict):
+        raise ConfigError(
+            f"batches: expected an iterable of batches, got {tree.spell(batches)}; "
+            "sf.batches(data, 256, seed=0) makes one"
+        )
 
 
 def _steps_per_epoch(batches: Any, once: bool) -> int | None:

@@ -9,13 +9,12 @@ from typing import Any
 import jax
 
 from stepfold.checkpoint.checkpoints import Checkpoints
-from stepfold.checkpoint.retention import metrics_in, order_by
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import read_directory, steps_in
 from stepfold.checkpoint.verify import latest_step
 from stepfold.errors import ConfigError
 from stepfold.loop.asked import read_arguments
-from stepfold.loop.condition import check_there, is_whole
+from stepfold.loop.condition import check_there
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.event import Hook
 from stepfold.loop.facts import facts_of
@@ -25,7 +24,7 @@ from stepfold.loop.hooks.stopping import stop_on_nonfinite
 from stepfold.loop.refresh import Refresh
 from stepfold.loop.replaying.capsule import Capsule, take_capsule
 from stepfold.loop.replaying.files import write_or_warn
-from stepfold.loop.result import FitResult, leave
+from stepfold.loop.result import FitResult, giving_result, leave, result_of, tell_waiting
 from stepfold.loop.writers.asynchronous import async_writer
 from stepfold.loop.writers.csv import csv_writer
 from stepfold.loop.writers.jsonl import jsonl_writer
@@ -58,9 +57,11 @@ def fit(
 
     With checkpoints a run goes on where it was: from the newest good one, with the same state, the
     same batches and the same history. SIGINT and SIGTERM let the step under way finish and save;
-    then `KeyboardInterrupt` or `SystemExit(143)` is raised. A second one leaves at once. Whatever
-    else ends the run, an exception of a hook or of the data, reaches the caller after a save. All
-    of them have what there is so far as their `result`.
+    then `KeyboardInterrupt` or `SystemExit(143)` is raised. A second one leaves at once, but for a
+    save that is being written. Whatever else ends the run, an exception of a hook or of the data,
+    reaches the caller after a save; with several processes without one, since the others, which
+    know nothing of it, would have to take part. All but a second signal have what there is so far
+    as their `result`, unless a step that failed took the state with it.
 
     Args:
       step: a `StepFn`, which is compiled once and refuses to be compiled again; one that is
@@ -77,11 +78,12 @@ def fit(
       evaluation: an `Evaluation`, or several.
       checkpoints: a `Checkpoints`.
       hooks: functions that are shown what happens, and stop the run by returning why. A loss that
-        is not finite stops it in any case, unless a `stop_on_nonfinite` is among them; the result
-        then has a `capsule`, from which `replay` says what it was.
+        is not finite stops it in any case, unless a `stop_on_nonfinite` is among them, in an
+        `only_warn` too; the result then has a `capsule`, from which `replay` says what it was.
       log_every: the steps from one log point to the next.
       resume: whether to go on from a checkpoint where there is one.
-      steps_per_call: how many steps go in one dispatch, with the same bits.
+      steps_per_call: how many steps go in one dispatch at most, with the same bits: none goes
+        past a log point, an evaluation or a save.
       time_limit: after how many seconds to stop.
       compilation_cache: a directory in which the compiled step is kept for the next process, as
         by `compile_step`, which does the same for an evaluation's step.
@@ -116,64 +118,37 @@ def fit(
         compilation_cache=compilation_cache,
     )
     check_there(state)
-    with ExitStack() as stack:
-        series = _open(checkpoints, run_dir)
-        report = None
-        if run_dir is not None:
-            place = read_directory(run_dir, make=True)
-            asked.hooks.append(_files(place))
-            # Entered before all else, so that its last page is of all there is.
-            facts = facts_of(state, batches, asked, checkpoints, epochs, time_limit)
-            report = stack.enter_context(Refresh(place, facts, goes_on=series is not None))
-            asked.hooks.append(report)
+    report = None
+    if run_dir is not None:
+        place = read_directory(run_dir, make=True)
+        asked.hooks.append(_files(place))
+        facts = facts_of(state, batches, asked, checkpoints, epochs, time_limit)
+        report = Refresh(place, facts, goes_on=checkpoints is not None)
+        asked.hooks.append(report)
+    series = _open(checkpoints, run_dir)
+    fold = Fold(asked, state, series)
+    del state  # so that it can be freed when it is restored
+    with giving_result(fold), ExitStack() as stack:
+        if report is not None:  # before all else, so that its last page is of all there is
+            stack.enter_context(report)
         for hook in asked.hooks:
             if hasattr(hook, "close"):
                 stack.callback(hook.close)
-        fold = Fold(asked, state, series)
-        del state  # so that it can be freed when it is restored
         if report is not None:
             stack.callback(lambda: report.tell(fold.done, fold.stopped))
         stack.enter_context(fold.signals.watched())  # until the last save is on the disk
         if series is not None:
             stack.enter_context(series)
+            stack.callback(tell_waiting, fold)
             if latest_step(series.directory) is not None:
                 if not resume:
                     raise _not_anew(series)
                 fold.resume()
-        try:
-            fold.run()
-        except Exception as error:
-            if is_whole(fold.state):
-                said = f"{type(error).__name__}: {error}"
-                error.result = _result(fold, said, series)  # type: ignore[attr-defined]
-            raise
-    capsule = _capsule(asked.hooks, fold, batches, series, run_dir)
-    result = _result(fold, _stopped(fold.stopped or "", capsule), series, capsule)
+        fold.run()
+    capsule = _capsule(asked.hooks, fold, batches, run_dir)
+    result = result_of(fold, capsule)
     leave(fold.signals, result)
     return result
-
-
-def _stopped(said: str, capsule: Capsule | None) -> str:
-    """Say why a run stopped; of its last step it is heard after it is over that it went wrong."""
-    if capsule is None:
-        return said
-    why = f"{capsule.metric} is {capsule.metrics.get(capsule.metric)} in step {capsule.step}"
-    said = said if why in said else f"{why}; {said}"
-    return f"{said}; see {capsule.path}" if capsule.path else said
-
-
-def _result(
-    fold: Fold, stopped: str, series: Series | None, capsule: Capsule | None = None
-) -> FitResult:
-    return FitResult(
-        state=fold.state,
-        steps=fold.done,
-        history=fold.telling.history,
-        stopped=stopped,
-        best=_best(series),
-        resumed=fold.resumed,
-        capsule=capsule,
-    )
 
 
 def _files(place: Path) -> Hook:
@@ -190,15 +165,13 @@ def _not_anew(series: Series) -> ConfigError:
     )
 
 
-def _capsule(
-    hooks: Sequence[Hook], fold: Fold, batches: Any, series: Series | None, run_dir: Any
-) -> Capsule | None:
+def _capsule(hooks: Sequence[Hook], fold: Fold, batches: Any, run_dir: Any) -> Capsule | None:
     """Keep what `replay` needs of the step that ended the run, if a number that is none did."""
     watching = [hook for hook in hooks if isinstance(hook, stop_on_nonfinite)]
     found = next((hook.found for hook in watching if hook.found), None)
     if found is None:
         return None
-    directory = None if series is None else series.directory
+    directory = None if fold.series is None else fold.series.directory
     capsule = take_capsule(
         found, state=fold.state, marks=fold.marks, batches=batches, directory=directory
     )
@@ -216,9 +189,3 @@ def _open(checkpoints: Checkpoints | None, run_dir: str | Path | None) -> Series
             "sf.Checkpoints"
         )
     return checkpoints.open(None if run_dir is None else Path(run_dir) / "checkpoints")
-
-
-def _best(series: Series | None) -> int | None:
-    if series is None or series.best is None:
-        return None
-    return next(iter(order_by(series.best, metrics_in(series.directory))), None)

@@ -1,12 +1,11 @@
 """The order in which things happen in a run."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
 import jax
-import numpy as np
 
 from stepfold.checkpoint.series import Series
 from stepfold.errors import DataError, StepfoldError
@@ -14,9 +13,9 @@ from stepfold.loop.asked import Asked
 from stepfold.loop.condition import has_nan, is_whole, steps_of
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.event import Event, expect
-from stepfold.loop.ledger import Ledger
-from stepfold.loop.metrics import read_interval
+from stepfold.loop.ledger import Interval, Ledger
 from stepfold.loop.replaying.rereading import Mark
+from stepfold.loop.schedule import Schedule
 from stepfold.loop.signals import Signals
 from stepfold.loop.telling import Telling
 
@@ -30,10 +29,10 @@ class Fold:
     def __init__(self, asked: Asked, state: Any, series: Series | None) -> None:
         self.step, self.state, self.feed, self.series = asked.step, state, asked.feed, series
         self.evaluations = asked.evaluations
-        self.log_every, self.steps_per_call = asked.log_every, asked.steps_per_call
+        self.steps_per_call = asked.steps_per_call
         # To read what a step said waits for that step. By then so many others are under way that
         # the device has work for as long as the hooks have theirs.
-        self._ahead = min(_AHEAD, max(1, self.log_every // 2))
+        self._ahead = min(_AHEAD, max(1, asked.log_every // 2))
         self.done = steps_of(state)
         self.total = asked.steps
         if self.total is None and self.feed.total is not None:
@@ -41,6 +40,13 @@ class Fold:
         self.signals = Signals()
         self.telling = Telling(asked.hooks, self.signals)
         self.ledger = Ledger(asked.step.metrics)
+        self.schedule = Schedule(
+            asked.log_every,
+            [*self.evaluations, *([] if series is None else [series])],
+            epoch_steps=self.feed.epoch_steps,
+            by_epoch=self.telling.by_epoch,
+            total=self.total,
+        )
         self.stopped: str | None = None
         self.resumed: int | None = None
         self._evaluated: dict[str, int] = {}  # the step at which each evaluation was made last
@@ -49,10 +55,8 @@ class Fold:
         self._next_position: Any = None
         self._epochs_told = self.done  # up to which step hooks know of the ends of epochs
         self._batch: Any = None
-        self._unshown: list[Any] = []  # intervals of the run before that were over, as numbers
         self._news = False  # whether hooks were told of anything
-        self._cut: Any = None  # the interval that the run before was in, as numbers
-        self._ended = self.done == self.total
+        self._ended = self.total is not None and self.done >= self.total
         self.marks: list[Mark] = []  # where the run began, and its last log points
 
     def resume(self) -> None:
@@ -67,10 +71,9 @@ class Fold:
         kept = restored.extra.get("fit") if isinstance(restored.extra, dict) else None
         if kept:
             self._evaluated, self._epochs_told = kept["evaluated"], kept["epochs_told"]
-            self._unshown, self._ended = kept["unshown"], kept["ended"]
-            self._cut = kept["cut"]
+            self._ended = kept["ended"]
             self.telling.history.set_state(kept["history"])
-            self.ledger.set_state(kept["ledger"])
+            self.ledger.set_state(kept)
             self.telling.set_state(kept["hooks"])
 
     def run(self) -> None:
@@ -93,24 +96,14 @@ class Fold:
 
     def _catch_up(self) -> None:
         """Do what an exception cut off in the run that this one goes on with."""
-        self._tell_unshown()
+        self._show()
         if self.resumed and self.done != self.total:
-            self._evaluate([e for e in self.evaluations if self._is_due(e)])
+            self._evaluate([e for e in self.evaluations if self.schedule.is_due(e, self.done)])
             self._end_epoch()
         self._save()
 
-    def _tell_unshown(self) -> None:
-        while self._unshown:
-            step, metrics, values, weights = self._unshown[0]
-            each, weighed = (
-                {name: np.asarray(row) for name, row in rows.items()} for rows in (values, weights)
-            )
-            with self.telling.wholly():
-                self._tell(step, metrics, each, weighed)
-            self._unshown.pop(0)
-
     def _fold(self) -> None:
-        due = self._next_due()
+        due = self.schedule.next_after(self.done)
         self.marks.append(self._mark())
         while self.stopped is None:
             batches = self._pull(min(self.steps_per_call, due - self.done))
@@ -120,10 +113,9 @@ class Fold:
             self.done += len(batches)
             self._position, self._next_position = self._next_position, None
             self.ledger.add(said)
-            self._cut = None
             if self.done == due:
                 self._at_boundary()
-                due = self._next_due()
+                due = self.schedule.next_after(self.done)
             if self.ledger.closed:
                 self._show(self.done - self._ahead)
             if self.signals.got is not None and self.signals.alone:
@@ -142,7 +134,7 @@ class Fold:
                 break
             batches += pulled
         if batches:
-            self._batch = batches[-1]
+            self._batch, self._ended = batches[-1], False
         elif self.signals.got is not None:
             self.stopped = f"{self.signals.got.name} at step {self.done}"
         else:
@@ -152,37 +144,17 @@ class Fold:
                 raise DataError("batches: expected at least one, got none")
         return batches
 
-    def _next_due(self) -> int:
-        """Give the next step at which something other than a step is to be done."""
-        points = [self._after(self.log_every)]
-        for evaluation in self.evaluations:
-            points += [self._after(n) for n in self._every(evaluation)]
-        if self.series is not None:
-            points += [self._after(n) for n in self._every(self.series)]
-        if self.feed.epoch_steps and self.telling.by_epoch:
-            points.append(self._after(self.feed.epoch_steps))
-        return min(points if self.total is None else [*points, self.total])
-
-    def _after(self, every: int) -> int:
-        return (self.done // every + 1) * every
-
-    def _every(self, what: Any) -> list[int]:
-        by_epoch = what.every_epochs and what.every_epochs * (self.feed.epoch_steps or 0)
-        return [every for every in (what.every, by_epoch) if every]
-
-    def _is_due(self, what: Any) -> bool:
-        return any(self.done % every == 0 for every in self._every(what))
-
     def _at_boundary(self) -> None:
-        last = self.done == self.total
+        done, last = self.done, self.done == self.total
         if last:
-            self.stopped = f"all {self.total} steps were done"
-        ends = self.telling.by_epoch and self._is_end_of_epoch()
-        if self.done % self.log_every == 0 or last or ends:
-            self.ledger.close(self.done)
+            self.stopped = f"all {done} steps were done"
+        if self.schedule.is_log_point(done):
+            self.ledger.close(done)
             self.marks = [*self.marks[:1], *self.marks[1:][-2:], self._mark()]
-        saves = self.series is not None and (self._is_due(self.series) or self.series.is_late())
-        due = [e for e in self.evaluations if self._is_due(e) and not last]
+        epochs = self.schedule.epochs_done(done)
+        saves = self.series is not None and self.series.due(done, epoch=epochs)
+        due = [e for e in self.evaluations if self.schedule.is_due(e, done) and not last]
+        ends = epochs is not None and self.telling.by_epoch
         if due or saves or ends:
             self._show()  # in the order of steps
         self._evaluate(due)
@@ -199,21 +171,19 @@ class Fold:
         """Note where the batches stand: a metric of the interval to come may turn out no number."""
         return Mark(self.done, self.feed.position() if self._position is None else self._position)
 
-    def _is_end_of_epoch(self) -> bool:
-        return bool(self.feed.epoch_steps) and self.done % (self.feed.epoch_steps or 1) == 0
-
     def _end_epoch(self) -> None:
         """Tell hooks that an epoch is over, after all that was measured at its end."""
-        if self._is_end_of_epoch() and self.done > self._epochs_told:
+        epochs = self.schedule.epochs_done(self.done)
+        if epochs is not None and self.done > self._epochs_told:
             with self.telling.wholly():
-                self.telling.end_epoch(self.done // (self.feed.epoch_steps or 1) - 1)
+                self.telling.end_epoch(epochs - 1)
                 self._epochs_told = self.done
 
     def _show(self, until: int | None = None) -> None:
         """Show hooks the intervals that are over, all or those up to a step."""
         for interval in self.ledger.take(self.done if until is None else until):
             with self.telling.wholly():
-                self._tell(interval.step, *read_interval(interval.metrics), time=interval.time)
+                self._tell(interval)
 
     def _evaluate(self, due: Sequence[Evaluation]) -> None:
         for evaluation in due:
@@ -223,27 +193,20 @@ class Fold:
             if found is None:
                 return
             with self.telling.wholly():
-                self._tell(self.done, *found)
+                self._tell(Interval(self.done, found[0], {}, {}, perf_counter()))
                 self._evaluated[evaluation.name] = self.done
 
-    def _tell(
-        self,
-        step: int,
-        metrics: dict[str, float],
-        each: Mapping[str, np.ndarray] | None = None,
-        weights: Mapping[str, np.ndarray] | None = None,
-        time: float | None = None,
-    ) -> None:
+    def _tell(self, found: Interval) -> None:
         event = Event(
-            step,
+            found.step,
             self.total,
-            metrics,
+            found.metrics,
             self.state,
-            each or {},
+            found.each,
             self._batch,
             self.feed.waited,
-            weights or {},
-            perf_counter() if time is None else time,
+            found.weights,
+            found.time,
         )
         if self.series is not None and self.series.best is not None:
             expect(self.series.best[0], event)
@@ -261,10 +224,6 @@ class Fold:
         if self.signals.got is None:
             self.ledger.close(self.done)
             self._show()
-            if self._cut is not None:  # no step came after it
-                self._unshown.append([self.done, *self._cut])
-                self._tell_unshown()
-                self._cut = None
             self._evaluate(self.evaluations)
             self._end_epoch()
         if self._ended:
@@ -301,18 +260,9 @@ class Fold:
             why = self.stopped or f"stopped at step {self.done}"
             self.stopped = f"{why.removesuffix(_BROKEN)}{_BROKEN}"
             return
-        opened = self.ledger.opened()
         kept = {
+            **self.ledger.get_state(),
             "history": self.telling.history.get_state(),
-            "ledger": self.ledger.get_state(),
-            "unshown": [
-                *self._unshown,
-                *[
-                    [step, *map(_plain, read_interval(rows))]
-                    for step, rows in self.ledger.waiting()
-                ],
-            ],
-            "cut": [*map(_plain, read_interval(opened))] if opened is not None else self._cut,
             "ended": self._ended,
             "evaluated": self._evaluated,
             "epochs_told": self._epochs_told,
@@ -330,10 +280,6 @@ class Fold:
             metrics=measured,
             extra=extra,
         )
-
-
-def _plain(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: np.asarray(value).tolist() for name, value in numbers.items()}
 
 
 def _measure(evaluation: Evaluation, state: Any, _: int) -> dict[str, float]:

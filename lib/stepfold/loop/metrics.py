@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 _WIDE = {"i": np.int64, "u": np.uint64, "b": np.int64}
 
 
+def are_metrics(value: Any) -> bool:
+    """Tell whether what a step gave is metrics by name."""
+    from clu.metrics import Metric
+
+    return isinstance(value, Mapping) and all(isinstance(one, Metric) for one in value.values())
+
+
 def merged(metrics: Sequence[Mapping[str, "Metric"]]) -> dict[str, Any]:
     """Merge what several steps or batches said, each a dict of the same metrics.
 
@@ -122,11 +129,11 @@ def values_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Read merged metrics as numbers; a metric of several numbers gets a name for each.
 
     Raises:
-      ConfigError: if a metric is no number, and no dict or array of them.
+      ConfigError: if a metric is no number, and no dict or array of them, or its name not one line.
     """
     found: dict[str, float] = {}
     for name, metric in metrics.items():
-        _spread(prefix + name, value_of(metric), found)
+        _spread(f"{prefix}{name}", value_of(metric), found)
     return found
 
 
@@ -173,17 +180,19 @@ def _over(total: Any, count: Any) -> Any:
 
 
 def _spread(name: str, value: Any, found: dict[str, float]) -> None:
-    if type(value) is float:
-        found[name] = value
-    elif isinstance(value, Mapping):
+    if isinstance(value, Mapping):
         for key, inner in value.items():
             _spread(f"{name}/{key}", inner, found)
-    elif np.ndim(value):
+    elif type(value) is not float and np.ndim(value):
         for index, inner in enumerate(np.ravel(value)):
             _spread(f"{name}/{index}", inner, found)
+    elif name.splitlines() != [name]:  # no table has a place for it
+        raise ConfigError(
+            f"metrics: expected names of one line each, got {name!r}; give it another"
+        )
     else:
         try:
             found[name] = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             text = str(value) if isinstance(value, str) else value
             raise ConfigError(f"{name}: expected a number, got {text!r}") from None

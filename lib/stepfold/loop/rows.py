@@ -4,7 +4,7 @@ Each array that a step returns costs a little to return, and a little more to fe
 leave the device side by side in one array for each dtype, bit for bit, and come apart on the host.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.errors import ConfigError
+from stepfold.loop.metrics import are_metrics
 
 Rows = list[Any]
 
@@ -23,14 +24,10 @@ def read_step(made: Any) -> tuple[Any, Any]:
     Raises:
       ConfigError: if it is anything else.
     """
-    from clu.metrics import Metric
-
     if not isinstance(made, tuple) or len(made) != 2:
         raise ConfigError(f"step: expected (state, metrics) from it, got {tree.spell(made)}")
     state, metrics = made
-    if not isinstance(metrics, Mapping) or not all(
-        isinstance(metric, Metric) for metric in metrics.values()
-    ):
+    if not are_metrics(metrics):
         raise ConfigError(
             f"step: expected metrics by name from it, got {tree.spell(metrics)}; give each number "
             "as sf.mean(values), so that they merge exactly"

@@ -5,7 +5,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from stepfold.loop.agreement import first_said
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
 from stepfold.loop.event import Event, Hook, show
 from stepfold.loop.history import History
 from stepfold.loop.signals import Signals
@@ -54,7 +57,7 @@ class Telling:
         self._signals.agree()
         if self._signals.got is not None:
             reasons.insert(0, self._signals.got.name)
-        return first_said([reason for reason in reasons if reason])
+        return _first_said([reason for reason in reasons if reason])
 
     def end_epoch(self, epoch: int) -> None:
         """Tell those that want to hear of it that an epoch is over."""
@@ -78,6 +81,17 @@ class Telling:
 
     def _known(self) -> list[Any]:
         return [[name, hook.get_state()] for name, hook in self._keeping]
+
+
+def _first_said(reasons: Sequence[str]) -> str | None:
+    """Give a reason to stop if any process has one; each has to ask."""
+    mine = reasons[0] if reasons else None
+    if jax.process_count() == 1:
+        return mine
+    asked = np.asarray(multihost_utils.process_allgather(np.array(bool(reasons))))
+    if not asked.any():
+        return None
+    return mine or f"process {int(np.flatnonzero(asked)[0])} asked to stop"
 
 
 def _named(hooks: Sequence[Hook]) -> list[tuple[str, Any]]:

@@ -37,6 +37,11 @@ def test_all_that_fit_calls_goes_through():
     assert other.seen == inner.seen
 
 
+def test_what_was_kept_for_a_hook_of_another_kind_is_left_aside():
+    before, now = Around("around", Recorder()), Around("around", sf.stop_early("a", patience=1))
+    now.set_state(before.get_state())
+
+
 def test_a_plain_function_has_nothing_to_be_told():
     hook = Around("around", lambda event: None)
     hook.open(0, None)

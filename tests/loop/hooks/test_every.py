@@ -48,6 +48,15 @@ def test_a_resumed_run_calls_when_an_uninterrupted_one_would():
     assert steps_shown(again, seen, 100, 110, 200) == [100, 200]
 
 
+def test_a_run_that_goes_on_with_another_number_of_steps_counts_from_there():
+    often, _ = make(10)
+    steps_shown(often, [], 500, 1000)
+    seldom, seen = make(100)
+    seldom.set_state(often.get_state())
+    seldom.open(1000, None)
+    assert steps_shown(seldom, seen, 1050, 1100, 1200) == [1100, 1200]
+
+
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, True, lambda event: None])
 def test_how_often_is_a_count(wrong):
     with pytest.raises(sf.ConfigError, match="every: expected an integer of at least 1, got "):

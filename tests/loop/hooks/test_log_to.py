@@ -62,6 +62,17 @@ def test_every_thins_out_train_metrics_and_neither_evaluations_nor_the_last_step
     assert [step for step, row in writer.rows.items() if "eval/loss" in row] == [*range(10, 80, 10)]
 
 
+def test_after_a_resume_with_another_every_it_is_as_thin_as_that():
+    hook = sf.log_to(Memory(), every=10)
+    hook(train(1000))
+    again = sf.log_to(writer := Memory(), every=100)
+    again.set_state(hook.get_state())
+    again.open(1000, None)
+    for step in (1100, 1150, 1200):
+        again(train(step))
+    assert list(writer.rows) == [1100, 1200]
+
+
 def test_it_is_as_thin_after_a_resume():
     hook = sf.log_to(Memory(), every=100)
     hook(train(90))

@@ -66,6 +66,15 @@ def test_what_was_traced_before_a_resume_is_not_traced_again(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+def test_another_window_is_traced_after_a_resume(tmp_path):
+    first, second = sf.profile(2, 2, tmp_path), sf.profile(20, 2, tmp_path)
+    first.set_state({**first.get_state(), "over": True})
+    second.set_state(first.get_state())
+    second(sf.Event(20, None, {"train/loss": 1.0}, None))
+    second.close()
+    assert len(traces(tmp_path)) == 1
+
+
 def test_of_several_processes_the_first_is_traced(tmp_path, monkeypatch):
     hook = sf.profile(2, 2, tmp_path / "a")
     monkeypatch.setattr(jax, "process_index", lambda: 1)

@@ -72,6 +72,17 @@ def test_the_average_survives_a_resume():
     assert printed(other)[-1]["loss"] == printed(file)[-1]["loss"]
 
 
+def test_the_average_of_another_metric_begins_anew_after_a_resume():
+    part = sf.progress("json", file=io.StringIO())
+    part.open(0, 40)
+    part(train(10, 2.0))
+    again = sf.progress("json", average="train/norm", file=(other := io.StringIO()))
+    again.set_state(part.get_state())
+    again.open(10, 40)
+    again(sf.Event(20, 40, {"train/norm": 8.0}, None))
+    assert printed(other)[-1]["norm"] == 8.0
+
+
 def test_metrics_are_chosen_by_name_or_pattern():
     event = train(10, 2.0, **{"train/accuracy": 0.5, "eval/loss": 3.0})
     assert set(shown(event, metrics=())[0]) >= {"step", "loss"}

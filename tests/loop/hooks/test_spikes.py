@@ -82,6 +82,20 @@ def test_the_window_survives_a_resume():
     assert again(event(61, [4.0])) == hook(event(61, [4.0])) is not None
 
 
+def test_a_narrower_window_after_a_resume_is_of_the_last_values():
+    hook, again = sf.stop_on_spike(window=100), sf.stop_on_spike(window=10)
+    hook(event(100, [*noisy(50), *(50 + noisy(50))]))
+    again.set_state(hook.get_state())
+    assert again(event(101, [52.0])) is None
+
+
+def test_what_was_seen_of_another_metric_is_left_aside():
+    hook, again = sf.stop_on_spike(window=10), sf.stop_on_spike("train/norm", window=10)
+    hook(event(10, noisy(10)))
+    again.set_state(hook.get_state())
+    assert again(sf.Event(11, None, {}, None, {"train/norm": np.array([99.0])})) is None
+
+
 def test_an_evaluation_is_passed_over():
     assert sf.stop_on_spike()(sf.Event(10, None, {"eval/loss": 9.0}, None)) is None
 

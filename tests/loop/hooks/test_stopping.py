@@ -174,6 +174,15 @@ def test_resumed_it_stops_where_it_would_have(cut):
     )
 
 
+def test_resumed_with_another_metric_it_begins_anew():
+    hook = sf.stop_early("eval/loss", patience=2, keep_state=False)
+    follow(hook, [0.5, 0.75])
+    other = sf.stop_early("eval/accuracy", patience=2, keep_state=False)
+    other.set_state(hook.get_state())
+    other(sf.Event(3, None, {"eval/accuracy": 0.25}, None))
+    assert (other.best, other.best_step) == (0.25, 3)
+
+
 def test_no_state_is_kept_for_a_train_metric_since_it_would_be_that_of_a_later_step():
     hook = sf.stop_early("train/loss", patience=5)
     step = jax.jit(lambda state, batch: ({"n": state["n"] + 1}, {"loss": sf.mean(state["n"])}))

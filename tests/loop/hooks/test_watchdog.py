@@ -2,66 +2,76 @@
 
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 import stepfold as sf
 
-
-def run(code):
-    code = f"import time, stepfold as sf\nevent = sf.Event(1, None, {{}}, None)\n{code}"
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+EVENT = sf.Event(1, None, {}, None)
 
 
-HANG = """
-import threading
+@pytest.fixture
+def stacks(tmp_path):
+    """A file for stacks."""
+    with (tmp_path / "stacks").open("w+") as file:
+        yield file
+
+
+def text_of(file):
+    file.seek(0)
+    return file.read()
+
+
 def deep_in_the_data():
-    time.sleep(1.5)
-threading.Thread(target=deep_in_the_data).start()
+    time.sleep(0.4)
+
+
 def stuck_in_a_step():
-    time.sleep(1.5)
-"""
+    time.sleep(0.4)
 
 
-def test_all_stacks_are_dumped_and_the_run_goes_on():
-    ran = run(HANG + "hook = sf.watchdog(0.5); hook(event); stuck_in_a_step(); hook.close()")
-    assert ran.returncode == 0
-    assert "Timeout (0:00:00.5" in ran.stderr
-    assert "in stuck_in_a_step" in ran.stderr
-    assert "in deep_in_the_data" in ran.stderr
+def test_all_stacks_are_dumped_and_the_run_goes_on(stacks):
+    thread = threading.Thread(target=deep_in_the_data)
+    hook = sf.watchdog(0.1, file=stacks)
+    hook(EVENT)
+    thread.start()
+    stuck_in_a_step()
+    hook.close()
+    thread.join()
+    said = text_of(stacks)
+    assert "Timeout (0:00:00.1" in said
+    assert "in stuck_in_a_step" in said
+    assert "in deep_in_the_data" in said
 
 
 def test_it_aborts_if_asked_to():
-    ran = run(HANG + "hook = sf.watchdog(0.5, abort=True); hook.open(0, 9); stuck_in_a_step()")
+    code = (
+        "import time, stepfold as sf\n"
+        "def stuck_in_a_step(): time.sleep(60)\n"
+        "hook = sf.watchdog(0.2, abort=True); hook.open(0, 9); stuck_in_a_step()"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 1
     assert "in stuck_in_a_step" in ran.stderr
 
 
-def test_where_events_come_it_is_silent():
-    ran = run(
-        "hook = sf.watchdog(0.5, abort=True); hook.open(0, None)\n"
-        "for _ in range(15):\n    time.sleep(0.1); hook(event)\n"
-        "hook.close(); time.sleep(1)"
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
+def test_where_events_come_it_is_silent(stacks):
+    hook = sf.watchdog(0.5, file=stacks)
+    hook.open(0, None)
+    for _ in range(16):
+        time.sleep(0.05)
+        hook(EVENT)
+    hook.close()
+    assert text_of(stacks) == ""
 
 
-def test_nothing_is_watched_before_the_run_begins():
-    ran = run("hook = sf.watchdog(0.2, abort=True); time.sleep(1)")
-    assert (ran.returncode, ran.stderr) == (0, "")
-
-
-def test_stacks_go_to_a_file(tmp_path):
-    with (tmp_path / "stacks").open("w+") as file:
-        hook = sf.watchdog(0.05, file=file)
-        hook.open(0, None)
-        time.sleep(0.3)
-        hook.close()
-        file.seek(0)
-        assert "test_stacks_go_to_a_file" in file.read()
+@pytest.mark.parametrize("before", [lambda hook: None, lambda hook: (hook(EVENT), hook.close())])
+def test_nothing_is_watched_before_the_run_begins_nor_after_it(before, stacks):
+    before(sf.watchdog(0.05, file=stacks))
+    time.sleep(0.2)
+    assert text_of(stacks) == ""
 
 
 def test_arguments_are_checked():

@@ -1,8 +1,10 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import stepfold as sf
-from stepfold.loop.report.reading import read_run
+from stepfold.loop.report.reading import names_of, read_run
 
 from . import made
 
@@ -39,3 +41,9 @@ def test_a_damaged_record_is_told(tmp_path):
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(sf.DataError, match="run.json: expected JSON"):
         read_run(tmp_path)
+
+
+def test_runs_are_called_by_as_much_of_a_path_as_is_needed():
+    places = [Path(place) for place in ("/a/x/run", "/a/y/run", "/a/y/other")]
+    assert names_of(places) == ["x/run", "y/run", "y/other"]
+    assert names_of([Path("/")]) == ["/"]

@@ -47,6 +47,8 @@ def test_examples_a_second_are_told_if_they_were_measured(tmp_path):
     }
     found = {one.name: one.value for one in figures_of(run(tmp_path, rows))}
     assert found["examples a second"] == "200"
+    rows = {10: {"throughput/examples_per_second": float("nan")}}
+    assert "examples a second" not in {one.name for one in figures_of(run(tmp_path, rows))}
 
 
 def test_metrics_have_their_last_and_their_best_value(tmp_path):

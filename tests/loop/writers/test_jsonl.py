@@ -127,7 +127,7 @@ def test_other_files_and_names_are_refused(path, tmp_path):
     path.write_text('{"step": 1, "a": 2}\n{"stop": 1}\n')
     with pytest.raises(sf.ConfigError, match=r"to hold lines as .*, got b'{\"stop\": 1}\\n'; mend"):
         sf.jsonl_writer(path).write_scalars(3, {"a": 1})
-    with pytest.raises(ValueError, match="expected another name, got 'step'"):
+    with pytest.raises(ValueError, match="expected names other than 'step', which each line has"):
         sf.jsonl_writer(tmp_path / "new").write_scalars(3, {"step": 1})
     with pytest.raises(sf.ConfigError, match="jsonl_writer: expected a file, got the directory"):
         sf.jsonl_writer(tmp_path)

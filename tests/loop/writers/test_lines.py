@@ -1,7 +1,6 @@
 import os
 import resource
-import subprocess
-import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -125,47 +124,33 @@ def test_a_short_write_is_gone_on_with(path, monkeypatch):
     lines.close()
 
 
-FULL = """
-import pathlib, resource, sys
-sys.path.insert(0, sys.argv[2])
-from test_lines import open_lines
-path = pathlib.Path(sys.argv[1])
-lines = open_lines(path)
-lines.put(1, b"s 1 a\\n")
-lines.put(2, b"s 2 b\\n")
-hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))  # the system refuses to write more
-for step, line in [(3, b"s 3 long\\n"), (2, b"s 2 b long\\n")]:
+@contextmanager
+def full_at(size):
+    """Have the system refuse to write more than so many bytes into any file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
-        lines.put(step, line)
-    except OSError as error:
-        print(error, "|", *error.__notes__)
-    print(path.read_bytes())
-try:
-    lines.rewrite([b"s 1 a\\n", b"s 2 b longer than that\\n"])
-except OSError as error:
-    print(error)
-resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-lines.put(2, b"s 2 b c\\n")
-lines.put(3, b"s 3 long\\n")
-print(path.read_bytes())
-print([file.name for file in path.parent.iterdir()])
-"""
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_leaves_what_was_there(path):
-    folder = os.path.dirname(__file__)
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, str(path), folder], capture_output=True, text=True, check=True
-    )
-    refused, kept, again, kept_again, rewriting, end, files = done.stdout.splitlines()
-    for line in (refused, again):
-        assert f"File too large: '{path}' | while writing {path}: what was written before" in line
-    assert str(path) in rewriting
-    assert kept == kept_again == str(b"s 1 a\ns 2 b\n")
-    assert end == str(b"s 1 a\ns 2 b c\ns 3 long\n")
-    assert files == "['lines.txt']"
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    lines = open_lines(path)
+    lines.put(1, b"s 1 a\n")
+    lines.put(2, b"s 2 b\n")
+    for step, line in [(3, b"s 3 long\n"), (2, b"s 2 b long\n")]:
+        with pytest.raises(OSError, match=f"File too large: '{path}'") as error, full_at(16):
+            lines.put(step, line)
+        assert error.value.__notes__[0].startswith(f"while writing {path}: what was written before")
+        assert path.read_bytes() == b"s 1 a\ns 2 b\n"
+    with pytest.raises(OSError, match=f"File too large: '{path}"), full_at(16):
+        lines.rewrite([b"s 1 a\n", b"s 2 b longer than that\n"])
+    lines.put(2, b"s 2 b c\n")
+    lines.put(3, b"s 3 long\n")
+    lines.close()
+    assert path.read_bytes() == b"s 1 a\ns 2 b c\ns 3 long\n"
+    assert [file.name for file in path.parent.iterdir()] == ["lines.txt"]
 
 
 def test_append_writes_all_or_nothing(tmp_path, monkeypatch):

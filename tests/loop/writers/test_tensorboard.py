@@ -1,5 +1,7 @@
 import io
+import itertools
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -136,8 +138,11 @@ def test_hparams(tmp_path):
     assert kept["widths"].string_value == "(8, 8)"
 
 
-def test_a_resumed_run_voids_what_came_later(tmp_path):
-    for start in (0, 20, 30):  # all within one second
+@pytest.mark.parametrize("passed", [0.1, -3600.0], ids=["within one second", "the clock goes back"])
+def test_a_resumed_run_voids_what_came_later(tmp_path, monkeypatch, passed):
+    clock = itertools.count(time.time(), passed)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    for start in (0, 20, 30):
         writer = sf.tensorboard_writer(tmp_path)
         writer.resume(start)
         for step in range(start + 10, 60, 10):

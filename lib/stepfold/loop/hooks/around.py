@@ -33,9 +33,24 @@ class Around:
     def get_state(self) -> dict[str, Any]:
         """Give what the hook wants to be kept."""
         inner = self._hook.get_state() if hasattr(self._hook, "get_state") else None
-        return {"hook": inner}
+        return {"hook": inner, "kind": type(self._hook).__qualname__}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Give back to the hook what was kept for it."""
-        if state["hook"] is not None and hasattr(self._hook, "set_state"):
+        """Give back to the hook what was kept for it, and not for one of another kind."""
+        kind = type(self._hook).__qualname__
+        mine = state["hook"] is not None and state.get("kind", kind) == kind
+        if mine and hasattr(self._hook, "set_state"):
             self._hook.set_state(state["hook"])
+
+
+def innermost(hook: Hook) -> Hook:
+    """Give the hook that others are around, if any are.
+
+    >>> import stepfold as sf
+    >>> hook = sf.stop_on_nonfinite()
+    >>> innermost(sf.only_warn(sf.every(10, hook))) is hook
+    True
+    """
+    while isinstance(hook, Around):
+        hook = hook._hook
+    return hook

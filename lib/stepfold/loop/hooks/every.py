@@ -55,9 +55,10 @@ class every(Around):  # noqa: N801  it is called as the functions beside it are
 
     def get_state(self) -> dict[str, Any]:
         """Give what a resumed run has to know."""
-        return {**super().get_state(), "multiple": self._seen}
+        return {**super().get_state(), "multiple": self._seen, "n": self._n}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._seen, self._told = state["multiple"], True
+        """Go on from there; with another number of steps, from where the run goes on."""
+        if state.get("n", self._n) == self._n:
+            self._seen, self._told = state["multiple"], True
         super().set_state(state)

@@ -7,6 +7,7 @@ import jax
 from stepfold import tree
 from stepfold.errors import ConfigError
 from stepfold.loop.event import Event
+from stepfold.loop.writers.protocol import resume
 
 
 class log_to:  # noqa: N801  it is called as the functions beside it are
@@ -49,15 +50,14 @@ class log_to:  # noqa: N801  it is called as the functions beside it are
         if every is not None and (type(every) is not int or every < 1):
             raise ConfigError(f"log_to: every: expected an integer of at least 1, got {every!r}")
         self._writer, self._every, self._everywhere = writer, every, everywhere
-        self._writes: bool | None = None
         self._seen, self._told = 0, False
 
     def open(self, step: int, _: int | None) -> None:
         """Tell the writer from which step on it will hear."""
         if not self._told and self._every:
             self._seen = step // self._every
-        if self._is_writer() and hasattr(self._writer, "resume"):
-            self._writer.resume(step)
+        if self._is_writer():
+            resume(self._writer, step)
 
     def __call__(self, event: Event) -> None:
         """Write the metrics of an event, if they are due."""
@@ -65,9 +65,7 @@ class log_to:  # noqa: N801  it is called as the functions beside it are
             self._writer.write_scalars(event.step, event.metrics)
 
     def _is_writer(self) -> bool:
-        if self._writes is None:
-            self._writes = self._everywhere or jax.process_index() == 0
-        return self._writes
+        return self._everywhere or jax.process_index() == 0
 
     def _is_due(self, event: Event) -> bool:
         if self._every is None or not event.is_train:
@@ -89,8 +87,9 @@ class log_to:  # noqa: N801  it is called as the functions beside it are
 
     def get_state(self) -> dict[str, Any]:
         """Give what a resumed run has to know."""
-        return {"multiple": self._seen}
+        return {"multiple": self._seen, "every": self._every}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._seen, self._told = state["multiple"], True
+        """Go on from there; with another number of steps, from where the run goes on."""
+        if state.get("every", self._every) == self._every:
+            self._seen, self._told = state["multiple"], True

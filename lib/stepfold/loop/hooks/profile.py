@@ -82,11 +82,11 @@ class profile:  # noqa: N801  it is called as the functions beside it are
 
     def get_state(self) -> dict[str, Any]:
         """Give what a resumed run has to know."""
-        return {"over": self._over}
+        return {"over": self._over, "first": self._first}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._over = state["over"]
+        """Go on from there; another window is still to be traced."""
+        self._over = state["over"] and state.get("first", self._first) == self._first
 
 
 def _steps_of(state: Any) -> int | None:

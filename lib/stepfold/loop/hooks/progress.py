@@ -122,9 +122,11 @@ class progress:  # noqa: N801  it is called as the functions beside it are
 
     def get_state(self) -> dict[str, Any]:
         """Give what a resumed run has to know."""
-        return {"sum": self._sum, "weight": self._weight, "trained": self._trained}
+        running = {"average": self._average, "sum": self._sum, "weight": self._weight}
+        return {**running, "trained": self._trained}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._sum, self._weight = state["sum"], state["weight"]
+        """Go on from there; the average of another metric begins anew."""
         self._trained = state["trained"]
+        if state.get("average", self._average) == self._average:
+            self._sum, self._weight = state["sum"], state["weight"]

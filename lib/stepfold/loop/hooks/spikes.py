@@ -78,8 +78,9 @@ class stop_on_spike:  # noqa: N801  it is called as the functions beside it are
 
     def get_state(self) -> dict[str, Any]:
         """Give what a resumed run has to know."""
-        return {"seen": self._seen.tolist()}
+        return {"metric": self._metric, "seen": self._seen.tolist()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._seen = np.asarray(state["seen"], np.float64)
+        """Go on from there; what was seen of another metric says nothing of this one."""
+        if state.get("metric", self._metric) == self._metric:
+            self._seen = np.asarray(state["seen"], np.float64)[-self._window :]

@@ -59,7 +59,7 @@ class Capsule:
     >>> batches = [np.float32([1, 2]), np.float32([3, np.inf])]
     >>> result = sf.fit(step, state, batches)
     >>> print(result.capsule)
-    step 2: train/loss is inf; replay begins with a state of step 0, 1 steps before it
+    step 2: train/loss is inf; replay begins with a state of step 0, 1 step before it
     """
 
     step: int
@@ -87,7 +87,8 @@ class Capsule:
         else:
             begins = f"the checkpoint of step {self.checkpoint.step}"
         value = self.metrics.get(self.metric, float("nan"))
-        far = f", {self.distance} steps before it" if self.distance > 0 else ""
+        steps = "1 step" if self.distance == 1 else f"{self.distance} steps"
+        far = f", {steps} before it" if self.distance > 0 else ""
         said = f"step {self.step}: {self.metric} is {value}; replay begins with {begins}{far}"
         return "; not kept: ".join([said, *self.lost[:1]])
 

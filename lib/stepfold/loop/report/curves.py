@@ -87,7 +87,9 @@ class Tail:
         try:
             row = json.loads(line)
             step = float(row.pop("step"))
-            numbers = {n: float(v) for n, v in row.items() if type(v) is float or type(v) is int}
+            numbers = {n: float(v) for n, v in row.items() if n and type(v) in (float, int)}
+            if not 0 <= step < 2**63:
+                return None
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return None
         if len(numbers) < len(row) and isinstance(row.get("hparams"), dict):

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from stepfold.loop.report import tables
 from stepfold.loop.report.drawing import Chart, Line, draw, swatch
-from stepfold.loop.report.naming import names_of
-from stepfold.loop.report.reading import Run
+from stepfold.loop.report.reading import Run, names_of
 from stepfold.loop.report.scales import spell
 from stepfold.loop.report.sections import Section, sections_of, span_of
 from stepfold.loop.report.standing import Standing, standing_of, time_of, utc_now

@@ -55,7 +55,7 @@ class Run(NamedTuple):
 
     def argument(self, name: str) -> Any:
         """Give an argument of `fit`, if it is known."""
-        return self.record.get("arguments", {}).get(name)
+        return (self.record.get("arguments") or {}).get(name)
 
 
 def read_run(place: Path, tail: Tail | None = None) -> Run:
@@ -66,20 +66,19 @@ def read_run(place: Path, tail: Tail | None = None) -> Run:
       tail: what has read its metrics before.
 
     Raises:
-      DataError: if `run.json` is damaged, or of a later stepfold.
+      DataError: if `run.json` is damaged, edited to something else, or of a later stepfold.
     """
     tail = tail or Tail(place / "metrics.jsonl")
     record = read_record(place)
-    said = record.get("arguments", {}).get("checkpoints") or {}
-    directory = Path(said.get("directory") or place / "checkpoints")
-    curves = tail.read()
-    return Run(place, record, curves, tail.settings, _saved(directory), tail.damaged)
+    run = Run(place, record, tail.read(), tail.settings, (), tail.damaged)
+    said = run.argument("checkpoints") or {}
+    return run._replace(checkpoints=_saved(Path(said.get("directory") or place / "checkpoints")))
 
 
 def _saved(directory: Path) -> list[Saved]:
     """List checkpoints; one that is deleted meanwhile is none."""
     found = []
-    with suppress(CheckpointError):  # a directory that cannot be read has none to show
+    with suppress(CheckpointError, ValueError):  # one that cannot be read, or named, has none
         for step in steps.steps_in(directory):
             path = steps.path_of(directory, step)
             with suppress(FileNotFoundError):
@@ -93,3 +92,19 @@ def _one(step: int, path: Path) -> Saved:
         return Saved(step, at, read_words(path).metrics or {}, whole=True)
     except CheckpointError:
         return Saved(step, at, {}, whole=False)
+
+
+def names_of(places: Sequence[Path]) -> list[str]:
+    """Name runs by their directories, with those above where two would be called the same.
+
+    >>> names_of([Path("/runs/a"), Path("/runs/b")]), names_of([Path("/x/runs/a")])
+    (['a', 'b'], ['a'])
+    >>> names_of([Path("/x/one/run"), Path("/x/two/run")])
+    ['one/run', 'two/run']
+    """
+    deepest = max(len(place.parts) for place in places)
+    for depth in range(1, deepest + 1):
+        names = ["/".join(place.parts[-depth:]) for place in places]
+        if len(set(names)) == len(names):
+            break
+    return [name or "/" for name in names]

@@ -1,6 +1,6 @@
 """Where a run stands, in words and in a few numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -11,8 +11,6 @@ from stepfold.loop.report.reading import Run
 
 # Seconds without a word after which a run is not said to be running; more, where a word is rare.
 _SILENT = 600.0
-
-Row = Sequence[float]
 
 
 class Standing(NamedTuple):
@@ -51,7 +49,7 @@ def _of_attempt(attempt: Mapping[str, Any], now: datetime) -> Standing:
         return Standing("failed", "Failed", f"{what} (at step {step:,})")
     if attempt.get("ended") is None:
         silent = (now - time_of(attempt.get("updated") or attempt["began"])).total_seconds()
-        if silent > max(_SILENT, 3 * attempt.get("pause", 0.0)):
+        if silent > max(_SILENT, 3 * (attempt.get("pause") or 0.0)):
             return Standing(
                 "silent",
                 "No word",

@@ -144,7 +144,7 @@ def _speed(run: Run) -> list[Figure]:
         more = f"first metrics after {duration(compiling)}"
         speed.append(Figure("steps a second", spell(found[0]), more))
     examples = run.curves.get("throughput/examples_per_second")
-    if examples is not None and len(examples.values):
+    if examples is not None and not np.isnan(examples.values).all():
         speed.append(
             Figure("examples a second", spell(float(np.nanmedian(examples.values))), "the median")
         )

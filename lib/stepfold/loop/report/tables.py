@@ -78,7 +78,7 @@ def checkpoints(run: Run) -> str:
 def parameters(run: Run) -> str:
     """List the parameters, the largest first."""
     found = run.record.get("parameters") or {}
-    leaves = sorted(found.get("leaves", ()), key=lambda leaf: -leaf[3])
+    leaves = sorted(found.get("leaves") or (), key=lambda leaf: -leaf[3])
     total = found.get("count") or 1
     rows = [
         (name, _shape(shape), dtype, f"{count:,}", f"{count / total:.1%}")

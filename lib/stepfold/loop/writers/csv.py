@@ -10,6 +10,7 @@ from typing import Any
 from stepfold.errors import ConfigError
 from stepfold.loop.writers import values
 from stepfold.loop.writers.lines import Lines, read_path
+from stepfold.loop.writers.owed import Owed
 
 _BEGINS = b"step,"
 
@@ -26,7 +27,8 @@ def csv_writer(path: str | os.PathLike[str]) -> "CsvWriter":
     left out, with one warning for each kind. `jsonl_writer` keeps them.
 
     Nothing is touched before the first write, and every write is with the system when the call
-    returns. A file that is there is gone on with, and what a kill left half written is cut off.
+    returns. What a full disk refuses is raised, and goes before the next write. A file that is
+    there is gone on with, and what a kill left half written is cut off.
 
     Args:
       path: the file; folders that it needs are made.
@@ -59,6 +61,7 @@ class CsvWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._opened: Lines | None = None
+        self._owed = Owed(self._put)
         self._columns: list[str] = []
         self._left_out: set[str] = set()
 
@@ -81,7 +84,9 @@ class CsvWriter:
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Write numbers."""
-        step, numbers = values.number_of_step(step), values.numbers(scalars)
+        self._owed.put(values.number_of_step(step), values.numbers(scalars))
+
+    def _put(self, step: int, numbers: Mapping[str, Any]) -> None:
         lines = self._lines()
         lines.see_order(step)
         self._see_names(numbers)
@@ -101,7 +106,8 @@ class CsvWriter:
         for name in numbers:
             if name == "step" or "\n" in name or "\r" in name:
                 raise ValueError(
-                    f"{self._path}: expected names other than 'step' and on one line, got {name!r}"
+                    f"{self._path}: expected names other than 'step' and on one line, got "
+                    f"{name!r}; give it another"
                 )
 
     def _widened(
@@ -121,6 +127,7 @@ class CsvWriter:
         Args:
           step: the last that is kept.
         """
+        self._owed.drop_after(step)
         step, lines = values.number_of_step(step), self._lines()
         if lines.step <= step:
             return
@@ -163,14 +170,18 @@ class CsvWriter:
 
     def flush(self) -> None:
         """Return when all is on the disk, and would outlive a power cut."""
+        self._owed.settle()
         if self._opened is not None:
             self._opened.sync()
 
     def close(self) -> None:
         """Flush, and close the file; to write again opens it again."""
-        if self._opened is not None:
-            opened, self._opened = self._opened, None
-            opened.close()
+        try:
+            self._owed.settle()
+        finally:
+            if self._opened is not None:
+                opened, self._opened = self._opened, None
+                opened.close()
 
 
 def _cells(line: bytes) -> list[str]:

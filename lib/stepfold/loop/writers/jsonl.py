@@ -9,6 +9,7 @@ from typing import Any
 from stepfold.errors import ConfigError
 from stepfold.loop.writers import values
 from stepfold.loop.writers.lines import Lines, read_path
+from stepfold.loop.writers.owed import Owed
 
 _STEP, _SETTINGS = "step", "hparams"
 _BEGINS = b'{"step": '
@@ -24,7 +25,8 @@ def jsonl_writer(path: str | os.PathLike[str]) -> "JsonlWriter":
     `hparams`, in the line of the step at which it begins or goes on.
 
     Nothing is touched before the first write, and every write is with the system when the call
-    returns. A file that is there is gone on with, and what a kill left half written is cut off.
+    returns. What a full disk refuses is raised, and goes before the next write. A file that is
+    there is gone on with, and what a kill left half written is cut off.
 
     Args:
       path: the file; folders that it needs are made.
@@ -55,6 +57,7 @@ class JsonlWriter:
     def __init__(self, path: Path) -> None:
         self._path, self._begin = path, 0
         self._opened: Lines | None = None
+        self._owed = Owed(self._put)
 
     def _lines(self) -> Lines:
         if self._opened is None:
@@ -71,11 +74,17 @@ class JsonlWriter:
             ) from None
 
     def _write(self, step: int, kept: Mapping[str, Any]) -> None:
-        step, lines = values.number_of_step(step), self._lines()
+        self._owed.put(values.number_of_step(step), kept)
+
+    def _put(self, step: int, kept: Mapping[str, Any]) -> None:
+        lines = self._lines()
         if not kept:
             return
         if _STEP in kept:
-            raise ValueError(f"{self._path}: expected another name, got 'step', which is taken")
+            raise ValueError(
+                f"{self._path}: expected names other than 'step', which each line has; give it "
+                "another"
+            )
         row = json.loads(lines.last) if step == lines.step else {_STEP: step}
         lines.put(step, json.dumps({**row, **kept}).encode() + b"\n")
 
@@ -120,15 +129,20 @@ class JsonlWriter:
           step: the last that is kept.
         """
         self._begin = values.number_of_step(step)
+        self._owed.drop_after(step)
         self._lines().drop_after(self._begin)
 
     def flush(self) -> None:
         """Return when all is on the disk, and would outlive a power cut."""
+        self._owed.settle()
         if self._opened is not None:
             self._opened.sync()
 
     def close(self) -> None:
         """Flush, and close the file; to write again opens it again."""
-        if self._opened is not None:
-            opened, self._opened = self._opened, None
-            opened.close()
+        try:
+            self._owed.settle()
+        finally:
+            if self._opened is not None:
+                opened, self._opened = self._opened, None
+                opened.close()

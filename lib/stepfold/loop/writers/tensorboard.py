@@ -65,8 +65,10 @@ class TensorboardWriter:
         """Begin a file whose name sorts after those that are there, as TensorBoard reads them."""
         with naming(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            count = len(list(self._folder.glob("events.out.tfevents.*")))
-            name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{count:06}"
+            names = [path.name for path in self._folder.glob("events.out.tfevents.*")]
+            begun = [int(one.split(".")[3]) for one in names if one.split(".")[3].isdecimal()]
+            now = max([int(time.time()), *(one + 1 for one in begun)])  # though a clock went back
+            name = f"events.out.tfevents.{now}.{socket.gethostname()}.{len(names):06}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
             return os.open(self._folder / name, flags, 0o666)
 
