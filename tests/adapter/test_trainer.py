@@ -6,11 +6,6 @@ from stepfold.adapter import Trainer
 from . import digits
 
 
-def test_without_functions_around_it_the_step_is_one_that_fit_compiles():
-    made = digits.trainer()
-    assert not hasattr(made._watched_step(), "lower")
-
-
 def test_it_trains_a_second_time_from_where_it_was():
     made = digits.trainer(max_steps=10)
     made.train()

@@ -82,6 +82,7 @@ def training_batches(
     collect: Collect | None,
     prepare: Prepare,
     epoch_steps: int | None,
+    epochs: int | None = None,
 ) -> Loader:
     """Make the batches of a run: shuffled anew each epoch, without end, and without the rest.
 
@@ -92,6 +93,7 @@ def training_batches(
       collect: what makes a batch of a list of examples; None stacks them.
       prepare: what is done to each batch.
       epoch_steps: the batches of an epoch, if they are known.
+      epochs: how often to go through a stream, where nobody knows the steps of the run.
     """
     seed = shuffle_seed(arguments)
     dataset, leave_out = without(dataset, arguments)
@@ -105,6 +107,7 @@ def training_batches(
         batch_size,
         seed=None if stream else seed,
         start=0 if stream else arguments.step_start_point,
+        epochs=epochs if stream else None,
         transform=leave_out,
         collate=collect,
         process_index=arguments.grain_shard_index,

@@ -11,14 +11,21 @@ import jax
 import optax
 
 from stepfold import tree
+from stepfold.adapter.arguments.names import refuse_unknown
+from stepfold.adapter.arguments.readers import (
+    Reader,
+    flag,
+    function,
+    optional,
+    refuse,
+    several,
+)
 from stepfold.adapter.arguments.training import TrainingArguments
 from stepfold.adapter.collecting import Collect, collect_function
 from stepfold.adapter.evaluating import whole_if_uneven
 from stepfold.adapter.functions import jitted, make_functions
 from stepfold.adapter.held import Held
 from stepfold.adapter.loading import evaluation_batches, length_of, training_batches, with_mask
-from stepfold.adapter.naming import refuse_unknown
-from stepfold.adapter.optimizing import optimizer_of
 from stepfold.adapter.outputs import (
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
@@ -27,6 +34,7 @@ from stepfold.adapter.outputs import (
 from stepfold.adapter.overriding import chosen_collect
 from stepfold.adapter.parts.checkpoints import checkpoints
 from stepfold.adapter.parts.devices import make_mesh, sharding_rules, start_processes
+from stepfold.adapter.parts.optimizer import optimizer_of
 from stepfold.adapter.parts.precision import cast_params, precision
 from stepfold.adapter.parts.writers import writers
 from stepfold.adapter.planning import plan
@@ -97,7 +105,15 @@ class Setup(Held):
         refuse_unknown(type(self).__name__, deprecated_kwargs, _PARAMETERS)
         if not isinstance(arguments, TrainingArguments):
             raise ConfigError(f"arguments: expected TrainingArguments, got {tree.spell(arguments)}")
-        self.arguments, self.finetune, self.stateful = arguments, finetune, stateful
+        for name, value in (
+            ("data_collator", data_collator),
+            ("loss_fn", loss_fn),
+            ("eval_loss_fn", eval_loss_fn),
+            ("scheduler", scheduler),
+        ):
+            optional(function)(name, value)
+        self.arguments = arguments
+        self.finetune, self.stateful = flag("finetune", finetune), flag("stateful", stateful)
         self.dataset_train, self.dataset_eval = dataset_train, dataset_eval
         self.data_collator, self.loss_fn, self.eval_loss_fn = data_collator, loss_fn, eval_loss_fn
         self.model, self.model_state, self.config = model, model_state, config
@@ -105,8 +121,10 @@ class Setup(Held):
         self._own_tx, self._own_scheduler = tx, scheduler
         self.tx: Any = tx
         self.scheduler: Any = scheduler
-        self.rules, self.evaluations = rules, evaluations
-        self.hooks, self.callbacks = hooks, callbacks
+        self.rules = rules
+        self.evaluations = _listed("evaluations", evaluations, "sf.Evaluation(…)", _evaluation)
+        self.hooks = _listed("hooks", hooks, "functions of an event")
+        self.callbacks = _listed("callbacks", callbacks, "functions (trainer, epoch, metrics)")
         self.pruning_module, self.memory_monitor = arguments.pruning_module, memory_use
         self.dtype = precision(arguments).compute
         self.param_dtype = jax.numpy.dtype(arguments.param_dtype or "float32")
@@ -142,6 +160,11 @@ class Setup(Held):
         data, dataloader_train, dataloader_eval = self.dataset_train, None, None
         if self.dataset_eval is not None:
             dataloader_eval = self._evaluation_batches(self.dataset_eval, self.plan.eval_steps)
+        if hasattr(type(self.dataset_eval), "__next__"):
+            raise ConfigError(
+                "dataset_eval: expected data that can be gone through for each evaluation, got "
+                f"{tree.spell(self.dataset_eval)}; give a list of it, or a function that makes it"
+            )
         if data is not None:
             dataloader_train = training_batches(
                 self.arguments,
@@ -150,6 +173,7 @@ class Setup(Held):
                 collect=self._collect(data),
                 prepare=self._masked,
                 epoch_steps=self.plan.epoch_steps,
+                epochs=None if self.plan.steps else self.arguments.num_train_epochs,
             )
         return TrainerConfigureDataloaderOutput(
             dataloader_train, self.plan.steps, dataloader_eval, self.plan.eval_steps
@@ -224,7 +248,7 @@ class Setup(Held):
             self.hold(placed(self.model_state, self._shardings_of(self.model_state)))
         self.sharded_training_step_function = made.train_step_fn
         self.sharded_evaluation_step_function = made.eval_step_fn
-        self._eval_step = made.eval_step_fn and jax.jit(as_eval_step(made.eval_step_fn))
+        self.measuring_step = made.eval_step_fn and jax.jit(as_eval_step(made.eval_step_fn))
         manager = made.checkpoint_manager or checkpoints(self.arguments, self.plan)
         if manager is not None and manager.directory is None and self.arguments.output_dir:
             place = Path(self.arguments.output_dir) / self.arguments.checkpoints_dir
@@ -297,6 +321,16 @@ class Setup(Held):
     ) -> Collect:
         """Make the same for what tf.data reads."""
         return self.create_collect_function(max_sequence_length, truncation_mode)
+
+
+def _listed(name: str, given: Any, what: str, read: Reader = function) -> list[Any]:
+    return list(several(read, f"a list of {what}")(name, given))
+
+
+def _evaluation(name: str, value: Any) -> Evaluation:
+    if not isinstance(value, Evaluation):
+        raise refuse(name, "sf.Evaluation(…)", value)
+    return value
 
 
 _PARAMETERS = list(inspect.signature(Setup.__init__).parameters)[1:-1]

@@ -116,7 +116,8 @@ def fit(
         report = None
         if run_dir is not None:
             place = read_directory(run_dir, make=True)
-            asked.hooks.append(_files(place))
+            if not any(getattr(hook, "writes_metrics", False) for hook in asked.hooks):
+                asked.hooks.append(_files(place))
             # Entered before all else, so that its last page is of all there is.
             facts = facts_of(state, batches, asked, checkpoints, epochs, time_limit)
             report = stack.enter_context(Refresh(place, facts, goes_on=series is not None))

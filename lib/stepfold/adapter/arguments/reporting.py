@@ -22,7 +22,7 @@ File = Literal["jsonl", "csv", "tensorboard"]
 
 @dataclass(frozen=True, kw_only=True)
 class Reporting:
-    """What a run shows and writes of itself; `hooks` and `writers` make what does."""
+    """What a run shows and writes of itself."""
 
     log_steps: int | float = setting(
         10, amount, "The steps from one showing of metrics to the next; a fraction is of all steps."
