@@ -54,11 +54,11 @@ def compiles() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let the tests of a module that compile the same share what XLA made of it."""
+    """Let the tests of such modules that compile the same share what XLA made of it."""
     from jax.experimental.compilation_cache import compilation_cache
 
     settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }

@@ -10,6 +10,8 @@ from stepfold.adapter.calling import is_due, named, show, without_norms
 
 from . import digits
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 @pytest.fixture(scope="module")
 def made():

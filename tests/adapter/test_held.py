@@ -5,6 +5,8 @@ from stepfold.adapter.held import Held
 
 from . import digits
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 @pytest.fixture(scope="module")
 def made():

@@ -1,9 +1,13 @@
 from functools import partial
 
+import pytest
+
 from stepfold.adapter import Trainer
 from stepfold.adapter.overriding import call_with, chosen_collect, is_overridden
 
 from . import digits
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 class Own(Trainer):

@@ -8,6 +8,8 @@ from stepfold.adapter import resuming
 
 from . import digits
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 @pytest.fixture
 def run(tmp_path):

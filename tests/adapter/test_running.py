@@ -10,6 +10,8 @@ from stepfold.adapter.stepping import HookedStep
 
 from . import digits
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 class Watched(Trainer):
     def on_step_end(self, state, metrics, step):
@@ -22,8 +24,7 @@ def test_without_functions_around_it_the_step_is_one_that_fit_compiles():
 
 
 def test_a_run_has_its_page_beside_its_metrics(tmp_path):
-    made = digits.trainer(output_dir=tmp_path, max_steps=10, given={"hooks": [lambda event: None]})
-    made.train()
+    digits.trainer(output_dir=tmp_path, max_steps=10, report_to=("jsonl", "csv")).train()
     logs = tmp_path / "logs"
     names = sorted(path.name for path in logs.iterdir())
     assert names == ["metrics.csv", "metrics.jsonl", "report.html", "run.json"]

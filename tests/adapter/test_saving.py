@@ -10,6 +10,8 @@ from stepfold.adapter import saving
 
 from . import digits
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 def test_path_and_state_are_told_apart():
     state = {"w": jnp.ones(1)}

@@ -13,6 +13,8 @@ from stepfold.adapter import (
 
 from . import digits
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 @pytest.fixture(autouse=True)
 def as_a_user_would():

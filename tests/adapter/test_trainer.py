@@ -5,6 +5,8 @@ from stepfold.adapter import Trainer
 
 from . import digits
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 def test_it_trains_a_second_time_from_where_it_was():
     made = digits.trainer(max_steps=10)

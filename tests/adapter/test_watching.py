@@ -7,6 +7,8 @@ from stepfold.loop.history import History
 
 from . import digits
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 def test_words_of_any_of_its_methods_end_the_run():
     class Enough(Trainer):
@@ -24,7 +26,7 @@ def test_metrics_that_a_method_changed_are_those_that_are_shown(tmp_path):
         def apply_training_hooks(self, metrics):
             return {**metrics, "train/added": 1.0}
 
-    digits.trainer(Changed, output_dir=tmp_path).train()
+    digits.trainer(Changed, output_dir=tmp_path, report_to=("jsonl",)).train()
     assert '"train/added": 1.0' in (tmp_path / "logs" / "metrics.jsonl").read_text()
 
 

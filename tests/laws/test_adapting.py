@@ -8,7 +8,10 @@ from tests.adapter import digits
 import stepfold as sf
 from stepfold.adapter import Trainer, make_optimizer, make_schedule
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*donated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*donated"),
+    pytest.mark.usefixtures("compiled_once"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -56,15 +56,14 @@ def test_every_optimizer_of_optax_trains_with_a_schedule(name):
             scheduler="linear",
         )
     )
-    state, params = tx.init(PARAMS), PARAMS
+    before = PARAMS["embed"]
+    state, params = tx.init(before), before
     update = jax.jit(tx.update)
     for _ in range(2):
-        grads = jax.tree.map(lambda leaf: 2 * (leaf - 1.5), params)
-        updates, state = update(grads, state, params, value=jnp.array(3.0))
+        updates, state = update(2 * (params - 1.5), state, params, value=jnp.array(3.0))
         params = optax.apply_updates(params, updates)
-    for leaf, before in pairs(params, PARAMS):
-        assert np.isfinite(leaf).all()
-        assert (leaf != before).any()
+    assert np.isfinite(params).all()
+    assert (params != before).any()
 
 
 def test_every_optimizer_that_optax_exports_can_be_had():
