@@ -10,6 +10,8 @@ from stepfold.adapter.functions import jitted, make_functions
 
 from . import digits
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 def batch(rows=20):
     return {name: values[:rows] for name, values in digits.TRAIN.items()}

@@ -11,6 +11,8 @@ from stepfold.adapter.starting import check_model, first_state, is_state, placed
 
 from . import digits
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 TX = optax.adam(optax.linear_schedule(0.1, 0.0, 100))
 CAST = lambda params: params
 

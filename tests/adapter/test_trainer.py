@@ -115,3 +115,22 @@ def test_a_best_metric_that_nobody_measures_is_said(tmp_path):
 def test_a_seed_that_jax_does_not_take_is_refused_when_it_is_given():
     with pytest.raises(sf.ConfigError, match="seed: expected an integer"):
         digits.trainer(seed=2**70)
+
+
+def test_left_at_once_it_still_has_a_state(tmp_path):
+    """As after a second Ctrl-C, before anything was restored in the place of what was let go."""
+    digits.trainer(output_dir=tmp_path, max_steps=5).train()
+
+    class Impatient:
+        def open(self, step, total):
+            raise KeyboardInterrupt
+
+        def __call__(self, event):
+            """Hear nothing."""
+
+    made = digits.trainer(output_dir=tmp_path, max_steps=10, given={"hooks": [Impatient()]})
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert int(made.state.step) == 5
+    made.hooks.clear()
+    assert made.train().stopped == "all 10 steps were done"
