@@ -7,6 +7,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from stepfold import tree
 from stepfold.adapter.collecting import Collect
 from stepfold.adapter.parts.examples import shuffle_seed, transform
 from stepfold.data.batches import batches
@@ -14,6 +15,7 @@ from stepfold.data.prefetch import prefetch
 from stepfold.data.sources.grained import Grained
 from stepfold.data.sources.kinds import is_stream, read_source
 from stepfold.data.sources.rows import ENDLESS
+from stepfold.errors import ConfigError
 
 Prepare = Callable[[Any], Any]
 
@@ -28,6 +30,19 @@ def length_of(dataset: Any) -> int | None:
         return None
     length = read_source(dataset).length
     return None if length == ENDLESS else length
+
+
+def check_again(name: str, dataset: Any) -> None:
+    """Refuse what can be gone through only once, as a generator can.
+
+    Raises:
+      ConfigError: with what to give.
+    """
+    if hasattr(type(dataset), "__next__"):
+        raise ConfigError(
+            f"{name}: expected data that can be gone through for each evaluation, got "
+            f"{tree.spell(dataset)}; give a list of it, or a function that makes it"
+        )
 
 
 class Loader:

@@ -12,20 +12,19 @@ import optax
 
 from stepfold import tree
 from stepfold.adapter.arguments.names import refuse_unknown
-from stepfold.adapter.arguments.readers import (
-    Reader,
-    flag,
-    function,
-    optional,
-    refuse,
-    several,
-)
+from stepfold.adapter.arguments.readers import flag, function, listed, optional
 from stepfold.adapter.arguments.training import TrainingArguments
 from stepfold.adapter.collecting import Collect, collect_function
 from stepfold.adapter.evaluating import whole_if_uneven
 from stepfold.adapter.functions import jitted, make_functions
 from stepfold.adapter.held import Held
-from stepfold.adapter.loading import evaluation_batches, length_of, training_batches, with_mask
+from stepfold.adapter.loading import (
+    check_again,
+    evaluation_batches,
+    length_of,
+    training_batches,
+    with_mask,
+)
 from stepfold.adapter.outputs import (
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
@@ -33,7 +32,7 @@ from stepfold.adapter.outputs import (
 )
 from stepfold.adapter.overriding import chosen_collect
 from stepfold.adapter.parts.checkpoints import checkpoints
-from stepfold.adapter.parts.devices import make_mesh, sharding_rules, start_processes
+from stepfold.adapter.parts.devices import make_mesh, start_processes
 from stepfold.adapter.parts.optimizer import optimizer_of
 from stepfold.adapter.parts.precision import cast_params, precision
 from stepfold.adapter.parts.writers import writers
@@ -44,8 +43,6 @@ from stepfold.adapter.tracking import CompilationTracker, Timers
 from stepfold.errors import ConfigError
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.memory import memory_use
-from stepfold.loop.hooks.stopping import stop_early
-from stepfold.sharding.plan import make_sharding
 
 
 class Setup(Held):
@@ -118,27 +115,18 @@ class Setup(Held):
         self.data_collator, self.loss_fn, self.eval_loss_fn = data_collator, loss_fn, eval_loss_fn
         self.model, self.model_state, self.config = model, model_state, config
         self._given, self._born = model_state, None
-        self._own_tx, self._own_scheduler = tx, scheduler
-        self.tx: Any = tx
-        self.scheduler: Any = scheduler
-        self.rules = rules
-        self.evaluations = _listed("evaluations", evaluations, "sf.Evaluation(…)", _evaluation)
-        self.hooks = _listed("hooks", hooks, "functions of an event")
-        self.callbacks = _listed("callbacks", callbacks, "functions (trainer, epoch, metrics)")
+        self._own_optimizer = tx, scheduler
+        self.tx, self.scheduler, self.rules = tx, scheduler, rules
+        self.evaluations = listed("evaluations", evaluations, "sf.Evaluation(…)", Evaluation)
+        self.hooks = listed("hooks", hooks, "functions of an event")
+        self.callbacks = listed("callbacks", callbacks, "functions (trainer, epoch, metrics)")
         self.pruning_module, self.memory_monitor = arguments.pruning_module, memory_use
         self.dtype = precision(arguments).compute
         self.param_dtype = jax.numpy.dtype(arguments.param_dtype or "float32")
         self.train_tracker, self.evalu_tracker = CompilationTracker(), CompilationTracker()
-        self.asked = None
-        self.progress_bar: Any = None
-        self.checkpoint_path: str | None = None
         self.history: Any = {}
-        self.stopped: str | None = None
-        self.best: int | None = None
-        self.epochs_done = 0
         self.loaded: list[str] = []
         self.left: dict[str, str] = {}
-        self.early_stopping: stop_early | None = None
         start_processes(arguments)
         self.mesh = make_mesh(arguments, devices)
         examples, eval_examples = length_of(dataset_train), length_of(dataset_eval)
@@ -159,12 +147,8 @@ class Setup(Held):
         """Make batches of the datasets, and say how many steps there are."""
         data, dataloader_train, dataloader_eval = self.dataset_train, None, None
         if self.dataset_eval is not None:
+            check_again("dataset_eval", self.dataset_eval)
             dataloader_eval = self._evaluation_batches(self.dataset_eval, self.plan.eval_steps)
-        if hasattr(type(self.dataset_eval), "__next__"):
-            raise ConfigError(
-                "dataset_eval: expected data that can be gone through for each evaluation, got "
-                f"{tree.spell(self.dataset_eval)}; give a list of it, or a function that makes it"
-            )
         if data is not None:
             dataloader_train = training_batches(
                 self.arguments,
@@ -256,8 +240,7 @@ class Setup(Held):
         self.checkpoint_manager = manager
 
     def _optimizer(self) -> tuple[Any, Any]:
-        given = self._own_tx, self._own_scheduler
-        return optimizer_of(self.arguments, self.max_training_steps, *given)
+        return optimizer_of(self.arguments, self.max_training_steps, *self._own_optimizer)
 
     def make_state(self, model: Any, tx: Any, given: Any = None) -> Any:
         """Make a state of a model, or of parameters or a state, where the mesh wants it."""
@@ -273,29 +256,9 @@ class Setup(Held):
             step=self.arguments.step_start_point,
         )
 
-    def hold(self, state: Any) -> None:
-        """Take a state for the trainer's own, and tell its shapes and places."""
-        self.model_state = state
-        self.state_shape = jax.eval_shape(lambda: state)
-        self.state_shardings = make_sharding(self.state_shape, self.mesh, self._rules)
-        self.state_named_sharding = self.state_shardings
-        self.state_partition_spec = jax.tree.map(lambda place: place.spec, self.state_shardings)
-
-    def _shardings_of(self, state: Any) -> Any:
-        """Plan where a state goes; on one device it stays as it is."""
-        return make_sharding(state, self.mesh, self._rules) if self._large_mesh else None
-
     @property
     def _begins_with(self) -> Any:
         return self._given if self.finetune else None
-
-    @property
-    def _rules(self) -> Any:
-        return sharding_rules(self.arguments) if self.rules is None else self.rules
-
-    @property
-    def _large_mesh(self) -> Any:
-        return self.mesh if self.mesh.size > 1 else None
 
     def _collect(self, dataset: Any) -> Any:
         kind = "tfds_" if hasattr(dataset, "as_numpy_iterator") else ""
@@ -321,16 +284,6 @@ class Setup(Held):
     ) -> Collect:
         """Make the same for what tf.data reads."""
         return self.create_collect_function(max_sequence_length, truncation_mode)
-
-
-def _listed(name: str, given: Any, what: str, read: Reader = function) -> list[Any]:
-    return list(several(read, f"a list of {what}")(name, given))
-
-
-def _evaluation(name: str, value: Any) -> Evaluation:
-    if not isinstance(value, Evaluation):
-        raise refuse(name, "sf.Evaluation(…)", value)
-    return value
 
 
 _PARAMETERS = list(inspect.signature(Setup.__init__).parameters)[1:-1]

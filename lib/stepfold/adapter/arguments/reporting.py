@@ -35,7 +35,7 @@ class Reporting:
     report_to: tuple[File, ...] = setting(
         ("jsonl", "csv"),
         several(one_of(*get_args(File)), "names of kinds of files"),
-        "The files metrics are written to.",
+        "The files metrics are written to; beside jsonl there is report.html, which shows them.",
     )
     logs_dir: str = setting("logs", text, "The folder of those files in output_dir.")
     log_all_workers: bool = setting(
