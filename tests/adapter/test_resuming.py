@@ -98,3 +98,8 @@ def test_a_checkpoint_that_is_nowhere_is_said_though_there_are_others(tmp_path):
     made = used(tmp_path, resume_from_checkpoint=str(tmp_path / "nowhere"))
     with pytest.raises(sf.CheckpointError, match="nowhere: expected a checkpoint"):
         made.train()
+
+
+def test_parameters_are_no_state_to_go_on_from(run):
+    with pytest.raises(sf.ConfigError, match="state: expected a state, .* as model_parameters"):
+        run.train(state=run.state.params)

@@ -67,3 +67,11 @@ def test_a_card_goes_to_a_file_or_into_a_folder(tmp_path):
     saving.write_card(tmp_path / "folder", "# b\n")
     assert (tmp_path / "new" / "card.md").read_text() == "# a\n"
     assert (tmp_path / "folder" / "README.md").read_text() == "# b\n"
+
+
+def test_a_place_that_is_none_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(sf.CheckpointError, match="file: expected a directory, got a file"):
+        saving.write_card(tmp_path / "file" / "card.md", "text")
+    with pytest.raises(sf.ConfigError, match="checkpoint: expected a path, got 5"):
+        saving.find_checkpoint(5)

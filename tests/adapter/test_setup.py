@@ -124,3 +124,37 @@ def test_columns_that_are_left_out_never_reach_the_loss():
     )
     assert next(made.dataloader_train).keys() == {"image"}
     assert int(made.train().state.step) == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("hooks", 5, "a list of functions of an event"),
+        ("hooks", [5], "a function"),
+        ("callbacks", len, r"a list of functions \(trainer, epoch, metrics\)"),
+        ("evaluations", sf.Evaluation(len), r"a list of sf.Evaluation\(…\)"),
+        ("evaluations", [len], r"sf.Evaluation\(…\)"),
+        ("data_collator", 5, "a function"),
+        ("eval_loss_fn", 5, "a function"),
+        ("scheduler", "linear", "a function"),
+        ("finetune", "yes", "True or False"),
+    ],
+)
+def test_what_is_given_is_read_when_it_is_given(name, value, wanted):
+    with pytest.raises(sf.ConfigError, match=rf"^{name}.*: expected {wanted}, got "):
+        digits.trainer(given={name: value})
+
+
+def rows():
+    return iter([{name: values[i] for name, values in digits.TRAIN.items()} for i in range(60)])
+
+
+def test_a_stream_is_gone_through_as_often_as_there_are_epochs():
+    """Nobody knows how many steps that is, so that without them it would never end."""
+    made = digits.trainer(given={"dataset_train": rows}, num_train_epochs=2)
+    assert made.train().stopped == "the batches ended at step 6"
+
+
+def test_what_can_be_gone_through_once_is_no_data_for_evaluations():
+    with pytest.raises(sf.ConfigError, match="dataset_eval: expected data that can be gone thr"):
+        digits.trainer(given={"dataset_eval": rows()})

@@ -6,11 +6,6 @@ from stepfold.adapter import Trainer
 from . import digits
 
 
-def test_without_functions_around_it_the_step_is_one_that_fit_compiles():
-    made = digits.trainer()
-    assert not hasattr(made._watched_step(), "lower")
-
-
 def test_it_trains_a_second_time_from_where_it_was():
     made = digits.trainer(max_steps=10)
     made.train()
@@ -118,3 +113,22 @@ def test_a_best_metric_that_nobody_measures_is_said(tmp_path):
 def test_a_seed_that_jax_does_not_take_is_refused_when_it_is_given():
     with pytest.raises(sf.ConfigError, match="seed: expected an integer"):
         digits.trainer(seed=2**70)
+
+
+def test_left_at_once_it_still_has_a_state(tmp_path):
+    """As after a second Ctrl-C, before anything was restored in the place of what was let go."""
+    digits.trainer(output_dir=tmp_path, max_steps=5).train()
+
+    class Impatient:
+        def open(self, step, total):
+            raise KeyboardInterrupt
+
+        def __call__(self, event):
+            """Hear nothing."""
+
+    made = digits.trainer(output_dir=tmp_path, max_steps=10, given={"hooks": [Impatient()]})
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert int(made.state.step) == 5
+    made.hooks.clear()
+    assert made.train().stopped == "all 10 steps were done"

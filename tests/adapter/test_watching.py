@@ -24,7 +24,7 @@ def test_metrics_that_a_method_changed_are_those_that_are_shown(tmp_path):
         def apply_training_hooks(self, metrics):
             return {**metrics, "train/added": 1.0}
 
-    digits.trainer(Changed, output_dir=tmp_path).train()
+    digits.trainer(Changed, output_dir=tmp_path, report_to=("jsonl",)).train()
     assert '"train/added": 1.0' in (tmp_path / "logs" / "metrics.jsonl").read_text()
 
 

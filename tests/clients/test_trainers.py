@@ -66,6 +66,7 @@ def ran(tmp_path_factory):
     with jax.numpy_dtype_promotion("standard"):
         made = trainer(
             output_dir=place,
+            report_to=("jsonl",),
             metric_for_best_model="accuracy",
             scheduler="linear",
             track_memory=True,

@@ -1,12 +1,14 @@
 import hashlib
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import stepfold as sf
 from stepfold.inspect.caching import check_cache, compile_cached
@@ -17,6 +19,23 @@ SETTINGS = [name for name in jax.config.values if re.search("compilation_cache|p
 
 def lowered(number=2.0):
     return jax.jit(lambda x: jnp.sin(x) * number).lower(1.0)
+
+
+@pytest.fixture(autouse=True)
+def without_a_cache():
+    """Leave the cache that the tests share."""
+    with cache_at(None):
+        yield
+
+
+@contextmanager
+def cache_at(place):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", place)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture
@@ -116,17 +135,21 @@ def test_the_settings_of_the_process_are_its_own_again(tmp_path, heard):
     assert settings() == before
 
 
-def test_a_cache_that_the_user_has_set_is_used_before_and_after(tmp_path, compiled_once, heard):
-    mine = jax.config.jax_compilation_cache_dir
-    jax.jit(lambda x: x * 5.0)(1.0)
-    compile_cached(lowered(7.0), tmp_path / "given")
-    assert (jax.config.jax_compilation_cache_dir, len(list(tmp_path.glob("given/*")))) == (mine, 1)
-    heard.clear()
-    jax.clear_caches()
-    jax.jit(lambda x: x * 5.0)(1.0)
-    assert heard == ["hits"]
-    lowered(7.0).compile()  # it was not kept where the user's are
-    assert heard == ["hits", "misses"]
+def test_a_cache_that_the_user_has_set_is_used_before_and_after(tmp_path, heard):
+    mine = str(tmp_path / "mine")
+    with cache_at(mine):
+        jax.jit(lambda x: x * 5.0)(1.0)
+        compile_cached(lowered(7.0), tmp_path / "given")
+        assert (jax.config.jax_compilation_cache_dir, len(list(tmp_path.glob("given/*")))) == (
+            mine,
+            1,
+        )
+        heard.clear()
+        jax.clear_caches()
+        jax.jit(lambda x: x * 5.0)(1.0)
+        assert heard == ["hits"]
+        lowered(7.0).compile()  # it was not kept where the user's are
+        assert heard == ["hits", "misses"]
 
 
 def test_threads_do_not_mix_up_the_settings_or_what_they_keep(tmp_path):

@@ -278,6 +278,19 @@ def test_a_run_dir_that_cannot_be_made_is_refused_before_anything_is_done(tmp_pa
         fit(given, **saves(tmp_path / "file" / "run"))
 
 
+def test_metrics_that_a_hook_writes_are_not_written_twice(tmp_path):
+    class Writes:
+        writes_metrics = True
+
+        def __call__(self, event):
+            (tmp_path / "metrics.jsonl").write_text(f'{{"step": {event.step}, "own": 1.0}}\n')
+
+    fit(run_dir=tmp_path, steps=1, hooks=[Writes()])
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["metrics.jsonl", "report.html", "run.json"]
+    assert '"own"' in (tmp_path / "report.html").read_text()
+
+
 def test_checkpoints_without_a_place_are_refused():
     with pytest.raises(sf.ConfigError, match="expected to know where they go; give run_dir"):
         fit(checkpoints=sf.Checkpoints(every=7))

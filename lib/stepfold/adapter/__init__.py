@@ -9,14 +9,13 @@ from stepfold.adapter.outputs import (
     TrainerOutput,
 )
 from stepfold.adapter.parts.checkpoints import best_metric, best_mode, checkpoints
-from stepfold.adapter.parts.devices import batch_axes, make_mesh, sharding_rules, start_processes
-from stepfold.adapter.parts.examples import collate_function, shuffle_seed, transform
-from stepfold.adapter.parts.hooks import hooks, monitors, progress_hook, report_hook
+from stepfold.adapter.parts.devices import make_mesh, sharding_rules, start_processes
+from stepfold.adapter.parts.examples import shuffle_seed, transform
 from stepfold.adapter.parts.loss import make_loss
 from stepfold.adapter.parts.optimizer import make_optimizer
 from stepfold.adapter.parts.precision import cast_params, precision, remat
 from stepfold.adapter.parts.schedule import make_schedule
-from stepfold.adapter.parts.writers import wandb_options, writers, writes_everywhere
+from stepfold.adapter.parts.writers import logs_of, wandb_options, writers, writes_everywhere
 from stepfold.adapter.planning import Plan, plan
 from stepfold.adapter.protocol import BaseTrainerProtocol
 from stepfold.adapter.stopping import StopTraining
@@ -32,24 +31,19 @@ __all__ = [
     "TrainerConfigureModelOutput",
     "TrainerOutput",
     "TrainingArguments",
-    "batch_axes",
     "best_metric",
     "best_mode",
     "by_any_name",
     "cast_params",
     "checkpoints",
-    "collate_function",
-    "hooks",
+    "logs_of",
     "make_loss",
     "make_mesh",
     "make_optimizer",
     "make_schedule",
-    "monitors",
     "plan",
     "precision",
-    "progress_hook",
     "remat",
-    "report_hook",
     "sharding_rules",
     "shuffle_seed",
     "start_processes",

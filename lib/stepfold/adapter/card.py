@@ -1,16 +1,14 @@
 """A card of a run, for a person to read: what was trained, how, on what, and how it went."""
 
 import math
-import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
 
 from stepfold.inspect.parameters import parameter_table
+from stepfold.loop.facts import versions
 
-_PACKAGES = ("stepfold", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
 
@@ -50,7 +48,7 @@ def card(
         _section("Arguments", _pairs({k: v for k, v in arguments.items() if v is not None})),
         _section("Parameters", f"```\n{parameter_table(params)}\n```"),
         _section("Devices", _pairs(_devices(mesh))),
-        _section("Versions", _pairs(_versions())),
+        _section("Versions", _pairs(versions())),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -108,13 +106,3 @@ def _devices(mesh: Any) -> dict[str, Any]:
         "processes": jax.process_count(),
     }
     return found if mesh is None else found | {"mesh": dict(mesh.shape)}
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "system": platform.platform()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found

@@ -1,4 +1,4 @@
-"""What a trainer holds, by all the names that it is asked for by."""
+"""What a trainer holds, by all the names that it is asked for by, and where its state is."""
 
 import sys
 from typing import Any
@@ -6,8 +6,11 @@ from typing import Any
 import jax
 
 from stepfold.adapter.arguments.training import TrainingArguments
+from stepfold.adapter.parts.devices import sharding_rules
 from stepfold.adapter.parts.writers import writes_everywhere
 from stepfold.adapter.planning import Plan
+from stepfold.loop.hooks.stopping import stop_early
+from stepfold.sharding.plan import make_sharding
 
 
 class Held:
@@ -16,10 +19,18 @@ class Held:
     arguments: TrainingArguments
     plan: Plan
     model_state: Any
-    asked: str | None  # by what another state than the run's own was asked for, since the last run
+    rules: Any
     tx: Any
     sharded_training_step_function: Any
     sharded_evaluation_step_function: Any
+    measuring_step: Any  # the same, whose numbers are metrics
+    asked: str | None = None  # by what another state was asked for than the run's, since it ended
+    progress_bar: Any = None
+    checkpoint_path: str | None = None
+    stopped: str | None = None
+    best: int | None = None
+    epochs_done = 0
+    early_stopping: stop_early | None = None
 
     @property
     def model(self) -> Any:
@@ -89,3 +100,23 @@ class Held:
     def wandb_runtime(self) -> Any:
         """The run of Weights & Biases, once it has begun."""
         return getattr(sys.modules.get("wandb"), "run", None) if self.arguments.use_wandb else None
+
+    def hold(self, state: Any) -> None:
+        """Take a state for the trainer's own, and tell its shapes and places."""
+        self.model_state = state
+        self.state_shape = jax.eval_shape(lambda: state)
+        self.state_shardings = make_sharding(self.state_shape, self.mesh, self._rules)
+        self.state_named_sharding = self.state_shardings
+        self.state_partition_spec = jax.tree.map(lambda place: place.spec, self.state_shardings)
+
+    def _shardings_of(self, state: Any) -> Any:
+        """Plan where a state goes; on one device it stays as it is."""
+        return make_sharding(state, self.mesh, self._rules) if self._large_mesh else None
+
+    @property
+    def _rules(self) -> Any:
+        return sharding_rules(self.arguments) if self.rules is None else self.rules
+
+    @property
+    def _large_mesh(self) -> Any:
+        return self.mesh if self.mesh.size > 1 else None

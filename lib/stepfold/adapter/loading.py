@@ -7,6 +7,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from stepfold import tree
 from stepfold.adapter.collecting import Collect
 from stepfold.adapter.parts.examples import shuffle_seed, transform
 from stepfold.data.batches import batches
@@ -14,6 +15,7 @@ from stepfold.data.prefetch import prefetch
 from stepfold.data.sources.grained import Grained
 from stepfold.data.sources.kinds import is_stream, read_source
 from stepfold.data.sources.rows import ENDLESS
+from stepfold.errors import ConfigError
 
 Prepare = Callable[[Any], Any]
 
@@ -28,6 +30,19 @@ def length_of(dataset: Any) -> int | None:
         return None
     length = read_source(dataset).length
     return None if length == ENDLESS else length
+
+
+def check_again(name: str, dataset: Any) -> None:
+    """Refuse what can be gone through only once, as a generator can.
+
+    Raises:
+      ConfigError: with what to give.
+    """
+    if hasattr(type(dataset), "__next__"):
+        raise ConfigError(
+            f"{name}: expected data that can be gone through for each evaluation, got "
+            f"{tree.spell(dataset)}; give a list of it, or a function that makes it"
+        )
 
 
 class Loader:
@@ -82,6 +97,7 @@ def training_batches(
     collect: Collect | None,
     prepare: Prepare,
     epoch_steps: int | None,
+    epochs: int | None = None,
 ) -> Loader:
     """Make the batches of a run: shuffled anew each epoch, without end, and without the rest.
 
@@ -92,6 +108,7 @@ def training_batches(
       collect: what makes a batch of a list of examples; None stacks them.
       prepare: what is done to each batch.
       epoch_steps: the batches of an epoch, if they are known.
+      epochs: how often to go through a stream, where nobody knows the steps of the run.
     """
     seed = shuffle_seed(arguments)
     dataset, leave_out = without(dataset, arguments)
@@ -105,6 +122,7 @@ def training_batches(
         batch_size,
         seed=None if stream else seed,
         start=0 if stream else arguments.step_start_point,
+        epochs=epochs if stream else None,
         transform=leave_out,
         collate=collect,
         process_index=arguments.grain_shard_index,

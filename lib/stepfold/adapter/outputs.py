@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 
 from stepfold import tree
-from stepfold.adapter.naming import refuse_unknown
+from stepfold.adapter.arguments.names import refuse_unknown
 from stepfold.adapter.plain import from_text, to_text
 from stepfold.errors import ConfigError
 

@@ -21,9 +21,7 @@ class Plan(NamedTuple):
       eval_batch: the examples of a batch of the evaluation, over all devices.
       accumulate: into how many microbatches the batch of a step is cut.
       epoch_steps: the steps of an epoch.
-      steps: the steps of the run, those before start_step too.
-      start_step: the step it begins at.
-      warmup_steps: for how many steps the rate rises.
+      steps: the steps of the run, those before step_start_point too.
       eval_steps: the batches of one evaluation.
       evaluates: whether there are evaluations.
       evaluation_every: the steps from one to the next; with None here and below, at the end alone.
@@ -47,8 +45,6 @@ class Plan(NamedTuple):
     accumulate: int
     epoch_steps: int | None
     steps: int | None
-    start_step: int
-    warmup_steps: int
     eval_steps: int | None
     evaluates: bool
     evaluation_every: int | None
@@ -94,6 +90,7 @@ def plan(
     eval_batch = _eval_batch(arguments, batch, count)
     evaluates = arguments.do_eval and arguments.evaluation_strategy != "no"
     by_epoch = arguments.evaluation_strategy == "epoch" and evaluates
+    in_steps = arguments.per_epoch_training_steps  # of an epoch that is not all of the data
     save_steps, save_epochs = _saves(arguments, steps)
     return Plan(
         train_batch=batch,
@@ -101,12 +98,10 @@ def plan(
         accumulate=accumulate,
         epoch_steps=epoch_steps,
         steps=steps,
-        start_step=arguments.step_start_point,
-        warmup_steps=arguments.warmup_steps,
         eval_steps=_eval_steps(arguments, eval_batch, eval_examples) if evaluates else None,
         evaluates=evaluates,
-        evaluation_every=_epoch_in_steps(arguments) if by_epoch else arguments.eval_steps,
-        evaluation_every_epochs=1 if by_epoch and not _epoch_in_steps(arguments) else None,
+        evaluation_every=in_steps if by_epoch else arguments.eval_steps,
+        evaluation_every_epochs=1 if by_epoch and not in_steps else None,
         save_steps=save_steps,
         save_epochs=save_epochs,
         log_every=math.gcd(log_steps, report_steps),
@@ -211,16 +206,11 @@ def _eval_steps(a: TrainingArguments, batch: int, examples: int | None) -> int |
     return min(known, default=None)
 
 
-def _epoch_in_steps(a: TrainingArguments) -> int | None:
-    """Give the steps of an epoch that is said to be of so many, and not of all the data."""
-    return a.per_epoch_training_steps
-
-
 def _saves(a: TrainingArguments, steps: int | None) -> tuple[int | None, int | None]:
     every = _share("save_steps", a.save_steps, steps)
     if a.save_strategy != "epoch":
         return every, None
-    in_steps = _epoch_in_steps(a)
+    in_steps = a.per_epoch_training_steps
     if in_steps is None:
         return every, 1
     if every is not None and every != in_steps:

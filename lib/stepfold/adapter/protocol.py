@@ -2,16 +2,15 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from stepfold.adapter.arguments.data import Truncation
 from stepfold.adapter.outputs import (
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
     TrainerConfigureModelOutput,
     TrainerOutput,
 )
-
-Truncation = Literal["keep_end", "keep_start"]
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from stepfold import tree
 from stepfold.adapter.positions import go_to_step
 from stepfold.adapter.saving import find_checkpoint
 from stepfold.adapter.schedules import schedule_paths
+from stepfold.adapter.starting import is_state
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.verify import latest_step
 from stepfold.errors import ConfigError
@@ -132,6 +133,11 @@ def begin(trainer: Any, params: Any, state: Any, path: Any) -> None:
         check_begins(own, 0, "model_parameters")
         trainer.hold(trainer.make_state(None, trainer.tx, params))
     elif state is not None:
+        if not is_state(state):
+            raise ConfigError(
+                f"state: expected a state, with params and step, got {tree.spell(state)}; give "
+                "parameters alone as model_parameters"
+            )
         check_same(trainer, state, "state")
         trainer.hold(trainer.make_state(None, trainer.tx, state))
     elif path is not None and not is_own(path, own, folder):

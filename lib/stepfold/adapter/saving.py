@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from stepfold import tree
+from stepfold.adapter.arguments import readers
+from stepfold.adapter.arguments.names import refuse_unknown
 from stepfold.adapter.for_torch import Names, check_names, torch_layout, torch_names
-from stepfold.adapter.naming import refuse_unknown
 from stepfold.adapter.positions import position_of
 from stepfold.checkpoint.export import export_params
 from stepfold.checkpoint.save import save
@@ -82,7 +83,7 @@ def write_card(path: str | os.PathLike[str], text: str) -> None:
     place = Path(path)
     if place.is_dir() or not place.suffix:
         place = place / "README.md"
-    place.parent.mkdir(parents=True, exist_ok=True)
+    read_directory(place.parent, make=True)
     place.write_text(text, encoding="utf-8")
 
 
@@ -155,7 +156,7 @@ def find_checkpoint(path: str | Path, folder: str = "checkpoints") -> tuple[Path
     ...
     stepfold.errors.CheckpointError: runs/nowhere: expected a checkpoint, ...
     """
-    place = Path(path)
+    place = Path(readers.path("checkpoint", path))
     if place.is_dir() and place.name.isdigit() and int(place.name) in _steps(place.parent):
         return place.parent, int(place.name)
     for directory in (place, place / folder):

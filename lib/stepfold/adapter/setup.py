@@ -11,14 +11,20 @@ import jax
 import optax
 
 from stepfold import tree
+from stepfold.adapter.arguments.names import refuse_unknown
+from stepfold.adapter.arguments.readers import flag, function, listed, optional
 from stepfold.adapter.arguments.training import TrainingArguments
 from stepfold.adapter.collecting import Collect, collect_function
 from stepfold.adapter.evaluating import whole_if_uneven
 from stepfold.adapter.functions import jitted, make_functions
 from stepfold.adapter.held import Held
-from stepfold.adapter.loading import evaluation_batches, length_of, training_batches, with_mask
-from stepfold.adapter.naming import refuse_unknown
-from stepfold.adapter.optimizing import optimizer_of
+from stepfold.adapter.loading import (
+    check_again,
+    evaluation_batches,
+    length_of,
+    training_batches,
+    with_mask,
+)
 from stepfold.adapter.outputs import (
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
@@ -26,7 +32,8 @@ from stepfold.adapter.outputs import (
 )
 from stepfold.adapter.overriding import chosen_collect
 from stepfold.adapter.parts.checkpoints import checkpoints
-from stepfold.adapter.parts.devices import make_mesh, sharding_rules, start_processes
+from stepfold.adapter.parts.devices import make_mesh, start_processes
+from stepfold.adapter.parts.optimizer import optimizer_of
 from stepfold.adapter.parts.precision import cast_params, precision
 from stepfold.adapter.parts.writers import writers
 from stepfold.adapter.planning import plan
@@ -36,8 +43,6 @@ from stepfold.adapter.tracking import CompilationTracker, Timers
 from stepfold.errors import ConfigError
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.memory import memory_use
-from stepfold.loop.hooks.stopping import stop_early
-from stepfold.sharding.plan import make_sharding
 
 
 class Setup(Held):
@@ -97,30 +102,31 @@ class Setup(Held):
         refuse_unknown(type(self).__name__, deprecated_kwargs, _PARAMETERS)
         if not isinstance(arguments, TrainingArguments):
             raise ConfigError(f"arguments: expected TrainingArguments, got {tree.spell(arguments)}")
-        self.arguments, self.finetune, self.stateful = arguments, finetune, stateful
+        for name, value in (
+            ("data_collator", data_collator),
+            ("loss_fn", loss_fn),
+            ("eval_loss_fn", eval_loss_fn),
+            ("scheduler", scheduler),
+        ):
+            optional(function)(name, value)
+        self.arguments = arguments
+        self.finetune, self.stateful = flag("finetune", finetune), flag("stateful", stateful)
         self.dataset_train, self.dataset_eval = dataset_train, dataset_eval
         self.data_collator, self.loss_fn, self.eval_loss_fn = data_collator, loss_fn, eval_loss_fn
         self.model, self.model_state, self.config = model, model_state, config
         self._given, self._born = model_state, None
-        self._own_tx, self._own_scheduler = tx, scheduler
-        self.tx: Any = tx
-        self.scheduler: Any = scheduler
-        self.rules, self.evaluations = rules, evaluations
-        self.hooks, self.callbacks = hooks, callbacks
+        self._own_optimizer = tx, scheduler
+        self.tx, self.scheduler, self.rules = tx, scheduler, rules
+        self.evaluations = listed("evaluations", evaluations, "sf.Evaluation(…)", Evaluation)
+        self.hooks = listed("hooks", hooks, "functions of an event")
+        self.callbacks = listed("callbacks", callbacks, "functions (trainer, epoch, metrics)")
         self.pruning_module, self.memory_monitor = arguments.pruning_module, memory_use
         self.dtype = precision(arguments).compute
         self.param_dtype = jax.numpy.dtype(arguments.param_dtype or "float32")
         self.train_tracker, self.evalu_tracker = CompilationTracker(), CompilationTracker()
-        self.asked = None
-        self.progress_bar: Any = None
-        self.checkpoint_path: str | None = None
         self.history: Any = {}
-        self.stopped: str | None = None
-        self.best: int | None = None
-        self.epochs_done = 0
         self.loaded: list[str] = []
         self.left: dict[str, str] = {}
-        self.early_stopping: stop_early | None = None
         start_processes(arguments)
         self.mesh = make_mesh(arguments, devices)
         examples, eval_examples = length_of(dataset_train), length_of(dataset_eval)
@@ -141,6 +147,7 @@ class Setup(Held):
         """Make batches of the datasets, and say how many steps there are."""
         data, dataloader_train, dataloader_eval = self.dataset_train, None, None
         if self.dataset_eval is not None:
+            check_again("dataset_eval", self.dataset_eval)
             dataloader_eval = self._evaluation_batches(self.dataset_eval, self.plan.eval_steps)
         if data is not None:
             dataloader_train = training_batches(
@@ -150,6 +157,7 @@ class Setup(Held):
                 collect=self._collect(data),
                 prepare=self._masked,
                 epoch_steps=self.plan.epoch_steps,
+                epochs=None if self.plan.steps else self.arguments.num_train_epochs,
             )
         return TrainerConfigureDataloaderOutput(
             dataloader_train, self.plan.steps, dataloader_eval, self.plan.eval_steps
@@ -224,7 +232,7 @@ class Setup(Held):
             self.hold(placed(self.model_state, self._shardings_of(self.model_state)))
         self.sharded_training_step_function = made.train_step_fn
         self.sharded_evaluation_step_function = made.eval_step_fn
-        self._eval_step = made.eval_step_fn and jax.jit(as_eval_step(made.eval_step_fn))
+        self.measuring_step = made.eval_step_fn and jax.jit(as_eval_step(made.eval_step_fn))
         manager = made.checkpoint_manager or checkpoints(self.arguments, self.plan)
         if manager is not None and manager.directory is None and self.arguments.output_dir:
             place = Path(self.arguments.output_dir) / self.arguments.checkpoints_dir
@@ -232,8 +240,7 @@ class Setup(Held):
         self.checkpoint_manager = manager
 
     def _optimizer(self) -> tuple[Any, Any]:
-        given = self._own_tx, self._own_scheduler
-        return optimizer_of(self.arguments, self.max_training_steps, *given)
+        return optimizer_of(self.arguments, self.max_training_steps, *self._own_optimizer)
 
     def make_state(self, model: Any, tx: Any, given: Any = None) -> Any:
         """Make a state of a model, or of parameters or a state, where the mesh wants it."""
@@ -249,29 +256,9 @@ class Setup(Held):
             step=self.arguments.step_start_point,
         )
 
-    def hold(self, state: Any) -> None:
-        """Take a state for the trainer's own, and tell its shapes and places."""
-        self.model_state = state
-        self.state_shape = jax.eval_shape(lambda: state)
-        self.state_shardings = make_sharding(self.state_shape, self.mesh, self._rules)
-        self.state_named_sharding = self.state_shardings
-        self.state_partition_spec = jax.tree.map(lambda place: place.spec, self.state_shardings)
-
-    def _shardings_of(self, state: Any) -> Any:
-        """Plan where a state goes; on one device it stays as it is."""
-        return make_sharding(state, self.mesh, self._rules) if self._large_mesh else None
-
     @property
     def _begins_with(self) -> Any:
         return self._given if self.finetune else None
-
-    @property
-    def _rules(self) -> Any:
-        return sharding_rules(self.arguments) if self.rules is None else self.rules
-
-    @property
-    def _large_mesh(self) -> Any:
-        return self.mesh if self.mesh.size > 1 else None
 
     def _collect(self, dataset: Any) -> Any:
         kind = "tfds_" if hasattr(dataset, "as_numpy_iterator") else ""

@@ -2,41 +2,29 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from stepfold.adapter import evaluating, resuming, saving
+from stepfold.adapter import evaluating, resuming, running, saving
 from stepfold.adapter.calling import Called
 from stepfold.adapter.card import card
 from stepfold.adapter.compiling import ForOneForm, first_batch
 from stepfold.adapter.counting import count_parameters, total_flops
 from stepfold.adapter.outputs import TrainerOutput
-from stepfold.adapter.overriding import is_overridden
-from stepfold.adapter.parts.checkpoints import best_metric
-from stepfold.adapter.parts.hooks import monitors
-from stepfold.adapter.parts.precision import precision
 from stepfold.adapter.parts.writers import writers
 from stepfold.adapter.starting import is_state
-from stepfold.adapter.stepping import HookedStep, as_eval_step, as_train_step
-from stepfold.adapter.stopping import StopOnSkipped, advise
-from stepfold.adapter.watching import Watch, WatchEpochs, by_epoch
+from stepfold.adapter.stepping import as_eval_step, as_train_step
+from stepfold.adapter.stopping import advise
+from stepfold.adapter.watching import by_epoch
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.verify import latest_step
 from stepfold.errors import ConfigError
 from stepfold.inspect.compiled import CompiledStep, compile_step
-from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.fit import fit
-from stepfold.loop.hooks.callback import callback
-from stepfold.loop.hooks.every import every
-from stepfold.loop.hooks.stopping import stop_early
 from stepfold.loop.result import FitResult
-
-_OF_LOSS_SCALE = 50
-"""How many steps in a row a loss scale may leave out; from its largest to its least it takes 25."""
 
 
 class Trainer(Called):
@@ -95,11 +83,8 @@ class Trainer(Called):
         result: FitResult | None = None
         try:
             with self.timer("train"):
-                result = self._fold()
-        except (KeyboardInterrupt, SystemExit) as signal:
-            result = getattr(signal, "result", None)
-            raise
-        except Exception as error:
+                result = running.run(self)
+        except BaseException as error:
             advise(error)
             result = getattr(error, "result", None)
             if result is None:
@@ -112,72 +97,6 @@ class Trainer(Called):
                 self.stopped, self.best = result.stopped, result.best
             self.finish()
         return self._output(result.stopped)
-
-    def _fold(self) -> FitResult:
-        arguments, step = self.arguments, self._watched_step()
-        return fit(
-            step,
-            self._let_go(),
-            self.dataloader_train,
-            steps=self.max_training_steps,
-            evaluation=self._evaluations(),
-            checkpoints=self.checkpoint_manager,
-            hooks=self._hooks(getattr(step, "raise_pending", None)),
-            log_every=self.plan.log_every,
-            resume=arguments.resume_if_possible and arguments.resume_from_checkpoint is not False,
-        )
-
-    def _let_go(self) -> Any:
-        """Give the state; where one is restored in its place, there need not be two."""
-        state = self.model_state
-        if resuming.has_steps(resuming.own_place(self)):
-            self.model_state = None
-        return state
-
-    def _watched_step(self) -> Callable[..., Any]:
-        """Give the step; with a call before and after it, if a subclass has something to say."""
-        step = self.sharded_training_step_function
-        step = step if isinstance(step, CompiledStep) else as_train_step(step)
-        names = ("on_step_start", "on_step_end")
-        if not any(is_overridden(self, Trainer, name) for name in names):
-            return step
-        return HookedStep(step, self.on_step_start, self.on_step_end)
-
-    def _evaluations(self) -> list[Evaluation]:
-        own = []
-        if self.dataloader_eval is not None and self.plan.evaluates and self._eval_step:
-            measured = Evaluation(
-                self._eval_step,
-                self._eval_batches,
-                every=self.plan.evaluation_every,
-                every_epochs=self.plan.evaluation_every_epochs,
-            )
-            own.append(measured)
-        return [*own, *self.evaluations]
-
-    def _hooks(self, raise_pending: Callable[[], None] | None) -> list[Any]:
-        """Make the hooks of the run: what stops it, what shows it, and the user's."""
-        quiet = self.arguments.replace(
-            weight_distribution_log_steps=None, weight_distribution_pattern=None
-        )
-        watching = monitors(quiet, self.plan)
-        self.early_stopping = next((h for h in watching if isinstance(h, stop_early)), None)
-        measured = self._evaluations() or (best_metric(self.arguments) or "").startswith("train/")
-        if self.early_stopping is not None and not measured:
-            raise ConfigError(
-                "early_stopping_patience: expected data to evaluate on, got none; give "
-                "dataset_eval, or metric_for_best_model='train.loss'"
-            )
-        if not is_overridden(self, Trainer, "configure_functions"):
-            scales = precision(self.arguments).needs_loss_scale
-            watching.insert(0, StopOnSkipped(_OF_LOSS_SCALE if scales else 1))
-        if self.arguments.weight_distribution_log_steps is not None:
-            measure = lambda event: self.log_weight_distribution(event.state, event.step) and None
-            watching.append(every(self.arguments.weight_distribution_log_steps, measure))
-        watch = WatchEpochs if getattr(self.dataloader_train, "steps_per_epoch", None) else Watch
-        calls = [callback(function, self) for function in self.callbacks]
-        first = [] if raise_pending is None else [lambda _: raise_pending()]
-        return [*first, *watching, watch(self), *calls, *self.hooks]
 
     def _output(self, stopped: str) -> TrainerOutput:
         self.stopped = stopped
@@ -200,7 +119,7 @@ class Trainer(Called):
 
     # Evaluation
 
-    def _eval_batches(self, dataset: Any = None) -> Any:
+    def eval_batches(self, dataset: Any = None) -> Any:
         """Give the batches anew, after `start_evaluation_hook`."""
         self.start_evaluation_hook()
         loader = self.dataloader_eval if dataset is None else self._evaluation_batches(dataset)
@@ -225,22 +144,22 @@ class Trainer(Called):
         if state is not None and not is_state(state) and dataset is None:
             state, dataset = None, state
         state = self.model_state if state is None else state
-        batches = self._eval_batches(dataset)
+        batches = self.eval_batches(dataset)
         with self.timer("evaluation"):
-            return evaluating.measure(self._checked_eval_step(), state, batches, metric_calculator)
+            return evaluating.measure(self._checked_step(), state, batches, metric_calculator)
 
     def eval(self, model_state: Any) -> Iterator[dict[str, float]]:
         """Measure a state on each batch of the evaluation data."""
-        batches = self._eval_batches()
-        yield from evaluating.measure_each(self._checked_eval_step(), model_state, batches)
+        batches = self.eval_batches()
+        yield from evaluating.measure_each(self._checked_step(), model_state, batches)
 
-    def _checked_eval_step(self) -> Any:
-        if self._eval_step is None:
+    def _checked_step(self) -> Any:
+        if self.measuring_step is None:
             raise ConfigError(
                 "eval_step_fn: expected a step (state, batch) -> metrics, got None; give one from "
                 "configure_functions"
             )
-        return self._eval_step
+        return self.measuring_step
 
     # Before the run
 
@@ -256,7 +175,7 @@ class Trainer(Called):
         if self.dataloader_eval is not None and not isinstance(step, ForOneForm | None):
             batch, _ = first_batch(self.dataloader_eval, "dataloader_eval")
             made = ForOneForm(as_eval_step(step), self.model_state, batch)
-            self.sharded_evaluation_step_function = self._eval_step = made
+            self.sharded_evaluation_step_function = self.measuring_step = made
         return True
 
     def calculate_number_total_flops(self, params: Any, is_training: bool = True) -> int:

@@ -14,6 +14,8 @@ class Watch:
     and `on_log` are called, and a `StopTraining` that one of them raises is why to stop.
     """
 
+    writes_metrics = True  # by `log_metrics`, so that `fit` need not
+
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._known: Any = None

@@ -57,7 +57,8 @@ Hook = Callable[[Event], str | Mapping[str, Any] | None]
 Where a hook has them, `fit` calls besides: `open(step, total)` before the first batch is pulled,
 `close()` at the end, whatever happened, `end_epoch(epoch)` after each epoch and what was measured
 at its end, the first being 0, `get_state()` for a checkpoint to keep, and
-`set_state(state)`, before `open`, when a run goes on from one.
+`set_state(state)`, before `open`, when a run goes on from one. Where one has a true
+`writes_metrics`, it writes the `metrics.jsonl` of the `run_dir` itself, and `fit` does not.
 """
 
 

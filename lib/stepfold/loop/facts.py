@@ -7,7 +7,7 @@ run keeps is shown around. The name of the program is.
 import math
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
@@ -55,7 +55,7 @@ def facts_of(
             "checkpoints": None if checkpoints is None else _described(checkpoints),
             "hooks": [_name(hook) for hook in asked.hooks],
         },
-        "versions": {"python": platform.python_version(), **_versions(_PACKAGES)},
+        "versions": versions(),
         "devices": {
             "kind": jax.devices()[0].device_kind,
             "count": jax.device_count(),
@@ -94,9 +94,10 @@ def _described(checkpoints: Checkpoints) -> dict[str, Any]:
     return {**found, "directory": directory and str(Path(directory).absolute())}
 
 
-def _versions(packages: Iterable[str]) -> dict[str, str]:
-    found = {}
-    for package in packages:
+def versions() -> dict[str, str]:
+    """Tell the versions of Python and of what stepfold stands on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:  # run from its sources

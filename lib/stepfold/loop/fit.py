@@ -121,7 +121,8 @@ def fit(
     report = None
     if run_dir is not None:
         place = read_directory(run_dir, make=True)
-        asked.hooks.append(_files(place))
+        if not any(getattr(hook, "writes_metrics", False) for hook in asked.hooks):
+            asked.hooks.append(_files(place))
         facts = facts_of(state, batches, asked, checkpoints, epochs, time_limit)
         report = Refresh(place, facts, goes_on=checkpoints is not None)
         asked.hooks.append(report)

@@ -7,7 +7,7 @@ import pytest
 
 import stepfold as sf
 from stepfold.adapter import TrainingArguments
-from stepfold.adapter.arguments.names import by_any_name, other_names
+from stepfold.adapter.arguments.names import by_any_name, other_names, refuse_unknown
 
 OTHERS = other_names(TrainingArguments)
 
@@ -116,3 +116,12 @@ def test_what_easydel_and_hezar_call_their_fields_is_known():
     """
     known = {field.name for field in fields(TrainingArguments)} | OTHERS.keys()
     assert {*easydel.split(), *hezar.split()} <= known
+
+
+def test_a_name_that_is_near_none_is_told_all_there_are():
+    with pytest.raises(sf.ConfigError, match="Trainer: there is no 'xyz'; there are alpha, beta"):
+        refuse_unknown("Trainer", ["xyz"], ["alpha", "beta"])
+
+
+def test_known_names_pass():
+    refuse_unknown("Trainer", ["beta"], ["alpha", "beta"])

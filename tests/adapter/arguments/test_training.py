@@ -19,10 +19,12 @@ import optax
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tests.adapter import digits
 
 import stepfold as sf
 from stepfold import adapter
-from stepfold.adapter import TrainingArguments
+from stepfold.adapter import TrainingArguments, running
+from stepfold.adapter.overriding import chosen_collect
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainingArguments)}
 PARAMS = {"embed": jnp.ones((4, 4)), "w": jnp.ones((4, 4))}
@@ -71,25 +73,22 @@ def files(a):
     return sorted(str(path) for path in Path().rglob("*") if path.is_file())
 
 
-def shown(a, capsys):
-    """Show hooks some events, and give what they print, measure and say."""
+def shown(a, held, capsys):
+    """Show a trainer's hooks some events, and give what they print, measure and say."""
     found = []
-    hooks = adapter.hooks(a, numbers(a), adapter.writers(a))
-    state = sf.init_state(PARAMS, optax.sgd(0.1), jax.random.key(0))
+    hooks = running.hooks_of(held, running.evaluations_of(held))
     for hook in hooks:
         if hasattr(hook, "open"):
             hook.open(0, 100)
     for step in range(5, 41, 5):
         scalars = {"train/loss": 1.0, "train/grad_norm": 2.0, "train/hits": 3.0}
         for metrics in (scalars, {"eval/loss": 1.0 + step}):
-            event, said = sf.Event(step, 100, metrics, state), []
+            event, said = sf.Event(step, 100, metrics, held.state), []
             for hook in hooks:
                 answer = hook(event)
                 said += sorted(answer) if isinstance(answer, dict) else [answer]
             found.append(said)
-    for hook in hooks:
-        if hasattr(hook, "close"):
-            hook.close()
+    held.finish()
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     return found, [line.split('"seconds_left"')[-1] for line in lines]
 
@@ -108,9 +107,15 @@ def example(a):
     return change({"id": 1, "text": "a", "tokens": [1]})
 
 
-def batch(a):
-    collate = adapter.collate_function(a)
+def batch(a, held, capsys):
+    collate = chosen_collect(held, adapter.Trainer, "")
     return None if collate is None else collate([{"x": [1, 2, 3]}])["x"].tolist()
+
+
+@pytest.fixture(scope="module")
+def held():
+    """A trainer, whose arguments are changed here as no user can."""
+    return digits.trainer()
 
 
 def halves(steps):
@@ -123,12 +128,13 @@ def still(tx):
 
 DIR = {"output_dir": "runs/a"}
 JSON = {"progress_bar_type": "json"}
+PRINTED = {"progress_bar_type": "none", "verbose": True}
 BY_TRAINER = "read by the Trainer, and by no part"
 ROWS = {
     "num_train_epochs": (3, numbers),
     "max_steps": (7, numbers),
     "per_epoch_training_steps": (7, numbers),
-    "step_start_point": (7, numbers),
+    "step_start_point": (7, BY_TRAINER),
     "training_time_limit": ("1h", numbers),
     "total_batch_size": (8, numbers),
     "per_device_train_batch_size": (2, numbers),
@@ -196,24 +202,24 @@ ROWS = {
     "resume_from_checkpoint": ("runs/b", BY_TRAINER),
     "init_weights_from": ("runs/b", BY_TRAINER),
     "log_steps": (20, shown, {**JSON, "report_steps": 10}),
-    "report_steps": (20, shown, {"progress_bar_type": "none", "verbose": True}),
+    "report_steps": (20, shown, PRINTED),
     "report_metrics": (False, files, DIR),
     "report_to": (("csv",), files, DIR),
     "logs_dir": ("kept", files, DIR),
     "log_all_workers": (True, files, DIR),
     "process_zero_is_admin": (False, files, DIR),
-    "log_grad_norms": (False, shown, {"progress_bar_type": "none", "verbose": True}),
+    "log_grad_norms": (False, shown, PRINTED),
     "progress_bar_type": ("json", shown, {"progress_bar_type": "none"}),
     "metrics_to_show_in_rich_pbar": (("train/hits",), shown, JSON),
     "verbose": (True, shown, JSON),
-    "performance_mode": (True, lambda a: adapter.progress_hook(a, numbers(a)) is None),
+    "performance_mode": (True, files, DIR),
     "track_memory": (True, shown, JSON),
     "weight_distribution_pattern": (
-        "embed",
+        "bias",
         shown,
-        {**JSON, "weight_distribution_log_steps": 10},
+        {**PRINTED, "weight_distribution_log_steps": 10},
     ),
-    "weight_distribution_log_steps": (10, shown, JSON),
+    "weight_distribution_log_steps": (10, shown, PRINTED),
     "use_wandb": (True, lambda a: type(adapter.writers(a)).__name__),
     "wandb_entity": ("team", adapter.wandb_options, {"use_wandb": True}),
     "wandb_name": ("run", adapter.wandb_options, {"use_wandb": True}),
@@ -226,7 +232,7 @@ def test_every_field_has_a_row():
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_every_field_is_seen_in_a_part_or_says_why_not(name, tmp_path, monkeypatch, capsys):
+def test_every_field_is_seen_in_a_part_or_says_why_not(name, tmp_path, monkeypatch, capsys, held):
     value, where, *rest = ROWS[name]
     base = rest[0] if rest else {}
     if where is BY_TRAINER:
@@ -242,7 +248,11 @@ def test_every_field_is_seen_in_a_part_or_says_why_not(name, tmp_path, monkeypat
         monkeypatch.chdir(tmp_path / folder)
         try:
             arguments = TrainingArguments(**fields)
-            return where(arguments, capsys) if where is shown else where(arguments)
+            if where not in (shown, batch):
+                return where(arguments)
+            held.arguments, held.plan = arguments, adapter.plan(arguments, 200, 100, 1)
+            held.writer = adapter.writers(arguments)
+            return where(arguments, held, capsys)
         except (sf.ConfigError, sf.ShardingError) as error:
             return f"{type(error).__name__}: {error}"
 
@@ -258,8 +268,6 @@ def test_every_field_is_seen_in_a_part_or_says_why_not(name, tmp_path, monkeypat
 def check_that_the_trainer_reads(name):
     """Look for `.name` in what stands above the parts."""
     folder = Path(adapter.__file__).parent
-    if not (folder / "trainer.py").exists():
-        pytest.skip("there is no Trainer yet")
     read = {
         node.attr
         for path in folder.rglob("*.py")
@@ -481,7 +489,8 @@ def test_the_example_of_easydel_is_taken():
 
 COMMAND = """
 import sys
-from stepfold.adapter import TrainingArguments
+from stepfold.adapter import TrainingArguments, running
+from stepfold.adapter.overriding import chosen_collect
 if sys.argv[1] == "tyro":
     import tyro
     a = tyro.cli(TrainingArguments, args=sys.argv[2:])

@@ -43,6 +43,7 @@ def test_where_nothing_is_saved_there_is_none():
         ("eval_loss", "eval/loss"),
         ("eval/loss", "eval/loss"),
         ("train.accuracy", "train/accuracy"),
+        ("generated/cer", "generated/cer"),
         (None, None),
     ],
 )

@@ -7,7 +7,6 @@ import pytest
 import stepfold as sf
 from stepfold.adapter import (
     TrainingArguments,
-    batch_axes,
     make_mesh,
     sharding_rules,
     start_processes,
@@ -32,14 +31,6 @@ def test_states_are_spread_or_whole(auto, whole):
     shapes = jax.eval_shape(lambda: {"w": jnp.ones((1024, 64))})
     plan = sf.make_sharding(shapes, make_mesh(arguments), sharding_rules(arguments))
     assert plan["w"].is_fully_replicated is whole
-
-
-@pytest.mark.parametrize(
-    ("spec", "axes"),
-    [(None, None), (("dp",), ("dp",)), ((("dp", "fsdp"), "sp"), ("dp", "fsdp")), ((None,), None)],
-)
-def test_the_axes_of_examples(spec, axes):
-    assert batch_axes(TrainingArguments(step_partition_spec=spec)) == axes
 
 
 def test_processes_are_started_only_if_asked_for_and_by_known_names():

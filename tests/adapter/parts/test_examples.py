@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import stepfold as sf
-from stepfold.adapter import TrainingArguments, collate_function, shuffle_seed, transform
+from stepfold.adapter import TrainingArguments, shuffle_seed, transform
 
 ROWS = [{"id": n, "text": "a", "none": None, "x": np.float32(n), "t": [n]} for n in range(4)]
 
@@ -24,15 +24,6 @@ def test_an_example_without_columns_is_refused():
     change = transform(TrainingArguments(remove_unused_columns=True))
     with pytest.raises(sf.DataError, match="expected examples with columns by name, got int 3"):
         change(3)
-
-
-@pytest.mark.parametrize(("mode", "kept"), [("keep_end", [2, 3]), ("keep_start", [1, 2])])
-def test_sequences_are_cut_and_padded(mode, kept):
-    collate = collate_function(TrainingArguments(max_length=2, truncation_mode=mode))
-    batch = collate([{"x": [1, 2, 3]}, {"x": [7]}])
-    assert batch["x"].tolist() == [kept, [7, 0]]
-    assert batch["mask"].sum() == 3
-    assert collate_function(TrainingArguments()) is None
 
 
 def test_the_order_follows_from_a_seed_or_is_that_of_the_data():

@@ -10,6 +10,7 @@ from optax import contrib
 import stepfold as sf
 from stepfold.adapter import TrainingArguments, make_optimizer, make_schedule
 from stepfold.adapter.arguments.optimizers import optimizer_names
+from stepfold.adapter.parts.optimizer import optimizer_of
 from stepfold.core.optimizer import as_optimizer
 
 PARAMS = {"embed": jnp.arange(12.0).reshape(3, 4) / 7, "w": jnp.ones((4, 4)) / 3}
@@ -55,15 +56,14 @@ def test_every_optimizer_of_optax_trains_with_a_schedule(name):
             scheduler="linear",
         )
     )
-    state, params = tx.init(PARAMS), PARAMS
+    before = PARAMS["embed"]
+    state, params = tx.init(before), before
     update = jax.jit(tx.update)
     for _ in range(2):
-        grads = jax.tree.map(lambda leaf: 2 * (leaf - 1.5), params)
-        updates, state = update(grads, state, params, value=jnp.array(3.0))
+        updates, state = update(2 * (params - 1.5), state, params, value=jnp.array(3.0))
         params = optax.apply_updates(params, updates)
-    for leaf, before in pairs(params, PARAMS):
-        assert np.isfinite(leaf).all()
-        assert (leaf != before).any()
+    assert np.isfinite(params).all()
+    assert (params != before).any()
 
 
 def test_every_optimizer_that_optax_exports_can_be_had():
@@ -143,3 +143,37 @@ def test_contrib_is_looked_up_too():
     by_hand = contrib.muon(1e-3)
     state, _ = after(made(optimizer="muon", learning_rate=1e-3))
     np.testing.assert_array_equal(state.params["w"], after(by_hand)[0].params["w"])
+
+
+def test_one_that_is_given_is_taken_as_it_is():
+    tx = optax.sgd(0.1)
+    assert optimizer_of(TrainingArguments(), 10, tx) == (tx, None)
+    rate = optax.constant_schedule(0.1)
+    assert optimizer_of(TrainingArguments(), 10, tx, rate) == (tx, rate)
+
+
+def test_a_schedule_alone_is_that_of_the_arguments_optimizer():
+    halved = optax.linear_schedule(1.0, 0.5, 1)
+    tx, rate = optimizer_of(TrainingArguments(optimizer="sgd"), 10, None, halved)
+    params = jnp.ones(())
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert (rate, float(updates)) == (halved, -1.0)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"learning_rate": 1.0}, {"clip_grad": 1.0}, {"optimizer": "lion"}]
+)
+def test_what_would_have_no_effect_is_refused(fields):
+    with pytest.raises(
+        sf.ConfigError, match=f"tx: expected arguments that leave .* {next(iter(fields))}"
+    ):
+        optimizer_of(TrainingArguments(**fields), 10, optax.sgd(0.1))
+    with pytest.raises(sf.ConfigError, match="scheduler: expected arguments that leave it to this"):
+        optimizer_of(TrainingArguments(learning_rate=1.0), 10, None, optax.constant_schedule(0.1))
+
+
+def test_pruning_wraps_one_that_was_given_too():
+    arguments = TrainingArguments(pruning_module=lambda tx: optax.chain(tx, optax.scale(0.0)))
+    tx, _ = optimizer_of(arguments, 10, optax.sgd(0.1))
+    updates, _ = tx.update(jnp.ones(()), tx.init(jnp.ones(())))
+    assert float(updates) == 0.0

@@ -8,8 +8,8 @@ import stepfold as sf
 from stepfold.adapter import TrainingArguments, wandb_options, writers, writes_everywhere
 
 
-def write(folder=None, **fields):
-    writer = writers(TrainingArguments(**fields), folder)
+def write(**fields):
+    writer = writers(TrainingArguments(**fields))
     writer.write_scalars(1, {"train/loss": 0.5})
     writer.close()
 
@@ -23,7 +23,7 @@ def test_files_are_in_the_folder_of_logs(tmp_path):
 
 
 def test_every_process_has_a_folder_where_every_one_writes(tmp_path):
-    write(tmp_path, log_all_workers=True, logs_dir="told")
+    write(output_dir=tmp_path, log_all_workers=True, logs_dir="told")
     assert (tmp_path / "told" / "process_0" / "metrics.csv").exists()
 
 
@@ -34,8 +34,8 @@ def test_what_is_written_is_printed_too(capsys):
 
 def test_where_nothing_is_written_there_is_none(tmp_path):
     assert writers(TrainingArguments()) is None  # no folder, and nothing else
-    assert writers(TrainingArguments(report_metrics=False), tmp_path) is None
-    assert writers(TrainingArguments(performance_mode=True), tmp_path) is None
+    assert writers(TrainingArguments(output_dir=tmp_path, report_metrics=False)) is None
+    assert writers(TrainingArguments(output_dir=tmp_path, performance_mode=True)) is None
 
 
 def test_files_that_are_asked_for_have_to_go_somewhere():
@@ -48,9 +48,13 @@ def test_files_that_are_asked_for_have_to_go_somewhere():
 
 def test_wandb_is_told_whose_run_it_is():
     arguments = TrainingArguments(
-        use_wandb=True, wandb_entity="team", wandb_name="first", trainer_prefix="sft"
+        output_dir="runs/a",
+        use_wandb=True,
+        wandb_entity="team",
+        wandb_name="first",
+        trainer_prefix="sft",
     )
-    assert wandb_options(arguments, "runs/a") == {
+    assert wandb_options(arguments) == {
         "project": "sft-model",
         "entity": "team",
         "name": "first",
@@ -61,7 +65,7 @@ def test_wandb_is_told_whose_run_it_is():
 def test_a_run_of_wandb_is_written_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    write(tmp_path, use_wandb=True, report_to=())
+    write(output_dir=tmp_path, use_wandb=True, report_to=())
     assert [*(tmp_path / "wandb").glob("offline-run-*")]
 
 

@@ -36,7 +36,8 @@ class Evaluating:
     metric_for_best_model: str | None = setting(
         None,
         optional(text),
-        "The metric by which a checkpoint is the best: train.x or evaluation.x; x is the latter.",
+        "The metric by which a checkpoint is the best: train.x or evaluation.x; x is the latter, "
+        "and name/x is that of another evaluation.",
     )
     greater_is_better: bool | None = setting(
         None, optional(flag), "Whether more of it is better; by default less of what is a loss."

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from stepfold.adapter.arguments.readers import nearest
@@ -106,3 +107,20 @@ def by_any_name(cls: Class) -> Class:
 
     cls.__init__ = by_name  # type: ignore[misc]
     return cls
+
+
+def refuse_unknown(what: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse names that are not known.
+
+    Raises:
+      ConfigError: with the nearest name, if one is near.
+
+    >>> refuse_unknown("Trainer", ["dataset_trian"], ["dataset_train", "dataset_eval"])
+    Traceback (most recent call last):
+    ...
+    stepfold.errors.ConfigError: Trainer: there is no 'dataset_trian'; did you mean 'dataset_train'?
+    """
+    for name in given:
+        if name not in known:
+            advice = nearest(name, known) or f"there are {', '.join(known)}"
+            raise ConfigError(f"{what}: there is no {name!r}; {advice}")

@@ -129,6 +129,17 @@ def several(read: Reader, what: str, *, least: int = 0) -> Reader:
     return read_several
 
 
+def listed(name: str, value: Any, what: str, kind: type | None = None) -> list[Any]:
+    """Take a list of functions, or of what is of a kind."""
+
+    def read(name: str, one: Any) -> Any:
+        if kind is not None and not isinstance(one, kind):
+            raise refuse(name, what, one)
+        return function(name, one)
+
+    return list(several(read, f"a list of {what}")(name, value))
+
+
 def dims(name: str, value: Any) -> tuple[int, ...]:
     """Take sizes of the axes of a mesh, one of them -1 for what is left; "1,-1,1,1" too."""
     if isinstance(value, str) and re.fullmatch(r"\s*-?\d+(\s*,\s*-?\d+)*\s*", value):

@@ -22,7 +22,7 @@ File = Literal["jsonl", "csv", "tensorboard"]
 
 @dataclass(frozen=True, kw_only=True)
 class Reporting:
-    """What a run shows and writes of itself; `hooks` and `writers` make what does."""
+    """What a run shows and writes of itself."""
 
     log_steps: int | float = setting(
         10, amount, "The steps from one showing of metrics to the next; a fraction is of all steps."
@@ -35,7 +35,7 @@ class Reporting:
     report_to: tuple[File, ...] = setting(
         ("jsonl", "csv"),
         several(one_of(*get_args(File)), "names of kinds of files"),
-        "The files metrics are written to.",
+        "The files metrics are written to; beside jsonl there is report.html, which shows them.",
     )
     logs_dir: str = setting("logs", text, "The folder of those files in output_dir.")
     log_all_workers: bool = setting(

@@ -30,7 +30,7 @@ class TrainingArguments(Reporting, Saving, Evaluating, Data, Devices, Optimizati
     it. Every field is read when it is built, alone and with the others; what is of no use is
     refused, and so is a misspelt name. The functions beside it make the parts of a run from it, and
     each can be used alone: `plan`, `make_schedule`, `make_optimizer`, `make_mesh`, `precision`,
-    `remat`, `checkpoints`, `writers`, `hooks`.
+    `remat`, `checkpoints`, `writers`.
 
     Some fields have two names, as `max_steps` and `max_training_steps`. Either can be given and
     read; the first is the one that is written. A subclass that is a dataclass itself takes them by

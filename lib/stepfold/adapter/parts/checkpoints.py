@@ -20,6 +20,8 @@ _PREFIXES = {
 def best_metric(arguments: TrainingArguments) -> str | None:
     """Give the metric by which a checkpoint is the best, as it is called here.
 
+    One of an evaluation with a name of its own, as `generated/cer`, is called by that.
+
     >>> from stepfold.adapter import TrainingArguments, best_metric
     >>> best_metric(TrainingArguments(metric_for_best_model="evaluation.f1"))
     'eval/f1'
@@ -30,7 +32,7 @@ def best_metric(arguments: TrainingArguments) -> str | None:
     for prefix, ours in _PREFIXES.items():
         if metric is not None and metric.startswith(prefix):
             return ours + metric.removeprefix(prefix)
-    return None if metric is None else f"eval/{metric}"
+    return metric if metric is None or "/" in metric else f"eval/{metric}"
 
 
 def best_mode(arguments: TrainingArguments) -> str | None:

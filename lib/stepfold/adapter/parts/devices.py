@@ -8,7 +8,6 @@ from stepfold.adapter.arguments.training import TrainingArguments
 from stepfold.errors import ConfigError
 from stepfold.sharding import mesh as meshes
 from stepfold.sharding.distributed import Distributed, start_distributed
-from stepfold.sharding.mesh import axes_of
 from stepfold.sharding.rules import fsdp
 
 _JAX_NAMES = {
@@ -69,14 +68,3 @@ def sharding_rules(arguments: TrainingArguments) -> Any:
     [('', P())]
     """
     return fsdp() if arguments.auto_shard_states else [("", PartitionSpec())]
-
-
-def batch_axes(arguments: TrainingArguments) -> tuple[str, ...] | None:
-    """Give the axes that examples are spread over, for `sf.shard_batch`; None is its default.
-
-    >>> from stepfold.adapter import TrainingArguments, batch_axes
-    >>> batch_axes(TrainingArguments(step_partition_spec=(("dp", "fsdp"), "sp")))
-    ('dp', 'fsdp')
-    """
-    spec = arguments.step_partition_spec
-    return axes_of(spec[0]) or None if spec else None

@@ -1,14 +1,12 @@
 """What is done to an example before it becomes part of a batch."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from stepfold import tree
 from stepfold.adapter.arguments.training import TrainingArguments
-from stepfold.data.collate import collate
 from stepfold.errors import DataError
 
 
@@ -42,19 +40,6 @@ def transform(arguments: TrainingArguments) -> Callable[[Any], Any] | None:
 def _is_unused(value: Any) -> bool:
     """Tell whether a column is of what no step can take."""
     return value is None or np.asarray(value, dtype=None).dtype.kind in "OUSMm"
-
-
-def collate_function(arguments: TrainingArguments) -> Callable[[list[Any]], Any] | None:
-    """Make what pads and cuts sequences to `max_length`; None where there is none.
-
-    >>> from stepfold.adapter import TrainingArguments, collate_function
-    >>> arguments = TrainingArguments(max_length=3, truncation_mode="keep_start")
-    >>> collate_function(arguments)([{"tokens": [1, 2, 3, 4]}, {"tokens": [5]}])["tokens"].tolist()
-    [[1, 2, 3], [5, 0, 0]]
-    """
-    if arguments.max_length is None:
-        return None
-    return partial(collate, length=arguments.max_length, truncate=arguments.truncation_mode)
 
 
 def shuffle_seed(arguments: TrainingArguments) -> int | None:

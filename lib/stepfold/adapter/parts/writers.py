@@ -1,6 +1,5 @@
 """What metrics are written to."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,25 @@ def writes_everywhere(arguments: TrainingArguments) -> bool:
     return arguments.log_all_workers or not arguments.process_zero_is_admin
 
 
-def writers(arguments: TrainingArguments, directory: str | Path | None = None) -> Writer | None:
+def logs_of(arguments: TrainingArguments) -> Path:
+    """Give the folder of the files: `output_dir` / `logs_dir`, with one in there for each process.
+
+    >>> from stepfold.adapter import TrainingArguments, logs_of
+    >>> logs_of(TrainingArguments(output_dir="runs/a"))
+    PosixPath('runs/a/logs')
+    """
+    folder = Path(arguments.output_dir or ".") / arguments.logs_dir
+    return folder / f"process_{jax.process_index()}" if writes_everywhere(arguments) else folder
+
+
+def writers(arguments: TrainingArguments) -> Writer | None:
     """Make one writer of all that metrics are written to, or none.
 
-    Files go to `directory` / `logs_dir`, and where every process writes, to a folder there for
-    each. All of it is written in the background.
+    Files go to `logs_of`, and without an `output_dir` there are none. All of it is written in the
+    background.
 
     Args:
       arguments: the arguments.
-      directory: where a run keeps what it writes; `output_dir` by default. Without any there are
-        no files.
 
     Raises:
       ConfigError: if something that is asked for is not installed, or has nowhere to go.
@@ -49,33 +57,29 @@ def writers(arguments: TrainingArguments, directory: str | Path | None = None) -
     """
     if arguments.performance_mode or not arguments.report_metrics:
         return None
-    place = arguments.output_dir if directory is None else directory
-    if place is None and is_changed(arguments, "report_to") and arguments.report_to:
+    if arguments.output_dir is None and is_changed(arguments, "report_to") and arguments.report_to:
         raise ConfigError(
-            f"report_to={arguments.report_to}: expected to know where files go; give output_dir, "
-            "or a directory to writers"
+            f"report_to={arguments.report_to}: expected to know where files go; give output_dir"
         )
-    found: list[Any] = [] if place is None else _files(arguments, Path(place))
+    found: list[Any] = [] if arguments.output_dir is None else _files(arguments)
     if arguments.use_wandb:
-        found.append(wandb_writer(**wandb_options(arguments, place)))
+        found.append(wandb_writer(**wandb_options(arguments)))
     if arguments.verbose:
         found.append(console_writer())
     return async_writer(multi_writer(*found)) if found else None
 
 
-def _files(arguments: TrainingArguments, place: Path) -> list[Any]:
-    folder = place / arguments.logs_dir
-    if writes_everywhere(arguments):
-        folder = folder / f"process_{jax.process_index()}"
-    make: dict[str, Callable[[], Any]] = {
-        "jsonl": lambda: jsonl_writer(folder / "metrics.jsonl"),
-        "csv": lambda: csv_writer(folder / "metrics.csv"),
-        "tensorboard": lambda: tensorboard_writer(folder / "tensorboard"),
+def _files(arguments: TrainingArguments) -> list[Any]:
+    make: dict[str, tuple[Any, str]] = {
+        "jsonl": (jsonl_writer, "metrics.jsonl"),
+        "csv": (csv_writer, "metrics.csv"),
+        "tensorboard": (tensorboard_writer, "tensorboard"),
     }
-    return [make[kind]() for kind in dict.fromkeys(arguments.report_to)]
+    chosen = [make[kind] for kind in dict.fromkeys(arguments.report_to)]
+    return [writer(logs_of(arguments) / name) for writer, name in chosen]
 
 
-def wandb_options(arguments: TrainingArguments, place: Any = None) -> dict[str, Any]:
+def wandb_options(arguments: TrainingArguments) -> dict[str, Any]:
     """Give what `wandb.init` is called with.
 
     >>> from stepfold.adapter import TrainingArguments, wandb_options
@@ -83,6 +87,9 @@ def wandb_options(arguments: TrainingArguments, place: Any = None) -> dict[str, 
     {'project': 'sft-tiny'}
     """
     project = "-".join(filter(None, (arguments.trainer_prefix, arguments.model_name)))
-    options = {"entity": arguments.wandb_entity, "name": arguments.wandb_name, "dir": place}
-    given = {key: str(value) for key, value in options.items() if value is not None}
-    return {"project": project, **given}
+    options = {
+        "entity": arguments.wandb_entity,
+        "name": arguments.wandb_name,
+        "dir": arguments.output_dir,
+    }
+    return {"project": project, **{key: x for key, x in options.items() if x is not None}}
