@@ -8,10 +8,11 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold import tree
 from stepfold.core.optimizer import as_optimizer
+from stepfold.core.signatures import spell_call, takes
 from stepfold.errors import ConfigError
 
 # The step's keys come from another branch than init's, since `split(key)[i]` is `fold_in(key, i)`:
@@ -80,7 +81,9 @@ def init_state(
     """
     _check_key(key)
     tx = as_optimizer(tx)
+    _check_sharding(sharding)
     if _is_function(init):
+        _check_init(init)
         return _born(lambda key: _finish(_parts(init(key), stateful), tx, key), sharding)(key)
     parts = _parts(init, stateful)
     if sharding is None:
@@ -100,6 +103,28 @@ def _is_function(init: Any) -> bool:
     return callable(init) and (is_leaf or isinstance(init, partial))
 
 
+def _check_init(init: Any) -> None:
+    if callable(getattr(init, "init", None)) and callable(getattr(init, "apply", None)):
+        raise ConfigError(
+            f"init: {type(init).__name__} makes its parameters of an example; give "
+            "model.init(key, example), or lambda key: model.init(key, example)"
+        )
+    if not takes(init, 1):
+        raise ConfigError(
+            f"init: expected a function init(key) -> params, got {spell_call(init)}; give what "
+            "else it takes by hand, as in lambda key: model.init(key, example)"
+        )
+
+
+def _check_sharding(sharding: Any) -> None:
+    is_one = sharding is None or jax.tree_util.all_leaves([sharding])
+    if isinstance(sharding, Mesh) or not (is_one or isinstance(sharding, TrainState)):
+        raise ConfigError(
+            f"sharding: expected one for the whole state, got {tree.spell(sharding)}; give "
+            "sf.make_sharding(jax.eval_shape(lambda k: sf.init_state(init, tx, k), key), mesh)"
+        )
+
+
 def _parts(made: Any, stateful: bool) -> tuple[Any, Any]:
     if not stateful:
         params, model_state = made, ()
@@ -109,6 +134,10 @@ def _parts(made: Any, stateful: bool) -> tuple[Any, Any]:
         raise ConfigError(
             f"stateful=True: expected (params, model_state), got {type(made).__name__}"
             + (f" of {len(made)}" if isinstance(made, tuple) else "")
+        )
+    if not jax.tree.leaves(params):
+        raise ConfigError(
+            f"params: expected at least one array, got {tree.spell(params)}; does init return them?"
         )
     check_params(params)
     for name, leaf in tree.named_leaves(model_state, "model_state"):

@@ -113,6 +113,7 @@ def make_train_step(
     """
     if not isinstance(skip_nonfinite, bool):
         raise ConfigError(f"skip_nonfinite: expected True or False, got {skip_nonfinite!r}")
+    loss_fn = checked(loss_fn, stateful=stateful)
     tx = as_optimizer(tx)
     policy = as_precision(precision)
     if policy.needs_loss_scale and not isinstance(tx, LossScaled):
@@ -120,8 +121,7 @@ def make_train_step(
             f"precision={precision!r}: gradients underflow in {jnp.dtype(policy.compute).name}; "
             "wrap the whole optimizer, tx = sf.dynamic_loss_scale(tx), for init_state and for this"
         )
-    loss_fn = policy.applied_to(checked(loss_fn, stateful=stateful))
-    loss_fn = _rematerialized(loss_fn, remat)
+    loss_fn = _rematerialized(policy.applied_to(loss_fn), remat)
     options = _taken_by(grad, accumulate=accumulate, stateful=stateful)
     grad_fn, scaling = grad(loss_fn, **options), isinstance(tx, LossScaled)
 
@@ -252,8 +252,11 @@ def _rematerialized(loss_fn: LossFn, remat: str | bool | Callable[..., bool] | N
 
 def _check_kind(state: Any) -> None:
     if not isinstance(state, TrainState):
+        inner = getattr(state, "state", None)
+        kind = type(state)
+        advice = "give its .state" if isinstance(inner, TrainState) else "sf.init_state makes one"
         raise ConfigError(
-            f"state: expected a TrainState, got {type(state).__name__}; sf.init_state makes one"
+            f"state: expected a TrainState, got {kind.__module__}.{kind.__name__}; {advice}"
         )
 
 
@@ -268,8 +271,8 @@ def _check_state(state: Any, tx: optax.GradientTransformation) -> None:
     lines = tree.diff(jax.eval_shape(tx.init, state.params), state.opt_state, "opt_state")
     if lines:
         raise TreeMismatchError(
-            "the state was made with another optimizer than the step, or for other parameters:\n  "
-            + "\n  ".join(lines)
+            "the state was made with another optimizer than the step, or for other parameters; "
+            "give sf.init_state and sf.make_train_step the same tx:\n  " + "\n  ".join(lines)
         )
 
 

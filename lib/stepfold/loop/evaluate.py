@@ -9,6 +9,8 @@ from clu.metrics import Metric
 from jax.sharding import Mesh, NamedSharding
 
 from stepfold import tree
+from stepfold.core.donated import check_there
+from stepfold.core.signatures import spell_call, takes
 from stepfold.errors import ConfigError, DataError
 from stepfold.inspect.compiled import CompiledStep
 from stepfold.loop.metrics import merged, values_of
@@ -32,6 +34,7 @@ def evaluate(
       batches: the batches, to the end of which it goes.
 
     Raises:
+      ConfigError: if the state was donated, or batches are known to have no end.
       DataError: if there is no batch.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
@@ -43,6 +46,12 @@ def evaluate(
     """
     ready = isinstance(eval_step, CompiledStep) or hasattr(eval_step, "lower")
     step = eval_step if ready else jax.jit(eval_step)
+    check_there(state)
+    if getattr(batches, "endless", False):
+        raise ConfigError(
+            f"evaluate: expected batches that end, got {tree.spell(batches)} for ever; give "
+            "sf.batches(…, epochs=1)"
+        )
     mesh = mesh_of(state)
     seen: list[Any] = []
     for batch in batches:
@@ -119,6 +128,13 @@ class Evaluation:
                 "batches: expected a function that makes the batches anew for each evaluation, got "
                 f"{tree.spell(self.batches)}; give lambda: sf.batches(…, epochs=1, "
                 'remainder="pad")'
+            )
+        wanted = "state" if self.batches is None else "state, batch"
+        if not takes(self.measure, 1 + (self.batches is not None)):
+            raise ConfigError(
+                f"measure: expected a function ({wanted}) -> metrics, got "
+                f"{spell_call(self.measure)}; give sf.make_eval_step(loss_fn), and batches, "
+                "as lambda: sf.batches(…, epochs=1)"
             )
         for field in ("every", "every_epochs"):
             value = getattr(self, field)

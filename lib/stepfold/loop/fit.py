@@ -12,9 +12,10 @@ from stepfold.checkpoint.retention import metrics_in, order_by
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import read_directory, steps_in
 from stepfold.checkpoint.verify import latest_step
+from stepfold.core.donated import check_there
 from stepfold.errors import ConfigError
 from stepfold.loop.asked import read_arguments
-from stepfold.loop.condition import check_there, is_whole
+from stepfold.loop.condition import is_whole
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.event import Hook
 from stepfold.loop.facts import facts_of

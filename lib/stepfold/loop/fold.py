@@ -13,7 +13,7 @@ from stepfold.errors import DataError, StepfoldError
 from stepfold.loop.asked import Asked
 from stepfold.loop.condition import has_nan, is_whole, steps_of
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.event import Event, expect
+from stepfold.loop.event import Event, check_measured, expect
 from stepfold.loop.ledger import Ledger
 from stepfold.loop.metrics import read_interval
 from stepfold.loop.replaying.rereading import Mark
@@ -30,6 +30,7 @@ class Fold:
     def __init__(self, asked: Asked, state: Any, series: Series | None) -> None:
         self.step, self.state, self.feed, self.series = asked.step, state, asked.feed, series
         self.evaluations = asked.evaluations
+        self.looked_for = asked.looked_for
         self.log_every, self.steps_per_call = asked.log_every, asked.steps_per_call
         # To read what a step said waits for that step. By then so many others are under way that
         # the device has work for as long as the hooks have theirs.
@@ -222,6 +223,7 @@ class Fold:
             found = self.signals.wait_for(functools.partial(_measure, evaluation, self.state), 0)
             if found is None:
                 return
+            check_measured(self.looked_for, evaluation.name, *found)
             with self.telling.wholly():
                 self._tell(self.done, *found)
                 self._evaluated[evaluation.name] = self.done
