@@ -129,6 +129,12 @@ class Evaluation:
                 f"{tree.spell(self.batches)}; give lambda: sf.batches(…, epochs=1, "
                 'remainder="pad")'
             )
+        for field in ("every", "every_epochs"):
+            value = getattr(self, field)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{field}: expected an integer of at least 1, got {value!r}")
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"name: expected a text, got {self.name!r}")
         wanted = "state" if self.batches is None else "state, batch"
         if not takes(self.measure, 1 + (self.batches is not None)):
             raise ConfigError(
@@ -136,12 +142,6 @@ class Evaluation:
                 f"{spell_call(self.measure)}; give sf.make_eval_step(loss_fn), and batches, "
                 "as lambda: sf.batches(…, epochs=1)"
             )
-        for field in ("every", "every_epochs"):
-            value = getattr(self, field)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{field}: expected an integer of at least 1, got {value!r}")
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigError(f"name: expected a text, got {self.name!r}")
 
     def __call__(self, state: Any) -> dict[str, float]:
         """Measure a state."""

@@ -87,8 +87,8 @@ def _is_pair(rule: Any) -> bool:
 
 def _as_function(rule: Any, mesh: Mesh, paths: Sequence[str]) -> RuleFn:
     if isinstance(rule, Fsdp):
-        missing = [name for name in axes_of(rule.axis) if name not in mesh.shape]
-        if missing and rule.axis != "fsdp":  # which is nobody's wish, but what is there by itself
+        none = not set(axes_of(rule.axis)) & set(mesh.shape)
+        if none and rule.axis != "fsdp":  # which is nobody's wish, but what is there by itself
             raise ShardingError(
                 f"fsdp: expected axes of the mesh {tuple(mesh.shape)}, got {rule.axis!r}"
             )
