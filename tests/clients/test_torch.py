@@ -1,5 +1,6 @@
 """The same training in torch, from the same weights, on the same batches: step by step the same."""
 
+import functools
 import itertools
 import math
 
@@ -20,7 +21,7 @@ DATA = {
     "image": np.float32(DIGITS.images)[:, None] / 16,
     "label": np.int32(DIGITS.target),
 }
-STEPS, WARMUP, PEAK, DECAY, NORM = 100, 10, 3e-3, 0.01, 1.0
+STEPS, WARMUP, PEAK, DECAY, NORM = 100, 10, 1e-3, 0.01, 1.0
 
 
 def digits():
@@ -43,8 +44,12 @@ def torch_model(*, norm):
     )
 
 
-def in_torch(model):
-    """Train as a loop of torch does; give the losses, and the norms of the gradients."""
+@functools.cache
+def in_torch(*, norm):
+    """Train as a loop of torch does; give the weights before and after, losses, and norms."""
+    torch.set_num_threads(1)  # the others would wait for work in a loop
+    model = torch_model(norm=norm)
+    begun = weights_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, weight_decay=DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -66,11 +71,14 @@ def in_torch(model):
         optimizer.step()
         schedule.step()
         seen.append([loss.item(), norm.item()])
-    return np.array(seen).T
+    return begun, weights_of(model), np.array(seen).T
 
 
-def numbers(tensors):
-    return {name: jnp.asarray(one.detach().numpy().copy()) for name, one in tensors}
+def weights_of(model):
+    """Give parameters and running statistics as torch names them."""
+    found = [dict(model.named_parameters()), dict(model.named_buffers())]
+    found[1].pop("1.num_batches_tracked", None)
+    return [{name: jnp.array(one.detach().numpy()) for name, one in some.items()} for some in found]
 
 
 def convolved(x, kernel):
@@ -110,28 +118,21 @@ def in_stepfold(params, running, accumulate):
     tx = optax.chain(optax.clip_by_global_norm(NORM), optax.adamw(rate, weight_decay=DECAY))
     state = sf.init_state((params, running), tx, jax.random.key(0), stateful=True)
     step = sf.make_train_step(loss_fn, tx, accumulate=accumulate, stateful=True)
-    step = jax.jit(step, donate_argnums=0)
-    seen = []
-    for state, metrics in sf.iterate(step, state, digits()):
-        seen.append([float(metrics[name].compute()) for name in ("loss", "grad_norm")])
-    return state, np.array(seen).T
+    result = sf.fit(step, state, digits(), log_every=1)
+    seen = [result.history[f"train/{name}"] for name in ("loss", "grad_norm")]
+    return [result.state.params, result.state.model_state], np.array(seen)
 
 
 @pytest.mark.parametrize(("norm", "accumulate"), [(True, 1), (False, 1), (False, 4)])
 def test_a_hundred_steps_are_those_of_torch(norm, accumulate):
-    model = torch_model(norm=norm)
-    running = numbers(model.named_buffers())
-    running.pop("1.num_batches_tracked", None)
-    params = numbers(model.named_parameters())
-    wanted, wanted_norms = in_torch(model)
-    state, (losses, norms) = in_stepfold(params, running, accumulate)
-    assert wanted[-20:].mean() < wanted[0] / 4  # there was something to learn
-    np.testing.assert_allclose(losses, wanted, atol=1e-4, rtol=0)
-    np.testing.assert_allclose(norms, wanted_norms, rtol=2e-3)
-    found = numbers(model.named_parameters())
-    assert found.keys() == state.params.keys()
-    for name, array in found.items():
-        np.testing.assert_allclose(state.params[name], array, atol=2e-4, err_msg=name)
-    for name, array in state.model_state.items():
-        theirs = dict(model.named_buffers())[name].numpy()
-        np.testing.assert_allclose(array, theirs, rtol=1e-3, atol=1e-5, err_msg=name)
+    begun, wanted, (losses, norms) = in_torch(norm=norm)
+    found, (our_losses, our_norms) = in_stepfold(*begun, accumulate)
+    assert losses[-20:].mean() < losses[0] / 2  # there was something to learn
+    np.testing.assert_allclose(our_losses, losses, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(our_norms, norms, rtol=2e-3)
+    assert len(our_losses) == STEPS
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, array in theirs.items():
+            # Adam makes a step of a gradient that is nothing but rounding.
+            np.testing.assert_allclose(ours[name], array, atol=1e-3, err_msg=name)

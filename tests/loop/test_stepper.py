@@ -115,3 +115,12 @@ def test_a_step_that_gives_no_pair_is_refused(step):
 def test_a_step_that_says_no_metrics_is_refused(metrics):
     with pytest.raises(sf.ConfigError, match=r"step: expected metrics by name from it, got "):
         Stepper(lambda state, batch: (state, metrics))(start(), [batch(0)])
+
+
+def test_a_loss_function_is_no_step():
+    said = r"step: expected .* got loss_fn\(params, batch, key\); of a loss .* sf.make_train_st"
+
+    def loss_fn(params, batch, key): ...
+
+    with pytest.raises(sf.ConfigError, match=said):
+        Stepper(loss_fn)

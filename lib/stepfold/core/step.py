@@ -271,8 +271,9 @@ def _check_state(state: Any, tx: optax.GradientTransformation) -> None:
     lines = tree.diff(jax.eval_shape(tx.init, state.params), state.opt_state, "opt_state")
     if lines:
         raise TreeMismatchError(
-            "the state was made with another optimizer than the step, or for other parameters; "
-            "give sf.init_state and sf.make_train_step the same tx:\n  " + "\n  ".join(lines)
+            "the state was made with another optimizer than the step, or for other parameters:\n  "
+            + "\n  ".join(lines)
+            + "\nGive sf.init_state and sf.make_train_step the same tx."
         )
 
 
