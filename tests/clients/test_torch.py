@@ -21,7 +21,8 @@ DATA = {
     "image": np.float32(DIGITS.images)[:, None] / 16,
     "label": np.int32(DIGITS.target),
 }
-STEPS, WARMUP, PEAK, DECAY, NORM = 100, 10, 1e-3, 0.01, 1.0
+STEPS, WARMUP, PEAK, NORM = 100, 10, 3e-3, 1.0
+DECAY, EPS = 0.1, 1e-4  # large enough to tell where they enter
 
 
 def digits():
@@ -50,7 +51,7 @@ def in_torch(*, norm):
     torch.set_num_threads(1)  # the others would wait for work in a loop
     model = torch_model(norm=norm)
     begun = weights_of(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, weight_decay=DECAY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, weight_decay=DECAY, eps=EPS)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda i: (
@@ -115,7 +116,9 @@ def loss_fn(params, batch, key, running):
 
 def in_stepfold(params, running, accumulate):
     rate = optax.warmup_cosine_decay_schedule(0.0, PEAK, WARMUP, STEPS)
-    tx = optax.chain(optax.clip_by_global_norm(NORM), optax.adamw(rate, weight_decay=DECAY))
+    tx = optax.chain(
+        optax.clip_by_global_norm(NORM), optax.adamw(rate, weight_decay=DECAY, eps=EPS)
+    )
     state = sf.init_state((params, running), tx, jax.random.key(0), stateful=True)
     step = sf.make_train_step(loss_fn, tx, accumulate=accumulate, stateful=True)
     result = sf.fit(step, state, digits(), log_every=1)

@@ -164,9 +164,9 @@ def test_metrics_of_clu_pass_through_as_they_are():
 @pytest.mark.parametrize(
     ("loss_fn", "kind", "said"),
     [
-        (lambda p, b: b["mask"], KeyError, r"given batch/x float32\[2\]; .* add a mask$"),
-        (lambda p, b: b["image"], KeyError, r"loss_fn was given batch/x float32\[2\]$"),
-        (lambda p, b: p @ b["x"][:1], TypeError, r"loss_fn was given batch/x float32\[2\]$"),
+        (lambda p, b: b["mask"], KeyError, r"given batch/x float32\[2\]; .* add a mask"),
+        (lambda p, b: b["image"], KeyError, r"(?m)loss_fn was given batch/x float32\[2\]$"),
+        (lambda p, b: p @ b["x"][:1], TypeError, r"(?m)loss_fn was given batch/x float32\[2\]$"),
         (lambda p, b: 0.5 * sf.mean(p), TypeError, "sf.mean gives a total and a weight, to be div"),
         (lambda p, b: sf.mean(p) + sf.mean(p), TypeError, 'return several as {"a": sf.mean'),
         (lambda p, b: float(p.sum()), TypeError, "it is traced, and .* keep to jax.numpy, return"),

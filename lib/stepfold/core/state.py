@@ -70,7 +70,8 @@ def init_state(
         then compiles again, unless it is told `out_shardings=(sharding, None)`.
 
     Raises:
-      ConfigError: if parameters are no floating arrays, the key no key, or tx no optimizer.
+      ConfigError: if parameters are no floating arrays, `init` is no function of a key, the key no
+        key, tx no optimizer, or `sharding` is not for a state.
 
     >>> import jax, optax, stepfold as sf
     >>> def init(key):

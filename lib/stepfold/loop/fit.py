@@ -68,7 +68,8 @@ def fit(
       batches: any iterable of batches. It can be resumed if it has `get_state` and `set_state`, as
         `sf.batches` has.
       steps: how many steps there are to be, with those before a resume.
-      epochs: how many epochs, instead; without either, all of the batches.
+      epochs: how many epochs, instead; without either, all of the batches, which have to end,
+        unless a hook or `time_limit` may stop the run.
       run_dir: where what belongs to the run goes: `metrics.jsonl`, `metrics.csv`, the checkpoints,
         unless they say where, and the `Capsule` of a step that went wrong. A run that goes on
         appends. `run.json` says what it was begun with and how it ended, and `report.html` shows
