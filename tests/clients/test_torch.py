@@ -37,9 +37,9 @@ def torch_model(*, norm):
         # No bias, of which a norm leaves nothing: Adam would blow up what rounding makes of it.
         torch.nn.Conv2d(1, 8, 3, bias=False),
         torch.nn.BatchNorm2d(8) if norm else torch.nn.Identity(),
-        torch.nn.ReLU(),
+        torch.nn.SiLU(),  # at the corner of a ReLU, rounding would choose another gradient
         torch.nn.Conv2d(8, 16, 3),
-        torch.nn.ReLU(),
+        torch.nn.SiLU(),
         torch.nn.Flatten(),
         torch.nn.Linear(256, 10),
     )
@@ -107,8 +107,8 @@ def loss_fn(params, batch, key, running):
     x = convolved(batch["image"], params["0.weight"])
     if running:
         x, running = normed(x, params, running)
-    x = convolved(jax.nn.relu(x), params["3.weight"]) + over_channels(params["3.bias"])
-    x = jax.nn.relu(x).reshape(len(x), -1)
+    x = convolved(jax.nn.silu(x), params["3.weight"]) + over_channels(params["3.bias"])
+    x = jax.nn.silu(x).reshape(len(x), -1)
     logits = x @ params["6.weight"].T + params["6.bias"]
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     return sf.mean(nll, batch["mask"]), {}, running
@@ -132,10 +132,9 @@ def test_a_hundred_steps_are_those_of_torch(norm, accumulate):
     found, (our_losses, our_norms) = in_stepfold(*begun, accumulate)
     assert losses[-20:].mean() < losses[0] / 2  # there was something to learn
     np.testing.assert_allclose(our_losses, losses, atol=1e-4, rtol=0)
-    np.testing.assert_allclose(our_norms, norms, rtol=2e-3)
+    np.testing.assert_allclose(our_norms, norms, rtol=2e-4)
     assert len(our_losses) == STEPS
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.keys() == theirs.keys()
         for name, array in theirs.items():
-            # Adam makes a step of a gradient that is nothing but rounding.
-            np.testing.assert_allclose(ours[name], array, atol=1e-3, err_msg=name)
+            np.testing.assert_allclose(ours[name], array, rtol=1e-4, atol=2e-5, err_msg=name)
