@@ -21,6 +21,7 @@ def test_a_dense_layer_gives_what_torchs_gives():
     np.testing.assert_allclose(x @ np.asarray(weight).T, x @ kernel)
 
 
+@pytest.mark.torch
 def test_torch_loads_what_was_saved_and_computes_the_same(tmp_path):
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file

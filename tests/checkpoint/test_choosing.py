@@ -39,3 +39,9 @@ def test_what_is_no_step_is_refused(folder, step):
     words = f"step: expected 'latest', 'best' or a number, got {step!r}"
     with pytest.raises(ConfigError, match=words):
         candidates(folder, step)
+
+
+def test_a_steps_own_folder_is_answered_with_what_to_give(folder):
+    words = f"this is one of the steps in {folder}: give that, with step=9"
+    with pytest.raises(CheckpointError, match=words):
+        candidates(folder / "9", "latest")

@@ -122,6 +122,7 @@ def test_what_another_program_wrote_is_loaded(tmp_path):
     )
 
 
+@pytest.mark.torch
 def test_torch_loads_it_into_a_layer_of_its_own(tmp_path):
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file
@@ -138,6 +139,7 @@ def test_torch_loads_it_into_a_layer_of_its_own(tmp_path):
     np.testing.assert_allclose(linear(torch.from_numpy(x)).detach().numpy(), wanted, rtol=1e-5)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_torch_reads_every_dtype(tmp_path, dtype):
     torch = pytest.importorskip("torch")

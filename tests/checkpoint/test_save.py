@@ -116,3 +116,10 @@ def test_a_bucket_spelled_as_a_path_is_refused(tmp_path, monkeypatch):
 def test_text_is_no_metric(tmp_path):
     with pytest.raises(ConfigError, match="metrics/a: expected a number, got str '0.5'"):
         sf.save(tmp_path, {"w": jnp.ones(1)}, step=1, metrics={"a": "0.5"})
+
+
+def test_a_state_that_was_donated_is_refused(tmp_path):
+    state = {"w": jnp.ones(3)}
+    jax.jit(lambda state: state, donate_argnums=0)(state)
+    with pytest.raises(ConfigError, match="w, …: the arrays were donated to an earlier call and"):
+        sf.save(tmp_path, state, step=0)

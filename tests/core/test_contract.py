@@ -67,7 +67,7 @@ def test_checking_twice_changes_nothing(run):
         (Average(total=jnp.ones(()), count=jax.random.key(0)), r"loss.count: .*got key<fry>"),
         ((jnp.ones(()), {}, ()), r"a tuple of 3; a loss that returns model_state needs stateful=T"),
         ((jnp.ones(()),), r"expected the loss or \(loss, metrics\), got a tuple of 1"),
-        ((jnp.ones(()), [1]), r"metrics: expected a dict of clu.metrics.Metric, got list"),
+        ((jnp.ones(()), [1]), r"metrics: .* got list .*; return \(loss, metrics\) in"),
         (
             (jnp.ones(()), {"acc": 0.5}),
             r"metrics/acc: expected a clu.metrics.Metric, got float 0.5",
@@ -162,3 +162,32 @@ def test_metrics_of_clu_pass_through_as_they_are():
     last = clu_metrics.LastValue.from_model_output(jnp.float32(2))
     _, metrics = call(lambda p, b, k: (p.sum(), {"last": last}))
     assert metrics["last"] is last
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "kind", "said"),
+    [
+        (lambda p, b: b["mask"], KeyError, r"given batch/x float32\[2\]; .* add a mask"),
+        (lambda p, b: b["image"], KeyError, r"(?m)loss_fn was given batch/x float32\[2\]$"),
+        (lambda p, b: p @ b["x"][:1], TypeError, r"(?m)loss_fn was given batch/x float32\[2\]$"),
+        (lambda p, b: 0.5 * sf.mean(p), TypeError, "sf.mean gives a total and a weight, to be div"),
+        (lambda p, b: sf.mean(p) + sf.mean(p), TypeError, 'return several as {"a": sf.mean'),
+        (lambda p, b: float(p.sum()), TypeError, "it is traced, and .* keep to jax.numpy, return"),
+        (lambda p, b: np.sum(np.asarray(p)), TypeError, "it is traced, and its arrays have no val"),
+        (lambda p, b: 1.0 if p[0] > 0 else 0.0, TypeError, "choose by jnp.where instead of if"),
+    ],
+)
+def test_what_a_loss_function_raises_says_what_it_was_given(loss_fn, kind, said):
+    twice = checked(checked(lambda params, batch, key: loss_fn(params, batch)))
+    with pytest.raises(kind, match=said) as raised:
+        jax.eval_shape(twice, jnp.ones(2), {"x": jnp.ones(2)}, jax.random.key(0))
+    assert sum("loss_fn" in note for note in raised.value.__notes__) == 1
+
+
+def test_of_many_leaves_the_first_are_named_and_errors_of_stepfold_are_left_alone():
+    loss_fn = checked(lambda params, batch, key: batch["x"])
+    with pytest.raises(TypeError, match=r"batch/0 int 0, .*, batch/7 int 7, …$"):
+        loss_fn(jnp.ones(2), list(range(10)), jax.random.key(0))
+    with pytest.raises(sf.LossError) as raised:
+        call(lambda p, b, key: sf.mean(p, b))
+    assert not hasattr(raised.value, "__notes__")

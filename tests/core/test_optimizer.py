@@ -97,7 +97,11 @@ def test_the_promotion_of_others_stays_strict():
     [
         ("adam", "tx: expected an optax transformation, got str 'adam'"),
         (None, "tx: expected an optax transformation, got NoneType None"),
-        (optax.adam, r"got function .*; did you mean to call it, as in optax.adam\(1e-3\)\?"),
+        (1e-3, "got float 0.001; give the optimizer itself, such as .* init_state makes its state"),
+        (
+            optax.adam,
+            r"got function .*; did you mean to call it, .* or is it the rate, as in",
+        ),
     ],
 )
 def test_what_is_no_optimizer_is_refused(tx, message):

@@ -265,3 +265,46 @@ def test_a_model_state_holds_arrays(key):
 def test_an_optimizer_that_is_none_is_refused(key):
     with pytest.raises(sf.ConfigError, match=r"tx: .*did you mean to call it"):
         sf.init_state(init, optax.adam, key)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (
+            lambda: None,
+            r"init: expected a function init\(key\) -> params, got <lambda>\(\); give what",
+        ),
+        (
+            lambda key, x: {},
+            r"got <lambda>\(key, x\); .* as in lambda key: model.init\(key, example",
+        ),
+        (lambda key: None, "params: expected at least one array, got NoneType None; does init ret"),
+        ({}, "params: expected at least one array, got dict {}"),
+    ],
+)
+def test_what_makes_no_parameters_is_refused(made, said):
+    with pytest.raises(sf.ConfigError, match=said):
+        sf.init_state(made, optax.sgd(0.1), jax.random.key(0))
+
+
+def test_a_model_that_needs_an_example_is_refused_with_what_to_give():
+    class Dense:
+        def init(self, key, x): ...
+
+        def apply(self, params, x): ...
+
+        def __call__(self, x): ...
+
+    with pytest.raises(
+        sf.ConfigError, match=r"init: Dense makes its .*; give model.init\(key, exam"
+    ):
+        sf.init_state(Dense(), optax.sgd(0.1), jax.random.key(0))
+
+
+@pytest.mark.parametrize("sharding", [mesh, lambda: {"w": NamedSharding(mesh(), PartitionSpec())}])
+def test_a_mesh_or_a_plan_of_parameters_alone_is_no_plan(sharding):
+    message = (
+        "sharding: expected one for the whole state, got (Mesh|dict) .*; give sf.make_sharding"
+    )
+    with pytest.raises(sf.ConfigError, match=message):
+        sf.init_state(init, optax.sgd(0.1), jax.random.key(0), sharding=sharding())

@@ -192,6 +192,29 @@ def test_what_is_no_state_is_refused(state):
             function(state, BATCH)
 
 
+def test_what_holds_a_state_is_told_from_one_and_others_by_their_module():
+    state, step = make()
+    held = sf.FitResult(state, 0, {}, "")
+    with pytest.raises(sf.ConfigError, match=r"got stepfold.*FitResult; give its .state"):
+        step(held, BATCH)
+    other = type("TrainState", (), {"__module__": "flax.training.train_state"})()
+    with pytest.raises(sf.ConfigError, match="got flax.training.train_state.TrainState; sf.init"):
+        step(other, BATCH)
+
+
+def test_loss_and_optimizer_in_the_wrong_order_are_told_as_such():
+    with pytest.raises(
+        sf.LossError, match=r"expected a function loss_fn\(params, batch, key\), got"
+    ):
+        sf.make_train_step(optax.sgd(0.1), loss_fn)
+
+
+def test_the_state_of_another_optimizer_is_answered_with_what_to_do():
+    state, _ = make(tx=optax.sgd(0.1))
+    with pytest.raises(sf.TreeMismatchError, match=r"make_train_step the same tx\.$"):
+        make()[1](state, BATCH)
+
+
 # skipping
 
 

@@ -194,3 +194,23 @@ def test_a_state_that_is_partly_elsewhere_is_refused_by_its_paths():
     words = r"on the devices of P\(\) of the mesh .*, but elsewhere are state/key; sf.place\(state"
     with pytest.raises(sf.ShardingError, match=words):
         placed(state, jnp.ones((8, 64)))
+
+
+@pytest.mark.parametrize(
+    ("state", "batch", "said"),
+    [
+        (
+            {"w": "a"},
+            np.ones(2),
+            "state/w: expected an array, got str 'a'; give what sf.init_state",
+        ),
+        (
+            np.ones(2),
+            {"x": ["a"]},
+            r"batch/x/0: .*; a batch is .* as next\(batches\) gives: leave out",
+        ),
+    ],
+)
+def test_what_is_no_array_is_answered_with_what_to_give(state, batch, said):
+    with pytest.raises(sf.ConfigError, match=said):
+        placed(state, batch)

@@ -8,6 +8,10 @@ from stepfold.loop.asked import read_arguments
 BATCHES = sf.batches({"x": np.zeros(8, np.float32)}, 4, epochs=3)
 
 
+class Writer:
+    def write_scalars(self, step, scalars): ...
+
+
 def asked(batches=BATCHES, step=lambda state, batch: (state, {}), **options):
     given = {
         "steps": None,
@@ -63,7 +67,10 @@ def test_one_evaluation_is_one_of_several():
         ({"hooks": [3]}, "hooks: expected functions of an event, got int 3"),
         ({"compilation_cache": 3}, "compilation_cache: expected a directory, or None, got int 3"),
         ({"hooks": None}, "hooks: expected functions of an event, got NoneType None"),
-        ({"hooks": [sf.stop_on_spike]}, "functions of an event, got type .*; call it, to have one"),
+        ({"hooks": [sf.stop_on_spike]}, r"got type .*; call it with its arguments, as in stop_on"),
+        ({"hooks": [lambda step, metrics: None]}, r", which takes <lambda>\(step, metrics\)$"),
+        ({"hooks": sf.progress}, r"got type .*; call it with its arguments, as in progress\(kind"),
+        ({"hooks": Writer()}, r"got Writer .*; sf.log_to\(writer\) makes one of a writer"),
         ({"time_limit": -1}, "time_limit: expected seconds, a number of at least 0, got -1"),
     ],
 )
@@ -91,3 +98,38 @@ def test_an_evaluation_is_not_called_as_train_steps_are():
     evaluation = sf.Evaluation(lambda state: {"loss": 1.0}, every=1, name="train/held_out")
     with pytest.raises(sf.ConfigError, match="evaluation: expected a name of its own for each"):
         sf.fit(step, (), [1], evaluation=evaluation)
+
+
+ENDLESS = sf.batches({"x": np.zeros(8, np.float32)}, 4)
+EVALUATION = sf.Evaluation(lambda state: {"loss": 1.0})
+
+
+def test_batches_without_end_are_refused_where_nothing_else_could_stop():
+    said = r"steps, epochs: expected one of them .*, got neither; give steps=…, or epochs=… of 2 st"
+    for batches in (ENDLESS, sf.prefetch(ENDLESS)):
+        with pytest.raises(sf.ConfigError, match=said):
+            asked(batches)
+    for end in ({"steps": 3}, {"epochs": 1}, {"time_limit": 1.0}, {"hooks": [lambda event: "x"]}):
+        asked(ENDLESS, **end)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"evaluation": EVALUATION}, r"val_loss: .* measured; they are called train/…, eval/…$"),
+        ({}, r"they are called train/…; evaluation=sf.Evaluation\(…\) measures eval/…$"),
+    ],
+)
+def test_metrics_that_nothing_measures_are_not_looked_for(options, said):
+    early = sf.stop_early("val_loss", patience=1)
+    kept = sf.Checkpoints("x", best="val_loss")
+    for looking in ({"hooks": [sf.progress(), early]}, {"checkpoints": kept}):
+        with pytest.raises(sf.ConfigError, match=said):
+            asked(**looking, **options)
+    assert asked(hooks=[early, lambda event: {"val_loss": 1.0}], **options).looked_for == []
+
+
+def test_metrics_of_steps_and_evaluations_are_looked_for():
+    early, kept = sf.stop_early("eval/loss", patience=1), sf.Checkpoints("x", best="train/loss")
+    found = asked(hooks=early, checkpoints=kept, evaluation=EVALUATION)
+    assert found.looked_for == ["eval/loss", "train/loss"]

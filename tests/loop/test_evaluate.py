@@ -126,3 +126,36 @@ def test_a_function_of_the_state_that_gives_no_number_is_refused():
 def test_what_describes_no_evaluation_is_refused(given, words):
     with pytest.raises(sf.ConfigError, match=words):
         sf.Evaluation(**{"measure": MEASURE, **given})
+
+
+def test_batches_without_end_are_refused():
+    for endless in (sf.batches(DATA, 5), sf.batches(lambda: iter(range(9)), 5)):
+        with pytest.raises(
+            sf.ConfigError, match=r"evaluate: expected batches that end, .*epochs=1"
+        ):
+            sf.evaluate(MEASURE, state(), endless)
+
+
+def test_a_state_that_was_donated_is_refused():
+    gone = state()
+    jax.jit(lambda state: state, donate_argnums=0)(gone)
+    with pytest.raises(sf.ConfigError, match="step, …: the arrays were donated to an earlier call"):
+        sf.evaluate(MEASURE, gone, sf.batches(DATA, 5, epochs=1))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            (lambda p, b, key: 0.0, list),
+            r"a function \(state, batch\) -> .* got <lambda>\(p, b, key",
+        ),
+        (
+            (MEASURE,),
+            r"a function \(state\) -> .* got eval_step\(state, batch\); .* batches, as lam",
+        ),
+    ],
+)
+def test_what_cannot_be_called_as_it_would_be_is_refused(given, said):
+    with pytest.raises(sf.ConfigError, match=f"measure: expected {said}"):
+        sf.Evaluation(*given)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import stepfold as sf
-from stepfold.loop.event import show
+from stepfold.loop.event import check_measured, show
 
 EVENT = sf.Event(10, None, {"train/loss": 2.0}, None)
 
@@ -91,3 +91,11 @@ def test_fit_opens_hooks_shows_them_and_closes_them_and_a_resumed_one_gives_back
     assert result.history["told/half"].steps == [10, 20]
     run(tmp_path, 20, third)  # was done before: nothing to open
     assert third.calls == [("set_state", {"calls": 3}), "close"]
+
+
+def test_an_evaluation_has_what_is_looked_for_in_it():
+    found = {"eval/loss": 1.0, "eval/hit": 0.5}
+    check_measured(["eval/hit", "train/loss", "eval/long/loss"], "eval", found)
+    said = "eval/accuracy: expected a metric that is measured, got eval/hit, eval/loss"
+    with pytest.raises(sf.ConfigError, match=said):
+        check_measured(["eval/accuracy"], "eval", found)

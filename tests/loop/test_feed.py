@@ -189,3 +189,16 @@ def test_epochs_of_what_can_be_gone_through_once_are_refused():
     words = "epochs=2: expected batches that can be gone through again, or .*, got generator"
     with pytest.raises(sf.ConfigError, match=words):
         Feed((x for x in itertools.count()), epochs=2)
+
+
+def test_an_array_is_data_and_no_batches():
+    with pytest.raises(
+        sf.ConfigError, match=r"batches: expected an iterable .* got float64\[4,2\]"
+    ):
+        Feed(np.ones((4, 2)))
+
+
+def test_it_is_known_of_batches_whether_they_end():
+    assert Feed(sf.batches(np.arange(8), 4)).endless
+    assert not Feed(sf.batches(np.arange(8), 4, epochs=1)).endless
+    assert not Feed(itertools.repeat(1)).endless

@@ -124,3 +124,12 @@ def test_a_run_takes_its_step_from_the_directory_where_one_before_has_left_it(tm
         states.append(values(run.state.params))
         assert len(list(tmp_path.glob("*-cache"))) == 1
     assert states[0] == states[1]
+
+
+def test_a_loss_function_is_no_step():
+    said = r"step: expected .* got loss_fn\(params, batch, key\); of a loss .* sf.make_train_st"
+
+    def loss_fn(params, batch, key): ...
+
+    with pytest.raises(sf.ConfigError, match=said):
+        Stepper(loss_fn)

@@ -180,3 +180,9 @@ def test_an_expression_for_parameters_is_found_in_a_state(key):
     state = jax.eval_shape(lambda: sf.init_state({"w": jnp.ones(4)}, optax.sgd(0.1), key))
     with pytest.raises(sf.ShardingError, match="'kernel' matches no path; there are step, para"):
         sf.make_sharding(state, MESH, ("kernel", P("tp")))
+
+
+def test_fsdp_over_an_axis_that_is_not_there_is_refused():
+    said = r"fsdp: expected axes of the mesh \('dp', 'fsdp', 'tp', 'sp'\), got 'fdsp'"
+    with pytest.raises(sf.ShardingError, match=said):
+        sf.make_sharding(TREE, MESH, sf.fsdp("fdsp"))

@@ -33,7 +33,11 @@ def candidates(place: Path, step: Step, best: Any = None) -> list[int]:
     if not found:
         wanted = "a checkpoint" if isinstance(step, str) else f"step {step}"
         got = f"steps {', '.join(map(str, there))}" if there else "none"
-        raise CheckpointError(
-            f"{place}: expected {wanted} to restore, got {got}; look at the path, or save first"
+        inside = place.name.isdecimal() and int(place.name) in steps.steps_in(place.parent)
+        advice = (
+            f"this is one of the steps in {place.parent}: give that, with step={place.name}"
+            if inside
+            else "look at the path, or save first"
         )
+        raise CheckpointError(f"{place}: expected {wanted} to restore, got {got}; {advice}")
     return found

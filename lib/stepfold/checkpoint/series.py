@@ -19,6 +19,7 @@ from stepfold.checkpoint.manifest import write_later
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.retention import Best, expendable, metrics_in
 from stepfold.checkpoint.words import words_of
+from stepfold.core.donated import check_there
 from stepfold.errors import CheckpointError
 
 
@@ -112,6 +113,7 @@ class Series:
         self.wait()
         if not self._open:
             raise CheckpointError(f"{self.directory}: expected an open series, got a closed one")
+        check_there(state)
         words = words_of(state, step=step, data=data, metrics=metrics, extra=extra, best=self.best)
         if steps.path_of(self.directory, words.step).exists():
             raise CheckpointError(

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.errors import ConcretizationTypeError, TracerArrayConversionError
 
 from stepfold import tree
 from stepfold.core.loss import LossFn, Metrics, Terms
 from stepfold.core.optimizer import takes_any_keyword
-from stepfold.errors import ConfigError, LossError, TreeMismatchError
+from stepfold.core.signatures import spell_call, takes
+from stepfold.errors import ConfigError, LossError, StepfoldError, TreeMismatchError
 
 if TYPE_CHECKING:
     from clu.metrics import Average
@@ -33,7 +35,14 @@ def checked(loss_fn: LossFn, *, stateful: bool = False) -> LossFn:
     _check_signature(loss_fn, stateful=stateful)
 
     def loss_in_form(params: Any, batch: Any, key: Any, *model_state: Any) -> tuple[Any, ...]:
-        returned = loss_fn(params, batch, key, *model_state)
+        try:
+            returned = loss_fn(params, batch, key, *model_state)
+        except Exception as error:
+            advice = _advice_on(error, batch)
+            # Errors of stepfold's have their own; and a function that is checked twice fails twice.
+            if not isinstance(error, StepfoldError) and advice not in _notes(error):
+                error.add_note(advice)
+            raise
         if stateful:
             loss, metrics, new_state = _three(returned)
             _check_same(model_state[0], new_state)
@@ -49,23 +58,33 @@ def _check_signature(loss_fn: LossFn, *, stateful: bool) -> None:
     wanted = f"loss_fn({', '.join(names[: 3 + stateful])})"
     if not callable(loss_fn):
         raise LossError(f"expected a function {wanted}, got {tree.spell(loss_fn)}")
-    try:
-        signature = inspect.signature(loss_fn)
-    except ValueError:  # some built-ins have none to look at; the call itself will tell
-        return
-    if not _binds(signature, 3 + stateful):
-        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    if not takes(loss_fn, 3 + stateful):
         other = "leave out stateful=True" if stateful else "give stateful=True, for a model state"
-        advice = f"; {other}" if _binds(signature, 4 - stateful) else ""
-        raise LossError(f"expected {wanted}, got {name}{signature}{advice}")
+        advice = f"; {other}" if takes(loss_fn, 4 - stateful) else ""
+        raise LossError(f"expected {wanted}, got {spell_call(loss_fn)}{advice}")
 
 
-def _binds(signature: inspect.Signature, count: int) -> bool:
-    try:
-        signature.bind(*range(count))
-    except TypeError:
-        return False
-    return True
+def _notes(error: Exception) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+def _advice_on(error: Exception, batch: Any) -> str:
+    """Say what a loss function was given when it failed, and what may help."""
+    if isinstance(error, ConcretizationTypeError | TracerArrayConversionError):
+        return (
+            "loss_fn: it is traced, and its arrays have no values yet; keep to jax.numpy, return "
+            "arrays without float() or .item(), and choose by jnp.where instead of if"
+        )
+    if isinstance(error, TypeError) and "'Average'" in str(error):
+        return (
+            "loss_fn: sf.mean gives a total and a weight, to be divided when the whole batch is "
+            'seen; scale the values in it, and return several as {"a": sf.mean(…), "b": sf.mean(…)}'
+        )
+    leaves = [f"{name} {tree.spell(leaf)}" for name, leaf in tree.named_leaves(batch, "batch")]
+    given = ", ".join(leaves[:8]) + ", …" * (len(leaves) > 8)
+    no_mask = isinstance(error, KeyError) and "mask" in error.args
+    advice = '; sf.batches(…, remainder="pad") and sf.collate add a mask' * no_mask
+    return f"loss_fn was given {given}{advice}"
 
 
 def _two(returned: Any) -> tuple[Any, Any]:
@@ -152,7 +171,8 @@ def read_metrics(metrics: Any) -> Metrics:
 
     if not isinstance(metrics, Mapping):
         raise LossError(
-            f"metrics: expected a dict of clu.metrics.Metric, got {tree.spell(metrics)}"
+            f"metrics: expected a dict of clu.metrics.Metric, got {tree.spell(metrics)}; return "
+            '(loss, metrics) in this order, as in loss, {"accuracy": sf.mean(hit)}'
         )
     for name, metric in metrics.items():
         if not isinstance(name, str):

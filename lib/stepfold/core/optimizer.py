@@ -23,8 +23,13 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
     float to an integer), so the strictness of those who ask for it ends where the optimizer begins.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        advice = "; did you mean to call it, as in optax.adam(1e-3)?" if callable(tx) else ""
-        raise ConfigError(f"tx: expected an optax transformation, got {tree.spell(tx)}{advice}")
+        advice = (
+            "did you mean to call it, as in optax.adam(1e-3), or is it the rate, as in "
+            "optax.adam(schedule)?"
+            if callable(tx)
+            else "give the optimizer itself, such as optax.adam(1e-3); init_state makes its state"
+        )
+        raise ConfigError(f"tx: expected an optax transformation, got {tree.spell(tx)}; {advice}")
     if not isinstance(tx, optax.GradientTransformationExtraArgs):
         tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
     return tx._replace(init=_promoting(tx.init), update=_promoting(_taking_any(tx.update)))

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold import tree
 from stepfold.core.optimizer import as_optimizer, check_lookahead
+from stepfold.core.signatures import spell_call, takes
 from stepfold.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def init_state(
         then compiles again, unless it is told `out_shardings=(sharding, None)`.
 
     Raises:
-      ConfigError: if parameters are no floating arrays, the key no key, or tx no optimizer.
+      ConfigError: if parameters are no floating arrays, `init` is no function of a key, the key no
+        key, tx no optimizer, or `sharding` is not for a state.
 
     >>> import jax, optax, stepfold as sf
     >>> def init(key):
@@ -82,7 +84,9 @@ def init_state(
     """
     _check_key(key)
     tx = as_optimizer(tx)
+    _check_sharding(sharding)
     if _is_function(init):
+        _check_init(init)
         return _born(lambda key: _finish(_parts(init(key), stateful), tx, key), sharding)(key)
     parts = _parts(init, stateful)
     if sharding is None:
@@ -102,6 +106,28 @@ def _is_function(init: Any) -> bool:
     return callable(init) and (is_leaf or isinstance(init, partial))
 
 
+def _check_init(init: Any) -> None:
+    if callable(getattr(init, "init", None)) and callable(getattr(init, "apply", None)):
+        raise ConfigError(
+            f"init: {type(init).__name__} makes its parameters of an example; give "
+            "model.init(key, example), or lambda key: model.init(key, example)"
+        )
+    if not takes(init, 1):
+        raise ConfigError(
+            f"init: expected a function init(key) -> params, got {spell_call(init)}; give what "
+            "else it takes by hand, as in lambda key: model.init(key, example)"
+        )
+
+
+def _check_sharding(sharding: Any) -> None:
+    is_one = sharding is None or jax.tree_util.all_leaves([sharding])
+    if isinstance(sharding, Mesh) or not (is_one or isinstance(sharding, TrainState)):
+        raise ConfigError(
+            f"sharding: expected one for the whole state, got {tree.spell(sharding)}; give "
+            "sf.make_sharding(jax.eval_shape(lambda k: sf.init_state(init, tx, k), key), mesh)"
+        )
+
+
 def _parts(made: Any, stateful: bool) -> tuple[Any, Any]:
     if not stateful:
         params, model_state = made, ()
@@ -111,6 +137,10 @@ def _parts(made: Any, stateful: bool) -> tuple[Any, Any]:
         raise ConfigError(
             f"stateful=True: expected (params, model_state), got {type(made).__name__}"
             + (f" of {len(made)}" if isinstance(made, tuple) else "")
+        )
+    if not jax.tree.leaves(params):
+        raise ConfigError(
+            f"params: expected at least one array, got {tree.spell(params)}; does init return them?"
         )
     check_params(params)
     for name, leaf in tree.named_leaves(model_state, "model_state"):

@@ -109,6 +109,7 @@ def make_train_step(
 
     if not isinstance(skip_nonfinite, bool):
         raise ConfigError(f"skip_nonfinite: expected True or False, got {skip_nonfinite!r}")
+    loss_fn = checked(loss_fn, stateful=stateful)
     tx = as_optimizer(tx)
     policy = as_precision(precision)
     if policy.needs_loss_scale and not isinstance(tx, LossScaled):
@@ -116,7 +117,7 @@ def make_train_step(
             f"precision={precision!r}: gradients underflow in {jnp.dtype(policy.compute).name}; "
             "wrap the whole optimizer, tx = sf.dynamic_loss_scale(tx), for init_state and for this"
         )
-    loss_fn = rematerialized(policy.applied_to(checked(loss_fn, stateful=stateful)), remat)
+    loss_fn = rematerialized(policy.applied_to(loss_fn), remat)
     options = options_of(grad, accumulate=accumulate, stateful=stateful)
     grad_fn, scaling = grad(loss_fn, **options), isinstance(tx, LossScaled)
 
@@ -188,8 +189,11 @@ def make_eval_step(
 
 def _check_kind(state: Any) -> None:
     if not isinstance(state, TrainState):
+        inner = getattr(state, "state", None)
+        kind = type(state)
+        advice = "give its .state" if isinstance(inner, TrainState) else "sf.init_state makes one"
         raise ConfigError(
-            f"state: expected a TrainState, got {type(state).__name__}; sf.init_state makes one"
+            f"state: expected a TrainState, got {kind.__module__}.{kind.__name__}; {advice}"
         )
 
 
@@ -201,6 +205,7 @@ def _check_state(state: Any, tx: optax.GradientTransformation) -> None:
         raise TreeMismatchError(
             "the state was made with another optimizer than the step, or for other parameters:\n  "
             + "\n  ".join(lines)
+            + "\nGive sf.init_state and sf.make_train_step the same tx."
         )
 
 

@@ -62,6 +62,11 @@ class Batches:
         return True
 
     @property
+    def endless(self) -> bool:
+        """Whether there is always one more."""
+        return self._cuts.total is None
+
+    @property
     def steps_per_epoch(self) -> int | None:
         """The batches of an epoch; None if there are no epochs, or their size changes."""
         return None if self._cuts.length == ENDLESS else self._cuts.steps_per_epoch

@@ -148,6 +148,11 @@ class Prefetch:
         return len(self._batches)
 
     @property
+    def endless(self) -> bool:
+        """Whether the batches are known to have no end."""
+        return bool(getattr(self._batches, "endless", False))
+
+    @property
     def steps_per_epoch(self) -> int | None:
         """The steps of an epoch, or None where the batches do not tell."""
         return getattr(self._batches, "steps_per_epoch", None)

@@ -50,6 +50,11 @@ class Streamed:
     def __iter__(self) -> Self:
         return self
 
+    @property
+    def endless(self) -> bool:
+        """Whether the stream is begun anew for ever."""
+        return self._epochs is None
+
     def __next__(self) -> Any:
         if self._share is None:
             self._share = Share.asked_of_jax()

@@ -47,7 +47,14 @@ def placed(state: Any, batch: Any, sharding: Any = None) -> tuple[Any, Any]:
 def _check_arrays(arrays: Any, root: str) -> None:
     for name, leaf in tree.named_leaves(arrays, root):
         if not tree.is_data(leaf, abstract=True):
-            raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}")
+            raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}; {_ADVICE[root]}")
+
+
+_ADVICE = {
+    "state": "give what sf.init_state made, or the .state of what gave it back",
+    "batch": "a batch is a tree of numbers, as next(batches) gives: leave out texts, and make "
+    "numpy's arrays of other libraries'",
+}
 
 
 def _strong(state: Any) -> Any:

@@ -19,6 +19,8 @@ from stepfold.inspect.arguments import changes, in_guise_of, is_weak, placed
 from stepfold.inspect.caching import check_cache, compile_cached
 from stepfold.inspect.memory import exhausted, is_exhausted
 
+_ALIKE = '\nGive batches of one form: remainder="drop" or "pad" of sf.batches leaves none shorter.'
+
 
 class _WouldTraceError(Exception):
     """Say, from inside jax, that a call is about to be traced again."""
@@ -94,11 +96,13 @@ class CompiledStep:
                 "an earlier call and are gone; go on with the state that it returned, or compile "
                 "with donate=False to keep what goes in"
             ) from None
-        lines = changes(self.state, state, "") + changes(self.batch, batch, "batch")
+        of_batch = changes(self.batch, batch, "batch")
+        lines = changes(self.state, state, "") + of_batch
         if lines:
             raise RetraceError(
                 "the step was compiled for other arguments, and would have to compile again:\n  "
                 + "\n  ".join(lines)
+                + _ALIKE * bool(of_batch)
             ) from None
 
 
@@ -144,11 +148,12 @@ def compile_step(
     ...
     stepfold.errors.RetraceError: the step was compiled for other arguments, ...
       batch: expected float32[8,3], got float32[4,3]
+    Give batches of one form: ...
     """
     if not callable(step) or hasattr(step, "lower") or isinstance(step, CompiledStep):
         raise ConfigError(
             "compile_step: expected a step (state, batch) -> ..., neither jitted nor compiled, got "
-            f"{tree.spell(step)}"
+            f"{tree.spell(step)}; give what sf.make_train_step made, as it is"
         )
     cache = check_cache(compilation_cache)
     given, (state, batch) = batch, placed(state, batch, sharding)

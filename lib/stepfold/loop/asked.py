@@ -5,13 +5,19 @@ from typing import Any, NamedTuple
 
 from stepfold import tree
 from stepfold.checkpoint.checkpoints import Checkpoints
+from stepfold.checkpoint.retention import read_best
+from stepfold.core.signatures import spell_call, takes
 from stepfold.errors import ConfigError
 from stepfold.inspect.caching import check_cache
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.event import Hook
 from stepfold.loop.feed import Feed
 from stepfold.loop.hooks.around import innermost
-from stepfold.loop.hooks.stopping import stop_after, stop_on_nonfinite
+from stepfold.loop.hooks.log_to import log_to
+from stepfold.loop.hooks.profile import profile
+from stepfold.loop.hooks.progress import progress
+from stepfold.loop.hooks.stopping import stop_after, stop_early, stop_on_nonfinite
+from stepfold.loop.hooks.watchdog import watchdog
 from stepfold.loop.stepper import Stepper
 
 
@@ -25,6 +31,7 @@ class Asked(NamedTuple):
     hooks: list[Hook]
     log_every: int
     steps_per_call: int
+    looked_for: list[str]
 
 
 def read_arguments(
@@ -68,9 +75,15 @@ def read_arguments(
     log_at = _positive("log_every", log_every, needed=True) or 1
     feed = Feed(batches, _positive("epochs", epochs))
     shown = _hooks(hooks, time_limit)
+    if feed.endless and steps is epochs is time_limit is None and not hooks:
+        raise ConfigError(
+            f"steps, epochs: expected one of them for batches that have no end, got neither; give "
+            f"steps=…, or epochs=… of {feed.epoch_steps or 'so many'} steps each"
+        )
+    looked_for = _looked_for(hooks, checkpoints, evaluations)
     if not feed.epoch_steps:
         _refuse_epochs(batches, (*evaluations, checkpoints), shown)
-    return Asked(stepper, feed, steps, evaluations, shown, log_at, at_once)
+    return Asked(stepper, feed, steps, evaluations, shown, log_at, at_once, looked_for)
 
 
 def _evaluations(given: Any) -> list[Evaluation]:
@@ -90,10 +103,9 @@ def _hooks(given: Any, time_limit: Any) -> list[Hook]:
     """Read hooks, and add those that other arguments and the good of all stand for."""
     hooks = list(given) if isinstance(given, list | tuple) else [given]
     for hook in hooks:
-        if not callable(hook) or isinstance(hook, type):
-            advice = "; call it, to have one" if callable(hook) else ""
+        if not callable(hook) or isinstance(hook, type) or not takes(hook, 1):
             raise ConfigError(
-                f"hooks: expected functions of an event, got {tree.spell(hook)}{advice}"
+                f"hooks: expected functions of an event, got {tree.spell(hook)}{_advice_on(hook)}"
             )
     if time_limit is not None:
         if not isinstance(time_limit, int | float) or time_limit < 0:
@@ -104,6 +116,43 @@ def _hooks(given: Any, time_limit: Any) -> list[Hook]:
     if not any(isinstance(innermost(hook), stop_on_nonfinite) for hook in hooks):
         hooks.insert(0, stop_on_nonfinite())
     return hooks
+
+
+def _advice_on(hook: Any) -> str:
+    if isinstance(hook, type):
+        return f"; call it with its arguments, as in {spell_call(hook)}"
+    if callable(getattr(hook, "write_scalars", None)):
+        return "; sf.log_to(writer) makes one of a writer"
+    return f", which takes {spell_call(hook)}" if callable(hook) else ""
+
+
+_SILENT = (log_to, profile, progress, stop_early, stop_on_nonfinite, watchdog)
+
+
+def _looked_for(
+    hooks: Any, checkpoints: Checkpoints | None, evaluations: Sequence[Evaluation]
+) -> list[str]:
+    """List the metrics that are looked for, if nothing but steps and evaluations gives any.
+
+    Raises:
+      ConfigError: if neither steps nor an evaluation give one.
+    """
+    given = hooks if isinstance(hooks, list | tuple) else [hooks]
+    if not all(isinstance(hook, _SILENT) for hook in given):
+        return []  # a hook of one's own may give numbers by any name
+    found = [hook.metric for hook in given if isinstance(hook, stop_early)]
+    best = None if checkpoints is None else read_best(checkpoints.best, checkpoints.mode)
+    found += [] if best is None else [best[0]]
+    kinds = ["train", *(one.name for one in evaluations)]
+    for metric in found:
+        if not metric.startswith(tuple(f"{kind}/" for kind in kinds)):
+            raise ConfigError(
+                f"{metric}: expected a metric that is measured; they are called "
+                f"{', '.join(f'{kind}/…' for kind in kinds)}"
+                + "; evaluation=sf.Evaluation(…) measures eval/…"
+                * (not evaluations)
+            )
+    return found
 
 
 def _refuse_epochs(batches: Any, due: Sequence[Any], hooks: Sequence[Hook]) -> None:

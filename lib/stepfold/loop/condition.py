@@ -1,4 +1,4 @@
-"""In what condition a state is: how far, whether it is there, and whether it is worth keeping."""
+"""In what condition a state is: how far, whether it is whole, and whether it is worth keeping."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from stepfold import tree
-from stepfold.errors import ConfigError
 
 
 def steps_of(state: Any) -> int:
@@ -16,20 +15,6 @@ def steps_of(state: Any) -> int:
     0
     """
     return int(getattr(state, "step", 0))
-
-
-def check_there(state: Any) -> None:
-    """See that no array of a state was donated.
-
-    Raises:
-      ConfigError: if one was.
-    """
-    for name, leaf in tree.named_leaves(state):
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise ConfigError(
-                f"{name}, …: the arrays were donated to an earlier call and are gone; go on with "
-                "the state that it returned"
-            )
 
 
 def is_whole(state: Any) -> bool:

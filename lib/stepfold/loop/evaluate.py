@@ -1,6 +1,5 @@
 """Measuring a state on all of a dataset, exactly, whatever the batches are."""
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from stepfold import tree
+from stepfold.core.donated import check_there
+from stepfold.core.signatures import spell_call, takes
 from stepfold.errors import ConfigError, DataError
 from stepfold.inspect.compiled import CompiledStep
 from stepfold.loop.feed import see_iterable
@@ -36,7 +37,8 @@ def evaluate(
       batches: the batches, to the end of which it goes.
 
     Raises:
-      ConfigError: if the batches are none, or what the step gives no metrics.
+      ConfigError: if the batches are none, or are known to have no end, if the state was donated,
+        or if what the step gives is no metrics.
       DataError: if there is no batch.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
@@ -49,6 +51,12 @@ def evaluate(
     see_iterable(batches)
     ready = isinstance(eval_step, CompiledStep) or hasattr(eval_step, "lower")
     step = eval_step if ready else jax.jit(eval_step)
+    check_there(state)
+    if getattr(batches, "endless", False):
+        raise ConfigError(
+            f"evaluate: expected batches that end, got {tree.spell(batches)} for ever; give "
+            "sf.batches(…, epochs=1)"
+        )
     mesh = mesh_of(state)
     seen: list[Any] = []
     for batch in batches:
@@ -85,17 +93,6 @@ def _checked(metrics: Any) -> Any:
             "with make_eval_step, or return {name: sf.mean(values, mask)}"
         )
     return metrics
-
-
-def _takes_one(function: Callable[..., Any]) -> bool:
-    """Tell whether a function can be called with one argument, as far as it says."""
-    try:
-        inspect.signature(function).bind(None)
-    except ValueError:  # it does not say
-        return True
-    except TypeError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -142,10 +139,12 @@ class Evaluation:
                 raise ConfigError(f"{field}: expected an integer of at least 1, got {value!r}")
         if not isinstance(self.name, str) or self.name.splitlines() != [self.name]:
             raise ConfigError(f"name: expected a text of one line, got {self.name!r}")
-        if self.batches is None and not _takes_one(self.measure):
+        wanted = "state" if self.batches is None else "state, batch"
+        if not takes(self.measure, 1 + (self.batches is not None)):
             raise ConfigError(
-                "batches: expected a function that makes them, for a measure that takes more than "
-                f"the state, {tree.spell(self.measure)}; give lambda: sf.batches(…, epochs=1)"
+                f"measure: expected a function ({wanted}) -> metrics, got "
+                f"{spell_call(self.measure)}; give sf.make_eval_step(loss_fn), and batches, "
+                "as lambda: sf.batches(…, epochs=1)"
             )
 
     def __call__(self, state: Any) -> dict[str, float]:

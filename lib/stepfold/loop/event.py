@@ -83,6 +83,24 @@ def expect(metric: str, event: Event) -> None:
             )
 
 
+def check_measured(looked_for: Sequence[str], name: str, found: Mapping[str, float]) -> None:
+    """See that what is looked for among the metrics of an evaluation is among them.
+
+    Raises:
+      ConfigError: if it is not.
+
+    >>> check_measured(["eval/accuracy"], "eval", {"eval/loss": 2.0})
+    Traceback (most recent call last):
+    ...
+    stepfold.errors.ConfigError: eval/accuracy: expected a metric that is measured, got eval/loss
+    """
+    for metric in looked_for:
+        if metric.rpartition("/")[0] == name and metric not in found:
+            raise ConfigError(
+                f"{metric}: expected a metric that is measured, got {', '.join(sorted(found))}"
+            )
+
+
 def show(event: Event, hooks: Sequence[Hook]) -> tuple[Event, list[str]]:
     """Show an event to hooks one by one; numbers that one gives are shown to those after it.
 

@@ -16,12 +16,14 @@ class Feed:
       total: how many steps there are in all, or None if nobody can say.
       waited: the seconds that were spent waiting for batches.
       epoch_steps: the steps of an epoch, or None if nobody can say.
+      endless: whether batches are known to have no end.
     """
 
     def __init__(self, batches: Any, epochs: int | None = None) -> None:
         see_iterable(batches)
         self._batches, self._left, self._iterator = batches, epochs, iter(batches)
         self._once = self._iterator is batches
+        self.endless = bool(getattr(batches, "endless", False))
         self.epoch_steps = _steps_per_epoch(batches, self._once)
         if epochs is not None and self._once and self.epoch_steps is None:
             raise ConfigError(
@@ -99,7 +101,8 @@ def see_iterable(batches: Any) -> None:
     Raises:
       ConfigError: if they are anything else.
     """
-    if not isinstance(batches, Iterable) or isinstance(batches, str | bytes | dict):
+    is_one = isinstance(batches, str | bytes | dict) or tree.is_array(batches)
+    if is_one or not isinstance(batches, Iterable):
         raise ConfigError(
             f"batches: expected an iterable of batches, got {tree.spell(batches)}; "
             "sf.batches(data, 256, seed=0) makes one"

@@ -12,9 +12,9 @@ from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import read_directory, steps_in
 from stepfold.checkpoint.verify import latest_step
+from stepfold.core.donated import check_there
 from stepfold.errors import ConfigError
 from stepfold.loop.asked import read_arguments
-from stepfold.loop.condition import check_there
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.event import Hook
 from stepfold.loop.facts import facts_of
@@ -70,7 +70,8 @@ def fit(
       batches: any iterable of batches. It can be resumed if it has `get_state` and `set_state`, as
         `sf.batches` has.
       steps: how many steps there are to be, with those before a resume.
-      epochs: how many epochs, instead; without either, all of the batches.
+      epochs: how many epochs, instead; without either, all of the batches, which have to end,
+        unless a hook or `time_limit` may stop the run.
       run_dir: where what belongs to the run goes: `metrics.jsonl`, `metrics.csv`, the checkpoints,
         unless they say where, and the `Capsule` of a step that went wrong. A run that goes on
         appends. `run.json` says what it was begun with and how it ended, and `report.html` shows

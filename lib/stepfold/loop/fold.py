@@ -12,7 +12,7 @@ from stepfold.errors import DataError, StepfoldError
 from stepfold.loop.asked import Asked
 from stepfold.loop.condition import has_nan, is_whole, steps_of
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.event import Event, expect
+from stepfold.loop.event import Event, check_measured, expect
 from stepfold.loop.ledger import Interval, Ledger
 from stepfold.loop.replaying.rereading import Mark
 from stepfold.loop.schedule import Schedule
@@ -29,7 +29,7 @@ class Fold:
     def __init__(self, asked: Asked, state: Any, series: Series | None) -> None:
         self.step, self.state, self.feed, self.series = asked.step, state, asked.feed, series
         self.evaluations = asked.evaluations
-        self.steps_per_call = asked.steps_per_call
+        self.steps_per_call, self.looked_for = asked.steps_per_call, asked.looked_for
         # To read what a step said waits for that step. By then so many others are under way that
         # the device has work for as long as the hooks have theirs.
         self._ahead = min(_AHEAD, max(1, asked.log_every // 2))
@@ -192,6 +192,7 @@ class Fold:
             found = self.signals.wait_for(functools.partial(_measure, evaluation, self.state), 0)
             if found is None:
                 return
+            check_measured(self.looked_for, evaluation.name, *found)
             with self.telling.wholly():
                 self._tell(Interval(self.done, found[0], {}, {}, perf_counter()))
                 self._evaluated[evaluation.name] = self.done

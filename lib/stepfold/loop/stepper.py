@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
+from stepfold.core.signatures import spell_call, takes
 from stepfold.errors import ConfigError, OutOfMemoryError, RetraceError
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.inspect.memory import exhausted, is_exhausted
@@ -28,6 +29,11 @@ class Stepper:
     ) -> None:
         if not callable(step):
             raise ConfigError(f"step: expected a step (state, batch) -> …, got {tree.spell(step)}")
+        if not takes(step, 2):
+            raise ConfigError(
+                f"step: expected a step (state, batch) -> (state, metrics), got {spell_call(step)};"
+                " of a loss function sf.make_train_step makes one"
+            )
         self._step = step
         self._ready = isinstance(step, CompiledStep) or hasattr(step, "lower")
         self._rower = Rower(step)

@@ -46,7 +46,7 @@ def fsdp(axis: str | tuple[str, ...] = "fsdp", *, min_size: int = 4096) -> Fsdp:
     """Make the automatic rule: fully sharded data parallel.
 
     Every leaf is cut along its longest dimension that the axis divides. A leaf that is smaller, or
-    that has no such dimension, is replicated, and so is everything where the mesh has no such axis.
+    that has no such dimension, is replicated, and so is everything where there is no axis `fsdp`.
 
     Args:
       axis: the mesh axis, or several to be used as one.
@@ -87,6 +87,11 @@ def _is_pair(rule: Any) -> bool:
 
 def _as_function(rule: Any, mesh: Mesh, paths: Sequence[str]) -> RuleFn:
     if isinstance(rule, Fsdp):
+        none = not set(axes_of(rule.axis)) & set(mesh.shape)
+        if none and rule.axis != "fsdp":  # which is nobody's wish, but what is there by itself
+            raise ShardingError(
+                f"fsdp: expected axes of the mesh {tuple(mesh.shape)}, got {rule.axis!r}"
+            )
         return rule.on(mesh)
     if not _is_pair(rule):
         if callable(rule):

@@ -64,6 +64,11 @@ def test_a_name_near_to_nothing():
         TrainingArguments(zzzzz=1)
 
 
+def test_torchs_name_of_the_rate_is_answered_with_ours():
+    with pytest.raises(sf.ConfigError, match="^lr: .* no such field; write learning_rate=…$"):
+        TrainingArguments(lr=1e-3)
+
+
 def test_fields_are_given_by_name():
     with pytest.raises(sf.ConfigError, match="expected fields by name"):
         TrainingArguments("runs/a")

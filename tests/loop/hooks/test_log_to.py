@@ -161,7 +161,7 @@ def test_of_several_processes_the_first_writes_or_all(monkeypatch, everywhere, r
 
 @pytest.mark.parametrize("wrong", [print, "metrics.csv", Memory])
 def test_what_is_no_writer_is_refused(wrong):
-    said = r"log_to: expected a writer, with write_scalars\(step, metrics\), got "
+    said = r"log_to: expected a writer, with write_scalars\(step, .* sf.jsonl_writer\(path\) is one"
     with pytest.raises(sf.ConfigError, match=said):
         sf.log_to(wrong)
 

@@ -18,6 +18,7 @@ _ELSEWHERE = {
     "metrics": "the loss function returns them: (loss, {'accuracy': sf.mean(hit)})",
     "evaluate_with_generate": "give sf.Evaluation any function of the state, such as one that "
     "generates text",
+    "lr": "write learning_rate=…",
     "model": "it is an argument of the Trainer",
     "fp16": "write mixed_precision='fp16'",
     "bf16": "write mixed_precision='bf16'",

@@ -45,7 +45,7 @@ class log_to:  # noqa: N801  it is called as the functions beside it are
         if not callable(getattr(writer, "write_scalars", None)) or isinstance(writer, type):
             raise ConfigError(
                 "log_to: expected a writer, with write_scalars(step, metrics), got "
-                f"{tree.spell(writer)}"
+                f"{tree.spell(writer)}; sf.jsonl_writer(path) is one"
             )
         if every is not None and (type(every) is not int or every < 1):
             raise ConfigError(f"log_to: every: expected an integer of at least 1, got {every!r}")

@@ -107,6 +107,7 @@ class stop_early:  # noqa: N801  it is called as the functions beside it are
     """Stop when a metric has not become better for so many evaluations.
 
     Attributes:
+      metric: the name of the metric that is looked at.
       best: the best value so far.
       best_step: the step that it is of.
       best_state: a copy of the state of that step, if it was to be kept.
@@ -156,15 +157,15 @@ class stop_early:  # noqa: N801  it is called as the functions beside it are
                 "state at hand is of a later step by then; leave it out"
             )
         keep_state = not is_train if keep_state is None else keep_state
-        self._metric, self._sign = metric, 1 if found[1] == "min" else -1
+        self.metric, self._sign = metric, 1 if found[1] == "min" else -1
         self._patience, self._delta, self._keep = patience, min_delta, keep_state
         self.best, self.best_step, self.best_state, self._worse = math.nan, -1, None, 0
 
     def __call__(self, event: Event) -> str | None:
         """Look at a value of the metric, if there is one."""
-        value = event.metrics.get(self._metric)
+        value = event.metrics.get(self.metric)
         if value is None:
-            expect(self._metric, event)
+            expect(self.metric, event)
             return None
         better = math.isnan(self.best) or self._sign * (self.best - value) > self._delta
         if better and not math.isnan(value):
@@ -176,7 +177,7 @@ class stop_early:  # noqa: N801  it is called as the functions beside it are
         if self._worse < self._patience:
             return None
         return (
-            f"{self._metric} has not become better than {self.best:g} for {self._worse} "
+            f"{self.metric} has not become better than {self.best:g} for {self._worse} "
             f"evaluations, since step {self.best_step}"
         )
 

@@ -1,0 +1,173 @@
+"""The likeliest mistakes of those who come from elsewhere, and what they are told."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import stepfold as sf
+from stepfold.adapter import TrainingArguments
+
+DATA = {"x": np.ones((16, 4), np.float32), "y": np.zeros(16, np.int32)}
+BATCH = {"x": DATA["x"][:8], "y": DATA["y"][:8]}
+PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
+TX = optax.adam(1e-3)
+KEY = jax.random.key(0)
+
+
+def predict(params, x):
+    return x @ params["w"] + params["b"]
+
+
+def loss_fn(params, batch, key):
+    logits = predict(params, batch["x"])
+    return sf.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
+
+
+def state():
+    return sf.init_state(PARAMS, TX, KEY)
+
+
+def batches(**options):
+    return sf.batches(DATA, 8, **{"seed": 0, **options})
+
+
+def fit(loss_fn=loss_fn, state_=None, batches_=None, **options):
+    step = sf.make_train_step(loss_fn, TX)
+    options = {"steps": 2, **options}
+    return sf.fit(step, state_ or state(), batches_ or batches(), **options)
+
+
+def trace(loss_fn, batch=BATCH):
+    jax.eval_shape(sf.make_train_step(loss_fn, TX), state(), batch)
+
+
+def evaluation(measure=None, data=lambda: batches(epochs=1)):
+    return sf.Evaluation(measure or sf.make_eval_step(loss_fn), data, every=1)
+
+
+def donated():
+    given = state()
+    jax.jit(lambda state: state, donate_argnums=0)(given)
+    return given
+
+
+MISTAKES = {
+    "a loss of two arguments": (
+        lambda: sf.make_train_step(lambda params, batch: 0.0, TX),
+        sf.LossError,
+        r"expected loss_fn\(params, batch, key\), got <lambda>\(params, batch\)",
+    ),
+    "a loss for each example": (
+        lambda: trace(lambda p, b, key: (predict(p, b["x"]) ** 2).mean(-1)),
+        sf.LossError,
+        r"loss: expected a scalar, got float32\[8\]; return sf.mean\(values, mask\)",
+    ),
+    "a loss that is a Python number": (
+        lambda: trace(lambda p, b, key: predict(p, b["x"]).mean().item()),
+        jax.errors.ConcretizationTypeError,
+        r"loss_fn: it is traced, .* return arrays without float\(\) or .item\(\)",
+    ),
+    "two means that are added": (
+        lambda: trace(lambda p, b, key: sf.mean(predict(p, b["x"])) + 0.1 * sf.mean(p["w"] ** 2)),
+        TypeError,
+        r'loss_fn: sf.mean gives a total and a weight, .* return several as {"a": sf.mean',
+    ),
+    "metrics that are numbers": (
+        lambda: trace(lambda p, b, key: (predict(p, b["x"]).mean(), {"top": b["x"].mean()})),
+        sf.LossError,
+        r"metrics/top: expected a clu.metrics.Metric, got float32\[\]; wrap values as sf.mean",
+    ),
+    "metrics before the loss": (
+        lambda: trace(lambda p, b, key: ({"top": sf.mean(b["x"])}, predict(p, b["x"]).mean())),
+        sf.LossError,
+        r"metrics: expected a dict .*, got float32\[\]; return \(loss, metrics\) in this order",
+    ),
+    "a mask that nobody made": (
+        lambda: trace(lambda p, b, key: sf.mean(predict(p, b["x"]).mean(-1), b["mask"])),
+        KeyError,
+        r'given batch/x float32\[8,4\], batch/y int32\[8\]; .*remainder="pad"\) .*add a mask',
+    ),
+    "a data loader's pairs": (
+        lambda: trace(loss_fn, (BATCH["x"], BATCH["y"])),
+        TypeError,
+        r"loss_fn was given batch/0 float32\[8,4\], batch/1 int32\[8\]",
+    ),
+    "a schedule for an optimizer": (
+        lambda: sf.make_train_step(loss_fn, optax.cosine_decay_schedule(1e-3, 100)),
+        sf.ConfigError,
+        r"tx: expected an optax transformation, .* is it the rate, as in optax.adam\(schedule\)",
+    ),
+    "an optimizer's state for an optimizer": (
+        lambda: sf.make_train_step(loss_fn, TX.init(PARAMS)),
+        sf.ConfigError,
+        r"tx: .* got tuple .*; give the optimizer itself, such as .* init_state makes its state",
+    ),
+    "a flax module for parameters": (
+        lambda: sf.init_state(nn.Dense(3), TX, KEY),
+        sf.ConfigError,
+        r"init: Dense makes its parameters of an example; give model.init\(key, example\)",
+    ),
+    "flax's state": (
+        lambda: sf.make_train_step(loss_fn, TX)(
+            TrainState.create(apply_fn=None, params=PARAMS, tx=TX), BATCH
+        ),
+        sf.ConfigError,
+        r"expected a TrainState, got flax.training.train_state.TrainState; sf.init_state makes",
+    ),
+    "a loss for a step": (
+        lambda: sf.fit(loss_fn, state(), batches(), steps=2),
+        sf.ConfigError,
+        r"step: expected .* got loss_fn\(params, batch, key\); of a loss .* sf.make_train_step",
+    ),
+    "a state that was given away": (
+        lambda: sf.evaluate(sf.make_eval_step(loss_fn), donated(), batches(epochs=1)),
+        sf.ConfigError,
+        r"step, …: the arrays were donated to an earlier call .* the state that it returned",
+    ),
+    "no end in sight": (
+        lambda: fit(steps=None),
+        sf.ConfigError,
+        r"steps, epochs: expected one of them .*; give steps=…, or epochs=… of 2 steps each",
+    ),
+    "an evaluation without end": (
+        lambda: evaluation(data=batches)(state()),
+        sf.ConfigError,
+        r"evaluate: expected batches that end, .* give sf.batches\(…, epochs=1\)",
+    ),
+    "batches that an evaluation uses up": (
+        lambda: evaluation(data=batches(epochs=1)),
+        sf.ConfigError,
+        r"batches: expected a function that makes the batches anew .* give lambda: sf.batches",
+    ),
+    "another library's name of a metric": (
+        lambda: fit(hooks=[sf.stop_early("val_loss", patience=2)], evaluation=evaluation()),
+        sf.ConfigError,
+        r"val_loss: expected a metric that is measured; they are called train/…, eval/…",
+    ),
+    "a shorter last batch": (
+        lambda: fit(batches_=[BATCH, jax.tree.map(lambda leaf: leaf[:4], BATCH)]),
+        sf.RetraceError,
+        r'(?s)batch/x: expected float32\[8,4\], got float32\[4,4\].*remainder="drop" or "pad"',
+    ),
+    "an argument misspelt": (
+        lambda: TrainingArguments(learnig_rate=1e-3),
+        sf.ConfigError,
+        r"learnig_rate: TrainingArguments has no such field; did you mean 'learning_rate'\?",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_with_advice(mistake):
+    make, kind, said = MISTAKES[mistake]
+    with pytest.raises(kind, match=said):
+        make()
+
+
+def test_what_they_meant_works():
+    result = fit(evaluation=evaluation(), hooks=[sf.stop_early("eval/loss", patience=2)])
+    assert result.steps == 2
