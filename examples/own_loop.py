@@ -58,9 +58,8 @@ def model(params, text):
     return x @ params["embed"].T
 
 
-def loss_fn(params, batch, key):
+def loss_fn(params, batch, _key):
     """Take the mean over all bytes."""
-    del key
     logits = model(params, batch[:, :-1])
     return sf.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]))
 

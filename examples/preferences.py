@@ -38,27 +38,23 @@ def model(params, text):
 
 
 def said(params, text):
-    """Give the log probability of each byte but the first few, with which a text begins."""
+    """Give the log probability of each text, after the few bytes with which it begins."""
     targets = text[:, CONTEXT:, None].astype(int)
-    return jnp.take_along_axis(model(params, text[:, :-1]), targets, -1)[..., 0]
+    return jnp.take_along_axis(model(params, text[:, :-1]), targets, -1).sum((1, 2))
 
 
-def text_loss(params, batch, key):
+def text_loss(params, batch, _key):
     """Take the mean over all bytes."""
-    del key
-    return sf.mean(-said(params, batch))
+    return sf.mean(-said(params, batch) / (LENGTH - CONTEXT))
 
 
-def preference_loss(params, batch, key):
+def preference_loss(params, batch, _key):
     """Raise what is preferred above what is not, by more than the reference does."""
-    del key
-    gained = {
-        name: said(params, batch[name]).sum(-1) - batch[f"{name} before"]
-        for name in ("chosen", "rejected")
-    }
-    margin = BETA * (gained["chosen"] - gained["rejected"])
-    measured = {"accuracy": sf.mean(margin > 0), "margin": sf.mean(margin)}
-    return sf.mean(-jax.nn.log_sigmoid(margin)), measured
+    chosen = said(params, batch["chosen"]) - batch["chosen before"]
+    rejected = said(params, batch["rejected"]) - batch["rejected before"]
+    margin = BETA * (chosen - rejected)
+    metrics = {"accuracy": sf.mean(margin > 0), "margin": sf.mean(margin)}
+    return sf.mean(-jax.nn.log_sigmoid(margin)), metrics
 
 
 @jax.jit
@@ -76,49 +72,48 @@ def write(params, begun, key):
 def pairs_of(low, high, reference):
     """Pair texts that begin alike, in either way, and say how likely they are to the reference."""
     begun = np.where(np.arange(len(low))[:, None] % 2, low, high)[:, :CONTEXT]
-    chosen, rejected = (np.append(begun, text[:, CONTEXT:], -1) for text in (high, low))
-    pairs = {"begun": begun, "chosen": chosen, "rejected": rejected}
-    for name in ("chosen", "rejected"):
-        pairs[f"{name} before"] = np.array(said(reference, pairs[name]).sum(-1))
-    return pairs
+    rest = {"chosen": high[:, CONTEXT:], "rejected": low[:, CONTEXT:]}
+    pairs = {name: np.append(begun, text, -1) for name, text in rest.items()}
+    before = {f"{name} before": np.array(said(reference, text)) for name, text in pairs.items()}
+    return {"begun": begun, **pairs, **before}
+
+
+def look(state, reference, begun):
+    """Measure what a model writes: its capitals, and how far it is from its reference."""
+    text = write(state.params, begun, jax.random.key(1))
+    new, old = (model(params, text[:, :-1]) for params in (state.params, reference))
+    capital, small = ((text >= first) & (text < first + 26) for first in b"Aa")
+    divergence = (jnp.exp(new) * (new - old)).sum(-1).mean()
+    return {"capitals": capital.sum() / (capital | small).sum(), "divergence": divergence}
 
 
 def main():
     """Learn to write, then what to prefer."""
     text = "".join(topics.topics.values()).encode("ascii", "ignore")[: 5000 * LENGTH]
-    cut = lambda text: np.frombuffer(text, np.uint8).reshape(-1, LENGTH)
-    low, high = cut(text.lower()), cut(text.upper())
+    low, high = (
+        np.frombuffer(x, np.uint8).reshape(-1, LENGTH) for x in (text.lower(), text.upper())
+    )
 
     tx = optax.adam(3e-3)
     state = sf.init_state(init, tx, jax.random.key(0))
     step = jax.jit(sf.make_train_step(text_loss, tx), donate_argnums=0)
-    both = np.concatenate([low[:4000], high[:4000]])
-    for batch in sf.batches(both, 128, seed=0, epochs=3):
+    for batch in sf.batches(np.append(low[:4000], high[:4000], 0), 128, seed=0, epochs=3):
         state, metrics = step(state, batch)
+    reference = state.params
     print(f"the reference: loss {float(metrics['loss'].compute()):.2f}")
 
-    reference = state.params
     train = pairs_of(low[:4000], high[:4000], reference)
     test = pairs_of(low[4000:], high[4000:], reference)
-
-    def measured(state):
-        """Measure what a model prefers, what it writes, and how far that is from the reference."""
-        found = sf.evaluate(check, state, sf.batches(test, 250, epochs=1))
-        text = write(state.params, test["begun"], jax.random.key(1))
-        new, old = (model(params, text[:, :-1]) for params in (state.params, reference))
-        capital, small = ((text >= first) & (text < first + 26) for first in b"Aa")
-        found["capitals"] = capital.sum() / (capital | small).sum()
-        return found | {"divergence": (jnp.exp(new) * (new - old)).sum(-1).mean()}
-
     tx = optax.adam(3e-4)
-    check = jax.jit(sf.make_eval_step(preference_loss))
+    state = sf.init_state(reference, tx, jax.random.key(1))  # a copy, to be donated
     step = jax.jit(sf.make_train_step(preference_loss, tx), donate_argnums=0)
-    state, batches = sf.init_state(reference, tx, jax.random.key(1)), sf.batches(train, 64, seed=0)
-    for number in range(STEPS + 1):
+    check = jax.jit(sf.make_eval_step(preference_loss))
+    for number, batch in zip(range(STEPS + 1), sf.batches(train, 64, seed=0), strict=False):
         if number % 15 == 0:
-            found = [f"{name} {float(value):.3f}" for name, value in measured(state).items()]
-            print(f"step {number:2}", *found, sep="  ")
-        state, _ = step(state, next(batches))
+            found = sf.evaluate(check, state, sf.batches(test, 250, epochs=1))
+            found |= look(state, reference, test["begun"])
+            print(f"step {number:2}", *[f"{name} {float(x):.3f}" for name, x in found.items()])
+        state, _ = step(state, batch)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,21 @@ import optax
 
 import stepfold as sf
 
-GAMES, MOMENTS, STEPS, DISCOUNT = 32, 200, 100, 0.98
+GAMES, MOMENTS, STEPS, DISCOUNT = 32, 200, 120, 0.98
 
 
 def init(key):
     """Draw the parameters of a network with one hidden layer, which gives zero at first."""
-    return {"hidden": jax.random.normal(key, (4, 64)), "output": jnp.zeros(64)}
+    return {
+        "hidden": jax.random.normal(key, (4, 64)),
+        "bias": jnp.zeros(64),
+        "output": jnp.zeros(64),
+    }
 
 
 def network(params, position):
     """Give the logit of a push to the right, or what a position is worth."""
-    return jnp.tanh(position @ params["hidden"]) @ params["output"]
+    return jnp.tanh(position @ params["hidden"] + params["bias"]) @ params["output"]
 
 
 def push(position, right):
@@ -51,17 +55,15 @@ def play(params, start, key):
     return seen, end, up
 
 
-def actor_loss(params, batch, key):
+def actor_loss(params, batch, _key):
     """Make likelier what turned out better than the critic thought."""
-    del key
     logits = network(params, batch["position"])
     nll = optax.sigmoid_binary_cross_entropy(logits, batch["right"])
     return sf.mean(nll * batch["advantage"], batch["mask"])
 
 
-def critic_loss(params, batch, key):
+def critic_loss(params, batch, _key):
     """Take the squared error of what is expected."""
-    del key
     return sf.mean((network(params, batch["position"]) - batch["return"]) ** 2, batch["mask"])
 
 
@@ -72,15 +74,19 @@ def make_step(actor_step, critic_step):
         actor, critic = state["actor"], state["critic"]
         seen, end, up = play(actor.params, start, jax.random.fold_in(actor.key, actor.step))
 
-        back = lambda later, up: (up * (1 + DISCOUNT * later),) * 2
+        def back(later, up):
+            worth = up * (1 + DISCOUNT * later)
+            return worth, worth
+
         last = up * network(critic.params, end)
         _, returns = jax.lax.scan(back, last, seen["mask"], reverse=True)
         advantage = returns - network(critic.params, seen["position"])
         advantage /= jnp.std(advantage, where=seen["mask"])
 
-        actor, _ = actor_step(actor, seen | {"advantage": advantage})
-        critic, metrics = critic_step(critic, seen | {"return": returns})
-        metrics = {"critic_loss": metrics["loss"], "moments": sf.mean(seen["mask"].sum(0))}
+        actor, metrics = actor_step(actor, seen | {"advantage": advantage})
+        critic, of_critic = critic_step(critic, seen | {"return": returns})
+        metrics |= {f"critic_{name}": metric for name, metric in of_critic.items()}
+        metrics["moments"] = sf.mean(seen["mask"].sum(0))
         return {"actor": actor, "critic": critic}, metrics
 
     return step
