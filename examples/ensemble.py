@@ -66,23 +66,25 @@ def main():
     rows = np.split(np.random.default_rng(0).permutation(len(digits.target)), [TRAIN])
     train, test = ({name: values[some] for name, values in data.items()} for some in rows)
 
-    keys, rates = jax.random.split(jax.random.key(0), MEMBERS), jnp.geomspace(5e-3, 2e-2, MEMBERS)
+    keys = jax.random.split(jax.random.key(0), MEMBERS)
+    rates = np.geomspace(5e-3, 2e-2, MEMBERS, dtype=np.float32)
     step = sf.make_train_step(loss_fn, optimizer(0.0))  # the rate is that of the state
     together = jax.jit(jax.vmap(step, in_axes=(0, None)), donate_argnums=0)
     alone = jax.jit(step, donate_argnums=0)
 
-    states, one = jax.vmap(born)(keys, rates), born(keys[3], rates[3])
+    states, one = jax.jit(jax.vmap(born))(keys, rates), jax.jit(born)(keys[3], rates[3])
     for batch in sf.batches(train, BATCH, seed=0, epochs=EPOCHS, remainder="pad"):
         states, metrics = together(states, batch)
         one, _ = alone(one, batch)
-    losses = metrics["loss"].compute()
+    losses = np.array(metrics["loss"].compute())
 
     found = sf.evaluate(measure, states, sf.batches(test, 256, epochs=1, remainder="pad"))
     for i in range(MEMBERS):
         told = f"rate {rates[i]:.4f}  loss {losses[i]:.4f}"
         print(f"member {i}  {told}  test accuracy {found[f'member {i}']:.4f}")
     print(f"ensemble  test accuracy {found['ensemble']:.4f}")
-    apart = jax.tree.map(lambda all_of, w: abs(all_of[3] - w).max(), states.params, one.params)
+    every, w = jax.device_get((states.params, one.params))
+    apart = jax.tree.map(lambda every, w: abs(every[3] - w).max(), every, w)
     print(f"member 3 trained alone differs by {max(jax.tree.leaves(apart)):.1e} at most")
 
 
