@@ -150,7 +150,7 @@ def test_an_ensemble_is_better_than_its_members_each_as_if_alone():
     printed = printed_by(ROOT / "examples" / "ensemble.py")
     *members, ensemble = numbers(r"test accuracy (\d\.\d+)", printed)
     assert len(set(members)) > 1
-    assert ensemble > sum(members) / len(members) > 0.9
+    assert ensemble > sum(members) / len(members) + 0.003 > 0.9
     (apart,) = numbers(r"differs by (\S+) at most", printed)
     assert apart < 1e-4
 
