@@ -36,7 +36,7 @@ def params_of(state: Any, default: Any) -> Any:
     is_state = lambda node: isinstance(node, TrainState)
     if not any(map(is_state, jax.tree.leaves(state, is_leaf=is_state))):
         return default
-    params = lambda node: node.params if is_state(node) else None
+    params = lambda node: node.params if isinstance(node, TrainState) else None
     return jax.tree.map(params, state, is_leaf=is_state)
 
 
