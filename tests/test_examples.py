@@ -1,11 +1,14 @@
 """Every example and every benchmark runs, as a program of its own."""
 
+import atexit
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from pydoc_data import topics
 
 import pytest
 
@@ -24,11 +27,25 @@ def run(path, *arguments, cwd):
     return done.stdout
 
 
+FOLDER = tempfile.TemporaryDirectory()
+atexit.register(FOLDER.cleanup)
+
+
+def folder_of(path):
+    """Name the folder that an example runs in."""
+    return Path(FOLDER.name, path.stem)
+
+
 @cache
 def printed_by(path):
     """Run an example once, for all that is asked of it."""
-    with tempfile.TemporaryDirectory() as folder:
-        return run(path, cwd=folder)
+    folder_of(path).mkdir()
+    return run(path, cwd=folder_of(path))
+
+
+def numbers(pattern, printed):
+    """Find numbers in what was printed."""
+    return [float(found) for found in re.findall(pattern, printed)]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -71,21 +88,80 @@ def test_packing_takes_fewer_rows_and_gives_the_same_loss():
     assert losses[-1] < losses[0] - 0.3
 
 
-def test_a_trainer_learns_and_goes_on_where_it_was(tmp_path):
+def test_a_trainer_learns_and_goes_on_where_it_was():
     path = ROOT / "examples" / "adapter.py"
-    short = ("--num_train_epochs", "2")
-    printed = run(path, *short, cwd=tmp_path)
-    accuracies = [float(found) for found in re.findall(r"test accuracy (0\.\d+)", printed)]
+    printed, folder = printed_by(path), folder_of(path)
+    accuracies = numbers(r"test accuracy (0\.\d+)", printed)
     assert accuracies[-1] > 0.8
-    assert "step 44 of 44 was done before" in run(path, *short, cwd=tmp_path)
-    assert (tmp_path / "runs/adapter/torch/model.safetensors").exists()
-    assert "| eval/accuracy | 2 |" in (tmp_path / "runs/adapter/README.md").read_text()
+    assert "step 92 of 92 was done before" in run(path, "--num_train_epochs", "4", cwd=folder)
+    assert (folder / "runs/adapter/torch/model.safetensors").exists()
+    assert "| eval/accuracy | 4 |" in (folder / "runs/adapter/README.md").read_text()
 
 
 def test_a_trainer_of_ones_own_learns():
     printed = printed_by(ROOT / "examples" / "subclass_adapter.py")
     assert printed.count("current learning rate") == 5
     assert float(re.search(r"test accuracy (0\.\d+)", printed)[1]) > 0.7
+
+
+def test_a_loop_of_ones_own_learns_to_write_and_goes_on_to_the_bit():
+    path = ROOT / "examples" / "own_loop.py"
+    printed, folder = printed_by(path), folder_of(path)
+    losses = numbers(r"test loss (\d\.\d+)", printed)
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 1.8
+    prompt, written = re.split("--- .*\n", printed)[1:]
+    words = set("".join(topics.topics.values()).split())
+    assert len(prompt + written) > 240
+    assert sum(word in words for word in written.split()) > len(written.split()) / 2
+
+    shutil.rmtree(folder / "runs/own_loop/300")  # as if it had been killed before it was saved
+    again = run(path, cwd=folder)
+    assert again.startswith("goes on after step 225\n")
+    assert again.split("\n")[1:] == printed.split("\n")[-again.count("\n") :]
+
+
+def test_lora_teaches_the_rest_and_leaves_the_base_alone():
+    printed = printed_by(ROOT / "examples" / "lora.py")
+    known, unknown, still, new = numbers(r"on \d-\d: accuracy (\d\.\d+)", printed)
+    assert min(known, still, new) > 0.95
+    assert unknown == 0
+    assert printed.endswith("the base is as it was, bit for bit\n")
+    plain = printed.replace(",", "")
+    trained = sum(numbers(r"\| lora/.* (\d+) +\|", plain))
+    kept, whole = re.search(r"optimizer state: (\d+) bytes; the base's: (\d+)", plain).groups()
+    assert int(kept) == 2 * 4 * trained + 4 < int(whole) / 8  # two moments of it, and a count
+
+
+def test_what_is_preferred_is_learnt_and_shows_in_what_is_written():
+    printed = printed_by(ROOT / "examples" / "preferences.py")
+    accuracies, margins, capitals, distances = (
+        numbers(rf"{name} (\d+\.\d+)", printed)
+        for name in ("accuracy", "margin", "capitals", "divergence")
+    )
+    assert margins[0] == distances[0] == 0
+    assert margins == sorted(margins)
+    assert accuracies[-1] > 0.95
+    assert (0.4 < capitals[0] < 0.6, capitals[-1] > 0.8) == (True, True)
+    assert 0 < distances[-1] < 0.3
+
+
+def test_an_ensemble_is_better_than_its_members_each_as_if_alone():
+    printed = printed_by(ROOT / "examples" / "ensemble.py")
+    *members, ensemble = numbers(r"test accuracy (\d\.\d+)", printed)
+    assert len(set(members)) > 1
+    assert ensemble > sum(members) / len(members) + 0.003 > 0.9
+    (apart,) = numbers(r"differs by (\S+) at most", printed)
+    assert apart < 1e-4
+
+
+def test_an_actor_and_its_critic_learn_together():
+    printed = printed_by(ROOT / "examples" / "two_states.py")
+    lasted = numbers(r"it lasts +(\d+\.\d+) moments", printed)
+    errors = numbers(r"critic loss +(\d+\.\d+)", printed)
+    assert lasted[0] < 100
+    assert min(lasted[-3:]) > 190
+    assert errors[-1] < max(errors) / 5
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)

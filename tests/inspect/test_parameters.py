@@ -56,6 +56,12 @@ def test_arrays_show_the_shardings_they_have():
     assert cells(sf.parameter_table(params))["layers/1/w"]["Sharding"] == "(None, 'fsdp')"
 
 
+@pytest.mark.parametrize("stats", [True, False])
+def test_on_one_device_there_is_nothing_to_say_of_shardings(stats):
+    found = cells(sf.parameter_table(jax.tree.map(jnp.asarray, PARAMS), stats=stats))
+    assert "Sharding" not in found["norm/0"]
+
+
 def test_statistics_are_added_when_asked_for():
     assert "Mean" not in sf.parameter_table(PARAMS)
     found = cells(sf.parameter_table({"a": jnp.array([1.0, 3.0]), "b": [np.ones(2)]}, stats=True))

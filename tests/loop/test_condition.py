@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import stepfold as sf
-from stepfold.loop.condition import has_nan, is_whole, steps_of
+from stepfold.loop.condition import has_nan, is_whole, params_of, steps_of
 
 
 def state(w=1.0):
@@ -39,3 +39,16 @@ def test_what_a_failed_step_left_is_not_whole():
 def test_only_what_is_no_number_is_not_worth_keeping(w, nan):
     assert has_nan(state(w)) is nan
     assert not has_nan({"w": jnp.nan})
+
+
+def test_of_several_states_none_may_have_a_nan():
+    assert not has_nan({"actor": state(), "critic": state()})
+    assert has_nan({"actor": state(), "critic": state(np.nan)})
+    assert has_nan((state(np.nan), state()))
+
+
+def test_parameters_are_found_in_whatever_holds_states():
+    pair = state(1.0), {"critic": state(2.0), "replay": jnp.ones(9)}
+    assert [leaf[0] for leaf in jax.tree.leaves(params_of(pair, ()))] == [1.0, 2.0]
+    assert params_of(pair[0], ()) is pair[0].params
+    assert params_of({"w": jnp.ones(2)}, "unknown") == "unknown"

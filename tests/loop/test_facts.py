@@ -71,6 +71,12 @@ def test_parameters_are_told_and_nothing_of_the_optimizer():
     assert found["leaves"] == [["a", [2, 3], "bfloat16", 6], ["b/c", [], "float32", 1]]
 
 
+def test_of_two_states_the_parameters_of_both_are_told():
+    state = sf.TrainState(0, {"w": jnp.ones(3)}, {"m": jnp.ones(50)}, (), jax.random.key(0))
+    leaves = facts({"actor": state, "critic": state})["parameters"]["leaves"]
+    assert leaves == [["actor/w", [3], "float32", 3], ["critic/w", [3], "float32", 3]]
+
+
 def test_the_mesh_and_the_devices_are_told():
     mesh = sf.make_mesh((1, 8), ("dp", "fsdp"))
     params = {"w": jnp.ones((16, 1024))}

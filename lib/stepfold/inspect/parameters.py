@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from stepfold import tree
 from stepfold.errors import ConfigError
@@ -10,7 +11,9 @@ from stepfold.sharding.plan import places_of
 
 
 def parameter_table(params: Any, plan: Any = None, *, stats: bool = False) -> str:
-    """Write parameters as a table: name, shape, dtype, size, sharding, and their total.
+    """Write parameters as a table: name, shape, dtype, size, and their total.
+
+    Where they are on a mesh, or are to be, it says how each is cut.
 
     Args:
       params: a tree of arrays, abstract ones too.
@@ -19,11 +22,11 @@ def parameter_table(params: Any, plan: Any = None, *, stats: bool = False) -> st
 
     >>> import jax.numpy as jnp, stepfold as sf
     >>> print(sf.parameter_table({"layers": [{"w": jnp.ones((2, 3))}]}))
-    +------------+--------+---------+------+----------...
-    | Name       | Shape  | Dtype   | Size | Sharding ...
-    +------------+--------+---------+------+----------...
-    | layers/0/w | (2, 3) | float32 | 6    | ...
-    +------------+--------+---------+------+----------...
+    +------------+--------+---------+------+
+    | Name       | Shape  | Dtype   | Size |
+    +------------+--------+---------+------+
+    | layers/0/w | (2, 3) | float32 | 6    |
+    +------------+--------+---------+------+
     Total: 6 -- 24 bytes
     """
     from clu.parameter_overview import get_parameter_overview  # it imports flax
@@ -43,5 +46,7 @@ def parameter_table(params: Any, plan: Any = None, *, stats: bool = False) -> st
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
             for (name, leaf), place in zip(flat.items(), places, strict=True)
         }
-    overview: str = get_parameter_overview(flat, include_stats="global" if stats else "sharding")
+    is_cut = any(isinstance(getattr(x, "sharding", None), NamedSharding) for x in flat.values())
+    columns = ("global" if is_cut else True) if stats else ("sharding" if is_cut else False)
+    overview: str = get_parameter_overview(flat, include_stats=columns)
     return overview

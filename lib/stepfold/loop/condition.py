@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from stepfold import tree
+from stepfold.core.state import TrainState
 
 
 def steps_of(state: Any) -> int:
@@ -15,6 +16,27 @@ def steps_of(state: Any) -> int:
     0
     """
     return int(getattr(state, "step", 0))
+
+
+def params_of(state: Any, default: Any) -> Any:
+    """Give what is trained in a state; in a tree of several states, what is in each.
+
+    Args:
+      state: anything that a step folds over.
+      default: what to give where nobody can tell.
+
+    >>> import jax.numpy as jnp
+    >>> state = TrainState(0, {"w": 1.0}, (), (), jax.random.key(0))
+    >>> params_of({"actor": state, "critic": state, "played": jnp.ones(2)}, ())
+    {'actor': {'w': 1.0}, 'critic': {'w': 1.0}, 'played': None}
+    """
+    if hasattr(state, "params"):
+        return state.params
+    is_state = lambda node: isinstance(node, TrainState)
+    if not any(map(is_state, jax.tree.leaves(state, is_leaf=is_state))):
+        return default
+    params = lambda node: node.params if isinstance(node, TrainState) else None
+    return jax.tree.map(params, state, is_leaf=is_state)
 
 
 def is_whole(state: Any) -> bool:
@@ -28,7 +50,7 @@ def is_whole(state: Any) -> bool:
 
 def has_nan(state: Any) -> bool:
     """Tell whether a parameter of a state is NaN; an infinite one may be meant, as in a mask."""
-    leaves = [leaf for leaf in jax.tree.leaves(getattr(state, "params", ())) if tree.is_float(leaf)]
+    leaves = [leaf for leaf in jax.tree.leaves(params_of(state, ())) if tree.is_float(leaf)]
     return bool(_any_nan(leaves))
 
 

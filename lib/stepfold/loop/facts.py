@@ -23,6 +23,7 @@ from stepfold.data.indexed import Batches
 from stepfold.data.prefetch import Prefetch
 from stepfold.data.streamed import Streamed
 from stepfold.loop.asked import Asked
+from stepfold.loop.condition import params_of
 from stepfold.loop.evaluate import mesh_of
 from stepfold.loop.event import Hook
 
@@ -64,7 +65,7 @@ def facts_of(
         },
         "mesh": None if mesh is None else dict(mesh.shape),
         "seed": {"batches": pipeline.get("seed"), "key": _words(getattr(state, "key", None))},
-        "parameters": _parameters(getattr(state, "params", state)),
+        "parameters": _parameters(params_of(state, state)),
     }
 
 

@@ -53,6 +53,15 @@ def test_the_pattern_chooses_and_the_name_is_ones_own():
     assert all(name.startswith("norms/layers/") for name in found)
 
 
+def test_of_two_states_the_parameters_of_both_are_measured():
+    one = event({"w": jnp.ones(3)}).state
+    found = sf.weight_statistics()(sf.Event(1, None, {}, {"actor": one, "critic": one}))
+    assert {name.removesuffix("/mean") for name in found if name.endswith("mean")} == {
+        "weights/actor/w",
+        "weights/critic/w",
+    }
+
+
 def test_sharded_parameters_give_the_same_numbers():
     given = params()
     mesh = sf.make_mesh()

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from stepfold import tree
 from stepfold.errors import ConfigError
+from stepfold.loop.condition import params_of
 from stepfold.loop.event import Event, Hook
 
 _WHAT = ("mean", "std", "min", "max")
@@ -76,7 +77,7 @@ def weight_statistics(
 
 
 def _chosen(state: Any, pattern: re.Pattern[str]) -> Mapping[str, Any]:
-    params = getattr(state, "params", state)
+    params = params_of(state, state)
     paths = {
         path: leaf for path, leaf in tree.named_leaves(params) if tree.is_float(leaf) and leaf.size
     }
