@@ -4,7 +4,6 @@ Each function is given the weights, the batches, how often to log, and a log: a 
 told the mean loss since it was told the last one, and says whether that is enough.
 """
 
-import os
 from functools import partial
 
 import jax
@@ -78,7 +77,6 @@ def flax_and_clu(weights, batches, every, log):
 
 def keras_on_jax(weights, batches, every, log):
     """Train with Keras's `fit`, an epoch from log to log."""
-    os.environ["KERAS_BACKEND"] = "jax"
     import keras
     from keras import layers, ops
 
