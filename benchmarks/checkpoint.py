@@ -235,7 +235,11 @@ def judge(rows):
         for row in rows
         if "MiB" in row
         for what, column, limit in (
-            ("what a save in the background stops a run for, over a sync one", "stopped/sync", 0.05),
+            (
+                "what a background save stops a run for, over a sync one",
+                "stopped/sync",
+                0.05,
+            ),
             ("a save, over orbax's with its defaults", "save/orbax", 1.0),
             ("a restore, over orbax's with its defaults", "restore/orbax", 1.0),
             ("a save with checksums, over one without", "checked/not", 1.1),
@@ -264,7 +268,7 @@ def main(argv=None):
         sizes = {8: 1} if options.quick else {100: 9, 1600: 3} if options.full else {100: 9}
         rows = [timing(size, rounds, Path(place)) for size, rounds in sizes.items()]
     if options.quick:
-        kinds = {"save": 64, "restore": 64, "fifty saves": 2}
+        kinds = {"save": 64, "restore": 100, "fifty saves": 2}
     else:
         kinds = dict.fromkeys(("save", "restore", "fifty saves", "orbax"), 200)
     rows += [{"memory": kind, "taken": in_child(kind, size)} for kind, size in kinds.items()]

@@ -94,7 +94,7 @@ def keras_on_jax(weights, batches, every, log):
             return (*shape[:-1], WIDTH)
 
     class Place(layers.Layer):
-        def build(self, shape):
+        def build(self, _):
             self.table = self.add_weight((LENGTH, WIDTH), name="table")
 
         def call(self, x):
@@ -108,9 +108,7 @@ def keras_on_jax(weights, batches, every, log):
     model = keras.Model(tokens, dense(256)(norm()(x)))
     order = ("norm_in", "qkv", "proj", "norm_mid", "up", "down")
     inner = [layer[name] for layer in weights["layers"] for name in order]
-    model.set_weights(
-        [weights["embed"], weights["place"], *inner, weights["norm"], weights["out"]]
-    )
+    model.set_weights([weights["embed"], weights["place"], *inner, weights["norm"], weights["out"]])
     b1, b2, eps, decay = ADAMW.values()
     model.compile(
         keras.optimizers.AdamW(RATE, decay, b1, b2, eps),
@@ -119,7 +117,7 @@ def keras_on_jax(weights, batches, every, log):
     )
 
     class Log(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
+        def on_epoch_end(self, _, logs=None):
             self.model.stop_training = log(float(logs["loss"]))
 
     batches = list(batches)
