@@ -29,14 +29,15 @@ def names():
     return sorted(
         path.stem
         for path in FOLDER.glob("*.py")
-        if path.name != "__main__.py" and "\ndef main(" in path.read_text()
+        if path.name != "__main__.py" and "def main(" in path.read_text()
     )
 
 
 def hand_over(name, path, arguments):
     """Run a benchmark in this process, and write its claims, as lines of the table, to a file."""
     benchmark, measure = import_module(name), import_module("measure")
-    claims = [measure.Claim(*claim) for claim in benchmark.judge(benchmark.main(arguments))]
+    rows = benchmark.main(arguments)
+    claims = [measure.Claim(*claim) for claim in benchmark.judge(rows)]
     lines = [
         (name, claim.what, f"{claim.measured:.3f}", str(claim.limit), claim.verdict)
         for claim in claims
