@@ -10,7 +10,7 @@ import argparse
 from functools import partial
 
 import numpy as np
-from measure import ratios, show, take_turns
+from measure import Claim, ratios, show, take_turns
 
 from stepfold.data.collate import collate
 from stepfold.data.packing import pack
@@ -139,21 +139,24 @@ def grain_packing(examples):
     return {"grain first-fit": make}
 
 
-def judge(collated, packed):
+def judge(rows):
     """Say what is claimed of the rows, each with what was measured and its limit."""
-    slowest = {row["collate"]: 1 / row["hand/ours"] for row in collated}
-    default = packed[-2] if packed[-1]["pack"].startswith("grain") else packed[-1]
+    slowest = {row["collate"]: 1 / row["hand/ours"] for row in rows if "collate" in row}
+    packed = {row["pack"]: row for row in rows if "pack" in row}
+    default = packed["window 2048"]
+    arrays, lists = slowest["numpy rows"], slowest["lists"]
     claims = [
-        (
-            "time to collate numpy rows, relative to the loop by hand",
-            slowest["numpy rows"],
-            1.11,
+        Claim("time to collate numpy rows, relative to the loop by hand", arrays, 1.11),
+        Claim("time to collate lists, relative to the loop by hand", lists, 1.11),
+        Claim(
+            "share of packed rows that is padding, window 2048",
+            default["empty"],
+            0.005,
+            clock=False,
         ),
-        ("time to collate lists, relative to the loop by hand", slowest["lists"], 1.11),
-        ("share of packed rows that is padding, window 2048", default["empty"], 0.005),
     ]
-    if packed[-1] is not default:
-        claims.append(("time to pack, relative to grain's", 1 / default["over grain"], 0.1))
+    if "grain first-fit" in packed:
+        claims.append(Claim("time to pack, relative to grain's", 1 / default["over grain"], 0.1))
     return claims
 
 
@@ -164,9 +167,9 @@ def main(argv=None):
     quick = parser.parse_args(argv).quick
     collated = collating(3, 2) if quick else collating(101, 10)
     packed = packing(4096, (2048,), 1) if quick else packing(20_000, (512, 1024, 2048), 7)
-    show(collated, [])
-    show(packed, judge(collated, packed))
-    return collated + packed
+    rows = collated + packed
+    show(rows, judge(rows))
+    return rows
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from decoder import init, loss_fn, make_batch
-from measure import most_resident, resident, show
+from measure import Claim, most_resident, resident, show
 
 import stepfold as sf
 
@@ -90,31 +90,28 @@ def cut(name):
 
 
 def measure(quick):
-    """Run each model in processes of its own; a row each."""
+    """Run each model in a process of its own; a row each."""
     rows = []
     for name in ["decoder", WIDE] if quick else [*DECODERS, WIDE]:
-        found = json.loads(_child(name, 1))
+        command = [sys.executable, __file__, f"--model={name}"]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        found, share = json.loads(done.stdout)
         mib = {f"{key} MiB": count / 2**20 for key, count in found.items()}
         ratio = found["taken"] / found["peak"]
-        share = json.loads(_child(name, 8))
         rows.append({"model": name, **mib, "taken/peak": ratio, "state/ideal": share})
     return rows
-
-
-def _child(name, devices):
-    command = [sys.executable, __file__, f"--model={name}", f"--devices={devices}"]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def judge(rows):
     """Say what is claimed of the rows, each with what was measured and its limit."""
     most = {key: max(row[key] for row in rows) for key in ("taken/peak", "state/ideal")}
     least = min(row["taken/peak"] for row in rows)
-    return [
-        ("memory taken, over the predicted peak, at most", most["taken/peak"], 1.15),
-        ("predicted peak, over the memory taken, at most", 1 / least, 1.15),
-        ("bytes of state on each of 8 devices, over an eighth", most["state/ideal"], 1.02),
-    ]
+    claims = {
+        "memory taken, over the predicted peak, at most": (most["taken/peak"], 1.15),
+        "predicted peak, over the memory taken, at most": (1 / least, 1.15),
+        "bytes of state on each of 8 devices, over an eighth": (most["state/ideal"], 1.02),
+    }
+    return [Claim(what, *numbers, clock=False) for what, numbers in claims.items()]
 
 
 def main(argv=None):
@@ -122,12 +119,10 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two small models, for seconds")
     parser.add_argument("--model", help="measure one model in this process, as JSON")
-    parser.add_argument("--devices", type=int, default=1, help="virtual devices of the CPU")
     options = parser.parse_args(argv)
     if options.model:
-        jax.config.update("jax_num_cpu_devices", options.devices)
-        run = in_process if options.devices == 1 else cut
-        print(json.dumps(run(options.model)))
+        jax.config.update("jax_num_cpu_devices", 8)
+        print(json.dumps([in_process(options.model), cut(options.model)]))
         return None
     rows = measure(options.quick)
     show(rows, judge(rows))

@@ -1,0 +1,62 @@
+"""A small byte-level GPT in plain jax, its weights and its batches, for `end_to_end`."""
+
+import math
+from pydoc_data import topics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+LAYERS, WIDTH, HEADS, LENGTH, BATCH = 2, 128, 4, 64, 16
+# Keras adds epsilon before it corrects the second moment, and the others after: with one as small
+# as this all compute the same.
+ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-12, "weight_decay": 0.1}
+RATE = 3e-3
+
+
+def draw():
+    """Draw the weights, once for all libraries, as numpy's arrays."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return (rng.normal(size=shape) / math.sqrt(shape[0])).astype(np.float32)
+
+    def layer():
+        norms = {name: np.ones(WIDTH, np.float32) for name in ("norm_in", "norm_mid")}
+        dense = {"qkv": normal(WIDTH, 3 * WIDTH), "proj": normal(WIDTH, WIDTH)}
+        dense |= {"up": normal(WIDTH, 4 * WIDTH), "down": normal(4 * WIDTH, WIDTH)}
+        return norms | dense
+
+    ends = {"embed": normal(256, WIDTH), "place": normal(LENGTH, WIDTH)}
+    ends |= {"norm": np.ones(WIDTH, np.float32), "out": normal(WIDTH, 256)}
+    return ends | {"layers": [layer() for _ in range(LAYERS)]}
+
+
+def batches(steps):
+    """Cut pieces out of Python's manual, the same ones each time."""
+    text = np.frombuffer("".join(topics.topics.values()).encode(), np.uint8)
+    rng = np.random.default_rng(1)
+    for _ in range(steps):
+        starts = rng.integers(len(text) - LENGTH, size=(BATCH, 1))
+        pieces = text[starts + np.arange(LENGTH + 1)].astype(np.int32)
+        yield {"x": pieces[:, :-1], "y": pieces[:, 1:]}
+
+
+def norm(x, scale):
+    """Take the mean away, and divide by the deviation."""
+    x = x - x.mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def nll(params, batch):
+    """Give the loss of each byte, in jax."""
+    x = params["embed"][batch["x"]] + params["place"]
+    for p in params["layers"]:
+        qkv = norm(x, p["norm_in"]) @ p["qkv"]
+        q, k, v = jnp.split(qkv.reshape(*x.shape[:2], 3 * HEADS, -1), 3, axis=2)
+        heads = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + heads.reshape(x.shape) @ p["proj"]
+        x = x + jax.nn.gelu(norm(x, p["norm_mid"]) @ p["up"]) @ p["down"]
+    logits = norm(x, params["norm"]) @ params["out"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])

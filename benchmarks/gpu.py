@@ -1,0 +1,239 @@
+"""A decoder of a billion parameters keeps an accelerator busy, in the memory that was predicted.
+
+A transformer in bfloat16, its layers scanned and computed again in the backward pass, takes batches
+in microbatches, with cuDNN's fused attention on a GPU of NVIDIA's that has it, its state cut over
+all devices; and then without each of these in turn, every case in a process of its own, since a
+device counts its most memory from the start of one. Without an accelerator the model is tiny, and
+nothing is claimed of speed; a CPU counts no memory, so that "taken" is "-" there.
+
+Arithmetic is counted by hand: for each token 6 operations a parameter that is multiplied (all but
+the embedding), and for attention 6 a layer, a position and a channel, which is half of 12, since a
+causal mask leaves half. What is computed twice to save memory is not counted. The MFU is this over
+what the devices could do in the time, taken from a product of bfloat16 matrices that is timed in
+the same process. Beside it, over the same, are the products in the compiled program, loops as often
+as they run: these have attention whole, and the layers twice, but not what cuDNN computes. XLA's
+own count, which has a loop's body once, is left to `cost_analysis`.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from measure import Claim, show
+
+import stepfold as sf
+
+
+class Size(NamedTuple):
+    """How large the model, its batch on each device, and the product that is timed are."""
+
+    layers: int
+    width: int
+    heads: int
+    length: int
+    vocab: int
+    rows: int
+    product: int
+    steps: int  # in each of the blocks that are timed
+
+
+LARGE = Size(18, 2048, 16, 2048, 32_768, rows=32, product=8192, steps=5)
+TINY = Size(2, 64, 2, 64, 256, rows=8, product=256, steps=1)
+CASES = {
+    "everything": {},
+    "no accumulation": {"accumulate": 1},
+    "no remat": {"remat": False},
+    "attention by XLA": {"fused": False},
+}
+
+
+def init(size, key):
+    """Draw the parameters, those of the layers stacked."""
+    wide = size.width
+    shapes = {"qkv": (wide, 3 * wide), "proj": (wide, wide)}
+    shapes |= {"up": (wide, 4 * wide), "down": (4 * wide, wide)}
+    shapes = {name: (size.layers, *shape) for name, shape in shapes.items()}
+    shapes |= {"embed": (size.vocab, wide), "out": (wide, size.vocab)}
+    draws = zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True)
+    return {name: jax.random.normal(k, shape) * wide**-0.5 for (name, shape), k in draws}
+
+
+def loss_fn(size, remat, attention, params, batch, key):
+    """Give the loss of each next token."""
+    del key
+
+    def layer(x, p):
+        heads = (*x.shape[:2], 3, size.heads, size.width // size.heads)
+        q, k, v = jnp.moveaxis((normed(x) @ p["qkv"]).reshape(heads), 2, 0)
+        seen = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
+        x = x + seen.reshape(x.shape) @ p["proj"]
+        return x + jax.nn.gelu(normed(x) @ p["up"]) @ p["down"], None
+
+    layers = {name: params[name] for name in ("qkv", "proj", "up", "down")}
+    x = params["embed"][batch["tokens"]]
+    x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False) if remat else layer, x, layers)
+    logits = (normed(x) @ params["out"]).astype(jnp.float32)
+    return sf.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]))
+
+
+def normed(x):
+    """Divide by the root of the mean square, which is taken in float32."""
+    square = jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype)
+
+
+def flops(size, tokens):
+    """Count the operations of a step by hand, as said above."""
+    products = 12 * size.width**2 * size.layers + size.width * size.vocab
+    return tokens * (6 * products + 6 * size.layers * size.length * size.width)
+
+
+def fused_on(device):
+    """Name cuDNN's attention where it can be had: on GPUs of NVIDIA's, from Ampere on."""
+    nvidia = device.platform == "gpu" and "cuda" in device.client.platform_version
+    return "cudnn" if nvidia and float(device.compute_capability) >= 8 else None
+
+
+def peak_of(device, width, times=8, rounds=7):
+    """Time products of bfloat16 matrices on one device, and give the operations a second."""
+    rng = np.random.default_rng(0)
+    matrix = rng.normal(size=(width, width)).astype(np.float32) / math.sqrt(width)
+    matrix = jax.device_put(jnp.asarray(matrix, jnp.bfloat16), device)
+
+    @jax.jit
+    def chain(x, matrix):
+        return jax.lax.fori_loop(0, times, lambda _, x: x @ matrix, x)
+
+    chain(matrix, matrix).block_until_ready()
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        chain(matrix, matrix).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return 2 * width**3 * times / min(seconds)
+
+
+def timed(step, state, batch, steps, blocks=5):
+    """Give the seconds of a step, the median of some blocks, after two that are not timed."""
+    for _ in range(2):
+        state, metrics = step(state, batch)
+    jax.block_until_ready((state, metrics))
+    seconds = []
+    for _ in range(blocks):
+        start = time.perf_counter()
+        for _ in range(steps):
+            state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+        seconds.append((time.perf_counter() - start) / steps)
+    return statistics.median(seconds)
+
+
+def measure(name, quick=False):
+    """Compile and run one case in this process; a row."""
+    device, count = jax.devices()[0], jax.device_count()
+    size = TINY if quick or device.platform == "cpu" else LARGE
+    options = {"accumulate": 4, "remat": True, "fused": True} | CASES[name]
+    attention = fused_on(device) if options["fused"] else None
+    peak = count * peak_of(device, size.product)
+
+    tx, mesh = optax.adamw(1e-4), sf.make_mesh((1, -1), ("dp", "fsdp"))
+    start, key = partial(init, size), jax.random.key(0)
+    shape = jax.eval_shape(lambda key: sf.init_state(start, tx, key), key)
+    plan = sf.make_sharding(shape, mesh)
+    grad = sf.reduce_once(plan) if count > 1 else sf.value_and_grad
+    loss = partial(loss_fn, size, options["remat"], attention)
+    kept = {"accumulate": options["accumulate"], "precision": "bf16", "grad": grad}
+    step = sf.make_train_step(loss, tx, **kept)
+    draw = np.random.default_rng(0).integers
+    tokens = draw(0, size.vocab, (size.rows * count, size.length + 1)).astype(np.int32)
+    batch = sf.shard_batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
+
+    row = {
+        "devices": f"{count} {device.device_kind}",
+        "case": name,
+        "attention": attention or "xla",
+        "M parameters": sum(leaf.size for leaf in jax.tree.leaves(shape.params)) / 1e6,
+        "peak TFLOPS": peak / 1e12,
+    }
+    took = dict.fromkeys(("ms a step", "tokens/s", "MFU"), "-")
+    memory = dict.fromkeys(("predicted MiB", "temp MiB", "taken MiB"), "-")
+    row |= took | {"compile s": "-", "dots/by hand": "-"} | memory
+    began = time.perf_counter()
+    try:
+        step = sf.compile_step(step, shape, batch, sharding=plan)
+        row["compile s"] = time.perf_counter() - began
+        report = sf.describe(step, None, None)
+        row["predicted MiB"] = report.memory.peak / 2**20
+        row["temp MiB"] = report.memory.temporaries / 2**20
+        seconds = timed(step, sf.init_state(start, tx, key, sharding=plan), batch, size.steps)
+    except sf.OutOfMemoryError:
+        return row | {"ms a step": "too large"}
+    seen, by_hand = batch["tokens"].size, flops(size, batch["tokens"].size)
+    row |= {"ms a step": 1e3 * seconds, "tokens/s": seen / seconds}
+    row |= {"MFU": by_hand / seconds / peak, "dots/by hand": report.flops.dots * count / by_hand}
+    most = (device.memory_stats() or {}).get("peak_bytes_in_use")  # None on a CPU
+    return row | ({"taken MiB": most / 2**20} if most and not quick else {})
+
+
+def in_child(name):
+    """Run one case in a process of its own."""
+    command = [sys.executable, __file__, f"--case={name}"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def judge(rows):
+    """Say what is claimed of the rows, each with what was measured and its limit."""
+    found = {row["case"]: row for row in rows}
+    whole = found["everything"]
+    claims = [
+        Claim(f"temporaries, over those with {name}", whole["temp MiB"] / other, 1.0, clock=False)
+        for name in ("no accumulation", "no remat")
+        if name in found
+        for other in [found[name]["temp MiB"]]
+        if "-" not in (other, whole["temp MiB"])
+    ]
+    for row in rows:
+        if row["taken MiB"] != "-":
+            ratio = row["taken MiB"] / row["predicted MiB"]
+            off = max(ratio, 1 / ratio)
+            what = f"memory taken and predicted, the larger over the other, {row['case']}"
+            claims.append(Claim(what, off, 1.15, clock=False))
+    if "cpu" not in whole["devices"] and whole["MFU"] != "-":
+        claims.append(Claim("share of the measured peak that is missed", 1 - whole["MFU"], 0.55))
+    slow = found.get("attention by XLA", whole)["ms a step"]
+    if whole["attention"] == "cudnn" and isinstance(slow, float):
+        claims.append(Claim("time with fused attention, over XLA's", whole["ms a step"] / slow, 1))
+    return claims
+
+
+def main(argv=None):
+    """Measure, print the table and the claims, and return the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="three cases in this process")
+    parser.add_argument("--case", choices=list(CASES), help="run one case here, for JSON")
+    options = parser.parse_args(argv)
+    if options.case:
+        print(json.dumps(measure(options.case)))
+        return None
+    if options.quick:  # what is counted stays the same, and compiles in half the time
+        jax.config.update("jax_disable_most_optimizations", True)
+        rows = [measure(name, quick=True) for name in list(CASES)[:3]]
+    else:
+        rows = [in_child(name) for name in CASES]
+    show(rows, judge(rows))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
