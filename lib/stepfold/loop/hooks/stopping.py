@@ -183,7 +183,7 @@ class stop_early:  # noqa: N801  it is called as the functions beside it are
 
     def get_state(self) -> dict[str, Any]:
         """Give what a resumed run has to know."""
-        watched = {"metric": self._metric, "sign": self._sign}
+        watched = {"metric": self.metric, "sign": self._sign}
         return {**watched, "best": self.best, "best_step": self.best_step, "worse": self._worse}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ class stop_early:  # noqa: N801  it is called as the functions beside it are
 
         The best state itself is in a checkpoint, if anywhere.
         """
-        here = self._metric, self._sign
+        here = self.metric, self._sign
         if (state.get("metric", here[0]), state.get("sign", here[1])) == here:
             self.best, self.best_step = state["best"], state["best_step"]
             self._worse = state["worse"]
