@@ -74,8 +74,7 @@ def pairs_of(low, high, reference):
     begun = np.where(np.arange(len(low))[:, None] % 2, low, high)[:, :CONTEXT]
     rest = {"chosen": high[:, CONTEXT:], "rejected": low[:, CONTEXT:]}
     pairs = {name: np.append(begun, text, -1) for name, text in rest.items()}
-    before = {f"{name} before": np.array(said(reference, text)) for name, text in pairs.items()}
-    return {"begun": begun, **pairs, **before}
+    return pairs | {f"{name} before": np.array(said(reference, x)) for name, x in pairs.items()}
 
 
 def look(state, reference, begun):
@@ -89,10 +88,11 @@ def look(state, reference, begun):
 
 def main():
     """Learn to write, then what to prefer."""
-    text = "".join(topics.topics.values()).encode("ascii", "ignore")[: 5000 * LENGTH]
-    low, high = (
-        np.frombuffer(x, np.uint8).reshape(-1, LENGTH) for x in (text.lower(), text.upper())
-    )
+    text = "".join(topics.topics.values()).encode("ascii", "ignore")[: 5500 * LENGTH]
+    rows = lambda text: np.frombuffer(text, np.uint8).reshape(-1, LENGTH)
+    low, high = rows(text.lower()), rows(text.upper())
+    differ = (low != high)[:, CONTEXT:].any(1)  # some are nothing but dashes
+    low, high = low[differ], high[differ]
 
     tx = optax.adam(3e-3)
     state = sf.init_state(init, tx, jax.random.key(0))
@@ -110,8 +110,8 @@ def main():
     check = jax.jit(sf.make_eval_step(preference_loss))
     for number, batch in zip(range(STEPS + 1), sf.batches(train, 64, seed=0), strict=False):
         if number % 15 == 0:
-            found = sf.evaluate(check, state, sf.batches(test, 250, epochs=1))
-            found |= look(state, reference, test["begun"])
+            found = sf.evaluate(check, state, sf.batches(test, 100, epochs=1))
+            found |= look(state, reference, test["chosen"][:, :CONTEXT])
             print(f"step {number:2}", *[f"{name} {float(x):.3f}" for name, x in found.items()])
         state, _ = step(state, batch)
 
