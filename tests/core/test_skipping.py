@@ -4,7 +4,7 @@ import pytest
 from clu import metrics as clu_metrics
 
 import stepfold as sf
-from stepfold.core.loss import TermSum
+from stepfold.core.report import TermSum
 from stepfold.core.skipping import still_finite, without_weight
 
 
