@@ -60,6 +60,8 @@ def with_fit(weights, batches, every, log):
     step = sf.make_train_step(lambda params, batch, key: sf.mean(gpt.nll(params, batch)), tx)
 
     def enough(event):
+        if event.step % every:  # the steps that were under way when it was reached
+            return None
         return "the loss is reached" if log(event.metrics["train/loss"]) else None
 
     state = sf.init_state(weights, tx, jax.random.key(0))
