@@ -194,7 +194,7 @@ def test_what_is_no_state_is_refused(state):
 
 def test_what_holds_a_state_is_told_from_one_and_others_by_their_module():
     state, step = make()
-    held = sf.FitResult(state, 0, {}, "")
+    held = sf.FitResult(state, 0, {}, "", best=None, resumed=None)
     with pytest.raises(sf.ConfigError, match=r"got stepfold.*FitResult; give its .state"):
         step(held, BATCH)
     other = type("TrainState", (), {"__module__": "flax.training.train_state"})()
