@@ -71,7 +71,7 @@ def measure(counts, size, rounds, compiles):
 
     ours = {n: sf.make_train_step(loss_fn, tx, accumulate=n) for n in counts}
     ours = {n: partial(build, ("ours", n), step, tx, [batch]) for n, step in ours.items()}
-    building = take_turns(ours, compiles)
+    building = take_turns(ours, compiles, warm=compiles > 1)
     for n in counts:
         build(("scan", n), partial(scanned_step, n, tx), tx, [batch])
         multi, parts = optax.MultiSteps(tx, n).gradient_transformation(), _split(batch, n)

@@ -32,18 +32,19 @@ class Claim(NamedTuple):
         return "does not hold by this clock" if self.clock else "does not hold"
 
 
-def take_turns(runs, rounds):
+def take_turns(runs, rounds, *, warm=True):
     """Time functions against each other, each once a round, in an order that is drawn anew.
 
     Args:
       runs: functions without arguments, by name.
-      rounds: how often each runs, after once that is not timed.
+      rounds: how often each runs.
+      warm: whether each runs once before that, and is not timed.
 
     Returns:
       For each name a list of `(CPU seconds of the whole process, wall seconds)`, one a round.
     """
     times = {name: [] for name in runs}
-    for run in runs.values():
+    for run in runs.values() if warm else ():
         run()
     order = random.Random(0)
     for _ in range(rounds):
