@@ -17,7 +17,7 @@ DATA = {"x": np.arange(24, dtype=np.float32)}
 
 def facts(state=None, batches=(), *, evaluations=(), checkpoints=None, hooks=(), steps=None):
     step = Stepper(lambda state, batch: (state, {}))
-    asked = Asked(step, Feed([]), steps, list(evaluations), list(hooks), 10, 1)
+    asked = Asked(step, Feed([]), steps, list(evaluations), list(hooks), 10, 1, [])
     state = {"w": jnp.ones(3)} if state is None else state
     found = facts_of(state, batches, asked, checkpoints, None, None)
     assert json.loads(json.dumps(found)) == found
