@@ -12,7 +12,6 @@ times the steps. The ratios are medians of those in a round.
 import argparse
 import json
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -143,22 +142,27 @@ def measure(names, rounds, steps, every, target):
             each = (last - first) / (done - every)
             times[name].append((done, last, done * each, 1e3 * each))
             print(f"{name}: {done} steps in {last:.1f} s", flush=True)
-    return [row(name, found, times["by hand"]) for name, found in times.items()]
+    return [row(name, times) for name in names]
 
 
-def row(name, found, hand):
-    """Make a row of one way's rounds, against those of the loop by hand."""
+def row(name, times):
+    """Make a row of one way's rounds, against those of the loop by hand, and of `fit`."""
+    found, package = times[name], WAYS[name][0]
     steps, whole, warm, each = (statistics.median(column) for column in zip(*found, strict=True))
-    pairs = list(zip(found, hand, strict=True))
-    package = WAYS[name][0]
+
+    def over(these, those, column):
+        pairs = zip(times[these], times[those], strict=True)
+        return statistics.median(one[column] / other[column] for one, other in pairs)
+
     return {
         "loop": f"{name} ({package} {version(package)})",
         "steps": int(steps),
         "s": whole,
         "without compiling": warm,
         "ms a step": each,
-        "s/by hand": statistics.median(ours[1] / theirs[1] for ours, theirs in pairs),
-        "without/by hand": statistics.median(ours[2] / theirs[2] for ours, theirs in pairs),
+        "s/by hand": over(name, "by hand", 1),
+        "without/by hand": over(name, "by hand", 2),
+        "fit's s/its": over("fit", name, 1),
     }
 
 
@@ -171,7 +175,7 @@ def judge(rows):
         Claim("time to the loss in fit, over a loop by hand", fit["s/by hand"], 1.05),
         Claim("the same, without compiling", fit["without/by hand"], 1.02),
         *(
-            Claim(f"time to the loss in fit, over {other['loop']}", fit["s"] / other["s"], 1.0)
+            Claim(f"time to the loss in fit, over {other['loop']}", other["fit's s/its"], 1.0)
             for other in rows
             if other not in (hand, fit)
         ),
@@ -192,11 +196,12 @@ def main(argv=None):
         print(json.dumps(run(options.way, options.steps, options.every, options.target)))
         return None
     if options.quick:
-        rows = measure(installed(list(WAYS)[:3]), 1, 60, 5, 4.0)
+        names, rounds, steps, every, target = installed(list(WAYS)[:3]), 1, 60, 5, 4.0
     else:
-        names = installed(WAYS)
-        rows = measure(names, options.rounds, options.steps, options.every, options.target)
-    print(f"\nuntil the loss is {options.target}, on {platform.processor() or 'a CPU'}\n")
+        names, rounds, steps = installed(WAYS), options.rounds, options.steps
+        every, target = options.every, options.target
+    rows = measure(names, rounds, steps, every, target)
+    print(f"\nuntil the loss is {target}\n")
     show(rows, judge(rows))
     return rows
 
