@@ -120,7 +120,7 @@ def test_a_function_of_the_state_that_gives_no_number_is_refused():
         ({"name": ""}, "name: expected a text of one line, got ''"),
         ({"name": None}, "name: expected a text of one line, got None"),
         ({"name": "a\nb"}, r"name: expected a text of one line, got 'a\\nb'"),
-        ({}, r"measure: expected a function \(state\) -> metrics, got eval_step\(state, batch\); give"),
+        ({}, r"measure: expected a function \(state\) -> metrics, got eval_step\(state, batch\)"),
     ],
 )
 def test_what_describes_no_evaluation_is_refused(given, words):
