@@ -45,6 +45,21 @@ def blocks():
     return [(text[: match.start()].count("\n") + 1, match.group(1)) for match in found]
 
 
+def test_what_the_readme_points_at_is_there():
+    text = (ROOT / "README.md").read_text()
+    named = re.findall(r"`((?:tests|examples|benchmarks)/[\w/.]*)`", text)
+    linked = re.findall(r"\]\(([\w/.]+)\)", text)
+    assert len(named) > 5
+    assert len(linked) > 40
+    assert not [path for path in (*named, *linked) if not (ROOT / path).exists()]
+
+
+def test_every_example_answers_a_question():
+    text = (ROOT / "README.md").read_text()
+    for path in (ROOT / "examples").glob("*.py"):
+        assert f"](examples/{path.name})" in text
+
+
 def test_the_readme_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
