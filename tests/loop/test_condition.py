@@ -23,6 +23,13 @@ def test_a_state_tells_how_far_it_is():
     assert steps_of((1, 2)) == 0
 
 
+def test_states_that_are_stacked_are_refused_where_one_is_folded():
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state())
+    step = jax.vmap(sf.make_train_step(lambda p, x, key: sf.mean(x @ p["w"]), optax.adam(1.0)))
+    with pytest.raises(sf.ConfigError, match=r"step: .* got int32\[2\]; fold states"):
+        sf.fit(step, states, [jnp.ones((2, 4, 3))])
+
+
 def test_what_was_donated_is_not_whole():
     assert is_whole(state())
     assert is_whole({"w": np.ones(2)})

@@ -7,15 +7,25 @@ import jax.numpy as jnp
 
 from stepfold import tree
 from stepfold.core.state import TrainState
+from stepfold.errors import ConfigError
 
 
 def steps_of(state: Any) -> int:
     """Give how many steps a state has behind it; 0, where it does not say.
 
+    Raises:
+      ConfigError: if the state is several, stacked.
+
     >>> steps_of({"w": 1.0})
     0
     """
-    return int(getattr(state, "step", 0))
+    step = getattr(state, "step", 0)
+    if jnp.shape(step) != ():
+        raise ConfigError(
+            f"step: expected the state of one run, with a scalar for it, got {tree.spell(step)}; "
+            "fold states that are stacked in a loop of your own, as examples/ensemble.py does"
+        )
+    return int(step)
 
 
 def params_of(state: Any, default: Any) -> Any:
