@@ -247,8 +247,9 @@ def judge(rows):
     ]
     taken = {row["memory"]: row["taken"] for row in rows if "memory" in row}
     limits = {"save": 0.1, "restore": 0.5, "fifty saves": 0.05}
+    # How much of what is read at once lies in memory depends on which thread is the faster.
     return claims + [
-        Claim(f"memory beyond the state: {kind}", taken[kind], limit, clock=False)
+        Claim(f"memory beyond the state: {kind}", taken[kind], limit, clock=kind == "restore")
         for kind, limit in limits.items()
     ]
 
