@@ -64,7 +64,9 @@ def leaves(count=500):
 
     def loss(params, batch, key):
         del key
-        return sf.mean(sum((leaf * batch["x"]).sum() for leaf in params.values()) ** 2)
+        # The leaves are stacked because XLA copies a Python sum over them into the kernel of every
+        # gradient: for 500 leaves a million instructions, and minutes to compile.
+        return sf.mean((jnp.stack(list(params.values())) @ batch["x"]).sum() ** 2)
 
     return start, loss, {"x": np.ones(8, np.float32)}
 
@@ -194,7 +196,7 @@ def grown(steps, since):
     return seen[steps - 1] - seen[since]
 
 
-LIMITS = {"mlp": 1.05, "transformer": 1.01, "leaves": 1.01}
+LIMITS = {"mlp": 1.0, "transformer": 1.01, "leaves": 1.01}
 
 
 def judge(rows):
@@ -210,7 +212,7 @@ def judge(rows):
     growth = rows[-1]["grown MiB"]
     return [
         *claims,
-        Claim("wall time with 16 steps in a call, over the bare loop", scanned, 0.72),
+        Claim("wall time with 16 steps in a call, over the bare loop", scanned, 0.5),
         Claim("CPU microseconds of a step more than the bare loop's, mlp", more, 20),
         Claim("MiB that a long run grows by", growth, 4, clock=False),
     ]

@@ -78,7 +78,7 @@ def main(run_dir="runs/digits"):
         checkpoints=sf.Checkpoints(every_epochs=5, keep=2, best="test/accuracy", mode="max"),
         hooks=[sf.progress(), tell],
     )
-    print(f"{result.stopped}; look at {run_dir}/report.html")
+    print(f"{result.stop_reason}; look at {run_dir}/report.html")
 
 
 if __name__ == "__main__":

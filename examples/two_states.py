@@ -107,7 +107,7 @@ def main():
     starts = np.random.default_rng(0).uniform(-0.05, 0.05, (4096, 4)).astype(np.float32)
     batches = sf.batches(starts, GAMES, seed=0)
     result = sf.fit(step, state, batches, steps=STEPS, hooks=[tell], log_every=10)
-    print(result.stopped)
+    print(result.stop_reason)
 
 
 if __name__ == "__main__":

@@ -36,31 +36,23 @@ from stepfold.inspect.compiled import compile_step
 from stepfold.inspect.parameters import parameter_table
 from stepfold.inspect.report import describe
 from stepfold.loop.evaluate import Evaluation, evaluate
-from stepfold.loop.event import Event
 from stepfold.loop.fit import fit
-from stepfold.loop.hooks.callback import callback
-from stepfold.loop.hooks.every import every
-from stepfold.loop.hooks.log_to import log_to
-from stepfold.loop.hooks.memory import memory_use
-from stepfold.loop.hooks.only_warn import only_warn
+from stepfold.loop.hooks.base import Event, Stop
 from stepfold.loop.hooks.profile import profile
 from stepfold.loop.hooks.progress import progress
-from stepfold.loop.hooks.spikes import stop_on_spike
-from stepfold.loop.hooks.stopping import stop_after, stop_early, stop_on_nonfinite
-from stepfold.loop.hooks.throughput import throughput
+from stepfold.loop.hooks.stop import stop_after, stop_early, stop_on_nonfinite, stop_on_spike
+from stepfold.loop.hooks.throughput import memory_use, throughput
 from stepfold.loop.hooks.watchdog import watchdog
 from stepfold.loop.hooks.weights import weight_statistics
-from stepfold.loop.iterate import iterate
-from stepfold.loop.replaying.capsule import Capsule
-from stepfold.loop.replaying.files import read_capsule
-from stepfold.loop.replaying.replay import Replay, replay
+from stepfold.loop.hooks.wrappers import callback, every, only_warn
+from stepfold.loop.replay.capsule import Capsule, read_capsule
+from stepfold.loop.replay.rerun import Replay, replay
 from stepfold.loop.result import FitResult
-from stepfold.loop.writers.asynchronous import async_writer
+from stepfold.loop.train_loop import iterate
+from stepfold.loop.writers.base import Writer
+from stepfold.loop.writers.combinators import async_writer, log_to, multi_writer
 from stepfold.loop.writers.console import console_writer
-from stepfold.loop.writers.csv import csv_writer
-from stepfold.loop.writers.jsonl import jsonl_writer
-from stepfold.loop.writers.multi import multi_writer
-from stepfold.loop.writers.protocol import Writer
+from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer
 from stepfold.loop.writers.tensorboard import tensorboard_writer
 from stepfold.loop.writers.wandb import wandb_writer
 from stepfold.sharding.distributed import start_distributed
@@ -90,6 +82,7 @@ __all__ = [
     "RetraceError",
     "ShardingError",
     "StepfoldError",
+    "Stop",
     "TrainState",
     "TreeMismatchError",
     "Writer",

@@ -5,6 +5,7 @@ Paths are written the way people write them, `params/layers/0/kernel`, and never
 the same name.
 """
 
+import math
 import re
 from typing import Any
 
@@ -38,6 +39,19 @@ def spell(leaf: object) -> str:
         return f"{leaf.dtype}[{shape}]"  # type: ignore[attr-defined]
     text = repr(leaf)
     return f"{type(leaf).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def summary(tree: Tree) -> str:
+    """Describe a tree in a few words: the array itself if it is one, otherwise counts.
+
+    >>> summary({"w": np.ones((2, 3)), "b": np.ones(3)}), summary(np.ones(3)), summary(())
+    ('{2 arrays, 9 elements}', 'float64[3]', '{}')
+    """
+    if jax.tree_util.all_leaves([tree]):
+        return spell(tree)
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+    count = sum(math.prod(leaf.shape) for leaf in arrays)
+    return f"{{{len(arrays)} arrays, {count:,} elements}}" if arrays else "{}"
 
 
 def is_array(leaf: object) -> bool:

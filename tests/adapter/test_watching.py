@@ -3,7 +3,7 @@ import pytest
 import stepfold as sf
 from stepfold.adapter import StopTraining, Trainer
 from stepfold.adapter.watching import by_epoch
-from stepfold.loop.history import History
+from stepfold.loop.metrics import History
 
 from . import digits
 

@@ -7,6 +7,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import stepfold as sf
+from stepfold.core.state import (
+    check_not_donated,
+    has_nan,
+    is_available,
+    params_of,
+    step_of,
+    strengthen,
+)
 
 
 def init(key):
@@ -308,3 +316,93 @@ def test_a_mesh_or_a_plan_of_parameters_alone_is_no_plan(sharding):
     )
     with pytest.raises(sf.ConfigError, match=message):
         sf.init_state(init, optax.sgd(0.1), jax.random.key(0), sharding=sharding())
+
+
+def test_what_was_donated_is_refused_by_its_path():
+    state = {"a": np.ones(2), "b": {"c": jnp.ones(2)}}
+    jax.jit(lambda x: x + 1, donate_argnums=0)(state["b"]["c"])
+    message = (
+        "b/c, …: the arrays were donated to an earlier call and are gone; go on with the state"
+    )
+    with pytest.raises(sf.ConfigError, match=message):
+        check_not_donated(state)
+
+
+def test_what_is_there_or_is_traced_is_let_pass():
+    state = {"a": np.ones(2), "b": jnp.ones(2)}
+    check_not_donated(state)
+    jax.eval_shape(check_not_donated, state)
+
+
+# What the loop asks of a state
+
+
+def small(w=1.0):
+    return sf.init_state({"w": jnp.full(3, w)}, optax.adam(1.0), jax.random.key(0))
+
+
+def donated():
+    gone = small()
+    jax.jit(lambda x: x, donate_argnums=0)(gone)
+    return gone
+
+
+def test_a_state_tells_how_far_it_is():
+    assert step_of(small()._replace(step=jnp.int32(7))) == 7
+    assert step_of((1, 2)) == 0
+
+
+def test_states_that_are_stacked_are_refused_where_one_is_folded():
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), small())
+    step = jax.vmap(sf.make_train_step(lambda p, x, key: sf.mean(x @ p["w"]), optax.adam(1.0)))
+    with pytest.raises(sf.ConfigError, match=r"step: .* got int32\[2\]; train stacked"):
+        sf.fit(step, states, [jnp.ones((2, 4, 3))])
+
+
+def test_what_was_donated_is_not_whole():
+    assert is_available(small())
+    assert is_available({"w": np.ones(2)})
+    gone = donated()
+    assert not is_available(gone)
+
+
+def test_what_a_failed_step_left_is_not_whole():
+    huge = jax.jit(jnp.outer)  # of 64 TiB
+    assert not is_available({"w": huge(jnp.ones(1 << 22), jnp.ones(1 << 22))})
+
+
+@pytest.mark.parametrize(("w", "nan"), [(1.0, False), (np.nan, True), (-np.inf, False)])
+def test_only_what_is_no_number_is_not_worth_keeping(w, nan):
+    assert has_nan(small(w)) is nan
+    assert not has_nan({"w": jnp.nan})
+
+
+def test_of_several_states_none_may_have_a_nan():
+    assert not has_nan({"actor": small(), "critic": small()})
+    assert has_nan({"actor": small(), "critic": small(np.nan)})
+    assert has_nan((small(np.nan), small()))
+
+
+def test_parameters_are_found_in_whatever_holds_states():
+    pair = small(1.0), {"critic": small(2.0), "replay": jnp.ones(9)}
+    assert [leaf[0] for leaf in jax.tree.leaves(params_of(pair, ()))] == [1.0, 2.0]
+    assert params_of(pair[0], ()) is pair[0].params
+    assert params_of({"w": jnp.ones(2)}, "unknown") == "unknown"
+
+
+def test_weak_types_and_numbers_are_made_strong():
+    state = strengthen(
+        {"step": 0, "rate": jnp.asarray(0.5), "w": np.ones(2, np.float16), "on": True}
+    )
+    assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(state))
+    assert [str(state[name].dtype) for name in ("step", "rate", "w", "on")] == [
+        *("int32", "float32", "float16", "bool")
+    ]
+
+
+def test_a_state_has_a_short_repr():
+    state = sf.init_state(
+        {f"w{i}": jnp.ones(9) for i in range(99)}, optax.adam(1.0), jax.random.key(0)
+    )
+    assert repr(state).startswith("TrainState(step=int32[], params={99 arrays, 891 elements}, ")
+    assert len(repr(state)) < 200

@@ -65,11 +65,11 @@ def fails():
 
 
 def at_log(step):
-    return lambda event: bool(event.each) and event.step == step
+    return lambda event: bool(event.per_step) and event.step == step
 
 
 def at_evaluation(step):
-    return lambda event: not event.each and event.step == step
+    return lambda event: not event.per_step and event.step == step
 
 
 def measured(step, do):
@@ -98,7 +98,7 @@ def goes_on(folder, cut=0, **options):
     assert result.resumed >= cut
     assert network.bits(result.state) == network.bits(wanted.state)
     assert course.curves(result.history) == course.curves(wanted.history)
-    assert result.stopped == wanted.stopped
+    assert result.stop_reason == wanted.stop_reason
     found = sf.restore(folder / "checkpoints", course.start())
     assert (found.step, found.data["step"]) == (course.STEPS, course.STEPS)
     assert network.bits(found.state) == network.bits(wanted.state)
@@ -208,7 +208,7 @@ def test_a_time_limit_again_and_again(tmp_path):
     reached = 0
     for _ in range(3):
         result = course.run(tmp_path, time_limit=0)
-        assert result.stopped.startswith("the time limit of 0 s was reached at step")
+        assert result.stop_reason.message.startswith("the time limit of 0 s was reached at step")
         assert (result.resumed or 0) == reached < result.steps
         reached = result.steps
     goes_on(tmp_path, reached)
@@ -217,7 +217,7 @@ def test_a_time_limit_again_and_again(tmp_path):
 @pytest.mark.parametrize("when", [at_evaluation(12), at_log(15)])
 def test_a_hook_that_stops(when, tmp_path):
     result = course.run(tmp_path, hooks=Once(when, lambda: "enough"))
-    assert result.stopped.startswith("enough at step 1")
+    assert result.stop_reason.message.startswith("enough at step 1")
     is_saved(tmp_path, result.steps)
     goes_on(tmp_path, result.steps)
 
@@ -236,7 +236,7 @@ def interrupted(name, **options):
     result = caught.value.result
     assert isinstance(result, sf.FitResult)
     done = f"all {course.STEPS} steps were done" if result.steps == course.STEPS else "not yet"
-    assert result.stopped in (done, f"{name} at step {result.steps}")
+    assert str(result.stop_reason) in (done, f"{name} at step {result.steps}")
     is_saved(options["folder"], result.steps)
     assert int(result.state.step) == result.steps
     return result
@@ -394,14 +394,14 @@ KILLED = """
     kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
 
     def hook(event):
-        kind = "log" if event.each else "evaluation"
+        kind = "log" if event.per_step else "evaluation"
         if where == kind and event.step == {"log": 25, "evaluation": 24}[kind]:
             kill()
 
     begin, wait = Store.begin, Store.wait
 
-    def begins(store, state, words):
-        begin(store, state, words)
+    def begins(store, state, words, before_commit=None):
+        begin(store, state, words, before_commit)
         if where == "save" and words.step == 21:
             kill()
 

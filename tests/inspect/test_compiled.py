@@ -151,6 +151,25 @@ def test_an_evaluation_gives_the_bits_of_jit(mesh):
     chex.assert_trees_all_equal(step(state, batch), jax.jit(EVAL)(state, batch))
 
 
+# Tracing
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("step", [STEP, EVAL], ids=["train", "eval"])
+def test_compiling_traces_the_step_once(step, form, mesh):
+    runs = []
+
+    def counted(state, batch):
+        runs.append(batch)
+        return step(state, batch)
+
+    state, batch = born(mesh), FORMS[form](on_host(), mesh)
+    compiled = sf.compile_step(counted, state, batch)
+    assert len(runs) == 1
+    compiled(state, batch)
+    assert len(runs) == 1
+
+
 # Donation
 
 
@@ -632,6 +651,37 @@ def test_a_nan_is_found_where_it_is_looked_for(looked):
     step, state, batch = kept(None, looked)
     with jax.debug_nans(True), pytest.raises(FloatingPointError):
         step(state, {**batch, "x": batch["x"] * np.nan})
+
+
+@looked
+def test_under_disable_jit_the_step_runs_eagerly(looked, mesh):
+    compiled, state, batch = kept(mesh, looked)
+    seen = []
+
+    def step(state, batch):
+        seen.append(batch["x"])
+        return STEP(state, batch)
+
+    compiled.step = step
+    with jax.disable_jit():
+        compiled(state, batch)
+    assert seen[0] is batch["x"]
+    compiled(state, batch)
+    assert len(seen) == 1
+
+
+def test_a_step_compiled_under_disable_jit_is_the_same_program():
+    def step(state, batch):
+        return jax.lax.scan(lambda total, x: (total + x, {}), state, batch)
+
+    state, batch = jnp.zeros(4), jnp.ones((8, 4))
+    with jax.disable_jit():
+        eager = sf.compile_step(step, state, batch)
+        assert eager(state, batch)[0].tolist() == [8.0] * 4
+    jitted = sf.compile_step(step, state, batch)
+    wanted = jitted.compiled.cost_analysis(), jitted.compiled.as_text().count("while(")
+    assert (eager.compiled.cost_analysis(), eager.compiled.as_text().count("while(")) == wanted
+    assert eager(state, batch)[0].tolist() == [8.0] * 4
 
 
 # Errors of the user's own

@@ -98,8 +98,8 @@ class Plain:
         return {"n": state["n"] + 1}, {"at": sf.mean(state["n"] + 1)}
 
     def hook(self, event):
-        if event.each:
-            values = [int(value) for value in event.each["train/at"]]
+        if event.per_step:
+            values = [int(value) for value in event.per_step["train/at"]]
             assert values == list(range(event.step - len(values) + 1, event.step + 1))
             self.shown.append(event.step)
 

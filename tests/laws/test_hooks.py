@@ -1,4 +1,4 @@
-"""Hooks change nothing of a run, and know after a resume what they would have known."""
+"""Hooks do not change a run, and after a resume they are where an uninterrupted run has them."""
 
 import io
 
@@ -14,7 +14,7 @@ TOTAL = 36
 
 
 class Epochs:
-    """Batches that can be resumed, and know how many make an epoch."""
+    """Batches that can be resumed and have epochs."""
 
     steps_per_epoch = 9
 
@@ -42,7 +42,7 @@ class Memory:
         self.rows = {at: row for at, row in self.rows.items() if at <= step}
 
 
-def hooks(writer, told):
+def make_hooks(writer, epochs):
     return [
         sf.every(10, lambda event: {"seen": event.step}),
         sf.only_warn(sf.stop_on_spike(window=10, deviations=1e6)),
@@ -50,7 +50,7 @@ def hooks(writer, told):
         sf.log_to(writer, every=8),
         sf.stop_early("eval/loss", patience=1000),
         sf.watchdog(600),
-        sf.callback(lambda trainer, epoch, metrics: told.append((epoch, metrics))),
+        sf.callback(lambda trainer, epoch, metrics: epochs.append((epoch, metrics))),
     ]
 
 
@@ -66,7 +66,7 @@ def cut_at(step):
     return hook
 
 
-def run(shown, tmp_path=None, epochs=TOTAL // Epochs.steps_per_epoch):
+def run(hooks, directory=None, epochs=TOTAL // Epochs.steps_per_epoch):
     tx = optax.adam(0.1)
     state = sf.init_state({"w": jnp.ones(3)}, tx, jax.random.key(0))
     loss_fn = lambda p, b, key: sf.mean((p["w"] * b + jax.random.normal(key)) ** 2)
@@ -76,27 +76,41 @@ def run(shown, tmp_path=None, epochs=TOTAL // Epochs.steps_per_epoch):
         epochs=epochs,
         log_every=4,
         evaluation=measure,
-        hooks=shown,
-        checkpoints=tmp_path and sf.Checkpoints(tmp_path, every=5),
+        hooks=hooks,
+        checkpoints=directory and sf.Checkpoints(directory, every=5),
     )
 
 
 def test_a_run_with_all_hooks_has_the_bits_of_one_with_none():
-    bare, shown = run([]), run(hooks(Memory(), []))
-    jax.tree.map(np.testing.assert_array_equal, bare.state.params, shown.state.params)
-    assert bare.history["eval/loss"] == shown.history["eval/loss"]
+    bare, hooked = run([]), run(make_hooks(Memory(), []))
+    jax.tree.map(np.testing.assert_array_equal, bare.state.params, hooked.state.params)
+    assert bare.history["eval/loss"] == hooked.history["eval/loss"]
+
+
+def states_of(hooks):
+    return [(type(hook).__name__, hook.get_state()) for hook in hooks if hasattr(hook, "get_state")]
 
 
 @pytest.mark.parametrize("step", [4, 7, 8, 16, 22, 30])
-def test_after_a_cut_hooks_know_what_they_would_have_known(tmp_path, step):
-    whole, whole_told, pieces, told = Memory(), [], Memory(), []
-    uncut, resumed = hooks(whole, whole_told), hooks(pieces, told)
-    run(uncut, tmp_path / "whole")
+def test_after_a_cut_hooks_are_where_an_uninterrupted_run_has_them(tmp_path, step):
+    writer, epochs, cut_writer, cut_epochs = Memory(), [], Memory(), []
+    uncut, resumed = make_hooks(writer, epochs), make_hooks(cut_writer, cut_epochs)
+    run(uncut, tmp_path / "uncut")
     with pytest.raises(Cut):
-        run([*hooks(pieces, told), cut_at(step)], tmp_path / "cut")
+        run([*make_hooks(cut_writer, cut_epochs), cut_at(step)], tmp_path / "cut")
     run(resumed, tmp_path / "cut")
-    assert pieces.rows == whole.rows
-    assert told == whole_told
-    for one, other in zip(resumed, uncut, strict=True):
-        if hasattr(one, "get_state"):
-            assert one.get_state() == other.get_state(), type(one).__name__
+    assert cut_writer.rows == writer.rows
+    assert cut_epochs == epochs
+    assert states_of(resumed) == states_of(uncut)
+    assert len(states_of(uncut)) >= 6
+
+
+def test_a_second_run_with_the_same_hooks_is_like_the_first():
+    """Nothing that belongs to a run leaks into the next one."""
+    writer, epochs = Memory(), []
+    hooks = make_hooks(writer, epochs)
+    run(hooks)
+    first = states_of(hooks), dict(writer.rows), list(epochs)
+    epochs.clear()
+    run(hooks)
+    assert (states_of(hooks), writer.rows, epochs) == first

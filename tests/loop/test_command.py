@@ -8,84 +8,107 @@ import pytest
 
 from stepfold.loop.command import main
 
-from .report import made
+from .report.run_files import Page, attempt, write_run
 
 
 @pytest.fixture
-def says(capsys):
+def command(capsys):
     def run(*arguments):
         code = main([*map(str, arguments)])
-        told = capsys.readouterr()
-        return code, (told.out + told.err).strip()
+        output = capsys.readouterr()
+        return code, (output.out + output.err).strip()
 
     return run
 
 
-def test_the_page_of_a_run_is_written_into_it(tmp_path, says):
-    made.run(tmp_path / "a")
-    assert says("report", tmp_path / "a") == (0, str(tmp_path / "a" / "report.html"))
-    assert "<h1>a</h1>" in (tmp_path / "a" / "report.html").read_text()
+def read_page(path):
+    return Page(path.read_text())
+
+
+def test_the_page_of_a_run_is_written_into_its_directory(tmp_path, command):
+    write_run(tmp_path / "a")
+    assert command("report", tmp_path / "a") == (0, str(tmp_path / "a" / "report.html"))
+    assert read_page(tmp_path / "a" / "report.html").data["title"] == "a"
     assert not (tmp_path / "report.html").exists()
 
 
-def test_several_runs_are_compared_beside_them_or_where_it_is_said(tmp_path, says):
+def test_the_csv_of_a_run_is_derived_from_its_json_lines(tmp_path, command):
+    folder = write_run(tmp_path / "a", {1: {"train/loss": 2.0}, 2: {"eval/loss": 0.1}})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "train/lo')  # a kill cut it off
+    assert command("report", folder)[0] == 0
+    assert (folder / "metrics.csv").read_text() == "step,train/loss,eval/loss\n1,2.0,\n2,,0.1\n"
+
+
+def test_several_runs_are_compared_in_their_parent_directory_or_in_a_file(tmp_path, command):
     for name in "ab":
-        made.run(tmp_path / name)
-    assert says("report", tmp_path / "a", tmp_path / "b") == (0, str(tmp_path / "report.html"))
-    assert "<h1>2 runs</h1>" in (tmp_path / "report.html").read_text()
+        write_run(tmp_path / name)
+    assert command("report", tmp_path / "a", tmp_path / "b") == (0, str(tmp_path / "report.html"))
+    assert len(read_page(tmp_path / "report.html").data["runs"]) == 2
     out = tmp_path / "b" / "mine.html"
-    assert says("report", tmp_path / "a", tmp_path / "b", "--out", out) == (0, str(out))
-    assert "<h1>2 runs</h1>" in out.read_text()
+    assert command("report", tmp_path / "a", tmp_path / "b", "--out", out) == (0, str(out))
+    assert len(read_page(out).data["runs"]) == 2
 
 
-def test_a_run_given_twice_is_one(tmp_path, says):
-    made.run(tmp_path / "a")
-    assert says("report", tmp_path / "a", tmp_path / "a" / ".")[1].endswith("a/report.html")
+def test_an_explicit_file_leaves_the_run_untouched(tmp_path, command):
+    folder = write_run(tmp_path / "a")
+    before = sorted(folder.iterdir())
+    assert command("report", folder, "--out", tmp_path / "page.html")[0] == 0
+    assert (tmp_path / "page.html").exists()
+    assert sorted(folder.iterdir()) == before
 
 
-def test_one_that_was_killed_while_it_wrote_has_a_page(tmp_path, says):
-    place = made.run(tmp_path / "a", attempts=[made.attempt(ended=None, stopped=None)])
-    with (place / "metrics.jsonl").open("a") as file:
+def test_a_run_that_is_named_twice_is_one(tmp_path, command):
+    write_run(tmp_path / "a")
+    assert command("report", tmp_path / "a", tmp_path / "a" / ".")[1].endswith("a/report.html")
+
+
+def test_a_run_that_was_killed_while_it_wrote_has_a_page(tmp_path, command):
+    folder = write_run(tmp_path / "a", attempts=[attempt(ended=None, stop=None)])
+    with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 110, "train/lo')
-    assert says("report", place)[0] == 0
-    assert "Nothing was heard for" in (place / "report.html").read_text()
+    assert command("report", folder)[0] == 0
+    assert read_page(folder / "report.html").data["reason"].startswith("No update for")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("none",), "none: expected the directory of a run, got nothing there; look at the path"),
-        (("file",), "file: expected the directory of a run, got a file"),
-        (("a", "--out", "a"), "--out: expected a file in a directory that is there, got a"),
-        (("a", "--out", "no/page.html"), "--out: expected a file in a directory that is there"),
+        (
+            ("none",),
+            "none: expected the directory of a run, got a path that does not exist; check the path",
+        ),
+        (("file",), "file: expected the directory of a run, got a file; check the path"),
+        (("a", "--out", "a"), "--out: expected a file in an existing directory, got a"),
+        (("a", "--out", "no/page.html"), "--out: expected a file in an existing directory, got no"),
     ],
 )
-def test_a_wrong_question_is_answered_in_words(tmp_path, says, monkeypatch, arguments, words):
+def test_a_wrong_argument_is_explained(tmp_path, command, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    made.run(tmp_path / "a")
+    write_run(tmp_path / "a")
     (tmp_path / "file").write_text("")
-    code, told = says("report", *arguments)
+    code, output = command("report", *arguments)
     assert code == 2
-    assert words in told
+    assert words in output
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"for', "expected JSON, got something damaged"),
-        ('{"format": 7}', "a later stepfold wrote"),
+        ('{"for', "expected JSON, got a damaged file"),
+        ('{"format": 7}', "of a later stepfold"),
     ],
 )
-def test_a_record_that_cannot_be_read_is_told(tmp_path, says, text, words):
-    (made.run(tmp_path / "a") / "run.json").write_text(text)
-    code, told = says("report", tmp_path / "a")
+def test_a_run_info_that_cannot_be_read_is_an_error(tmp_path, command, text, words):
+    (write_run(tmp_path / "a") / "run.json").write_text(text)
+    code, output = command("report", tmp_path / "a")
     assert code == 1
-    assert words in told
+    assert words in output
     assert not (tmp_path / "a" / "report.html").exists()
 
 
 def edits(value, path=()):
-    """List each place in a record, with the record in which something else is there."""
+    """List each entry of a run info with other values for it."""
     for key in value if isinstance(value, dict) else range(len(value[:2])):
         for other in (None, "x", [-1.5]):
             yield (*path, key), other
@@ -93,10 +116,9 @@ def edits(value, path=()):
             yield from edits(value[key], (*path, key))
 
 
-def test_whatever_was_edited_in_a_record_there_is_a_page_or_a_sentence(tmp_path, says):
-    error = {"type": "OSError", "message": "no"}
-    attempts = [made.attempt(error=error), made.attempt(ended=None)]
-    facts = {
+def test_an_edited_run_info_gives_a_page_or_one_line_of_error(tmp_path, command):
+    attempts = [attempt(stop={"kind": "error", "message": "no"}), attempt(ended=None)]
+    metadata = {
         "program": "train.py",
         "arguments": {
             "evaluations": [{"name": "eval", "every": 10}],
@@ -105,21 +127,21 @@ def test_whatever_was_edited_in_a_record_there_is_a_page_or_a_sentence(tmp_path,
         "devices": {"kind": "cpu", "count": 1},
         "parameters": {"count": 6, "bytes": 24, "leaves": [["w", [2, 3], "float32", 6]]},
     }
-    place = made.run(tmp_path / "a", attempts=attempts, **facts)
-    record = json.loads((place / "run.json").read_text())
+    folder = write_run(tmp_path / "a", attempts=attempts, **metadata)
+    info = json.loads((folder / "run.json").read_text())
     codes = set()
-    for (*way, last), other in edits(record):
-        edited = copy.deepcopy(record)
-        functools.reduce(lambda inner, key: inner[key], way, edited)[last] = other
-        (place / "run.json").write_text(json.dumps(edited))
-        code, told = says("report", place)
+    for (*path, last), other in edits(info):
+        edited = copy.deepcopy(info)
+        functools.reduce(lambda inner, key: inner[key], path, edited)[last] = other
+        (folder / "run.json").write_text(json.dumps(edited))
+        code, output = command("report", folder)
         codes.add(code)
-        assert (place.name in told, told.count("\n")) == (True, 0)
+        assert (folder.name in output, output.count("\n")) == (True, 0)
     assert codes == {0, 1}
 
 
 def test_it_is_a_command(tmp_path, monkeypatch, capsys):
-    made.run(tmp_path / "a")
+    write_run(tmp_path / "a")
     monkeypatch.setattr(sys, "argv", ["", "report", str(tmp_path / "a")])
     with pytest.raises(SystemExit, match="^0$"):
         runpy.run_module("stepfold.loop", run_name="__main__")

@@ -16,14 +16,14 @@ DATA = {"x": np.arange(10, dtype=np.float32)}
 
 
 def test_no_batch_at_all_is_refused():
-    with pytest.raises(sf.DataError, match="evaluate: expected at least one batch, got none; bat"):
+    with pytest.raises(sf.DataError, match="evaluate: expected at least one batch, got none; an"):
         sf.evaluate(MEASURE, state(), [])
 
 
 def test_batches_that_were_gone_through_are_refused_the_second_time():
     once = sf.batches(DATA, 5, epochs=1)
     sf.evaluate(MEASURE, state(), once)
-    with pytest.raises(sf.DataError, match="are made anew for each evaluation"):
+    with pytest.raises(sf.DataError, match="be made again for each evaluation"):
         sf.evaluate(MEASURE, state(), once)
 
 
@@ -111,15 +111,15 @@ def test_a_function_of_the_state_that_gives_no_number_is_refused():
     ("given", "words"),
     [
         ({"measure": None}, "measure: expected a function, got NoneType None"),
-        ({"batches": [1]}, r"batches: expected a function that makes the batches anew .* got list"),
+        ({"batches": [1]}, r"batches: expected a function that makes the batches for .* got list"),
         ({"batches": sf.batches(DATA, 5)}, "give lambda: sf.batches"),
         ({"every": 0}, "every: expected an integer of at least 1, got 0"),
         ({"every": 2.0}, "every: expected an integer of at least 1, got 2.0"),
         ({"every": True}, "every: expected an integer of at least 1, got True"),
         ({"every_epochs": -1}, "every_epochs: expected an integer of at least 1, got -1"),
-        ({"name": ""}, "name: expected a text of one line, got ''"),
-        ({"name": None}, "name: expected a text of one line, got None"),
-        ({"name": "a\nb"}, r"name: expected a text of one line, got 'a\\nb'"),
+        ({"name": ""}, "name: expected a string of one line, got ''"),
+        ({"name": None}, "name: expected a string of one line, got None"),
+        ({"name": "a\nb"}, r"name: expected a string of one line, got 'a\\nb'"),
         ({}, r"measure: expected a function \(state\) -> metrics, got eval_step\(state, batch\)"),
     ],
 )

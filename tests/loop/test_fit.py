@@ -1,4 +1,6 @@
+import io
 import itertools
+import json
 import signal
 import threading
 import time
@@ -45,19 +47,21 @@ def saves(folder, **options):
 
 def test_it_does_so_many_steps():
     result = fit(steps=13)
-    assert (result.steps, result.stopped) == (13, "all 13 steps were done")
+    assert (result.steps, result.stop_reason.message) == (13, "all 13 steps were done")
     assert (int(result.state["n"]), result.best, result.resumed) == (13, None, None)
     assert result.history["train/at"].steps == [10, 13]
 
 
 def test_without_a_number_it_goes_through_all_batches():
-    assert fit(batches(epochs=2), steps=None).stopped == "the batches ended at step 12"
-    assert fit([next(batches())] * 5, steps=None).stopped == "the batches ended at step 5"
+    assert fit(batches(epochs=2), steps=None).stop_reason.message == "the batches ended at step 12"
+    assert (
+        fit([next(batches())] * 5, steps=None).stop_reason.message == "the batches ended at step 5"
+    )
 
 
 def test_batches_may_end_early():
     result = fit(batches(epochs=2), steps=50)
-    assert (result.steps, result.stopped) == (12, "the batches ended at step 12")
+    assert (result.steps, result.stop_reason.message) == (12, "the batches ended at step 12")
     assert result.history["train/at"].steps == [10, 12]
 
 
@@ -70,14 +74,15 @@ def test_it_takes_no_batch_that_it_does_not_use():
 
 def test_it_goes_through_the_data_so_many_times():
     result = fit(epochs=3)
-    assert (result.steps, result.stopped) == (18, "all 18 steps were done")
+    assert (result.steps, result.stop_reason.message) == (18, "all 18 steps were done")
 
 
 def test_it_goes_through_a_list_so_many_times():
     result = fit([next(batches())] * 4, epochs=3)
-    assert (result.steps, result.stopped) == (12, "all 12 steps were done")
+    assert (result.steps, result.stop_reason.message) == (12, "all 12 steps were done")
 
 
+@pytest.mark.filterwarnings("ignore:batches. expected get_state and set_state")
 def test_things_are_done_every_epoch(tmp_path):
     own = sf.Evaluation(lambda state: {"n": state["n"]}, every_epochs=2)
     plan = sf.Checkpoints(tmp_path, every_epochs=1, keep=None)
@@ -101,10 +106,11 @@ def test_a_time_limit_ends_it():
             yield batch
 
     result = fit(slow(), steps=1000, log_every=1, time_limit=0.3)
-    assert result.stopped.startswith("the time limit of 0.3 s was reached at step")
+    assert result.stop_reason.message.startswith("the time limit of 0.3 s was reached at step")
     assert 1 <= result.steps <= 10
 
 
+@pytest.mark.filterwarnings("ignore:batches. expected get_state and set_state")
 @pytest.mark.parametrize("given", [[], iter([]), (x for x in ())])
 def test_no_batch_at_all_is_refused_and_leaves_nothing_behind(given, tmp_path):
     with pytest.raises(sf.DataError, match="batches: expected at least one, got none"):
@@ -112,6 +118,7 @@ def test_no_batch_at_all_is_refused_and_leaves_nothing_behind(given, tmp_path):
     assert sf.latest_step(tmp_path / "checkpoints") is None
 
 
+@pytest.mark.filterwarnings("ignore:nothing was trained")
 def test_it_begins_at_the_step_of_the_state():
     state = sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
     train = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b["x"]), TX)
@@ -119,31 +126,35 @@ def test_it_begins_at_the_step_of_the_state():
     rest = sf.fit(train, first.state, batches(start=7), steps=20)
     assert (rest.steps, rest.history["train/loss"].steps) == (20, [10, 20])
     again = sf.fit(train, rest.state, batches(), steps=20)
-    assert again.stopped == "step 20 of 20 was done before"
+    assert again.stop_reason.message == "step 20 of 20 was done before"
 
 
 # Going on
 
 
+@pytest.mark.filterwarnings("ignore:batches. expected get_state and set_state")
+@pytest.mark.filterwarnings("ignore:nothing was trained")
 def test_a_run_that_is_over_says_so_and_takes_no_batch(tmp_path):
     first = fit(**saves(tmp_path))
     again = fit((pytest.fail("pulled") for _ in "x"), **saves(tmp_path))
-    assert again.stopped == "step 20 of 20 was done before"
+    assert again.stop_reason.message == "step 20 of 20 was done before"
     assert (again.steps, again.resumed, again.history) == (20, 20, first.history)
     assert int(again.state["n"]) == 20
 
 
+@pytest.mark.filterwarnings("ignore:nothing was trained")
 def test_a_run_over_all_batches_that_is_over_says_so(tmp_path):
     first = fit(batches(epochs=2), steps=None, **saves(tmp_path))
     again = fit(batches(epochs=2), steps=None, **saves(tmp_path))
     assert (again.steps, again.resumed, again.history) == (12, 12, first.history)
-    assert "step 12" in again.stopped
+    assert "step 12" in again.stop_reason.message
 
 
+@pytest.mark.filterwarnings("ignore:nothing was trained")
 def test_a_run_over_so_many_epochs_that_is_over_says_so(tmp_path):
     first = fit(epochs=2, **saves(tmp_path))
     again = fit(epochs=2, **saves(tmp_path))
-    assert again.stopped == "step 12 of 12 was done before"
+    assert again.stop_reason.message == "step 12 of 12 was done before"
     assert again.history == first.history
 
 
@@ -156,18 +167,20 @@ def test_a_run_that_is_over_goes_on_where_it_is_to_be_longer(tmp_path):
     assert longer.history["train/at"] == whole.history["train/at"]
 
 
+@pytest.mark.filterwarnings("ignore:nothing was trained")
 def test_fewer_steps_than_were_done_says_so(tmp_path):
     fit(**saves(tmp_path))
     result = fit(steps=10, **saves(tmp_path))
-    assert (result.steps, result.stopped) == (20, "step 20 of 10 was done before")
+    assert (result.steps, result.stop_reason.message) == (20, "step 20 of 10 was done before")
 
 
+@pytest.mark.filterwarnings("ignore:batches. expected get_state and set_state")
 def test_data_that_cannot_be_resumed_is_refused_in_words(tmp_path):
     fit([next(batches())] * 20, steps=10, **saves(tmp_path))
     words = "batches: expected some that can be resumed at step 10, got list.*, which have no get_s"
     with pytest.raises(sf.DataError, match=words) as caught:
         fit([next(batches())] * 20, **saves(tmp_path))
-    assert "begin anew in another directory" in str(caught.value)
+    assert "start in another directory" in str(caught.value)
     assert sorted(sf.verify(tmp_path / "checkpoints")) == [7, 10]
 
 
@@ -183,6 +196,7 @@ def test_another_state_is_refused_with_its_paths(tmp_path):
         sf.fit(JITTED, {"m": jnp.int32(0)}, batches(), steps=20, **saves(tmp_path))
 
 
+@pytest.mark.filterwarnings("ignore:batches. expected get_state and set_state")
 def test_to_begin_anew_where_there_are_checkpoints_is_refused_before_the_first_step(tmp_path):
     fit(steps=10, **saves(tmp_path))
     given = (pytest.fail("pulled") for _ in "x")
@@ -234,7 +248,7 @@ def test_whatever_a_hook_ends_a_run_with_has_the_result(error, tmp_path):
         fit(hooks=leaves_by(error), **saves(tmp_path))
     found = caught.value.result
     assert (found.steps, int(found.state["n"])) == (14, 14)
-    assert found.stopped == f"{type(error).__name__}: {error}"
+    assert found.stop_reason.message == f"{type(error).__name__}: {error}"
     assert sf.latest_step(tmp_path / "checkpoints") == 14
 
 
@@ -271,6 +285,7 @@ def test_what_a_second_signal_waits_for_is_said(tmp_path, capfd, monkeypatch):
 # Where things go
 
 
+@pytest.mark.filterwarnings("ignore:batches. expected get_state and set_state")
 def test_a_run_dir_that_cannot_be_made_is_refused_before_anything_is_done(tmp_path):
     (tmp_path / "file").write_text("")
     given = (pytest.fail("pulled") for _ in "x")
@@ -292,7 +307,7 @@ def test_metrics_that_a_hook_writes_are_not_written_twice(tmp_path):
 
 
 def test_checkpoints_without_a_place_are_refused():
-    with pytest.raises(sf.ConfigError, match="expected to know where they go; give run_dir"):
+    with pytest.raises(sf.ConfigError, match="expected a directory, got none; give run_dir"):
         fit(checkpoints=sf.Checkpoints(every=7))
 
 
@@ -337,6 +352,10 @@ def test_a_step_that_is_jitted_may_be_asked_for_one_step_in_a_call():
     assert fit(steps_per_call=1).steps == 20
 
 
+class Writer:
+    def write_scalars(self, step, scalars): ...
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -351,11 +370,29 @@ def test_a_step_that_is_jitted_may_be_asked_for_one_step_in_a_call():
         ({"evaluation": [3]}, r"evaluation: expected sf.Evaluation\(…\), got int 3"),
         (
             {"evaluation": [sf.Evaluation(lambda s: {})] * 2},
-            r"evaluation: expected a name of its own for each, other than train, got \['eval', 'ev",
+            r"evaluation: expected different names, none of them train, got \['eval', 'eval'",
         ),
+        *(
+            (
+                {"evaluation": sf.Evaluation(lambda s: {}, name=name)},
+                "evaluation: expected different names, none of them train, got",
+            )
+            for name in ("train", "train/held_out")
+        ),
+        ({"more_steps": 0, "steps": None}, "more_steps: expected an integer of at least 1, got 0"),
+        ({"more_steps": 3}, "steps, more_steps: expected one of them, got 9 and 3"),
+        ({"log_every": None}, "log_every: expected an integer of at least 1, got None"),
+        ({"steps_per_call": True}, "steps_per_call: expected an integer of at least 1, got True"),
+        ({"checkpoints": "here"}, r"checkpoints: expected sf.Checkpoints\(.*\), got str 'here'"),
+        ({"hooks": None}, "hooks: expected functions of an event, got NoneType None"),
+        ({"hooks": [sf.stop_on_spike]}, r"got type .*; call it with its arguments, as in stop_on"),
+        ({"hooks": [lambda step, metrics: None]}, r", which takes <lambda>\(step, metrics\)$"),
+        ({"hooks": sf.progress}, r"got type .*; call it with its arguments, as in progress\(kind"),
+        ({"hooks": Writer()}, r"got Writer .*; sf.log_to\(writer\) makes a hook of a writer"),
+        ({"time_limit": -1}, "time_limit: expected a number of seconds of at least 0, got -1"),
         (
-            {"evaluation": sf.Evaluation(lambda s: {}, name="train")},
-            "evaluation: expected a name of its own for each, other than train, got",
+            {"hooks": sf.callback(lambda *_: None)},
+            "hooks: expected batches that know how many steps an epoch has, .* got generator",
         ),
         (
             {"evaluation": sf.Evaluation(lambda s: {}, every_epochs=1)},
@@ -394,23 +431,26 @@ def spoilt():
     return sf.batches({"x": data}, 4)
 
 
-def learn(**options):
-    learning = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b["x"]), TX)
+LEARNING = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b["x"]), TX)
+CLEAN = lambda: sf.batches({"x": np.ones(24, np.float32)}, 4)
+
+
+def learn(data=spoilt, **options):
     state = sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
-    return sf.fit(learning, state, spoilt(), steps=20, **options)
+    return sf.fit(LEARNING, state, data(), **{"steps": 20, **options})
 
 
 def test_a_loss_that_is_no_number_leaves_a_capsule(tmp_path):
     result = learn(run_dir=tmp_path)
-    assert result.stopped.startswith("train/loss is nan in step 3 at step ")
-    assert result.stopped.endswith(f"; see {tmp_path / 'capsules' / '3'}")
+    assert result.stop_reason.message.startswith("train/loss is nan in step 3 at step ")
+    assert result.stop_reason.message.endswith(f"; see {tmp_path / 'capsules' / '3'}")
     assert sf.read_capsule(result.capsule.path).metrics.keys() == result.capsule.metrics.keys()
 
 
 def test_without_a_folder_it_is_on_the_result():
     result = learn()
     assert (result.capsule.step, result.capsule.path) == (3, None)
-    assert "see" not in result.stopped
+    assert "see" not in result.stop_reason.message
 
 
 def test_a_disk_that_does_not_take_it_does_not_cost_the_result(tmp_path):
@@ -419,3 +459,377 @@ def test_a_disk_that_does_not_take_it_does_not_cost_the_result(tmp_path):
         result = learn(run_dir=tmp_path)
     assert (result.capsule.step, result.capsule.path) == (3, None)
     assert caught[0].filename == __file__
+
+
+# How long a run is
+
+
+def test_more_steps_are_counted_from_the_state():
+    first = fit(steps=7)
+    rest = sf.fit(JITTED, first.state, batches(start=7), more_steps=20)
+    assert (rest.steps, int(rest.state["n"])) == (20, 27)  # this state does not count its steps
+    learned = learn(data=CLEAN, steps=7)
+    rest = sf.fit(LEARNING, learned.state, CLEAN(), more_steps=20)
+    assert (rest.steps, rest.stop_reason.message) == (27, "all 27 steps were done")
+
+
+def test_more_steps_continue_a_complete_run_and_not_an_interrupted_one(tmp_path):
+    fit(steps=20, **saves(tmp_path))
+    stop = lambda event: "enough" if event.step == 30 else None
+    cut = fit(steps=None, more_steps=20, hooks=stop, **saves(tmp_path))
+    assert (cut.resumed, cut.stop_reason.kind) == (20, "hook")
+    rest = fit(steps=None, more_steps=20, **saves(tmp_path))
+    assert (rest.resumed, rest.steps) == (cut.steps, 40)
+    assert fit(steps=None, more_steps=5, **saves(tmp_path)).steps == 45
+
+
+def test_epochs_are_those_of_the_data_and_not_of_the_step():
+    """A state of step 10 starts the first epoch of its data."""
+    told, measured = [], []
+    own = sf.Evaluation(lambda state: measured.append(int(state.step)) or {}, every_epochs=1)
+    state = learn(data=CLEAN, steps=10).state
+    batches = [next(CLEAN())] * 4
+    show = sf.callback(lambda trainer, epoch, metrics: told.append(epoch))
+    result = sf.fit(LEARNING, state, batches, epochs=2, evaluation=own, hooks=show)
+    assert (result.steps, measured, told) == (18, [14, 18], [0, 1])
+
+
+def test_epochs_of_a_resumed_run_are_counted_on(tmp_path):
+    told = []
+    show = lambda: sf.callback(lambda trainer, epoch, metrics: told.append(epoch))
+    stop = lambda event: "enough" if event.step >= 8 else None
+    fit(epochs=3, hooks=[show(), stop], log_every=1, **saves(tmp_path))
+    fit(epochs=3, hooks=show(), **saves(tmp_path))
+    assert told == [0, 1, 2]
+
+
+def test_an_iterable_that_is_shorter_than_asked_for_warns():
+    with pytest.warns(UserWarning, match="batches: expected enough for 20 steps, got 5; .*epochs"):
+        result = fit([next(batches())] * 5, steps=20)
+    assert result.stop_reason.kind == "exhausted"
+
+
+def test_a_complete_run_that_is_started_again_warns_that_nothing_was_trained(tmp_path):
+    fit(**saves(tmp_path))
+    with pytest.warns(UserWarning, match="nothing was trained: step 20 of 20 .* give more_steps"):
+        assert fit(**saves(tmp_path)).stop_reason.kind == "already_completed"
+
+
+# Files of an earlier run
+
+
+def rows(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_second_run_in_the_same_directory_overwrites_nothing(tmp_path):
+    fit(run_dir=tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.warns(UserWarning, match="run_dir: expected no metrics after step 0, .*previous-1"):
+        fit(run_dir=tmp_path, steps=10)
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "previous-1").iterdir()}
+    assert kept == before
+    assert rows(tmp_path / "metrics.jsonl") == [10]
+
+
+def test_a_second_run_that_fails_at_once_loses_nothing(tmp_path):
+    fit(run_dir=tmp_path)
+    broken = (1 / 0 for _ in range(3))
+    with pytest.warns(UserWarning, match="previous-1"), pytest.raises(ZeroDivisionError):
+        fit(broken, run_dir=tmp_path)
+    assert rows(tmp_path / "previous-1" / "metrics.jsonl") == [10, 20]
+
+
+def test_files_are_kept_where_the_checkpoints_were_renamed(tmp_path):
+    fit(**saves(tmp_path))
+    (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.warns(UserWarning, match="previous-1"):
+        fit(steps=10, **saves(tmp_path))
+    assert rows(tmp_path / "previous-1" / "metrics.jsonl") == [10, 20]
+
+
+def test_a_run_that_continues_by_its_state_appends(tmp_path):
+    first = learn(data=CLEAN, steps=20, run_dir=tmp_path)
+    sf.fit(LEARNING, first.state, CLEAN(), more_steps=20, run_dir=tmp_path)
+    assert rows(tmp_path / "metrics.jsonl") == [10, 20, 30, 40]
+
+
+# Metrics that something depends on
+
+
+@pytest.mark.parametrize("hook", [sf.throughput(), sf.progress("json", file=io.StringIO())])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"checkpoints": sf.Checkpoints("x", best="val/loss")},
+            r"val/loss: .* they are called train/",
+        ),
+        (
+            {"hooks": [sf.stop_early("val_loss", patience=1)]},
+            r"val_loss: .* they are called train/",
+        ),
+    ],
+)
+def test_a_metric_that_nothing_measures_is_refused(options, words, hook):
+    with pytest.raises(sf.ConfigError, match=words):
+        fit(**{**options, "hooks": [hook, *options.get("hooks", [])]})
+
+
+def test_a_metric_that_its_evaluation_does_not_measure_is_refused(tmp_path):
+    own = sf.Evaluation(lambda state: {"loss": state["n"]}, every=5)
+    early = sf.stop_early("eval/accuracy", patience=1)
+    with pytest.raises(sf.ConfigError, match="eval/accuracy: .* got eval/loss; hooks needs one"):
+        fit(evaluation=own, hooks=[early, sf.throughput()])
+
+
+def test_a_metric_that_a_hook_provides_may_be_watched(tmp_path):
+    early = sf.stop_early("throughput/waiting", patience=100)
+    fit(hooks=[early, sf.throughput()])
+    assert early.best_step > 0
+
+
+def test_a_metric_that_a_function_may_give_is_looked_for_until_the_end(tmp_path):
+    own = lambda event: {"own": 1.0 / event.step}
+    kept = {"run_dir": tmp_path, "checkpoints": sf.Checkpoints(every=10, best="own", mode="min")}
+    assert fit(hooks=own, **kept).best == 20
+    kept = {"checkpoints": sf.Checkpoints(tmp_path / "x", every=10, best="other")}
+    with pytest.warns(UserWarning, match="other: expected a metric that is measured, got own, "):
+        assert fit(hooks=own, **kept).best is None
+
+
+def test_numbers_of_hooks_reach_writers_in_any_order():
+    class Rows:
+        def __init__(self):
+            self.rows = {}
+
+        def write_scalars(self, step, scalars):
+            self.rows[step] = dict(scalars)
+
+    for order in (1, -1):
+        writer = Rows()
+        fit(hooks=[sf.log_to(writer), sf.memory_use, sf.throughput()][::order])
+        assert {"memory/host", "throughput/step_seconds", "train/at"} <= writer.rows[20].keys()
+
+
+def test_an_evaluation_is_one_whatever_a_hook_adds_to_it():
+    """The kind of an event is not guessed from the names of its metrics."""
+
+    class Rows:
+        def __init__(self):
+            self.rows = {}
+
+        def write_scalars(self, step, scalars):
+            self.rows[step] = dict(scalars)
+
+    writer, kinds = Rows(), []
+    own = sf.Evaluation(lambda state: {"loss": state["n"]}, every=5)
+    rate = lambda event: kinds.append((event.step, event.kind)) or {"train/lr": 0.1}
+    fit(evaluation=own, hooks=[rate, sf.log_to(writer, every=100)])
+    assert kinds == [
+        (5, "eval"),
+        (10, "train"),
+        (10, "eval"),
+        (15, "eval"),
+        (20, "train"),
+        (20, "eval"),
+    ]
+    assert sorted(writer.rows) == [5, 10, 15, 20]
+
+
+# States and steps of other libraries
+
+
+def test_weak_types_and_numbers_of_a_state_are_made_strong():
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b["x"]), tx)
+    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    hyperparams = {**state.opt_state.hyperparams, "learning_rate": 1e-4}
+    state = state._replace(step=0, opt_state=state.opt_state._replace(hyperparams=hyperparams))
+    result = sf.fit(step, state, batches(), steps=5)
+    assert (result.steps, int(result.state.step)) == (5, 5)
+    assert float(result.state.opt_state.hyperparams["learning_rate"]) == np.float32(1e-4)
+
+
+def test_a_flax_train_state_is_trained(tmp_path):
+    from flax.training.train_state import TrainState
+
+    def step(state, batch):
+        loss = lambda params: (params["w"] * batch["x"]).mean()
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": sf.mean(value)}
+
+    state = TrainState.create(
+        apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.1, momentum=0.9)
+    )
+    result = sf.fit(step, state, batches(), steps=12, **saves(tmp_path))
+    assert (result.steps, int(result.state.step)) == (12, 12)
+
+
+def test_a_jitted_step_that_returns_scalars_is_refused_in_words():
+    step = jax.jit(lambda state, batch: (state, {"loss": batch["x"].sum()}))
+    with pytest.raises(sf.ConfigError, match=r"step: expected metrics by name .* sf.mean\("):
+        sf.fit(step, number(), batches(), steps=5)
+
+
+def test_the_same_step_is_compiled_once_for_several_runs(compiles):
+    step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b["x"]), TX)
+    state = sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
+    state = sf.fit(step, state, batches(), steps=5).state
+    compiles.clear()
+    assert sf.fit(step, state, batches(), steps=10).steps == 10
+    assert compiles == []
+
+
+def test_under_disable_jit_it_runs_eagerly():
+    seen = []
+
+    def loss(params, batch, key):
+        seen.append(float(params["w"]))  # fails on a tracer outside of the gradient
+        return sf.mean(params["w"] * batch["x"])
+
+    def step(state, batch):
+        seen.append(float(batch["x"].sum()))
+        return {"n": state["n"] + 1}, {"at": sf.mean(batch["x"])}
+
+    with jax.disable_jit():
+        result = sf.fit(step, number(), batches(), steps=5)
+    assert (result.steps, len(seen)) == (5, 5)
+    assert len(result.history["train/at"]) == 1
+
+
+# What is checked before the first step
+
+
+def test_batches_that_cannot_be_resumed_warn_at_the_start(tmp_path):
+    given = (x for x in ())
+    with (
+        pytest.warns(UserWarning, match="batches: expected get_state and set_state, to resume"),
+        pytest.raises(sf.DataError),
+    ):
+        fit(given, **saves(tmp_path))
+
+
+class Position:
+    def __init__(self, position):
+        self.position = position
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        pytest.fail("pulled")
+
+    def get_state(self):
+        return self.position
+
+    def set_state(self, state): ...
+
+
+class Kept:
+    def __call__(self, event): ...
+
+    def get_state(self):
+        return {"at": [object()]}
+
+
+def test_what_a_checkpoint_cannot_hold_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(sf.ConfigError, match=r"batches: get_state\(\)/at: expected what JSON can"):
+        fit(Position({"at": object()}), **saves(tmp_path))
+    with pytest.raises(sf.ConfigError, match=r"hooks: Kept 1: get_state\(\)/at/0: expected what"):
+        fit(Position({}), hooks=Kept(), **saves(tmp_path))
+
+
+def test_positions_are_asked_for_when_something_is_saved_or_logged(tmp_path):
+    class Counting(Position):
+        count, step = 0, 0
+
+        def __next__(self):
+            self.step += 1
+            return {"x": np.ones(4, np.float32)}
+
+        def get_state(self):
+            self.count += 1
+            return {"at": self.step}
+
+    counting = Counting(None)
+    plan = sf.Checkpoints(tmp_path, every=100)
+    fit(counting, steps=200, log_every=50, checkpoints=plan)
+    assert counting.count <= 6
+
+
+# Events and checkpoints
+
+
+def test_a_hook_that_needs_the_exact_state_gets_it():
+    class Exact:
+        needs_exact_state = True
+
+        def __init__(self):
+            self.ahead = []
+
+        def __call__(self, event):
+            self.ahead.append(int(event.state["n"]) - event.step)
+
+    exact, late = Exact(), []
+    fit(hooks=lambda event: late.append(int(event.state["n"]) - event.step))
+    fit(hooks=sf.only_warn(exact))
+    assert max(late) > 0
+    assert exact.ahead == [0, 0]
+
+
+def test_a_checkpoint_does_not_grow_with_the_run(tmp_path):
+    sizes = []
+    for steps in (40, 400):
+        plan = sf.Checkpoints(tmp_path / str(steps), every=40)
+        fit(steps=steps, log_every=1, checkpoints=plan)
+        manifest = tmp_path / str(steps) / str(steps) / "state" / "leaves-0.json"
+        sizes.append(manifest.stat().st_size)
+    assert sizes[1] < sizes[0] + 50
+    result = fit(steps=440, log_every=1, checkpoints=plan)
+    assert result.history["train/at"].steps == list(range(1, 441))
+
+
+def test_metrics_are_durable_before_the_checkpoint_is(tmp_path):
+    """A slow sibling in the same thread may hold the rows back, and a kill would lose them."""
+    slow, seen = threading.Event(), []
+
+    class Slow(sf.Writer):
+        def write_scalars(self, step, scalars):
+            slow.wait(0.3)
+
+    path = tmp_path / "mine.jsonl"
+    writer = sf.async_writer(sf.multi_writer(Slow(), sf.jsonl_writer(path)))
+    finish = Series._finish
+
+    def look(self, step):
+        finish(self, step)
+        seen.append((step, rows(path) if path.exists() else []))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Series, "_finish", look)
+        plan = sf.Checkpoints(tmp_path / "checkpoints", every=20)
+        fit(steps=20, log_every=5, hooks=sf.log_to(writer), checkpoints=plan)
+    assert seen[0] == (20, [5, 10, 15, 20])
+
+
+def test_a_stop_of_a_hook_keeps_its_kind():
+    result = fit(hooks=lambda event: sf.Stop("plateau", "flat") if event.step == 10 else None)
+    assert (result.stop_reason.kind, str(result.stop_reason)[:12]) == ("plateau", "flat at step")
+
+
+def test_an_interrupt_says_where_the_state_is():
+    def interrupt(event):
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt, match=r"result = sys.last_value.result") as caught:
+        fit(hooks=interrupt)
+    assert caught.value.result.stop_reason.kind == "signal"
+
+
+def test_states_and_results_have_a_short_repr():
+    params = {f"w{i}": jnp.ones((50, 50)) for i in range(40)}
+    state = sf.init_state(params, TX, jax.random.key(0))
+    assert len(repr(state)) < 300
+    step = sf.make_train_step(lambda p, b, key: sf.mean(p["w0"].sum() * b["x"]), TX)
+    assert len(repr(sf.fit(step, state, batches(), steps=3))) < 300

@@ -1,3 +1,6 @@
+import json
+import time
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -6,15 +9,17 @@ import pytest
 from clu import metrics as clu
 
 import stepfold as sf
+from stepfold.checkpoint.sealed import opened, plain
 from stepfold.core.report import TermSum
 from stepfold.loop.metrics import (
-    PerStep,
-    each_of,
-    merged,
-    over_steps,
-    value_of,
-    values_of,
-    weights_of,
+    MetricBuffer,
+    PerStepMetrics,
+    merge_metrics,
+    metric_value,
+    metric_values,
+    per_step_values,
+    per_step_weights,
+    read_interval,
 )
 
 
@@ -28,53 +33,53 @@ def average(total, count):
 
 def test_totals_and_weights_are_merged_and_not_means():
     seen = [{"loss": average(6.0, 3.0)}, {"loss": average(2.0, 1.0)}]
-    assert values_of(merged(seen)) == {"loss": 2.0}
+    assert metric_values(merge_metrics(seen)) == {"loss": 2.0}
 
 
 def test_whole_numbers_are_counted_beyond_what_32_bits_hold():
     many = {"hits": average(np.int32(2**31 - 1), np.int32(2**31 - 1))}
     one = {"hits": average(np.int32(1), np.int32(2))}
-    found = merged([many, many, many, one])["hits"]
+    found = merge_metrics([many, many, many, one])["hits"]
     assert int(found.total) == 3 * (2**31 - 1) + 1
     assert int(found.count) == 3 * (2**31 - 1) + 2
 
 
 def test_floats_are_added_up_in_64_bits():
     seen = [{"loss": average(np.float32(2**24), 1.0)}] + [{"loss": average(1.0, 1.0)}] * 3
-    assert float(merged(seen)["loss"].total) == 2**24 + 3
+    assert float(merge_metrics(seen)["loss"].total) == 2**24 + 3
 
 
 def test_infinities_of_both_signs_are_no_number_and_no_warning():
     seen = [{"loss": average(np.float32(sign * np.inf), 1.0)} for sign in (1, -1)]
-    assert np.isnan(merged(seen)["loss"].total)
+    assert np.isnan(merge_metrics(seen)["loss"].total)
 
 
 def test_what_is_merged_already_is_merged_again():
     seen = [{"hits": average(np.int32(2**31 - 1), np.int32(1))}] * 4
-    assert int(merged([merged(seen), *seen])["hits"].total) == 8 * (2**31 - 1)
+    assert int(merge_metrics([merge_metrics(seen), *seen])["hits"].total) == 8 * (2**31 - 1)
 
 
 def test_bfloat16_and_booleans_are_added_up_too():
     seen = [{"a": average(jnp.bfloat16(0.5), jnp.array(True))}] * 3
-    found = merged(seen)["a"]
+    found = merge_metrics(seen)["a"]
     assert (float(found.total), int(found.count)) == (1.5, 3)
 
 
 def test_each_term_of_a_sum_keeps_its_own_denominator():
     some = TermSum({"a": average(6.0, 3.0), "b": average(0.0, 0.0)})
     rest = TermSum({"a": average(2.0, 1.0), "b": average(5.0, 2.0)})
-    assert values_of(merged([{"loss": some}, {"loss": rest}])) == {"loss": 2.0 + 2.5}
+    assert metric_values(merge_metrics([{"loss": some}, {"loss": rest}])) == {"loss": 2.0 + 2.5}
 
 
 def test_a_sum_is_nan_where_nothing_was_seen_and_else_of_what_was():
     nothing = average(0.0, 0.0)
-    assert np.isnan(value_of(TermSum({"a": nothing, "b": nothing})))
-    assert value_of(TermSum({"a": nothing, "b": average(3.0, 2.0)})) == 1.5
-    assert np.isnan(value_of(nothing))
+    assert np.isnan(metric_value(TermSum({"a": nothing, "b": nothing})))
+    assert metric_value(TermSum({"a": nothing, "b": average(3.0, 2.0)})) == 1.5
+    assert np.isnan(metric_value(nothing))
 
 
 def test_a_total_without_weight_is_not_quietly_a_number():
-    assert value_of(average(1.0, 0.0)) == np.inf
+    assert metric_value(average(1.0, 0.0)) == np.inf
 
 
 @flax.struct.dataclass
@@ -107,36 +112,36 @@ class Confusion(clu.Metric):
 
 def test_a_metric_merges_as_its_class_says():
     seen = [{"top": Largest(jnp.array(x))} for x in (1.0, 5.0, 3.0)]
-    assert values_of(merged(seen)) == {"top": 5.0}
+    assert metric_values(merge_metrics(seen)) == {"top": 5.0}
 
 
-def test_the_last_value_of_several_steps_is_the_last():
+def test_the_last_metric_value_several_steps_is_the_last():
     seen = [
         {"rate": clu.LastValue(total=jnp.array(x), count=jnp.ones(()))} for x in (1.0, 5.0, 2.0)
     ]
-    assert values_of(merged(seen)) == {"rate": 2.0}
+    assert metric_values(merge_metrics(seen)) == {"rate": 2.0}
 
 
 def test_what_is_computed_of_an_average_is_computed():
     seen = [{"ppl": Perplexity(jnp.array(x), jnp.array(1.0))} for x in (1.0, 3.0)]
-    assert values_of(merged(seen))["ppl"] == pytest.approx(np.exp(2.0))
+    assert metric_values(merge_metrics(seen))["ppl"] == pytest.approx(np.exp(2.0))
 
 
 def test_an_accuracy_of_clu_is_a_number():
     labels, logits = jnp.array([0, 1, 1]), jnp.eye(2)[jnp.array([0, 1, 0])]
     metric = clu.Accuracy.from_model_output(logits=logits, labels=labels)
-    assert values_of(merged([{"hit": metric}])) == {"hit": pytest.approx(2 / 3)}
+    assert metric_values(merge_metrics([{"hit": metric}])) == {"hit": pytest.approx(2 / 3)}
 
 
 def test_a_metric_named_by_an_output_is_a_number():
     kind = clu.Average.from_output("error")
     seen = [{"error": kind.from_model_output(error=jnp.array([x, x]))} for x in (1.0, 3.0)]
-    assert values_of(merged(seen)) == {"error": 2.0}
+    assert metric_values(merge_metrics(seen)) == {"error": 2.0}
 
 
 def test_a_metric_of_several_numbers_gets_a_name_for_each():
     seen = [{"matrix": Confusion(jnp.eye(2, dtype=jnp.int32))}] * 2
-    assert values_of(merged(seen), "eval/") == {
+    assert metric_values(merge_metrics(seen), "eval/") == {
         "eval/matrix/hit/0": 2.0,
         "eval/matrix/hit/1": 2.0,
         "eval/matrix/all": 4.0,
@@ -145,7 +150,7 @@ def test_a_metric_of_several_numbers_gets_a_name_for_each():
 
 def test_what_is_read_step_by_step_is_what_has_a_total_and_a_weight():
     steps = stacked(*[{"a": average(x, 2.0), "top": Largest(jnp.array(x))} for x in (1.0, 4.0)])
-    found = PerStep(steps, each_of, "train/")
+    found = PerStepMetrics(steps, per_step_values, "train/")
     assert {name: values.tolist() for name, values in found.items()} == {"train/a": [0.5, 2.0]}
     assert len(found) == 1
     assert "train/top" not in found
@@ -154,44 +159,201 @@ def test_what_is_read_step_by_step_is_what_has_a_total_and_a_weight():
 
 def test_the_weights_step_by_step_are_the_largest_of_a_sum_of_terms():
     terms = TermSum({"x": average(0.0, jnp.array([0.0, 1.0])), "y": average(0.0, jnp.zeros(2))})
-    found = PerStep({"loss": terms, "top": Largest(jnp.zeros(2))}, weights_of)
+    found = PerStepMetrics({"loss": terms, "top": Largest(jnp.zeros(2))}, per_step_weights)
     assert {name: values.tolist() for name, values in found.items()} == {"loss": [0.0, 1.0]}
 
 
 def test_what_nobody_asks_for_is_not_read():
     read = []
-    rows = PerStep({"a": 1, "b": 2}, lambda metric: read.append(metric) or np.zeros(1))
+    rows = PerStepMetrics({"a": 1, "b": 2}, lambda metric: read.append(metric) or np.zeros(1))
     assert (rows["a"].tolist(), rows["a"].tolist(), read) == ([0.0], [0.0], [1])
 
 
 def test_a_vector_of_averages_is_merged_number_by_number():
-    steps = stacked(*[average(jnp.array([x, 1.0]), jnp.array([1.0, 1.0])) for x in (1.0, 3.0)])
-    assert value_of(over_steps(steps)).tolist() == [2.0, 1.0]
+    steps = [{"a": average(jnp.array([x, 1.0]), jnp.array([1.0, 1.0]))} for x in (1.0, 3.0)]
+    assert metric_value(merge_metrics(steps)["a"]).tolist() == [2.0, 1.0]
+    assert read_interval(stacked(*steps))[0] == {"train/a/0": 2.0, "train/a/1": 1.0}
+
+
+def test_an_array_of_several_axes_is_logged_with_a_warning():
+    with pytest.warns(
+        UserWarning, match=r"eval/matrix: expected a number or a vector, got float64\[3,3"
+    ):
+        values = metric_values({"matrix": np.eye(3)}, "eval/")
+    assert len(values) == 9
 
 
 def test_what_is_given_for_metrics_may_be_numbers():
-    found = values_of({"a": 1, "b": np.float32(0.5), "c": jnp.array([1, 2]), "d": True}, "x/")
+    found = metric_values({"a": 1, "b": np.float32(0.5), "c": jnp.array([1, 2]), "d": True}, "x/")
     assert found == {"x/a": 1.0, "x/b": 0.5, "x/c/0": 1.0, "x/c/1": 2.0, "x/d": 1.0}
 
 
 @pytest.mark.parametrize("value", [None, "text", object(), 10**400])
 def test_what_is_no_number_is_refused(value):
     with pytest.raises(sf.ConfigError, match="eval/name: expected a number, got "):
-        values_of({"name": value}, "eval/")
+        metric_values({"name": value}, "eval/")
 
 
 def test_a_list_of_what_is_no_number_is_refused():
     with pytest.raises(sf.ConfigError, match=r"eval/name/1: expected a number, got 'b'"):
-        values_of({"name": ["1", "b"]}, "eval/")
+        metric_values({"name": ["1", "b"]}, "eval/")
 
 
 def test_a_name_that_is_a_number_is_written_out():
-    assert values_of({3: 0.5, "class": {0: 0.25}}, "eval/") == {"eval/3": 0.5, "eval/class/0": 0.25}
+    assert metric_values({3: 0.5, "class": {0: 0.25}}, "eval/") == {
+        "eval/3": 0.5,
+        "eval/class/0": 0.25,
+    }
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "a\r", "a\u2028b"])
 def test_a_name_that_is_not_one_line_is_refused(name):
-    with pytest.raises(sf.ConfigError, match="expected names of one line each, got .*; give it"):
-        values_of({name: 1.0})
-    with pytest.raises(sf.ConfigError, match="expected names of one line each"):
-        values_of({"of": {f"{name}\n": 1.0}}, "eval/")
+    with pytest.raises(sf.ConfigError, match="expected names of one line, got .*; rename it"):
+        metric_values({name: 1.0})
+    with pytest.raises(sf.ConfigError, match="expected names of one line"):
+        metric_values({"of": {f"{name}\n": 1.0}}, "eval/")
+
+
+# The buffer
+
+
+def unpack(said):
+    """Turn what calls returned, each a number, into metrics with a leading axis of steps."""
+    totals = np.array(said, np.float32)
+    pairs = np.stack([np.array([x, -x]).astype(jnp.bfloat16) for x in said])
+    return {
+        "a": clu.Average(total=totals, count=np.ones_like(totals)),
+        "b": clu.Average(total=pairs, count=np.ones_like(pairs)),
+    }
+
+
+def shown(buffer):
+    return [(one.step, one.per_step["train/a"].tolist()) for one in buffer.take(10**9)]
+
+
+def filled(*said):
+    buffer = MetricBuffer(unpack)
+    for one in said:
+        buffer.append(one)
+    return buffer
+
+
+def again(buffer):
+    """Save it and read it back, as JSON would."""
+    other = MetricBuffer(unpack)
+    other.set_state(opened(json.loads(json.dumps(plain(buffer.get_state(), "buffer")))))
+    return other
+
+
+def test_an_interval_is_given_once():
+    buffer = filled(1, 2)
+    assert shown(buffer) == []
+    buffer.close_interval(2)
+    buffer.append(3)
+    assert shown(buffer) == [(2, [1.0, 2.0])]
+    assert shown(buffer) == []
+    buffer.close_interval(3)
+    assert shown(buffer) == [(3, [3.0])]
+
+
+def test_an_interval_without_steps_is_none():
+    buffer = MetricBuffer(unpack)
+    buffer.close_interval(5)
+    assert buffer.closed == []
+
+
+def test_what_was_given_counts_as_shown_when_the_next_is_asked_for():
+    buffer = filled(1)
+    buffer.close_interval(1)
+
+    def fails():
+        for _ in buffer.take(1):
+            raise OSError
+
+    with pytest.raises(OSError):
+        fails()
+    assert shown(buffer) == [(1, [1.0])]
+
+
+def test_only_what_was_over_at_a_step_is_given():
+    buffer = filled(1)
+    buffer.close_interval(1)
+    buffer.append(2)
+    buffer.close_interval(2)
+    assert [one.step for one in buffer.take(1)] == [1]
+    assert [one.step for one in buffer.take(2)] == [2]
+
+
+def test_the_time_of_an_interval_is_when_it_was_over_unless_it_has_to_be_waited_for():
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, x: x @ x / 300, x)[0, 0])
+    times = {}
+    for name, wait in {"there": True, "waited for": False}.items():
+        buffer = MetricBuffer(lambda said: unpack([float(one) for one in said]))
+        buffer.append(slow(jnp.full((300, 300), 1.0 + len(times))))
+        if wait:
+            jax.block_until_ready(buffer._open)
+        closed = time.perf_counter()
+        buffer.close_interval(1)
+        time.sleep(0.01 if wait else 0)
+        (taken,) = buffer.take(1)
+        times[name] = taken.time - closed
+    assert times["there"] < 0.005
+    assert times["waited for"] > 0.005
+
+
+def test_the_device_is_not_read_before_an_interval_is_taken():
+    reads = []
+    buffer = MetricBuffer(lambda said: reads.append(len(said)) or unpack(said))
+    buffer.append(1)
+    buffer.close_interval(1)
+    assert reads == []
+
+
+def test_an_interval_that_was_cut_in_two_is_given_whole():
+    other = again(filled(1, 2))
+    other.append(3)
+    other.close_interval(3)
+    (found,) = other.take(3)
+    assert (found.step, found.metrics["train/a"]) == (3, 2.0)
+    assert found.per_step["train/a"].tolist() == [1.0, 2.0, 3.0]
+    assert found.per_step["train/b"].tolist() == [[1.0, -1.0], [2.0, -2.0], [3.0, -3.0]]
+
+
+def test_the_digits_of_what_was_cut_are_those_of_the_device():
+    saved = filled(1, 2).get_state()["leaves"]
+    assert [dtype for dtype, *_ in saved] == ["float32", "float32", "bfloat16", "bfloat16"]
+
+
+def test_an_interval_that_was_cut_is_given_though_no_step_comes_after_it():
+    other = again(again(filled(1, 2)))
+    other.close_interval(2)
+    assert shown(other) == [(2, [1.0, 2.0])]
+    other.close_interval(2)
+    assert shown(other) == []
+
+
+def test_intervals_that_were_over_and_not_shown_come_first():
+    buffer = filled(1, 2)
+    buffer.close_interval(2)
+    buffer.append(3)
+    buffer.close_interval(3)
+    buffer.append(4)
+    other = again(again(buffer))
+    other.append(5)
+    other.close_interval(5)
+    assert shown(other) == [(2, [1.0, 2.0]), (3, [3.0]), (5, [4.0, 5.0])]
+
+
+def test_it_may_be_cut_twice():
+    other = again(filled(1))
+    other.append(2)
+    last = again(other)
+    last.append(3)
+    last.close_interval(3)
+    assert shown(last) == [(3, [1.0, 2.0, 3.0])]
+
+
+def test_an_empty_one_comes_back_empty():
+    other = again(MetricBuffer(unpack))
+    other.close_interval(1)
+    assert shown(other) == []

@@ -76,7 +76,7 @@ def fits(start, alone, folder, cut, placed):
     params = jax.jit(lambda tree: tree, out_shardings=whole)(result.state.params)
     seen = {
         "steps": result.steps,
-        "stopped": result.stopped,
+        "stopped": result.stop_reason.message,
         "code": code,
         "resumed": result.resumed,
         "history": {name: [curve.steps, list(curve)] for name, curve in result.history.items()},

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from stepfold.loop.event import Event
+from stepfold.loop.hooks.base import Event
 from stepfold.loop.hooks.progress import progress
 
 
@@ -47,7 +47,8 @@ class ProgressBar:
         if not self._opened:
             self.open(self.step)
         self.step += n
-        self._hook(Event(self.step, self.total, self._shown, None))
+        kind = "train" if any(name.startswith("train/") for name in self._shown) else "eval"
+        self._hook(Event(self.step, self.total, self._shown, None, kind=kind))
         self._shown = {}
 
     def reset(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from stepfold.adapter.bars import NullProgressBar, ProgressBar
 from stepfold.adapter.setup import Setup
 from stepfold.adapter.stopping import refuse_late, refuse_nonfinite
-from stepfold.loop.event import Event
+from stepfold.loop.hooks.base import Event
 from stepfold.loop.hooks.weights import weight_statistics
 
 _INTERNAL = "mlperf"

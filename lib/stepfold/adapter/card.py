@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from stepfold.inspect.parameters import parameter_table
-from stepfold.loop.facts import versions
+from stepfold.loop.run_info import versions
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32

@@ -12,7 +12,7 @@ from stepfold import tree
 from stepfold.adapter.stepping import as_metrics, rows_of
 from stepfold.errors import ConfigError
 from stepfold.loop.evaluate import evaluate
-from stepfold.loop.metrics import values_of
+from stepfold.loop.metrics import metric_values
 from stepfold.sharding.mesh import DATA_AXES
 
 Step = Callable[[Any, Any], Any]
@@ -50,7 +50,7 @@ def measure(
         raise ConfigError(
             f"metric_calculator: expected numbers by name from it, got {tree.spell(said)}"
         )
-    return found | values_of(said)
+    return found | metric_values(said)
 
 
 def measure_each(step: Step, state: Any, batches: Iterable[Any]) -> Iterator[dict[str, float]]:

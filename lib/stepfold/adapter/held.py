@@ -9,7 +9,7 @@ from stepfold.adapter.arguments.training import TrainingArguments
 from stepfold.adapter.parts.devices import sharding_rules
 from stepfold.adapter.parts.writers import writes_everywhere
 from stepfold.adapter.planning import Plan
-from stepfold.loop.hooks.stopping import stop_early
+from stepfold.loop.hooks.stop import stop_early
 from stepfold.sharding.plan import make_sharding
 
 

@@ -17,12 +17,11 @@ from stepfold.adapter.watching import Watch, WatchEpochs
 from stepfold.errors import ConfigError
 from stepfold.inspect.compiled import CompiledStep
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.event import Event, Hook
 from stepfold.loop.fit import fit
-from stepfold.loop.hooks.callback import callback
-from stepfold.loop.hooks.every import every
-from stepfold.loop.hooks.memory import memory_use
-from stepfold.loop.hooks.stopping import stop_early
+from stepfold.loop.hooks.base import Event, Hook
+from stepfold.loop.hooks.stop import stop_early
+from stepfold.loop.hooks.throughput import memory_use
+from stepfold.loop.hooks.wrappers import callback, every
 from stepfold.loop.result import FitResult
 
 _OF_LOSS_SCALE = 50
@@ -103,7 +102,12 @@ def hooks_of(trainer: Any, evaluations: list[Evaluation]) -> list[Hook]:
     trainer.early_stopping = None
     patience = arguments.early_stopping_patience
     if metric is not None and patience is not None:
-        trainer.early_stopping = stop_early(metric, patience=patience, mode=best_mode(arguments))
+        trainer.early_stopping = stop_early(
+            metric,
+            patience=patience,
+            mode=best_mode(arguments),
+            keep_state=not metric.startswith("train/"),
+        )
         hooks.append(trainer.early_stopping)
     if arguments.track_memory:
         hooks.append(memory_use)

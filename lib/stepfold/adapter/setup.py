@@ -42,7 +42,7 @@ from stepfold.adapter.stepping import as_eval_step
 from stepfold.adapter.tracking import CompilationTracker, Timers
 from stepfold.errors import ConfigError
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.hooks.memory import memory_use
+from stepfold.loop.hooks.throughput import memory_use
 
 
 class Setup(Held):

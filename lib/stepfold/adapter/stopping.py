@@ -7,7 +7,7 @@ import numpy as np
 
 from stepfold.errors import OutOfMemoryError
 from stepfold.inspect.memory import is_exhausted
-from stepfold.loop.event import Event
+from stepfold.loop.hooks.base import Event
 
 
 class StopTraining(Exception):  # noqa: N818  it is no error, as StopIteration is none
@@ -63,7 +63,7 @@ class StopOnSkipped:
 
     def __call__(self, event: Event) -> str | None:
         """Look at what was left out since the last event."""
-        skipped = event.each.get("train/skipped", np.zeros(0))
+        skipped = event.per_step.get("train/skipped", np.zeros(0))
         for step, left_out in enumerate(skipped, event.step - len(skipped) + 1):
             self._row = self._row + 1 if left_out else 0
             if self._row == self._limit:

@@ -94,9 +94,9 @@ class Trainer(Called):
         finally:
             if result is not None:
                 self.model_state, self.history = result.state, result.history or self.history
-                self.stopped, self.best = result.stopped, result.best
+                self.stopped, self.best = str(result.stop_reason), result.best
             self.finish()
-        return self._output(result.stopped)
+        return self._output(str(result.stop_reason))
 
     def _output(self, stopped: str) -> TrainerOutput:
         self.stopped = stopped

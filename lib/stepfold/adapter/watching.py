@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stepfold.adapter.stopping import StopTraining
-from stepfold.loop.event import Event
+from stepfold.loop.hooks.base import Event
 
 
 class Watch:
@@ -81,7 +81,7 @@ def by_epoch(history: Mapping[str, Any], epoch_steps: int) -> dict[str, list[flo
     Of train steps it is the mean over the epoch's steps, and of all else the last value. Epochs in
     which something was not measured are left out of its list.
 
-    >>> from stepfold.loop.history import History
+    >>> from stepfold.loop.metrics import History
     >>> history = History()
     >>> for step, loss in zip((2, 4, 6, 8), (4.0, 2.0, 1.0, 1.0)):
     ...     history.add(step, {"train/loss": loss})

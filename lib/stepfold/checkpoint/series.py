@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -13,14 +13,15 @@ from typing import Any, Self
 
 import jax
 
+from stepfold import tree
 from stepfold.checkpoint import steps
 from stepfold.checkpoint.agreement import same_as_first
-from stepfold.checkpoint.manifest import write_later
+from stepfold.checkpoint.manifest import Words, write_later
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.retention import Best, expendable, metrics_in
-from stepfold.checkpoint.words import words_of
-from stepfold.core.donated import check_there
-from stepfold.errors import CheckpointError
+from stepfold.checkpoint.sealed import integer, plain
+from stepfold.core.state import check_not_donated
+from stepfold.errors import CheckpointError, ConfigError
 
 
 class Series:
@@ -101,11 +102,13 @@ class Series:
         data: Any = None,
         metrics: Mapping[str, Any] | None = None,
         extra: Any = None,
+        before_commit: Callable[[], None] | None = None,
     ) -> None:
         """Save a state; the arguments are those of `stepfold.save`.
 
         Waits for the save before, and then only until the state is off the devices: it may be
-        given to a step, and numpy's arrays be changed, at once.
+        given to a step, and numpy's arrays be changed, at once. `before_commit` is called in a
+        background thread before the step is committed.
 
         Raises:
           CheckpointError: if the save before failed, this one cannot begin, or the step is there.
@@ -113,7 +116,7 @@ class Series:
         self.wait()
         if not self._open:
             raise CheckpointError(f"{self.directory}: expected an open series, got a closed one")
-        check_there(state)
+        check_not_donated(state)
         words = words_of(state, step=step, data=data, metrics=metrics, extra=extra, best=self.best)
         if steps.path_of(self.directory, words.step).exists():
             raise CheckpointError(
@@ -122,7 +125,7 @@ class Series:
             )
         self._lock = steps.Lock(self.directory)
         try:
-            self._store.begin(state, words)
+            self._store.begin(state, words, before_commit)
         except BaseException:
             self._lock.release()
             self._clean()
@@ -243,3 +246,57 @@ def _leave(opened: list[Series]) -> None:
             with suppress(AttributeError, OSError, ValueError):
                 sys.stdout.flush()
             os._exit(1)
+
+
+def words_of(
+    state: Any,
+    *,
+    step: int | None,
+    data: Any,
+    metrics: Mapping[str, Any] | None,
+    extra: Any,
+    best: tuple[str, str] | None = None,
+) -> Words:
+    """Read what is saved beside a state.
+
+    Raises:
+      ConfigError: if the step is not known, or something is no JSON.
+
+    >>> words_of({}, step=3, data=None, metrics={"loss": 1/2}, extra={"lr": 0.1})
+    Words(step=3, data=None, metrics={'loss': 0.5}, extra={'lr': 0.1}, best=None)
+    """
+    if hasattr(data, "get_state"):
+        data = data.get_state()
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics: expected numbers by name, got {tree.spell(metrics)}")
+    numbers = {name: _number(f"metrics/{name}", value) for name, value in (metrics or {}).items()}
+    return Words(
+        step=_step(state, step),
+        data=plain(data, "data"),
+        metrics=plain(numbers, "metrics"),
+        extra=plain(extra, "extra"),
+        best=best,
+    )
+
+
+def _step(state: Any, step: Any) -> int:
+    if step is None:
+        step = getattr(state, "step", None)
+        if step is None:
+            raise ConfigError(
+                "step: expected a number, since the state has no `step` of its own; give step=…"
+            )
+    number = integer(step)
+    if number is None or number < 0:
+        raise ConfigError(f"step: expected an integer of at least 0, got {tree.spell(step)}")
+    return number
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        made = None if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        made = None
+    if made is None:
+        raise ConfigError(f"{name}: expected a number, got {tree.spell(value)}")
+    return made

@@ -10,7 +10,7 @@ one.
 Compression is off: it costs time, and as much memory again as the state.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,7 @@ class _Save(ocp.args.PyTreeSave):  # type: ignore[misc]
     arrays: Mapping[str, Any] = field(default_factory=dict)
     leaves: Mapping[str, Leaf] = field(default_factory=dict)
     words: Words = _NO_WORDS
+    before_commit: Callable[[], None] | None = None
 
 
 class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
@@ -49,6 +50,8 @@ class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
         futures = await super().async_save(directory, args=args)
 
         async def write() -> None:
+            if args.before_commit is not None:
+                args.before_commit()
             manifest.write_leaves(Path(directory), args.words, args.leaves, shards)
 
         manifests = CommitFutureAwaitingContractedSignals(write(), name="manifest")
@@ -89,11 +92,19 @@ class Store:
         )
         self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
 
-    def begin(self, state: Any, words: Words) -> None:
+    def begin(
+        self, state: Any, words: Words, before_commit: Callable[[], None] | None = None
+    ) -> None:
         """Take the state off the devices and begin to write it."""
         arrays = arrays_of(state)
         stored = _nested({name: array for name, array in arrays.items() if array.size})
-        save = _Save(stored, arrays=arrays, leaves=leaves_of(state), words=words)
+        save = _Save(
+            stored,
+            arrays=arrays,
+            leaves=leaves_of(state),
+            words=words,
+            before_commit=before_commit,
+        )
         path = self._directory / str(words.step)
         with self._telling(path):
             if jax.process_index() == 0:

@@ -1,4 +1,4 @@
-"""What a step folds over: the state, and how it is born."""
+"""The train state: how it is made, and checks on states of any kind."""
 
 from collections.abc import Callable
 from functools import partial
@@ -44,6 +44,10 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     model_state: "chex.ArrayTree"
     key: "chex.PRNGKey"
+
+    def __repr__(self) -> str:
+        fields = zip(self._fields, map(tree.summary, self), strict=True)
+        return f"TrainState({', '.join(f'{name}={text}' for name, text in fields)})"
 
 
 def init_state(
@@ -215,3 +219,87 @@ def _beside(state: TrainState, given: Any) -> TrainState:
 
 def _home(place: Sharding) -> Sharding:
     return NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
+
+
+def step_of(state: Any) -> int:
+    """Return the number of steps a state has done; 0 for a state without a `step`.
+
+    Raises:
+      ConfigError: if `step` is not a scalar, as in states stacked by `vmap`.
+    """
+    step = getattr(state, "step", 0)
+    if jnp.shape(step) != ():
+        raise ConfigError(
+            f"step: expected the state of one run, with a scalar step, got {tree.spell(step)}; "
+            "train stacked states in a loop of your own, as examples/ensemble.py does"
+        )
+    return int(step)
+
+
+def params_of(state: Any, default: Any) -> Any:
+    """Return the parameters of a state, or of each `TrainState` in a tree of several.
+
+    Args:
+      state: any state of a step.
+      default: what to return for a state without parameters.
+
+    >>> import jax, jax.numpy as jnp
+    >>> state = TrainState(0, {"w": 1.0}, (), (), jax.random.key(0))
+    >>> params_of({"actor": state, "critic": state, "played": jnp.ones(2)}, ())
+    {'actor': {'w': 1.0}, 'critic': {'w': 1.0}, 'played': None}
+    """
+    if hasattr(state, "params"):
+        return state.params
+    is_state = lambda node: isinstance(node, TrainState)
+    if not any(map(is_state, jax.tree.leaves(state, is_leaf=is_state))):
+        return default
+    params = lambda node: node.params if isinstance(node, TrainState) else None
+    return jax.tree.map(params, state, is_leaf=is_state)
+
+
+def strengthen(state: Any) -> Any:
+    """Make arrays of Python numbers and weakly typed leaves, as a step returns them.
+
+    >>> strengthen({"step": 0})["step"].weak_type
+    False
+    """
+
+    def strong(leaf: Any) -> Any:
+        return tree.strong(jnp.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf)
+
+    return jax.tree.map(strong, state)
+
+
+def is_available(state: Any) -> bool:
+    """Wait for a state and tell whether it exists: not donated, and its step did not fail."""
+    try:
+        jax.block_until_ready(state)
+    except RuntimeError:
+        return False
+    return True
+
+
+def has_nan(state: Any) -> bool:
+    """Whether a parameter is NaN. Infinities are allowed: some models mask with them."""
+    leaves = [leaf for leaf in jax.tree.leaves(params_of(state, ())) if tree.is_float(leaf)]
+    return bool(_any_nan(leaves))
+
+
+@jax.jit
+def _any_nan(leaves: list[Any]) -> jax.Array:
+    return jnp.array([jnp.isnan(leaf).any() for leaf in leaves] or [False]).any()
+
+
+def check_not_donated(state: Any) -> None:
+    """Refuse a state with a donated array.
+
+    Raises:
+      ConfigError: with the path of the first one.
+    """
+    for name, leaf in tree.named_leaves(state):
+        is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        if is_concrete and leaf.is_deleted():
+            raise ConfigError(
+                f"{name}, …: the arrays were donated to an earlier call and are gone; go on with "
+                "the state that it returned"
+            )

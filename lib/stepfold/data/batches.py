@@ -4,12 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from stepfold import tree
-from stepfold.data.cuts import Cuts, read_sizes
+from stepfold.data.cuts import Cuts, read_share, read_sizes
 from stepfold.data.indexed import Batches
 from stepfold.data.integers import read_integer
 from stepfold.data.order import Order
 from stepfold.data.reading import Making, Reading
-from stepfold.data.shares import read_share
 from stepfold.data.sources.kinds import is_stream, read_source
 from stepfold.data.sources.rows import ENDLESS
 from stepfold.data.sources.streams import Stream

@@ -4,12 +4,11 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from stepfold.data.cuts import Cut, Cuts
+from stepfold.data.cuts import Cut, Cuts, Share
 from stepfold.data.integers import read_integer
 from stepfold.data.order import Indices, Order
 from stepfold.data.reading import Reading
 from stepfold.data.resuming import check_position
-from stepfold.data.shares import Share
 from stepfold.data.sources.rows import ENDLESS, Where
 from stepfold.errors import DataError
 
@@ -88,6 +87,10 @@ class Batches:
     def get_state(self) -> dict[str, Any]:
         """Give the position, and what it is a position in, for JSON to hold."""
         return {"step": self._step, "pipeline": dict(self._pipeline)}
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """Return the position of the batch of a step, wherever the iteration is."""
+        return {**self.get_state(), "step": step}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go to a position that `get_state` gave.

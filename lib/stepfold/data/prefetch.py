@@ -4,7 +4,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import jax
 from jax.sharding import Mesh, Sharding
@@ -166,7 +166,9 @@ class Prefetch:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
+        if name == "state_at":  # where batches are a function of the step
+            return getattr(self._iterator, name)
         if name in ("get_state", "set_state"):
             raise _CannotResumeError(
                 f"prefetch: expected batches with get_state() and set_state(), to be resumed, got "

@@ -6,11 +6,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from stepfold.data.cuts import size_at
+from stepfold.data.cuts import Share, size_at
 from stepfold.data.integers import read_integer
 from stepfold.data.reading import Making
 from stepfold.data.resuming import check_position
-from stepfold.data.shares import Share
 from stepfold.data.sources.streams import Stream
 from stepfold.errors import DataError
 

@@ -44,12 +44,12 @@ class CompiledStep:
     ((3,), True)
     """
 
-    __slots__ = ("__weakref__", "_run", "batch", "compiled", "state", "step", "trains")
+    __slots__ = ("__weakref__", "_jitted", "_run", "batch", "compiled", "state", "step", "trains")
 
     def __init__(
         self,
         step: Callable[[Any, Any], Any],
-        jitted: Callable[[Any, Any], Any],
+        jitted: Any,
         compiled: jax.stages.Compiled,
         state: Any,
         batch: Any,
@@ -57,7 +57,7 @@ class CompiledStep:
         trains: bool,
     ) -> None:
         self.step, self.compiled, self.state, self.batch = step, compiled, state, batch
-        self.trains, self._run = trains, jitted
+        self.trains, self._run, self._jitted = trains, jitted, jitted
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Run the step."""
@@ -76,6 +76,14 @@ class CompiledStep:
         # weak types, which it would let pass, have to be looked for from here.
         self._run = self._looked_at
         return self._run(state, batch)
+
+    def is_current(self, state: Any, batch: Any) -> bool:
+        """Whether jax would run this program for the arguments under its present settings."""
+        try:
+            self._jitted.trace(state, batch)
+        except _WouldTraceError:
+            return False
+        return True
 
     def _looked_at(self, state: Any, batch: Any) -> Any:
         forms, leaves = jax.tree.leaves((self.state, self.batch)), jax.tree.leaves((state, batch))
@@ -155,11 +163,10 @@ def compile_step(
             "compile_step: expected a step (state, batch) -> ..., neither jitted nor compiled, got "
             f"{tree.spell(step)}; give what sf.make_train_step made, as it is"
         )
-    cache = check_cache(compilation_cache)
+    cache = None if compilation_cache is None else check_cache(compilation_cache)
     given, (state, batch) = batch, placed(state, batch, sharding)
-    made = jax.eval_shape(step, state, batch)
-    trains = isinstance(made, tuple) and len(made) == 2 and _is_alike(state, made[0])
     places = jax.tree.map(lambda leaf: leaf.sharding, (state, batch))
+    example = in_guise_of(given, batch)
     open_for: list[None] = [None]
 
     def traced_once(state: Any, batch: Any) -> Any:
@@ -167,15 +174,20 @@ def compile_step(
             raise _WouldTraceError
         return step(state, batch)
 
-    jitted = jax.jit(
-        traced_once,
-        in_shardings=places,
-        out_shardings=(places[0], None) if trains else None,
-        donate_argnums=0 if trains and donate else (),
-    )
-    lowered = jitted.lower(state, in_guise_of(given, batch))
+    with jax.disable_jit(False):  # calls under disable_jit are eager, but not this program
+        # jax keeps what it traces of a function object for arguments of one form, so that lower
+        # finds what eval_shape has traced.
+        output = jax.eval_shape(traced_once, state, example)
+        trains = isinstance(output, tuple) and len(output) == 2 and _is_alike(state, output[0])
+        jitted = jax.jit(
+            traced_once,
+            in_shardings=places,
+            out_shardings=(places[0], None) if trains else None,
+            donate_argnums=0 if trains and donate else (),
+        )
+        lowered = jitted.lower(state, example)
     try:
-        compiled = compile_cached(lowered, cache)
+        compiled = lowered.compile() if cache is None else compile_cached(lowered, cache)
     except RuntimeError as error:
         if not is_exhausted(error):
             raise
@@ -196,7 +208,7 @@ def _is_gone(leaf: Any) -> bool:
 
 
 def _is_looked_into(*arguments: Any) -> bool:
-    """Tell whether jax needs the step itself: to trace it, or to find where a NaN comes from."""
+    """Whether jax needs the step itself: to trace it, to run it eagerly, or to locate a NaN."""
     settings: Any = jax.config
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
-    return traced or bool(settings.jax_debug_nans)
+    return traced or bool(settings.jax_disable_jit) or bool(settings.jax_debug_nans)

@@ -1,4 +1,4 @@
-"""What `python -m stepfold.loop` does: write the page of a run, or one that compares several."""
+"""The command line: `python -m stepfold.loop report` writes the page of a run, or compares runs."""
 
 import argparse
 import sys
@@ -6,52 +6,57 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stepfold.errors import ConfigError, DataError
-from stepfold.loop.record import replace
-from stepfold.loop.report.page import render
-from stepfold.loop.report.reading import read_run
+from stepfold.loop.report.read import read_run
+from stepfold.loop.report.render import render
+from stepfold.loop.run_info import replace_file
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; give the exit code: 1 where something is damaged, 2 for a wrong question."""
+    """Run the command line.
+
+    Returns:
+      The exit code: 1 if a file is damaged, 2 if an argument is wrong.
+    """
     parser = argparse.ArgumentParser(
-        prog="python -m stepfold.loop", description="Look at runs that fit has made."
+        prog="python -m stepfold.loop", description="Look at runs of fit."
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    text = "write the page of a run, or one page that compares several"
+    text = "write report.html and metrics.csv of a run, or one page that compares several runs"
     report = verbs.add_parser("report", help=text, description=text)
-    report.add_argument("runs", nargs="+", metavar="RUN_DIR", help="what was given as run_dir")
+    report.add_argument("runs", nargs="+", metavar="RUN_DIR", help="a run_dir of fit")
     report.add_argument(
         "--out",
         metavar="FILE",
-        help="the page; if left out, report.html in the directory of the run or, of several runs, "
-        "in the one that holds the first",
+        help="the page to write, and nothing else (default: report.html in the directory of the "
+        "run or, for several runs, in the parent directory of the first)",
     )
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        print(_report(asked.runs, asked.out))  # noqa: T201  this is a command
+        print(_report(options.runs, options.out))  # noqa: T201  this is a command
     except (ConfigError, DataError, OSError) as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 1 if isinstance(error, DataError) else 2
     return 0
 
 
-def _report(given: Sequence[str], out: str | None) -> Path:
-    places = [_place(one) for one in dict.fromkeys(given)]
-    if out is not None:
-        path = Path(out)
-    else:
-        path = (places[0] if len(places) == 1 else places[0].parent) / "report.html"
+def _report(runs: Sequence[str], out: str | None) -> Path:
+    directories = list(dict.fromkeys(map(_run_directory, runs)))
+    is_single = len(directories) == 1
+    default = (directories[0] if is_single else directories[0].parent) / "report.html"
+    path = default if out is None else Path(out)
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--out: expected a file in a directory that is there, got {path}")
-    replace(path, render([read_run(place) for place in places]))
+        raise ConfigError(f"--out: expected a file in an existing directory, got {path}")
+    replace_file(path, render([read_run(directory) for directory in directories]))
+    if out is None and is_single:
+        from stepfold.loop.writers.jsonl import write_csv
+
+        write_csv(directories[0] / "metrics.jsonl", directories[0] / "metrics.csv")
     return path
 
 
-def _place(given: str) -> Path:
-    place = Path(given).resolve()
-    if not place.is_dir():
-        raise ConfigError(
-            f"{given}: expected the directory of a run, got "
-            f"{'a file' if place.exists() else 'nothing there'}; look at the path"
-        )
-    return place
+def _run_directory(name: str) -> Path:
+    path = Path(name).resolve()
+    if not path.is_dir():
+        kind = "a file" if path.exists() else "a path that does not exist"
+        raise ConfigError(f"{name}: expected the directory of a run, got {kind}; check the path")
+    return path

@@ -1,4 +1,4 @@
-"""Measuring a state on all of a dataset, exactly, whatever the batches are."""
+"""Evaluate a state on a whole dataset, exactly, however it is batched."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -8,37 +8,38 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from stepfold import tree
-from stepfold.core.donated import check_there
 from stepfold.core.signatures import spell_call, takes
+from stepfold.core.state import check_not_donated
+from stepfold.core.validation import check_count
 from stepfold.errors import ConfigError, DataError
 from stepfold.inspect.compiled import CompiledStep
-from stepfold.loop.feed import see_iterable
-from stepfold.loop.metrics import are_metrics, merged, values_of
+from stepfold.loop.data import check_batches
+from stepfold.loop.metrics import are_metrics, merge_metrics, metric_values
 from stepfold.sharding.placement import shard_batch
 
 if TYPE_CHECKING:
     from clu.metrics import Metric
 
-_AT_ONCE = 64  # results that wait on the device before they are fetched together
+_MERGE_EVERY = 64  # results that are kept on the device before they are fetched together
 
 
 def evaluate(
     eval_step: Callable[[Any, Any], Mapping[str, "Metric"]], state: Any, batches: Iterable[Any]
 ) -> dict[str, float]:
-    """Measure a state on batches, as one number a metric.
+    """Evaluate a state on batches; return one number for each metric.
 
-    Totals and weights are merged, never means of batches, and added up in float64. So it makes no
-    difference how the examples are batched, padded under a mask, or shared out over devices.
+    Totals and weights are merged, never the means of batches, and added up in float64. The result
+    does not depend on how the examples are batched, padded under a mask, or sharded.
 
     Args:
-      eval_step: what `make_eval_step` makes, jitted or not. It compiles once for each form of
-        batch: once, where the last is padded.
-      state: the state. Where it is on a mesh, batches of the host are spread over it.
-      batches: the batches, to the end of which it goes.
+      eval_step: what `make_eval_step` returns, jitted or not. It compiles once for each shape of
+        batch: once in all if the last batch is padded.
+      state: the state. If it is on a mesh, batches on the host are sharded over the mesh.
+      batches: the batches; all of them are used.
 
     Raises:
-      ConfigError: if the batches are none, or are known to have no end, if the state was donated,
-        or if what the step gives is no metrics.
+      ConfigError: if `batches` is not an iterable of batches or has no end, if the state was
+        donated, or if the step does not return metrics.
       DataError: if there is no batch.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
@@ -48,45 +49,45 @@ def evaluate(
     >>> sf.evaluate(measure, state, sf.batches(data, 4, epochs=1, remainder="pad"))
     {'loss': 4.5}
     """
-    see_iterable(batches)
+    check_batches(batches)
     ready = isinstance(eval_step, CompiledStep) or hasattr(eval_step, "lower")
     step = eval_step if ready else jax.jit(eval_step)
-    check_there(state)
+    check_not_donated(state)
     if getattr(batches, "endless", False):
         raise ConfigError(
-            f"evaluate: expected batches that end, got {tree.spell(batches)} for ever; give "
+            f"evaluate: expected batches that end, got {tree.spell(batches)} without an end; give "
             "sf.batches(…, epochs=1)"
         )
     mesh = mesh_of(state)
-    seen: list[Any] = []
+    metrics: list[Any] = []
     for batch in batches:
         if mesh is not None and not is_placed(batch):
             batch = shard_batch(batch, mesh)
-        seen.append(_checked(step(state, batch)))
-        if len(seen) == _AT_ONCE:
-            seen = [merged(seen)]
-    if not seen:
+        metrics.append(_check_metrics(step(state, batch)))
+        if len(metrics) == _MERGE_EVERY:
+            metrics = [merge_metrics(metrics)]
+    if not metrics:
         raise DataError(
-            "evaluate: expected at least one batch, got none; batches that were gone through once "
-            "are made anew for each evaluation"
+            "evaluate: expected at least one batch, got none; an iterator that was used up has to "
+            "be made again for each evaluation"
         )
-    return values_of(merged(seen))
+    return metric_values(merge_metrics(metrics))
 
 
 def mesh_of(state: Any) -> Mesh | None:
-    """Give the mesh of several devices that a state is on, if there is one."""
-    places = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
-    meshes = {place.mesh for place in places if isinstance(place, NamedSharding)}
+    """Return the mesh of several devices that a state is on, or None."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
+    meshes = {sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)}
     large = [mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size > 1]
     return large[0] if large else None
 
 
 def is_placed(batch: Any) -> bool:
-    """Tell whether a batch was put where it belongs already."""
+    """Whether a batch was placed on devices on purpose."""
     return any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(batch))
 
 
-def _checked(metrics: Any) -> Any:
+def _check_metrics(metrics: Any) -> Any:
     if not are_metrics(metrics):
         raise ConfigError(
             f"evaluate: expected metrics by name from the step, got {tree.spell(metrics)}; make it "
@@ -97,15 +98,17 @@ def _checked(metrics: Any) -> Any:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Say what is measured in the course of a run, on what, and when.
+    """What `fit` evaluates during a run, on which data, and when.
+
+    Every evaluation is made at the end of the run as well.
 
     Attributes:
-      measure: an `EvalFn`; or, without batches, any function of the state that gives numbers by
-        name: one that generates text and counts what is right, say.
-      batches: a function that makes the batches anew for each evaluation.
-      every: the steps from one evaluation to the next; None is at the end of the run alone.
-      every_epochs: the epochs from one to the next.
-      name: what the metrics are called by, as in `eval/loss`.
+      measure: an `EvalFn`; or, without batches, any function of the state that returns numbers by
+        name, such as one that generates text and scores it.
+      batches: a function that makes the batches for each evaluation.
+      every: evaluate every so many steps; None is at the end of the run only.
+      every_epochs: evaluate every so many epochs of the training data.
+      name: the prefix of the metrics, as in `eval/loss`, and the `kind` of the events.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> state = sf.init_state({"w": jnp.ones(())}, optax.sgd(0.1), jax.random.key(0))
@@ -129,16 +132,16 @@ class Evaluation:
             raise ConfigError(f"measure: expected a function, got {tree.spell(self.measure)}")
         if self.batches is not None and not callable(self.batches):
             raise ConfigError(
-                "batches: expected a function that makes the batches anew for each evaluation, got "
+                "batches: expected a function that makes the batches for each evaluation, got "
                 f"{tree.spell(self.batches)}; give lambda: sf.batches(…, epochs=1, "
                 'remainder="pad")'
             )
         for field in ("every", "every_epochs"):
             value = getattr(self, field)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{field}: expected an integer of at least 1, got {value!r}")
+            if value is not None:
+                check_count(field, value)
         if not isinstance(self.name, str) or self.name.splitlines() != [self.name]:
-            raise ConfigError(f"name: expected a text of one line, got {self.name!r}")
+            raise ConfigError(f"name: expected a string of one line, got {self.name!r}")
         wanted = "state" if self.batches is None else "state, batch"
         if not takes(self.measure, 1 + (self.batches is not None)):
             raise ConfigError(
@@ -148,11 +151,13 @@ class Evaluation:
             )
 
     def __call__(self, state: Any) -> dict[str, float]:
-        """Measure a state."""
+        """Evaluate a state."""
         if self.batches is None:
-            said = self.measure(state)
-            if not isinstance(said, Mapping):
-                raise ConfigError(f"{self.name}: expected numbers by name, got {tree.spell(said)}")
-            return values_of(said, f"{self.name}/")
-        found = evaluate(self.measure, state, self.batches())
-        return {f"{self.name}/{name}": value for name, value in found.items()}
+            metrics = self.measure(state)
+            if not isinstance(metrics, Mapping):
+                raise ConfigError(
+                    f"{self.name}: expected numbers by name, got {tree.spell(metrics)}"
+                )
+            return metric_values(metrics, f"{self.name}/")
+        metrics = evaluate(self.measure, state, self.batches())
+        return {f"{self.name}/{name}": value for name, value in metrics.items()}

@@ -1,73 +1,165 @@
-"""Metrics on their way to a person: merged exactly, and read as numbers.
+"""Metrics on their way from the device: buffered, merged exactly, and read as numbers.
 
-A total and a weight are added up in float64 and in whole numbers on the host, where a long
-evaluation loses no digits; any other metric merges as its own class says, on the device.
+Totals and weights are added up in float64 and whole numbers on the host, where a long evaluation
+loses no digits. Any other metric merges as its class says.
 """
 
 import functools
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from stepfold import tree
 from stepfold.errors import ConfigError
 
 if TYPE_CHECKING:
     from clu.metrics import Metric
 
-_WIDE = {"i": np.int64, "u": np.uint64, "b": np.int64}
+_SUM_DTYPES = {"i": np.int64, "u": np.uint64, "b": np.int64}
 
 
-def are_metrics(value: Any) -> bool:
-    """Tell whether what a step gave is metrics by name."""
-    from clu.metrics import Metric
+class Interval(NamedTuple):
+    """The metrics of the steps between two log points.
 
-    return isinstance(value, Mapping) and all(isinstance(one, Metric) for one in value.values())
-
-
-def merged(metrics: Sequence[Mapping[str, "Metric"]]) -> dict[str, Any]:
-    """Merge what several steps or batches said, each a dict of the same metrics.
-
-    >>> import jax.numpy as jnp, stepfold as sf
-    >>> seen = [{"loss": sf.mean(jnp.array([1.0, 3.0]))}, {"loss": sf.mean(jnp.array([8.0]))}]
-    >>> values_of(merged(seen))
-    {'loss': 4.0}
+    Attributes:
+      step: the last step.
+      metrics: the metrics, merged over the steps.
+      per_step: the metrics of each step.
+      weights: their weights; 0 where a step has seen nothing.
+      time: when the last step was done, or dispatched if it was done before it was read.
     """
-    host: Any = jax.device_get(list(metrics))
-    first = host[0]
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *host)
-    return {name: over_steps(stacked[name]) for name in first}
+
+    step: int
+    metrics: Mapping[str, float]
+    per_step: Mapping[str, np.ndarray]
+    weights: Mapping[str, np.ndarray]
+    time: float
 
 
-def over_steps(stacked: Any) -> Any:
-    """Merge a metric whose leaves have a leading axis of steps."""
-    if _adds_up(stacked):
-        return jax.tree.map(_sum, stacked)
-    count = len(jax.tree.leaves(stacked)[0])
-    steps = [jax.tree.map(lambda leaf, k=k: leaf[k], stacked) for k in range(count)]
-    return functools.reduce(lambda one, other: one.merge(other), steps)
+class _Closed(NamedTuple):
+    """An interval that is over and not read: its last step, metrics restored, dispatched, time."""
+
+    step: int
+    restored: list[Any] | None
+    packed: list[Any]
+    time: float
 
 
-def _adds_up(metric: Any) -> bool:
-    """Tell whether merging is adding, and so can be done in more digits than the device has."""
-    from clu.metrics import Average
+class MetricBuffer:
+    """Metrics of dispatched steps, buffered until their interval is logged.
 
-    return _is_sum(metric) or (isinstance(metric, Average) and type(metric).merge is Average.merge)
+    Nothing is read from the device before an interval is taken. The buffer is part of a checkpoint,
+    so that an interval that a stop cut in two is logged whole after a resume.
+
+    Attributes:
+      closed: the intervals that wait to be logged.
+    """
+
+    def __init__(self, unpack: Callable[[Sequence[Any]], Any]) -> None:
+        """Initialize.
+
+        Args:
+          unpack: turns what steps returned into metrics on the host, with a leading axis of steps.
+        """
+        self._unpack = unpack
+        self._open: list[Any] = []
+        self._restored: list[Any] | None = None  # leaves of the steps before a resume
+        self._restored_values: Any = None  # the same as numbers, if no step tells their structure
+        self.closed: list[_Closed | Interval] = []
+
+    def append(self, packed: Any) -> None:
+        """Add what a call of the step returned."""
+        self._open.append(packed)
+
+    def close_interval(self, step: int) -> None:
+        """End the interval at a step; a no-op if it is empty."""
+        now = time.perf_counter()
+        if self._open:
+            self.closed.append(_Closed(step, self._restored, self._open, now))
+        elif self._restored_values is not None:
+            self.closed.append(Interval(step, *_from_json(self._restored_values), now))
+        self._open, self._restored, self._restored_values = [], None, None
+
+    def take(self, until: int) -> Iterator[Interval]:
+        """Yield the intervals that ended at or before a step.
+
+        An interval is removed when the next one is asked for, so that one whose logging fails is
+        yielded again.
+        """
+        while self.closed and self.closed[0].step <= until:
+            first = self.closed[0]
+            yield first if isinstance(first, Interval) else self._read(first)
+            self.closed.pop(0)
+
+    def _read(self, closed: _Closed) -> Interval:
+        was_done = _is_done(closed.packed)
+        stacked = self._stack(closed.restored, closed.packed)
+        done_at = closed.time if was_done else time.perf_counter()
+        return Interval(closed.step, *read_interval(stacked), done_at)
+
+    def _stack(self, restored: list[Any] | None, packed: list[Any]) -> Any:
+        if restored is None:
+            return self._unpack(packed)
+        leaves, structure = jax.tree.flatten(self._unpack(packed))
+        whole = [np.concatenate(pair) for pair in zip(restored, leaves, strict=True)]
+        return jax.tree.unflatten(structure, whole)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return all metrics that were not logged yet."""
+        leaves, values = self._restored or [], self._restored_values
+        if self._open:
+            stacked = self._stack(self._restored, self._open)
+            leaves, values = jax.tree.leaves(stacked), _to_json(*read_interval(stacked))
+        closed = [x if isinstance(x, Interval) else self._read(x) for x in self.closed]
+        return {
+            "leaves": [_encode(np.asarray(leaf)) for leaf in leaves],
+            "values": values,
+            "closed": [[interval.step, *_to_json(*interval[1:4])] for interval in closed],
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue with the metrics of a checkpoint."""
+        self._restored = [_decode(leaf) for leaf in state["leaves"]] or None
+        self._restored_values, now = state["values"], time.perf_counter()
+        self.closed = [Interval(step, *_from_json(rest), now) for step, *rest in state["closed"]]
 
 
-def _sum(leaf: Any) -> Any:
-    kind = np.asarray(leaf).dtype.kind
-    with np.errstate(invalid="ignore"):  # infinities of both signs are NaN, and are shown as it
-        return np.sum(leaf, axis=0, dtype=_WIDE.get(kind, np.float64))
+def _is_done(packed: list[Any]) -> bool:
+    """Whether the device has finished the last call."""
+    arrays: list[Any] = [x for x in jax.tree.leaves(packed[-1:]) if isinstance(x, jax.Array)]
+    return all(array.is_ready() for array in arrays[:1])
 
 
-class PerStep(Mapping[str, np.ndarray]):
-    """What metrics were step by step, each read when it is asked for: most are not, at most times.
+def _to_json(*mappings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{name: np.asarray(x).tolist() for name, x in values.items()} for values in mappings]
+
+
+def _from_json(values: Sequence[Mapping[str, Any]]) -> tuple[Any, Any, Any]:
+    metrics, *rows = values
+    per_step, weights = ({name: np.asarray(x) for name, x in row.items()} for row in rows)
+    return metrics, per_step, weights
+
+
+def _encode(leaf: np.ndarray) -> list[Any]:
+    return [str(leaf.dtype), list(leaf.shape), np.ascontiguousarray(leaf).tobytes()]
+
+
+def _decode(encoded: Sequence[Any]) -> np.ndarray:
+    dtype, shape, content = encoded
+    return np.frombuffer(content, jnp.dtype(dtype)).reshape(shape)
+
+
+class PerStepMetrics(Mapping[str, np.ndarray]):
+    """Metrics step by step, each computed when it is first looked up.
 
     >>> from clu.metrics import Average
     >>> stacked = {"loss": Average(total=np.array([2.0, 9.0]), count=np.array([1.0, 3.0]))}
-    >>> PerStep(stacked, each_of, "train/")["train/loss"]
+    >>> PerStepMetrics(stacked, per_step_values, "train/")["train/loss"]
     array([2., 3.])
     """
 
@@ -77,18 +169,17 @@ class PerStep(Mapping[str, np.ndarray]):
         read: Callable[[Any], np.ndarray | None],
         prefix: str = "",
     ) -> None:
-        """Say of which metrics, with a leading axis of steps, and what is read of each."""
         self._stacked = {prefix + name: metric for name, metric in stacked.items()}
         self._read = read
-        self._known: dict[str, np.ndarray | None] = {}
+        self._values: dict[str, np.ndarray | None] = {}
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._known:
-            self._known[name] = self._read(self._stacked[name])
-        found = self._known[name]
-        if found is None:
+        if name not in self._values:
+            self._values[name] = self._read(self._stacked[name])
+        value = self._values[name]
+        if value is None:
             raise KeyError(name)
-        return found
+        return value
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._stacked if name in self)
@@ -97,48 +188,93 @@ class PerStep(Mapping[str, np.ndarray]):
         return sum(1 for _ in self)
 
 
-def read_interval(stacked: Mapping[str, Any]) -> tuple[dict[str, float], PerStep, PerStep]:
-    """Read train metrics with a leading axis of steps: merged, step by step, and the weights."""
+def read_interval(stacked: Mapping[str, Any]) -> tuple[dict[str, float], Any, Any]:
+    """Read train metrics with a leading axis of steps: merged, per step, and their weights."""
     merged = {
-        name: _mean(metric, _sum) if _is_mean(metric) and _adds_up(metric) else over_steps(metric)
+        name: _mean(metric, _sum) if _is_mean(metric) and _is_additive(metric) else _merge(metric)
         for name, metric in stacked.items()
     }
-    each, weights = (PerStep(stacked, read, "train/") for read in (each_of, weights_of))
-    return values_of(merged, "train/"), each, weights
+    values = PerStepMetrics(stacked, per_step_values, "train/")
+    weights = PerStepMetrics(stacked, per_step_weights, "train/")
+    return metric_values(merged, "train/"), values, weights
 
 
-def each_of(stacked: Any) -> np.ndarray | None:
-    """Read a metric with a leading axis of steps step by step, if it is of totals and weights."""
+def per_step_values(stacked: Any) -> np.ndarray | None:
+    """Read a metric of totals and weights step by step; None for other metrics."""
     from clu.metrics import Average
 
-    adds = _is_sum(stacked) or type(stacked) is Average
-    return np.asarray(value_of(stacked)) if adds else None
+    additive = _is_term_sum(stacked) or type(stacked) is Average
+    return np.asarray(metric_value(stacked)) if additive else None
 
 
-def weights_of(stacked: Any) -> np.ndarray | None:
-    """Read the weights step by step: 0 where a metric has seen nothing, as in a skipped step."""
+def per_step_weights(stacked: Any) -> np.ndarray | None:
+    """Read the weights step by step; 0 where a metric has seen nothing, as in a skipped step."""
     from clu.metrics import Average
 
-    terms = stacked.terms.values() if _is_sum(stacked) else [stacked]
+    terms = stacked.terms.values() if _is_term_sum(stacked) else [stacked]
     if not all(isinstance(term, Average) for term in terms):
         return None
     return np.asarray(np.max([np.asarray(term.count) for term in terms], axis=0))
 
 
-def values_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def are_metrics(value: Any) -> bool:
+    """Whether a value is metrics by name, as a step returns them."""
+    from clu.metrics import Metric
+
+    return isinstance(value, Mapping) and all(isinstance(m, Metric) for m in value.values())
+
+
+def merge_metrics(metrics: Sequence[Mapping[str, "Metric"]]) -> dict[str, Any]:
+    """Merge the metrics of several steps or batches exactly.
+
+    >>> import jax.numpy as jnp, stepfold as sf
+    >>> seen = [{"loss": sf.mean(jnp.array([1.0, 3.0]))}, {"loss": sf.mean(jnp.array([8.0]))}]
+    >>> metric_values(merge_metrics(seen))
+    {'loss': 4.0}
+    """
+    host: Any = jax.device_get(list(metrics))
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *host)
+    return {name: _merge(stacked[name]) for name in host[0]}
+
+
+def _merge(stacked: Any) -> Any:
+    """Merge a metric whose leaves have a leading axis of steps."""
+    if _is_additive(stacked):
+        return jax.tree.map(_sum, stacked)
+    count = len(jax.tree.leaves(stacked)[0])
+    steps = [jax.tree.map(lambda leaf, k=k: leaf[k], stacked) for k in range(count)]
+    return functools.reduce(lambda merged, metric: merged.merge(metric), steps)
+
+
+def _is_additive(metric: Any) -> bool:
+    """Whether merging is adding, and so can be done with more digits than on the device."""
+    from clu.metrics import Average
+
+    is_average = isinstance(metric, Average) and type(metric).merge is Average.merge
+    return _is_term_sum(metric) or is_average
+
+
+def _sum(leaf: Any) -> Any:
+    kind = np.asarray(leaf).dtype.kind
+    with np.errstate(invalid="ignore"):  # infinities of both signs add up to NaN
+        return np.sum(leaf, axis=0, dtype=_SUM_DTYPES.get(kind, np.float64))
+
+
+def metric_values(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Read merged metrics as numbers; a metric of several numbers gets a name for each.
 
     Raises:
-      ConfigError: if a metric is no number, and no dict or array of them, or its name not one line.
+      ConfigError: if a metric is not a number, a dict or an array of them, or its name has several
+        lines.
     """
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, metric in metrics.items():
-        _spread(f"{prefix}{name}", value_of(metric), found)
-    return found
+        _flatten(f"{prefix}{name}", metric_value(metric), values)
+    return values
 
 
-def value_of(metric: Any) -> Any:
-    """Read one metric; NaN, where it has seen nothing."""
+def metric_value(metric: Any) -> Any:
+    """Read one metric; NaN if it has seen nothing."""
     from clu.metrics import Metric
 
     if _is_mean(metric):
@@ -146,7 +282,7 @@ def value_of(metric: Any) -> Any:
     return metric.compute() if isinstance(metric, Metric) else metric
 
 
-def _is_sum(metric: Any) -> bool:
+def _is_term_sum(metric: Any) -> bool:
     from stepfold.core.report import TermSum
 
     return isinstance(metric, TermSum)
@@ -155,44 +291,84 @@ def _is_sum(metric: Any) -> bool:
 def _is_mean(metric: Any) -> bool:
     from clu.metrics import Average
 
-    return _is_sum(metric) or (
-        isinstance(metric, Average) and type(metric).compute is Average.compute
-    )
+    is_average = isinstance(metric, Average) and type(metric).compute is Average.compute
+    return _is_term_sum(metric) or is_average
 
 
 def _mean(metric: Any, add: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """Divide totals by weights, after they are added up; what was not seen is left out of sums."""
-    if not _is_sum(metric):
-        return _over(add(metric.total), add(metric.count))
+    """Divide totals by weights after adding them up; terms that have seen nothing are left out."""
+    if not _is_term_sum(metric):
+        return _divide(add(metric.total), add(metric.count))
     counts = [add(term.count) for term in metric.terms.values()]
-    means = [
-        _over(add(term.total), n) for term, n in zip(metric.terms.values(), counts, strict=True)
-    ]
+    totals = [add(term.total) for term in metric.terms.values()]
+    means = [_divide(total, count) for total, count in zip(totals, counts, strict=True)]
     seen = [np.not_equal(count, 0) for count in counts]
-    if len(means) == 1:  # as most losses are
+    if len(means) == 1:  # most losses have one term
         return np.where(seen[0], means[0], np.nan)
     return np.where(np.any(seen, 0), np.where(seen, means, 0).sum(0), np.nan)
 
 
-def _over(total: Any, count: Any) -> Any:
+def _divide(total: Any, count: Any) -> Any:
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.divide(total, count, dtype=np.float64)
 
 
-def _spread(name: str, value: Any, found: dict[str, float]) -> None:
+def _flatten(name: str, value: Any, values: dict[str, float]) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            _spread(f"{name}/{key}", inner, found)
+            _flatten(f"{name}/{key}", inner, values)
     elif type(value) is not float and np.ndim(value):
+        if np.ndim(value) > 1:
+            warnings.warn(
+                f"{name}: expected a number or a vector, got {tree.spell(value)}, which is logged "
+                f"as {np.size(value)} numbers {name}/0 and so on; return a dict of numbers by name",
+                stacklevel=2,
+            )
         for index, inner in enumerate(np.ravel(value)):
-            _spread(f"{name}/{index}", inner, found)
-    elif name.splitlines() != [name]:  # no table has a place for it
-        raise ConfigError(
-            f"metrics: expected names of one line each, got {name!r}; give it another"
-        )
+            _flatten(f"{name}/{index}", inner, values)
+    elif name.splitlines() != [name]:  # a table has no place for it
+        raise ConfigError(f"metrics: expected names of one line, got {name!r}; rename it")
     else:
         try:
-            found[name] = float(value)
+            values[name] = float(value)
         except (TypeError, ValueError, OverflowError):
             text = str(value) if isinstance(value, str) else value
             raise ConfigError(f"{name}: expected a number, got {text!r}") from None
+
+
+class Curve(list[float]):
+    """The values of one metric; `steps` has the step of each.
+
+    >>> curve = Curve()
+    >>> curve.add(10, 0.5)
+    >>> curve, curve.steps
+    ([0.5], [10])
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+    def add(self, step: int, value: float) -> None:
+        """Add a value, unless there is one of this step or a later one."""
+        if not self.steps or step > self.steps[-1]:
+            self.steps.append(step)
+            self.append(value)
+
+
+class History(dict[str, Curve]):
+    """The curve of each metric by name.
+
+    >>> history = History()
+    >>> history.add(10, {"train/loss": 0.5})
+    >>> history["train/loss"]
+    [0.5]
+    """
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a step."""
+        for name, value in metrics.items():
+            curve = self.get(name)
+            if curve is None:
+                curve = self[name] = Curve()
+            curve.add(step, float(value))

@@ -1,4 +1,4 @@
-"""How far a run is, and whether it gets anywhere."""
+"""Progress bars and lines of JSON."""
 
 import io
 import json
@@ -7,6 +7,11 @@ import jax
 import pytest
 
 import stepfold as sf
+from stepfold.loop.hooks import progress as module
+from stepfold.loop.hooks.base import Event
+from stepfold.loop.hooks.progress import progress
+
+BARS = ["tqdm", "rich"]
 
 
 class Terminal(io.StringIO):
@@ -14,91 +19,193 @@ class Terminal(io.StringIO):
         return True
 
 
-def train(step, loss, **more):
-    return sf.Event(step, 40, {"train/loss": loss, **more}, None)
+def train(step, loss, total=40, time=None, **more):
+    return Event(step, total, {"train/loss": loss, **more}, None, time=time)
+
+
+def evaluation(step, total=40, **metrics):
+    return Event(step, total, metrics, None, kind="eval")
 
 
 def printed(file):
-    return [json.loads(line) for line in file.getvalue().splitlines()]
+    return [json.loads(line, parse_constant=pytest.fail) for line in file.getvalue().splitlines()]
 
 
-def shown(*events, **options):
+def lines(*events, step=0, total=40, **options):
     file = io.StringIO()
-    hook = sf.progress("json", file=file, **options)
-    hook.open(0, 40)
+    hook = progress("json", file=file, **options)
+    hook.open(step, total)
     for event in events:
         assert hook(event) is None
     hook.close()
     return printed(file)
 
 
+def test_it_provides_no_numbers_and_cannot_stop():
+    assert progress("json").provides == ()
+    assert not progress("json").can_stop
+
+
+# The running average
+
+
 def test_the_loss_is_a_running_average_over_about_so_many_steps():
-    losses = [line["loss"] for line in shown(train(1, 1.0), train(2, 4.0), over=2)]
+    losses = [line["loss"] for line in lines(train(1, 1.0), train(2, 4.0), over=2)]
     assert losses == [1.0, pytest.approx((0.25 * 1 + 0.5 * 4) / 0.75)]
-    (*_, last) = shown(*[train(10 * n, 1.0 if n < 3 else 7.0) for n in range(1, 30)], over=10)
+    (*_, last) = lines(*[train(10 * n, 1.0 if n < 3 else 7.0) for n in range(1, 30)], over=10)
     assert last["loss"] == pytest.approx(7.0, abs=1e-6)
 
 
-def test_an_interval_weighs_as_its_steps_do():
-    steps = shown(train(1, 5.0), *[train(1 + n, 2.0) for n in range(1, 11)])
-    once = shown(train(1, 5.0), train(11, 2.0))
+def test_an_interval_is_weighted_by_its_steps():
+    steps = lines(train(1, 5.0), *[train(1 + n, 2.0) for n in range(1, 11)])
+    once = lines(train(1, 5.0), train(11, 2.0))
     assert once[-1]["loss"] == pytest.approx(steps[-1]["loss"])
 
 
-def test_an_evaluation_in_an_interval_does_not_cut_it_short():
-    plain = shown(train(10, 5.0), train(20, 2.0))
-    between = shown(train(10, 5.0), sf.Event(19, 40, {"eval/loss": 1.0}, None), train(20, 2.0))
-    assert between[-1]["loss"] == plain[-1]["loss"]
+def test_an_evaluation_within_an_interval_does_not_shorten_it():
+    plain = lines(train(10, 5.0), train(20, 2.0))
+    # A hook may add numbers of any name to an evaluation.
+    between = evaluation(19, **{"eval/loss": 1.0, "train/loss": 99.0})
+    assert lines(train(10, 5.0), between, train(20, 2.0))[-1]["loss"] == plain[-1]["loss"]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_does_not_enter_the_average(bad):
-    assert [line["loss"] for line in shown(train(10, 2.0), train(20, bad))] == [2.0, 2.0]
-    assert "loss" not in shown(train(10, bad))[0]
+def test_nan_and_inf_do_not_enter_the_average(bad):
+    assert [line["loss"] for line in lines(train(10, 2.0), train(20, bad))] == [2.0, 2.0]
+    assert "loss" not in lines(train(10, bad))[0]
 
 
 def test_the_average_survives_a_resume():
-    whole = sf.progress("json", file=(file := io.StringIO()))
-    part = sf.progress("json", file=io.StringIO())
+    whole = progress("json", file=(file := io.StringIO()))
+    part = progress("json", file=io.StringIO())
     for hook in (whole, part):
         hook.open(0, 40)
         hook(train(10, 2.0))
         hook(train(20, 3.0))
     whole(train(30, 5.0))
-    again = sf.progress("json", file=(other := io.StringIO()))
-    again.set_state(json.loads(json.dumps(part.get_state())))
-    again.open(20, 40)
-    again(train(30, 5.0))
+    resumed = progress("json", file=(other := io.StringIO()))
+    resumed.set_state(json.loads(json.dumps(part.get_state())))
+    resumed.open(20, 40)
+    resumed(train(30, 5.0))
     assert printed(other)[-1]["loss"] == printed(file)[-1]["loss"]
 
 
-def test_the_average_of_another_metric_begins_anew_after_a_resume():
-    part = sf.progress("json", file=io.StringIO())
+def test_the_average_of_another_metric_starts_afresh_after_a_resume():
+    part = progress("json", file=io.StringIO())
     part.open(0, 40)
     part(train(10, 2.0))
-    again = sf.progress("json", average="train/norm", file=(other := io.StringIO()))
-    again.set_state(part.get_state())
-    again.open(10, 40)
-    again(sf.Event(20, 40, {"train/norm": 8.0}, None))
+    resumed = progress("json", average="train/norm", file=(other := io.StringIO()))
+    resumed.set_state(part.get_state())
+    resumed.open(10, 40)
+    resumed(Event(20, 40, {"train/norm": 8.0}, None))
     assert printed(other)[-1]["norm"] == 8.0
+
+
+def test_average_and_pace_start_afresh_in_the_next_run():
+    hook = progress("json", file=(file := io.StringIO()))
+    for loss in (8.0, 2.0):
+        hook.open(0, 40)
+        hook(train(10, loss, time=1.0))
+        hook(train(20, loss, time=2.0))
+        hook.close()
+    assert [line["loss"] for line in printed(file)] == [8.0, 8.0, 2.0, 2.0]
+    assert [line["steps_per_second"] for line in printed(file)] == [None, 10.0, None, 10.0]
+
+
+def test_without_a_run_it_opens_itself():
+    progress("json", file=(file := io.StringIO()))(train(10, 2.0))
+    assert printed(file)[0]["loss"] == 2.0
+
+
+# Lines of JSON
+
+
+def test_lines_are_json_and_hold_what_is_new():
+    nan = {"train/loss": float("inf"), "eval/loss": float("nan")}
+    first, second = lines(
+        Event(5, 20, {"train/loss": 0.5} | nan, None, time=2.0),
+        train(15, 0.5, total=20, time=6.0),
+        total=20,
+    )
+    assert first == {
+        "step": 5,
+        "total": 20,
+        "steps_per_second": None,
+        "seconds_left": None,
+        "train/loss": None,
+        "eval/loss": None,
+    }
+    assert second == {
+        "step": 15,
+        "total": 20,
+        "steps_per_second": 2.5,
+        "seconds_left": 2.0,
+        "loss": 0.5,
+        "train/loss": 0.5,
+    }
+
+
+def test_the_remaining_time_is_unknown_without_a_total():
+    (*_, last) = lines(train(5, 1.0, None, time=1.0), train(10, 1.0, None, time=2.0), total=None)
+    assert (last["steps_per_second"], last["seconds_left"], last["total"]) == (5.0, None, None)
 
 
 def test_metrics_are_chosen_by_name_or_pattern():
     event = train(10, 2.0, **{"train/accuracy": 0.5, "eval/loss": 3.0})
-    assert set(shown(event, metrics=())[0]) >= {"step", "loss"}
-    assert "train/accuracy" not in shown(event, metrics=("eval/*",))[0]
-    assert shown(event, metrics=("eval/*",))[0]["eval/loss"] == 3.0
-    assert shown(event)[0]["train/accuracy"] == 0.5
+    assert set(lines(event, metrics=())[0]) >= {"step", "loss"}
+    assert "train/accuracy" not in lines(event, metrics=("eval/*",))[0]
+    assert lines(event, metrics=("eval/*",))[0]["eval/loss"] == 3.0
+    assert lines(event)[0]["train/accuracy"] == 0.5
 
 
-@pytest.mark.parametrize("kind", ["tqdm", "rich"])
+def test_lines_go_to_stdout(capsys):
+    progress("json")(train(10, 2.0))
+    assert json.loads(capsys.readouterr().out)["loss"] == 2.0
+
+
+# Bars
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test turns, so that a bar is drawn when the test wants."""
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("kind", BARS)
+def test_a_bar_shows_step_total_rate_and_values_and_keeps_older_values(kind, clock):
+    hook = progress(kind, file=(terminal := Terminal()), over=1)
+    hook.open(5, 20)
+    hook(train(10, 0.123456, 20, time=1.0, **{"eval/loss": 2.0}))
+    clock[0] += 1
+    hook(train(15, 0.5, 20, time=3.0))
+    hook.close()
+    seen = terminal.getvalue()
+    for text in ("10/20", "15/20", "0.1235", "0.5", "step/s"):
+        assert text in seen
+    assert "eval/loss" in seen[seen.rindex("15/20") :]
+
+
+@pytest.mark.parametrize("kind", BARS)
+def test_a_bar_without_a_total_counts(kind):
+    hook = progress(kind, file=(terminal := Terminal()))
+    hook.open(0, None)
+    hook(train(7, 2.0, None))
+    hook(evaluation(7, None, **{"eval/loss": 3.0}))
+    hook.close()
+    assert "7" in terminal.getvalue()
+    assert "3" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("kind", BARS)
 def test_a_bar_shows_evaluations_and_ends_at_the_last_step(kind):
-    terminal = Terminal()
-    hook = sf.progress(kind, file=terminal)
+    hook = progress(kind, file=(terminal := Terminal()))
     hook.open(0, 40)
     hook(train(10, 2.0, **{"train/accuracy": 0.5}))
-    hook(sf.Event(10, 40, {"eval/loss": 0.75}, None))
-    for step in range(11, 41):  # faster than anything is drawn
+    hook(evaluation(10, **{"eval/loss": 0.75}))
+    for step in range(11, 41):  # faster than it is drawn
         hook(train(step, 2.0))
     hook.close()
     seen = terminal.getvalue()
@@ -108,25 +215,68 @@ def test_a_bar_shows_evaluations_and_ends_at_the_last_step(kind):
     assert seen.count("/40") < 20
 
 
-@pytest.mark.parametrize("kind", ["tqdm", "rich"])
-def test_it_is_quiet_where_there_is_no_terminal(kind, capsys):
-    hook = sf.progress(kind)
-    hook.open(0, 40)
-    hook(train(10, 2.0))
-    hook.close()
+@pytest.mark.parametrize("kind", BARS)
+def test_without_a_terminal_there_is_no_bar(kind, capsys):
+    hook = progress(kind, file=(file := io.StringIO()))
+    quiet = progress(kind)
+    for each in (hook, quiet):
+        each.open(0, 40)
+        each(train(10, 2.0))
+        each.close()
+    assert file.getvalue() == ""
     assert capsys.readouterr() == ("", "")
-    assert hook.get_state()["weight"] > 0
+    assert hook.get_state()["_weight"] > 0
+
+
+@pytest.mark.parametrize("kind", BARS)
+def test_what_is_printed_meanwhile_goes_to_stdout(kind, capsys):
+    hook = progress(kind, file=(terminal := Terminal()))
+    hook.open(0, 10)
+    print("hello")
+    hook.close()
+    assert capsys.readouterr().out == "hello\n"
+    assert "hello" not in terminal.getvalue()
+
+
+def test_a_notebook_has_a_bar_although_it_is_not_a_terminal(monkeypatch):
+    from tqdm import auto, notebook
+
+    class Widget(notebook.tqdm_notebook):
+        def __init__(self, **options):
+            calls.append(options)
+
+        def close(self):
+            calls.append("closed")
+
+    calls = []
+    monkeypatch.setattr(auto, "tqdm", Widget)
+    hook = progress("tqdm", file=io.StringIO())
+    hook.open(3, 10)
+    hook.close()
+    assert calls[0]["initial"] == 3
+    assert calls[1] == "closed"
 
 
 def test_of_several_processes_the_first_one_shows(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert shown(train(10, 2.0)) == []
+    assert lines(train(10, 2.0)) == []
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("kind", BARS)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(kind, monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    message = rf"expected {kind}, which is not installed; .* pip install 'stepfold\[{kind}\]'"
+    with pytest.raises(sf.ConfigError, match=message):
+        progress(kind)
 
 
 def test_arguments_are_checked():
     with pytest.raises(sf.ConfigError, match="metrics: expected names or patterns, .* str 'a'"):
-        sf.progress("json", metrics="a")
+        progress("json", metrics="a")
     with pytest.raises(sf.ConfigError, match="over: expected an integer of at least 1, got 0"):
-        sf.progress("json", over=0)
-    with pytest.raises(sf.ConfigError, match="progress: expected 'tqdm', 'rich' or 'json'"):
-        sf.progress("bar")
+        progress("json", over=0)
+    with pytest.raises(sf.ConfigError, match="expected 'tqdm', 'rich' or 'json', got 'bar'"):
+        progress("bar")

@@ -1,4 +1,4 @@
-"""How much a run gets done in its time."""
+"""The speed of a run, and the memory it takes."""
 
 import time
 
@@ -9,6 +9,8 @@ import optax
 import pytest
 
 import stepfold as sf
+from stepfold.loop.hooks.base import Event, may_stop
+from stepfold.loop.hooks.throughput import Pace, memory_use, throughput
 
 BATCH = {"step": np.array(3), "x": np.zeros((8, 16))}
 
@@ -21,20 +23,38 @@ def clock(monkeypatch):
     return now
 
 
-def train(step, waited=0.0, batch=BATCH):
-    return sf.Event(step, None, {"train/loss": 1.0}, None, batch=batch, waited=waited)
+def train(step, data_wait=0.0, batch=BATCH):
+    metrics = {"train/loss": 1.0}
+    return Event(step, None, metrics, None, batch=batch, data_wait_seconds=data_wait)
 
 
-def measured(hook, clock, seconds=5.0, waited=0.0):
+def evaluation(step):
+    # A hook may add numbers of any name to an evaluation.
+    return Event(step, None, {"eval/loss": 1.0, "train/lr": 0.1}, None, kind="eval")
+
+
+def measure(hook, clock, seconds=5.0, data_wait=0.0):
+    hook.open(0, None)
     assert hook(train(10)) is None
     clock[0] += seconds
-    found = hook(train(20, waited))
-    return {name.removeprefix("throughput/"): value for name, value in found.items()}
+    speed = hook(train(20, data_wait))
+    hook.close()
+    return {name.removeprefix("throughput/"): value for name, value in speed.items()}
 
 
-def test_time_examples_and_what_else_is_counted(clock):
-    hook = sf.throughput(tokens=lambda batch: batch["x"].size)
-    assert measured(hook, clock, 5.0, waited=1.0) == {
+def test_what_is_declared():
+    assert throughput().provides == ("throughput/",)
+    assert memory_use.provides == ("memory/",)
+    assert not may_stop(throughput())
+    assert not may_stop(memory_use)
+
+
+# throughput
+
+
+def test_time_examples_and_other_units(clock):
+    hook = throughput(tokens=lambda batch: batch["x"].size)
+    assert measure(hook, clock, 5.0, data_wait=1.0) == {
         "step_seconds": 0.5,
         "waiting": 0.2,
         "goodput": 1.0,
@@ -43,40 +63,48 @@ def test_time_examples_and_what_else_is_counted(clock):
     }
 
 
-def test_an_evaluation_takes_no_time_of_steps_and_lessens_the_goodput(clock):
-    hook = sf.throughput()
+def test_an_evaluation_takes_no_time_of_steps_and_lowers_the_goodput(clock):
+    hook = throughput()
     hook(train(10))
     clock[0] += 30.0
-    assert hook(sf.Event(10, None, {"eval/loss": 1.0}, None, waited=0.0)) is None
+    assert hook(evaluation(10)) is None
     clock[0] += 10.0
-    found = hook(train(20))
-    assert found["throughput/step_seconds"] == 1.0
-    assert found["throughput/goodput"] == 0.25
+    speed = hook(train(20))
+    assert speed["throughput/step_seconds"] == 1.0
+    assert speed["throughput/goodput"] == 0.25
 
 
-def test_examples_of_all_processes_count_once(clock, monkeypatch):
+def test_examples_of_all_processes_are_counted(clock, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    assert measured(sf.throughput(), clock)["examples_per_second"] == 64.0
+    assert measure(throughput(), clock)["examples_per_second"] == 64.0
 
 
 def test_mfu_where_the_peak_is_known(clock):
-    assert measured(sf.throughput(flops=1e12, peak=4e12), clock)["mfu"] == 0.5
-    assert "mfu" not in measured(sf.throughput(flops=1e12), clock)  # of a CPU it is not
+    assert measure(throughput(flops=1e12, peak=4e12), clock)["mfu"] == 0.5
+    assert "mfu" not in measure(throughput(flops=1e12), clock)  # unknown for a CPU
 
 
-def test_goodput_counts_pauses_and_steps_that_were_lost(clock):
-    hook = sf.throughput()
-    measured(hook, clock, 10.0)
-    kept = hook.get_state()
+def test_goodput_counts_pauses_and_lost_steps(clock):
+    hook = throughput()
+    measure(hook, clock, 10.0)
+    state = hook.get_state()
     clock[0] += 20.0
     hook(train(30))  # lost: the checkpoint is older
     clock[0] += 10.0
-    again = sf.throughput()
-    again.set_state(kept)
-    again(train(20))
+    resumed = throughput()
+    resumed.set_state(state)
+    resumed.open(20, None)
+    resumed(train(20))
     clock[0] += 10.0
-    found = again(train(30))
-    assert found["throughput/goodput"] == 20.0 / 50.0
+    speed = resumed(train(30))
+    assert speed["throughput/goodput"] == 20.0 / 50.0
+
+
+def test_the_next_run_of_a_hook_is_measured_afresh(clock):
+    hook = throughput()
+    first = measure(hook, clock, 5.0, data_wait=4.0)
+    clock[0] += 100.0
+    assert measure(hook, clock, 5.0, data_wait=4.0) == first
 
 
 def test_fit_measures_a_slow_source():
@@ -89,7 +117,7 @@ def test_fit_measures_a_slow_source():
     tx = optax.sgd(0.1)
     state = sf.init_state(jnp.ones(4), tx, jax.random.key(0))
     step = sf.make_train_step(lambda p, b, key: sf.mean((p - b) ** 2), tx)
-    result = sf.fit(step, state, Slow(), steps=20, log_every=5, hooks=[sf.throughput()])
+    result = sf.fit(step, state, Slow(), steps=20, log_every=5, hooks=[throughput()])
     assert result.history["throughput/waiting"].steps == [10, 15, 20]
     assert min(result.history["throughput/waiting"]) > 0.5
     assert min(result.history["throughput/step_seconds"]) >= 0.015
@@ -97,6 +125,67 @@ def test_fit_measures_a_slow_source():
 
 def test_arguments_are_checked():
     with pytest.raises(sf.ConfigError, match="flops: expected a number above 0, got 0"):
-        sf.throughput(flops=0)
+        throughput(flops=0)
+    with pytest.raises(sf.ConfigError, match="peak: expected a number above 0, got -1"):
+        throughput(peak=-1)
     with pytest.raises(sf.ConfigError, match="tokens: expected a function of a batch, got int 9"):
-        sf.throughput(tokens=9)
+        throughput(tokens=9)
+
+
+# Pace
+
+
+def test_the_first_interval_which_compiles_is_left_out(clock):
+    pace = Pace()
+    assert pace.add(train(10)) is None
+    assert pace.rate is None
+    clock[0] += 5
+    assert pace.add(train(20)) == (10, 5.0)
+    assert pace.rate == 2.0
+
+
+def test_the_time_of_an_evaluation_does_not_count(clock):
+    pace = Pace()
+    pace.add(train(10))
+    clock[0] += 60
+    assert pace.add(evaluation(15)) is None
+    clock[0] += 1
+    assert pace.add(train(25)) == (10, 1.0)
+    assert pace.rate == 10.0
+
+
+def test_the_rate_is_smoothed_over_times(clock):
+    pace = Pace()
+    for number, seconds in enumerate((0, 1, 2), 1):
+        clock[0] += seconds
+        pace.add(train(10 * number))
+    assert pace.rate == pytest.approx(10 / (0.7 * 1 + 0.3 * 2))
+
+
+# memory_use
+
+EVENT = Event(10, None, {}, None)
+
+
+def test_host_memory_is_that_of_the_process():
+    before = memory_use(EVENT)["memory/host"]
+    more = np.ones(2**27, np.int8)  # an eighth of a GiB
+    assert memory_use(EVENT)["memory/host"] - before > 0.12
+    assert more[0] == 1
+
+
+def test_the_fullest_device_counts(monkeypatch):
+    class Device:
+        def __init__(self, use, peak):
+            self._stats = {"bytes_in_use": use * 2**30, "peak_bytes_in_use": peak * 2**30}
+
+        def memory_stats(self):
+            return self._stats
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(1, 4), Device(2, 3)])
+    memory = memory_use(EVENT)
+    assert (memory["memory/device"], memory["memory/device_peak"]) == (2.0, 4.0)
+
+
+def test_a_device_without_statistics_is_left_out():
+    assert set(memory_use(EVENT)) == {"memory/host"}

@@ -1,4 +1,4 @@
-"""How the parameters are distributed."""
+"""Statistics of the parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -7,14 +7,17 @@ import optax
 import pytest
 
 import stepfold as sf
+from stepfold.loop.hooks.base import Event
+from stepfold.loop.hooks.weights import weight_statistics
+from stepfold.loop.hooks.wrappers import every
 
 
 def event(params, step=10):
     state = sf.TrainState(jnp.array(step), params, (), (), jax.random.key(0))
-    return sf.Event(step, None, {"train/loss": 1.0}, state)
+    return Event(step, None, {"train/loss": 1.0}, state)
 
 
-def params():
+def make_params():
     draw = np.random.default_rng(0).normal
     return {
         "layers": [{"kernel": jnp.asarray(draw(size=(64, 32)), jnp.float32)} for _ in range(2)],
@@ -31,86 +34,110 @@ class Memory:
         self.rows[step] = arrays
 
 
+def test_what_is_declared():
+    assert weight_statistics().provides == ("weights/",)
+    assert weight_statistics(name="norms").provides == ("norms/",)
+    assert not weight_statistics().can_stop
+    assert not weight_statistics().needs_exact_state
+
+
 def test_the_numbers_are_those_of_numpy_by_path():
-    given = params()
-    found = sf.weight_statistics()(event(given))
-    paths = {"layers/0/kernel", "layers/1/kernel", "bias"}  # integers are no weights
-    assert {name.removeprefix("weights/").rsplit("/", 1)[0] for name in found} == paths
-    for path, leaf in {
-        "layers/1/kernel": given["layers"][1]["kernel"],
-        "bias": given["bias"],
-    }.items():
+    params = make_params()
+    statistics = weight_statistics()(event(params))
+    paths = {"layers/0/kernel", "layers/1/kernel", "bias"}  # integers are not weights
+    assert {name.removeprefix("weights/").rsplit("/", 1)[0] for name in statistics} == paths
+    leaves = {"layers/1/kernel": params["layers"][1]["kernel"], "bias": params["bias"]}
+    for path, leaf in leaves.items():
         wanted = np.asarray(leaf, np.float64)
         for what in ("mean", "std", "min", "max"):
-            assert found[f"weights/{path}/{what}"] == pytest.approx(
+            assert statistics[f"weights/{path}/{what}"] == pytest.approx(
                 getattr(wanted, what)(), rel=1e-4, abs=1e-6
             )
 
 
-def test_the_pattern_chooses_and_the_name_is_ones_own():
-    found = sf.weight_statistics(r"layers/\d+/kernel", name="norms")(event(params()))
-    assert len(found) == 8
-    assert all(name.startswith("norms/layers/") for name in found)
+def test_pattern_and_name_are_chosen():
+    statistics = weight_statistics(r"layers/\d+/kernel", name="norms")(event(make_params()))
+    assert len(statistics) == 8
+    assert all(name.startswith("norms/layers/") for name in statistics)
 
 
-def test_of_two_states_the_parameters_of_both_are_measured():
-    one = event({"w": jnp.ones(3)}).state
-    found = sf.weight_statistics()(sf.Event(1, None, {}, {"actor": one, "critic": one}))
-    assert {name.removesuffix("/mean") for name in found if name.endswith("mean")} == {
+def test_the_parameters_of_two_states_are_measured():
+    state = event({"w": jnp.ones(3)}).state
+    statistics = weight_statistics()(Event(1, None, {}, {"actor": state, "critic": state}))
+    assert {name.removesuffix("/mean") for name in statistics if name.endswith("mean")} == {
         "weights/actor/w",
         "weights/critic/w",
     }
 
 
 def test_sharded_parameters_give_the_same_numbers():
-    given = params()
+    params = make_params()
     mesh = sf.make_mesh()
-    placed = jax.device_put(given, sf.make_sharding(given, mesh, sf.fsdp(min_size=0)))
+    placed = jax.device_put(params, sf.make_sharding(params, mesh, sf.fsdp(min_size=0)))
     writer = Memory()
-    found = sf.weight_statistics(writer=writer, samples=50)(event(placed))
-    for name, value in sf.weight_statistics()(event(given)).items():
-        assert found[name] == pytest.approx(value, rel=1e-5)
+    statistics = weight_statistics(writer=writer, samples=50)(event(placed))
+    for name, value in weight_statistics()(event(params)).items():
+        assert statistics[name] == pytest.approx(value, rel=1e-5)
     assert len(writer.rows[10]["weights/layers/0/kernel"]) == 50
 
 
-def test_a_writer_is_given_the_values_or_evenly_spaced_ones():
-    given, writer = params(), Memory()
-    sf.weight_statistics(writer=writer)(event(given))
-    kernel = np.asarray(given["layers"][0]["kernel"])
+def test_a_writer_gets_the_values_or_evenly_spaced_ones():
+    params, writer = make_params(), Memory()
+    weight_statistics(writer=writer)(event(params))
+    kernel = np.asarray(params["layers"][0]["kernel"])
     np.testing.assert_array_equal(writer.rows[10]["weights/layers/0/kernel"], kernel.ravel())
-    sf.weight_statistics(writer=writer, samples=3)(event(given, 20))
-    some = writer.rows[20]["weights/layers/0/kernel"]
-    np.testing.assert_array_equal(some, kernel.ravel()[[0, 1024, 2047]])
+    weight_statistics(writer=writer, samples=3)(event(params, 20))
+    values = writer.rows[20]["weights/layers/0/kernel"]
+    np.testing.assert_array_equal(values, kernel.ravel()[[0, 1024, 2047]])
 
 
-def test_it_compiles_once_whatever_the_step(compiles):
-    hook, given = sf.weight_statistics(), params()
-    hook(event(given))
-    later = event(given, 20)
+def test_of_several_processes_the_first_writes(monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    writer = Memory()
+    assert weight_statistics(writer=writer)(event(make_params()))
+    assert writer.rows == {}
+
+
+def test_it_compiles_once(compiles):
+    hook, params = weight_statistics(), make_params()
+    hook(event(params))
+    later = event(params, 20)
     before = len(compiles)
     hook(later)
     assert len(compiles) == before
 
 
-def test_fit_shows_the_numbers_to_the_hooks_after_it():
+def test_the_history_has_the_numbers():
     tx = optax.sgd(0.1)
     state = sf.init_state({"w": jnp.ones(4)}, tx, jax.random.key(0))
     step = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b) ** 2), tx)
     batches = sf.batches(np.zeros((8, 4), np.float32), 4, seed=0)
-    hook = sf.every(10, sf.weight_statistics())
+    hook = every(10, weight_statistics())
     result = sf.fit(step, state, batches, steps=20, log_every=5, hooks=[hook])
     assert result.history["weights/w/mean"].steps == [10, 20]
     assert 0 < result.history["weights/w/mean"][0] < 1
 
 
-def test_a_pattern_that_finds_nothing_lists_what_is_there():
-    said = "expected 'heads' to be found in the path .* there are bias, layers/0/kernel, layers/1"
-    with pytest.raises(sf.ConfigError, match=said):
-        sf.weight_statistics("heads")(event(params()))
+def test_with_needs_exact_state_the_numbers_are_those_of_the_step():
+    """Exactly so many steps of minus one have been taken."""
+    tx = optax.sgd(1.0)
+    state = sf.init_state({"w": jnp.zeros(())}, tx, jax.random.key(0))
+    step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] + 0 * b), tx)
+    hook = weight_statistics()
+    hook.needs_exact_state = True
+    batches = [np.zeros(4, np.float32)] * 30
+    result = sf.fit(step, state, batches, log_every=10, hooks=[hook])
+    assert list(result.history["weights/w/mean"]) == [-10, -20, -30]
+
+
+def test_a_pattern_that_matches_nothing_lists_the_paths():
+    message = "in the path of .* got 'heads'; the paths are bias, layers/0/kernel, layers/1/kernel$"
+    with pytest.raises(sf.ConfigError, match=message):
+        weight_statistics("heads")(event(make_params()))
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"pattern": "("}, r"pattern: expected a regular expression, got '\('"),
         ({"pattern": None}, "pattern: expected a regular expression, got None"),
@@ -118,6 +145,6 @@ def test_a_pattern_that_finds_nothing_lists_what_is_there():
         ({"samples": 0}, "samples: expected an integer of at least 1, got 0"),
     ],
 )
-def test_arguments_are_checked(options, said):
-    with pytest.raises(sf.ConfigError, match=said):
-        sf.weight_statistics(**options)
+def test_arguments_are_checked(options, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        weight_statistics(**options)

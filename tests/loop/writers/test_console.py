@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 import stepfold as sf
+from stepfold.loop.writers.console import console_writer
 
 
-def test_numbers_stand_below_one_another(capsys):
-    writer = sf.console_writer()
+def test_numbers_are_aligned(capsys):
+    writer = console_writer()
     for step, loss in ((1, 0.6931471), (20, -1.23456e-07), (300, float("nan"))):
         writer.write_scalars(step, {"train/loss": loss, "train/count": np.int64(step * 10**6)})
     writer.close()
@@ -19,16 +20,16 @@ def test_numbers_stand_below_one_another(capsys):
     ]
 
 
-def test_the_stream_is_found_when_it_is_written_to():
-    writer, out = sf.console_writer(), io.StringIO()
+def test_the_stream_is_the_one_at_the_time_of_the_call():
+    writer, out = console_writer(), io.StringIO()
     with contextlib.redirect_stdout(out):
         writer.write_scalars(1, {"a": 1})
     assert out.getvalue() == "       1  a 1\n"
 
 
-def test_a_stream_that_is_given_is_used_and_left_open(capsys):
+def test_another_stream_is_used_and_left_open(capsys):
     out = io.StringIO()
-    writer = sf.console_writer(out)
+    writer = console_writer(out)
     writer.write_texts(3, {"note": "hello"})
     writer.write_histograms(3, {"w": np.array([0.0, 2.0, np.inf]), "v": np.arange(3)})
     writer.write_images(3, {"digits": np.zeros((2, 8, 8, 1))})
@@ -44,11 +45,11 @@ def test_a_stream_that_is_given_is_used_and_left_open(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_what_is_no_stream_is_refused():
+def test_objects_that_are_not_streams_are_refused():
     with pytest.raises(sf.ConfigError, match="stream: expected an open text file or None, got 'a'"):
-        sf.console_writer("a")
+        console_writer("a")
 
 
-def test_what_is_no_number_is_named():
+def test_values_that_are_not_numbers_are_refused_by_name():
     with pytest.raises(TypeError, match="loss: expected one real number"):
-        sf.console_writer().write_scalars(1, {"loss": "x"})
+        console_writer().write_scalars(1, {"loss": "x"})

@@ -1,11 +1,18 @@
+import csv
 import json
 import math
+import os
+import resource
+from contextlib import contextmanager
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stepfold as sf
+from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer, last_step, read_rows, write_csv
+
+NUMBERS = [0.1, 1e-310, -0.0, 2**70, -3, 1 / 3, math.inf, -math.inf, math.nan]
 
 
 @pytest.fixture
@@ -13,12 +20,61 @@ def path(tmp_path):
     return tmp_path / "run" / "metrics.jsonl"
 
 
+@pytest.fixture
+def table(tmp_path):
+    return tmp_path / "run" / "metrics.csv"
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """A disk that is full while the list has an element."""
+    full, write = [], os.write
+
+    def write_unless_full(file, data):
+        if full:
+            raise OSError(28, "No space left on device")
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", write_unless_full)
+    return full
+
+
+@contextmanager
+def full_at(size):
+    """Let no file grow beyond a size, as a disk that is full in the middle of a write."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def kill(writer):
+    """Leave a writer as a killed process does."""
+    os.close(writer._file)
+
+
 def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def table_rows(path):
+    with path.open(newline="") as file:
+        found = list(csv.DictReader(file, strict=True))
+    assert all(None not in row and None not in row.values() for row in found), "not rectangular"
+    return found
+
+
+def write(make, path, written):
+    writer = make(path)
+    for step, scalars in written:
+        writer.write_scalars(step, scalars)
+    writer.close()
+
+
 def test_a_step_is_one_line_in_the_order_of_names(path):
-    writer = sf.jsonl_writer(path)
+    writer = jsonl_writer(path)
     writer.write_scalars(10, {"train/loss": 0.5, "train/accuracy": 1})
     writer.write_scalars(10, {"eval/loss": jnp.float32(0.25)})
     writer.write_scalars(jnp.int32(20), {"b": 1, "a": 2})
@@ -30,33 +86,30 @@ def test_a_step_is_one_line_in_the_order_of_names(path):
 
 
 def test_the_later_value_of_a_name_counts(path):
-    writer = sf.jsonl_writer(path)
-    writer.write_scalars(10, {"a": 1, "b": 1})
-    writer.write_scalars(10, {"a": 2})
+    write(jsonl_writer, path, [(10, {"a": 1, "b": 1}), (10, {"a": 2})])
     assert rows(path) == [{"step": 10, "a": 2, "b": 1}]
-    writer.close()
 
 
-@pytest.mark.parametrize("value", [0.1, 1e-310, -0.0, 2**70, 1 / 3, float("inf"), float("-inf")])
-def test_numbers_are_read_back_as_they_are(path, value):
-    writer = sf.jsonl_writer(path)
+@pytest.mark.parametrize("value", NUMBERS)
+def test_numbers_round_trip(path, table, value):
+    writer = jsonl_writer(path, csv=table)
     writer.write_scalars(1, {"x": value})
     writer.close()
-    ((_, got),) = [row.values() for row in rows(path)]
-    assert got == value
-    assert math.copysign(1, got) == math.copysign(1, value)
+    ((_, row),) = read_rows(path)
+    for number in (rows(path)[0]["x"], row["x"], type(value)(table_rows(table)[0]["x"])):
+        assert type(number) is type(value)
+        assert repr(number) == repr(value)
+    write(csv_writer, table, [(2, {"x": 1})])  # reads the file and writes it again
+    assert table_rows(table)[0]["x"] == repr(value)
 
 
-def test_nan_is_read_back(path):
-    writer = sf.jsonl_writer(path)
-    writer.write_scalars(1, {"x": np.float32("nan")})
-    writer.close()
+def test_nan_is_written_as_python_does(path):
+    write(jsonl_writer, path, [(1, {"x": np.float32("nan")})])
     assert path.read_text() == '{"step": 1, "x": NaN}\n'
-    assert math.isnan(rows(path)[0]["x"])
 
 
 def test_texts_histograms_images_and_settings(path):
-    writer = sf.jsonl_writer(path)
+    writer = jsonl_writer(path)
     writer.write_hparams({"lr": np.float32(0.5), "widths": (8, 8)})
     writer.write_texts(5, {"sample": "ein Wörtchen\nand more"})
     writer.write_histograms(5, {"w": np.array([0.0, 1.0, np.nan])}, {"w": 2})
@@ -73,25 +126,16 @@ def test_texts_histograms_images_and_settings(path):
     ]
 
 
-def test_nothing_is_touched_before_the_first_write(path):
-    writer = sf.jsonl_writer(path)
-    writer.flush()
-    writer.close()
-    assert not path.parent.exists()
-
-
 def test_an_empty_write_adds_no_line(path):
-    writer = sf.jsonl_writer(path)
-    writer.write_scalars(3, {})
-    writer.close()
+    write(jsonl_writer, path, [(3, {})])
     assert path.read_text() == ""
 
 
-def test_a_resumed_run_drops_what_came_later(path):
-    killed = sf.jsonl_writer(path)
+def test_a_resumed_run_drops_later_rows(path):
+    killed = jsonl_writer(path)
     for step in (10, 20, 30, 40):
         killed.write_scalars(step, {"loss": step})
-    writer = sf.jsonl_writer(path)
+    writer = jsonl_writer(path)
     writer.resume(25)
     assert [row["step"] for row in rows(path)] == [10, 20]
     writer.write_hparams({"lr": 0.1})
@@ -102,19 +146,53 @@ def test_a_resumed_run_drops_what_came_later(path):
         {"step": 25, "hparams": {"lr": 0.1}},
         {"step": 30, "loss": -30},
     ]
-    killed.close()
+    kill(killed)
 
 
-def test_a_run_that_forgets_to_resume_is_told(path):
-    writer = sf.jsonl_writer(path)
-    writer.write_scalars(10, {"loss": 1.0})
+@pytest.mark.parametrize(("step", "kept"), [(9, 3), (5, 3), (4, 2), (2, 2), (1, 1), (0, 0)])
+def test_resume_keeps_rows_up_to_the_step(path, step, kept):
+    write(jsonl_writer, path, [(1, {"a": 1}), (2, {"a": 2}), (5, {"a": 5})])
+    lines = path.read_bytes().splitlines(keepends=True)
+    writer = jsonl_writer(path)
+    writer.resume(step)
+    assert path.read_bytes() == b"".join(lines[:kept])
+    assert last_step(path) == [None, 1, 2, 5][kept]
+    writer.write_scalars(9, {"a": 9})
     writer.close()
-    with pytest.raises(ValueError, match=r"expected step 10, .* got 1; call resume\(1\) first"):
-        sf.jsonl_writer(path).write_scalars(1, {"loss": 1.0})
+    assert path.read_bytes() == b"".join(lines[:kept]) + b'{"step": 9, "a": 9}\n'
 
 
-def test_the_last_row_may_still_grow_after_another_opening(path):
-    writer = sf.jsonl_writer(path)
+@pytest.mark.parametrize(
+    "torn", [b"", b"{", b'{"step": ', b'{"step": 5, "a', b'{"step": 5, "' * 700]
+)
+@pytest.mark.parametrize("complete", [b"", b'{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n'])
+def test_an_incomplete_last_line_is_ignored_and_removed(path, table, complete, torn):
+    path.parent.mkdir()
+    path.write_bytes(complete + torn)
+    steps = [1, 2] if complete else []
+    assert [step for step, _ in read_rows(path)] == steps
+    assert last_step(path) == (steps[-1] if steps else None)
+    writer = jsonl_writer(path)
+    writer.write_scalars(3, {"a": 3})
+    writer.close()
+    assert path.read_bytes() == complete + b'{"step": 3, "a": 3}\n'
+
+
+def test_steps_do_not_decrease(path):
+    write(jsonl_writer, path, [(10, {"loss": 1.0})])
+    writer = jsonl_writer(path)
+    with pytest.raises(
+        ValueError,
+        match=r"metrics.jsonl: expected step 10, the last in the file, or a later one, got 1; call "
+        r"resume\(1\) first",
+    ):
+        writer.write_scalars(1, {"loss": 1.0})
+    writer.close()
+    assert rows(path) == [{"step": 10, "loss": 1.0}]
+
+
+def test_the_last_row_may_grow_after_the_file_was_closed(path):
+    writer = jsonl_writer(path)
     writer.write_scalars(10, {"loss": 0.1, "bad": float("nan")})
     writer.close()
     writer.write_scalars(10, {"eval": 1})
@@ -122,21 +200,328 @@ def test_the_last_row_may_still_grow_after_another_opening(path):
     assert path.read_text() == '{"step": 10, "loss": 0.1, "bad": NaN, "eval": 1}\n'
 
 
-def test_other_files_and_names_are_refused(path, tmp_path):
+@pytest.mark.parametrize("content", ["x", "once upon a time", "{}\n", '{"step":1}\n', "step,a\n"])
+def test_files_of_another_kind_are_refused_and_left_alone(path, content):
+    path.parent.mkdir()
+    path.write_text(content)
+    writer = jsonl_writer(path)
+    with pytest.raises(sf.ConfigError, match="expected a file that begins with '{\"step\": ', or"):
+        writer.write_scalars(1, {"a": 1})
+    writer.close()
+    assert path.read_text() == content
+
+
+def test_damaged_lines_and_the_name_step_are_refused(path, tmp_path):
     path.parent.mkdir()
     path.write_text('{"step": 1, "a": 2}\n{"stop": 1}\n')
-    with pytest.raises(sf.ConfigError, match=r"to hold lines as .*, got b'{\"stop\": 1}\\n'; mend"):
-        sf.jsonl_writer(path).write_scalars(3, {"a": 1})
-    with pytest.raises(ValueError, match="expected names other than 'step', which each line has"):
-        sf.jsonl_writer(tmp_path / "new").write_scalars(3, {"step": 1})
-    with pytest.raises(sf.ConfigError, match="jsonl_writer: expected a file, got the directory"):
-        sf.jsonl_writer(tmp_path)
+    message = r"to hold lines like .*, got b'{\"stop\": 1}\\n'; correct it"
+    with pytest.raises(sf.ConfigError, match=message):
+        jsonl_writer(path).write_scalars(3, {"a": 1})
+    with pytest.raises(sf.ConfigError, match=message):
+        list(read_rows(path))
+    with pytest.raises(sf.ConfigError, match=message):
+        last_step(path)
+    assert [step for step, _ in read_rows(path, until=0)] == []
+    for make in (jsonl_writer, csv_writer):
+        with pytest.raises(ValueError, match="expected names other than 'step'; rename"):
+            make(tmp_path / "new").write_scalars(3, {"step": 1})
 
 
-def test_a_value_that_is_refused_leaves_the_file_as_it_was(path):
-    writer = sf.jsonl_writer(path)
+def test_a_refused_value_leaves_the_file_as_it_was(path):
+    writer = jsonl_writer(path)
     writer.write_scalars(10, {"loss": 1.0})
     with pytest.raises(TypeError, match="loss: expected one real number, got str 'x'"):
         writer.write_scalars(20, {"other": 1.0, "loss": "x"})
     assert rows(path) == [{"step": 10, "loss": 1.0}]
     writer.close()
+
+
+def test_a_short_write_is_continued(path, monkeypatch):
+    write_all = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write_all(file, data[:2]))
+    write(jsonl_writer, path, [(1, {"a": 1})])
+    assert path.read_text() == '{"step": 1, "a": 1}\n'
+
+
+def test_a_write_that_fails_halfway_leaves_nothing(path):
+    writer = jsonl_writer(path)
+    writer.write_scalars(1, {"a": 1})
+    writer.write_scalars(2, {"a": 2})
+    before = path.read_bytes()
+    for step, row in [(2, {"long name": 2}), (3, {"long name": 3})]:
+        with pytest.raises(OSError, match=f"File too large: '{path}'") as error, full_at(44):
+            writer.write_scalars(step, row)
+        assert error.value.__notes__[0].startswith(f"while writing {path}: rows written before")
+        assert path.read_bytes() == before
+    writer.close()
+    assert rows(path)[1:] == [{"step": 2, "a": 2, "long name": 2}, {"step": 3, "long name": 3}]
+
+
+ROWS = {
+    jsonl_writer: '{"step": 1, "a": 1}\n{"step": 2, "a": 2, "b": 0}\n{"step": 3, "a": 3}\n',
+    csv_writer: "step,a,b\n1,1,\n2,2,0\n3,3,\n",
+}
+
+
+@pytest.mark.parametrize("make", ROWS)
+@pytest.mark.parametrize("last", ["write_scalars", "flush", "close"])
+def test_rows_that_a_full_disk_refused_are_written_later(make, last, disk, tmp_path):
+    writer = make(tmp_path / "metrics")
+    writer.write_scalars(1, {"a": 1})
+    disk.append("full")
+    for step, row in [(2, {"a": 2}), (2, {"b": 0}), (3, {"a": 3})]:
+        with pytest.raises(OSError, match="No space left"):
+            writer.write_scalars(step, row)
+    for method in (writer.flush, writer.flush):
+        with pytest.raises(OSError, match="No space left"):
+            method()
+    disk.clear()
+    getattr(writer, last)(*((3, {"a": 3}) if last == "write_scalars" else ()))
+    if make is csv_writer and last == "write_scalars":
+        writer.flush()
+    assert (tmp_path / "metrics").read_text() == ROWS[make]
+    writer.close()
+
+
+@pytest.mark.parametrize("make", ROWS)
+def test_refused_rows_of_later_steps_are_dropped_at_a_resume(make, disk, tmp_path):
+    writer = make(tmp_path / "metrics")
+    writer.write_scalars(1, {"a": 1})
+    disk.append("full")
+    for step in (2, 3):
+        with pytest.raises(OSError, match="No space left"):
+            writer.write_scalars(step, {"a": step})
+    disk.clear()
+    writer.resume(1)
+    writer.close()
+    kept = {jsonl_writer: '{"step": 1, "a": 1}\n', csv_writer: "step,a\n1,1\n"}
+    assert (tmp_path / "metrics").read_text() == kept[make]
+
+
+def test_rows_are_kept_even_if_the_previous_line_cannot_be_restored(path, disk):
+    writer = jsonl_writer(path)
+    writer.write_scalars(1, {"a": 1})
+    writer.write_scalars(2, {"a": 2})
+    disk.append("full")
+    with pytest.raises(OSError, match="No space left"):
+        writer.write_scalars(2, {"b": 0})
+    assert rows(path) == [{"step": 1, "a": 1}]
+    disk.clear()
+    writer.close()
+    assert rows(path) == [{"step": 1, "a": 1}, {"step": 2, "a": 2, "b": 0}]
+
+
+@pytest.mark.parametrize("make", [jsonl_writer, csv_writer])
+def test_a_close_that_fails_can_be_repeated(make, disk, tmp_path):
+    writer = make(tmp_path / "metrics")
+    disk.append("full")
+    for method in (lambda: writer.write_scalars(1, {"a": 1}), writer.close, writer.close):
+        with pytest.raises(OSError, match="No space left"):
+            method()
+    disk.clear()
+    writer.close()
+    assert (tmp_path / "metrics").read_text() in ('{"step": 1, "a": 1}\n', "step,a\n1,1\n")
+    assert [each.name for each in tmp_path.iterdir()] == ["metrics"]
+
+
+def test_read_rows_yields_numbers_up_to_a_step(path):
+    assert list(read_rows(path)) == []
+    assert last_step(path) is None
+    writer = jsonl_writer(path)
+    writer.write_hparams({"lr": 0.5})
+    for step in (10, 20, 30):
+        writer.write_scalars(step, {"loss": step / 4, "count": step})
+    writer.write_texts(20 + 10, {"note": "7"})
+    writer.close()
+    assert list(read_rows(path, until=29)) == [
+        (0, {}),
+        (10, {"loss": 2.5, "count": 10}),
+        (20, {"loss": 5.0, "count": 20}),
+    ]
+    assert [step for step, _ in read_rows(path)] == [0, 10, 20, 30]
+    assert last_step(path) == 30
+
+
+def test_last_step_reads_only_the_end(path):
+    path.parent.mkdir()
+    path.write_bytes(b'{"step": 1, "a": 1}\n' + b"damaged\n" * 5 + b'{"step": 7, "a": 1}\n{"st')
+    assert last_step(path) == 7
+
+
+def test_csv_columns_are_in_order_of_first_appearance(path, table):
+    writer = jsonl_writer(path, csv=table)
+    writer.write_hparams({"lr": 0.5})
+    writer.write_scalars(10, {"train/loss": 0.5})
+    writer.write_texts(15, {"note": "hello"})
+    writer.write_scalars(20, {"train/loss": 0.25})
+    writer.write_scalars(20, {"eval/loss": np.float32(0.375)})
+    writer.write_scalars(30, {"eval/loss": 2, "train/loss": 1})
+    writer.flush()
+    assert not table.exists()
+    write_csv(path, table)  # as for a report, while the run continues
+    expected = "step,train/loss,eval/loss\n10,0.5,\n20,0.25,0.375\n30,1,2\n"
+    assert table.read_text() == expected
+    table.unlink()
+    writer.close()
+    assert table.read_text() == expected
+
+
+def test_write_csv_without_rows(path, table):
+    write_csv(path, table)
+    assert not table.parent.exists()
+    write(lambda path: jsonl_writer(path, csv=table), path, [(1, {})])
+    assert table.read_text() == ""
+
+
+@pytest.mark.parametrize("content", ["steps,a\n1,2\n", "time,loss\n1,2\n"])
+def test_a_csv_file_of_another_program_is_not_replaced(path, table, content):
+    table.parent.mkdir()
+    table.write_text(content)
+    with pytest.raises(sf.ConfigError, match="begins with 'step,', or none, got one .* b'"):
+        jsonl_writer(path, csv=table).write_scalars(1, {"a": 1})
+    assert not path.exists()
+    write(jsonl_writer, path, [(1, {"a": 1})])
+    with pytest.raises(sf.ConfigError, match="begins with 'step,', or none"):
+        write_csv(path, table)
+    with pytest.raises(sf.ConfigError, match="begins with 'step,', or none"):
+        csv_writer(table).write_scalars(1, {"a": 1})
+    assert table.read_text() == content
+
+
+def test_the_csv_argument_is_checked(path, tmp_path):
+    with pytest.raises(sf.ConfigError, match=r"jsonl_writer: csv: expected the path of a file"):
+        jsonl_writer(path, csv=tmp_path)
+
+
+def test_replacing_a_csv_keeps_permissions_and_links(path, table, tmp_path):
+    link = tmp_path / "link"
+    table.parent.mkdir()
+    table.touch()
+    table.chmod(0o640)
+    link.symlink_to(table)
+    write(jsonl_writer, path, [(1, {"a": 1})])
+    write_csv(path, link)
+    assert link.is_symlink()
+    assert table.read_text() == "step,a\n1,1\n"
+    assert table.stat().st_mode & 0o777 == 0o640
+    assert sorted(each.name for each in path.parent.iterdir()) == ["metrics.csv", "metrics.jsonl"]
+
+
+def test_a_csv_that_cannot_be_replaced_stays_as_it_was(path, table, monkeypatch):
+    write(lambda path: jsonl_writer(path, csv=table), path, [(10, {"a": 1})])
+    writer = jsonl_writer(path, csv=table)
+    writer.write_scalars(20, {"b": 1})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", full)
+        with pytest.raises(OSError, match="No space left on device: .*metrics.csv"):
+            writer.close()
+    assert table.read_text() == "step,a\n10,1\n"
+    assert sorted(each.name for each in path.parent.iterdir()) == ["metrics.csv", "metrics.jsonl"]
+
+
+def test_csv_names_with_commas_quotes_and_line_breaks(table):
+    names = ['loss, "exact" of a b', "two\nlines", "a\rb"]
+    write(csv_writer, table, [(1, dict.fromkeys(names, 1))])
+    write(csv_writer, table, [(2, {names[0]: 2, "other": 3})])
+    assert table_rows(table) == [
+        {"step": "1", names[0]: "1", names[1]: "1", names[2]: "1", "other": ""},
+        {"step": "2", names[0]: "2", names[1]: "", names[2]: "", "other": "3"},
+    ]
+
+
+def test_a_csv_writer_is_up_to_date_after_flush_and_close(table):
+    writer = csv_writer(table)
+    for step in range(40):
+        writer.write_scalars(step, {f"m{step % 7}": step})
+        writer.write_scalars(step, {f"n{step // 10}": step, f"m{step % 7}": step + 0.5})
+        if step % 10 == 9:
+            writer.flush()
+            found = table_rows(table)
+            assert [int(row["step"]) for row in found] == list(range(step + 1))
+            assert float(found[-1][f"m{step % 7}"]) == step + 0.5
+    writer.write_scalars(40, {"m0": 1})
+    writer.close()
+    assert [int(row["step"]) for row in table_rows(table)] == list(range(41))
+    assert list(table.parent.iterdir()) == [table]
+
+
+def test_a_csv_writer_continues_a_file(table):
+    write(csv_writer, table, [(10, {"a": 1, "b": 0.5}), (20, {"b": 2})])
+    write(csv_writer, table, [(20, {"a": 4, "c": math.nan}), (30, {"c": 1})])
+    assert table.read_text() == "step,a,b,c\n10,1,0.5,\n20,4,2,nan\n30,,,1\n"
+    with pytest.raises(ValueError, match="expected step 30"):
+        csv_writer(table).write_scalars(9, {"b": 1})
+
+
+def test_a_resumed_csv_drops_later_rows_and_their_columns(table):
+    killed = csv_writer(table)
+    for step in (10, 20, 30):
+        killed.write_scalars(step, {"loss": step})
+    killed.flush()
+    killed.write_scalars(40, {"loss": 40, "eval": 1})
+    kill(killed)
+    writer = csv_writer(table)
+    writer.resume(25)
+    writer.flush()
+    assert table.read_text() == "step,loss\n10,10\n20,20\n"
+    writer.write_scalars(30, {"other": 1, "loss": 3})
+    writer.close()
+    assert table.read_text() == "step,loss,other\n10,10,\n20,20,\n30,3,1\n"
+    writer.resume(5)
+    writer.flush()
+    assert table.read_text() == ""
+    writer.write_scalars(10, {"new": 1})
+    writer.close()
+    assert table.read_text() == "step,new\n10,1\n"
+
+
+def test_rows_of_a_killed_csv_writer_are_there_after_the_next_close(table):
+    killed = csv_writer(table)
+    killed.write_scalars(10, {"a": 1})
+    kill(killed)
+    assert not table.exists()
+    csv_writer(table).close()
+    assert table.read_text() == "step,a\n10,1\n"
+    assert list(table.parent.iterdir()) == [table]
+
+
+def test_an_incomplete_last_row_of_a_csv_is_removed(table):
+    table.parent.mkdir()
+    table.write_text("step,a,b\n1,2,3\n2,2")
+    write(csv_writer, table, [(1, {"b": 4})])
+    assert table.read_text() == "step,a,b\n1,2,4\n"
+
+
+@pytest.mark.parametrize(
+    "row", ["one,2", "1.5,2", "-1,2", "0,2", "3", "3,2,1", "3,text", "3,0x1", ""]
+)
+def test_a_csv_with_other_rows_is_refused_and_left_alone(table, row):
+    table.parent.mkdir()
+    content = f"step,loss\n2,2\n{row}\n"
+    table.write_text(content)
+    with pytest.raises(sf.ConfigError, match=f"increasing steps and numbers, got '{row}'; correct"):
+        csv_writer(table).write_scalars(5, {"a": 1})
+    assert table.read_text() == content
+    assert list(table.parent.iterdir()) == [table]
+
+
+def test_other_kinds_of_values_are_left_out_of_a_csv_with_one_warning_each(table):
+    writer = csv_writer(table)
+    with pytest.warns(
+        UserWarning, match=r"metrics.csv leaves out texts, .*; jsonl_writer has"
+    ) as w:
+        writer.write_texts(1, {"a": "b"})
+    assert w[0].filename == __file__
+    writer.write_texts(2, {"a": "b"})
+    with pytest.warns(UserWarning, match="leaves out histograms"):
+        writer.write_histograms(1, {"a": np.ones(3)})
+    with pytest.warns(UserWarning, match="leaves out images"):
+        writer.write_images(1, {"a": np.ones((2, 2, 1))})
+    with pytest.warns(UserWarning, match="leaves out hyper-parameters"):
+        writer.write_hparams({"lr": 0.1})
+    assert not table.exists()
+    assert not table.parent.exists()

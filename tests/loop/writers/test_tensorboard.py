@@ -10,6 +10,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 import stepfold as sf
+from stepfold.loop.writers.tensorboard import tensorboard_writer
 
 
 def crc32c(data):
@@ -44,7 +45,7 @@ def files(folder):
 
 
 def events(folder):
-    """The events of all files, in the order in which TensorBoard reads them, without heads."""
+    """The events of all files, in the order in which TensorBoard reads them, without headers."""
     for path in files(folder):
         head, *rest = records(path)
         assert head.file_version == "brain.Event:2"
@@ -52,7 +53,7 @@ def events(folder):
 
 
 def shown(folder):
-    """The scalars that TensorBoard shows: a session's start voids what is not before its step."""
+    """The scalars that TensorBoard shows: a session start hides its step and later ones."""
     found = []
     for event in events(folder):
         if event.session_log.status == SessionLog.START:
@@ -61,12 +62,12 @@ def shown(folder):
     return found
 
 
-def test_the_checksum_is_that_of_the_standard():
+def test_the_checksum_is_standard():
     assert crc32c(b"123456789") == 0xE3069283
 
 
 def test_scalars(tmp_path):
-    writer = sf.tensorboard_writer(tmp_path / "run")
+    writer = tensorboard_writer(tmp_path / "run")
     writer.write_scalars(10, {"train/loss (mean)": 0.1, "count": np.int64(3)})
     writer.write_scalars(20, {"train/loss (mean)": float("nan")})
     first, second = events(tmp_path / "run")  # without close or flush
@@ -81,7 +82,7 @@ def test_scalars(tmp_path):
 
 
 def test_texts(tmp_path):
-    writer = sf.tensorboard_writer(tmp_path)
+    writer = tensorboard_writer(tmp_path)
     writer.write_texts(3, {"sample": "**Wörter**"})
     writer.close()
     (event,) = events(tmp_path)
@@ -92,7 +93,7 @@ def test_texts(tmp_path):
 
 
 def test_histograms(tmp_path):
-    writer = sf.tensorboard_writer(tmp_path)
+    writer = tensorboard_writer(tmp_path)
     array = np.array([0.0, 1.0, 1.0, 4.0])
     writer.write_histograms(3, {"w (all)": array, "bad": np.array([np.nan, 2.0])}, {"w (all)": 4})
     writer.close()
@@ -108,7 +109,7 @@ def test_histograms(tmp_path):
 
 
 def test_images(tmp_path):
-    writer = sf.tensorboard_writer(tmp_path)
+    writer = tensorboard_writer(tmp_path)
     batch = np.random.default_rng(0).integers(0, 256, (2, 5, 4, 3), np.uint8)
     writer.write_images(3, {"digits": batch, "one (1)": np.full((5, 4, 1), 0.5)})
     writer.close()
@@ -124,7 +125,7 @@ def test_images(tmp_path):
 
 
 def test_hparams(tmp_path):
-    writer = sf.tensorboard_writer(tmp_path)
+    writer = tensorboard_writer(tmp_path)
     writer.write_hparams({"lr": 0.5, "net": "mlp", "nesterov": True, "widths": (8, 8)})
     writer.close()
     (event,) = events(tmp_path)
@@ -139,11 +140,11 @@ def test_hparams(tmp_path):
 
 
 @pytest.mark.parametrize("passed", [0.1, -3600.0], ids=["within one second", "the clock goes back"])
-def test_a_resumed_run_voids_what_came_later(tmp_path, monkeypatch, passed):
+def test_a_resumed_run_hides_later_steps(tmp_path, monkeypatch, passed):
     clock = itertools.count(time.time(), passed)
     monkeypatch.setattr(time, "time", lambda: next(clock))
     for start in (0, 20, 30):
-        writer = sf.tensorboard_writer(tmp_path)
+        writer = tensorboard_writer(tmp_path)
         writer.resume(start)
         for step in range(start + 10, 60, 10):
             writer.write_scalars(step, {"loss": start + step / 100})
@@ -155,24 +156,24 @@ def test_a_resumed_run_voids_what_came_later(tmp_path, monkeypatch, passed):
 
 
 def test_nothing_is_touched_before_the_first_write(tmp_path):
-    writer = sf.tensorboard_writer(tmp_path / "run")
+    writer = tensorboard_writer(tmp_path / "run")
     writer.flush()
     writer.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_folder_is_refused(tmp_path):
+def test_paths_that_are_not_folders_are_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(sf.ConfigError, match="expected a folder, got the file .*file"):
-        sf.tensorboard_writer(tmp_path / "file")
-    with pytest.raises(sf.ConfigError, match="expected a folder, got int 3"):
-        sf.tensorboard_writer(3)
-    with pytest.raises(sf.ConfigError, match="expected a path in a directory"):
-        sf.tensorboard_writer(tmp_path / "file" / "run")
+    with pytest.raises(sf.ConfigError, match="expected the path of a folder .*file is a file"):
+        tensorboard_writer(tmp_path / "file")
+    with pytest.raises(sf.ConfigError, match="expected the path of a folder, got int 3"):
+        tensorboard_writer(3)
+    with pytest.raises(sf.ConfigError, match="expected the path of a folder .*file is a file"):
+        tensorboard_writer(tmp_path / "file" / "run")
 
 
-def test_what_goes_wrong_names_the_folder(tmp_path, monkeypatch):
-    writer = sf.tensorboard_writer(tmp_path)
+def test_errors_name_the_folder(tmp_path, monkeypatch):
+    writer = tensorboard_writer(tmp_path)
     writer.write_scalars(1, {"a": 1})
 
     def full(*_):

@@ -7,17 +7,19 @@ import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
 import stepfold as sf
+from stepfold.loop.writers.combinators import async_writer
+from stepfold.loop.writers.wandb import wandb_writer
 
 BLOCK = 32768
 
 
 def records(folder):
-    """Read the file of an offline run: a head of 7 bytes, and then leveldb's log format."""
+    """Read the file of an offline run: a header of 7 bytes, and then leveldb's log format."""
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     data, at, parts = path.read_bytes(), 7, []
     assert data[:4] == b":W&B"
     while at < len(data):
-        if BLOCK - at % BLOCK < 7:  # what is left of a block has no room for a head
+        if BLOCK - at % BLOCK < 7:  # what is left of a block has no room for a header
             at += BLOCK - at % BLOCK
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
@@ -51,13 +53,11 @@ def offline(folder, **options):
     from wandb import Settings
 
     quiet = Settings(silent=True, console="off", x_disable_stats=True)
-    return sf.wandb_writer(
-        project="tests", mode="offline", dir=str(folder), settings=quiet, **options
-    )
+    return wandb_writer(project="tests", mode="offline", dir=str(folder), settings=quiet, **options)
 
 
 def test_an_offline_run_holds_what_was_written(tmp_path):
-    writer = sf.async_writer(offline(tmp_path, config={"seed": 1}))
+    writer = async_writer(offline(tmp_path, config={"seed": 1}))
     writer.write_hparams({"lr": np.float32(0.5)})
     writer.write_scalars(10, {"train/loss": 0.1, "count": np.int64(3)})
     writer.write_scalars(10, {"eval/loss": 0.25})
@@ -83,21 +83,21 @@ def test_an_offline_run_holds_what_was_written(tmp_path):
     assert config["seed"] == 1
 
 
-def test_no_run_is_begun_before_the_first_write(tmp_path):
+def test_no_run_is_started_before_the_first_write(tmp_path):
     writer = offline(tmp_path)
     writer.flush()
     writer.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_finished_run_is_not_written_to(tmp_path):
+def test_a_write_after_close_is_refused(tmp_path):
     writer = offline(tmp_path)
     writer.close()
     with pytest.raises(sf.ConfigError, match="no write after close.*resume='must'"):
         writer.write_scalars(1, {"a": 1})
 
 
-def test_what_is_no_number_is_named(tmp_path):
+def test_values_that_are_not_numbers_are_refused_by_name(tmp_path):
     writer = offline(tmp_path)
     with pytest.raises(TypeError, match="loss: expected one real number"):
         writer.write_scalars(1, {"loss": "x"})

@@ -8,12 +8,10 @@ import jax
 from stepfold.adapter.arguments.setting import is_changed
 from stepfold.adapter.arguments.training import TrainingArguments
 from stepfold.errors import ConfigError
-from stepfold.loop.writers.asynchronous import async_writer
+from stepfold.loop.writers.base import Writer
+from stepfold.loop.writers.combinators import async_writer, multi_writer
 from stepfold.loop.writers.console import console_writer
-from stepfold.loop.writers.csv import csv_writer
-from stepfold.loop.writers.jsonl import jsonl_writer
-from stepfold.loop.writers.multi import multi_writer
-from stepfold.loop.writers.protocol import Writer
+from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer
 from stepfold.loop.writers.tensorboard import tensorboard_writer
 from stepfold.loop.writers.wandb import wandb_writer
 

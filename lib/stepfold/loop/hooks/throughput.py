@@ -1,43 +1,52 @@
-"""How much a run gets done in its time."""
+"""The speed of a run, and the memory it takes."""
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from stepfold import tree
+from stepfold.core.validation import check_positive
 from stepfold.errors import ConfigError
 from stepfold.inspect.peaks import mfu, peak_flops
-from stepfold.loop.event import Event
-from stepfold.loop.hooks.pace import Pace
+from stepfold.loop.hooks.base import Event, StatefulHook
 
 
-class throughput:  # noqa: N801  it is called as the functions beside it are
-    """Measure the speed of training, for the hooks after it to show.
+class throughput(StatefulHook):  # noqa: N801
+    """Measure the speed of training.
 
-    With each train event but the first, whose steps were compiled, it gives
+    Each train event but the first, whose interval includes compiling, gets
 
-    - `throughput/step_seconds`: the time of a step, evaluations left out;
-    - `throughput/examples_per_second`, counted by the leading axis of the last batch, and what
-      else is to be counted;
-    - `throughput/waiting`: the share of the time that was spent waiting for batches;
-    - `throughput/mfu`: the share of the devices' peak, where both it and the `flops` are known;
-    - `throughput/goodput`: the share of all time since the run first began, of pauses before it
-      went on and of steps done twice too, that went into steps that count.
+    - `throughput/step_seconds`: the time of a step, without evaluations;
+    - `throughput/examples_per_second`, by the leading axis of the last batch, and other units;
+    - `throughput/waiting`: the share of the time spent waiting for batches;
+    - `throughput/mfu`: model FLOPs utilization, where `flops` and the peak are known;
+    - `throughput/goodput`: the share of the time since the run first started that went into steps
+      that count. Pauses before a resume and steps done twice lower it.
 
-    The device is not waited for: over several intervals the clock tells what it does.
+    Args:
+      flops: the operations of one device in one step, as `describe` reports them.
+      peak: the peak of one device in operations per second; looked up if None.
+      dtype: the dtype of matrix multiplications, for the peak.
+      **units: functions of the last batch that count something. Use only shapes: reading values of
+        a batch on devices would wait for them.
 
     >>> import numpy as np, stepfold as sf, time
     >>> hook = sf.throughput(tokens=lambda batch: batch["tokens"].size)
     >>> batch = {"tokens": np.zeros((8, 512))}
     >>> for step in (10, 20):
-    ...     found = hook(sf.Event(step, None, {"train/loss": 2.0}, None, batch=batch))
+    ...     speed = hook(sf.Event(step, None, {"train/loss": 2.0}, None, batch=batch))
     ...     time.sleep(0.01)
-    >>> found["throughput/tokens_per_second"] / found["throughput/examples_per_second"]
+    >>> speed["throughput/tokens_per_second"] / speed["throughput/examples_per_second"]
     512.0
     """
+
+    provides = ("throughput/",)
+    run_state = ("_started", "_useful_seconds")
 
     def __init__(
         self,
@@ -47,68 +56,100 @@ class throughput:  # noqa: N801  it is called as the functions beside it are
         dtype: str = "bfloat16",
         **units: Callable[[Any], Any],
     ) -> None:
-        """Say what to count.
-
-        Args:
-          flops: the operations that one device runs in one step, as `describe` tells.
-          peak: what one device can do in a second; if None, it is looked up.
-          dtype: what is multiplied, for the peak.
-          **units: functions of a batch that count, by what they count, as in the example. Each is
-            asked about the last batch of an interval. Of a batch on devices take shapes alone;
-            values would have to be waited for.
-
-        Raises:
-          ConfigError: if an argument is not as described.
-        """
         for name, value in (("flops", flops), ("peak", peak)):
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}: expected a number above 0, got {value!r}")
+            if value is not None:
+                check_positive(name, value)
         for name, unit in units.items():
             if not callable(unit):
                 raise ConfigError(f"{name}: expected a function of a batch, got {tree.spell(unit)}")
         self._flops, self._peak, self._dtype = flops, peak, dtype
-        self._units = {"examples": _examples, **units}
-        self._pace, self._waited = Pace(), 0.0
-        self._began, self._useful = time.time(), 0.0
+        self._units = {"examples": _num_examples, **units}
+        self.reset(0)
+
+    def reset(self, step: int) -> None:  # noqa: ARG002
+        self._started, self._useful_seconds = time.time(), 0.0
+        self._pace, self._data_wait = Pace(), 0.0
 
     def __call__(self, event: Event) -> dict[str, float] | None:
-        """Measure the time since the last event."""
-        passed = self._pace.add(event)
-        waited, self._waited = event.waited - self._waited, event.waited
-        if passed is None:
+        interval = self._pace.add(event)
+        waited = event.data_wait_seconds - self._data_wait
+        self._data_wait = event.data_wait_seconds
+        if interval is None:
             return None
-        steps, seconds = passed
-        self._useful += seconds
-        found = {
+        steps, seconds = interval
+        self._useful_seconds += seconds
+        speed = {
             "step_seconds": seconds / steps,
             "waiting": min(waited / seconds, 1.0),
-            "goodput": min(self._useful / max(time.time() - self._began, seconds), 1.0),
+            "goodput": min(self._useful_seconds / max(time.time() - self._started, seconds), 1.0),
         }
         if event.batch is not None:
             for name, unit in self._units.items():
-                found[f"{name}_per_second"] = float(unit(event.batch)) * steps / seconds
-        if self._flops is not None and self._peak_of_a_device():
-            found["mfu"] = mfu(self._flops, seconds / steps, peak=self._peak)
-        return {f"throughput/{name}": value for name, value in found.items()}
-
-    def _peak_of_a_device(self) -> float:
-        if self._peak is None:  # looked up once; 0 is not known
-            self._peak = peak_flops(jax.devices()[0].device_kind, self._dtype) or 0.0
-        return self._peak
-
-    def get_state(self) -> dict[str, Any]:
-        """Give what a resumed run has to know."""
-        return {"began": self._began, "useful": self._useful}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-        self._began, self._useful = state["began"], state["useful"]
+                speed[f"{name}_per_second"] = float(unit(event.batch)) * steps / seconds
+        if self._flops is not None:
+            if self._peak is None:
+                self._peak = peak_flops(jax.devices()[0].device_kind, self._dtype) or 0.0
+            if self._peak:
+                speed["mfu"] = mfu(self._flops, seconds / steps, peak=self._peak)
+        return {f"throughput/{name}": value for name, value in speed.items()}
 
 
-def _examples(batch: Any) -> int:
-    """Count the examples of a batch: of all processes, whose shares are alike."""
+def _num_examples(batch: Any) -> int:
+    """Count the examples of a batch over all processes, whose shares are equal."""
     for leaf in jax.tree.leaves(batch):
         if np.ndim(leaf):
-            whole = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-            return int(np.shape(leaf)[0]) * (1 if whole else jax.process_count())
+            is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+            return int(np.shape(leaf)[0]) * (1 if is_global else jax.process_count())
     return 0
+
+
+class Pace:
+    """The pace of train steps, by the times of events.
+
+    Attributes:
+      rate: steps per second, smoothed; None until two train events have come.
+    """
+
+    def __init__(self) -> None:
+        self.rate: float | None = None
+        self._step = 0
+        self._time: float | None = None
+
+    def add(self, event: Event) -> tuple[int, float] | None:
+        """Return the steps since the last event and their seconds; None unless they are known."""
+        now = time.perf_counter() if event.time is None else event.time
+        steps, before = event.step - self._step, self._time
+        self._step, self._time = event.step, now
+        if before is None or not event.is_train or steps < 1 or now <= before:
+            return None
+        seconds = (now - before) / steps
+        self.rate = 1 / (seconds if self.rate is None else 0.7 / self.rate + 0.3 * seconds)
+        return steps, now - before
+
+
+def memory_use(_: Event) -> dict[str, float]:
+    """Measure memory in GiB.
+
+    `memory/device` is the memory in use on the fullest of this process's devices and
+    `memory/device_peak` the highest so far; CPUs do not report them. `memory/host` is the resident
+    memory of this process, on Linux.
+
+    >>> import stepfold as sf
+    >>> memory = sf.memory_use(sf.Event(10, None, {}, None))
+    >>> 0 < memory["memory/host"] < 1024
+    True
+    """
+    memory = {}
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    for name, key in (("device", "bytes_in_use"), ("device_peak", "peak_bytes_in_use")):
+        if sizes := [device[key] for device in stats if key in device]:
+            memory[f"memory/{name}"] = max(sizes) / 2**30
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        pages = int(statm.read_text().split()[1])
+        memory["memory/host"] = pages * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return memory
+
+
+memory_use.provides = ("memory/",)  # type: ignore[attr-defined]
+memory_use.can_stop = False  # type: ignore[attr-defined]

@@ -1,27 +1,33 @@
-"""A run that hangs."""
+"""A watchdog for runs that hang."""
 
 import faulthandler
 import sys
 import time
-from typing import Any, TextIO
+from typing import TextIO
 
 from stepfold import tree
+from stepfold.core.validation import check_positive
 from stepfold.errors import ConfigError
-from stepfold.loop.event import Event
+from stepfold.loop.hooks.base import BaseHook, Event
 
-_SLACK = 0.1  # it is wound up anew when this share of the time has gone by, not at every event
+_SLACK = 0.1  # as a share of the time; the timer is restarted so often, not at every event
 
 
-class watchdog:  # noqa: N801  it is called as the functions beside it are
-    """Dump the stack of every thread when no event came for so long, and abort if asked to.
+class watchdog(BaseHook):  # noqa: N801
+    """Dump the stacks of all threads when no event has come for some time, or abort.
 
-    The time runs from the beginning of the run, and has to cover what there is between two events:
-    compiling, an evaluation, a save. It is up to a tenth longer than said. The clock is
-    `faulthandler`'s own thread, which needs no lock of Python's: it goes off where a library hangs
-    and holds it, too. There is one such clock in a process, so there can be one watchdog.
+    The time starts with the run, and has to cover everything between two events: compiling, an
+    evaluation, a save. The timer may fire up to a tenth later. It is the one of `faulthandler`,
+    which needs no lock of Python's, so it fires even if a library hangs while it holds the GIL. A
+    process has one such timer, so use one watchdog.
 
-    With `abort` the process leaves at once with exit code 1, and nothing is saved: a run whose
-    launcher starts it again goes on from its last checkpoint.
+    With `abort` the process exits with code 1 immediately and nothing is saved: a launcher that
+    starts it again resumes from the last checkpoint.
+
+    Args:
+      seconds: the time from one event to the next.
+      abort: whether to end the process.
+      file: where to write the stacks, instead of stderr; it needs a file descriptor.
 
     >>> import stepfold as sf
     >>> hook = sf.watchdog(600)
@@ -30,35 +36,21 @@ class watchdog:  # noqa: N801  it is called as the functions beside it are
     """
 
     def __init__(self, seconds: float, abort: bool = False, *, file: TextIO | None = None) -> None:
-        """Say how long to wait.
-
-        Args:
-          seconds: the time from one event to the next.
-          abort: whether to end the process.
-          file: where the stacks go, in place of stderr; it has to have a file descriptor.
-
-        Raises:
-          ConfigError: if an argument is not as described.
-        """
-        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
-            raise ConfigError(f"watchdog: expected seconds, a number above 0, got {seconds!r}")
+        check_positive("watchdog", seconds, unit="seconds")
         if not isinstance(abort, bool):
             raise ConfigError(f"abort: expected True or False, got {tree.spell(abort)}")
         self._seconds, self._abort, self._file = float(seconds), abort, file
-        self._wound: float | None = None
+        self._started: float | None = None
 
-    def open(self, *_: Any) -> None:
-        """Begin to watch."""
-        self._wind(time.monotonic())
+    def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
+        self._restart()
 
-    def __call__(self, _: Event) -> None:
-        """See that something happens."""
-        now = time.monotonic()
-        if self._wound is None or now - self._wound > _SLACK * self._seconds:
-            self._wind(now)
+    def __call__(self, event: Event) -> None:  # noqa: ARG002
+        if self._started is None or time.monotonic() - self._started > _SLACK * self._seconds:
+            self._restart()
 
-    def _wind(self, now: float) -> None:
-        self._wound = now
+    def _restart(self) -> None:
+        self._started = time.monotonic()
         faulthandler.dump_traceback_later(
             (1 + _SLACK) * self._seconds,
             repeat=not self._abort,
@@ -67,7 +59,6 @@ class watchdog:  # noqa: N801  it is called as the functions beside it are
         )
 
     def close(self) -> None:
-        """Watch no longer."""
-        if self._wound is not None:
-            self._wound = None
+        if self._started is not None:
+            self._started = None
             faulthandler.cancel_dump_traceback_later()

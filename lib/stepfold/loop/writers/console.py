@@ -1,21 +1,23 @@
-"""The console: one aligned line for every write."""
+"""Metrics as aligned lines on the console."""
 
 import sys
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import TextIO
+
+import numpy as np
 
 from stepfold import tree
 from stepfold.errors import ConfigError
-from stepfold.loop.writers import values
+from stepfold.loop.writers.base import ConvertingWriter, Histogram, Value
 
 
 def console_writer(stream: TextIO | None = None) -> "ConsoleWriter":
-    """Write a line for every write, in which numbers stand below one another.
+    """Write a line for each call, with numbers aligned in columns and rounded to five digits.
 
-    Numbers are given to five digits. Of arrays and images it says what they are like.
+    Histograms are written as a count and a range, images as their shape.
 
     Args:
-      stream: where to; None is what `sys.stdout` is when it is written.
+      stream: where to write; None for `sys.stdout` at the time of the call.
 
     >>> import stepfold as sf
     >>> writer = sf.console_writer()
@@ -29,66 +31,31 @@ def console_writer(stream: TextIO | None = None) -> "ConsoleWriter":
     return ConsoleWriter(stream)
 
 
-class ConsoleWriter:
-    """Write lines to a stream; `console_writer` makes it."""
+class ConsoleWriter(ConvertingWriter):
+    """Write lines to a stream; made by `console_writer`."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
 
-    def _write(self, step: int | str, parts: list[str]) -> None:
+    def _write(self, step: int, values: Mapping[str, Value]) -> None:
+        self._print(str(step), {name: _describe(value) for name, value in values.items()})
+
+    def _write_settings(self, settings: Mapping[str, float | str]) -> None:
+        self._print("", settings)
+
+    def _print(self, step: str, values: Mapping[str, float | str]) -> None:
         stream = sys.stdout if self._stream is None else self._stream
-        stream.write(f"{step:>8}  {'  '.join(parts)}".rstrip() + "\n")
+        line = "  ".join(f"{name} {value}" for name, value in values.items())
+        stream.write(f"{step:>8}  {line}".rstrip() + "\n")
         stream.flush()
 
-    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Write numbers."""
-        found = values.numbers(scalars)
-        self._write(
-            values.number_of_step(step),
-            [f"{name} {_short(number):<11}" for name, number in found.items()],
-        )
 
-    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Write texts."""
-        found = values.texts(texts)
-        self._write(values.number_of_step(step), [f"{name} {one}" for name, one in found.items()])
-
-    def write_histograms(
-        self,
-        step: int,
-        arrays: Mapping[str, Any],
-        num_buckets: Mapping[str, int] | None = None,
-    ) -> None:
-        """Write from where to where the elements of arrays are."""
-        found = values.histograms(arrays, num_buckets)
-        self._write(
-            values.number_of_step(step),
-            [
-                f"{name} {sum(one.counts)} from {_short(one.edges[0])} to {_short(one.edges[-1])}"
-                + (f", {one.nonfinite} not finite" if one.nonfinite else "")
-                for name, one in found.items()
-            ],
-        )
-
-    def write_images(self, step: int, images: Mapping[str, Any]) -> None:
-        """Write that there were images, and their shapes [N, H, W, C]."""
-        found = values.pixels(images)
-        self._write(
-            values.number_of_step(step),
-            [f"{name} {tree.spell(one)}" for name, one in found.items()],
-        )
-
-    def write_hparams(self, hparams: Mapping[str, Any]) -> None:
-        """Write what the run was begun with."""
-        found = values.settings(hparams)
-        self._write("", [f"{name} {one}" for name, one in found.items()])
-
-    def flush(self) -> None:
-        """Do nothing: every line is flushed."""
-
-    def close(self) -> None:
-        """Do nothing: the stream is not the writer's to close."""
-
-
-def _short(number: float) -> str:
-    return f"{number:.5g}" if isinstance(number, float) else str(number)
+def _describe(value: Value) -> str:
+    if isinstance(value, Histogram):
+        nonfinite = f", {value.nonfinite} not finite" if value.nonfinite else ""
+        return f"{sum(value.counts)} from {value.edges[0]:.5g} to {value.edges[-1]:.5g}{nonfinite}"
+    if isinstance(value, np.ndarray):
+        return tree.spell(value)
+    if isinstance(value, float):
+        return f"{value:<11.5g}"
+    return f"{value:<11}" if isinstance(value, int) else value

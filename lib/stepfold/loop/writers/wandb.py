@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Metrics in Weights & Biases."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,104 +6,74 @@ from typing import Any
 import numpy as np
 
 from stepfold.errors import ConfigError
-from stepfold.loop.writers import values
-from stepfold.loop.writers.protocol import require
+from stepfold.loop.writers.base import ConvertingWriter, Histogram, Value, require
 
 
 def wandb_writer(**options: Any) -> "WandbWriter":
     """Write to a run of Weights & Biases, online or offline.
 
-    The run is begun with the first write, so that every process may make a writer, and is finished
-    by `close`. A call of W&B's takes milliseconds: an `async_writer` around this one spares them
-    the loop.
+    The first write starts the run, so every process may make a writer; `close` finishes it. Calls
+    of W&B take milliseconds: use `async_writer` to keep them off the loop.
 
-    W&B holds a step back until the next one comes, or `close`. What it has is kept: steps of a
-    resumed run that are there already are not taken again.
+    W&B holds back the values of a step until the next step or `close`, and `flush` cannot change
+    that. It ignores steps of a resumed run that it already has.
 
     Args:
-      options: those of `wandb.init`: `project`, `mode="offline"`, `id` and `resume`, …
+      options: arguments of `wandb.init`: `project`, `mode="offline"`, `id`, `resume`, …
 
     Raises:
       ConfigError: if wandb is not installed.
 
     >>> import stepfold as sf
     >>> writer = sf.wandb_writer(project="digits", mode="offline", id="a1", resume="allow")
-    >>> writer.close()  # nothing was written, and no run begun
+    >>> writer.close()  # nothing was written, so no run was started
     """
     require("wandb", "wandb_writer", "wandb")
     return WandbWriter(options)
 
 
-class WandbWriter:
-    """Write to a run of Weights & Biases; `wandb_writer` makes it."""
+class WandbWriter(ConvertingWriter):
+    """Write to a run of Weights & Biases; made by `wandb_writer`."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
         self._run: Any = None
-        self._closed = False
+        self._is_closed = False
 
-    def _begun(self) -> Any:
-        if self._closed:
-            raise ConfigError(
-                "wandb_writer: expected no write after close(), which finished the run; make "
-                "another writer, with id=… and resume='must' to go on with this run"
-            )
-        if self._run is None:
-            # Imported when first used: it takes longer than all else together.
-            import wandb
-
-            self._run = wandb.init(**self._options)
-        return self._run
-
-    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Write numbers."""
-        self._begun().log(values.numbers(scalars), step=values.number_of_step(step))
-
-    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Write texts."""
-        self._begun().log(values.texts(texts), step=values.number_of_step(step))
-
-    def write_histograms(
-        self,
-        step: int,
-        arrays: Mapping[str, Any],
-        num_buckets: Mapping[str, int] | None = None,
-    ) -> None:
-        """Write how the elements of arrays are distributed."""
-        run, found = self._begun(), values.histograms(arrays, num_buckets)
-        from wandb import Histogram
-
-        kept: dict[str, Any] = {
-            name: Histogram(np_histogram=(np.array(one.counts), np.array(one.edges)))
-            for name, one in found.items()
-        }
-        for name, one in found.items():
-            if one.nonfinite:
-                kept[f"{name}/nonfinite"] = one.nonfinite
-        run.log(kept, step=values.number_of_step(step))
-
-    def write_images(self, step: int, images: Mapping[str, Any]) -> None:
-        """Write images."""
-        run, found = self._begun(), values.pixels(images)
+    def _write(self, step: int, values: Mapping[str, Value]) -> None:
+        run = self._get_run()
+        from wandb import Histogram as WandbHistogram
         from wandb import Image
 
-        kept = {name: [Image(_plain(one)) for one in batch] for name, batch in found.items()}
-        run.log(kept, step=values.number_of_step(step))
+        row: dict[str, Any] = dict(values)
+        for name, value in values.items():
+            if isinstance(value, Histogram):
+                arrays = np.array(value.counts), np.array(value.edges)
+                row[name] = WandbHistogram(np_histogram=arrays)
+                if value.nonfinite:
+                    row[f"{name}/nonfinite"] = value.nonfinite
+            elif isinstance(value, np.ndarray):
+                is_gray = value.shape[-1] == 1
+                row[name] = [Image(image[..., 0] if is_gray else image) for image in value]
+        run.log(row, step=step)
 
-    def write_hparams(self, hparams: Mapping[str, Any]) -> None:
-        """Write what the run was begun with, into the run's `config`."""
-        self._begun().config.update(values.settings(hparams), allow_val_change=True)
-
-    def flush(self) -> None:
-        """Do nothing: W&B writes in a process of its own, when it sees fit."""
+    def _write_settings(self, settings: Mapping[str, float | str]) -> None:
+        self._get_run().config.update(settings, allow_val_change=True)
 
     def close(self) -> None:
-        """Finish the run, if one was begun; W&B's own process puts the last of it on the disk."""
-        self._closed = True
+        self._is_closed = True
         if self._run is not None:
             run, self._run = self._run, None
             run.finish()
 
+    def _get_run(self) -> Any:
+        if self._is_closed:
+            raise ConfigError(
+                "wandb_writer: expected no write after close(), which finished the run; make "
+                "another writer, with id=… and resume='must' to continue this run"
+            )
+        if self._run is None:
+            import wandb
 
-def _plain(pixels: Any) -> Any:
-    return pixels[..., 0] if pixels.shape[-1] == 1 else pixels
+            self._run = wandb.init(**self._options)
+        return self._run

@@ -1,0 +1,37 @@
+"""Checks of plain arguments, so that every module refuses them in the same words."""
+
+from typing import Any
+
+from stepfold.errors import ConfigError
+
+
+def check_count(name: str, value: Any, minimum: int = 1) -> int:
+    """Return a Python integer of at least `minimum`.
+
+    Raises:
+      ConfigError: if it is anything else; booleans and floats are not counts.
+
+    >>> check_count("depth", 3)
+    3
+    """
+    if type(value) is not int or value < minimum:
+        raise ConfigError(f"{name}: expected an integer of at least {minimum}, got {value!r}")
+    return value
+
+
+def check_positive(name: str, value: Any, *, allow_zero: bool = False, unit: str = "") -> float:
+    """Return a number above 0, or of at least 0.
+
+    Raises:
+      ConfigError: if it is anything else, NaN included.
+
+    >>> check_positive("deviations", 2.5)
+    2.5
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and (value > 0 or (allow_zero and value == 0))):
+        what = f"{unit}, a number" if unit else "a number"
+        raise ConfigError(
+            f"{name}: expected {what} {'of at least 0' if allow_zero else 'above 0'}, got {value!r}"
+        )
+    return value  # type: ignore[no-any-return]

@@ -1,0 +1,241 @@
+"""The batches of a run: one after the other, with their position for a checkpoint."""
+
+import copy
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+from stepfold import tree
+from stepfold.errors import ConfigError, DataError
+
+# How often batches are asked for their position between log points and saves, in seconds: after a
+# failed pull or step, at most the batches pulled since then are read again.
+_POSITION_SECONDS = 5.0
+
+
+class DataPosition(NamedTuple):
+    """The position of the batch after a step, None if the batches have none.
+
+    Attributes:
+      step: the step.
+      position: what `get_state` of the batches returned.
+    """
+
+    step: int
+    position: Any
+
+
+class BatchFeed:
+    """Pull batches, epoch after epoch, and know their position.
+
+    Attributes:
+      batches: the batches.
+      epoch_steps: the number of batches in an epoch, or None if unknown.
+      total: the number of batches in all epochs, or None if unknown.
+      endless: whether the batches are known to have no end.
+      is_resumable: whether they have `get_state` and `set_state`.
+      used: the number of batches that steps have used since the first batch of the data; whoever
+        runs the steps adds to it.
+      wait_seconds: the time spent waiting for batches.
+    """
+
+    def __init__(self, batches: Any, epochs: int | None = None) -> None:
+        check_batches(batches)
+        self.batches, self._iterator = batches, iter(batches)
+        self._epochs_left = epochs
+        self.is_iterator = self._iterator is batches
+        self.endless = bool(getattr(batches, "endless", False))
+        self.is_resumable = hasattr(self._iterator, "get_state") and hasattr(
+            self._iterator, "set_state"
+        )
+        self.epoch_steps = _epoch_steps(batches, self.is_iterator)
+        if epochs is not None and self.is_iterator and self.epoch_steps is None:
+            raise ConfigError(
+                f"epochs={epochs}: expected batches that can be iterated again, or that know their "
+                f"epochs, got {tree.spell(batches)}; give steps=…, or sf.batches(data, …)"
+            )
+        self.total = epochs * self.epoch_steps if epochs and self.epoch_steps else None
+        self.wait_seconds = 0.0
+        self.used = self._pulled = 0
+        self._known: tuple[int, Any] = (-1, None)  # batches used by then, and the position
+        self._known_at = time.perf_counter()
+        self.used = self._pulled = _count_in(self.position()) or 0
+        self._known = (self.used, self._known[1])
+
+    def next_batch(self, step: int) -> Any:
+        """Pull the batch of a step.
+
+        Raises:
+          StopIteration: if there are no more.
+          DataError: if an epoch has no batches.
+        """
+        start = time.perf_counter()
+        if start - self._known_at > _POSITION_SECONDS and self._pulled == self.used:
+            self.position()
+        self._pulled += 1  # until it is used, the position is not certain
+        try:
+            return self._pull()
+        except StopIteration:
+            self._pulled -= 1
+            raise
+        except Exception as error:
+            error.add_note(f"pulling the batch of step {step}")
+            raise
+        finally:
+            self.wait_seconds += time.perf_counter() - start
+
+    def _pull(self) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            if self.is_iterator or self._epochs_left is None or self._epochs_left <= 1:
+                raise
+        self._epochs_left -= 1
+        self._iterator = iter(self.batches)
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            raise DataError(
+                "batches: expected batches in the next epoch too, got none; give an iterable that "
+                "starts again, or steps=…"
+            ) from None
+
+    def position(self) -> Any:
+        """Return the position of the next batch to use, or None if the batches have none.
+
+        After a failed step or pull the batches may be ahead of the last step. Those with a method
+        `state_at(step)`, as `sf.batches` has, are asked for the position by number; the position
+        of others is restored to the last one known, and the batches used since are pulled again.
+        """
+        if not self.is_resumable:
+            return None
+        if self._known[0] != self.used:
+            self._known = (self.used, self._current())
+            self._known_at = time.perf_counter()
+        return self._known[1]
+
+    def _current(self) -> Any:
+        if self._pulled != self.used and hasattr(self._iterator, "state_at"):
+            return self._iterator.state_at(self.used)
+        state = self._state()
+        if self._pulled == self.used or _count_in(state) == self.used:
+            return state
+        used, position = self._known
+        self._set(position)
+        for _ in range(self.used - used):
+            self._pull()
+        self._pulled = self.used
+        return self._state()
+
+    def _state(self) -> Any:
+        state = copy.deepcopy(self._iterator.get_state())  # iterators may reuse what they return
+        return state if self.is_iterator else {"left": self._epochs_left, "position": state}
+
+    def seek(self, position: Any, step: int, used: int | None = None) -> None:
+        """Go to a saved position.
+
+        Args:
+          position: what `position()` returned.
+          step: the step of the checkpoint, for error messages.
+          used: the batches used by then, if the position does not tell.
+
+        Raises:
+          DataError: if the batches cannot go there.
+        """
+        if self.is_resumable and position is None:
+            raise DataError(
+                f"batches: expected a position to resume at in the checkpoint of step {step}, but "
+                "no position was saved; save with data=batches, or start in another directory"
+            )
+        if not self.is_resumable:
+            raise DataError(
+                f"batches: expected some that can be resumed at step {step}, got "
+                f"{tree.spell(self.batches)}, which have no get_state and set_state; give "
+                "sf.batches(data, …), or start in another directory"
+            )
+        known = copy.deepcopy(position)
+        self._set(position)
+        count = _count_in(position)
+        self.used = self._pulled = next(n for n in (count, used, step) if n is not None)
+        self._known = (self.used, known)
+
+    def _set(self, position: Any) -> None:
+        if not self.is_iterator:
+            left = position["left"]
+            if left != self._epochs_left:
+                self._iterator = iter(self.batches)
+            self._epochs_left, position = left, position["position"]
+        self._iterator.set_state(position)
+
+
+def check_batches(batches: Any) -> None:
+    """Refuse what is not an iterable of batches, or is a single batch.
+
+    Raises:
+      ConfigError: if it is not.
+    """
+    is_one = isinstance(batches, str | bytes | dict) or tree.is_array(batches)
+    if is_one or not isinstance(batches, Iterable):
+        raise ConfigError(
+            f"batches: expected an iterable of batches, got {tree.spell(batches)}; "
+            "sf.batches(data, 256, seed=0) makes one"
+        )
+
+
+def _count_in(position: Any) -> int | None:
+    """Return the number of batches before a position, if it says so as those of `sf.batches` do."""
+    count = position.get("step") if isinstance(position, dict) else None
+    return count if type(count) is int else None
+
+
+def _epoch_steps(batches: Any, is_iterator: bool) -> int | None:
+    steps: int | None = getattr(batches, "steps_per_epoch", None)
+    if steps is None and not is_iterator:
+        with suppress(TypeError):  # no length, or none that it knows
+            steps = len(batches)
+    return steps
+
+
+@contextmanager
+def reread(batches: Any, start: DataPosition, began: int) -> Iterator[Iterator[Any]]:
+    """Iterate batches again from an earlier position, and restore their position afterwards.
+
+    Args:
+      batches: a list, or batches with `get_state` and `set_state`.
+      start: the step before the first batch that is wanted, and the position there.
+      began: the step before a list's first batch.
+
+    Raises:
+      DataError: if they cannot be read again.
+
+    >>> with reread([10, 11, 12], DataPosition(step=4, position=None), began=0) as batches:
+    ...     next(batches), next(batches)
+    (11, 12)
+    """
+    if isinstance(batches, list | tuple):
+        yield (batches[(step - began) % len(batches)] for step in itertools.count(start.step))
+        return
+    feed = BatchFeed(batches)
+    if not feed.is_resumable or start.position is None:
+        raise DataError(
+            "batches: expected a list, or batches with get_state and set_state as sf.batches has, "
+            f"to read them again, got {tree.spell(batches)}"
+        )
+    before = feed.position()
+    try:
+        feed.seek(start.position, start.step)
+        yield _rest(feed, start.step)
+    finally:
+        feed.seek(before, start.step)
+
+
+def _rest(feed: BatchFeed, step: int) -> Iterator[Any]:
+    for number in itertools.count(step):
+        try:
+            batch = feed.next_batch(number)
+        except StopIteration:
+            return
+        feed.used += 1
+        yield batch

@@ -1,0 +1,127 @@
+"""The first operation of a program that makes NaN or inf out of finite numbers, and its line.
+
+The program is evaluated operation by operation, with loops unrolled. `jax.experimental.checkify`
+would not do: it checks for NaN and division by zero, but not for an overflow or a log of zero.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend import core as jax_core
+
+core: Any = jax_core  # jax 0.12 exports these names, but not to a type checker
+
+# A line in these libraries says less than the line that called it.
+_LIBRARIES = tuple(
+    str(Path(file).parent) + os.sep
+    for file in (str(jax.__file__), str(optax.__file__), str(Path(__file__).parent))
+)
+_LOOPS = ("scan", "while", "cond")
+
+
+class Origin(NamedTuple):
+    """An operation of a program.
+
+    Attributes:
+      operation: its name in jax.
+      value: what it made of finite numbers, "nan" or "inf".
+      where: the file, line and function of the user that it comes from.
+      position: where it is in the program, to tell it from others of the same line.
+    """
+
+    operation: str
+    value: str
+    where: str
+    position: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.operation} made {self.value} at {self.where}"
+
+
+def find_origin(
+    function: Callable[..., Any], bad: tuple[Any, ...], good: tuple[Any, ...] | None = None
+) -> Origin | None:
+    """Find the first operation that makes NaN or inf out of finite numbers, or NaN out of inf.
+
+    An operation that also does so with good arguments is skipped, such as one whose -inf is masked
+    later.
+
+    Args:
+      function: any function that jax can trace.
+      bad: its arguments.
+      good: arguments of the same form with finite results, if known.
+
+    >>> import jax.numpy as jnp
+    >>> origin = find_origin(lambda x: jnp.log(x) * 2, (jnp.zeros(()),))
+    >>> origin.operation, origin.value
+    ('log', 'inf')
+    """
+    with jax.disable_jit():  # unrolls scans
+        program = jax.make_jaxpr(function)(*bad)
+
+    def origins(arguments: tuple[Any, ...]) -> Iterator[Origin]:
+        return _evaluate(program.jaxpr, program.consts, jax.tree.leaves(arguments), ())
+
+    harmless = set() if good is None else {origin.position for origin in origins(good)}
+    return next((origin for origin in origins(bad) if origin.position not in harmless), None)
+
+
+def _evaluate(jaxpr: Any, consts: Any, inputs: Any, position: tuple[int, ...]) -> Iterator[Origin]:
+    """Evaluate a program, and yield the operations that make NaN or inf as they come."""
+
+    def is_variable(atom: Any) -> bool:
+        return not isinstance(atom, core.Literal)
+
+    atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
+    used = set(filter(is_variable, atoms))
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+    for number, eqn in enumerate(jaxpr.eqns):
+        arguments = [values[v] if is_variable(v) else v.val for v in eqn.invars]
+        variables = list(dict.fromkeys(filter(is_variable, eqn.invars)))
+        outputs = [v for v in eqn.outvars if v in used]
+        # One operation as a program. Names of arguments would not fit their number.
+        debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+        single = core.Jaxpr((), variables, outputs, [eqn], eqn.effects, debug)
+        run = core.jaxpr_as_fun(core.ClosedJaxpr(single, ()))
+        results = run(*(values[v] for v in variables))
+        values.update(zip(outputs, results, strict=True))
+        worst = _worst_value(results)
+        inner = None if worst is None else _inner_program(eqn)
+        if inner is not None:
+            yield from _evaluate(inner.jaxpr, inner.consts, arguments, (*position, number))
+        elif worst is not None and _worst_value(arguments) not in (worst, "nan"):
+            yield Origin(eqn.primitive.name, worst, _line(eqn), (*position, number))
+
+
+def _worst_value(values: Any) -> str | None:
+    floats = [v for v in values if jnp.issubdtype(jnp.result_type(v), jnp.inexact)]
+    if any(bool(jnp.isnan(v).any()) for v in floats):
+        return "nan"
+    return "inf" if any(bool(jnp.isinf(v).any()) for v in floats) else None
+
+
+def _inner_program(eqn: Any) -> Any:
+    """Return the program that an operation calls with its own arguments, as jit does."""
+    if eqn.primitive.name in _LOOPS:
+        return None
+    for value in eqn.params.values():
+        if isinstance(value, core.Jaxpr) and not value.constvars:
+            value = core.ClosedJaxpr(value, ())
+        if isinstance(value, core.ClosedJaxpr) and value.in_avals == [v.aval for v in eqn.invars]:
+            return value
+    return None
+
+
+def _line(eqn: Any) -> str:
+    """Spell the innermost line of the user, or else the innermost of all."""
+    trace = eqn.source_info.traceback
+    frames = list(trace.frames) if trace else []
+    own = [frame for frame in frames if not frame.file_name.startswith(_LIBRARIES)]
+    for frame in [*own, *frames][:1]:
+        return f"{frame.file_name}:{frame.line_num} ({frame.function_name.rpartition('.')[2]})"
+    return "an unknown line"

@@ -1,0 +1,451 @@
+"""Hooks that stop a run."""
+
+import itertools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+from stepfold.loop.hooks import stop
+from stepfold.loop.hooks.base import Event, Stop
+from stepfold.loop.hooks.stop import stop_after, stop_early, stop_on_nonfinite, stop_on_spike
+
+
+def train(step, values=None, **metrics):
+    return Event(step, None, metrics, None, values or {})
+
+
+def evaluation(step, value, name="eval/loss", state=None):
+    return Event(step, None, {name: value}, state, kind=name.split("/")[0])
+
+
+def test_every_hook_here_declares_that_it_may_stop_and_provides_no_numbers():
+    hooks = [stop_after(1), stop_on_nonfinite(), stop_early("a", patience=1), stop_on_spike()]
+    assert all(hook.can_stop and hook.provides == () for hook in hooks)
+    assert [hook.metric for hook in hooks] == [None, "train/loss", "a", "train/loss"]
+    assert [hook.replaces_nonfinite_stop for hook in hooks] == [False, True, False, False]
+
+
+# stop_after
+
+
+def test_it_stops_when_the_time_is_over(monkeypatch):
+    times = iter([100.0, 159.0, 160.0])
+    monkeypatch.setattr(stop.time, "monotonic", lambda: next(times))
+    hook = stop_after(60)
+    assert hook(train(1)) is None
+    assert hook(train(2)) == Stop("time_limit", "the time limit of 60 s was reached")
+
+
+@pytest.mark.parametrize("seconds", [-1, math.nan, "60", True, None])
+def test_a_wrong_time_is_refused(seconds):
+    with pytest.raises(sf.ConfigError, match="stop_after: expected seconds, a number of at least"):
+        stop_after(seconds)
+
+
+def test_the_time_may_be_infinite():
+    assert stop_after(math.inf)(train(1)) is None
+
+
+# stop_on_nonfinite
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_it_names_the_first_step_with_a_nan_or_inf(bad):
+    hook = stop_on_nonfinite()
+    assert hook(train(5, {"train/loss": np.ones(5)})) is None
+    values = {"train/loss": np.array([1.0, 1.0, bad, 1.0, np.nan])}
+    assert hook(train(10, values)) == Stop("nonfinite", f"train/loss is {bad} in step 8")
+
+
+def test_it_keeps_the_first_such_step_of_a_run_and_its_metrics():
+    hook = stop_on_nonfinite()
+    values = {"train/loss": np.array([1.0, np.inf, np.nan]), "train/hit": np.array([0.5, 0.25, 0])}
+    hook(train(9, values | {"train/many": np.ones((3, 2))}))
+    wanted = (8, "train/loss", {"train/loss": np.inf, "train/hit": 0.25})
+    assert hook.found == wanted
+    hook(train(12, values))
+    assert hook.found == wanted
+    hook.open(0, None)
+    assert hook.found is None
+
+
+def test_another_metric_can_be_watched():
+    hook = stop_on_nonfinite("train/grad_norm")
+    values = {"train/loss": np.array([np.nan]), "train/grad_norm": np.array([1.0])}
+    assert hook(train(1, values)) is None
+    reason = hook(train(2, {"train/grad_norm": np.array([np.inf])}))
+    assert str(reason) == "train/grad_norm is inf in step 2"
+
+
+def test_steps_without_weight_do_not_count():
+    values = {"train/loss": np.array([1.0, np.nan, np.nan])}
+    weights = {"train/loss": np.array([4.0, 0.0, 4.0])}
+    hook = stop_on_nonfinite()
+    reason = hook(Event(3, None, {"train/loss": math.nan}, None, values, weights=weights))
+    assert str(reason) == "train/loss is nan in step 3"
+
+
+def test_an_evaluation_is_not_its_concern():
+    assert stop_on_nonfinite()(evaluation(1, np.nan)) is None
+
+
+def fit(losses, hook, **options):
+    """Run a step whose losses and masks are given."""
+    tx = optax.sgd(0.1)
+
+    def loss_fn(params, batch, key):
+        return sf.mean(params["w"] * batch["x"], batch["mask"])
+
+    step = sf.make_train_step(loss_fn, tx, **options)
+    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    batches = [{"x": np.float32([x]), "mask": np.array([mask])} for x, mask in losses]
+    return sf.fit(step, state, batches, log_every=2, hooks=hook)
+
+
+def test_it_stops_a_run_with_a_nan():
+    result = fit([(0.0, True)] * 3 + [(np.nan, True)] + [(0.0, True)] * 4, stop_on_nonfinite())
+    assert result.stop_reason.kind == "nonfinite"
+    assert str(result.stop_reason).startswith("train/loss is nan in step 4 at step 5")
+
+
+def test_a_masked_batch_is_no_reason_to_stop():
+    result = fit([(1.0, True), (1.0, False), (1.0, True), (1.0, True)], stop_on_nonfinite())
+    assert str(result.stop_reason) == "the batches ended at step 4"
+
+
+def test_a_skipped_step_is_no_reason_to_stop():
+    losses = [(1.0, True), (np.nan, True), (1.0, True), (1.0, True)]
+    result = fit(losses, stop_on_nonfinite(), skip_nonfinite=True)
+    assert str(result.stop_reason) == "the batches ended at step 4"
+
+
+def test_a_metric_that_is_not_per_step_is_refused():
+    """It would never be seen, and the hook replaces the one that `fit` adds for the loss."""
+    with pytest.raises(sf.ConfigError, match="pattern: expected a train metric, as 'train/loss'"):
+        stop_on_nonfinite("eval/loss")
+
+
+@pytest.mark.parametrize("make", [stop_on_nonfinite, stop_on_spike])
+def test_a_misspelt_train_metric_is_refused_and_does_not_leave_the_loss_unwatched(make):
+    tx = optax.sgd(0.1)
+    step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b), tx)
+    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    batches = [np.full(4, np.nan, np.float32)] * 20
+    with pytest.raises(sf.ConfigError, match="train/los.*train/loss"):
+        sf.fit(step, state, batches, hooks=[make("train/los")])
+
+
+# stop_early
+
+
+def follow(hook, values, name="eval/loss", state=lambda step: None, first=1):
+    """Evaluate until the hook stops; return the step and the message."""
+    for step, value in enumerate(values, first):
+        reason = hook(evaluation(step, value, name, state(step)))
+        if reason:
+            assert reason.kind == "early_stop"
+            return step, str(reason)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "step"),
+    [
+        ({"patience": 1}, [3, 2, 1, 1.5], 4),
+        ({"patience": 2}, [3, 4, 2, 3, 3], 5),
+        ({"patience": 2}, [3, 3, 3], 3),
+        ({"patience": 2, "min_delta": 0.5}, [3, 2.6, 2.5, 2.4], 3),
+        ({"patience": 2, "min_delta": 0.5}, [3, 2.6, 2.4, 2.3], None),
+        ({"patience": 2, "mode": "max"}, [1, 2, 3, 2, 3], 5),
+        ({"patience": 2}, [3, math.nan, math.nan], 3),
+        ({"patience": 2}, [math.nan, math.nan], 2),
+        ({"patience": 2}, [math.nan, 3, 4, 2], None),
+        ({"patience": 2}, [math.inf, math.inf, 1], None),
+    ],
+)
+def test_it_stops_after_so_many_values_without_improvement(options, values, step):
+    stopped = follow(stop_early("eval/loss", **options), values)
+    assert (stopped and stopped[0]) == step
+
+
+def test_the_message_names_the_best_value():
+    hook = stop_early("eval/accuracy", patience=2)
+    assert follow(hook, [0.5, 0.75, 0.75, 0.5], "eval/accuracy") == (
+        4,
+        "eval/accuracy has not become better than 0.75 for 2 evaluations, since step 2",
+    )
+    assert (hook.best, hook.best_step) == (0.75, 2)
+
+
+def test_other_metrics_are_not_its_concern():
+    hook = stop_early("eval/loss", patience=1)
+    assert follow(hook, [1, 2, 3], "train/loss") is None
+
+
+def states(count):
+    return [
+        {"w": jnp.full((3,), float(step)), "half": jnp.bfloat16(step), "key": jax.random.key(step)}
+        for step in range(count)
+    ]
+
+
+def test_it_keeps_a_copy_of_the_best_state_on_the_host_if_asked_to():
+    hook = stop_early("eval/loss", patience=3, keep_state=True)
+    shown = states(4)
+    follow(hook, [3, 1, 2], state=lambda step: shown[step])
+    best = hook.best_state
+    assert type(best["w"]) is type(best["half"]) is np.ndarray
+    assert best["half"].dtype == jnp.bfloat16
+    donate = jax.jit(lambda state: jax.tree.map(jnp.copy, state), donate_argnums=0)
+    donate(shown[2])
+    assert shown[2]["w"].is_deleted()  # the copy does not keep its buffer
+    jax.tree.map(lambda leaf: leaf.delete(), shown)
+    assert best["w"].tolist() == [2.0] * 3
+    assert (jax.random.key_data(best["key"]) == jnp.array([0, 2], jnp.uint32)).all()
+
+
+def test_the_best_state_can_be_trained_further():
+    tx = optax.adam(0.1)
+    step = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b) ** 2), tx)
+    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    hook = stop_early("eval/loss", patience=3, keep_state=True)
+    hook(evaluation(0, 1.0, state=state))
+    batch = np.zeros(4, np.float32)
+    before, after = step(state, batch)[0], step(hook.best_state, batch)[0]
+    jax.tree.map(np.testing.assert_array_equal, before.params, after.params)
+
+
+def test_it_keeps_no_state_by_default():
+    hook = stop_early("eval/loss", patience=3)
+    follow(hook, [3, 1], state=lambda step: {"w": jnp.ones(())})
+    assert hook.best_state is None
+
+
+@pytest.mark.parametrize("cut", range(1, 5))
+def test_a_resumed_run_stops_where_the_uninterrupted_one_would_have(cut):
+    values = [3, 2, 2.5, 2.5, 2.5, 1]
+    hook = stop_early("eval/loss", patience=3)
+    hook.open(0, None)
+    assert follow(hook, values[:cut]) is None
+    other = stop_early("eval/loss", patience=3)
+    other.set_state(json.loads(json.dumps(hook.get_state())))
+    other.open(cut, None)
+    assert follow(other, values[cut:], first=cut + 1) == (
+        5,
+        "eval/loss has not become better than 2 for 3 evaluations, since step 2",
+    )
+
+
+def test_it_starts_afresh_in_the_next_run():
+    hook = stop_early("eval/loss", patience=2, keep_state=True)
+    for values in ([1, 2, 3], [10, 9, 11, 12]):
+        hook.open(0, None)
+        assert follow(hook, values, state=lambda step: {"n": jnp.float32(step)})[0] == len(values)
+        hook.close()
+    assert (hook.best, hook.best_step, hook.best_state["n"]) == (9, 2, 2)
+    hook.open(0, None)
+    assert math.isnan(hook.best)
+    assert (hook.best_step, hook.best_state) == (-1, None)
+
+
+def test_a_restored_state_counts_for_one_run_only():
+    first = stop_early("eval/loss", patience=2)
+    follow(first, [1, 2])
+    hook = stop_early("eval/loss", patience=2)
+    hook.set_state(first.get_state())
+    hook.open(2, None)
+    assert follow(hook, [3]) is not None
+    hook.close()
+    hook.open(0, None)
+    assert follow(hook, [3, 4]) is None
+    hook.set_state(first.get_state())  # by a run that was already completed, and never opened it
+    hook.close()
+    hook.open(0, None)
+    assert follow(hook, [3, 4]) is None
+
+
+def test_two_fits_with_one_hook_do_not_share_its_state():
+    hook = stop_early("eval/score", patience=2, mode="max")
+    step = jax.jit(lambda state, batch: ({"n": state["n"] + 1}, {"loss": sf.mean(state["n"])}))
+    for best in (5.0, 2.0):
+        measure = sf.Evaluation(lambda state, best=best: {"score": min(best, state["n"])}, every=1)
+        state, batches = {"n": jnp.float32(0)}, itertools.repeat(np.float32(0), 9)
+        result = sf.fit(step, state, batches, hooks=hook, evaluation=measure)
+        assert result.stop_reason.kind == "early_stop"
+        assert (hook.best, result.steps) == (best, best + 2)
+
+
+def test_a_resume_with_another_metric_starts_afresh():
+    hook = stop_early("eval/loss", patience=2)
+    follow(hook, [0.5, 0.75])
+    other = stop_early("eval/accuracy", patience=2)
+    other.set_state(hook.get_state())
+    other.open(2, None)
+    other(evaluation(3, 0.25, "eval/accuracy"))
+    assert (other.best, other.best_step) == (0.25, 3)
+
+
+def test_no_state_is_kept_for_a_train_metric_since_it_would_be_that_of_a_later_step():
+    hook = stop_early("train/loss", patience=5)
+    step = jax.jit(lambda state, batch: ({"n": state["n"] + 1}, {"loss": sf.mean(state["n"])}))
+    batches = itertools.repeat(np.float32(0), 9)
+    sf.fit(step, {"n": jnp.float32(0)}, batches, hooks=hook, log_every=4)
+    assert (hook.best_state, hook.best_step) == (None, 4)
+    with pytest.raises(sf.ConfigError, match="keep_state: expected the metric of an evaluation"):
+        stop_early("train/loss", patience=5, keep_state=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patience": 0}, "patience: expected an integer of at least 1, got 0"),
+        ({"patience": 1.5}, "patience: expected an integer of at least 1, got 1.5"),
+        ({"patience": 1, "min_delta": -1}, "min_delta: expected a number of at least 0, got -1"),
+        ({"patience": 1, "min_delta": math.nan}, "min_delta: expected a number of at least 0"),
+        ({"patience": 1, "min_delta": "1"}, "min_delta: expected a number of at least 0, got '1'"),
+        ({"patience": 1, "mode": "least"}, "mode: expected 'min' or 'max', got 'least'"),
+        ({"patience": 1, "metric": None}, "metric: expected the name of a metric, got None"),
+        ({"patience": 1, "metric": 3}, "metric: expected the name of a metric, got 3"),
+        ({"patience": 1, "metric": ""}, "expected the name of a metric, got ''"),
+    ],
+)
+def test_arguments_of_stop_early_are_checked(options, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        stop_early(**{"metric": "eval/loss", **options})
+
+
+def test_a_metric_that_is_never_measured_is_refused():
+    tx = optax.sgd(0.1)
+    step = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b) ** 2), tx)
+    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    measure = sf.Evaluation(lambda state: {"loss": 1.0}, every=5)
+    hook = stop_early("eval/los", patience=1)
+    with pytest.raises(sf.ConfigError, match="eval/los.*eval/loss"):
+        sf.fit(step, state, [np.zeros(4, np.float32)] * 20, evaluation=measure, hooks=[hook])
+
+
+# stop_on_spike
+
+
+def losses(step, values):
+    return train(step, {"train/loss": np.array(values)})
+
+
+def feed(hook, values, chunk):
+    """Feed values in intervals of `chunk` steps; return the first message."""
+    for end in range(chunk, len(values) + 1, chunk):
+        reason = hook(losses(end, values[end - chunk : end]))
+        if reason:
+            assert reason.kind == "spike"
+            return str(reason)
+    return None
+
+
+def noise(count):
+    return 2 + 0.1 * np.random.default_rng(0).normal(size=count)
+
+
+@pytest.mark.parametrize("chunk", [1, 10, 100])
+def test_a_spike_is_found_in_its_step_for_any_interval(chunk):
+    values = noise(200)
+    values[149] = 4.0
+    message = feed(stop_on_spike(window=50), values, chunk)
+    assert message is not None
+    assert message.startswith("train/loss is 4 in step 150, and the median of the 50 before it is ")
+
+
+@pytest.mark.parametrize("chunk", [1, 20])
+def test_each_value_is_compared_with_exactly_the_window_before_it(chunk):
+    values = noise(40)
+    median = np.median(values[20:30])
+    width = 1.4826 * np.median(np.abs(values[20:30] - median))
+    for sign in (-1, 1):
+        values[30] = median + (10 + sign * 1e-6) * max(width, 0.01 * median)
+        message = feed(stop_on_spike(window=10), values, chunk)
+        assert (message is not None and "in step 31" in message) == (sign == 1)
+
+
+def test_noise_and_a_falling_loss_are_not_spikes():
+    assert feed(stop_on_spike(window=50), noise(1000), 10) is None
+    assert feed(stop_on_spike(window=50), 10 / np.arange(1, 1001) + noise(1000), 10) is None
+
+
+def test_a_flat_loss_may_move_by_a_tenth():
+    flat = np.full(100, 0.5)
+    flat[90] = 0.54
+    assert feed(stop_on_spike(window=50), flat, 10) is None
+    flat[90] = 0.56
+    assert "in step 91" in feed(stop_on_spike(window=50), flat, 10)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nan_and_inf_never_enter_the_window(bad):
+    values = noise(200)
+    values[60:140:2] = bad
+    values[180] = 9.0
+    hook = stop_on_spike(window=100)
+    assert "train/loss is 9 in step 181" in feed(hook, values, 10)
+    assert np.isfinite(hook.get_state()["_latest"]).all()
+
+
+def test_no_value_is_judged_before_the_window_is_full():
+    values = noise(50)
+    values[49] = 100.0
+    assert feed(stop_on_spike(window=50), values, 10) is None
+    assert feed(stop_on_spike(window=49), values, 10) is not None
+
+
+def test_the_window_survives_a_resume():
+    hook, resumed = stop_on_spike(window=50), stop_on_spike(window=50)
+    hook(losses(60, noise(60)))
+    resumed.set_state(json.loads(json.dumps(hook.get_state())))
+    resumed.open(60, None)
+    assert resumed(losses(61, [4.0])) == hook(losses(61, [4.0])) is not None
+
+
+def test_a_narrower_window_after_a_resume_has_the_last_values():
+    hook, resumed = stop_on_spike(window=100), stop_on_spike(window=10)
+    hook(losses(100, [*noise(50), *(50 + noise(50))]))
+    resumed.set_state(hook.get_state())
+    resumed.open(100, None)
+    assert resumed(losses(101, [52.0])) is None
+
+
+def test_the_window_of_another_metric_is_not_restored():
+    hook, resumed = stop_on_spike(window=10), stop_on_spike("train/norm", window=10)
+    hook(losses(10, noise(10)))
+    resumed.set_state(hook.get_state())
+    resumed.open(10, None)
+    assert resumed(train(11, {"train/norm": np.array([99.0])})) is None
+
+
+def test_the_window_of_an_earlier_run_is_forgotten():
+    hook = stop_on_spike(window=10)
+    hook.open(0, None)
+    hook(losses(10, noise(10)))
+    hook.close()
+    hook.open(0, None)
+    assert hook(losses(1, [99.0])) is None
+
+
+def test_stop_on_spike_ignores_evaluations():
+    assert stop_on_spike()(evaluation(10, 9.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metric": "eval/loss"}, "metric: expected a train metric, as 'train/loss', got 'eval/l"),
+        ({"window": 1}, "window: expected an integer of at least 2, got 1"),
+        ({"deviations": 0}, "deviations: expected a number above 0, got 0"),
+    ],
+)
+def test_arguments_of_stop_on_spike_are_checked(options, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        stop_on_spike(**options)

@@ -1,0 +1,358 @@
+"""Hooks around another hook, and callbacks at the ends of epochs."""
+
+import copy
+import json
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+from stepfold.loop.hooks.base import BaseHook, Event, HookDispatcher, Stop, hook_name
+from stepfold.loop.hooks.stop import stop_after, stop_early, stop_on_nonfinite
+from stepfold.loop.hooks.wrappers import HookWrapper, callback, every, only_warn
+
+
+def event(step=7):
+    return Event(step, None, {"train/loss": 1.0}, None)
+
+
+class Recorder:
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, event):
+        self.calls.append(event.step)
+
+    def open(self, step, total):
+        self.calls.append(("open", step, total))
+
+    def flush(self):
+        self.calls.append("flush")
+
+    def close(self):
+        self.calls.append("close")
+
+    def get_state(self):
+        return {"calls": list(self.calls)}
+
+    def set_state(self, state):
+        self.calls = state["calls"]
+
+
+WRAPPERS = [HookWrapper, only_warn, lambda hook: every(1, hook)]
+
+
+# HookWrapper
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_everything_that_fit_calls_reaches_the_inner_hook(wrap):
+    inner = Recorder()
+    hook = wrap(inner)
+    hook.open(3, 10)
+    hook(event())
+    hook.flush()
+    hook.close()
+    assert inner.calls == [("open", 3, 10), 7, "flush", "close"]
+    other = Recorder()
+    wrap(other).set_state(json.loads(json.dumps(hook.get_state())))
+    assert other.calls == [["open", 3, 10], 7, "flush", "close"]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_declarations_are_those_of_the_inner_hook(wrap):
+    class Exact(BaseHook):
+        metric, provides = "eval/loss", ("norm/",)
+        needs_exact_state = replaces_nonfinite_stop = writes_metrics = True
+
+    for inner in (Exact(), stop_on_nonfinite(), lambda event: None):
+        hook = wrap(wrap(inner))
+        for name in (*vars(BaseHook), "end_epoch", "found"):
+            if name.startswith("_") or name in ("can_stop", "open", "close"):
+                continue
+            if name in ("get_state", "set_state"):
+                assert hasattr(hook, name)
+            else:
+                assert hasattr(hook, name) == hasattr(inner, name), name
+                assert getattr(hook, name, None) == getattr(inner, name, None), name
+
+
+def test_only_a_wrapper_that_warns_cannot_stop():
+    hook = stop_on_nonfinite()
+    assert every(1, hook).can_stop
+    assert not hasattr(every(1, lambda event: None), "can_stop")
+    for wrapped in (only_warn(hook), every(1, only_warn(hook)), only_warn(every(1, hook))):
+        assert not wrapped.can_stop
+        assert wrapped.replaces_nonfinite_stop
+
+
+def test_a_wrapper_is_named_by_itself_and_not_by_its_hook():
+    assert hook_name(every(1, event)) == "every"
+    state = HookDispatcher([every(1, event), only_warn(stop_after(9))]).get_state()
+    assert [name for name, _ in state] == ["every 1", "only_warn 1"]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_the_state_of_a_hook_of_another_kind_is_not_given(wrap):
+    saved = wrap(Recorder()).get_state()
+    inner = stop_early("eval/loss", patience=1)
+    before = inner.get_state()
+    wrap(inner).set_state(saved)
+    assert inner.get_state() == before
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_plain_function_has_no_state(wrap):
+    hook = wrap(lambda event: None)
+    hook.set_state(hook.get_state())
+    HookDispatcher([hook]).open(0, None)
+    HookDispatcher([hook]).flush()
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_wrapper_can_be_copied_and_pickled(wrap):
+    hook = wrap(stop_on_nonfinite())
+    for other in (copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
+        assert other.metric == "train/loss"
+
+
+@pytest.mark.parametrize("wrong", [None, 10, "stop", Recorder])
+@pytest.mark.parametrize(
+    ("name", "wrap"), [("every", lambda h: every(10, h)), ("only_w", only_warn)]
+)
+def test_what_is_not_a_hook_is_refused(name, wrap, wrong):
+    with pytest.raises(sf.ConfigError, match=rf"{name}.*: expected a hook, \(event\) -> …, got "):
+        wrap(wrong)
+
+
+def test_a_hook_that_is_called_after_epochs_is_refused():
+    for wrap in WRAPPERS:
+        with pytest.raises(sf.ConfigError, match="expected a hook that is called with events, got"):
+            wrap(callback(print))
+
+
+# every
+
+
+def make_every(n):
+    seen = []
+    return every(n, lambda event: seen.append(event.step)), seen
+
+
+def steps_seen(hook, seen, *steps):
+    for step in steps:
+        hook(event(step))
+    return seen
+
+
+def test_the_first_event_at_or_after_each_multiple():
+    steps = [10, 20, 30, 40, 50, 60, 100, 110]
+    assert steps_seen(*make_every(25), *steps) == [30, 50, 100]
+
+
+def test_a_multiple_counts_once_although_an_evaluation_follows():
+    assert steps_seen(*make_every(10), 10, 10, 20, 20) == [10, 20]
+
+
+def test_what_the_hook_returns_is_returned():
+    assert every(5, lambda event: "stop")(event(5)) == "stop"
+    assert every(5, lambda event: {"a": 1})(event(5)) == {"a": 1}
+    assert every(5, lambda event: {"a": 1})(event(4)) is None
+
+
+def test_a_run_that_starts_later_counts_from_there():
+    hook, seen = make_every(100)
+    hook.open(250, None)
+    assert steps_seen(hook, seen, 260, 300) == [300]
+
+
+def test_a_resumed_run_calls_when_an_uninterrupted_one_would():
+    hook, _ = make_every(100)
+    hook(event(90))
+    resumed, seen = make_every(100)
+    resumed.set_state(hook.get_state())
+    resumed.open(105, None)  # saved after step 105, before the event of step 100
+    assert steps_seen(resumed, seen, 100, 110, 200) == [100, 200]
+
+
+def test_a_resumed_run_with_another_number_of_steps_counts_from_there():
+    often, _ = make_every(10)
+    steps_seen(often, [], 500, 1000)
+    seldom, seen = make_every(100)
+    seldom.set_state(often.get_state())
+    seldom.open(1000, None)
+    assert steps_seen(seldom, seen, 1050, 1100, 1200) == [1100, 1200]
+
+
+def test_every_starts_afresh_in_the_next_run():
+    hook, seen = make_every(100)
+    for _ in range(2):
+        hook.open(0, None)
+        steps_seen(hook, seen, 90, 110, 210)
+        hook.close()
+    assert seen == [110, 210] * 2
+
+
+def test_a_state_that_no_run_used_is_forgotten():
+    """An already completed run restores hooks and does not open them."""
+    hook, seen = make_every(100)
+    hook.set_state({"hook": None, "kind": "function", "multiple": 9, "n": 100})
+    hook.close()
+    hook.open(0, None)
+    assert steps_seen(hook, seen, 110, 210) == [110, 210]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, lambda event: None])
+def test_every_needs_a_count(wrong):
+    with pytest.raises(sf.ConfigError, match="every: expected an integer of at least 1, got "):
+        every(wrong, lambda event: None)
+
+
+# only_warn
+
+
+@pytest.mark.parametrize(
+    "hook", [stop_after(0), lambda event: Stop("plateau", "flat"), lambda event: "flat"]
+)
+def test_a_reason_becomes_a_warning(hook):
+    with pytest.warns(UserWarning, match="^step 7: (the time limit of 0 s was reached|flat)$"):
+        assert only_warn(hook)(event()) is None
+
+
+@pytest.mark.parametrize("empty", ["", Stop("hook", "")])
+def test_an_empty_reason_is_no_warning(empty):
+    assert only_warn(lambda event: empty)(event()) is None
+
+
+def test_numbers_and_none_pass():
+    assert only_warn(lambda event: {"a": 1})(event()) == {"a": 1}
+    assert only_warn(lambda event: None)(event()) is None
+
+
+# callback
+
+STEPS_PER_EPOCH = 6
+
+
+class Epochs:
+    """Batches that can be resumed and have epochs."""
+
+    steps_per_epoch = STEPS_PER_EPOCH
+
+    def __init__(self):
+        data = np.arange(4.0 * STEPS_PER_EPOCH, dtype=np.float32)
+        self._batches = sf.batches(data, 4, seed=0)
+        self.get_state, self.set_state = self._batches.get_state, self._batches.set_state
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self._batches)
+
+
+def run(*hooks, epochs=3, log_every=4, **options):
+    tx = optax.sgd(0.1)
+    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    step = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b) ** 2), tx)
+    evaluation = sf.Evaluation(lambda state: {"w": state.params["w"]}, every_epochs=1)
+    return sf.fit(
+        *(step, state, Epochs()),
+        epochs=epochs,
+        log_every=log_every,
+        evaluation=evaluation,
+        hooks=hooks,
+        **options,
+    )
+
+
+def recorder(seen):
+    return callback(lambda trainer, epoch, metrics: seen.append((trainer, epoch, metrics)), "me")
+
+
+def test_a_callback_is_called_after_every_epoch_and_its_evaluation_including_the_last():
+    seen = []
+    result = run(recorder(seen))
+    assert [(trainer, epoch) for trainer, epoch, _ in seen] == [("me", 0), ("me", 1), ("me", 2)]
+    assert [metrics["eval_w"] for *_, metrics in seen] == list(result.history["eval/w"])
+    assert set(seen[0][2]) == {"train_loss", "train_grad_norm", "eval_w"}
+
+
+def test_train_metrics_are_means_over_the_steps_of_the_epoch_for_any_log_every():
+    losses = []
+    run(lambda event: losses.extend(event.per_step.get("train/loss", ())))
+    wanted = np.reshape(losses, (3, STEPS_PER_EPOCH)).mean(axis=1)
+    for log_every in (1, 4, STEPS_PER_EPOCH, 100):
+        seen = []
+        run(recorder(seen), log_every=log_every)
+        means = [metrics["train_loss"] for *_, metrics in seen]
+        np.testing.assert_allclose(means, wanted, rtol=1e-12)
+
+
+def test_the_epoch_at_whose_end_the_run_stops_counts():
+    seen = []
+    stop = lambda event: "enough" if event.step == STEPS_PER_EPOCH and not event.is_train else None
+    result = run(stop, recorder(seen))
+    assert result.steps == STEPS_PER_EPOCH
+    assert [epoch for _, epoch, _ in seen] == [0]
+
+
+def test_an_epoch_that_is_not_complete_does_not_count():
+    seen = []
+    run(lambda event: "enough" if event.step == 7 else None, recorder(seen), log_every=7)
+    assert [epoch for _, epoch, _ in seen] == [0]
+
+
+def test_the_rest_of_an_epoch_does_not_leak_into_the_next_run():
+    seen = []
+    hook = callback(lambda trainer, epoch, metrics: seen.append(metrics))
+    hook.open(0, None)
+    hook(Event(4, None, {"old": 1.0}, None, {"train/loss": np.full(4, 99.0)}))
+    hook.close()
+    hook.open(0, None)
+    hook(Event(4, None, {}, None, {"train/loss": np.full(4, 1.0)}))
+    hook.end_epoch(0)
+    assert seen == [{"train_loss": 1.0}]
+
+
+@pytest.mark.parametrize("save_every", [4, STEPS_PER_EPOCH])
+def test_a_resumed_run_calls_once_for_each_epoch(tmp_path, save_every):
+    uncut, seen = [], []
+    run(recorder(uncut), epochs=4)
+    checkpoints = sf.Checkpoints(tmp_path, every=save_every)
+    for epochs in (1, 2, 4):
+        run(recorder(seen), epochs=epochs, checkpoints=checkpoints)
+    assert seen == uncut
+
+
+def test_an_exception_reaches_the_user_after_a_save_and_the_epoch_is_repeated(tmp_path):
+    def fail(trainer, epoch, metrics):
+        if epoch == 1:
+            raise RuntimeError("mine")
+
+    seen = []
+    checkpoints = sf.Checkpoints(tmp_path, every=100)
+    with pytest.raises(RuntimeError, match="mine"):
+        run(callback(fail), checkpoints=checkpoints)
+    assert sf.latest_step(tmp_path) == 2 * STEPS_PER_EPOCH
+    run(recorder(seen), checkpoints=checkpoints)
+    assert [epoch for _, epoch, _ in seen] == [1, 2]
+
+
+def test_batches_without_epochs_are_refused():
+    endless = iter([np.zeros(4, np.float32)])
+    tx = optax.sgd(0.1)
+    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    step = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b) ** 2), tx)
+    with pytest.raises(sf.ConfigError, match="hooks: expected batches that know how many steps an"):
+        sf.fit(step, state, endless, steps=1, hooks=[callback(print)])
+
+
+def test_a_callback_needs_a_function():
+    message = r"callback: expected a function \(trainer, epoch, metrics\), got None"
+    with pytest.raises(sf.ConfigError, match=message):
+        callback(None)

@@ -1,0 +1,457 @@
+import os
+import shutil
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stepfold as sf
+from stepfold.checkpoint.sealed import DamageError, seal, unseal
+from stepfold.loop.data import DataPosition
+from stepfold.loop.hooks.stop import Nonfinite
+from stepfold.loop.replay.capsule import (
+    Capsule,
+    CheckpointReference,
+    read_capsule,
+    save_capsule,
+    take_capsule,
+)
+from stepfold.loop.replay.rerun import replay
+
+TX = optax.sgd(0.1)
+STEP = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b), TX)
+DATA = np.arange(40, dtype=np.float32)
+
+
+def start():
+    return sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(5))
+
+
+def with_nan(step):
+    data = DATA.copy()
+    data[4 * step - 1] = np.nan
+    return data
+
+
+def run(batches, folder=None, steps=10, **options):
+    plan = sf.Checkpoints(every=3, keep=None) if folder else None
+    options = {"log_every": 4, "steps": steps, **options}
+    return sf.fit(STEP, start(), batches, run_dir=folder, checkpoints=plan, **options)
+
+
+def take(step, batches, position=None, state=None, directory=None):
+    return take_capsule(
+        Nonfinite(step, "train/loss", {}),
+        state=start() if state is None else state,
+        positions=[position or DataPosition(0, None)],
+        batches=batches,
+        directory=directory,
+    )
+
+
+# What a run leaves.
+
+
+def test_a_run_without_nonfinite_metrics_leaves_none():
+    assert run(sf.batches(DATA, 4)).capsule is None
+
+
+def test_it_has_the_step_its_batch_and_its_key():
+    capsule = run(sf.batches(with_nan(6), 4)).capsule
+    assert (capsule.step, capsule.metric, capsule.lost) == (6, "train/loss", ())
+    assert set(capsule.metrics) == {"train/loss", "train/grad_norm"}
+    assert np.isnan(capsule.metrics["train/loss"])
+    assert np.array_equal(capsule.batch, with_nan(6)[20:24], equal_nan=True)
+    key = jax.random.fold_in(start().key, 5)  # the sixth step folds in 5
+    assert (jax.random.key_data(capsule.key) == jax.random.key_data(key)).all()
+
+
+def test_it_refers_to_the_newest_checkpoint_before_the_step(tmp_path):
+    capsule = run(sf.batches(with_nan(6), 4), tmp_path).capsule
+    assert capsule.checkpoint == (tmp_path / "checkpoints", 3)
+    assert (capsule.mark.step, capsule.mark.position["step"], capsule.distance) == (3, 3, 2)
+    assert str(capsule) == (
+        "step 6: train/loss is nan; replay begins with the checkpoint of step 3, 2 steps before it"
+    )
+
+
+def test_the_position_of_the_batches_is_restored():
+    batches = sf.batches(with_nan(6), 4)
+    result = run(batches)
+    assert batches.get_state()["step"] == result.steps
+
+
+def test_batches_that_cannot_be_read_again_are_reported():
+    capsule = run(iter(list(sf.batches(with_nan(6), 4, epochs=1)))).capsule
+    assert capsule.batch is None
+    assert capsule.lost[0].startswith("the batch: it cannot be read again: batches: expected a")
+    assert "not kept: the batch" in str(capsule)
+
+
+class Source:
+    """Batches that are a function of the position."""
+
+    def __init__(self, batch):
+        self.step, self.batch = 0, batch
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.step += 1
+        return self.batch(self.step)
+
+    def get_state(self):
+        return self.step
+
+    def set_state(self, state):
+        self.step = state
+
+
+def test_an_error_of_the_source_does_not_cost_the_result():
+    read = []
+
+    def batch(step):
+        if step in read:
+            raise LookupError("that is archived")
+        read.append(step)
+        return with_nan(6)[4 * step - 4 : 4 * step]
+
+    result = run(Source(batch))
+    assert result.capsule.step == 6
+    assert result.capsule.lost == ("the batch: it cannot be read again: that is archived",)
+
+
+def test_a_source_that_reuses_its_arrays_does_not_change_the_batch():
+    buffer = np.zeros(4, np.float32)
+
+    def batch(step):
+        buffer[:] = with_nan(2)[4 * step - 4 : 4 * step]
+        return buffer
+
+    capsule = run(Source(batch), steps=4).capsule
+    buffer[:] = 9
+    assert np.array_equal(capsule.batch, with_nan(2)[4:8], equal_nan=True)
+
+
+@pytest.mark.parametrize("step", [1, 4, 5, 8, 9])
+def test_the_batch_is_that_of_the_step_wherever_the_log_points_are(step):
+    for batches in (sf.batches(with_nan(step), 4), list(sf.batches(with_nan(step), 4, epochs=1))):
+        capsule = run(batches, steps_per_call=3).capsule
+        wanted = with_nan(step)[4 * step - 4 : 4 * step]
+        assert np.array_equal(capsule.batch, wanted, equal_nan=True)
+
+
+def test_a_list_that_is_iterated_again_wraps_around():
+    batches = list(sf.batches(with_nan(2), 4, epochs=1))
+    assert np.array_equal(take(12, batches).batch, batches[1], equal_nan=True)
+
+
+def test_batches_that_end_before_the_step_are_reported():
+    batches = sf.batches(DATA, 4, epochs=1)
+    capsule = take(12, batches, DataPosition(0, batches.get_state()))
+    assert capsule.lost == ("the batch: when read again, the batches ended before it",)
+
+
+def test_a_step_before_the_resumed_checkpoint_has_no_batch():
+    batches = sf.batches(DATA, 4, start=5)
+    capsule = take(3, batches, DataPosition(5, batches.get_state()))
+    assert capsule.lost == (
+        "the batch: its step is older than the checkpoint that the run resumed",
+    )
+    with pytest.raises(sf.ConfigError, match="expected a checkpoint of a state before step 3"):
+        replay(capsule, STEP, state=start())
+
+
+def test_a_state_without_a_key_has_none():
+    assert take(1, [1], state={"w": 1}).key is None
+
+
+def test_a_hook_that_only_warns_leaves_none():
+    with pytest.warns(UserWarning, match="train/loss is nan in step"):
+        result = run(sf.batches(with_nan(6), 4), hooks=sf.only_warn(sf.stop_on_nonfinite()))
+    assert (result.capsule, result.steps) == (None, 10)
+
+
+# The files.
+
+
+def capsule(run_dir, **changes):
+    fields = {
+        "step": 120,
+        "metric": "train/loss",
+        "metrics": {"train/loss": float("nan"), "train/accuracy": 0.1},
+        "key": jax.random.key(3),
+        "batch": {"x": np.arange(6, dtype=np.int64), "y": [np.ones(2, np.float16), None]},
+        "lost": (),
+        "checkpoint": CheckpointReference(run_dir / "checkpoints", 100),
+        "mark": DataPosition(100, {"step": 100, "stream": b"\x00\xff"}),
+        "began": 0,
+    }
+    return Capsule(**{**fields, **changes})
+
+
+def write(run_dir, **changes):
+    """Write a capsule and return its path."""
+    return save_capsule(capsule(run_dir, **changes), run_dir).path
+
+
+def there_and_back(batch, folder):
+    back = read_capsule(write(folder, batch=batch))
+    return back.batch, list(back.lost)
+
+
+def test_a_capsule_is_read_as_it_was_written(tmp_path):
+    path = write(tmp_path)
+    assert path == tmp_path / "capsules" / "120"
+    read, wanted = read_capsule(path), capsule(tmp_path)
+    same = ("step", "metric", "lost", "checkpoint", "mark", "began")
+    assert [getattr(read, name) for name in same] == [getattr(wanted, name) for name in same]
+    assert repr(read.metrics) == repr(wanted.metrics)
+    assert (jax.random.key_data(read.key) == jax.random.key_data(wanted.key)).all()
+    assert jax.tree.map(lambda x: (x.dtype, x.tolist()), read.batch) == jax.tree.map(
+        lambda x: (x.dtype, x.tolist()), wanted.batch
+    )
+    assert (read.path, read.like, read.batches) == (path, None, None)
+
+
+def test_its_batch_is_a_checkpoint(tmp_path):
+    folder = write(tmp_path) / "batch"
+    assert sf.verify(folder) == {120: []}
+
+
+DTYPES = [
+    *("bool", "int8", "int64", "uint32", "float16", "float32", "float64", "complex64"),
+    *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4, ml_dtypes.float4_e2m1fn),
+]
+SHAPES = [(), (5,), (2, 3), (0, 4)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_bit_of_an_array_is_read_back(tmp_path, shape):
+    rng = np.random.default_rng(0)
+    batch = {str(dtype): rng.integers(0, 7, shape).astype(dtype) for dtype in DTYPES}
+    back, lost = there_and_back(batch, tmp_path)
+    signature = lambda array: (type(array), array.dtype, array.shape, array.tobytes())
+    assert jax.tree.map(signature, back) == jax.tree.map(signature, batch)
+    assert lost == []
+
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.sampled_from(SHAPES).map(lambda shape: np.ones(shape, np.int32)),
+)
+BATCHES = st.recursive(
+    LEAVES,
+    lambda batch: st.one_of(
+        st.lists(batch, max_size=3),
+        st.lists(batch, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=3), batch, max_size=3),
+        st.dictionaries(st.integers(), batch, max_size=3),
+    ),
+    max_leaves=5,
+)
+
+
+@given(BATCHES)
+def test_the_structure_is_read_back(tmp_path_factory, batch):
+    back, lost = there_and_back(batch, tmp_path_factory.mktemp("run"))
+    listed = lambda leaf: (leaf.shape, leaf.tolist()) if isinstance(leaf, np.ndarray) else leaf
+    assert jax.tree.map(listed, back) == jax.tree.map(listed, batch)
+    assert jax.tree.structure(back) == jax.tree.structure(batch)
+    assert lost == []
+
+
+def test_arrays_in_another_memory_order_are_read_back(tmp_path):
+    array = np.arange(12.0).reshape(3, 4)[:, ::2].T
+    assert there_and_back(array, tmp_path)[0].tolist() == array.tolist()
+
+
+def test_the_payload_of_a_nan_is_read_back(tmp_path):
+    array = np.array([0x7FC00001, 0xFFC00000], np.uint32).view(np.float32)
+    assert there_and_back(array, tmp_path)[0].tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys_are_read_back(tmp_path, impl):
+    keys = jax.random.split(jax.random.key(7, impl=impl), 3)
+    back, _ = there_and_back({"keys": keys}, tmp_path)
+    assert back["keys"].dtype == keys.dtype
+    assert (jax.random.key_data(back["keys"]) == jax.random.key_data(keys)).all()
+
+
+def test_an_array_on_a_device_is_read_back_on_the_host(tmp_path):
+    back, _ = there_and_back(jnp.ones(3, jnp.bfloat16), tmp_path)
+    assert isinstance(back, np.ndarray)
+    assert back.dtype == jnp.bfloat16
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+def test_another_container_is_read_back_as_a_dict(tmp_path):
+    batch = {"pair": Pair(np.ones(2), {"x": 3}), "rest": 4}
+    back, lost = there_and_back(batch, tmp_path)
+    assert back["pair"]["first"].tolist() == [1, 1]
+    assert (back["pair"]["second"], back["rest"]) == ({"x": 3}, 4)
+    assert lost == ["batch/pair: a Pair, written as a dict"]
+
+
+class Text:
+    def __repr__(self):
+        return "Text()"
+
+
+def test_a_leaf_that_is_not_numbers_is_reported_and_the_rest_is_kept(tmp_path):
+    batch = {"text": Text(), "objects": np.array([object()]), "x": np.ones(2)}
+    back, lost = there_and_back(batch, tmp_path)
+    assert back["x"].tolist() == [1, 1]
+    assert (back["text"], back["objects"]) == (None, None)
+    assert sorted(lost) == [
+        "batch/objects: object[1] is not an array of numbers",
+        "batch/text: Text Text() is not an array of numbers",
+    ]
+
+
+def test_a_run_can_be_moved_with_its_checkpoints(tmp_path):
+    write(tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "b")
+    read = read_capsule(str(tmp_path / "b" / "capsules" / "120"))
+    assert read.checkpoint.directory == tmp_path / "b" / "checkpoints"
+
+
+def test_checkpoints_outside_of_the_run_are_referred_to_by_the_whole_path(tmp_path):
+    elsewhere = CheckpointReference(tmp_path / "far", 100)
+    assert read_capsule(write(tmp_path / "run", checkpoint=elsewhere)).checkpoint == elsewhere
+
+
+def test_missing_parts_are_none(tmp_path):
+    path = write(tmp_path, key=None, checkpoint=None, batch=None)
+    read = read_capsule(path)
+    assert (read.key, read.checkpoint, read.batch) == (None, None, None)
+    assert os.listdir(path) == ["capsule.json"]
+
+
+def test_an_older_capsule_of_the_same_step_is_replaced(tmp_path):
+    write(tmp_path)
+    path = write(tmp_path, metric="train/other")
+    assert read_capsule(path).metric == "train/other"
+    assert os.listdir(tmp_path / "capsules") == ["120"]
+
+
+def test_a_position_that_json_cannot_hold_is_reported(tmp_path):
+    read = read_capsule(write(tmp_path, mark=DataPosition(100, {"at": object()})))
+    assert read.mark == (100, None)
+    assert read.notes[0].startswith("the position in the data: position/at: expected what JSON")
+    assert read.lost == ()
+
+
+@pytest.mark.parametrize("batch", [None, np.ones(3)], ids=["without a batch", "with one"])
+def test_a_full_disk_warns_and_keeps_the_capsule(tmp_path, monkeypatch, batch):
+    write(tmp_path, metric="train/older")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    words = "the capsule of step 120 cannot be written, and is only on the result: .*(?i:no space)"
+    with pytest.warns(RuntimeWarning, match=words):
+        kept = save_capsule(capsule(tmp_path, batch=batch), tmp_path)
+    assert (kept.step, kept.path) == (120, None)
+    assert os.listdir(tmp_path / "capsules") == ["120"]
+    assert read_capsule(tmp_path / "capsules" / "120").metric == "train/older"
+
+
+def test_a_file_in_the_way_does_not_cost_the_result(tmp_path):
+    (tmp_path / "capsules").write_text("")
+    with pytest.warns(RuntimeWarning, match="cannot be written"):
+        assert save_capsule(capsule(tmp_path), tmp_path).path is None
+
+
+def test_a_donated_batch_does_not_cost_the_result(tmp_path):
+    batch = jnp.ones(3)
+    batch.delete()
+    with pytest.warns(RuntimeWarning, match="cannot be written"):
+        assert save_capsule(capsule(tmp_path, batch=batch), tmp_path).path is None
+
+
+def test_only_process_0_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert save_capsule(capsule(tmp_path), tmp_path).path is None
+    assert os.listdir(tmp_path) == []
+
+
+def test_with_several_processes_the_batch_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    taken = take(1, [np.ones(2)])
+    assert taken.lost[0].startswith("the batch: with several processes each has its own rows")
+    read = read_capsule(save_capsule(taken, tmp_path).path)  # without a wait for the other process
+    assert (read.batch, read.lost) == (None, taken.lost)
+    assert (jax.random.key_data(read.key) == jax.random.key_data(taken.key)).all()
+
+
+@pytest.mark.parametrize("path", [None, 3])
+def test_what_is_not_a_path_is_refused(path):
+    with pytest.raises(sf.ConfigError, match=f"expected a Capsule or the path of one, got {path}"):
+        read_capsule(path)
+
+
+def test_a_directory_without_a_capsule_is_refused(tmp_path):
+    words = r"expected the directory of a capsule.* got none"
+    with pytest.raises(sf.CheckpointError, match=words):
+        read_capsule(tmp_path)
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_flipped_bit_is_detected(tmp_path):
+    path = write(tmp_path)
+    flip_a_bit(path / "capsule.json")
+    with pytest.raises(DamageError, match="capsule.json: its checksum"):
+        read_capsule(path)
+
+
+def test_a_flipped_bit_in_the_batch_is_detected(tmp_path):
+    values = np.random.default_rng(0).normal(size=5000)
+    path = write(tmp_path, batch=values)
+    file = max((path / "batch").rglob("*"), key=lambda file: file.is_file() and file.stat().st_size)
+    flip_a_bit(file)
+    with pytest.raises(DamageError, match="the values are not those that were saved"):
+        read_capsule(path)
+
+
+def test_a_missing_batch_is_detected(tmp_path):
+    path = write(tmp_path)
+    shutil.rmtree(path / "batch")
+    with pytest.raises(DamageError, match=r"missing; the capsule was copied in part"):
+        read_capsule(path)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_version_is_refused(tmp_path, version):
+    file = write(tmp_path) / "capsule.json"
+    file.write_bytes(seal({**unseal(file), "version": version}))
+    with pytest.raises(sf.CheckpointError, match=f"expected a capsule of version 2, got {version}"):
+        read_capsule(file.parent)
+
+
+def test_a_copy_with_another_name_is_read(tmp_path):
+    path = write(tmp_path, checkpoint=None)
+    shutil.copytree(path, tmp_path / "copy")
+    assert read_capsule(tmp_path / "copy").batch["x"].tolist() == list(range(6))

@@ -1,0 +1,333 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+from stepfold.loop.replay.capsule import read_capsule
+from stepfold.loop.replay.rerun import Replay, replay
+
+TX = optax.sgd(0.1)
+
+
+def loss(params, batch, key):
+    return sf.mean(params["w"] * jnp.log(batch["x"]))
+
+
+STEP = sf.make_train_step(loss, TX)
+
+
+def start():
+    return sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
+
+
+def good(count=3):
+    return [{"x": np.linspace(1, 2, 8, dtype=np.float32) + i} for i in range(count)]
+
+
+def with_rows(*rows, value=0.0):
+    batch = good(1)[0]
+    batch["x"][list(rows)] = value
+    return batch
+
+
+def run(batches, step=STEP, state=None, **options):
+    return sf.fit(step, start() if state is None else state, batches, **options).capsule
+
+
+# What is found.
+
+
+def test_it_prints_what_happened():
+    replayed = replay(run([*good(), with_rows(2)]), STEP, state=start())
+    first, examples, where, leaves, row = str(replayed).splitlines()
+    assert first == "step 4: reproduced; not finite: train/grad_norm, train/loss"
+    assert (examples, leaves, row) == ("examples: row 2", "leaves: params/w", "row 2: x=0.0")
+    assert where.startswith("where: log made inf at ")
+    assert where.endswith("(loss)")
+
+
+def test_many_leaves_are_counted():
+    replayed = Replay(1, False, {}, (), 1, ((1, 4),), tuple("abcdefghij"), "", ("a note",))
+    assert str(replayed).splitlines() == [
+        "step 1: not reproduced; not finite: nothing",
+        "examples: rows 1, 4, only together",
+        "leaves: a, b, c, d, e, f, g, h, and 2 more",
+        "a note",
+    ]
+
+
+def test_rows_that_fail_only_together_are_found():
+    def pairs(params, batch, key):
+        return sf.mean(params["w"] / (6 - jnp.abs(batch["x"]).max() - batch["x"].min()))
+
+    step = sf.make_train_step(pairs, TX)
+    x = np.float32([0, 0, 4, 0, 0, 0, 0, 0]), np.float32([2, 3.5, 4, *[3.5] * 5])
+    replayed = replay(run([{"x": x[0]}, {"x": x[1]}], step), step, state=start())
+    assert replayed.examples == ((0, 2),)
+
+
+def test_if_every_row_fails_the_rows_are_not_blamed():
+    replayed = replay(run([with_rows(*range(8))]), STEP, state=start())
+    assert len(replayed.examples) == 8
+    assert replayed.said[0].startswith("8 of 8 rows make it fail: look at what they share")
+
+
+def test_of_many_rows_the_first_are_named():
+    batch = {"x": np.zeros(64, np.float32)}
+    replayed = replay(run([batch]), STEP, state=start())
+    assert replayed.examples == tuple((row,) for row in range(16))
+    assert replayed.said[0].startswith("more than 16 of 64 rows")
+
+
+def test_a_batch_without_rows_has_a_line_and_a_note():
+    def odd(params, batch, key):
+        return sf.mean(params["w"] * jnp.log(batch["x"])), {"y": sf.mean(batch["y"])}
+
+    step = sf.make_train_step(odd, TX)
+    capsule = run([{"x": np.zeros(4, np.float32), "y": np.zeros(3, np.float32)}], step)
+    replayed = replay(capsule, step, state=start())
+    assert replayed.examples == ()
+    assert replayed.said[0].startswith("examples: rows cannot be separated: batch: expected one")
+    assert replayed.where.startswith("log made inf")
+
+
+def test_nonfinite_values_in_the_batch_are_named():
+    replayed = replay(run([*good(), with_rows(5, value=np.nan)]), STEP, state=start())
+    assert replayed.examples == ((5,),)
+    assert replayed.where == "batch/x is not finite as it came"
+
+
+def test_nonfinite_values_in_the_initial_state_are_not_blamed_on_an_operation():
+    state = lambda: start()._replace(params={"w": jnp.float32(np.nan)})
+    replayed = replay(run(good(), state=state()), STEP, state=state())
+    assert (replayed.step, replayed.leaves, replayed.where) == (1, (), "")
+    assert "where: no single operation makes NaN or inf" in replayed.said[-1]
+
+
+def test_another_step_does_not_reproduce_it():
+    other = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b["x"]), TX)
+    replayed = replay(run([*good(), with_rows(2)]), other, state=start())
+    assert not replayed.reproduced
+    assert (replayed.examples, replayed.where, replayed.leaves) == ((), "", ())
+    assert any(line.startswith("train/loss was -inf, and is ") for line in replayed.said)
+
+
+def test_a_step_without_the_metric_is_refused():
+    def bare(state, batch):
+        return state, {"other": sf.mean(batch["x"])}
+
+    capsule = run([with_rows(2)])
+    with pytest.raises(sf.ConfigError, match="whose metrics have loss, got one with other"):
+        replay(capsule, bare, state=start())
+
+
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_a_jitted_step_is_replayed(donate):
+    step = jax.jit(STEP, donate_argnums=donate)
+    replayed = replay(run([*good(), with_rows(2)], step), step, state=start())
+    assert (replayed.reproduced, replayed.examples) == (True, ((2,),))
+    assert replayed.where.startswith("log made inf")
+
+
+def test_a_compiled_step_is_replayed():
+    step = sf.compile_step(STEP, start(), good(1)[0])
+    replayed = replay(run([*good(), with_rows(2)], step), step, state=start())
+    assert (replayed.reproduced, replayed.examples) == (True, ((2,),))
+    assert replayed.where.startswith("log made inf")
+
+
+def test_a_step_that_cannot_be_traced_is_bisected_and_reported():
+    def step(state, batch):
+        return state + 1, {"loss": sf.mean(np.log(np.asarray(batch["x"])))}
+
+    eager = lambda state, batch: step(state, batch)
+    eager.lower = None  # as a jitted step has it, which is called as it is
+    with np.errstate(divide="ignore"):
+        replayed = replay(run([with_rows(2)], eager, jnp.zeros(())), eager, state=jnp.zeros(()))
+    assert replayed.examples == ((2,),)
+    assert replayed.said[-1].startswith("where: the step cannot be evaluated operation by operatio")
+
+
+def test_arguments_stay_as_they_are():
+    batches = sf.batches({"x": np.concatenate([b["x"] for b in [*good(), with_rows(2)]])}, 8)
+    capsule = run(batches, steps=4)
+    position, state = batches.get_state(), start()
+    for _ in range(2):
+        assert replay(capsule, STEP, state=state).reproduced
+    assert batches.get_state() == position
+    assert not state.params["w"].is_deleted()
+
+
+def test_several_processes_are_refused(monkeypatch):
+    capsule = run([with_rows(2)])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(sf.ConfigError, match="replay: expected one process, got 2"):
+        replay(capsule, STEP, state=start())
+
+
+# The way from the checkpoint to the step. A metric shows the parameters, to the bit.
+
+SUM = sf.make_train_step(lambda p, b, key: (sf.mean(p["w"] * b), {"w": sf.mean(p["w"])}), TX)
+
+
+def numbers(step=6):
+    data = np.arange(40, dtype=np.float32) / 100
+    data[4 * step - 1] = np.nan
+    return sf.batches(data, 4)
+
+
+def as_list():
+    return [numbers().at(i) for i in range(9)]
+
+
+def leave(folder=None, batches=None):
+    plan = sf.Checkpoints(every=3, keep=None) if folder else None
+    batches = numbers() if batches is None else batches
+    return sf.fit(SUM, start(), batches, steps=10, run_dir=folder, checkpoints=plan).capsule
+
+
+def check(capsule, state=None, batches=None, step=6):
+    replayed = replay(capsule, SUM, state=state, batches=batches)
+    assert (replayed.step, replayed.origin, replayed.reproduced) == (step, step, True)
+    assert replayed.examples == ((3,),)
+    assert replayed.spoilt == ("train/grad_norm", "train/loss")
+    return replayed
+
+
+def test_the_state_is_recomputed_from_the_checkpoint(tmp_path):
+    check(leave(tmp_path))
+
+
+def test_without_a_checkpoint_it_is_recomputed_from_the_start():
+    check(leave(), start())
+
+
+def test_wrong_batches_on_the_way_are_noticed(tmp_path):
+    batches = [batch + (i == 4) for i, batch in enumerate(as_list())]
+    replayed = replay(leave(tmp_path), SUM, batches=batches)
+    assert not replayed.reproduced
+    assert replayed.said[0].startswith("train/w was ")
+
+
+def test_batches_are_given_for_a_capsule_in_a_file(tmp_path):
+    path = leave(tmp_path).path
+    check(read_capsule(path), jax.eval_shape(start), numbers())
+    check(path, start(), numbers())
+    check(str(path), start(), as_list())
+    check(path, start(), iter(as_list()[3:5]))  # cannot be moved, and begins after the checkpoint
+
+
+def test_a_missing_batch_comes_from_those_that_are_given():
+    capsule = leave(batches=iter(as_list()))
+    assert capsule.batch is None
+    check(capsule, start(), as_list())
+    check(capsule, start(), iter(as_list()))
+
+
+class Reusing:
+    """Batches in one buffer; that of step 3 leaves inf in the parameters, so that step 4 fails."""
+
+    def __init__(self):
+        self.step, self.buffer = 0, np.ones(8, np.float32)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.step += 1
+        self.buffer[:] = 1
+        self.buffer[5] = 0 if self.step == 3 else 1
+        return {"x": self.buffer}
+
+    def get_state(self):
+        return self.step
+
+    def set_state(self, state):
+        self.step = state
+
+
+def test_a_source_that_reuses_its_arrays_does_not_hide_an_earlier_origin():
+    root = sf.make_train_step(lambda p, b, key: sf.mean(jnp.sqrt(p["w"] * b["x"])), TX)
+    capsule = run(Reusing(), root, steps=6)
+    replayed = replay(capsule, root, state=start())
+    assert (replayed.step, replayed.reproduced, replayed.origin) == (4, True, 3)
+    assert replayed.examples == ((5,),)
+
+
+def test_after_a_checkpoint_of_the_step_before_no_batches_are_needed(tmp_path):
+    check(leave(tmp_path, numbers(4)).path, start(), step=4)
+
+
+def test_python_numbers_in_the_state_are_arrays():
+    check(leave(), start()._replace(step=0))
+
+
+def test_an_abstract_state_is_required_for_a_file(tmp_path):
+    path = leave(tmp_path).path
+    with pytest.raises(sf.ConfigError, match="state: expected an abstract state for a capsule"):
+        replay(path, SUM, batches=numbers())
+
+
+@pytest.mark.parametrize(("state", "got"), [(None, "None"), (jax.eval_shape(start), "an abstract")])
+def test_a_state_is_required_without_a_checkpoint(state, got):
+    words = f"state: expected the state of step 0 that the run started with.* got {got}"
+    with pytest.raises(sf.ConfigError, match=words):
+        replay(leave(), SUM, state=state)
+
+
+def test_a_later_state_is_refused():
+    state, _ = jax.jit(SUM)(start(), numbers().at(0))
+    with pytest.raises(sf.ConfigError, match="of step 0 that the run started with, got one of ste"):
+        replay(leave(), SUM, state=state)
+
+
+def test_batches_are_required_for_a_file(tmp_path):
+    path = leave(tmp_path).path
+    words = "batches: expected those of the run, for steps 4 to 6, got None; the capsule has none"
+    with pytest.raises(sf.ConfigError, match=words):
+        replay(path, SUM, state=start())
+
+
+def test_batches_that_end_too_soon_are_refused(tmp_path):
+    path = leave(tmp_path).path
+    with pytest.raises(sf.DataError, match="of steps 4 to 6, but they ended before step 5"):
+        replay(path, SUM, state=start(), batches=iter(as_list()[3:4]))
+
+
+def test_a_missing_checkpoint_is_reported(tmp_path):
+    capsule = leave(tmp_path)
+    (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(sf.CheckpointError, match="expected step 3 to restore, got none"):
+        replay(capsule, SUM)
+
+
+def test_a_capsule_that_is_not_one_is_refused():
+    with pytest.raises(sf.ConfigError, match="expected a Capsule or the path of one, got None"):
+        replay(None, SUM)
+
+
+def test_every_leaf_that_becomes_nonfinite_is_named():
+    params = {
+        "half": jnp.ones((), jnp.bfloat16),
+        "list": [jnp.ones(2), jnp.full(2, np.inf)],
+        "unused": jnp.ones(3),
+    }
+
+    def loss(params, batch, key):
+        masked = jnp.where(jnp.isinf(params["list"][1]), 0, params["list"][1])
+        scale = params["half"].astype(jnp.float32) * params["list"][0].sum() + masked.sum()
+        return sf.mean(scale * jnp.log(batch["x"]))
+
+    step = sf.make_train_step(loss, TX)
+    init = lambda: sf.init_state(params, TX, jax.random.key(0))
+    replayed = replay(run([with_rows(1)], step, init()), step, state=init())
+    assert replayed.leaves == ("params/half", "params/list/0")
+
+
+def test_the_nonfinite_loss_of_a_skipped_step_does_not_count():
+    step = sf.make_train_step(loss, TX, skip_nonfinite=True)
+    capsule = run([*good(), with_rows(2)])
+    replayed = replay(capsule, step, state=start())
+    assert (replayed.examples, replayed.leaves) == ((), ())

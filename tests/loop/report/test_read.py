@@ -1,0 +1,182 @@
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stepfold as sf
+from stepfold.loop.report.read import Curve, Tail, read_run, thin
+
+from .run_files import write_run
+
+
+def read(path):
+    return {
+        name: [*zip(*map(list, curve), strict=True)] for name, curve in Tail(path).read().items()
+    }
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def test_a_missing_or_empty_file_has_no_curves(path):
+    assert read(path) == {}
+    path.write_text("")
+    assert read(path) == {}
+
+
+def test_a_growing_file_is_read_as_the_writer_leaves_it(path):
+    """The writer replaces the last line by one that has more, and a resume drops lines."""
+    writer, tail = sf.jsonl_writer(path), Tail(path)
+    for step in range(10, 60, 10):
+        writer.write_scalars(step, {"train/loss": 1 / step})
+        assert tail.read()["train/loss"].steps.tolist() == list(range(10, step + 1, 10))
+    writer.write_scalars(50, {"eval/loss": 3.0})
+    assert tail.read()["eval/loss"] == (np.array([50.0]), np.array([3.0]))
+    assert tail.read()["train/loss"].steps.tolist() == [10, 20, 30, 40, 50]
+    writer.resume(20)
+    assert {name: curve.steps.tolist() for name, curve in tail.read().items()} == {
+        "train/loss": [10, 20]
+    }
+    writer.write_scalars(30, {"train/loss": math.nan})
+    assert np.isnan(tail.read()["train/loss"].values[-1])
+    writer.close()
+
+
+def test_lines_are_parsed_once(path, monkeypatch):
+    path.write_text("".join(f'{{"step": {step}, "a": 1.0}}\n' for step in range(1000)))
+    tail, parsed = Tail(path), []
+    tail.read()
+    parse = json.loads
+    monkeypatch.setattr(json, "loads", lambda line: parsed.append(line) or parse(line))
+    with path.open("a") as file:
+        file.write('{"step": 1000, "a": 1.0}\n')
+    assert len(tail.read()["a"].steps) == 1001
+    assert len(parsed) <= 3
+
+
+@given(cuts=st.lists(st.integers(0, 100), max_size=8), damaged=st.booleans())
+def test_a_file_read_in_pieces_gives_the_same_as_at_once(tmp_path_factory, cuts, damaged):
+    path = tmp_path_factory.mktemp("tail") / "metrics.jsonl"
+    lines = [
+        '{"step": 1, "a": 1.0}\n',
+        '{"step": 2, "a": NaN, "b": 2}\n',
+        '{"step": 3, "b": 1.5}\n',
+    ]
+    text = "".join([*lines[:2], "{]\n" * damaged, *lines[2:]])
+    tail = Tail(path)
+    for cut in sorted(cuts):
+        path.write_text(text[:cut])
+        tail.read()
+    path.write_text(text)
+    whole = Tail(path)
+    expected = whole.read()
+    for name, curve in tail.read().items():
+        np.testing.assert_array_equal(curve, expected[name])
+    assert (tail.damaged_lines, whole.damaged_lines) == (damaged, damaged)
+    assert list(expected) == ["a", "b"]
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out(path):
+    path.write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a": 2.0}\n{"step": 3, "a": 3.')
+    assert read(path) == {"a": [(1, 1), (2, 2)]}
+
+
+def test_damaged_lines_are_counted_and_left_out(path):
+    lines = ['{"step": 1, "a": 1.0}', "\x00\x00", "[1]", '{"a": 3.0}', '{"step": 2, "a": 2.0}']
+    path.write_text("\n".join([*lines, '{"step": 3, "a": 3.0}', ""]))
+    tail = Tail(path)
+    assert tail.read()["a"].values.tolist() == [1, 2, 3]
+    assert tail.damaged_lines == 3
+    with path.open("a") as file:
+        file.write("the last one\n")
+    assert [len(tail.read()["a"].steps), tail.damaged_lines] == [3, 4]
+    assert [len(tail.read()["a"].steps), tail.damaged_lines] == [3, 4]
+
+
+def test_only_numbers_are_curves_and_hyper_parameters_are_kept(path):
+    row = {"step": 1, "hparams": {"lr": 0.1}, "text": "a", "on": True, "image": {"shape": [1]}}
+    path.write_text(json.dumps({**row, "a": 2}) + "\n" + json.dumps({"step": 2, "a": 3}) + "\n")
+    tail = Tail(path)
+    assert list(tail.read()) == ["a"]
+    assert tail.hparams == {"lr": 0.1}
+
+
+def test_steps_out_of_order_are_sorted(path):
+    path.write_text("".join(f'{{"step": {step}, "a": {step}.5}}\n' for step in (3, 1, 2)))
+    assert read(path) == {"a": [(1, 1.5), (2, 2.5), (3, 3.5)]}
+
+
+def test_a_file_that_cannot_be_read_is_an_error(path):
+    path.mkdir()
+    with pytest.raises(OSError, match=os.strerror(21)):
+        Tail(path).read()
+
+
+VALUES = st.one_of(st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, -math.inf]))
+
+
+@given(
+    values=st.lists(VALUES, min_size=1, max_size=400),
+    columns=st.integers(1, 50),
+    gap=st.integers(1, 7),
+)
+def test_thinning_drops_no_extreme_of_any_column_and_invents_nothing(values, columns, gap):
+    steps = np.arange(0.0, len(values) * gap, gap)
+    span = (0.0, float(steps[-1]) or 1.0)
+    whole = Curve(steps, np.array(values))
+    few = thin(whole, columns, span)
+    at = np.searchsorted(steps, few.steps)
+    np.testing.assert_array_equal(whole.steps[at], few.steps)
+    np.testing.assert_array_equal(whole.values[at], few.values)
+    assert np.all(np.diff(few.steps) > 0)
+    assert {few.steps[0], few.steps[-1]} <= {steps[0], steps[-1]}
+    assert len(few.steps) <= max(2 * columns, 3 * (columns + 1) + 2)
+    column = (steps / (span[1] / columns)).astype(int)
+    for number in np.unique(column):
+        inside = whole.values[column == number]
+        left = few.values[np.isin(at, np.flatnonzero(column == number))]
+        finite, shown = inside[np.isfinite(inside)], left[np.isfinite(left)]
+        if len(finite):
+            assert (finite.min(), finite.max()) == (shown.min(), shown.max())
+        assert np.isfinite(inside).all() == np.isfinite(left).all()
+
+
+def test_all_parts_of_a_run_are_read(tmp_path):
+    write_run(tmp_path, arguments={"steps": 100})
+    with sf.Checkpoints(tmp_path / "checkpoints", every=10) as series:
+        for step, loss in {10: 0.5, 20: 0.25}.items():
+            series.save({"w": np.ones(2)}, step=step, metrics={"eval/loss": loss})
+    (tmp_path / "checkpoints" / "20" / "state" / "_METADATA").unlink()
+    run = read_run(tmp_path)
+    assert run.argument("steps") == 100
+    assert run.argument("epochs") is None
+    assert run.curves["eval/loss"].values.tolist() == [1.5, 1.75]
+    assert [(saved.step, saved.metrics) for saved in run.checkpoints] == [
+        (10, {"eval/loss": 0.5}),
+        (20, None),
+    ]
+
+
+def test_checkpoints_may_be_elsewhere(tmp_path):
+    with sf.Checkpoints(tmp_path / "there", every=10) as series:
+        series.save({"w": np.ones(2)}, step=10)
+    arguments = {"checkpoints": {"directory": str(tmp_path / "there")}}
+    write_run(tmp_path / "run", arguments=arguments)
+    assert [saved.step for saved in read_run(tmp_path / "run").checkpoints] == [10]
+
+
+def test_an_empty_directory_is_an_empty_run(tmp_path):
+    run = read_run(tmp_path)
+    assert (run.info, run.curves, run.checkpoints, run.attempts) == ({}, {}, [], ())
+
+
+def test_a_damaged_run_info_is_an_error(tmp_path):
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(sf.DataError, match="run.json: expected JSON"):
+        read_run(tmp_path)

@@ -1,0 +1,258 @@
+import json
+import math
+import signal
+import threading
+import time
+import warnings
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+from stepfold.loop.report import report_writer
+from stepfold.loop.report.report_writer import ReportWriter
+from stepfold.loop.run_info import read_run_info
+
+from .run_files import Page
+
+TX = optax.sgd(0.1)
+TRAIN = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b["x"]) ** 2), TX)
+COMPLETED = sf.Stop("completed", "all 20 steps were done")
+
+
+def start():
+    return sf.init_state({"w": np.float32(1)}, TX, jax.random.key(0))
+
+
+def fit(folder, steps=20, data=0.0, **options):
+    batches = sf.batches({"x": np.full(24, data, np.float32)}, 4, seed=0)
+    return sf.fit(TRAIN, start(), batches, **{"steps": steps, "run_dir": folder, **options})
+
+
+def attempts(folder):
+    return read_run_info(folder)["attempts"]
+
+
+def read_page(folder):
+    return Page((folder / "report.html").read_text())
+
+
+def run(folder, events=(), stop=COMPLETED, first=0):
+    """Use a writer as `fit` does."""
+    with ReportWriter(folder, {}) as writer:
+        writer.open(first, 20)
+        for step in events:
+            writer(sf.Event(step, 20, {}, None, data_wait_seconds=step / 1000))
+        writer.finish(20, stop)
+
+
+def refreshes(page):
+    return [a["content"] for a in page.attributes("meta") if a.get("http-equiv") == "refresh"]
+
+
+def test_a_run_is_described(tmp_path):
+    fit(tmp_path)
+    (attempt,) = attempts(tmp_path)
+    assert (attempt["from"], attempt["to"], attempt["total"]) == (0, 20, 20)
+    assert attempt["stop"] == {"kind": "completed", "message": "all 20 steps were done"}
+    assert attempt["began"] <= attempt["ended"] == attempt["updated"]
+    assert [row[0] for row in attempt["clock"]] == [0, 10, 20]
+    page = read_page(tmp_path)
+    assert (page.data["kind"], page.data["reason"]) == ("finished", "All 20 steps were done.")
+    assert refreshes(page) == []
+
+
+def test_a_reason_to_stop_of_a_hook_is_never_a_finished_run(tmp_path):
+    fit(tmp_path, hooks=[lambda event: "all experts collapsed"])
+    (attempt,) = attempts(tmp_path)
+    assert attempt["stop"]["kind"] == "hook"
+    assert attempt["stop"]["message"].startswith("all experts collapsed")
+    assert read_page(tmp_path).data["runs"][0][1] == "Stopped early"
+
+
+def test_a_nan_in_the_last_step_is_never_a_finished_run(tmp_path):
+    batches = [
+        {"x": np.full(4, math.nan if step == 20 else 0, np.float32)} for step in range(1, 21)
+    ]
+    result = sf.fit(TRAIN, start(), batches, steps=20, run_dir=tmp_path)
+    assert result.stop_reason.kind == "nonfinite"
+    assert attempts(tmp_path)[0]["stop"]["kind"] == "nonfinite"
+    data = read_page(tmp_path).data
+    assert (data["kind"], data["runs"][0][1]) == ("stopped", "Stopped")
+    assert "nan" in data["reason"]
+
+
+def test_an_exception_is_described(tmp_path):
+    def breaks(event):
+        raise KeyError("a <b> c")
+
+    with pytest.raises(KeyError):
+        fit(tmp_path, hooks=[breaks])
+    (attempt,) = attempts(tmp_path)
+    assert attempt["stop"] == {"kind": "error", "message": "KeyError: 'a <b> c'"}
+    assert attempt["ended"] is not None
+    data = read_page(tmp_path).data
+    assert (data["kind"], data["reason"][:19]) == ("failed", "KeyError: 'a <b> c'")
+
+
+def test_an_exception_after_the_last_step_is_described(tmp_path):
+    def close():
+        raise OSError("disk full")
+
+    hook = lambda event: None
+    hook.close = close
+    with pytest.raises(OSError, match="disk full"):
+        fit(tmp_path, hooks=[hook])
+    assert attempts(tmp_path)[0]["stop"] == {"kind": "error", "message": "OSError: disk full"}
+
+
+def test_a_signal_is_described(tmp_path):
+    with pytest.raises(SystemExit):
+        fit(tmp_path, hooks=[lambda event: signal.raise_signal(signal.SIGTERM)])
+    (attempt,) = attempts(tmp_path)
+    assert attempt["stop"]["kind"] == "signal"
+    assert attempt["stop"]["message"].startswith("SIGTERM at step")
+
+
+def test_all_attempts_of_a_run_are_kept(tmp_path):
+    plan = sf.Checkpoints(every=5)
+
+    def breaks(event):
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        fit(tmp_path, checkpoints=plan, hooks=[breaks])
+    fit(tmp_path, checkpoints=plan)
+    first, second = attempts(tmp_path)
+    assert first["stop"]["message"] == "OSError: gone"
+    assert (second["from"], second["to"]) == (first["to"], 20)
+    assert second["stop"]["kind"] == "completed"
+
+
+def test_attempts_of_format_1_are_kept(tmp_path):
+    old = {"began": "2026-03-01T10:00:00+00:00", "from": 0, "to": 5, "stopped": "enough at step 5"}
+    (tmp_path / "run.json").write_text(json.dumps({"format": 1, "attempts": [old]}))
+    run(tmp_path, first=5)
+    first, second = attempts(tmp_path)
+    assert first["stop"] == {"kind": "unknown", "message": "enough at step 5"}
+    assert second["stop"] == COMPLETED._asdict()
+
+
+def test_a_completed_run_stays_as_it_is(tmp_path):
+    plan = sf.Checkpoints(every=5)
+    fit(tmp_path, checkpoints=plan)
+    before = [(tmp_path / name).read_bytes() for name in ("run.json", "report.html")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing was trained
+        fit(tmp_path, checkpoints=plan)
+    assert [(tmp_path / name).read_bytes() for name in ("run.json", "report.html")] == before
+
+
+def test_pages_follow_a_running_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(report_writer, "_MIN_PAUSE", 0.02)
+    monkeypatch.setattr(report_writer, "_MAX_PAUSE", 0.02)
+    monkeypatch.setattr(report_writer, "_SHARE", 1.0)
+
+    def wait(event):
+        (attempt,) = attempts(tmp_path)
+        assert attempt["ended"] is None
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            page = tmp_path / "report.html"
+            if event.step == 10 or (page.exists() and "Step 10 of 20" in page.read_text()):
+                return
+            time.sleep(0.01)
+        raise AssertionError("no page shows step 10")
+
+    fit(tmp_path, hooks=[wait])
+
+
+def test_the_page_of_a_running_run_reloads_itself(tmp_path):
+    with ReportWriter(tmp_path, {}) as writer:
+        writer.open(0, 100)
+        until = time.monotonic() + 30
+        while not (tmp_path / "report.html").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert refreshes(read_page(tmp_path)) == ["2"]
+    assert refreshes(read_page(tmp_path)) == []
+
+
+def work(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def pauses_of(writer, monkeypatch, *, age, cost):
+    """Return the pauses between pages of a run of some age, which take some CPU time each."""
+    pauses = []
+
+    class Waits(threading.Event):
+        def wait(self, timeout=None):
+            pauses.append(timeout)
+            return len(pauses) > 2
+
+    monkeypatch.setattr(writer, "_closing", Waits())
+    monkeypatch.setattr(writer, "_opened_at", time.perf_counter() - age)
+    monkeypatch.setattr(writer, "_write_page", lambda: work(cost))
+    writer._work()
+    assert pauses[0] == 0
+    return pauses[1:]
+
+
+def test_pages_take_a_hundredth_of_the_time(tmp_path, monkeypatch):
+    writer = ReportWriter(tmp_path, {})
+    costly = pauses_of(writer, monkeypatch, age=3600, cost=0.5)
+    assert all(50 <= pause < 100 for pause in costly)
+    assert pauses_of(writer, monkeypatch, age=3600, cost=0) == [30, 30]
+    assert pauses_of(writer, monkeypatch, age=8, cost=0) == pytest.approx([8, 8], abs=1)
+    assert pauses_of(writer, monkeypatch, age=0, cost=0) == [2, 2]
+
+
+def test_a_file_that_cannot_be_written_is_warned_of_once_and_the_run_continues(tmp_path):
+    (tmp_path / "report.html").mkdir()
+    with pytest.warns(UserWarning, match="not up to date: IsADirectoryError: .*run continues") as w:
+        assert fit(tmp_path).steps == 20
+    assert len(w) == 1
+
+
+@pytest.mark.parametrize("text", ["{", '{"format": 99}'])
+def test_a_run_info_that_cannot_be_read_is_moved_aside(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    (tmp_path / "run.json.aside").write_text("an earlier one")
+    with pytest.warns(UserWarning, match="run.json: expected .*; it is now .*run.json.aside1"):
+        fit(tmp_path, checkpoints=sf.Checkpoints(every=5))
+    assert (tmp_path / "run.json.aside").read_text() == "an earlier one"
+    assert (tmp_path / "run.json.aside1").read_text() == text
+    assert [attempt["to"] for attempt in attempts(tmp_path)] == [20]
+
+
+def test_without_a_run_dir_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fit(None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_process_0_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(report_writer.jax, "process_index", lambda: 1)
+    run(tmp_path, events=[10])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_ends_before_it_opens_writes_nothing(tmp_path):
+    with ReportWriter(tmp_path, {}) as writer:
+        writer.finish(20, sf.Stop("already_completed", "step 20 of 20 was done"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_clock_covers_the_run_evenly_however_long_it_is(tmp_path):
+    run(tmp_path, events=range(1, 12_345))
+    rows = attempts(tmp_path)[0]["clock"]
+    steps = [step for step, _, _ in rows]
+    assert 200 <= len(rows) <= 402
+    assert (steps[0], steps[-1]) == (0, 12_344)
+    assert len(set(np.diff(steps[:-1]))) == 1
+    assert all(waited == pytest.approx(step / 1000) for step, _, waited in rows)
+    assert np.all(np.diff([seconds for _, seconds, _ in rows]) >= 0)

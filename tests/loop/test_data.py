@@ -1,0 +1,297 @@
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+import stepfold as sf
+from stepfold.loop.data import BatchFeed, DataPosition, reread
+
+
+def taken(feed, limit=100):
+    found = []
+    for step in range(limit):
+        try:
+            found.append(feed.next_batch(step))
+        except StopIteration:
+            break
+    return found
+
+
+class Counting:
+    """Batches that can be gone through again, and know how often that was begun."""
+
+    def __init__(self, count=3, length=True):
+        self.count, self.begun = count, 0
+        if length:
+            self.__class__ = type("Sized", (Counting,), {"__len__": lambda self: self.count})
+
+    def __iter__(self):
+        self.begun += 1
+        return Numbers(self.count)
+
+
+class Numbers:
+    """An iterator with a position."""
+
+    def __init__(self, count):
+        self.at, self.count = 0, count
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == self.count:
+            raise StopIteration
+        self.at += 1
+        return self.at - 1
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+def test_without_epochs_it_goes_through_once():
+    assert taken(BatchFeed([1, 2, 3])) == [1, 2, 3]
+    assert taken(BatchFeed(iter([1, 2, 3]))) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("length", [True, False])
+def test_it_goes_through_as_often_as_it_is_told_to(length):
+    assert taken(BatchFeed(Counting(3, length), epochs=2)) == [0, 1, 2] * 2
+
+
+def test_it_knows_how_many_steps_there_are_where_the_batches_do():
+    assert (BatchFeed(Counting(3), epochs=2).total, BatchFeed(Counting(3)).epoch_steps) == (6, 3)
+    assert BatchFeed(Counting(3, length=False), epochs=2).total is None
+    assert BatchFeed(Counting(3)).total is None
+
+
+def test_batches_that_count_their_epochs_may_be_an_iterator():
+    class Known(Numbers):
+        steps_per_epoch = 4
+
+    feed = BatchFeed(Known(100), epochs=2)
+    assert (feed.epoch_steps, feed.total) == (4, 8)
+
+
+def test_batches_of_ones_own_know_their_epochs():
+    data = {"x": np.arange(10)}
+    feed = BatchFeed(sf.batches(data, 4, seed=0), epochs=3)
+    assert (feed.epoch_steps, feed.total) == (2, 6)
+
+
+def test_the_batches_are_begun_once_an_epoch():
+    batches = Counting(3)
+    feed = BatchFeed(batches, epochs=2)
+    assert batches.begun == 1
+    taken(feed)
+    assert batches.begun == 2
+
+
+def test_a_length_that_nobody_knows_is_none():
+    class Unknown(Counting):
+        def __len__(self):
+            raise TypeError("no length")
+
+    feed = BatchFeed(Unknown(3, length=False), epochs=2)
+    assert feed.total is None
+    assert taken(feed) == [0, 1, 2] * 2
+
+
+def test_an_epoch_without_batches_is_refused():
+    epochs = iter([[1, 2], []])
+
+    class Short:
+        def __iter__(self):
+            return iter(next(epochs))
+
+        def __len__(self):
+            return 2
+
+    class Never(Short):
+        def __iter__(self):
+            return iter([1] if next(first, None) else [])
+
+    first = iter([1])
+    feed = BatchFeed(Never(), epochs=3)
+    with pytest.raises(sf.DataError, match="batches: expected batches in the next epoch too, got "):
+        taken(feed)
+
+
+def test_an_error_says_at_which_step_it_was():
+    def broken():
+        yield 1
+        raise OSError("disk")
+
+    feed = BatchFeed(broken())
+    feed.next_batch(0)
+    with pytest.raises(OSError, match="disk") as caught:
+        feed.next_batch(1)
+    assert "pulling the batch of step 1" in caught.value.__notes__
+
+
+def test_it_says_how_long_it_was_waited():
+    def slow():
+        for number in range(2):
+            time.sleep(0.02)
+            yield number
+
+    feed = BatchFeed(slow())
+    assert feed.wait_seconds == 0
+    taken(feed)
+    assert 0.04 <= feed.wait_seconds < 1
+
+
+def test_its_position_is_that_of_the_next_batch():
+    feed = BatchFeed(sf.batches(np.arange(9), 3))
+    feed.next_batch(0)
+    feed.used += 1
+    assert feed.position()["step"] == 1
+    other = BatchFeed(sf.batches(np.arange(9), 3))
+    other.seek(feed.position(), 1)
+    assert other.next_batch(1).tolist() == [3, 4, 5]
+
+
+def test_batches_without_a_position_have_none():
+    assert BatchFeed([1, 2]).position() is None
+
+
+def test_it_goes_to_a_position_in_a_later_epoch():
+    feed = BatchFeed(Counting(3, length=False), epochs=3)
+    seen = [feed.next_batch(step) for step in range(4)]
+    feed.used = 4
+    other = BatchFeed(Counting(3, length=False), epochs=3)
+    other.seek(feed.position(), 4)
+    assert seen + taken(other) == [0, 1, 2] * 3
+
+
+@pytest.mark.parametrize("batches", [[1, 2, 3], (x for x in range(3))])
+def test_batches_without_a_position_cannot_be_resumed(batches):
+    words = "batches: expected some that can be resumed at step 2, got .*, which have no get_state"
+    with pytest.raises(sf.DataError, match=words):
+        BatchFeed(batches).seek({"at": 2}, 2)
+
+
+def test_a_position_that_was_not_saved_is_what_is_missing():
+    with pytest.raises(sf.DataError, match="no position was saved") as caught:
+        BatchFeed(sf.batches(np.arange(9), 3)).seek(None, 2)
+    assert "which have no get_state" not in str(caught.value)
+
+
+@pytest.mark.parametrize("batches", [None, 3, "text", b"text", {"x": np.ones(3)}, lambda: [1]])
+def test_what_is_no_batches_is_refused(batches):
+    with pytest.raises(sf.ConfigError, match="batches: expected an iterable of batches, got "):
+        BatchFeed(batches)
+
+
+def test_epochs_of_what_can_be_gone_through_once_are_refused():
+    words = "epochs=2: expected batches that can be iterated again, or .*, got generator"
+    with pytest.raises(sf.ConfigError, match=words):
+        BatchFeed((x for x in itertools.count()), epochs=2)
+
+
+def test_an_array_is_data_and_no_batches():
+    with pytest.raises(
+        sf.ConfigError, match=r"batches: expected an iterable .* got float64\[4,2\]"
+    ):
+        BatchFeed(np.ones((4, 2)))
+
+
+def test_it_is_known_of_batches_whether_they_end():
+    assert BatchFeed(sf.batches(np.arange(8), 4)).endless
+    assert not BatchFeed(sf.batches(np.arange(8), 4, epochs=1)).endless
+    assert not BatchFeed(itertools.repeat(1)).endless
+
+
+# Positions after a failure
+
+
+class Advancing(Numbers):
+    """An iterator that moves on before it fails, and counts how often it is asked."""
+
+    def __init__(self, count, fails_at=None):
+        super().__init__(count)
+        self.fails_at, self.asked = fails_at, 0
+
+    def __next__(self):
+        number = super().__next__()
+        if number == self.fails_at:
+            self.fails_at = None
+            raise OSError("disk")
+        return number
+
+    def get_state(self):
+        self.asked += 1
+        return super().get_state()
+
+
+def test_the_position_after_a_failed_pull_is_that_of_the_batch_that_failed():
+    feed = BatchFeed(Advancing(10, fails_at=4))
+    for step in range(4):
+        feed.next_batch(step)
+        feed.used += 1
+    with pytest.raises(OSError, match="disk"):
+        feed.next_batch(4)
+    assert feed.position() == {"at": 4}
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize(
+    "make", [lambda: Advancing(10), lambda: sf.batches(np.arange(10), 1),
+             lambda: sf.prefetch(sf.batches(np.arange(10), 1)), lambda: sf.prefetch(Advancing(10))]
+)  # fmt: skip
+def test_batches_that_no_step_has_used_are_not_skipped(make, ahead):
+    feed = BatchFeed(make())
+    for step in range(5):
+        feed.next_batch(step)
+        feed.used += 1
+    for step in range(5, 5 + ahead):
+        feed.next_batch(step)
+    other = BatchFeed(make())
+    other.seek(feed.position(), 5)
+    assert (np.ravel(other.next_batch(5)).tolist(), other.used) == ([5], 5)
+
+
+def test_the_position_is_not_asked_for_with_every_batch():
+    batches = Advancing(1000)
+    feed = BatchFeed(batches)
+    for step in range(1000):
+        feed.next_batch(step)
+        feed.used += 1
+    feed.position()
+    feed.position()
+    assert batches.asked == 2
+
+
+def test_used_batches_are_counted_from_the_start_of_the_data():
+    assert BatchFeed(sf.batches(np.arange(9), 3, start=2)).used == 2
+    assert BatchFeed([1, 2]).used == 0
+    feed = BatchFeed(Counting(3), epochs=4)
+    feed.seek({"left": 2, "position": {"at": 1}}, step=17, used=7)
+    assert feed.used == 7
+
+
+def test_a_list_is_read_again_from_any_step():
+    with reread([10, 11, 12], DataPosition(4, None), began=0) as batches:
+        assert [next(batches) for _ in range(3)] == [11, 12, 10]
+
+
+def test_batches_are_read_again_and_left_where_they_were():
+    batches = sf.batches(np.arange(20), 1)
+    for _ in range(8):
+        next(batches)
+    with reread(batches, DataPosition(3, batches.state_at(3)), began=0) as again:
+        assert [int(next(again)[0]) for _ in range(2)] == [3, 4]
+    assert int(next(batches)[0]) == 8
+
+
+def test_what_cannot_be_read_again_is_refused():
+    words = "batches: expected a list, or batches with get_state and set_state .* got generator"
+    with (
+        pytest.raises(sf.DataError, match=words),
+        reread((x for x in "a"), DataPosition(0, None), 0),
+    ):
+        pass

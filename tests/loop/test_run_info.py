@@ -1,0 +1,214 @@
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+from stepfold.loop.run_info import read_run_info, replace_file, run_metadata, write_run_info
+
+DATA = {"x": np.arange(24, dtype=np.float32)}
+ATTEMPT = {"began": "2026-03-01T10:00:00+00:00", "from": 0, "to": 3}
+
+
+def metadata(state=None, batches=(), *, evaluations=(), checkpoints=None, hooks=(), **arguments):
+    info = run_metadata(
+        {"w": jnp.ones(3)} if state is None else state,
+        batches,
+        arguments=arguments,
+        evaluations=evaluations,
+        checkpoints=checkpoints,
+        hooks=hooks,
+    )
+    assert json.loads(json.dumps(info)) == info
+    return info
+
+
+def test_arguments_are_described():
+    arguments = metadata(
+        batches=sf.batches(DATA, 4, seed=7),
+        evaluations=[sf.Evaluation(lambda state: {}, every=5, name="test")],
+        checkpoints=sf.Checkpoints(every=7, best="test/loss"),
+        hooks=[sf.stop_early("test/loss", patience=3), sf.throughput(), metadata],
+        steps=20,
+    )["arguments"]
+    assert arguments["steps"] == 20
+    assert arguments["batches"]["kind"] == "Batches"
+    assert (arguments["batches"]["batch_size"], arguments["batches"]["length"]) == (4, 24)
+    assert arguments["evaluations"] == [{"name": "test", "every": 5, "every_epochs": None}]
+    plan = arguments["checkpoints"]
+    assert (plan["every"], plan["keep"], plan["best"]) == (7, 3, "test/loss")
+    assert arguments["hooks"] == ["stop_early", "throughput", "metadata"]
+
+
+def test_a_directory_of_checkpoints_is_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = metadata(checkpoints=sf.Checkpoints("kept", every=7))["arguments"]["checkpoints"]
+    assert plan["directory"] == str(tmp_path / "kept")
+
+
+def test_seeds_are_described():
+    state = sf.init_state({"w": jnp.ones(3)}, optax.sgd(0.1), jax.random.key(5))
+    info = metadata(state, sf.prefetch(sf.batches(DATA, 4, seed=7)))
+    words = np.asarray(jax.random.key_data(state.key)).tolist()
+    assert info["seed"] == {"batches": 7, "key": words}
+    assert metadata()["seed"] == {"batches": None, "key": None}
+
+
+def test_the_state_of_foreign_batches_is_not_read():
+    class Expensive:
+        def get_state(self):
+            raise AssertionError("called")
+
+    assert metadata(batches=Expensive())["arguments"]["batches"] == {"kind": "Expensive"}
+
+
+def test_parameters_are_described_without_the_optimizer():
+    params = {"a": jnp.ones((2, 3), jnp.bfloat16), "b": {"c": jnp.ones(())}, "name": "none"}
+    state = sf.TrainState(0, params, {"m": jnp.ones(50)}, (), jax.random.key(0))
+    info = metadata(state)["parameters"]
+    assert (info["count"], info["bytes"]) == (7, 16)
+    assert info["leaves"] == [["a", [2, 3], "bfloat16", 6], ["b/c", [], "float32", 1]]
+
+
+def test_parameters_of_two_states_are_described():
+    state = sf.TrainState(0, {"w": jnp.ones(3)}, {"m": jnp.ones(50)}, (), jax.random.key(0))
+    leaves = metadata({"actor": state, "critic": state})["parameters"]["leaves"]
+    assert leaves == [["actor/w", [3], "float32", 3], ["critic/w", [3], "float32", 3]]
+
+
+def test_the_mesh_and_the_devices_are_described():
+    mesh = sf.make_mesh((1, 8), ("dp", "fsdp"))
+    params = {"w": jnp.ones((16, 1024))}
+    plan = sf.make_sharding(params, mesh, sf.fsdp(min_size=1))
+    info = metadata(jax.device_put(params, plan))
+    assert info["mesh"] == {"dp": 1, "fsdp": 8}
+    assert info["devices"]["count"] == jax.device_count()
+    assert (info["devices"]["platform"], info["devices"]["processes"]) == ("cpu", 1)
+    assert metadata()["mesh"] is None
+
+
+def test_versions_are_described():
+    versions = metadata()["versions"]
+    assert versions["jax"].startswith(".".join(jax.__version__.split(".")[:2]))
+    assert (versions["numpy"], versions["stepfold"]) == (np.__version__, sf.__version__)
+
+
+def test_nothing_that_may_be_secret_is_kept(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--key=hush-argument"])
+    monkeypatch.setitem(os.environ, "API_KEY", "hush-environment")
+    info = metadata()
+    assert info["program"] == "train.py"
+    assert "hush" not in json.dumps(info)
+
+
+def test_what_is_written_is_read(tmp_path):
+    write_run_info(tmp_path, {"attempts": [ATTEMPT], "mesh": None})
+    assert read_run_info(tmp_path) == {"format": 2, "attempts": [ATTEMPT], "mesh": None}
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_without_a_file_it_is_empty(tmp_path):
+    assert read_run_info(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("ending", "stop"),
+    [
+        (
+            {"stopped": "all experts collapsed", "error": None},
+            {"kind": "unknown", "message": "all experts collapsed"},
+        ),
+        (
+            {"stopped": None, "error": {"type": "OSError", "message": "gone"}},
+            {"kind": "error", "message": "OSError: gone"},
+        ),
+        (
+            {"error": {"type": "KeyboardInterrupt", "message": ""}},
+            {"kind": "error", "message": "KeyboardInterrupt"},
+        ),
+        ({"ended": None}, None),
+    ],
+)
+def test_format_1_is_converted(tmp_path, ending, stop):
+    (tmp_path / "run.json").write_text(
+        json.dumps({"format": 1, "mesh": None, "attempts": [ATTEMPT | ending]})
+    )
+    info = read_run_info(tmp_path)
+    (attempt,) = info["attempts"]
+    assert info["format"] == 2
+    assert {name: attempt[name] for name in ATTEMPT} == ATTEMPT
+    assert attempt["stop"] == stop
+    write_run_info(tmp_path, info)
+    assert read_run_info(tmp_path) == info
+
+
+@pytest.mark.parametrize("text", ["", '{"format": 2, "att', "\x00\x01"])
+def test_a_damaged_file_is_refused(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(sf.DataError, match="run.json: expected JSON, got a damaged file: .*; move"):
+        read_run_info(tmp_path)
+
+
+@pytest.mark.parametrize("info", [[], {}, {"format": "1", "attempts": []}])
+def test_other_json_is_refused(tmp_path, info):
+    (tmp_path / "run.json").write_text(json.dumps(info))
+    with pytest.raises(sf.DataError, match="run.json: expected a run.json that fit wrote, got oth"):
+        read_run_info(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ({"attempts": None}, "attempts: expected a list, got NoneType None"),
+        (
+            {"attempts": [{"began": ""}]},
+            "attempts/0/began: expected a time, as 2026-.*, got str ''",
+        ),
+        ({"attempts": [ATTEMPT | {"began": "2026-03-01"}]}, "attempts/0/began: expected a time"),
+        (
+            {"attempts": [ATTEMPT, ATTEMPT | {"to": -1}]},
+            "attempts/1/to: expected an integer of at least 0",
+        ),
+        ({"attempts": [ATTEMPT | {"clock": [[0, 0]]}]}, "attempts/0/clock/0: expected a list of 3"),
+        ({"attempts": [ATTEMPT | {"pause": 1e999}]}, "attempts/0/pause: expected a number, got"),
+        ({"attempts": [ATTEMPT | {"stop": {}}]}, "attempts/0/stop/kind: expected a string, got No"),
+        ({"attempts": [ATTEMPT | {"stop": "done"}]}, "attempts/0/stop: expected an object, got st"),
+        ({"arguments": 3, "attempts": []}, "arguments: expected an object, got int 3"),
+        (
+            {"arguments": {"checkpoints": {"mode": "up"}}},
+            "checkpoints/mode: expected 'min' or 'max'",
+        ),
+    ],
+)
+def test_an_error_names_the_entry(tmp_path, info, words):
+    (tmp_path / "run.json").write_text(json.dumps({"format": 2, **info}))
+    with pytest.raises(sf.DataError, match=f"run.json: .*{words}.*; correct it, or move it away"):
+        read_run_info(tmp_path)
+
+
+def test_unknown_entries_may_be_missing_or_null(tmp_path):
+    info = {"format": 2, "attempts": [ATTEMPT | {"total": None, "stop": None}], "devices": None}
+    (tmp_path / "run.json").write_text(json.dumps(info))
+    assert read_run_info(tmp_path) == info
+
+
+def test_a_later_format_is_refused(tmp_path):
+    (tmp_path / "run.json").write_text('{"format": 3, "tries": {}}')
+    with pytest.raises(sf.DataError, match="format 2 or earlier, got 3, of a later stepfold; upgr"):
+        read_run_info(tmp_path)
+
+
+def test_a_file_that_cannot_be_replaced_stays(tmp_path):
+    (tmp_path / "page").mkdir()
+    with pytest.raises(IsADirectoryError):
+        replace_file(tmp_path / "page", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["page"]
+
+
+def test_text_that_cannot_be_encoded_becomes_a_question_mark(tmp_path):
+    replace_file(tmp_path / "report.html", "<h1>\udcff</h1>")  # from a folder that is not UTF-8
+    assert (tmp_path / "report.html").read_text() == "<h1>?</h1>"

@@ -1,0 +1,583 @@
+"""The order in which things happen: what is read when, what is compiled, what is saved."""
+
+import contextlib
+import functools
+import itertools
+import signal
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+from stepfold.loop.train_loop import Schedule
+
+TX = optax.adam(0.1)
+
+
+def loss_fn(params, batch, key):
+    return sf.mean((batch["x"] @ params["w"]) ** 2, batch["mask"])
+
+
+def init(key):
+    return {"w": jax.random.normal(key, (16,))}
+
+
+def start(mesh=None):
+    make = lambda key: sf.init_state(init, TX, key)
+    plan = mesh and sf.make_sharding(jax.eval_shape(make, jax.random.key(0)), mesh)
+    return sf.init_state(init, TX, jax.random.key(0), sharding=plan)
+
+
+DATA = {"x": np.ones((64, 16), np.float32), "mask": np.arange(64) % 3 > 0}
+
+
+def batches(seed=0):
+    return sf.batches(DATA, 16, seed=seed)
+
+
+def evaluation(**options):
+    measure = sf.make_eval_step(lambda params, batch, key: loss_fn(params, batch, key))
+    return sf.Evaluation(measure, lambda: sf.batches(DATA, 16, epochs=1), **options)
+
+
+def step():
+    """A step that jax has not seen before."""
+    return sf.make_train_step(lambda params, batch, key: loss_fn(params, batch, key), TX)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Note whenever an array of a device is waited for or read, whoever does it."""
+    noted = []
+    array = type(jnp.ones(()))
+    for name in ("_value", "block_until_ready", "__array__"):
+        monkeypatch.setattr(array, name, noting(noted, name, getattr(array, name)))
+    for name in ("asarray", "array", "stack", "concatenate"):  # these may go by the buffer
+        monkeypatch.setattr(np, name, noting_arrays(noted, name, getattr(np, name)))
+    return noted
+
+
+def noting_arrays(noted, name, real):
+    def note(first, *given, **options):
+        if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(first)):
+            noted.append(name)
+        return real(first, *given, **options)
+
+    return note
+
+
+def noting(noted, name, real):
+    if isinstance(real, property):
+        return property(lambda self: noted.append(name) or real.fget(self))
+
+    def note(self, *given, **options):
+        noted.append(name)
+        return real(self, *given, **options)
+
+    return note
+
+
+@pytest.mark.parametrize(
+    "read", ["float", "np.asarray", "jax.device_get", "jax.block_until_ready", "bool", "str"]
+)
+def test_a_read_is_noted(read, reads):
+    array = jnp.ones(()) + 1
+    reads.clear()
+    eval(read)(array)
+    assert reads
+
+
+@pytest.mark.parametrize("form", ["step", "jitted", "compiled"])
+def test_nothing_waits_for_the_device_between_log_points(form, reads):
+    """Only when some steps after a log point are under way are the metrics before it read."""
+    made = {
+        "step": step,
+        "jitted": lambda: jax.jit(step()),
+        "compiled": lambda: sf.compile_step(step(), start(), next(batches())),
+    }
+    seen = []
+
+    def noted():
+        for number, batch in enumerate(batches()):
+            seen.append((number, len(reads)))
+            yield batch
+
+    sf.fit(made[form](), start(), noted(), steps=40, log_every=10)
+    read_at = [
+        number
+        for (number, before), (_, after) in itertools.pairwise(seen)
+        if after != before and number
+    ]
+    assert read_at == [13, 23, 33]
+
+
+@pytest.mark.filterwarnings("ignore:batches. expected get_state and set_state")
+def test_a_checkpoint_that_is_not_due_reads_nothing(reads, tmp_path):
+    seen = []
+
+    def noted():
+        for number, batch in enumerate(batches()):
+            seen.append((number, len(reads)))
+            yield batch
+
+    hooks = [lambda event: None]
+    checkpoints = sf.Checkpoints(tmp_path, every=100)
+    sf.fit(step(), start(), noted(), steps=9, log_every=10, hooks=hooks, checkpoints=checkpoints)
+    assert {count for number, count in seen if number} == {seen[1][1]}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_step_and_an_evaluation_are_compiled_once_in_a_run(devices, compiles, tmp_path):
+    if devices > 1 and jax.__version_info__ < (0, 12):
+        pytest.skip("jax 0.10 crashes where several CPU devices are given a donated array")
+    mesh = sf.make_mesh() if devices > 1 else None
+    checkpoints = sf.Checkpoints(every=7, keep=1)
+    plan = {"log_every": 2, "checkpoints": checkpoints}
+
+    def run(folder, steps, train, evaluations):
+        state = start(mesh)
+        compiles.clear()
+        sf.fit(train, state, batches(), steps=steps, run_dir=tmp_path / folder,
+               evaluation=evaluations, **plan)  # fmt: skip
+        return len(compiles)
+
+    own = lambda name: evaluation(every=6, name=name)
+    run("warm", 20, step(), own("warm"))
+    run("warm", 24, step(), own("warm"))  # a resume too
+    evaluations, train = [own("a"), own("b")], step()
+    assert run("run", 20, train, evaluations) == 3
+    assert run("run", 40, train, evaluations) == 0
+
+
+def test_several_steps_in_a_call_are_few_programs(compiles):
+    options = {"log_every": 10, "evaluation": sf.Evaluation(lambda state: {}, every=6)}
+    sf.fit(step(), start(), batches(), steps=41, **options)
+    state, train = start(), step()
+    compiles.clear()
+    sf.fit(train, state, batches(), steps=41, steps_per_call=4, **options)
+    assert len(compiles) <= 4  # one for each number of steps from one thing to do to the next
+
+
+# What a hook is shown
+
+
+def shown(**options):
+    events = []
+    options = {"steps": 12, "log_every": 5, "hooks": [events.append], **options}
+    result = sf.fit(step(), start(), batches(), **options)
+    return events, result
+
+
+def test_a_hook_is_shown_every_log_point_and_every_evaluation():
+    events, result = shown(evaluation=evaluation(every=4))
+    assert [(event.step, sorted(event.metrics)) for event in events] == [
+        (4, ["eval/loss"]),
+        (5, ["train/grad_norm", "train/loss"]),
+        (8, ["eval/loss"]),
+        (10, ["train/grad_norm", "train/loss"]),
+        (12, ["train/grad_norm", "train/loss"]),
+        (12, ["eval/loss"]),
+    ]
+    assert {event.total for event in events} == {12}
+    assert [len(event.per_step.get("train/loss", ())) for event in events] == [0, 5, 0, 5, 2, 0]
+    for event in events:
+        for name, value in event.metrics.items():
+            curve = result.history[name]
+            assert curve[curve.steps.index(event.step)] == value
+
+
+def test_the_state_that_a_hook_is_shown_is_there():
+    events = []
+    hook = lambda event: events.append((event.step, int(event.state.step)))
+    sf.fit(step(), start(), batches(), steps=20, log_every=5, hooks=hook)
+    assert [step for step, _ in events] == [5, 10, 15, 20]
+    assert [now - step for step, now in events] == [2, 2, 2, 0]
+
+
+def test_the_batch_that_a_hook_is_shown_is_the_last():
+    events, _ = shown()
+    assert events[-1].batch["x"].shape == (16, 16)
+
+
+def test_hooks_are_called_in_their_order_and_all_of_them():
+    called = []
+    hooks = [
+        lambda event: called.append("a") or "first",
+        lambda event: called.append("b") or "second",
+    ]
+    _, result = shown(hooks=hooks)
+    assert called[:2] == ["a", "b"]
+    assert result.stop_reason.message.startswith("first at step")
+
+
+def test_a_hook_is_closed_at_the_end_and_after_an_error():
+    class Open:
+        closed = 0
+
+        def __call__(self, event):
+            if self.closed:
+                raise AssertionError("closed")
+
+        def close(self):
+            self.closed += 1
+
+    for fails in (lambda event: None, lambda event: 1 / 0):
+        hook = Open()
+        with contextlib.suppress(ZeroDivisionError):
+            shown(hooks=[hook, fails])
+        assert hook.closed == 1
+
+
+# What is saved with it
+
+
+def run(folder, *, seed=0, **options):
+    options = {"checkpoints": sf.Checkpoints(every=7, keep=None, best="eval/loss"), **options}
+    return sf.fit(step(), start(), batches(seed), **{"run_dir": folder, "log_every": 5, **options})
+
+
+def test_a_checkpoint_has_the_metrics_of_its_own_step_and_no_older_ones(tmp_path):
+    result = run(tmp_path, steps=21, evaluation=evaluation(every=3))
+    for saved in (7, 14, 21):
+        metrics = sf.contents(tmp_path / "checkpoints", step=saved).metrics
+        for name, value in metrics.items():
+            curve = result.history[name]
+            assert (name, saved in curve.steps) == (name, True)
+            assert curve[curve.steps.index(saved)] == value
+    assert "eval/loss" in sf.contents(tmp_path / "checkpoints", step=21).metrics
+    assert result.best == 21
+
+
+def test_the_best_is_the_step_at_which_the_best_was_measured(tmp_path):
+    values = iter([3.0, 1.0, 2.0, 4.0])
+    own = sf.Evaluation(lambda state: {"loss": next(values)}, every=7)
+    assert run(tmp_path, steps=28, evaluation=own).best == 14
+    assert sf.restore(tmp_path / "checkpoints", start(), step="best").step == 14
+
+
+@pytest.mark.filterwarnings("ignore:eval/loss. expected a metric that is measured")
+def test_hooks_go_on_with_their_state(tmp_path):
+    hooks = lambda: sf.stop_early("eval/score", patience=3, keep_state=False)
+    values = iter([5.0, 4.0, 3.0, 2.0])
+    own = sf.Evaluation(lambda state: {"score": next(values)}, every=4)
+    first = run(tmp_path, steps=9, evaluation=own, hooks=[lambda event: None, hooks()])
+    assert first.stop_reason.message == "all 9 steps were done"
+    rest = run(tmp_path, steps=30, evaluation=own, hooks=[lambda event: None, hooks()])
+    assert rest.stop_reason.message.startswith(
+        "eval/score has not become better than 5 for 3 evaluations"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:eval/loss. expected a metric that is measured")
+def test_the_state_of_a_hook_goes_to_no_other(tmp_path):
+    class Counts:
+        def __init__(self):
+            self.count = 0
+
+        def __call__(self, event):
+            self.count += 1
+
+        def get_state(self):
+            return {"count": self.count}
+
+        def set_state(self, state):
+            self.count = state["count"]
+
+    early = lambda: sf.stop_early("eval/loss", patience=90, keep_state=False)
+    run(tmp_path, steps=10, hooks=[Counts()])
+    counts = Counts()
+    run(tmp_path, steps=20, hooks=[early(), counts])
+    assert counts.count == 4
+
+
+def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
+    nan = {"x": np.full((64, 16), np.nan, np.float32), "mask": DATA["mask"]}
+    found = sf.batches(nan, 16, seed=0)
+    plan = sf.Checkpoints(every=2, keep=None)
+    result = sf.fit(step(), start(), found, steps=5, run_dir=tmp_path, checkpoints=plan)
+    assert "at step 2; not saved, because a parameter is NaN" in result.stop_reason.message
+    assert sf.latest_step(tmp_path / "checkpoints") is None
+
+
+@pytest.mark.filterwarnings("ignore:batches. expected get_state and set_state")
+def test_parameters_that_were_never_finite_are_saved(tmp_path):
+    """A mask of minus infinity is a parameter to some libraries."""
+    frozen = {"w": "train", "mask": "freeze"}
+    tx = optax.multi_transform({"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}, frozen)
+    params = {"w": jnp.ones(3), "mask": jnp.array([0.0, -jnp.inf])}
+    state = sf.init_state(params, tx, jax.random.key(0))
+    held = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] * b) ** 2), tx)
+    found = [np.ones(3, np.float32)] * 4
+    result = sf.fit(held, state, found, run_dir=tmp_path, checkpoints=sf.Checkpoints())
+    assert sf.latest_step(tmp_path / "checkpoints") == 4
+    assert result.stop_reason.message == "the batches ended at step 4"
+
+
+def test_an_evaluation_that_runs_out_is_not_passed_over():
+    ended = iter(())
+    own = sf.Evaluation(lambda state: {"loss": next(ended)}, every=2)
+    with pytest.raises(sf.DataError, match="eval: StopIteration came up in the evaluation"):
+        sf.fit(step(), start(), batches(), steps=4, evaluation=own)
+
+
+def test_a_step_that_no_memory_holds_is_explained_and_what_was_saved_is_good(tmp_path):
+    def huge(params, batch, key):  # 64 TiB and more on the way
+        row = jnp.arange(1 << 22, dtype=jnp.float32) * params["w"].sum()
+        return sf.mean(jnp.outer(row, row).at[0].set(1.0)[jnp.int32(batch["x"].sum())].sum())
+
+    run = functools.partial(sf.fit, run_dir=tmp_path, checkpoints=sf.Checkpoints(every=5))
+    run(step(), start(), batches(), steps=10)
+    with pytest.raises(sf.OutOfMemoryError, match=r"temporaries +\d+ TiB +100%") as error:
+        run(sf.make_train_step(huge, TX), start(), batches(), steps=30)
+    assert "Most of it comes and goes within the step" in str(error.value)
+    assert sf.verify(tmp_path / "checkpoints") == {5: [], 10: []}
+
+
+# What an interruption must not change
+
+
+def test_why_it_stops_is_said_though_a_save_comes_before_the_log_point(tmp_path):
+    tx = optax.sgd(0.1)
+    learning = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b["x"]), tx)
+    data = np.ones(64, np.float32)
+    data[9] = np.nan  # of step 3
+    result = sf.fit(
+        learning,
+        sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0)),
+        sf.batches({"x": data}, 4),
+        steps=16,
+        run_dir=tmp_path,
+        checkpoints=sf.Checkpoints(every=4),
+        log_every=10,
+    )
+    assert result.stop_reason.message.startswith("train/loss is nan in step 3")
+
+
+def test_what_was_said_before_a_stop_is_shown_though_no_batch_comes_after_it(tmp_path):
+    """The batches do not say how many there are, and a signal comes when the last is folded in."""
+
+    class Ending:
+        def __init__(self, interrupted):
+            self._inner = sf.batches({"x": np.zeros(64, np.float32)}, 4, epochs=1)
+            self._interrupted = interrupted
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if self._interrupted and self.get_state()["step"] == 16:
+                signal.raise_signal(signal.SIGINT)
+            return next(self._inner)
+
+        def get_state(self):
+            return self._inner.get_state()
+
+        def set_state(self, state):
+            self._inner.set_state(state)
+
+    def run(interrupted):
+        tx = optax.sgd(0.1)
+        learning = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b["x"]) ** 2), tx)
+        return sf.fit(
+            learning,
+            sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0)),
+            Ending(interrupted),
+            run_dir=tmp_path,
+            checkpoints=sf.Checkpoints(every=100),
+            log_every=10,
+        )
+
+    with pytest.raises(KeyboardInterrupt, match="SIGINT at step 16"):
+        run(interrupted=True)
+    assert run(interrupted=False).history["train/loss"].steps == [10, 16]
+
+
+def test_a_last_step_that_went_wrong_is_why_it_stopped():
+    tx = optax.sgd(0.1)
+    learning = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b), tx)
+    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    data = [np.ones(4, np.float32)] * 19 + [np.full(4, np.nan, np.float32)]
+    result = sf.fit(learning, state, data, steps=20)
+    assert result.capsule.step == 20
+    assert result.stop_reason.message.startswith("train/loss is nan in step 20")
+
+
+class Broken(Exception):
+    pass
+
+
+def learn_on_numbers(directory, **options):
+    tx = optax.sgd(0.1)
+    learning = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b["x"]) ** 2), tx)
+    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    batches = sf.batches({"x": np.zeros(16, np.float32)}, 4, seed=0)
+    return sf.fit(learning, state, batches, run_dir=directory, **options)
+
+
+def test_an_exception_of_a_hook_goes_on_though_its_save_fails(tmp_path):
+    class Hook:
+        def __call__(self, event):
+            raise Broken
+
+        states = iter(["ready"])  # checked before the first step
+
+        def get_state(self):
+            return next(self.states, object())  # which no checkpoint can hold
+
+    with pytest.raises(Broken) as error:
+        learn_on_numbers(
+            tmp_path,
+            steps=20,
+            checkpoints=sf.Checkpoints(every=100),
+            hooks=[Hook()],
+        )
+    assert "the state could not be saved: ConfigError: extra/fit/hooks" in error.value.__notes__[0]
+
+
+def test_a_run_that_was_done_and_was_given_more_steps_is_interrupted_as_any_other(tmp_path):
+    run = functools.partial(learn_on_numbers, tmp_path, checkpoints=sf.Checkpoints(every=100))
+    run(steps=20)
+    stopped = run(steps=40, hooks=lambda event: "enough" if event.step == 30 else None)
+    assert stopped.stop_reason.message == "enough at step 34"
+    assert run(steps=40).history["train/loss"].steps == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize("where", ["evaluation", "hook"])
+def test_the_best_step_is_known_though_its_evaluation_was_interrupted(tmp_path, where):
+    losses, broken = {5: 3.0, 10: 1.0, 15: 2.0, 20: 4.0}, []
+
+    def interrupt_at(name, step):
+        if name == where and step == 10 and not broken:
+            broken.append(step)
+            raise Broken
+
+    def measure(state):
+        interrupt_at("evaluation", int(state.step))
+        return {"loss": losses[int(state.step)]}
+
+    def hook(event):
+        if "eval/loss" in event.metrics:
+            interrupt_at("hook", event.step)
+
+    def run():
+        return learn_on_numbers(
+            tmp_path,
+            steps=20,
+            evaluation=sf.Evaluation(measure, every=5),
+            checkpoints=sf.Checkpoints(every=5, keep=1, best="eval/loss"),
+            hooks=[hook],
+        )
+
+    with pytest.raises(Broken):
+        run()
+    result = run()
+    assert result.history["eval/loss"] == [3.0, 1.0, 2.0, 4.0]
+    assert result.best == 10
+    assert (tmp_path / "checkpoints" / "10").is_dir()
+
+
+# The schedule
+
+
+def every(steps=None, epochs=None):
+    return SimpleNamespace(every=steps, every_epochs=epochs)
+
+
+def schedule_of(*recurring, log_every=10, total=None, **options):
+    return Schedule(log_every, recurring, total=total, **options)
+
+
+def steps_of(schedule, until):
+    steps = [schedule.next_after(0)]
+    while steps[-1] < until:
+        steps.append(schedule.next_after(steps[-1]))
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [
+        (schedule_of(), [10, 20, 30]),
+        (schedule_of(every(15)), [10, 15, 20, 30]),
+        (schedule_of(every(), total=24), [10, 20, 24]),
+        (schedule_of(every(epochs=2), epoch_steps=6), [10, 12, 20, 24]),
+        (schedule_of(every(25, 1), epoch_steps=12), [10, 12, 20, 24]),
+        (schedule_of(epoch_steps=16, log_epochs=True), [10, 16, 20, 30]),
+        (schedule_of(epoch_steps=16), [10, 20, 30]),
+    ],
+)
+def test_every_step_at_which_there_is_something_to_do_is_met(schedule, steps):
+    assert steps_of(schedule, steps[-1]) == steps
+
+
+def test_what_has_both_is_due_by_steps_and_by_epochs():
+    both = every(4, 1)
+    schedule = schedule_of(both, epoch_steps=6)
+    assert [step for step in range(1, 13) if schedule.is_due(both, step)] == [4, 6, 8, 12]
+
+
+def test_an_interval_ends_with_a_log_point_a_told_epoch_and_the_last_step():
+    ends = lambda **options: [
+        n for n in range(1, 16) if schedule_of(log_every=5, **options).is_log_point(n)
+    ]
+    assert ends() == [5, 10, 15]
+    assert ends(total=13) == [5, 10, 13, 15]
+    assert ends(epoch_steps=6, log_epochs=True) == [5, 6, 10, 12, 15]
+    assert ends(epoch_steps=6) == [5, 10, 15]
+
+
+def test_epochs_are_counted_where_one_has_just_ended():
+    assert [schedule_of(epoch_steps=3).epochs_done(step) for step in (2, 3, 4, 6)] == [
+        None,
+        1,
+        None,
+        2,
+    ]
+    assert schedule_of().epochs_done(10) is None
+
+
+def test_epochs_count_from_the_first_batch_of_the_data():
+    schedule = schedule_of(every(epochs=1), epoch_steps=4, first_step=10, total=18)
+    assert [schedule.epochs_done(step) for step in (8, 10, 12, 14, 18)] == [None, None, None, 1, 2]
+    assert schedule.next_after(10) == 14
+
+
+# iterate
+
+
+def add(state, batch):
+    return state + batch, {"seen": sf.mean(batch)}
+
+
+def test_it_gives_state_and_metrics_after_each_batch():
+    found = [
+        (float(state), float(metrics["seen"].compute()))
+        for state, metrics in sf.iterate(add, jnp.float32(0), [jnp.float32(1), jnp.float32(2)])
+    ]
+    assert found == [(1.0, 1.0), (3.0, 2.0)]
+
+
+def test_it_pulls_no_batch_before_it_is_asked_to():
+    pulled = []
+    batches = (pulled.append(i) or jnp.float32(i) for i in itertools.count())
+    fold = sf.iterate(add, jnp.float32(0), batches)
+    assert pulled == []
+    next(fold)
+    assert pulled == [0]
+
+
+def test_without_batches_it_gives_nothing():
+    assert list(sf.iterate(add, jnp.float32(0), [])) == []
+
+
+def test_an_error_of_the_step_or_of_the_data_comes_through():
+    def broken():
+        yield jnp.float32(1)
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        list(sf.iterate(add, jnp.float32(0), broken()))

@@ -1,0 +1,241 @@
+import importlib.util
+import inspect
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stepfold as sf
+from stepfold.loop.writers.base import ConvertingWriter, Writer
+from stepfold.loop.writers.combinators import async_writer, multi_writer
+from stepfold.loop.writers.console import console_writer
+from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer
+from stepfold.loop.writers.tensorboard import tensorboard_writer
+from stepfold.loop.writers.wandb import wandb_writer
+
+WRITERS = [
+    *(console_writer(), csv_writer("never-written.csv"), jsonl_writer("never-written.jsonl")),
+    *(tensorboard_writer("never-written"), wandb_writer(), multi_writer()),
+    async_writer(console_writer()),
+]
+
+
+class Recorder(ConvertingWriter):
+    """Keep the converted values of the last call."""
+
+    def _write(self, step, values):
+        self.step, self.values = step, values
+
+    def _write_settings(self, settings):
+        self.values = settings
+
+
+def scalar(value, name="x"):
+    recorder = Recorder()
+    recorder.write_scalars(1, {name: value})
+    return recorder.values[name]
+
+
+def histogram(array, buckets=None):
+    recorder = Recorder()
+    recorder.write_histograms(1, {"w": array}, None if buckets is None else {"w": buckets})
+    return recorder.values["w"]
+
+
+def image(array):
+    recorder = Recorder()
+    recorder.write_images(1, {"a": array})
+    return recorder.values["a"]
+
+
+def test_methods_and_arguments_are_clus():
+    # clu.metric_writers cannot be imported without TensorFlow, so its source file is loaded.
+    spec = importlib.util.find_spec("clu")
+    path = f"{spec.submodule_search_locations[0]}/metric_writers/interface.py"
+    interface = importlib.util.spec_from_file_location("interface", path)
+    module = importlib.util.module_from_spec(interface)
+    interface.loader.exec_module(module)
+    names = [name for name in vars(Writer) if not name.startswith("_") and name != "resume"]
+    assert len(names) == 7
+    for name in names:
+        expected = inspect.signature(getattr(module.MetricWriter, name))
+        for kind in (Writer, *map(type, WRITERS)):
+            signature = inspect.signature(getattr(kind, name))
+            assert list(signature.parameters) == list(expected.parameters), (kind, name)
+
+
+def test_all_writers_have_the_base_class():
+    assert all(isinstance(writer, Writer) for writer in WRITERS)
+
+
+def test_the_base_class_does_nothing():
+    writer = Writer()
+    writer.write_scalars(1, {"a": 1})
+    writer.write_texts(1, {"a": "b"})
+    writer.write_histograms(1, {"a": np.ones(3)}, {"a": 2})
+    writer.write_images(1, {"a": np.ones((2, 2, 1))})
+    writer.write_hparams({"lr": 1})
+    writer.resume(1)
+    writer.flush()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (0.1, 0.1),
+        (2**70, 2**70),
+        (True, 1),
+        (np.float64(0.1), 0.1),
+        (np.float16(0.5), 0.5),
+        (np.int64(2**62), 2**62),
+        (np.bool_(True), 1),
+        (np.array([3.0]), 3.0),
+        (jnp.float32(0.1), float(np.float32(0.1))),
+        (jnp.bfloat16(1.5), 1.5),
+        (jnp.array([[7]]), 7),
+        (jnp.array(True), 1),
+    ],
+    ids=str,
+)
+def test_numbers_become_pythons(value, plain):
+    assert scalar(value) == plain
+    assert type(scalar(value)) is type(plain)
+
+
+@pytest.mark.parametrize("value", ["0.5", None, 1j, np.ones(2), jnp.ones((2, 1)), [1.0], object()])
+def test_other_values_are_refused_by_name(value):
+    with pytest.raises(TypeError, match="eval/loss: expected one real number, got"):
+        scalar(value, "eval/loss")
+
+
+def test_messages_show_the_value():
+    with pytest.raises(TypeError, match=r"loss: expected one real number, got float32\[2,1\]"):
+        scalar(jnp.ones((2, 1)), "loss")
+    with pytest.raises(TypeError, match=r"scalars: expected names that are strings, got int 3"):
+        scalar(1.0, 3)
+    with pytest.raises(TypeError, match=r"note: expected text, got int 3"):
+        Recorder().write_texts(1, {"note": 3})
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "3", None])
+def test_invalid_steps_are_refused(step):
+    with pytest.raises(ValueError, match="step: expected an integer of at least 0, got"):
+        Recorder().write_scalars(step, {"a": 1})
+
+
+@pytest.mark.parametrize("step", [np.int32(3), jnp.int32(3)])
+def test_steps_of_other_libraries(step):
+    recorder = Recorder()
+    recorder.write_scalars(step, {"a": 1})
+    assert recorder.step == 3
+    assert type(recorder.step) is int
+
+
+def test_histograms_are_numpys():
+    array = np.random.default_rng(0).normal(size=(20, 30)).astype(np.float32)
+    converted = histogram(array, 7)
+    counts, edges = np.histogram(array.astype(np.float64), 7)
+    assert converted.counts == counts.tolist()
+    assert converted.edges == edges.tolist()
+    assert np.isclose(converted.total, array.sum())
+    assert np.isclose(converted.squares, (array**2).sum())
+
+
+def test_histograms_have_thirty_buckets_by_default():
+    recorder = Recorder()
+    arrays = {"w": jnp.arange(100.0, dtype=jnp.bfloat16), "v": np.arange(100)}
+    recorder.write_histograms(1, arrays, {"v": 5})
+    assert [len(each.counts) for each in recorder.values.values()] == [30, 5]
+
+
+@pytest.mark.parametrize(
+    ("array", "counts", "edges", "nonfinite"),
+    [
+        (np.full(3, 2.0), [3], [1.5, 2.5], 0),
+        (np.array([np.nan, np.inf]), [0], [-0.5, 0.5], 2),
+        (np.zeros(0), [0], [-0.5, 0.5], 0),
+        (np.array([np.nan, 0.0, 1.0]), [1, 1], [0.0, 0.5, 1.0], 1),
+    ],
+)
+def test_histograms_of_constant_empty_and_nonfinite_arrays(array, counts, edges, nonfinite):
+    assert histogram(array, 2)[:3] == (counts, edges, nonfinite)
+
+
+def test_histograms_are_of_real_numbers():
+    with pytest.raises(TypeError, match="w: expected an array of real numbers, got str 'ab'"):
+        histogram("ab")
+    with pytest.raises(TypeError, match=r"w: expected an array of real numbers, got complex128"):
+        histogram(np.ones(2, complex))
+
+
+def test_images_become_bytes():
+    floats = np.array([[[-1.0], [0.0]], [[0.5], [2.0]]])
+    assert image(floats).tolist() == [[[[0], [0]], [[128], [255]]]]
+    assert image(np.full((3, 4, 5, 3), 7, np.uint8)).shape == (3, 4, 5, 3)
+    assert image(np.full((1, 1, 1), np.nan)).item() == 0
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros((4, 4)), np.zeros((4, 4, 2)), np.zeros((4, 4, 3), int), np.zeros((0, 4, 1))]
+)
+def test_arrays_that_are_not_images_are_refused_by_name(array):
+    with pytest.raises(ValueError, match=r"a: expected images \[H, W, C\] or .*, got \w+64"):
+        image(array)
+
+
+def test_hyper_parameters_are_numbers_or_text():
+    recorder = Recorder()
+    recorder.write_hparams(
+        {"lr": np.float32(0.5), "nesterov": True, "widths": (8, 8), "name": None, "net": "mlp"}
+    )
+    expected = {"lr": 0.5, "nesterov": True, "widths": "(8, 8)", "name": "None", "net": "mlp"}
+    assert recorder.values == expected
+
+
+@pytest.mark.parametrize("make", [jsonl_writer, csv_writer])
+def test_paths_that_cannot_be_written_are_refused(make, tmp_path, monkeypatch):
+    name = make.__name__
+    with pytest.raises(
+        sf.ConfigError, match=rf"{name}: expected the path of a file .* is a folder"
+    ):
+        make(tmp_path)
+    with pytest.raises(sf.ConfigError, match=rf"{name}: expected the path of a file, got int 3"):
+        make(3)
+    with pytest.raises(sf.ConfigError, match=rf"{name}: expected the path of a file, got str ''"):
+        make("")
+    (tmp_path / "file").touch()
+    with pytest.raises(sf.ConfigError, match=r"but .*file is a file; give another path"):
+        make(tmp_path / "file" / "a.csv")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(sf.ConfigError, match=r"there is no permission to write to .*; give"):
+        make(tmp_path / "new" / "a.csv")
+
+
+@pytest.mark.parametrize("make", [jsonl_writer, csv_writer, tensorboard_writer])
+def test_nothing_is_touched_before_the_first_write(make, tmp_path):
+    writer = make(tmp_path / "run" / "metrics")
+    writer.flush()
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("make", [jsonl_writer, csv_writer, tensorboard_writer])
+def test_paths_are_relative_to_where_the_writer_was_made(make, tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    writer = make("metrics")
+    monkeypatch.chdir(tmp_path / "other")
+    writer.write_scalars(1, {"a": 1})
+    writer.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics", "other"]
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_an_error_for_a_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setattr("stepfold.loop.writers.base.find_spec", lambda name: None)
+    with pytest.raises(sf.ConfigError, match=r"pip install 'stepfold\[tensorboard\]'"):
+        tensorboard_writer("runs")
+    with pytest.raises(sf.ConfigError, match=r"wandb_writer: expected wandb, .*stepfold\[wandb\]"):
+        wandb_writer()
