@@ -121,7 +121,7 @@ MISTAKES = {
     "a loss for a step": (
         lambda: sf.fit(loss_fn, state(), batches(), steps=2),
         sf.ConfigError,
-        r"step: expected .* got loss_fn\(params, batch, key\); of a loss .* sf.make_train_step",
+        r"step: expected .* got loss_fn\(params, batch, key\); sf.make_train_step",
     ),
     "a state that was given away": (
         lambda: sf.evaluate(sf.make_eval_step(loss_fn), donated(), batches(epochs=1)),
@@ -141,7 +141,7 @@ MISTAKES = {
     "batches that an evaluation uses up": (
         lambda: evaluation(data=batches(epochs=1)),
         sf.ConfigError,
-        r"batches: expected a function that makes the batches anew .* give lambda: sf.batches",
+        r"batches: expected a function that makes the batches for .* give lambda: sf.batches",
     ),
     "another library's name of a metric": (
         lambda: fit(hooks=[sf.stop_early("val_loss", patience=2)], evaluation=evaluation()),

@@ -27,7 +27,7 @@ def test_a_run_has_its_page_beside_its_metrics(tmp_path):
     names = sorted(path.name for path in logs.iterdir())
     assert names == ["metrics.csv", "metrics.jsonl", "report.html", "run.json"]
     (attempt,) = json.loads((logs / "run.json").read_text())["attempts"]
-    assert (attempt["to"], attempt["stopped"]) == (10, "all 10 steps were done")
+    assert (attempt["to"], attempt["stop"]["message"]) == (10, "all 10 steps were done")
     assert "train/loss" in (logs / "report.html").read_text()
     lines = (logs / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines]

@@ -118,7 +118,6 @@ def test_no_batch_at_all_is_refused_and_leaves_nothing_behind(given, tmp_path):
     assert sf.latest_step(tmp_path / "checkpoints") is None
 
 
-@pytest.mark.filterwarnings("ignore:nothing was trained")
 def test_it_begins_at_the_step_of_the_state():
     state = sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
     train = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b["x"]), TX)
@@ -389,7 +388,7 @@ class Writer:
         ({"hooks": [lambda step, metrics: None]}, r", which takes <lambda>\(step, metrics\)$"),
         ({"hooks": sf.progress}, r"got type .*; call it with its arguments, as in progress\(kind"),
         ({"hooks": Writer()}, r"got Writer .*; sf.log_to\(writer\) makes a hook of a writer"),
-        ({"time_limit": -1}, "time_limit: expected a number of seconds of at least 0, got -1"),
+        ({"time_limit": -1}, "time_limit: expected seconds, a number of at least 0, got -1"),
         (
             {"hooks": sf.callback(lambda *_: None)},
             "hooks: expected batches that know how many steps an epoch has, .* got generator",
@@ -781,13 +780,21 @@ def test_a_hook_that_needs_the_exact_state_gets_it():
 def test_a_checkpoint_does_not_grow_with_the_run(tmp_path):
     sizes = []
     for steps in (40, 400):
-        plan = sf.Checkpoints(tmp_path / str(steps), every=40)
-        fit(steps=steps, log_every=1, checkpoints=plan)
-        manifest = tmp_path / str(steps) / str(steps) / "state" / "leaves-0.json"
+        plan = {"run_dir": tmp_path / str(steps), "checkpoints": sf.Checkpoints(every=40)}
+        fit(steps=steps, log_every=1, **plan)
+        manifest = plan["run_dir"] / "checkpoints" / str(steps) / "state" / "leaves-0.json"
         sizes.append(manifest.stat().st_size)
     assert sizes[1] < sizes[0] + 50
-    result = fit(steps=440, log_every=1, checkpoints=plan)
+    result = fit(steps=440, log_every=1, **plan)
     assert result.history["train/at"].steps == list(range(1, 441))
+
+
+def test_without_a_run_dir_a_checkpoint_holds_the_end_of_the_history(tmp_path):
+    plan = sf.Checkpoints(tmp_path, every=40)
+    fit(steps=40, log_every=1, checkpoints=plan)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["40"]
+    result = fit(steps=60, log_every=1, checkpoints=plan)
+    assert result.history["train/at"].steps == list(range(1, 61))
 
 
 def test_metrics_are_durable_before_the_checkpoint_is(tmp_path):

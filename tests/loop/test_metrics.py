@@ -1,4 +1,5 @@
 import json
+import math
 import time
 
 import flax.struct
@@ -12,6 +13,8 @@ import stepfold as sf
 from stepfold.checkpoint.sealed import opened, plain
 from stepfold.core.report import TermSum
 from stepfold.loop.metrics import (
+    Curve,
+    History,
     MetricBuffer,
     PerStepMetrics,
     merge_metrics,
@@ -357,3 +360,52 @@ def test_an_empty_one_comes_back_empty():
     other = again(MetricBuffer(unpack))
     other.close_interval(1)
     assert shown(other) == []
+
+
+# The history
+
+
+def test_a_curve_is_a_list_of_values_with_their_steps():
+    curve = Curve()
+    curve.add(5, 0.5)
+    curve.add(10, 0.25)
+    assert curve == [0.5, 0.25]
+    assert curve.steps == [5, 10]
+    assert min(curve) == curve[-1]
+
+
+def test_a_step_never_appears_twice():
+    curve = Curve()
+    for step in (5, 10, 10, 7, 15):
+        curve.add(step, float(step))
+    assert curve == curve.steps == [5, 10, 15]
+
+
+def test_each_metric_has_its_own_steps():
+    history = History()
+    history.add(5, {"train/loss": 1})
+    history.add(6, {"eval/loss": 2})
+    history.add(10, {"train/loss": 3})
+    assert history == {"train/loss": [1.0, 3.0], "eval/loss": [2.0]}
+    assert history["train/loss"].steps == [5, 10]
+    assert type(history["train/loss"][0]) is float
+
+
+def test_a_history_comes_back_from_json_as_it_was():
+    history, other = History(), History()
+    values = [0.1, math.nan, math.inf, -0.0, 1e-320]
+    for step, value in enumerate(values):
+        history.add(step, {"a": value})
+    state = history.get_state()
+    history.add(5, {"a": 1.0})
+    other.set_state(opened(json.loads(json.dumps(plain(state, "history")))))
+    assert list(map(repr, other["a"])) == list(map(repr, values))
+    assert other["a"].steps == list(range(5))
+
+
+def test_the_state_of_a_history_is_bounded():
+    history, other = History(), History()
+    for step in range(50):
+        history.add(step, {"a": step})
+    other.set_state(history.get_state(points=10))
+    assert other["a"] == other["a"].steps == list(range(40, 50))

@@ -3,34 +3,8 @@ import pytest
 
 import stepfold as sf
 from stepfold.loop.hooks.base import Stop
-from stepfold.loop.metrics import Curve, History
+from stepfold.loop.metrics import History
 from stepfold.loop.result import FitResult
-
-
-def test_a_curve_is_a_list_of_values_with_their_steps():
-    curve = Curve()
-    curve.add(5, 0.5)
-    curve.add(10, 0.25)
-    assert curve == [0.5, 0.25]
-    assert curve.steps == [5, 10]
-    assert min(curve) == curve[-1]
-
-
-def test_a_step_never_appears_twice():
-    curve = Curve()
-    for step in (5, 10, 10, 7, 15):
-        curve.add(step, float(step))
-    assert curve == curve.steps == [5, 10, 15]
-
-
-def test_each_metric_has_its_own_steps():
-    history = History()
-    history.add(5, {"train/loss": 1})
-    history.add(6, {"eval/loss": 2})
-    history.add(10, {"train/loss": 3})
-    assert history == {"train/loss": [1.0, 3.0], "eval/loss": [2.0]}
-    assert history["train/loss"].steps == [5, 10]
-    assert type(history["train/loss"][0]) is float
 
 
 def test_a_result_and_what_is_in_it_have_a_short_repr():

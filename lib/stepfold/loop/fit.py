@@ -141,10 +141,11 @@ def fit(
 
     directory = None if run_dir is None else read_directory(run_dir, make=True)
     series = _open_checkpoints(checkpoints, directory)
-    metrics_path = _metrics_path(directory, series, user_hooks)
-    if metrics_path is not None:
-        csv = metrics_path.with_suffix(".csv") if metrics_path.parent == directory else None
-        all_hooks.append(log_to(async_writer(jsonl_writer(metrics_path, csv=csv))))
+    metrics_path = None
+    if directory is not None and not any(getattr(h, "writes_metrics", False) for h in user_hooks):
+        metrics_path = directory / "metrics.jsonl"
+        metrics_writer = jsonl_writer(metrics_path, csv=directory / "metrics.csv")
+        all_hooks.append(log_to(async_writer(metrics_writer)))
     report = None
     if directory is not None:
         arguments = {**lengths, "log_every": log_every, "steps_per_call": steps_per_call}
@@ -170,6 +171,7 @@ def fit(
         watched=watched,
         log_every=log_every,
         steps_per_call=steps_per_call,
+        save_history=metrics_path is None,
     )
     del state  # so that a restored one can take its memory
     with _attach_result(loop), ExitStack() as stack:
@@ -193,7 +195,7 @@ def fit(
     capsule = _make_capsule(all_hooks, loop, batches, directory)
     result = _result(loop, _stop_reason(loop, all_hooks), capsule)
     _raise_signal(loop, result)
-    if result.stop_reason.kind == "already_completed":
+    if result.stop_reason.kind == "already_completed" and result.resumed is not None:
         warnings.warn(
             f"nothing was trained: {result.stop_reason}; give more_steps=…, a larger steps=…, or "
             "another directory",
@@ -325,15 +327,6 @@ def _check_resume(resume: bool, series: Series) -> None:
             f"{', '.join(map(str, steps_in(series.directory)))} in {series.directory}; delete "
             "them, or give another directory"
         )
-
-
-def _metrics_path(
-    run_dir: Path | None, series: Series | None, hooks: Sequence[Hook]
-) -> Path | None:
-    """Return where `fit` writes all metrics: in run_dir, or beside checkpoints for a resume."""
-    if run_dir is not None and not any(getattr(hook, "writes_metrics", False) for hook in hooks):
-        return run_dir / "metrics.jsonl"
-    return None if series is None else series.directory / "metrics.jsonl"
 
 
 def _continue_metrics(loop: TrainLoop, path: Path) -> None:

@@ -372,3 +372,21 @@ class History(dict[str, Curve]):
             if curve is None:
                 curve = self[name] = Curve()
             curve.add(step, float(value))
+
+    def get_state(self, points: int = 5000) -> dict[str, list[bytes]]:
+        """Return the last points of each curve, as bytes of steps and values."""
+        return {
+            name: [
+                np.array(curve.steps[-points:], np.int64).tobytes(),
+                np.array(curve[-points:], np.float64).tobytes(),
+            ]
+            for name, curve in self.items()
+        }
+
+    def set_state(self, state: Mapping[str, Sequence[bytes]]) -> None:
+        """Continue with the curves of a checkpoint."""
+        for name, (steps, values) in state.items():
+            for step, value in zip(
+                np.frombuffer(steps, np.int64), np.frombuffer(values), strict=True
+            ):
+                self.add(int(step), {name: value})

@@ -149,6 +149,7 @@ class TrainLoop:
         watched: Mapping[str, str],
         log_every: int = 10,
         steps_per_call: int = 1,
+        save_history: bool = True,
     ) -> None:
         """Initialize; the arguments are those of `fit`, checked, and `watched` metrics.
 
@@ -164,6 +165,8 @@ class TrainLoop:
           watched: metrics that something depends on, and the argument that named each.
           log_every: the steps between log points.
           steps_per_call: how many steps are dispatched in one call at most.
+          save_history: whether checkpoints hold the last points of the history, because no file
+            of metrics has all of them.
         """
         self.state, self.step = state, step_of(state)
         self.preemption, self.hooks, self.series = Preemption(), hooks, series
@@ -174,6 +177,7 @@ class TrainLoop:
         self._run_step, self._feed, self._evaluations = runner, feed, evaluations
         self._buffer = MetricBuffer(runner.unpack)
         self._log_every, self._steps_per_call = log_every, steps_per_call
+        self._save_history = save_history
         # Metrics are read when so many further steps are dispatched that the device has work while
         # hooks run. At a log point that evaluates or saves, and at the end, they are read at once.
         self._delay = min(_MAX_DELAY, max(1, log_every // 2))
@@ -456,6 +460,7 @@ class TrainLoop:
         if saved:
             self._evaluated, self._epoch_ended_at = saved["evaluated"], saved["epoch_ended_at"]
             self.logged_step, self.logged_metrics = saved["logged_step"], saved["logged_metrics"]
+            self.history.set_state(saved["history"])
             self._buffer.set_state(saved["buffer"])
             self.hooks.set_state(saved["hooks"])
 
@@ -470,6 +475,7 @@ class TrainLoop:
             "epoch_ended_at": self._epoch_ended_at,
             "logged_step": self.logged_step,
             "logged_metrics": self.logged_metrics,
+            "history": self.history.get_state() if self._save_history else {},
             "buffer": self._buffer.get_state(),
             "hooks": self.hooks.get_state(),
         }

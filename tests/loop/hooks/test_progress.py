@@ -225,7 +225,7 @@ def test_without_a_terminal_there_is_no_bar(kind, capsys):
         each.close()
     assert file.getvalue() == ""
     assert capsys.readouterr() == ("", "")
-    assert hook.get_state()["_weight"] > 0
+    assert hook.get_state()["weight"] > 0
 
 
 @pytest.mark.parametrize("kind", BARS)

@@ -391,7 +391,7 @@ def test_nan_and_inf_never_enter_the_window(bad):
     values[180] = 9.0
     hook = stop_on_spike(window=100)
     assert "train/loss is 9 in step 181" in feed(hook, values, 10)
-    assert np.isfinite(hook.get_state()["_latest"]).all()
+    assert np.isfinite(hook.get_state()["latest"]).all()
 
 
 def test_no_value_is_judged_before_the_window_is_full():

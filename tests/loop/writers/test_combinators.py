@@ -279,7 +279,7 @@ def test_resume_keeps_its_place_in_the_queue(tmp_path):
 
 
 def test_arguments_are_checked():
-    with pytest.raises(sf.ConfigError, match="depth: expected an integer of at least 1, got int 0"):
+    with pytest.raises(sf.ConfigError, match="depth: expected an integer of at least 1, got 0"):
         async_writer(console_writer(), depth=0)
 
 

@@ -160,12 +160,13 @@ class StatefulHook(BaseHook):
         self._is_restored = False
 
     def get_state(self) -> dict[str, Any]:
-        return {name: copy(getattr(self, name)) for name in (*self.state_key, *self.run_state)}
+        names = (*self.state_key, *self.run_state)
+        return {name.lstrip("_"): copy(getattr(self, name)) for name in names}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        if all(state[name] == getattr(self, name) for name in self.state_key):
+        if all(state[name.lstrip("_")] == getattr(self, name) for name in self.state_key):
             self.reset(0)
-            vars(self).update({name: copy(state[name]) for name in self.run_state})
+            vars(self).update({name: copy(state[name.lstrip("_")]) for name in self.run_state})
             self._is_restored = True
 
 
