@@ -161,7 +161,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few leaves and rounds, for seconds")
     quick = parser.parse_args(argv).quick
-    sizes = [(20, 1, 20)] if quick else [(20, 200, 300), (1_500, 60, 4)]
+    sizes = [(20, 1, 20)] if quick else [(20, 100, 300), (1_500, 30, 4)]
     rows = [row for size in sizes for row in measure(*size)]
     show(rows, judge(rows))
     return rows

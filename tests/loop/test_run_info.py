@@ -161,32 +161,23 @@ def test_other_json_is_refused(tmp_path, info):
 
 
 @pytest.mark.parametrize(
-    ("info", "words"),
+    "info",
     [
-        ({"attempts": None}, "attempts: expected a list, got NoneType None"),
-        (
-            {"attempts": [{"began": ""}]},
-            "attempts/0/began: expected a time, as 2026-.*, got str ''",
-        ),
-        ({"attempts": [ATTEMPT | {"began": "2026-03-01"}]}, "attempts/0/began: expected a time"),
-        (
-            {"attempts": [ATTEMPT, ATTEMPT | {"to": -1}]},
-            "attempts/1/to: expected an integer of at least 0",
-        ),
-        ({"attempts": [ATTEMPT | {"clock": [[0, 0]]}]}, "attempts/0/clock/0: expected a list of 3"),
-        ({"attempts": [ATTEMPT | {"pause": 1e999}]}, "attempts/0/pause: expected a number, got"),
-        ({"attempts": [ATTEMPT | {"stop": {}}]}, "attempts/0/stop/kind: expected a string, got No"),
-        ({"attempts": [ATTEMPT | {"stop": "done"}]}, "attempts/0/stop: expected an object, got st"),
-        ({"arguments": 3, "attempts": []}, "arguments: expected an object, got int 3"),
-        (
-            {"arguments": {"checkpoints": {"mode": "up"}}},
-            "checkpoints/mode: expected 'min' or 'max'",
-        ),
+        {"attempts": None},
+        {"attempts": [{"began": ""}]},
+        {"attempts": [ATTEMPT | {"began": "2026-03-01"}]},
+        {"attempts": [ATTEMPT, ATTEMPT | {"to": -1}]},
+        {"attempts": [ATTEMPT | {"clock": [[0, 0]]}]},
+        {"attempts": [ATTEMPT | {"pause": 1e999}]},
+        {"attempts": [ATTEMPT | {"stop": {}}]},
+        {"attempts": [ATTEMPT | {"stop": "done"}]},
+        {"arguments": 3, "attempts": []},
+        {"arguments": {"checkpoints": {"mode": "up"}}, "attempts": []},
     ],
 )
-def test_an_error_names_the_entry(tmp_path, info, words):
+def test_a_file_with_a_wrong_entry_is_refused(tmp_path, info):
     (tmp_path / "run.json").write_text(json.dumps({"format": 2, **info}))
-    with pytest.raises(sf.DataError, match=f"run.json: .*{words}.*; correct it, or move it away"):
+    with pytest.raises(sf.DataError, match="run.json: expected a run.json that fit wrote, got oth"):
         read_run_info(tmp_path)
 
 

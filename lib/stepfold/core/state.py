@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -93,6 +94,8 @@ def init_state(
         _check_init(init)
         return _born(lambda key: _finish(_parts(init(key), stateful), tx, key), sharding)(key)
     parts = _parts(init, stateful)
+    if sharding is None and not any(map(_has_place, jax.tree.leaves((parts, key)))):
+        return _born(lambda parts, key: _finish(parts, tx, key), None)(_copied(parts), key)
     if sharding is None:
         # Eagerly, since `zeros_like` then takes the parameters' own sharding, which in jit it
         # does not: the optimizer's state would be whole on every device.
@@ -188,6 +191,17 @@ def _finish(parts: tuple[Any, Any], tx: optax.GradientTransformation, key: Any) 
         model_state=model_state,
         key=jax.random.fold_in(key, _STEP_BRANCH),
     )
+
+
+def _has_place(leaf: Any) -> bool:
+    """Whether a leaf is traced, or was placed on devices on purpose."""
+    return isinstance(leaf, jax.core.Tracer) or bool(getattr(leaf, "committed", False))
+
+
+def _copied(parts: Any) -> Any:
+    """Copy arrays, whose buffers `jit` would pass through to the state."""
+    own = jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, parts)
+    return jax.device_put(own, may_alias=False)
 
 
 def _fresh(leaf: Any) -> jax.Array:

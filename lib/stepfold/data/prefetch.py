@@ -1,6 +1,5 @@
 """Batches read ahead of the step, in a thread, with their order and their position kept."""
 
-import pickle
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -12,7 +11,16 @@ from jax.sharding import Mesh, Sharding
 from stepfold import tree
 from stepfold.data.copying import Copying
 from stepfold.data.integers import read_integer
-from stepfold.data.shelf import PATIENCE, Item, Place, Shelf, can_resume, start_thread, state_of
+from stepfold.data.shelf import (
+    PATIENCE,
+    Item,
+    Place,
+    Shelf,
+    can_resume,
+    load_state,
+    start_thread,
+    state_of,
+)
 from stepfold.errors import ConfigError, DataError
 
 
@@ -119,7 +127,9 @@ class Prefetch:
         self._batches, self._iterator, self._place, self._size = batches, iterator, place, size
         self._taking = threading.Lock()
         self._over = False
-        self._state: bytes | None = None  # after the last batch given; None before the thread is
+        self._state: bytes | int | None = (
+            None  # after the last batch given; None before the thread is
+        )
         self._thread: threading.Thread | None = None
         self._shelf: Shelf | None = None
         self._stop: Callable[[], object] = lambda: None
@@ -214,7 +224,9 @@ class _Resumable(Prefetch):
         Before the first batch that is where it began. After the last one, an error or `close()` it
         is still that of the last batch, so that a run can go on there.
         """
-        return self._iterator.get_state() if self._state is None else pickle.loads(self._state)
+        if self._state is None:
+            return self._iterator.get_state()
+        return load_state(self._iterator, self._state)
 
     def set_state(self, state: Any) -> None:
         """Go to a position that `get_state` gave, also after the last batch, an error or `close()`.
@@ -234,7 +246,7 @@ class _Resumable(Prefetch):
                 self._iterator.set_state(state)
             except BaseException:
                 if self._state is not None:
-                    self._iterator.set_state(pickle.loads(self._state))
+                    self._iterator.set_state(load_state(self._iterator, self._state))
                 self._over = over
                 raise
             self._over, self._state = False, None

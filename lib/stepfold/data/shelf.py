@@ -20,7 +20,7 @@ class Item(NamedTuple):
     """A batch, and the state right after it of what it was taken from."""
 
     batch: Any
-    state: bytes | None
+    state: bytes | int | None
 
 
 class End(NamedTuple):
@@ -102,11 +102,22 @@ def start_thread(
     return thread
 
 
-def state_of(iterator: Any) -> bytes | None:
-    """Give a copy of an iterator's state, pickled, or None if it has none."""
+def state_of(iterator: Any) -> bytes | int | None:
+    """Return a copy of an iterator's state for `load_state`, or None if it has none.
+
+    Where batches are a function of the step, that is the step.
+    """
+    if hasattr(iterator, "state_at"):
+        step: int = iterator.get_state()["step"]
+        return step
     # A copy, since iterators may change the dict they gave; and as bytes, since deepcopy takes
     # twenty times as long, and most of these states are never asked for.
     return pickle.dumps(iterator.get_state()) if can_resume(iterator) else None
+
+
+def load_state(iterator: Any, state: bytes | int) -> Any:
+    """Return the state that `state_of` copied."""
+    return iterator.state_at(state) if isinstance(state, int) else pickle.loads(state)
 
 
 def _placed(place: Place | None, batch: Any) -> Any:

@@ -97,7 +97,7 @@ def _check_devices(state: Any, places: list[Sharding | None], home: Sharding) ->
 
 def _abstract(arrays: Any, places: Sequence[Sharding] | None) -> Any:
     leaves, structure = jax.tree.flatten(arrays)
-    forms = [jax.eval_shape(lambda x: x, leaf) for leaf in leaves]
+    forms = jax.eval_shape(lambda *leaves: leaves, *leaves)
     chosen: Any = places or [None for _ in forms]
     return jax.tree.unflatten(
         structure,

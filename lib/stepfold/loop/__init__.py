@@ -1,1 +1,1 @@
-"""The fold: steps over batches, and what a person wants to see and keep of it."""
+"""Training: the loop, metrics, hooks, writers, the report and replay."""

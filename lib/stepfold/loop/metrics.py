@@ -24,15 +24,7 @@ _SUM_DTYPES = {"i": np.int64, "u": np.uint64, "b": np.int64}
 
 
 class Interval(NamedTuple):
-    """The metrics of the steps between two log points.
-
-    Attributes:
-      step: the last step.
-      metrics: the metrics, merged over the steps.
-      per_step: the metrics of each step.
-      weights: their weights; 0 where a step has seen nothing.
-      time: when the last step was done, or dispatched if it was done before it was read.
-    """
+    """The metrics of the steps since the last log point, merged and of each step; see `Event`."""
 
     step: int
     metrics: Mapping[str, float]
@@ -42,11 +34,11 @@ class Interval(NamedTuple):
 
 
 class _Closed(NamedTuple):
-    """An interval that is over and not read: its last step, metrics restored, dispatched, time."""
+    """An interval that is over, but not read from the device."""
 
     step: int
-    restored: list[Any] | None
-    packed: list[Any]
+    restored: list[Any] | None  # metrics of its steps before a resume
+    packed: list[Any]  # what its steps returned
     time: float
 
 
@@ -56,21 +48,16 @@ class MetricBuffer:
     Nothing is read from the device before an interval is taken. The buffer is part of a checkpoint,
     so that an interval that a stop cut in two is logged whole after a resume.
 
-    Attributes:
-      closed: the intervals that wait to be logged.
+    Args:
+      unpack: turns what steps returned into metrics on the host, with a leading axis of steps.
     """
 
     def __init__(self, unpack: Callable[[Sequence[Any]], Any]) -> None:
-        """Initialize.
-
-        Args:
-          unpack: turns what steps returned into metrics on the host, with a leading axis of steps.
-        """
         self._unpack = unpack
         self._open: list[Any] = []
         self._restored: list[Any] | None = None  # leaves of the steps before a resume
         self._restored_values: Any = None  # the same as numbers, if no step tells their structure
-        self.closed: list[_Closed | Interval] = []
+        self.closed: list[_Closed | Interval] = []  # intervals that wait to be logged
 
     def append(self, packed: Any) -> None:
         """Add what a call of the step returned."""
@@ -97,7 +84,8 @@ class MetricBuffer:
             self.closed.pop(0)
 
     def _read(self, closed: _Closed) -> Interval:
-        was_done = _is_done(closed.packed)
+        last: list[Any] = [x for x in jax.tree.leaves(closed.packed[-1:]) if hasattr(x, "is_ready")]
+        was_done = all(array.is_ready() for array in last[:1])
         stacked = self._stack(closed.restored, closed.packed)
         done_at = closed.time if was_done else time.perf_counter()
         return Interval(closed.step, *read_interval(stacked), done_at)
@@ -117,22 +105,19 @@ class MetricBuffer:
             leaves, values = jax.tree.leaves(stacked), _to_json(*read_interval(stacked))
         closed = [x if isinstance(x, Interval) else self._read(x) for x in self.closed]
         return {
-            "leaves": [_encode(np.asarray(leaf)) for leaf in leaves],
+            "leaves": [[x.dtype.name, x.shape, x.tobytes()] for x in map(np.asarray, leaves)],
             "values": values,
             "closed": [[interval.step, *_to_json(*interval[1:4])] for interval in closed],
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue with the metrics of a checkpoint."""
-        self._restored = [_decode(leaf) for leaf in state["leaves"]] or None
+        self._restored = [
+            np.frombuffer(content, jnp.dtype(dtype)).reshape(shape)
+            for dtype, shape, content in state["leaves"]
+        ] or None
         self._restored_values, now = state["values"], time.perf_counter()
         self.closed = [Interval(step, *_from_json(rest), now) for step, *rest in state["closed"]]
-
-
-def _is_done(packed: list[Any]) -> bool:
-    """Whether the device has finished the last call."""
-    arrays: list[Any] = [x for x in jax.tree.leaves(packed[-1:]) if isinstance(x, jax.Array)]
-    return all(array.is_ready() for array in arrays[:1])
 
 
 def _to_json(*mappings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -145,17 +130,8 @@ def _from_json(values: Sequence[Mapping[str, Any]]) -> tuple[Any, Any, Any]:
     return metrics, per_step, weights
 
 
-def _encode(leaf: np.ndarray) -> list[Any]:
-    return [str(leaf.dtype), list(leaf.shape), np.ascontiguousarray(leaf).tobytes()]
-
-
-def _decode(encoded: Sequence[Any]) -> np.ndarray:
-    dtype, shape, content = encoded
-    return np.frombuffer(content, jnp.dtype(dtype)).reshape(shape)
-
-
 class PerStepMetrics(Mapping[str, np.ndarray]):
-    """Metrics step by step, each computed when it is first looked up.
+    """Metrics with a leading axis of steps, each computed when it is first looked up.
 
     >>> from clu.metrics import Average
     >>> stacked = {"loss": Average(total=np.array([2.0, 9.0]), count=np.array([1.0, 3.0]))}
@@ -164,14 +140,10 @@ class PerStepMetrics(Mapping[str, np.ndarray]):
     """
 
     def __init__(
-        self,
-        stacked: Mapping[str, Any],
-        read: Callable[[Any], np.ndarray | None],
-        prefix: str = "",
+        self, stacked: Mapping[str, Any], read: Callable[[Any], np.ndarray | None], prefix: str = ""
     ) -> None:
         self._stacked = {prefix + name: metric for name, metric in stacked.items()}
-        self._read = read
-        self._values: dict[str, np.ndarray | None] = {}
+        self._read, self._values = read, dict[str, np.ndarray | None]()
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._values:
@@ -191,7 +163,9 @@ class PerStepMetrics(Mapping[str, np.ndarray]):
 def read_interval(stacked: Mapping[str, Any]) -> tuple[dict[str, float], Any, Any]:
     """Read train metrics with a leading axis of steps: merged, per step, and their weights."""
     merged = {
-        name: _mean(metric, _sum) if _is_mean(metric) and _is_additive(metric) else _merge(metric)
+        name: _mean(metric, _sum)
+        if _keeps(metric, "compute") and _keeps(metric, "merge")
+        else _merge(metric)
         for name, metric in stacked.items()
     }
     values = PerStepMetrics(stacked, per_step_values, "train/")
@@ -238,20 +212,11 @@ def merge_metrics(metrics: Sequence[Mapping[str, "Metric"]]) -> dict[str, Any]:
 
 
 def _merge(stacked: Any) -> Any:
-    """Merge a metric whose leaves have a leading axis of steps."""
-    if _is_additive(stacked):
+    if _keeps(stacked, "merge"):
         return jax.tree.map(_sum, stacked)
     count = len(jax.tree.leaves(stacked)[0])
     steps = [jax.tree.map(lambda leaf, k=k: leaf[k], stacked) for k in range(count)]
     return functools.reduce(lambda merged, metric: merged.merge(metric), steps)
-
-
-def _is_additive(metric: Any) -> bool:
-    """Whether merging is adding, and so can be done with more digits than on the device."""
-    from clu.metrics import Average
-
-    is_average = isinstance(metric, Average) and type(metric).merge is Average.merge
-    return _is_term_sum(metric) or is_average
 
 
 def _sum(leaf: Any) -> Any:
@@ -277,7 +242,7 @@ def metric_value(metric: Any) -> Any:
     """Read one metric; NaN if it has seen nothing."""
     from clu.metrics import Metric
 
-    if _is_mean(metric):
+    if _keeps(metric, "compute"):
         return _mean(metric)
     return metric.compute() if isinstance(metric, Metric) else metric
 
@@ -288,10 +253,15 @@ def _is_term_sum(metric: Any) -> bool:
     return isinstance(metric, TermSum)
 
 
-def _is_mean(metric: Any) -> bool:
+def _keeps(metric: Any, method: str) -> bool:
+    """Whether a metric is a sum of terms, or an `Average` that does not override a method.
+
+    Then merging is adding, which can be done with more digits than on the device.
+    """
     from clu.metrics import Average
 
-    is_average = isinstance(metric, Average) and type(metric).compute is Average.compute
+    kind = type(metric)
+    is_average = isinstance(metric, Average) and getattr(kind, method) is getattr(Average, method)
     return _is_term_sum(metric) or is_average
 
 

@@ -5,19 +5,19 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.checkpoints import Checkpoints
+from stepfold.checkpoint.leaves import is_key
 from stepfold.core.state import params_of
 from stepfold.data.indexed import Batches
 from stepfold.data.prefetch import Prefetch
@@ -46,8 +46,24 @@ def run_metadata(
     The environment and the command line are left out, since they may hold secrets. The result holds
     no reference to the state.
     """
-    pipeline = _describe_batches(batches)
+    # Only of stepfold's own batches, since `get_state` of others may be expensive.
+    is_own = isinstance(batches, Batches | Streamed | Prefetch) and hasattr(batches, "get_state")
+    position = batches.get_state() if is_own else None
+    pipeline = (position.get("pipeline") if isinstance(position, Mapping) else None) or {}
+    settings = None
+    if checkpoints is not None:
+        names = [field.name for field in fields(checkpoints) if field.init]
+        settings = {name.rstrip("_"): getattr(checkpoints, name) for name in names}
+        if directory := checkpoints.directory:
+            settings["directory"] = str(Path(directory).absolute())
+    key: Any = getattr(state, "key", None)
+    if not isinstance(key, jax.Array) or not key.is_fully_replicated:
+        key = None
+    elif is_key(key):
+        key = jax.random.key_data(key)
     mesh = mesh_of(state)
+    params = tree.named_leaves(params_of(state, state))
+    leaves = {name: leaf for name, leaf in params if tree.is_array(leaf)}
     return {
         "program": sys.argv[0] if sys.argv else "",
         "arguments": {
@@ -57,7 +73,7 @@ def run_metadata(
                 {name: getattr(evaluation, name) for name in ("name", "every", "every_epochs")}
                 for evaluation in evaluations
             ],
-            "checkpoints": None if checkpoints is None else _describe_checkpoints(checkpoints),
+            "checkpoints": settings,
             "hooks": [hook_name(hook).partition(".<locals>")[0] for hook in hooks],
         },
         "versions": versions(),
@@ -68,8 +84,18 @@ def run_metadata(
             "processes": jax.process_count(),
         },
         "mesh": None if mesh is None else dict(mesh.shape),
-        "seed": {"batches": pipeline.get("seed"), "key": _key_data(getattr(state, "key", None))},
-        "parameters": _describe_parameters(params_of(state, state)),
+        "seed": {
+            "batches": pipeline.get("seed"),
+            "key": None if key is None else np.asarray(key).tolist(),
+        },
+        "parameters": {
+            "count": sum(math.prod(leaf.shape) for leaf in leaves.values()),
+            "bytes": sum(int(getattr(leaf, "nbytes", 0)) for leaf in leaves.values()),
+            "leaves": [
+                [name, [*leaf.shape], leaf.dtype.name, math.prod(leaf.shape)]
+                for name, leaf in leaves.items()
+            ],
+        },
     }
 
 
@@ -82,42 +108,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:  # imported from a source tree
             numbers[package] = "not installed"
     return numbers
-
-
-def _describe_batches(batches: Any) -> dict[str, Any]:
-    """Return the settings of stepfold's own batches; `get_state` of others may be expensive."""
-    if not isinstance(batches, Batches | Streamed | Prefetch) or not hasattr(batches, "get_state"):
-        return {}
-    position = batches.get_state()
-    pipeline = position.get("pipeline") if isinstance(position, Mapping) else None
-    return dict(pipeline) if isinstance(pipeline, Mapping) else {}
-
-
-def _describe_checkpoints(checkpoints: Checkpoints) -> dict[str, Any]:
-    names = [field.name for field in fields(checkpoints) if field.init]
-    directory = checkpoints.directory
-    return {
-        **{name.rstrip("_"): getattr(checkpoints, name) for name in names},
-        "directory": directory and str(Path(directory).absolute()),
-    }
-
-
-def _key_data(key: Any) -> Any:
-    """Return the words of a random key, if this process has them."""
-    if not isinstance(key, jax.Array) or not key.is_fully_replicated:
-        return None
-    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(key) if is_typed else key).tolist()
-
-
-def _describe_parameters(params: Any) -> dict[str, Any]:
-    leaves = [(name, leaf) for name, leaf in tree.named_leaves(params) if tree.is_array(leaf)]
-    rows = [[name, [*leaf.shape], leaf.dtype.name, math.prod(leaf.shape)] for name, leaf in leaves]
-    return {
-        "count": sum(row[-1] for row in rows),
-        "bytes": sum(int(getattr(leaf, "nbytes", 0)) for _, leaf in leaves),
-        "leaves": rows,
-    }
 
 
 def read_run_info(run_dir: Path) -> dict[str, Any]:
@@ -140,17 +130,81 @@ def read_run_info(run_dir: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{path}: expected JSON, got a damaged file: {error}; {_ADVICE}") from None
     number = info.get("format") if isinstance(info, dict) else None
-    if type(number) is not int or number < 1:
-        raise DataError(f"{path}: expected a run.json that fit wrote, got other JSON; {_ADVICE}")
-    if number > FORMAT:
+    if type(number) is int and number > FORMAT:
         raise DataError(
             f"{path}: expected format {FORMAT} or earlier, got {number}, of a later stepfold; "
             f"upgrade with pip install -U stepfold, or {_ADVICE}"
         )
-    _check(info, _FORM, path)
-    if number == 1:
-        info["attempts"] = [_upgrade(attempt) for attempt in info["attempts"]]
+    if not _has_form(info, _FORM):
+        raise DataError(f"{path}: expected a run.json that fit wrote, got other JSON; {_ADVICE}")
+    for attempt in info["attempts"] if number == 1 else ():
+        # Format 1 says only in prose why an attempt stopped.
+        stopped, raised = attempt.pop("stopped", None), attempt.pop("error", None)
+        stop = None if stopped is None else {"kind": "unknown", "message": stopped}
+        if raised is not None:
+            message = f"{raised['type']}: {raised['message']}".removesuffix(": ")
+            stop = {"kind": "error", "message": message}
+        attempt["stop"] = stop
     return {**info, "format": FORMAT}
+
+
+def _has_form(value: Any, form: Any) -> bool:
+    """Whether JSON has a form, see `_FORM`."""
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(
+            (name.endswith("?") and value.get(name[:-1]) is None)
+            or _has_form(value.get(name.removesuffix("?")), inner)
+            for name, inner in form.items()
+        )
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_has_form(item, form[0]) for item in value)
+    if isinstance(form, tuple):
+        is_list = isinstance(value, list) and len(value) == len(form)
+        return is_list and all(map(_has_form, value, form))
+    return isinstance(value, str) if form is str else bool(form(value))
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        return datetime.fromisoformat(value).tzinfo is not None
+    except (TypeError, ValueError):
+        return False
+
+
+_is_count = lambda value: type(value) is int and 0 <= value < 2**63
+_is_number = lambda value: type(value) in (int, float) and abs(value) < 1e300
+_is_mode = lambda value: value in ("min", "max")
+# The entries that the report reads; others may hold anything. One with `?` may be missing or null.
+# `[form]` is a list of any length, and a tuple is a list of exactly these.
+_FORM = {
+    "format": lambda value: type(value) is int and value >= 1,
+    "program?": str,
+    "arguments?": {
+        "evaluations?": [{"name": str}],
+        "checkpoints?": {"directory?": str, "best?": str, "mode?": _is_mode},
+    },
+    "devices?": {},
+    "parameters?": {
+        "count": _is_count,
+        "bytes": _is_count,
+        "leaves?": [(str, [_is_count], str, _is_count)],
+    },
+    "attempts": [
+        {
+            "began": _is_time,
+            "from": _is_count,
+            "to": _is_count,
+            "total?": _is_count,
+            "updated?": _is_time,
+            "ended?": _is_time,
+            "stop?": {"kind": str, "message": str},
+            "stopped?": str,
+            "error?": {"type": str, "message": str},
+            "pause?": _is_number,
+            "clock?": [(_is_number, _is_number, _is_number)],
+        }
+    ],
+}
 
 
 def write_run_info(run_dir: Path, info: Mapping[str, Any]) -> None:
@@ -174,92 +228,3 @@ def replace_file(path: Path, text: str) -> None:
     except OSError:
         new.unlink(missing_ok=True)
         raise
-
-
-class _Kind(NamedTuple):
-    """A kind of value: its description, and a test for it."""
-
-    description: str
-    test: Callable[[Any], bool]
-
-
-def _is_time(value: Any) -> bool:
-    try:
-        return datetime.fromisoformat(value).tzinfo is not None
-    except (TypeError, ValueError):
-        return False
-
-
-_TEXT = _Kind("a string", lambda value: isinstance(value, str))
-_COUNT = _Kind("an integer of at least 0", lambda value: type(value) is int and 0 <= value < 2**63)
-_NUMBER = _Kind("a number", lambda value: type(value) in (int, float) and abs(value) < 1e300)
-_TIME = _Kind("a time, as 2026-01-31T12:00:00+00:00", _is_time)
-_MODE = _Kind("'min' or 'max'", lambda value: value in ("min", "max"))
-# The entries that the report reads. One with `?` may be missing or null; other entries may hold
-# anything. `[form]` is a list of any length, and a tuple a list of exactly these.
-_FORM: Mapping[str, Any] = {
-    "program?": _TEXT,
-    "arguments?": {
-        "evaluations?": [{"name": _TEXT}],
-        "checkpoints?": {"directory?": _TEXT, "best?": _TEXT, "mode?": _MODE},
-    },
-    "devices?": {},
-    "parameters?": {
-        "count": _COUNT,
-        "bytes": _COUNT,
-        "leaves?": [(_TEXT, [_COUNT], _TEXT, _COUNT)],
-    },
-    "attempts": [
-        {
-            "began": _TIME,
-            "from": _COUNT,
-            "to": _COUNT,
-            "total?": _COUNT,
-            "updated?": _TIME,
-            "ended?": _TIME,
-            "stop?": {"kind": _TEXT, "message": _TEXT},
-            "stopped?": _TEXT,
-            "error?": {"type": _TEXT, "message": _TEXT},
-            "pause?": _NUMBER,
-            "clock?": [(_NUMBER, _NUMBER, _NUMBER)],
-        }
-    ],
-}
-
-
-def _check(value: Any, form: Any, path: Path, *keys: object) -> None:
-    """Raise a DataError that names the entry of `run.json` that does not have its form."""
-    if isinstance(form, _Kind):
-        valid, expected = form.test(value), form.description
-    elif isinstance(form, Mapping):
-        valid, expected = isinstance(value, dict), "an object"
-    elif isinstance(form, tuple):
-        valid = isinstance(value, list) and len(value) == len(form)
-        expected = f"a list of {len(form)}"
-    else:
-        valid, expected = isinstance(value, list), "a list"
-    if not valid:
-        raise DataError(
-            f"{path}: {'/'.join(map(str, keys))}: expected {expected}, got {tree.spell(value)}; "
-            f"correct it, or {_ADVICE}"
-        )
-    if isinstance(form, Mapping):
-        for key, inner in form.items():
-            name = key.removesuffix("?")
-            if name == key or value.get(name) is not None:
-                _check(value.get(name), inner, path, *keys, name)
-    elif not isinstance(form, _Kind):
-        for index, inner in enumerate(form if isinstance(form, tuple) else form * len(value)):
-            _check(value[index], inner, path, *keys, index)
-
-
-def _upgrade(attempt: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an attempt of format 1, which says only in prose why it stopped."""
-    upgraded = {name: v for name, v in attempt.items() if name not in ("stopped", "error")}
-    error, stopped, stop = attempt.get("error"), attempt.get("stopped"), None
-    if error is not None:
-        message = f"{error['type']}: {error['message']}" if error["message"] else error["type"]
-        stop = {"kind": "error", "message": message}
-    elif stopped is not None:
-        stop = {"kind": "unknown", "message": stopped}
-    return {**upgraded, "stop": stop}

@@ -55,7 +55,15 @@ def iterate(
 class Schedule:
     """When something is due: log points, evaluations, saves, the ends of epochs and of the run.
 
-    Steps count from the initial state of the run, epochs from the first batch of its data.
+    Steps count from step 0 of the state, epochs from the first batch of the data.
+
+    Args:
+      log_every: the steps between log points.
+      recurring: objects with `every` and `every_epochs`, each an integer or None.
+      total: the last step, or None if unknown.
+      epoch_steps: the steps of an epoch, or None if unknown.
+      first_step: the step before the first batch of the data.
+      log_epochs: whether the end of an epoch is a log point.
 
     >>> from types import SimpleNamespace
     >>> save = SimpleNamespace(every=25, every_epochs=None)
@@ -77,16 +85,6 @@ class Schedule:
         first_step: int = 0,
         log_epochs: bool = False,
     ) -> None:
-        """Initialize.
-
-        Args:
-          log_every: the steps between log points.
-          recurring: objects with `every` and `every_epochs`, each an integer or None.
-          total: the last step, or None if unknown.
-          epoch_steps: the steps of an epoch, or None if unknown.
-          first_step: the step before the first batch of the data.
-          log_epochs: whether the end of an epoch is a log point.
-        """
         self._log_every, self._total = log_every, total
         self._epoch_steps, self._first_step, self._log_epochs = epoch_steps, first_step, log_epochs
         self._every = [log_every, *(item.every for item in recurring if item.every)]
@@ -123,16 +121,8 @@ class Schedule:
 class TrainLoop:
     """Run steps until something stops the run; log, evaluate and save where due.
 
-    Attributes:
-      state: the current state.
-      step: the number of steps done.
-      total: the step at which the run ends, or None if unknown.
-      stop: why the run stopped, None while it runs.
-      resumed: the step of the checkpoint that it resumed from, or None.
-      history: the metrics by name.
-      logged_step: the step of the last event.
-      logged_metrics: all metrics of that step.
-      positions: the data position at the start and at the last log points.
+    The arguments are those of `fit`, checked; `watched` maps each metric that something depends on
+    to the argument that named it, and `save_history` is for runs without a file of all metrics.
     """
 
     def __init__(
@@ -151,29 +141,12 @@ class TrainLoop:
         steps_per_call: int = 1,
         save_history: bool = True,
     ) -> None:
-        """Initialize; the arguments are those of `fit`, checked, and `watched` metrics.
-
-        Args:
-          runner: runs the step.
-          state: the initial state.
-          feed: the batches.
-          steps: the step at which the run ends.
-          more_steps: the number of steps to do, instead.
-          evaluations: what is evaluated when.
-          series: where checkpoints are saved.
-          hooks: the hooks.
-          watched: metrics that something depends on, and the argument that named each.
-          log_every: the steps between log points.
-          steps_per_call: how many steps are dispatched in one call at most.
-          save_history: whether checkpoints hold the last points of the history, because no file
-            of metrics has all of them.
-        """
         self.state, self.step = state, step_of(state)
         self.preemption, self.hooks, self.series = Preemption(), hooks, series
         self.history, self._batch = History(), None
-        self.stop: Stop | None = None
-        self.resumed: int | None = None
-        self.positions: list[DataPosition] = []
+        self.stop: Stop | None = None  # why the run stopped
+        self.resumed: int | None = None  # the step of the checkpoint that it resumed from
+        self.positions: list[DataPosition] = []  # at the start and at the last log points
         self._run_step, self._feed, self._evaluations = runner, feed, evaluations
         self._buffer = MetricBuffer(runner.unpack)
         self._log_every, self._steps_per_call = log_every, steps_per_call
@@ -190,8 +163,8 @@ class TrainLoop:
         self._evaluated: dict[str, int] = {}  # the step of the last evaluation by name
         self._epoch_ended_at = self.step
         self._is_complete = self.total is not None and self.step >= self.total
-        self.logged_step = self.step
-        self.logged_metrics: dict[str, float] = {}
+        self.logged_step = self.step  # of the last event
+        self.logged_metrics: dict[str, float] = {}  # all of that step
         self._has_news = False  # whether hooks have seen an event
 
     # What a run does
@@ -284,10 +257,8 @@ class TrainLoop:
     def _stop_exhausted(self) -> None:
         if not self.step:
             raise DataError("batches: expected at least one, got none")
-        self.stop, self._is_complete = (
-            Stop("exhausted", f"the batches ended at step {self.step}"),
-            True,
-        )
+        self.stop = Stop("exhausted", f"the batches ended at step {self.step}")
+        self._is_complete = True
         if self.total is not None and not self._feed.is_iterator:
             warnings.warn(
                 f"batches: expected enough for {self.total} steps, got {self._feed.used}; give "

@@ -1,1 +1,1 @@
-"""What is shown of a run, and what stops it: functions of an event."""
+"""Hooks: functions that see the events of a run."""

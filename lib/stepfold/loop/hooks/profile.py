@@ -16,39 +16,27 @@ class profile(StatefulHook):  # noqa: N801
     """Trace some steps with jax's profiler, for TensorBoard, xprof or Perfetto.
 
     The trace starts at the first train event at or after step `first` and ends at the first one
-    `count` steps later. It is exact to the log points: with `log_every=10`, both `profile(100, 10,
-    folder)` and `profile(100, 3, folder)` trace 10 steps. It waits for the device at both ends, so
-    that every step is in the trace completely or not at all. An event comes when the next step has
-    been dispatched, so the trace starts with the step after that; where an evaluation or a save is
-    due at one end only, the trace has a step more or less.
-
-    A trace that is open when the run ends is closed. A resumed run does not trace the same steps
-    again. Of several processes only the first is traced.
-
-    Attributes:
-      begun: the number of steps done when the trace started, or None.
-      ended: the number of steps done when it ended, or None.
-
-    Args:
-      first: the step from which on to trace.
-      count: the number of steps.
-      folder: the folder for the trace; created if missing.
+    `count` steps later: with `log_every=10`, both `profile(100, 10, folder)` and `profile(100, 3,
+    folder)` trace 10 steps. It waits for the device at both ends, so no step is traced in part. At
+    an event the next step has been dispatched, so the trace starts with the one after that; where
+    an evaluation or a save is due at one end only, it has a step more or less. `begun` and `ended`
+    are the steps done at both ends, or None. The end of the run ends an open trace. A resumed run
+    does not trace the same steps again. Of several processes the first is traced.
 
     >>> import stepfold as sf, tempfile
     >>> hook = sf.profile(100, 10, tempfile.mkdtemp())
     >>> hook(sf.Event(90, None, {"train/loss": 1.0}, None))
-    >>> hook.close()
     """
 
     run_state = ("_is_done",)
     state_key = ("_first",)
 
     def __init__(self, first: int, count: int, folder: str | os.PathLike[str]) -> None:
-        check_count("first", first, minimum=0)
-        check_count("count", count)
+        self._first = check_count("first", first, minimum=0)
+        self._count = check_count("count", count)
         if not isinstance(folder, str | os.PathLike) or Path(folder).is_file():
             raise ConfigError(f"folder: expected one for the trace, got {tree.spell(folder)}")
-        self._first, self._count, self._folder = first, count, os.fspath(folder)
+        self._folder = os.fspath(folder)
         self.reset(0)
 
     def reset(self, step: int) -> None:  # noqa: ARG002
@@ -78,6 +66,5 @@ class profile(StatefulHook):  # noqa: N801
 
 def _steps_done(state: Any) -> int | None:
     """Wait for a state and return its step."""
-    jax.block_until_ready(state)
-    step = getattr(state, "step", None)
+    step = getattr(jax.block_until_ready(state), "step", None)
     return None if step is None else int(step)

@@ -18,8 +18,7 @@ class stop_after(BaseHook):  # noqa: N801
     """Stop when a number of seconds has passed since the hook was made.
 
     >>> import stepfold as sf
-    >>> hook = sf.stop_after(0.0)
-    >>> str(hook(sf.Event(step=10, total=None, metrics={}, state=None)))
+    >>> str(sf.stop_after(0.0)(sf.Event(10, None, {}, None)))
     'the time limit of 0 s was reached'
     """
 
@@ -36,13 +35,7 @@ class stop_after(BaseHook):  # noqa: N801
 
 
 class Nonfinite(NamedTuple):
-    """A step with a NaN or inf in a metric.
-
-    Attributes:
-      step: the step, counted from 1.
-      metric: the name of the metric.
-      metrics: the metrics of that step, by name.
-    """
+    """A step, counted from 1, with a NaN or inf in a metric, and all metrics of that step."""
 
     step: int
     metric: str
@@ -52,11 +45,8 @@ class Nonfinite(NamedTuple):
 class stop_on_nonfinite(BaseHook):  # noqa: N801
     """Stop when a train metric is NaN or infinite in a step; one of weight 0 does not count.
 
-    `fit` stores what it takes to rerun that step in a `Capsule`, for `replay`.
-
-    Attributes:
-      metric: the name of the metric, given as `pattern`.
-      found: the first such step of the current run, a `Nonfinite`, or None.
+    `found` is the first such step of the current run, a `Nonfinite`, or None. `fit` stores what it
+    takes to rerun that step in a `Capsule`, for `replay`. `pattern` is the name of the metric.
 
     >>> import numpy as np, stepfold as sf
     >>> losses = {"train/loss": np.array([1.0, np.nan, np.nan])}
@@ -76,10 +66,9 @@ class stop_on_nonfinite(BaseHook):  # noqa: N801
         self.found = None
 
     def __call__(self, event: Event) -> Stop | None:
-        if math.isfinite(event.metrics.get(self.metric, math.nan)):  # then it is in each step
-            return None
         values = event.per_step.get(self.metric)
-        if values is None:
+        # A finite mean implies that it is finite in each step.
+        if values is None or math.isfinite(event.metrics.get(self.metric, math.nan)):
             return None
         has_weight = event.weights.get(self.metric, np.ones(len(values))) != 0
         (indices,) = np.nonzero(~np.isfinite(values) & has_weight)
@@ -88,39 +77,28 @@ class stop_on_nonfinite(BaseHook):  # noqa: N801
         bad = int(indices[0])
         step = event.step - len(values) + 1 + bad
         if self.found is None:
-            scalars = {name: row for name, row in event.per_step.items() if np.ndim(row) == 1}
-            metrics = {name: float(row[bad]) for name, row in scalars.items()}
+            rows = event.per_step.items()
+            metrics = {name: float(row[bad]) for name, row in rows if np.ndim(row) == 1}
             self.found = Nonfinite(step, self.metric, metrics)
         return Stop("nonfinite", f"{self.metric} is {values[bad]} in step {step}")
 
 
 class stop_early(StatefulHook):  # noqa: N801
-    """Stop when a metric has not improved for `patience` evaluations.
+    """Stop when a metric, such as `eval/loss`, has not improved for `patience` evaluations.
 
-    To keep the best state on disk, give `fit` an `sf.Checkpoints(best=metric)`.
-
-    Attributes:
-      metric: the name of the metric.
-      best: the best value of the current run, NaN before the first.
-      best_step: the step of the best value, -1 before the first.
-      best_state: with `keep_state`, a copy of the state of that step on the host; otherwise None.
-        Arrays that are sharded over processes are copied on their devices. No checkpoint keeps it.
-
-    Args:
-      metric: the name of the metric, such as `eval/loss`.
-      patience: the number of values without improvement after which to stop.
-      mode: whether lower ("min") or higher ("max") is better. If None, lower for a metric that is
-        called a loss, and higher for any other.
-      min_delta: by how much a value has to be better to count.
-      keep_state: whether to keep the best state. Not for a train metric: at a log point the state
-        is that of a later step.
+    A value improves if it is better than the best one by more than `min_delta`. With `mode="min"`,
+    the default for a metric that is called a loss, lower is better; with `mode="max"` higher is.
+    The hook has the `best` value of the current run (NaN before the first), its `best_step` (-1)
+    and, with `keep_state`, the `best_state`: a copy on the host, or on the devices for arrays that
+    are sharded over processes. To keep the best state on disk, use `sf.Checkpoints(best=metric)`.
+    `keep_state` does not take a train metric, since at a log point the state is of a later step.
 
     >>> import stepfold as sf
     >>> hook = sf.stop_early("eval/loss", patience=2)
     >>> for step, loss in enumerate([3.0, 2.0, 2.5, 2.1]):
     ...     reason = hook(sf.Event(step, None, {"eval/loss": loss}, None))
-    >>> str(reason), hook.best_step
-    ('eval/loss has not become better than 2 for 2 evaluations, since step 1', 1)
+    >>> str(reason)
+    'eval/loss has not become better than 2 for 2 evaluations, since step 1'
     """
 
     can_stop = True
@@ -136,18 +114,15 @@ class stop_early(StatefulHook):  # noqa: N801
         min_delta: float = 0.0,
         keep_state: bool = False,
     ) -> None:
-        check_count("patience", patience)
-        check_positive("min_delta", min_delta, allow_zero=True)
+        self._patience = check_count("patience", patience)
+        self._min_delta = check_positive("min_delta", min_delta, allow_zero=True)
         if not isinstance(metric, str):
             raise ConfigError(f"metric: expected the name of a metric, got {metric!r}")
         if keep_state and metric.startswith("train/"):
-            raise ConfigError(
-                f"keep_state: expected the metric of an evaluation, got {metric!r}, at whose log "
-                "points the state is that of a later step; leave it out"
-            )
+            raise ConfigError(f"keep_state: expected the metric of an evaluation, got {metric!r}")
         self.metric: str = metric
         self._sign = 1 if read_best(metric, mode) == (metric, "min") else -1
-        self._patience, self._min_delta, self._keep_state = patience, min_delta, keep_state
+        self._keep_state = keep_state
         self.reset(0)
 
     def reset(self, step: int) -> None:  # noqa: ARG002
@@ -167,30 +142,21 @@ class stop_early(StatefulHook):  # noqa: N801
         self._num_worse += 1
         if self._num_worse < self._patience:
             return None
-        return Stop(
-            "early_stop",
-            f"{self.metric} has not become better than {self.best:g} for {self._num_worse} "
-            f"evaluations, since step {self.best_step}",
-        )
+        message = f"{self.metric} has not become better than {self.best:g} for {self._num_worse}"
+        return Stop("early_stop", f"{message} evaluations, since step {self.best_step}")
 
 
 class stop_on_spike(StatefulHook):  # noqa: N801
-    """Stop when a train metric of one step is far above the finite values before it.
+    """Stop when a train metric of one step is far above the `window` finite values before it.
 
-    Each value is compared with the median of a window, in units of the window's median deviation:
-    neither is moved by a few outliers. No value is judged before the window is full. To see where
-    it would have stopped, wrap it in `only_warn`.
-
-    Args:
-      metric: the name of a train metric.
-      window: the number of finite values to compare with.
-      deviations: how many deviations above the median are too many. They are scaled to the standard
-        deviation of a normal distribution, and are at least a hundredth of the median.
+    A value is too high if it is more than `deviations` median absolute deviations above the median
+    of the window: neither is moved by a few outliers. Deviations are scaled to the standard
+    deviation of a normal distribution, and are at least a hundredth of the median. No value is
+    judged before the window is full. To see where it would have stopped, wrap it in `only_warn`.
 
     >>> import numpy as np, stepfold as sf
-    >>> hook = sf.stop_on_spike(window=4)
     >>> losses = {"train/loss": np.array([2.0, 2.1, np.nan, 1.9, 2.0, 9.0])}
-    >>> str(hook(sf.Event(6, None, {"train/loss": 3.4}, None, losses)))
+    >>> str(sf.stop_on_spike(window=4)(sf.Event(6, None, {}, None, losses)))
     'train/loss is 9 in step 6, and the median of the 4 before it is 2 ± 0.07413'
     """
 
@@ -202,10 +168,9 @@ class stop_on_spike(StatefulHook):  # noqa: N801
         self, metric: str = "train/loss", *, window: int = 100, deviations: float = 10.0
     ) -> None:
         _check_train_metric("metric", metric)
-        check_count("window", window, minimum=2)
-        check_positive("deviations", deviations)
         self.metric: str = metric
-        self._window, self._deviations = window, deviations
+        self._window = check_count("window", window, minimum=2)
+        self._deviations = check_positive("deviations", deviations)
         self.reset(0)
 
     def reset(self, step: int) -> None:  # noqa: ARG002
@@ -217,23 +182,21 @@ class stop_on_spike(StatefulHook):  # noqa: N801
         latest = self._latest[-self._window :]
         finite = np.concatenate([latest, values[indices]])
         self._latest = finite[-self._window :].tolist()
-        indices = indices[self._window - len(latest) :]  # those with a full window before them
-        if not indices.size:
+        if len(finite) <= self._window:
             return None
         windows = np.lib.stride_tricks.sliding_window_view(finite, self._window)[:-1]
         medians = np.median(windows, axis=1)
-        widths = 1.4826 * np.median(np.abs(windows - medians[:, None]), axis=1)
-        widths = np.maximum(widths, 0.01 * np.abs(medians))
-        (spikes,) = np.nonzero(values[indices] > medians + self._deviations * widths)
+        deviations = 1.4826 * np.median(np.abs(windows - medians[:, None]), axis=1)
+        deviations = np.maximum(deviations, 0.01 * np.abs(medians))
+        judged = finite[self._window :]
+        (spikes,) = np.nonzero(judged > medians + self._deviations * deviations)
         if not spikes.size:
             return None
-        first = spikes[0]
-        step = event.step - len(values) + 1 + indices[first]
-        return Stop(
-            "spike",
-            f"{self.metric} is {values[indices[first]]:.4g} in step {step}, and the median of the "
-            f"{self._window} before it is {medians[first]:.4g} ± {widths[first]:.4g}",
-        )
+        i = spikes[0]
+        step = event.step - len(values) + 1 + indices[i + self._window - len(latest)]
+        before = f"the median of the {self._window} before it is {medians[i]:.4g}"
+        message = f"{self.metric} is {judged[i]:.4g} in step {step}, and {before}"
+        return Stop("spike", f"{message} ± {deviations[i]:.4g}")
 
 
 def _check_train_metric(name: str, metric: Any) -> None:

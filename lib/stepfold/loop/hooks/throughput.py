@@ -28,21 +28,16 @@ class throughput(StatefulHook):  # noqa: N801
     - `throughput/goodput`: the share of the time since the run first started that went into steps
       that count. Pauses before a resume and steps done twice lower it.
 
-    Args:
-      flops: the operations of one device in one step, as `describe` reports them.
-      peak: the peak of one device in operations per second; looked up if None.
-      dtype: the dtype of matrix multiplications, for the peak.
-      **units: functions of the last batch that count something. Use only shapes: reading values of
-        a batch on devices would wait for them.
+    `flops` are the operations of one device in one step, as `describe` reports them. `peak` are
+    those per second, by default looked up for `dtype`. `units` are functions that count something
+    in the last batch by its shapes; reading values of a batch on devices would wait for them.
 
-    >>> import numpy as np, stepfold as sf, time
-    >>> hook = sf.throughput(tokens=lambda batch: batch["tokens"].size)
-    >>> batch = {"tokens": np.zeros((8, 512))}
-    >>> for step in (10, 20):
-    ...     speed = hook(sf.Event(step, None, {"train/loss": 2.0}, None, batch=batch))
-    ...     time.sleep(0.01)
-    >>> speed["throughput/tokens_per_second"] / speed["throughput/examples_per_second"]
-    512.0
+    >>> import numpy as np, stepfold as sf
+    >>> hook = sf.throughput(tokens=lambda batch: batch.size)
+    >>> for n in (1, 2):
+    ...     speed = hook(sf.Event(10 * n, None, {}, None, batch=np.zeros((8, 512)), time=n))
+    >>> speed["throughput/tokens_per_second"]
+    40960.0
     """
 
     provides = ("throughput/",)
@@ -56,7 +51,7 @@ class throughput(StatefulHook):  # noqa: N801
         dtype: str = "bfloat16",
         **units: Callable[[Any], Any],
     ) -> None:
-        for name, value in (("flops", flops), ("peak", peak)):
+        for name, value in {"flops": flops, "peak": peak}.items():
             if value is not None:
                 check_positive(name, value)
         for name, unit in units.items():
@@ -87,10 +82,9 @@ class throughput(StatefulHook):  # noqa: N801
             for name, unit in self._units.items():
                 speed[f"{name}_per_second"] = float(unit(event.batch)) * steps / seconds
         if self._flops is not None:
-            if self._peak is None:
-                self._peak = peak_flops(jax.devices()[0].device_kind, self._dtype) or 0.0
-            if self._peak:
-                speed["mfu"] = mfu(self._flops, seconds / steps, peak=self._peak)
+            peak = self._peak or peak_flops(jax.devices()[0].device_kind, self._dtype)
+            if peak:
+                speed["mfu"] = mfu(self._flops, seconds / steps, peak=peak)
         return {f"throughput/{name}": value for name, value in speed.items()}
 
 
@@ -104,14 +98,10 @@ def _num_examples(batch: Any) -> int:
 
 
 class Pace:
-    """The pace of train steps, by the times of events.
-
-    Attributes:
-      rate: steps per second, smoothed; None until two train events have come.
-    """
+    """The pace of train steps, by the times of events."""
 
     def __init__(self) -> None:
-        self.rate: float | None = None
+        self.rate: float | None = None  # steps per second, smoothed
         self._step = 0
         self._time: float | None = None
 
@@ -135,8 +125,7 @@ def memory_use(_: Event) -> dict[str, float]:
     memory of this process, on Linux.
 
     >>> import stepfold as sf
-    >>> memory = sf.memory_use(sf.Event(10, None, {}, None))
-    >>> 0 < memory["memory/host"] < 1024
+    >>> 0 < sf.memory_use(sf.Event(10, None, {}, None))["memory/host"] < 1024
     True
     """
     memory = {}

@@ -9,7 +9,7 @@ import numpy as np
 from stepfold import tree
 from stepfold.core.validation import check_count
 from stepfold.errors import ConfigError
-from stepfold.loop.hooks.base import Event, Hook, StatefulHook, Stop, hook_name
+from stepfold.loop.hooks.base import Event, Hook, StatefulHook, Stop, call_optional, hook_name
 
 
 class HookWrapper:
@@ -27,7 +27,7 @@ class HookWrapper:
                 f"{name}: expected a hook that is called with events, got {tree.spell(hook)}, "
                 "which is called after epochs; give it to fit directly"
             )
-        self._hook: Any = hook
+        self._hook = hook
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # special methods, and `_hook` itself during unpickling
@@ -35,16 +35,14 @@ class HookWrapper:
         return getattr(self._hook, name)
 
     def __call__(self, event: Event) -> str | Stop | Mapping[str, Any] | None:
-        return self._hook(event)  # type: ignore[no-any-return]
+        return self._hook(event)
 
     def get_state(self) -> dict[str, Any]:
-        inner = self._hook.get_state() if hasattr(self._hook, "get_state") else None
-        return {"hook": inner, "kind": hook_name(self._hook)}
+        return {"hook": call_optional(self._hook, "get_state"), "kind": hook_name(self._hook)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        is_same_kind = state["kind"] == hook_name(self._hook)
-        if is_same_kind and state["hook"] is not None and hasattr(self._hook, "set_state"):
-            self._hook.set_state(state["hook"])
+        if state["kind"] == hook_name(self._hook) and state["hook"] is not None:
+            call_optional(self._hook, "set_state", state["hook"])
 
 
 class every(HookWrapper):  # noqa: N801
@@ -52,49 +50,37 @@ class every(HookWrapper):  # noqa: N801
 
     The hook does not see skipped events, so do not wrap `stop_on_nonfinite`.
 
-    Args:
-      n: the steps from one call to the next.
-      hook: any hook that is called with events.
-
     >>> import stepfold as sf
     >>> hook = sf.every(100, lambda event: print(event.step))
-    >>> for step in (60, 120, 180, 240, 300):
-    ...     hook(sf.Event(step, None, {"train/loss": 1.0}, None))
+    >>> for step in (60, 120, 180, 240):
+    ...     hook(sf.Event(step, None, {}, None))
     120
     240
-    300
     """
 
     def __init__(self, n: int, hook: Hook) -> None:
-        check_count("every", n)
         super().__init__(hook)
-        self._n, self._multiple, self._is_restored = n, 0, False
+        self._n = check_count("every", n)
+        self._multiple: int | None = None  # reached so far; None outside of a run
 
     def __call__(self, event: Event) -> str | Stop | Mapping[str, Any] | None:
-        multiple = event.step // self._n
-        if multiple <= self._multiple:
-            return None
-        self._multiple = multiple
-        return super().__call__(event)
+        previous, self._multiple = self._multiple or 0, event.step // self._n
+        return super().__call__(event) if self._multiple > previous else None
 
     def open(self, step: int, total: int | None) -> None:
-        if not self._is_restored:
+        if self._multiple is None:
             self._multiple = step // self._n
-        self._is_restored = False
-        if hasattr(self._hook, "open"):
-            self._hook.open(step, total)
+        call_optional(self._hook, "open", step, total)
 
     def close(self) -> None:
-        self._is_restored = False
-        if hasattr(self._hook, "close"):
-            self._hook.close()
+        self._multiple = None
+        call_optional(self._hook, "close")
 
     def get_state(self) -> dict[str, Any]:
         return {**super().get_state(), "multiple": self._multiple, "n": self._n}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        if state["n"] == self._n:
-            self._multiple, self._is_restored = state["multiple"], True
+        self._multiple = state["multiple"] if state["n"] == self._n else None
         super().set_state(state)
 
 
@@ -102,12 +88,10 @@ class only_warn(HookWrapper):  # noqa: N801
     """Warn of a hook's reason to stop instead of stopping.
 
     >>> import warnings, stepfold as sf
-    >>> hook = sf.only_warn(lambda event: "the loss is above 10")
-    >>> with warnings.catch_warnings(record=True) as caught:
-    ...     warnings.simplefilter("always")
-    ...     hook(sf.Event(20, None, {"train/loss": 12.0}, None))
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     sf.only_warn(lambda event: "too high")(sf.Event(20, None, {}, None))
     >>> print(caught[0].message)
-    step 20: the loss is above 10
+    step 20: too high
     """
 
     can_stop = False
@@ -126,23 +110,13 @@ class callback(StatefulHook):  # noqa: N801
 
     Epochs count from 0. Metrics are named `train_loss`, `eval_loss` and so on. Those of train steps
     are means over the steps of the epoch, all others the latest value. An exception in the function
-    ends the run, after a save.
+    ends the run, after a save. `trainer` is any object.
 
-    Args:
-      function: the function to call.
-      trainer: its first argument.
-
-    >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
-    >>> tx = optax.sgd(0.1)
-    >>> state = sf.init_state(jnp.ones(()), tx, jax.random.key(0))
-    >>> step = sf.make_train_step(lambda params, x, key: sf.mean((params - x) ** 2), tx)
-    >>> def show(trainer, epoch, metrics):
-    ...     print(epoch, round(metrics["train_loss"], 3))
-    >>> batches = [np.zeros(4, np.float32)] * 2
-    >>> result = sf.fit(step, state, batches, epochs=3, hooks=[sf.callback(show)])
-    0 0.82
-    1 0.336
-    2 0.138
+    >>> import numpy as np, stepfold as sf
+    >>> hook = sf.callback(lambda trainer, epoch, metrics: print(epoch, metrics))
+    >>> hook(sf.Event(2, None, {"eval/loss": 4.0}, None, {"train/loss": np.array([3.0, 1.0])}))
+    >>> hook.end_epoch(0)  # by fit
+    0 {'eval_loss': 4.0, 'train_loss': 2.0}
     """
 
     run_state = ("_sums", "_latest")
@@ -151,10 +125,8 @@ class callback(StatefulHook):  # noqa: N801
         self, function: Callable[[Any, int, dict[str, float]], Any], trainer: Any = None
     ) -> None:
         if not callable(function):
-            raise ConfigError(
-                "callback: expected a function (trainer, epoch, metrics), got "
-                f"{tree.spell(function)}"
-            )
+            got = tree.spell(function)
+            raise ConfigError(f"callback: expected a function (trainer, epoch, metrics), got {got}")
         self._function, self._trainer = function, trainer
         self.reset(0)
 
@@ -170,7 +142,6 @@ class callback(StatefulHook):  # noqa: N801
         self._latest.update(event.metrics)
 
     def end_epoch(self, epoch: int) -> None:
-        """Call the function."""
         means = {name: total / count for name, (total, count) in self._sums.items()}
         metrics = {name.replace("/", "_"): x for name, x in {**self._latest, **means}.items()}
         self.reset(0)

@@ -1,7 +1,6 @@
 """Which rows of a batch make a step fail, found by running it on some of them at a time.
 
-A batch of some rows has the form of the whole: they stay in their places, and copies of them fill
-the others. So the compiled step runs on it, and a row sees the same random numbers.
+The other rows are replaced by copies of them, so that shapes and random numbers stay the same.
 """
 
 import itertools
@@ -28,12 +27,12 @@ def find_bad_rows(batch: Any, is_bad: Callable[[Any], bool]) -> tuple[tuple[Rows
     """
     sizes = _row_counts(batch)
     if len(set(sizes.values())) != 1:
-        listed = ", ".join(f"{name} of {size}" for name, size in sizes.items())
+        listed = ", ".join(f"{name} of {size}" for name, size in sizes.items()) or "none"
         return (), [
             "examples: rows cannot be separated: batch: expected one leading axis in all arrays, "
-            f"got {listed or 'none'}"
+            f"got {listed}"
         ]
-    (count,) = set(sizes.values())
+    count = next(iter(sizes.values()))
     sets = minimal_bad_rows(range(count), lambda rows: is_bad(select_rows(batch, rows)))
     examples = tuple(itertools.islice(sets, _MOST_SETS + 1))
     bad = list(dict.fromkeys(itertools.chain.from_iterable(examples)))
@@ -49,15 +48,8 @@ def find_bad_rows(batch: Any, is_bad: Callable[[Any], bool]) -> tuple[tuple[Rows
 def minimal_bad_rows(rows: Sequence[int], is_bad: Callable[[Rows], bool]) -> Iterator[Rows]:
     """Find rows that are bad alone, and sets of rows that are bad only together.
 
-    Halves are tried, then halves of those. Each set takes a number of runs that grows with the
-    logarithm of the rows, so that a caller can stop after a few sets.
+    Each set takes a number of runs that grows with the logarithm of the number of rows.
 
-    Args:
-      rows: rows that are bad together.
-      is_bad: whether the step fails on some of the rows.
-
-    >>> list(minimal_bad_rows(range(8), lambda rows: 2 in rows or {3, 4} <= set(rows)))
-    [(2,)]
     >>> list(minimal_bad_rows(range(8), lambda rows: {1, 4} <= set(rows)))
     [(1, 4)]
     """
@@ -72,7 +64,7 @@ def minimal_bad_rows(rows: Sequence[int], is_bad: Callable[[Rows], bool]) -> Ite
 
 
 def _smallest(rows: Rows, context: Rows, is_bad: Callable[[Rows], bool]) -> Rows:
-    """Return as few of the rows as are bad together with a context; all of them are."""
+    """Reduce rows that are bad together with a context to as few as are bad with it."""
     if context and is_bad(context):
         return ()
     if len(rows) == 1:
@@ -94,8 +86,8 @@ def select_rows(batch: Any, rows: Sequence[int]) -> Any:
     {'scale': 2.0, 'x': array([11, 11, 11, 13])}
     """
     count = next(iter(_row_counts(batch).values()))
-    # The nearest row at or before each place, or else the first.
-    nearest = np.searchsorted(np.asarray(rows), np.arange(count), side="right") - 1
+    # Each place gets the nearest row before it, or else the first.
+    nearest = np.searchsorted(rows, np.arange(count), side="right") - 1
     source = np.asarray(rows)[np.maximum(nearest, 0)]
 
     def select(leaf: Any) -> Any:
@@ -128,9 +120,8 @@ def nonfinite_inputs(batch: Any, rows: Collection[int]) -> list[str]:
     names = []
     for name, leaf in tree.named_leaves(batch, "batch"):
         if tree.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            places = np.argwhere(~np.isfinite(np.asarray(leaf)))
-            everywhere = not rows or not leaf.ndim
-            if len(places) and (everywhere or not set(places[:, 0].tolist()).isdisjoint(rows)):
+            values = np.asarray(leaf)
+            if not np.isfinite(values[sorted(rows)] if rows and values.ndim else values).all():
                 names.append(f"{name} is not finite as it came")
     return names
 

@@ -1,8 +1,7 @@
 """Capsules: what is kept of the step in which a metric became NaN or inf, to run it again.
 
-A run pays nothing for it but the data position at log points. When it has ended, the batch is read
-again from there, and `replay` recomputes the state from a checkpoint: the state before the step was
-donated to it long before its loss was read.
+During a run only the data position is kept. Afterwards the batch is read again from there, and
+`replay` recomputes the state, which was donated to the step, from a checkpoint.
 """
 
 import itertools
@@ -49,27 +48,19 @@ class Capsule:
     One that is read from there has neither `like` nor `batches`.
 
     Attributes:
-      step: the step, counted from 1.
-      metric: the metric that was not finite.
-      metrics: the metrics of the step, by name.
       key: the random key of its loss; None if the state has none.
-      batch: its batch.
       lost: why the batch or a part of it is missing; empty if it is complete.
       checkpoint: the newest checkpoint before the step, or None.
       mark: the data position at that checkpoint, or at the start of the run.
       began: the step after which the run started.
-      path: where it was written.
       like: the abstract state, with its shardings.
-      batches: the batches of the run.
       notes: what else could not be written.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> tx = optax.sgd(0.1)
     >>> state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
     >>> step = sf.make_train_step(lambda p, x, key: sf.mean(p["w"] * x), tx)
-    >>> batches = [np.float32([1, 2]), np.float32([3, np.inf])]
-    >>> result = sf.fit(step, state, batches)
-    >>> print(result.capsule)
+    >>> print(sf.fit(step, state, [np.float32([1, 2]), np.float32([3, np.inf])]).capsule)
     step 2: train/loss is inf; replay begins with a state of step 0, 1 step before it
     """
 
@@ -111,32 +102,31 @@ def take_capsule(
     batches: Any,
     directory: Path | None,
 ) -> Capsule:
-    """Make a capsule after a run has ended, and read the batch of its step again.
+    """Make a capsule after a run has ended and its checkpoints in `directory` are written.
 
-    Args:
-      nonfinite: the step.
-      state: the state at the end of the run.
-      positions: the data positions that are known; the first is that at the start of the run.
-      batches: the batches of the run.
-      directory: the directory of its checkpoints, all of them written.
+    The first of `positions` is that at the start of the run.
     """
     step, start, checkpoint = nonfinite.step, positions[0], None
-    saved = [] if directory is None else [n for n in whole_steps(directory) if n < step]
-    if directory is not None and saved:
+    saved = [n for n in whole_steps(directory) if n < step] if directory else []
+    if directory and saved:
         checkpoint = CheckpointReference(directory, saved[-1])
         start = DataPosition(saved[-1], read_manifest(path_of(directory, saved[-1])).position())
     batch, lost = _read_batch(batches, step, [start, *positions], began=positions[0].step)
+    key: Any = getattr(state, "key", None)
+    has_key = isinstance(key, jax.Array) and is_key(key)
+    abstract: Any = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     return Capsule(
         step=step,
         metric=nonfinite.metric,
         metrics=nonfinite.metrics,
-        key=_key_of_step(state, step),
+        # On one device, so that process 0 can write it alone. The first step folds in 0.
+        key=jax.random.fold_in(key.addressable_data(0), step - 1) if has_key else None,
         batch=batch,
         lost=lost,
         checkpoint=checkpoint,
         mark=start,
         began=positions[0].step,
-        like=jax.tree.map(_abstract, state),
+        like=jax.tree.map(lambda x: abstract(x) if isinstance(x, jax.Array) else x, state),
         batches=batches,
     )
 
@@ -145,38 +135,26 @@ def _read_batch(
     batches: Any, step: int, positions: Sequence[DataPosition], began: int
 ) -> tuple[Any, tuple[str, ...]]:
     """Read the batch of a step again; return it, or why it is missing."""
-    if jax.process_count() > 1:
-        return None, (
-            "the batch: with several processes each has its own rows, and none has all of them",
-        )
     earlier = [position for position in positions if position.step < step]
-    if not earlier:
-        return None, ("the batch: its step is older than the checkpoint that the run resumed",)
-    nearest = max(earlier, key=lambda position: position.step)
-    try:
-        with reread(batches, nearest, began) as iterator:
-            skipped = step - 1 - nearest.step
-            read = list(itertools.islice(iterator, skipped, skipped + 1))
-    except Exception as error:  # noqa: BLE001  a source may raise anything; the result is not lost
-        return None, (f"the batch: it cannot be read again: {error}",)
-    if not read:
-        return None, ("the batch: when read again, the batches ended before it",)
-    copy = lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-    return jax.tree.map(copy, read[0]), ()  # a source may reuse its arrays
+    if jax.process_count() > 1:
+        reason = "with several processes each has its own rows, and none has all of them"
+    elif not earlier:
+        reason = "its step is older than the checkpoint that the run resumed"
+    else:
+        nearest = max(earlier, key=lambda position: position.step)
+        try:
+            with reread(batches, nearest, began) as iterator:
+                for batch in itertools.islice(iterator, step - 1 - nearest.step, None):
+                    return copy_arrays(batch), ()
+            reason = "when read again, the batches ended before it"
+        except Exception as error:  # noqa: BLE001  a source may raise anything
+            reason = f"it cannot be read again: {error}"
+    return None, (f"the batch: {reason}",)
 
 
-def _key_of_step(state: Any, step: int) -> jax.Array | None:
-    key = getattr(state, "key", None)
-    if not isinstance(key, jax.Array) or not is_key(key):
-        return None
-    # On one device, so that process 0 can write it alone. The first step folds in 0.
-    return jax.random.fold_in(key.addressable_data(0), step - 1)
-
-
-def _abstract(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+def copy_arrays(arrays: Any) -> Any:
+    """Copy the arrays of a pytree, which a step may donate and a source of batches may reuse."""
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array | np.ndarray) else x, arrays)
 
 
 def save_capsule(capsule: Capsule, run_dir: str | Path) -> Capsule:
@@ -190,10 +168,10 @@ def save_capsule(capsule: Capsule, run_dir: str | Path) -> Capsule:
     try:
         return replace(capsule, path=_write(capsule, Path(run_dir).absolute()))
     except (OSError, ConfigError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
+        reason = getattr(error, "strerror", None) or error
         warnings.warn(
             f"{run_dir}: the capsule of step {capsule.step} cannot be written, and is only on the "
-            f"result: {reason or error}; free disk space, or change the permission",
+            f"result: {reason}; free disk space, or change the permission",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -202,41 +180,38 @@ def save_capsule(capsule: Capsule, run_dir: str | Path) -> Capsule:
 
 def _write(capsule: Capsule, run_dir: Path) -> Path:
     """Write a directory with all of a capsule, and rename it to its place."""
-    arrays: list[np.ndarray] = []
-    lost, notes = list(capsule.lost), list(capsule.notes)
+    lost, notes, arrays = list(capsule.lost), list(capsule.notes), dict[str, np.ndarray]()
     structure = _describe(capsule.batch, "batch", arrays, lost)
+    key = checkpoint = position = None
+    if capsule.key is not None:
+        data = np.asarray(jax.random.key_data(capsule.key)).tolist()
+        key = str(jax.random.key_impl(capsule.key)), data
+    if capsule.checkpoint is not None:
+        directory, step = capsule.checkpoint
+        inside = directory.is_relative_to(run_dir)  # a run can be moved
+        checkpoint = str(directory.relative_to(run_dir) if inside else directory), step
     try:
         position = plain(capsule.mark.position, "position")
     except ConfigError as error:
-        position = None
         notes.append(f"the position in the data: {error}")
     content = {name: getattr(capsule, name) for name in _PLAIN} | {
         "version": _VERSION,
-        "key": None,
-        "checkpoint": None,
+        "key": key,
+        "checkpoint": checkpoint,
         "mark": (capsule.mark.step, position),
         "batch": structure,
         "arrays": len(arrays),
         "lost": lost,
         "notes": notes,
     }
-    if capsule.key is not None:
-        data = np.asarray(jax.random.key_data(capsule.key)).tolist()
-        content["key"] = (str(jax.random.key_impl(capsule.key)), data)
-    if capsule.checkpoint is not None:
-        directory, step = capsule.checkpoint
-        inside = directory.is_relative_to(run_dir)  # a run can be moved
-        directory = directory.relative_to(run_dir) if inside else directory
-        content["checkpoint"] = (str(directory), step)
     path = run_dir / "capsules" / str(capsule.step)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temporary:
         new = Path(temporary, "new")
         new.mkdir()
         if arrays:
-            leaves = {str(i): array for i, array in enumerate(arrays)}
             # The step, since a checkpoint has to have an element, and arrays may be empty.
-            save(new / _BATCH, {"step": capsule.step, "batch": leaves}, step=capsule.step)
+            save(new / _BATCH, {"step": capsule.step, "batch": arrays}, step=capsule.step)
         (new / _JSON).write_bytes(seal(content))
         sync(new / _JSON)
         sync(new)
@@ -247,10 +222,10 @@ def _write(capsule: Capsule, run_dir: Path) -> Path:
     return path
 
 
-def _describe(node: Any, path: str, arrays: list[np.ndarray], lost: list[str]) -> list[Any]:
+def _describe(node: Any, path: str, arrays: dict[str, np.ndarray], lost: list[str]) -> Any:
     """Describe a batch as JSON that refers to its arrays by number; `_rebuild` is the inverse."""
     if node is None or type(node) in (bool, int, float, str):
-        return ["value", node]
+        return node
     if isinstance(node, jax.Array | np.ndarray | np.generic):
         key: Any = node if is_key(node) else None
         impl = None if key is None else str(jax.random.key_impl(key))
@@ -258,29 +233,27 @@ def _describe(node: Any, path: str, arrays: list[np.ndarray], lost: list[str]) -
         # Orbax stores only some of the dtypes of ml_dtypes, which are not builtin: store the bits.
         is_builtin = array.dtype.isbuiltin != 2
         if not is_builtin or array.dtype.kind in "biufc":
-            arrays.append(array if is_builtin else array.view(f"u{array.dtype.itemsize}"))
-            return ["array", len(arrays) - 1, array.dtype.name, impl]
+            number = str(len(arrays))
+            arrays[number] = array if is_builtin else array.view(f"u{array.dtype.itemsize}")
+            return {"array": [number, array.dtype.name, impl]}
     children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda child: child is not node)
     if len(children) == 1 and children[0][1] is node:
         lost.append(f"{path}: {tree.spell(node)} is not an array of numbers")
-        return ["value", None]
-    described = []
+        return None
+    items = []
     for (entry,), child in children:
         name = getattr(entry, "key", None)
         name = name if type(name) in (str, int) else tree.path_name((entry,))
-        described.append([name, _describe(child, f"{path}/{name}", arrays, lost)])
+        items.append((name, _describe(child, f"{path}/{name}", arrays, lost)))
     if type(node) in (list, tuple):
-        return [type(node).__name__, [child for _, child in described]]
+        return {type(node).__name__: [child for _, child in items]}
     if type(node) is not dict:
         lost.append(f"{path}: a {type(node).__name__}, written as a dict")
-    return ["dict", described]
+    return {"dict": items}
 
 
 def read_capsule(path: str | Path) -> Capsule:
-    """Read a capsule that `fit` has written.
-
-    Args:
-      path: its directory, `run_dir/capsules/<step>`.
+    """Read a capsule that `fit` has written, from `run_dir/capsules/<step>`.
 
     Raises:
       CheckpointError: if there is no capsule, or it is damaged.
@@ -289,7 +262,7 @@ def read_capsule(path: str | Path) -> Capsule:
     >>> tx, folder = optax.sgd(0.1), tempfile.mkdtemp()
     >>> state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
     >>> step = sf.make_train_step(lambda p, x, key: sf.mean(p["w"] * x), tx)
-    >>> result = sf.fit(step, state, [np.float32([3, np.inf])], run_dir=folder)
+    >>> _ = sf.fit(step, state, [np.float32([3, np.inf])], run_dir=folder)
     >>> sf.read_capsule(f"{folder}/capsules/1").batch
     array([ 3., inf], dtype=float32)
     """
@@ -311,12 +284,21 @@ def read_capsule(path: str | Path) -> Capsule:
     if key is not None:
         key = jax.random.wrap_key_data(jnp.array(key[1], jnp.uint32), impl=key[0])
     if checkpoint is not None:
-        directory = path.parent.parent / checkpoint[0]
-        checkpoint = CheckpointReference(directory, checkpoint[1])
+        checkpoint = CheckpointReference(path.parent.parent / checkpoint[0], checkpoint[1])
+    reader = None
+    if content["arrays"]:
+        # Without `restore`, which waits for all processes and has to be given dtypes and shapes.
+        from stepfold.checkpoint.arrays import Reader  # imported when first used, for tensorstore
+
+        folder = path_of(path / _BATCH, content["step"])
+        if not folder.is_dir():
+            raise DamageError(f"{folder}: missing; the capsule was copied in part")
+        manifest = read_manifest(folder)
+        reader = Reader(folder, manifest.leaves, manifest.shards)
     return Capsule(
         **{name: content[name] for name in _PLAIN},
         key=key,
-        batch=_rebuild(content["batch"], _read_arrays(path, content["step"], content["arrays"])),
+        batch=_rebuild(content["batch"], reader),
         lost=tuple(content["lost"]),
         checkpoint=checkpoint,
         mark=DataPosition(mark, opened(position)),
@@ -325,31 +307,17 @@ def read_capsule(path: str | Path) -> Capsule:
     )
 
 
-def _read_arrays(capsule: Path, step: int, count: int) -> list[np.ndarray]:
-    if not count:
-        return []
-    # Without `restore`, which waits for all processes and has to be given dtypes and shapes.
-    from stepfold.checkpoint.arrays import Reader  # imported when first used, for tensorstore
-
-    path = path_of(capsule / _BATCH, step)
-    if not path.is_dir():
-        raise DamageError(f"{path}: missing; the capsule was copied in part")
-    manifest = read_manifest(path)
-    reader = Reader(path, manifest.leaves, manifest.shards)
-    return [reader.whole(f"batch/{i}") for i in range(count)]
-
-
-def _rebuild(structure: list[Any], arrays: Sequence[np.ndarray]) -> Any:
-    match structure:
-        case ["value", value]:
-            return value
-        case ["dict", items]:
-            return {key: _rebuild(child, arrays) for key, child in items}
-        case ["list", children]:
-            return [_rebuild(child, arrays) for child in children]
-        case ["tuple", children]:
-            return tuple(_rebuild(child, arrays) for child in children)
-    _, number, dtype, impl = structure
-    if impl is not None:
-        return jax.random.wrap_key_data(jnp.asarray(arrays[number]), impl=impl)
-    return arrays[number].view(jnp.dtype(dtype))
+def _rebuild(node: Any, reader: Any) -> Any:
+    match node:
+        case {"dict": items}:
+            return {name: _rebuild(child, reader) for name, child in items}
+        case {"list": children}:
+            return [_rebuild(child, reader) for child in children]
+        case {"tuple": children}:
+            return tuple(_rebuild(child, reader) for child in children)
+        case {"array": [number, dtype, impl]}:
+            array = reader.whole(f"batch/{number}")
+            if impl is not None:
+                return jax.random.wrap_key_data(jnp.asarray(array), impl=impl)
+            return array.view(jnp.dtype(dtype))
+    return node

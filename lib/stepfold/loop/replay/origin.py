@@ -1,7 +1,6 @@
 """The first operation of a program that makes NaN or inf out of finite numbers, and its line.
 
-The program is evaluated operation by operation, with loops unrolled. `jax.experimental.checkify`
-would not do: it checks for NaN and division by zero, but not for an overflow or a log of zero.
+`jax.experimental.checkify` does not check for an overflow or a log of zero.
 """
 
 import os
@@ -21,23 +20,15 @@ _LIBRARIES = tuple(
     str(Path(file).parent) + os.sep
     for file in (str(jax.__file__), str(optax.__file__), str(Path(__file__).parent))
 )
-_LOOPS = ("scan", "while", "cond")
 
 
 class Origin(NamedTuple):
-    """An operation of a program.
-
-    Attributes:
-      operation: its name in jax.
-      value: what it made of finite numbers, "nan" or "inf".
-      where: the file, line and function of the user that it comes from.
-      position: where it is in the program, to tell it from others of the same line.
-    """
+    """An operation that made `value`, "nan" or "inf", out of finite numbers."""
 
     operation: str
     value: str
-    where: str
-    position: tuple[int, ...]
+    where: str  # the file, line and function of the user
+    position: tuple[int, ...]  # in the program
 
     def __str__(self) -> str:
         return f"{self.operation} made {self.value} at {self.where}"
@@ -48,18 +39,11 @@ def find_origin(
 ) -> Origin | None:
     """Find the first operation that makes NaN or inf out of finite numbers, or NaN out of inf.
 
-    An operation that also does so with good arguments is skipped, such as one whose -inf is masked
-    later.
+    An operation that also does so with the arguments `good`, whose results are finite, is skipped:
+    its NaN or inf is masked later.
 
-    Args:
-      function: any function that jax can trace.
-      bad: its arguments.
-      good: arguments of the same form with finite results, if known.
-
-    >>> import jax.numpy as jnp
-    >>> origin = find_origin(lambda x: jnp.log(x) * 2, (jnp.zeros(()),))
-    >>> origin.operation, origin.value
-    ('log', 'inf')
+    >>> find_origin(lambda x: jnp.log(x) * 2, (jnp.zeros(()),)).operation
+    'log'
     """
     with jax.disable_jit():  # unrolls scans
         program = jax.make_jaxpr(function)(*bad)
@@ -87,14 +71,14 @@ def _evaluate(jaxpr: Any, consts: Any, inputs: Any, position: tuple[int, ...]) -
         # One operation as a program. Names of arguments would not fit their number.
         debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
         single = core.Jaxpr((), variables, outputs, [eqn], eqn.effects, debug)
-        run = core.jaxpr_as_fun(core.ClosedJaxpr(single, ()))
-        results = run(*(values[v] for v in variables))
+        results = core.jaxpr_as_fun(core.ClosedJaxpr(single, ()))(*(values[v] for v in variables))
         values.update(zip(outputs, results, strict=True))
         worst = _worst_value(results)
-        inner = None if worst is None else _inner_program(eqn)
-        if inner is not None:
+        if worst is None:
+            continue
+        if inner := _inner_program(eqn):
             yield from _evaluate(inner.jaxpr, inner.consts, arguments, (*position, number))
-        elif worst is not None and _worst_value(arguments) not in (worst, "nan"):
+        elif _worst_value(arguments) not in (worst, "nan"):
             yield Origin(eqn.primitive.name, worst, _line(eqn), (*position, number))
 
 
@@ -107,9 +91,8 @@ def _worst_value(values: Any) -> str | None:
 
 def _inner_program(eqn: Any) -> Any:
     """Return the program that an operation calls with its own arguments, as jit does."""
-    if eqn.primitive.name in _LOOPS:
-        return None
-    for value in eqn.params.values():
+    values = () if eqn.primitive.name in ("scan", "while", "cond") else eqn.params.values()
+    for value in values:
         if isinstance(value, core.Jaxpr) and not value.constvars:
             value = core.ClosedJaxpr(value, ())
         if isinstance(value, core.ClosedJaxpr) and value.in_avals == [v.aval for v in eqn.invars]:

@@ -1,5 +1,6 @@
 """Run the step again in which a run went wrong, and find the cause in it."""
 
+import itertools
 from collections.abc import Callable, Generator
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -15,9 +16,9 @@ from stepfold.core.state import step_of, strengthen
 from stepfold.errors import ConfigError, DataError
 from stepfold.inspect.compiled import CompiledStep
 from stepfold.loop.data import reread
-from stepfold.loop.metrics import PerStepMetrics, per_step_values, per_step_weights
+from stepfold.loop.metrics import per_step_values, per_step_weights
 from stepfold.loop.replay.bisect import Rows, find_bad_rows, nonfinite_inputs, without_rows
-from stepfold.loop.replay.capsule import Capsule, read_capsule
+from stepfold.loop.replay.capsule import Capsule, copy_arrays, read_capsule
 from stepfold.loop.step_runner import StepRunner
 
 
@@ -25,16 +26,14 @@ class Replay(NamedTuple):
     """What `replay` finds; `print` shows it.
 
     Attributes:
-      step: the step of the capsule.
-      reproduced: whether its metrics are the same as in the run, bit for bit.
-      metrics: its metrics in the replay.
+      reproduced: whether the metrics of the step are the same as in the run, bit for bit.
       spoilt: the metrics that are NaN or inf here, and were not in the replayed step before it.
-      origin: the step in which it began. It is an earlier one if that left NaN or inf in the state
-        and the loss showed it only later; what follows is then about that step.
+      origin: the step to which `examples`, `leaves` and `where` belong. It is an earlier one if
+        that left NaN or inf in the state and the loss showed it only later.
       examples: the rows of the batch that cause it, each set sufficient by itself.
       leaves: the leaves of the state that were finite before the step and are not after it.
       where: the operation that made the first NaN or inf, and its line.
-      said: further notes, in words.
+      said: further notes.
 
     >>> import stepfold as sf
     >>> where = "log made inf at train.py:5 (loss_fn)"
@@ -61,12 +60,10 @@ class Replay(NamedTuple):
         if self.origin != self.step:
             lines.append(f"it began in step {self.origin}, which left a state that is not finite")
         if self.examples:
-            sets = [
-                f"row {rows[0]}"
-                if len(rows) == 1
-                else f"rows {', '.join(map(str, rows))}, only together"
+            sets = (
+                f"rows {', '.join(map(str, rows))}, only together" if rows[1:] else f"row {rows[0]}"
                 for rows in self.examples
-            ]
+            )
             lines.append(f"examples: {'; '.join(sets)}")
         if self.where:
             lines.append(f"where: {self.where}")
@@ -85,22 +82,20 @@ def replay(
 ) -> Replay:
     """Run the step again in which a metric became NaN or inf, and find the cause.
 
-    The newest checkpoint before the step is restored and the batches since then are folded into it,
-    which gives the bits of the run. Then the step is bisected by the rows of its batch: it runs
-    with some of the rows in their places and copies of them in the others, until no set of rows
-    that fails can be made smaller. Where rows influence each other, as in batch normalization,
-    copies may fail where the batch did not. Last, the step is evaluated operation by operation, up
-    to the first that makes NaN or inf out of finite numbers. If an earlier step left NaN or inf in
-    the state, although its loss was finite, that step is searched instead.
+    The newest checkpoint before the step is restored and the steps since then are run again, which
+    gives the bits of the run. Then the step runs with some rows of its batch and copies of them in
+    place of the others, until no set of rows that fails can be made smaller. Where rows influence
+    each other, as in batch normalization, copies may fail where the batch did not. Last, the step
+    is evaluated operation by operation, up to the first that makes NaN or inf out of finite
+    numbers. If an earlier step left NaN or inf in the state, that step is searched instead.
 
     It takes the memory of two states besides that of the step.
 
     Args:
       capsule: the `capsule` of the result of `fit`, or the path where it was written.
       step: the step of the run. A jitted or compiled one is called as it is.
-      state: the state to restore the checkpoint into, with shardings, as `restore` takes it; a
-        capsule on a result knows it. Without a checkpoint, the state that the run started with; it
-        is copied and stays valid.
+      state: the state to restore the checkpoint into, as `restore` takes it; a capsule on a result
+        knows it. Without a checkpoint, the state that the run started with; it stays valid.
       batches: the batches of the run, for a capsule that was read from a file. A list, or batches
         with `get_state` and `set_state`, are moved to the right position and back; any other
         iterable has to start with the batch of the first step after the checkpoint.
@@ -114,13 +109,10 @@ def replay(
     >>> tx = optax.sgd(0.1)
     >>> new = lambda: sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
     >>> step = sf.make_train_step(lambda p, x, key: sf.mean(p["w"] * jnp.log(x)), tx)
-    >>> data = np.arange(24, dtype=np.float32)[::-1].copy()
-    >>> result = sf.fit(step, new(), sf.batches(data, 8, epochs=1))
+    >>> result = sf.fit(step, new(), [np.float32([2, 3]), np.float32([1, 0])])
     >>> replayed = sf.replay(result.capsule, step, state=new())
-    >>> replayed.step, replayed.reproduced, replayed.examples, replayed.leaves
-    (3, True, ((7,),), ('params/w',))
-    >>> replayed.where.split(" at ")[0]
-    'log made inf'
+    >>> replayed.step, replayed.examples, replayed.where.split(" at ")[0]
+    (2, ((1,),), 'log made inf')
     """
     if jax.process_count() > 1:
         raise ConfigError(
@@ -128,13 +120,22 @@ def replay(
             "own, with the batches of all of them: sf.batches(…, process_count=1)"
         )
     capsule = capsule if isinstance(capsule, Capsule) else read_capsule(capsule)
-    runner = StepRunner(step)
-    trace = _refold(capsule, runner, state, capsule.batches if batches is None else batches)
-    values, previous = trace.metrics.values, trace.previous.values
-    name = capsule.metric.removeprefix("train/")
-    if name not in values:
+    batches = capsule.batches if batches is None else batches
+    runner, state = StepRunner(step), _initial_state(capsule, state)
+    nonfinite, is_broken = set(_nonfinite_leaves(state)), False
+    previous, values = dict[str, float](), dict[str, float]()
+    with closing(_batches_since_checkpoint(capsule, batches)) as iterator:
+        for number, batch in enumerate(iterator, capsule.mark.step + 1):
+            if not is_broken:
+                # The step may donate the state, and the source may reuse the arrays of the batch.
+                origin, bad_batch, state_before = number, copy_arrays(batch), copy_arrays(state)
+            previous = values
+            state, values, _ = _run_step(runner, state, batch)
+            is_broken = is_broken or not nonfinite.issuperset(_nonfinite_leaves(state))
+    metric = capsule.metric.removeprefix("train/")
+    if metric not in values:
         raise ConfigError(
-            f"step: expected the step of the run, whose metrics have {name}, got one with "
+            f"step: expected the step of the run, whose metrics have {metric}, got one with "
             f"{', '.join(values) or 'none'}"
         )
     metrics = {f"train/{name}": value for name, value in values.items()}
@@ -144,7 +145,7 @@ def replay(
         if name not in metrics or not np.array_equal(value, metrics[name], equal_nan=True)
     ]
     examples, leaves, where, notes = _find_cause(
-        trace, runner, step, name if trace.origin == capsule.step else None
+        state_before, bad_batch, runner, step, metric if origin == capsule.step else None
     )
     return Replay(
         step=capsule.step,
@@ -155,44 +156,12 @@ def replay(
             for name, value in values.items()
             if not np.isfinite(value) and np.isfinite(previous.get(name, 0.0))
         ),
-        origin=trace.origin,
+        origin=origin,
         examples=examples,
         leaves=leaves,
         where=where,
         said=(*differences, *notes),
     )
-
-
-class _StepMetrics(NamedTuple):
-    values: dict[str, float]
-    weights: dict[str, float]  # 0 where a skipped step has no value
-
-
-class ReplayTrace(NamedTuple):
-    """The steps from the checkpoint to that of the capsule."""
-
-    origin: int  # the first step that left NaN or inf in the state, or else that of the capsule
-    state: Any  # before the step `origin`
-    batch: Any  # of the step `origin`
-    previous: _StepMetrics  # of the step before that of the capsule, empty if it was not run
-    metrics: _StepMetrics  # of the step of the capsule
-
-
-def _refold(capsule: Capsule, runner: StepRunner, state: Any, batches: Any) -> ReplayTrace:
-    """Run the steps from the checkpoint to that of the capsule."""
-    state = _initial_state(capsule, state)
-    nonfinite_before, is_broken = set(_nonfinite_leaves(state)), False
-    no_metrics = _StepMetrics({}, {})
-    trace = ReplayTrace(capsule.step, state, None, no_metrics, no_metrics)
-    with closing(_batches_since_checkpoint(capsule, batches)) as iterator:
-        for number, batch in enumerate(iterator, capsule.mark.step + 1):
-            if not is_broken:
-                # The step may donate the state, and the source may reuse the arrays of the batch.
-                trace = trace._replace(origin=number, state=_copy(state), batch=_copy(batch))
-            state, metrics = _run_step(runner, state, batch)
-            trace = trace._replace(previous=trace.metrics, metrics=metrics)
-            is_broken = is_broken or not nonfinite_before.issuperset(_nonfinite_leaves(state))
-    return trace
 
 
 def _initial_state(capsule: Capsule, state: Any) -> Any:
@@ -211,18 +180,19 @@ def _initial_state(capsule: Capsule, state: Any) -> Any:
             )
         directory, step = capsule.checkpoint
         return strengthen(restore(directory, like, step=step, fall_back=False).state)
-    if state is None or any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
-        raise ConfigError(
-            f"state: expected the state of step {capsule.mark.step} that the run started with, "
-            f"since it had no checkpoint before step {capsule.step}, got "
-            f"{'None' if state is None else 'an abstract one'}; make it as for the run"
-        )
-    if hasattr(state, "step") and step_of(state) != capsule.mark.step:
+    got = None
+    if state is None:
+        got = "None"
+    elif any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+        got = "an abstract one"
+    elif hasattr(state, "step") and step_of(state) != capsule.mark.step:
+        got = f"one of step {step_of(state)}"
+    if got is not None:
         raise ConfigError(
             f"state: expected the state of step {capsule.mark.step} that the run started with, got "
-            f"one of step {step_of(state)}; make it as for the run"
+            f"{got}; there is no checkpoint before step {capsule.step}, so make it as for the run"
         )
-    return _copy(strengthen(state))
+    return copy_arrays(strengthen(state))
 
 
 def _batches_since_checkpoint(capsule: Capsule, batches: Any) -> Generator[Any, None, None]:
@@ -240,34 +210,30 @@ def _batches_since_checkpoint(capsule: Capsule, batches: Any) -> Generator[Any, 
         is_ready = not can_move and batches is not capsule.batches
         reader: Any = reread(batches, capsule.mark, capsule.began)
         with nullcontext(iterator) if is_ready else reader as iterator:
-            for number in range(first, first + count):
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    raise DataError(
-                        f"batches: expected those of steps {first} to {last}, but they ended "
-                        f"before step {number}; give the batches of the run"
-                    ) from None
+            number = first
+            for batch in itertools.islice(iterator, count):
                 yield batch
+                number += 1
+        if number < first + count:
+            raise DataError(
+                f"batches: expected those of steps {first} to {last}, but they ended before step "
+                f"{number}; give the batches of the run"
+            )
     if not capsule.lost:
         yield capsule.batch
 
 
-def _run_step(runner: StepRunner, state: Any, batch: Any) -> tuple[Any, _StepMetrics]:
-    """Run the step, which may donate the state, and read its scalar metrics."""
+def _run_step(runner: StepRunner, state: Any, batch: Any) -> tuple[Any, dict[str, float], set[str]]:
+    """Run a step; return the state, the scalar metrics, and those without a value as skipped."""
     state, packed = runner(state, [batch])
     stacked = runner.unpack([packed])
-    values = PerStepMetrics(stacked, per_step_values)
-    weights = PerStepMetrics(stacked, per_step_weights)
-    scalars = [name for name in values if np.ndim(values[name]) == 1]
-    return state, _StepMetrics(
-        {name: float(values[name][0]) for name in scalars},
-        {name: float(weights[name][0]) for name in scalars if name in weights},
-    )
+    values = {name: per_step_values(metric) for name, metric in stacked.items()}
+    scalars = {n: float(x[0]) for n, x in values.items() if x is not None and x.ndim == 1}
+    weights = {name: per_step_weights(stacked[name]) for name in scalars}
+    return state, scalars, {name for name, w in weights.items() if w is not None and w[0] == 0}
 
 
-def _copy(arrays: Any) -> Any:
-    return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array | np.ndarray) else x, arrays)
+_are_finite = jax.jit(lambda leaves: jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), leaves))
 
 
 def _nonfinite_leaves(state: Any) -> list[str]:
@@ -280,47 +246,40 @@ def _nonfinite_leaves(state: Any) -> list[str]:
     return [name for name in floats if not finite[name]]
 
 
-@jax.jit
-def _are_finite(leaves: dict[str, Any]) -> dict[str, jax.Array]:
-    return {name: jnp.isfinite(leaf).all() for name, leaf in leaves.items()}
-
-
 def _find_cause(
-    trace: ReplayTrace, runner: StepRunner, step: Any, name: str | None
+    state: Any, batch: Any, runner: StepRunner, step: Any, metric: str | None
 ) -> tuple[tuple[Rows, ...], tuple[str, ...], str, list[str]]:
-    """Return examples, leaves, where and notes of `trace.origin`; without a name, of the state."""
-    nonfinite_before = set(_nonfinite_leaves(trace.state))
+    """Return examples, leaves, where and notes of a step; without a metric, of its state."""
+    nonfinite_before = set(_nonfinite_leaves(state))
 
     def run(batch: Any) -> tuple[tuple[str, ...], bool]:
-        after, metrics = _run_step(runner, _copy(trace.state), batch)
+        after, values, skipped = _run_step(runner, copy_arrays(state), batch)
         leaves = tuple(leaf for leaf in _nonfinite_leaves(after) if leaf not in nonfinite_before)
-        if name is None:
+        if metric is None:
             return leaves, bool(leaves)
-        return leaves, not np.isfinite(metrics.values[name]) and metrics.weights.get(name, 1) != 0
+        return leaves, not np.isfinite(values[metric]) and metric not in skipped
 
-    leaves, fails = run(trace.batch)
+    leaves, fails = run(batch)
     if not fails:
         return (), leaves, "", []
-    examples, notes = find_bad_rows(trace.batch, lambda batch: run(batch)[1])
+    examples, notes = find_bad_rows(batch, lambda batch: run(batch)[1])
     bad = {row for rows in examples for row in rows}
-    good = without_rows(trace.batch, bad) if bad else None
+    good = without_rows(batch, bad) if bad else None
     if good is not None and run(good)[1]:
         good = None
-    causes = nonfinite_inputs(trace.batch, bad)
+    causes = nonfinite_inputs(batch, bad)
     # Imported when first used, since it imports jax.extend and with it Pallas.
     from stepfold.loop.replay.origin import find_origin
 
-    function = step.step if isinstance(step, CompiledStep) else step
-    arguments = (trace.state, trace.batch), None if good is None else (trace.state, good)
+    function, cause = step.step if isinstance(step, CompiledStep) else step, None
     note = "no single operation makes NaN or inf out of finite numbers"
     try:
-        origin = find_origin(function, *arguments)
+        cause = find_origin(function, (state, batch), None if good is None else (state, good))
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-        origin = None
         reason = str(error).partition("\n")[0]
         note = f"the step cannot be evaluated operation by operation: {reason}"
-    if origin is not None:
-        causes.append(str(origin))
+    if cause is not None:
+        causes.append(str(cause))
     elif not causes:
         notes.append(f"where: {note}")
     return examples, leaves, "; ".join(causes), notes

@@ -1,1 +1,1 @@
-"""A run as a page: what was kept of it, read back, drawn and put into words."""
+"""The report of a run: an HTML page drawn from its files."""

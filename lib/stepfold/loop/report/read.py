@@ -3,7 +3,8 @@
 import json
 import os
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -33,23 +34,14 @@ class SavedStep(NamedTuple):
 
 
 class Run(NamedTuple):
-    """All that is known of a run.
-
-    Attributes:
-      path: its directory.
-      info: the content of `run.json`; empty if there is none.
-      curves: the metrics by name.
-      hparams: the hyper-parameters that were logged.
-      checkpoints: the checkpoints that exist, in order.
-      damaged_lines: the number of lines of `metrics.jsonl` that cannot be read.
-    """
+    """All that is known of a run; `info` is the content of `run.json`, empty if there is none."""
 
     path: Path
     info: Mapping[str, Any]
     curves: Mapping[str, Curve]
     hparams: Mapping[str, Any]
     checkpoints: Sequence[SavedStep]
-    damaged_lines: int
+    damaged_lines: int  # of metrics.jsonl
 
     @property
     def attempts(self) -> Sequence[Mapping[str, Any]]:
@@ -63,32 +55,24 @@ class Run(NamedTuple):
 
 
 def read_run(path: Path, tail: "Tail | None" = None) -> Run:
-    """Read a run.
-
-    Args:
-      path: its directory.
-      tail: a `Tail` of its metrics that has read some of them before.
+    """Read a run from its directory; a `tail` of its metrics need not start over.
 
     Raises:
       DataError: if `run.json` is damaged, edited to something else, or of a later stepfold.
     """
     tail = tail or Tail(path / "metrics.jsonl")
-    run = Run(path, read_run_info(path), tail.read(), tail.hparams, (), tail.damaged_lines)
+    saved: list[SavedStep] = []
+    run = Run(path, read_run_info(path), tail.read(), tail.hparams, saved, tail.damaged_lines)
     directory = (run.argument("checkpoints") or {}).get("directory") or path / "checkpoints"
-    return run._replace(checkpoints=_read_checkpoints(Path(directory)))
-
-
-def _read_checkpoints(directory: Path) -> list[SavedStep]:
-    saved = []
     with suppress(CheckpointError, ValueError):  # the directory cannot be read
-        for step in steps.steps_in(directory):
-            path = steps.path_of(directory, step)
+        for step in steps.steps_in(Path(directory)):
+            folder, metrics = steps.path_of(Path(directory), step), None
             with suppress(FileNotFoundError):  # it was deleted meanwhile
-                time, metrics = path.stat().st_mtime, None
+                time = folder.stat().st_mtime
                 with suppress(CheckpointError):
-                    metrics = read_words(path).metrics or {}
+                    metrics = read_words(folder).metrics or {}
                 saved.append(SavedStep(step, time, metrics))
-    return saved
+    return run
 
 
 class Tail:
@@ -97,15 +81,10 @@ class Tail:
     Only the last line is read again, since the writer may replace it by one with more metrics of
     the same step. A line that is still being written is left for later.
 
-    Attributes:
-      hparams: the hyper-parameters that were logged.
-      damaged_lines: the number of lines that no writer wrote.
-
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
-    >>> tail = Tail(path)
     >>> _ = path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n{"step": 3, "lo')
-    >>> tail.read()["loss"].values.tolist()
+    >>> Tail(path).read()["loss"].values.tolist()
     [2.0, 1.0]
     """
 
@@ -114,9 +93,9 @@ class Tail:
         self._reset()
 
     def _reset(self) -> None:
-        self._columns: dict[str, tuple[array[float], array[float]]] = {}
+        self._columns = defaultdict[str, Any](lambda: (array("d"), array("d")))  # steps, values
         self._last_start = 0  # where the last line begins
-        self._last_names: Collection[str] | None = ()  # the metrics in it; None if it is damaged
+        self._last: Mapping[str, float] | None = {}  # its metrics; None if it is damaged
         self.hparams: dict[str, Any] = {}
         self.damaged_lines = 0
 
@@ -126,9 +105,12 @@ class Tail:
             with self._path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._last_start:
                     self._reset()
-                self._remove_last()
-                file.seek(self._last_start)
-                end = self._last_start
+                self.damaged_lines -= self._last is None
+                for name in self._last or ():
+                    for column in self._columns[name]:
+                        column.pop()
+                self._last = {}
+                end = file.seek(self._last_start)
                 for line in file:
                     if not line.endswith(b"\n"):
                         break
@@ -136,55 +118,32 @@ class Tail:
                     self._append(line)
         except FileNotFoundError:
             self._reset()
-        return {name: _sorted(*column) for name, column in self._columns.items() if column[0]}
-
-    def _remove_last(self) -> None:
-        self.damaged_lines -= self._last_names is None
-        for name in self._last_names or ():
-            for column in self._columns[name]:
-                column.pop()
-        self._last_names = ()
+        curves = {}
+        for name, columns in self._columns.items():
+            order = np.argsort(columns[0], kind="stable")  # a file may be assembled by hand
+            if len(order):
+                curves[name] = Curve(*(np.array(column)[order] for column in columns))
+        return curves
 
     def _append(self, line: bytes) -> None:
-        try:
+        self._last = None
+        with suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError):
             row = json.loads(line)
             step = float(row.pop("step"))
             numbers = {n: float(v) for n, v in row.items() if n and type(v) in (float, int)}
-            damaged = not 0 <= step < 2**63
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-            damaged = True
-        if damaged:
-            self._last_names = None
-            self.damaged_lines += 1
-            return
-        self._last_names = numbers
-        for name, value in numbers.items():
-            if name not in self._columns:
-                self._columns[name] = array("d"), array("d")
-            steps, values = self._columns[name]
-            steps.append(step)
-            values.append(value)
-        if isinstance(row.get("hparams"), dict):
-            self.hparams |= row["hparams"]
-
-
-def _sorted(*column: Sequence[float]) -> Curve:
-    steps, values = map(np.array, column)
-    if np.any(np.diff(steps) < 0):  # the file was assembled by hand
-        order = np.argsort(steps, kind="stable")
-        steps, values = steps[order], values[order]
-    return Curve(steps, values)
+            if 0 <= step < 2**63:
+                self._last = numbers
+                self.hparams |= row["hparams"] if isinstance(row.get("hparams"), dict) else {}
+        self.damaged_lines += self._last is None
+        for name, value in (self._last or {}).items():
+            for column, number in zip(self._columns[name], (step, value), strict=True):
+                column.append(number)
 
 
 def thin(curve: Curve, columns: int, span: tuple[float, float]) -> Curve:
-    """Keep the minimum, the maximum and the first NaN or inf of each pixel column.
+    """Keep the minimum, the maximum and the first NaN or inf of each pixel column of a chart.
 
-    A chart of the result looks like one of all values, and shows every spike.
-
-    Args:
-      curve: all values.
-      columns: the number of pixel columns.
-      span: the steps at the left and at the right edge.
+    `span` is the steps at its left and right edge.
 
     >>> values = np.where(np.arange(100_000) == 54_321, 7.0, 1.0)
     >>> few = thin(Curve(np.arange(100_000.0), values), 100, (0, 99_999))

@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,6 +31,7 @@ _LEAVES = 2000  # parameters in the table; the rest are summed up
 _SILENT_SECONDS = 600.0  # without an update a run counts as dead, unless updates are rarer
 _KINDS = ("train", "eval", "test", "val", "valid", "validation")
 _NONE = "\N{EN DASH}"
+_loss_first = lambda chart: (chart != "loss", "loss" not in chart)  # a key to sort charts by
 
 
 def render(
@@ -37,13 +39,14 @@ def render(
 ) -> str:
     """Render the page of a run, or one that compares several.
 
-    Args:
-      runs: the runs.
-      refresh_seconds: how often the page of a single, running run reloads itself.
-      now: the time at which the page is written.
+    The page of a run that is running reloads itself every `refresh_seconds`.
     """
     now = now or datetime.now(UTC)
-    names = _run_names([run.path for run in runs])
+    # Runs are named by as many of the last parts of their paths as make them unique.
+    for depth in range(1, max(len(run.path.parts) for run in runs) + 1):
+        names = ["/".join(run.path.parts[-depth:]) for run in runs]
+        if len(set(names)) == len(names):
+            break
     runs = [run._replace(curves={**_speed_curves(run), **run.curves}) for run in runs]
     page = _describe(runs[0], names[0], now) if len(runs) == 1 else _compare(runs, names, now)
     data = json.dumps(page | _charts(runs, names), separators=(",", ":"), allow_nan=False)
@@ -63,15 +66,6 @@ def render(
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def _run_names(paths: Sequence[Path]) -> list[str]:
-    """Name runs by as many of the last parts of their paths as make them unique."""
-    for depth in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
-        if len(set(names)) == len(names):
-            break
-    return names
-
-
 def _describe(run: Run, name: str, now: datetime) -> dict[str, Any]:
     (kind, word, reason), notes = _status(run, now), []
     if run.attempts:
@@ -81,8 +75,8 @@ def _describe(run: Run, name: str, now: datetime) -> dict[str, Any]:
     if run.damaged_lines:
         lines = "1 line" if run.damaged_lines == 1 else f"{run.damaged_lines:,} lines"
         notes.append(f"{lines} of metrics.jsonl cannot be read")
-    extents = [_extent(run, metric) for metric in _main_metrics([run])[: _METRICS // 3]]
     attempts = _attempts(run, now) if len(run.attempts) > 1 else ()
+    metrics = _main_metrics([run])[: _METRICS // 3]
     tables = {  # of rows, the head first
         "Attempts": [("started (UTC)", "from step", "to step", "time", "end"), *attempts],
         "Checkpoints": [("step", "saved (UTC)", "metrics"), *_checkpoints(run)],
@@ -95,7 +89,7 @@ def _describe(run: Run, name: str, now: datetime) -> dict[str, Any]:
         "reason": reason,
         "notes": notes,
         "runs": [(name, word)],
-        "figures": [[*_figures(run)], [(e.metric, _spell(e.last), e.text) for e in extents if e]],
+        "figures": [[*_figures(run)], [_metric_figure(run, metric) for metric in metrics]],
         "tables": {title: rows for title, rows in tables.items() if len(rows) > 1},
     }
 
@@ -117,11 +111,9 @@ def _compare(runs: Sequence[Run], names: Sequence[str], now: datetime) -> dict[s
 
 
 def _attempts(run: Run, now: datetime) -> Iterator[Sequence[str]]:
-    for attempt in run.attempts:
-        reason = _attempt_status(attempt, now)[2]
-        if attempt.get("ended") is None and attempt is not run.attempts[-1]:
-            reason = f"killed after step {attempt['to']:,}"
+    for number, attempt in enumerate(run.attempts):
         steps = f"{attempt['from']:,}", f"{attempt['to']:,}"
+        reason = _status(run, now, number)[2]
         yield _time(attempt["began"]), *steps, _duration(_seconds(attempt)), reason
 
 
@@ -166,34 +158,27 @@ def _side_by_side(runs: Sequence[Run]) -> Iterator[Sequence[str]]:
     for name in dict.fromkeys(name for values in figures for name in values):
         yield name, *(values.get(name, _NONE) for values in figures)
     for metric in _main_metrics(runs)[:_METRICS]:
-        extents = [_extent(run, metric) for run in runs]
-        yield f"{metric}, last", *(_spell(e.last) if e else _NONE for e in extents)
-        best = [e.best for e in extents if e and e.best is not None]
-        if best:
-            word = next(e.word for e in extents if e and e.word)
-            top = min(best) if word == "lowest" else max(best)
-            cells = (_spell_best(e, top if len(best) > 1 else None) for e in extents)
-            yield f"{metric}, {word}", *cells
+        curves = [run.curves.get(metric) for run in runs]
+        lasts = (_NONE if curve is None else _spell(curve.values[-1]) for curve in curves)
+        yield f"{metric}, last", *lasts
+        bests = [_best(run, metric) for run in runs]
+        if known := [best for best in bests if best]:
+            word, top = known[0][0], sorted(value for _, value, _ in known)
+            star = {top[0 if word == "lowest" else -1]: "★ "} if len(known) > 1 else {}
+            cells = (b and f"{star.get(b[1], '')}{_spell(b[1])} at {b[2]:,.0f}" for b in bests)
+            yield f"{metric}, {word}", *(cell or _NONE for cell in cells)
 
 
-def _spell_best(extent: "_Extent | None", top: float | None) -> str:
-    if extent is None or extent.best is None:
-        return _NONE
-    star = "★ " if extent.best == top else ""
-    return f"{star}{_spell(extent.best)} at {extent.step:,.0f}"
-
-
-def _status(run: Run, now: datetime) -> tuple[str, str, str]:
-    """Return a kind for the style sheet, a word, and a sentence."""
-    if run.attempts:
-        return _attempt_status(run.attempts[-1], now)
-    reason = "There is no run.json, so how it ended is unknown." if run.curves else ""
-    return "unknown", "Unknown", reason
-
-
-def _attempt_status(attempt: Mapping[str, Any], now: datetime) -> tuple[str, str, str]:
+def _status(run: Run, now: datetime, number: int = -1) -> tuple[str, str, str]:
+    """Return a kind of an attempt for the style sheet, a word, and a sentence."""
+    if not run.attempts:
+        reason = "There is no run.json, so how it ended is unknown." if run.curves else ""
+        return "unknown", "Unknown", reason
+    attempt = run.attempts[number]
     step, total, stop = attempt["to"], attempt.get("total"), attempt.get("stop") or {}
     kind, message = stop.get("kind"), stop.get("message", f"stopped at step {step:,}")
+    if attempt.get("ended") is None and attempt is not run.attempts[-1]:
+        return "silent", "Killed", f"killed after step {step:,}"
     if kind == "error":
         return "failed", "Failed", f"{message} (at step {step:,})"
     if attempt.get("ended") is None:
@@ -225,26 +210,30 @@ def _seconds(attempt: Mapping[str, Any]) -> float:
 
 def _figures(run: Run) -> Iterator[tuple[str, str, str]]:
     """Name the key figures of a run, each with a note."""
-    attempts, speed, goodput = run.attempts, _speed(run), _goodput(run)
+    attempts, goodput = run.attempts, _goodput(run)
     last = attempts[-1] if attempts else {}
-    total = last.get("total")
+    total, speed = last.get("total"), 0.0
+    rows = _clock(last)[1:]  # without the first interval, which compiles
+    if len(rows) > 1 and np.all(rows[-1, :2] > rows[0, :2]):
+        done, seconds, waited = (rows[-1] - rows[0]).tolist()
+        speed = done / seconds
     ends = (int(curve.steps[-1]) for curve in run.curves.values())
     steps = last["to"] if attempts else max(ends, default=0)
     yield "steps", f"{steps:,}", f"of {total:,}" if total else ""
     if attempts:
         note = f"in {len(attempts)} attempts" if len(attempts) > 1 else ""
         if speed and total and not last.get("ended"):
-            note = f"about {_duration((total - last['to']) / speed[0])} to go"
+            note = f"about {_duration((total - last['to']) / speed)} to go"
         yield "time", _duration(sum(map(_seconds, attempts))), note
     if goodput is not None:
         yield "goodput", f"{goodput:.0%}", "of the time, in steps that count"
     if speed:
-        yield "steps/s", _spell(speed[0]), f"first metrics after {_duration(speed[2])}"
+        yield "steps/s", _spell(speed), f"first metrics after {_duration(rows[0, 1])}"
     examples = run.curves.get("throughput/examples_per_second")
     if examples and not np.isnan(examples.values).all():
         yield "examples/s", _spell(float(np.nanmedian(examples.values))), "median"
     if speed:
-        yield "waiting for batches", f"{speed[1]:.1%}", "of the time"
+        yield "waiting for batches", f"{min(waited / seconds, 1.0):.1%}", "of the time"
     if parameters := run.info.get("parameters"):
         yield "parameters", amount(parameters["count"]), size(parameters["bytes"])
 
@@ -252,15 +241,6 @@ def _figures(run: Run) -> Iterator[tuple[str, str, str]]:
 def _clock(attempt: Mapping[str, Any]) -> np.ndarray:
     """Return rows of a step, the seconds since the start, and those spent waiting for batches."""
     return np.array(attempt.get("clock") or [], np.float64).reshape(-1, 3)
-
-
-def _speed(run: Run) -> tuple[float, float, float] | None:
-    """Return steps per second, the share of waiting, and the seconds up to the first metrics."""
-    rows = _clock(run.attempts[-1])[1:] if run.attempts else np.zeros((0, 3))
-    if len(rows) < 2 or not np.all(rows[-1, :2] > rows[0, :2]):
-        return None
-    steps, seconds, waited = (rows[-1] - rows[0]).tolist()  # the first interval compiles
-    return steps / seconds, min(waited / seconds, 1.0), float(rows[0, 1])
 
 
 def _speed_curves(run: Run) -> dict[str, Curve]:
@@ -292,46 +272,41 @@ def _goodput(run: Run) -> float | None:
     return min(useful / total, 1.0) if total else None
 
 
-class _Extent(NamedTuple):
-    """The last value of a metric, and the best: the lowest, the highest, or None of either."""
+def _best(run: Run, metric: str) -> tuple[str, float, float] | None:
+    """Return "lowest" or "highest", that value and its step, if either end is known to be better.
 
-    metric: str
-    last: float
-    text: str
-    best: float | None = None
-    step: float = 0.0
-    word: str = ""
-
-
-def _extent(run: Run, metric: str) -> _Extent | None:
+    That of a loss is, and that of a metric that evaluations measure too.
+    """
     if metric not in run.curves:
         return None
-    steps, values = run.curves[metric]
-    last, finite = float(values[-1]), np.isfinite(values)
-    if not finite.any():
-        return _Extent(metric, last, "never finite")
-    steps, values = steps[finite], values[finite]
-    word = _better(run, metric)
-    if not word:
-        low, high = _spell(values.min()), _spell(values.max())
-        text = f"always {low}" if low == high else f"between {low} and {high}"
-        return _Extent(metric, last, text)
-    index = np.argmin(values) if word == "lowest" else np.argmax(values)
-    best, step = float(values[index]), float(steps[index])
-    return _Extent(metric, last, f"{word} {_spell(best)} at step {step:,.0f}", best, step, word)
-
-
-def _better(run: Run, metric: str) -> str:
-    """Return which end of a metric is better, if it is a loss or evaluations measure it too."""
-    plan = run.argument("checkpoints") or {}
+    curve, plan = run.curves[metric], run.argument("checkpoints") or {}
     is_best = plan.get("best") == metric
-    best = read_best(metric, plan.get("mode") if is_best else None)
-    if best and best[1] == "min":
-        return "lowest"
+    order = read_best(metric, plan.get("mode") if is_best else None)
+    is_low = order is not None and order[1] == "min"
     prefix, _, name = metric.partition("/")
     namesakes = [other for other in run.curves if other.partition("/")[2] == name]
     is_evaluated = name and (prefix != "train" or len(namesakes) > 1)
-    return "highest" if is_best or is_evaluated else ""
+    finite = np.flatnonzero(np.isfinite(curve.values))
+    if not len(finite) or not (is_low or is_best or is_evaluated):
+        return None
+    values = curve.values[finite]
+    index = finite[np.argmin(values) if is_low else np.argmax(values)]
+    word = "lowest" if is_low else "highest"
+    return word, float(curve.values[index]), float(curve.steps[index])
+
+
+def _metric_figure(run: Run, metric: str) -> tuple[str, str, str]:
+    """Return a metric, its last value, and its best or its range."""
+    values, best = run.curves[metric].values, _best(run, metric)
+    finite = values[np.isfinite(values)]
+    if best:
+        text = f"{best[0]} {_spell(best[1])} at step {best[2]:,.0f}"
+    elif len(finite):
+        low, high = _spell(finite.min()), _spell(finite.max())
+        text = f"always {low}" if low == high else f"between {low} and {high}"
+    else:
+        text = "never finite"
+    return metric, _spell(values[-1]), text
 
 
 def _charts(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:
@@ -400,10 +375,6 @@ def _main_metrics(runs: Sequence[Run]) -> list[str]:
     return [metric for chart in sorted(charts, key=_loss_first) for metric in charts[chart]]
 
 
-def _loss_first(chart: str) -> tuple[bool, bool]:
-    return chart != "loss", "loss" not in chart
-
-
 def _shorten(value: float) -> float | str:
     """Shorten a number for JSON, which has no NaN and no inf."""
     if not math.isfinite(value):
@@ -427,13 +398,10 @@ def _spell(value: float) -> str:
 
 def _duration(seconds: float) -> str:
     """Write a duration in its two largest units."""
-    for large, small, unit, per in (
-        ("d", "h", 86400, 3600),
-        ("h", "min", 3600, 60),
-        ("min", "s", 60, 1),
-    ):
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    for (large, unit), (small, part) in pairwise(units):
         if seconds >= unit:
-            return f"{int(seconds // unit)} {large} {int(seconds % unit // per)} {small}"
+            return f"{int(seconds // unit)} {large} {int(seconds % unit // part)} {small}"
     return f"{seconds:.3g} s"
 
 

@@ -33,23 +33,17 @@ class ReportWriter(BaseHook):
     provides = ()
 
     def __init__(self, run_dir: Path, metadata: Mapping[str, Any]) -> None:
-        """Configure the writer; nothing is written before `open`.
-
-        Args:
-          run_dir: the directory of the run. An existing `run.json` has its earlier attempts.
-          metadata: the result of `run_metadata`.
-        """
         self._run_dir, self._metadata = run_dir, metadata
         self._tail = Tail(run_dir / "metrics.jsonl")
         self._attempts: list[dict[str, Any]] = []
-        self._attempt: dict[str, Any] | None = None  # the last of them, once it is open
+        self._attempt: dict[str, Any] = {}  # the last of them, once it is open
         self._opened_at = time.perf_counter()
         self._clock: list[tuple[int, float, float]] = []  # step, seconds, seconds of waiting
         self._last_row, self._row_count, self._stride = (0, 0.0, 0.0), 0, 1
         self._pause = _MIN_PAUSE
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="stepfold-report", daemon=True)
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         self._has_warned = False
 
     def __enter__(self) -> Self:
@@ -58,37 +52,36 @@ class ReportWriter(BaseHook):
     def open(self, step: int, total: int | None) -> None:
         if jax.process_index() != 0:
             return
-        self._attempts = self._earlier_attempts()
+        try:
+            self._attempts = list(read_run_info(self._run_dir).get("attempts", []))
+        except (StepfoldError, OSError) as error:
+            path = self._run_dir / NAME
+            names = (path.with_name(f"{NAME}.aside{number or ''}") for number in count())
+            aside = next(name for name in names if not name.exists())
+            warnings.warn(f"{error}; it is now {aside}", stacklevel=2)
+            self._try(lambda: os.replace(path, aside))
         self._opened_at = time.perf_counter()
         self._sample(step, 0.0)
-        self._attempt = {
-            "began": _utc_now(),
-            "from": step,
-            "to": step,
-            "total": total,
-            "updated": _utc_now(),
-            "ended": None,
-            "stop": None,
-        }
+        self._attempt = {"began": _utc_now(), "from": step, "to": step, "total": total}
+        self._attempt |= {"updated": self._attempt["began"], "ended": None, "stop": None}
         self._attempts.append(self._attempt)
         self._try(self._write_info)
         self._warn()
         self._thread.start()
 
     def __call__(self, event: Event) -> None:
-        if self._attempt is not None:
+        if self._attempt:
             self._attempt["to"] = event.step
             self._sample(event.step, event.data_wait_seconds)
             self._warn()
 
     def finish(self, step: int, stop: Stop | None) -> None:
         """Record the last step, and why the run stopped; None if an exception ended it."""
-        if self._attempt is not None:
-            self._attempt["to"] = step
-            self._attempt["stop"] = None if stop is None else stop._asdict()
+        if self._attempt:
+            self._attempt |= {"to": step, "stop": None if stop is None else stop._asdict()}
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._attempt is None:
+        if not self._attempt:
             return
         self._closing.set()
         if self._thread.ident is not None:
@@ -99,18 +92,6 @@ class ReportWriter(BaseHook):
             self._attempt["stop"] = Stop("error", message)._asdict()
         self._try(self._write_page)
         self._warn()
-
-    def _earlier_attempts(self) -> list[dict[str, Any]]:
-        """Read the attempts before this one; a file that cannot be read is moved aside."""
-        try:
-            return list(read_run_info(self._run_dir).get("attempts", []))
-        except (StepfoldError, OSError) as error:
-            path = self._run_dir / NAME
-            names = (path.with_name(f"{NAME}.aside{number or ''}") for number in count())
-            aside = next(name for name in names if not name.exists())
-            warnings.warn(f"{error}; it is now {aside}", stacklevel=3)
-            self._try(lambda: os.replace(path, aside))
-            return []
 
     def _sample(self, step: int, waited: float) -> None:
         """Note the time of a step, for at most `_CLOCK_ROWS` steps, evenly over the run."""
@@ -137,11 +118,10 @@ class ReportWriter(BaseHook):
         replace_file(self._run_dir / "report.html", page)
 
     def _write_info(self) -> None:
-        if self._attempt is not None:
-            clock = [*self._clock]
-            clock += [self._last_row] * (clock[-1] != self._last_row)
-            updated = self._attempt["ended"] or _utc_now()
-            self._attempt |= {"updated": updated, "pause": round(self._pause, 1), "clock": clock}
+        clock = [*self._clock]
+        clock += [self._last_row] * (clock[-1] != self._last_row)
+        updated = self._attempt["ended"] or _utc_now()
+        self._attempt |= {"updated": updated, "pause": round(self._pause, 1), "clock": clock}
         write_run_info(self._run_dir, {**self._metadata, "attempts": self._attempts})
 
     def _try(self, write: Callable[[], None]) -> None:

@@ -1,1 +1,1 @@
-"""What is kept of a run: writers of metrics, by clu's method names."""
+"""Writers of metrics, with the method names of clu."""

@@ -1,9 +1,10 @@
-"""The base class of metric writers, and the checks and conversions that stepfold's own share."""
+"""The base classes of metric writers, with their checks and conversions."""
 
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +23,9 @@ Buckets = Mapping[str, int] | None
 class Writer:
     """Base class of metric writers. Every method is a no-op; override those you need.
 
-    The methods are those of clu's `MetricWriter`. Any object that has them can be used as a
-    writer, so clu's writers can; only `resume` is optional.
-
-    Steps never decrease. Several calls with the same step belong together. If a metric is written
-    twice for a step, the later value counts.
+    The methods are those of clu's `MetricWriter`. Any object that has them is a writer, so clu's
+    writers are; only `resume` is optional. Steps never decrease. If a metric is written twice for
+    a step, the later value counts.
 
     >>> import stepfold as sf
     >>> class Printer(sf.Writer):
@@ -36,36 +35,46 @@ class Writer:
     >>> writer.write_scalars(10, {"train/loss": 0.5})
     10 {'train/loss': 0.5}
           10  train/loss 0.5
-    >>> writer.close()
     """
+
+    def _forward(self, method: str, *arguments: Any) -> None:
+        """Handle the call of a method that is not overridden."""
 
     def write_scalars(self, step: int, scalars: Values) -> None:
         """Write real numbers: Python, numpy or jax scalars."""
+        self._forward("write_scalars", step, scalars)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Write texts."""
+        self._forward("write_texts", step, texts)
 
     def write_histograms(self, step: int, arrays: Values, num_buckets: Buckets = None) -> None:
         """Write the distribution of the elements of arrays."""
+        self._forward("write_histograms", step, arrays, num_buckets)
 
     def write_images(self, step: int, images: Values) -> None:
         """Write images [H, W, C] or [N, H, W, C]: uint8, or floats from 0 to 1."""
+        self._forward("write_images", step, images)
 
     def write_hparams(self, hparams: Values) -> None:
         """Write the hyper-parameters of the run."""
+        self._forward("write_hparams", hparams)
 
     def resume(self, step: int) -> None:
         """Drop everything written for steps after `step`; the run continues there."""
+        self._forward("resume", step)
 
     def flush(self) -> None:
         """Return when everything written so far is durable."""
+        self._forward("flush")
 
     def close(self) -> None:
         """Flush and release resources."""
+        self._forward("close")
 
 
 class Histogram(NamedTuple):
-    """Counts of the finite elements between edges, and what TensorBoard wants besides."""
+    """Counts of the finite elements between edges, and the statistics that TensorBoard shows."""
 
     counts: list[int]
     edges: list[float]
@@ -82,11 +91,9 @@ class ConvertingWriter(Writer):
 
     def _write(self, step: int, values: Mapping[str, Value]) -> None:
         """Write numbers, texts, histograms or batches of uint8 images [N, H, W, C]."""
-        raise NotImplementedError
 
     def _write_settings(self, settings: Mapping[str, float | str]) -> None:
         """Write hyper-parameters: numbers as they are, anything else as text."""
-        raise NotImplementedError
 
     def write_scalars(self, step: int, scalars: Values) -> None:
         self._write(check_step(step), _convert("scalars", scalars, _number))
@@ -95,9 +102,7 @@ class ConvertingWriter(Writer):
         self._write(check_step(step), _convert("texts", texts, _text))
 
     def write_histograms(self, step: int, arrays: Values, num_buckets: Buckets = None) -> None:
-        def convert(name: str, array: Any) -> Histogram:
-            return _histogram(name, array, (num_buckets or {}).get(name))
-
+        convert = partial(_histogram, num_buckets or {})
         self._write(check_step(step), _convert("arrays", arrays, convert))
 
     def write_images(self, step: int, images: Values) -> None:
@@ -129,13 +134,18 @@ def _number(name: str, value: Any) -> float:
     """Convert a number of any library to Python's, exactly."""
     if type(value) in (float, int):
         return value  # type: ignore[no-any-return]
-    if tree.is_data(value) and np.size(value) == 1:
-        array = np.asarray(value).reshape(())
-        if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.integer):
-            return int(array)
-        if jnp.issubdtype(array.dtype, jnp.floating):
-            return float(array)
-    raise TypeError(f"{name}: expected one real number, got {tree.spell(value)}")
+    array = _real_array(name, value, "one real number", size=1).reshape(())
+    return float(array) if jnp.issubdtype(array.dtype, jnp.floating) else int(array)
+
+
+def _real_array(
+    name: str, value: Any, expected: str = "an array of real numbers", size: int | None = None
+) -> np.ndarray:
+    array = np.asarray(value if tree.is_data(value) else None)
+    is_real = array.dtype != object and not jnp.issubdtype(array.dtype, jnp.complexfloating)
+    if not is_real or size not in (None, array.size):
+        raise TypeError(f"{name}: expected {expected}, got {tree.spell(value)}")
+    return array
 
 
 def _text(name: str, value: Any) -> str:
@@ -144,40 +154,29 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _histogram(name: str, array: Any, buckets: int | None) -> Histogram:
-    elements = _real_array(name, array).astype(np.float64).ravel()
+def _histogram(num_buckets: Mapping[str, int], name: str, value: Any) -> Histogram:
+    elements = _real_array(name, value).astype(np.float64).ravel()
     finite = elements[np.isfinite(elements)]
-    if len(finite) and np.ptp(finite) > 0:
-        counts, edges = np.histogram(
-            finite, buckets or 30
-        )  # 30 is TensorBoard's default, and clu's
+    if finite.size and np.ptp(finite) > 0:
+        counts, edges = np.histogram(finite, num_buckets.get(name) or 30)  # TensorBoard's default
     else:  # one bucket around the only value, as in clu
-        middle = finite[0] if len(finite) else 0.0
-        counts, edges = np.array([len(finite)]), np.array([middle - 0.5, middle + 0.5])
-    nonfinite = len(elements) - len(finite)
-    total, squares = float(finite.sum()), float(finite @ finite)
-    return Histogram(counts.tolist(), edges.tolist(), nonfinite, total, squares)
+        counts, edges = np.array([finite.size]), finite[:1].sum() + np.array([-0.5, 0.5])
+    nonfinite, squares = elements.size - finite.size, float(finite @ finite)
+    return Histogram(counts.tolist(), edges.tolist(), nonfinite, float(finite.sum()), squares)
 
 
-def _pixels(name: str, image: Any) -> np.ndarray:
-    array = _real_array(name, image)
+def _pixels(name: str, value: Any) -> np.ndarray:
+    array = _real_array(name, value)
     array = array[None] if array.ndim == 3 else array
-    floating = jnp.issubdtype(array.dtype, jnp.floating)
-    fits = array.ndim == 4 and array.shape[-1] in (1, 3, 4) and array.size > 0
-    if not fits or not (floating or array.dtype == np.uint8):
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    is_batch = array.ndim == 4 and array.shape[-1] in (1, 3, 4) and array.size > 0
+    if not is_batch or not (is_float or array.dtype == np.uint8):
         raise ValueError(
             f"{name}: expected images [H, W, C] or [N, H, W, C] of 1, 3 or 4 channels, uint8 or "
-            f"floats from 0 to 1, got {tree.spell(image)}"
+            f"floats from 0 to 1, got {tree.spell(value)}"
         )
-    if not floating:
-        return array
-    return np.round(np.nan_to_num(array.astype(np.float32)).clip(0, 1) * 255).astype(np.uint8)
-
-
-def _real_array(name: str, value: Any) -> np.ndarray:
-    array = np.asarray(value if tree.is_data(value) else None)
-    if array.dtype == object or jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise TypeError(f"{name}: expected an array of real numbers, got {tree.spell(value)}")
+    if is_float:
+        array = np.round(np.nan_to_num(array.astype(np.float32)).clip(0, 1) * 255).astype(np.uint8)
     return array
 
 
@@ -187,15 +186,36 @@ def _setting(name: str, value: Any) -> float | str:
     return _number(name, value) if tree.is_data(value) and np.size(value) == 1 else repr(value)
 
 
+class FileWriter(ConvertingWriter):
+    """Base of the backends that append to a file, at a path or in a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+
+    def flush(self) -> None:
+        if self._file is not None:
+            with explain_os_errors(self._path):
+                os.fsync(self._file)
+
+    def close(self) -> None:
+        """Flush and close the file. A later write opens one again."""
+        try:
+            self.flush()
+        finally:
+            file, self._file = self._file, None
+            if file is not None:
+                os.close(file)
+
+
 def check_path(argument: str, path: Any, kind: str = "file") -> Path:
     """Check that a file or a folder can be written to, without touching it."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ConfigError(f"{argument}: expected the path of a {kind}, got {tree.spell(path)}")
     target = Path(path).absolute()
     existing = next(each for each in (target, *target.parents) if each.exists())
-    actual = "folder" if existing.is_dir() else "file"
-    if actual != (kind if existing == target else "folder"):
-        problem = f"{existing} is a {actual}"
+    if existing.is_dir() != (kind == "folder" or existing != target):
+        problem = f"{existing} is a {'folder' if existing.is_dir() else 'file'}"
     elif not os.access(existing, os.W_OK):
         problem = f"there is no permission to write to {existing}"
     else:
@@ -209,10 +229,8 @@ def check_path(argument: str, path: Any, kind: str = "file") -> Path:
 def require(package: str, argument: str, extra: str) -> None:
     """Check that an optional package is installed, without importing it."""
     if find_spec(package) is None:
-        raise ConfigError(
-            f"{argument}: expected {package}, which is not installed; "
-            f"install it with pip install 'stepfold[{extra}]'"
-        )
+        advice = f"install it with pip install 'stepfold[{extra}]'"
+        raise ConfigError(f"{argument}: expected {package}, which is not installed; {advice}")
 
 
 @contextmanager
@@ -229,12 +247,16 @@ def explain_os_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def append(file: int, data: bytes) -> None:
-    """Append all of the data to an open file or, if that fails, nothing."""
-    size = os.fstat(file).st_size
+def append(file: int, data: bytes, *, replaced: bytes = b"") -> None:
+    """Append all of the data in place of the last bytes or, if that fails, restore them."""
+    size = os.fstat(file).st_size - len(replaced)
     try:
+        if replaced:
+            os.ftruncate(file, size)
         while data:
             data = data[os.write(file, data) :]
     except OSError:
         os.ftruncate(file, size)
+        if replaced:
+            append(file, replaced)
         raise

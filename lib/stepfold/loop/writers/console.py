@@ -11,13 +11,11 @@ from stepfold.errors import ConfigError
 from stepfold.loop.writers.base import ConvertingWriter, Histogram, Value
 
 
-def console_writer(stream: TextIO | None = None) -> "ConsoleWriter":
+class console_writer(ConvertingWriter):  # noqa: N801
     """Write a line for each call, with numbers aligned in columns and rounded to five digits.
 
-    Histograms are written as a count and a range, images as their shape.
-
-    Args:
-      stream: where to write; None for `sys.stdout` at the time of the call.
+    Histograms are written as a count and a range, images as their shape. Without a `stream`, lines
+    go to `sys.stdout` at the time of the call.
 
     >>> import stepfold as sf
     >>> writer = sf.console_writer()
@@ -26,15 +24,10 @@ def console_writer(stream: TextIO | None = None) -> "ConsoleWriter":
     >>> writer.write_scalars(16, {"train/loss": 0.0125, "train/accuracy": 0.984375})
           16  train/loss 0.0125       train/accuracy 0.98438
     """
-    if stream is not None and not callable(getattr(stream, "write", None)):
-        raise ConfigError(f"stream: expected an open text file or None, got {stream!r}")
-    return ConsoleWriter(stream)
 
-
-class ConsoleWriter(ConvertingWriter):
-    """Write lines to a stream; made by `console_writer`."""
-
-    def __init__(self, stream: TextIO | None) -> None:
+    def __init__(self, stream: TextIO | None = None) -> None:
+        if stream is not None and not callable(getattr(stream, "write", None)):
+            raise ConfigError(f"stream: expected an open text file or None, got {stream!r}")
         self._stream = stream
 
     def _write(self, step: int, values: Mapping[str, Value]) -> None:

@@ -1,8 +1,7 @@
-"""TensorBoard event files, without TensorFlow.
+"""TensorBoard event files, without TensorFlow, by the protobufs of tensorboardX.
 
-tensorboardX provides the protobufs. Its `SummaryWriter` is not used: it writes in a thread whose
-errors are lost, its `flush` does not wait for that thread, and two of them that start within one
-second overwrite each other's file.
+Its `SummaryWriter` is not used: it loses errors, its `flush` does not wait, and two that start
+within one second overwrite each other's file.
 """
 
 import os
@@ -10,39 +9,22 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from stepfold.loop.writers.base import (
-    ConvertingWriter,
-    Histogram,
-    PathLike,
-    Value,
-    append,
-    check_path,
-    check_step,
-    explain_os_errors,
-    require,
-)
+from stepfold.loop.writers import base
 
 
-def tensorboard_writer(folder: PathLike) -> "TensorboardWriter":
+class tensorboard_writer(base.FileWriter):  # noqa: N801
     """Write event files into a folder, to be shown by `tensorboard --logdir folder`.
 
     TensorBoard keeps numbers in single precision. Elements of arrays that are not finite are
     counted in `name/nonfinite`. Several images of one name are called `name/0`, `name/1`, …
 
     The first write creates the folder and a file. The file is up to date after each write, even if
-    the process is killed, and durable after `flush`. `resume(step)` starts another file, which
-    makes TensorBoard hide what earlier ones hold for later steps.
-
-    Args:
-      folder: the folder of the files. Missing folders are created.
-
-    Raises:
-      ConfigError: if tensorboardX is not installed, or the folder cannot be written to.
+    the process is killed, and durable after `flush`. `resume(step)` makes TensorBoard hide what
+    earlier files hold for later steps.
 
     >>> import pathlib, stepfold as sf, tempfile
     >>> folder = pathlib.Path(tempfile.mkdtemp())
@@ -52,18 +34,12 @@ def tensorboard_writer(folder: PathLike) -> "TensorboardWriter":
     >>> len(list(folder.glob("events.out.tfevents.*")))
     1
     """
-    require("tensorboardX", "tensorboard_writer", "tensorboard")
-    return TensorboardWriter(check_path("tensorboard_writer", folder, "folder"))
 
+    def __init__(self, folder: base.PathLike) -> None:
+        base.require("tensorboardX", "tensorboard_writer", "tensorboard")
+        super().__init__(base.check_path("tensorboard_writer", folder, "folder"))
 
-class TensorboardWriter(ConvertingWriter):
-    """Write event files; made by `tensorboard_writer`."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file: int | None = None
-
-    def _write(self, step: int, values: Mapping[str, Value]) -> None:
+    def _write(self, step: int, values: Mapping[str, base.Value]) -> None:
         from tensorboardX.proto.summary_pb2 import Summary
 
         summaries = [each for name, value in values.items() for each in _summaries(name, value)]
@@ -80,61 +56,45 @@ class TensorboardWriter(ConvertingWriter):
         from tensorboardX.proto.event_pb2 import SessionLog
 
         start = SessionLog(status=SessionLog.START)
-        self._write_event(step=check_step(step) + 1, session_log=start)
-
-    def flush(self) -> None:
-        if self._file is not None:
-            with explain_os_errors(self._folder):
-                os.fsync(self._file)
-
-    def close(self) -> None:
-        """Flush and close the file. A later write starts another one."""
-        try:
-            self.flush()
-        finally:
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
+        self._write_event(step=base.check_step(step) + 1, session_log=start)
 
     def _write_event(self, **content: Any) -> None:
-        with explain_os_errors(self._folder):
+        with base.explain_os_errors(self._path):
             if self._file is None:
                 self._file = self._open()
-            append(self._file, _record(**content))
+            base.append(self._file, _record(**content))
 
     def _open(self) -> int:
         """Start a file that sorts after all others, since TensorBoard reads files in that order."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        names = [path.name for path in self._folder.glob("events.out.tfevents.*")]
+        self._path.mkdir(parents=True, exist_ok=True)
+        names = [path.name for path in self._path.glob("events.out.tfevents.*")]
         times = [name.split(".")[3] for name in names]
         # The clock may have gone back.
         now = max([int(time.time()), *(int(each) + 1 for each in times if each.isdecimal())])
         name = f"events.out.tfevents.{now}.{socket.gethostname()}.{len(names):06}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-        file = os.open(self._folder / name, flags, 0o666)
-        append(file, _record(file_version="brain.Event:2"))
+        file = os.open(self._path / name, flags, 0o666)
+        base.append(file, _record(file_version="brain.Event:2"))
         return file
 
 
-def _summaries(name: str, value: Value) -> Iterator[Any]:
+def _summaries(name: str, value: base.Value) -> Iterator[Any]:
     from tensorboardX import summary
-    from tensorboardX.proto.summary_pb2 import Summary
+    from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 
     if isinstance(value, str):
         yield summary.text(name, value).value[0]
-    elif isinstance(value, Histogram):
-        histogram = summary.histogram_raw(
-            name,
+    elif isinstance(value, base.Histogram):
+        histogram = HistogramProto(
             min=value.edges[0],
             max=value.edges[-1],
             num=sum(value.counts),
             sum=value.total,
             sum_squares=value.squares,
-            bucket_limits=value.edges,
-            bucket_counts=[0, *value.counts],  # an empty bucket that ends at the first edge
-        ).value[0]
-        histogram.tag = name  # tensorboardX changes some names
-        yield histogram
+            bucket_limit=value.edges,
+            bucket=[0, *value.counts],  # an empty bucket that ends at the first edge
+        )
+        yield Summary.Value(tag=name, histo=histogram)
         if value.nonfinite:
             yield Summary.Value(tag=f"{name}/nonfinite", simple_value=value.nonfinite)
     elif isinstance(value, np.ndarray):
