@@ -72,7 +72,8 @@ class StepRunner:
                 output = check_step_output(self._step(state, batch))
                 self._programs[1] = self._step
                 return output
-            if jax.config.jax_disable_jit:  # for eager debugging
+            settings: Any = jax.config
+            if settings.jax_disable_jit:  # for eager debugging
                 return run(state, batch)
             self._programs[count] = self._program(run, count, state, batch)
             return self._programs[count](state, batch)  # type: ignore[no-any-return]
