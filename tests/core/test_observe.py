@@ -52,7 +52,7 @@ def test_fit_shows_it_step_by_step():
         steps=8,
         log_every=4,
         steps_per_call=2,
-        hooks=[lambda event: seen.extend(event.each["train/step"])],
+        hooks=[lambda event: seen.extend(event.per_step["train/step"])],
     )
     assert seen == [1, 2, 3, 4, 5, 6, 7, 8]
 

@@ -1,9 +1,11 @@
+import functools
 import math
 
+import optax
 import pytest
 
 import stepfold as sf
-from stepfold.core.validation import check_count, check_positive
+from stepfold.core.validation import check_count, check_positive, spell_call, takes
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "3", None])
@@ -27,3 +29,32 @@ def test_zero_may_be_allowed():
     assert check_positive("limit", 0, allow_zero=True) == 0
     with pytest.raises(sf.ConfigError, match="limit: expected seconds, a number of at least 0"):
         check_positive("limit", -1, allow_zero=True, unit="seconds")
+
+
+def of_two(state, batch):
+    return state
+
+
+@pytest.mark.parametrize(
+    ("function", "counts"),
+    [
+        (of_two, [2]),
+        (lambda a, b=1, *, c=2: a, [1, 2]),
+        (lambda *all: all, [0, 1, 2, 3]),
+        (functools.partial(of_two, 1), [1]),
+        (optax.sgd(0.1).update, [2, 3]),
+    ],
+)
+def test_what_a_function_takes_is_told(function, counts):
+    assert [count for count in range(4) if takes(function, count)] == counts
+
+
+def test_what_cannot_be_looked_at_is_let_pass():
+    assert takes(max, 7)
+
+
+def test_a_function_is_spelt_without_types():
+    def loss_fn(params: dict, batch: dict | None = None, *, key: int = 3) -> float: ...
+
+    assert spell_call(loss_fn) == "loss_fn(params, batch=None, *, key=3)"
+    assert spell_call(functools.partial(of_two, 1)) == "partial(batch)"

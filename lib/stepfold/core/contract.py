@@ -14,7 +14,7 @@ from jax.errors import ConcretizationTypeError, TracerArrayConversionError
 from stepfold import tree
 from stepfold.core.loss import LossFn, Metrics, Terms
 from stepfold.core.optimizer import takes_any_keyword
-from stepfold.core.signatures import spell_call, takes
+from stepfold.core.validation import spell_call, takes
 from stepfold.errors import ConfigError, LossError, StepfoldError, TreeMismatchError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold import tree
 from stepfold.core.optimizer import as_optimizer, check_lookahead
-from stepfold.core.signatures import spell_call, takes
+from stepfold.core.validation import spell_call, takes
 from stepfold.errors import ConfigError
 
 if TYPE_CHECKING:

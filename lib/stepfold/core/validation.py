@@ -1,5 +1,7 @@
-"""Checks of plain arguments, so that every module refuses them in the same words."""
+"""Checks of arguments, so that every module refuses them in the same words."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from stepfold.errors import ConfigError
@@ -35,3 +37,34 @@ def check_positive(name: str, value: Any, *, allow_zero: bool = False, unit: str
             f"{name}: expected {what} {'of at least 0' if allow_zero else 'above 0'}, got {value!r}"
         )
     return value  # type: ignore[no-any-return]
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with this many positional arguments, as far as is known.
+
+    >>> takes(lambda state, batch: state, 2), takes(lambda params, batch, key: 0.0, 2)
+    (True, False)
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some have none to look at; the call itself will tell
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def spell_call(function: Callable[..., Any]) -> str:
+    """Spell a function by its name and what it takes, without types.
+
+    >>> def loss_fn(params: dict, batch: dict) -> float: ...
+    >>> spell_call(loss_fn)
+    'loss_fn(params, batch)'
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    signature = inspect.signature(function)
+    empty = inspect.Parameter.empty
+    plain = [each.replace(annotation=empty) for each in signature.parameters.values()]
+    return f"{name}{signature.replace(parameters=plain, return_annotation=empty)}"

@@ -8,9 +8,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from stepfold import tree
-from stepfold.core.signatures import spell_call, takes
 from stepfold.core.state import check_not_donated
-from stepfold.core.validation import check_count
+from stepfold.core.validation import check_count, spell_call, takes
 from stepfold.errors import ConfigError, DataError
 from stepfold.inspect.compiled import CompiledStep
 from stepfold.loop.data import check_batches

@@ -18,9 +18,8 @@ from stepfold.checkpoint.sealed import plain
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import read_directory, steps_in
 from stepfold.checkpoint.verify import latest_step
-from stepfold.core.signatures import spell_call, takes
 from stepfold.core.state import check_not_donated, is_available, strengthen
-from stepfold.core.validation import check_count, check_positive
+from stepfold.core.validation import check_count, check_positive, spell_call, takes
 from stepfold.errors import ConfigError
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Evaluation

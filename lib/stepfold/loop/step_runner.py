@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
-from stepfold.core.signatures import spell_call, takes
 from stepfold.core.state import strengthen
+from stepfold.core.validation import spell_call, takes
 from stepfold.errors import ConfigError, OutOfMemoryError, RetraceError
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.inspect.memory import exhausted, is_exhausted

@@ -84,6 +84,9 @@ class async_writer(Writer):  # noqa: N801
         self._lock = threading.Lock()  # guards all of the above
         self._wake = threading.Event()
 
+    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+        self._forward("write_scalars", step, scalars)
+
     def _forward(self, method: str, *arguments: Any) -> None:
         while len(self._calls) >= self._depth:
             self._wake.set()
