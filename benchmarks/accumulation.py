@@ -143,7 +143,7 @@ def main(argv=None):
     quick = parser.parse_args(argv).quick
     if quick:  # what is counted stays the same, and compiles in half the time
         jax.config.update("jax_disable_most_optimizations", True)
-    rows = measure((1, 4), 8, 1, 1) if quick else measure((1, 4, 16, 64), 64, 21, 3)
+    rows = measure((1, 4), 8, 1, 1) if quick else measure((1, 4, 16, 64), 64, 11, 3)
     show(rows, judge(rows))
     return rows
 

@@ -27,7 +27,14 @@ for name, value in COMPILED.items():
     jax.config.update(name, value)
     os.environ[name.upper()] = str(value)
 
-hypothesis.settings.register_profile("law", deadline=None, derandomize=True, max_examples=25)
+# A loaded machine is slow to draw examples; that is no failure.
+hypothesis.settings.register_profile(
+    "law",
+    deadline=None,
+    derandomize=True,
+    max_examples=25,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("law")
 
 
