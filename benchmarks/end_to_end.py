@@ -97,6 +97,8 @@ def run(name, steps, every, target):
     os.environ["KERAS_BACKEND"] = "jax"
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # jax keeps nothing on the disk either
     import_module(package)
+    if name == "fit":  # stepfold imports it when it is first used; the others import all they need
+        import_module("clu.metrics")
     weights, batches, points = gpt.draw(), list(gpt.batches(steps)), []
     start = time.perf_counter()
 

@@ -100,6 +100,14 @@ class Clock:
         self.pulled += 1
         return self.batch
 
+    def get_state(self):
+        """Give its position, which is asked for before a checkpoint."""
+        return {"step": self.pulled}
+
+    def set_state(self, state):
+        """Go to a position."""
+        self.pulled = state["step"]
+
     def microseconds(self):
         """Give CPU and wall time of a step."""
         (cpu, wall), (cpu_end, wall_end) = self.marks

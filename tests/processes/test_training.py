@@ -98,14 +98,14 @@ def test_two_processes_train_as_one(launcher, dims, once):
                 assert got == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
-def gives_uneven_rows(start, before):
+def gives_uneven_rows(start, before, patience):
     import jax
     import numpy as np
 
     import stepfold as sf
     from stepfold.sharding import placement
 
-    placement._PATIENCE = 5.0
+    placement._PATIENCE = patience
     start(shutdown=5)
     mesh = sf.make_mesh()
     for _ in range(before):
@@ -121,11 +121,11 @@ WORDS = "shard_batch: expected as many rows in every process, got {}; drop or pa
 
 
 def test_uneven_processes_are_refused_in_each():
-    outputs = launch.run_processes(gives_uneven_rows, args=(0,))
+    outputs = launch.run_processes(gives_uneven_rows, args=(0, 60.0))
     assert outputs == [WORDS.format("[4, 6]")] * 2
 
 
 def test_a_process_that_alone_has_other_rows_does_not_wait_for_ever():
-    one, other = launch.ends_of_processes(gives_uneven_rows, args=(2,))
+    one, other = launch.ends_of_processes(gives_uneven_rows, args=(2, 5.0))
     assert one.output == "nothing new\n"
     assert other.output == WORDS.format("6 here, and no answer from the others in 5.0 s")
