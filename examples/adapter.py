@@ -1,8 +1,8 @@
-"""Train with a trainer object: arguments from the command line, digits, and a run that goes on.
+"""Train a classifier of digits with a trainer object and arguments from the command line.
 
-Run it with `python examples/adapter.py`, and again: it goes on where it was. Any field of the
-arguments can be set, as in `python examples/adapter.py --num_train_epochs 6 --optimizer lion`.
-tyro or simple-parsing would make the same of `TrainingArguments`, which is a plain dataclass.
+Run it with `python examples/adapter.py`, and again to see it resume. Any field of the arguments can
+be set, as in `python examples/adapter.py --num_train_epochs 6 --optimizer lion`. Since
+`TrainingArguments` is a dataclass, tyro and simple-parsing can do the same.
 """
 
 import json
@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 import stepfold as sf
 from stepfold.adapter import Trainer, TrainingArguments
 
-USUAL = {
+DEFAULTS = {
     "output_dir": "runs/adapter",
     "num_train_epochs": 4,
     "total_batch_size": 64,
@@ -44,7 +44,7 @@ def init(key):
 
 
 def loss_fn(params, batch, _key):
-    """Take the masked mean of the cross-entropy, and of what is right as the accuracy."""
+    """Compute the masked means of the cross-entropy and the accuracy."""
     hidden = batch["image"] @ params["hidden"]["kernel"] + params["hidden"]["bias"]
     logits = jax.nn.relu(hidden) @ params["output"]["kernel"] + params["output"]["bias"]
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
@@ -52,37 +52,37 @@ def loss_fn(params, batch, _key):
     return sf.mean(nll, batch["mask"]), {"accuracy": sf.mean(hit, batch["mask"])}
 
 
-def read(words):
-    """Read `--name value` pairs as fields; what is no JSON is a text."""
+def parse(words):
+    """Parse `--name value` pairs as fields; a value that is not JSON is text."""
     fields = {}
     for name, value in zip(words[::2], words[1::2], strict=True):
         try:
             fields[name.removeprefix("--")] = json.loads(value)
         except ValueError:
             fields[name.removeprefix("--")] = value
-    return TrainingArguments(**USUAL | fields)
+    return TrainingArguments(**DEFAULTS | fields)
 
 
-def tell(_trainer, epoch, metrics):
-    """Print what an epoch came to."""
+def print_epoch(_trainer, epoch, metrics):
+    """Print the metrics of an epoch."""
     loss, accuracy = metrics["train_loss"], metrics["eval_accuracy"]
     print(f"epoch {epoch}  loss {loss:.4f}  test accuracy {accuracy:.4f}", flush=True)
 
 
 def main(*words):
-    """Train, or go on; save for torch, and write a card."""
+    """Train or resume, save for torch, and write a card."""
     digits = load_digits()
     data = {"image": np.float32(digits.data / 16), "label": np.int32(digits.target)}
     rows = np.split(np.random.default_rng(0).permutation(len(digits.target)), [1437])
     train, test = ({name: values[some] for name, values in data.items()} for some in rows)
 
     trainer = Trainer(
-        read(words),
+        parse(words),
         model=init,
         dataset_train=train,
         dataset_eval=test,
         loss_fn=loss_fn,
-        callbacks=[tell],
+        callbacks=[print_epoch],
     )
     output = trainer.train()
     print(f"{output.stopped}; the last checkpoint is {output.checkpoint_path}")

@@ -1,7 +1,7 @@
-"""A trainer of one's own: other batches, other steps, and a look at each step.
+"""Subclass the trainer: change batches, write both steps, and run a hook after each step.
 
-Run it with `python examples/subclass_adapter.py`. What a subclass does not write anew stays as it
-is: schedules, evaluations, checkpoints, the mesh.
+Run it with `python examples/subclass_adapter.py`. Everything that the subclass does not override
+stays: schedules, evaluations, checkpoints, the mesh.
 """
 
 import jax
@@ -14,10 +14,10 @@ from stepfold.adapter import Trainer, TrainerConfigureFunctionOutput, TrainingAr
 
 
 class CustomTrainer(Trainer):
-    """Learn digits from images that were turned to zeros and ones, with steps written by hand."""
+    """Train on binarized images of digits, with steps written by hand."""
 
     def create_collect_function(self, *_args, **_kwargs):
-        """Change a batch of columns before it goes to a step."""
+        """Binarize the images of a batch."""
 
         def collect_fn(batch):
             return {**batch, "images": (batch["images"] > 8).astype(np.float32)}
@@ -25,7 +25,7 @@ class CustomTrainer(Trainer):
         return collect_fn
 
     def configure_functions(self, *_args, **_kwargs):
-        """Write both steps; a number is a metric."""
+        """Return both steps; their metrics may be plain numbers."""
 
         def loss_of(params, batch):
             logits = batch["images"] @ params["kernel"] + params["bias"]
@@ -48,7 +48,7 @@ class CustomTrainer(Trainer):
         )
 
     def on_step_end(self, state, metrics, *args, **kwargs):
-        """Print the learning rate now and then."""
+        """Print the learning rate every 20 steps."""
         if self.scheduler is not None and state.step % 20 == 0:
             current_lr = self.scheduler(state.step)
             print(f"step {state.step} completed  current learning rate {current_lr:.5f}")

@@ -7,13 +7,19 @@ import pytest
 import stepfold as sf
 from stepfold.adapter import TrainingArguments
 from stepfold.adapter.loading import (
-    Anew,
-    Loader,
+    EvaluationLoader,
+    TrainingLoader,
+    collect_function,
+    columns,
     evaluation_batches,
     length_of,
+    num_rows,
+    position_at,
+    replicate_if_uneven,
+    seek,
     training_batches,
     with_mask,
-    without,
+    without_columns,
 )
 
 DATA = {"x": np.arange(10), "name": np.array(list("abcdefghij"))}
@@ -21,16 +27,18 @@ PLAIN = {"x": np.arange(10)}
 
 
 def training(dataset=PLAIN, **options):
-    given = TrainingArguments(**options)
-    return training_batches(given, dataset, 2, collect=None, prepare=with_mask, epoch_steps=None)
+    arguments = TrainingArguments(**options)
+    return training_batches(
+        arguments, dataset, 2, collect=None, prepare=with_mask, epoch_steps=None
+    )
 
 
 def evaluation(dataset=PLAIN, steps=None, **options):
-    given = TrainingArguments(**options)
-    return evaluation_batches(given, dataset, 4, collect=None, prepare=with_mask, steps=steps)
+    arguments = TrainingArguments(**options)
+    return evaluation_batches(arguments, dataset, 4, collect=None, prepare=with_mask, steps=steps)
 
 
-def test_a_loader_prepares_and_is_resumed_as_its_batches_are():
+def test_a_training_loader_prepares_batches_and_resumes_as_they_do():
     loader = training()
     first = [next(loader)["x"].tolist() for _ in range(3)]
     saved = loader.get_state()
@@ -47,26 +55,26 @@ def test_a_loader_prepares_and_is_resumed_as_its_batches_are():
 
 
 def test_prefetched_batches_are_the_same_and_know_their_epochs():
-    plain, ahead = training(), training(dataloader_num_workers=2)
-    assert [next(ahead)["x"].tolist() for _ in range(7)] == [
+    plain, prefetched = training(), training(dataloader_num_workers=2)
+    assert [next(prefetched)["x"].tolist() for _ in range(7)] == [
         next(plain)["x"].tolist() for _ in range(7)
     ]
-    assert ahead.steps_per_epoch == 5
-    assert ahead.get_state() == plain.get_state()
+    assert prefetched.steps_per_epoch == 5
+    assert prefetched.get_state() == plain.get_state()
 
 
-def test_a_run_begins_where_it_is_told_to():
+def test_a_run_starts_at_step_start_point():
     later, plain = training(step_start_point=3), training()
     assert next(later)["x"].tolist() == [next(plain) for _ in range(4)][3]["x"].tolist()
 
 
-def test_shares_are_those_that_were_asked_for():
+def test_shards_of_grain_shard_index_make_up_the_batch():
     halves = [training(grain_shard_index=index, grain_shard_count=2) for index in (0, 1)]
     whole = next(training())["x"].tolist()
     assert [int(next(half)["x"][0]) for half in halves] == whole
 
 
-def test_grain_reads_the_same_examples_and_goes_on_in_mid_epoch():
+def test_grain_reads_the_same_examples_and_resumes_in_mid_epoch():
     rows = [{"x": index} for index in range(10)]
     loader = training(rows, use_grain=True, dataloader_num_workers=2)
     epoch = [next(loader)["x"].tolist() for _ in range(5)]
@@ -80,36 +88,125 @@ def test_grain_reads_the_same_examples_and_goes_on_in_mid_epoch():
     assert next(resumed)["x"].tolist() == third[1]
 
 
-def test_an_evaluation_goes_through_all_of_it_each_time():
+def test_an_evaluation_reads_all_data_each_time():
     loader = evaluation()
     for _ in range(2):
         assert [batch["x"].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert len(list(evaluation(steps=1))) == 1
-    with pytest.raises(TypeError, match="nobody knows how many batches there are"):
-        len(Anew(lambda: iter([]), None))
+    with pytest.raises(TypeError, match="the number of batches is not known"):
+        len(EvaluationLoader(lambda: iter([]), None))
 
 
-def test_columns_are_left_out_of_arrays_and_of_examples():
+def test_an_iterator_is_refused_as_evaluation_data():
+    with pytest.raises(sf.ConfigError, match="dataset_eval: expected data that can be iterated"):
+        evaluation(iter([1, 2]))
+
+
+def test_columns_are_dropped_from_arrays_and_from_examples():
     options = TrainingArguments(ids_to_pop_from_dataset=("name",))
-    assert without(DATA, options) == ({"x": DATA["x"]}, None)
+    assert without_columns(DATA, options) == ({"x": DATA["x"]}, None)
     rows = [{"x": 1, "name": "a"}]
-    dataset, leave_out = without(rows, options)
-    assert [leave_out(row) for row in dataset] == [{"x": 1}]
+    dataset, drop_columns = without_columns(rows, options)
+    assert [drop_columns(row) for row in dataset] == [{"x": 1}]
     assert next(training(DATA, remove_unused_columns=True)).keys() == {"x", "mask"}
 
 
-def test_the_length_of_what_has_one():
+def test_the_length_of_datasets_that_have_one():
     assert [length_of(data) for data in (PLAIN, [1, 2], None, lambda: [1])] == [10, 2, None, None]
 
 
-def test_a_mask_that_is_there_stays():
+def test_a_mask_of_the_user_is_kept():
     batch = {"x": np.ones((2, 3)), "mask": np.zeros((2, 3))}
     assert with_mask(batch) is batch
     assert with_mask((1, 2)) == (1, 2)
     assert with_mask({"x": np.float32(1)}) == {"x": np.float32(1)}
 
 
-def test_what_has_no_batches_is_told_by_them():
+def test_the_rows_of_a_batch():
+    assert num_rows({"x": np.float32(1.0), "y": np.ones(4)}) == 4
+    assert num_rows(()) == 1
+
+
+def test_data_without_batches_is_refused_by_the_source():
     with pytest.raises(sf.DataError, match="source: expected an array"):
         training(3)
-    assert isinstance(training(jax.numpy.arange(10)), Loader)
+    assert isinstance(training(jax.numpy.arange(10)), TrainingLoader)
+
+
+def test_a_batch_that_does_not_divide_is_replicated():
+    mesh = sf.make_mesh()
+    assert replicate_if_uneven({"x": np.ones(16)}, mesh)["x"].__class__ is np.ndarray
+    whole = replicate_if_uneven({"x": np.ones(3)}, mesh)["x"]
+    assert whole.sharding.is_fully_replicated
+    assert len(whole.sharding.device_set) == 8
+    assert replicate_if_uneven({"x": np.ones(3)}, None)["x"].shape == (3,)
+
+
+# Collect functions
+
+
+def test_without_a_length_examples_are_stacked():
+    collect = collect_function(None, "keep_end")
+    assert collect([{"x": [1, 2]}, {"x": [3, 4]}])["x"].tolist() == [[1, 2], [3, 4]]
+    assert collect({"x": [[1, 2], [3, 4]]})["x"].tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(sf.DataError, match="expected one shape and dtype to stack"):
+        collect([{"x": [1]}, {"x": [1, 2]}])
+
+
+def test_rows_and_columns_make_the_same_batch():
+    collect = collect_function(3, "keep_start")
+    rows = collect([{"ids": [1, 2, 3, 4], "label": 0}, {"ids": [5], "label": 1}])
+    assert rows["ids"].tolist() == [[1, 2, 3], [5, 0, 0]]
+    as_columns = collect({"ids": [[1, 2, 3, 4], [5]], "label": [0, 1]})
+    assert {name: values.tolist() for name, values in as_columns.items()} == {
+        name: values.tolist() for name, values in rows.items()
+    }
+
+
+@pytest.mark.parametrize("length", [0, -1, 2.5, "4"])
+def test_a_length_that_is_not_a_count_is_refused(length):
+    with pytest.raises(sf.ConfigError, match="max_sequence_length"):
+        collect_function(length, "keep_end")
+
+
+def test_columns_of_one_shape_are_arrays_and_others_lists():
+    table = columns([{"x": np.ones(2), "ids": [1]}, {"x": np.ones(2), "ids": [2, 3]}])
+    assert table["x"].shape == (2, 2)
+    assert table["ids"] == [[1], [2, 3]]
+    assert columns([{"a": [1, [2]]}, {"a": [3, [4]]}])["a"] == [[1, [2]], [3, [4]]]
+    assert columns([1.0, 2.0]).tolist() == [1.0, 2.0]
+
+
+# Positions
+
+
+def test_batches_with_a_position_for_each_step_are_moved_to_it():
+    batches = sf.batches(np.arange(8), 2, seed=0)
+    seek(batches, None, 3)
+    assert batches.get_state()["step"] == 3
+    assert position_at(batches, 1)["step"] == 1
+    assert batches.get_state()["step"] == 3
+
+
+def test_batches_are_moved_to_a_saved_position():
+    batches = sf.batches(np.arange(8), 2, seed=0)
+    saved = {**batches.get_state(), "step": 2}
+    seek(batches, saved, 2)
+    assert batches.get_state() == saved
+
+
+def test_an_iterator_continues_where_it_is():
+    batches = iter([1, 2])
+    seek(batches, None, 3)
+    assert next(batches) == 1
+    assert position_at(batches, 3) is None
+    with pytest.raises(sf.CheckpointError, match="expected batches that can be moved to step 3"):
+        seek(batches, {"step": 3}, 3)
+
+
+def test_a_stream_is_moved_only_to_a_saved_position():
+    batches = sf.batches(iter(range(8)), 2)
+    next(batches)
+    before = batches.get_state()
+    seek(batches, None, 3)
+    assert batches.get_state() == before

@@ -3,35 +3,43 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-import safetensors.numpy
 
 import stepfold as sf
 from stepfold.adapter import saving
+from stepfold.adapter.arguments import TrainingArguments
 
-from . import digits
 
-
-def test_path_and_state_are_told_apart():
+def test_path_and_state_may_come_in_either_order():
     state = {"w": jnp.ones(1)}
-    for given in ((state, "a", None), ("a", state, None), (state, None, "a")):
-        path, found = saving.path_and_state(*given)
+    for values in ((state, "a", None), ("a", state, None), (state, None, "a")):
+        path, found = saving.path_and_state(*values)
         assert (str(path), found is state) == ("a", True)
     for wrong in ((None, None, None), ("a", "b", None), (state, state, "a")):
         with pytest.raises(sf.ConfigError, match="save_pretrained: expected one path and at most"):
             saving.path_and_state(*wrong)
 
 
-def test_gathering_is_refused():
-    saving.refuse_gathering(None)
-    with pytest.raises(sf.ConfigError, match="gather_fns: expected None, since arrays are saved"):
-        saving.refuse_gathering({"w": max})
+def test_a_state_is_saved_with_its_arguments_position_and_metrics(tmp_path, key):
+    import optax
+
+    state = sf.init_state({"w": jnp.ones(2)}, optax.sgd(0.1), key)
+    state = state._replace(step=state.step + 7)
+    arguments = TrainingArguments(learning_rate=1e-3, max_steps=9)
+    path = saving.save_state(
+        tmp_path / "a", state, arguments=arguments, data={"step": 7}, metrics={"eval/loss": 0.5}
+    )
+    assert path == tmp_path / "a" / "7"
+    restored = sf.restore(path.parent, jax.eval_shape(lambda: state))
+    assert (restored.step, restored.data, restored.metrics) == (7, {"step": 7}, {"eval/loss": 0.5})
+    assert TrainingArguments.from_json(path.parent / "arguments.json") == arguments
 
 
-def test_an_option_that_is_none_is_refused():
-    assert saving.torch_options({"names": {}}, "names") == {"names": {}}
-    assert saving.torch_options(None, "names") == {}
-    with pytest.raises(sf.ConfigError, match="there is no 'nams'; did you mean 'names'"):
-        saving.torch_options({"nams": {}}, "names")
+def test_arguments_without_json_leave_the_reason(tmp_path):
+    arguments = TrainingArguments(custom_scheduler=lambda step: 0.1, learning_rate=5e-5)
+    path = saving.save_state(tmp_path, {"w": jnp.ones(1)}, arguments=arguments)
+    reason = json.loads((tmp_path / "arguments.json").read_text())["arguments"]
+    assert reason.startswith("custom_scheduler: expected a value that JSON gives back")
+    assert sf.restore(tmp_path, {"w": jnp.zeros(1)}).step == int(path.name) == 0
 
 
 def test_a_checkpoint_is_found_by_its_run_its_folder_or_itself(tmp_path):
@@ -45,21 +53,10 @@ def test_a_checkpoint_is_found_by_its_run_its_folder_or_itself(tmp_path):
             saving.find_checkpoint(wrong)
 
 
-def test_names_for_torch_go_into_the_file(tmp_path):
-    params = {"dense": {"kernel": jnp.ones((2, 3))}}
-    names = {"dense/kernel": "lm_head"}
-    saving.save_for_torch(tmp_path, params, names=names, metadata={"by": "stepfold"})
-    with safetensors.safe_open(tmp_path / "model.safetensors", "numpy") as file:
-        assert list(file.keys()) == ["lm_head"]
-        assert file.metadata() == {"by": "stepfold", "format": "pt"}
-
-
-def test_arguments_that_are_code_are_said_to_be_left_out(tmp_path):
-    made = digits.trainer(custom_scheduler=lambda step: 0.1, learning_rate=5e-5, max_steps=1)
-    path = made.save_pretrained(tmp_path)
-    said = json.loads((tmp_path / "arguments.json").read_text())["arguments"]
-    assert said.startswith("custom_scheduler: expected a value that JSON gives back")
-    assert sf.restore(tmp_path, jax.eval_shape(lambda: made.state)).step == int(path.name) == 0
+@pytest.mark.parametrize("path", [5, None, " "])
+def test_what_is_not_a_path_is_refused(path):
+    with pytest.raises(sf.ConfigError, match=f"checkpoint: expected a path, got {path!r}; give"):
+        saving.find_checkpoint(path)
 
 
 def test_a_card_goes_to_a_file_or_into_a_folder(tmp_path):
@@ -69,9 +66,47 @@ def test_a_card_goes_to_a_file_or_into_a_folder(tmp_path):
     assert (tmp_path / "folder" / "README.md").read_text() == "# b\n"
 
 
-def test_a_place_that_is_none_is_said(tmp_path):
+def test_a_card_cannot_go_below_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(sf.CheckpointError, match="file: expected a directory, got a file"):
         saving.write_card(tmp_path / "file" / "card.md", "text")
-    with pytest.raises(sf.ConfigError, match="checkpoint: expected a path, got 5"):
-        saving.find_checkpoint(5)
+
+
+@pytest.mark.parametrize(
+    "reason", ["all 2 steps were done", sf.Stop("completed", "all 2 steps were done")]
+)
+def test_a_card_lists_arguments_parameters_devices_and_curves(reason):
+    text = saving.make_card(
+        "digits",
+        arguments={"learning_rate": 0.1, "left_out": None, "pattern": "a|b"},
+        params={"w": jnp.ones((3, 2))},
+        mesh=sf.make_mesh(),
+        history={"eval/loss": [2.0, 1.0]},
+        stop_reason=reason,
+        notes={"checkpoint": "runs/2"},
+    )
+    assert text.startswith("# digits\n\nThe run ended: all 2 steps were done.\n")
+    for part in ("| learning_rate | `0.1` |", "`'a\\|b'`", "| w    | (3, 2)", "'fsdp': 8"):
+        assert part in text
+    assert "| eval/loss | 2 | 2 | 1 | 1 | 2 | █▁ |" in text
+    assert "| checkpoint | `'runs/2'` |" in text
+    assert "left_out" not in text
+    assert f"| stepfold | `'{sf.__version__}'` |" in text
+    heads = [line[3:] for line in text.splitlines() if line.startswith("## ")]
+    assert heads == ["Notes", "Results", "Arguments", "Parameters", "Devices", "Versions"]
+
+
+def test_a_card_leaves_empty_sections_out():
+    text = saving.make_card("a", arguments={}, params={"w": jnp.ones(1)}, history={"x": [jnp.nan]})
+    assert "## Notes" not in text
+    assert "## Results" not in text
+    assert "## Arguments" not in text
+    assert "The run ended" not in text
+
+
+def test_a_long_curve_is_thinned_and_a_flat_one_is_low():
+    assert saving.sparkline(range(1000))[0] == "▁"
+    assert saving.sparkline(range(1000))[-1] == "█"
+    assert len(saving.sparkline(range(1000))) == 32
+    assert saving.sparkline([3.0, 3.0]) == "▁▁"
+    assert saving.sparkline([]) == ""

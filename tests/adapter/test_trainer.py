@@ -1,12 +1,35 @@
+"""A trainer: what it makes, what a subclass may override, and what it returns."""
+
+import io
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax.core import freeze
+from jax.sharding import PartitionSpec
 
 import stepfold as sf
-from stepfold.adapter import Trainer
+from stepfold.adapter import (
+    StopTraining,
+    Trainer,
+    TrainerConfigureDataloaderOutput,
+    TrainerConfigureModelOutput,
+)
+from stepfold.adapter.hooks import NullProgressBar, ProgressBar
 
 from . import digits
 
 
-def test_it_trains_a_second_time_from_where_it_was():
+@pytest.fixture(autouse=True)
+def as_a_user_would():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def test_a_second_train_continues_where_the_first_ended():
     made = digits.trainer(max_steps=10)
     made.train()
     assert made.train().stopped == "step 10 of 10 was done before"
@@ -16,13 +39,13 @@ def test_it_trains_a_second_time_from_where_it_was():
     assert digits.bits(again.state) == digits.bits(digits.trainer(max_steps=20).train().state)
 
 
-def test_not_to_train_is_said():
+def test_without_do_train_nothing_is_trained():
     made = digits.trainer(do_train=False)
     assert made.train().stopped == "do_train is False"
     assert int(made.state.step) == 0
 
 
-def test_what_is_missing_is_said():
+def test_missing_parts_are_named():
     with pytest.raises(sf.ConfigError, match="dataset_train: expected data to train on, got None"):
         digits.trainer(given={"dataset_train": None}).train()
     with pytest.raises(sf.ConfigError, match="dataset_eval: expected data to evaluate on, got Non"):
@@ -38,13 +61,13 @@ def test_what_is_missing_is_said():
         digits.trainer(OneStep).evaluate()
 
 
-def test_to_begin_anew_where_there_are_checkpoints_is_refused(tmp_path):
+def test_a_new_start_in_a_directory_with_checkpoints_is_refused(tmp_path):
     digits.trainer(output_dir=tmp_path).train()
     with pytest.raises(sf.ConfigError, match="resume=False: expected a directory without checkpo"):
         digits.trainer(output_dir=tmp_path, resume_if_possible=False).train()
 
 
-def test_checkpoints_hold_the_best_though_others_go(tmp_path):
+def test_the_best_checkpoint_is_kept_though_others_are_deleted(tmp_path):
     made = digits.trainer(
         output_dir=tmp_path,
         save_steps=5,
@@ -58,7 +81,7 @@ def test_checkpoints_hold_the_best_though_others_go(tmp_path):
     assert made.best == curve.steps[min(range(len(curve)), key=curve.__getitem__)]
 
 
-def test_the_weights_are_measured_now_and_then(tmp_path):
+def test_weight_distributions_are_written_at_their_interval(tmp_path):
     made = digits.trainer(
         output_dir=tmp_path, report_to=("jsonl",), weight_distribution_log_steps=10
     )
@@ -74,7 +97,7 @@ def test_performance_mode_shows_and_writes_nothing(tmp_path, capfd):
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_state_is_left_after_an_exception_where_nothing_is_saved():
+def test_there_is_a_state_after_an_exception_without_checkpoints():
     class Broken(Trainer):
         def on_step_end(self, state, metrics, step):
             if step == 13:
@@ -87,7 +110,7 @@ def test_a_state_is_left_after_an_exception_where_nothing_is_saved():
     assert made.evaluate()["eval_loss"] > 0
 
 
-def test_what_was_measured_is_still_known_after_a_second_call():
+def test_the_history_survives_a_second_call():
     made = digits.trainer(max_steps=10)
     made.train()
     before = {name: list(curve) for name, curve in made.history.items()}
@@ -95,7 +118,7 @@ def test_what_was_measured_is_still_known_after_a_second_call():
     assert {name: list(curve) for name, curve in made.history.items()} == before != {}
 
 
-def test_an_early_stop_that_cannot_come_is_said():
+def test_early_stopping_without_an_evaluation_is_refused():
     """There are no data to evaluate on, and so no eval/loss to wait for."""
     with pytest.raises(sf.ConfigError, match="early_stopping_patience"):
         digits.trainer(
@@ -103,19 +126,19 @@ def test_an_early_stop_that_cannot_come_is_said():
         ).train()
 
 
-def test_a_best_metric_that_nobody_measures_is_said(tmp_path):
+def test_a_best_metric_that_is_not_measured_is_refused(tmp_path):
     with pytest.raises(sf.ConfigError, match="eval/los.*eval/loss"):
         digits.trainer(
             output_dir=tmp_path, max_steps=10, eval_steps=5, metric_for_best_model="los"
         ).train()
 
 
-def test_a_seed_that_jax_does_not_take_is_refused_when_it_is_given():
+def test_a_seed_that_jax_does_not_take_is_refused():
     with pytest.raises(sf.ConfigError, match="seed: expected an integer"):
         digits.trainer(seed=2**70)
 
 
-def test_left_at_once_it_still_has_a_state(tmp_path):
+def test_there_is_a_state_after_an_exit_before_the_restore(tmp_path):
     """As after a second Ctrl-C, before anything was restored in the place of what was let go."""
     digits.trainer(output_dir=tmp_path, max_steps=5).train()
 
@@ -132,3 +155,444 @@ def test_left_at_once_it_still_has_a_state(tmp_path):
     assert int(made.state.step) == 5
     made.hooks.clear()
     assert made.train().stopped == "all 10 steps were done"
+
+
+# What a subclass may override
+
+
+def test_the_optimizer_of_a_subclass_is_used():
+    class Still(Trainer):
+        def configure_model(self):
+            return TrainerConfigureModelOutput(self.model, optax.sgd(0.0), None, {"layers": 1})
+
+    made = digits.trainer(Still)
+    before = digits.bits(made.state.params)
+    assert digits.bits(made.train().state.params) == before
+    assert made.config == {"layers": 1}
+    assert made.optimizer is made.tx
+
+
+def test_the_state_of_a_subclass_is_copied():
+    mine = sf.init_state(digits.init, optax.sgd(0.1), jax.random.key(5))
+
+    class Given(Trainer):
+        def configure_model(self):
+            return TrainerConfigureModelOutput(self.model, optax.sgd(0.1), state=mine)
+
+    made = digits.trainer(Given)
+    assert digits.bits(made.state) == digits.bits(mine)
+    made.train()
+    assert not mine.params["kernel"].is_deleted()
+
+
+def test_without_an_optimizer_of_a_subclass_that_of_the_arguments_is_used():
+    class Stateless(Trainer):
+        def configure_model(self):
+            return TrainerConfigureModelOutput(self.model)
+
+    made = digits.trainer(Stateless, scheduler="linear")
+    assert digits.bits(made.train().state) == digits.bits(
+        digits.trainer(scheduler="linear").train().state
+    )
+
+
+def test_the_output_of_super_can_be_changed():
+    class Doubled(Trainer):
+        def configure_model(self):
+            made = super().configure_model()
+            params = jax.tree.map(lambda leaf: 2 * leaf, made.state.params)
+            return made.replace(state=made.state._replace(params=params))
+
+    plain, doubled = digits.trainer(), digits.trainer(Doubled)
+    np.testing.assert_allclose(
+        doubled.state.params["kernel"], 2 * plain.state.params["kernel"], rtol=1e-6
+    )
+    assert int(doubled.train().state.step) == 20
+
+
+def test_the_batches_of_a_subclass_are_used():
+    rows = {name: values[:20] for name, values in digits.TRAIN.items()}
+    batch = {**rows, "mask": np.ones(20, bool)}
+
+    class Own(Trainer):
+        def configure_dataloaders(self):
+            return TrainerConfigureDataloaderOutput(
+                dataloader_train=[batch] * 3, dataloader_eval=lambda: [batch]
+            )
+
+    made = digits.trainer(Own, max_steps=-1, num_train_epochs=1, given={"dataset_train": None})
+    assert made.train().stopped == "the batches ended at step 3"
+    assert made.evaluate()["eval_loss"] > 0
+
+
+def test_without_finetune_parameters_are_drawn():
+    given = {"model_state": digits.init(jax.random.key(9))}
+    tuned, anew = (digits.trainer(given={**given, "finetune": yes}) for yes in (True, False))
+    assert digits.bits(tuned.state.params) == digits.bits(given["model_state"])
+    assert digits.bits(anew.state) == digits.bits(digits.trainer().state)
+
+
+def test_the_state_is_sharded_by_rules():
+    made = digits.trainer(
+        sharding_array=(1, -1, 2, 1),
+        total_batch_size=16,
+        given={"rules": [("kernel", PartitionSpec("fsdp", "tp"))]},
+    )
+    assert made.state.params["kernel"].sharding == made.state_shardings.params["kernel"]
+    assert made.state_partition_spec.params["kernel"] == PartitionSpec("fsdp", "tp")
+    whole = digits.trainer(
+        sharding_array=(1, -1, 1, 1), auto_shard_states=False, total_batch_size=16
+    )
+    assert whole.state.params["kernel"].sharding.is_fully_replicated
+
+
+def test_a_state_starts_at_step_start_point():
+    made = digits.trainer(step_start_point=5, scheduler="linear")
+    assert int(made.state.step) == 5
+    made.train()
+    assert int(made.state.step) == 20
+    assert made.history["train/learning_rate"][-1] == pytest.approx(1.5e-3, rel=1e-3)
+
+
+def test_dropped_columns_never_reach_the_loss():
+    made = digits.trainer(
+        ids_to_pop_from_dataset=("label", "mask"),
+        given={
+            "loss_fn": lambda p, b, k: sf.mean((b["image"] @ p["kernel"]) ** 2),
+            "dataset_eval": None,
+        },
+    )
+    assert next(made.dataloader_train).keys() == {"image"}
+    assert int(made.train().state.step) == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("watchers", [len], r"Watcher\(name, function, every\)"),
+        ("hooks", 5, "a list of functions of an event"),
+        ("hooks", [5], "a function"),
+        ("callbacks", len, r"a list of functions \(trainer, epoch, metrics\)"),
+        ("evaluations", sf.Evaluation(len), r"a list of sf.Evaluation\(…\)"),
+        ("evaluations", [len], r"sf.Evaluation\(…\)"),
+        ("data_collator", 5, "a function"),
+        ("eval_loss_fn", 5, "a function"),
+        ("scheduler", "linear", "a function"),
+        ("finetune", "yes", "True or False"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(name, value, wanted):
+    with pytest.raises(sf.ConfigError, match=rf"^{name}.*: expected {wanted}, got "):
+        digits.trainer(given={name: value})
+
+
+def rows():
+    return iter([{name: values[i] for name, values in digits.TRAIN.items()} for i in range(60)])
+
+
+def test_a_stream_is_iterated_once_for_each_epoch():
+    """Nobody knows how many steps that is, so that without them it would never end."""
+    made = digits.trainer(given={"dataset_train": rows}, num_train_epochs=2)
+    assert made.train().stopped == "the batches ended at step 6"
+
+
+def test_an_iterator_is_refused_as_evaluation_data():
+    with pytest.raises(sf.ConfigError, match="dataset_eval: expected data that can be iterated"):
+        digits.trainer(given={"dataset_eval": rows()})
+
+
+def test_stop_training_of_a_method_ends_the_run():
+    class Enough(Trainer):
+        def on_log(self, metrics, step):
+            if step >= 10:
+                raise StopTraining("enough")
+
+    made = digits.trainer(Enough, max_steps=50)
+    assert made.train().stopped.startswith("enough at step")
+    assert int(made.state.step) < 50
+
+
+def test_metrics_of_apply_training_hooks_are_logged(tmp_path):
+    class Changed(Trainer):
+        def apply_training_hooks(self, metrics):
+            return {**metrics, "train/added": 1.0}
+
+    digits.trainer(Changed, output_dir=tmp_path, report_to=("jsonl",)).train()
+    assert '"train/added": 1.0' in (tmp_path / "logs" / "metrics.jsonl").read_text()
+
+
+def test_the_state_of_the_trainer_is_that_of_the_run():
+    steps = []
+
+    class Looks(Trainer):
+        def on_log(self, metrics, step):
+            steps.append((step, int(self.state.step)))
+            assert float(self.state.params["bias"].sum()) is not None
+
+    digits.trainer(Looks, max_steps=10).train()
+    assert [step for step, _ in steps] == [5, 10, 10]
+    assert all(step <= of_state <= step + 4 for step, of_state in steps)
+
+
+def test_epochs_are_counted():
+    made = digits.trainer(num_train_epochs=2)
+    made.train()
+    assert made.epochs_done == 2
+
+
+def test_the_bar_of_a_subclass_is_shown():
+    class Bar:
+        step, closed = 0, False
+
+        def set_postfix(self, values):
+            self.values = values
+
+        def update(self, n):
+            self.step += n
+
+        def close(self):
+            self.closed = True
+
+    bar = Bar()
+
+    class Own(Trainer):
+        def create_progress_bar(self, total, desc="", disabled=False):
+            assert (total, desc, disabled) == (20, "model", False)
+            return bar
+
+    digits.trainer(Own).train()
+    assert (bar.step, bar.closed) == (20, True)
+    assert "eval/loss" in bar.values
+
+
+def test_an_exception_of_a_method_reaches_the_caller():
+    class Fails(Trainer):
+        def log_metrics(self, metrics, pbar, step, mode="train"):
+            raise sf.DataError("cut here")
+
+    made = digits.trainer(Fails)
+    with pytest.raises(sf.DataError, match="cut here"):
+        made.train()
+    assert made.stopped == "DataError: cut here"
+
+
+# Methods
+
+
+@pytest.fixture(scope="module")
+def made():
+    return digits.trainer(progress_bar_type="json", training_time_limit="1h")
+
+
+def test_by_default_the_hooks_do_nothing(made):
+    assert made.on_step_start("state", 1) == "state"
+    assert made.on_step_end("state", {}, 1) == ("state", {})
+    assert made.on_log({}, 1) is made.start_training_hook() is made.start_evaluation_hook() is None
+
+
+def test_the_kind_of_bar(made):
+    assert isinstance(made.create_progress_bar(10), ProgressBar)
+    for silent in ({"performance_mode": True}, {"progress_bar_type": "none"}):
+        assert isinstance(digits.trainer(**silent).create_progress_bar(10), NullProgressBar)
+    assert isinstance(made.create_progress_bar(10, disabled=True), NullProgressBar)
+
+
+def test_the_time_limit_ends_a_run(made):
+    with made.timer("train"):
+        assert made.apply_training_hooks({"train/loss": 1.0}) == {"train/loss": 1.0}
+    late = digits.trainer(training_time_limit=1e-6)
+    with pytest.raises(StopTraining, match="the time limit"), late.timer("train"):
+        late.apply_training_hooks({"train/loss": 1.0})
+
+
+def test_gradient_norms_are_written_with_log_grad_norms(tmp_path):
+    for wanted in (True, False):
+        place = tmp_path / str(wanted)
+        digits.trainer(output_dir=place, log_grad_norms=wanted, report_to=("jsonl",)).train()
+        assert ("grad_norm" in (place / "logs" / "metrics.jsonl").read_text()) == wanted
+
+
+def test_weight_distributions_by_path(made):
+    found = made.log_weight_distribution(made.state, 1)
+    bias = np.asarray(made.state.params["bias"])
+    assert found["weights/bias/std"] == pytest.approx(float(bias.std()))
+
+
+def test_log_weight_distribution_may_be_overridden(tmp_path):
+    steps = []
+
+    class Own(Trainer):
+        def log_weight_distribution(self, state, step):
+            steps.append(step)
+
+    digits.trainer(Own, weight_distribution_log_steps=10).train()
+    assert steps == [10, 20]
+
+
+class Lines:
+    """A writer that keeps what is written."""
+
+    def __init__(self):
+        self.lines = []
+
+    def write_scalars(self, step, scalars):
+        self.lines.append((step, dict(scalars)))
+
+
+class Bar:
+    step = 0
+
+    def __init__(self):
+        self.shown = []
+
+    def set_postfix(self, values):
+        self.shown.append((self.step, dict(values)))
+
+    def update(self, n=1):
+        self.step += n
+
+
+def test_names_get_the_prefix_of_the_mode_once():
+    trainer = digits.trainer()
+    trainer.writer = Lines()
+    metrics = {"loss": 1, "train/loss": 2, "eval/loss": 3, "a/mlperf": 4, "train/grad_norm": 5}
+    trainer.log_metrics(metrics, None, 5, "eval")
+    written = {"eval/loss": 3.0, "train/loss": 2.0, "train/grad_norm": 5.0}
+    assert trainer.writer.lines == [(5, written)]
+
+
+def test_train_metrics_are_shown_and_written_at_their_intervals_and_at_the_end():
+    trainer, bar = digits.trainer(log_steps=5, report_steps=10, max_steps=23), Bar()
+    trainer.writer = Lines()
+    for step in (5, 10, 12, 23):
+        trainer.log_metrics({"loss": float(step)}, bar, step)
+    trainer.log_metrics({"loss": 0.0}, bar, 12, "eval")
+    assert [values["train/loss"] for _, values in bar.shown[:-1]] == [5, 10, 12, 23]
+    assert bar.shown[-1][1] == {"eval/loss": 0.0}
+    assert [step for step, _ in trainer.writer.lines] == [10, 23, 12]
+
+
+def test_the_flags_of_log_metrics():
+    trainer, bar = digits.trainer(log_steps=5, report_steps=10), Bar()
+    trainer.writer = Lines()
+    trainer.log_metrics({"loss": 1.0}, bar, 10, update_progress=False)
+    assert (bar.shown, len(trainer.writer.lines)) == ([], 1)
+    trainer.log_metrics({"loss": 1.0}, bar, 10, log_to_backends=False)
+    assert (len(bar.shown), len(trainer.writer.lines)) == (1, 1)
+    trainer.log_metrics({"loss": 1.0}, bar, 5)
+    assert len(trainer.writer.lines) == 1
+    trainer.log_metrics({"loss": 1.0}, bar, 5, force_report=True)
+    assert trainer.writer.lines[1:] == [(5, {"train/loss": 1.0})]
+    trainer.log_metrics({"loss": 1.0}, bar, 5, log_to_backends=False, force_report=True)
+    assert len(trainer.writer.lines) == 2
+
+
+def test_log_metrics_sees_the_numbers_of_hooks(tmp_path):
+    hook = lambda event: {"mine/step": event.step} if event.is_train else None
+    trainer = digits.trainer(output_dir=tmp_path, report_to=("jsonl",), given={"hooks": [hook]})
+    trainer.train()
+    assert '"mine/step": 5' in (tmp_path / "logs" / "metrics.jsonl").read_text()
+
+
+def test_log_metrics_takes_a_bar_of_tqdm():
+    from tqdm import tqdm
+
+    trainer = digits.trainer(log_steps=1)
+    with tqdm(total=10, file=io.StringIO()) as bar:
+        trainer.log_metrics({"train/loss": 1.0}, bar, 4)
+        trainer.log_metrics({"train/loss": 1.0}, bar, 6)
+        assert bar.n == 6
+
+
+def test_flops_of_a_compiled_step_are_those_on_all_devices():
+    trainer = digits.trainer(sharding_array=(1, -1, 1, 1), total_batch_size=16)
+    assert trainer.compile_aot()
+    assert trainer.calculate_number_total_flops({}, is_training=False) == 2 * 16 * 64 * 10
+
+
+@pytest.mark.parametrize(
+    ("params", "count"),
+    [
+        ({"w": np.ones((2, 3)), "b": jnp.ones(())}, 7),
+        (freeze({"w": jnp.ones((2, 3))}), 6),
+        (eqx.nn.Linear(2, 3, key=jax.random.key(0)), 9),
+        ((jnp.ones(2), jax.random.key(0), "name", None), 2),
+        ({"w": jnp.ones((3, 2)), "b": jax.ShapeDtypeStruct((2,), "f4"), "f": max}, 8),
+        ({}, 0),
+    ],
+)
+def test_parameters_of_any_tree_are_counted(params, count):
+    assert Trainer.count_model_parameters(params) == count
+
+
+def test_aliases(made):
+    assert made.state is made._model_state is made.model_state
+    assert made.optimizer is made.tx
+    assert made.train_step_fn is made.sharded_training_step_function
+    assert made.eval_step_fn is made.sharded_evaluation_step_function
+
+
+def test_the_state_can_be_set_by_its_aliases():
+    trainer = digits.trainer()
+    state = trainer.state._replace(step=jnp.int32(3))
+    trainer.state = state
+    assert trainer.model_state is state
+
+
+def test_sizes_are_those_of_the_plan(made):
+    assert (made.training_batch_size, made.evaluation_batch_size) == (20, 20)
+    sized = digits.trainer(eval_batch_size=50)
+    assert sized.evaluation_batch_size == 50
+
+
+def test_which_processes_write(made, monkeypatch):
+    assert (made.is_process_zero, made.is_enable) == (True, True)
+    everywhere = digits.trainer(log_all_workers=True)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert (made.is_process_zero, made.is_enable) == (False, False)
+    assert everywhere.is_enable
+
+
+def test_there_is_no_wandb_run_without_use_wandb(made):
+    assert made.wandb_runtime is None
+
+
+class Own(Trainer):
+    def create_collect_function(self):
+        return lambda batch: {"seen": sorted(batch)}
+
+
+def test_a_method_set_on_the_object_is_called():
+    trainer = digits.trainer(max_steps=5)
+    steps = []
+    trainer.on_step_end = lambda state, metrics, step: steps.append(step)
+    trainer.train()
+    assert steps == [1, 2, 3, 4, 5]
+
+
+def collected(kind=Trainer, examples=(), given=None, **changes):
+    """Make a batch of the examples as a trainer does; None if it stacks them itself."""
+    trainer = digits.trainer(kind, given={"dataset_eval": None, **(given or {})}, **changes)
+    collect = trainer._collect(None)
+    return None if collect is None else collect(list(examples))
+
+
+def test_which_function_makes_batches():
+    rows = [{"x": 1, "y": 2}, {"x": 3, "y": 4}]
+    assert collected() is None
+    assert collected(examples=[{"ids": [1, 2]}], max_length=64)["ids"].shape == (1, 64)
+    assert collected(examples=rows, given={"data_collator": len}) == 2
+    assert collected(Own, rows) == {"seen": ["x", "y"]}
+    collator = lambda examples: {"mine": examples}
+    assert collected(Own, rows, given={"data_collator": collator}) == {"seen": ["mine"]}
+
+
+def test_a_method_for_all_kinds_of_data_comes_before_the_default_of_one():
+    assert collected(Own, [{"x": 1}], use_grain=True) == {"seen": ["x"]}
+
+    class Grain(Own):
+        def create_grain_collect_function(self, max_sequence_length, truncation_mode):
+            return lambda batch: (max_sequence_length, truncation_mode)
+
+    assert collected(Grain, [{"x": 1}], use_grain=True) == (None, "keep_end")
+    assert collected(Grain, [{"x": 1}]) == {"seen": ["x"]}

@@ -38,6 +38,7 @@ from stepfold.adapter import (
     TrainerConfigureModelOutput,
     TrainerOutput,
     TrainingArguments,
+    Watcher,
 )
 
 ROWS = {}
@@ -194,13 +195,21 @@ def _(ran, place):
 
 @row("A", "the four outputs")
 def _(ran, place):
-    for made in (ran.output, ran.configure_model(), ran.configure_functions()):
+    for made in (ran.output, ran.configure_model().replace(state=None), ran.configure_functions()):
         kind = type(made)
         assert kind.from_dict(made.to_dict()).to_dict() == made.to_dict()
         assert kind.from_json(made.to_json()).to_json() == made.to_json()
         assert jax.tree.structure(jax.tree.map(lambda leaf: leaf, made)) is not None
-    again = TrainerOutput.from_json(ran.output.to_json())
+    text = ran.output.to_json()
+    assert len(text) < 1000  # a path in place of the arrays
+    again = TrainerOutput.from_json(text, like=ran.output.state)
     assert bits(again.state) == bits(ran.output.state)
+    with pytest.raises(sf.ConfigError, match="state: it is in the checkpoint .*20; load it with"):
+        _ = TrainerOutput.from_json(text).state.step
+    with pytest.raises(sf.ConfigError, match="save arrays with sf.save"):
+        ran.configure_model().to_json()
+    with pytest.raises(sf.ConfigError, match="checkpoint_path: expected '<directory>/<step>'"):
+        ran.output.replace(checkpoint_path=None).to_json()
     assert again.replace(checkpoint_path="b").checkpoint_path == "b"
 
 
@@ -295,6 +304,34 @@ def _(ran, place):
     assert found["weights/kernel/mean"] == pytest.approx(kernel.mean(), abs=1e-6)
     assert found["weights/kernel/max"] == pytest.approx(kernel.max())
     assert not [name for name in found if "bias" in name]
+
+
+@row("A", "log_watchers(state, step)")
+def _(ran, place):
+    watchers = [
+        Watcher("norm", lambda state: optax.tree.norm(state.params), every=10),
+        Watcher("bias", lambda state: {"max": state.params["bias"].max()}, every=5),
+    ]
+    made = trainer(output_dir=place, report_to=("jsonl",), given={"watchers": watchers})
+    made.train()
+    assert made.history["watch/norm"].steps == [10, 20]
+    last = float(optax.tree.norm(made.state.params))
+    assert made.history["watch/norm"][-1] == pytest.approx(last)
+    assert made.history["watch/bias/max"].steps == [5, 10, 15, 20]
+    assert '"watch/norm"' in (place / "logs" / "metrics.jsonl").read_text()
+    assert made.log_watchers(made.state, 30)["watch/norm"] == pytest.approx(last)
+
+
+@row("A", "log_metrics(…, update_progress, log_to_backends, force_report)")
+def _(ran, place):
+    made, bar = trainer(log_steps=5, report_steps=10), Bar()
+    made.writer = Lines()
+    made.log_metrics({"loss": 1.0}, bar, 10, update_progress=False)
+    assert (len(bar.shown), len(made.writer.lines)) == (0, 1)
+    made.log_metrics({"loss": 1.0}, bar, 10, log_to_backends=False)
+    assert (len(bar.shown), len(made.writer.lines)) == (1, 1)
+    made.log_metrics({"loss": 1.0}, bar, 5, force_report=True)
+    assert (len(bar.shown), len(made.writer.lines)) == (2, 2)
 
 
 @row("A", "apply_training_hooks(metrics)")

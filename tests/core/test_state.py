@@ -406,3 +406,10 @@ def test_a_state_has_a_short_repr():
     )
     assert repr(state).startswith("TrainState(step=int32[], params={99 arrays, 891 elements}, ")
     assert len(repr(state)) < 200
+
+
+def test_parameters_that_are_committed_can_be_planned_for(key):
+    params = jax.device_put({"w": jnp.ones(3)}, jax.devices()[1])
+    shape = jax.eval_shape(lambda key: sf.init_state(params, optax.adam(0.1), key), key)
+    assert shape.params["w"].shape == (3,)
+    assert sf.init_state(params, optax.adam(0.1), key).step.devices() == {jax.devices()[1]}

@@ -5,7 +5,14 @@ import optax
 import pytest
 
 import stepfold as sf
-from stepfold.core.validation import check_count, check_positive, spell_call, takes
+from stepfold.core.validation import (
+    check_count,
+    check_positive,
+    refuse_unknown,
+    spell_call,
+    suggest,
+    takes,
+)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "3", None])
@@ -58,3 +65,14 @@ def test_a_function_is_spelt_without_types():
 
     assert spell_call(loss_fn) == "loss_fn(params, batch=None, *, key=3)"
     assert spell_call(functools.partial(of_two, 1)) == "partial(batch)"
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(sf.ConfigError, match="Trainer: there is no 'xyz'; there are alpha, beta"):
+        refuse_unknown("Trainer", ["xyz"], ["alpha", "beta"])
+    refuse_unknown("Trainer", ["beta"], ["alpha", "beta"])
+
+
+def test_the_closest_name_is_suggested():
+    assert suggest("step", ["no", "steps"]) == "did you mean 'steps'?"
+    assert suggest("zzz", ["no"]) == ""

@@ -1,55 +1,37 @@
-"""Batches of a trainer's datasets: which columns, in which order, made of examples by what."""
+"""Batches of a trainer's datasets: columns, padding, order, masks, and positions in the data."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
-from stepfold.adapter.collecting import Collect
-from stepfold.adapter.parts.examples import shuffle_seed, transform
+from stepfold.adapter.arguments import TrainingArguments
+from stepfold.adapter.from_arguments import shuffle_seed, transform
 from stepfold.data.batches import batches
+from stepfold.data.collate import collate
+from stepfold.data.integers import read_integer
+from stepfold.data.leaves import check_truncate
 from stepfold.data.prefetch import prefetch
 from stepfold.data.sources.grained import Grained
 from stepfold.data.sources.kinds import is_stream, read_source
 from stepfold.data.sources.rows import ENDLESS
-from stepfold.errors import ConfigError
+from stepfold.data.sources.stacking import stack
+from stepfold.errors import CheckpointError, ConfigError
+from stepfold.sharding.mesh import DATA_AXES
 
+Collect = Callable[[Any], Any]
 Prepare = Callable[[Any], Any]
 
 
-def length_of(dataset: Any) -> int | None:
-    """Give how many examples there are, or None where nobody knows.
-
-    >>> length_of({"x": np.ones((6, 2))}), length_of(iter([1, 2])), length_of(None)
-    (6, None, None)
-    """
-    if dataset is None or is_stream(dataset):
-        return None
-    length = read_source(dataset).length
-    return None if length == ENDLESS else length
-
-
-def check_again(name: str, dataset: Any) -> None:
-    """Refuse what can be gone through only once, as a generator can.
-
-    Raises:
-      ConfigError: with what to give.
-    """
-    if hasattr(type(dataset), "__next__"):
-        raise ConfigError(
-            f"{name}: expected data that can be gone through for each evaluation, got "
-            f"{tree.spell(dataset)}; give a list of it, or a function that makes it"
-        )
-
-
-class Loader:
-    """Batches, each prepared when it is taken; all else is the batches' own.
+class TrainingLoader:
+    """Batches that are prepared one by one; all other attributes are those of the batches.
 
     >>> import stepfold as sf
-    >>> loader = Loader(sf.batches({"x": np.arange(6)}, 3, seed=0), with_mask, 2)
+    >>> loader = TrainingLoader(sf.batches({"x": np.arange(6)}, 3, seed=0), with_mask, 2)
     >>> next(loader)["mask"].tolist(), loader.get_state()["step"], loader.steps_per_epoch
     ([True, True, True], 1, 2)
     """
@@ -64,16 +46,16 @@ class Loader:
         return self._prepare(next(self._inner))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # not while it is being copied
+        if name.startswith("_"):  # `_inner` itself while a copy is made
             raise AttributeError(name)
         return getattr(self._inner, name)
 
 
-class Anew:
-    """Batches that are made anew each time that they are gone through.
+class EvaluationLoader:
+    """Batches that are made again for each iteration.
 
-    >>> again = Anew(lambda: iter([1, 2, 3]), 2)
-    >>> list(again), list(again), len(again)
+    >>> loader = EvaluationLoader(lambda: iter([1, 2, 3]), steps=2)
+    >>> list(loader), list(loader), len(loader)
     ([1, 2], [1, 2], 2)
     """
 
@@ -85,12 +67,12 @@ class Anew:
 
     def __len__(self) -> int:
         if self._steps is None:
-            raise TypeError("dataloader_eval: nobody knows how many batches there are")
+            raise TypeError("dataloader_eval: the number of batches is not known")
         return self._steps
 
 
 def training_batches(
-    arguments: Any,
+    arguments: TrainingArguments,
     dataset: Any,
     batch_size: int,
     *,
@@ -98,84 +80,102 @@ def training_batches(
     prepare: Prepare,
     epoch_steps: int | None,
     epochs: int | None = None,
-) -> Loader:
-    """Make the batches of a run: shuffled anew each epoch, without end, and without the rest.
+) -> TrainingLoader:
+    """Make endless batches to train on, shuffled anew each epoch, without incomplete ones.
 
     Args:
-      arguments: `TrainingArguments`.
-      dataset: any source or stream that `stepfold.batches` takes.
-      batch_size: the examples of a batch, of all processes.
-      collect: what makes a batch of a list of examples; None stacks them.
-      prepare: what is done to each batch.
-      epoch_steps: the batches of an epoch, if they are known.
-      epochs: how often to go through a stream, where nobody knows the steps of the run.
+      arguments: the arguments.
+      dataset: a source or stream that `stepfold.batches` takes.
+      batch_size: the examples of a batch, over all processes.
+      collect: makes a batch of a list of examples; None stacks them.
+      prepare: is applied to each batch.
+      epoch_steps: the batches of an epoch, if known.
+      epochs: how often to iterate a stream if the steps of the run are not known.
     """
     seed = shuffle_seed(arguments)
-    dataset, leave_out = without(dataset, arguments)
-    grained = arguments.use_grain and not is_stream(dataset)
-    if grained:
+    dataset, drop_columns = without_columns(dataset, arguments)
+    is_grain = arguments.use_grain and not is_stream(dataset)
+    if is_grain:
         threads = arguments.dataloader_num_workers
         dataset, seed = Grained(dataset, seed=seed, threads=threads), None
-    stream = is_stream(dataset)
-    made: Any = batches(
+    streams = is_stream(dataset)
+    loader: Any = batches(
         dataset,
         batch_size,
-        seed=None if stream else seed,
-        start=0 if stream else arguments.step_start_point,
-        epochs=epochs if stream else None,
-        transform=leave_out,
+        seed=None if streams else seed,
+        start=0 if streams else arguments.step_start_point,
+        epochs=epochs if streams else None,
+        transform=drop_columns,
         collate=collect,
         process_index=arguments.grain_shard_index,
         process_count=arguments.grain_shard_count,
     )
-    epoch_steps = epoch_steps or getattr(made, "steps_per_epoch", None)
-    if arguments.dataloader_num_workers and not grained:
-        made = prefetch(made, size=arguments.dataloader_num_workers)
-    return Loader(made, prepare, epoch_steps)
+    epoch_steps = epoch_steps or getattr(loader, "steps_per_epoch", None)
+    if arguments.dataloader_num_workers and not is_grain:
+        loader = prefetch(loader, size=arguments.dataloader_num_workers)
+    return TrainingLoader(loader, prepare, epoch_steps)
 
 
 def evaluation_batches(
-    arguments: Any,
+    arguments: TrainingArguments,
     dataset: Any,
     batch_size: int,
     *,
     collect: Collect | None,
     prepare: Prepare,
     steps: int | None,
-) -> Anew:
-    """Make the batches of an evaluation: in order, once, the last one as long as it is.
+) -> EvaluationLoader:
+    """Make the batches of an evaluation: in order, once, with an incomplete last one.
 
-    Several processes have to have as many rows each, so that there the last is filled up, under a
-    mask, which the loss function has to heed.
+    With several processes the last batch is padded under a mask, which the loss function has to
+    respect, since each process needs as many rows.
+
+    Raises:
+      ConfigError: if the dataset can be iterated only once.
     """
-    dataset, leave_out = without(dataset, arguments)
+    if hasattr(type(dataset), "__next__"):
+        raise ConfigError(
+            f"dataset_eval: expected data that can be iterated for each evaluation, got "
+            f"{tree.spell(dataset)}; give a list of it, or a function that makes it"
+        )
+    dataset, drop_columns = without_columns(dataset, arguments)
 
     def make() -> Iterator[Any]:
-        made = batches(
+        loader = batches(
             dataset,
             batch_size,
             epochs=1,
             remainder="keep" if jax.process_count() == 1 else "pad",
-            transform=leave_out,
+            transform=drop_columns,
             collate=collect,
             process_index=arguments.grain_shard_index,
             process_count=arguments.grain_shard_count,
         )
-        return map(prepare, made)
+        return map(prepare, loader)
 
-    return Anew(make, steps)
+    return EvaluationLoader(make, steps)
 
 
-def without(dataset: Any, arguments: Any) -> tuple[Any, Callable[[Any], Any] | None]:
-    """Leave out columns: of a dict of arrays at once, of anything else example by example.
+def length_of(dataset: Any) -> int | None:
+    """Return the number of examples, or None if it is not known.
 
-    Returns:
-      The dataset, and what is to be done to each example, if anything is.
+    >>> length_of({"x": np.ones((6, 2))}), length_of(iter([1, 2])), length_of(None)
+    (6, None, None)
     """
-    leave_out = transform(arguments)
-    if leave_out is not None and isinstance(dataset, Mapping):
-        return leave_out(dataset), None
-    return dataset, leave_out
+    if dataset is None or is_stream(dataset):
+        return None
+    length = read_source(dataset).length
+    return None if length == ENDLESS else length
+
+
+def without_columns(
+    dataset: Any, arguments: TrainingArguments
+) -> tuple[Any, Callable[[Any], Any] | None]:
+    """Drop columns from a dict of arrays, or return the function that drops them from examples."""
+    drop_columns = transform(arguments)
+    if drop_columns is not None and isinstance(dataset, Mapping):
+        return drop_columns(dataset), None
+    return dataset, drop_columns
 
 
 def with_mask(batch: Any) -> Any:
@@ -186,5 +186,113 @@ def with_mask(batch: Any) -> Any:
     """
     if not isinstance(batch, Mapping) or "mask" in batch:
         return batch
+    has_rows = any(np.ndim(leaf) for leaf in jax.tree.leaves(batch))
+    return {**batch, "mask": np.ones(num_rows(batch), bool)} if has_rows else batch
+
+
+def num_rows(batch: Any) -> int:
+    """Return the number of examples of a batch, 1 if no leaf has a leading axis."""
     sizes = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
-    return {**batch, "mask": np.ones(sizes[0], bool)} if sizes else batch
+    return int(sizes[0]) if sizes else 1
+
+
+def replicate_if_uneven(batch: Any, mesh: Mesh | None) -> Any:
+    """Replicate a batch over a mesh if its rows do not divide by the devices of the data axes.
+
+    With several processes it is left as it is: each has rows of its own, padded to one number.
+    """
+    if mesh is None or jax.process_count() > 1:
+        return batch
+    shards = int(np.prod([mesh.shape[axis] for axis in DATA_AXES if axis in mesh.shape]))
+    if num_rows(batch) % shards == 0:
+        return batch
+    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec()))
+
+
+# Examples to batches
+
+
+def collect_function(max_sequence_length: int | None, truncation_mode: str) -> Collect:
+    """Make a function that makes a batch of a list of examples, or of a dict of columns.
+
+    With a length, sequences are padded and truncated to it by `stepfold.collate`. Without one,
+    examples are stacked, and need to have the same shapes.
+
+    Raises:
+      ConfigError: if the length or the mode is not valid.
+
+    >>> collect = collect_function(4, "keep_end")
+    >>> collect([{"ids": [1, 2, 3, 4, 5]}, {"ids": [6]}])["ids"].tolist()
+    [[2, 3, 4, 5], [6, 0, 0, 0]]
+    >>> collect({"ids": [[1], [2, 3]]})["mask"].sum(1).tolist()
+    [1, 2]
+    """
+    check_truncate("create_collect_function", truncation_mode)
+    if max_sequence_length is None:
+        return _stack
+    read_integer("create_collect_function: max_sequence_length", max_sequence_length, 1)
+
+    def pad(examples: Any) -> Any:
+        return collate(examples, length=max_sequence_length, truncate=truncation_mode)  # type: ignore[arg-type]
+
+    return pad
+
+
+def _stack(examples: Any) -> Any:
+    if isinstance(examples, Mapping):
+        return {name: np.asarray(column) for name, column in examples.items()}
+    return stack(examples, range(len(examples)))
+
+
+def columns(examples: Sequence[Any]) -> Any:
+    """Turn examples into columns: arrays if all have one shape, otherwise lists.
+
+    A collect function of a subclass takes them, and may return them as they are.
+
+    >>> columns([{"ids": [1], "label": 0}, {"ids": [2, 3], "label": 1}])
+    {'ids': [[1], [2, 3]], 'label': array([0, 1])}
+    """
+    if not isinstance(examples[0], Mapping):
+        return _stack(examples)
+    return {name: _column([example[name] for example in examples]) for name in examples[0]}
+
+
+def _column(values: list[Any]) -> Any:
+    nested = (len({np.ndim(x) for x in v}) > 1 for v in values if isinstance(v, list))
+    if any(nested) or len({np.shape(value) for value in values}) > 1:
+        return values
+    return np.stack([np.asarray(value) for value in values])
+
+
+# Positions
+
+
+def seek(loader: Any, position: Any, step: int) -> None:
+    """Move batches to a saved position or, if it is None, to that of a step.
+
+    Batches that cannot be moved continue where they are, and so do those of a stream, whose
+    position does not follow from the step.
+
+    Raises:
+      CheckpointError: if a position was saved, and they cannot be moved.
+    """
+    if not (hasattr(loader, "get_state") and hasattr(loader, "set_state")):
+        if position is not None:
+            raise CheckpointError(
+                f"ckpt_path: expected batches that can be moved to step {step}, got "
+                f"{tree.spell(loader)}, which have no get_state and set_state; give a dataset with "
+                "len and [i]"
+            )
+        return
+    position = position_at(loader, step) if position is None else position
+    if position != loader.get_state():
+        loader.set_state(position)
+
+
+def position_at(loader: Any, step: int) -> Any:
+    """Return the position of batches at a step, the current one if it does not follow from that."""
+    if not hasattr(loader, "get_state"):
+        return None
+    position = loader.get_state()
+    follows = isinstance(position, dict) and position.keys() == {"step", "pipeline"}
+    return {**position, "step": step} if follows else position

@@ -1,103 +1,105 @@
-"""What a trainer's methods give back: four records, each a pytree and plain data besides."""
+"""Outputs of a trainer's methods: frozen dataclasses that are pytrees, dicts and JSON."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import Any, Self
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn, Self
 
 import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
 
 from stepfold import tree
-from stepfold.adapter.arguments.names import refuse_unknown
-from stepfold.adapter.plain import from_text, to_text
+from stepfold.checkpoint.restore import restore
+from stepfold.core.validation import refuse_unknown
 from stepfold.errors import ConfigError
 
 
+@dataclass(frozen=True, eq=False)
 class Output:
-    """What the four have in common: they are pytrees, dicts and JSON.
+    """Base class of the four outputs.
 
-    A field that holds arrays is a branch of the tree; all else, a function or a mesh, belongs to
-    its structure. So `jax.tree.map` and `jax.jit` see the arrays alone.
+    A field whose leaves are all arrays is a child of the pytree; any other field, such as a
+    function or a mesh, is part of its structure.
     """
 
     def __init_subclass__(cls) -> None:
         jax.tree_util.register_pytree_with_keys(cls, cls._flatten, cls._unflatten)
 
     def _flatten(self) -> tuple[list[tuple[Any, Any]], Any]:
-        held = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        inner = {name: value for name, value in held.items() if _holds_arrays(value)}
-        rest = tuple((name, value) for name, value in held.items() if name not in inner)
-        keys = [(jax.tree_util.GetAttrKey(name), value) for name, value in inner.items()]
-        return keys, (tuple(inner), rest)
+        leaves = {name: _leaves(value) for name, value in self.to_dict().items()}
+        names = [name for name in leaves if leaves[name] and all(map(tree.is_array, leaves[name]))]
+        children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names]
+        rest = tuple((name, getattr(self, name)) for name in leaves if name not in names)
+        return children, (tuple(names), rest)
 
     @classmethod
-    def _unflatten(cls, structure: Any, values: Iterable[Any]) -> Self:
+    def _unflatten(cls, structure: Any, children: Iterable[Any]) -> Self:
         names, rest = structure
-        return cls(**dict(zip(names, values, strict=True)), **dict(rest))
+        return cls(**dict(zip(names, children, strict=True)), **dict(rest))
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the fields by name, as they are."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        """Return the fields by name, unchanged."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Make it of fields by name.
-
-        Raises:
-          ConfigError: if there is no such field; it says which one is nearest.
-        """
-        refuse_unknown(cls.__name__, data, [field.name for field in fields(cls)])  # type: ignore[arg-type]
+        """Create an output from fields by name; an unknown field is a ConfigError."""
+        refuse_unknown(cls.__name__, data, [field.name for field in fields(cls)])
         return cls(**data)
 
     def to_json(self, **options: Any) -> str:
-        """Write it as JSON: arrays bit for bit, and what JSON cannot hold by its name.
+        """Write the fields as JSON; functions, iterators and optimizers by name only.
 
-        Args:
-          **options: what `json.dumps` takes.
+        The options are those of `json.dumps`.
+
+        Raises:
+          ConfigError: if a field holds arrays.
         """
-        return to_text(self.to_dict(), **options)
+        data = {name: _encode(name, value) for name, value in self.to_dict().items()}
+        return json.dumps(data, **options)
 
     @classmethod
     def from_json(cls, json_str: str) -> Self:
-        """Read what `to_json` wrote.
-
-        A function or an iterator was written by its name only. In its place comes a `LeftOut`,
-        which says so when it is used; `replace` puts another there.
+        """Read the text of `to_json`, with an `Unserializable` for each value stored by name.
 
         Raises:
-          ConfigError: if it is nothing that `to_json` wrote.
+          ConfigError: if the text was not written by `to_json`.
         """
-        return cls.from_dict(from_text(json_str))
+        try:
+            data = dict(_decode(json.loads(json_str)))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"from_json: expected the text of to_json, got {json_str!r:.60}; give it unchanged"
+            ) from error
+        return cls.from_dict(data)
 
     def replace(self, **changes: Any) -> Self:
-        """Make another one with other values of some fields.
-
-        Raises:
-          ConfigError: if there is no such field.
-        """
-        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
-        refuse_unknown(type(self).__name__, changes, names)
-        return replace(self, **changes)  # type: ignore[type-var]
+        """Return a copy with some fields changed; an unknown field is a ConfigError."""
+        return self.from_dict(self.to_dict() | changes)
 
 
-def _holds_arrays(value: Any) -> bool:
-    leaves = jax.tree.leaves(value)
-    return bool(leaves) and all(map(tree.is_array, leaves))
+def _leaves(value: Any) -> list[Any]:
+    # jax deprecates iterators as leaves, unless `is_leaf` accepts them.
+    return jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, Iterator))
 
 
 @dataclass(frozen=True, eq=False)
 class TrainerConfigureModelOutput(Output):
-    """What `configure_model` gives.
+    """Output of `configure_model`.
 
     Attributes:
-      model: the model, whatever it is.
-      tx: the optimizer; None takes the one that is built from the arguments.
+      model: the model, any object.
+      tx: the optimizer; None builds it from the arguments.
       scheduler: the learning rate as a function of the step.
-      config: the model's own configuration, if it has one.
-      state: the state to begin with; None has it made of the model.
+      config: the configuration of the model.
+      state: the initial state; None initializes it from the model.
 
     >>> import jax.numpy as jnp, optax
-    >>> made = TrainerConfigureModelOutput({"w": jnp.ones(2)}, optax.sgd(0.1))
-    >>> made.replace(config={"size": 2}).config, [leaf.shape for leaf in jax.tree.leaves(made)]
+    >>> output = TrainerConfigureModelOutput({"w": jnp.ones(2)}, optax.sgd(0.1))
+    >>> output.replace(config={"size": 2}).config, [leaf.shape for leaf in jax.tree.leaves(output)]
     ({'size': 2}, [(2,)])
     """
 
@@ -111,14 +113,14 @@ class TrainerConfigureModelOutput(Output):
 
 @dataclass(frozen=True, eq=False)
 class TrainerConfigureDataloaderOutput(Output):
-    """What `configure_dataloaders` gives.
+    """Output of `configure_dataloaders`.
 
     Attributes:
       dataloader_train: the batches to train on.
-      max_training_steps: how many steps there are to be; None takes what the arguments say.
-      dataloader_eval: the batches to evaluate on, that can be gone through again, or a function
-        that makes them anew.
-      max_evaluation_steps: how many of them at most.
+      max_training_steps: the number of steps; None takes it from the arguments.
+      dataloader_eval: the batches to evaluate on: an iterable that starts again each time, or a
+        function that returns an iterable.
+      max_evaluation_steps: the maximum number of batches of an evaluation.
 
     >>> TrainerConfigureDataloaderOutput(dataloader_train=[1, 2], max_training_steps=2).to_dict()
     {'dataloader_train': [1, 2], 'max_training_steps': 2, 'dataloader_eval': None, ...}
@@ -132,16 +134,16 @@ class TrainerConfigureDataloaderOutput(Output):
 
 @dataclass(frozen=True, eq=False, init=False)
 class TrainerConfigureFunctionOutput(Output):
-    """What `configure_functions` gives; the short names `train_step_fn`, `eval_step_fn` do as well.
+    """Output of `configure_functions`; `train_step_fn` and `eval_step_fn` are short names.
 
     Attributes:
       sharded_training_step_function: `(state, batch) -> (state, metrics)`.
       mesh: the devices; None takes the mesh of the arguments.
-      checkpoint_manager: where checkpoints go; None takes what the arguments say.
-      sharded_evaluation_step_function: `(state, batch) -> metrics`, if there is one.
+      checkpoint_manager: the checkpoints; None builds them from the arguments.
+      sharded_evaluation_step_function: `(state, batch) -> metrics`, or None.
 
-    >>> made = TrainerConfigureFunctionOutput(train_step_fn=max, eval_step_fn=min)
-    >>> made.sharded_training_step_function is made.train_step_fn is max
+    >>> output = TrainerConfigureFunctionOutput(train_step_fn=max, eval_step_fn=min)
+    >>> output.sharded_training_step_function is output.train_step_fn is max
     True
     """
 
@@ -160,54 +162,57 @@ class TrainerConfigureFunctionOutput(Output):
         train_step_fn: Any = None,
         eval_step_fn: Any = None,
     ) -> None:
-        train = _one_of("train_step_fn", sharded_training_step_function, train_step_fn)
-        evaluate = _one_of("eval_step_fn", sharded_evaluation_step_function, eval_step_fn)
+        train = _either("train_step_fn", train_step_fn, sharded_training_step_function)
+        evaluate = _either("eval_step_fn", eval_step_fn, sharded_evaluation_step_function)
         if train is None:
             raise ConfigError(
-                "TrainerConfigureFunctionOutput: expected a step (state, batch) -> (state, "
-                "metrics) as sharded_training_step_function, or train_step_fn, got None"
+                "sharded_training_step_function: expected a step (state, batch) -> (state, "
+                "metrics), got None; give it, or train_step_fn"
             )
-        for name, value in (
-            ("sharded_training_step_function", train),
-            ("mesh", mesh),
-            ("checkpoint_manager", checkpoint_manager),
-            ("sharded_evaluation_step_function", evaluate),
-        ):
-            object.__setattr__(self, name, value)
+        vars(self).update(  # since the class is frozen
+            sharded_training_step_function=train,
+            mesh=mesh,
+            checkpoint_manager=checkpoint_manager,
+            sharded_evaluation_step_function=evaluate,
+        )
 
     @property
     def train_step_fn(self) -> Any:
-        """The training step, by its short name."""
+        """The training step."""
         return self.sharded_training_step_function
 
     @property
     def eval_step_fn(self) -> Any:
-        """The evaluation step, by its short name."""
+        """The evaluation step."""
         return self.sharded_evaluation_step_function
 
 
-def _one_of(short: str, long_value: Any, short_value: Any) -> Any:
-    if long_value is not None and short_value is not None and long_value is not short_value:
-        raise ConfigError(f"{short}: it is the same field by its short name; give it once, not two")
-    return short_value if long_value is None else long_value
+def _either(short_name: str, short_value: Any, value: Any) -> Any:
+    if short_value is not None and value is not None and short_value is not value:
+        raise ConfigError(
+            f"{short_name}: expected the same step as by its long name, {tree.spell(value)}, got "
+            f"{tree.spell(short_value)}; give one of them"
+        )
+    return short_value if value is None else value
 
 
 @dataclass(frozen=True, eq=False)
 class TrainerOutput(Output):
-    """What `train` gives.
+    """Output of `train`. Its JSON refers to the state by `checkpoint_path`.
 
     Attributes:
       state: the state after the last step.
-      mesh: the devices that it is on.
-      last_save_file_name: the name of the last checkpoint, if one was saved.
-      checkpoint_path: where it is.
-      stopped: why the run ended, in words.
+      mesh: the devices of the state.
+      last_save_file_name: the name of the last checkpoint.
+      checkpoint_path: the folder of the last checkpoint, `<directory>/<step>`.
+      stopped: why the run ended.
 
-    >>> import jax.numpy as jnp
-    >>> made = TrainerOutput({"w": jnp.arange(3.0)}, None, stopped="all 9 steps were done")
-    >>> again = TrainerOutput.from_json(made.to_json())
-    >>> again.state["w"].tolist(), again.stopped
-    ([0.0, 1.0, 2.0], 'all 9 steps were done')
+    >>> import jax.numpy as jnp, stepfold as sf, tempfile
+    >>> folder, state = tempfile.mkdtemp(), {"w": jnp.arange(3.0)}
+    >>> sf.save(folder, state, step=9)
+    >>> text = TrainerOutput(state, checkpoint_path=f"{folder}/9").to_json()
+    >>> TrainerOutput.from_json(text, like=state).state["w"].tolist()
+    [0.0, 1.0, 2.0]
     """
 
     state: Any
@@ -216,3 +221,152 @@ class TrainerOutput(Output):
     checkpoint_path: str | None = None
     _: KW_ONLY
     stopped: str | None = None
+
+    def to_json(self, **options: Any) -> str:
+        """Write the fields as JSON, with the checkpoint's path in place of the state.
+
+        The options are those of `json.dumps`.
+
+        Raises:
+          ConfigError: if the state holds arrays, and `checkpoint_path` is None or another step.
+        """
+        has_arrays = any(map(tree.is_array, _leaves(self.state)))
+        if self.checkpoint_path is None and not has_arrays:
+            return super().to_json(**options)
+        directory, step = self._directory_and_step()
+        saved = getattr(self.state, "step", step)
+        if tree.is_data(saved) and int(saved) != step:
+            raise ConfigError(
+                f"checkpoint_path: expected the checkpoint of the state, of step {int(saved)}, got "
+                f"{self.checkpoint_path!r}; save the state with save_pretrained or sf.save"
+            )
+        advice = (
+            f"it is in the checkpoint {self.checkpoint_path}; load it with TrainerOutput."
+            f"from_json(text, like), or sf.restore({directory!r}, like, step={step})"
+        )
+        output = self.replace(state=Unserializable("state", advice))
+        return super(TrainerOutput, output).to_json(**options)
+
+    @classmethod
+    def from_json(cls, json_str: str, like: Any = None) -> Self:
+        """Read the text of `to_json`, and restore the state if `like` is given.
+
+        Args:
+          json_str: the text.
+          like: a state, or an abstract one, as `sf.restore` takes it. With None, the state is
+            an `Unserializable`.
+
+        Raises:
+          ConfigError: if the text was not written by `to_json`, or has no `checkpoint_path`.
+          CheckpointError: if the checkpoint is missing or damaged.
+          TreeMismatchError: if the checkpoint does not match `like`.
+        """
+        output = super().from_json(json_str)
+        if like is None:
+            return output
+        directory, step = output._directory_and_step()
+        return output.replace(state=restore(directory, like, step=step).state)
+
+    def _directory_and_step(self) -> tuple[str, int]:
+        path = Path(self.checkpoint_path or "")
+        if not path.name.isdecimal():
+            raise ConfigError(
+                "checkpoint_path: expected '<directory>/<step>', since JSON does not hold the "
+                f"arrays of the state, got {self.checkpoint_path!r}; save the state with "
+                "save_pretrained or sf.save, and give replace(checkpoint_path=…)"
+            )
+        return str(path.parent), int(path.name)
+
+
+@dataclass(frozen=True)
+class Unserializable:
+    """Placeholder for a value that JSON does not hold; any use of it raises a ConfigError.
+
+    >>> placeholder = Unserializable("function train_step")
+    >>> placeholder
+    Unserializable(description='function train_step')
+    >>> placeholder(1)
+    Traceback (most recent call last):
+    ...
+    stepfold.errors.ConfigError: function train_step: JSON stores only its name; ...
+    """
+
+    description: str
+    advice: str = field(
+        default="JSON stores only its name; create it again, and give it with replace(…)",
+        repr=False,
+    )
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(f"{self.description}: {self.advice}")
+
+    __iter__ = __next__ = __getitem__ = __call__
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python's own protocols, such as copy and pickle
+            raise AttributeError(name)
+        raise _UnserializableAttributeError(f"{self.description}: {self.advice}")
+
+
+class _UnserializableAttributeError(ConfigError, AttributeError):
+    """Is an AttributeError too, so that `hasattr` returns False."""
+
+
+def _encode(name: str, value: Any) -> Any:
+    """Encode a value of a field for JSON, where the key "stepfold" marks what JSON lacks."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case np.integer():
+            return int(value)
+        case float() | np.floating():
+            number = float(value)
+            return number if math.isfinite(number) else {"stepfold": "float", "value": repr(number)}
+        case Path():
+            return str(value)
+        case list():
+            return [_encode(name, item) for item in value]
+        case tuple() if type(value) is tuple:
+            return {"stepfold": "tuple", "items": _encode(name, list(value))}
+        case Mapping() if "stepfold" not in value and all(isinstance(key, str) for key in value):
+            return {key: _encode(name, item) for key, item in value.items()}
+        case Mapping():
+            return {"stepfold": "dict", "items": _encode(name, [[*item] for item in value.items()])}
+        case Mesh(devices=devices, axis_names=axis_names):
+            ids = [device.id for device in devices.flat]
+            names, shape = list(axis_names), list(devices.shape)
+            return {"stepfold": "mesh", "names": names, "shape": shape, "ids": ids}
+        case Unserializable():
+            return {"stepfold": "unserializable", **vars(value)}
+    for array in filter(tree.is_array, _leaves(value)):
+        raise ConfigError(
+            f"{name}: expected a value without arrays, which JSON does not hold, got "
+            f"{tree.spell(array)}; save arrays with sf.save, and give replace({name}=None)"
+        )
+    description = f"{type(value).__name__} {getattr(value, '__qualname__', '')}".strip()
+    return _encode(name, Unserializable(description))
+
+
+def _decode(value: Any) -> Any:
+    match value:
+        case list():
+            return [_decode(item) for item in value]
+        case {"stepfold": "float", "value": number}:
+            return float(number)
+        case {"stepfold": "tuple", "items": items}:
+            return tuple(_decode(items))
+        case {"stepfold": "dict", "items": items}:
+            return dict(_decode(items))
+        case {"stepfold": "mesh", "names": names, "shape": shape, "ids": ids}:
+            devices = {device.id: device for device in jax.devices()}
+            if not devices.keys() >= set(ids):
+                return Unserializable(f"mesh of {len(ids)} devices, of which {len(devices)} exist")
+            grid = np.array([devices[index] for index in ids]).reshape(shape)
+            return Mesh(grid, tuple(names), axis_types=(AxisType.Auto,) * grid.ndim)
+        case {"stepfold": "unserializable", "description": description, "advice": advice}:
+            return Unserializable(description, advice)
+        case {"stepfold": kind}:
+            raise ValueError(f"stepfold: expected a known kind, got {kind!r}")
+        case dict():
+            return {key: _decode(item) for key, item in value.items()}
+    return value

@@ -1,10 +1,10 @@
-"""What code that is handed a trainer may ask of it: EasyDeL's protocol, as a `Protocol`."""
+"""EasyDeL's trainer protocol, as a runtime-checkable `Protocol`."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from stepfold.adapter.arguments.data import Truncation
+from stepfold.adapter.arguments import Truncation
 from stepfold.adapter.outputs import (
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
@@ -12,12 +12,14 @@ from stepfold.adapter.outputs import (
     TrainerOutput,
 )
 
+Collect = Callable[[Any], Any]
+
 
 @runtime_checkable
 class BaseTrainerProtocol(Protocol):
-    """Be shaped like a trainer; `isinstance` tells whether an object is, whatever its class.
+    """Members of a trainer; `isinstance` checks that an object has them all.
 
-    A class may inherit from it, to say what it is, and write the members that it needs.
+    A class may inherit from it and define only the members that it needs.
 
     >>> isinstance(object(), BaseTrainerProtocol)
     False
@@ -56,131 +58,79 @@ class BaseTrainerProtocol(Protocol):
     tx: Any
     wandb_runtime: Any
 
-    def train(self) -> TrainerOutput:
-        """Do the whole run."""
-        ...
+    @property
+    def training_batch_size(self) -> int: ...
+    @property
+    def evaluation_batch_size(self) -> int: ...
+    @property
+    def is_process_zero(self) -> bool: ...
+    @property
+    def is_enable(self) -> bool:
+        """Whether this process logs."""
 
-    def eval(self, model_state: Any) -> Iterator[dict[str, float]]:
-        """Give the metrics of each batch of the evaluation data."""
-        ...
+    def initialize_trainer_utils(self) -> None:
+        """Build all that a run needs."""
 
-    def evaluate(self, state: Any = None, metric_calculator: Any = None) -> dict[str, float]:
-        """Give the metrics of all of the evaluation data."""
-        ...
-
-    def configure_model(self) -> TrainerConfigureModelOutput:
-        """Give the model, the optimizer and the schedule."""
-        ...
-
-    def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
-        """Give the batches, and how many steps there are."""
-        ...
-
-    def configure_functions(self) -> TrainerConfigureFunctionOutput:
-        """Give the steps, and what they run on."""
-        ...
+    def configure_model(self) -> TrainerConfigureModelOutput: ...
+    def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput: ...
+    def configure_functions(self) -> TrainerConfigureFunctionOutput: ...
 
     def create_collect_function(
         self, max_sequence_length: int, truncation_mode: Truncation
-    ) -> Callable[[Any], Any]:
-        """Make the function that makes a batch of examples."""
-        ...
+    ) -> Collect:
+        """Return the function from examples to a batch."""
 
     def create_grain_collect_function(
         self, max_sequence_length: int, truncation_mode: Truncation
-    ) -> Callable[[Any], Any]:
-        """Make the function that makes a batch of what grain gives."""
-        ...
-
+    ) -> Collect: ...
     def create_tfds_collect_function(
         self, max_sequence_length: int, truncation_mode: Truncation
-    ) -> Callable[[Any], Any]:
-        """Make the function that makes a batch of what tensorflow_datasets gives."""
-        ...
+    ) -> Collect: ...
+    def create_progress_bar(self, total: int, desc: str = "", disabled: bool = False) -> Any: ...
 
-    def create_progress_bar(self, total: int, desc: str = "", disabled: bool = False) -> Any:
-        """Make a bar."""
-        ...
+    def train(self) -> TrainerOutput: ...
+    def eval(self, model_state: Any) -> Iterator[dict[str, float]]:
+        """Yield the metrics of each evaluation batch."""
+
+    def evaluate(self, state: Any = None, metric_calculator: Any = None) -> dict[str, float]:
+        """Return the metrics of the whole evaluation data."""
+
+    def start_training_hook(self) -> None: ...
+    def start_evaluation_hook(self) -> None: ...
+    def on_step_start(self, state: Any, step: int) -> Any: ...
+    def on_step_end(self, state: Any, metrics: Any, step: int) -> tuple[Any, Any]: ...
+    def apply_training_hooks(self, metrics: Any) -> Any:
+        """Stop the run at a NaN or inf loss, or at the time limit."""
 
     def log_metrics(
-        self, metrics: Mapping[str, float], pbar: Any, step: int, mode: str = "train"
+        self,
+        metrics: Mapping[str, float],
+        pbar: Any,
+        step: int,
+        mode: str = "train",
+        *,
+        update_progress: bool = True,
+        log_to_backends: bool = True,
+        force_report: bool = False,
     ) -> None:
-        """Show metrics, and write them."""
-        ...
+        """Show metrics in the progress bar, and write them."""
 
-    def log_weight_distribution(self, state: Any, step: int) -> Any:
-        """Write how the weights are distributed."""
-        ...
+    def log_watchers(self, state: Any, step: int) -> Any:
+        """Log the numbers of each registered watcher that is due."""
 
-    def apply_training_hooks(self, metrics: Any) -> Any:
-        """End the run where it must not go on."""
-        ...
-
-    def on_step_start(self, state: Any, step: int) -> Any:
-        """Be called before each step."""
-        ...
-
-    def on_step_end(self, state: Any, metrics: Any, step: int) -> tuple[Any, Any]:
-        """Be called after each step."""
-        ...
-
-    def start_training_hook(self) -> None:
-        """Be called before the first step."""
-        ...
-
-    def start_evaluation_hook(self) -> None:
-        """Be called before each evaluation."""
-        ...
-
+    def log_weight_distribution(self, state: Any, step: int) -> Any: ...
     def compile_aot(self) -> bool:
-        """Compile the steps before they run."""
-        ...
+        """Compile both steps ahead of time, and return whether they were compiled."""
 
-    def calculate_number_total_flops(self, params: Any, is_training: bool = True) -> Any:
-        """Count the operations of a step."""
-        ...
-
+    def calculate_number_total_flops(self, params: Any, is_training: bool = True) -> Any: ...
     @staticmethod
-    def count_model_parameters(prm: Any) -> int:
-        """Count parameters."""
-        ...
-
-    def save_pretrained(self, state: Any, save_directory: str | None = None) -> Any:
-        """Save a state, and what it takes to go on from it."""
-        ...
-
-    def save_information(self, output_path: str | os.PathLike[str]) -> None:
-        """Write a card of the run."""
-        ...
-
+    def count_model_parameters(prm: Any) -> int: ...
     def specs_to_name_sharding(self, tree: Any, mesh: Any = None) -> Any:
-        """Make shardings of partition specs."""
-        ...
+        """Return the NamedShardings of a tree of PartitionSpecs."""
 
-    @property
-    def training_batch_size(self) -> int:
-        """The examples of a training batch."""
-        ...
-
-    @property
-    def evaluation_batch_size(self) -> int:
-        """The examples of an evaluation batch."""
-        ...
-
-    @property
-    def is_process_zero(self) -> bool:
-        """Whether this is the first process."""
-        ...
-
-    @property
-    def is_enable(self) -> bool:
-        """Whether this process shows and writes."""
-        ...
-
-    def initialize_trainer_utils(self) -> None:
-        """Make all that a run needs."""
-        ...
+    def save_pretrained(self, state: Any, save_directory: str | None = None) -> Any: ...
+    def save_information(self, output_path: str | os.PathLike[str]) -> None:
+        """Write a markdown card of the run."""
 
     def finish(self) -> None:
-        """Let go of all that a run held."""
-        ...
+        """Close the writers and the progress bar."""

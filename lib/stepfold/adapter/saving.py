@@ -1,28 +1,29 @@
-"""What `save_pretrained` writes, and where a checkpoint is found again."""
+"""Files of a trainer: checkpoints with arguments, safetensors for torch, and the card of a run."""
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from stepfold import tree
-from stepfold.adapter.arguments import readers
-from stepfold.adapter.arguments.names import refuse_unknown
-from stepfold.adapter.for_torch import Names, check_names, torch_layout, torch_names
-from stepfold.adapter.positions import position_of
+from stepfold.adapter.arguments import TrainingArguments
 from stepfold.checkpoint.export import export_params
 from stepfold.checkpoint.save import save
 from stepfold.checkpoint.steps import read_directory, steps_in
 from stepfold.errors import CheckpointError, ConfigError
-
-ARGUMENTS = "arguments.json"
+from stepfold.inspect.parameters import parameter_table
+from stepfold.loop.hooks.base import Stop
+from stepfold.loop.run_info import versions
 
 
 def path_and_state(state: Any, save_directory: Any, ckpt_path: Any) -> tuple[Path, Any]:
-    """Tell the path from the state, in whichever order they were given.
+    """Return the path and the state among the arguments of `save_pretrained`, in either order.
 
     Raises:
       ConfigError: if there is no path, or more than one.
@@ -30,11 +31,11 @@ def path_and_state(state: Any, save_directory: Any, ckpt_path: Any) -> tuple[Pat
     >>> path_and_state("runs/a", None, None), path_and_state(None, "runs/a", None)
     ((PosixPath('runs/a'), None), (PosixPath('runs/a'), None))
     """
-    given = (state, save_directory, ckpt_path)
-    paths = [what for what in given if isinstance(what, str | os.PathLike)]
-    states = [
-        what for what in given if what is not None and not isinstance(what, str | os.PathLike)
-    ]
+    paths: list[Any] = []
+    states: list[Any] = []
+    for value in (state, save_directory, ckpt_path):
+        if value is not None:
+            (paths if isinstance(value, str | os.PathLike) else states).append(value)
     if len(paths) != 1 or len(states) > 1:
         raise ConfigError(
             f"save_pretrained: expected one path and at most one state, got {len(paths)} and "
@@ -43,110 +44,51 @@ def path_and_state(state: Any, save_directory: Any, ckpt_path: Any) -> tuple[Pat
     return Path(paths[0]), next(iter(states), None)
 
 
-def refuse_gathering(gather_fns: Any) -> None:
-    """Refuse functions that gather.
-
-    Raises:
-      ConfigError: if there are any.
-    """
-    if gather_fns is not None:
-        raise ConfigError(
-            "gather_fns: expected None, since arrays are saved from where they are, and restored "
-            f"to where they are wanted, got {tree.spell(gather_fns)}"
-        )
-
-
-def torch_options(given: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
-    """Read the one option that there is.
-
-    Raises:
-      ConfigError: if there is another one.
-    """
-    refuse_unknown("save_pretrained", given or {}, [name])
-    return dict(given or {})
-
-
-def save_run(trainer: Any, path: Path, state: Any) -> Path:
-    """Save a trainer's state, the position in its data, and its arguments."""
-    step = int(getattr(state, "step", 0))
-    try:
-        arguments = trainer.arguments.to_json()
-    except ConfigError as error:  # a schedule of one's own, say, which is code
-        arguments = json.dumps({"arguments": str(error)})
-    found = {name: curve[-1] for name, curve in trainer.history.items() if len(curve)}
-    data = None if trainer.dataloader_train is None else position_of(trainer.dataloader_train, step)
-    return save_whole(path, state, arguments=arguments, data=data, metrics=found)
-
-
-def write_card(path: str | os.PathLike[str], text: str) -> None:
-    """Write a card to a file, or as `README.md` into a folder."""
-    place = Path(path)
-    if place.is_dir() or not place.suffix:
-        place = place / "README.md"
-    read_directory(place.parent, make=True)
-    place.write_text(text, encoding="utf-8")
-
-
-def save_whole(
+def save_state(
     directory: str | Path,
     state: Any,
     *,
-    arguments: str | None,
+    arguments: TrainingArguments,
     data: Any = None,
     metrics: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Save a state as a checkpoint, and the arguments beside it, for people and programs.
+    """Save a state as a checkpoint, and the arguments as `arguments.json` next to it.
+
+    Where an argument has no JSON, such as a schedule of your own, the file says which one.
 
     Args:
-      directory: where it goes; in a folder named by the step.
+      directory: the directory of the steps.
       state: the state.
-      arguments: the arguments as JSON, or None if that cannot hold them.
+      arguments: the arguments of the run.
       data: the position in the data.
       metrics: numbers by name.
 
     Returns:
       The folder of the step.
 
-    >>> import jax.numpy as jnp, tempfile
+    >>> import tempfile
     >>> folder = tempfile.mkdtemp()
-    >>> state = {"w": jnp.ones(2)}
-    >>> path = save_whole(folder, state, arguments="{}", metrics={"loss": 0.5})
-    >>> sorted(entry.name for entry in Path(folder).iterdir())
-    ['0', 'arguments.json']
+    >>> path = save_state(folder, {"w": jnp.ones(2)}, arguments=TrainingArguments())
+    >>> path.name, sorted(entry.name for entry in path.parent.iterdir())
+    ('0', ['0', 'arguments.json'])
     """
-    place = Path(directory)
-    number = int(getattr(state, "step", 0))
-    save(place, state, step=number, data=data, metrics=metrics)
-    if arguments is not None and jax.process_index() == 0:
-        (place / ARGUMENTS).write_text(arguments, encoding="utf-8")
-    return place / str(number)
-
-
-def save_for_torch(
-    directory: str | Path,
-    params: Any,
-    *,
-    names: Names = None,
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write parameters as safetensors that torch loads, called and laid out as torch has them.
-
-    >>> import jax.numpy as jnp, safetensors.numpy, tempfile
-    >>> folder = tempfile.mkdtemp()
-    >>> save_for_torch(folder, {"dense": {"kernel": jnp.ones((3, 2))}})
-    >>> safetensors.numpy.load_file(folder + "/model.safetensors")["dense.weight"].shape
-    (2, 3)
-    """
-    check_names(params, names)
-    export_params(directory, torch_layout(params), names=torch_names(names), metadata=metadata)
+    directory, step = Path(directory), int(getattr(state, "step", 0))
+    try:
+        text = arguments.to_json()
+    except ConfigError as error:
+        text = json.dumps({"arguments": str(error)})
+    save(directory, state, step=step, data=data, metrics=metrics)
+    if jax.process_index() == 0:
+        (directory / "arguments.json").write_text(text, encoding="utf-8")
+    return directory / str(step)
 
 
 def find_checkpoint(path: str | Path, folder: str = "checkpoints") -> tuple[Path, int | None]:
-    """Find the directory of the steps that a path means, and which step, if it says so.
+    """Return the directory of the steps at a path, and the step if the path is that of one.
 
     Args:
-      path: a run's folder, the folder of its checkpoints, or a step in there.
-      folder: what the checkpoints' folder is called in a run's.
+      path: the folder of a run, of its checkpoints, or of one step.
+      folder: the name of the checkpoints' folder in a run's folder.
 
     Raises:
       CheckpointError: if there is no checkpoint.
@@ -156,16 +98,178 @@ def find_checkpoint(path: str | Path, folder: str = "checkpoints") -> tuple[Path
     ...
     stepfold.errors.CheckpointError: runs/nowhere: expected a checkpoint, ...
     """
-    place = Path(readers.path("checkpoint", path))
-    if place.is_dir() and place.name.isdigit() and int(place.name) in _steps(place.parent):
-        return place.parent, int(place.name)
-    for directory in (place, place / folder):
+    if not isinstance(path, str | os.PathLike) or not str(path).strip():
+        raise ConfigError(f"checkpoint: expected a path, got {path!r}; give the folder of a step")
+    path = Path(path)
+    if path.is_dir() and path.name.isdigit() and int(path.name) in _steps(path.parent):
+        return path.parent, int(path.name)
+    for directory in (path, path / folder):
         if _steps(directory):
             return directory, None
     raise CheckpointError(
-        f"{place}: expected a checkpoint, a folder of them, or a run's folder with {folder}/ in it"
+        f"{path}: expected a checkpoint, a folder of them, or a run's folder with {folder}/ in it"
     )
 
 
 def _steps(directory: Path) -> list[int]:
     return steps_in(read_directory(directory)) if directory.is_dir() else []
+
+
+def save_for_torch(
+    directory: str | Path,
+    params: Any,
+    *,
+    names: Callable[[str], str] | Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write parameters as safetensors, with the names and the layout of torch.
+
+    By default `layers/0/kernel` is named `layers.0.weight`, and so are `scale` and `embedding`.
+    Kernels of dense layers are transposed, and those of convolutions over two or three dimensions
+    change from (…, in, out) to (out, in, …). A kernel of three axes stays as it is, because it may
+    belong to an attention or to a convolution.
+
+    Args:
+      directory: the directory of the files.
+      params: the parameters.
+      names: names in torch by path, for some of the parameters; or a function of the path.
+      metadata: text for the header of each file.
+
+    Raises:
+      ConfigError: if `names` has a path that is not in `params`.
+
+    >>> import safetensors.numpy, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> save_for_torch(folder, {"dense": {"kernel": jnp.ones((3, 2))}})
+    >>> safetensors.numpy.load_file(folder + "/model.safetensors")["dense.weight"].shape
+    (2, 3)
+    """
+    if not callable(names):
+        names = _torch_names(params, {} if names is None else names)
+    layout = jax.tree_util.tree_map_with_path(_torch_layout, params)
+    export_params(directory, layout, names=names, metadata=metadata)
+
+
+def _torch_names(params: Any, names: Mapping[str, str]) -> Callable[[str], str]:
+    if not isinstance(names, Mapping):
+        raise ConfigError(
+            f"names: expected a function of a path, or names by path, got {tree.spell(names)}; "
+            "write {'head/kernel': 'lm_head.weight'}"
+        )
+    paths = [path for path, _ in tree.named_leaves(params)]
+    if missing := [path for path in names if path not in paths]:
+        raise ConfigError(
+            f"names: expected paths of parameters, such as {', '.join(paths[:8])}, got "
+            f"{', '.join(missing)}; correct or remove them"
+        )
+
+    def torch_name(path: str) -> str:
+        *parents, last = path.split("/")
+        last = "weight" if last in ("kernel", "scale", "embedding") else last
+        return names.get(path) or ".".join([*parents, last])
+
+    return torch_name
+
+
+def _torch_layout(path: tuple[Any, ...], leaf: Any) -> Any:
+    if tree.path_name(path).rsplit("/", 1)[-1] != "kernel" or jnp.ndim(leaf) not in (2, 4, 5):
+        return leaf
+    return jnp.moveaxis(leaf, (-1, -2), (0, 1))
+
+
+def write_card(path: str | os.PathLike[str], text: str) -> None:
+    """Write a card to a file, or to `README.md` in a folder.
+
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> write_card(folder, "# digits")
+    >>> (Path(folder) / "README.md").read_text()
+    '# digits'
+    """
+    path = Path(path)
+    if path.is_dir() or not path.suffix:
+        path = path / "README.md"
+    read_directory(path.parent, make=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def make_card(
+    title: str,
+    *,
+    arguments: Mapping[str, Any],
+    params: Any,
+    mesh: Mesh | None = None,
+    history: Mapping[str, Sequence[float]] | None = None,
+    stop_reason: Stop | str | None = None,
+    notes: Mapping[str, Any] | None = None,
+) -> str:
+    r"""Write a card of a run as markdown.
+
+    Args:
+      title: the name of the model.
+      arguments: the arguments of the run by name; those that are None are left out.
+      params: the parameters, or abstract ones.
+      mesh: the mesh; None lists all devices.
+      history: the values of each metric.
+      stop_reason: why the run ended.
+      notes: more values by name.
+
+    >>> text = make_card("digits", arguments={"learning_rate": 0.1}, params={"w": jnp.ones(3)},
+    ...                  history={"train/loss": [2.0, 1.0, 0.5]})
+    >>> print("\n".join(line for line in text.splitlines() if "loss" in line))
+    | train/loss | 3 | 2 | 0.5 | 0.5 | 2 | █▃▁ |
+    """
+    devices = jax.devices() if mesh is None else list(mesh.devices.flat)
+    hardware = {
+        "devices": len(devices),
+        "kind": devices[0].device_kind,
+        "processes": jax.process_count(),
+    } | ({} if mesh is None else {"mesh": dict(mesh.shape)})
+    sections = {
+        "Notes": _pairs(notes or {}),
+        "Results": _results(history or {}),
+        "Arguments": _pairs({k: v for k, v in arguments.items() if v is not None}),
+        "Parameters": f"```\n{parameter_table(params)}\n```",
+        "Devices": _pairs(hardware),
+        "Versions": _pairs(versions()),
+    }
+    head = [f"# {title}"] + [f"The run ended: {stop_reason}."] * (stop_reason is not None)
+    body = [f"## {name}\n\n{section}" for name, section in sections.items() if section]
+    return "\n\n".join(head + body) + "\n"
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return _table(["name", "value"], [[name, f"`{value!r}`"] for name, value in values.items()])
+
+
+def _results(history: Mapping[str, Sequence[float]]) -> str:
+    rows = []
+    for name, values in sorted(history.items()):
+        if finite := list(filter(math.isfinite, values)):
+            numbers = (values[0], values[-1], min(finite), max(finite))
+            rows.append([name, len(values), *(f"{x:.5g}" for x in numbers), sparkline(values)])
+    return _table(["metric", "values", "first", "last", "least", "greatest", "curve"], rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    def line(cells: Sequence[Any]) -> str:
+        escaped = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells]
+        return f"| {' | '.join(escaped)} |"
+
+    return "\n".join(map(line, [head, ["---"] * len(head), *rows])) if rows else ""
+
+
+def sparkline(values: Sequence[float], width: int = 32) -> str:
+    """Draw values as a line of at most `width` blocks; a NaN or inf is a gap.
+
+    >>> sparkline([0, 1, 2, float("nan"), 3])
+    '▁▃▆ █'
+    """
+    if len(values) > width:
+        values = [values[i * (len(values) - 1) // (width - 1)] for i in range(width)]
+    finite = list(filter(math.isfinite, values))
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = 7 / ((high - low) or 1.0)
+    return "".join(
+        "▁▂▃▄▅▆▇█"[round((x - low) * scale)] if math.isfinite(x) else " " for x in values
+    )

@@ -1,289 +1,246 @@
-"""What a trainer holds, and how it is made: batches, model, state, steps, in this order."""
+"""The state that a trainer starts with: new, from parameters, or from a checkpoint."""
 
-import dataclasses
 import functools
-import inspect
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from stepfold import tree
-from stepfold.adapter.arguments.names import refuse_unknown
-from stepfold.adapter.arguments.readers import flag, function, listed, optional
-from stepfold.adapter.arguments.training import TrainingArguments
-from stepfold.adapter.collecting import Collect, collect_function
-from stepfold.adapter.evaluating import whole_if_uneven
-from stepfold.adapter.functions import jitted, make_functions
-from stepfold.adapter.held import Held
-from stepfold.adapter.loading import (
-    check_again,
-    evaluation_batches,
-    length_of,
-    training_batches,
-    with_mask,
-)
-from stepfold.adapter.outputs import (
-    TrainerConfigureDataloaderOutput,
-    TrainerConfigureFunctionOutput,
-    TrainerConfigureModelOutput,
-)
-from stepfold.adapter.overriding import chosen_collect
-from stepfold.adapter.parts.checkpoints import checkpoints
-from stepfold.adapter.parts.devices import make_mesh, start_processes
-from stepfold.adapter.parts.optimizer import optimizer_of
-from stepfold.adapter.parts.precision import cast_params, precision
-from stepfold.adapter.parts.writers import writers
-from stepfold.adapter.planning import plan
-from stepfold.adapter.starting import check_model, first_state, placed, weights_from
-from stepfold.adapter.stepping import as_eval_step
-from stepfold.adapter.tracking import CompilationTracker, Timers
-from stepfold.errors import ConfigError
-from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.hooks.throughput import memory_use
+from stepfold.adapter.optimizers import schedule_paths, with_schedule_at
+from stepfold.adapter.saving import find_checkpoint
+from stepfold.checkpoint.load import load_params
+from stepfold.checkpoint.restore import Restored, restore
+from stepfold.checkpoint.verify import latest_step
+from stepfold.core.state import TrainState, init_state
+from stepfold.errors import ConfigError, TreeMismatchError
+from stepfold.sharding.placement import place
 
 
-class Setup(Held):
-    """Make and hold what a run needs; `Trainer` runs it.
+def is_state(value: Any) -> bool:
+    """Whether a value is a state, of stepfold or another library, and not parameters."""
+    return isinstance(value, TrainState) or (hasattr(value, "params") and hasattr(value, "step"))
 
-    Each `configure_…` gives what it makes, and only then is it held, so that a subclass may give
-    something else, or change what `super()` gives.
+
+def check_model(model: Any, model_state: Any, *, finetune: bool) -> None:
+    """Refuse what no state can be made of.
+
+    Raises:
+      ConfigError: if it is neither a function, nor parameters, nor a state.
     """
-
-    def __init__(
-        self,
-        arguments: TrainingArguments | None = None,
-        model_state: Any = None,
-        model: Any = None,
-        dataset_train: Any = None,
-        dataset_eval: Any = None,
-        data_collator: Callable[..., Any] | None = None,
-        finetune: bool = True,
-        *,
-        loss_fn: Callable[..., Any] | None = None,
-        eval_loss_fn: Callable[..., Any] | None = None,
-        stateful: bool = False,
-        tx: optax.GradientTransformation | None = None,
-        scheduler: Callable[..., Any] | None = None,
-        rules: Any = None,
-        devices: Sequence[jax.Device] | None = None,
-        evaluations: Sequence[Evaluation] = (),
-        hooks: Sequence[Callable[..., Any]] = (),
-        callbacks: Sequence[Callable[..., Any]] = (),
-        config: Any = None,
-        **deprecated_kwargs: Any,
-    ) -> None:
-        """Say what to train, on what, and how.
-
-        Args:
-          arguments: all that can be said in words and numbers.
-          model_state: a state to begin with, or parameters.
-          model: a function `key -> params`, a tree of parameters, or any object, if `model_state`
-            brings what it takes.
-          dataset_train: what `stepfold.batches` takes.
-          dataset_eval: the same, for evaluations.
-          data_collator: a function that makes a batch of a list of examples.
-          finetune: whether to begin with the parameters of `model_state`, instead of new ones.
-          loss_fn: a loss function; needed unless a subclass writes `configure_functions` anew.
-          eval_loss_fn: that of evaluations, where it is another.
-          stateful: whether the loss functions carry a model state.
-          tx: an optimizer, in place of the arguments'.
-          scheduler: its schedule, to be shown.
-          rules: how the state is spread over the mesh, as for `make_sharding`.
-          devices: the devices of the mesh; all by default.
-          evaluations: more of them, such as one that generates text.
-          hooks: those of `fit`.
-          callbacks: functions `(trainer, epoch, metrics)`, called after each epoch.
-          config: the model's own configuration.
-          **deprecated_kwargs: nothing; a name that is none is an error that names the nearest.
-        """
-        refuse_unknown(type(self).__name__, deprecated_kwargs, _PARAMETERS)
-        if not isinstance(arguments, TrainingArguments):
-            raise ConfigError(f"arguments: expected TrainingArguments, got {tree.spell(arguments)}")
-        for name, value in (
-            ("data_collator", data_collator),
-            ("loss_fn", loss_fn),
-            ("eval_loss_fn", eval_loss_fn),
-            ("scheduler", scheduler),
-        ):
-            optional(function)(name, value)
-        self.arguments = arguments
-        self.finetune, self.stateful = flag("finetune", finetune), flag("stateful", stateful)
-        self.dataset_train, self.dataset_eval = dataset_train, dataset_eval
-        self.data_collator, self.loss_fn, self.eval_loss_fn = data_collator, loss_fn, eval_loss_fn
-        self.model, self.model_state, self.config = model, model_state, config
-        self._given, self._born = model_state, None
-        self._own_optimizer = tx, scheduler
-        self.tx, self.scheduler, self.rules = tx, scheduler, rules
-        self.evaluations = listed("evaluations", evaluations, "sf.Evaluation(…)", Evaluation)
-        self.hooks = listed("hooks", hooks, "functions of an event")
-        self.callbacks = listed("callbacks", callbacks, "functions (trainer, epoch, metrics)")
-        self.pruning_module, self.memory_monitor = arguments.pruning_module, memory_use
-        self.dtype = precision(arguments).compute
-        self.param_dtype = jax.numpy.dtype(arguments.param_dtype or "float32")
-        self.train_tracker, self.evalu_tracker = CompilationTracker(), CompilationTracker()
-        self.history: Any = {}
-        self.loaded: list[str] = []
-        self.left: dict[str, str] = {}
-        start_processes(arguments)
-        self.mesh = make_mesh(arguments, devices)
-        examples, eval_examples = length_of(dataset_train), length_of(dataset_eval)
-        self.plan = plan(arguments, examples, eval_examples, devices=self.mesh.size)
-        self.initialize_trainer_utils()
-
-    # What a run needs, in the order in which it is made
-
-    def initialize_trainer_utils(self) -> None:
-        """Make all that a run needs: writers, timer, batches, model, state, and steps."""
-        self.writer = writers(self.arguments)
-        self.timer = Timers()
-        self._take_dataloaders(self.configure_dataloaders())
-        self._take_model(self.configure_model())
-        self._take_functions(self.configure_functions())
-
-    def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
-        """Make batches of the datasets, and say how many steps there are."""
-        data, dataloader_train, dataloader_eval = self.dataset_train, None, None
-        if self.dataset_eval is not None:
-            check_again("dataset_eval", self.dataset_eval)
-            dataloader_eval = self._evaluation_batches(self.dataset_eval, self.plan.eval_steps)
-        if data is not None:
-            dataloader_train = training_batches(
-                self.arguments,
-                data,
-                self.plan.train_batch,
-                collect=self._collect(data),
-                prepare=self._masked,
-                epoch_steps=self.plan.epoch_steps,
-                epochs=None if self.plan.steps else self.arguments.num_train_epochs,
-            )
-        return TrainerConfigureDataloaderOutput(
-            dataloader_train, self.plan.steps, dataloader_eval, self.plan.eval_steps
+    if model_state is not None and finetune:
+        return
+    if model is None:
+        raise ConfigError(
+            "model, model_state: expected a function key -> params as model, or parameters or a "
+            f"state as model_state, got model={tree.spell(model)}"
+            + ("" if finetune else ", and finetune=False draws parameters anew")
+        )
+    if callable(getattr(model, "init", None)) and callable(getattr(model, "apply", None)):
+        raise ConfigError(
+            f"model: {type(model).__name__} makes its parameters of an example, which is not known "
+            "here; give model_state=model.init(key, example), or its params alone, or "
+            "model=lambda key: model.init(key, example)"
         )
 
-    def configure_model(self) -> TrainerConfigureModelOutput:
-        """Make optimizer and schedule of the arguments, and the state of the model."""
-        check_model(self.model, self._given, finetune=self.finetune)
-        tx, scheduler = self._optimizer()
-        state = self._born = self.make_state(self.model, tx, self._begins_with)
-        return TrainerConfigureModelOutput(self.model, tx, scheduler, self.config, state=state)
 
-    def configure_functions(self) -> TrainerConfigureFunctionOutput:
-        """Make the steps of the loss function; say where they run, and what saves the state."""
-        if self.loss_fn is None:
-            raise ConfigError(
-                "loss_fn: expected a loss function (params, batch, key) -> loss, got None; give "
-                "one, or write configure_functions in a subclass"
-            )
-        step, evaluate = make_functions(
-            self.arguments,
-            self.loss_fn,
-            self.tx,
-            eval_loss_fn=self.eval_loss_fn,
-            scheduler=self.scheduler,
-            accumulate=self.plan.accumulate,
-            mesh=self._large_mesh,
-            stateful=self.stateful,
+def first_state(
+    model: Any,
+    model_state: Any,
+    tx: optax.GradientTransformation,
+    *,
+    seed: int,
+    plan: Callable[[Any], Any],
+    cast: Callable[[Any], Any],
+    stateful: bool = False,
+    init_tx: bool = True,
+    step: int = 0,
+) -> Any:
+    """Make the state of a run. Nothing of the caller's is kept or donated.
+
+    A state keeps its step, its key and, if it fits the optimizer, its optimizer state.
+
+    Args:
+      model: an init function or a tree of parameters, if there is no state.
+      model_state: a state, parameters, or None.
+      tx: the optimizer.
+      seed: the seed that parameters are drawn from.
+      plan: a function from an abstract state to its shardings, or to None.
+      cast: a function that is applied to the parameters first.
+      stateful: whether there is a model state besides the parameters.
+      init_tx: whether to make a new optimizer state if that of `model_state` does not fit.
+      step: the step at which a new state and its schedule start.
+
+    Raises:
+      TreeMismatchError: if the optimizer state does not fit, and `init_tx` is False.
+
+    >>> state = first_state(lambda key: jnp.ones(2), None, optax.sgd(0.1), seed=0,
+    ...                     plan=lambda shape: None, cast=lambda params: params)
+    >>> state.params.tolist(), int(state.step)
+    ([1.0, 1.0], 0)
+    """
+    if is_state(model_state):
+        if isinstance(model_state, TrainState):
+            model_state = _fit_optimizer(model_state, tx, cast, init_tx=init_tx)
+        state = jax.tree.map(jnp.asarray, model_state)
+        return copy_to(state, plan(jax.eval_shape(lambda: state)))
+    source = _cast_params(model if model_state is None else model_state, cast, stateful=stateful)
+    key = jax.random.key(seed)
+    make = functools.partial(init_state, source, tx, stateful=stateful)
+    state = make(key, sharding=plan(jax.eval_shape(make, key)))
+    if step:
+        opt_state = with_schedule_at(state.opt_state, step)
+        state = state._replace(step=jnp.full_like(state.step, step), opt_state=opt_state)
+    return state
+
+
+def _fit_optimizer(state: TrainState, tx: Any, cast: Any, *, init_tx: bool) -> TrainState:
+    params = cast(state.params)
+    differences = tree.diff(jax.eval_shape(tx.init, params), state.opt_state, "opt_state")
+    if not differences:
+        return state._replace(params=params)
+    if not init_tx:
+        raise TreeMismatchError(
+            "init_tx=False: expected a model_state whose optimizer state fits the optimizer:\n  "
+            + "\n  ".join(differences)
         )
-        step, evaluate = jitted(
-            self.train_tracker.tracked(step),
-            self.evalu_tracker.tracked(evaluate),
-            self.state_shardings if self._large_mesh else None,
+    new = init_state(params, tx, jax.random.key(0))
+    return state._replace(params=params, opt_state=new.opt_state)
+
+
+def _cast_params(source: Any, cast: Callable[[Any], Any], *, stateful: bool) -> Any:
+    def convert(made: Any) -> Any:
+        if stateful and isinstance(made, tuple):
+            return (cast(made[0]), *made[1:])
+        return made if stateful else cast(made)
+
+    is_function = callable(source) and jax.tree_util.all_leaves([source])
+    return (lambda key: convert(source(key))) if is_function else convert(source)
+
+
+def copy_to(state: Any, shardings: Any) -> Any:
+    """Copy a state to its shardings or, if they are None, to where it is."""
+    if shardings is None:
+        return jax.tree.map(lambda leaf: tree.strong(jnp.array(leaf, copy=True)), state)
+    return place(state, shardings)
+
+
+class LoadedWeights(NamedTuple):
+    """A state with parameters from a file, their paths, and why others were not loaded."""
+
+    state: Any
+    loaded: list[str]
+    not_loaded: dict[str, str]
+
+
+def load_weights(path: str | Path, state: Any, folder: str = "checkpoints") -> LoadedWeights:
+    """Load parameters: all of safetensors, those that fit of a checkpoint.
+
+    Args:
+      path: a `.safetensors` file or a folder with some, or a checkpoint.
+      state: the state to load them into.
+      folder: the name of the folder of checkpoints in a run's folder.
+
+    Raises:
+      TreeMismatchError: if no parameter fits.
+
+    >>> import stepfold as sf, tempfile
+    >>> folder, start = tempfile.mkdtemp(), {"w": jnp.zeros(2), "head": jnp.zeros(3)}
+    >>> new = lambda params: sf.init_state(params, optax.sgd(0.1), jax.random.key(0))
+    >>> sf.save(folder, new({"w": jnp.ones(2), "old": jnp.ones(3)}))
+    >>> weights = load_weights(folder, new(start))
+    >>> weights.loaded, sorted(weights.not_loaded), weights.state.params["w"].tolist()
+    (['params/w'], ['params/head', 'params/old'], [1.0, 1.0])
+    """
+    location = Path(path)
+    if location.suffix == ".safetensors" or any(location.glob("*.safetensors*")):
+        params = load_params(location, state.params)
+        names = [name for name, _ in tree.named_leaves(params, "params")]
+        return LoadedWeights(state._replace(params=params), names, {})
+    restored = restore_path(location, state, folder, parts=("params",), partial=True)
+    reasons = {n: why for n, why in restored.left.items() if n.split("/")[0] == "params"}
+    return LoadedWeights(restored.state, restored.loaded, reasons)
+
+
+# Checkpoints
+
+
+def restore_path(path: str | Path, like: Any, folder: str, **options: Any) -> Restored:
+    """Restore the step that a path names, or the newest of a run.
+
+    Raises:
+      CheckpointError: if there is none.
+    """
+    directory, step = find_checkpoint(path, folder)
+    return restore(directory, like, step="latest" if step is None else step, **options)
+
+
+def parts_of(state: Any, *, optimizer: bool, scheduler: bool) -> Sequence[str]:
+    """Return regular expressions for the paths of the parts to restore.
+
+    Parameters and model state are always among them; the optimizer state, the step and the key
+    are with `optimizer`, and the counts of schedules with `scheduler`.
+
+    >>> import stepfold as sf
+    >>> state = sf.init_state({"w": jnp.ones(1)}, optax.sgd(lambda n: 0.1), jax.random.key(0))
+    >>> parts_of(state, optimizer=False, scheduler=True)
+    ['params', 'model_state', 'opt_state/1/count']
+    """
+    schedule = schedule_paths(getattr(state, "opt_state", ()))
+    names = [name for name, _ in tree.named_leaves(state) if name.startswith("opt_state")]
+    rest = [*(name for name in names if name not in schedule), "step", "key"]
+    wanted = [*(rest if optimizer else ()), *(schedule if scheduler else ())]
+    return ["params", "model_state", *map(re.escape, wanted)]
+
+
+def newest_step(directory: Path | None) -> int | None:
+    """Return the newest step in a directory of checkpoints, or None."""
+    return latest_step(directory) if directory is not None and directory.is_dir() else None
+
+
+def is_newest(path: str | Path, own: Path | None, folder: str) -> bool:
+    """Whether a path is the newest checkpoint in a run's own directory.
+
+    Raises:
+      ConfigError: if it is an older one there, since later ones would not be written again.
+    """
+    directory, step = find_checkpoint(path, folder)
+    if own is None or directory.absolute() != own.absolute():
+        return False
+    newest = newest_step(directory)
+    if step is not None and step != newest:
+        raise ConfigError(
+            f"ckpt_path: {path} is an older checkpoint than step {newest} of the same run; delete "
+            "the newer ones, or give another output_dir"
         )
-        manager = checkpoints(self.arguments, self.plan)
-        return TrainerConfigureFunctionOutput(step, self.mesh, manager, evaluate)
-
-    def _evaluation_batches(self, dataset: Any, steps: int | None = None) -> Any:
-        return evaluation_batches(
-            self.arguments,
-            dataset,
-            self.plan.eval_batch,
-            collect=self._collect(dataset),
-            prepare=lambda batch: whole_if_uneven(self._masked(batch), self._large_mesh),
-            steps=steps,
-        )
-
-    def _take_dataloaders(self, made: TrainerConfigureDataloaderOutput) -> None:
-        self.dataloader_train, self.dataloader_eval = made.dataloader_train, made.dataloader_eval
-        self.max_training_steps = made.max_training_steps or self.plan.steps
-        self.plan = self.plan._replace(steps=self.max_training_steps)
-        self.max_evaluation_steps = made.max_evaluation_steps
-
-    def _take_model(self, made: TrainerConfigureModelOutput) -> None:
-        self.model, self.scheduler, self.config = made.model, made.scheduler, made.config
-        state, self.tx = made.state, made.tx or getattr(made.state, "tx", None)
-        if self.tx is None:
-            self.tx, self.scheduler = self._optimizer()
-        if state is None:
-            state = self.make_state(made.model, self.tx, self._begins_with)
-        elif state is not self._born:  # somebody else's, which is not to be donated
-            state = placed(state, self._shardings_of(state))
-        self._born = None
-        if self.arguments.init_weights_from is not None:
-            where, folder = self.arguments.init_weights_from, self.arguments.checkpoints_dir
-            state, self.loaded, self.left = weights_from(where, state, folder)
-        self.hold(state)
-
-    def _take_functions(self, made: TrainerConfigureFunctionOutput) -> None:
-        if made.mesh is not None and made.mesh != self.mesh:
-            self.mesh = made.mesh
-            self.hold(placed(self.model_state, self._shardings_of(self.model_state)))
-        self.sharded_training_step_function = made.train_step_fn
-        self.sharded_evaluation_step_function = made.eval_step_fn
-        self.measuring_step = made.eval_step_fn and jax.jit(as_eval_step(made.eval_step_fn))
-        manager = made.checkpoint_manager or checkpoints(self.arguments, self.plan)
-        if manager is not None and manager.directory is None and self.arguments.output_dir:
-            place = Path(self.arguments.output_dir) / self.arguments.checkpoints_dir
-            manager = dataclasses.replace(manager, directory=place)
-        self.checkpoint_manager = manager
-
-    def _optimizer(self) -> tuple[Any, Any]:
-        return optimizer_of(self.arguments, self.max_training_steps, *self._own_optimizer)
-
-    def make_state(self, model: Any, tx: Any, given: Any = None) -> Any:
-        """Make a state of a model, or of parameters or a state, where the mesh wants it."""
-        return first_state(
-            model,
-            given,
-            tx,
-            seed=self.arguments.seed,
-            plan=self._shardings_of,
-            cast=functools.partial(cast_params, self.arguments),
-            stateful=self.stateful,
-            init_tx=self.arguments.init_tx,
-            step=self.arguments.step_start_point,
-        )
-
-    @property
-    def _begins_with(self) -> Any:
-        return self._given if self.finetune else None
-
-    def _collect(self, dataset: Any) -> Any:
-        kind = "tfds_" if hasattr(dataset, "as_numpy_iterator") else ""
-        return chosen_collect(self, Setup, "grain_" if self.arguments.use_grain else kind)
-
-    def _masked(self, batch: Any) -> Any:
-        return batch if "mask" in self.arguments.ids_to_pop_from_dataset else with_mask(batch)
-
-    def create_collect_function(
-        self, max_sequence_length: int | None, truncation_mode: str = "keep_end"
-    ) -> Collect:
-        """Make what pads and cuts the sequences of a list of examples, or of a dict of columns."""
-        return collect_function(max_sequence_length, truncation_mode)
-
-    def create_grain_collect_function(
-        self, max_sequence_length: int | None, truncation_mode: str = "keep_end"
-    ) -> Collect:
-        """Make the same for what grain reads."""
-        return self.create_collect_function(max_sequence_length, truncation_mode)
-
-    def create_tfds_collect_function(
-        self, max_sequence_length: int | None, truncation_mode: str = "keep_end"
-    ) -> Collect:
-        """Make the same for what tf.data reads."""
-        return self.create_collect_function(max_sequence_length, truncation_mode)
+    return True
 
 
-_PARAMETERS = list(inspect.signature(Setup.__init__).parameters)[1:-1]
+def check_start(argument: str, own: Path | None, like: Any, state: Any) -> None:
+    """Refuse to start with another state than that of the own checkpoint that a run resumes.
+
+    Raises:
+      ConfigError: if there is one, and it differs.
+    """
+    newest = newest_step(own)
+    if own is None or newest is None:
+        return
+    if newest == int(state.step):
+        saved = jax.tree.leaves(restore(own, like).state)
+        if all(map(_are_equal, saved, jax.tree.leaves(state))):
+            return
+    raise ConfigError(
+        f"{argument}: expected an output_dir without checkpoints, or the state of the newest one, "
+        f"got another state, and {own} goes on from step {newest}; leave {argument} out, or give "
+        "another output_dir"
+    )
+
+
+def _are_equal(saved: Any, leaf: Any) -> bool:
+    if jnp.issubdtype(saved.dtype, jax.dtypes.prng_key):
+        saved, leaf = jax.random.key_data(saved), jax.random.key_data(leaf)
+    return saved.shape == jnp.shape(leaf) and bool(jnp.array_equal(saved, leaf))

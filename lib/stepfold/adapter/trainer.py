@@ -1,46 +1,82 @@
-"""The trainer: a run as an object, that has the parts of stepfold do all of it."""
+"""The trainer: an object with EasyDeL's `BaseTrainerProtocol` that delegates to `fit`."""
 
+import dataclasses
 import functools
+import inspect
+import math
+import operator
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from stepfold.adapter import evaluating, resuming, running, saving
-from stepfold.adapter.calling import Called
-from stepfold.adapter.card import card
-from stepfold.adapter.compiling import ForOneForm, first_batch
-from stepfold.adapter.counting import count_parameters, total_flops
-from stepfold.adapter.outputs import TrainerOutput
-from stepfold.adapter.parts.writers import writers
-from stepfold.adapter.starting import is_state
-from stepfold.adapter.stepping import as_eval_step, as_train_step
-from stepfold.adapter.stopping import advise
-from stepfold.adapter.watching import by_epoch
-from stepfold.checkpoint.restore import Restored, restore
-from stepfold.checkpoint.verify import latest_step
+from stepfold import tree
+from stepfold.adapter import from_arguments, loading, saving, setup, steps
+from stepfold.adapter import hooks as trainer_hooks
+from stepfold.adapter.arguments import TrainingArguments
+from stepfold.adapter.hooks import ProgressBar, Watcher
+from stepfold.adapter.outputs import (
+    TrainerConfigureDataloaderOutput,
+    TrainerConfigureFunctionOutput,
+    TrainerConfigureModelOutput,
+    TrainerOutput,
+)
+from stepfold.checkpoint.restore import restore
+from stepfold.core.state import is_available
+from stepfold.core.validation import refuse_unknown
 from stepfold.errors import ConfigError
+from stepfold.inspect import hlo
 from stepfold.inspect.compiled import CompiledStep, compile_step
+from stepfold.inspect.flops import count, estimate
+from stepfold.loop.evaluate import Evaluation, evaluate
+from stepfold.loop.fit import fit
+from stepfold.loop.hooks.base import Event, Hook
+from stepfold.loop.hooks.stop import stop_early
+from stepfold.loop.hooks.throughput import memory_use
+from stepfold.loop.hooks.weights import weight_statistics
+from stepfold.loop.hooks.wrappers import callback, every
+from stepfold.loop.metrics import metric_values
 from stepfold.loop.result import FitResult
+from stepfold.sharding.plan import make_sharding
+
+# The most steps in a row that a dynamic loss scale may skip: 25 bring it from its largest to its
+# smallest value.
+_MAX_SKIPPED = 50
 
 
-class Trainer(Called):
+def _alias(name: str) -> Any:
+    return property(operator.attrgetter(name), doc=f"The same as `{name}`.")
+
+
+def _attribute(name: str, doc: str) -> Any:
+    # A property, since an abstract base class of a subclass may declare it as one.
+    def assign(self: "Trainer", value: Any) -> None:
+        vars(self)[name] = value
+
+    return property(operator.attrgetter(name), assign, doc=doc)
+
+
+class Trainer:
     """A run as an object, for code that expects EasyDeL's `BaseTrainerProtocol`.
 
-    It is the one class of stepfold that changes. It holds what `fit` is given and gives back, and
-    every method that a subclass may write anew is the one that is called: `configure_model`,
-    `configure_dataloaders`, `configure_functions`, `create_collect_function`, `on_step_end` and so
-    on. Whatever is not asked for costs nothing: without `on_step_start` and `on_step_end` of one's
-    own, no Python runs between steps.
+    It holds the parts of a run, and delegates to `fit` and `evaluate`. Every method that a subclass
+    overrides is the one that is called. Without `on_step_start` and `on_step_end` overridden, no
+    Python runs between steps.
 
     Attributes:
       model_state: the state; `state` and `_model_state` are the same.
-      history: what was measured, as of `fit`; `epoch_history` is the same by epochs.
-      stopped: why the last run ended, in words.
-      plan: the numbers of the run: batch sizes, steps, and when what is due.
+      plan: the numbers of the run: batch sizes, steps, intervals.
+      history: the metrics of the run, as of `fit`; `epoch_history` has them by epoch.
+      stopped: why the last run ended.
+      result: the `FitResult` of the last run, with its `stop_reason` and `capsule`.
+      loaded, left: the paths that were loaded from `init_weights_from` or by
+        `load_checkpoint`, and why others were not.
 
     >>> import jax, numpy as np, stepfold as sf
     >>> from stepfold.adapter import Trainer, TrainingArguments
@@ -54,21 +90,232 @@ class Trainer(Called):
     ('all 20 steps were done', 20)
     """
 
+    dataloader_train: Any
+    dataloader_eval: Any
+    sharded_training_step_function: Any
+    sharded_evaluation_step_function: Any
+
+    def __init__(
+        self,
+        arguments: TrainingArguments | None = None,
+        model_state: Any = None,
+        model: Any = None,
+        dataset_train: Any = None,
+        dataset_eval: Any = None,
+        data_collator: Callable[..., Any] | None = None,
+        finetune: bool = True,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        eval_loss_fn: Callable[..., Any] | None = None,
+        stateful: bool = False,
+        tx: optax.GradientTransformation | None = None,
+        scheduler: Callable[..., Any] | None = None,
+        rules: Any = None,
+        devices: Sequence[jax.Device] | None = None,
+        evaluations: Sequence[Evaluation] = (),
+        hooks: Sequence[Hook] = (),
+        callbacks: Sequence[Callable[..., Any]] = (),
+        watchers: Sequence[Watcher] = (),
+        config: Any = None,
+        **deprecated_kwargs: Any,
+    ) -> None:
+        """Check the arguments, and make all that a run needs.
+
+        Args:
+          arguments: the arguments.
+          model_state: a state or parameters to start with.
+          model: a function `key -> params`, a tree of parameters, or any object if `model_state`
+            brings the parameters.
+          dataset_train: what `stepfold.batches` takes.
+          dataset_eval: the same, for evaluations.
+          data_collator: a function that makes a batch of a list of examples.
+          finetune: whether to start with the parameters of `model_state`, and not with new ones.
+          loss_fn: a `LossFn`; needed unless a subclass overrides `configure_functions`.
+          eval_loss_fn: the one of evaluations, if it differs.
+          stateful: whether the loss functions have a model state.
+          tx: an optimizer, in place of that of the arguments.
+          scheduler: a schedule, in place of that of the arguments; with `tx`, only to be logged.
+          rules: how the state is sharded, as for `make_sharding`.
+          devices: the devices of the mesh, by default all.
+          evaluations: further ones, such as one that generates text.
+          hooks: those of `fit`.
+          callbacks: functions `(trainer, epoch, metrics)`, called after each epoch.
+          watchers: functions of the state whose numbers are logged; `log_watchers` calls them.
+          config: the configuration of the model.
+          **deprecated_kwargs: none; an unknown name is an error that suggests the nearest one.
+
+        Raises:
+          ConfigError: if an argument is not as described.
+        """
+        names = [*inspect.signature(Trainer.__init__).parameters][1:-1]
+        refuse_unknown(type(self).__name__, deprecated_kwargs, names)
+        if not isinstance(arguments, TrainingArguments):
+            raise ConfigError(f"arguments: expected TrainingArguments, got {tree.spell(arguments)}")
+        functions = {"data_collator": data_collator, "loss_fn": loss_fn, "scheduler": scheduler}
+        for name, function in {**functions, "eval_loss_fn": eval_loss_fn}.items():
+            if function is not None:
+                _check_function(name, function)
+        for name, flag in {"finetune": finetune, "stateful": stateful}.items():
+            if not isinstance(flag, bool):
+                raise ConfigError(f"{name}: expected True or False, got {flag!r}")
+        self.arguments = arguments
+        self.model_state, self.model, self.config = model_state, model, config
+        self.dataset_train, self.dataset_eval = dataset_train, dataset_eval
+        self.data_collator, self.finetune, self.stateful = data_collator, finetune, stateful
+        self.loss_fn, self.eval_loss_fn = loss_fn, eval_loss_fn
+        self.tx, self.scheduler, self.rules = tx, scheduler, rules
+        self.evaluations = _check_list("evaluations", evaluations, "sf.Evaluation(…)", Evaluation)
+        self.hooks: list[Hook] = _check_list("hooks", hooks, "functions of an event")
+        self.callbacks = _check_list("callbacks", callbacks, "functions (trainer, epoch, metrics)")
+        self.watchers = _check_list("watchers", watchers, "Watcher(name, function, every)", Watcher)
+        for watcher in self.watchers:
+            watcher.check()
+        self._initial = model_state if finetune else None
+        self._optimizer = tx, scheduler
+        self._metrics_step: Any = None  # the evaluation step, whose numbers are metrics
+        self._new_state: Any = None  # made by `configure_model`, so it need not be copied
+        self._state_source: str | None = None  # what replaced the state since the last run
+        self._watched_at = 0  # the step of the last `log_watchers`
+        self.pruning_module, self.memory_monitor = arguments.pruning_module, memory_use
+        self.dtype = from_arguments.precision(arguments).compute
+        self.param_dtype = jnp.dtype(arguments.param_dtype or "float32")
+        self.train_tracker, self.evalu_tracker = (
+            trainer_hooks.CompilationTracker(),
+            trainer_hooks.CompilationTracker(),
+        )
+        self.early_stopping: stop_early | None = None
+        self.progress_bar: Any = None
+        self.history: Any = {}
+        self.result: FitResult | None = None
+        self.stopped: str | None = None
+        self.best: int | None = None
+        self.epochs_done = 0
+        self.checkpoint_path: str | None = None
+        self.loaded: list[str] = []
+        self.left: dict[str, str] = {}
+        from_arguments.start_processes(arguments)
+        self.mesh = from_arguments.make_mesh(arguments, devices)
+        sizes = loading.length_of(dataset_train), loading.length_of(dataset_eval)
+        self.plan = from_arguments.plan(arguments, *sizes, devices=self.mesh.size)
+        self.initialize_trainer_utils()
+
+    # What a run needs, in the order in which it is made
+
+    def initialize_trainer_utils(self) -> None:
+        """Make writers, timers, batches, the state and the steps."""
+        self.writer: Any = from_arguments.writers(self.arguments)
+        self.timer = trainer_hooks.Timers()
+        self._use_dataloaders(self.configure_dataloaders())
+        self._use_model(self.configure_model())
+        self._use_functions(self.configure_functions())
+
+    def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
+        """Make batches of the datasets, and count the steps."""
+        dataloader_train = dataloader_eval = None
+        if self.dataset_eval is not None:
+            dataloader_eval = self._evaluation_batches(self.dataset_eval, self.plan.eval_steps)
+        if self.dataset_train is not None:
+            dataloader_train = loading.training_batches(
+                self.arguments,
+                self.dataset_train,
+                self.plan.train_batch,
+                collect=self._collect(self.dataset_train),
+                prepare=self._add_mask,
+                epoch_steps=self.plan.epoch_steps,
+                epochs=None if self.plan.steps else self.arguments.num_train_epochs,
+            )
+        return TrainerConfigureDataloaderOutput(
+            dataloader_train, self.plan.steps, dataloader_eval, self.plan.eval_steps
+        )
+
+    def configure_model(self) -> TrainerConfigureModelOutput:
+        """Make the optimizer, its schedule, and the state."""
+        setup.check_model(self.model, self._initial, finetune=self.finetune)
+        tx, scheduler = self._make_optimizer()
+        state = self._new_state = self.make_state(self.model, tx, self._initial)
+        return TrainerConfigureModelOutput(self.model, tx, scheduler, self.config, state=state)
+
+    def configure_functions(self) -> TrainerConfigureFunctionOutput:
+        """Make the jitted steps, the mesh, and the description of the checkpoints."""
+        if self.loss_fn is None:
+            raise ConfigError(
+                "loss_fn: expected a loss function (params, batch, key) -> loss, got None; give "
+                "one, or override configure_functions in a subclass"
+            )
+        train_step, eval_step = steps.make_steps(
+            self.arguments,
+            self.loss_fn,
+            self.tx,
+            eval_loss_fn=self.eval_loss_fn,
+            scheduler=self.scheduler,
+            accumulate=self.plan.accumulate,
+            mesh=self._mesh_if_large,
+            stateful=self.stateful,
+        )
+        shardings = (self.state_shardings, None) if self._mesh_if_large else None
+        return TrainerConfigureFunctionOutput(
+            jax.jit(
+                self.train_tracker.track(train_step), donate_argnums=0, out_shardings=shardings
+            ),
+            self.mesh,
+            from_arguments.checkpoints(self.arguments, self.plan),
+            jax.jit(self.evalu_tracker.track(eval_step)),
+        )
+
+    def make_state(self, model: Any, tx: Any, initial: Any = None) -> Any:
+        """Make a state of a model, parameters or a state, sharded over the mesh."""
+        return setup.first_state(
+            model,
+            initial,
+            tx,
+            seed=self.arguments.seed,
+            plan=self._shardings_of,
+            cast=functools.partial(from_arguments.cast_params, self.arguments),
+            stateful=self.stateful,
+            init_tx=self.arguments.init_tx,
+            step=self.arguments.step_start_point,
+        )
+
+    def create_collect_function(
+        self, max_sequence_length: int | None, truncation_mode: str = "keep_end"
+    ) -> loading.Collect:
+        """Make a function that pads and truncates a list of examples, or a dict of columns."""
+        return loading.collect_function(max_sequence_length, truncation_mode)
+
+    def create_grain_collect_function(
+        self, max_sequence_length: int | None, truncation_mode: str = "keep_end"
+    ) -> loading.Collect:
+        """Make the same for what grain reads."""
+        return self.create_collect_function(max_sequence_length, truncation_mode)
+
+    def create_tfds_collect_function(
+        self, max_sequence_length: int | None, truncation_mode: str = "keep_end"
+    ) -> loading.Collect:
+        """Make the same for what tf.data reads."""
+        return self.create_collect_function(max_sequence_length, truncation_mode)
+
     # The run
 
     def train(
-        self, model_parameters: Any = None, state: Any = None, ckpt_path: Any = None
+        self,
+        model_parameters: Any = None,
+        state: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        *,
+        more_steps: int | None = None,
     ) -> TrainerOutput:
-        """Do the whole run: from the first step, or from the newest checkpoint of `output_dir`.
+        """Do the whole run, or the rest of it after the newest checkpoint in `output_dir`.
 
-        A loss that is not finite, the time limit, Ctrl-C, and an exception of any method or hook
-        end it after a save; the last two go on to the caller.
+        A NaN or inf in the loss, the time limit, Ctrl-C, and an exception of a method or hook end
+        the run after a save; the last two reach the caller.
 
         Args:
-          model_parameters: parameters to begin with.
-          state: a state to go on from.
-          ckpt_path: a checkpoint to go on from: a step's folder, a run's, or what `save_pretrained`
-            wrote.
+          model_parameters: parameters to start with.
+          state: a state to continue from.
+          ckpt_path: a checkpoint to continue from: the folder of a step or of a run, or what
+            `save_pretrained` wrote.
+          more_steps: the number of steps to do, in place of the end that the arguments set. The
+            schedule stays that of the arguments.
 
         Returns:
           The state, and where it was saved.
@@ -77,39 +324,27 @@ class Trainer(Called):
             return self._output("do_train is False")
         if self.dataloader_train is None:
             raise ConfigError("dataset_train: expected data to train on, got None")
-        self.writer = self.writer or writers(self.arguments)
-        resuming.begin(self, model_parameters, state, ckpt_path)
+        self.writer = self.writer or from_arguments.writers(self.arguments)
+        self._start_with(model_parameters, state, ckpt_path)
         self.start_training_hook()
-        result: FitResult | None = None
         try:
             with self.timer("train"):
-                result = running.run(self)
+                self._keep(self._fit(more_steps))
         except BaseException as error:
-            advise(error)
+            trainer_hooks.add_advice(error)
             result = getattr(error, "result", None)
-            if result is None:
+            if result is not None:
+                self._keep(result)
+            else:
                 self.stopped = f"{type(error).__name__}: {error}"
-                self.model_state = resuming.last_good(self)
+                self._recover_state()
             raise
         finally:
-            if result is not None:
-                self.model_state, self.history = result.state, result.history or self.history
-                self.stopped, self.best = str(result.stop_reason), result.best
             self.finish()
-        return self._output(str(result.stop_reason))
-
-    def _output(self, stopped: str) -> TrainerOutput:
-        self.stopped = stopped
-        own = resuming.own_place(self)
-        newest = latest_step(own) if own is not None and own.is_dir() else None
-        name = None if newest is None else str(newest)
-        self.checkpoint_path = None if own is None or name is None else str(own / name)
-        return TrainerOutput(
-            self.model_state, self.mesh, name, self.checkpoint_path, stopped=stopped
-        )
+        return self._output(str(self.stopped))
 
     def finish(self) -> None:
-        """Close the writers and the bar; the last save was waited for. To call it twice is well."""
+        """Close the bar and the writers. Idempotent."""
         bar, writer = self.progress_bar, self.writer
         self.progress_bar = self.writer = None
         if bar is not None:
@@ -117,86 +352,193 @@ class Trainer(Called):
         if writer is not None and self.is_enable:
             writer.close()
 
+    def on_step_start(self, state: Any, step: int) -> Any:  # noqa: ARG002
+        """Override to run before each step; return the state, or None to leave it unchanged."""
+        return state
+
+    def on_step_end(self, state: Any, metrics: Any, step: int) -> Any:  # noqa: ARG002
+        """Override to run after each step; return `(state, metrics)`, or None."""
+        return state, metrics
+
+    def on_log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Override to run at each log point and after each evaluation."""
+
+    def start_training_hook(self) -> None:
+        """Override to run before the first step."""
+
+    def start_evaluation_hook(self) -> None:
+        """Override to run before each evaluation."""
+
+    def apply_training_hooks(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """End the run if the loss is NaN or inf, or the time is up; called at each log point.
+
+        Raises:
+          StopTraining: to end the run after a save.
+        """
+        trainer_hooks.check_finite(metrics)
+        trainer_hooks.check_time(self.timer.running("train"), self.plan.seconds)
+        return metrics
+
+    # Metrics
+
+    def create_progress_bar(
+        self, total: int | None, desc: str = "", disabled: bool = False
+    ) -> ProgressBar | trainer_hooks.NullProgressBar:
+        """Make the bar of `progress_bar_type`, or one that draws nothing."""
+        kind = self.arguments.progress_bar_type
+        if disabled or kind == "none" or self.arguments.performance_mode:
+            return trainer_hooks.NullProgressBar()
+        return ProgressBar(kind, total, desc, metrics=self.arguments.metrics_to_show_in_rich_pbar)
+
+    def log_metrics(
+        self,
+        metrics: Mapping[str, float],
+        pbar: Any,
+        step: int,
+        mode: str = "train",
+        *,
+        update_progress: bool = True,
+        log_to_backends: bool = True,
+        force_report: bool = False,
+    ) -> None:
+        """Show metrics on a bar every `log_steps`, and write them every `report_steps`.
+
+        Names without a prefix get that of the mode, as in `train/loss`. Gradient norms are not
+        shown, and written only with `log_grad_norms`.
+
+        Args:
+          metrics: numbers by name.
+          pbar: the bar: one of `create_progress_bar`, tqdm's, or None.
+          step: the number of steps done.
+          mode: "train" or "eval"; metrics of evaluations are always shown and written.
+          update_progress: whether to show them.
+          log_to_backends: whether to write them.
+          force_report: whether to write them at any step.
+        """
+        numbers = {
+            name if "/" in name else f"{mode}/{name}": float(value)
+            for name, value in metrics.items()
+            if "mlperf" not in name
+        }
+        without_norms = {name: x for name, x in numbers.items() if "grad_norm" not in name}
+        if update_progress and pbar is not None and self._is_due(step, self.plan.log_steps, mode):
+            pbar.set_postfix(dict(without_norms))
+            pbar.update(step - getattr(pbar, "step", getattr(pbar, "n", 0)))
+        is_due = force_report or self._is_due(step, self.plan.report_steps, mode)
+        if log_to_backends and is_due and self.writer is not None and self.is_enable:
+            kept = numbers if self.arguments.log_grad_norms else without_norms
+            self.writer.write_scalars(step, kept)
+
+    def log_weight_distribution(self, state: Any, step: int) -> dict[str, float]:
+        """Measure and write the distribution of the weights by path, with histograms."""
+        writer = self.writer if self.is_enable else None
+        pattern = self.arguments.weight_distribution_pattern or ""
+        numbers = weight_statistics(pattern, writer=writer)(Event(step, None, {}, state))
+        if writer is not None:
+            writer.write_scalars(step, numbers)
+        return numbers
+
+    def log_watchers(self, state: Any, step: int) -> dict[str, float]:
+        """Call the watchers whose interval has passed since the last call, and write their numbers.
+
+        In a run it is called at each log point, with the state of exactly that step.
+
+        Raises:
+          ConfigError: if a watcher returns something else than numbers.
+        """
+        since = self._watched_at if self._watched_at < step else step - 1
+        self._watched_at = step
+        due = [w for w in self.watchers if step // w.every > since // w.every]
+        values = {watcher.name: watcher.function(state) for watcher in due}
+        numbers = metric_values(jax.device_get(values), "watch/")
+        if numbers and self.writer is not None and self.is_enable:
+            self.writer.write_scalars(step, numbers)
+        return numbers
+
     # Evaluation
 
-    def eval_batches(self, dataset: Any = None) -> Any:
-        """Give the batches anew, after `start_evaluation_hook`."""
+    def evaluate(
+        self, state: Any = None, metric_calculator: Any = None, *, dataset: Any = None
+    ) -> dict[str, float]:
+        """Evaluate a state on all evaluation data, exactly; nothing is logged.
+
+        Args:
+          state: the state, by default the trainer's. What is not a state is taken as the dataset.
+          metric_calculator: a function `(state, batch) -> metrics`, or of the numbers by name,
+            that returns further ones.
+          dataset: other data to evaluate on.
+
+        Returns:
+          Numbers by name: `eval_loss` and so on.
+        """
+        if state is not None and not setup.is_state(state) and dataset is None:
+            state, dataset = None, state
+        state = self.model_state if state is None else state
+        batches = self.eval_batches(dataset)
+        with self.timer("evaluation"):
+            return steps.evaluate_with(self._eval_step(), state, batches, metric_calculator)
+
+    def eval(self, model_state: Any) -> Iterator[dict[str, float]]:
+        """Evaluate a state on each batch of the evaluation data."""
+        for batch in self.eval_batches():
+            metrics = evaluate(self._eval_step(), model_state, [batch])
+            yield {f"eval_{name}": value for name, value in metrics.items()}
+
+    def eval_batches(self, dataset: Any = None) -> Iterator[Any]:
+        """Return the batches of an evaluation, after `start_evaluation_hook`."""
         self.start_evaluation_hook()
         loader = self.dataloader_eval if dataset is None else self._evaluation_batches(dataset)
         if loader is None:
             raise ConfigError("dataset_eval: expected data to evaluate on, got None")
         return iter(loader() if callable(loader) else loader)
 
-    def evaluate(
-        self, state: Any = None, metric_calculator: Any = None, *, dataset: Any = None
-    ) -> dict[str, float]:
-        """Measure a state on all of the evaluation data, exactly; nothing is logged.
-
-        Args:
-          state: the state; by default the trainer's own. Something that is no state is a dataset.
-          metric_calculator: a function `(state, batch) -> metrics`, or of the numbers by name, that
-            gives more of them.
-          dataset: other data to measure it on.
-
-        Returns:
-          Numbers by name: `eval_loss` and so on.
-        """
-        if state is not None and not is_state(state) and dataset is None:
-            state, dataset = None, state
-        state = self.model_state if state is None else state
-        batches = self.eval_batches(dataset)
-        with self.timer("evaluation"):
-            return evaluating.measure(self._checked_step(), state, batches, metric_calculator)
-
-    def eval(self, model_state: Any) -> Iterator[dict[str, float]]:
-        """Measure a state on each batch of the evaluation data."""
-        batches = self.eval_batches()
-        yield from evaluating.measure_each(self._checked_step(), model_state, batches)
-
-    def _checked_step(self) -> Any:
-        if self.measuring_step is None:
-            raise ConfigError(
-                "eval_step_fn: expected a step (state, batch) -> metrics, got None; give one from "
-                "configure_functions"
-            )
-        return self.measuring_step
-
     # Before the run
 
     def compile_aot(self) -> bool:
-        """Compile both steps before they run, and keep what was compiled; True when it did."""
+        """Compile both steps ahead of time; return True."""
         step = self.sharded_training_step_function
         if self.dataloader_train is not None and not isinstance(step, CompiledStep):
-            batch, self.dataloader_train = first_batch(self.dataloader_train, "dataloader_train")
-            self.sharded_training_step_function = compile_step(
-                as_train_step(step), self.model_state, batch
-            )
+            batch, self.dataloader_train = steps.peek(self.dataloader_train, "dataloader_train")
+            compiled = compile_step(steps.as_train_step(step), self.model_state, batch)
+            self.sharded_training_step_function = compiled
         step = self.sharded_evaluation_step_function
-        if self.dataloader_eval is not None and not isinstance(step, ForOneForm | None):
-            batch, _ = first_batch(self.dataloader_eval, "dataloader_eval")
-            made = ForOneForm(as_eval_step(step), self.model_state, batch)
-            self.sharded_evaluation_step_function = self.measuring_step = made
+        if self.dataloader_eval is not None and not isinstance(step, steps.CompiledEvalStep | None):
+            batch, _ = steps.peek(self.dataloader_eval, "dataloader_eval")
+            self._metrics_step = steps.CompiledEvalStep(
+                steps.as_eval_step(step), self.model_state, batch
+            )
+            self.sharded_evaluation_step_function = self._metrics_step
         return True
 
     def calculate_number_total_flops(self, params: Any, is_training: bool = True) -> int:
-        """Count the operations of a step: of what `compile_aot` compiled, or an estimate."""
-        batch = self.training_batch_size if is_training else self.evaluation_batch_size
+        """Count the floating-point operations of a step on all devices.
+
+        It is the count of the compiled step after `compile_aot`, and otherwise the estimate of 6
+        for each parameter and token in training, 2 in an evaluation.
+        """
         steps = self.sharded_training_step_function, self.sharded_evaluation_step_function
         compiled = getattr(steps[not is_training], "compiled", None)
-        tokens = batch * (self.arguments.max_length or 1)
-        return total_flops(params, tokens, compiled, training=is_training)
+        if compiled is None:
+            batch = self.training_batch_size if is_training else self.evaluation_batch_size
+            tokens = batch * (self.arguments.max_length or 1)
+            return estimate(self.count_model_parameters(params), tokens, training=is_training)
+        shardings = jax.tree.leaves(compiled.input_shardings)
+        num_devices = max((len(sharding.device_set) for sharding in shardings), default=1)
+        return num_devices * count(hlo.parse(compiled.as_text())).dots
 
     @staticmethod
     def count_model_parameters(prm: Any) -> int:
-        """Count the parameters in any tree."""
-        return count_parameters(prm)
+        """Count the numbers in the arrays of any tree, abstract ones included."""
+        arrays = [leaf for leaf in jax.tree.leaves(prm) if tree.is_array(leaf)]
+        keys = jax.dtypes.prng_key
+        return sum(math.prod(x.shape) for x in arrays if not jnp.issubdtype(x.dtype, keys))
 
-    def specs_to_name_sharding(self, tree: Any, mesh: Any = None) -> Any:
-        """Make shardings of a tree of partition specs, on this mesh or another."""
-        place = functools.partial(NamedSharding, self.mesh if mesh is None else mesh)
-        return jax.tree.map(place, tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    def specs_to_name_sharding(self, tree: Any, mesh: Mesh | None = None) -> Any:
+        """Make named shardings of a tree of partition specs, on this mesh or another."""
+        make = functools.partial(NamedSharding, self.mesh if mesh is None else mesh)
+        return jax.tree.map(make, tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
-    # What is kept
+    # Saving and loading
 
     def save_pretrained(
         self,
@@ -209,17 +551,17 @@ class Trainer(Called):
         *,
         ckpt_path: Any = None,
     ) -> Path:
-        """Save a state, to go on from, with arguments and position in the data; or for torch.
+        """Save a state with arguments and data position, to resume from, or parameters for torch.
 
-        Both `save_pretrained(path, state)` and `(state, save_directory=path)` will do, and without
-        a state it is the trainer's own.
+        Both `save_pretrained(path, state)` and `(state, save_directory=path)` work. Without a
+        state it is the trainer's.
 
         Args:
           state: the state, or the path.
           save_directory: the path, or the state.
-          gather_fns: nothing is gathered, arrays are saved where they are; it has to be None.
+          gather_fns: must be None, since arrays are saved from where they are.
           to_torch: whether to write the parameters alone, as safetensors that torch loads.
-          easystate_to_huggingface_model_kwargs: `names`, what torch calls parameters, by path.
+          easystate_to_huggingface_model_kwargs: `names`, the names of parameters in torch by path.
           torch_save_pretrained_kwargs: `metadata` of the safetensors.
           ckpt_path: the path.
 
@@ -228,27 +570,40 @@ class Trainer(Called):
         """
         path, state = saving.path_and_state(state, save_directory, ckpt_path)
         state = self.model_state if state is None else state
-        saving.refuse_gathering(gather_fns)
-        if not to_torch:
-            return saving.save_run(self, path, state)
-        saving.save_for_torch(
+        if gather_fns is not None:
+            raise ConfigError(
+                "gather_fns: expected None, since arrays are saved from where they are, got "
+                f"{tree.spell(gather_fns)}; leave it out"
+            )
+        if to_torch:
+            names = dict(easystate_to_huggingface_model_kwargs or {})
+            metadata = dict(torch_save_pretrained_kwargs or {})
+            refuse_unknown("save_pretrained", names, ["names"])
+            refuse_unknown("save_pretrained", metadata, ["metadata"])
+            saving.save_for_torch(path, state.params, **names, **metadata)
+            return path
+        loader = self.dataloader_train
+        return saving.save_state(
             path,
-            state.params,
-            **saving.torch_options(easystate_to_huggingface_model_kwargs, "names"),
-            **saving.torch_options(torch_save_pretrained_kwargs, "metadata"),
+            state,
+            arguments=self.arguments,
+            data=None
+            if loader is None
+            else loading.position_at(loader, int(getattr(state, "step", 0))),
+            metrics={name: curve[-1] for name, curve in self.history.items() if len(curve)},
         )
-        return path
 
     def save_information(self, output_path: str | os.PathLike[str]) -> None:
         """Write a card of the run as markdown, to a file or as `README.md` in a folder."""
-        text = card(
+        notes = {"checkpoint": self.checkpoint_path, "loaded": self.loaded}
+        text = saving.make_card(
             self.arguments.model_name,
             arguments=self.arguments.to_dict(),
             params=getattr(self.state_shape, "params", self.state_shape),
             mesh=self.mesh,
             history=self.history,
-            stopped=self.stopped,
-            notes={"checkpoint": self.checkpoint_path, "loaded": self.loaded, "left": self.left},
+            stop_reason=self.stopped,
+            notes={**notes, "not loaded": self.left},
         )
         if self.is_process_zero:
             saving.write_card(output_path, text)
@@ -259,38 +614,402 @@ class Trainer(Called):
         """Load a checkpoint, or parts of it, into the trainer's state.
 
         Args:
-          path: a step's folder, a run's, or what `save_pretrained` wrote.
-          load_optimizer: whether to load the optimizer's state, the step and the key.
-          load_scheduler: whether to load where the schedule stands.
+          path: the folder of a step or of a run, or what `save_pretrained` wrote.
+          load_optimizer: whether to load the optimizer state, the step and the key.
+          load_scheduler: whether to load the position of the schedule.
 
         Returns:
-          What was loaded: the state, its step and metrics, and the paths that were and were not.
+          The state, its step and metrics, and the paths that were loaded and that were not.
         """
+        parts = setup.parts_of(self.model_state, optimizer=load_optimizer, scheduler=load_scheduler)
         folder = self.arguments.checkpoints_dir
-        found: Restored = resuming.load_parts(
-            path, self.model_state, folder, optimizer=load_optimizer, scheduler=load_scheduler
-        )
-        self.model_state, self.loaded, self.left = found.state, found.loaded, found.left
-        self.asked = "load_checkpoint"
-        return found._asdict()
-
-    # What can be asked of it
+        restored = setup.restore_path(path, self.model_state, folder, parts=parts)
+        self.model_state = restored.state
+        self.loaded, self.left = restored.loaded, restored.left
+        self._state_source = "load_checkpoint"
+        return restored._asdict()
 
     @property
     def best_state(self) -> Any:
         """The best state so far: that of early stopping, or of the best checkpoint."""
-        kept = getattr(self.early_stopping, "best_state", None)
-        if kept is not None:
-            return kept
-        own, manager = resuming.own_place(self), self.checkpoint_manager
-        if own is None or manager is None or manager.best is None:
+        best = getattr(self.early_stopping, "best_state", None)
+        if best is not None:
+            return best
+        manager = self.checkpoint_manager
+        if manager is None or manager.best is None:
             raise ConfigError(
                 "best_state: expected metric_for_best_model and an output_dir, or "
                 "early_stopping_patience, to know which state is the best"
             )
-        return restore(own, resuming.abstract(self), step="best").state
+        return restore(manager.directory, self._abstract_state, step="best").state
 
     @property
     def epoch_history(self) -> dict[str, list[float]]:
-        """What was measured, as a list of an element an epoch, by names as `train_loss`."""
-        return by_epoch(self.history, self.plan.epoch_steps or self.max_training_steps or 1)
+        """The metrics as lists with one element for each epoch, with names such as `train_loss`."""
+        return trainer_hooks.epoch_means(
+            self.history, self.plan.epoch_steps or self.max_training_steps or 1
+        )
+
+    # Names of the protocol for the same things
+
+    @property
+    def state(self) -> Any:
+        """The state; the same as `model_state`."""
+        return self.model_state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.model_state, self._state_source = state, "state"
+
+    _model_state = state
+
+    model = _attribute("_model", "The model, as it was given.")
+    mesh = _attribute("_mesh", "The mesh of the devices.")
+    optimizer = _alias("tx")
+    train_step_fn = _alias("sharded_training_step_function")
+    eval_step_fn = _alias("sharded_evaluation_step_function")
+
+    @property
+    def training_batch_size(self) -> int:
+        """The examples of a step, over all devices and microbatches."""
+        return self.plan.train_batch
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """The examples of a batch of an evaluation, over all devices."""
+        return self.plan.eval_batch
+
+    @property
+    def is_process_zero(self) -> bool:
+        """Whether this is the first process."""
+        return jax.process_index() == 0
+
+    @property
+    def is_enable(self) -> bool:
+        """Whether this process writes metrics."""
+        return self.is_process_zero or from_arguments.writes_everywhere(self.arguments)
+
+    @property
+    def wandb_runtime(self) -> Any:
+        """The run of Weights & Biases once it has started, or None."""
+        return getattr(sys.modules.get("wandb"), "run", None) if self.arguments.use_wandb else None
+
+    # What the configure_… methods return is used here
+
+    def _use_dataloaders(self, output: TrainerConfigureDataloaderOutput) -> None:
+        self.dataloader_train, self.dataloader_eval = (
+            output.dataloader_train,
+            output.dataloader_eval,
+        )
+        self.max_training_steps = output.max_training_steps or self.plan.steps
+        self.max_evaluation_steps = output.max_evaluation_steps
+        self.plan = self.plan._replace(steps=self.max_training_steps)
+
+    def _use_model(self, output: TrainerConfigureModelOutput) -> None:
+        self.model, self.scheduler, self.config = output.model, output.scheduler, output.config
+        state, self.tx = output.state, output.tx or getattr(output.state, "tx", None)
+        if self.tx is None:
+            self.tx, self.scheduler = self._make_optimizer()
+        if state is None:
+            state = self.make_state(output.model, self.tx, self._initial)
+        elif state is not self._new_state:  # a subclass's own, which must not be donated
+            state = setup.copy_to(state, self._shardings_of(state))
+        self._new_state = None
+        path = self.arguments.init_weights_from
+        if path is not None:
+            weights = setup.load_weights(path, state, self.arguments.checkpoints_dir)
+            state, self.loaded, self.left = weights
+        self._set_state(state)
+
+    def _use_functions(self, output: TrainerConfigureFunctionOutput) -> None:
+        if output.mesh is not None and output.mesh != self.mesh:
+            self.mesh = output.mesh
+            self._set_state(setup.copy_to(self.model_state, self._shardings_of(self.model_state)))
+        self.sharded_training_step_function = output.train_step_fn
+        self.sharded_evaluation_step_function = output.eval_step_fn
+        self._metrics_step = output.eval_step_fn and jax.jit(
+            steps.as_eval_step(output.eval_step_fn)
+        )
+        manager = output.checkpoint_manager or from_arguments.checkpoints(self.arguments, self.plan)
+        if manager is not None and manager.directory is None and self.arguments.output_dir:
+            directory = Path(self.arguments.output_dir) / self.arguments.checkpoints_dir
+            manager = dataclasses.replace(manager, directory=directory)
+        self.checkpoint_manager: Any = manager
+
+    def _make_optimizer(self) -> tuple[Any, Any]:
+        return from_arguments.optimizer_of(
+            self.arguments, self.max_training_steps, *self._optimizer
+        )
+
+    def _set_state(self, state: Any) -> None:
+        self.model_state = state
+        self.state_shape = jax.eval_shape(lambda: state)
+        self.state_shardings = make_sharding(self.state_shape, self.mesh, self._rules)
+        self.state_named_sharding = self.state_shardings
+        self.state_partition_spec = jax.tree.map(
+            lambda sharding: sharding.spec, self.state_shardings
+        )
+
+    @property
+    def _rules(self) -> Any:
+        return from_arguments.sharding_rules(self.arguments) if self.rules is None else self.rules
+
+    @property
+    def _mesh_if_large(self) -> Mesh | None:
+        return self.mesh if self.mesh.size > 1 else None
+
+    def _shardings_of(self, state: Any) -> Any:
+        return make_sharding(state, self.mesh, self._rules) if self._mesh_if_large else None
+
+    @property
+    def _abstract_state(self) -> Any:
+        if self._mesh_if_large is None:
+            return self.state_shape
+        make = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.tree.map(make, self.state_shape, self.state_shardings)
+
+    def _evaluation_batches(self, dataset: Any, steps: int | None = None) -> Any:
+        return loading.evaluation_batches(
+            self.arguments,
+            dataset,
+            self.plan.eval_batch,
+            collect=self._collect(dataset),
+            prepare=lambda batch: loading.replicate_if_uneven(
+                self._add_mask(batch), self._mesh_if_large
+            ),
+            steps=steps,
+        )
+
+    def _add_mask(self, batch: Any) -> Any:
+        return (
+            batch if "mask" in self.arguments.ids_to_pop_from_dataset else loading.with_mask(batch)
+        )
+
+    def _collect(self, dataset: Any) -> loading.Collect | None:
+        """Return what makes a batch of a list of examples; None stacks them.
+
+        A collect function of a subclass gets what `data_collator` returns, or columns. Otherwise it
+        is `data_collator`, or what pads to `max_length`.
+        """
+        arguments = self.arguments
+        kind = "tfds_" if hasattr(dataset, "as_numpy_iterator") else ""
+        kind = "grain_" if arguments.use_grain else kind
+        names = [f"create_{kind}collect_function", "create_collect_function"]
+        own = next((name for name in names if self._overrides(name)), None)
+        if own is None and (self.data_collator is not None or arguments.max_length is None):
+            return self.data_collator
+        make = getattr(self, own or names[0])
+        options: dict[str, Any] = {"max_sequence_length": arguments.max_length}
+        options["truncation_mode"] = arguments.truncation_mode
+        parameters = inspect.signature(make).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            options = {name: value for name, value in options.items() if name in parameters}
+        collect: loading.Collect = make(**options)
+        if own is None:
+            return collect
+        first = loading.columns if self.data_collator is None else self.data_collator
+        return lambda examples: collect(first(examples))
+
+    def _overrides(self, method: str) -> bool:
+        """Whether a method is that of a subclass, or was set on the object."""
+        return method in vars(self) or getattr(type(self), method) is not getattr(Trainer, method)
+
+    # What a run needs
+
+    def _start_with(self, params: Any, state: Any, path: Any) -> None:
+        """Set the state to start with, and move the batches to its position."""
+        if sum(value is not None for value in (params, state, path)) > 1:
+            raise ConfigError(
+                "train: expected one of model_parameters, state and ckpt_path, got more"
+            )
+        own, folder = self._own_checkpoints, self.arguments.checkpoints_dir
+        source, self._state_source = self._state_source, None
+        resume_from = self.arguments.resume_from_checkpoint
+        if params is state is path is None and isinstance(resume_from, str):
+            # A run with checkpoints of its own continues from these, but the path has to exist.
+            is_own = setup.is_newest(resume_from, own, folder)
+            path = resume_from if is_own or setup.newest_step(own) is None else None
+        new, data = self.model_state, None
+        if params is not None:
+            new, source = self.make_state(None, self.tx, params), "model_parameters"
+        elif state is not None:
+            if not setup.is_state(state):
+                raise ConfigError(
+                    f"state: expected a state, with params and step, got {tree.spell(state)}; give "
+                    "parameters alone as model_parameters"
+                )
+            new, source = self.make_state(None, self.tx, state), "state"
+        elif path is not None and not setup.is_newest(path, own, folder):
+            restored = setup.restore_path(path, self._abstract_state, folder)
+            new, data, source = restored.state, restored.data, "ckpt_path"
+        if source is not None:
+            setup.check_start(source, own, self._abstract_state, new)
+            self._set_state(new)
+        loading.seek(self.dataloader_train, data, int(getattr(self.model_state, "step", 0)))
+
+    @property
+    def _own_checkpoints(self) -> Path | None:
+        return self.checkpoint_manager and Path(self.checkpoint_manager.directory)
+
+    def _fit(self, more_steps: int | None) -> FitResult:
+        arguments, step, evaluations = self.arguments, self._train_step(), self._evaluations()
+        hooks = self._hooks(bool(evaluations))
+        if isinstance(step, steps.StepWithHooks):
+            hooks.insert(0, lambda _: step.raise_pending())
+        writes_jsonl = self.writer is not None and "jsonl" in arguments.report_to
+        state = self.model_state
+        if setup.newest_step(self._own_checkpoints) is not None:
+            self.model_state = None  # so that the restored one can take its memory
+        return fit(
+            step,
+            state,
+            self.dataloader_train,
+            steps=None if more_steps else self.max_training_steps,
+            more_steps=more_steps,
+            run_dir=from_arguments.logs_of(arguments)
+            if writes_jsonl
+            else None,  # the report is drawn from it
+            evaluation=evaluations,
+            checkpoints=self.checkpoint_manager,
+            hooks=hooks,
+            log_every=self.plan.log_every,
+            resume=arguments.resume_if_possible and arguments.resume_from_checkpoint is not False,
+            steps_per_call=arguments.steps_per_call,
+            time_limit=self.plan.seconds,
+        )
+
+    def _train_step(self) -> Callable[..., Any]:
+        step = self.sharded_training_step_function
+        step = step if isinstance(step, CompiledStep) else steps.as_train_step(step)
+        if not self._overrides("on_step_start") and not self._overrides("on_step_end"):
+            return step
+        if self.arguments.steps_per_call > 1:
+            raise ConfigError(
+                "steps_per_call: expected 1 with on_step_start or on_step_end overridden, which "
+                f"run between steps, got {self.arguments.steps_per_call}; override on_log instead"
+            )
+        return steps.StepWithHooks(step, self.on_step_start, self.on_step_end)
+
+    def _evaluations(self) -> list[Evaluation]:
+        if self.dataloader_eval is None or not self.plan.evaluates or self._metrics_step is None:
+            return list(self.evaluations)
+        own = Evaluation(
+            self._metrics_step,
+            self.eval_batches,
+            every=self.plan.evaluation_every,
+            every_epochs=self.plan.evaluation_every_epochs,
+        )
+        return [own, *self.evaluations]
+
+    def _hooks(self, has_evaluations: bool) -> list[Hook]:
+        """Make the hooks of a run. That of the trainer is last, so that it sees all numbers."""
+        arguments = self.arguments
+        hooks: list[Hook] = []
+        if not self._overrides("configure_functions"):  # whose steps skip a NaN or inf
+            scales_loss = from_arguments.precision(arguments).needs_loss_scale
+            hooks.append(trainer_hooks.StopOnSkipped(_MAX_SKIPPED if scales_loss else 1))
+        metric, patience = from_arguments.best_metric(arguments), arguments.early_stopping_patience
+        metric = "eval/loss" if metric is None and patience is not None else metric
+        if metric is not None and not has_evaluations and not metric.startswith("train/"):
+            name = "metric_for_best_model" if patience is None else "early_stopping_patience"
+            raise ConfigError(
+                f"{name}: expected data to evaluate on, to measure {metric}, got none; give "
+                "dataset_eval, or metric_for_best_model='train.loss'"
+            )
+        self.early_stopping = None
+        if metric is not None and patience is not None:
+            keep_state = not metric.startswith("train/")
+            mode = from_arguments.best_mode(arguments)
+            self.early_stopping = stop_early(
+                metric, patience=patience, mode=mode, keep_state=keep_state
+            )
+            hooks.append(self.early_stopping)
+        if arguments.track_memory:
+            hooks.append(memory_use)
+        if arguments.weight_distribution_log_steps is not None:
+            hooks.append(every(arguments.weight_distribution_log_steps, self._log_weights))
+        hooks += [*(callback(function, self) for function in self.callbacks), *self.hooks]
+        knows_epochs = getattr(self.dataloader_train, "steps_per_epoch", None)
+        hooks.append(
+            trainer_hooks.EpochTrainerHook(self)
+            if knows_epochs
+            else trainer_hooks.TrainerHook(self)
+        )
+        return hooks if metric is None else [*hooks, _expect_metric(metric)]
+
+    def _log_weights(self, event: Event) -> None:
+        self.log_weight_distribution(event.state, event.step)  # too many numbers for a bar
+
+    def open_run(self, bar: Any, step: int) -> None:
+        """Take the bar of a run that starts after a step; drop what was written for later steps."""
+        self.progress_bar, self._watched_at = bar, step
+        if self.writer is not None and self.is_enable and hasattr(self.writer, "resume"):
+            self.writer.resume(step)
+
+    def _is_due(self, step: int, interval: int, mode: str) -> bool:
+        """Whether to show or write metrics: those of evaluations always, others at an interval."""
+        # A log point at the end of an epoch need not be a multiple of the interval.
+        is_every_log_point = interval == self.plan.log_every
+        is_last = step == self.plan.steps
+        return mode != "train" or is_every_log_point or step % interval == 0 or is_last
+
+    def _eval_step(self) -> Any:
+        if self._metrics_step is None:
+            raise ConfigError(
+                "eval_step_fn: expected a step (state, batch) -> metrics, got None; return one "
+                "from configure_functions"
+            )
+        return self._metrics_step
+
+    def _keep(self, result: FitResult) -> None:
+        self.result, self.model_state, self.best = result, result.state, result.best
+        self.history = result.history or self.history
+        self.stopped = str(result.stop_reason)
+
+    def _recover_state(self) -> None:
+        """Restore the newest checkpoint if an exception left no state."""
+        is_lost = self.model_state is None or not is_available(self.model_state)
+        own = self._own_checkpoints
+        if is_lost and own is not None and setup.newest_step(own) is not None:
+            self.model_state = restore(own, self._abstract_state).state
+
+    def _output(self, stopped: str) -> TrainerOutput:
+        self.stopped = stopped
+        own = self._own_checkpoints
+        newest = setup.newest_step(own)
+        name = None if newest is None else str(newest)
+        self.checkpoint_path = None if own is None or name is None else str(own / name)
+        return TrainerOutput(
+            self.model_state, self.mesh, name, self.checkpoint_path, stopped=stopped
+        )
+
+
+def _check_function(name: str, value: Any) -> None:
+    if not callable(value) or isinstance(value, type):
+        raise ConfigError(f"{name}: expected a function, got {tree.spell(value)}")
+
+
+def _check_list(name: str, values: Any, expected: str, kind: type | None = None) -> list[Any]:
+    if not isinstance(values, list | tuple):
+        raise ConfigError(f"{name}: expected a list of {expected}, got {tree.spell(values)}")
+    for index, value in enumerate(values):
+        if kind is None:
+            _check_function(f"{name}[{index}]", value)
+        elif not isinstance(value, kind):
+            raise ConfigError(f"{name}[{index}]: expected {expected}, got {tree.spell(value)}")
+    return list(values)
+
+
+def _expect_metric(metric: str) -> Hook:
+    """Make a hook that checks that an evaluation measures a metric."""
+    kind = metric.rpartition("/")[0]
+
+    def check(event: Event) -> None:
+        names = sorted(name for name in event.metrics if name.rpartition("/")[0] == kind)
+        if names and not event.is_train and metric not in names:
+            raise ConfigError(
+                f"metric_for_best_model: expected one of {', '.join(names)}, which are measured, "
+                f"got {metric}"
+            )
+
+    return check

@@ -226,7 +226,9 @@ def _beside(state: TrainState, given: Any) -> TrainState:
     (home,) = homes
 
     def beside(leaf: Any) -> Any:
-        return leaf if getattr(leaf, "committed", True) else jax.device_put(leaf, home)
+        is_traced = isinstance(leaf, jax.core.Tracer)  # for which `committed` is not known
+        has_place = is_traced or getattr(leaf, "committed", True)
+        return leaf if has_place else jax.device_put(leaf, home)
 
     return TrainState(*jax.tree.map(beside, state))
 

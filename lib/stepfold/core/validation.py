@@ -1,7 +1,8 @@
 """Checks of arguments, so that every module refuses them in the same words."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from difflib import get_close_matches
 from typing import Any
 
 from stepfold.errors import ConfigError
@@ -68,3 +69,27 @@ def spell_call(function: Callable[..., Any]) -> str:
     empty = inspect.Parameter.empty
     plain = [each.replace(annotation=empty) for each in signature.parameters.values()]
     return f"{name}{signature.replace(parameters=plain, return_annotation=empty)}"
+
+
+def suggest(name: Any, names: Collection[str]) -> str:
+    """Suggest the name closest to a misspelt one.
+
+    >>> suggest("learning_rat", ["learning_rate", "seed"]), suggest("x", ["seed"])
+    ("did you mean 'learning_rate'?", '')
+    """
+    close = get_close_matches(str(name), names, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
+def refuse_unknown(owner: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raise a ConfigError for a name that is not known.
+
+    >>> refuse_unknown("Trainer", ["dataset_trian"], ["dataset_train", "dataset_eval"])
+    Traceback (most recent call last):
+    ...
+    stepfold.errors.ConfigError: Trainer: there is no 'dataset_trian'; did you mean 'dataset_train'?
+    """
+    for name in names:
+        if name not in known:
+            advice = suggest(name, known) or f"there are {', '.join(known)}"
+            raise ConfigError(f"{owner}: there is no {name!r}; {advice}")

@@ -188,7 +188,9 @@ def fit(
             if latest_step(series.directory) is not None:
                 _check_resume(resume, series)
                 loop.restore()
-        if metrics_path is not None:
+        if directory is not None and loop.resumed is None:
+            _move_previous_run(directory, loop.step)
+        elif metrics_path is not None:
             _continue_metrics(loop, metrics_path)
         loop.run()
     capsule = _make_capsule(all_hooks, loop, batches, directory)
@@ -329,27 +331,26 @@ def _check_resume(resume: bool, series: Series) -> None:
 
 
 def _continue_metrics(loop: TrainLoop, path: Path) -> None:
-    """Load the history of the run that is resumed, or move the files of another run aside.
+    """Load the history of the run that is resumed.
 
     What was logged after the checkpoint was saved will be logged again, and is dropped.
     """
-    last = last_step(path)
-    if loop.resumed is None:
-        if last is not None and last > loop.step and jax.process_index() == 0:
-            _move_previous_run(path.parent, loop.step, last)
-        return
     before = loop.logged_step - bool(loop.logged_metrics)
     for step, metrics in read_rows(path, until=before):
         loop.history.add(step, metrics)
     loop.history.add(loop.logged_step, loop.logged_metrics)
-    if last is not None and jax.process_index() == 0:
+    if path.exists() and jax.process_index() == 0:
         writer = jsonl_writer(path)
         writer.resume(before)
         writer.write_scalars(loop.logged_step, loop.logged_metrics)
         writer.close()
 
 
-def _move_previous_run(directory: Path, step: int, last: int) -> None:
+def _move_previous_run(directory: Path, step: int) -> None:
+    """Move the files of a run aside that is not resumed and has metrics of later steps."""
+    last = last_step(directory / "metrics.jsonl")
+    if last is None or last <= step or jax.process_index() > 0:
+        return
     number = 1
     while (aside := directory / f"previous-{number}").exists():
         number += 1
@@ -360,7 +361,7 @@ def _move_previous_run(directory: Path, step: int, last: int) -> None:
     warnings.warn(
         f"run_dir: expected no metrics after step {step}, got those of an earlier run, up to step "
         f"{last}; its files are now in {aside}. To resume a run, keep its checkpoints",
-        stacklevel=4,
+        stacklevel=3,
     )
 
 

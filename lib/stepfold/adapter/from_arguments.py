@@ -1,0 +1,705 @@
+"""Functions that turn `TrainingArguments` into the parts of a run."""
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from stepfold import tree
+from stepfold.adapter.arguments import (
+    MIXED,
+    TrainingArguments,
+    is_changed,
+    seconds,
+)
+from stepfold.adapter.optimizers import (
+    ENDLESS,
+    MOMENT_DTYPES,
+    SCHEDULES,
+    build_optimizer,
+    freeze,
+    optimizer_options,
+    parse_scheduler,
+)
+from stepfold.checkpoint.checkpoints import Checkpoints
+from stepfold.core.loss_scale import dynamic_loss_scale
+from stepfold.core.optimizer import as_optimizer, takes_any_keyword
+from stepfold.core.precision import Precision
+from stepfold.core.validation import refuse_unknown
+from stepfold.errors import ConfigError, DataError
+from stepfold.loop.writers.base import Writer
+from stepfold.loop.writers.combinators import async_writer, multi_writer
+from stepfold.loop.writers.console import console_writer
+from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer
+from stepfold.loop.writers.tensorboard import tensorboard_writer
+from stepfold.loop.writers.wandb import wandb_writer
+from stepfold.sharding import mesh as meshes
+from stepfold.sharding.distributed import Distributed, start_distributed
+from stepfold.sharding.rules import Rules, fsdp
+
+# Sizes and intervals
+
+
+class Plan(NamedTuple):
+    """The sizes and intervals of a run. None is unknown, or not set.
+
+    >>> arguments = TrainingArguments(per_device_train_batch_size=4, num_train_epochs=2)
+    >>> sizes = plan(arguments, train_examples=100, devices=8)
+    >>> sizes.train_batch, sizes.epoch_steps, sizes.steps
+    (32, 3, 6)
+    """
+
+    train_batch: int  # examples per step, over all devices and microbatches
+    eval_batch: int  # examples per evaluation batch, over all devices
+    accumulate: int  # microbatches per step
+    epoch_steps: int | None  # steps per epoch
+    steps: int | None  # steps of the run, including those before step_start_point
+    eval_steps: int | None  # batches per evaluation
+    evaluates: bool  # whether there are evaluations; without an interval, only at the end
+    evaluation_every: int | None  # steps between evaluations
+    evaluation_every_epochs: int | None  # epochs between evaluations
+    save_steps: int | None  # steps between checkpoints
+    save_epochs: int | None  # epochs between checkpoints
+    log_every: int  # steps between the log points of `fit`, which include those of the next two
+    log_steps: int  # steps between updates of the progress bar
+    report_steps: int  # steps between writes
+    seconds: float | None  # the time limit
+
+
+def plan(
+    arguments: TrainingArguments,
+    train_examples: int | None = None,
+    eval_examples: int | None = None,
+    devices: int | Sequence[jax.Device] | None = None,
+) -> Plan:
+    """Compute the sizes and intervals of a run.
+
+    Args:
+      arguments: the arguments.
+      train_examples: the number of examples to train on, if it is known.
+      eval_examples: the number of examples to evaluate on, if it is known.
+      devices: the devices, or their number, by which sizes per device are multiplied; by default
+        all devices of jax.
+
+    Raises:
+      ConfigError: if two numbers do not fit together, or a fraction is of an unknown number.
+
+    >>> arguments = TrainingArguments(total_batch_size=32, num_train_epochs=3, log_steps=0.1)
+    >>> sizes = plan(arguments, train_examples=1_000)
+    >>> sizes.epoch_steps, sizes.steps, sizes.log_steps
+    (31, 93, 9)
+    """
+    if devices is None:
+        devices = jax.device_count()
+    num_devices = devices if isinstance(devices, int) else len(devices)
+    if num_devices < 1:
+        raise ConfigError(f"devices: expected at least one, got {devices!r}")
+    train_batch, accumulate = _train_batch(arguments, num_devices)
+    eval_batch = _eval_batch(arguments, train_batch, num_devices)
+
+    set_epoch = epoch_steps = arguments.per_epoch_training_steps
+    if epoch_steps is None and train_examples is not None:
+        epoch_steps = train_examples // train_batch
+        if not epoch_steps:
+            raise ConfigError(
+                f"total_batch_size: expected at most the {train_examples} training examples, got "
+                f"{train_batch}; give a smaller one, or more examples"
+            )
+    steps = None if epoch_steps is None else arguments.num_train_epochs * epoch_steps
+    if arguments.max_steps is not None:
+        steps = _to_steps(arguments, "max_steps", steps)
+    _check_within(arguments, "warmup_steps", steps)
+    _check_within(arguments, "step_start_point", steps)
+    log_steps = _to_steps(arguments, "log_steps", steps)
+    report_steps = arguments.report_steps or log_steps
+
+    # An epoch of per_epoch_training_steps need not end where the data do, so it is due by steps.
+    epoch = (None, 1) if set_epoch is None else (set_epoch, None)
+    evaluates = arguments.do_eval and arguments.evaluation_strategy != "no"
+    evaluation_every, evaluation_every_epochs = arguments.eval_steps, None
+    if evaluates and arguments.evaluation_strategy == "epoch":
+        evaluation_every, evaluation_every_epochs = epoch
+    available = None if eval_examples is None else math.ceil(eval_examples / eval_batch)
+    limits = (available, arguments.max_evaluation_steps, arguments.per_epoch_evaluation_steps)
+    eval_steps = min((limit for limit in limits if limit is not None), default=None)
+
+    save_steps, save_epochs = None, None
+    if arguments.save_steps is not None:
+        save_steps = _to_steps(arguments, "save_steps", steps)
+    if arguments.save_strategy == "epoch":
+        if None not in (save_steps, set_epoch) and save_steps != set_epoch:
+            raise ConfigError(
+                f"save_steps: expected per_epoch_training_steps={set_epoch}, for "
+                f"save_strategy='epoch', got {arguments.save_steps}; leave out one of the three"
+            )
+        save_steps, save_epochs = save_steps or epoch[0], epoch[1]
+    limit = arguments.training_time_limit
+    return Plan(
+        train_batch=train_batch,
+        eval_batch=eval_batch,
+        accumulate=accumulate,
+        epoch_steps=epoch_steps,
+        steps=steps,
+        eval_steps=eval_steps if evaluates else None,
+        evaluates=evaluates,
+        evaluation_every=evaluation_every,
+        evaluation_every_epochs=evaluation_every_epochs,
+        save_steps=save_steps,
+        save_epochs=save_epochs,
+        # Also in performance_mode, which writes nothing: log points are where a NaN is noticed.
+        log_every=math.gcd(log_steps, report_steps),
+        log_steps=log_steps,
+        report_steps=report_steps,
+        seconds=None if limit is None else seconds("training_time_limit", limit),
+    )
+
+
+def _train_batch(arguments: TrainingArguments, num_devices: int) -> tuple[int, int]:
+    """Return the examples per step, and into how many microbatches they are split."""
+    total, per_device = arguments.total_batch_size, arguments.per_device_train_batch_size
+    accumulate = arguments.gradient_accumulation_steps
+    if total is None:
+        total = 32 if per_device is None else per_device * num_devices
+    elif per_device is not None:  # the most that a device takes at once
+        minimum = math.ceil(total / (per_device * num_devices))
+        if accumulate == 1:
+            accumulate = next(n for n in range(minimum, total + 1) if total % n == 0)
+        elif accumulate < minimum:
+            raise ConfigError(
+                f"gradient_accumulation_steps: expected at least {minimum}, so that each of "
+                f"{num_devices} devices takes at most per_device_train_batch_size={per_device} of "
+                f"total_batch_size={total} at once, got {accumulate}; leave out one of the three"
+            )
+    if total % accumulate:
+        divisors = [str(n) for n in range(1, min(total, 64) + 1) if total % n == 0]
+        raise ConfigError(
+            f"gradient_accumulation_steps: expected a divisor of the batch of {total} examples, "
+            f"got {accumulate}; give one of {', '.join(divisors)}"
+        )
+    return total, accumulate
+
+
+def _eval_batch(arguments: TrainingArguments, train_batch: int, num_devices: int) -> int:
+    total, per_device = arguments.eval_batch_size, arguments.per_device_eval_batch_size
+    if total is None:
+        return train_batch if per_device is None else per_device * num_devices
+    if per_device is not None and per_device * num_devices != total:
+        raise ConfigError(
+            f"eval_batch_size: expected per_device_eval_batch_size={per_device} times "
+            f"{num_devices} devices, {per_device * num_devices}, got {total}; give one of them"
+        )
+    return total
+
+
+def _to_steps(arguments: TrainingArguments, name: str, steps: int | None) -> int:
+    """Return a field as a number of steps; it may be a fraction of all steps."""
+    value: int | float = getattr(arguments, name)
+    if isinstance(value, int):
+        return value
+    if steps is None:
+        raise ConfigError(
+            f"{name}: expected an integer, because the number of steps is unknown, got {value}; "
+            "give max_steps, or a dataset with a length"
+        )
+    return max(1, int(value * steps))
+
+
+def _check_within(arguments: TrainingArguments, name: str, steps: int | None) -> None:
+    value = getattr(arguments, name)
+    if steps is not None and value >= steps:
+        raise ConfigError(
+            f"{name}: expected fewer than the {steps} steps of the run, got {value}; give a lower "
+            "one, or more steps"
+        )
+
+
+# Schedule and optimizer
+
+
+def make_schedule(arguments: TrainingArguments, steps: int | None) -> optax.Schedule:
+    """Make the learning rate schedule.
+
+    It rises linearly from 0 to `learning_rate` for `warmup_steps`, and then falls as `scheduler`
+    says, to `learning_rate_end` at the last of the `steps` of the run. They may be None, for
+    unknown, if the schedule does not depend on them.
+
+    Raises:
+      ConfigError: if it does, or if the warmup takes all of them.
+
+    >>> arguments = TrainingArguments(learning_rate=0.1, scheduler="linear", warmup_steps=10)
+    >>> schedule = make_schedule(arguments, 110)
+    >>> [round(float(schedule(step)), 3) for step in (0, 5, 10, 60, 110)]
+    [0.0, 0.05, 0.1, 0.05, 0.0]
+    """
+    if arguments.custom_scheduler is not None:
+        return _custom_schedule(arguments.custom_scheduler, steps)
+    name, _ = parse_scheduler(arguments.scheduler or "none")
+    if steps is None and name not in ENDLESS:
+        raise ConfigError(
+            f"scheduler: expected one of {', '.join(ENDLESS)}, because the number of steps is "
+            f"unknown, got {arguments.scheduler!r}; give one of these, or max_steps"
+        )
+    _check_within(arguments, "warmup_steps", steps)
+    warmup, peak = arguments.warmup_steps, arguments.learning_rate
+    schedule = SCHEDULES[name](
+        peak,
+        arguments.learning_rate_end or 0.0,
+        1 if steps is None else steps - warmup,
+        **arguments.scheduler_kwargs,
+    )
+    if not warmup:
+        return schedule
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), schedule], [warmup])
+
+
+def _custom_schedule(custom: Callable[..., Any], steps: int | None) -> optax.Schedule:
+    """Return a schedule, given it or a function from the number of steps to it."""
+    result = custom(1 if steps is None else steps)
+    if not callable(result):
+        return custom
+    if steps is None:
+        raise ConfigError(
+            "custom_scheduler: expected a schedule, because the number of steps is unknown, got a "
+            "function from it to a schedule; give max_steps"
+        )
+    return result
+
+
+def make_optimizer(
+    arguments: TrainingArguments, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    """Make the optimizer by its name in optax, with the transformations around it.
+
+    A gradient passes them in this order: the loss scale, for float16; freezing, so that the rest
+    sees only trained parameters; pruning; clipping by the global norm; weight decay, unless the
+    optimizer has its own; the optimizer.
+
+    >>> import stepfold as sf
+    >>> arguments = TrainingArguments(optimizer="lion", clip_grad=1.0, frozen_parameters="^embed")
+    >>> tx = make_optimizer(arguments, make_schedule(arguments, 100))
+    >>> state = sf.init_state({"embed": jnp.ones(2), "w": jnp.ones(2)}, tx, jax.random.key(0))
+    """
+    options, known = dict(arguments.extra_optimizer_kwargs), optimizer_options(arguments.optimizer)
+    before = []
+    if arguments.clip_grad is not None:
+        before.append(optax.clip_by_global_norm(arguments.clip_grad))
+    if arguments.weight_decay is not None:
+        if "weight_decay" in known:
+            options["weight_decay"] = arguments.weight_decay
+        else:
+            before.append(optax.add_decayed_weights(arguments.weight_decay))
+    if arguments.tx_mu_dtype is not None:
+        option = next(name for name in MOMENT_DTYPES if name in known)
+        options[option] = jnp.dtype(arguments.tx_mu_dtype)
+    tx = optax.chain(*before, build_optimizer(arguments.optimizer, schedule, options))
+    tx = _prune(tx, arguments)
+    if arguments.frozen_parameters is not None:
+        tx = freeze(tx, arguments.frozen_parameters)
+    return dynamic_loss_scale(tx) if precision(arguments).needs_loss_scale else tx
+
+
+def _prune(
+    tx: optax.GradientTransformation, arguments: TrainingArguments
+) -> optax.GradientTransformation:
+    if arguments.pruning_module is None:
+        return tx
+    wrap = getattr(arguments.pruning_module, "wrap_optax", arguments.pruning_module)
+    return as_optimizer(wrap(tx))
+
+
+_RATE_FIELDS = (
+    *("learning_rate", "learning_rate_end", "scheduler", "scheduler_kwargs"),
+    *("custom_scheduler", "warmup_steps"),
+)
+_OPTIMIZER_FIELDS = (
+    *("optimizer", "extra_optimizer_kwargs", "weight_decay", "clip_grad", "tx_mu_dtype"),
+    "frozen_parameters",
+)
+
+
+def optimizer_of(
+    arguments: TrainingArguments,
+    steps: int | None,
+    tx: optax.GradientTransformation | None = None,
+    scheduler: optax.Schedule | None = None,
+) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
+    """Return the optimizer, and its schedule if that is known.
+
+    Args:
+      arguments: the arguments.
+      steps: the steps of the run, as in `plan`.
+      tx: an optimizer to use in place of that of the arguments. `pruning_module` still wraps it.
+      scheduler: the schedule of `tx`, or without it, of the optimizer of the arguments.
+
+    Raises:
+      ConfigError: if a field is set that `tx` or `scheduler` replaces.
+
+    >>> tx, schedule = optimizer_of(TrainingArguments(learning_rate=0.1), 100)
+    >>> round(float(schedule(0)), 3)
+    0.1
+    """
+    replaced: tuple[str, ...] = ()
+    if tx is not None:
+        replaced = _RATE_FIELDS + _OPTIMIZER_FIELDS
+    elif scheduler is not None:
+        replaced = _RATE_FIELDS
+    for field in replaced:
+        if is_changed(arguments, field):
+            raise ConfigError(
+                f"{'scheduler' if tx is None else 'tx'}: expected arguments that do not set what "
+                f"it replaces, got {field}={getattr(arguments, field)!r:.60}; leave out one of them"
+            )
+    if tx is not None:
+        return _prune(tx, arguments), scheduler
+    schedule = scheduler or make_schedule(arguments, steps)
+    return make_optimizer(arguments, schedule), schedule
+
+
+# Processes, mesh and sharding
+
+_JAX_NAMES = {
+    "coordinator_address": "coordinator",
+    "num_processes": "processes",
+    "process_id": "process",
+    "local_device_ids": "devices",
+    "initialization_timeout": "timeout",
+    "heartbeat_timeout_seconds": "heartbeat",
+    "shutdown_timeout_seconds": "shutdown",
+}
+
+
+def start_processes(arguments: TrainingArguments) -> Distributed | None:
+    """Start jax.distributed if `jax_distributed_config` is set. Call it before jax is used.
+
+    Its keys are those of `jax.distributed.initialize` or of `sf.start_distributed`.
+
+    Raises:
+      ConfigError: if a key is neither.
+
+    >>> start_processes(TrainingArguments()) is None
+    True
+    """
+    config = arguments.jax_distributed_config
+    if config is None:
+        return None
+    refuse_unknown("jax_distributed_config", config, [*_JAX_NAMES, *_JAX_NAMES.values()])
+    return start_distributed(**{_JAX_NAMES.get(key, key): value for key, value in config.items()})
+
+
+def make_mesh(arguments: TrainingArguments, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Make the mesh of `sharding_array`, `sharding_axis_names` and `sharding_dcn_axis_dims`.
+
+    >>> make_mesh(TrainingArguments()).shape["fsdp"] == jax.device_count()
+    True
+    """
+    return meshes.make_mesh(
+        arguments.sharding_array,
+        arguments.sharding_axis_names,
+        dcn_dims=arguments.sharding_dcn_axis_dims,
+        devices=devices,
+    )
+
+
+def sharding_rules(arguments: TrainingArguments) -> Rules:
+    """Return rules for `sf.make_sharding`: FSDP, or with `auto_shard_states=False` replication.
+
+    >>> sharding_rules(TrainingArguments(auto_shard_states=False))
+    [('', P())]
+    """
+    return fsdp() if arguments.auto_shard_states else [("", PartitionSpec())]
+
+
+# Precision, rematerialization and the loss
+
+
+def precision(arguments: TrainingArguments) -> Precision:
+    """Return the precision of the step, from `dtype` or `mixed_precision`.
+
+    For float16, `make_optimizer` adds a dynamic loss scale.
+
+    >>> precision(TrainingArguments(mixed_precision="bf16")).compute.name
+    'bfloat16'
+    """
+    dtype = arguments.dtype or MIXED[arguments.mixed_precision or "full"]
+    return Precision(_to_dtype("dtype", dtype))
+
+
+def _to_dtype(field: str, dtype: str) -> np.dtype[Any]:
+    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+        raise ConfigError(
+            f"{field}: expected float32 or narrower, because jax has float64 disabled, got {dtype};"
+            " set JAX_ENABLE_X64=1 in the environment"
+        )
+    return jnp.dtype(dtype)
+
+
+def cast_params(arguments: TrainingArguments, params: Any) -> Any:
+    """Cast floating-point parameters to `param_dtype`, if it is set.
+
+    >>> cast_params(TrainingArguments(param_dtype="bf16"), {"w": jnp.ones(2)})["w"].dtype.name
+    'bfloat16'
+    """
+    if arguments.param_dtype is None:
+        return params
+    return tree.cast_floats(params, _to_dtype("param_dtype", arguments.param_dtype))
+
+
+def remat(arguments: TrainingArguments) -> str | None:
+    """Return the `remat` of `make_train_step`, from `gradient_checkpointing`.
+
+    >>> remat(TrainingArguments(gradient_checkpointing="nothing_saveable"))
+    'nothing_saveable'
+    """
+    policy = arguments.gradient_checkpointing
+    return None if policy == "none" else policy
+
+
+def make_loss(
+    arguments: TrainingArguments, loss_fn: Callable[..., Any], mesh: Mesh | None = None
+) -> Callable[..., Any]:
+    """Wrap a loss function to follow the arguments.
+
+    It gets `loss_config` as keywords. With `aux_loss_enabled=False`, terms whose name starts with
+    `aux` are dropped. `use_fast_kernels` sets the precision of its matrix products. On a mesh,
+    batches are sharded as in `step_partition_spec`.
+
+    Raises:
+      ConfigError: if the loss function does not take `loss_config`.
+
+    >>> arguments = TrainingArguments(loss_config={"scale": 2.0}, aux_loss_enabled=False)
+    >>> loss = make_loss(arguments, lambda p, b, key, scale=1.0: {"ce": p * scale, "aux_z": p})
+    >>> loss(3.0, None, None)
+    {'ce': 6.0}
+    """
+    config, fast = arguments.loss_config, arguments.use_fast_kernels
+    if not callable(loss_fn):
+        raise ConfigError(f"loss_fn: expected a loss function, got {tree.spell(loss_fn)}")
+    if config and not takes_any_keyword(loss_fn):
+        unknown = [name for name in config if name not in inspect.signature(loss_fn).parameters]
+        if unknown:
+            raise ConfigError(
+                f"loss_config: expected keywords of {getattr(loss_fn, '__name__', loss_fn)}, got "
+                f"{', '.join(unknown)}; add them to its parameters, or leave them out"
+            )
+
+    @wraps(loss_fn)
+    def loss(params: Any, batch: Any, *rest: Any) -> Any:
+        if mesh is not None and arguments.step_partition_spec is not None:
+            batch = _constrain(batch, mesh, arguments.step_partition_spec)
+        matmul_precision = "default" if fast else "highest"
+        with nullcontext() if fast is None else jax.default_matmul_precision(matmul_precision):
+            result = loss_fn(params, batch, *rest, **config)
+        return result if arguments.aux_loss_enabled else _without_aux(result)
+
+    return loss
+
+
+def _constrain(batch: Any, mesh: Mesh, spec: tuple[Any, ...]) -> Any:
+    """Shard each array by as many entries of the spec as it has dimensions."""
+
+    def constrain(leaf: Any) -> Any:
+        if not tree.is_array(leaf):
+            return leaf
+        sharding = NamedSharding(mesh, PartitionSpec(*spec[: leaf.ndim]))
+        return jax.lax.with_sharding_constraint(leaf, sharding)
+
+    return jax.tree.map(constrain, batch)
+
+
+def _without_aux(result: Any) -> Any:
+    terms, *rest = result if isinstance(result, tuple) else (result,)
+    if not isinstance(terms, dict):
+        raise ConfigError(
+            "aux_loss_enabled: expected a loss function that returns a dict of terms, as in "
+            f"{{'loss': …, 'aux_router': …}}, to drop some, got {tree.spell(terms)}; return a dict,"
+            " or leave out the field"
+        )
+    kept = {name: term for name, term in terms.items() if not name.startswith("aux")}
+    if not kept:
+        raise ConfigError(
+            f"aux_loss_enabled: expected a loss function with a term besides those named aux…, got "
+            f"{', '.join(terms)}; rename one, or leave out the field"
+        )
+    return (kept, *rest) if isinstance(result, tuple) else kept
+
+
+# Examples
+
+
+def shuffle_seed(arguments: TrainingArguments) -> int | None:
+    """Return the seed of the data order; None keeps the order of the dataset.
+
+    >>> shuffle_seed(TrainingArguments(seed=1, shuffle_seed_train=3))
+    3
+    """
+    if not arguments.shuffle_train_dataset:
+        return None
+    seed = arguments.shuffle_seed_train
+    return arguments.seed if seed is None else seed
+
+
+def transform(arguments: TrainingArguments) -> Callable[[Any], Any] | None:
+    """Make the `transform` of `sf.batches` that drops columns; None if none are dropped.
+
+    >>> arguments = TrainingArguments(ids_to_pop_from_dataset=("id",), remove_unused_columns=True)
+    >>> transform(arguments)({"id": 7, "text": "a word", "tokens": [1, 2]})
+    {'tokens': [1, 2]}
+    """
+    dropped, drop_unused = arguments.ids_to_pop_from_dataset, arguments.remove_unused_columns
+    if not (dropped or drop_unused):
+        return None
+
+    def drop_columns(example: Any) -> Any:
+        if not isinstance(example, Mapping):
+            raise DataError(
+                "ids_to_pop_from_dataset, remove_unused_columns: expected examples that are dicts "
+                f"of columns, got {tree.spell(example)}; leave out both fields"
+            )
+        return {
+            name: value
+            for name, value in example.items()
+            if name not in dropped and not (drop_unused and _is_unused(value))
+        }
+
+    return drop_columns
+
+
+def _is_unused(value: Any) -> bool:
+    """Whether no step can take the value: None, text, dates and objects."""
+    return value is None or np.asarray(value).dtype.kind in "OUSMm"
+
+
+# Checkpoints
+
+
+def checkpoints(arguments: TrainingArguments, plan: Plan) -> Checkpoints | None:
+    """Make the checkpoints in `output_dir/checkpoints_dir`, which include the last state.
+
+    None if nothing is saved: without `output_dir`, or with `do_last_save=False`.
+
+    >>> arguments = TrainingArguments(output_dir="runs/a", max_steps=200, save_steps=0.25)
+    >>> checkpoints(arguments, plan(arguments)).every
+    50
+    """
+    if arguments.output_dir is None or not arguments.do_last_save:
+        return None
+    best = best_metric(arguments)
+    return Checkpoints(
+        Path(arguments.output_dir) / arguments.checkpoints_dir,
+        every=plan.save_steps,
+        every_epochs=plan.save_epochs,
+        every_minutes=arguments.save_interval_minutes,
+        keep=arguments.save_total_limit,
+        best=best,
+        mode=best_mode(arguments) if best is not None else None,
+    )
+
+
+def best_metric(arguments: TrainingArguments) -> str | None:
+    """Return the name that `metric_for_best_model` has in a run.
+
+    The prefix of a metric defaults to `eval/`.
+
+    >>> best_metric(TrainingArguments(metric_for_best_model="evaluation.f1"))
+    'eval/f1'
+    >>> best_metric(TrainingArguments(metric_for_best_model="cer"))
+    'eval/cer'
+    """
+    metric = arguments.metric_for_best_model
+    if metric is None:
+        return None
+    metric = re.sub("^(evaluation[./]|eval[./_])", "eval/", metric)
+    metric = re.sub("^train[._]", "train/", metric)
+    return metric if "/" in metric else f"eval/{metric}"
+
+
+def best_mode(arguments: TrainingArguments) -> str | None:
+    """Return "max" or "min" by `greater_is_better`; None if the metric's name decides.
+
+    >>> best_mode(TrainingArguments(metric_for_best_model="cer", greater_is_better=False))
+    'min'
+    """
+    return {None: None, True: "max", False: "min"}[arguments.greater_is_better]
+
+
+# Writers
+
+
+def writers(arguments: TrainingArguments) -> Writer | None:
+    """Make one background writer of metrics, or None if they are not written.
+
+    Files go to `logs_of(arguments)`. Without `output_dir` there are none.
+
+    Raises:
+      ConfigError: if files are set without `output_dir`, or a package is not installed.
+
+    >>> writers(TrainingArguments(report_metrics=False)) is None
+    True
+    """
+    if arguments.performance_mode or not arguments.report_metrics:
+        return None
+    kinds = arguments.report_to
+    if arguments.output_dir is None:
+        if kinds and is_changed(arguments, "report_to"):
+            raise ConfigError(
+                f"report_to: expected no files without output_dir, got {kinds}; give output_dir"
+            )
+        kinds = ()
+    logs = logs_of(arguments)
+    files: dict[str, Callable[[], Writer]] = {
+        "jsonl": lambda: jsonl_writer(logs / "metrics.jsonl"),
+        "csv": lambda: csv_writer(logs / "metrics.csv"),
+        "tensorboard": lambda: tensorboard_writer(logs / "tensorboard"),
+    }
+    all_writers = [files[kind]() for kind in dict.fromkeys(kinds)]
+    if arguments.use_wandb:
+        all_writers.append(wandb_writer(**wandb_options(arguments)))
+    if arguments.verbose:
+        all_writers.append(console_writer())
+    return async_writer(multi_writer(*all_writers)) if all_writers else None
+
+
+def logs_of(arguments: TrainingArguments) -> Path:
+    """Return the directory of metric files, which is one per process if every process writes.
+
+    >>> logs_of(TrainingArguments(output_dir="runs/a"))
+    PosixPath('runs/a/logs')
+    """
+    directory = Path(arguments.output_dir or ".") / arguments.logs_dir
+    if writes_everywhere(arguments):
+        return directory / f"process_{jax.process_index()}"
+    return directory
+
+
+def writes_everywhere(arguments: TrainingArguments) -> bool:
+    """Whether every process writes metrics, and not only the first.
+
+    >>> writes_everywhere(TrainingArguments(log_all_workers=True))
+    True
+    """
+    return arguments.log_all_workers or not arguments.process_zero_is_admin
+
+
+def wandb_options(arguments: TrainingArguments) -> dict[str, Any]:
+    """Return the keyword arguments of `wandb.init`.
+
+    >>> wandb_options(TrainingArguments(use_wandb=True, trainer_prefix="sft", model_name="tiny"))
+    {'project': 'sft-tiny'}
+    """
+    options = {
+        "project": "-".join(filter(None, (arguments.trainer_prefix, arguments.model_name))),
+        "entity": arguments.wandb_entity,
+        "name": arguments.wandb_name,
+        "dir": arguments.output_dir,
+    }
+    return {name: value for name, value in options.items() if value is not None}

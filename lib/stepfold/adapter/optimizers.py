@@ -1,0 +1,306 @@
+"""Schedules and optimizers by name, and what is done to an optimizer and its state."""
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax import contrib
+
+from stepfold import tree
+from stepfold.core.validation import check_positive, suggest
+from stepfold.errors import ConfigError
+
+# Schedules: functions of the peak, the end value, and the number of steps between them.
+
+
+def _cosine(peak: float, end: float, steps: int, *, exponent: float = 1.0) -> optax.Schedule:
+    return optax.cosine_decay_schedule(peak, steps, alpha=end / peak, exponent=exponent)
+
+
+def _cosine_restarts(peak: float, end: float, steps: int, *, cycles: int = 4) -> optax.Schedule:
+    if type(cycles) is not int or not 1 <= cycles <= steps:
+        raise ConfigError(
+            f"scheduler_kwargs['cycles']: expected an integer from 1 to {steps}, got {cycles!r}"
+        )
+    bounds = [round(steps * cycle / cycles) for cycle in range(cycles + 1)]
+    lengths = [after - before for before, after in pairwise(bounds)]
+    return optax.join_schedules([_cosine(peak, end, n) for n in lengths], bounds[1:-1])
+
+
+def _wsd(peak: float, end: float, steps: int, *, decay: float = 0.1) -> optax.Schedule:
+    """Warmup-stable-decay: constant, then linear over the last `decay` of the steps."""
+    if decay > 1:
+        raise ConfigError(f"scheduler_kwargs['decay']: expected at most 1, got {decay!r}")
+    decay_steps = max(1, round(decay * steps))
+    schedules = [optax.constant_schedule(peak), optax.linear_schedule(peak, end, decay_steps)]
+    return optax.join_schedules(schedules, [steps - decay_steps])
+
+
+SCHEDULES: Mapping[str, Callable[..., optax.Schedule]] = MappingProxyType(
+    {
+        "constant": lambda peak, _end, _steps: optax.constant_schedule(peak),
+        "linear": lambda peak, end, steps: optax.linear_schedule(peak, end, steps),
+        "cosine": _cosine,
+        "polynomial": lambda peak, end, steps, *, power=2.0: optax.polynomial_schedule(
+            peak, end, power, steps
+        ),
+        "exponential": lambda peak, end, steps: optax.exponential_decay(
+            peak, steps, end / peak, end_value=end
+        ),
+        "inverse_sqrt": lambda peak, end, _steps, *, timescale=1000: (
+            lambda count: jnp.maximum(end, peak * jnp.sqrt(timescale / (timescale + count)))
+        ),
+        "wsd": _wsd,
+        "cosine_restarts": _cosine_restarts,
+    }
+)
+"""Schedules by name: functions `(peak, end, steps, **options)`."""
+
+ENDLESS = ("constant", "inverse_sqrt")
+"""Schedules that do not depend on the number of steps."""
+
+_ALIASES = {
+    "none": "constant",
+    "constant_with_warmup": "warmup_constant",
+    "cosine_with_restarts": "cosine_restarts",
+    "warmup_stable_decay": "wsd",
+}
+
+
+def parse_scheduler(name: str) -> tuple[str, bool]:
+    """Return the name of a schedule in `SCHEDULES`, and whether a warmup is required.
+
+    Raises:
+      ConfigError: if there is no such schedule.
+
+    >>> parse_scheduler("warm_up_cosine"), parse_scheduler("none")
+    (('cosine', True), ('constant', False))
+    """
+    full_name = _ALIASES.get(name, name)
+    schedule = re.sub("^warm_?up_", "", full_name)
+    wants_warmup = schedule != full_name
+    schedule = _ALIASES.get(schedule, schedule)
+    if schedule not in SCHEDULES:
+        names = ["none", *SCHEDULES, *(f"warmup_{known}" for known in SCHEDULES)]
+        advice = suggest(name, names) or "give custom_scheduler=… for another schedule"
+        raise ConfigError(f"scheduler: expected one of {', '.join(names)}, got {name!r}; {advice}")
+    return schedule, wants_warmup
+
+
+def check_scheduler_options(name: str, options: Mapping[str, Any]) -> None:
+    """Check the keyword arguments of a schedule.
+
+    Raises:
+      ConfigError: if the schedule does not take one of them, or one is not a number above 0.
+    """
+    parameters = inspect.signature(SCHEDULES[parse_scheduler(name)[0]]).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    _check_known("scheduler_kwargs", name, options, known)
+    for option, value in options.items():
+        check_positive(f"scheduler_kwargs[{option!r}]", value)
+
+
+def _check_known(field: str, name: str, options: Mapping[str, Any], known: Collection[str]) -> None:
+    for option in options:
+        if option not in known:
+            advice = f"{name} takes {', '.join(known) or 'none'}"
+            if option == "learning_rate":
+                advice += "; set the rate with learning_rate and scheduler"
+            elif suggestion := suggest(option, known):
+                advice += f"; {suggestion}"
+            raise ConfigError(f"{field}: expected options of {name}, got {option!r}; {advice}")
+
+
+# Optimizers
+
+MOMENT_DTYPES = ("mu_dtype", "accumulator_dtype", "dtype_momentum")
+"""The names that optimizers of optax have for the dtype of their first moment."""
+
+_NOT_BY_NAME = {
+    "dpsgd": "it takes the gradient of each example; give make_train_step a grad=… that returns it",
+    "schedule_free": "it wraps an optimizer; use schedule_free_adamw or schedule_free_sgd, or give "
+    "tx=…",
+}
+
+
+def optimizer_names() -> list[str]:
+    """List the optimizers of optax and optax.contrib that can be built by name."""
+    names = {*vars(optax), *vars(contrib)} - _NOT_BY_NAME.keys()
+    return sorted(name for name in names if _lookup(name) is not None)
+
+
+def find_optimizer(name: str) -> Callable[..., optax.GradientTransformation]:
+    """Return the function of optax or optax.contrib that builds an optimizer.
+
+    Raises:
+      ConfigError: if there is none, or if it needs more than a rate and options.
+
+    >>> find_optimizer("adamw").__name__
+    'adamw'
+    """
+    if name in _NOT_BY_NAME:
+        raise ConfigError(
+            f"optimizer: expected one that can be built by name, got {name!r}; {_NOT_BY_NAME[name]}"
+        )
+    build = _lookup(name)
+    if build is None:
+        names = optimizer_names()
+        advice = suggest(name, names) or "give tx=… for another optimizer"
+        raise ConfigError(f"optimizer: expected one of {', '.join(names)}, got {name!r}; {advice}")
+    return build
+
+
+def _lookup(name: str) -> Callable[..., optax.GradientTransformation] | None:
+    rates = {"learning_rate", "max_learning_rate"}
+    for module in (optax, contrib):
+        build: Any = vars(module).get(name)  # `getattr` warns at deprecated names
+        is_public = inspect.isfunction(build) and not name.startswith(("_", "scale_by_"))
+        if is_public and rates & inspect.signature(build).parameters.keys():
+            return build  # type: ignore[no-any-return]
+    return None
+
+
+def optimizer_options(name: str) -> dict[str, Any]:
+    """Return the options of an optimizer besides its learning rate, with their defaults."""
+    parameters = inspect.signature(find_optimizer(name)).parameters
+    return {key: value.default for key, value in parameters.items() if key != "learning_rate"}
+
+
+def check_optimizer_options(name: str, options: Mapping[str, Any]) -> None:
+    """Check the keyword arguments of an optimizer.
+
+    Raises:
+      ConfigError: if the optimizer does not take one of them, or requires another, or would call
+        the loss function, which a train step does not pass to it.
+    """
+    known = optimizer_options(name)
+    _check_known("extra_optimizer_kwargs", name, options, known)
+    empty = inspect.Parameter.empty
+    missing = [key for key, default in known.items() if default is empty and key not in options]
+    if missing:
+        raise ConfigError(
+            f"extra_optimizer_kwargs: expected {', '.join(missing)}, which {name} requires, got "
+            f"{', '.join(options) or 'none'}; add {missing[0]!r}"
+        )
+    needed = None
+    if name == "lbfgs" and options.get("linesearch", "default") is not None:
+        needed = "linesearch=None"
+    elif name == "sophia" and "hessian_diagonal_fn" not in options:
+        needed = "hessian_diagonal_fn=…"
+    if needed is not None:
+        raise ConfigError(
+            f"extra_optimizer_kwargs: expected {needed} for {name}, got {options}; its default "
+            "calls the loss function, which a train step does not pass to optimizers"
+        )
+
+
+def build_optimizer(
+    name: str, schedule: optax.Schedule, options: Mapping[str, Any]
+) -> optax.GradientTransformation:
+    """Build an optimizer by name, with a schedule as its learning rate."""
+    build = find_optimizer(name)
+    parameters = inspect.signature(build).parameters
+    if "learning_rate" not in parameters:  # polyak_sgd, which scales a rate of its own
+        return build(scaling=schedule, **options)
+    if "Callable" in str(parameters["learning_rate"].annotation):
+        return build(learning_rate=schedule, **options)
+    # It takes a number only; the wrapper passes it that of each step.
+    static = tuple(option for option in parameters if option != "learning_rate")
+    return optax.inject_hyperparams(build, static_args=static)(learning_rate=schedule, **options)
+
+
+def freeze(tx: optax.GradientTransformation, pattern: str) -> optax.GradientTransformation:
+    """Wrap an optimizer so that parameters whose path matches a pattern never change.
+
+    The optimizer does not see them: they have no state, and do not count in a global norm.
+
+    Args:
+      tx: an optimizer.
+      pattern: a regular expression, for `re.search`.
+
+    Raises:
+      ConfigError: from `init`, if the pattern matches none or all of the parameters.
+
+    >>> tx = freeze(optax.trace(0.9), "^embed")
+    >>> state = tx.init({"embed": jnp.ones(2), "w": jnp.ones(2)})
+    >>> [leaf.shape for leaf in jax.tree.leaves(state)]
+    [(2,)]
+    """
+
+    def label_params(params: Any) -> Any:
+        def label(path: tuple[Any, ...], _: Any) -> str:
+            return "frozen" if re.search(pattern, tree.path_name(path)) else "trained"
+
+        labels = jax.tree_util.tree_map_with_path(label, params)
+        unique = set(jax.tree.leaves(labels))
+        if unique != {"frozen", "trained"}:
+            paths = [path for path, _ in tree.named_leaves(params)]
+            raise ConfigError(
+                "frozen_parameters: expected a pattern that matches some parameters but not all, "
+                f"got {pattern!r}, which matches {'all' if 'frozen' in unique else 'none'} of "
+                f"{', '.join(paths[:5])}{', …' * (len(paths) > 5)}; give a part of some paths"
+            )
+        return labels
+
+    # -0.0, because adding 0.0 would change the sign bit of a parameter that is -0.0.
+    zero = optax.stateless(lambda updates, _: jax.tree.map(lambda u: -jnp.zeros_like(u), updates))
+    return optax.multi_transform({"trained": tx, "frozen": zero}, label_params)
+
+
+# The step counts of schedules in an optimizer's state
+
+
+def schedule_paths(opt_state: Any) -> list[str]:
+    """List the paths of the step counts of schedules.
+
+    >>> tx = optax.adam(optax.linear_schedule(1.0, 0.0, 10))
+    >>> schedule_paths(tx.init(jnp.ones(2)))
+    ['opt_state/1/count']
+    """
+    nodes = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_schedule_state)
+    names = [tree.path_name(path) for path, node in nodes if _is_schedule_state(node)]
+    return ["/".join(filter(None, ("opt_state", name, "count"))) for name in names]
+
+
+def with_schedule_at(opt_state: Any, step: int) -> Any:
+    """Return an optimizer's state with its schedules moved to a step."""
+
+    def move(node: Any) -> Any:
+        if not _is_schedule_state(node):
+            return node
+        return node._replace(count=jnp.full_like(node.count, step))
+
+    return jax.tree.map(move, opt_state, is_leaf=_is_schedule_state)
+
+
+def learning_rate_of(schedule: optax.Schedule) -> Callable[[Any], jax.Array]:
+    """Make a function from a train state to the learning rate of the update that produced it.
+
+    The count of the optimizer is used, which skipped steps do not increment.
+
+    >>> import stepfold as sf
+    >>> schedule = optax.linear_schedule(1.0, 0.0, 10)
+    >>> state = sf.init_state(jnp.ones(2), optax.sgd(schedule), jax.random.key(0))
+    >>> state = state._replace(opt_state=with_schedule_at(state.opt_state, 6))
+    >>> float(learning_rate_of(schedule)(state))
+    0.5
+    """
+
+    def learning_rate(state: Any) -> jax.Array:
+        nodes = jax.tree.leaves(state.opt_state, is_leaf=_is_schedule_state)
+        counts = [node.count for node in nodes if _is_schedule_state(node)]
+        return jnp.asarray(schedule((counts[0] if counts else state.step) - 1), jnp.float32)
+
+    return learning_rate
+
+
+def _is_schedule_state(node: Any) -> bool:
+    # Those of `scale_by_schedule`, `inject_hyperparams` and a scheduled `add_decayed_weights`, of
+    # which optax exports only the first, are the named tuples with nothing but a count.
+    return isinstance(node, tuple) and getattr(node, "_fields", None) == ("count",)

@@ -1,1 +1,0 @@
-"""The parts of a run, each made by a function of the arguments."""

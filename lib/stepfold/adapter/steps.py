@@ -1,0 +1,351 @@
+"""The steps of a trainer: made of a loss function, or written by hand with numbers as metrics."""
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from stepfold import tree
+from stepfold.adapter.arguments import TrainingArguments
+from stepfold.adapter.from_arguments import make_loss, precision, remat
+from stepfold.adapter.loading import num_rows
+from stepfold.adapter.optimizers import learning_rate_of
+from stepfold.core.loss import mean
+from stepfold.core.observe import observe
+from stepfold.core.step import make_eval_step, make_train_step
+from stepfold.errors import ConfigError
+from stepfold.inspect.compiled import CompiledStep, compile_step
+from stepfold.loop.evaluate import evaluate
+from stepfold.loop.metrics import metric_values
+
+if TYPE_CHECKING:
+    from clu.metrics import Metric
+
+Step = Callable[[Any, Any], Any]
+
+
+def make_steps(
+    arguments: TrainingArguments,
+    loss_fn: Callable[..., Any],
+    tx: Any,
+    *,
+    eval_loss_fn: Callable[..., Any] | None = None,
+    scheduler: Callable[..., Any] | None = None,
+    accumulate: int = 1,
+    mesh: Mesh | None = None,
+    stateful: bool = False,
+) -> tuple[Step, Step]:
+    """Make the training step and the evaluation step, neither of them jitted.
+
+    A training step with a NaN or inf in the loss or the gradients leaves the state unchanged, so
+    that there is a state worth saving. With a schedule it measures the learning rate. In an
+    evaluation, a loss that is a plain number has the weight of the examples of its batch.
+
+    >>> import jax.numpy as jnp, optax
+    >>> loss_fn = lambda params, batch, key: ((params * batch["x"]) ** 2).mean()
+    >>> train_step, eval_step = make_steps(TrainingArguments(), loss_fn, optax.sgd(0.1))
+    """
+    options: dict[str, Any] = {"precision": precision(arguments), "stateful": stateful}
+    train_step = make_train_step(
+        make_loss(arguments, loss_fn, mesh),
+        tx,
+        accumulate=accumulate,
+        remat=remat(arguments),
+        skip_nonfinite=True,
+        **options,
+    )
+    if scheduler is not None:
+        train_step = observe(train_step, learning_rate=learning_rate_of(scheduler))
+    # Without the mesh, since the last batch of an evaluation may not divide by its devices.
+    eval_loss = make_loss(arguments, loss_fn if eval_loss_fn is None else eval_loss_fn)
+    return train_step, make_eval_step(weight_by_rows(eval_loss), **options)
+
+
+def weight_by_rows(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Give losses that are plain numbers the weight of the examples of the batch.
+
+    >>> loss_fn = weight_by_rows(lambda params, batch, key: batch.mean())
+    >>> float(loss_fn((), jnp.arange(4.0), None).count)
+    4.0
+    """
+
+    def weighted(params: Any, batch: Any, *rest: Any) -> Any:
+        returned = loss_fn(params, batch, *rest)
+        loss, *others = returned if isinstance(returned, tuple) else (returned,)
+        weight = jnp.float32(num_rows(batch))
+        if isinstance(loss, Mapping):
+            loss = {name: _with_weight(term, weight) for name, term in loss.items()}
+        else:
+            loss = _with_weight(loss, weight)
+        return (loss, *others) if isinstance(returned, tuple) else loss
+
+    return weighted
+
+
+def _with_weight(loss: Any, weight: jax.Array) -> Any:
+    from clu.metrics import Metric
+
+    is_number = tree.is_data(loss) and jnp.shape(loss) == () and not isinstance(loss, Metric)
+    return mean(loss, weight) if is_number else loss
+
+
+# Metrics that are numbers
+
+
+def as_train_step(step: Step) -> Step:
+    """Turn the numbers that a training step returns as metrics into metrics of weight 1.
+
+    >>> step = as_train_step(lambda state, batch: (state, {"loss": jnp.mean(batch)}))
+    >>> _, metrics = step((), jnp.arange(4.0))
+    >>> float(metrics["loss"].compute())
+    1.5
+    """
+
+    def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, "Metric"]]:
+        returned = step(state, batch)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise ConfigError(
+                f"train_step_fn: expected it to return (state, metrics), got {tree.spell(returned)}"
+            )
+        return returned[0], as_metrics(returned[1], "train_step_fn")
+
+    return train_step
+
+
+def as_eval_step(step: Step) -> Step:
+    """Turn the numbers of an evaluation step into metrics with the weight of the examples.
+
+    Their mean over batches is then that over examples, however long the last batch is. A prefix
+    `eval_` of a name is dropped.
+
+    >>> step = as_eval_step(lambda state, batch: {"eval_loss": jnp.mean(batch)})
+    >>> float(step((), jnp.arange(4.0))["loss"].count)
+    4.0
+    """
+
+    def eval_step(state: Any, batch: Any) -> dict[str, "Metric"]:
+        metrics = as_metrics(step(state, batch), "eval_step_fn", weight=num_rows(batch))
+        return {n.removeprefix("eval_").removeprefix("eval/"): m for n, m in metrics.items()}
+
+    return eval_step
+
+
+def as_metrics(metrics: Any, argument: str, *, weight: int = 1) -> dict[str, "Metric"]:
+    """Make metrics of numbers by name, in a dict, dataclass or NamedTuple; drop those of None.
+
+    Raises:
+      ConfigError: if one of them is neither a number nor a metric.
+    """
+    from clu.metrics import Metric
+
+    if dataclasses.is_dataclass(metrics) and not isinstance(metrics, type | Metric):
+        names = [field.name for field in dataclasses.fields(metrics)]
+        metrics = {name: getattr(metrics, name) for name in names}
+    elif hasattr(metrics, "_asdict"):
+        metrics = metrics._asdict()
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"{argument}: expected metrics by name, got {tree.spell(metrics)}")
+    converted: dict[str, Metric] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Metric):
+            converted[name] = value
+        elif tree.is_data(value) and jnp.shape(value) == ():
+            converted[name] = mean(value, jnp.float32(weight))
+        elif value is not None:
+            raise ConfigError(
+                f"{argument}: {name}: expected a number, or a metric such as sf.mean(values), got "
+                f"{tree.spell(value)}"
+            )
+    return converted
+
+
+# Functions around a step
+
+
+class StepWithHooks:
+    """Call Python functions before and after each step, for `fit`.
+
+    The step is compiled when it sees the first batch. What a function returns replaces what it was
+    called with; None changes nothing. A number that `after` adds or changes is a metric of
+    weight 1. An exception of `after` is raised before the next step or by `raise_pending`, when
+    the caller has the state of this step and can save it.
+
+    Args:
+      step: a training step.
+      before: a function `(state, step) -> state`, called with the number of steps done.
+      after: a function `(state, metrics, step) -> (state, metrics)`, called with numbers.
+
+    >>> import numpy as np, optax, stepfold as sf
+    >>> tx = optax.sgd(0.1)
+    >>> state = sf.init_state(jnp.ones(()), tx, jax.random.key(0))
+    >>> step = sf.make_train_step(lambda params, batch, key: sf.mean(params * batch), tx)
+    >>> def after(state, metrics, step):
+    ...     print(step, float(metrics["loss"]))
+    >>> step = StepWithHooks(step, lambda state, step: None, after)
+    >>> state, _ = step(state, np.ones(4, np.float32))
+    1 1.0
+    """
+
+    def __init__(self, step: Step, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        self._step, self._before, self._after = step, before, after
+        self._compiled: CompiledStep | None = step if isinstance(step, CompiledStep) else None
+        self._steps_done: int | None = None
+        self._compute = jax.jit(lambda metrics: {n: m.compute() for n, m in metrics.items()})
+        self._pending: BaseException | None = None
+
+    def lower(self, state: Any, batch: Any) -> Any:
+        """Lower the step without the functions, as a jitted function does."""
+        return jax.jit(self._step).lower(state, batch)
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        self.raise_pending()
+        if self._steps_done is None:  # counted from here on: reading it waits for the device
+            self._steps_done = int(getattr(state, "step", 0))
+        replaced = self._before(state, self._steps_done)
+        state = state if replaced is None else replaced
+        if self._compiled is None:
+            self._compiled = compile_step(self._step, state, batch)
+        state, metrics = self._compiled(state, batch)
+        self._steps_done += 1
+        try:
+            return self._call_after(state, metrics)
+        except BaseException as error:  # noqa: BLE001  raised when the caller has the state
+            self._pending = error
+            return state, metrics
+
+    def _call_after(self, state: Any, metrics: Any) -> tuple[Any, Any]:
+        numbers = self._compute(metrics)
+        returned = self._after(state, dict(numbers), self._steps_done)
+        if returned is None:
+            return state, metrics
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise ConfigError(
+                "on_step_end: expected it to return (state, metrics) or None, got "
+                f"{tree.spell(returned)}"
+            )
+        state, replaced = returned
+        if replaced is None:
+            return state, metrics
+        # Numbers that are left as they are keep their metric, with its weight.
+        kept = {n: metrics[n] for n, x in replaced.items() if n in numbers and x is numbers[n]}
+        changed = {name: value for name, value in replaced.items() if name not in kept}
+        return state, kept | as_metrics(changed, "on_step_end")
+
+    def raise_pending(self) -> None:
+        """Raise the exception of `after`, if there is one."""
+        error, self._pending = self._pending, None
+        if error is not None:
+            raise error
+
+
+# Compilation ahead of time
+
+
+class CompiledEvalStep:
+    """An evaluation step that is compiled for one shape of batch, and jitted for others.
+
+    >>> state = jnp.float32(1.0)
+    >>> step = CompiledEvalStep(lambda state, batch: state + batch.sum(), state, jnp.ones(3))
+    >>> float(step(state, jnp.ones(3))), float(step(state, jnp.ones(2)))
+    (4.0, 3.0)
+    """
+
+    def __init__(self, step: Step, state: Any, batch: Any) -> None:
+        self._jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+        self._shapes = _shapes(batch)
+        self._step = compile_step(lambda *args: self._jitted(*args), state, batch)
+        self.compiled = self._step.compiled
+
+    def lower(self, state: Any, batch: Any) -> Any:
+        """Lower the step, as a jitted function does."""
+        return self._jitted.lower(state, batch)
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        return (self._step if _shapes(batch) == self._shapes else self._jitted)(state, batch)
+
+
+def _shapes(batch: Any) -> list[Any]:
+    return [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+
+
+def peek(batches: Any, argument: str) -> tuple[Any, Any]:
+    """Return the first batch, and batches that still have it.
+
+    Raises:
+      ConfigError: if there is none.
+
+    >>> batch, batches = peek(iter([1, 2]), "dataloader_train")
+    >>> batch, list(batches)
+    (1, [1, 2])
+    """
+    position = batches.get_state() if hasattr(batches, "set_state") else None
+    iterator = iter(batches)
+    batch = next(iterator, None)
+    if batch is None:
+        raise ConfigError(f"{argument}: expected a batch to compile for, got none")
+    if position is not None:
+        batches.set_state(position)
+    elif iterator is batches:
+        batches = itertools.chain([batch], iterator)
+    return batch, batches
+
+
+# Evaluation
+
+
+def evaluate_with(
+    step: Step, state: Any, batches: Iterable[Any], calculator: Callable[..., Any] | None = None
+) -> dict[str, float]:
+    """Evaluate a state, with further metrics of a function; names begin with `eval_`.
+
+    Args:
+      step: an evaluation step.
+      state: the state.
+      batches: the batches.
+      calculator: a function `(state, batch) -> metrics`, merged as those of the step are; or a
+        function of the numbers by name, which returns further ones.
+
+    Raises:
+      ConfigError: if `calculator` is neither, or does not return numbers by name.
+
+    >>> import jax.numpy as jnp, stepfold as sf
+    >>> step = lambda state, batch: {"loss": sf.mean(batch)}
+    >>> twice = lambda numbers: {"twice": 2 * numbers["eval_loss"]}
+    >>> evaluate_with(step, (), [jnp.ones(2), 4 * jnp.ones(1)], twice)
+    {'eval_loss': 2.0, 'twice': 4.0}
+    """
+    takes_batch = calculator is not None and _takes_batch(calculator)
+
+    def eval_step(state: Any, batch: Any) -> Any:
+        metrics = step(state, batch)
+        if calculator is None or not takes_batch:
+            return metrics
+        further = calculator(state, batch)
+        return {**metrics, **as_metrics(further, "metric_calculator", weight=num_rows(batch))}
+
+    merged = evaluate(eval_step if takes_batch else step, state, batches)
+    numbers = {f"eval_{name}": value for name, value in merged.items()}
+    if calculator is None or takes_batch:
+        return numbers
+    further = calculator(dict(numbers))
+    if not isinstance(further, Mapping):
+        raise ConfigError(
+            f"metric_calculator: expected it to return numbers by name, got {tree.spell(further)}"
+        )
+    return numbers | metric_values(further)
+
+
+def _takes_batch(calculator: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(calculator).parameters.values()
+    except (TypeError, ValueError):
+        raise ConfigError(
+            "metric_calculator: expected a function (state, batch) -> metrics, or of numbers by "
+            f"name, got {tree.spell(calculator)}"
+        ) from None
+    return len([p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]) > 1

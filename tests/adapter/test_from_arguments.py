@@ -1,0 +1,384 @@
+"""The parts of a run that are made from its arguments, except the plan and the optimizer."""
+
+import json
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+from stepfold.adapter.arguments import MIXED, TrainingArguments
+from stepfold.adapter.from_arguments import (
+    best_metric,
+    best_mode,
+    cast_params,
+    checkpoints,
+    make_loss,
+    make_mesh,
+    make_optimizer,
+    make_schedule,
+    plan,
+    precision,
+    remat,
+    sharding_rules,
+    shuffle_seed,
+    start_processes,
+    transform,
+    wandb_options,
+    writers,
+    writes_everywhere,
+)
+
+# Processes, mesh and sharding
+
+
+def test_the_mesh_has_the_axes_of_the_arguments():
+    mesh = make_mesh(TrainingArguments(sharding_array=(1, -1, 2, 1)))
+    assert dict(mesh.shape) == {"dp": 1, "fsdp": 4, "tp": 2, "sp": 1}
+    arguments = TrainingArguments(sharding_array=(-1,), sharding_axis_names=("data",))
+    assert dict(make_mesh(arguments, jax.devices()[:2]).shape) == {"data": 2}
+
+
+def test_a_mesh_that_does_not_fit_the_devices_is_refused():
+    with pytest.raises(sf.ShardingError, match=r"does not fit the 8 devices there are; nearest"):
+        make_mesh(TrainingArguments(sharding_array=(3, 1, 1, 1)))
+
+
+@pytest.mark.parametrize(("auto", "replicated"), [(True, False), (False, True)])
+def test_states_are_sharded_or_replicated(auto, replicated):
+    arguments = TrainingArguments(auto_shard_states=auto)
+    shapes = jax.eval_shape(lambda: {"w": jnp.ones((1024, 64))})
+    shardings = sf.make_sharding(shapes, make_mesh(arguments), sharding_rules(arguments))
+    assert shardings["w"].is_fully_replicated is replicated
+
+
+def test_processes_are_started_only_with_a_config_of_known_keys():
+    assert start_processes(TrainingArguments()) is None
+    misspelt = TrainingArguments(jax_distributed_config={"coordinator": "a:1", "num_process": 2})
+    with pytest.raises(
+        sf.ConfigError, match=r"jax_distributed_config: .*num_process'.* mean 'num_processes'\?"
+    ):
+        start_processes(misspelt)
+
+
+def test_the_names_of_jax_reach_start_distributed():
+    arguments = TrainingArguments(
+        jax_distributed_config={
+            "coordinator_address": "localhost",
+            "num_processes": 2,
+            "process_id": 0,
+        }
+    )
+    with pytest.raises(sf.ConfigError, match="coordinator: expected an address with a port"):
+        start_processes(arguments)
+
+
+def test_without_a_launcher_there_is_one_process():
+    assert start_processes(TrainingArguments(jax_distributed_config={})).processes == 1
+
+
+# Precision and rematerialization
+
+
+@pytest.mark.parametrize(
+    ("fields", "compute"),
+    [
+        ({}, "float32"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        *(({"mixed_precision": name}, dtype) for name, dtype in MIXED.items()),
+    ],
+)
+def test_a_step_computes_in_the_dtype_of_the_arguments(fields, compute):
+    arguments, seen = TrainingArguments(**fields), []
+    tx = make_optimizer(arguments, make_schedule(arguments, 10))
+
+    def loss_fn(params, batch, key):
+        seen.append(params.dtype.name)
+        return (params * batch).sum()
+
+    state = sf.init_state(jnp.ones(2), tx, jax.random.key(0))
+    step = sf.make_train_step(loss_fn, tx, precision=precision(arguments))
+    state, _ = step(state, jnp.ones(2))
+    assert {*seen} == {compute}
+    assert state.params.dtype == jnp.float32
+
+
+def test_floating_point_parameters_are_cast():
+    params = {"w": jnp.ones(2), "ids": jnp.arange(2)}
+    assert cast_params(TrainingArguments(), params) is params
+    cast = cast_params(TrainingArguments(param_dtype="float16"), params)
+    assert (cast["w"].dtype.name, cast["ids"].dtype.name) == ("float16", "int32")
+
+
+def test_float64_is_refused_unless_jax_has_it_enabled():
+    for name, make in (("dtype", precision), ("param_dtype", lambda a: cast_params(a, {}))):
+        with pytest.raises(
+            sf.ConfigError, match=f"{name}: .* jax has float64 disabled, got float64; set JAX_ENA"
+        ):
+            make(TrainingArguments(**{name: "float64"}))
+    with jax.enable_x64(True):
+        assert precision(TrainingArguments(dtype="float64")).compute == jnp.float64
+
+
+def test_every_remat_policy_is_one_of_make_train_step():
+    policies = get_args(get_type_hints(TrainingArguments)["gradient_checkpointing"])
+    assert {"none", "nothing_saveable", "checkpoint_dots_with_no_batch_dims"} <= {*policies}
+    for policy in policies:
+        chosen = remat(TrainingArguments(gradient_checkpointing=policy))
+        assert chosen == (None if policy == "none" else policy)
+        sf.make_train_step(lambda p, b, key: p.sum(), optax.sgd(0.1), remat=chosen)
+    assert remat(TrainingArguments()) is None
+
+
+# The loss
+
+
+def two_terms(params, batch, key, scale=1.0):
+    return {"ce": params.sum() * scale, "aux_router": params.sum() * 10}, {"hits": sf.mean(params)}
+
+
+def loss_of(loss_fn=two_terms, mesh=None, **fields):
+    return make_loss(TrainingArguments(**fields), loss_fn, mesh)
+
+
+def test_loss_config_is_passed_by_keyword():
+    terms, metrics = loss_of(loss_config={"scale": 3.0})(jnp.ones(2), None, None)
+    assert float(terms["ce"]) == 6.0
+    assert metrics.keys() == {"hits"}
+    with pytest.raises(
+        sf.ConfigError, match="loss_config: expected keywords of two_terms, got smooth; add them"
+    ):
+        loss_of(loss_config={"smooth": 3.0})
+    with pytest.raises(sf.ConfigError, match="loss_fn: expected a loss function, got int 3"):
+        loss_of(3)
+    any_keyword = lambda params, batch, key, **config: config["smooth"]
+    assert loss_of(any_keyword, loss_config={"smooth": 3.0})(1, 2, 3) == 3.0
+
+
+def test_auxiliary_terms_are_dropped():
+    tx = optax.sgd(0.1)
+    state = sf.init_state(jnp.ones(2), tx, jax.random.key(0))
+    for enabled, total in ((True, 22.0), (False, 2.0)):
+        step = sf.make_train_step(loss_of(aux_loss_enabled=enabled), tx)
+        assert float(step(state, None)[1]["loss"].compute()) == total
+    loss = loss_of(lambda *_: {"ce": 1.0, "aux": 2.0}, aux_loss_enabled=False)
+    assert loss(1, 2, 3) == {"ce": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (1.0, "expected a loss function that returns a dict of terms, .* got float 1.0"),
+        ({"aux": 1.0}, "expected a loss function with a term besides those named aux…, got aux;"),
+    ],
+)
+def test_without_auxiliary_terms_others_have_to_be_left(result, message):
+    with pytest.raises(sf.ConfigError, match=f"aux_loss_enabled: {message}"):
+        loss_of(lambda params, batch, key: result, aux_loss_enabled=False)(1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("fast", "expected"), [(None, "None"), (True, "DEFAULT"), (False, "HIGHEST")]
+)
+def test_the_precision_of_matrix_products(fast, expected):
+    loss = loss_of(lambda params, batch, key: (batch @ params).sum(), use_fast_kernels=fast)
+    jaxpr = jax.make_jaxpr(lambda p, b: loss(p, b, None))(jnp.ones((2, 2)), jnp.ones((2, 2)))
+    (product,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    assert expected in str(product.params["precision"])
+
+
+def test_a_batch_is_sharded_by_as_many_dimensions_as_it_has():
+    mesh, seen = sf.make_mesh((1, 4, 1, 2)), {}
+
+    def loss_fn(params, batch, key):
+        for name in ("x", "y"):
+            jax.debug.inspect_array_sharding(
+                batch[name], callback=lambda sharding, name=name: seen.update({name: sharding})
+            )
+        return params.sum() * (batch["x"].sum() + batch["y"].sum()) * batch["scale"]
+
+    loss = loss_of(loss_fn, mesh, step_partition_spec=(("dp", "fsdp"), "sp"))
+    arrays = sf.shard_batch({"x": jnp.ones((8, 6)), "y": jnp.ones(8)}, mesh)
+    on_batch = jax.jit(lambda params, batch: loss(params, {**batch, "scale": 2.0}, None))
+    on_batch(jnp.ones(2), arrays).block_until_ready()
+    assert seen["x"].shard_shape((8, 6)) == (2, 3)
+    assert seen["y"].shard_shape((8,)) == (2,)
+
+
+def test_a_loss_with_a_model_state_stays_one():
+    def loss_fn(params, batch, key, model_state):
+        return params.sum(), {}, model_state + 1
+
+    tx = optax.sgd(0.1)
+    init = lambda key: (jnp.ones(2), jnp.zeros(()))
+    state = sf.init_state(init, tx, jax.random.key(0), stateful=True)
+    state, _ = sf.make_train_step(loss_of(loss_fn), tx, stateful=True)(state, None)
+    assert float(state.model_state) == 1.0
+
+
+# Examples
+
+ROWS = [{"id": n, "text": "a", "none": None, "x": np.float32(n), "t": [n]} for n in range(4)]
+
+
+def columns(**fields):
+    drop_columns = transform(TrainingArguments(**fields))
+    return sorted(next(sf.batches(ROWS, 2, transform=drop_columns)))
+
+
+def test_columns_are_dropped_before_a_batch_is_made():
+    assert columns(remove_unused_columns=True) == ["id", "t", "x"]
+    assert columns(ids_to_pop_from_dataset=("id", "text", "none")) == ["t", "x"]
+    assert transform(TrainingArguments()) is None
+
+
+def test_an_example_without_columns_is_refused():
+    drop_columns = transform(TrainingArguments(remove_unused_columns=True))
+    with pytest.raises(
+        sf.DataError, match="expected examples that are dicts of columns, got int 3; leave out"
+    ):
+        drop_columns(3)
+
+
+def test_the_data_order_has_a_seed_unless_it_is_that_of_the_dataset():
+    assert shuffle_seed(TrainingArguments()) == 42
+    assert shuffle_seed(TrainingArguments(seed=1)) == 1
+    assert shuffle_seed(TrainingArguments(seed=1, shuffle_seed_train=0)) == 0
+    assert shuffle_seed(TrainingArguments(shuffle_train_dataset=False)) is None
+
+
+# Checkpoints
+
+
+def checkpoints_of(**fields):
+    arguments = TrainingArguments(**fields)
+    return checkpoints(arguments, plan(arguments))
+
+
+def test_checkpoints_have_the_directory_and_intervals_of_the_arguments():
+    series = checkpoints_of(
+        output_dir="runs/a",
+        checkpoints_dir="kept",
+        max_steps=100,
+        save_steps=0.1,
+        save_interval_minutes=5,
+        save_total_limit=2,
+    )
+    assert series.directory == Path("runs/a/kept")
+    assert (series.every, series.every_epochs) == (10, None)
+    assert (series.every_minutes, series.keep) == (5.0, 2)
+    assert checkpoints_of(output_dir="runs/a", save_strategy="epoch").every_epochs == 1
+
+
+def test_without_a_limit_all_checkpoints_are_kept():
+    assert checkpoints_of(output_dir="runs/a").keep is None
+
+
+def test_without_saves_there_are_no_checkpoints():
+    assert checkpoints_of() is None
+    assert checkpoints_of(output_dir="runs/a", do_last_save=False) is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "name"),
+    [
+        ("cer", "eval/cer"),
+        ("evaluation.f1", "eval/f1"),
+        ("evaluation/f1", "eval/f1"),
+        ("eval.f1", "eval/f1"),
+        ("eval_loss", "eval/loss"),
+        ("eval/loss", "eval/loss"),
+        ("evaluation_cost", "eval/evaluation_cost"),
+        ("train.accuracy", "train/accuracy"),
+        ("train_loss", "train/loss"),
+        ("train/accuracy", "train/accuracy"),
+        ("generated/cer", "generated/cer"),
+        (None, None),
+    ],
+)
+def test_the_best_metric_has_a_prefix(metric, name):
+    arguments = TrainingArguments(metric_for_best_model=metric)
+    assert best_metric(arguments) == name
+
+
+@pytest.mark.parametrize(("greater", "mode"), [(True, "max"), (False, "min"), (None, None)])
+def test_the_best_mode(greater, mode):
+    fields = {"metric_for_best_model": "cer", "greater_is_better": greater}
+    assert best_mode(TrainingArguments(**fields)) == mode
+    series = checkpoints_of(**fields, output_dir="a")
+    assert (series.best, series.mode) == ("eval/cer", mode)
+
+
+# Writers
+
+
+def write(**fields):
+    writer = writers(TrainingArguments(**fields))
+    writer.write_scalars(1, {"train/loss": 0.5})
+    writer.close()
+
+
+def test_files_are_in_the_directory_of_logs(tmp_path):
+    write(output_dir=str(tmp_path), report_to=("jsonl", "csv", "tensorboard"))
+    logs = tmp_path / "logs"
+    assert json.loads((logs / "metrics.jsonl").read_text()) == {"step": 1, "train/loss": 0.5}
+    assert (logs / "metrics.csv").read_text() == "step,train/loss\n1,0.5\n"
+    assert [*(logs / "tensorboard").iterdir()]
+
+
+def test_every_process_has_a_directory_if_every_one_writes(tmp_path):
+    write(output_dir=tmp_path, log_all_workers=True, logs_dir="metrics")
+    assert (tmp_path / "metrics" / "process_0" / "metrics.csv").exists()
+
+
+def test_verbose_prints_metrics(capsys):
+    write(verbose=True)
+    assert "train/loss 0.5" in capsys.readouterr().out
+
+
+def test_nothing_is_written_without_a_directory_or_if_switched_off(tmp_path):
+    assert writers(TrainingArguments()) is None
+    assert writers(TrainingArguments(output_dir=tmp_path, report_metrics=False)) is None
+    assert writers(TrainingArguments(output_dir=tmp_path, performance_mode=True)) is None
+
+
+def test_files_need_a_directory():
+    with pytest.raises(
+        sf.ConfigError,
+        match=r"report_to: expected no files without output_dir, got \('csv',\); give output_dir",
+    ):
+        writers(TrainingArguments(report_to=("csv",)))
+    assert writers(TrainingArguments(report_to=())) is None
+
+
+def test_wandb_options_name_the_run():
+    arguments = TrainingArguments(
+        output_dir="runs/a",
+        use_wandb=True,
+        wandb_entity="team",
+        wandb_name="first",
+        trainer_prefix="sft",
+    )
+    assert wandb_options(arguments) == {
+        "project": "sft-model",
+        "entity": "team",
+        "name": "first",
+        "dir": "runs/a",
+    }
+
+
+def test_wandb_is_written_offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    write(output_dir=tmp_path, use_wandb=True, report_to=())
+    assert [*(tmp_path / "wandb").glob("offline-run-*")]
+
+
+def test_the_first_process_writes_unless_every_one_does():
+    assert not writes_everywhere(TrainingArguments())
+    assert writes_everywhere(TrainingArguments(log_all_workers=True))
+    assert writes_everywhere(TrainingArguments(process_zero_is_admin=False))

@@ -1,0 +1,166 @@
+import io
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stepfold as sf
+from stepfold.adapter import StopTraining, Watcher
+from stepfold.adapter.hooks import (
+    CompilationTracker,
+    NullProgressBar,
+    ProgressBar,
+    StopOnSkipped,
+    Timers,
+    add_advice,
+    check_finite,
+    check_time,
+    epoch_means,
+)
+from stepfold.loop.metrics import History
+
+
+def event(step, skipped):
+    return sf.Event(step, None, {}, None, {"train/skipped": np.array(skipped)})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_nan_or_inf_in_the_train_loss_ends_the_run(value):
+    with pytest.raises(StopTraining, match=f"train/loss is {value}"):
+        check_finite({"train/loss": value})
+    check_finite({"eval/loss": value})
+
+
+def test_the_time_limit_ends_the_run():
+    check_time(10.0, None)
+    check_time(10.0, 20.0)
+    with pytest.raises(StopTraining, match="the time limit of 20 s was reached"):
+        check_time(20.5, 20.0)
+
+
+def test_skipped_steps_in_a_row_are_counted_over_events_and_a_resume():
+    hook = StopOnSkipped(3)
+    assert hook(event(4, [1, 0, 1, 1])) is None
+    resumed = StopOnSkipped(3)
+    resumed.set_state(hook.get_state())
+    stop = resumed(event(6, [1, 0]))
+    assert stop.kind == "nonfinite"
+    message = "the loss or a gradient was not finite in step 5, which was skipped"
+    assert str(stop) == f"{message}, the last of 3 in a row"
+    assert StopOnSkipped()(sf.Event(5, None, {}, None)) is None
+
+
+def test_other_errors_get_no_advice():
+    error = RuntimeError("INTERNAL: something else")
+    add_advice(error)
+    assert not hasattr(error, "__notes__")
+
+
+def test_an_out_of_memory_error_gets_advice_in_terms_of_the_arguments():
+    error = sf.OutOfMemoryError("the step cannot be run; XLA said: Out of memory")
+    add_advice(error)
+    assert "raise gradient_accumulation_steps" in error.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("", len, 1), "name: expected the name of a watcher, got"),
+        (("norm", 3, 1), "function: expected a function of the state, got"),
+        (("norm", len, 0), "every: expected an integer of at least 1, got 0"),
+    ],
+)
+def test_a_watcher_of_other_values_is_refused(values, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        Watcher(*values).check()
+
+
+def test_an_epoch_is_averaged_by_its_steps():
+    history = History()
+    for step, loss in ((3, 1.0), (4, 5.0), (8, 2.0)):
+        history.add(step, {"train/loss": loss})
+    assert epoch_means(history, 4) == {"train_loss": [2.0, 2.0]}
+
+
+# Bars
+
+
+def lines(file):
+    return [json.loads(line) for line in file.getvalue().splitlines()]
+
+
+def test_a_bar_advances_by_steps_and_shows_the_numbers_set_before():
+    file = io.StringIO()
+    bar = ProgressBar("json", 20, file=file)
+    bar.set_postfix({"train/loss": 4.0}, accuracy=0.5)
+    bar.update(5)
+    bar.update()
+    bar.close()
+    bar.close()
+    assert [line["step"] for line in lines(file)] == [5, 6]
+    assert lines(file)[0]["accuracy"] == 0.5
+    assert "accuracy" not in lines(file)[1]
+
+
+def test_the_running_average_of_a_bar_is_resumed():
+    first, second = (ProgressBar("json", 20, file=io.StringIO()) for _ in range(2))
+    first.set_postfix({"train/loss": 4.0})
+    first.update(5)
+    second.set_state(first.get_state())
+    second.open(5)
+    assert second.get_state() == first.get_state()
+
+
+def test_reset_starts_a_bar_again():
+    file = io.StringIO()
+    bar = ProgressBar("json", None, file=file)
+    bar.update(5)
+    bar.reset()
+    bar.update(2)
+    assert [line["step"] for line in lines(file)] == [5, 2]
+
+
+def test_an_unknown_kind_of_bar_is_refused():
+    with pytest.raises(sf.ConfigError, match="progress: expected 'tqdm', 'rich' or 'json', got"):
+        ProgressBar("none", 1)
+
+
+def test_the_null_bar_draws_nothing(capsys):
+    bar = NullProgressBar()
+    bar.open(0)
+    bar.set_postfix(loss=1.0)
+    bar.update()
+    bar.reset()
+    bar.close()
+    assert capsys.readouterr() == ("", "")
+
+
+# Trackers
+
+
+def test_a_function_is_counted_when_it_is_traced():
+    tracker = CompilationTracker()
+    step = jax.jit(tracker.track(lambda x: x + 1))
+    for _ in range(3):
+        step(jnp.ones(2))
+    assert tracker.compilations == 1
+
+
+def test_seconds_add_up_and_are_known_while_they_run():
+    timer = Timers()
+    for _ in range(2):
+        with timer("wait"):
+            time.sleep(0.01)
+            assert timer.running("wait") >= 0.01
+    assert timer.seconds["wait"] >= 0.02
+    assert timer.running("wait") == 0.0
+
+
+def test_a_block_that_fails_is_timed_too():
+    timer = Timers()
+    with pytest.raises(OSError, match="cut"), timer("wait"):
+        raise OSError("cut")
+    assert timer.seconds["wait"] > 0

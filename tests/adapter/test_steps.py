@@ -1,0 +1,220 @@
+from typing import NamedTuple
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+from stepfold.adapter import TrainingArguments
+from stepfold.adapter.steps import (
+    CompiledEvalStep,
+    StepWithHooks,
+    as_eval_step,
+    as_metrics,
+    as_train_step,
+    evaluate_with,
+    make_steps,
+    peek,
+    weight_by_rows,
+)
+
+from . import digits
+
+ROW = np.ones(4, np.float32)
+
+
+class Pair(NamedTuple):
+    loss: float
+    accuracy: float | None = None
+
+
+@flax.struct.dataclass
+class LossMetrics:
+    loss: float
+    accuracy: float | None = None
+
+
+@pytest.mark.parametrize("kind", [Pair, LossMetrics, lambda loss: {"loss": loss}])
+def test_numbers_of_a_dict_or_a_record_are_metrics(kind):
+    metrics = as_metrics(kind(2.0), "step", weight=3)
+    assert list(metrics) == ["loss"]
+    assert (float(metrics["loss"].compute()), float(metrics["loss"].count)) == (2.0, 3.0)
+
+
+def test_a_metric_keeps_its_own_weight():
+    mean = sf.mean(ROW)
+    assert as_metrics({"loss": mean}, "step", weight=7)["loss"] is mean
+
+
+def test_other_values_are_refused_as_metrics():
+    with pytest.raises(sf.ConfigError, match="train_step_fn: loss: expected a number, or a metric"):
+        as_metrics({"loss": ROW}, "train_step_fn")
+    with pytest.raises(sf.ConfigError, match="eval_step_fn: expected metrics by name, got float"):
+        as_eval_step(lambda state, batch: 1.0)((), ROW)
+    with pytest.raises(sf.ConfigError, match=r"train_step_fn: expected it to return \(state, metr"):
+        as_train_step(lambda state, batch: state)(jnp.ones(1), ROW)
+
+
+def test_numbers_of_an_evaluation_are_weighted_by_rows():
+    step = as_eval_step(lambda state, batch: {"eval_loss": jnp.mean(batch)})
+    assert sf.evaluate(step, (), [ROW, 6 * ROW[:1]]) == {"loss": 2.0}
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_loss_that_is_a_number_is_weighted_by_rows_and_an_average_by_itself(stateful):
+    more = ({}, ()) if stateful else ()
+    number = weight_by_rows(lambda *args: (jnp.float32(2.0), *more) if more else jnp.float32(2.0))
+    returned = number((), ROW, None)
+    assert float((returned[0] if stateful else returned).count) == 4.0
+    terms = weight_by_rows(lambda *args: {"a": sf.mean(ROW[:2]), "b": jnp.float32(1.0)})
+    returned = terms((), ROW, None)
+    assert [float(returned[name].count) for name in "ab"] == [2.0, 4.0]
+
+
+# Steps of a loss function
+
+
+def batch(rows=20):
+    return {name: values[:rows] for name, values in digits.TRAIN.items()}
+
+
+@pytest.fixture
+def state(key):
+    return sf.init_state(digits.init, optax.sgd(0.1), key)
+
+
+def test_a_step_with_a_nan_leaves_the_parameters_unchanged(state):
+    step, _ = make_steps(TrainingArguments(), digits.plain_loss, optax.sgd(0.1))
+    bad = {**batch(), "image": np.full((20, 64), np.nan, np.float32)}
+    new, metrics = jax.jit(step)(state, bad)
+    assert digits.bits(new.params) == digits.bits(state.params)
+    assert float(metrics["skipped"].compute()) == 1.0
+
+
+def test_with_a_schedule_the_learning_rate_is_measured(state):
+    options = {"scheduler": optax.constant_schedule(0.1)}
+    step, _ = make_steps(TrainingArguments(), digits.plain_loss, optax.sgd(0.1), **options)
+    _, metrics = jax.jit(step)(state, batch())
+    assert float(metrics["learning_rate"].compute()) == pytest.approx(0.1)
+
+
+def test_an_evaluation_has_its_own_loss_and_weights_a_number_by_rows(state):
+    options = {"eval_loss_fn": digits.plain_loss}
+    _, evaluate = make_steps(TrainingArguments(), max, optax.sgd(0.1), **options)
+    assert float(evaluate(state, batch(7))["loss"].count) == 7.0
+
+
+# Functions around a step
+
+
+def hooked(before=lambda state, step: None, after=lambda state, metrics, step: None):
+    tx = optax.sgd(0.1)
+    state = sf.init_state(jnp.ones(()), tx, jax.random.key(0))
+    step = sf.make_train_step(lambda params, batch, key: sf.mean(params * batch), tx)
+    return StepWithHooks(step, before, after), state
+
+
+def test_none_changes_nothing_and_the_weights_stay():
+    step, state = hooked()
+    state, metrics = step(state, ROW)
+    assert int(state.step) == 1
+    assert float(metrics["loss"].count) == 4.0
+
+
+def test_a_returned_state_and_numbers_replace_the_others():
+    calls = []
+
+    def before(state, step):
+        calls.append(step)
+        return state._replace(params=2 * state.params)
+
+    def after(state, metrics, step):
+        calls.append(step)
+        return state, {"loss": metrics["loss"], "twice": 2 * metrics["loss"], "grad_norm": None}
+
+    step, state = hooked(before, after)
+    state, metrics = step(state, ROW)
+    assert calls == [0, 1]
+    assert float(state.params) == pytest.approx(1.9)
+    assert sorted(metrics) == ["loss", "twice"]
+    assert float(metrics["loss"].count) == 4.0
+    assert (float(metrics["twice"].compute()), float(metrics["twice"].count)) == (4.0, 1.0)
+
+
+def test_an_exception_after_a_step_is_raised_when_the_caller_has_the_state():
+    def after(state, metrics, step):
+        raise OSError("after")
+
+    step, state = hooked(after=after)
+    state, _ = step(state, ROW)
+    assert int(state.step) == 1
+    with pytest.raises(OSError, match="after"):
+        step(state, ROW)
+    assert not state.params.is_deleted()
+    step.raise_pending()
+
+
+def test_another_return_value_is_refused():
+    step, state = hooked(after=lambda state, metrics, step: state)
+    step(state, ROW)
+    with pytest.raises(sf.ConfigError, match=r"on_step_end: expected it to return \(state, metr"):
+        step.raise_pending()
+
+
+def test_it_is_lowered_as_a_jitted_step_is():
+    step, state = hooked()
+    assert "HloModule" in step.lower(state, ROW).compile().as_text()
+
+
+# Compilation ahead of time
+
+
+def test_a_batch_of_another_shape_goes_through_the_jitted_step():
+    two = jnp.float32(2.0)
+    step = CompiledEvalStep(lambda state, batch: {"loss": sf.mean(state * batch)}, two, jnp.ones(4))
+    assert "HloModule" in step.compiled.as_text()
+    assert float(step(two, jnp.ones(4))["loss"].compute()) == 2.0
+    assert float(step(two, jnp.ones(3))["loss"].count) == 3.0
+    assert sf.evaluate(step, two, [jnp.ones(4), 3 * jnp.ones(1)]) == {"loss": 2.8}
+
+
+def test_the_first_batch_is_read_and_stays():
+    for batches in (sf.batches(jnp.arange(4), 2), [1, 2], iter([1, 2])):
+        first, rest = peek(batches, "dataloader_train")
+        assert jnp.array_equal(next(iter(rest)), first)
+
+
+def test_no_batch_is_nothing_to_compile_for():
+    with pytest.raises(sf.ConfigError, match="dataloader_train: expected a batch to compile for"):
+        peek([], "dataloader_train")
+
+
+# Evaluation
+
+
+def measure(state, batch):
+    return {"loss": sf.mean(batch * state)}
+
+
+BATCHES = [np.ones(3, np.float32), 3 * np.ones(1, np.float32)]
+
+
+def test_an_evaluation_is_exact_over_uneven_batches():
+    assert evaluate_with(measure, 2.0, BATCHES) == {"eval_loss": 3.0}
+
+
+def test_metrics_of_a_function_of_state_and_batch_are_merged_as_those_of_the_step():
+    mean = lambda state, batch: {"mean": jnp.mean(batch)}
+    assert evaluate_with(measure, 2.0, BATCHES, mean) == {"eval_loss": 3.0, "eval_mean": 1.5}
+
+
+def test_a_function_of_the_numbers_adds_some():
+    half = lambda numbers: {"half": numbers["eval_loss"] / 2}
+    assert evaluate_with(measure, 2.0, BATCHES, half) == {"eval_loss": 3.0, "half": 1.5}
+    with pytest.raises(sf.ConfigError, match="metric_calculator: expected it to return numbers by"):
+        evaluate_with(measure, 2.0, BATCHES, lambda numbers: None)
+    with pytest.raises(sf.ConfigError, match=r"expected a function \(state, batch\) -> metrics"):
+        evaluate_with(measure, 2.0, BATCHES, 3)
