@@ -179,10 +179,8 @@ class Trainer:
         self.pruning_module, self.memory_monitor = arguments.pruning_module, memory_use
         self.dtype = from_arguments.precision(arguments).compute
         self.param_dtype = jnp.dtype(arguments.param_dtype or "float32")
-        self.train_tracker, self.evalu_tracker = (
-            trainer_hooks.CompilationTracker(),
-            trainer_hooks.CompilationTracker(),
-        )
+        self.train_tracker = trainer_hooks.CompilationTracker()
+        self.evalu_tracker = trainer_hooks.CompilationTracker()
         self.early_stopping: stop_early | None = None
         self.progress_bar: Any = None
         self.history: Any = {}
@@ -252,14 +250,14 @@ class Trainer:
             mesh=self._mesh_if_large,
             stateful=self.stateful,
         )
+        train_step = self.train_tracker.track(train_step)
+        eval_step = self.evalu_tracker.track(eval_step)
         shardings = (self.state_shardings, None) if self._mesh_if_large else None
         return TrainerConfigureFunctionOutput(
-            jax.jit(
-                self.train_tracker.track(train_step), donate_argnums=0, out_shardings=shardings
-            ),
+            jax.jit(train_step, donate_argnums=0, out_shardings=shardings),
             self.mesh,
             from_arguments.checkpoints(self.arguments, self.plan),
-            jax.jit(self.evalu_tracker.track(eval_step)),
+            jax.jit(eval_step),
         )
 
     def make_state(self, model: Any, tx: Any, initial: Any = None) -> Any:
@@ -697,10 +695,8 @@ class Trainer:
     # What the configure_… methods return is used here
 
     def _use_dataloaders(self, output: TrainerConfigureDataloaderOutput) -> None:
-        self.dataloader_train, self.dataloader_eval = (
-            output.dataloader_train,
-            output.dataloader_eval,
-        )
+        self.dataloader_train = output.dataloader_train
+        self.dataloader_eval = output.dataloader_eval
         self.max_training_steps = output.max_training_steps or self.plan.steps
         self.max_evaluation_steps = output.max_evaluation_steps
         self.plan = self.plan._replace(steps=self.max_training_steps)
@@ -727,9 +723,8 @@ class Trainer:
             self._set_state(setup.copy_to(self.model_state, self._shardings_of(self.model_state)))
         self.sharded_training_step_function = output.train_step_fn
         self.sharded_evaluation_step_function = output.eval_step_fn
-        self._metrics_step = output.eval_step_fn and jax.jit(
-            steps.as_eval_step(output.eval_step_fn)
-        )
+        evaluate = output.eval_step_fn
+        self._metrics_step = evaluate and jax.jit(steps.as_eval_step(evaluate))
         manager = output.checkpoint_manager or from_arguments.checkpoints(self.arguments, self.plan)
         if manager is not None and manager.directory is None and self.arguments.output_dir:
             directory = Path(self.arguments.output_dir) / self.arguments.checkpoints_dir
@@ -737,18 +732,15 @@ class Trainer:
         self.checkpoint_manager: Any = manager
 
     def _make_optimizer(self) -> tuple[Any, Any]:
-        return from_arguments.optimizer_of(
-            self.arguments, self.max_training_steps, *self._optimizer
-        )
+        steps = self.max_training_steps
+        return from_arguments.optimizer_of(self.arguments, steps, *self._optimizer)
 
     def _set_state(self, state: Any) -> None:
         self.model_state = state
         self.state_shape = jax.eval_shape(lambda: state)
         self.state_shardings = make_sharding(self.state_shape, self.mesh, self._rules)
         self.state_named_sharding = self.state_shardings
-        self.state_partition_spec = jax.tree.map(
-            lambda sharding: sharding.spec, self.state_shardings
-        )
+        self.state_partition_spec = jax.tree.map(lambda x: x.spec, self.state_shardings)
 
     @property
     def _rules(self) -> Any:
