@@ -11,13 +11,13 @@ import stepfold as sf
 from stepfold.adapter import TrainingArguments
 from stepfold.adapter.steps import (
     CompiledEvalStep,
+    PeekedBatches,
     StepWithHooks,
     as_eval_step,
     as_metrics,
     as_train_step,
     evaluate_with,
     make_steps,
-    peek,
     weight_by_rows,
 )
 
@@ -182,14 +182,34 @@ def test_a_batch_of_another_shape_goes_through_the_jitted_step():
 
 
 def test_the_first_batch_is_read_and_stays():
-    for batches in (sf.batches(jnp.arange(4), 2), [1, 2], iter([1, 2])):
-        first, rest = peek(batches, "dataloader_train")
-        assert jnp.array_equal(next(iter(rest)), first)
-
-
-def test_no_batch_is_nothing_to_compile_for():
+    batches = PeekedBatches(iter([1, 2]), "dataloader_train")
+    assert not hasattr(batches, "get_state")
+    assert (batches.first, list(batches)) == (1, [1, 2])
     with pytest.raises(sf.ConfigError, match="dataloader_train: expected a batch to compile for"):
-        peek([], "dataloader_train")
+        PeekedBatches(iter([]), "dataloader_train")
+
+
+def test_peeked_batches_are_at_the_same_position():
+    plain = sf.batches(np.arange(12), 2, seed=0)
+    peeked = PeekedBatches(sf.batches(np.arange(12), 2, seed=0), "dataloader_train")
+    assert peeked.steps_per_epoch == 6
+    for _ in range(3):
+        assert peeked.get_state() == plain.get_state()
+        assert next(peeked).tolist() == next(plain).tolist()
+    peeked = PeekedBatches(sf.batches(np.arange(12), 2, seed=0), "dataloader_train")
+    peeked.set_state(plain.get_state())
+    assert next(peeked).tolist() == next(plain).tolist()
+
+
+def test_metrics_that_differ_between_steps_are_refused():
+    def after(state, metrics, step):
+        return state, metrics if step < 2 else {**metrics, "late": 1.0}
+
+    step, state = hooked(after=after)
+    state, _ = step(state, ROW)
+    state, _ = step(state, ROW)
+    with pytest.raises(sf.ConfigError, match="on_step_end: expected the metrics of the first step"):
+        step.raise_pending()
 
 
 # Evaluation

@@ -1,5 +1,6 @@
 """Runs of a trainer: what it gives to `fit`, and where a run starts."""
 
+import itertools
 import json
 
 import jax
@@ -8,9 +9,20 @@ import numpy as np
 import pytest
 
 import stepfold as sf
-from stepfold.adapter import StopTraining, Trainer, Watcher
+from stepfold.adapter import (
+    StopTraining,
+    Trainer,
+    TrainerConfigureDataloaderOutput,
+    TrainerConfigureModelOutput,
+    Watcher,
+)
 
 from . import digits
+
+
+def logged_steps(output_dir):
+    lines = (output_dir / "logs" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
 
 
 class Hooked(Trainer):
@@ -26,9 +38,7 @@ def test_a_run_has_its_report_next_to_its_metrics(tmp_path):
     (attempt,) = json.loads((logs / "run.json").read_text())["attempts"]
     assert (attempt["to"], attempt["stop"]["message"]) == (10, "all 10 steps were done")
     assert "train/loss" in (logs / "report.html").read_text()
-    lines = (logs / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["step"] for line in lines]
-    assert steps == [5, 10]  # each once, by one writer
+    assert logged_steps(tmp_path) == [5, 10]  # each once, by one writer
 
 
 def test_without_json_lines_a_run_has_no_report(tmp_path):
@@ -256,3 +266,239 @@ def test_a_path_without_a_checkpoint_is_refused_though_there_are_own_ones(tmp_pa
 def test_parameters_are_refused_as_a_state(run):
     with pytest.raises(sf.ConfigError, match="state: expected a state, .* as model_parameters"):
         run.train(state=run.state.params)
+
+
+# Calls one after the other
+
+
+def test_a_path_to_resume_from_is_used_once(run, tmp_path):
+    trainer = digits.trainer(resume_from_checkpoint=str(tmp_path), max_steps=15)
+    assert int(trainer.train().state.step) == 15
+    assert int(trainer.train(more_steps=5).state.step) == 20
+
+
+def test_a_run_without_resume_may_be_continued(tmp_path):
+    trainer = digits.trainer(output_dir=tmp_path, max_steps=5, resume_from_checkpoint=False)
+    trainer.train()
+    assert int(trainer.train(more_steps=2).state.step) == 7
+    with pytest.raises(sf.ConfigError, match="resume=False"):
+        digits.trainer(output_dir=tmp_path, max_steps=9, resume_from_checkpoint=False).train()
+
+
+@pytest.mark.parametrize("name", ["state", "model_state", "_model_state"])
+def test_an_assigned_state_is_not_silently_ignored(run, name):
+    setattr(run, name, jax.tree.map(jnp.zeros_like, run.state))
+    with pytest.raises(sf.ConfigError, match="state: expected an output_dir without checkpoints"):
+        run.train(more_steps=2)
+
+
+def test_the_program_of_the_step_is_reused():
+    trainer = digits.trainer(max_steps=5)
+    trainer.train()
+    step = trainer._train_step()
+    trainer.train(more_steps=5)
+    assert trainer._train_step() is step
+    assert trainer.train_tracker.compilations == 1
+
+
+def test_metrics_logged_before_a_run_do_not_cost_those_of_an_earlier_one(tmp_path):
+    options = {"output_dir": tmp_path, "report_to": ("jsonl",), "do_last_save": False}
+    digits.trainer(**options, max_steps=10).train()
+    before = (tmp_path / "logs" / "metrics.jsonl").read_text()
+    trainer = digits.trainer(**options, max_steps=5)
+    trainer.log_metrics({"x": 1.0}, None, 10, force_report=True)
+    with pytest.warns(UserWarning, match="its files are now in .*previous-1"):
+        trainer.train()
+    moved = (tmp_path / "logs" / "previous-1" / "metrics.jsonl").read_text()
+    assert moved.startswith(before.rpartition("}")[0])
+    assert logged_steps(tmp_path) == [5]
+
+
+def test_rows_of_an_earlier_csv_are_kept(tmp_path):
+    options = {"output_dir": tmp_path, "report_to": ("csv",), "do_last_save": False}
+    digits.trainer(**options, max_steps=10).train()
+    before = (tmp_path / "logs" / "metrics.csv").read_text()
+    with pytest.warns(UserWarning, match="its files are now in .*previous-1"):
+        digits.trainer(**options, max_steps=5).train()
+    assert (tmp_path / "logs" / "previous-1" / "metrics.csv").read_text() == before
+
+
+def test_metrics_at_the_end_are_written_after_more_steps(tmp_path):
+    trainer = digits.trainer(
+        output_dir=tmp_path, report_to=("jsonl",), log_steps=5, report_steps=10, max_steps=10
+    )
+    trainer.train()
+    trainer.train(more_steps=5)
+    assert logged_steps(tmp_path) == [10, 15]
+
+
+def test_where_the_state_is_saved_is_known_after_an_exception(tmp_path):
+    class Broken(Trainer):
+        def on_log(self, metrics, step):
+            raise ValueError("broken")
+
+    trainer = digits.trainer(Broken, output_dir=tmp_path)
+    with pytest.raises(ValueError, match="broken"):
+        trainer.train()
+    step = int(trainer.state.step)
+    assert trainer.checkpoint_path == str(tmp_path / "checkpoints" / str(step))
+
+
+# Why a run stops
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (StopTraining, "hook", "StopTraining was raised"),
+        (StopTraining("enough"), "hook", "enough"),
+        (StopTraining("flat", "plateau"), "plateau", "flat"),
+    ],
+)
+def test_the_reason_of_stop_training(error, kind, message):
+    class Stops(Trainer):
+        def on_log(self, metrics, step):
+            raise error
+
+    trainer = digits.trainer(Stops)
+    trainer.train()
+    assert trainer.result.stop_reason.kind == kind
+    assert str(trainer.result.stop_reason).startswith(f"{message} at step ")
+
+
+def test_the_kind_of_a_time_limit():
+    trainer = digits.trainer(training_time_limit=1e-3, max_steps=100)
+    trainer.train()
+    assert trainer.result.stop_reason.kind == "time_limit"
+
+
+def test_a_loss_scale_may_skip_all_steps_of_an_interval():
+    def loss_fn(params, batch, key):
+        return digits.plain_loss(params, batch, key) * 1e4
+
+    trainer = digits.trainer(
+        mixed_precision="fp16", log_steps=1, given={"loss_fn": loss_fn, "dataset_eval": None}
+    )
+    assert trainer.train().stopped == "all 20 steps were done"
+
+
+def test_a_subclass_that_calls_super_keeps_the_stop_at_a_nan():
+    class Own(Trainer):
+        def configure_functions(self):
+            return super().configure_functions()
+
+    images = np.where(np.arange(200)[:, None] == 7, np.nan, digits.TRAIN["image"])
+    data = {**digits.TRAIN, "image": np.float32(images)}
+    trainer = digits.trainer(Own, given={"dataset_train": data}, max_steps=100)
+    trainer.compile_aot()
+    trainer.train()
+    assert trainer.result.stop_reason.kind == "nonfinite"
+
+
+# Data of a subclass
+
+
+def batch():
+    rows = {name: values[:20] for name, values in digits.TRAIN.items()}
+    return {**rows, "mask": np.ones(20, bool)}
+
+
+def of_loaders(*loaders, **changes):
+    class Own(Trainer):
+        def configure_dataloaders(self):
+            return TrainerConfigureDataloaderOutput(*loaders)
+
+    return digits.trainer(Own, given={"dataset_train": None, "dataset_eval": None}, **changes)
+
+
+def test_a_list_of_batches_is_iterated_once_for_each_epoch():
+    trainer = of_loaders([batch()] * 3, num_train_epochs=3)
+    assert int(trainer.train().state.step) == 9
+
+
+def test_an_evaluation_of_a_subclass_has_at_most_so_many_batches():
+    seen = []
+
+    def batches():
+        for index in itertools.count():
+            seen.append(index)
+            yield batch()
+
+    trainer = of_loaders([batch()] * 3, 3, batches, 2)
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert len(seen) == 2
+
+
+def test_compile_aot_with_loaders_of_a_subclass():
+    trainer = of_loaders(iter([batch()] * 4), 4, lambda: [batch()])
+    assert trainer.compile_aot()
+    assert int(trainer.train().state.step) == 4
+    with pytest.raises(sf.ConfigError, match="steps_per_call: expected 1 for compile_aot"):
+        of_loaders([batch()], steps_per_call=2).compile_aot()
+
+
+def test_data_without_an_end_need_a_number_of_steps():
+    mixture = sf.mix([(digits.TRAIN, 1.0)])
+    trainer = digits.trainer(
+        given={"dataset_train": mixture}, num_train_epochs=1, shuffle_train_dataset=False
+    )
+    with pytest.raises(sf.ConfigError, match="max_steps: expected a number of steps for data"):
+        trainer.train()
+
+
+def test_a_checkpoint_manager_needs_a_directory():
+    class Own(Trainer):
+        def configure_functions(self):
+            return super().configure_functions().replace(checkpoint_manager=sf.Checkpoints(every=5))
+
+    with pytest.raises(sf.ConfigError, match="checkpoint_manager: expected one with a directory"):
+        digits.trainer(Own)
+
+
+def test_a_bar_needs_no_close():
+    class Bar:
+        step = 0
+
+        def set_postfix(self, values): ...
+
+        def update(self, n): ...
+
+    class Own(Trainer):
+        def create_progress_bar(self, total, desc="", disabled=False):
+            return Bar()
+
+    assert int(digits.trainer(Own).train().state.step) == 20
+
+
+def test_the_state_is_on_the_device_that_was_asked_for():
+    trainer = digits.trainer(given={"devices": jax.devices()[3:4]}, max_steps=5)
+    assert trainer.train().state.params["bias"].devices() == {jax.devices()[3]}
+
+
+def test_a_config_and_a_scheduler_of_a_subclass_are_used():
+    schedule = lambda step: 0.5
+
+    class Own(Trainer):
+        def configure_model(self):
+            return TrainerConfigureModelOutput(self.model, None, schedule)
+
+    trainer = digits.trainer(Own, given={"config": {"layers": 1}}, learning_rate=5e-5, max_steps=1)
+    assert (trainer.config, trainer.scheduler) == ({"layers": 1}, schedule)
+    trainer.train()
+    assert trainer.history["train/learning_rate"] == [0.5]
+
+
+def test_log_watchers_of_a_subclass_is_called_without_watchers():
+    steps = []
+
+    class Own(Trainer):
+        def log_watchers(self, state, step):
+            steps.append((step, int(state.step)))
+            return {"watch/mine": 1.0}
+
+    trainer = digits.trainer(Own, max_steps=10)
+    trainer.train()
+    assert steps == [(5, 5), (10, 10)]
+    assert trainer.history["watch/mine"].steps == [5, 10]
+    with pytest.raises(sf.ConfigError, match="watchers: expected different names, got a, a"):
+        digits.trainer(given={"watchers": [Watcher("a", len), Watcher("a", len)]})

@@ -284,7 +284,8 @@ class TrainingArguments:
     resume_if_possible: bool = True
     """Resume from the latest checkpoint in output_dir, if there is one."""
     resume_from_checkpoint: bool | str | None = None
-    """True resumes as resume_if_possible, False starts over; a path resumes from there."""
+    """True resumes as resume_if_possible; False refuses an output_dir with checkpoints; a path
+    resumes from there."""
     init_weights_from: str | None = None
     """Checkpoint to initialize the parameters from, and nothing else."""
 

@@ -19,11 +19,17 @@ from stepfold.loop.hooks.progress import progress
 class StopTraining(Exception):  # noqa: N818  not an error, as StopIteration is not
     """End the run after a save; for `apply_training_hooks`, `log_metrics`, `on_log`, watchers.
 
+    `kind` is that of the `Stop` of the run.
+
     >>> raise StopTraining("good enough")
     Traceback (most recent call last):
     ...
     stepfold.adapter.hooks.StopTraining: good enough
     """
+
+    def __init__(self, message: str = "StopTraining was raised", kind: str = "hook") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 def check_finite(metrics: Mapping[str, Any]) -> None:
@@ -34,13 +40,13 @@ def check_finite(metrics: Mapping[str, Any]) -> None:
     for name in ("loss", "train/loss"):
         value = metrics.get(name)
         if value is not None and not np.isfinite(value):
-            raise StopTraining(f"{name} is {float(value)}")
+            raise StopTraining(f"{name} is {float(value)}", "nonfinite")
 
 
 def check_time(seconds: float, limit: float | None) -> None:
     """Raise `StopTraining` if a time limit is reached."""
     if limit is not None and seconds >= limit:
-        raise StopTraining(f"the time limit of {limit:g} s was reached")
+        raise StopTraining(f"the time limit of {limit:g} s was reached", "time_limit")
 
 
 class StopOnSkipped(StatefulHook):
@@ -120,7 +126,7 @@ class TrainerHook(BaseHook):
     def __init__(self, trainer: Any) -> None:  # a Trainer, whose module imports this one
         self._trainer = trainer
         self._bar_state: Any = None  # of the run that is resumed
-        self.needs_exact_state = bool(trainer.watchers)
+        self.needs_exact_state = trainer.has_watchers
 
     def open(self, step: int, total: int | None) -> None:
         trainer = self._trainer
@@ -130,12 +136,14 @@ class TrainerHook(BaseHook):
         if self._bar_state is not None:
             call_optional(bar, "set_state", self._bar_state)
         call_optional(bar, "open", step)
-        trainer.open_run(bar, step)
+        trainer.open_run(bar, step, total)
 
-    def __call__(self, event: Event) -> Mapping[str, float] | str | None:
+    def __call__(self, event: Event) -> Mapping[str, float] | Stop | None:
         trainer = self._trainer
         trainer.model_state = event.state
-        metrics: Mapping[str, float] = event.metrics
+        # A loss scale may skip all steps since the last log point, which then have no loss.
+        skipped = [name for name, weights in event.weights.items() if not np.any(weights)]
+        metrics: Mapping[str, float] = {n: x for n, x in event.metrics.items() if n not in skipped}
         numbers: Mapping[str, float] | None = None
         try:
             if event.is_train:
@@ -143,11 +151,11 @@ class TrainerHook(BaseHook):
                 metrics = metrics if changed is None else changed
             mode = "train" if event.is_train else "eval"
             trainer.log_metrics(metrics, trainer.progress_bar, event.step, mode)
-            if event.is_train and trainer.watchers:
+            if event.is_train and trainer.has_watchers:
                 numbers = trainer.log_watchers(event.state, event.step)
             trainer.on_log(metrics, event.step)
         except StopTraining as reason:
-            return str(reason)
+            return Stop(reason.kind, str(reason))
         return numbers
 
     def flush(self) -> None:
@@ -155,8 +163,7 @@ class TrainerHook(BaseHook):
             self._trainer.writer.flush()
 
     def close(self) -> None:
-        if self._trainer.progress_bar is not None:
-            self._trainer.progress_bar.close()
+        call_optional(self._trainer.progress_bar, "close")
         self.flush()
 
     def get_state(self) -> dict[str, Any]:
@@ -314,6 +321,7 @@ class CompilationTracker:
     def track(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function with counting."""
 
+        @functools.wraps(function)
         def counted(*args: Any) -> Any:
             self.compilations += 1
             return function(*args)

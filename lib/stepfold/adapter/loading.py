@@ -284,9 +284,11 @@ def seek(loader: Any, position: Any, step: int) -> None:
                 "len and [i]"
             )
         return
-    position = position_at(loader, step) if position is None else position
-    if position != loader.get_state():
-        loader.set_state(position)
+    if position is None:
+        position = position_at(loader, step)
+        if not _follows_from_step(position) or position == loader.get_state():
+            return
+    loader.set_state(position)
 
 
 def position_at(loader: Any, step: int) -> Any:
@@ -294,5 +296,9 @@ def position_at(loader: Any, step: int) -> Any:
     if not hasattr(loader, "get_state"):
         return None
     position = loader.get_state()
-    follows = isinstance(position, dict) and position.keys() == {"step", "pipeline"}
-    return {**position, "step": step} if follows else position
+    return {**position, "step": step} if _follows_from_step(position) else position
+
+
+def _follows_from_step(position: Any) -> bool:
+    """Whether a position is that of `sf.batches` of a source, a function of the step."""
+    return isinstance(position, dict) and position.keys() == {"step", "pipeline"}

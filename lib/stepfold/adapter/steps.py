@@ -2,9 +2,8 @@
 
 import dataclasses
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +194,7 @@ class StepWithHooks:
         self._step, self._before, self._after = step, before, after
         self._compiled: CompiledStep | None = step if isinstance(step, CompiledStep) else None
         self._steps_done: int | None = None
+        self._names: list[str] | None = None  # of the metrics of the first step
         self._compute = jax.jit(lambda metrics: {n: m.compute() for n, m in metrics.items()})
         self._pending: BaseException | None = None
 
@@ -234,7 +234,14 @@ class StepWithHooks:
         # Numbers that are left as they are keep their metric, with its weight.
         kept = {n: metrics[n] for n, x in replaced.items() if n in numbers and x is numbers[n]}
         changed = {name: value for name, value in replaced.items() if name not in kept}
-        return state, kept | as_metrics(changed, "on_step_end")
+        new = kept | as_metrics(changed, "on_step_end")
+        self._names = sorted(new) if self._names is None else self._names
+        if sorted(new) != self._names:
+            raise ConfigError(
+                f"on_step_end: expected the metrics of the first step, {', '.join(self._names)}, "
+                f"in each step, got {', '.join(sorted(new))}; return NaN for one that is missing"
+            )
+        return state, new
 
     def raise_pending(self) -> None:
         """Raise the exception of `after`, if there is one."""
@@ -273,26 +280,41 @@ def _shapes(batch: Any) -> list[Any]:
     return [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
 
 
-def peek(batches: Any, argument: str) -> tuple[Any, Any]:
-    """Return the first batch, and batches that still have it.
+class PeekedBatches:
+    """An iterator of batches with its first batch read; other attributes are the iterator's.
 
-    Raises:
-      ConfigError: if there is none.
-
-    >>> batch, batches = peek(iter([1, 2]), "dataloader_train")
-    >>> batch, list(batches)
+    >>> batches = PeekedBatches(iter([1, 2]), "dataloader_train")
+    >>> batches.first, list(batches)
     (1, [1, 2])
     """
-    position = batches.get_state() if hasattr(batches, "set_state") else None
-    iterator = iter(batches)
-    batch = next(iterator, None)
-    if batch is None:
-        raise ConfigError(f"{argument}: expected a batch to compile for, got none")
-    if position is not None:
-        batches.set_state(position)
-    elif iterator is batches:
-        batches = itertools.chain([batch], iterator)
-    return batch, batches
+
+    def __init__(self, iterator: Any, argument: str) -> None:
+        self._iterator, self._is_first_left = iterator, True
+        self._position = iterator.get_state() if hasattr(iterator, "get_state") else None
+        self.first = next(iterator, None)
+        if self.first is None:
+            raise ConfigError(f"{argument}: expected a batch to compile for, got none")
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self._is_first_left:
+            self._is_first_left = False
+            return self.first
+        return next(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # `_iterator` itself while a copy is made
+            raise AttributeError(name)
+        value = getattr(self._iterator, name)
+        if name == "set_state":
+            return self._set_state
+        return (lambda: self._position) if name == "get_state" and self._is_first_left else value
+
+    def _set_state(self, state: Any) -> None:
+        self._is_first_left = False
+        self._iterator.set_state(state)
 
 
 # Evaluation

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import operator
 import os
@@ -36,13 +37,14 @@ from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.inspect.flops import count, estimate
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.fit import fit
-from stepfold.loop.hooks.base import Event, Hook
+from stepfold.loop.hooks.base import Event, Hook, call_optional
 from stepfold.loop.hooks.stop import stop_early
 from stepfold.loop.hooks.throughput import memory_use
 from stepfold.loop.hooks.weights import weight_statistics
 from stepfold.loop.hooks.wrappers import callback, every
 from stepfold.loop.metrics import metric_values
 from stepfold.loop.result import FitResult
+from stepfold.loop.run_info import move_previous_run
 from stepfold.sharding.plan import make_sharding
 
 # The most steps in a row that a dynamic loss scale may skip: 25 bring it from its largest to its
@@ -159,7 +161,7 @@ class Trainer:
             if not isinstance(flag, bool):
                 raise ConfigError(f"{name}: expected True or False, got {flag!r}")
         self.arguments = arguments
-        self.model_state, self.model, self.config = model_state, model, config
+        self._state, self.model, self.config = model_state, model, config
         self.dataset_train, self.dataset_eval = dataset_train, dataset_eval
         self.data_collator, self.finetune, self.stateful = data_collator, finetune, stateful
         self.loss_fn, self.eval_loss_fn = loss_fn, eval_loss_fn
@@ -170,12 +172,18 @@ class Trainer:
         self.watchers = _check_list("watchers", watchers, "Watcher(name, function, every)", Watcher)
         for watcher in self.watchers:
             watcher.check()
+        names = [watcher.name for watcher in self.watchers]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"watchers: expected different names, got {', '.join(names)}")
         self._initial = model_state if finetune else None
         self._optimizer = tx, scheduler
         self._metrics_step: Any = None  # the evaluation step, whose numbers are metrics
         self._new_state: Any = None  # made by `configure_model`, so it need not be copied
+        self._own_step: Any = None  # made by `configure_functions`, so it skips a NaN or inf
+        self._step_with_metrics: tuple[Any, Any] = None, None  # a step, and what `fit` runs for it
         self._state_source: str | None = None  # what replaced the state since the last run
         self._watched_at = 0  # the step of the last `log_watchers`
+        self._last_step: int | None = None  # of the run
         self.pruning_module, self.memory_monitor = arguments.pruning_module, memory_use
         self.dtype = from_arguments.precision(arguments).compute
         self.param_dtype = jnp.dtype(arguments.param_dtype or "float32")
@@ -253,8 +261,9 @@ class Trainer:
         train_step = self.train_tracker.track(train_step)
         eval_step = self.evalu_tracker.track(eval_step)
         shardings = (self.state_shardings, None) if self._mesh_if_large else None
+        self._own_step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
         return TrainerConfigureFunctionOutput(
-            jax.jit(train_step, donate_argnums=0, out_shardings=shardings),
+            self._own_step,
             self.mesh,
             from_arguments.checkpoints(self.arguments, self.plan),
             jax.jit(eval_step),
@@ -322,6 +331,12 @@ class Trainer:
             return self._output("do_train is False")
         if self.dataloader_train is None:
             raise ConfigError("dataset_train: expected data to train on, got None")
+        has_end = self.max_training_steps or more_steps or self.plan.seconds is not None
+        if not has_end and getattr(self.dataloader_train, "endless", False):
+            raise ConfigError(
+                "max_steps: expected a number of steps for data without an end, got None; give "
+                "max_steps, or training_time_limit"
+            )
         self.writer = self.writer or from_arguments.writers(self.arguments)
         self._start_with(model_parameters, state, ckpt_path)
         self.start_training_hook()
@@ -336,8 +351,10 @@ class Trainer:
             else:
                 self.stopped = f"{type(error).__name__}: {error}"
                 self._recover_state()
+            self._output(str(self.stopped))  # for `checkpoint_path`
             raise
         finally:
+            self._state_source = None
             self.finish()
         return self._output(str(self.stopped))
 
@@ -345,8 +362,7 @@ class Trainer:
         """Close the bar and the writers. Idempotent."""
         bar, writer = self.progress_bar, self.writer
         self.progress_bar = self.writer = None
-        if bar is not None:
-            bar.close()
+        call_optional(bar, "close")
         if writer is not None and self.is_enable:
             writer.close()
 
@@ -458,7 +474,7 @@ class Trainer:
     def evaluate(
         self, state: Any = None, metric_calculator: Any = None, *, dataset: Any = None
     ) -> dict[str, float]:
-        """Evaluate a state on all evaluation data, exactly; nothing is logged.
+        """Evaluate a state on the evaluation data, exactly; nothing is logged.
 
         Args:
           state: the state, by default the trainer's. What is not a state is taken as the dataset.
@@ -485,34 +501,45 @@ class Trainer:
     def eval_batches(self, dataset: Any = None) -> Iterator[Any]:
         """Return the batches of an evaluation, after `start_evaluation_hook`."""
         self.start_evaluation_hook()
-        loader = self.dataloader_eval if dataset is None else self._evaluation_batches(dataset)
+        if dataset is not None:
+            return iter(self._evaluation_batches(dataset))
+        loader = self.dataloader_eval
         if loader is None:
             raise ConfigError("dataset_eval: expected data to evaluate on, got None")
-        return iter(loader() if callable(loader) else loader)
+        batches = iter(loader() if callable(loader) else loader)
+        return itertools.islice(batches, self.max_evaluation_steps)
 
     # Before the run
 
     def compile_aot(self) -> bool:
         """Compile both steps ahead of time; return True."""
-        step = self.sharded_training_step_function
-        if self.dataloader_train is not None and not isinstance(step, CompiledStep):
-            batch, self.dataloader_train = steps.peek(self.dataloader_train, "dataloader_train")
-            compiled = compile_step(steps.as_train_step(step), self.model_state, batch)
-            self.sharded_training_step_function = compiled
-        step = self.sharded_evaluation_step_function
-        if self.dataloader_eval is not None and not isinstance(step, steps.CompiledEvalStep | None):
-            batch, _ = steps.peek(self.dataloader_eval, "dataloader_eval")
-            self._metrics_step = steps.CompiledEvalStep(
-                steps.as_eval_step(step), self.model_state, batch
+        if self.arguments.steps_per_call > 1:
+            raise ConfigError(
+                "steps_per_call: expected 1 for compile_aot, which compiles a single step, got "
+                f"{self.arguments.steps_per_call}; leave one of them out"
             )
-            self.sharded_evaluation_step_function = self._metrics_step
+        step, loader = self.sharded_training_step_function, self.dataloader_train
+        if loader is not None and not isinstance(step, CompiledStep):
+            batches = steps.PeekedBatches(iter(loader), "dataloader_train")
+            if iter(loader) is loader:
+                self.dataloader_train = batches
+            compiled = compile_step(steps.as_train_step(step), self.model_state, batches.first)
+            self._own_step = compiled if step is self._own_step else self._own_step
+            self.sharded_training_step_function = compiled
+        step, loader = self.sharded_evaluation_step_function, self.dataloader_eval
+        if loader is not None and not isinstance(step, steps.CompiledEvalStep | None):
+            loader = iter(loader() if callable(loader) else loader)
+            batch = steps.PeekedBatches(loader, "dataloader_eval").first
+            step = steps.CompiledEvalStep(steps.as_eval_step(step), self.model_state, batch)
+            self.sharded_evaluation_step_function = self._metrics_step = step
         return True
 
     def calculate_number_total_flops(self, params: Any, is_training: bool = True) -> int:
         """Count the floating-point operations of a step on all devices.
 
-        It is the count of the compiled step after `compile_aot`, and otherwise the estimate of 6
-        for each parameter and token in training, 2 in an evaluation.
+        After `compile_aot` it is the count of matrix products and convolutions in the compiled
+        step, and before the estimate of 6 for each parameter and token in training, 2 in an
+        evaluation.
         """
         steps = self.sharded_training_step_function, self.sharded_evaluation_step_function
         compiled = getattr(steps[not is_training], "compiled", None)
@@ -622,7 +649,7 @@ class Trainer:
         parts = setup.parts_of(self.model_state, optimizer=load_optimizer, scheduler=load_scheduler)
         folder = self.arguments.checkpoints_dir
         restored = setup.restore_path(path, self.model_state, folder, parts=parts)
-        self.model_state = restored.state
+        self._state = restored.state
         self.loaded, self.left = restored.loaded, restored.left
         self._state_source = "load_checkpoint"
         return restored._asdict()
@@ -652,14 +679,14 @@ class Trainer:
 
     @property
     def state(self) -> Any:
-        """The state; the same as `model_state`."""
-        return self.model_state
+        """The state. The next run starts with one that is assigned, and donates it to a step."""
+        return self._state
 
     @state.setter
     def state(self, state: Any) -> None:
-        self.model_state, self._state_source = state, "state"
+        self._state, self._state_source = state, "state"
 
-    _model_state = state
+    model_state = _model_state = state
 
     model = _attribute("_model", "The model, as it was given.")
     mesh = _attribute("_mesh", "The mesh of the devices.")
@@ -692,7 +719,7 @@ class Trainer:
         """The run of Weights & Biases once it has started, or None."""
         return getattr(sys.modules.get("wandb"), "run", None) if self.arguments.use_wandb else None
 
-    # What the configure_… methods return is used here
+    # Outputs of the configure methods
 
     def _use_dataloaders(self, output: TrainerConfigureDataloaderOutput) -> None:
         self.dataloader_train = output.dataloader_train
@@ -702,10 +729,11 @@ class Trainer:
         self.plan = self.plan._replace(steps=self.max_training_steps)
 
     def _use_model(self, output: TrainerConfigureModelOutput) -> None:
-        self.model, self.scheduler, self.config = output.model, output.scheduler, output.config
+        self.model, self.scheduler = output.model, output.scheduler
+        self.config = self.config if output.config is None else output.config
         state, self.tx = output.state, output.tx or getattr(output.state, "tx", None)
         if self.tx is None:
-            self.tx, self.scheduler = self._make_optimizer()
+            self.tx, self.scheduler = self._make_optimizer(output.scheduler)
         if state is None:
             state = self.make_state(output.model, self.tx, self._initial)
         elif state is not self._new_state:  # a subclass's own, which must not be donated
@@ -726,17 +754,23 @@ class Trainer:
         evaluate = output.eval_step_fn
         self._metrics_step = evaluate and jax.jit(steps.as_eval_step(evaluate))
         manager = output.checkpoint_manager or from_arguments.checkpoints(self.arguments, self.plan)
-        if manager is not None and manager.directory is None and self.arguments.output_dir:
+        if manager is not None and manager.directory is None:
+            if self.arguments.output_dir is None:
+                raise ConfigError(
+                    "checkpoint_manager: expected one with a directory, got none; give output_dir, "
+                    "or sf.Checkpoints('path', …)"
+                )
             directory = Path(self.arguments.output_dir) / self.arguments.checkpoints_dir
             manager = dataclasses.replace(manager, directory=directory)
         self.checkpoint_manager: Any = manager
 
-    def _make_optimizer(self) -> tuple[Any, Any]:
-        steps = self.max_training_steps
-        return from_arguments.optimizer_of(self.arguments, steps, *self._optimizer)
+    def _make_optimizer(self, scheduler: Any = None) -> tuple[Any, Any]:
+        tx, own_scheduler = self._optimizer
+        scheduler = own_scheduler if scheduler is None else scheduler
+        return from_arguments.optimizer_of(self.arguments, self.max_training_steps, tx, scheduler)
 
     def _set_state(self, state: Any) -> None:
-        self.model_state = state
+        self._state = state
         self.state_shape = jax.eval_shape(lambda: state)
         self.state_shardings = make_sharding(self.state_shape, self.mesh, self._rules)
         self.state_named_sharding = self.state_shardings
@@ -748,7 +782,9 @@ class Trainer:
 
     @property
     def _mesh_if_large(self) -> Mesh | None:
-        return self.mesh if self.mesh.size > 1 else None
+        """The mesh, or None if it is jax's default device alone, which needs no shardings."""
+        is_default = self.mesh.size == 1 and self.mesh.devices.flat[0] == jax.local_devices()[0]
+        return None if is_default else self.mesh
 
     def _shardings_of(self, state: Any) -> Any:
         return make_sharding(state, self.mesh, self._rules) if self._mesh_if_large else None
@@ -806,7 +842,7 @@ class Trainer:
         """Whether a method is that of a subclass, or was set on the object."""
         return method in vars(self) or getattr(type(self), method) is not getattr(Trainer, method)
 
-    # What a run needs
+    # Running
 
     def _start_with(self, params: Any, state: Any, path: Any) -> None:
         """Set the state to start with, and move the batches to its position."""
@@ -817,7 +853,8 @@ class Trainer:
         own, folder = self._own_checkpoints, self.arguments.checkpoints_dir
         source, self._state_source = self._state_source, None
         resume_from = self.arguments.resume_from_checkpoint
-        if params is state is path is None and isinstance(resume_from, str):
+        is_first = self.result is None
+        if is_first and params is state is path is None and isinstance(resume_from, str):
             # A run with checkpoints of its own continues from these, but the path has to exist.
             is_own = setup.is_newest(resume_from, own, folder)
             path = resume_from if is_own or setup.newest_step(own) is None else None
@@ -848,31 +885,43 @@ class Trainer:
         hooks = self._hooks(bool(evaluations))
         if isinstance(step, steps.StepWithHooks):
             hooks.insert(0, lambda _: step.raise_pending())
-        writes_jsonl = self.writer is not None and "jsonl" in arguments.report_to
-        state = self.model_state
+        logs, state = from_arguments.logs_of(arguments), self.model_state
         if setup.newest_step(self._own_checkpoints) is not None:
-            self.model_state = None  # so that the restored one can take its memory
+            self._state = None  # so that the restored one can take its memory
+        elif self.writer is not None and self.is_enable:
+            self.writer.flush()  # what was logged before belongs to the earlier run
+            move_previous_run(logs, int(getattr(state, "step", 0)))
+        total = self.max_training_steps if more_steps is None else None
+        # A loader of a subclass that can be iterated again, and whose steps are not known.
+        loader, epochs = self.dataloader_train, arguments.num_train_epochs
+        is_repeated = (
+            total is None and more_steps is None and epochs > 1 and iter(loader) is not loader
+        )
+        may_resume = arguments.resume_if_possible and arguments.resume_from_checkpoint is not False
         return fit(
             step,
             state,
-            self.dataloader_train,
-            steps=None if more_steps else self.max_training_steps,
+            loader,
+            steps=total,
+            epochs=epochs if is_repeated else None,
             more_steps=more_steps,
-            run_dir=from_arguments.logs_of(arguments)
-            if writes_jsonl
-            else None,  # the report is drawn from it
+            # The report is drawn from the JSON lines.
+            run_dir=logs if self.writer is not None and "jsonl" in arguments.report_to else None,
             evaluation=evaluations,
             checkpoints=self.checkpoint_manager,
             hooks=hooks,
             log_every=self.plan.log_every,
-            resume=arguments.resume_if_possible and arguments.resume_from_checkpoint is not False,
+            resume=may_resume or self.result is not None,
             steps_per_call=arguments.steps_per_call,
             time_limit=self.plan.seconds,
         )
 
     def _train_step(self) -> Callable[..., Any]:
-        step = self.sharded_training_step_function
-        step = step if isinstance(step, CompiledStep) else steps.as_train_step(step)
+        own = self.sharded_training_step_function
+        if self._step_with_metrics[0] is not own:  # kept, since `fit` reuses its program
+            is_compiled = isinstance(own, CompiledStep)
+            self._step_with_metrics = own, own if is_compiled else steps.as_train_step(own)
+        step: Callable[..., Any] = self._step_with_metrics[1]
         if not self._overrides("on_step_start") and not self._overrides("on_step_end"):
             return step
         if self.arguments.steps_per_call > 1:
@@ -897,7 +946,7 @@ class Trainer:
         """Make the hooks of a run. That of the trainer is last, so that it sees all numbers."""
         arguments = self.arguments
         hooks: list[Hook] = []
-        if not self._overrides("configure_functions"):  # whose steps skip a NaN or inf
+        if self.sharded_training_step_function is self._own_step:  # which skips a NaN or inf
             scales_loss = from_arguments.precision(arguments).needs_loss_scale
             hooks.append(trainer_hooks.StopOnSkipped(_MAX_SKIPPED if scales_loss else 1))
         metric, patience = from_arguments.best_metric(arguments), arguments.early_stopping_patience
@@ -932,9 +981,14 @@ class Trainer:
     def _log_weights(self, event: Event) -> None:
         self.log_weight_distribution(event.state, event.step)  # too many numbers for a bar
 
-    def open_run(self, bar: Any, step: int) -> None:
-        """Take the bar of a run that starts after a step; drop what was written for later steps."""
-        self.progress_bar, self._watched_at = bar, step
+    @property
+    def has_watchers(self) -> bool:
+        """Whether `log_watchers` has something to do."""
+        return bool(self.watchers) or self._overrides("log_watchers")
+
+    def open_run(self, bar: Any, step: int, total: int | None) -> None:
+        """Start a run after a step: take its bar, and drop what was written for later steps."""
+        self.progress_bar, self._watched_at, self._last_step = bar, step, total
         if self.writer is not None and self.is_enable and hasattr(self.writer, "resume"):
             self.writer.resume(step)
 
@@ -942,7 +996,7 @@ class Trainer:
         """Whether to show or write metrics: those of evaluations always, others at an interval."""
         # A log point at the end of an epoch need not be a multiple of the interval.
         is_every_log_point = interval == self.plan.log_every
-        is_last = step == self.plan.steps
+        is_last = step in (self.plan.steps, self._last_step)
         return mode != "train" or is_every_log_point or step % interval == 0 or is_last
 
     def _eval_step(self) -> Any:
@@ -954,7 +1008,7 @@ class Trainer:
         return self._metrics_step
 
     def _keep(self, result: FitResult) -> None:
-        self.result, self.model_state, self.best = result, result.state, result.best
+        self.result, self._state, self.best = result, result.state, result.best
         self.history = result.history or self.history
         self.stopped = str(result.stop_reason)
 
@@ -962,8 +1016,9 @@ class Trainer:
         """Restore the newest checkpoint if an exception left no state."""
         is_lost = self.model_state is None or not is_available(self.model_state)
         own = self._own_checkpoints
-        if is_lost and own is not None and setup.newest_step(own) is not None:
-            self.model_state = restore(own, self._abstract_state).state
+        is_alone = jax.process_count() == 1  # all processes take part in a restore
+        if is_lost and is_alone and own is not None and setup.newest_step(own) is not None:
+            self._state = restore(own, self._abstract_state).state
 
     def _output(self, stopped: str) -> TrainerOutput:
         self.stopped = stopped

@@ -1,6 +1,5 @@
 """`fit`: the default training loop, made of the parts that custom loops use too."""
 
-import os
 import signal
 import sys
 import warnings
@@ -28,11 +27,11 @@ from stepfold.loop.hooks.stop import Nonfinite, stop_after, stop_on_nonfinite
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
 from stepfold.loop.report.report_writer import ReportWriter
 from stepfold.loop.result import FitResult
-from stepfold.loop.run_info import run_metadata
+from stepfold.loop.run_info import move_previous_run, run_metadata
 from stepfold.loop.step_runner import StepRunner
 from stepfold.loop.train_loop import TrainLoop
 from stepfold.loop.writers.combinators import async_writer, log_to
-from stepfold.loop.writers.jsonl import jsonl_writer, last_step, read_rows
+from stepfold.loop.writers.jsonl import jsonl_writer, read_rows
 
 
 def fit(
@@ -188,10 +187,10 @@ def fit(
             if latest_step(series.directory) is not None:
                 _check_resume(resume, series)
                 loop.restore()
-        if directory is not None and loop.resumed is None:
-            _move_previous_run(directory, loop.step)
-        elif metrics_path is not None:
+        if loop.resumed is not None and metrics_path is not None:
             _continue_metrics(loop, metrics_path)
+        elif loop.resumed is None and directory is not None and jax.process_index() == 0:
+            move_previous_run(directory, loop.step)
         loop.run()
     capsule = _make_capsule(all_hooks, loop, batches, directory)
     result = _result(loop, _stop_reason(loop, all_hooks), capsule)
@@ -344,25 +343,6 @@ def _continue_metrics(loop: TrainLoop, path: Path) -> None:
         writer.resume(before)
         writer.write_scalars(loop.logged_step, loop.logged_metrics)
         writer.close()
-
-
-def _move_previous_run(directory: Path, step: int) -> None:
-    """Move the files of a run aside that is not resumed and has metrics of later steps."""
-    last = last_step(directory / "metrics.jsonl")
-    if last is None or last <= step or jax.process_index() > 0:
-        return
-    number = 1
-    while (aside := directory / f"previous-{number}").exists():
-        number += 1
-    aside.mkdir()
-    for name in ("metrics.jsonl", "metrics.csv", "run.json", "report.html", "capsules"):
-        if (directory / name).exists():
-            os.rename(directory / name, aside / name)
-    warnings.warn(
-        f"run_dir: expected no metrics after step {step}, got those of an earlier run, up to step "
-        f"{last}; its files are now in {aside}. To resume a run, keep its checkpoints",
-        stacklevel=3,
-    )
 
 
 def _make_capsule(

@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
@@ -25,9 +26,11 @@ from stepfold.data.streamed import Streamed
 from stepfold.errors import DataError
 from stepfold.loop.evaluate import Evaluation, mesh_of
 from stepfold.loop.hooks.base import Hook, hook_name
+from stepfold.loop.writers.jsonl import last_csv_step, last_step
 
 NAME = "run.json"
 FORMAT = 2  # in format 1, of stepfold 0.1, an attempt has `stopped` and `error` instead of `stop`
+_FILES = (NAME, "metrics.jsonl", "metrics.csv", "metrics.csv.jsonl", "report.html", "capsules")
 _PACKAGES = ("stepfold", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 _ADVICE = "move it away, and the rest of the run is shown without it"
 
@@ -228,3 +231,26 @@ def replace_file(path: Path, text: str) -> None:
     except OSError:
         new.unlink(missing_ok=True)
         raise
+
+
+def move_previous_run(directory: Path, step: int) -> None:
+    """Move the files of an earlier run aside if they have metrics of steps after `step`.
+
+    Call it before a run that is not resumed writes to them.
+    """
+    steps = last_step(directory / "metrics.jsonl"), last_csv_step(directory / "metrics.csv")
+    last = max((number for number in steps if number is not None), default=step)
+    if last <= step:
+        return
+    number = 1
+    while (aside := directory / f"previous-{number}").exists():
+        number += 1
+    aside.mkdir()
+    for name in _FILES:
+        if (directory / name).exists():
+            os.rename(directory / name, aside / name)
+    warnings.warn(
+        f"run_dir: expected no metrics after step {step}, got those of an earlier run, up to step "
+        f"{last}; its files are now in {aside}. To resume a run, keep its checkpoints",
+        stacklevel=4,
+    )

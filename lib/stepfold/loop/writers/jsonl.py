@@ -59,6 +59,9 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
 
     def resume(self, step: int) -> None:
         self._start = base.check_step(step)
+        if self._file is not None and not _is_file_of(self._path, self._file):
+            os.close(self._file)  # it was moved aside, and must not be truncated there
+            self._file, self._last_line, self._last_step = None, b"", -1
         self._pending = [row for row in self._pending if row[0] <= self._start]
         self._truncate(self._open(), self._start)
 
@@ -151,6 +154,15 @@ def last_step(path: base.PathLike) -> int | None:
     with path.open("rb") as file:
         lines = (line for line in _lines_backwards(file.fileno()) if line.endswith(b"\n"))
         return next((_parse(path, line)[0] for line in lines), None)
+
+
+def last_csv_step(path: base.PathLike) -> int | None:
+    """Return the last step in a `csv_writer` file, or None."""
+    return (
+        max((step for step, _ in _read_csv(Path(path))), default=None)
+        if Path(path).exists()
+        else None
+    )
 
 
 def write_csv(jsonl_path: base.PathLike, csv_path: base.PathLike) -> None:
@@ -251,6 +263,10 @@ def _read_csv(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
             )
         last = step
         yield step, row
+
+
+def _is_file_of(path: Path, file: int) -> bool:
+    return path.exists() and os.path.samestat(path.stat(), os.fstat(file))
 
 
 def _to_json(value: base.Value) -> Any:
