@@ -1,4 +1,4 @@
-"""Functions that turn `TrainingArguments` into the parts of a run."""
+"""Make the parts of a run from `TrainingArguments`."""
 
 import inspect
 import math
@@ -16,12 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
-from stepfold.adapter.arguments import (
-    MIXED,
-    TrainingArguments,
-    is_changed,
-    seconds,
-)
+from stepfold.adapter.arguments import MIXED, TrainingArguments, is_changed, seconds
 from stepfold.adapter.optimizers import (
     ENDLESS,
     MOMENT_DTYPES,
@@ -84,12 +79,7 @@ def plan(
 ) -> Plan:
     """Compute the sizes and intervals of a run.
 
-    Args:
-      arguments: the arguments.
-      train_examples: the number of examples to train on, if it is known.
-      eval_examples: the number of examples to evaluate on, if it is known.
-      devices: the devices, or their number, by which sizes per device are multiplied; by default
-        all devices of jax.
+    Sizes per device are multiplied by `devices`, or their number; by default all devices of jax.
 
     Raises:
       ConfigError: if two numbers do not fit together, or a fraction is of an unknown number.
@@ -123,7 +113,7 @@ def plan(
     log_steps = _to_steps(arguments, "log_steps", steps)
     report_steps = arguments.report_steps or log_steps
 
-    # An epoch of per_epoch_training_steps need not end where the data do, so it is due by steps.
+    # An epoch of per_epoch_training_steps may end before or after the data, so it is due by steps.
     epoch = (None, 1) if set_epoch is None else (set_epoch, None)
     evaluates = arguments.do_eval and arguments.evaluation_strategy != "no"
     evaluation_every, evaluation_every_epochs = arguments.eval_steps, None
@@ -156,7 +146,7 @@ def plan(
         evaluation_every_epochs=evaluation_every_epochs,
         save_steps=save_steps,
         save_epochs=save_epochs,
-        # Also in performance_mode, which writes nothing: log points are where a NaN is noticed.
+        # Also in performance_mode, which writes nothing, since log points detect a NaN.
         log_every=math.gcd(log_steps, report_steps),
         log_steps=log_steps,
         report_steps=report_steps,
@@ -165,12 +155,12 @@ def plan(
 
 
 def _train_batch(arguments: TrainingArguments, num_devices: int) -> tuple[int, int]:
-    """Return the examples per step, and into how many microbatches they are split."""
+    """Return the examples and the microbatches per step."""
     total, per_device = arguments.total_batch_size, arguments.per_device_train_batch_size
     accumulate = arguments.gradient_accumulation_steps
     if total is None:
         total = 32 if per_device is None else per_device * num_devices
-    elif per_device is not None:  # the most that a device takes at once
+    elif per_device is not None:  # the maximum per microbatch
         minimum = math.ceil(total / (per_device * num_devices))
         if accumulate == 1:
             accumulate = next(n for n in range(minimum, total + 1) if total % n == 0)
@@ -202,7 +192,7 @@ def _eval_batch(arguments: TrainingArguments, train_batch: int, num_devices: int
 
 
 def _to_steps(arguments: TrainingArguments, name: str, steps: int | None) -> int:
-    """Return a field as a number of steps; it may be a fraction of all steps."""
+    """Return a field, which may be a fraction of all steps, as a number of steps."""
     value: int | float = getattr(arguments, name)
     if isinstance(value, int):
         return value
@@ -229,12 +219,12 @@ def _check_within(arguments: TrainingArguments, name: str, steps: int | None) ->
 def make_schedule(arguments: TrainingArguments, steps: int | None) -> optax.Schedule:
     """Make the learning rate schedule.
 
-    It rises linearly from 0 to `learning_rate` for `warmup_steps`, and then falls as `scheduler`
-    says, to `learning_rate_end` at the last of the `steps` of the run. They may be None, for
-    unknown, if the schedule does not depend on them.
+    The rate rises linearly from 0 to `learning_rate` for `warmup_steps`, and then follows
+    `scheduler` to `learning_rate_end` at the last of the `steps` of the run. `steps` may be None,
+    for unknown, if the schedule does not depend on it.
 
     Raises:
-      ConfigError: if it does, or if the warmup takes all of them.
+      ConfigError: if the schedule depends on unknown steps, or the warmup takes all of them.
 
     >>> arguments = TrainingArguments(learning_rate=0.1, scheduler="linear", warmup_steps=10)
     >>> schedule = make_schedule(arguments, 110)
@@ -263,7 +253,7 @@ def make_schedule(arguments: TrainingArguments, steps: int | None) -> optax.Sche
 
 
 def _custom_schedule(custom: Callable[..., Any], steps: int | None) -> optax.Schedule:
-    """Return a schedule, given it or a function from the number of steps to it."""
+    """Return a schedule from itself, or from a function of the number of steps."""
     result = custom(1 if steps is None else steps)
     if not callable(result):
         return custom
@@ -333,20 +323,9 @@ def optimizer_of(
     tx: optax.GradientTransformation | None = None,
     scheduler: optax.Schedule | None = None,
 ) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
-    """Return the optimizer, and its schedule if that is known.
+    """Return the optimizer, and its schedule if known.
 
-    Args:
-      arguments: the arguments.
-      steps: the steps of the run, as in `plan`.
-      tx: an optimizer to use in place of that of the arguments. `pruning_module` still wraps it.
-      scheduler: the schedule of `tx`, or without it, of the optimizer of the arguments.
-
-    Raises:
-      ConfigError: if a field is set that `tx` or `scheduler` replaces.
-
-    >>> tx, schedule = optimizer_of(TrainingArguments(learning_rate=0.1), 100)
-    >>> round(float(schedule(0)), 3)
-    0.1
+    `tx` and `scheduler` replace those of the arguments. `pruning_module` still wraps `tx`.
     """
     replaced: tuple[str, ...] = ()
     if tx is not None:
@@ -379,12 +358,9 @@ _JAX_NAMES = {
 
 
 def start_processes(arguments: TrainingArguments) -> Distributed | None:
-    """Start jax.distributed if `jax_distributed_config` is set. Call it before jax is used.
+    """Start jax.distributed if `jax_distributed_config` is set. Call it before any use of jax.
 
     Its keys are those of `jax.distributed.initialize` or of `sf.start_distributed`.
-
-    Raises:
-      ConfigError: if a key is neither.
 
     >>> start_processes(TrainingArguments()) is None
     True
@@ -469,9 +445,9 @@ def make_loss(
 ) -> Callable[..., Any]:
     """Wrap a loss function to follow the arguments.
 
-    It gets `loss_config` as keywords. With `aux_loss_enabled=False`, terms whose name starts with
-    `aux` are dropped. `use_fast_kernels` sets the precision of its matrix products. On a mesh,
-    batches are sharded as in `step_partition_spec`.
+    `loss_config` is passed as keywords. With `aux_loss_enabled=False`, terms whose name starts
+    with `aux` are dropped. `use_fast_kernels` sets the precision of matrix products. On a mesh,
+    batches are sharded by `step_partition_spec`.
 
     Raises:
       ConfigError: if the loss function does not take `loss_config`.
@@ -505,7 +481,7 @@ def make_loss(
 
 
 def _constrain(batch: Any, mesh: Mesh, spec: tuple[Any, ...]) -> Any:
-    """Shard each array by as many entries of the spec as it has dimensions."""
+    """Shard each array by the first entries of the spec, one per dimension."""
 
     def constrain(leaf: Any) -> Any:
         if not tree.is_array(leaf):
@@ -585,7 +561,7 @@ def _is_unused(value: Any) -> bool:
 def checkpoints(arguments: TrainingArguments, plan: Plan) -> Checkpoints | None:
     """Make the checkpoints in `output_dir/checkpoints_dir`, which include the last state.
 
-    None if nothing is saved: without `output_dir`, or with `do_last_save=False`.
+    Without `output_dir`, or with `do_last_save=False`, return None: nothing is saved.
 
     >>> arguments = TrainingArguments(output_dir="runs/a", max_steps=200, save_steps=0.25)
     >>> checkpoints(arguments, plan(arguments)).every
@@ -606,12 +582,8 @@ def checkpoints(arguments: TrainingArguments, plan: Plan) -> Checkpoints | None:
 
 
 def best_metric(arguments: TrainingArguments) -> str | None:
-    """Return the name that `metric_for_best_model` has in a run.
+    """Return the name of `metric_for_best_model` in a run. The prefix defaults to `eval/`.
 
-    The prefix of a metric defaults to `eval/`.
-
-    >>> best_metric(TrainingArguments(metric_for_best_model="evaluation.f1"))
-    'eval/f1'
     >>> best_metric(TrainingArguments(metric_for_best_model="cer"))
     'eval/cer'
     """
@@ -636,9 +608,9 @@ def best_mode(arguments: TrainingArguments) -> str | None:
 
 
 def writers(arguments: TrainingArguments) -> Writer | None:
-    """Make one background writer of metrics, or None if they are not written.
+    """Make a background writer of metrics, or None if they are not written.
 
-    Files go to `logs_of(arguments)`. Without `output_dir` there are none.
+    Files are in `logs_of(arguments)`; without `output_dir` there are none.
 
     Raises:
       ConfigError: if files are set without `output_dir`, or a package is not installed.
@@ -670,7 +642,7 @@ def writers(arguments: TrainingArguments) -> Writer | None:
 
 
 def logs_of(arguments: TrainingArguments) -> Path:
-    """Return the directory of metric files, which is one per process if every process writes.
+    """Return the directory of metric files, one per process if every process writes.
 
     >>> logs_of(TrainingArguments(output_dir="runs/a"))
     PosixPath('runs/a/logs')

@@ -1,4 +1,4 @@
-"""What a run calls of its trainer, why it stops, what it watches, and the bar it draws."""
+"""Hooks, progress bars and timers of the trainer."""
 
 import functools
 import time
@@ -19,7 +19,7 @@ from stepfold.loop.hooks.progress import progress
 class StopTraining(Exception):  # noqa: N818  not an error, as StopIteration is not
     """End the run after a save; for `apply_training_hooks`, `log_metrics`, `on_log`, watchers.
 
-    `kind` is that of the `Stop` of the run.
+    `kind` is the kind of the run's `Stop`.
 
     >>> raise StopTraining("good enough")
     Traceback (most recent call last):
@@ -33,10 +33,7 @@ class StopTraining(Exception):  # noqa: N818  not an error, as StopIteration is 
 
 
 def check_finite(metrics: Mapping[str, Any]) -> None:
-    """Raise `StopTraining` if the loss is NaN or infinite.
-
-    >>> check_finite({"train/loss": 0.5, "train/accuracy": float("nan")})
-    """
+    """Raise `StopTraining` if the loss is NaN or infinite."""
     for name in ("loss", "train/loss"):
         value = metrics.get(name)
         if value is not None and not np.isfinite(value):
@@ -50,10 +47,9 @@ def check_time(seconds: float, limit: float | None) -> None:
 
 
 class StopOnSkipped(StatefulHook):
-    """Stop after `limit` skipped steps in a row, whose loss or gradients had a NaN or inf.
+    """Stop after `limit` steps in a row that were skipped for a NaN or inf.
 
-    The state is that before them, so it is worth saving. A dynamic loss scale skips some steps in
-    a row until it is small enough; there the limit has to be higher than what that takes.
+    A dynamic loss scale skips several steps in a row while it shrinks, and needs a higher limit.
 
     >>> hook = StopOnSkipped()
     >>> str(hook(Event(12, None, {}, None, {"train/skipped": np.array([0, 1, 0])})))
@@ -84,11 +80,9 @@ class Watcher(NamedTuple):
     """A function of the state whose numbers are logged at intervals; for `Trainer(watchers=…)`.
 
     Attributes:
-      name: the numbers are called `watch/<name>`, with their own names behind it if there are
-        several.
+      name: the name after `watch/`, followed by those of the numbers if there are several.
       function: a function of the state that returns a number, or numbers by name.
-      every: the steps between two calls. It is called at the first log point at or after each
-        multiple.
+      every: the steps between calls, each at the first log point at or after a multiple.
 
     >>> import jax.numpy as jnp
     >>> watcher = Watcher("norm", lambda state: jnp.linalg.norm(state.params), every=100)
@@ -99,24 +93,19 @@ class Watcher(NamedTuple):
     every: int = 1
 
     def check(self) -> None:
-        """Refuse values of other types.
-
-        Raises:
-          ConfigError: if one is.
-        """
+        """Check the types of the attributes."""
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"name: expected the name of a watcher, got {tree.spell(self.name)}")
         if not callable(self.function):
-            got = tree.spell(self.function)
-            raise ConfigError(f"function: expected a function of the state, got {got}")
+            function = tree.spell(self.function)
+            raise ConfigError(f"function: expected a function of the state, got {function}")
         check_count("every", self.every)
 
 
 class TrainerHook(BaseHook):
-    """Call the methods of a trainer in its run: at each log point and after each evaluation.
+    """Call the trainer's methods at each log point and after each evaluation.
 
-    It comes after the hooks of the user, so `log_metrics` and `on_log` see their numbers. The
-    trainer's state is that of the event. `StopTraining` of a method is the reason to stop.
+    It runs after the user's hooks, so `log_metrics` and `on_log` see their metrics.
     """
 
     can_stop = True
@@ -125,7 +114,7 @@ class TrainerHook(BaseHook):
 
     def __init__(self, trainer: Any) -> None:  # a Trainer, whose module imports this one
         self._trainer = trainer
-        self._bar_state: Any = None  # of the run that is resumed
+        self._bar_state: Any = None  # of the resumed run
         self.needs_exact_state = trainer.has_watchers
 
     def open(self, step: int, total: int | None) -> None:
@@ -141,7 +130,7 @@ class TrainerHook(BaseHook):
     def __call__(self, event: Event) -> Mapping[str, float] | Stop | None:
         trainer = self._trainer
         trainer.model_state = event.state
-        # A loss scale may skip all steps since the last log point, which then have no loss.
+        # If a loss scale skipped all steps since the last log point, there is no loss.
         skipped = [name for name, weights in event.weights.items() if not np.any(weights)]
         metrics: Mapping[str, float] = {n: x for n, x in event.metrics.items() if n not in skipped}
         numbers: Mapping[str, float] | None = None
@@ -175,14 +164,14 @@ class TrainerHook(BaseHook):
 
 
 class EpochTrainerHook(TrainerHook):
-    """The same for batches that know their epochs; an epoch ends an interval of metrics."""
+    """A `TrainerHook` for batches that know their epochs; an epoch ends an interval of metrics."""
 
     def end_epoch(self, epoch: int) -> None:
         self._trainer.epochs_done = epoch + 1
 
 
 def add_advice(error: BaseException) -> None:
-    """Add a note to an out-of-memory error that says what to change in the arguments.
+    """Add a note to an out-of-memory error on which arguments to change.
 
     >>> error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate ...")
     >>> add_advice(error)
@@ -200,16 +189,8 @@ def add_advice(error: BaseException) -> None:
 def epoch_means(history: Mapping[str, Any], epoch_steps: int) -> dict[str, list[float]]:
     """Return metrics by epoch, with names such as `train_loss`.
 
-    A train metric is its mean over the steps of the epoch, any other its last value. An epoch in
-    which a metric was not measured is not in its list.
-
-    >>> from stepfold.loop.metrics import History
-    >>> history = History()
-    >>> for step, loss in zip((2, 4, 6, 8), (4.0, 2.0, 1.0, 1.0)):
-    ...     history.add(step, {"train/loss": loss})
-    >>> history.add(8, {"eval/loss": 1.5})
-    >>> epoch_means(history, 4)
-    {'train_loss': [3.0, 1.0], 'eval_loss': [1.5]}
+    Train metrics are means over the steps of an epoch, others are its last value. Epochs without a
+    value are left out.
     """
     means: dict[str, list[float]] = {}
     for name, curve in history.items():
@@ -227,14 +208,7 @@ def epoch_means(history: Mapping[str, Any], epoch_steps: int) -> dict[str, list[
 
 
 class ProgressBar:
-    """A bar with `update` and `set_postfix`, drawn by `stepfold.progress`.
-
-    >>> bar = ProgressBar("json", 20)
-    >>> bar.set_postfix(loss=2.0)
-    >>> bar.update(10)
-    {"step": 10, "total": 20, "steps_per_second": null, ..., "loss": 2.0}
-    >>> bar.close()
-    """
+    """A bar with the methods of tqdm that trainers use, drawn by `stepfold.progress`."""
 
     def __init__(
         self,
@@ -274,7 +248,7 @@ class ProgressBar:
         self.step, self._metrics, self._hook = 0, {}, self._make()
 
     def close(self) -> None:
-        """Leave the last drawing where it is. Idempotent."""
+        """Close the bar, and keep its last drawing on the screen. Idempotent."""
         if self._is_open:
             self._hook.close()
         self._is_open = False
@@ -294,32 +268,20 @@ class NullProgressBar:
     step = 0
 
     def open(self, step: int) -> None: ...
-
     def set_postfix(self, metrics: Mapping[str, float] | None = None, **more: float) -> None: ...
-
     def update(self, n: int = 1) -> None: ...
-
     def reset(self) -> None: ...
-
     def close(self) -> None: ...
 
 
 class CompilationTracker:
-    """Count how often a function is traced, and so compiled.
-
-    >>> import jax, numpy as np
-    >>> tracker = CompilationTracker()
-    >>> double = jax.jit(tracker.track(lambda x: 2 * x))
-    >>> _ = double(np.ones(2)), double(np.ones(2)), double(np.ones(3))
-    >>> tracker.compilations
-    2
-    """
+    """Count how often a function is traced, and so compiled."""
 
     def __init__(self) -> None:
         self.compilations = 0
 
     def track(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with counting."""
+        """Wrap a function to count its calls."""
 
         @functools.wraps(function)
         def counted(*args: Any) -> Any:
@@ -330,14 +292,7 @@ class CompilationTracker:
 
 
 class Timers:
-    """Add up the seconds of blocks by name.
-
-    >>> timer = Timers()
-    >>> with timer("evaluation"):
-    ...     pass
-    >>> timer.seconds["evaluation"] < 1
-    True
-    """
+    """Add up the seconds of `with timer(name):` blocks by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -353,5 +308,5 @@ class Timers:
             del self._started[name]
 
     def running(self, name: str) -> float:
-        """Return for how many seconds a block has been running; 0 if it is not."""
+        """Return the seconds that a block has been running; 0 if it is not."""
         return time.perf_counter() - self._started[name] if name in self._started else 0.0

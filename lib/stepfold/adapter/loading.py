@@ -1,4 +1,4 @@
-"""Batches of a trainer's datasets: columns, padding, order, masks, and positions in the data."""
+"""Batches of the trainer: order, columns, padding, masks and data positions."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,13 +28,7 @@ Prepare = Callable[[Any], Any]
 
 
 class TrainingLoader:
-    """Batches that are prepared one by one; all other attributes are those of the batches.
-
-    >>> import stepfold as sf
-    >>> loader = TrainingLoader(sf.batches({"x": np.arange(6)}, 3, seed=0), with_mask, 2)
-    >>> next(loader)["mask"].tolist(), loader.get_state()["step"], loader.steps_per_epoch
-    ([True, True, True], 1, 2)
-    """
+    """Apply `prepare` to each batch; other attributes are those of the inner iterator."""
 
     def __init__(self, inner: Any, prepare: Prepare, epoch_steps: int | None) -> None:
         self._inner, self._prepare, self.steps_per_epoch = inner, prepare, epoch_steps
@@ -46,13 +40,13 @@ class TrainingLoader:
         return self._prepare(next(self._inner))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # `_inner` itself while a copy is made
+        if name.startswith("_"):  # `_inner` itself, during a copy
             raise AttributeError(name)
         return getattr(self._inner, name)
 
 
 class EvaluationLoader:
-    """Batches that are made again for each iteration.
+    """Call `make` for each iteration, and yield at most `steps` of its batches.
 
     >>> loader = EvaluationLoader(lambda: iter([1, 2, 3]), steps=2)
     >>> list(loader), list(loader), len(loader)
@@ -81,16 +75,10 @@ def training_batches(
     epoch_steps: int | None,
     epochs: int | None = None,
 ) -> TrainingLoader:
-    """Make endless batches to train on, shuffled anew each epoch, without incomplete ones.
+    """Make training batches, reshuffled each epoch; incomplete batches are dropped.
 
-    Args:
-      arguments: the arguments.
-      dataset: a source or stream that `stepfold.batches` takes.
-      batch_size: the examples of a batch, over all processes.
-      collect: makes a batch of a list of examples; None stacks them.
-      prepare: is applied to each batch.
-      epoch_steps: the batches of an epoch, if known.
-      epochs: how often to iterate a stream if the steps of the run are not known.
+    `batch_size` counts the examples of all processes. A source repeats without end; a stream is
+    iterated `epochs` times. Without `collect`, examples are stacked.
     """
     seed = shuffle_seed(arguments)
     dataset, drop_columns = without_columns(dataset, arguments)
@@ -125,13 +113,10 @@ def evaluation_batches(
     prepare: Prepare,
     steps: int | None,
 ) -> EvaluationLoader:
-    """Make the batches of an evaluation: in order, once, with an incomplete last one.
+    """Make evaluation batches: one pass in order, with an incomplete last batch.
 
-    With several processes the last batch is padded under a mask, which the loss function has to
-    respect, since each process needs as many rows.
-
-    Raises:
-      ConfigError: if the dataset can be iterated only once.
+    With several processes, which need the same number of rows, the last batch is padded. The loss
+    function has to respect its mask.
     """
     if hasattr(type(dataset), "__next__"):
         raise ConfigError(
@@ -157,11 +142,7 @@ def evaluation_batches(
 
 
 def length_of(dataset: Any) -> int | None:
-    """Return the number of examples, or None if it is not known.
-
-    >>> length_of({"x": np.ones((6, 2))}), length_of(iter([1, 2])), length_of(None)
-    (6, None, None)
-    """
+    """Return the number of examples; None if unknown."""
     if dataset is None or is_stream(dataset):
         return None
     length = read_source(dataset).length
@@ -171,7 +152,7 @@ def length_of(dataset: Any) -> int | None:
 def without_columns(
     dataset: Any, arguments: TrainingArguments
 ) -> tuple[Any, Callable[[Any], Any] | None]:
-    """Drop columns from a dict of arrays, or return the function that drops them from examples."""
+    """Drop unused columns from a dict of arrays, or return the function that drops them later."""
     drop_columns = transform(arguments)
     if drop_columns is not None and isinstance(dataset, Mapping):
         return drop_columns(dataset), None
@@ -179,11 +160,7 @@ def without_columns(
 
 
 def with_mask(batch: Any) -> Any:
-    """Add a mask that is true for every row, unless there is one, or the batch is no dict.
-
-    >>> with_mask({"x": np.zeros((2, 3))})["mask"].tolist()
-    [True, True]
-    """
+    """Add an all-True `mask` to a batch that is a dict of rows without one."""
     if not isinstance(batch, Mapping) or "mask" in batch:
         return batch
     has_rows = any(np.ndim(leaf) for leaf in jax.tree.leaves(batch))
@@ -191,15 +168,15 @@ def with_mask(batch: Any) -> Any:
 
 
 def num_rows(batch: Any) -> int:
-    """Return the number of examples of a batch, 1 if no leaf has a leading axis."""
+    """Return the number of examples in a batch; 1 if no leaf has a leading axis."""
     sizes = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
     return int(sizes[0]) if sizes else 1
 
 
 def replicate_if_uneven(batch: Any, mesh: Mesh | None) -> Any:
-    """Replicate a batch over a mesh if its rows do not divide by the devices of the data axes.
+    """Replicate a batch whose rows do not divide by the devices of the data axes.
 
-    With several processes it is left as it is: each has rows of its own, padded to one number.
+    With several processes it is unchanged, since each has its own rows, padded to the same number.
     """
     if mesh is None or jax.process_count() > 1:
         return batch
@@ -213,19 +190,9 @@ def replicate_if_uneven(batch: Any, mesh: Mesh | None) -> Any:
 
 
 def collect_function(max_sequence_length: int | None, truncation_mode: str) -> Collect:
-    """Make a function that makes a batch of a list of examples, or of a dict of columns.
+    """Make a collate function for a list of examples or a dict of columns.
 
-    With a length, sequences are padded and truncated to it by `stepfold.collate`. Without one,
-    examples are stacked, and need to have the same shapes.
-
-    Raises:
-      ConfigError: if the length or the mode is not valid.
-
-    >>> collect = collect_function(4, "keep_end")
-    >>> collect([{"ids": [1, 2, 3, 4, 5]}, {"ids": [6]}])["ids"].tolist()
-    [[2, 3, 4, 5], [6, 0, 0, 0]]
-    >>> collect({"ids": [[1], [2, 3]]})["mask"].sum(1).tolist()
-    [1, 2]
+    Sequences are padded and truncated to the length. Without one, examples are stacked.
     """
     check_truncate("create_collect_function", truncation_mode)
     if max_sequence_length is None:
@@ -245,13 +212,7 @@ def _stack(examples: Any) -> Any:
 
 
 def columns(examples: Sequence[Any]) -> Any:
-    """Turn examples into columns: arrays if all have one shape, otherwise lists.
-
-    A collect function of a subclass takes them, and may return them as they are.
-
-    >>> columns([{"ids": [1], "label": 0}, {"ids": [2, 3], "label": 1}])
-    {'ids': [[1], [2, 3]], 'label': array([0, 1])}
-    """
+    """Turn examples into columns: arrays if all values have one shape, otherwise lists."""
     if not isinstance(examples[0], Mapping):
         return _stack(examples)
     return {name: _column([example[name] for example in examples]) for name in examples[0]}
@@ -268,13 +229,9 @@ def _column(values: list[Any]) -> Any:
 
 
 def seek(loader: Any, position: Any, step: int) -> None:
-    """Move batches to a saved position or, if it is None, to that of a step.
+    """Move batches to a saved position or, without one, to a step.
 
-    Batches that cannot be moved continue where they are, and so do those of a stream, whose
-    position does not follow from the step.
-
-    Raises:
-      CheckpointError: if a position was saved, and they cannot be moved.
+    Streams and other iterators without a position that follows from the step are not moved to it.
     """
     if not (hasattr(loader, "get_state") and hasattr(loader, "set_state")):
         if position is not None:
@@ -292,7 +249,7 @@ def seek(loader: Any, position: Any, step: int) -> None:
 
 
 def position_at(loader: Any, step: int) -> Any:
-    """Return the position of batches at a step, the current one if it does not follow from that."""
+    """Return the position of batches at a step; that of a stream is the current one."""
     if not hasattr(loader, "get_state"):
         return None
     position = loader.get_state()
@@ -300,5 +257,5 @@ def position_at(loader: Any, step: int) -> Any:
 
 
 def _follows_from_step(position: Any) -> bool:
-    """Whether a position is that of `sf.batches` of a source, a function of the step."""
+    """Whether a position is one of `sf.batches` over a source, which the step determines."""
     return isinstance(position, dict) and position.keys() == {"step", "pipeline"}

@@ -1,4 +1,4 @@
-"""Schedules and optimizers by name, and what is done to an optimizer and its state."""
+"""Schedules and optimizers by name."""
 
 import inspect
 import re
@@ -74,14 +74,7 @@ _ALIASES = {
 
 
 def parse_scheduler(name: str) -> tuple[str, bool]:
-    """Return the name of a schedule in `SCHEDULES`, and whether a warmup is required.
-
-    Raises:
-      ConfigError: if there is no such schedule.
-
-    >>> parse_scheduler("warm_up_cosine"), parse_scheduler("none")
-    (('cosine', True), ('constant', False))
-    """
+    """Return the name of a schedule in `SCHEDULES`, and whether a warmup is required."""
     full_name = _ALIASES.get(name, name)
     schedule = re.sub("^warm_?up_", "", full_name)
     wants_warmup = schedule != full_name
@@ -94,11 +87,7 @@ def parse_scheduler(name: str) -> tuple[str, bool]:
 
 
 def check_scheduler_options(name: str, options: Mapping[str, Any]) -> None:
-    """Check the keyword arguments of a schedule.
-
-    Raises:
-      ConfigError: if the schedule does not take one of them, or one is not a number above 0.
-    """
+    """Check that a schedule takes the options, and that they are numbers above 0."""
     parameters = inspect.signature(SCHEDULES[parse_scheduler(name)[0]]).parameters.values()
     known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     _check_known("scheduler_kwargs", name, options, known)
@@ -136,14 +125,7 @@ def optimizer_names() -> list[str]:
 
 
 def find_optimizer(name: str) -> Callable[..., optax.GradientTransformation]:
-    """Return the function of optax or optax.contrib that builds an optimizer.
-
-    Raises:
-      ConfigError: if there is none, or if it needs more than a rate and options.
-
-    >>> find_optimizer("adamw").__name__
-    'adamw'
-    """
+    """Return the function of optax or optax.contrib that builds an optimizer."""
     if name in _NOT_BY_NAME:
         raise ConfigError(
             f"optimizer: expected one that can be built by name, got {name!r}; {_NOT_BY_NAME[name]}"
@@ -167,18 +149,13 @@ def _lookup(name: str) -> Callable[..., optax.GradientTransformation] | None:
 
 
 def optimizer_options(name: str) -> dict[str, Any]:
-    """Return the options of an optimizer besides its learning rate, with their defaults."""
+    """Return the options of an optimizer except its learning rate, with their defaults."""
     parameters = inspect.signature(find_optimizer(name)).parameters
     return {key: value.default for key, value in parameters.items() if key != "learning_rate"}
 
 
 def check_optimizer_options(name: str, options: Mapping[str, Any]) -> None:
-    """Check the keyword arguments of an optimizer.
-
-    Raises:
-      ConfigError: if the optimizer does not take one of them, or requires another, or would call
-        the loss function, which a train step does not pass to it.
-    """
+    """Check that an optimizer takes the options, and requires no others and no loss function."""
     known = optimizer_options(name)
     _check_known("extra_optimizer_kwargs", name, options, known)
     empty = inspect.Parameter.empty
@@ -206,31 +183,19 @@ def build_optimizer(
     """Build an optimizer by name, with a schedule as its learning rate."""
     build = find_optimizer(name)
     parameters = inspect.signature(build).parameters
-    if "learning_rate" not in parameters:  # polyak_sgd, which scales a rate of its own
+    if "learning_rate" not in parameters:  # polyak_sgd scales its own rate
         return build(scaling=schedule, **options)
     if "Callable" in str(parameters["learning_rate"].annotation):
         return build(learning_rate=schedule, **options)
-    # It takes a number only; the wrapper passes it that of each step.
+    # The optimizer takes only a number, so the wrapper passes the rate of each step.
     static = tuple(option for option in parameters if option != "learning_rate")
     return optax.inject_hyperparams(build, static_args=static)(learning_rate=schedule, **options)
 
 
 def freeze(tx: optax.GradientTransformation, pattern: str) -> optax.GradientTransformation:
-    """Wrap an optimizer so that parameters whose path matches a pattern never change.
+    """Freeze the parameters whose path matches a regular expression.
 
-    The optimizer does not see them: they have no state, and do not count in a global norm.
-
-    Args:
-      tx: an optimizer.
-      pattern: a regular expression, for `re.search`.
-
-    Raises:
-      ConfigError: from `init`, if the pattern matches none or all of the parameters.
-
-    >>> tx = freeze(optax.trace(0.9), "^embed")
-    >>> state = tx.init({"embed": jnp.ones(2), "w": jnp.ones(2)})
-    >>> [leaf.shape for leaf in jax.tree.leaves(state)]
-    [(2,)]
+    They have no optimizer state, and do not count in a global norm.
     """
 
     def label_params(params: Any) -> Any:
@@ -257,19 +222,14 @@ def freeze(tx: optax.GradientTransformation, pattern: str) -> optax.GradientTran
 
 
 def schedule_paths(opt_state: Any) -> list[str]:
-    """List the paths of the step counts of schedules.
-
-    >>> tx = optax.adam(optax.linear_schedule(1.0, 0.0, 10))
-    >>> schedule_paths(tx.init(jnp.ones(2)))
-    ['opt_state/1/count']
-    """
+    """List the paths of the step counts of schedules."""
     nodes = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_is_schedule_state)
     names = [tree.path_name(path) for path, node in nodes if _is_schedule_state(node)]
     return ["/".join(filter(None, ("opt_state", name, "count"))) for name in names]
 
 
 def with_schedule_at(opt_state: Any, step: int) -> Any:
-    """Return an optimizer's state with its schedules moved to a step."""
+    """Set the step counts of schedules."""
 
     def move(node: Any) -> Any:
         if not _is_schedule_state(node):
@@ -282,14 +242,7 @@ def with_schedule_at(opt_state: Any, step: int) -> Any:
 def learning_rate_of(schedule: optax.Schedule) -> Callable[[Any], jax.Array]:
     """Make a function from a train state to the learning rate of the update that produced it.
 
-    The count of the optimizer is used, which skipped steps do not increment.
-
-    >>> import stepfold as sf
-    >>> schedule = optax.linear_schedule(1.0, 0.0, 10)
-    >>> state = sf.init_state(jnp.ones(2), optax.sgd(schedule), jax.random.key(0))
-    >>> state = state._replace(opt_state=with_schedule_at(state.opt_state, 6))
-    >>> float(learning_rate_of(schedule)(state))
-    0.5
+    It reads the optimizer's count, which skipped steps do not increment.
     """
 
     def learning_rate(state: Any) -> jax.Array:
@@ -301,6 +254,6 @@ def learning_rate_of(schedule: optax.Schedule) -> Callable[[Any], jax.Array]:
 
 
 def _is_schedule_state(node: Any) -> bool:
-    # Those of `scale_by_schedule`, `inject_hyperparams` and a scheduled `add_decayed_weights`, of
-    # which optax exports only the first, are the named tuples with nothing but a count.
+    # `scale_by_schedule`, `inject_hyperparams` and a scheduled `add_decayed_weights` keep a named
+    # tuple with only a count. optax exports only the first of these types.
     return isinstance(node, tuple) and getattr(node, "_fields", None) == ("count",)

@@ -1,4 +1,4 @@
-"""Outputs of a trainer's methods: frozen dataclasses that are pytrees, dicts and JSON."""
+"""Outputs of the trainer's methods: frozen dataclasses that are pytrees and convert to JSON."""
 
 import json
 import math
@@ -46,28 +46,21 @@ class Output:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Create an output from fields by name; an unknown field is a ConfigError."""
+        """Create an output from fields by name."""
         refuse_unknown(cls.__name__, data, [field.name for field in fields(cls)])
         return cls(**data)
 
     def to_json(self, **options: Any) -> str:
-        """Write the fields as JSON; functions, iterators and optimizers by name only.
+        """Return the fields as JSON, functions, iterators and optimizers by name only.
 
-        The options are those of `json.dumps`.
-
-        Raises:
-          ConfigError: if a field holds arrays.
+        The options are those of `json.dumps`. Fields with arrays are a ConfigError.
         """
         data = {name: _encode(name, value) for name, value in self.to_dict().items()}
         return json.dumps(data, **options)
 
     @classmethod
     def from_json(cls, json_str: str) -> Self:
-        """Read the text of `to_json`, with an `Unserializable` for each value stored by name.
-
-        Raises:
-          ConfigError: if the text was not written by `to_json`.
-        """
+        """Read the text of `to_json`, with an `Unserializable` for each value stored by name."""
         try:
             data = dict(_decode(json.loads(json_str)))
         except (ValueError, TypeError) as error:
@@ -77,7 +70,7 @@ class Output:
         return cls.from_dict(data)
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some fields changed; an unknown field is a ConfigError."""
+        """Return a copy with some fields changed."""
         return self.from_dict(self.to_dict() | changes)
 
 
@@ -198,7 +191,7 @@ def _either(short_name: str, short_value: Any, value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class TrainerOutput(Output):
-    """Output of `train`. Its JSON refers to the state by `checkpoint_path`.
+    """Output of `train`. In its JSON, `checkpoint_path` stands for the state.
 
     Attributes:
       state: the state after the last step.
@@ -223,12 +216,9 @@ class TrainerOutput(Output):
     stopped: str | None = None
 
     def to_json(self, **options: Any) -> str:
-        """Write the fields as JSON, with the checkpoint's path in place of the state.
+        """Return the fields as JSON, with the checkpoint's path in place of the state.
 
-        The options are those of `json.dumps`.
-
-        Raises:
-          ConfigError: if the state holds arrays, and `checkpoint_path` is None or another step.
+        If the state holds arrays, `checkpoint_path` has to be a checkpoint of its step.
         """
         has_arrays = any(map(tree.is_array, _leaves(self.state)))
         if self.checkpoint_path is None and not has_arrays:
@@ -249,17 +239,9 @@ class TrainerOutput(Output):
 
     @classmethod
     def from_json(cls, json_str: str, like: Any = None) -> Self:
-        """Read the text of `to_json`, and restore the state if `like` is given.
+        """Read the text of `to_json`, and restore the state as `sf.restore` does with `like`.
 
-        Args:
-          json_str: the text.
-          like: a state, or an abstract one, as `sf.restore` takes it. With None, the state is
-            an `Unserializable`.
-
-        Raises:
-          ConfigError: if the text was not written by `to_json`, or has no `checkpoint_path`.
-          CheckpointError: if the checkpoint is missing or damaged.
-          TreeMismatchError: if the checkpoint does not match `like`.
+        Without `like`, the state is an `Unserializable`.
         """
         output = super().from_json(json_str)
         if like is None:
@@ -280,16 +262,7 @@ class TrainerOutput(Output):
 
 @dataclass(frozen=True)
 class Unserializable:
-    """Placeholder for a value that JSON does not hold; any use of it raises a ConfigError.
-
-    >>> placeholder = Unserializable("function train_step")
-    >>> placeholder
-    Unserializable(description='function train_step')
-    >>> placeholder(1)
-    Traceback (most recent call last):
-    ...
-    stepfold.errors.ConfigError: function train_step: JSON stores only its name; ...
-    """
+    """Placeholder for a value that JSON does not hold; any use of it raises a ConfigError."""
 
     description: str
     advice: str = field(
@@ -309,11 +282,11 @@ class Unserializable:
 
 
 class _UnserializableAttributeError(ConfigError, AttributeError):
-    """Is an AttributeError too, so that `hasattr` returns False."""
+    """Also an AttributeError, so that `hasattr` returns False."""
 
 
 def _encode(name: str, value: Any) -> Any:
-    """Encode a value of a field for JSON, where the key "stepfold" marks what JSON lacks."""
+    """Encode a field's value for JSON; the key "stepfold" marks types that JSON lacks."""
     match value:
         case None | bool() | int() | str():
             return value

@@ -12,14 +12,12 @@ from stepfold.adapter.outputs import (
     TrainerOutput,
 )
 
-Collect = Callable[[Any], Any]
-
 
 @runtime_checkable
 class BaseTrainerProtocol(Protocol):
     """Members of a trainer; `isinstance` checks that an object has them all.
 
-    A class may inherit from it and define only the members that it needs.
+    A subclass may define only the members that it needs.
 
     >>> isinstance(object(), BaseTrainerProtocol)
     False
@@ -69,7 +67,7 @@ class BaseTrainerProtocol(Protocol):
         """Whether this process logs."""
 
     def initialize_trainer_utils(self) -> None:
-        """Build all that a run needs."""
+        """Make writers, batches, the state and the steps."""
 
     def configure_model(self) -> TrainerConfigureModelOutput: ...
     def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput: ...
@@ -77,15 +75,15 @@ class BaseTrainerProtocol(Protocol):
 
     def create_collect_function(
         self, max_sequence_length: int, truncation_mode: Truncation
-    ) -> Collect:
-        """Return the function from examples to a batch."""
+    ) -> Callable[[Any], Any]:
+        """Return a function from examples to a batch."""
 
     def create_grain_collect_function(
         self, max_sequence_length: int, truncation_mode: Truncation
-    ) -> Collect: ...
+    ) -> Callable[[Any], Any]: ...
     def create_tfds_collect_function(
         self, max_sequence_length: int, truncation_mode: Truncation
-    ) -> Collect: ...
+    ) -> Callable[[Any], Any]: ...
     def create_progress_bar(self, total: int, desc: str = "", disabled: bool = False) -> Any: ...
 
     def train(self) -> TrainerOutput: ...
@@ -93,7 +91,7 @@ class BaseTrainerProtocol(Protocol):
         """Yield the metrics of each evaluation batch."""
 
     def evaluate(self, state: Any = None, metric_calculator: Any = None) -> dict[str, float]:
-        """Return the metrics of the whole evaluation data."""
+        """Return the metrics over all evaluation data."""
 
     def start_training_hook(self) -> None: ...
     def start_evaluation_hook(self) -> None: ...
@@ -120,7 +118,7 @@ class BaseTrainerProtocol(Protocol):
 
     def log_weight_distribution(self, state: Any, step: int) -> Any: ...
     def compile_aot(self) -> bool:
-        """Compile both steps ahead of time, and return whether they were compiled."""
+        """Compile both steps ahead of time; return whether they were compiled."""
 
     def calculate_number_total_flops(self, params: Any, is_training: bool = True) -> Any: ...
     @staticmethod

@@ -1,4 +1,4 @@
-"""Files of a trainer: checkpoints with arguments, safetensors for torch, and the card of a run."""
+"""Files of the trainer: checkpoints with arguments, safetensors for torch, and the model card."""
 
 import json
 import math
@@ -23,14 +23,7 @@ from stepfold.loop.run_info import versions
 
 
 def path_and_state(state: Any, save_directory: Any, ckpt_path: Any) -> tuple[Path, Any]:
-    """Return the path and the state among the arguments of `save_pretrained`, in either order.
-
-    Raises:
-      ConfigError: if there is no path, or more than one.
-
-    >>> path_and_state("runs/a", None, None), path_and_state(None, "runs/a", None)
-    ((PosixPath('runs/a'), None), (PosixPath('runs/a'), None))
-    """
+    """Return the path and the state among the arguments of `save_pretrained`, in either order."""
     paths: list[Any] = []
     states: list[Any] = []
     for value in (state, save_directory, ckpt_path):
@@ -52,25 +45,9 @@ def save_state(
     data: Any = None,
     metrics: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Save a state as a checkpoint, and the arguments as `arguments.json` next to it.
+    """Save a state in `directory/<step>`, and the arguments as `arguments.json`; return the former.
 
-    Where an argument has no JSON, such as a schedule of your own, the file says which one.
-
-    Args:
-      directory: the directory of the steps.
-      state: the state.
-      arguments: the arguments of the run.
-      data: the position in the data.
-      metrics: numbers by name.
-
-    Returns:
-      The folder of the step.
-
-    >>> import tempfile
-    >>> folder = tempfile.mkdtemp()
-    >>> path = save_state(folder, {"w": jnp.ones(2)}, arguments=TrainingArguments())
-    >>> path.name, sorted(entry.name for entry in path.parent.iterdir())
-    ('0', ['0', 'arguments.json'])
+    If an argument has no JSON, such as a custom schedule, the file names it instead.
     """
     directory, step = Path(directory), int(getattr(state, "step", 0))
     try:
@@ -84,19 +61,9 @@ def save_state(
 
 
 def find_checkpoint(path: str | Path, folder: str = "checkpoints") -> tuple[Path, int | None]:
-    """Return the directory of the steps at a path, and the step if the path is that of one.
+    """Return the directory of the steps, and the step if the path is that of one.
 
-    Args:
-      path: the folder of a run, of its checkpoints, or of one step.
-      folder: the name of the checkpoints' folder in a run's folder.
-
-    Raises:
-      CheckpointError: if there is no checkpoint.
-
-    >>> find_checkpoint("runs/nowhere")
-    Traceback (most recent call last):
-    ...
-    stepfold.errors.CheckpointError: runs/nowhere: expected a checkpoint, ...
+    The path is that of a run, of its checkpoints, or of one step.
     """
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
         raise ConfigError(f"checkpoint: expected a path, got {path!r}; give the folder of a step")
@@ -124,25 +91,10 @@ def save_for_torch(
 ) -> None:
     """Write parameters as safetensors, with the names and the layout of torch.
 
-    By default `layers/0/kernel` is named `layers.0.weight`, and so are `scale` and `embedding`.
-    Kernels of dense layers are transposed, and those of convolutions over two or three dimensions
-    change from (…, in, out) to (out, in, …). A kernel of three axes stays as it is, because it may
-    belong to an attention or to a convolution.
-
-    Args:
-      directory: the directory of the files.
-      params: the parameters.
-      names: names in torch by path, for some of the parameters; or a function of the path.
-      metadata: text for the header of each file.
-
-    Raises:
-      ConfigError: if `names` has a path that is not in `params`.
-
-    >>> import safetensors.numpy, tempfile
-    >>> folder = tempfile.mkdtemp()
-    >>> save_for_torch(folder, {"dense": {"kernel": jnp.ones((3, 2))}})
-    >>> safetensors.numpy.load_file(folder + "/model.safetensors")["dense.weight"].shape
-    (2, 3)
+    By default `layers/0/kernel` becomes `layers.0.weight`, as do `scale` and `embedding`; `names`
+    overrides some or, as a function of the path, all names. Dense kernels are transposed, and
+    kernels of 2D and 3D convolutions change from (…, in, out) to (out, in, …). A kernel of three
+    axes is unchanged, because it may belong to attention or to a convolution.
     """
     if not callable(names):
         names = _torch_names(params, {} if names is None else names)
@@ -178,14 +130,7 @@ def _torch_layout(path: tuple[Any, ...], leaf: Any) -> Any:
 
 
 def write_card(path: str | os.PathLike[str], text: str) -> None:
-    """Write a card to a file, or to `README.md` in a folder.
-
-    >>> import tempfile
-    >>> folder = tempfile.mkdtemp()
-    >>> write_card(folder, "# digits")
-    >>> (Path(folder) / "README.md").read_text()
-    '# digits'
-    """
+    """Write a card to a file, or to `README.md` in a folder."""
     path = Path(path)
     if path.is_dir() or not path.suffix:
         path = path / "README.md"
@@ -203,22 +148,7 @@ def make_card(
     stop_reason: Stop | str | None = None,
     notes: Mapping[str, Any] | None = None,
 ) -> str:
-    r"""Write a card of a run as markdown.
-
-    Args:
-      title: the name of the model.
-      arguments: the arguments of the run by name; those that are None are left out.
-      params: the parameters, or abstract ones.
-      mesh: the mesh; None lists all devices.
-      history: the values of each metric.
-      stop_reason: why the run ended.
-      notes: more values by name.
-
-    >>> text = make_card("digits", arguments={"learning_rate": 0.1}, params={"w": jnp.ones(3)},
-    ...                  history={"train/loss": [2.0, 1.0, 0.5]})
-    >>> print("\n".join(line for line in text.splitlines() if "loss" in line))
-    | train/loss | 3 | 2 | 0.5 | 0.5 | 2 | █▃▁ |
-    """
+    """Format the card of a run as markdown, without arguments that are None and empty sections."""
     devices = jax.devices() if mesh is None else list(mesh.devices.flat)
     hardware = {
         "devices": len(devices),

@@ -1,4 +1,4 @@
-"""The state that a trainer starts with: new, from parameters, or from a checkpoint."""
+"""Initial state of the trainer: new, from parameters, or from a checkpoint."""
 
 import functools
 import re
@@ -22,16 +22,12 @@ from stepfold.sharding.placement import place
 
 
 def is_state(value: Any) -> bool:
-    """Whether a value is a state, of stepfold or another library, and not parameters."""
+    """Whether a value is a state, of stepfold or another library, rather than parameters."""
     return isinstance(value, TrainState) or (hasattr(value, "params") and hasattr(value, "step"))
 
 
 def check_model(model: Any, model_state: Any, *, finetune: bool) -> None:
-    """Refuse what no state can be made of.
-
-    Raises:
-      ConfigError: if it is neither a function, nor parameters, nor a state.
-    """
+    """Check that a state can be made."""
     if model_state is not None and finetune:
         return
     if model is None:
@@ -60,28 +56,11 @@ def first_state(
     init_tx: bool = True,
     step: int = 0,
 ) -> Any:
-    """Make the state of a run. Nothing of the caller's is kept or donated.
+    """Make the state of a run from an init function, parameters or a state. All arrays are copied.
 
-    A state keeps its step, its key and, if it fits the optimizer, its optimizer state.
-
-    Args:
-      model: an init function or a tree of parameters, if there is no state.
-      model_state: a state, parameters, or None.
-      tx: the optimizer.
-      seed: the seed that parameters are drawn from.
-      plan: a function from an abstract state to its shardings, or to None.
-      cast: a function that is applied to the parameters first.
-      stateful: whether there is a model state besides the parameters.
-      init_tx: whether to make a new optimizer state if that of `model_state` does not fit.
-      step: the step at which a new state and its schedule start.
-
-    Raises:
-      TreeMismatchError: if the optimizer state does not fit, and `init_tx` is False.
-
-    >>> state = first_state(lambda key: jnp.ones(2), None, optax.sgd(0.1), seed=0,
-    ...                     plan=lambda shape: None, cast=lambda params: params)
-    >>> state.params.tolist(), int(state.step)
-    ([1.0, 1.0], 0)
+    A state keeps its step, its key and, if it fits the optimizer, its optimizer state. If it does
+    not fit, `init_tx` initializes a new one. A new state and its schedule start at `step`. `plan`
+    returns the shardings of an abstract state, or None.
     """
     if is_state(model_state):
         if isinstance(model_state, TrainState):
@@ -113,24 +92,24 @@ def _fit_optimizer(state: TrainState, tx: Any, cast: Any, *, init_tx: bool) -> T
 
 
 def _cast_params(source: Any, cast: Callable[[Any], Any], *, stateful: bool) -> Any:
-    def convert(made: Any) -> Any:
-        if stateful and isinstance(made, tuple):
-            return (cast(made[0]), *made[1:])
-        return made if stateful else cast(made)
+    def convert(variables: Any) -> Any:
+        if stateful and isinstance(variables, tuple):
+            return (cast(variables[0]), *variables[1:])
+        return variables if stateful else cast(variables)
 
     is_function = callable(source) and jax.tree_util.all_leaves([source])
     return (lambda key: convert(source(key))) if is_function else convert(source)
 
 
 def copy_to(state: Any, shardings: Any) -> Any:
-    """Copy a state to its shardings or, if they are None, to where it is."""
+    """Copy a state to shardings; None keeps those of the state."""
     if shardings is None:
         return jax.tree.map(lambda leaf: tree.strong(jnp.array(leaf, copy=True)), state)
     return place(state, shardings)
 
 
 class LoadedWeights(NamedTuple):
-    """A state with parameters from a file, their paths, and why others were not loaded."""
+    """A state with loaded parameters, their paths, and by path why others were not loaded."""
 
     state: Any
     loaded: list[str]
@@ -138,15 +117,7 @@ class LoadedWeights(NamedTuple):
 
 
 def load_weights(path: str | Path, state: Any, folder: str = "checkpoints") -> LoadedWeights:
-    """Load parameters: all of safetensors, those that fit of a checkpoint.
-
-    Args:
-      path: a `.safetensors` file or a folder with some, or a checkpoint.
-      state: the state to load them into.
-      folder: the name of the folder of checkpoints in a run's folder.
-
-    Raises:
-      TreeMismatchError: if no parameter fits.
+    """Load all parameters from safetensors, or those that fit from a checkpoint.
 
     >>> import stepfold as sf, tempfile
     >>> folder, start = tempfile.mkdtemp(), {"w": jnp.zeros(2), "head": jnp.zeros(3)}
@@ -170,25 +141,16 @@ def load_weights(path: str | Path, state: Any, folder: str = "checkpoints") -> L
 
 
 def restore_path(path: str | Path, like: Any, folder: str, **options: Any) -> Restored:
-    """Restore the step that a path names, or the newest of a run.
-
-    Raises:
-      CheckpointError: if there is none.
-    """
+    """Restore the checkpoint at a path, or the newest one of a run."""
     directory, step = find_checkpoint(path, folder)
     return restore(directory, like, step="latest" if step is None else step, **options)
 
 
 def parts_of(state: Any, *, optimizer: bool, scheduler: bool) -> Sequence[str]:
-    """Return regular expressions for the paths of the parts to restore.
+    """Return regular expressions for the paths to restore.
 
-    Parameters and model state are always among them; the optimizer state, the step and the key
-    are with `optimizer`, and the counts of schedules with `scheduler`.
-
-    >>> import stepfold as sf
-    >>> state = sf.init_state({"w": jnp.ones(1)}, optax.sgd(lambda n: 0.1), jax.random.key(0))
-    >>> parts_of(state, optimizer=False, scheduler=True)
-    ['params', 'model_state', 'opt_state/1/count']
+    They always include the parameters and the model state. `optimizer` adds the optimizer state,
+    the step and the key; `scheduler` adds the step counts of schedules.
     """
     schedule = schedule_paths(getattr(state, "opt_state", ()))
     names = [name for name, _ in tree.named_leaves(state) if name.startswith("opt_state")]
@@ -198,15 +160,14 @@ def parts_of(state: Any, *, optimizer: bool, scheduler: bool) -> Sequence[str]:
 
 
 def newest_step(directory: Path | None) -> int | None:
-    """Return the newest step in a directory of checkpoints, or None."""
+    """Return the newest step in a directory of checkpoints."""
     return latest_step(directory) if directory is not None and directory.is_dir() else None
 
 
 def is_newest(path: str | Path, own: Path | None, folder: str) -> bool:
     """Whether a path is the newest checkpoint in a run's own directory.
 
-    Raises:
-      ConfigError: if it is an older one there, since later ones would not be written again.
+    Refuse an older one there, since the run would not write the later ones again.
     """
     directory, step = find_checkpoint(path, folder)
     if own is None or directory.absolute() != own.absolute():
@@ -221,11 +182,7 @@ def is_newest(path: str | Path, own: Path | None, folder: str) -> bool:
 
 
 def check_start(argument: str, own: Path | None, like: Any, state: Any) -> None:
-    """Refuse to start with another state than that of the own checkpoint that a run resumes.
-
-    Raises:
-      ConfigError: if there is one, and it differs.
-    """
+    """Check that a state equals the newest checkpoint of its run, if there is one."""
     newest = newest_step(own)
     if own is None or newest is None:
         return

@@ -1,4 +1,4 @@
-"""The steps of a trainer: made of a loss function, or written by hand with numbers as metrics."""
+"""Training and evaluation steps of the trainer."""
 
 import dataclasses
 import inspect
@@ -41,13 +41,8 @@ def make_steps(
 ) -> tuple[Step, Step]:
     """Make the training step and the evaluation step, neither of them jitted.
 
-    A training step with a NaN or inf in the loss or the gradients leaves the state unchanged, so
-    that there is a state worth saving. With a schedule it measures the learning rate. In an
-    evaluation, a loss that is a plain number has the weight of the examples of its batch.
-
-    >>> import jax.numpy as jnp, optax
-    >>> loss_fn = lambda params, batch, key: ((params * batch["x"]) ** 2).mean()
-    >>> train_step, eval_step = make_steps(TrainingArguments(), loss_fn, optax.sgd(0.1))
+    A NaN or inf in the loss or the gradients leaves the state unchanged, so that it can be saved.
+    With `scheduler`, the learning rate is a metric.
     """
     options: dict[str, Any] = {"precision": precision(arguments), "stateful": stateful}
     train_step = make_train_step(
@@ -66,12 +61,7 @@ def make_steps(
 
 
 def weight_by_rows(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Give losses that are plain numbers the weight of the examples of the batch.
-
-    >>> loss_fn = weight_by_rows(lambda params, batch, key: batch.mean())
-    >>> float(loss_fn((), jnp.arange(4.0), None).count)
-    4.0
-    """
+    """Weight losses that are plain numbers by the examples of the batch."""
 
     def weighted(params: Any, batch: Any, *rest: Any) -> Any:
         returned = loss_fn(params, batch, *rest)
@@ -97,13 +87,7 @@ def _with_weight(loss: Any, weight: jax.Array) -> Any:
 
 
 def as_train_step(step: Step) -> Step:
-    """Turn the numbers that a training step returns as metrics into metrics of weight 1.
-
-    >>> step = as_train_step(lambda state, batch: (state, {"loss": jnp.mean(batch)}))
-    >>> _, metrics = step((), jnp.arange(4.0))
-    >>> float(metrics["loss"].compute())
-    1.5
-    """
+    """Turn the numbers that a training step returns into metrics of weight 1."""
 
     def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, "Metric"]]:
         returned = step(state, batch)
@@ -117,14 +101,9 @@ def as_train_step(step: Step) -> Step:
 
 
 def as_eval_step(step: Step) -> Step:
-    """Turn the numbers of an evaluation step into metrics with the weight of the examples.
+    """Turn the numbers of an evaluation step into metrics weighted by the examples of the batch.
 
-    Their mean over batches is then that over examples, however long the last batch is. A prefix
-    `eval_` of a name is dropped.
-
-    >>> step = as_eval_step(lambda state, batch: {"eval_loss": jnp.mean(batch)})
-    >>> float(step((), jnp.arange(4.0))["loss"].count)
-    4.0
+    A prefix `eval_` or `eval/` of a name is dropped.
     """
 
     def eval_step(state: Any, batch: Any) -> dict[str, "Metric"]:
@@ -135,11 +114,7 @@ def as_eval_step(step: Step) -> Step:
 
 
 def as_metrics(metrics: Any, argument: str, *, weight: int = 1) -> dict[str, "Metric"]:
-    """Make metrics of numbers by name, in a dict, dataclass or NamedTuple; drop those of None.
-
-    Raises:
-      ConfigError: if one of them is neither a number nor a metric.
-    """
+    """Turn a dict, dataclass or NamedTuple of numbers and metrics into metrics; drop None."""
     from clu.metrics import Metric
 
     if dataclasses.is_dataclass(metrics) and not isinstance(metrics, type | Metric):
@@ -167,27 +142,12 @@ def as_metrics(metrics: Any, argument: str, *, weight: int = 1) -> dict[str, "Me
 
 
 class StepWithHooks:
-    """Call Python functions before and after each step, for `fit`.
+    """Call `before(state, step)` and `after(state, metrics, step)` around each step.
 
-    The step is compiled when it sees the first batch. What a function returns replaces what it was
-    called with; None changes nothing. A number that `after` adds or changes is a metric of
-    weight 1. An exception of `after` is raised before the next step or by `raise_pending`, when
-    the caller has the state of this step and can save it.
-
-    Args:
-      step: a training step.
-      before: a function `(state, step) -> state`, called with the number of steps done.
-      after: a function `(state, metrics, step) -> (state, metrics)`, called with numbers.
-
-    >>> import numpy as np, optax, stepfold as sf
-    >>> tx = optax.sgd(0.1)
-    >>> state = sf.init_state(jnp.ones(()), tx, jax.random.key(0))
-    >>> step = sf.make_train_step(lambda params, batch, key: sf.mean(params * batch), tx)
-    >>> def after(state, metrics, step):
-    ...     print(step, float(metrics["loss"]))
-    >>> step = StepWithHooks(step, lambda state, step: None, after)
-    >>> state, _ = step(state, np.ones(4, np.float32))
-    1 1.0
+    `before` returns a state, `after` a state and metrics; None changes nothing. Metrics are passed
+    as numbers, and numbers that `after` adds or changes are metrics of weight 1. The step is
+    compiled at the first batch. An exception of `after` is raised before the next step or by
+    `raise_pending`, so that the caller can save the state of this step.
     """
 
     def __init__(self, step: Step, before: Callable[..., Any], after: Callable[..., Any]) -> None:
@@ -204,7 +164,7 @@ class StepWithHooks:
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         self.raise_pending()
-        if self._steps_done is None:  # counted from here on: reading it waits for the device
+        if self._steps_done is None:  # read once, since reading waits for the device
             self._steps_done = int(getattr(state, "step", 0))
         replaced = self._before(state, self._steps_done)
         state = state if replaced is None else replaced
@@ -231,7 +191,7 @@ class StepWithHooks:
         state, replaced = returned
         if replaced is None:
             return state, metrics
-        # Numbers that are left as they are keep their metric, with its weight.
+        # Unchanged numbers keep their metric and its weight.
         kept = {n: metrics[n] for n, x in replaced.items() if n in numbers and x is numbers[n]}
         changed = {name: value for name, value in replaced.items() if name not in kept}
         new = kept | as_metrics(changed, "on_step_end")
@@ -254,13 +214,7 @@ class StepWithHooks:
 
 
 class CompiledEvalStep:
-    """An evaluation step that is compiled for one shape of batch, and jitted for others.
-
-    >>> state = jnp.float32(1.0)
-    >>> step = CompiledEvalStep(lambda state, batch: state + batch.sum(), state, jnp.ones(3))
-    >>> float(step(state, jnp.ones(3))), float(step(state, jnp.ones(2)))
-    (4.0, 3.0)
-    """
+    """An evaluation step compiled ahead of time for one batch shape, and jitted for others."""
 
     def __init__(self, step: Step, state: Any, batch: Any) -> None:
         self._jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
@@ -281,12 +235,7 @@ def _shapes(batch: Any) -> list[Any]:
 
 
 class PeekedBatches:
-    """An iterator of batches with its first batch read; other attributes are the iterator's.
-
-    >>> batches = PeekedBatches(iter([1, 2]), "dataloader_train")
-    >>> batches.first, list(batches)
-    (1, [1, 2])
-    """
+    """An iterator of batches with access to the first; other attributes are the iterator's."""
 
     def __init__(self, iterator: Any, argument: str) -> None:
         self._iterator, self._is_first_left = iterator, True
@@ -305,7 +254,7 @@ class PeekedBatches:
         return next(self._iterator)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # `_iterator` itself while a copy is made
+        if name.startswith("_"):  # `_iterator` itself, during a copy
             raise AttributeError(name)
         value = getattr(self._iterator, name)
         if name == "set_state":
@@ -323,23 +272,10 @@ class PeekedBatches:
 def evaluate_with(
     step: Step, state: Any, batches: Iterable[Any], calculator: Callable[..., Any] | None = None
 ) -> dict[str, float]:
-    """Evaluate a state, with further metrics of a function; names begin with `eval_`.
+    """Evaluate a state, with `eval_` before each name.
 
-    Args:
-      step: an evaluation step.
-      state: the state.
-      batches: the batches.
-      calculator: a function `(state, batch) -> metrics`, merged as those of the step are; or a
-        function of the numbers by name, which returns further ones.
-
-    Raises:
-      ConfigError: if `calculator` is neither, or does not return numbers by name.
-
-    >>> import jax.numpy as jnp, stepfold as sf
-    >>> step = lambda state, batch: {"loss": sf.mean(batch)}
-    >>> twice = lambda numbers: {"twice": 2 * numbers["eval_loss"]}
-    >>> evaluate_with(step, (), [jnp.ones(2), 4 * jnp.ones(1)], twice)
-    {'eval_loss': 2.0, 'twice': 4.0}
+    `calculator` is a function `(state, batch) -> metrics`, merged over batches like those of the
+    step, or a function from the merged numbers by name to further ones.
     """
     takes_batch = calculator is not None and _takes_batch(calculator)
 

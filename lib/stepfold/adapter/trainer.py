@@ -57,7 +57,7 @@ def _alias(name: str) -> Any:
 
 
 def _attribute(name: str, doc: str) -> Any:
-    # A property, since an abstract base class of a subclass may declare it as one.
+    # A subclass may also inherit from an abstract class that declares it as a property.
     def assign(self: "Trainer", value: Any) -> None:
         vars(self)[name] = value
 
@@ -124,27 +124,26 @@ class Trainer:
         """Check the arguments, and make all that a run needs.
 
         Args:
-          arguments: the arguments.
-          model_state: a state or parameters to start with.
-          model: a function `key -> params`, a tree of parameters, or any object if `model_state`
-            brings the parameters.
-          dataset_train: what `stepfold.batches` takes.
+          arguments: `TrainingArguments`.
+          model_state: the initial state or parameters.
+          model: a function `key -> params` or a tree of parameters; with `model_state`, any object.
+          dataset_train: a source or stream, as for `stepfold.batches`.
           dataset_eval: the same, for evaluations.
-          data_collator: a function that makes a batch of a list of examples.
-          finetune: whether to start with the parameters of `model_state`, and not with new ones.
-          loss_fn: a `LossFn`; needed unless a subclass overrides `configure_functions`.
-          eval_loss_fn: the one of evaluations, if it differs.
+          data_collator: a function from a list of examples to a batch.
+          finetune: whether to use the parameters of `model_state`; False initializes new ones.
+          loss_fn: a `LossFn`; required unless a subclass overrides `configure_functions`.
+          eval_loss_fn: the loss function of evaluations; `loss_fn` by default.
           stateful: whether the loss functions have a model state.
-          tx: an optimizer, in place of that of the arguments.
-          scheduler: a schedule, in place of that of the arguments; with `tx`, only to be logged.
-          rules: how the state is sharded, as for `make_sharding`.
-          devices: the devices of the mesh, by default all.
-          evaluations: further ones, such as one that generates text.
-          hooks: those of `fit`.
+          tx: an optimizer, instead of that of the arguments.
+          scheduler: a schedule, instead of that of the arguments; with `tx`, it is only logged.
+          rules: sharding rules of the state, as for `make_sharding`.
+          devices: the devices of the mesh; all by default.
+          evaluations: further evaluations, such as one that generates text.
+          hooks: hooks, as for `fit`.
           callbacks: functions `(trainer, epoch, metrics)`, called after each epoch.
-          watchers: functions of the state whose numbers are logged; `log_watchers` calls them.
+          watchers: functions of the state whose numbers are logged.
           config: the configuration of the model.
-          **deprecated_kwargs: none; an unknown name is an error that suggests the nearest one.
+          **deprecated_kwargs: not accepted; the error suggests the nearest name.
 
         Raises:
           ConfigError: if an argument is not as described.
@@ -313,8 +312,8 @@ class Trainer:
     ) -> TrainerOutput:
         """Do the whole run, or the rest of it after the newest checkpoint in `output_dir`.
 
-        A NaN or inf in the loss, the time limit, Ctrl-C, and an exception of a method or hook end
-        the run after a save; the last two reach the caller.
+        The run ends after a save at a NaN or inf in the loss, the time limit, Ctrl-C, and an
+        exception in a method or hook. Ctrl-C and exceptions are raised after the save.
 
         Args:
           model_parameters: parameters to start with.
@@ -325,7 +324,7 @@ class Trainer:
             schedule stays that of the arguments.
 
         Returns:
-          The state, and where it was saved.
+          The state, and the path of the last checkpoint.
         """
         if not self.arguments.do_train:
             return self._output("do_train is False")
@@ -477,7 +476,7 @@ class Trainer:
         """Evaluate a state on the evaluation data, exactly; nothing is logged.
 
         Args:
-          state: the state, by default the trainer's. What is not a state is taken as the dataset.
+          state: the state, by default the trainer's. A value that is not a state is the dataset.
           metric_calculator: a function `(state, batch) -> metrics`, or of the numbers by name,
             that returns further ones.
           dataset: other data to evaluate on.
@@ -814,10 +813,10 @@ class Trainer:
         )
 
     def _collect(self, dataset: Any) -> loading.Collect | None:
-        """Return what makes a batch of a list of examples; None stacks them.
+        """Return the function from a list of examples to a batch; None stacks them.
 
-        A collect function of a subclass gets what `data_collator` returns, or columns. Otherwise it
-        is `data_collator`, or what pads to `max_length`.
+        It is the collect function of a subclass, called with the output of `data_collator` or with
+        columns; or `data_collator`; or, with `max_length`, a function that pads and truncates.
         """
         arguments = self.arguments
         kind = "tfds_" if hasattr(dataset, "as_numpy_iterator") else ""
@@ -892,7 +891,7 @@ class Trainer:
             self.writer.flush()  # what was logged before belongs to the earlier run
             move_previous_run(logs, int(getattr(state, "step", 0)))
         total = self.max_training_steps if more_steps is None else None
-        # A loader of a subclass that can be iterated again, and whose steps are not known.
+        # A loader of a subclass may be one epoch that can be iterated again.
         loader, epochs = self.dataloader_train, arguments.num_train_epochs
         is_repeated = (
             total is None and more_steps is None and epochs > 1 and iter(loader) is not loader
@@ -943,7 +942,7 @@ class Trainer:
         return [own, *self.evaluations]
 
     def _hooks(self, has_evaluations: bool) -> list[Hook]:
-        """Make the hooks of a run. That of the trainer is last, so that it sees all numbers."""
+        """Make the hooks of a run. The trainer's comes after those that return numbers."""
         arguments = self.arguments
         hooks: list[Hook] = []
         if self.sharded_training_step_function is self._own_step:  # which skips a NaN or inf
