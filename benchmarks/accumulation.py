@@ -17,7 +17,6 @@ from decoder import init, loss_fn, make_batch
 from measure import Claim, ratios, show, take_turns
 
 import stepfold as sf
-from stepfold.inspect import hlo
 from stepfold.inspect.flops import count
 
 
@@ -83,7 +82,9 @@ def measure(counts, size, rounds, compiles):
     gradient = sum(leaf.size * leaf.dtype.itemsize for leaf in params) / 2**20
     temporaries = {k: v.memory_analysis().temp_size_in_bytes / 2**20 for k, v in built.items()}
     texts = {n: built["ours", n].as_text() for n in counts}
-    flops = {n: count(hlo.parse(text)) for n, text in texts.items()}
+    shape = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))
+    steps = {n: sf.make_train_step(loss_fn, tx, accumulate=n) for n in counts}
+    flops = {n: count(jax.make_jaxpr(step)(shape, batch)).dots for n, step in steps.items()}
     return [
         {
             "microbatches": n,
@@ -92,8 +93,7 @@ def measure(counts, size, rounds, compiles):
             "gradient": gradient,
             "scan's": temporaries["scan", n],
             "MultiSteps'": temporaries["multi", n] + gradient,
-            "dots/full": flops[n][0] / flops[1][0],
-            "flops/full": flops[n][1] / flops[1][1],
+            "dots/full": flops[n] / flops[1],
             "HLO/full": texts[n].count("\n") / texts[1].count("\n"),
             "compile/full": ratios(building[n], building[1])[0],
             "time/full": ratios(times["ours", n], times["ours", 1])[1],
@@ -128,7 +128,9 @@ def judge(rows):
             1.05,
             clock=False,
         ),
-        Claim("FLOPs, relative to the full batch", most["flops/full"], 1.02, clock=False),
+        Claim(
+            "FLOPs of products, relative to the full batch", most["dots/full"], 1.02, clock=False
+        ),
         Claim("program text is flat in n, most to least", text, 1.1, clock=False),
         Claim("CPU time to compile, relative to the full batch", most["compile/full"], 1.25),
         Claim("time of an update, relative to the inexact scan by hand", most["time/scan"], 1.05),

@@ -6,13 +6,11 @@ import shutil
 import subprocess
 from contextlib import contextmanager, suppress
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stepfold as sf
-from stepfold.inspect.caching import compile_cached
 
 # Where one write of orbax's fails, others of the same save end after the loop that asked for them.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -228,11 +226,3 @@ def test_a_directory_that_is_removed_meanwhile(tmp_path):
             is_of(sf.restore(folder, LIKE), 2)
         folder.mkdir(exist_ok=True)
         goes_on(folder, series)
-
-
-def test_a_program_that_cannot_be_kept_is_told_of_and_runs(small_disk):
-    disk = small_disk("size=64k")
-    fill(disk, left=0)
-    with pytest.warns(RuntimeWarning, match="is of no use, .* without it: No space left on device"):
-        program = compile_cached(jax.jit(lambda x: x + 1).lower(1.0), disk)
-    assert (program(1.0), list(disk.iterdir())) == (2.0, [disk / "ballast"])

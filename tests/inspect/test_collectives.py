@@ -7,8 +7,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
-from stepfold.inspect import hlo
-from stepfold.inspect.collectives import Collective, collectives, moved_bytes
+from stepfold.inspect.collectives import (
+    Collective,
+    collectives,
+    moved_bytes,
+    parse,
+    unknown_loops,
+)
 
 FLOAT = 4
 
@@ -31,13 +36,13 @@ def array(mesh, shape, *axes, dtype=jnp.float32):
 
 def found_in(function, mesh, *args, **options):
     text = jax.jit(function, **options).lower(*args).compile().as_text()
-    return collectives(hlo.parse(text), mesh)
+    return collectives(parse(text), mesh)
 
 
 def written(*lines, mesh=None, head=""):
     body = "\n  ".join(("%x = f32[256]{0} parameter(0)", *lines))
     text = f"HloModule m{head}\n\nENTRY %main (x: f32[256]) -> f32[] {{\n  {body}\n}}"
-    return collectives(hlo.parse(text), mesh)
+    return collectives(parse(text), mesh)
 
 
 def short(found):
@@ -99,7 +104,7 @@ def test_sharded_parameters_are_gathered(mesh):
     assert ("all-gather", ("tp",)) in {(one.kind, one.axes) for one in found}
 
 
-def test_half_precision_is_told_apart(mesh):
+def test_dtypes_are_listed_separately(mesh):
     def both(x, y):
         return jnp.sum(x), jnp.sum(y, axis=0)
 
@@ -191,6 +196,29 @@ def test_collectives_in_nested_loops_count_the_product(mesh):
 
     found = found_in(scan, mesh, weights(mesh), array(mesh, (3, 5, 16, 64), None, None, "dp"))
     assert short(found) == [("all-reduce", 15, 15 * WEIGHTS, 15 * WEIGHTS, ("dp",), 2)]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_loop_of_unknown_length_with_collectives_is_listed(mesh, nested):
+    def loop(n, w, x):
+        def update(_, w):
+            return (
+                lax.scan(lambda w, _: (step(w, x), None), w, length=5)[0] if nested else step(w, x)
+            )
+
+        with jax.named_scope("trainer"):
+            return lax.fori_loop(0, n, update, w)
+
+    args = array(mesh, (), dtype=jnp.int32), weights(mesh), array(mesh, (16, 64), "dp")
+    program = parse(jax.jit(loop).lower(*args).compile().as_text())
+    assert [one.count for one in collectives(program, mesh)] == [5 if nested else 1]
+    assert unknown_loops(program) == ["trainer"]
+
+
+def test_a_loop_of_unknown_length_without_collectives_is_not_listed():
+    loop = lambda n, x: lax.fori_loop(0, n, lambda _, c: c @ c, x)
+    text = jax.jit(loop).lower(3, jnp.ones((8, 8))).compile().as_text()
+    assert unknown_loops(parse(text)) == []
 
 
 def test_collectives_of_a_branch_count(mesh):
@@ -317,7 +345,7 @@ def test_a_collective_in_an_asynchronous_computation(mesh):
     call = "%s = ((bf16[64,16]), bf16[8,16]) async-start(%x), calls=%wrapped\n  ROOT %d = "
     call += "bf16[8,16]{1,0} async-done(%s), calls=%wrapped"
     text = ASYNC.replace("NAME", "wrapped").replace("OP", "bf16[8,16] reduce-scatter")
-    (one,) = collectives(hlo.parse(text.replace("CALL", call)), mesh)
+    (one,) = collectives(parse(text.replace("CALL", call)), mesh)
     assert short([one]) == [("reduce-scatter", 1, 2048, 1792, ("dp", "tp"), 8)]
     assert one.dtype == "bf16"
 
@@ -325,7 +353,7 @@ def test_a_collective_in_an_asynchronous_computation(mesh):
 def test_what_a_tpu_fuses_into_a_reduce_scatter(mesh):
     call = "ROOT %f = bf16[8,16]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.3"
     text = ASYNC.replace("NAME", "all-reduce-scatter.3").replace("OP", "bf16[64,16] all-reduce")
-    found = collectives(hlo.parse(text.replace("CALL", call)), mesh)
+    found = collectives(parse(text.replace("CALL", call)), mesh)
     assert short(found) == [("reduce-scatter", 1, 2048, 1792, ("dp", "tp"), 8)]
 
 

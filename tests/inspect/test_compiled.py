@@ -219,7 +219,7 @@ def test_an_evaluation_that_gives_a_pair_never_donates():
 
 @looked
 @pytest.mark.usefixtures("safe")
-def test_a_donated_state_used_again_is_said_in_words(mesh, looked):
+def test_a_donated_state_used_again_is_refused(mesh, looked):
     state = born(mesh)
     step = sf.compile_step(STEP, state, on_host())
     if looked:
@@ -348,7 +348,7 @@ def test_a_scalar_must_not_become_an_array_of_its_own_type():
     state, scalars = born(None), {"x": on_host()["x"], "scale": 1.0, "on": np.bool_(True)}
     step = sf.compile_step(sf.make_train_step(scaled_loss, TX), state, scalars, donate=False)
     step(state, scalars | {"scale": jnp.asarray(2.0)})  # weak as well
-    words = r"batch/scale: expected float32\[\] with a weak type.*got a type of its own"
+    words = r"batch/scale: expected float32\[\] with a weak type.*got a strong type"
     with pytest.raises(sf.RetraceError, match=words):
         step(state, scalars | {"scale": np.float32(2.0)})
 
@@ -438,11 +438,11 @@ def less(batch, name):
 FAULTS = {
     "weak step": (
         put("step", lambda _: jnp.asarray(0)),
-        r"  step: expected int32\[\] with a type of its own, got a weak type, as of Python numbers",
+        r"  step: expected int32\[\] with a strong type, got a weak type, as Python numbers have",
     ),
     "weak parameter": (
         put("b", lambda _: jnp.full(128, 0.0)),
-        r"  params/b: expected float32\[128\] with a type of its own, got a weak type",
+        r"  params/b: expected float32\[128\] with a strong type, got a weak type",
     ),
     "narrower parameter": (
         put("w", lambda leaf: leaf.astype(jnp.bfloat16)),
@@ -458,7 +458,7 @@ FAULTS = {
     ),
     "Python's int": (
         put("step", lambda _: 0),
-        r"  step: expected int32\[\], got the Python number 0, whose type is weak",
+        r"  step: expected int32\[\], got the Python number 0, which is weakly typed",
     ),
     "Python's float": (put("step", lambda _: 0.0), r"  step: expected int32\[\], got float 0.0"),
     "Python's bool": (put("step", lambda _: True), r"  step: expected int32\[\], got bool True"),

@@ -27,7 +27,7 @@ def test_nested_trees_are_named_by_their_paths():
     assert found["layers/0/b"]["Dtype"] == "bfloat16"
 
 
-def test_the_total_is_told():
+def test_the_total_is_shown():
     numbers, size = 2 * (8192 + 128) + 3, 2 * (8192 * 4 + 128 * 2) + 3 * 4
     assert sf.parameter_table(PARAMS).endswith(f"Total: {numbers:,} -- {size:,} bytes")
 
@@ -62,7 +62,7 @@ def test_on_one_device_there_is_nothing_to_say_of_shardings(stats):
     assert "Sharding" not in found["norm/0"]
 
 
-def test_statistics_are_added_when_asked_for():
+def test_statistics_are_optional():
     assert "Mean" not in sf.parameter_table(PARAMS)
     found = cells(sf.parameter_table({"a": jnp.array([1.0, 3.0]), "b": [np.ones(2)]}, stats=True))
     assert (found["a"]["Mean"], found["a"]["Std"]) == ("2.0", "1.0")
@@ -72,7 +72,9 @@ def test_statistics_are_added_when_asked_for():
 def test_statistics_do_not_go_with_a_plan():
     params = jax.tree.map(jnp.asarray, PARAMS)
     plan = sf.make_sharding(params, sf.make_mesh())
-    with pytest.raises(sf.ConfigError, match="stats are of arrays where they are, so leave out"):
+    with pytest.raises(
+        sf.ConfigError, match="stats=True: expected arrays in their shardings, got a plan"
+    ):
         sf.parameter_table(params, plan, stats=True)
     found = cells(sf.parameter_table(sf.place(params, plan), stats=True))
     assert found["norm/0"]["Mean"] == "2.0"
@@ -81,7 +83,9 @@ def test_statistics_do_not_go_with_a_plan():
 
 def test_statistics_of_abstract_arrays_are_refused_in_words():
     shape = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, PARAMS))
-    with pytest.raises(sf.ConfigError, match="stats.*layers/0/b"):
+    with pytest.raises(
+        sf.ConfigError, match="stats=True: expected arrays .* got the abstract layers/0/b"
+    ):
         sf.parameter_table(shape, stats=True)
 
 

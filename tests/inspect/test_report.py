@@ -110,7 +110,7 @@ def test_what_is_donated_in_vain_is_remarked_on_and_not_warned_of(donate):
         report = sf.describe(wasteful, state, jnp.ones(()), donate=donate)
     assert caught == []
     assert report.not_reused == ((("w", 1 << 20),) if donate else ())
-    words = "1.00 MiB donated, and not used again: w (1.00 MiB)"
+    words = "1.00 MiB donated, but not reused: w (1.00 MiB)"
     assert report.remarks == ((words,) if donate else ())
 
 
@@ -142,7 +142,7 @@ def test_large_leaves_that_are_whole_are_remarked_on():
     assert [name for name, _ in report.whole][:2] == ["params/layer0", "params/layer1"]
     (remark,) = report.remarks
     assert remark == (
-        "6.00 MiB whole on each of 8 devices: params/layer0 (1.00 MiB), "
+        "6.00 MiB replicated on each of 8 devices: params/layer0 (1.00 MiB), "
         "params/layer1 (1.00 MiB), opt_state/0/mu/layer0 (1.00 MiB) and 3 more"
     )
     assert described((1, 8, 1, 1), WIDE, wide, ROWS).whole == ()
@@ -176,13 +176,13 @@ def test_it_fits_where_there_is_enough():
         report.assert_fits(report.memory.peak - 1)
 
 
-def test_what_does_not_fit_is_told_with_the_table():
+def test_a_step_that_does_not_fit_raises_with_the_table():
     report = described((1, 8, 1, 1))
     with pytest.raises(sf.ConfigError) as caught:
         report.assert_fits(2**10)
     text = str(caught.value)
     assert text.startswith("the step needs ")
-    assert "on each device, and there are 1.00 KiB:\n\non each device" in text
+    assert "on each device, and the limit is 1.00 KiB:\n\non each device" in text
     for name in ("parameters", "optimizer's state", "batch", "temporaries", "peak, predicted"):
         assert f"\n{name} " in text
 
@@ -202,7 +202,7 @@ def advice(*args, **options):
 def test_advice_where_most_comes_and_goes():
     many = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
     text = advice(step=sf.make_train_step(deep_loss, TX), batch=many)
-    assert text.startswith("Most of it comes and goes within the step: ")
+    assert text.startswith("Most of it is temporaries: ")
     for turn in ("accumulate=n", "remat=True", "precision='bf16'"):
         assert turn in text
 
@@ -222,7 +222,7 @@ def test_advice_where_most_is_the_batch():
 
 
 def test_advice_where_most_is_a_second_state():
-    """Without donation the new state lies beside the old one."""
+    """Without donation the new state is held next to the old one."""
     few = jax.ShapeDtypeStruct((8, 64), jnp.float32)
     step = lambda state, batch: (jax.tree.map(lambda leaf: leaf * 2, state), {})
     state = {"w": jnp.ones((512, 512))}
@@ -250,7 +250,7 @@ def test_the_estimate_of_an_evaluation_is_of_the_forward_pass():
     assert described(step=EVAL, tokens=32).estimate == 2 * SIZE * 32
 
 
-def test_an_unknown_device_is_said_in_words():
+def test_an_unknown_device_is_an_error():
     words = "mfu: the bfloat16 peak of 'cpu' is not known; give peak="
     with pytest.raises(sf.ConfigError, match=words):
         described().mfu(1.0)
@@ -306,7 +306,7 @@ def test_the_text_has_every_section(report):
     at = next((i for i, line in enumerate(lines) if line.startswith("! ")), len(lines))
     remarks = " ".join(line.strip() for line in lines[at:])
     assert remarks == " ".join(f"! {remark}" for remark in report.remarks)
-    assert ("6 a token" in text) == (report.estimate is not None)
+    assert ("estimate by tokens" in text) == (report.estimate is not None)
 
 
 def test_no_line_is_too_long(report):
@@ -389,7 +389,9 @@ def test_ten_billion_parameters_are_described_without_holding_them(dims, axis):
         reduced = sum(one.bytes for one in large if one.kind == "all-reduce")
         assert reduced == pytest.approx(numbers * 4, rel=0.01)
     assert bool(report.whole) == (axis == "dp")
-    with pytest.raises(sf.ConfigError, match="the step needs .* GiB on each device, and there are"):
+    with pytest.raises(
+        sf.ConfigError, match="the step needs .* GiB on each device, and the limit is"
+    ):
         report.assert_fits(2**30)
 
 
@@ -411,5 +413,5 @@ def test_sums_are_remarked_on_where_gradients_are_summed_whole(once):
     grad = sf.reduce_once(plan) if once else sf.value_and_grad
     step = sf.make_train_step(loss, tx, grad=grad)
     report = sf.describe(step, state, jnp.ones((512, 128)), sharding=plan)
-    words = "compiled for a CPU, which sums gradients of cut parameters whole"
+    words = "compiled for a CPU, which reduces the gradients of sharded parameters"
     assert any(remark.startswith(words) for remark in report.remarks) != once

@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
-from stepfold.inspect import hlo
-from stepfold.inspect.collectives import collectives
+from stepfold.inspect.collectives import collectives, parse, walk
 
 MESHES = [(8, 1, 1, 1), (1, 8, 1, 1), (2, 4, 1, 1), (2, 2, 2, 1)]
 RULES = [("in$", P("fsdp", "tp")), ("out$", P("tp", "fsdp"))]
@@ -291,14 +290,14 @@ def compiled(dims, n, once=True):
     if not once:
         step = sf.make_train_step(loss_fn, optax.sgd(0.1), accumulate=n)
     lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
-    return hlo.parse(lowered.compile().as_text()), sf.make_mesh(dims)
+    return parse(lowered.compile().as_text()), sf.make_mesh(dims)
 
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 def in_loops(program):
-    runs = [run for run in hlo.walk(program) if run.instruction.op.startswith(KINDS)]
+    runs = [run for run in walk(program) if run.instruction.op.startswith(KINDS)]
     assert runs
     return [run for run in runs if run.times > 1]
 
@@ -317,7 +316,7 @@ def test_replicated_gradients_cost_one_all_reduce():
     found = collectives(program, mesh)
     assert {(one.kind, one.axes) for one in found} == {("all-reduce", ("dp",))}
     assert 0 <= sum(one.bytes for one in found) - sum(SIZES.values()) <= 64  # of metrics
-    runs = [run for run in hlo.walk(program) if run.instruction.op.startswith("all-reduce")]
+    runs = [run for run in walk(program) if run.instruction.op.startswith("all-reduce")]
     assert sum(any(x.bytes >= SIZES["in"] for x in run.inputs) for run in runs) == 1
 
 

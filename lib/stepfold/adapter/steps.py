@@ -220,7 +220,7 @@ class CompiledEvalStep:
         self._jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
         self._shapes = _shapes(batch)
         self._step = compile_step(lambda *args: self._jitted(*args), state, batch)
-        self.compiled = self._step.compiled
+        self.compiled, self.jaxpr = self._step.compiled, self._step.jaxpr
 
     def lower(self, state: Any, batch: Any) -> Any:
         """Lower the step, as a jitted function does."""

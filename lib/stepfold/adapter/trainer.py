@@ -32,7 +32,6 @@ from stepfold.checkpoint.restore import restore
 from stepfold.core.state import is_available
 from stepfold.core.validation import refuse_unknown
 from stepfold.errors import ConfigError
-from stepfold.inspect import hlo
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.inspect.flops import count, estimate
 from stepfold.loop.evaluate import Evaluation, evaluate
@@ -541,14 +540,12 @@ class Trainer:
         evaluation.
         """
         steps = self.sharded_training_step_function, self.sharded_evaluation_step_function
-        compiled = getattr(steps[not is_training], "compiled", None)
-        if compiled is None:
+        jaxpr = getattr(steps[not is_training], "jaxpr", None)
+        if jaxpr is None:
             batch = self.training_batch_size if is_training else self.evaluation_batch_size
             tokens = batch * (self.arguments.max_length or 1)
             return estimate(self.count_model_parameters(params), tokens, training=is_training)
-        shardings = jax.tree.leaves(compiled.input_shardings)
-        num_devices = max((len(sharding.device_set) for sharding in shardings), default=1)
-        return num_devices * count(hlo.parse(compiled.as_text())).dots
+        return count(jaxpr).dots
 
     @staticmethod
     def count_model_parameters(prm: Any) -> int:

@@ -1,1 +1,1 @@
-"""What a step costs, read before it runs."""
+"""Compile a step ahead of time, and report its FLOPs, memory and communication."""

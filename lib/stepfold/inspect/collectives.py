@@ -1,30 +1,36 @@
-"""What devices send each other in one run of a program, and along which axes of the mesh."""
+"""List the collectives of a compiled step with their traffic and mesh axes.
 
-from collections import defaultdict
-from collections.abc import Iterable
+They are read from the optimized HLO text, which is the program of one device. It is the only place
+where every backend shows them: `cost_analysis` does not, and counts the body of a loop once.
+"""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh
 
-from stepfold.inspect import groups, hlo
-from stepfold.inspect.hlo import Program, Run
+from stepfold.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Exchanges of one kind, among the same devices, of one dtype, summed over one step.
+    """The collectives of one kind, group of devices and dtype, summed over one step.
 
     Attributes:
       kind: all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute...
-      count: how often one runs.
-      bytes: the full buffers of one device: what an all-reduce, a reduce-scatter, an all-to-all or
-        a permute is given, and what an all-gather returns.
-      moved: what of it one device sends, if rings are used.
-      axes: the mesh axes that the devices differ along; None without a mesh, and where the groups
-        do not run along whole axes.
-      devices: how many take part together.
-      dtype: of the buffers, as HLO spells it.
-      where: the place in the user's program that most of the bytes come from.
+      count: how many run.
+      bytes: the full buffers of one device: the output of an all-gather, the input of others.
+      moved: the bytes that one device sends, assuming ring algorithms.
+      axes: the mesh axes along which the devices differ; None without a mesh, and if the groups
+        are not those of axes.
+      devices: how many devices take part together.
+      dtype: of the buffers, as in HLO.
+      where: the scope in the user's program that causes most of the bytes.
     """
 
     kind: str
@@ -37,86 +43,403 @@ class Collective:
     where: str
 
 
-_NAMES = (
-    "all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute "
-    "collective-broadcast"
+_KINDS = re.compile(
+    r"(all-reduce|all-gather|reduce-scatter|(ragged-)?all-to-all|collective-(permute|broadcast))"
+    r"(-start)?"
 )
-_KINDS = frozenset(_NAMES.split())
 
 
-def collectives(program: Program, mesh: Mesh | None = None) -> list[Collective]:
-    r"""List what a program exchanges, the largest traffic first.
+def collectives(program: "Program", mesh: Mesh | None = None) -> list[Collective]:
+    r"""List the collectives of a program, those with the most traffic first.
 
     Args:
-      program: the optimized program of one device.
-      mesh: the mesh it was compiled for, to name the axes by.
+      program: the optimized program of one device, as `parse` returns it.
+      mesh: the mesh it was compiled for, to name the axes.
 
     Returns:
-      One entry for each kind, axes and dtype. What stays on one device is left out.
+      One entry for each kind, axes and dtype, without those within a single device.
 
     >>> text = "all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add"
     >>> line = "%x = f32[256]{0} parameter(0)\n  ROOT %y = f32[256]{0} " + text
-    >>> program = hlo.parse("ENTRY %main (x: f32[256]) -> f32[256] {\n  " + line + "\n}")
+    >>> program = parse("ENTRY %main (x: f32[256]) -> f32[256] {\n  " + line + "\n}")
     >>> [(found.kind, found.count, found.bytes, found.moved) for found in collectives(program)]
     [('all-reduce', 1, 1024, 1024)]
     """
     sizes = {str(name): size for name, size in mesh.shape.items()} if mesh is not None else {}
     alike = defaultdict(list)
-    for run in hlo.walk(program):
-        if run.instruction.op.removesuffix("-start") in _KINDS:
-            one = _read(run, program, sizes)
-            alike[one.kind, one.axes, one.devices, one.dtype].append(one)
-    merged = [_merge(ones) for ones in alike.values()]
-    return sorted((one for one in merged if one.devices > 1), key=lambda one: -one.moved)
+    for run in walk(program):
+        if _is_collective(run.instruction):
+            entry = _collective(run, program, sizes)
+            alike[entry.kind, entry.axes, entry.devices, entry.dtype].append(entry)
+    merged = [_merge(entries) for entries in alike.values()]
+    return sorted((entry for entry in merged if entry.devices > 1), key=lambda entry: -entry.moved)
 
 
 def moved_bytes(found: Iterable[Collective]) -> int:
-    """Add up what one device sends in one step.
-
-    >>> moved_bytes([Collective("all-reduce", 1, 64, 96, ("dp",), 4, "f32", "")])
-    96
-    """
-    return sum(one.moved for one in found)
+    """Sum the bytes that one device sends in one step."""
+    return sum(entry.moved for entry in found)
 
 
-def _merge(ones: list[Collective]) -> Collective:
-    most = max(ones, key=lambda one: one.bytes)
-    others = len({one.where for one in ones} - {most.where})
-    where = f"{most.where or '?'} and {others} more" if others else most.where
-    sums = {key: sum(getattr(one, key) for one in ones) for key in ("count", "bytes", "moved")}
-    return replace(most, where=where, **sums)
+def unknown_loops(program: "Program") -> list[str]:
+    """List the scopes of loops whose collectives count once, since their length is not known."""
+    return [
+        scope(line) or line.name
+        for line in (run.instruction for run in walk(program))
+        if line.op == "while" and _trip_count(line) is None
+        if any(_is_collective(inner) for inner in _called_instructions(program, line))
+    ]
 
 
-def _read(run: Run, program: Program, sizes: dict[str, int]) -> Collective:
+def _is_collective(line: "Instruction") -> bool:
+    return _KINDS.fullmatch(line.op) is not None
+
+
+def _called_instructions(program: "Program", line: "Instruction") -> Iterator["Instruction"]:
+    for name, _ in _calls(line):
+        for inner in program.computations.get(name, ()):
+            yield inner
+            yield from _called_instructions(program, inner)
+
+
+def _collective(run: "Run", program: "Program", sizes: dict[str, int]) -> Collective:
     kind, text = run.instruction.op.removesuffix("-start"), run.instruction.attributes
     if kind == "all-reduce" and run.computation.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # a TPU fuses it with the slice that keeps one share
     if kind == "collective-permute":
-        pairs = groups.pairs(text)
-        together, axes = groups.connected(pairs), groups.differing(pairs, sizes)
+        pairs = permute_pairs(text)
+        groups, axes = connected_groups(pairs), differing_axes(pairs, sizes)
     else:
-        together = groups.replica_groups(text, program.replicas, program.partitions)
-        axes = groups.axes(together, sizes)
-    devices = max(map(len, together), default=1)
-    # Behind the first operand of these come buffers for the result, sizes and offsets.
-    single = kind == "ragged-all-to-all" or "slice_sizes=" in text
-    inputs = run.inputs[:1] if single else run.inputs
+        groups = replica_groups(text, program.replicas, program.partitions)
+        axes = group_axes(groups, sizes)
+    devices = max(map(len, groups), default=1)
+    # The other operands of these are buffers for the result, sizes and offsets.
+    has_one_input = kind == "ragged-all-to-all" or "slice_sizes=" in text
+    inputs = run.inputs[:1] if has_one_input else run.inputs
     size = sum(array.bytes for array in inputs) * (devices if kind == "all-gather" else 1)
+    if kind == "collective-permute":
+        moved = size if devices > 1 else 0
+    else:
+        moved = (2 if kind == "all-reduce" else 1) * (devices - 1) * size // devices
     return Collective(
         kind,
-        run.times,
-        run.times * size,
-        run.times * _sent(kind, size, devices),
-        axes,
-        devices,
-        "+".join(sorted({array.dtype for array in inputs})),
-        hlo.place(run.instruction),
+        count=run.times,
+        bytes=run.times * size,
+        moved=run.times * moved,
+        axes=axes,
+        devices=devices,
+        dtype="+".join(sorted({array.dtype for array in inputs})),
+        where=scope(run.instruction),
     )
 
 
-def _sent(kind: str, size: int, devices: int) -> int:
-    if devices == 1:
-        return 0
-    if kind == "collective-permute":
-        return size
-    return (2 if kind == "all-reduce" else 1) * (devices - 1) * size // devices
+def _merge(entries: list[Collective]) -> Collective:
+    largest = max(entries, key=lambda entry: entry.bytes)
+    others = len({entry.where for entry in entries} - {largest.where})
+    where = f"{largest.where or '?'} and {others} more" if others else largest.where
+    sums = {key: sum(getattr(x, key) for x in entries) for key in ("count", "bytes", "moved")}
+    return replace(largest, where=where, **sums)
+
+
+# Groups of devices, as positions in the mesh's flat order
+
+Group = frozenset[int]
+
+
+def replica_groups(attributes: str, replicas: int = 1, partitions: int = 1) -> tuple[Group, ...]:
+    """Read the groups of a collective in any of the forms that XLA prints.
+
+    `{{0,1},{2,3}}`, `[2,2]<=[2,2]T(1,0)` and `mesh['a'=2,'b'=2] {'a'}` are three of them.
+    """
+    if match := _MESH_GROUPS.search(attributes):
+        return _mesh_groups(*match.groups())
+    if match := _IOTA_GROUPS.search(attributes):
+        return tuple(map(frozenset, _iota(match[2]).reshape(_numbers(match[1])).tolist()))
+    if match := _LISTED_GROUPS.search(attributes):
+        groups = [frozenset(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", match[1])]
+        return _device_groups(groups, attributes, replicas, partitions)
+    raise ConfigError(
+        "replica_groups: expected lists, an iota or a mesh in HLO text, got "
+        f"{attributes[:200]!r}; this version of XLA prints a form that is not supported"
+    )
+
+
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(((?:[^()]|\([^)]*\))*)\))? \{([^}]*)\}"
+)
+_IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
+_LISTED_GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _iota(text: str) -> np.ndarray:
+    """Build the array of `[2,4]T(1,0)`: counted in one shape, read in another order."""
+    shape, _, order = text.partition("T")
+    array = np.arange(np.prod(_numbers(shape))).reshape(_numbers(shape))
+    return array.transpose(_numbers(order) or None).reshape(-1)
+
+
+def _mesh_groups(mesh: str, devices: str | None, axes: str) -> tuple[Group, ...]:
+    named = re.findall(r"([^,=]+)=(\d+)", mesh)
+    sizes = [int(size) for _, size in named]
+    order = None if not devices else _iota(devices) if "[" in devices else _numbers(devices)
+    parts = []
+    for name, before, part in re.findall(r"([^,:]+)(?::\((\d+)\)(\d+))?(?:,|$)", axes):
+        axis = [other for other, _ in named].index(name)
+        # 'a':(2)4 is the part of size 4 of axis 'a', after a part of size 2.
+        span = int(part) if part else sizes[axis]
+        parts.append((axis, span, sizes[axis] // (span * int(before or 1))))
+    return _groups_along(sizes, parts, order)
+
+
+def _groups_along(
+    sizes: Sequence[int],
+    parts: Sequence[tuple[int, int, int]],
+    order: Sequence[int] | np.ndarray | None = None,
+) -> tuple[Group, ...]:
+    """Group the devices that differ only along parts of axes: axis, size, and stride within it."""
+    positions = np.indices(tuple(sizes))
+    for axis, size, stride in parts:
+        positions[axis] -= positions[axis] // stride % size * stride
+    keys = np.ravel_multi_index(tuple(positions), tuple(sizes)).reshape(-1)
+    groups = defaultdict(list)
+    for key, device in zip(keys, range(keys.size) if order is None else order, strict=True):
+        groups[int(key)].append(int(device))
+    return tuple(map(frozenset, groups.values()))
+
+
+def _device_groups(
+    groups: list[Group], attributes: str, replicas: int, partitions: int
+) -> tuple[Group, ...]:
+    """Translate listed ids to devices. No list means all; an id may be of a replica."""
+    if not groups:
+        return (frozenset(range(replicas * partitions)),)
+    ids = frozenset.union(*groups)
+    is_cross_replica = "channel_id=" in attributes and "to_apply=" in attributes
+    if not is_cross_replica or "use_global_device_ids=true" in attributes or max(ids) >= replicas:
+        return tuple(groups)
+    return tuple(
+        frozenset(replica * partitions + i for replica in group for i in range(partitions))
+        for group in groups
+    )
+
+
+def group_axes(groups: Sequence[Group], sizes: dict[str, int]) -> tuple[str, ...] | None:
+    """Name the mesh axes whose groups these are, or None."""
+    first = sorted(groups[0])
+    names = differing_axes([(first[0], other) for other in first], sizes)
+    if names is None:
+        return None
+    parts = [(list(sizes).index(name), sizes[name], 1) for name in names]
+    return names if set(groups) == set(_groups_along(list(sizes.values()), parts)) else None
+
+
+def differing_axes(
+    pairs: Iterable[tuple[int, int]], sizes: dict[str, int]
+) -> tuple[str, ...] | None:
+    """Name the mesh axes along which some pair of devices differs."""
+    shape, ends = tuple(sizes.values()), np.array(list(pairs), int).reshape(-1, 2)
+    if not sizes or np.any(ends >= np.prod(shape)):
+        return None
+    start, end = (np.array(np.unravel_index(side, shape)) for side in ends.T)
+    return tuple(name for name, differ in zip(sizes, start != end, strict=True) if differ.any())
+
+
+def permute_pairs(attributes: str) -> list[tuple[int, int]]:
+    """Read the sources and targets of a permute, without those that send to themselves."""
+    match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
+    numbers = _numbers(match[1]) if match else []
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return [(source, target) for source, target in pairs if source != target]
+
+
+def connected_groups(pairs: list[tuple[int, int]]) -> tuple[Group, ...]:
+    """Group the devices that are connected by pairs."""
+    groups: list[Group] = []
+    for pair in pairs:
+        joined = [group for group in groups if group & set(pair)]
+        groups = [group for group in groups if group not in joined]
+        groups.append(frozenset(pair).union(*joined))
+    return tuple(groups)
+
+
+# HLO text
+
+
+class Array(NamedTuple):
+    """An array type, such as `bf16[8,128]`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of its elements; tokens and other opaque types have none."""
+        bits = 8 if self.dtype == "pred" else int((re.findall(r"\d+", self.dtype) or [0])[0])
+        return -(-math.prod(self.shape) * bits // 8)
+
+
+class Instruction(NamedTuple):
+    """A line of HLO. Tuples of results are flattened, and attributes are left as text."""
+
+    name: str
+    op: str
+    arrays: tuple[Array, ...]
+    operands: tuple[str, ...]
+    attributes: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """The program of one device.
+
+    Attributes:
+      computations: the instructions of each computation by its name.
+      entry: the name of the computation that runs.
+      replicas: copies of the whole program, of which jit makes one.
+      partitions: devices that share the work of one copy.
+    """
+
+    computations: Mapping[str, tuple[Instruction, ...]]
+    entry: str
+    replicas: int = 1
+    partitions: int = 1
+
+
+class Run(NamedTuple):
+    """An instruction with how often it runs, its inputs, and the name of its computation."""
+
+    instruction: Instruction
+    times: int
+    inputs: tuple[Array, ...]
+    computation: str
+
+
+def parse(text: str) -> Program:
+    """Read optimized HLO text."""
+    computations: dict[str, list[Instruction]] = {}
+    entry, lines = None, []
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            lines = computations.setdefault(head[2], [])
+            entry = head[2] if head[1] else entry
+        elif match := _LINE.match(line):
+            lines.append(_instruction(match[1], line[match.end() :]))
+    if entry is None:
+        raise ConfigError(
+            f"hlo: expected text with an ENTRY computation, got {text[:80]!r}; "
+            "pass what jax.jit(f).lower(...).compile().as_text() returns"
+        )
+    keys = "replica_count", "num_partitions"
+    counts = [re.search(rf"^HloModule.*\b{key}=(\d+)", text) for key in keys]
+    replicas, partitions = (int(count[1]) if count else 1 for count in counts)
+    return Program({k: tuple(v) for k, v in computations.items()}, entry, replicas, partitions)
+
+
+_HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{$")
+_LINE = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = ")
+_ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
+_NO_OPERAND = re.compile(r"/\*.*?\*/|\[[^\]]*\]|\{[^}]*\}")
+
+
+def _instruction(name: str, text: str) -> Instruction:
+    result, text = _split_call(text) if text.startswith("(") else text.split(" ", 1)
+    call, attributes = _split_call(text)
+    op, _, operands = call.strip().partition("(")
+    return Instruction(name, op, arrays(result), _operands(op, operands[:-1]), attributes)
+
+
+def arrays(text: str) -> tuple[Array, ...]:
+    """Read every array type in a text, such as `(f32[8,64]{1,0}, /*index=1*/(pred[], token[]))`."""
+    return tuple(Array(dtype, tuple(_numbers(dims))) for dtype, dims in _ARRAY.findall(text))
+
+
+def _split_call(text: str) -> tuple[str, str]:
+    """Split a text behind the parenthesis that closes its first one."""
+    depth = 0
+    for match in re.finditer(r'"(?:\\.|[^"\\])*"|[()]', text):
+        depth += {"(": 1, ")": -1}.get(match[0], 0)
+        if match[0] == ")" and depth == 0:
+            return text[: match.end()], text[match.end() :]
+    raise ConfigError(f"hlo: expected `type op(operands)`, got {text[:80]!r}")
+
+
+def _operands(op: str, text: str) -> tuple[str, ...]:
+    if op in ("constant", "parameter"):
+        return ()
+    if "%" in text:
+        return tuple(re.findall(r"%([\w.-]+)", text))
+    pieces = _NO_OPERAND.sub("", text).split(",")
+    return tuple(piece.split()[-1] for piece in pieces if piece.strip())
+
+
+def walk(program: Program) -> Iterator[Run]:
+    """Yield each instruction that runs, through loops, fusions and calls.
+
+    All branches of a conditional count, and a loop of unknown length counts once. The computations
+    that reductions apply to pairs of elements are not followed.
+    """
+    times = _times(program)
+    for name, lines in program.computations.items():
+        results = {line.name: line.arrays for line in lines}
+        for line in lines if times[name] else ():
+            inputs = sum((results.get(operand, ()) for operand in line.operands), ())
+            yield Run(line, times[name], inputs, name)
+
+
+def _times(program: Program) -> Counter[str]:
+    """Count how often each computation runs."""
+    times: Counter[str] = Counter()
+
+    def visit(name: str, count: int) -> None:
+        times[name] += count
+        for line in program.computations.get(name, ()):
+            for called, trips in _calls(line):
+                visit(called, count * trips)
+
+    visit(program.entry, 1)
+    return times
+
+
+def _calls(line: Instruction) -> list[tuple[str, int]]:
+    """List the computations that an instruction calls, and how often."""
+    op = line.op.removesuffix("-start")
+    if op not in ("fusion", "call", "while", "conditional", "async"):
+        return []
+    trips = _trip_count(line) if op == "while" else 1
+    return [
+        (name.strip(" %"), 1 if trips is None else trips + (key == "condition"))
+        for key, several, single in _CALLED.findall(line.attributes)
+        for name in (several or single).split(",")
+    ]
+
+
+_CALLED = re.compile(
+    r"\b(body|condition|calls|to_apply|true_computation|false_computation|branch_computations)="
+    r"(?:\{([^}]*)\}|(%?[\w.-]+))"
+)
+
+
+def _trip_count(line: Instruction) -> int | None:
+    """Read how often the body of a while loop runs, if XLA knows it."""
+    match = re.search(r"known_trip_count\W+n\W+(\d+)", line.attributes)
+    return int(match[1]) if match else None
+
+
+def scope(line: Instruction) -> str:
+    """Return the scope in the user's program of an instruction, such as `mlp/dot_general`."""
+    match = re.search(r'op_name="((?:\\.|[^"\\])*)"', line.attributes)
+    name = re.sub(r"\\(.)", r"\1", match[1]) if match else ""
+    first = re.split(r"[;:]", name)[0].replace("/(", "/")  # of several fused operations
+    parts = [re.sub(r"[a-z_]+\(|\)", "", part) for part in first.split("/")]
+    parts = parts[1:] if name.startswith("jit(") else parts
+    kept = [part for part in parts if part and not _CONTROL_FLOW.fullmatch(part)]
+    return "/".join(kept) + (" (backward)" if "transpose(" in name else "")
+
+
+_CONTROL_FLOW = re.compile(
+    r"while|body|cond|branch_\d+_fun|closed_call|eval_jaxpr|shard_map|checkpoint|"
+    r"rematted_computation|custom_[jv]vp_call"
+)

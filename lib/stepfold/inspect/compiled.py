@@ -1,29 +1,27 @@
-"""A step compiled once, ahead of time, that refuses to be compiled again.
+"""Compile a step ahead of time, and refuse calls that would compile it again.
 
-A change of shape, dtype, weak type, placement or structure makes jax compile another program
-without a word, which on a large model is minutes, and on many devices a hang. Here the program is
-made when asked for. A call takes jax's own fast path; only where that would trace again, Python is
-entered, and then the arguments are compared leaf by leaf with those it was compiled for.
+A change of shape, dtype, weak type, sharding or structure makes jit compile another program without
+a message. That takes minutes for a large model. A `CompiledStep` takes the fast path of jit. Only a
+call that would trace again enters Python, where its arguments are compared with the compiled ones.
 """
 
-import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from stepfold import tree
-from stepfold.errors import ConfigError, RetraceError
-from stepfold.inspect.arguments import changes, in_guise_of, is_weak, placed
-from stepfold.inspect.caching import check_cache, compile_cached
+from stepfold.errors import ConfigError, RetraceError, ShardingError
 from stepfold.inspect.memory import exhausted, is_exhausted
-
-_ALIKE = '\nGive batches of one form: remainder="drop" or "pad" of sf.batches leaves none shorter.'
+from stepfold.sharding.placement import shard_batch
+from stepfold.sharding.plan import places_of
 
 
 class _WouldTraceError(Exception):
-    """Say, from inside jax, that a call is about to be traced again."""
+    """Raised inside jax when a call is about to trace the step again."""
 
 
 class CompiledStep:
@@ -31,10 +29,11 @@ class CompiledStep:
 
     Attributes:
       step: the step itself, not compiled.
-      compiled: the program, as `jax.stages.Compiled`: its text, its memory, its costs.
-      state: the abstract state it takes, with shardings, as `shape_of_state.params["w"].sharding`.
-      batch: the abstract batch it takes.
-      trains: whether it gives back a state, as a `StepFn` does and an `EvalFn` does not.
+      compiled: the executable, a `jax.stages.Compiled`.
+      jaxpr: the step as it was traced.
+      state: the abstract state, with shardings.
+      batch: the abstract batch, with shardings.
+      trains: whether it returns a state, as a `StepFn` does and an `EvalFn` does not.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> state = sf.init_state(jnp.ones(3), optax.sgd(0.1), jax.random.key(0))
@@ -44,74 +43,88 @@ class CompiledStep:
     ((3,), True)
     """
 
-    __slots__ = ("__weakref__", "_jitted", "_run", "batch", "compiled", "state", "step", "trains")
+    __slots__ = (
+        *("__weakref__", "_call", "_jitted"),
+        *("batch", "compiled", "jaxpr", "state", "step", "trains"),
+    )
 
     def __init__(
         self,
         step: Callable[[Any, Any], Any],
         jitted: Any,
         compiled: jax.stages.Compiled,
+        jaxpr: Any,
         state: Any,
         batch: Any,
         *,
         trains: bool,
     ) -> None:
-        self.step, self.compiled, self.state, self.batch = step, compiled, state, batch
-        self.trains, self._run, self._jitted = trains, jitted, jitted
+        self.step, self.compiled, self.jaxpr = step, compiled, jaxpr
+        self.state, self.batch, self.trains = state, batch, trains
+        self._call = self._jitted = jitted
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Run the step."""
         try:
-            return self._run(state, batch)
+            return self._call(state, batch)
         except (_WouldTraceError, TypeError, ValueError, RuntimeError) as error:
             if is_exhausted(error):
                 raise exhausted(error, self.state, self.batch, self.compiled) from error
-            if _is_looked_into(state, batch):
+            if _runs_uncompiled(state, batch):
                 return self.step(state, batch)
-            self._explain(state, batch, error)
+            self._check_arguments(state, batch, error)
             if not isinstance(error, _WouldTraceError):
                 raise
-        # The same arguments in another guise: on the host instead of on the mesh, under other
-        # settings, or after jax has dropped its caches. What was compiled takes them all; only
-        # weak types, which it would let pass, have to be looked for from here.
-        self._run = self._looked_at
-        return self._run(state, batch)
+        # The arguments fit, but jit would trace again: a batch on the host instead of on the mesh,
+        # other jax settings, or cleared caches. The executable accepts them. It does not compare
+        # weak types, so these are checked in Python from now on.
+        self._call = self._call_executable
+        return self._call(state, batch)
 
     def is_current(self, state: Any, batch: Any) -> bool:
-        """Whether jax would run this program for the arguments under its present settings."""
+        """Whether jit would run this program for the arguments under its present settings."""
         try:
             self._jitted.trace(state, batch)
         except _WouldTraceError:
             return False
         return True
 
-    def _looked_at(self, state: Any, batch: Any) -> Any:
+    def _call_executable(self, state: Any, batch: Any) -> Any:
         forms, leaves = jax.tree.leaves((self.state, self.batch)), jax.tree.leaves((state, batch))
         pairs = zip(forms, leaves, strict=False)
-        if _is_looked_into(state, batch) or any(
-            is_weak(leaf) != form.weak_type for form, leaf in pairs
-        ):
+        has_weak_types_changed = any(is_weak(leaf) != form.weak_type for form, leaf in pairs)
+        if has_weak_types_changed or _runs_uncompiled(state, batch):
             raise _WouldTraceError
         return self.compiled(state, batch)
 
-    def _explain(self, state: Any, batch: Any, error: Exception) -> None:
-        """Say in words why a call cannot be, if it is for its arguments."""
-        got = [*tree.named_leaves(state), *tree.named_leaves(batch, "batch")]
-        gone = [name for name, leaf in got if _is_gone(leaf)]
-        if gone and re.search(r"Array has been deleted|deleted or donated", str(error)):
+    def _check_arguments(self, state: Any, batch: Any, error: Exception) -> None:
+        """Explain a failed call, if its arguments are the cause."""
+        leaves = [*tree.named_leaves(state), *tree.named_leaves(batch, "batch")]
+        donated = [
+            name for name, leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_deleted()
+        ]
+        if donated and re.search(r"Array has been deleted|deleted or donated", str(error)):
             raise ConfigError(
-                f"{', '.join(gone[:4])}{' …' if len(gone) > 4 else ''}: the arrays were donated to "
+                f"{', '.join(donated[:4])}{', …' * (len(donated) > 4)}: the arrays were donated to "
                 "an earlier call and are gone; go on with the state that it returned, or compile "
-                "with donate=False to keep what goes in"
+                "with donate=False"
             ) from None
-        of_batch = changes(self.batch, batch, "batch")
-        lines = changes(self.state, state, "") + of_batch
-        if lines:
+        batch_changes = argument_changes(self.batch, batch, "batch")
+        changes = argument_changes(self.state, state, "") + batch_changes
+        if changes:
+            advice = '\nKeep the batch shape: give sf.batches remainder="drop" or "pad".'
             raise RetraceError(
                 "the step was compiled for other arguments, and would have to compile again:\n  "
-                + "\n  ".join(lines)
-                + _ALIKE * bool(of_batch)
+                + "\n  ".join(changes)
+                + advice * bool(batch_changes)
             ) from None
+
+
+def _runs_uncompiled(*arguments: Any) -> bool:
+    """Whether jax needs the Python function: to trace it, to run it eagerly, or to locate a NaN."""
+    settings: Any = jax.config
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
+    return is_traced or bool(settings.jax_disable_jit) or bool(settings.jax_debug_nans)
 
 
 def compile_step(
@@ -121,29 +134,33 @@ def compile_step(
     *,
     sharding: Any = None,
     donate: bool = True,
-    compilation_cache: str | os.PathLike[str] | None = None,
 ) -> CompiledStep:
     """Compile a step ahead of time, for one form of state and batch.
 
-    What it returns is called like the step, costs what a jitted one costs, and never compiles
-    again: a call that would need it is refused with a `RetraceError` that names what changed. The
-    state comes back in the shardings in which it goes in.
+    The result is called like the step, costs what a jitted step costs, and never compiles again. A
+    call that would need it raises a `RetraceError` that names what changed. The state is returned
+    in the shardings in which it is passed.
+
+    jax's persistent compilation cache applies, as it does to every jitted function:
+    `jax.config.update("jax_compilation_cache_dir", path)` lets the next process load the program
+    instead of compiling it. Programs that compile in less than
+    `jax_persistent_cache_min_compile_time_secs`, by default 1, are not kept. jax warns of an entry
+    that it cannot read, and compiles. It finds other damage only under
+    `jax_compilation_cache_check_contents`, which compiles each program once per process to compare.
+    Entries are executed: only trusted users should be able to write to the directory.
 
     Args:
       step: a `StepFn`, or an `EvalFn`, un-jitted.
       state: the state, or an abstract one.
       batch: a batch, or an abstract one.
-      sharding: the state's plan; by default where its arrays are. A batch that has no place of its
-        own is spread over the mesh's data axes, as by `shard_batch`.
+      sharding: the state's plan, or one sharding for all of it; by default the shardings of its
+        arrays. A batch without shardings is split over the mesh's data axes, as by `shard_batch`.
       donate: whether the state's memory is used for the new state. An `EvalFn`'s never is.
-      compilation_cache: a directory in which compiled programs are kept, so that the next process
-        need not compile the same. Several may share it, and it can be deleted at any time; what
-        is in it is run, so no one else should be able to write there. Without it, jax's own
-        settings hold.
 
     Raises:
       LossError, TreeMismatchError, …: what tracing the step raises.
-      OutOfMemoryError: if the compiler sees that a device cannot hold it. A call raises it too.
+      ShardingError: if parts of the state are on different devices.
+      OutOfMemoryError: if the compiler finds that a device cannot hold it. A call raises it too.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> tx = optax.sgd(0.1)
@@ -156,59 +173,184 @@ def compile_step(
     ...
     stepfold.errors.RetraceError: the step was compiled for other arguments, ...
       batch: expected float32[8,3], got float32[4,3]
-    Give batches of one form: ...
+    Keep the batch shape: ...
     """
     if not callable(step) or hasattr(step, "lower") or isinstance(step, CompiledStep):
         raise ConfigError(
             "compile_step: expected a step (state, batch) -> ..., neither jitted nor compiled, got "
-            f"{tree.spell(step)}; give what sf.make_train_step made, as it is"
+            f"{tree.spell(step)}; pass the result of sf.make_train_step as it is"
         )
-    cache = None if compilation_cache is None else check_cache(compilation_cache)
-    given, (state, batch) = batch, placed(state, batch, sharding)
-    places = jax.tree.map(lambda leaf: leaf.sharding, (state, batch))
-    example = in_guise_of(given, batch)
-    open_for: list[None] = [None]
+    example_batch = batch
+    state, batch = abstract_arguments(state, batch, sharding)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (state, batch))
+    example_batch = drop_uncommitted_shardings(batch, example_batch)
+    is_compiled = False
 
-    def traced_once(state: Any, batch: Any) -> Any:
-        if not open_for:
+    def step_once(state: Any, batch: Any) -> Any:
+        if is_compiled:
             raise _WouldTraceError
         return step(state, batch)
 
-    with jax.disable_jit(False):  # calls under disable_jit are eager, but not this program
-        # jax keeps what it traces of a function object for arguments of one form, so that lower
-        # finds what eval_shape has traced.
-        output = jax.eval_shape(traced_once, state, example)
-        trains = isinstance(output, tuple) and len(output) == 2 and _is_alike(state, output[0])
+    with jax.disable_jit(False):  # calls under disable_jit run eagerly, but this compiles
+        # jax caches the trace of a function, so that jitted.trace reuses that of eval_shape.
+        output = jax.eval_shape(step_once, state, example_batch)
+        trains = isinstance(output, tuple) and len(output) == 2 and _is_state(state, output[0])
         jitted = jax.jit(
-            traced_once,
-            in_shardings=places,
-            out_shardings=(places[0], None) if trains else None,
+            step_once,
+            in_shardings=shardings,
+            out_shardings=(shardings[0], None) if trains else None,
             donate_argnums=0 if trains and donate else (),
         )
-        lowered = jitted.lower(state, example)
+        traced = jitted.trace(state, example_batch)
+        lowered = traced.lower()
     try:
-        compiled = lowered.compile() if cache is None else compile_cached(lowered, cache)
+        compiled = lowered.compile()
     except RuntimeError as error:
         if not is_exhausted(error):
             raise
         raise exhausted(error, state, batch) from error
-    open_for.clear()
-    return CompiledStep(step, jitted, compiled, state, batch, trains=trains)
+    is_compiled = True
+    return CompiledStep(step, jitted, compiled, traced.jaxpr, state, batch, trains=trains)
 
 
-def _is_alike(state: Any, made: Any) -> bool:
-    """Tell a state, in another dtype even, from the metrics that an evaluation gives."""
-    structures: list[Any] = [jax.tree.structure(x) for x in (state, made)]
-    shapes = [[leaf.shape for leaf in jax.tree.leaves(x)] for x in (state, made)]
+def _is_state(state: Any, output: Any) -> bool:
+    """Whether an output has the state's structure and shapes. Dtypes may differ."""
+    structures: list[Any] = [jax.tree.structure(x) for x in (state, output)]
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(x)] for x in (state, output)]
     return bool(structures[0] == structures[1] and shapes[0] == shapes[1])
 
 
-def _is_gone(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
+# Abstract arguments
 
 
-def _is_looked_into(*arguments: Any) -> bool:
-    """Whether jax needs the step itself: to trace it, to run it eagerly, or to locate a NaN."""
-    settings: Any = jax.config
-    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
-    return traced or bool(settings.jax_disable_jit) or bool(settings.jax_debug_nans)
+def abstract_arguments(state: Any, batch: Any, sharding: Any = None) -> tuple[Any, Any]:
+    """Return the arguments of `compile_step` as abstract arrays with shardings."""
+    _check_arrays(state, "state", "pass the state of sf.init_state, or one that a step returned")
+    _check_arrays(batch, "batch", "pass a tree of arrays and numbers, such as next(batches)")
+    shardings = _committed_shardings(state)
+    if sharding is not None:
+        shardings = [*places_of(state, sharding)]
+    default = _default_sharding(shardings)
+    _check_devices(state, shardings, default)
+    state = _abstract(state, [sharding or default for sharding in shardings])
+    state = jax.tree.map(lambda leaf: leaf.update(weak_type=False), state)  # as steps return it
+    own = _committed_shardings(batch)
+    mesh = default.mesh if isinstance(default, NamedSharding) else None
+    defaults: list[Any] = [default] * len(own)
+    if isinstance(mesh, Mesh) and mesh.size > 1:
+        split = shard_batch(_abstract(batch, [None] * len(own)), mesh)
+        defaults = [leaf.sharding for leaf in jax.tree.leaves(split)]
+        batch = batch if any(own) else split  # the batch has the rows of one process, split of all
+    chosen = [sharding or default for sharding, default in zip(own, defaults, strict=True)]
+    return state, _abstract(batch, chosen)
+
+
+def _check_arrays(arrays: Any, root: str, advice: str) -> None:
+    for name, leaf in tree.named_leaves(arrays, root):
+        if not tree.is_data(leaf, abstract=True):
+            raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}; {advice}")
+
+
+def _committed_shardings(arrays: Any) -> list[Sharding | None]:
+    """List the shardings of leaves that are committed to devices; None for others."""
+    return [
+        getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
+        for leaf in jax.tree.leaves(arrays)
+    ]
+
+
+def _default_sharding(shardings: list[Sharding | None]) -> Sharding:
+    """Choose the sharding of uncommitted leaves: replicated, if others are on a mesh."""
+    meshes = {sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)}
+    if len(meshes) > 1:
+        raise ShardingError(
+            f"state: expected all of it on one mesh, got {sorted(map(str, meshes))}; "
+            "move it with sf.place(state, plan)"
+        )
+    if meshes:
+        return NamedSharding(meshes.pop(), PartitionSpec())
+    return next(filter(None, shardings), SingleDeviceSharding(jax.local_devices()[0]))
+
+
+def _check_devices(state: Any, shardings: list[Sharding | None], default: Sharding) -> None:
+    named = zip(tree.named_leaves(state, "state"), shardings, strict=True)
+    elsewhere = [
+        name
+        for (name, _), sharding in named
+        if sharding and sharding.device_set != default.device_set
+    ]
+    if elsewhere:
+        raise ShardingError(
+            f"state: expected all of it on the devices of {_spell(default)}, got elsewhere "
+            f"{', '.join(elsewhere[:4])}{', …' * (len(elsewhere) > 4)}; move it with "
+            "sf.place(state, plan)"
+        )
+
+
+def _abstract(arrays: Any, shardings: Sequence[Sharding | None]) -> Any:
+    leaves, structure = jax.tree.flatten(arrays)
+    forms = jax.eval_shape(lambda *leaves: leaves, *leaves)
+    abstract = [
+        jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=sharding, weak_type=form.weak_type)
+        for form, sharding in zip(forms, shardings, strict=True)
+    ]
+    return jax.tree.unflatten(structure, abstract)
+
+
+def drop_uncommitted_shardings(batch: Any, example: Any) -> Any:
+    """Remove the shardings from an abstract batch that the arrays of an example do not have.
+
+    jit traces committed arrays and arrays of the host separately, although both run the same
+    program. Its fast path is for arguments like those that were traced.
+    """
+    pairs = zip(jax.tree.leaves(batch), _committed_shardings(example), strict=True)
+    leaves = [leaf if sharding else leaf.update(sharding=None) for leaf, sharding in pairs]
+    return jax.tree.unflatten(jax.tree.structure(example), leaves)
+
+
+# Arguments of calls
+
+
+def argument_changes(wanted: Any, got: Any, root: str) -> list[str]:
+    """List how an argument differs from the abstract one, a line for each path."""
+    lines = tree.diff(wanted, jax.tree.map(_canonical, got), root)
+    if lines:
+        return [line if line[0] != ":" else f"state{line}" for line in lines]
+    pairs = zip(tree.named_leaves(wanted, root), jax.tree.leaves(got), strict=True)
+    return [
+        f"{name or 'state'}: {change}"
+        for (name, form), leaf in pairs
+        if (change := _leaf_change(form, leaf))
+    ]
+
+
+def _canonical(leaf: Any) -> Any:
+    """Return the form in which jax takes a numpy array: without x64 an int64 is an int32."""
+    if not isinstance(leaf, np.ndarray | np.generic) or not tree.is_data(leaf):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def _leaf_change(form: Any, leaf: Any) -> str | None:
+    expected = tree.spell(form)
+    if not tree.is_array(leaf) and is_weak(leaf) and not form.weak_type:
+        return f"expected {expected}, got the Python number {leaf!r}, which is weakly typed"
+    if is_weak(leaf) != form.weak_type:
+        kinds = {True: "a weak type, as Python numbers have", False: "a strong type"}
+        return f"expected {expected} with {kinds[form.weak_type]}, got {kinds[is_weak(leaf)]}"
+    sharding = leaf.sharding if getattr(leaf, "committed", False) else None
+    if sharding is None or sharding.is_equivalent_to(form.sharding, len(form.shape)):
+        return None
+    return f"expected it on {_spell(form.sharding)}, got it on {_spell(sharding)}"
+
+
+def is_weak(leaf: Any) -> bool:
+    """Whether a leaf's dtype is weak, as that of a Python number is."""
+    is_number = isinstance(leaf, int | float | complex) and not isinstance(leaf, bool | np.generic)
+    return bool(getattr(leaf, "weak_type", is_number))
+
+
+def _spell(sharding: Any) -> str:
+    if isinstance(sharding, NamedSharding):
+        return f"{sharding.spec} of the mesh {dict(sharding.mesh.shape)}"
+    return ", ".join(str(device) for device in sorted(sharding.device_set, key=lambda d: d.id))

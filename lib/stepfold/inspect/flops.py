@@ -1,172 +1,203 @@
-"""The arithmetic of a program: counted from what was compiled, and estimated from its size."""
+"""Count the matrix products of a step from its jaxpr, or estimate them from its size.
+
+The jaxpr has the step as it was written: in the dtypes of the user, where a CPU's compiler turns
+bfloat16 into float32, and with the lengths of scans, which a TPU's program does not have.
+"""
 
 import math
 import re
-from typing import NamedTuple
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
-
-from stepfold.inspect import hlo
-from stepfold.inspect.hlo import Instruction, Program, Run, Type
+from jax.interpreters import partial_eval
 
 
 class Flops(NamedTuple):
-    """The arithmetic that one device runs in one step.
+    """The arithmetic of one step.
 
     Attributes:
       dots: two operations for each multiply-add of matrix products and convolutions.
-      everything: with elementwise operations and reductions besides, each one operation an element,
-        transcendental ones too.
-      unknown: in words, what may hide arithmetic that is not in these numbers.
+      unknown: descriptions of what may contain products that are not in `dots`.
     """
 
     dots: int
-    everything: int
     unknown: tuple[str, ...] = ()
 
 
-def count(program: Program) -> Flops:
-    r"""Count the operations of a program, a loop's as often as it runs, of all branches.
+class Product(NamedTuple):
+    """Products of one dtype on one line of code: widest operand, FLOPs on all devices, line."""
 
-    >>> dot = "dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-    >>> line = "%x = f32[8,8]{1,0} parameter(0)\n  ROOT %y = f32[8,8]{1,0} " + dot
-    >>> count(hlo.parse("ENTRY %main (x: f32[8,8]) -> f32[8,8] {\n  " + line + "\n}"))
-    Flops(dots=1024, everything=1024, unknown=())
+    dtype: str
+    flops: int
+    where: str
+
+
+def count(jaxpr: Any) -> Flops:
+    """Count the FLOPs of products on all devices together.
+
+    The body of a scan counts as often as it runs, and of a conditional all branches count. The body
+    of a while loop counts once; if it has products, it is listed as unknown.
+
+    >>> import jax, jax.numpy as jnp
+    >>> count(jax.make_jaxpr(jnp.matmul)(jnp.ones((8, 4)), jnp.ones((4, 16))))
+    Flops(dots=1024, unknown=())
     """
-    dots = everything = 0
-    unknown = [
-        f"a loop of unknown length, counted once: {hlo.place(line) or line.name}"
-        for line in hlo.endless(program)
-    ]
-    for run in hlo.walk(program):
-        products, rest = _products(run), _elementwise(run)
-        if products is None:
-            unknown.append(f"{_target(run.instruction)}: {hlo.place(run.instruction)}".rstrip(": "))
-        dots += run.times * (products or 0)
-        everything += run.times * ((products or 0) + rest)
-    return Flops(dots, everything, tuple(dict.fromkeys(unknown)))
+    unknown = []
+    for equation, _ in _equations(jaxpr):
+        name, line = equation.primitive.name, _line(equation)
+        if _OPAQUE.fullmatch(name):
+            target = equation.params.get("target_name", name)
+            unknown.append(f"{target}: {line}")
+        elif name == "while" and any(map(_has_products, _inner_jaxprs(equation))):
+            unknown.append(f"a loop of unknown length, counted once: {line}")
+    return Flops(sum(product.flops for product in products(jaxpr)), tuple(dict.fromkeys(unknown)))
 
 
-_NAMES = (
-    "add subtract multiply divide remainder maximum minimum negate abs power sqrt rsqrt cbrt "
-    "exponential exponential-minus-one log log-plus-one logistic tanh erf sine cosine tan atan2"
-)
-_ELEMENTWISE = frozenset(_NAMES.split())
-_REDUCING = frozenset(("reduce", "reduce-window", "scatter"))
-# HLO's own operations whose arithmetic their shapes do not tell.
-_OPAQUE = frozenset(("cholesky", "triangular-solve", "fft", "ragged-dot", "scaled-dot"))
-# They move, sort, mark or draw bits.
-_HARMLESS = re.compile(
-    r"TopK|.*[tT]hreefry2x32.*|__cub\$.*|Sharding|SPMD\w+|xla\.sdy\.\w+|AllocateBuffer|Pin|Unpin|"
-    r"PadToStatic|SliceToDynamic|MoveTo(Host|Device)|annotate_device_placement|X64\w+|Barrier\w+"
-)
-
-
-def _elementwise(run: Run) -> int:
-    line = run.instruction
-    if line.op in _ELEMENTWISE:
-        return line.types[0].size
-    if line.op not in _REDUCING or not run.inputs:
-        return 0
-    if line.op == "reduce-window":
-        out = line.types[0].shape
-        pairs = zip(run.inputs[0].shape, out, _window(line, len(out)), strict=True)
-        return math.prod(_overlap(*pair) for pair in pairs)
-    return run.inputs[-1 if line.op == "scatter" else 0].size
-
-
-def _products(run: Run) -> int | None:
-    """Count the multiply-adds twice; None where there may be some that cannot be counted."""
-    line, op = run.instruction, run.instruction.op.removesuffix("-start")
-    target = _target(line) if op == "custom-call" else op
-    if target == "dot" or target.startswith(("__cublas$gemm", "__cublas$lt$matmul")):
-        return _dot(line, run.inputs)
-    if target == "__onednn$matmul":  # never transposes its result
-        return 2 * run.inputs[0].size * line.types[0].shape[-1]
-    if target == "convolution" or target.startswith("__cudnn$conv"):
-        return _convolution(line, target, run.inputs)
-    unknown = op == "custom-call" and not _HARMLESS.fullmatch(target)
-    return None if unknown or op in _OPAQUE else 0
-
-
-def _target(line: Instruction) -> str:
-    found = re.search(r'custom_call_target="([^"]*)"', line.attributes)
-    return found[1] if found else line.op
-
-
-def _dot(line: Instruction, inputs: tuple[Type, ...]) -> int | None:
-    # A library call names its axes in JSON: "rhs_contracting_dimensions":["0"].
-    axes = re.findall(r"\brhs_(?:contracting|batch)_dim\w+\W*?[\[{]([^\]}]*)", line.attributes)
-    if not axes:
-        return None
-    shared = {int(axis) for axis in re.findall(r"\d+", ",".join(axes))}
-    left, right = inputs[:2]
-    free = [size for axis, size in enumerate(right.shape) if axis not in shared]
-    return 2 * left.size * math.prod(free)
-
-
-# Which of operands and result, as `[*operands, result]`, are image, kernel and output of the
-# convolution that a cuDNN call differentiates: its window and labels are the forward one's.
-_ROLES = {"__cudnn$convBackwardInput": (-1, 1, 0), "__cudnn$convBackwardFilter": (0, -1, 1)}
-
-
-def _convolution(line: Instruction, target: str, inputs: tuple[Type, ...]) -> int | None:
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.attributes)
-    if labels is None:
-        return None
-    arrays = [*inputs[:2], line.types[0]]
-    image, kernel, out = (
-        dict(zip(names, arrays[role].shape, strict=True))
-        for names, role in zip(labels.groups(), _ROLES.get(target, (0, 1, -1)), strict=True)
-    )
-    spatial = sorted(image.keys() - {"b", "f"})
-    window = zip(spatial, _window(line, len(spatial)), strict=True)
-    overlap = math.prod(_overlap(image[dim], out[dim], given) for dim, given in window)
-    groups = re.search(r"batch_group_count=(\d+)", line.attributes)
-    batch = image["b"] // (int(groups[1]) if groups else 1)
-    # The kernel's "i" is already one group's share of the features.
-    return int(2 * batch * kernel["i"] * out["f"] * overlap)
-
-
-class _Window(NamedTuple):
-    size: int = 1
-    stride: int = 1
-    low: int = 0
-    lhs_dilate: int = 1
-    rhs_dilate: int = 1
-
-
-def _window(line: Instruction, rank: int) -> list[_Window]:
-    """Read `window={size=3x3 stride=2x2 pad=1_1x1_1}`, one for each dimension."""
-    found = re.search(r"\bwindow=\{([^}]*)\}", line.attributes)
-    fields = dict(re.findall(r"(\w+)=(\S+)", found[1] if found else ""))
-    each = {key: [int(dim.split("_")[0]) for dim in fields[key].split("x")] for key in fields}
-    each["low"] = each.pop("pad", [0] * rank)
-    kept = {key: values for key, values in each.items() if key in _Window._fields}
-    return [
-        _Window(**{key: values[dim] for key, values in kept.items()}) if kept else _Window()
-        for dim in range(rank)
-    ]
-
-
-def _overlap(image: int, out: int, window: _Window) -> int:
-    """Count the pairs of output and window positions that meet a number, not padding or a hole."""
-    if window == _Window(stride=window.stride):
-        return out
-    reach, met = (image - 1) * window.lhs_dilate, 0
-    for start in range(-window.low, out * window.stride - window.low, window.stride):
-        at = start + np.arange(window.size) * window.rhs_dilate
-        met += int(np.sum((at >= 0) & (at <= reach) & (at % window.lhs_dilate == 0)))
-    return met
+def products(jaxpr: Any) -> list[Product]:
+    """List the matrix products and convolutions by dtype and line, the largest first."""
+    totals: dict[tuple[str, str], int] = {}
+    for equation, times in _equations(jaxpr):
+        if (flops := _flops(equation)) is not None:
+            dtypes = [variable.aval.dtype for variable in equation.invars]
+            widest = max(dtypes, key=lambda dtype: dtype.itemsize).name
+            key = widest, _line(equation)
+            totals[key] = totals.get(key, 0) + times * flops
+    listed = [Product(dtype, flops, where) for (dtype, where), flops in totals.items()]
+    return sorted(listed, key=lambda product: -product.flops)
 
 
 def estimate(parameters: int, tokens: int, *, training: bool = True) -> int:
-    """Estimate the operations of a dense model: 6 a parameter and token, forward alone 2.
+    """Estimate the FLOPs of a dense model: 6 for each parameter and token, 2 without training.
 
-    What attention adds with the length of its context is not in it, nor are recomputed layers.
-    Give the parameters that take part in products: without an embedding that is only looked up.
+    It leaves out the products of attention, which grow with the context, and recomputed layers.
+    Leave embeddings out of the parameters if they are only looked up.
 
     >>> estimate(7_000_000_000, 4_096), estimate(124, 10, training=False)
     (172032000000000, 2480)
     """
     return (6 if training else 2) * parameters * tokens
+
+
+# Primitives that contain arithmetic without saying how much: factorizations, transforms, kernels,
+# callbacks, and products of other libraries.
+_OPAQUE = re.compile(
+    r"cholesky.*|lu|qr|geqrf|geqp3|householder_product|ormqr|eigh?|svd|schur|hessenberg|fft|"
+    r"tridiagonal.*|triangular_solve|symmetric_product|spsolve|"
+    r"pallas_call|ffi_call|pure_callback|io_callback|call_exported|cudnn_fusion|"
+    r"(ragged|scaled)_dot.*|.+_(sp)?dot_general.*|.*(gemm|matmul|matmat|matvec|spmm|spmv).*|"
+    r".*(attention|attn).*"
+)
+
+
+def _equations(jaxpr: Any) -> Iterator[tuple[Any, int]]:
+    """Yield the equations that the compiler keeps, with the number of times that each runs."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    # jax's own dead-code elimination; without it, unused results would count.
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return _nested_equations(jaxpr, 1)
+
+
+def _nested_equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
+    for equation in jaxpr.eqns:
+        yield equation, times
+        for inner in _inner_jaxprs(equation):
+            yield from _nested_equations(inner, times * _trips(equation))
+
+
+def _inner_jaxprs(equation: Any) -> list[Any]:
+    if _OPAQUE.fullmatch(equation.primitive.name):
+        return []
+    values = equation.params.values()
+    if equation.primitive.name == "custom_linear_solve":  # the others are for its derivatives
+        values = [equation.params["jaxprs"].solve]
+    flat = [x for value in values for x in (value if isinstance(value, tuple | list) else [value])]
+    jaxprs = [getattr(value, "jaxpr", value) for value in flat]
+    return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]
+
+
+def _has_products(jaxpr: Any) -> bool:
+    return any(_flops(equation) is not None for equation, _ in _nested_equations(jaxpr, 1))
+
+
+def _trips(equation: Any) -> int:
+    """How often the body of an equation runs: each turn of a scan, or once on each device."""
+    if equation.primitive.name == "scan":
+        return int(equation.params["length"])
+    if equation.primitive.name == "shard_map":
+        mesh, axes = equation.params["mesh"], equation.params["newly_manual_axes"]
+        return math.prod(mesh.shape[axis] for axis in axes)
+    return 1
+
+
+def _flops(equation: Any) -> int | None:
+    if equation.primitive.name == "dot_general":
+        return _dot_flops(equation)
+    if equation.primitive.name == "conv_general_dilated":
+        return _conv_flops(equation)
+    return None
+
+
+def _dot_flops(equation: Any) -> int:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left: tuple[int, ...] = equation.invars[0].aval.shape
+    out: tuple[int, ...] = equation.outvars[0].aval.shape
+    depth: int = math.prod(left[dim] for dim in contracted)
+    return 2 * depth * math.prod(out)
+
+
+def _conv_flops(equation: Any) -> int:
+    params = equation.params
+    image_dims, kernel_dims, out_dims = params["dimension_numbers"]
+    image, kernel = (variable.aval.shape for variable in equation.invars)
+    out = equation.outvars[0].aval.shape
+    windows = zip(
+        image_dims[2:],
+        kernel_dims[2:],
+        out_dims[2:],
+        params["window_strides"],
+        params["padding"],
+        params["lhs_dilation"],
+        params["rhs_dilation"],
+        strict=True,
+    )
+    multiplied = math.prod(
+        _multiplied_pairs(image[i], kernel[k], out[o], *window) for i, k, o, *window in windows
+    )
+    batch = image[image_dims[0]] // params["batch_group_count"]
+    # The kernel's input features are those of one group.
+    return int(2 * batch * kernel[kernel_dims[1]] * out[out_dims[1]] * multiplied)
+
+
+def _multiplied_pairs(
+    image: int,
+    kernel: int,
+    out: int,
+    stride: int,
+    padding: tuple[int, int],
+    image_dilation: int,
+    kernel_dilation: int,
+) -> int:
+    """Count the products of one dimension, without those with padding or between dilated values."""
+    starts, pairs = np.arange(out) * stride - padding[0], 0
+    for offset in range(0, kernel * kernel_dilation, kernel_dilation):
+        at = starts + offset
+        is_inside = (at >= 0) & (at <= (image - 1) * image_dilation)
+        pairs += int(np.sum(is_inside & (at % image_dilation == 0)))
+    return pairs
+
+
+_LIBRARIES = tuple({f"{sysconfig.get_paths()[key]}/" for key in ("purelib", "platlib", "stdlib")})
+_STEPFOLD = f"{Path(__file__).parents[1]}/"
+
+
+def _line(equation: Any) -> str:
+    """Return the innermost line of the user's code, such as `model.py:42`."""
+    traceback = equation.source_info.traceback
+    for frame in traceback.frames if traceback is not None else []:
+        path = Path(frame.file_name)
+        if not frame.file_name.startswith((*_LIBRARIES, _STEPFOLD)) and path.exists():
+            return f"{path.name}:{frame.line_num}"
+    return "?"

@@ -1,4 +1,4 @@
-"""The memory that one device needs for a step: what is kept, what comes and goes, and the peak."""
+"""The memory that a step needs on one device: by category, at its peak, and how to reduce it."""
 
 import math
 import re
@@ -11,31 +11,30 @@ from stepfold.core.state import TrainState
 from stepfold.errors import OutOfMemoryError
 from stepfold.table import size, table
 
-# Of a step that was waiting for another, only the second is said.
 _EXHAUSTED = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 
-_ADVICE = {  # of two that are alike, the first is the easiest to turn
-    "output": "is what comes out: donate the state, so that the new one takes its place",
-    "temporaries": "comes and goes within the step: make_train_step(…, accumulate=n) divides it, "
-    "remat=True keeps less for the backward pass, precision='bf16' halves it",
-    "state": "is the state: cut it over more devices (sf.make_sharding with sf.fsdp()), or take an "
-    "optimizer that keeps less",
-    "batch": "is the batch: make it smaller, or spread it over more devices",
+_ADVICE = {  # of two of the same size, the first is the easiest to change
+    "output": "is the output: donate the state, so that the new one takes its place",
+    "temporaries": "is temporaries: make_train_step(…, accumulate=n) divides them, remat=True "
+    "keeps less for the backward pass, precision='bf16' halves them",
+    "state": "is the state: shard it over more devices (sf.make_sharding with sf.fsdp()), or use "
+    "an optimizer with less state",
+    "batch": "is the batch: make it smaller, or shard it over more devices",
 }
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device, the fullest where they differ.
+    """Bytes on one device, the fullest if they differ.
 
     Attributes:
-      params: the parameters; of a state that is no `TrainState`, all of it.
+      params: the parameters; all of a state that is not a `TrainState`.
       opt_state: the optimizer's state.
       model_state: the model's state.
       rest: step and key.
       batch: the batch.
       temporaries: what the program allocates while it runs.
-      output: what comes out, but for what takes the place of the donated state.
+      output: the outputs, except those that reuse the donated state.
     """
 
     params: int
@@ -48,18 +47,18 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """Add up what is there between steps."""
+        """The bytes that are in use between steps."""
         return self.params + self.opt_state + self.model_state + self.rest
 
     @property
     def peak(self) -> int:
-        """Add up all of it: what a device must hold at once."""
+        """The bytes that a device must have: the sum of all categories."""
         return self.state + self.batch + self.temporaries + self.output
 
     @property
     def advice(self) -> str:
-        """Say what to turn, by what is largest."""
-        return f"Most of it {_ADVICE[max(_ADVICE, key=lambda part: getattr(self, part))]}."
+        """How to reduce the largest category."""
+        return f"Most of it {_ADVICE[max(_ADVICE, key=lambda name: getattr(self, name))]}."
 
     def __str__(self) -> str:
         rows = [
@@ -77,7 +76,12 @@ class Memory:
 
 
 def memory_of(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Memory:
-    """Read the memory of a compiled step, with the abstract state and batch that it takes.
+    """Return the memory of a compiled step.
+
+    Args:
+      compiled: the executable.
+      state: the abstract state, with shardings.
+      batch: the abstract batch, with shardings.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> state = sf.init_state(jnp.ones((64, 32)), optax.adam(0.1), jax.random.key(0))
@@ -88,61 +92,58 @@ def memory_of(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Memory:
     (8192, 16388, 2048)
     """
     program: Any = compiled.memory_analysis()
-    return _memory(
-        state,
-        batch,
-        temporaries=program.temp_size_in_bytes,
-        output=program.output_size_in_bytes - program.alias_size_in_bytes,
-    )
+    output = program.output_size_in_bytes - program.alias_size_in_bytes
+    return _memory(state, batch, program.temp_size_in_bytes, output)
 
 
 def _memory(state: Any, batch: Any, temporaries: int, output: int) -> Memory:
-    parts: tuple[Any, ...]
+    parts: tuple[Any, ...] = state, (), (), ()
     if isinstance(state, TrainState):
         parts = state.params, state.opt_state, state.model_state, (state.step, state.key)
-    else:
-        parts = state, (), (), ()
-    params, opt_state, model_state, rest = map(held, parts)
-    return Memory(params, opt_state, model_state, rest, held(batch), temporaries, output)
+    params, opt_state, model_state, rest = map(bytes_per_device, parts)
+    of_batch = bytes_per_device(batch)
+    return Memory(params, opt_state, model_state, rest, of_batch, temporaries, output)
+
+
+def bytes_per_device(arrays: Any) -> int:
+    """Count the bytes of abstract arrays with shardings on one device.
+
+    >>> import jax, jax.numpy as jnp, stepfold as sf
+    >>> rows = jax.ShapeDtypeStruct((64, 4), jnp.float32)
+    >>> bytes_per_device(sf.shard_batch(rows, sf.make_mesh()))
+    128
+    """
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(arrays)
+    )
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Tell whether an error says that there is no memory left on a device."""
+    """Whether XLA raised an error because a device has no memory left."""
     return isinstance(error, RuntimeError) and bool(_EXHAUSTED.search(str(error)))
 
 
 def exhausted(
     error: BaseException, state: Any, batch: Any, compiled: jax.stages.Compiled | None = None
 ) -> OutOfMemoryError:
-    """Make of what XLA says of memory what a person can act upon.
+    """Return an error that says what takes the memory, and how to reduce it.
 
     Args:
-      error: what XLA raised.
+      error: the exception of XLA.
       state: the abstract state, with shardings.
-      batch: the abstract batch.
-      compiled: the program; None, if it was not even compiled.
+      batch: the abstract batch, with shardings.
+      compiled: the executable; None if compiling failed.
     """
     if compiled is None:
         memory = _memory(state, batch, 0, 0)
-        what = "compiled for the memory there is; without what comes and goes within it, it takes"
-        advice = f"What {_ADVICE['temporaries']}. What {_ADVICE['state']}."
+        failure = "compiled for this device's memory; without temporaries it needs"
+        advice = f"If most {_ADVICE['temporaries']}. If most {_ADVICE['state']}."
     else:
         memory = memory_of(compiled, state, batch)
-        what, advice = "run in the memory there is; it takes", memory.advice
-    said = re.search(f"({_EXHAUSTED.pattern}).*", str(error))
+        failure, advice = "run in this device's memory; it needs", memory.advice
+    match = re.search(f"({_EXHAUSTED.pattern}).*", str(error))  # the cause, without what led to it
+    cause = match[0] if match else error
     return OutOfMemoryError(
-        f"the step cannot be {what}\n\n{memory}\n\n{advice}\nXLA said: {said[0] if said else error}"
-    )
-
-
-def held(arrays: Any) -> int:
-    """Count the bytes that one device holds of abstract arrays with shardings.
-
-    >>> import jax, jax.numpy as jnp, stepfold as sf
-    >>> held(sf.shard_batch(jax.ShapeDtypeStruct((64, 4), jnp.float32), sf.make_mesh()))
-    128
-    """
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(arrays)
+        f"the step cannot be {failure}\n\n{memory}\n\n{advice}\nXLA reports: {cause}"
     )

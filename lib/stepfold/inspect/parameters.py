@@ -1,4 +1,4 @@
-"""A table of a model's parameters, as clu writes it, for any tree."""
+"""A table of a model's parameters, as clu formats it, for any tree."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from stepfold.sharding.plan import places_of
 
 
 def parameter_table(params: Any, plan: Any = None, *, stats: bool = False) -> str:
-    """Write parameters as a table: name, shape, dtype, size, and their total.
+    """Format parameters as a table: name, shape, dtype, size, and their total.
 
-    Where they are on a mesh, or are to be, it says how each is cut.
+    Parameters with shardings on a mesh also show their partition specs.
 
     Args:
-      params: a tree of arrays, abstract ones too.
-      plan: their shardings, where they do not have them yet.
-      stats: whether to add mean and standard deviation, for which the arrays must be there.
+      params: a tree of arrays, or of abstract ones.
+      plan: their shardings, if the arrays do not have them yet.
+      stats: whether to add mean and standard deviation. The arrays must not be abstract.
 
     >>> import jax.numpy as jnp, stepfold as sf
     >>> print(sf.parameter_table({"layers": [{"w": jnp.ones((2, 3))}]}))
@@ -36,17 +36,16 @@ def parameter_table(params: Any, plan: Any = None, *, stats: bool = False) -> st
         if not tree.is_array(leaf):
             raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}")
         if stats and (plan is not None or isinstance(leaf, jax.ShapeDtypeStruct)):
+            got = "a plan" if plan is not None else f"the abstract {name} {tree.spell(leaf)}"
             raise ConfigError(
-                "parameter_table: stats are of arrays where they are, so leave out plan, and give "
-                f"no abstract array; got {name} {tree.spell(leaf)}"
+                f"stats=True: expected arrays in their shardings, got {got}; place the arrays first"
             )
     if plan is not None:
-        places = places_of(params, plan)
         flat = {
-            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-            for (name, leaf), place in zip(flat.items(), places, strict=True)
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for (name, leaf), sharding in zip(flat.items(), places_of(params, plan), strict=True)
         }
-    is_cut = any(isinstance(getattr(x, "sharding", None), NamedSharding) for x in flat.values())
-    columns = ("global" if is_cut else True) if stats else ("sharding" if is_cut else False)
+    is_sharded = any(isinstance(getattr(x, "sharding", None), NamedSharding) for x in flat.values())
+    columns = ("global" if is_sharded else True) if stats else is_sharded and "sharding"
     overview: str = get_parameter_overview(flat, include_stats=columns)
     return overview

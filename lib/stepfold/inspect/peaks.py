@@ -1,4 +1,4 @@
-"""What devices can do at most, and how much of it a measured time makes."""
+"""Peak FLOPs of devices, and the share of them that a step reaches."""
 
 import re
 from typing import Any
@@ -7,12 +7,12 @@ from stepfold.errors import ConfigError
 
 
 def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
-    """Give the dense peak of one jax device in operations a second, None where it is not known.
+    """Return the dense peak of one jax device in FLOPs per second, or None if it is unknown.
 
     Args:
-      device_kind: as `jax.devices()[0].device_kind` has it.
-      dtype: what is multiplied: bfloat16, float16, float32 (tensor cores round it to TF32, as XLA
-        lets them) or an 8-bit float (`float8_e4m3fn`...).
+      device_kind: such as `jax.devices()[0].device_kind`.
+      dtype: the dtype of the operands: bfloat16, float16, float32 (which XLA lets tensor cores
+        round to TF32) or an 8-bit float such as `float8_e4m3fn`.
 
     >>> peak_flops("TPU v5p"), peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
     (459000000000000.0, 989000000000000.0, None)
@@ -25,9 +25,9 @@ def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
     return peak * 1e12 or None
 
 
-# Teraflops without sparsity and with float32 sums, 0 where there are none or none is published.
-# The makers' data sheets; TPUs from cloud.google.com/tpu/docs. Of a TPU v2, v3 and 7 one jax device
-# is half a chip, of an MI250 one die of two. The first row that fits counts.
+# Teraflops without sparsity and with float32 accumulation, from the vendors' data sheets and
+# cloud.google.com/tpu/docs; 0 if unsupported or not published. One jax device is half a chip of a
+# TPU v2, v3 or 7, and one of the two dies of an MI250. The first row that matches is used.
 _COLUMNS = ("bfloat16", "float16", "float32", "float8")
 _PEAKS: tuple[tuple[Any, ...], ...] = (
     (r"TPU v2", 23, 0, 0, 0),
@@ -71,15 +71,14 @@ def mfu(
     peak: float | None = None,
     dtype: str = "bfloat16",
 ) -> float:
-    """Give the share of a device's peak that a step reached: its model FLOPs utilization.
+    """Return the model FLOPs utilization of a step: the share of a device's peak that it reaches.
 
     Args:
-      flops: what one device runs in one step, such as `count(program).dots`, or `estimate(...)`
-        divided by the number of devices.
-      seconds: what one step takes.
+      flops: the FLOPs of one device in one step.
+      seconds: the duration of one step.
       device: a `jax.Device`, whose peak is looked up.
-      peak: operations a second, instead.
-      dtype: what is multiplied.
+      peak: FLOPs per second of one device, instead.
+      dtype: the dtype of the operands.
 
     >>> mfu(3e14, 1.0, peak=6e14)
     0.5
@@ -90,6 +89,6 @@ def mfu(
         kind = getattr(device, "device_kind", None)
         peak = kind and peak_flops(kind, dtype)
     if not peak:
-        about = f"the {dtype} peak of {kind!r} is not known" if kind else "got no device"
-        raise ConfigError(f"mfu: {about}; give peak=..., in operations a second of one device")
+        problem = f"the {dtype} peak of {kind!r} is not known" if kind else "got no device"
+        raise ConfigError(f"mfu: {problem}; give peak=..., in FLOPs per second of one device")
     return flops / (seconds * peak)

@@ -1,42 +1,45 @@
-"""A step, read before it runs: what it computes, holds and sends, and what looks like a mistake."""
+"""Describe a step before it runs: FLOPs, memory, communication, and likely mistakes."""
 
+import re
 import textwrap
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from stepfold import tree
 from stepfold.core.state import TrainState
 from stepfold.errors import ConfigError
-from stepfold.inspect import hlo, peaks, remarks
-from stepfold.inspect.collectives import Collective, collectives, moved_bytes
+from stepfold.inspect import peaks
+from stepfold.inspect.collectives import Collective, collectives, moved_bytes, parse, unknown_loops
 from stepfold.inspect.compiled import CompiledStep, compile_step
-from stepfold.inspect.flops import Flops, count, estimate
-from stepfold.inspect.memory import Memory, memory_of
-from stepfold.inspect.products import Product, products
-from stepfold.inspect.waste import not_reused, whole_though_large
+from stepfold.inspect.flops import Flops, Product, count, estimate, products
+from stepfold.inspect.memory import Memory, bytes_per_device, memory_of
 from stepfold.table import amount, size, table
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a step costs; `describe` makes it.
+    """The costs of a step; `describe` makes it.
 
     Attributes:
-      devices: how many devices work on it.
-      device_kind: what they are.
+      devices: the number of devices.
+      device_kind: their kind.
       mesh: the mesh's axes and their sizes; empty without a mesh.
-      parameters: how many numbers are trained.
-      flops: what one device computes, counted from the compiled program.
-      estimate: the classic 6 FLOPs a parameter and token, a device's share; None without `tokens`.
-      products: matrix products by dtype and line, on all devices, as they were written.
+      parameters: the number of trained values.
+      flops: one device's share of the matrix products. Work that several devices repeat, since no
+        axis shards it, counts once.
+      estimate: the classic 6 FLOPs for each parameter and token (2 in an evaluation), one device's
+        share; None without `tokens`.
+      products: matrix products by dtype and line, on all devices.
       memory: bytes on one device.
       collectives: what the devices send each other.
-      not_reused: donated leaves whose memory is not used again, with their bytes.
-      whole: large leaves that are whole on each of several devices, with their bytes.
-      remarks: in words, what looks like a mistake, or is not in the numbers.
+      not_reused: donated leaves whose memory is not reused, with their bytes.
+      whole: large leaves that are replicated on several devices, with their bytes.
+      remarks: likely mistakes, and what the numbers leave out.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> state = sf.init_state(jnp.ones((64, 32)), optax.adam(0.1), jax.random.key(0))
@@ -61,22 +64,22 @@ class Report:
 
     @property
     def moved(self) -> int:
-        """Give the bytes that one device sends in one step."""
+        """The bytes that one device sends in one step."""
         return moved_bytes(self.collectives)
 
     def mfu(self, seconds: float, peak: float | None = None, dtype: str = "bfloat16") -> float:
-        """Give the share of the devices' peak that a measured step time makes of it.
+        """Return the model FLOPs utilization of a measured step time.
 
-        The arithmetic is the estimate where tokens were given, otherwise the products that were
-        compiled, with what is computed twice to save memory.
+        The FLOPs are the estimate if tokens were given, otherwise the counted products, which
+        include those that rematerialization repeats.
 
         Args:
-          seconds: what one step takes.
-          peak: operations a second of one device; looked up where it is known.
-          dtype: what is multiplied.
+          seconds: the duration of one step.
+          peak: FLOPs per second of one device; by default looked up.
+          dtype: the dtype of the operands.
 
         Raises:
-          ConfigError: if the device is not known and no peak is given.
+          ConfigError: if the device is unknown and no peak is given.
         """
         flops = self.flops.dots if self.estimate is None else self.estimate
         return peaks.mfu(flops, seconds, device=self, peak=peak, dtype=dtype)
@@ -85,50 +88,58 @@ class Report:
         """Raise if the predicted peak is above a number of bytes.
 
         Raises:
-          ConfigError: with the table, and what would make it smaller.
+          ConfigError: with the table of memory, and how to reduce it.
         """
         if self.memory.peak > limit:
             raise ConfigError(
-                f"the step needs {size(self.memory.peak)} on each device, and there are "
+                f"the step needs {size(self.memory.peak)} on each device, and the limit is "
                 f"{size(limit)}:\n\n{self.memory}\n\n{self.memory.advice}"
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Give all of it as plain data, for JSON."""
-        made = asdict(self)
-        memory, arithmetic = self.memory, self.flops
-        made["flops"] = {**arithmetic._asdict(), "unknown": list(arithmetic.unknown)}
-        made["products"] = [one._asdict() for one in self.products]
-        made["collectives"] = [
-            {**asdict(one), "axes": None if one.axes is None else list(one.axes)}
-            for one in self.collectives
-        ]
-        made["memory"] |= {"state": memory.state, "peak": memory.peak}
+        """Return the report as plain data, for JSON."""
+        data = asdict(self) | {"moved": self.moved, "remarks": list(self.remarks)}
+        data["memory"] |= {"state": self.memory.state, "peak": self.memory.peak}
+        data["flops"] = {"dots": self.flops.dots, "unknown": list(self.flops.unknown)}
+        data["products"] = [product._asdict() for product in self.products]
+        sent = [asdict(entry) for entry in self.collectives]
+        data["collectives"] = [x | {"axes": x["axes"] and list(x["axes"])} for x in sent]
         for key in ("not_reused", "whole"):
-            made[key] = [{"path": path, "bytes": count} for path, count in made[key]]
-        return made | {"moved": self.moved, "remarks": list(self.remarks)}
+            data[key] = [{"path": path, "bytes": count} for path, count in data[key]]
+        return data
 
     def __str__(self) -> str:
         axes = " x ".join(f"{name} {count}" for name, count in self.mesh.items() if count > 1)
-        kinds = {one.dtype: 0 for one in self.products}
-        for one in self.products:
-            kinds[one.dtype] += one.flops
-        total = sum(kinds.values()) or 1
-        shares = ", ".join(f"{name} {share / total:.0%}" for name, share in kinds.items())
+        dtypes = dict.fromkeys((product.dtype for product in self.products), 0)
+        for product in self.products:
+            dtypes[product.dtype] += product.flops
+        total = sum(dtypes.values()) or 1
+        shares = ", ".join(f"{name} {flops / total:.0%}" for name, flops in dtypes.items())
         lines = [
             f"a step on {self.devices} {self.device_kind} device{'s' * (self.devices > 1)}"
             + (f" ({axes})" if axes else ""),
             f"{amount(self.parameters)} parameters, {amount(self.flops.dots)} FLOPs in products"
-            + (f" ({shares})" if self.products else "")
-            + f", {amount(self.flops.everything)} in all, on each device"
-            + ("" if self.estimate is None else f"; 6 a token: {amount(self.estimate)}"),
+            + (f" ({shares})" if shares else "")
+            + " on each device"
+            + ("" if self.estimate is None else f"; estimate by tokens: {amount(self.estimate)}"),
             "",
             str(self.memory),
         ]
         if self.collectives:
             lines += ["", _collectives_table(self.collectives)]
-        remarks = [textwrap.fill(f"! {one}", 100, subsequent_indent="  ") for one in self.remarks]
+        remarks = [textwrap.fill(f"! {text}", 100, subsequent_indent="  ") for text in self.remarks]
         return "\n".join([*lines, *([""] if remarks else []), *remarks])
+
+
+def _collectives_table(sent: tuple[Collective, ...]) -> str:
+    def row(entry: Collective) -> tuple[object, ...]:
+        axes = "+".join(entry.axes) if entry.axes else f"{entry.devices} devices"
+        where = entry.where if len(entry.where) <= 40 else entry.where[:39] + "…"
+        sizes = size(entry.bytes), size(entry.moved)
+        return entry.kind, axes, entry.count, entry.dtype, *sizes, where
+
+    head = ("collective", "along", "times", "dtype", "buffers", "sent", "where")
+    return table(head, [*map(row, sent), ("total", "", "", "", "", size(moved_bytes(sent)), "")])
 
 
 def describe(
@@ -140,20 +151,19 @@ def describe(
     donate: bool = True,
     tokens: int | None = None,
 ) -> Report:
-    """Read what a step will cost, without running it.
+    """Report what a step costs, without running it.
 
-    It is compiled for the devices at hand, from abstract arrays if need be: a state that no memory
-    here could hold, on a mesh of as many virtual CPU devices (jax's `jax_num_cpu_devices`, set
-    before anything else) as there will be real ones. What is counted is the program of that
-    backend, so look at a GPU's on a GPU.
+    The step is compiled for the present devices. The state may be abstract and larger than any
+    memory here, on a mesh of virtual CPU devices (`jax_num_cpu_devices`, set before anything else).
+    Memory and collectives are those of the present backend: describe a GPU's step on a GPU.
 
     Args:
-      step: a `StepFn` or an `EvalFn`, or what `compile_step` made of it.
+      step: a `StepFn` or an `EvalFn`, or the result of `compile_step`.
       state: the state, or an abstract one, as `jax.eval_shape` makes it.
       batch: a batch, or an abstract one.
       sharding: the state's plan.
       donate: whether the state is donated.
-      tokens: how many tokens a batch has, for the estimate of 6 FLOPs a parameter and token.
+      tokens: the number of tokens in a batch, to estimate FLOPs by.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> def init(key):
@@ -170,51 +180,127 @@ def describe(
     >>> report.assert_fits(2**20)
     Traceback (most recent call last):
     ...
-    stepfold.errors.ConfigError: the step needs ... on each device, and there are 1.00 MiB: ...
+    stepfold.errors.ConfigError: the step needs ... on each device, and the limit is 1.00 MiB: ...
     """
     if not isinstance(step, CompiledStep):
         with warnings.catch_warnings():  # the report says it
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             step = compile_step(step, state, batch, sharding=sharding, donate=donate)
-    program = hlo.parse(step.compiled.as_text() or "")
-    place = jax.tree.leaves(step.state)[0].sharding
-    mesh: Any = place.mesh if isinstance(place, NamedSharding) else None
-    device = min(place.device_set, key=lambda device: device.id)
+    sharding = jax.tree.leaves(step.state)[0].sharding
+    mesh: Any = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    devices = len(sharding.device_set)
     trained = step.state.params if isinstance(step.state, TrainState) else step.state
     parameters = sum(leaf.size for leaf in jax.tree.leaves(trained))
-    devices = len(place.device_set)
-    found = products(step.step, step.state, step.batch)
-    sent = collectives(program, mesh)
-    flops, unused, whole = count(program), not_reused(step), whole_though_large(step)
     share = estimate(parameters, tokens or 0, training=step.trains) // devices
+    program = parse(step.compiled.as_text() or "")
+    sent = collectives(program, mesh)
+    multiplied, flops = products(step.jaxpr), count(step.jaxpr)
+    unused, replicated = not_reused(step), whole_leaves(step)
     return Report(
         devices=devices,
-        device_kind=device.device_kind,
+        device_kind=min(sharding.device_set, key=lambda device: device.id).device_kind,
         mesh=dict(mesh.shape) if mesh is not None else {},
         parameters=parameters,
-        flops=flops,
+        flops=flops._replace(dots=flops.dots // devices),
         estimate=None if tokens is None else share,
-        products=tuple(found),
+        products=tuple(multiplied),
         memory=memory_of(step.compiled, step.state, step.batch),
         collectives=tuple(sent),
         not_reused=tuple(unused),
-        whole=tuple(whole),
+        whole=tuple(replicated),
         remarks=(
-            *remarks.about_leaves("donated, and not used again", unused),
-            *remarks.about_leaves(f"whole on each of {devices} devices", whole),
-            *remarks.about_products(found),
-            *(remarks.about_sums(trained, sent) if step.trains else ()),
-            *(f"not in the FLOPs: {what}" for what in flops.unknown),
+            *leaf_remarks("donated, but not reused", unused),
+            *leaf_remarks(f"replicated on each of {devices} devices", replicated),
+            *product_remarks(multiplied),
+            *(gradient_remarks(trained, sent) if step.trains else ()),
+            *(f"not in the FLOPs: {text}" for text in flops.unknown),
+            *(
+                f"not in the communication: a loop of unknown length, counted once: {text}"
+                for text in unknown_loops(program)
+            ),
         ),
     )
 
 
-def _collectives_table(found: tuple[Collective, ...]) -> str:
-    def row(one: Collective) -> tuple[object, ...]:
-        axes = "+".join(one.axes) if one.axes else f"{one.devices} devices"
-        where = one.where if len(one.where) <= 40 else one.where[:39] + "…"
-        return one.kind, axes, one.count, one.dtype, size(one.bytes), size(one.moved), where
+# Memory that a step could do without
 
-    head = ("collective", "along", "times", "dtype", "buffers", "sent", "where")
-    total = ("total", "", "", "", "", size(moved_bytes(found)), "")
-    return table(head, [*map(row, found), total])
+
+def not_reused(step: CompiledStep) -> list[tuple[str, int]]:
+    """List the donated leaves, with their bytes, whose memory no output reuses."""
+    donated, _ = jax.tree.map(lambda info: info.donated, step.compiled.args_info[0])
+    text = step.compiled.as_text() or ""
+    aliases = re.search(r"input_output_alias=\{(.*?)\}, \w+=", text[: text.find("\n")])
+    reused = {int(number) for number in re.findall(r": \((\d+),", aliases[1] if aliases else "")}
+    numbers = _parameter_numbers(text)
+    named = jax.tree_util.tree_leaves_with_path(step.state)
+    return [
+        (tree.path_name(path), bytes_per_device(leaf))
+        for (path, leaf), is_donated in zip(named, jax.tree.leaves(donated), strict=True)
+        if is_donated and numbers.get("state" + jax.tree_util.keystr(path)) not in reused
+    ]
+
+
+def _parameter_numbers(text: str) -> dict[str, int]:
+    """Read the numbers of a program's parameters by name; unused arguments have none."""
+    entry = text[text.find("\nENTRY ") :]
+    named = re.findall(r" parameter\((\d+)\)[^\n]*op_name=\"((?:\\.|[^\"\\])*)\"", entry)
+    return {_unescape(name): int(number) for number, name in named}
+
+
+def _unescape(name: str) -> str:
+    """Undo the escapes of C; bytes beyond ASCII are octal numbers."""
+    raw = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), name.encode())
+    return re.sub(r"\\(.)", r"\1", raw.decode(errors="replace"))
+
+
+def whole_leaves(step: CompiledStep, min_bytes: int = 1 << 20) -> list[tuple[str, int]]:
+    """List the large leaves of the state that are replicated on several devices."""
+    return [
+        (name, bytes_per_device(leaf))
+        for name, leaf in tree.named_leaves(step.state)
+        if len(leaf.sharding.device_set) > 1 and bytes_per_device(leaf) >= min_bytes
+        if leaf.sharding.shard_shape(leaf.shape) == leaf.shape
+    ]
+
+
+# Remarks
+
+
+def leaf_remarks(problem: str, leaves: Sequence[tuple[str, int]]) -> list[str]:
+    """Name the largest of some leaves with their total, if that is worth mentioning."""
+    total = sum(count for _, count in leaves)
+    if total < 1024:
+        return []
+    largest = sorted(leaves, key=lambda leaf: -leaf[1])
+    names = ", ".join(f"{name} ({size(count)})" for name, count in largest[:3])
+    more = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
+    return [f"{size(total)} {problem}: {names}{more}"]
+
+
+def product_remarks(listed: Sequence[Product]) -> list[str]:
+    """Point out products in wider dtypes: float64, and float32 among narrower ones."""
+    listed = [product for product in listed if product.flops]  # an empty batch has none
+    narrow = ("bfloat16", "float16", "float8")
+    is_mixed = any(product.dtype.startswith(narrow) for product in listed)
+    too_wide = {"float64", "float32"} if is_mixed else {"float64"}
+    wide = [product for product in listed if product.dtype in too_wide]
+    if not wide:
+        return []
+    total = sum(product.flops for product in listed)
+    lines = ", ".join(f"{x.where} ({x.dtype}, {x.flops / total:.0%})" for x in wide[:3])
+    return [f"{sum(x.flops for x in wide) / total:.0%} of products in wider dtypes: {lines}"]
+
+
+def gradient_remarks(trained: Any, sent: Sequence[Collective]) -> list[str]:
+    """Warn where a CPU's program sends more for gradients than that of a GPU or TPU."""
+    leaves = jax.tree.leaves(trained)
+    sharded = [leaf for leaf in leaves if leaf.sharding.shard_shape(leaf.shape) != leaf.shape]
+    devices = {device for leaf in sharded for device in leaf.sharding.device_set}
+    summed = sum(entry.bytes for entry in sent if entry.kind == "all-reduce")
+    is_cpu = all(device.platform == "cpu" for device in devices)
+    if not is_cpu or not sharded or summed < bytes_per_device(sharded):
+        return []
+    return [
+        "compiled for a CPU, which reduces the gradients of sharded parameters with an all-reduce; "
+        "a GPU or TPU uses a reduce-scatter, and sends half as much"
+    ]

@@ -4,25 +4,25 @@ import pytest
 
 import stepfold as sf
 from stepfold.inspect.collectives import Collective
-from stepfold.inspect.products import Product
-from stepfold.inspect.remarks import about_leaves, about_products, about_sums
+from stepfold.inspect.flops import Product
+from stepfold.inspect.report import gradient_remarks, leaf_remarks, product_remarks
 
 
 def test_of_many_leaves_the_largest_are_named():
     leaves = [("a", 1 << 10), ("b", 1 << 20), ("c", 1 << 12), ("d", 1 << 11)]
-    assert about_leaves("whole", leaves) == [
+    assert leaf_remarks("whole", leaves) == [
         "1.01 MiB whole: b (1.00 MiB), c (4.00 KiB), d (2.00 KiB) and 1 more"
     ]
-    assert about_leaves("whole", leaves[:1]) == ["1.00 KiB whole: a (1.00 KiB)"]
+    assert leaf_remarks("whole", leaves[:1]) == ["1.00 KiB whole: a (1.00 KiB)"]
 
 
 @pytest.mark.parametrize("leaves", [[], [("count", 4), ("key", 1019)]])
-def test_what_nobody_would_miss_is_not_told(leaves):
-    assert about_leaves("whole", leaves) == []
+def test_small_leaves_are_not_mentioned(leaves):
+    assert leaf_remarks("whole", leaves) == []
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "told"),
+    ("dtypes", "expected"),
     [
         (["float64", "float32"], "50% of products in wider dtypes: x (float64, 50%)"),
         (["float32", "bfloat16"], "50% of products in wider dtypes: x (float32, 50%)"),
@@ -32,19 +32,19 @@ def test_what_nobody_would_miss_is_not_told(leaves):
         ([], None),
     ],
 )
-def test_products_that_are_wider_than_the_others_are_told(dtypes, told):
+def test_wider_products_are_mentioned(dtypes, expected):
     found = [Product(dtype, 100, "x") for dtype in dtypes]
-    assert about_products(found) == ([] if told is None else [told])
+    assert product_remarks(found) == ([] if expected is None else [expected])
 
 
-def test_products_of_nothing_are_not_told():
-    assert about_products([Product("float64", 0, "x")]) == []
+def test_products_of_empty_batches_are_not_mentioned():
+    assert product_remarks([Product("float64", 0, "x")]) == []
 
 
-@pytest.mark.parametrize(("share", "kind", "told"), [
+@pytest.mark.parametrize(("share", "kind", "expected"), [
     (1, "all-reduce", True), (0.5, "all-reduce", False), (1, "all-gather", False)
 ])  # fmt: skip
-def test_sums_of_cut_parameters_on_a_cpu_are_told(share, kind, told):
+def test_all_reduces_of_sharded_parameters_on_a_cpu_are_mentioned(share, kind, expected):
     params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
     mesh = sf.make_mesh()
     own = 64 * 64 * 4 // 8
@@ -53,7 +53,7 @@ def test_sums_of_cut_parameters_on_a_cpu_are_told(share, kind, told):
     def sums(rules):
         plan = sf.make_sharding(params, mesh, rules)
         placed = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), params, plan)
-        return about_sums(placed, found)
+        return gradient_remarks(placed, found)
 
-    assert bool(sums(sf.fsdp(min_size=1))) == told
+    assert bool(sums(sf.fsdp(min_size=1))) == expected
     assert sums(sf.fsdp(min_size=1 << 20)) == []

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
-from stepfold.inspect.waste import not_reused, whole_though_large
+from stepfold.inspect.report import not_reused, whole_leaves
 
 TX = optax.adam(0.1)
 W, B, COUNT, KEY = 64 * 128 * 4, 128 * 4, 4, 8
@@ -65,7 +65,7 @@ def test_optimizers_with_more_state_use_all_they_are_given():
 
 
 def test_what_adafactor_never_reads_is_next_to_nothing():
-    """It keeps a number for each leaf that is not factored, and makes it anew each time."""
+    """It keeps a number for each leaf that is not factored, and overwrites it each time."""
     tx = optax.adafactor(0.1, min_dim_size_to_factor=8)
     unused = not_reused(compiled((1, 8, 1, 1), sf.make_train_step(loss_fn, tx), tx=tx))
     assert {size for _, size in unused} <= {4}
@@ -148,7 +148,7 @@ def test_large_leaves_that_are_whole_are_named():
     wide = lambda key: {"w": jnp.ones((64, 4096)), "b": jnp.zeros(128)}
     loss_fn = lambda params, batch, key: sf.mean((batch["x"] @ params["w"]).mean(-1))
     step, size = sf.make_train_step(loss_fn, TX), 64 * 4096 * 4
-    of = lambda dims: whole_though_large(compiled(dims, step, wide))
+    of = lambda dims: whole_leaves(compiled(dims, step, wide))
     names = ["params/w", "opt_state/0/mu/w", "opt_state/0/nu/w"]
     assert of((8, 1, 1, 1)) == [(name, size) for name in names]
     assert of((1, 8, 1, 1)) == of(None) == []
@@ -156,11 +156,11 @@ def test_large_leaves_that_are_whole_are_named():
 
 def test_large_is_what_one_says():
     step = compiled((8, 1, 1, 1))
-    assert whole_though_large(step) == []
-    assert [name for name, _ in whole_though_large(step, W)][:1] == ["params/w"]
-    assert whole_though_large(step, W + 1) == []
+    assert whole_leaves(step) == []
+    assert [name for name, _ in whole_leaves(step, W)][:1] == ["params/w"]
+    assert whole_leaves(step, W + 1) == []
 
 
 def test_a_leaf_that_is_cut_over_one_axis_of_several_is_not_whole():
     step = compiled((2, 4, 1, 1))
-    assert [name for name, _ in whole_though_large(step, B)][:1] == ["params/b"]
+    assert [name for name, _ in whole_leaves(step, B)][:1] == ["params/b"]

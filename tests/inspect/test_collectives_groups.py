@@ -3,8 +3,13 @@
 import pytest
 
 import stepfold as sf
-from stepfold.inspect import groups
-from stepfold.inspect.groups import replica_groups
+from stepfold.inspect.collectives import (
+    connected_groups,
+    differing_axes,
+    group_axes,
+    permute_pairs,
+    replica_groups,
+)
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -54,7 +59,9 @@ def test_a_group_of_replicas_may_mean_all_their_partitions():
 
 
 def test_groups_in_an_unknown_form_are_refused():
-    with pytest.raises(sf.ConfigError, match=r"expected replica_groups as lists.*got 'replica_gr"):
+    with pytest.raises(
+        sf.ConfigError, match=r"replica_groups: expected lists, an iota or a mesh .*got 'replica_gr"
+    ):
         replica_groups("replica_groups=<new>")
 
 
@@ -71,7 +78,7 @@ def test_groups_in_an_unknown_form_are_refused():
     ],
 )
 def test_axes_are_those_the_groups_run_along(text, axes):
-    assert groups.axes(replica_groups(f"replica_groups={text}"), MESH) == axes
+    assert group_axes(replica_groups(f"replica_groups={text}"), MESH) == axes
 
 
 @pytest.mark.parametrize(
@@ -84,6 +91,6 @@ def test_axes_are_those_the_groups_run_along(text, axes):
     ],
 )
 def test_axes_of_a_permute_are_those_its_pairs_differ_along(text, axes, devices):
-    pairs = groups.pairs(f"source_target_pairs={{{text}}}")
-    assert groups.differing(pairs, MESH) == axes
-    assert max(map(len, groups.connected(pairs))) == devices
+    pairs = permute_pairs(f"source_target_pairs={{{text}}}")
+    assert differing_axes(pairs, MESH) == axes
+    assert max(map(len, connected_groups(pairs))) == devices
