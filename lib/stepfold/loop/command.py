@@ -12,11 +12,7 @@ from stepfold.loop.run_info import replace_file
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line.
-
-    Returns:
-      The exit code: 1 if a file is damaged, 2 if an argument is wrong.
-    """
+    """Run the command line; return 1 if a file is damaged, 2 if an argument is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m stepfold.loop", description="Look at runs of fit."
     )

@@ -1,4 +1,4 @@
-"""The batches of a run: one after the other, with their position for a checkpoint."""
+"""The batches of a run, and their position for checkpoints."""
 
 import copy
 import itertools
@@ -10,18 +10,13 @@ from typing import Any, NamedTuple
 from stepfold import tree
 from stepfold.errors import ConfigError, DataError
 
-# How often batches are asked for their position between log points and saves, in seconds: after a
-# failed pull or step, at most the batches pulled since then are read again.
+# Seconds between reads of the position, besides those at log points and saves. After a failed pull
+# or step, at most the batches since the last read are pulled again.
 _POSITION_SECONDS = 5.0
 
 
 class DataPosition(NamedTuple):
-    """The position of the batch after a step, None if the batches have none.
-
-    Attributes:
-      step: the step.
-      position: what `get_state` of the batches returned.
-    """
+    """A step, and the position of the batch after it; None if the batches have no position."""
 
     step: int
     position: Any
@@ -30,15 +25,8 @@ class DataPosition(NamedTuple):
 class BatchFeed:
     """Pull batches, epoch after epoch, and know their position.
 
-    Attributes:
-      batches: the batches.
-      epoch_steps: the number of batches in an epoch, or None if unknown.
-      total: the number of batches in all epochs, or None if unknown.
-      endless: whether the batches are known to have no end.
-      is_resumable: whether they have `get_state` and `set_state`.
-      used: the number of batches that steps have used since the first batch of the data; whoever
-        runs the steps adds to it.
-      wait_seconds: the time spent waiting for batches.
+    `used` counts the batches that steps have used since the first batch of the data; the caller
+    increments it. `epoch_steps` and `total`, over all epochs, are None if unknown.
     """
 
     def __init__(self, batches: Any, epochs: int | None = None) -> None:
@@ -65,12 +53,7 @@ class BatchFeed:
         self._known = (self.used, self._known[1])
 
     def next_batch(self, step: int) -> Any:
-        """Pull the batch of a step.
-
-        Raises:
-          StopIteration: if there are no more.
-          DataError: if an epoch has no batches.
-        """
+        """Pull the next batch, or raise StopIteration; `step` is for error messages."""
         start = time.perf_counter()
         if start - self._known_at > _POSITION_SECONDS and self._pulled == self.used:
             self.position()
@@ -105,9 +88,9 @@ class BatchFeed:
     def position(self) -> Any:
         """Return the position of the next batch to use, or None if the batches have none.
 
-        After a failed step or pull the batches may be ahead of the last step. Those with a method
-        `state_at(step)`, as `sf.batches` has, are asked for the position by number; the position
-        of others is restored to the last one known, and the batches used since are pulled again.
+        After a failed step or pull the batches may be ahead of the last step. If they have a method
+        `state_at(step)`, as those of `sf.batches` do, it returns the position. Others go back to
+        the last known position, and the batches used since are pulled again.
         """
         if not self.is_resumable:
             return None
@@ -134,16 +117,7 @@ class BatchFeed:
         return state if self.is_iterator else {"left": self._epochs_left, "position": state}
 
     def seek(self, position: Any, step: int, used: int | None = None) -> None:
-        """Go to a saved position.
-
-        Args:
-          position: what `position()` returned.
-          step: the step of the checkpoint, for error messages.
-          used: the batches used by then, if the position does not tell.
-
-        Raises:
-          DataError: if the batches cannot go there.
-        """
+        """Go to a saved position; if it has no batch count, `used` or else `step` is taken."""
         if self.is_resumable and position is None:
             raise DataError(
                 f"batches: expected a position to resume at in the checkpoint of step {step}, but "
@@ -171,11 +145,7 @@ class BatchFeed:
 
 
 def check_batches(batches: Any) -> None:
-    """Refuse what is not an iterable of batches, or is a single batch.
-
-    Raises:
-      ConfigError: if it is not.
-    """
+    """Refuse a single batch, and anything else that is not an iterable of batches."""
     is_one = isinstance(batches, str | bytes | dict) or tree.is_array(batches)
     if is_one or not isinstance(batches, Iterable):
         raise ConfigError(
@@ -185,7 +155,7 @@ def check_batches(batches: Any) -> None:
 
 
 def _count_in(position: Any) -> int | None:
-    """Return the number of batches before a position, if it says so as those of `sf.batches` do."""
+    """Return the number of batches before a position, as `sf.batches` stores it, or None."""
     count = position.get("step") if isinstance(position, dict) else None
     return count if type(count) is int else None
 
@@ -193,7 +163,7 @@ def _count_in(position: Any) -> int | None:
 def _epoch_steps(batches: Any, is_iterator: bool) -> int | None:
     steps: int | None = getattr(batches, "steps_per_epoch", None)
     if steps is None and not is_iterator:
-        with suppress(TypeError):  # no length, or none that it knows
+        with suppress(TypeError):  # it has no length
             steps = len(batches)
     return steps
 
@@ -202,17 +172,7 @@ def _epoch_steps(batches: Any, is_iterator: bool) -> int | None:
 def reread(batches: Any, start: DataPosition, began: int) -> Iterator[Iterator[Any]]:
     """Iterate batches again from an earlier position, and restore their position afterwards.
 
-    Args:
-      batches: a list, or batches with `get_state` and `set_state`.
-      start: the step before the first batch that is wanted, and the position there.
-      began: the step before a list's first batch.
-
-    Raises:
-      DataError: if they cannot be read again.
-
-    >>> with reread([10, 11, 12], DataPosition(step=4, position=None), began=0) as batches:
-    ...     next(batches), next(batches)
-    (11, 12)
+    `began` is the step before the first batch of a list; other batches are resumed by position.
     """
     if isinstance(batches, list | tuple):
         yield (batches[(step - began) % len(batches)] for step in itertools.count(start.step))

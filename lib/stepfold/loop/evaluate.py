@@ -82,7 +82,7 @@ def mesh_of(state: Any) -> Mesh | None:
 
 
 def is_placed(batch: Any) -> bool:
-    """Whether a batch was placed on devices on purpose."""
+    """Whether a batch is committed to devices."""
     return any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(batch))
 
 
@@ -99,14 +99,14 @@ def _check_metrics(metrics: Any) -> Any:
 class Evaluation:
     """What `fit` evaluates during a run, on which data, and when.
 
-    Every evaluation is made at the end of the run as well.
+    Every evaluation also runs at the end of the run.
 
     Attributes:
       measure: an `EvalFn`; or, without batches, any function of the state that returns numbers by
         name, such as one that generates text and scores it.
       batches: a function that makes the batches for each evaluation.
-      every: evaluate every so many steps; None is at the end of the run only.
-      every_epochs: evaluate every so many epochs of the training data.
+      every: the steps between evaluations, if any.
+      every_epochs: the epochs of the training data between evaluations, if any.
       name: the prefix of the metrics, as in `eval/loss`, and the `kind` of the events.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
@@ -150,7 +150,6 @@ class Evaluation:
             )
 
     def __call__(self, state: Any) -> dict[str, float]:
-        """Evaluate a state."""
         if self.batches is None:
             metrics = self.measure(state)
             if not isinstance(metrics, Mapping):

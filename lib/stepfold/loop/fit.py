@@ -1,4 +1,4 @@
-"""`fit`: the default training loop, made of the parts that custom loops use too."""
+"""`fit`: the default training loop, built from the parts that custom loops use too."""
 
 import signal
 import sys
@@ -84,8 +84,7 @@ def fit(
       hooks: functions of an `Event`. Unless one of them is `stop_on_nonfinite`, a NaN or inf in
         the loss stops the run; the result then has a `capsule` for `replay`.
       log_every: the steps between log points.
-      resume: whether to resume from a checkpoint if there is one. If not, and there is one, that
-        is an error.
+      resume: whether to resume from a checkpoint; if False, an existing one is an error.
       steps_per_call: how many steps are dispatched in one call at most, with the same bits. No call
         goes past a log point, an evaluation or a save.
       time_limit: the number of seconds after which to stop.
@@ -204,9 +203,6 @@ def fit(
     return result
 
 
-# Arguments
-
-
 def _check_evaluations(evaluation: Any) -> list[Evaluation]:
     evaluations = list(evaluation) if isinstance(evaluation, list | tuple) else [evaluation]
     for item in evaluations:
@@ -236,7 +232,7 @@ def _check_hooks(hooks: Any) -> list[Hook]:
 
 
 def _default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:
-    """Add the hooks that `fit` has by default or for other arguments."""
+    """Add `stop_on_nonfinite` and `stop_after` where they apply."""
     guarded = any(getattr(hook, "replaces_nonfinite_stop", False) for hook in hooks)
     default: list[Hook] = [] if guarded else [stop_on_nonfinite()]
     all_hooks = [*default, *hooks]
@@ -247,7 +243,7 @@ def _default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:
 
 
 def _check_epochs(feed: BatchFeed, recurring: Sequence[Any], hooks: Sequence[Hook]) -> None:
-    """Refuse what is due by epochs if the batches do not know the length of an epoch."""
+    """Refuse schedules by epoch if the batches do not know the length of an epoch."""
     if feed.epoch_steps:
         return
     got = tree.spell(feed.batches)
@@ -266,11 +262,7 @@ def _check_epochs(feed: BatchFeed, recurring: Sequence[Any], hooks: Sequence[Hoo
 def _check_metric_names(
     hooks: Sequence[Hook], checkpoints: Checkpoints | None, evaluations: Sequence[Evaluation]
 ) -> dict[str, str]:
-    """Return the metrics that an argument depends on, with the argument.
-
-    Raises:
-      ConfigError: if nothing measures one of them.
-    """
+    """Map each metric that an argument depends on to it; refuse one that nothing measures."""
     watched = {hook.metric: "hooks" for hook in hooks if getattr(hook, "metric", None)}  # type: ignore[attr-defined]
     best = None if checkpoints is None else read_best(checkpoints.best, checkpoints.mode)
     if best is not None:
@@ -307,9 +299,6 @@ def _check_resumable(
         plain(value, f"hooks: {name}: get_state()")
 
 
-# Files of a run
-
-
 def _open_checkpoints(checkpoints: Checkpoints | None, run_dir: Path | None) -> Series | None:
     if checkpoints is None:
         return None
@@ -330,10 +319,7 @@ def _check_resume(resume: bool, series: Series) -> None:
 
 
 def _continue_metrics(loop: TrainLoop, path: Path) -> None:
-    """Load the history of the run that is resumed.
-
-    What was logged after the checkpoint was saved will be logged again, and is dropped.
-    """
+    """Load the history of the resumed run; drop later rows, which will be logged again."""
     before = loop.logged_step - bool(loop.logged_metrics)
     for step, metrics in read_rows(path, until=before):
         loop.history.add(step, metrics)
@@ -348,7 +334,7 @@ def _continue_metrics(loop: TrainLoop, path: Path) -> None:
 def _make_capsule(
     hooks: Sequence[Hook], loop: TrainLoop, batches: Any, run_dir: Path | None
 ) -> Capsule | None:
-    """Keep what `replay` needs of the step in which a NaN or inf ended the run."""
+    """Capture the inputs of the step for `replay`, if a NaN or inf ended the run."""
     nonfinite = _find_nonfinite(hooks)
     if nonfinite is None:
         return None
@@ -367,11 +353,8 @@ def _find_nonfinite(hooks: Sequence[Hook]) -> Nonfinite | None:
     return next((item for item in found if isinstance(item, Nonfinite)), None)
 
 
-# How a run ends
-
-
 def _stop_reason(loop: TrainLoop, hooks: Sequence[Hook]) -> Stop | None:
-    """Return why the run stopped: a NaN or inf, if one was seen after another reason too."""
+    """Return why the run stopped; a NaN or inf takes precedence over other reasons."""
     nonfinite = _find_nonfinite(hooks)
     if nonfinite is None or loop.stop is None:
         return loop.stop
@@ -400,7 +383,7 @@ def _result(loop: TrainLoop, stop: Stop | None, capsule: Capsule | None = None) 
 
 @contextmanager
 def _attach_result(loop: TrainLoop) -> Iterator[None]:
-    """Attach the result so far to any exception, unless a second signal asked to leave at once."""
+    """Attach the result so far to any exception, unless a second signal forced the exit."""
     try:
         yield
     except BaseException as error:
@@ -411,7 +394,7 @@ def _attach_result(loop: TrainLoop) -> Iterator[None]:
 
 
 def _print_waiting(loop: TrainLoop) -> None:
-    """Say what a second signal still waits for: leaving would break the save off."""
+    """After a second signal, print that a save in progress delays the exit."""
     saving = loop.series and loop.series.saving
     if loop.preemption.was_repeated and saving is not None:
         with suppress(OSError, ValueError):  # the other end of a pipe may be gone
@@ -423,7 +406,7 @@ def _print_waiting(loop: TrainLoop) -> None:
 
 
 def _raise_signal(loop: TrainLoop, result: FitResult) -> None:
-    """End as an interrupted process does, with the result at hand."""
+    """Raise the exception for the signal, with the result attached."""
     error: Any
     if loop.preemption.signal == signal.SIGINT:
         error = KeyboardInterrupt(

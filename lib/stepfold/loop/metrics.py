@@ -1,7 +1,7 @@
 """Metrics on their way from the device: buffered, merged exactly, and read as numbers.
 
-Totals and weights are added up in float64 and whole numbers on the host, where a long evaluation
-loses no digits. Any other metric merges as its class says.
+Totals and weights are added in 64 bits on the host, so that a long evaluation loses no digits. Any
+other metric merges by its own method.
 """
 
 import functools
@@ -45,22 +45,19 @@ class _Closed(NamedTuple):
 class MetricBuffer:
     """Metrics of dispatched steps, buffered until their interval is logged.
 
-    Nothing is read from the device before an interval is taken. The buffer is part of a checkpoint,
-    so that an interval that a stop cut in two is logged whole after a resume.
-
-    Args:
-      unpack: turns what steps returned into metrics on the host, with a leading axis of steps.
+    Nothing is read from the device before an interval is taken; `unpack` reads, and adds a leading
+    axis of steps. The buffer is part of a checkpoint, so that a resume logs an interrupted interval
+    as one.
     """
 
     def __init__(self, unpack: Callable[[Sequence[Any]], Any]) -> None:
         self._unpack = unpack
         self._open: list[Any] = []
         self._restored: list[Any] | None = None  # leaves of the steps before a resume
-        self._restored_values: Any = None  # the same as numbers, if no step tells their structure
+        self._restored_values: Any = None  # the same as numbers, while their structure is unknown
         self.closed: list[_Closed | Interval] = []  # intervals that wait to be logged
 
     def append(self, packed: Any) -> None:
-        """Add what a call of the step returned."""
         self._open.append(packed)
 
     def close_interval(self, step: int) -> None:
@@ -73,15 +70,11 @@ class MetricBuffer:
         self._open, self._restored, self._restored_values = [], None, None
 
     def take(self, until: int) -> Iterator[Interval]:
-        """Yield the intervals that ended at or before a step.
-
-        An interval is removed when the next one is asked for, so that one whose logging fails is
-        yielded again.
-        """
+        """Yield the intervals that ended at or before a step."""
         while self.closed and self.closed[0].step <= until:
             first = self.closed[0]
             yield first if isinstance(first, Interval) else self._read(first)
-            self.closed.pop(0)
+            self.closed.pop(0)  # only now, so that one whose logging fails is yielded again
 
     def _read(self, closed: _Closed) -> Interval:
         last: list[Any] = [x for x in jax.tree.leaves(closed.packed[-1:]) if hasattr(x, "is_ready")]
@@ -98,7 +91,6 @@ class MetricBuffer:
         return jax.tree.unflatten(structure, whole)
 
     def get_state(self) -> dict[str, Any]:
-        """Return all metrics that were not logged yet."""
         leaves, values = self._restored or [], self._restored_values
         if self._open:
             stacked = self._stack(self._restored, self._open)
@@ -111,7 +103,6 @@ class MetricBuffer:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue with the metrics of a checkpoint."""
         self._restored = [
             np.frombuffer(content, jnp.dtype(dtype)).reshape(shape)
             for dtype, shape, content in state["leaves"]
@@ -131,13 +122,7 @@ def _from_json(values: Sequence[Mapping[str, Any]]) -> tuple[Any, Any, Any]:
 
 
 class PerStepMetrics(Mapping[str, np.ndarray]):
-    """Metrics with a leading axis of steps, each computed when it is first looked up.
-
-    >>> from clu.metrics import Average
-    >>> stacked = {"loss": Average(total=np.array([2.0, 9.0]), count=np.array([1.0, 3.0]))}
-    >>> PerStepMetrics(stacked, per_step_values, "train/")["train/loss"]
-    array([2., 3.])
-    """
+    """Metrics with a leading axis of steps, each computed when it is first looked up."""
 
     def __init__(
         self, stacked: Mapping[str, Any], read: Callable[[Any], np.ndarray | None], prefix: str = ""
@@ -199,13 +184,7 @@ def are_metrics(value: Any) -> bool:
 
 
 def merge_metrics(metrics: Sequence[Mapping[str, "Metric"]]) -> dict[str, Any]:
-    """Merge the metrics of several steps or batches exactly.
-
-    >>> import jax.numpy as jnp, stepfold as sf
-    >>> seen = [{"loss": sf.mean(jnp.array([1.0, 3.0]))}, {"loss": sf.mean(jnp.array([8.0]))}]
-    >>> metric_values(merge_metrics(seen))
-    {'loss': 4.0}
-    """
+    """Merge the metrics of several steps or batches exactly."""
     host: Any = jax.device_get(list(metrics))
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *host)
     return {name: _merge(stacked[name]) for name in host[0]}
@@ -226,12 +205,7 @@ def _sum(leaf: Any) -> Any:
 
 
 def metric_values(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Read merged metrics as numbers; a metric of several numbers gets a name for each.
-
-    Raises:
-      ConfigError: if a metric is not a number, a dict or an array of them, or its name has several
-        lines.
-    """
+    """Read merged metrics as numbers; a metric of several numbers gets a name for each."""
     values: dict[str, float] = {}
     for name, metric in metrics.items():
         _flatten(f"{prefix}{name}", metric_value(metric), values)
@@ -254,10 +228,7 @@ def _is_term_sum(metric: Any) -> bool:
 
 
 def _keeps(metric: Any, method: str) -> bool:
-    """Whether a metric is a sum of terms, or an `Average` that does not override a method.
-
-    Then merging is adding, which can be done with more digits than on the device.
-    """
+    """Whether a metric is a sum of terms or an `Average` that inherits `method`: both just add."""
     from clu.metrics import Average
 
     kind = type(metric)
@@ -307,13 +278,7 @@ def _flatten(name: str, value: Any, values: dict[str, float]) -> None:
 
 
 class Curve(list[float]):
-    """The values of one metric; `steps` has the step of each.
-
-    >>> curve = Curve()
-    >>> curve.add(10, 0.5)
-    >>> curve, curve.steps
-    ([0.5], [10])
-    """
+    """The values of one metric; `steps` has the step of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,16 +292,9 @@ class Curve(list[float]):
 
 
 class History(dict[str, Curve]):
-    """The curve of each metric by name.
-
-    >>> history = History()
-    >>> history.add(10, {"train/loss": 0.5})
-    >>> history["train/loss"]
-    [0.5]
-    """
+    """The curve of each metric by name."""
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a step."""
         for name, value in metrics.items():
             curve = self.get(name)
             if curve is None:
@@ -354,7 +312,6 @@ class History(dict[str, Curve]):
         }
 
     def set_state(self, state: Mapping[str, Sequence[bytes]]) -> None:
-        """Continue with the curves of a checkpoint."""
         for name, (steps, values) in state.items():
             for step, value in zip(
                 np.frombuffer(steps, np.int64), np.frombuffer(values), strict=True

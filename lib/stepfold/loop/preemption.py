@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: a run finishes its step, saves, and tells why it stopped."""
+"""SIGINT and SIGTERM: a run finishes its step and saves before it stops."""
 
 import signal
 import threading
@@ -20,20 +20,13 @@ class WaitInterrupted(BaseException):
 
 
 class Preemption:
-    """Whether the process was signalled to stop.
-
-    Attributes:
-      signal: the signal that was received, or None.
-      was_repeated: whether a second signal followed, to leave at once.
-      is_alone: whether this process may stop by itself; several have to agree.
-      is_waiting: set while the loop waits for something that a signal may interrupt.
-    """
+    """Whether the process was signalled to stop."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self.was_repeated = False
-        self.is_alone = jax.process_count() == 1
-        self.is_waiting = False
+        self.was_repeated = False  # a second signal, to exit at once
+        self.is_alone = jax.process_count() == 1  # several processes have to agree to stop
+        self.is_waiting = False  # for data or an evaluation, which a signal may interrupt
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
@@ -57,10 +50,7 @@ class Preemption:
             raise WaitInterrupted
 
     def agree(self, stop: Stop | None) -> Stop | None:
-        """Return the reason to stop that holds for all processes; each calls it at the same step.
-
-        A signal that any process received goes before the reasons of hooks.
-        """
+        """Agree on a reason to stop, at the same step in all processes; signals come first."""
         mine = np.array([int(self.signal or 0), int(stop is not None)], np.int32)
         votes = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, 2)
         number = int(votes[:, 0].max())

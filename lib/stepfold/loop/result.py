@@ -1,4 +1,4 @@
-"""What `fit` returns: the state, the history of metrics, and why it stopped."""
+"""The result of `fit`."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class FitResult(NamedTuple):
-    """What `fit` returns.
+    """The result of `fit`.
 
     Attributes:
       state: the state after the last step.
@@ -19,8 +19,7 @@ class FitResult(NamedTuple):
       stop_reason: why it stopped, a `Stop` with `kind` and `message`.
       best: the step of the best checkpoint, if `Checkpoints(best=…)` ranks them.
       resumed: the step of the checkpoint that it resumed from, or None.
-      capsule: what `replay` needs to run the step again in which a metric was NaN or inf, if one
-        ended the run.
+      capsule: if a NaN or inf ended the run, the inputs of that step for `replay`.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> tx = optax.sgd(0.1)

@@ -114,17 +114,7 @@ def versions() -> dict[str, str]:
 
 
 def read_run_info(run_dir: Path) -> dict[str, Any]:
-    """Read `run.json`; empty if there is none. Format 1 is converted.
-
-    Raises:
-      DataError: if it is damaged, edited to something else, or of a later stepfold.
-
-    >>> import tempfile
-    >>> folder = Path(tempfile.mkdtemp())
-    >>> write_run_info(folder, {"attempts": []})
-    >>> read_run_info(folder)
-    {'attempts': [], 'format': 2}
-    """
+    """Read `run.json` and convert format 1; empty if there is no file."""
     path = run_dir / NAME
     try:
         info = json.loads(path.read_bytes())
@@ -218,11 +208,7 @@ def write_run_info(run_dir: Path, info: Mapping[str, Any]) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old content or the new.
-
-    Raises:
-      OSError: if it cannot be written; the file is as it was before.
-    """
+    """Write a file atomically; if it cannot be written, the old content stays."""
     new = path.with_name(path.name + ".new")
     try:
         # The name of a run's directory need not be UTF-8, and the page shows it.

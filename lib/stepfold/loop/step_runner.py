@@ -1,8 +1,7 @@
 """Run a step: compiled once, one batch or several in a dispatch, its metrics packed.
 
-Every array that a step returns costs a little to return, and a little more to fetch. So the metrics
-leave the device side by side in one array for each dtype, bit for bit, and are unpacked on the
-host.
+Returning and fetching an array has a fixed cost. So metrics leave the device concatenated into one
+array for each dtype, bit for bit, and are unpacked on the host.
 """
 
 import types
@@ -29,14 +28,7 @@ StepFn = Callable[[Any, Any], tuple[Any, Any]]
 class StepRunner:
     """Run a step on batches; one that is neither jitted nor compiled is compiled when first called.
 
-    A program is kept on the step function itself, so that another runner of the same step, for the
-    same forms of state and batch, reuses it, as `jax.jit` does.
-
-    >>> import jax.numpy as jnp, stepfold as sf
-    >>> runner = StepRunner(lambda state, batch: (state + 1, {"loss": sf.mean(batch)}))
-    >>> state, packed = runner(jnp.zeros(()), [jnp.ones(4)])
-    >>> runner.unpack([packed, packed])["loss"].total.tolist()
-    [4.0, 4.0]
+    Programs are kept on the step function, so that another runner of it reuses them, as in `jit`.
     """
 
     def __init__(self, step: StepFn) -> None:
@@ -61,7 +53,7 @@ class StepRunner:
         return program(state, batches[0] if len(batches) == 1 else tuple(batches))  # type: ignore[no-any-return]
 
     def _first(self, state: Any, batches: Sequence[Any]) -> Callable[[Any, Any], Any]:
-        """Make what runs this number of batches; it is kept once it has run."""
+        """Return the first call for this number of batches, which keeps its program."""
         if jax.process_count() > 1:  # each has its own rows, which jax does not put together
             self._mesh = mesh_of(state)
         count = len(batches)
@@ -108,11 +100,7 @@ class StepRunner:
 
 
 def check_step_output(output: Any) -> tuple[Any, dict[str, Any]]:
-    """Check that a step returned a state and metrics by name.
-
-    Raises:
-      ConfigError: if it returned anything else.
-    """
+    """Check that a step returned a state and metrics by name."""
     if not isinstance(output, tuple) or len(output) != 2:
         raise ConfigError(f"step: expected (state, metrics) from it, got {tree.spell(output)}")
     state, metrics = output
@@ -163,7 +151,7 @@ class _PackedStep:
         return strengthen(state), packed
 
     def scan(self, state: Any, batches: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Run the step on several batches in one program, with the bits of as many calls."""
+        """Run the step on several batches in one program, bit for bit as in single calls."""
         for batch in batches[1:]:
             lines = tree.diff(batches[0], batch, "batch")
             if lines:
@@ -199,9 +187,9 @@ def _programs_of(step: StepFn) -> dict[Any, _Program]:
 
 
 def _form(state: Any, batch: Any) -> tuple[Any, ...]:
-    """Describe arguments up to their values: what decides whether a program takes them."""
+    """Describe arguments by structure, type and sharding; equal forms share a program."""
     leaves, structure = jax.tree.flatten((state, batch))
     if not all(map(tree.is_data, leaves)):
-        return (object(),)  # equal to no other: compiling says what is wrong with it
+        return (object(),)  # equal to no other: compiling raises the error
     forms = [(jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves]
     return structure, *forms

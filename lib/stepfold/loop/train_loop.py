@@ -1,4 +1,4 @@
-"""The training loop: the order in which things happen, and what a checkpoint holds of a run."""
+"""The training loop: the order of operations, and the state of a run in its checkpoints."""
 
 import functools
 import warnings
@@ -19,7 +19,7 @@ from stepfold.loop.preemption import Preemption, WaitInterrupted
 from stepfold.loop.step_runner import StepRunner
 
 _MAX_DELAY = 4  # steps that are dispatched before the metrics of a log point are read
-_FORMAT = 2  # of what a checkpoint holds of a run; incremented when its meaning changes
+_FORMAT = 2  # of the run state in a checkpoint; incremented when its meaning changes
 _NOT_SAVED = "; not saved, because a parameter is NaN"
 _END = object()
 
@@ -29,8 +29,8 @@ def iterate(
 ) -> Iterator[tuple[Any, Any]]:
     """Fold batches into a state; yield the state and the metrics after each.
 
-    Nothing is compiled, placed or waited for beyond what the step does: give a compiled one. A step
-    that donates its state takes the state that was yielded last, so use it before the next one.
+    Nothing is compiled, placed or waited for here. If the step donates its state, use each yielded
+    state before the next iteration.
 
     Args:
       step: a `StepFn`, jitted or compiled for speed.
@@ -55,24 +55,8 @@ def iterate(
 class Schedule:
     """When something is due: log points, evaluations, saves, the ends of epochs and of the run.
 
-    Steps count from step 0 of the state, epochs from the first batch of the data.
-
-    Args:
-      log_every: the steps between log points.
-      recurring: objects with `every` and `every_epochs`, each an integer or None.
-      total: the last step, or None if unknown.
-      epoch_steps: the steps of an epoch, or None if unknown.
-      first_step: the step before the first batch of the data.
-      log_epochs: whether the end of an epoch is a log point.
-
-    >>> from types import SimpleNamespace
-    >>> save = SimpleNamespace(every=25, every_epochs=None)
-    >>> schedule = Schedule(10, [save], total=40, epoch_steps=16, log_epochs=True)
-    >>> steps = [0]
-    >>> while steps[-1] < 40:
-    ...     steps.append(schedule.next_after(steps[-1]))
-    >>> steps
-    [0, 10, 16, 20, 25, 30, 32, 40]
+    Steps count from step 0 of the state, epochs from the first batch of the data, after
+    `first_step`. Objects in `recurring` have `every` and `every_epochs`, each an integer or None.
     """
 
     def __init__(
@@ -93,7 +77,6 @@ class Schedule:
         self._every_epochs = [count * epoch_steps for count in epochs] if epoch_steps else []
 
     def next_after(self, step: int) -> int:
-        """Return the next step at which something is due."""
         first = self._first_step
         steps: list[int] = [(step // every + 1) * every for every in self._every]
         steps += [((step - first) // every + 1) * every + first for every in self._every_epochs]
@@ -105,7 +88,6 @@ class Schedule:
         return step == self._total or step % self._log_every == 0 or ends_epoch
 
     def is_due(self, item: Any, step: int) -> bool:
-        """Whether an object with `every` and `every_epochs` is due after a step."""
         epochs = self.epochs_done(step)
         by_epoch = bool(epochs and item.every_epochs and epochs % item.every_epochs == 0)
         return by_epoch or bool(item.every and step % item.every == 0)
@@ -121,8 +103,8 @@ class Schedule:
 class TrainLoop:
     """Run steps until something stops the run; log, evaluate and save where due.
 
-    The arguments are those of `fit`, checked; `watched` maps each metric that something depends on
-    to the argument that named it, and `save_history` is for runs without a file of all metrics.
+    The arguments are those of `fit`, checked. `watched` maps each metric that an argument depends
+    on to that argument. `save_history` is for runs without a file of all metrics.
     """
 
     def __init__(
@@ -144,22 +126,22 @@ class TrainLoop:
         self.state, self.step = state, step_of(state)
         self.preemption, self.hooks, self.series = Preemption(), hooks, series
         self.history, self._batch = History(), None
-        self.stop: Stop | None = None  # why the run stopped
+        self.stop: Stop | None = None
         self.resumed: int | None = None  # the step of the checkpoint that it resumed from
         self.positions: list[DataPosition] = []  # at the start and at the last log points
         self._run_step, self._feed, self._evaluations = runner, feed, evaluations
         self._buffer = MetricBuffer(runner.unpack)
         self._log_every, self._steps_per_call = log_every, steps_per_call
         self._save_history = save_history
-        # Metrics are read when so many further steps are dispatched that the device has work while
-        # hooks run. At a log point that evaluates or saves, and at the end, they are read at once.
+        # Metrics are read this many steps late, so that the device has work while hooks run. At a
+        # log point that evaluates or saves, and at the end, they are read at once.
         self._delay = min(_MAX_DELAY, max(1, log_every // 2))
         self._more_steps, new_steps = more_steps, more_steps or feed.total
         self.total = self.step + new_steps if steps is None and new_steps else steps
         self._first_step = self.step  # of this call
         self._unseen_metrics = dict(watched)
         self._provides_any = any(getattr(h, "provides", None) is None for h in hooks.hooks)
-        # Saved in checkpoints, so that what an exception cut off is done after the resume.
+        # Saved in checkpoints, so that a resume finishes what an exception interrupted.
         self._evaluated: dict[str, int] = {}  # the step of the last evaluation by name
         self._epoch_ended_at = self.step
         self._is_complete = self.total is not None and self.step >= self.total
@@ -167,10 +149,8 @@ class TrainLoop:
         self.logged_metrics: dict[str, float] = {}  # all of that step
         self._has_news = False  # whether hooks have seen an event
 
-    # What a run does
-
     def run(self) -> None:
-        """Run to the end; save before anything leaves."""
+        """Run to the end; save before an exception propagates."""
         if self._is_complete and self.total is not None and self.step >= self.total:
             message = f"step {self.step} of {self.total} was done before"
             self.stop = Stop("already_completed", message)
@@ -199,7 +179,7 @@ class TrainLoop:
             raise
 
     def _finish_boundary(self) -> None:
-        """Start the schedule, and do what an exception cut off in the run that is resumed."""
+        """Start the schedule, and finish what an exception interrupted before a resume."""
         self._schedule = Schedule(
             self._log_every,
             [*self._evaluations, *([] if self.series is None else [self.series])],
@@ -219,7 +199,7 @@ class TrainLoop:
             self.stop = Stop("completed", f"all {self.total} steps were done")
 
     def _next_batches(self, count: int) -> list[Any]:
-        """Pull batches; at the end of them return none and set the reason to stop."""
+        """Pull up to `count` batches; if there are none, set the reason to stop."""
         batches: list[Any] = []
         while len(batches) < count:
             batch = self._interruptible(self._feed.next_batch, self.step + len(batches))
@@ -235,7 +215,7 @@ class TrainLoop:
         return batches
 
     def _interruptible(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call what may wait; return `_END` at its StopIteration, or if a signal interrupts it."""
+        """Call a function that may block; return `_END` on StopIteration or a signal."""
         preemption = self.preemption
         if preemption.signal is not None and preemption.is_alone:
             return _END
@@ -293,7 +273,7 @@ class TrainLoop:
         self._due = self._schedule.next_after(step)
 
     def _finish(self) -> None:
-        """Log what is left, evaluate a last time, and save."""
+        """Log the rest, evaluate a last time, and save."""
         self._is_complete = self._is_complete or self.step == self.total
         if not self._is_complete:  # a resume continues the open interval, and logs it whole
             self._log()
@@ -310,10 +290,7 @@ class TrainLoop:
             self._save()
 
     def _rescue(self, error: BaseException) -> None:
-        """Save what an exception would lose.
-
-        Not with several processes: the others do not know of the exception and would not take part.
-        """
+        """Save after an exception, but not with several processes: the others do not take part."""
         self._is_complete = False
         if not is_available(self.state):
             explanation = self._run_step.explain(error)
@@ -324,8 +301,6 @@ class TrainLoop:
                 self._save()
             except (StepfoldError, OSError) as failure:
                 error.add_note(f"the state could not be saved: {type(failure).__name__}: {failure}")
-
-    # Events
 
     def _log(self, until: int | None = None) -> None:
         """Send hooks the intervals that ended at or before a step, by default all."""
@@ -404,8 +379,6 @@ class TrainLoop:
                     stacklevel=5,
                 )
 
-    # Checkpoints
-
     def restore(self) -> None:
         """Restore the newest good checkpoint."""
         if self.series is None:
@@ -436,7 +409,7 @@ class TrainLoop:
             self.hooks.set_state(saved["hooks"])
 
     def get_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the run. Its size does not grow with the run."""
+        """Return the run state for a checkpoint; its size does not grow with the run."""
         return {
             "format": _FORMAT,
             "total": self.total,

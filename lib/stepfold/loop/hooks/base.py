@@ -1,4 +1,4 @@
-"""What hooks see, what they may return, and how `fit` calls them."""
+"""Events, reasons to stop, and the dispatch of hooks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -139,12 +139,12 @@ class StatefulHook(BaseHook):
 
 
 def may_stop(hook: Hook) -> bool:
-    """Whether a hook may stop a run, as far as it declares."""
+    """Whether a hook may stop a run; True if it does not declare it."""
     return bool(getattr(hook, "can_stop", True))
 
 
 def hook_name(hook: Hook) -> str:
-    """Name a hook by the function or class that made it."""
+    """Name a hook by its function or class."""
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
@@ -210,7 +210,7 @@ class HookDispatcher:
         self._snapshot = None
 
     def get_state(self) -> list[Any]:
-        """Return the state of all hooks, as it was before an event that some have not seen."""
+        """Return the state of all hooks, from before a transaction that did not finish."""
         return self._states() if self._snapshot is None else self._snapshot
 
     def set_state(self, state: Sequence[Any]) -> None:

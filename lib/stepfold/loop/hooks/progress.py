@@ -107,9 +107,9 @@ class progress(StatefulHook):  # noqa: N801
             self._is_open = False
 
 
-# Draw a step, values, of which a bar keeps older ones, and steps per second.
+# Draws a step, metrics and steps per second; a bar also keeps the metrics of earlier calls.
 _Draw = Callable[[int, Mapping[str, float], float | None], None]
-_Bar = tuple[_Draw, Callable[[], None]]  # and how to close it
+_Bar = tuple[_Draw, Callable[[], None]]  # the second closes the bar
 _HIDDEN: _Bar = (lambda *_: None, lambda: None)
 _PAUSE = 0.25  # least seconds between two drawings of a bar
 

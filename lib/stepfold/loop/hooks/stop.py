@@ -15,7 +15,7 @@ from stepfold.loop.hooks.base import BaseHook, Event, StatefulHook, Stop
 
 
 class stop_after(BaseHook):  # noqa: N801
-    """Stop when a number of seconds has passed since the hook was made.
+    """Stop when a number of seconds has passed since the hook was created.
 
     >>> import stepfold as sf
     >>> str(sf.stop_after(0.0)(sf.Event(10, None, {}, None)))

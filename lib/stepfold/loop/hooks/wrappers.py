@@ -15,7 +15,7 @@ from stepfold.loop.hooks.base import Event, Hook, StatefulHook, Stop, call_optio
 class HookWrapper:
     """Base class of hooks around another. Attributes that it lacks are those of the inner hook.
 
-    The inner state is kept with the kind of the hook, and not given to a hook of another kind.
+    The inner state is saved with the kind of the hook, and restored only into the same kind.
     """
 
     def __init__(self, hook: Hook) -> None:

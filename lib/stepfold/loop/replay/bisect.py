@@ -1,6 +1,6 @@
-"""Which rows of a batch make a step fail, found by running it on some of them at a time.
+"""Bisect a batch for the rows that make a step fail.
 
-The other rows are replaced by copies of them, so that shapes and random numbers stay the same.
+Copies of the selected rows replace all others, so that shapes and random numbers stay the same.
 """
 
 import itertools
@@ -20,11 +20,7 @@ _MOST_SHOWN = 4
 
 
 def find_bad_rows(batch: Any, is_bad: Callable[[Any], bool]) -> tuple[tuple[Rows, ...], list[str]]:
-    """Find the rows that make a step fail; return sets of them, and notes for people.
-
-    >>> find_bad_rows({"x": np.array([3, 0, 5])}, lambda batch: 0 in batch["x"])
-    (((1,),), ['row 1: x=0'])
-    """
+    """Find the rows that make a step fail; return sets of them, and notes for people."""
     sizes = _row_counts(batch)
     if len(set(sizes.values())) != 1:
         listed = ", ".join(f"{name} of {size}" for name, size in sizes.items()) or "none"
@@ -48,10 +44,7 @@ def find_bad_rows(batch: Any, is_bad: Callable[[Any], bool]) -> tuple[tuple[Rows
 def minimal_bad_rows(rows: Sequence[int], is_bad: Callable[[Rows], bool]) -> Iterator[Rows]:
     """Find rows that are bad alone, and sets of rows that are bad only together.
 
-    Each set takes a number of runs that grows with the logarithm of the number of rows.
-
-    >>> list(minimal_bad_rows(range(8), lambda rows: {1, 4} <= set(rows)))
-    [(1, 4)]
+    The number of runs for each set grows with the logarithm of the number of rows.
     """
     if len(rows) == 1:
         yield tuple(rows)
@@ -64,7 +57,7 @@ def minimal_bad_rows(rows: Sequence[int], is_bad: Callable[[Rows], bool]) -> Ite
 
 
 def _smallest(rows: Rows, context: Rows, is_bad: Callable[[Rows], bool]) -> Rows:
-    """Reduce rows that are bad together with a context to as few as are bad with it."""
+    """Reduce rows to as few as are bad together with a context."""
     if context and is_bad(context):
         return ()
     if len(rows) == 1:
@@ -80,11 +73,7 @@ def _halves(rows: Sequence[int]) -> tuple[Rows, Rows]:
 
 
 def select_rows(batch: Any, rows: Sequence[int]) -> Any:
-    """Make a batch of the same form with some of the rows, and copies of them in other places.
-
-    >>> select_rows({"x": np.array([10, 11, 12, 13]), "scale": 2.0}, (1, 3))
-    {'scale': 2.0, 'x': array([11, 11, 11, 13])}
-    """
+    """Make a batch of the same form with some of the rows, and copies of them in other places."""
     count = next(iter(_row_counts(batch).values()))
     # Each place gets the nearest row before it, or else the first.
     nearest = np.searchsorted(rows, np.arange(count), side="right") - 1
@@ -112,11 +101,7 @@ def _row_counts(batch: Any) -> dict[str, int]:
 
 
 def nonfinite_inputs(batch: Any, rows: Collection[int]) -> list[str]:
-    """Name the arrays of a batch that contain NaN or inf in some rows, or anywhere without rows.
-
-    >>> nonfinite_inputs({"x": np.array([1, np.nan]), "y": np.ones(2)}, rows={1})
-    ['batch/x is not finite as it came']
-    """
+    """Name the arrays of a batch that contain NaN or inf in some rows, or anywhere without rows."""
     names = []
     for name, leaf in tree.named_leaves(batch, "batch"):
         if tree.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact):

@@ -1,4 +1,4 @@
-"""Capsules: what is kept of the step in which a metric became NaN or inf, to run it again.
+"""Capsules: the inputs of the step in which a metric became NaN or inf, to run it again.
 
 During a run only the data position is kept. Afterwards the batch is read again from there, and
 `replay` recomputes the state, which was donated to the step, from a checkpoint.
@@ -44,8 +44,8 @@ class CheckpointReference(NamedTuple):
 class Capsule:
     """The step in which a metric was NaN or inf; `replay` takes it.
 
-    `fit` makes it when `stop_on_nonfinite` ends a run, and writes it to `run_dir/capsules/<step>`.
-    One that is read from there has neither `like` nor `batches`.
+    `fit` returns one when `stop_on_nonfinite` ends a run, and writes it to
+    `run_dir/capsules/<step>`. One that is read from there has neither `like` nor `batches`.
 
     Attributes:
       key: the random key of its loss; None if the state has none.
@@ -160,8 +160,7 @@ def copy_arrays(arrays: Any) -> Any:
 def save_capsule(capsule: Capsule, run_dir: str | Path) -> Capsule:
     """Write a capsule to `run_dir/capsules/<step>`, from process 0; return it with its path.
 
-    Warns:
-      RuntimeWarning: if it cannot be written, which must not cost the result of the run.
+    A failure is only a warning: it must not cost the result of the run.
     """
     if jax.process_index() > 0:
         return capsule
@@ -179,7 +178,7 @@ def save_capsule(capsule: Capsule, run_dir: str | Path) -> Capsule:
 
 
 def _write(capsule: Capsule, run_dir: Path) -> Path:
-    """Write a directory with all of a capsule, and rename it to its place."""
+    """Write a capsule to a temporary directory, then rename it to its path."""
     lost, notes, arrays = list(capsule.lost), list(capsule.notes), dict[str, np.ndarray]()
     structure = _describe(capsule.batch, "batch", arrays, lost)
     key = checkpoint = position = None
@@ -287,7 +286,7 @@ def read_capsule(path: str | Path) -> Capsule:
         checkpoint = CheckpointReference(path.parent.parent / checkpoint[0], checkpoint[1])
     reader = None
     if content["arrays"]:
-        # Without `restore`, which waits for all processes and has to be given dtypes and shapes.
+        # Without `restore`, which waits for all processes and needs dtypes and shapes.
         from stepfold.checkpoint.arrays import Reader  # imported when first used, for tensorstore
 
         folder = path_of(path / _BATCH, content["step"])

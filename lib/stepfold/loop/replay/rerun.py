@@ -32,7 +32,7 @@ class Replay(NamedTuple):
         that left NaN or inf in the state and the loss showed it only later.
       examples: the rows of the batch that cause it, each set sufficient by itself.
       leaves: the leaves of the state that were finite before the step and are not after it.
-      where: the operation that made the first NaN or inf, and its line.
+      where: the operation that produced the first NaN or inf, and its line.
       said: further notes.
 
     >>> import stepfold as sf
@@ -84,10 +84,10 @@ def replay(
 
     The newest checkpoint before the step is restored and the steps since then are run again, which
     gives the bits of the run. Then the step runs with some rows of its batch and copies of them in
-    place of the others, until no set of rows that fails can be made smaller. Where rows influence
-    each other, as in batch normalization, copies may fail where the batch did not. Last, the step
-    is evaluated operation by operation, up to the first that makes NaN or inf out of finite
-    numbers. If an earlier step left NaN or inf in the state, that step is searched instead.
+    place of the others, until each failing set of rows is minimal. Where rows influence each other,
+    as in batch normalization, copies may fail where the batch did not. Last, the step is evaluated
+    operation by operation, up to the first that makes NaN or inf out of finite numbers. If an
+    earlier step left NaN or inf in the state, that step is searched instead.
 
     It takes the memory of two states besides that of the step.
 
@@ -249,7 +249,7 @@ def _nonfinite_leaves(state: Any) -> list[str]:
 def _find_cause(
     state: Any, batch: Any, runner: StepRunner, step: Any, metric: str | None
 ) -> tuple[tuple[Rows, ...], tuple[str, ...], str, list[str]]:
-    """Return examples, leaves, where and notes of a step; without a metric, of its state."""
+    """Return examples, leaves, where and notes for a failing metric, or state without a metric."""
     nonfinite_before = set(_nonfinite_leaves(state))
 
     def run(batch: Any) -> tuple[tuple[str, ...], bool]:

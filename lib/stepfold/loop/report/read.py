@@ -34,7 +34,7 @@ class SavedStep(NamedTuple):
 
 
 class Run(NamedTuple):
-    """All that is known of a run; `info` is the content of `run.json`, empty if there is none."""
+    """The files of a run; `info` is the content of `run.json`, empty if there is none."""
 
     path: Path
     info: Mapping[str, Any]
@@ -45,21 +45,15 @@ class Run(NamedTuple):
 
     @property
     def attempts(self) -> Sequence[Mapping[str, Any]]:
-        """The starts of the run, the first one first."""
         attempts: Sequence[Mapping[str, Any]] = self.info.get("attempts", ())
         return attempts
 
     def argument(self, name: str) -> Any:
-        """Return an argument of `fit`, or None if it is unknown."""
         return (self.info.get("arguments") or {}).get(name)
 
 
 def read_run(path: Path, tail: "Tail | None" = None) -> Run:
-    """Read a run from its directory; a `tail` of its metrics need not start over.
-
-    Raises:
-      DataError: if `run.json` is damaged, edited to something else, or of a later stepfold.
-    """
+    """Read a run from its directory; with a `tail`, parse only new lines of its metrics."""
     tail = tail or Tail(path / "metrics.jsonl")
     saved: list[SavedStep] = []
     run = Run(path, read_run_info(path), tail.read(), tail.hparams, saved, tail.damaged_lines)
@@ -76,16 +70,10 @@ def read_run(path: Path, tail: "Tail | None" = None) -> Run:
 
 
 class Tail:
-    r"""An incremental reader of `metrics.jsonl`, which parses each line only once.
+    """An incremental reader of `metrics.jsonl`, which parses each line only once.
 
     Only the last line is read again, since the writer may replace it by one with more metrics of
     the same step. A line that is still being written is left for later.
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
-    >>> _ = path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n{"step": 3, "lo')
-    >>> Tail(path).read()["loss"].values.tolist()
-    [2.0, 1.0]
     """
 
     def __init__(self, path: Path) -> None:
@@ -141,15 +129,7 @@ class Tail:
 
 
 def thin(curve: Curve, columns: int, span: tuple[float, float]) -> Curve:
-    """Keep the minimum, the maximum and the first NaN or inf of each pixel column of a chart.
-
-    `span` is the steps at its left and right edge.
-
-    >>> values = np.where(np.arange(100_000) == 54_321, 7.0, 1.0)
-    >>> few = thin(Curve(np.arange(100_000.0), values), 100, (0, 99_999))
-    >>> len(few.steps) < 300, few.values.max(), few.steps[few.values.argmax()]
-    (True, np.float64(7.0), np.float64(54321.0))
-    """
+    """Keep the minimum, maximum and first NaN or inf of each pixel column; `span` is in steps."""
     if len(curve.steps) <= 2 * columns:
         return curve
     width = (span[1] - span[0]) / columns or 1.0

@@ -37,12 +37,9 @@ _loss_first = lambda chart: (chart != "loss", "loss" not in chart)  # a key to s
 def render(
     runs: Sequence[Run], *, refresh_seconds: int | None = None, now: datetime | None = None
 ) -> str:
-    """Render the page of a run, or one that compares several.
-
-    The page of a run that is running reloads itself every `refresh_seconds`.
-    """
+    """Render the page of a run, which reloads while it is running, or one that compares several."""
     now = now or datetime.now(UTC)
-    # Runs are named by as many of the last parts of their paths as make them unique.
+    # Name runs by the shortest suffixes of their paths that are unique.
     for depth in range(1, max(len(run.path.parts) for run in runs) + 1):
         names = ["/".join(run.path.parts[-depth:]) for run in runs]
         if len(set(names)) == len(names):
@@ -273,9 +270,9 @@ def _goodput(run: Run) -> float | None:
 
 
 def _best(run: Run, metric: str) -> tuple[str, float, float] | None:
-    """Return "lowest" or "highest", that value and its step, if either end is known to be better.
+    """Return "lowest" or "highest", that value and its step; None if neither is known as better.
 
-    That of a loss is, and that of a metric that evaluations measure too.
+    It is known for losses, for `Checkpoints(best=…)`, and for metrics of evaluations.
     """
     if metric not in run.curves:
         return None

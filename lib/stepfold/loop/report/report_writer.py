@@ -1,4 +1,4 @@
-"""Keep `run.json` and `report.html` up to date while a run goes on, without slowing it down."""
+"""Keep `run.json` and `report.html` up to date during a run, without slowing it down."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ from stepfold.loop.report.read import Tail, read_run
 from stepfold.loop.report.render import render
 from stepfold.loop.run_info import NAME, read_run_info, replace_file, write_run_info
 
-_SHARE = 0.01  # of the time at most is spent on pages
+_SHARE = 0.01  # the largest share of the time to spend on pages
 _MIN_PAUSE, _MAX_PAUSE = 2.0, 30.0  # seconds between pages, early and late in a run
 _CLOCK_ROWS = 400  # samples of the clock; beyond that every second one is dropped
 
@@ -26,8 +26,8 @@ _CLOCK_ROWS = 400  # samples of the clock; beyond that every second one is dropp
 class ReportWriter(BaseHook):
     """Write `run.json` and `report.html` of a run from a thread, on process 0 only.
 
-    `fit` enters it before everything else, so that the last page shows how everything ended. A file
-    that cannot be written causes one warning, and the run continues.
+    `fit` enters it first, so that the last page shows how everything ended. A file that cannot be
+    written causes one warning, and the run continues.
     """
 
     provides = ()
@@ -94,7 +94,7 @@ class ReportWriter(BaseHook):
         self._warn()
 
     def _sample(self, step: int, waited: float) -> None:
-        """Note the time of a step, for at most `_CLOCK_ROWS` steps, evenly over the run."""
+        """Record the time of a step, for at most `_CLOCK_ROWS` steps, evenly over the run."""
         seconds = time.perf_counter() - self._opened_at
         self._last_row = (step, round(seconds, 4), round(waited, 4))
         if self._row_count % self._stride == 0:

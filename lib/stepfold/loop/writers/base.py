@@ -45,7 +45,6 @@ class Writer:
         self._forward("write_scalars", step, scalars)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Write texts."""
         self._forward("write_texts", step, texts)
 
     def write_histograms(self, step: int, arrays: Values, num_buckets: Buckets = None) -> None:
@@ -57,7 +56,6 @@ class Writer:
         self._forward("write_images", step, images)
 
     def write_hparams(self, hparams: Values) -> None:
-        """Write the hyper-parameters of the run."""
         self._forward("write_hparams", hparams)
 
     def resume(self, step: int) -> None:
@@ -113,7 +111,7 @@ class ConvertingWriter(Writer):
 
 
 def check_step(step: Any) -> int:
-    """Convert a step, an integer of any library, to Python's."""
+    """Convert a step, an integer of any library, to a Python int."""
     try:
         number = operator.index(step)
     except TypeError:
@@ -131,7 +129,7 @@ def _convert(kind: str, values: Values, convert: Callable[[str, Any], Any]) -> d
 
 
 def _number(name: str, value: Any) -> float:
-    """Convert a number of any library to Python's, exactly."""
+    """Convert a number of any library to a Python number, exactly."""
     if type(value) in (float, int):
         return value  # type: ignore[no-any-return]
     array = _real_array(name, value, "one real number", size=1).reshape(())

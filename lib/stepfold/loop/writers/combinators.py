@@ -59,7 +59,7 @@ class async_writer(Writer):  # noqa: N801
     r"""Write in a background thread, in the order of the calls, so that the loop does not wait.
 
     The thread also waits for values that are still on a device. An error is raised by the next
-    call. `flush` returns when all calls made before it, in any thread, are done and the writer is
+    call. `flush` returns when all earlier calls, of any thread, are done and the writer is
     flushed. A process that ends without `close` first writes all that is queued. A kill loses
     calls that are queued, usually those of the last hundredths of a second.
 
