@@ -1,8 +1,8 @@
-"""The exceptions of stepfold, and nothing else.
+"""The exceptions of stepfold.
 
-Every error raised on purpose is a `StepfoldError`, so that one `except` clause can tell the
-library's advice from a bug. Each is also the built-in that fits, so that code which has never
-heard of stepfold still catches it.
+Every error that stepfold raises on purpose is a `StepfoldError`, so that one `except` clause can
+tell it from a bug. Each subclass also derives from the built-in exception that fits, so that
+generic handlers catch it.
 
 >>> import stepfold as sf
 >>> try:
@@ -14,7 +14,7 @@ ConfigError
 
 
 class StepfoldError(Exception):
-    """Be the common ancestor of every error that stepfold raises on purpose.
+    """Base class of all stepfold errors.
 
     >>> import stepfold as sf
     >>> issubclass(sf.LossError, sf.StepfoldError)
@@ -23,7 +23,7 @@ class StepfoldError(Exception):
 
 
 class ConfigError(StepfoldError, ValueError):
-    """Say that something was built from arguments that do not fit together.
+    """Raised if arguments are invalid or do not fit together.
 
     >>> import stepfold as sf
     >>> sf.value_and_grad(lambda params, batch, key: 0.0, accumulate=0)
@@ -34,7 +34,7 @@ class ConfigError(StepfoldError, ValueError):
 
 
 class LossError(StepfoldError, ValueError):
-    """Say that a loss function breaks the loss contract; raised while it is traced.
+    """Raised if a loss function breaks the loss contract, usually while it is traced.
 
     >>> import jax, jax.numpy as jnp, stepfold as sf
     >>> step = sf.make_eval_step(lambda params, batch, key: params * batch)
@@ -47,7 +47,7 @@ class LossError(StepfoldError, ValueError):
 
 
 class ShardingError(StepfoldError, ValueError):
-    """Say that arrays cannot be laid out on the devices as asked.
+    """Raised if arrays cannot be sharded over the devices as requested.
 
     >>> import stepfold as sf
     >>> issubclass(sf.ShardingError, ValueError)
@@ -56,7 +56,7 @@ class ShardingError(StepfoldError, ValueError):
 
 
 class CheckpointError(StepfoldError, OSError):
-    """Say that a checkpoint could not be written, or cannot be trusted.
+    """Raised if a checkpoint cannot be written, or cannot be trusted.
 
     >>> import stepfold as sf
     >>> issubclass(sf.CheckpointError, OSError)
@@ -65,7 +65,7 @@ class CheckpointError(StepfoldError, OSError):
 
 
 class TreeMismatchError(StepfoldError, ValueError):
-    """Say that two trees which must agree do not, and at which paths.
+    """Raised if two pytrees that must match differ; the message names the paths.
 
     >>> import optax, jax, jax.numpy as jnp, stepfold as sf
     >>> state = sf.init_state(jnp.ones(3), optax.adam(1e-3), jax.random.key(0))
@@ -78,7 +78,7 @@ class TreeMismatchError(StepfoldError, ValueError):
 
 
 class DataError(StepfoldError, ValueError):
-    """Say that a batch, or what it is made from, is not as it has to be.
+    """Raised if a batch, or the data it is made from, is invalid.
 
     >>> import jax, jax.numpy as jnp, stepfold as sf
     >>> grad = sf.value_and_grad(lambda params, batch, key: params * batch.mean(), accumulate=4)
@@ -90,7 +90,9 @@ class DataError(StepfoldError, ValueError):
 
 
 class OutOfMemoryError(StepfoldError, MemoryError):
-    """Say that a device's memory does not hold a step, what takes most of it, and what to turn.
+    """Raised if a step does not fit into the memory of a device.
+
+    The message names what takes most of it, and what to change.
 
     >>> import stepfold as sf
     >>> issubclass(sf.OutOfMemoryError, MemoryError)
@@ -99,7 +101,7 @@ class OutOfMemoryError(StepfoldError, MemoryError):
 
 
 class RetraceError(StepfoldError, TypeError):
-    """Say that a call would have compiled again, and which leaf changed.
+    """Raised if a call would compile again; the message names the leaf that changed.
 
     >>> import stepfold as sf
     >>> issubclass(sf.RetraceError, TypeError)

@@ -1,10 +1,10 @@
-"""Tables for people: rows under a head, aligned, and numbers in units that are read at a glance."""
+"""Format aligned text tables and human-readable numbers."""
 
 from collections.abc import Sequence
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Line up rows under a head: text to the left, numbers and sizes to the right.
+    """Format rows under a header: text is left-aligned, numbers and sizes right-aligned.
 
     >>> print(table(("path", "bytes"), [("w", "1.0 MiB"), ("bias", "40 B")]))
     path    bytes
@@ -31,7 +31,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def size(count: float) -> str:
-    """Write a number of bytes in binary units.
+    """Format a number of bytes in binary units.
 
     >>> size(40), size(1 << 20), size(139.6e9)
     ('40 B', '1.00 MiB', '130 GiB')
@@ -40,7 +40,7 @@ def size(count: float) -> str:
 
 
 def amount(count: float) -> str:
-    """Write a count in thousands, millions and so on.
+    """Format a count in thousands, millions and so on.
 
     >>> amount(512), amount(70.6e9), amount(3.2e15)
     ('512', '70.6 G', '3.20 P')

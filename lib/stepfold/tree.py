@@ -1,8 +1,7 @@
-"""What every layer says about pytrees: how a leaf is called, how it is spelled, how two differ.
+"""Pytree helpers: paths and descriptions of leaves, differences between trees, casts.
 
-Paths are written the way people write them, `params/layers/0/kernel`, and never as jax's
-`['params'].layers[0]`, so that a message, a sharding rule and a checkpoint name the same leaf by
-the same name.
+Paths are written as `params/layers/0/kernel`, not as jax's `['params'].layers[0]`, so that error
+messages, sharding rules and checkpoints name a leaf in the same way.
 """
 
 import math
@@ -18,12 +17,12 @@ Tree = Any
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """Spell a key path of jax's as `a/0/b`."""
+    """Format a key path of jax as `a/0/b`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def named_leaves(tree: Tree, root: str = "") -> list[tuple[str, Any]]:
-    """List the leaves with their names below `root`, in jax's order."""
+    """List the leaves with their paths below `root`, in jax's order."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(_join(root, path_name(path)), leaf) for path, leaf in leaves]
 
@@ -33,7 +32,7 @@ def _join(*names: str) -> str:
 
 
 def spell(leaf: object) -> str:
-    """Spell an array as `float32[8,16]`, and anything else by its type and value."""
+    """Format an array as `float32[8,16]`, and anything else by its type and value."""
     if is_array(leaf):
         shape = ",".join(map(str, leaf.shape))  # type: ignore[attr-defined]
         return f"{leaf.dtype}[{shape}]"  # type: ignore[attr-defined]
@@ -42,7 +41,7 @@ def spell(leaf: object) -> str:
 
 
 def summary(tree: Tree) -> str:
-    """Describe a tree in a few words: the array itself if it is one, otherwise counts.
+    """Summarize a tree: a single leaf by `spell`, others by counts of arrays and elements.
 
     >>> summary({"w": np.ones((2, 3)), "b": np.ones(3)}), summary(np.ones(3)), summary(())
     ('{2 arrays, 9 elements}', 'float64[3]', '{}')
@@ -55,16 +54,14 @@ def summary(tree: Tree) -> str:
 
 
 def is_array(leaf: object) -> bool:
-    """Tell whether a leaf is an array, a tracer, or an abstract array."""
+    """Whether a leaf is an array, a tracer, or an abstract array."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def is_data(leaf: object, *, abstract: bool = False) -> bool:
-    """Tell whether jax can make an array of a leaf: of numbers, not of text or None.
+    """Whether jax can convert a leaf to an array of numbers, unlike text or None.
 
-    Args:
-      leaf: anything.
-      abstract: whether an abstract array may stand for one.
+    With `abstract`, a `jax.ShapeDtypeStruct` counts too.
     """
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype.kind not in "OUSMm"
@@ -74,12 +71,12 @@ def is_data(leaf: object, *, abstract: bool = False) -> bool:
 
 
 def is_float(leaf: object) -> bool:
-    """Tell whether a leaf is an array of real floating numbers."""
+    """Whether a leaf is an array of a real floating dtype."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)  # type: ignore[attr-defined]
 
 
 def is_real(leaf: object) -> bool:
-    """Tell whether a leaf is data of real numbers: floats of any kind, integers or booleans."""
+    """Whether a leaf is real data: floats of any kind, integers or booleans."""
     if not is_data(leaf):
         return False
     kinds = jnp.floating, jnp.integer, jnp.bool_
@@ -87,16 +84,16 @@ def is_real(leaf: object) -> bool:
 
 
 def floating(dtype: Any) -> Any:
-    """Read a dtype of real floating numbers, by its name too; give None for anything else."""
+    """Return a real floating dtype, also given by its name; None for anything else."""
     try:
-        dtype = None if dtype is None else jnp.dtype(dtype)  # numpy takes None for float64
+        dtype = None if dtype is None else jnp.dtype(dtype)  # numpy reads None as float64
     except TypeError:
         return None
     return dtype if dtype is not None and jnp.issubdtype(dtype, jnp.floating) else None
 
 
 def diff(wanted: Tree, got: Tree, root: str = "") -> list[str]:
-    """List where two trees differ in structure, shape or dtype, a line a path."""
+    """List where two trees differ in structure, shape or dtype, one line per path."""
     want, have = dict(named_leaves(wanted, root)), dict(named_leaves(got, root))
     lines = [f"{path}: missing, expected {spell(want[path])}" for path in want if path not in have]
     lines += [f"{path}: unexpected {spell(have[path])}" for path in have if path not in want]
@@ -107,7 +104,7 @@ def diff(wanted: Tree, got: Tree, root: str = "") -> list[str]:
     ]
     structures: list[Any] = [jax.tree.structure(wanted), jax.tree.structure(got)]
     if not lines and structures[0] != structures[1]:
-        # The same leaves under the same names in other containers, such as a list for a tuple.
+        # The same leaves at the same paths in other containers, such as a list for a tuple.
         lines = [f"{root}: expected the containers {structures[0]}, got {structures[1]}"]
     return lines
 
@@ -115,31 +112,26 @@ def diff(wanted: Tree, got: Tree, root: str = "") -> list[str]:
 def _signature(leaf: Any) -> tuple[Any, Any]:
     if is_array(leaf):
         return leaf.shape, leaf.dtype
-    # A number counts as the array that jax makes of it.
+    # A Python number has the dtype of the array that jax converts it to.
     return (), jnp.result_type(leaf) if isinstance(leaf, int | float | complex) else type(leaf)
 
 
 def strong(leaf: Any) -> Any:
-    """Give an array's weak dtype, as Python's numbers lend it, for good."""
+    """Make a weakly typed array strongly typed, with the same dtype."""
     return leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
 
 
 def widen(dtype: DTypeLike) -> Any:
-    """Give the dtype to add up in: float32 for floats that are narrower, otherwise the same."""
+    """Return the dtype to accumulate in: float32 for narrower floats, otherwise the same."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32 if narrow else dtype)
 
 
 def cast_floats(tree: Tree, dtype: DTypeLike, keep: str | None = None, root: str = "") -> Tree:
-    """Cast the floating leaves, leaving integers, booleans, keys and non-arrays as they are.
+    """Cast floating arrays; leave integers, booleans, keys and non-arrays unchanged.
 
-    Casting to float32 never narrows: float64 exists only where somebody asked for it.
-
-    Args:
-      tree: any pytree.
-      dtype: the dtype to cast to.
-      keep: a regular expression; leaves whose name it finds stay as they are.
-      root: a name that is put before the leaves', for `keep` to see.
+    Casting to float32 never narrows: float64 exists only if the user enabled it. `keep` is a
+    regular expression, searched in the path of a leaf below `root`; leaves that match are not cast.
     """
 
     def cast(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -151,5 +143,5 @@ def cast_floats(tree: Tree, dtype: DTypeLike, keep: str | None = None, root: str
 
 
 def select(condition: jax.Array, new: Tree, old: Tree) -> Tree:
-    """Take every leaf of `new` where the condition holds and of `old`, bit for bit, where not."""
+    """Select each leaf, bit for bit, from `new` if the condition holds, otherwise from `old`."""
     return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)

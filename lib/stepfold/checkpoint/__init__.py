@@ -1,1 +1,1 @@
-"""What survives: checkpoints that are checked when they are read, and parameters for others."""
+"""Checkpoints that are verified when read, and parameter exchange as safetensors."""

@@ -1,4 +1,4 @@
-"""`python -m stepfold.checkpoint ls|show|verify|diff DIR`: look at checkpoints from a shell."""
+"""`python -m stepfold.checkpoint ls|show|verify|diff DIR`: inspect checkpoints from a shell."""
 
 import sys
 

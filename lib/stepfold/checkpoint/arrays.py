@@ -1,8 +1,7 @@
-"""Reading arrays, each part checked against its checksum on the way.
+"""Read stored arrays and verify the checksum of every part.
 
-Read by tensorstore, which orbax stores with, and not by orbax, which passes what it finds: a value
-is a number here only after the bytes it is made of were found to be those that were saved. A
-process reads the parts that its devices need, straight into the wanted places.
+Arrays are read with tensorstore, the storage layer of orbax, because orbax returns stored values
+unverified. Each process reads only the stored parts that its devices need.
 """
 
 import math
@@ -21,7 +20,7 @@ from stepfold.checkpoint.manifest import STATE
 from stepfold.checkpoint.sealed import DamageError
 from stepfold.errors import CheckpointError
 
-_AT_ONCE = 4  # leaves that are read side by side, which is also what bounds the memory beyond them
+_AT_ONCE = 4  # leaves read concurrently; bounds the memory used beyond the restored leaves
 
 
 class Reader:
@@ -29,12 +28,12 @@ class Reader:
 
     def __init__(self, step: Path, leaves: Mapping[str, Leaf], shards: Mapping[str, Any]) -> None:
         self._leaves, self._shards = leaves, shards
-        # No URL, in which some characters would mean something else.
+        # Not a URL, in which some characters have a special meaning.
         self._place = {"driver": "file", "path": f"{step.absolute()}/{STATE}/"}
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 1 << 24}})
 
     def map(self, function: Callable[[str], Any], names: Sequence[str]) -> Iterator[Any]:
-        """Call a function for each name, a few side by side; give what they return, in order."""
+        """Call a function for each name, a few concurrently, and yield the results in order."""
         with ThreadPoolExecutor(_AT_ONCE, "stepfold-restore") as threads:
             running: deque[Any] = deque()
             try:
@@ -48,7 +47,7 @@ class Reader:
                 threads.shutdown(cancel_futures=True)
 
     def problems(self, name: str) -> list[str]:
-        """List what is wrong with a leaf, a line a part."""
+        """List what is wrong with a leaf, one line per part."""
         try:
             store = self._open(name)
         except DamageError as error:
@@ -62,19 +61,15 @@ class Reader:
         return found
 
     def whole(self, name: str) -> np.ndarray:
-        """Read all of a leaf."""
+        """Read an entire leaf."""
         (array,) = self.parts(name, [region((), self._leaves[name].shape)])
         return array
 
     def parts(self, name: str, wanted: Sequence[Region]) -> list[np.ndarray]:
-        """Read parts of a leaf, no two the same, each into an array of its own.
-
-        Raises:
-          DamageError: if what is stored is not what was saved.
-        """
+        """Read distinct regions of a leaf, each into its own array; raise on damage."""
         leaf = self._leaves[name]
         dtype = jax.numpy.dtype(leaf.dtype)
-        if 0 in leaf.shape:  # orbax stores nothing of it
+        if 0 in leaf.shape:  # orbax stores nothing for empty arrays
             return [np.zeros([stop - start for start, stop in part], dtype) for part in wanted]
         store = self._open(name)
         made: list[Any] = [None] * len(wanted)
@@ -84,7 +79,7 @@ class Reader:
                 continue
             read = self._read(store, name, part, crc)
             for i in needed:
-                if wanted[i] == part:  # as it was saved: no copy
+                if wanted[i] == part:  # same region as stored: no copy
                     made[i] = read
                     continue
                 if made[i] is None:
@@ -125,7 +120,7 @@ class Reader:
 
 
 def _blamed(what: str, error: Exception) -> CheckpointError:
-    """Tell damage from what the machine lacks: files that it may open, memory, permission."""
+    """Distinguish damage from a lack of resources or permissions."""
     words = f"{error}".partition("[")[0].strip() or type(error).__name__
     lacks = "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED"
     kind = CheckpointError if words.startswith(lacks) else DamageError

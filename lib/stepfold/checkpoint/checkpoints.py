@@ -1,4 +1,4 @@
-"""The description of a series of checkpoints: where, when, and which are kept."""
+"""Configuration of a checkpoint series: directory, schedule and retention."""
 
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -13,23 +13,23 @@ from stepfold.errors import ConfigError
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Say where checkpoints go, when one is due, and which are kept.
+    """Configure where checkpoints go, when they are saved, and which are kept.
 
-    It is a description, and does nothing until it is opened: by `fit`, or by a loop of one's own.
+    The configuration does nothing until `fit`, `open` or a `with` block opens the series.
 
     Attributes:
-      directory: where they go; in `fit`, None is `run_dir/checkpoints`.
-      every: the steps from one to the next.
-      every_epochs: the epochs from one to the next.
-      every_minutes: the minutes from one to the next.
-      keep: how many of the last are kept; None keeps all.
-      keep_every: steps that are multiples of this are kept for good.
-      best: the metric by which the best are kept besides, as `eval/loss`.
-      mode: whether the least ("min") or the greatest ("max") of it is the best; if None, the least
-        of what is called a loss, and otherwise the greatest.
-      keep_best: how many of the best are kept.
-      async_: whether to write in the background. What is waited for then is the copy off the
-        device, and the save before.
+      directory: the directory of the series; None in `fit` means `run_dir/checkpoints`.
+      every: steps between checkpoints.
+      every_epochs: epochs between checkpoints.
+      every_minutes: minutes between checkpoints.
+      keep: number of latest checkpoints to keep; None keeps all.
+      keep_every: keep every step that is a multiple of this number permanently.
+      best: the metric that ranks checkpoints, such as `eval/loss`; the best ones are kept as well.
+      mode: whether the "min" or the "max" of the metric is the best. If None, "min" where the last
+        part of the metric's name contains "loss", otherwise "max".
+      keep_best: number of best checkpoints to keep.
+      async_: whether to write in a background thread. A save then blocks only for the copy off the
+        device and for the previous save.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -68,13 +68,13 @@ class Checkpoints:
         read_best(self.best, self.mode)
 
     def open(self, directory: str | Path | None = None) -> Series:
-        """Open the series for saving, and clean up what a killed process left.
+        """Open the series for saving, and clean up after interrupted saves.
 
         Args:
-          directory: where checkpoints go if the description does not say.
+          directory: used if the configuration has no directory.
 
         Raises:
-          CheckpointError: if the directory cannot be written to, or is none.
+          CheckpointError: if the path is not a directory, or is not writable.
         """
         place = self.directory if self.directory is not None else directory
         if place is None:

@@ -1,4 +1,4 @@
-"""Which step is meant by "latest", "best" or a number."""
+"""Resolve "latest", "best" or a number to a step."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -13,12 +13,7 @@ Step = int | Literal["latest", "best"]
 
 
 def candidates(place: Path, step: Step, best: Any = None) -> list[int]:
-    """List the steps to try, the wanted one first, as the first process sees them.
-
-    Raises:
-      ConfigError: if it is neither.
-      CheckpointError: if there is none.
-    """
+    """List the steps to try, the preferred one first, as process 0 sees them."""
     number = None if isinstance(step, str) else integer(step)
     if number is None and (not isinstance(step, str) or step not in ("latest", "best")):
         raise ConfigError(f"step: expected 'latest', 'best' or a number, got {step!r}")

@@ -1,4 +1,4 @@
-"""What `python -m stepfold.checkpoint` prints: which checkpoints there are, and what is in them."""
+"""The commands of `python -m stepfold.checkpoint`."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ from stepfold.table import amount, size, table
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; give the exit code: 1 where something is damaged, 2 for a wrong question."""
+    """Run the command and return the exit code: 1 for damage, 2 for an invalid request."""
     parser = argparse.ArgumentParser(
         prog="python -m stepfold.checkpoint", description="Look at the checkpoints of a run."
     )
@@ -108,7 +108,7 @@ def _verify(place: Path) -> int:
 
 
 def _diff(place: Path, old: int, new: int) -> int:
-    from stepfold.checkpoint.arrays import Reader  # tensorstore, when first used
+    from stepfold.checkpoint.arrays import Reader  # lazy: imports tensorstore
 
     manifests = [_read(place, step) for step in (old, new)]
     readers = [
@@ -132,14 +132,14 @@ def _diff(place: Path, old: int, new: int) -> int:
 
 
 def _changed(leaf: Leaf, old: np.ndarray, new: np.ndarray) -> tuple[Any, ...] | None:
-    """Tell how far two arrays are apart, and beside the size of the old; None for the same bits."""
+    """Return the leaf, its greatest absolute and its relative change; None for equal bits."""
     if old.tobytes() == new.tobytes():
         return None
     if leaf.key or old.dtype.kind in "b":
         return (leaf, "other bits", "")
     wide = np.complex128 if old.dtype.kind == "c" else np.float64
     old, new = old.astype(wide), new.astype(wide)
-    with np.errstate(invalid="ignore"):  # of what is infinite
+    with np.errstate(invalid="ignore"):  # inf - inf
         change, norm = new - old, np.linalg.norm(old)
         relative = f"{np.linalg.norm(change) / norm:.3g}" if norm else ""
         return (leaf, f"{np.max(np.abs(change)):.3g}", relative)
@@ -159,7 +159,7 @@ def _read(place: Path, step: int | None) -> Manifest:
 
 
 def _say(text: str) -> None:
-    print(text)  # noqa: T201  this is a command
+    print(text)  # noqa: T201  command-line output
 
 
 _VERBS: dict[str, Callable[..., int]] = {"ls": _ls, "show": _show, "verify": _verify, "diff": _diff}

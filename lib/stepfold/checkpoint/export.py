@@ -1,4 +1,4 @@
-"""Parameters out as safetensors, the files that torch and Hugging Face read."""
+"""Export parameters as safetensors, the format of torch and Hugging Face."""
 
 import errno
 import os
@@ -25,36 +25,38 @@ def export_params(
     shard_size: int = 5_000_000_000,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write parameters as safetensors, for torch, Hugging Face and anything else that reads them.
+    """Export parameters as safetensors, for torch, Hugging Face and other readers.
 
-    The files are laid out and called as Hugging Face does it. Up to `shard_size` it is one file;
-    beyond, files `model-00001-of-00003.safetensors` and so on, with `model.safetensors.index.json`
-    to say which array is in which. Arrays are fetched one at a time, so that the host holds the
-    largest of them and never the tree; those that are spread over several processes are gathered
-    one at a time too. Then every process has to call this, process 0 writes, and all return, or
-    raise, when it has. Otherwise process 0 writes what it has, and no process waits for it.
+    Files follow the layout and names of Hugging Face. Up to `shard_size` there is one file; beyond,
+    there are files `model-00001-of-00003.safetensors` and so on, and an index
+    `model.safetensors.index.json`. Arrays are fetched one at a time, so the host holds the largest
+    array and never the tree. Arrays sharded over several processes are also gathered one at a time.
+    In that case every process has to call this: process 0 writes, and all processes return, or
+    raise, when it has finished. Otherwise process 0 writes its own arrays and no process waits for
+    it.
 
-    A reader finds the earlier export or this one, whenever this is interrupted, and never a part of
-    both: files are written aside, forced onto the disk, and renamed, the index last, and shards
-    never take the name of one that is there (they become `model-00001-of-00003.2.safetensors`).
-    What is left of an earlier export to the same path is removed at the end.
+    The export is atomic: after an interruption a reader finds the previous export or this one,
+    never a mix. Files are written to a temporary directory, synced and renamed, the index last.
+    Shards never reuse the name of an existing file (they become
+    `model-00001-of-00003.2.safetensors`). Files of an earlier export to the same path are removed
+    at the end.
 
-    safetensors holds no checksums: a byte that changes on the disk changes a parameter.
+    safetensors has no checksums: a byte that changes on disk changes a parameter.
 
     Args:
-      path: a file ending in `.safetensors`, or a directory, for `model.safetensors` in it.
-      params: a tree of arrays. Random keys are none, nor are functions: an equinox module is
-        filtered by `eqx.is_array` first.
-      names: what to call an array in the file, a function of its path, such as `layers/0/kernel`.
-        By default the `/` become `.`, as in torch. It only names: what has to look otherwise too is
-        changed before, as the kernel below is, since torch wants the transpose.
-      shard_size: how many bytes of arrays a file may have; a larger array has a file for itself.
-      metadata: text for the header of each file. `format` is "pt" unless given: transformers
-        refuses files that do not say one that it knows, and loads this one into torch.
+      path: a file ending in `.safetensors`, or a directory, which gets a `model.safetensors`.
+      params: a tree of arrays, without PRNG keys and functions; filter an equinox module by
+        `eqx.is_array` first.
+      names: maps the path of an array, such as `layers/0/kernel`, to its name in the file. By
+        default `/` becomes `.`, as in torch. It changes only names. Change values beforehand, such
+        as the kernel below, which torch expects transposed.
+      shard_size: maximum bytes of arrays per file; a larger array gets its own file.
+      metadata: text for the header of each file. `format` defaults to "pt": transformers rejects
+        files without a format that it knows, and loads this one into torch.
 
     Raises:
-      ConfigError: if an argument is not as described, two arrays would have one name, or
-        safetensors has no such dtype; or if the safetensors package is not installed.
+      ConfigError: if an argument is invalid, two arrays have the same name, safetensors does not
+        support a dtype, or the safetensors package is not installed.
       CheckpointError: if the files cannot be written.
 
     >>> import jax.numpy as jnp, os, safetensors.numpy, stepfold as sf, tempfile
@@ -76,7 +78,7 @@ def export_params(
     for leaf in leaves:
         _check_exportable(leaf)
     shards = _split(leaves, shard_size)
-    # Lazy, since each process has to take part in every gathering, whatever process 0 does with it.
+    # Lazy: every process has to take part in every gather, even if the write fails on process 0.
     arrays = (_on_host(leaf.value) for shard in shards for leaf in shard)
     together = not all(getattr(leaf.value, "is_fully_addressable", True) for leaf in leaves)
     problem, cause = "", None
@@ -88,7 +90,7 @@ def export_params(
             problem = f"export_params: {target} cannot be written: {_advice(error)}"
             cause = error
     if together:
-        for _ in arrays:  # what is left if the writing failed, and in the others all of it
+        for _ in arrays:  # the rest if the write failed; on other processes, all of them
             pass
         problem = _from_first(problem)
     if problem:
@@ -126,7 +128,7 @@ def _check_exportable(leaf: Named) -> None:
 
 
 def _split(leaves: Sequence[Named], limit: int) -> list[list[Named]]:
-    """Fill files in the tree's order; within one the widest dtypes come first, to be aligned."""
+    """Fill files in tree order; within a file, sort by dtype width to align the arrays."""
     shards: list[list[Named]] = [[]]
     room = limit
     for leaf in leaves:
@@ -143,7 +145,7 @@ def _on_host(value: Any) -> np.ndarray[Any, Any]:
         return np.asarray(value)
     if not value.is_fully_addressable:
         return multihost_utils.process_allgather(value, tiled=True)  # type: ignore[no-any-return]
-    # An array keeps what numpy once asked of it, as long as it lives: a copy of it dies here.
+    # np.asarray caches the host copy in the jax.Array; the cache of a temporary copy is freed here.
     return np.asarray(jnp.copy(value))
 
 
@@ -160,7 +162,7 @@ def _advice(error: OSError) -> str:
 
 
 def _from_first(text: str) -> str:
-    """Give every process the text of process 0."""
+    """Broadcast the text of process 0."""
     sent = np.zeros(1000, np.uint8)
     content = np.frombuffer(text.encode()[: sent.size], np.uint8)
     sent[: content.size] = content

@@ -1,7 +1,6 @@
-"""What the leaves of a state are on the disk: named arrays, told apart in parts, with checksums.
+"""Leaves of a state as they are stored: named arrays, split into regions with checksums.
 
-The checksums are of the numbers as they were in memory, so that they hold the way to the disk to
-account as well.
+Checksums are computed from the values in memory, so that they also cover the way to the disk.
 """
 
 import zlib
@@ -18,7 +17,7 @@ from stepfold.errors import ConfigError
 
 Region = tuple[tuple[int, int], ...]
 
-# What zarr, in which orbax stores, has a name for.
+# The dtypes that zarr, the storage format of orbax, has a name for.
 _STORED = (
     *("bool", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
@@ -27,31 +26,27 @@ _STORED = (
 
 
 class Leaf(NamedTuple):
-    """What is known of a leaf without reading it; `key` is the kind of a typed PRNG key."""
+    """Metadata of a stored leaf; `key` is the implementation of a typed PRNG key."""
 
     shape: tuple[int, ...]
     dtype: str
     key: str | None = None
 
     def __str__(self) -> str:
-        """Spell it as `tree.spell` does an array."""
+        """Format as `tree.spell` formats an array."""
         shape = self.shape if self.key is None else self.shape[:-1]
         kind = self.dtype if self.key is None else f"key<{self.key}>"
         return f"{kind}[{','.join(map(str, shape))}]"
 
     @property
     def bytes(self) -> int:
-        """Count the bytes of all its elements."""
         return int(np.prod(self.shape, dtype=np.int64)) * jnp.dtype(self.dtype).itemsize
 
 
 def arrays_of(state: Any) -> dict[str, Any]:
-    """Name the leaves of a state, as arrays that nobody else writes to.
+    """Return the leaves of a state by path, as arrays that nobody else writes to.
 
-    Typed keys become the numbers that they are made of.
-
-    Raises:
-      ConfigError: if a leaf is no array, or two are called the same.
+    Typed PRNG keys become their key data.
     """
     arrays: dict[str, Any] = {}
     seen: dict[str, str] = {}
@@ -90,12 +85,12 @@ def _check_branches(arrays: Mapping[str, Any]) -> None:
 
 
 def leaves_of(state: Any) -> dict[str, Leaf]:
-    """Tell how each leaf is stored, by name."""
+    """Return the metadata of every leaf, by path."""
     return {name: leaf_of(leaf) for name, leaf in tree.named_leaves(state)}
 
 
 def stored_name(name: str) -> str:
-    """Give the name that orbax stores a leaf under: it joins by dots."""
+    """Return the name under which orbax stores a leaf; orbax joins keys by dots."""
     return name.replace("/", ".")
 
 
@@ -105,7 +100,7 @@ def _numbers(name: str, leaf: Any) -> Any:
             raise ConfigError(
                 f"{name}: expected an array, got a masked one; save its data and its mask"
             )
-        made = np.array(leaf)  # a copy, since numpy's arrays may change while they are written
+        made = np.array(leaf)  # a copy: numpy arrays may change while they are written
         return made.astype(made.dtype.newbyteorder("="), copy=False)
     if jax.process_count() > 1 and leaf.is_fully_addressable:
         raise ConfigError(
@@ -117,19 +112,19 @@ def _numbers(name: str, leaf: Any) -> Any:
 
 
 def is_key(leaf: Any) -> bool:
-    """Tell whether a leaf is an array of typed PRNG keys, or an abstract one."""
+    """Return whether a leaf is an array of typed PRNG keys, concrete or abstract."""
     return tree.is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def impl_of(key: Any) -> str:
-    """Name the kind of a key, of an abstract one too, which `jax.random.key_impl` does not take."""
+    """Return the implementation of a key; unlike `jax.random.key_impl`, accepts abstract keys."""
     impls: list[str] = []
     jax.eval_shape(lambda key: impls.append(str(jax.random.key_impl(key))), key)
     return impls[0]
 
 
 def leaf_of(leaf: Any) -> Leaf:
-    """Tell how a leaf is stored, of an abstract one too."""
+    """Return the metadata of a leaf, concrete or abstract."""
     if is_key(leaf):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         return Leaf(data.shape, str(data.dtype), impl_of(leaf))
@@ -139,9 +134,9 @@ def leaf_of(leaf: Any) -> Leaf:
 
 
 def shards_of(array: Any) -> dict[Region, Any]:
-    """Give the parts of an array that this process is to account for, on the host.
+    """Return the parts of an array that this process records, on the host.
 
-    What has several copies is counted once, and what numpy holds, by the first process.
+    Only one replica of each shard is recorded, and numpy arrays only by process 0.
     """
     if not isinstance(array, jax.Array):
         return {region((), array.shape): array} if jax.process_index() == 0 else {}
@@ -150,15 +145,11 @@ def shards_of(array: Any) -> dict[Region, Any]:
 
 
 def region(index: Sequence[slice], shape: Sequence[int]) -> Region:
-    """Spell an index of slices out, with a start and a stop for each axis."""
+    """Convert an index of slices to a start and a stop for each axis."""
     full = [*index, *[slice(None)] * (len(shape) - len(index))]
     return tuple(part.indices(size)[:2] for part, size in zip(full, shape, strict=True))
 
 
 def checksum(array: np.ndarray) -> int:
-    """Compute the crc32 of an array's elements in C order.
-
-    >>> checksum(np.arange(4, dtype=np.int32)) == checksum(np.arange(8, dtype=np.int32)[:4])
-    True
-    """
+    """Compute the CRC-32 of an array's elements in C order."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

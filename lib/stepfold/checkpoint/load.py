@@ -1,4 +1,4 @@
-"""Parameters in from safetensors, each array straight to where it belongs."""
+"""Load parameters from safetensors, directly into their sharding."""
 
 import os
 from collections.abc import Callable
@@ -24,29 +24,30 @@ def load_params(
     names: Callable[[str], str] | None = None,
     cast: bool = False,
 ) -> Any:
-    """Read parameters from safetensors, each array straight to where it belongs.
+    """Load parameters from safetensors, directly into their sharding.
 
-    The files have to hold what `like` has, and nothing else. Where a leaf of `like` has a sharding
-    each process reads only the parts that it keeps; the others go to the default device. Files are
-    checked to be whole; their bytes cannot be, since safetensors holds no checksums.
+    The files have to hold exactly the leaves of `like`. Each process reads only the parts that the
+    shardings of `like` assign to it; leaves without a sharding go to the default device. Files are
+    checked for completeness, but not for changed bytes, since safetensors has no checksums.
 
     Args:
-      path: a file, the index of several, or a directory with `model.safetensors` or
-        `model.safetensors.index.json`, of which the first is taken, as Hugging Face does.
+      path: a file, an index, or a directory with `model.safetensors` or
+        `model.safetensors.index.json`. `model.safetensors` takes precedence, as in
+        Hugging Face.
       like: a tree of arrays or `jax.ShapeDtypeStruct`s.
-      names: what each array is called in the file, as for `export_params`.
-      cast: convert floats to the floats that are wanted, and integers to integers that hold them;
-        otherwise another dtype is an error.
+      names: maps the path of an array to its name in the file, as for `export_params`.
+      cast: convert between float dtypes, and from integers to integer dtypes that hold the values.
+        Without it, a different dtype is an error.
 
     Returns:
-      A tree like `like`, of numpy's arrays where that has such, and otherwise of jax's. They share
-      no memory with the files.
+      A tree like `like`, with numpy arrays where `like` has numpy arrays and jax arrays elsewhere.
+      They share no memory with the files.
 
     Raises:
-      ConfigError: if an argument is not as described, or jax cannot hold a dtype without
-        `jax_enable_x64`; or if the safetensors package is not installed.
-      CheckpointError: if a file is missing, cannot be read, or is not whole.
-      TreeMismatchError: if the files hold something else; every difference is listed.
+      ConfigError: if an argument is invalid, a dtype needs `jax_enable_x64`, or the safetensors
+        package is not installed.
+      CheckpointError: if a file is missing, unreadable or incomplete.
+      TreeMismatchError: if the files do not match `like`; lists every difference.
 
     >>> import jax, jax.numpy as jnp, stepfold as sf, tempfile
     >>> directory = tempfile.mkdtemp()
@@ -78,7 +79,7 @@ def load_params(
     for leaf in leaves:
         name = sources[leaf.path]
         regions = regions_of(leaf.path, saved[name], leaf.value)
-        # Copies, since files change.
+        # Copy: memory-mapped files may change.
         parts = {part: np.array(arrays[name][_index(part)], order="C") for part in regions}
         made.append(placed(leaf.path, saved[name], leaf.value, parts))
     return jax.tree.unflatten(jax.tree.structure(like), made)

@@ -1,7 +1,7 @@
-"""What is in a checkpoint: every leaf, the checksum of every shard, and the words beside them.
+"""The manifest of a checkpoint: every leaf, the checksum of every shard, and the step's metadata.
 
-Each process writes a manifest of its own, since it alone has its shards at hand. What orbax stores
-has no checksums over values: a flipped bit comes back as another number. These have.
+Each process writes its own manifest, since only it holds its shards. orbax stores no checksums of
+values, so a flipped bit is restored as a different number. The manifests detect it.
 """
 
 import os
@@ -17,21 +17,21 @@ from stepfold.checkpoint.syncing import sync
 from stepfold.errors import CheckpointError
 
 FORMAT = 1
-STATE = "state"  # the folder of a step that everything is in: the arrays, as orbax has them
+STATE = "state"  # the subdirectory of a step that holds everything, as an orbax item
 _LEAVES, _FILES = "leaves-{}.json", "files.json"
-_LATER = "later.json"  # beside them, and none of the files there are: what was measured since
+_LATER = "later.json"  # metrics and extra added after the commit; not listed in files.json
 
 
 class NewerError(CheckpointError):
-    """Say that a checkpoint is of a version to come."""
+    """The checkpoint has the format of a newer stepfold."""
 
 
 class ForeignError(CheckpointError):
-    """Say that a folder is no checkpoint of ours, or no longer, and is left as it is."""
+    """The directory is not, or no longer, a stepfold checkpoint; it is left unchanged."""
 
 
 class Words(NamedTuple):
-    """What a checkpoint holds besides arrays; all of it is plain."""
+    """What a checkpoint holds besides arrays, as plain JSON values."""
 
     step: int
     data: Any = None
@@ -41,7 +41,7 @@ class Words(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What all the processes' manifests of a step say together."""
+    """The merged manifests of all processes of a step."""
 
     words: Words
     leaves: dict[str, Leaf]
@@ -50,7 +50,7 @@ class Manifest(NamedTuple):
     bytes: int
 
     def position(self) -> Any:
-        """Give the position in the data of this process, where each has one of its own."""
+        """Return the data position of this process, or the one that all processes share."""
         if all(position == self.data[0] for position in self.data):
             return opened(self.data[0])
         if len(self.data) != jax.process_count():
@@ -85,7 +85,7 @@ def write_leaves(
 
 
 def write_files(folder: Path) -> None:
-    """Write down which files there are, when all is written; a step without this is half a step."""
+    """Record and sync all files once written; a step without this record is incomplete."""
     found = sorted(folder.rglob("*"))
     files = {
         path.relative_to(folder).as_posix(): path.stat().st_size for path in found if path.is_file()
@@ -96,7 +96,7 @@ def write_files(folder: Path) -> None:
 
 
 def write_later(step: Path, metrics: Mapping[str, Any], extra: Any) -> None:
-    """Write down what was measured of a step after it was saved, at once or not at all."""
+    """Atomically add metrics measured after the save, and replace `extra`."""
     folder = step / STATE
     known = {**(read_words(step).metrics or {}), **metrics}
     new = folder / f"{_LATER}.new"
@@ -107,16 +107,16 @@ def write_later(step: Path, metrics: Mapping[str, Any], extra: Any) -> None:
 
 
 def read_words(step: Path) -> Words:
-    """Read what a step holds beside its arrays; raises as `read_manifest` does."""
+    """Read the metadata of a step; raise like `read_manifest`."""
     return _words(step / STATE, _first(step)[0])
 
 
 def read_manifest(step: Path) -> Manifest:
-    """Read what a step holds, without its arrays.
+    """Read the manifest of a step, without its arrays.
 
-    Raises:
-      DamageError: if a file is missing, of another size, or a manifest not as it was written.
-      CheckpointError: if another program, or a newer stepfold, wrote it.
+    Raises `DamageError` if a file is missing or has the wrong size, or if a manifest fails its
+    checksum. Raises another `CheckpointError` if a file is unreadable, or if another program or a
+    newer stepfold wrote the step.
     """
     first, size = _first(step)
     others = [_read_process(step / STATE, k) for k in range(1, first["processes"])]
@@ -136,7 +136,7 @@ def read_manifest(step: Path) -> Manifest:
 
 
 def _first(step: Path) -> tuple[Any, int]:
-    """Check that the files are there; read the manifest that says most, and count their bytes."""
+    """Check that all files exist; return the manifest of process 0 and the total bytes."""
     folder = step / STATE
     if not is_ours(step):
         raise ForeignError(
@@ -148,7 +148,7 @@ def _first(step: Path) -> tuple[Any, int]:
 
 
 def is_ours(step: Path) -> bool:
-    """Tell whether stepfold saved a step, and not orbax by itself, or nobody."""
+    """Return whether stepfold saved a step, rather than orbax on its own."""
     try:
         return any(name.endswith(".json") for name in os.listdir(step / STATE))
     except (FileNotFoundError, NotADirectoryError):
@@ -174,7 +174,7 @@ def _read_process(folder: Path, process: int) -> Any:
 
 
 def _whole(folder: Path) -> int:
-    """Check by name and size that all of the files are there; give the bytes of all of them."""
+    """Check the names and sizes of all files; return the total bytes."""
     files = unseal(folder / _FILES)
     for name, size in files.items():
         path = folder / name

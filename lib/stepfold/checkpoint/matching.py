@@ -1,4 +1,4 @@
-"""Which saved leaf becomes which wanted one: all of them exactly, unless asked otherwise."""
+"""Match saved leaves to wanted leaves: all of them exactly, unless the caller opts out."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ _ADVICE = "; rename=, cast=, parts= or partial= load what is not the same, and s
 
 
 class Match(NamedTuple):
-    """Which saved leaf is read for a wanted one, and why others are left, all by path."""
+    """The saved path for each wanted path, and the reason why other paths are not loaded."""
 
     sources: dict[str, str]
     left: dict[str, str]
@@ -35,27 +35,23 @@ def match(
     cast: bool = False,
     partial: bool = False,
 ) -> Match:
-    """Find the saved leaf for each leaf that is wanted.
+    """Find the saved leaf for each wanted leaf.
 
     Args:
-      saved: what is stored, by path.
-      like: the tree that is wanted.
-      where: what messages begin with: where it is stored.
-      advice: what messages end with, where nothing better is known.
-      parts: regular expressions of paths; only what one of them fits, or what is below it, is
-        wanted and looked at.
-      rename: new paths for old ones, of leaves or of whole branches, or a function of the path.
-      cast: whether floats may become floats, and integers integers, of another dtype.
-      partial: whether to take what fits and leave what does not, instead of raising.
+      saved: the stored leaves, by path.
+      like: the wanted tree.
+      where: prefix of error messages: the location of the checkpoint.
+      advice: suffix of error messages, if there is no more specific advice.
+      parts: regular expressions of paths; only matching paths and the paths below them are
+        compared.
+      rename: saved paths to new paths, of leaves or branches, or a function of the saved path.
+      cast: whether float dtypes may be converted to other float dtypes, and integer to integer
+        dtypes.
+      partial: whether to load matching leaves and skip the others, instead of raising.
 
     Raises:
-      TreeMismatchError: with every path that does not fit.
-      ConfigError: if an argument is not as described.
-
-    >>> saved = {"params/w": Leaf((2,), "float32"), "params/old": Leaf((3,), "float32")}
-    >>> like = {"params": {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}}
-    >>> match(saved, like, partial=True)
-    Match(sources={'params/w': 'params/w'}, left={'params/old': 'saved float32[3], wanted nothing'})
+      TreeMismatchError: with every path that does not match, or if no path matches.
+      ConfigError: if an argument is invalid.
     """
     inside = _inside(parts)
     wanted = {name: leaf_of(leaf) for name, leaf in tree.named_leaves(like)}
@@ -82,7 +78,7 @@ def match(
 
 
 def _inside(parts: Sequence[str] | None) -> Callable[[str], bool]:
-    """Tell of a path whether one of the parts is it, or a branch that it is on."""
+    """Return a predicate for paths that match one of `parts`, or lie below a match."""
     if parts is None:
         return lambda _: True
     if isinstance(parts, str) or not all(isinstance(part, str) for part in parts):
@@ -97,7 +93,7 @@ def _inside(parts: Sequence[str] | None) -> Callable[[str], bool]:
 
 
 def _renamed(saved: Mapping[str, Leaf], rename: Rename | None) -> dict[str, str]:
-    """Give the saved path for each new one."""
+    """Map each new path to its saved path."""
     old_names: dict[str, str] = {}
     if isinstance(rename, Mapping) and not all(isinstance(new, str) for new in rename.values()):
         old, new = next(pair for pair in rename.items() if not isinstance(pair[1], str))
@@ -122,7 +118,7 @@ def _renamed(saved: Mapping[str, Leaf], rename: Rename | None) -> dict[str, str]
 
 
 def _by_branch(name: str, rename: Mapping[str, str]) -> str:
-    """Rename by the longest of the branches that a leaf is on."""
+    """Rename by the longest matching branch."""
     parts = name.split("/")
     for length in range(len(parts), 0, -1):
         branch = "/".join(parts[:length])
@@ -159,7 +155,7 @@ def _some(names: Iterable[str]) -> str:
 def _told(
     rows: Sequence[tuple[str, Leaf | None, Leaf | None]], nones: set[str], advice: str
 ) -> str:
-    """Say in one message what differs, path by path, and what can be done about it."""
+    """Format one message that lists every difference, with advice."""
     cells = [
         (name, have or "nothing", want or ("None" if name in nones else "nothing"))
         for name, have, want in rows

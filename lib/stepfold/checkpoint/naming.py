@@ -1,4 +1,4 @@
-"""What the arrays of a tree are called in a file."""
+"""The names of a tree's arrays in a file."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ _RESERVED = "__metadata__"
 
 
 class Named(NamedTuple):
-    """An array, or an abstract one, with its path in the tree and its name in the file."""
+    """An array, concrete or abstract, with its path in the tree and its name in the file."""
 
     path: str
     name: str
@@ -19,24 +19,14 @@ class Named(NamedTuple):
 
     @property
     def spec(self) -> Spec:
-        """Say what the header of a file says of it."""
         return Spec(self.value.shape, self.value.dtype)
 
 
 def named_arrays(whose: str, params: Any, names: Callable[[str], str] | None) -> list[Named]:
-    """List the leaves of a tree with their names, in jax's order.
+    """List the leaves of a tree with their names, in the order of jax.
 
-    Args:
-      whose: what the tree is called in messages.
-      params: any tree.
-      names: a function from a path, such as `layers/0/kernel`, to a name; by default its `/` become
-        `.`, as in torch.
-
-    Raises:
-      ConfigError: if a name is none, two are the same, or there is no leaf.
-
-    >>> [leaf.name for leaf in named_arrays("params", {"layers": [{"bias": 1}]}, None)]
-    ['layers.0.bias']
+    `whose` is the name of the tree in error messages. By default the `/` of a path become `.`, as
+    in torch. Names have to be unique, and the tree needs at least one leaf.
     """
     if names is not None and not callable(names):
         raise ConfigError(f"names: expected a function of a path, got {tree.spell(names)}")

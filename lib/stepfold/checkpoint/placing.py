@@ -1,4 +1,4 @@
-"""Making the wanted leaf of what was read: in its place, of its dtype, and nobody else's."""
+"""Create the wanted leaf from the parts read: its sharding, its dtype, its own memory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +13,7 @@ from stepfold.errors import ShardingError, TreeMismatchError
 
 
 def regions_of(name: str, saved: Leaf, like: Any) -> list[Region]:
-    """List the parts of a leaf that are needed here, each once.
-
-    Raises:
-      ShardingError: if the wanted sharding does not fit its shape.
-    """
+    """List the distinct regions of a leaf that this process needs."""
     place = _place_of(like)
     if place is None:
         return [region((), saved.shape)]
@@ -25,16 +21,10 @@ def regions_of(name: str, saved: Leaf, like: Any) -> list[Region]:
 
 
 def placed(name: str, saved: Leaf, like: Any, parts: Mapping[Region, np.ndarray]) -> Any:
-    """Make a leaf as `like` is: its kind, its sharding, its dtype.
+    """Create a leaf with the kind, sharding and dtype of `like`.
 
-    Args:
-      name: its path, for messages.
-      saved: how it was saved.
-      like: an array, an abstract one, with a sharding or without, or a number.
-      parts: what was read, for each of `regions_of`; it is used where it is.
-
-    Raises:
-      TreeMismatchError: if a value does not fit the wanted dtype, or jax has none such.
+    `like` is an array, an abstract array with or without a sharding, or a number. `parts` holds the
+    data of each of `regions_of`, and may be used without a copy.
     """
     if is_key(like):
         numbers = placed(name, saved._replace(key=None), _numbers_of(like, saved), parts)
@@ -48,12 +38,12 @@ def placed(name: str, saved: Leaf, like: Any, parts: Mapping[Region, np.ndarray]
         return array
     if not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
         return type(like)(array.item())
-    weak = like.weak_type and not array.ndim  # as a Python number is, which a step would know
+    weak = like.weak_type and not array.ndim  # keep weak types: without, a step would retrace
     return jnp.asarray(array.item()) if weak else jax.device_put(array)
 
 
 def _place_of(like: Any) -> Sharding | None:
-    # What was not committed to a device stays so: a step would compile anew for what is.
+    # Keep uncommitted arrays uncommitted: otherwise a step would recompile.
     committed = getattr(like, "committed", True)
     return getattr(like, "sharding", None) if committed else None
 
@@ -98,7 +88,7 @@ def _spread(
     shape: tuple[int, ...],
     parts: Mapping[Region, np.ndarray],
 ) -> jax.Array:
-    # jax may use memory of numpy's as its own, and a step write into it: one device a copy.
+    # jax may alias numpy memory, and a step may write into it: every device needs its own copy.
     first = {part: device for device, part in reversed(list(regions.items()))}
     arrays = [
         jax.device_put(

@@ -1,4 +1,4 @@
-"""Reading a checkpoint back: the newest that is good, exactly, onto any devices."""
+"""Restore a checkpoint: the newest valid step, exactly, onto any devices."""
 
 import warnings
 from collections.abc import Sequence
@@ -19,17 +19,18 @@ from stepfold.errors import CheckpointError, StepfoldError
 
 
 class Restored(NamedTuple):
-    """What `restore` gives back.
+    """The result of `restore`.
 
     Attributes:
-      state: a tree like the one asked for.
-      step: the step that it was saved at.
-      data: the position in the data, for `set_state` of the batches; None if none was saved.
-      extra: what was given as `extra`.
-      metrics: what was given as `metrics`.
+      state: a tree like `like`.
+      step: the step at which it was saved.
+      data: the data position, for `set_state` of the batches; None if none was saved.
+      extra: the `extra` that was saved.
+      metrics: the `metrics` that were saved.
       loaded: the paths that were loaded.
-      left: why other paths were not, whether saved or wanted; empty unless that was asked for.
-      damaged: what was wrong with newer steps, which were set aside, by step.
+      left: saved or wanted paths that were not loaded, with the reason; empty without `parts` or
+        `partial`.
+      damaged: the problems of steps that were skipped, by step.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -61,34 +62,35 @@ def restore(
     partial: bool = False,
     fall_back: bool = True,
 ) -> Restored:
-    """Read a state back, every value of it checked against what was saved.
+    """Restore a state, with every value verified against its checksum.
 
-    A step that is damaged is never returned. It is renamed (`12.damaged`), a warning says why, and
-    the next older one is taken, or for "best" the next best. With several processes all of them
-    call this, and all get the same step.
+    A damaged step is never returned. With "latest" and "best", a damaged step is renamed
+    (`12.damaged`) with a warning, and the next older or the next best step is restored instead.
+    With several processes, all of them call this and restore the same step.
 
     Args:
-      directory: what was saved into.
-      like: the state that is wanted, or an abstract one (`jax.eval_shape`), with shardings where it
-        shall be on a mesh: any mesh, whatever it was saved from. What was saved has to match it:
-        no leaf is cast, cut, padded or left out unless that is asked for.
+      directory: the directory of the series.
+      like: the wanted state, concrete or abstract (`jax.eval_shape`), with shardings for leaves
+        that belong on a mesh. The mesh may differ from the one at save time. The saved state has to
+        match: no leaf is cast, truncated, padded or skipped without an option below.
       step: "latest", "best", or a number.
-      best: the metric that "best" goes by, or (metric, "min" or "max"); as the series said when it
-        was saved, if None.
-      parts: regular expressions of paths, such as `("params",)`: only what is there is loaded, and
-        the rest is as in `like`.
-      rename: new paths for old ones, of leaves or of branches, as `{"params/old": "params/new"}`;
-        or a function of the saved path.
-      cast: whether floats may become floats of another dtype, and integers integers.
-      partial: whether what fits is loaded, and the rest left as in `like`.
-      fall_back: whether to go on to another step where one is damaged, instead of raising.
+      best: the metric that ranks steps for "best", or (metric, "min" or "max"). None uses the
+        metric recorded at save time.
+      parts: regular expressions of paths, such as `("params",)`: restore only these paths, and keep
+        the rest of `like`.
+      rename: saved paths to new paths, of leaves or branches, such as
+        `{"params/old": "params/new"}`; or a function of the saved path.
+      cast: whether float dtypes may be converted to other float dtypes, and integer to integer
+        dtypes.
+      partial: whether to restore the leaves that match and keep the rest of `like`.
+      fall_back: whether to fall back to another step if one is damaged, instead of raising.
 
     Returns:
-      The state and what was saved beside it; `loaded` and `left` say which paths were loaded.
+      The state and the metadata saved with it; `loaded` and `left` list which paths were loaded.
 
     Raises:
-      CheckpointError: if there is no such step, or none that is good.
-      TreeMismatchError: if the state is not like the one that was saved, with every path.
+      CheckpointError: if there is no such step, or no valid one.
+      TreeMismatchError: if the saved state does not match `like`; lists every path that differs.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf, tempfile
     >>> folder, tx = tempfile.mkdtemp(), optax.adam(1e-3)
@@ -108,7 +110,7 @@ def restore(
             found = _read(path, like, parts=parts, rename=rename, cast=cast, partial=partial)
         except StepfoldError as caught:
             error = caught
-        # No process goes on before all have read, and none alone.
+        # All processes have to agree on the outcome before any of them continues.
         worst = worst_of(_severity(error))
         if worst == _GOOD:
             return found._replace(damaged=damaged)
@@ -134,7 +136,7 @@ def _severity(error: StepfoldError | None) -> int:
 
 
 def _read(path: Path, like: Any, **options: Any) -> Restored:
-    """Read one step, or raise what is wrong with it or with what is wanted."""
+    """Read one step."""
     manifest = read_manifest(path)
     words = manifest.words
     chosen = match(manifest.leaves, like, where=str(path), **options)
@@ -151,15 +153,15 @@ def _read(path: Path, like: Any, **options: Any) -> Restored:
 
 
 def _load(path: Path, manifest: Manifest, sources: dict[str, str], like: Any) -> Any:
-    """Read the leaves that are wanted, and leave the others as they are."""
-    from stepfold.checkpoint.arrays import Reader  # tensorstore, when first used
+    """Read the matched leaves; keep the others from `like`."""
+    from stepfold.checkpoint.arrays import Reader  # lazy: imports tensorstore
 
     reader = Reader(path, manifest.leaves, manifest.shards)
     structure: Any = jax.tree.structure(like)
     wanted = {name: leaf for name, leaf in tree.named_leaves(like) if name in sources}
     saved = {name: manifest.leaves[sources[name]] for name in wanted}
     regions = {name: regions_of(name, saved[name], leaf) for name, leaf in wanted.items()}
-    # Read by threads, but placed by this one: jax's contexts, a default device say, are a thread's.
+    # Read in threads, placed in this one: jax contexts, such as a default device, are thread-local.
     parts = reader.map(lambda name: reader.parts(sources[name], regions[name]), list(wanted))
     loaded = {
         name: placed(name, saved[name], wanted[name], dict(zip(regions[name], read, strict=True)))
@@ -169,7 +171,7 @@ def _load(path: Path, manifest: Manifest, sources: dict[str, str], like: Any) ->
 
 
 def _pass_over(place: Path, number: int, problem: str) -> None:
-    """Say of a step that it is not taken, and set it aside."""
+    """Warn about a damaged step, and set it aside."""
     kept = steps.set_aside(place, number) if jax.process_index() == 0 else None
     where = f"kept as {kept.name}" if kept else "left where it is"
     warnings.warn(

@@ -1,4 +1,4 @@
-"""Which steps of a series are kept, and which of them is the best."""
+"""The retention policy: which steps to keep, and which step is the best."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,15 +12,9 @@ Best = tuple[str, str]
 
 
 def read_best(best: Any, mode: str | None = None) -> Best | None:
-    """Read by which metric a checkpoint is the best, and whether the least or the greatest is.
+    """Validate the metric that ranks checkpoints, and infer its mode.
 
-    Without a mode, less is better of what is called a loss, and more of anything else.
-
-    Raises:
-      ConfigError: if it is no metric, or the mode neither "min" nor "max".
-
-    >>> read_best("eval/loss"), read_best("eval/accuracy"), read_best("eval/error", "min")
-    (('eval/loss', 'min'), ('eval/accuracy', 'max'), ('eval/error', 'min'))
+    Without a mode, a metric whose last part contains "loss" is minimized; any other is maximized.
     """
     if best is None:
         return None
@@ -34,11 +28,7 @@ def read_best(best: Any, mode: str | None = None) -> Best | None:
 
 
 def order_by(best: Best, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """List the steps that have the metric, the best first, and of equals the older first.
-
-    >>> order_by(("loss", "min"), {1: {"loss": 3.0}, 2: {"loss": 1.0}, 3: {"loss": float("nan")}})
-    [2, 1]
-    """
+    """List the steps that have a finite metric, the best first; ties keep the older step first."""
     name, mode = best
     found = {step: number(values.get(name)) for step, values in metrics.items()}
     values = {step: value for step, value in found.items() if value is not None}
@@ -55,13 +45,9 @@ def expendable(
     best: Best | None = None,
     keep_best: int = 1,
 ) -> list[int]:
-    """List the steps that may be deleted: not of the last, the best, or the n-th ones.
+    """List the steps that the retention policy deletes.
 
-    The one that was saved last stays in any case: it may be below others, after going back.
-
-    >>> steps = {step: {"loss": abs(step - 3)} for step in range(1, 9)}
-    >>> expendable(steps, keep=2, keep_every=5, best=("loss", "min"))
-    [1, 2, 4, 6]
+    `last`, the step saved last, is always kept: after a rollback it may not be the newest.
     """
     there = sorted(metrics)
     if keep is None:
@@ -75,14 +61,14 @@ def expendable(
 
 
 def metrics_in(directory: Path) -> dict[int, Mapping[str, Any]]:
-    """Read the metrics of the steps that are whole."""
+    """Read the metrics of all complete steps."""
     return {step: words.metrics or {} for step, words in steps.words_in(directory).items()}
 
 
 def ranked(directory: Path, best: Any) -> list[int]:
-    """List the steps from the best on, by the metric given, or by that of the newest step."""
+    """List the steps from best to worst, by `best` or by the metric recorded in the newest step."""
     there = steps.words_in(directory)
-    # What cannot be read may be the best: it is looked at first, and passed over aloud.
+    # An unreadable step may be the best: try it first, rather than skip it silently.
     broken = [step for step in steps.steps_in(directory) if step not in there]
     if best is None:
         best = next((words.best for words in reversed(there.values()) if words.best), None)

@@ -1,4 +1,4 @@
-"""Saving one state, for a loop of one's own."""
+"""Save a single state, for custom training loops."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,23 +16,23 @@ def save(
     metrics: Mapping[str, Any] | None = None,
     extra: Any = None,
 ) -> None:
-    """Save a state, and return when it is on the disk.
+    """Save a state, and return when it is on disk.
 
-    It is there wholly or not at all, whatever happens meanwhile, a loss of power too. To save in
-    the background, and to have old checkpoints deleted, open a series (`Checkpoints`). With several
-    processes all of them call this, on one file system.
+    The save is atomic: after a crash or a power loss the step is either complete or absent. To save
+    in the background and to delete old checkpoints, open a series (`Checkpoints`). With several
+    processes, all of them call this, on a shared file system.
 
     Args:
-      directory: where the steps of a run are, a folder each.
+      directory: the directory of the series, with one subdirectory per step.
       state: any tree of arrays, on any devices.
-      step: the number to save it under; `state.step`, if None.
-      data: the position in the data, or the batches themselves, which are asked by `get_state`.
-      metrics: numbers by name, one of which may say which step is the best.
-      extra: anything that JSON can hold: arguments, versions.
+      step: the step number; defaults to `state.step`.
+      data: the data position, or the batches themselves, whose `get_state` is called.
+      metrics: numbers by name, one of which may rank the steps.
+      extra: any JSON-serializable value, such as arguments or versions.
 
     Raises:
-      CheckpointError: if it could not be saved, or the step is there already.
-      ConfigError: if something in the state is no array, or in the rest no JSON.
+      CheckpointError: if the state cannot be saved, or the step already exists.
+      ConfigError: if a leaf of the state is not an array, or the rest is not JSON-serializable.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()

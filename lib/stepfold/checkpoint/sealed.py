@@ -1,4 +1,4 @@
-"""JSON documents that carry their own checksum, and what may be in them."""
+"""JSON files with a checksum, and the values that they can hold."""
 
 import base64
 import json
@@ -15,20 +15,17 @@ from stepfold import tree
 from stepfold.errors import CheckpointError, ConfigError
 
 _SEAL = b"stepfold crc32 "
-_BYTES = "bytes in base64"  # how bytes, of which grain's positions are made, are written in JSON
+_BYTES = "bytes in base64"  # the JSON encoding of bytes, which grain's positions consist of
 
 
 class DamageError(CheckpointError):
-    """Say that what is stored is not what was written: another step may be good."""
+    """The stored data is not what was written; another step may be valid."""
 
 
 def plain(value: Any, name: str) -> Any:
-    """Make of a value what JSON gives back as it is, or say at which path it cannot be.
+    """Convert a value to plain JSON, or raise with the path of what JSON cannot hold.
 
-    Tuples become lists, numpy's numbers Python's, and bytes a dict that `opened` reads again.
-
-    >>> plain({"lengths": (3, np.int64(4)), "state": b"ab"}, "data")
-    {'lengths': [3, 4], 'state': {'bytes in base64': 'YWI='}}
+    Tuples become lists, numpy scalars Python numbers, and bytes a dict that `opened` decodes.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -52,7 +49,7 @@ def plain(value: Any, name: str) -> Any:
 
 
 def opened(value: Any) -> Any:
-    """Give back what `plain` was given, lists for tuples."""
+    """Invert `plain`, except that tuples stay lists."""
     if isinstance(value, dict):
         if value.keys() == {_BYTES}:
             return base64.b64decode(value[_BYTES])
@@ -61,27 +58,18 @@ def opened(value: Any) -> Any:
 
 
 def seal(content: Any) -> bytes:
-    """Write plain content as JSON under a line with its checksum.
-
-    >>> print(seal({"step": 3}).decode())
-    stepfold crc32 08b1f3bf
-    {"step": 3}
-    """
+    """Serialize plain content as JSON, preceded by a line with its checksum."""
     text = json.dumps(content).encode()
     return _SEAL + f"{zlib.crc32(text):08x}\n".encode() + text
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """Say that something may be good, but cannot be read by us, or now."""
+    """Make the error for a file that may be intact, but cannot be read."""
     return CheckpointError(f"{path}: cannot be read: {error.strerror}; change the permission")
 
 
 def unseal(path: Path) -> Any:
-    """Read what `seal` wrote.
-
-    Raises:
-      DamageError: if it is not there, or not what was written.
-    """
+    """Read what `seal` wrote; raise `DamageError` if it is missing or its checksum differs."""
     try:
         head, _, text = path.read_bytes().partition(b"\n")
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -94,7 +82,7 @@ def unseal(path: Path) -> Any:
 
 
 def integer(value: Any) -> int | None:
-    """Read an integer of Python, numpy or jax, or None for anything else."""
+    """Convert an integer of Python, numpy or jax; return None for anything else."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -102,6 +90,6 @@ def integer(value: Any) -> int | None:
 
 
 def number(value: Any) -> float | None:
-    """Read a finite number, or None for anything else, NaN too."""
+    """Convert a finite number; return None for anything else, including NaN."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""An open series of checkpoints: saves in the background, deletes, and is waited for at the end."""
+"""An open series of checkpoints: background saves, retention, and waiting on close."""
 
 import os
 import sys
@@ -25,19 +25,18 @@ from stepfold.errors import CheckpointError, ConfigError
 
 
 class Series:
-    """Save states into one directory, one after another; `Checkpoints` opens it.
+    """Save states into one directory, one after another; opened by `Checkpoints`.
 
-    Not to be left without `close`, which a `with` block sees to: what is still being written is
-    waited for, and what went wrong is raised. If it is left all the same, the interpreter waits
-    before it ends, and ends with an error if the save failed, as it does under Python 3.12.0 to
-    3.12.2, which start no threads any more by then.
+    Close it, or use a `with` block: closing waits for the pending save and raises its error. If it
+    is not closed, the interpreter waits for the save at exit, and exits with an error if the save
+    failed. Under Python 3.12.0 to 3.12.2 it does fail, since they cannot start threads by then.
 
     Attributes:
-      directory: where the steps are.
-      every: the steps from one checkpoint to the next.
-      every_epochs: the epochs from one to the next.
-      best: the metric by which a step is the best, and "min" or "max".
-      saved: the step that was saved last, here.
+      directory: the directory of the series.
+      every: steps between checkpoints.
+      every_epochs: epochs between checkpoints.
+      best: the metric that ranks steps, and "min" or "max".
+      saved: the step that this series saved last.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Series:
         keep_best: int = 1,
         background: bool = True,
     ) -> None:
-        # Imported when first used: orbax takes longer to import than all else together.
+        # Lazy: orbax takes longer to import than everything else together.
         from stepfold.checkpoint.store import Store
 
         self.directory = directory
@@ -68,18 +67,15 @@ class Series:
             steps.clean(directory)
         self._store = Store(directory)
         self._open = [self]
-        # `atexit` comes too late: by then threads cannot start the threads that a save needs.
+        # `atexit` is too late: by then no thread can start the threads that a save needs.
         threading._register_atexit(_leave, self._open)  # type: ignore[attr-defined]
 
     def due(self, step: int, *, epoch: int | None = None) -> bool:
-        """Tell whether to save after a step, and after an epoch where one has just ended.
+        """Return whether a save is due after `step` steps.
 
-        Minutes count by the clock of the first process, which several have to ask for it: each
-        call then waits for all of them.
-
-        Args:
-          step: how many steps were done.
-          epoch: how many epochs were done, if the last step ended one.
+        `epoch` is the number of finished epochs, if the last step ended one. `every_minutes` is
+        measured by the clock of process 0. With several processes, each call then synchronizes all
+        of them.
         """
         if step == self.saved or step < 1:
             return False
@@ -88,7 +84,7 @@ class Series:
         return by_step or by_epoch or self.is_late()
 
     def is_late(self) -> bool:
-        """Tell whether the minutes from one save to the next are over; `due` asks too."""
+        """Return whether `every_minutes` have passed since the last save; `due` checks this too."""
         if self._minutes is None:
             return False
         late = time.monotonic() - self._saved_at >= 60 * self._minutes
@@ -106,12 +102,12 @@ class Series:
     ) -> None:
         """Save a state; the arguments are those of `stepfold.save`.
 
-        Waits for the save before, and then only until the state is off the devices: it may be
-        given to a step, and numpy's arrays be changed, at once. `before_commit` is called in a
-        background thread before the step is committed.
+        Blocks for the previous save, and in background mode only until the state is copied off the
+        devices. Afterwards the state may be donated to a step, and its numpy arrays may be
+        modified. `before_commit` is called in a background thread before the step is committed.
 
         Raises:
-          CheckpointError: if the save before failed, this one cannot begin, or the step is there.
+          CheckpointError: if the previous save failed, this one cannot begin, or the step exists.
         """
         self.wait()
         if not self._open:
@@ -139,11 +135,7 @@ class Series:
             self.wait()
 
     def add_later(self, step: int, *, metrics: Mapping[str, Any], extra: Any) -> None:
-        """Add to a step that is there what was measured of its state since, and replace its extra.
-
-        Raises:
-          CheckpointError: if there is no such step, or it is not whole.
-        """
+        """Add metrics measured after the save to an existing step, and replace its `extra`."""
         self.wait()
         if jax.process_index() == 0:
             words = words_of({}, step=step, data=None, metrics=metrics, extra=extra)
@@ -154,13 +146,13 @@ class Series:
             self._store.wait(step)
             if self._keep is not None and jax.process_index() == 0:
                 self._prune(self._keep)
-        except BaseException as error:  # noqa: BLE001  raised by `wait`, in a thread that is heard
+        except BaseException as error:  # noqa: BLE001  raised by `wait`, in the caller's thread
             self._failure = error
         finally:
             self._lock.release()
 
     def _prune(self, keep: int) -> None:
-        """Delete what is not to be kept; the step just saved is, so that one good one is left."""
+        """Delete steps by the retention policy, but keep the step just saved as a valid one."""
         metrics = metrics_in(self.directory)
         for step in expendable(
             metrics,
@@ -179,15 +171,11 @@ class Series:
 
     @property
     def saving(self) -> int | None:
-        """The step that is being written, if one is."""
+        """The step that is being written, if any."""
         return self.saved if self._thread is not None and self._thread.is_alive() else None
 
     def wait(self) -> None:
-        """Wait until what was saved is on the disk.
-
-        Raises:
-          CheckpointError: if it could not be saved.
-        """
+        """Wait until the pending save is on disk, and raise its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -197,23 +185,19 @@ class Series:
             raise failure
 
     def _clean(self) -> None:
-        """Remove what a save that failed has left, which threads of orbax may still write to."""
+        """Remove the files of a failed save; retry, since orbax threads may still write."""
         for _ in range(40 if jax.process_index() == 0 else 0):
             if not steps.clean(self.directory):
                 return
             time.sleep(0.05)
 
     def restore(self, like: Any, **options: Any) -> Restored:
-        """Restore from this series, as `stepfold.restore` does, after what is being saved."""
+        """Wait for the pending save, then restore as `stepfold.restore` does."""
         self.wait()
         return restore(self.directory, like, **options)
 
     def close(self) -> None:
-        """Wait for the last save, and end the series; to call it twice is well.
-
-        Raises:
-          CheckpointError: if the last save failed.
-        """
+        """Wait for the pending save and close the series; idempotent."""
         if not self._open:
             return
         try:
@@ -235,12 +219,12 @@ class Series:
 
 
 def _leave(opened: list[Series]) -> None:
-    """Wait for a series that nobody closed, and do not end as if all were well if it failed."""
+    """Close an unclosed series at exit, and exit with an error if its save failed."""
     for series in opened[:]:
         try:
             series.close()
-        except BaseException:  # noqa: BLE001  nobody is left to raise it to
-            with suppress(AttributeError, OSError, ValueError):  # no stderr, or a closed one
+        except BaseException:  # noqa: BLE001  there is no caller at exit
+            with suppress(AttributeError, OSError, ValueError):  # stderr is missing or closed
                 traceback.print_exc()
                 sys.stderr.flush()
             with suppress(AttributeError, OSError, ValueError):
@@ -257,14 +241,7 @@ def words_of(
     extra: Any,
     best: tuple[str, str] | None = None,
 ) -> Words:
-    """Read what is saved beside a state.
-
-    Raises:
-      ConfigError: if the step is not known, or something is no JSON.
-
-    >>> words_of({}, step=3, data=None, metrics={"loss": 1/2}, extra={"lr": 0.1})
-    Words(step=3, data=None, metrics={'loss': 0.5}, extra={'lr': 0.1}, best=None)
-    """
+    """Validate the metadata of a step."""
     if hasattr(data, "get_state"):
         data = data.get_state()
     if metrics is not None and not isinstance(metrics, Mapping):

@@ -1,8 +1,8 @@
-"""Tensors in one file or several with an index, laid out and replaced as one thing.
+"""Read and atomically replace safetensors: a single file, or shards with an index.
 
-A reader finds what was there or what comes, whenever the writing ends: files are written aside,
-forced onto the disk and renamed, the index last. Shards never take the name of one that is there,
-since the index that is still in place would then name other bytes than it was written for.
+After an interruption a reader finds the previous export or the new one. Files are written to a
+temporary directory, synced and renamed, the index last. Shards never reuse the name of an existing
+file: the old index, still in place, would refer to the new bytes.
 """
 
 import errno
@@ -28,11 +28,7 @@ _SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
 
 
 def file_of(path: str | os.PathLike[str]) -> Path:
-    """Give the file that a path means, which for a directory is the `model.safetensors` in it.
-
-    Raises:
-      ConfigError: if the path is an address.
-    """
+    """Resolve a path to a file; a directory means the `model.safetensors` in it."""
     if "://" in os.fspath(path):
         raise ConfigError(
             f"path: expected one on a disk, got {os.fspath(path)}; copy between there and a disk"
@@ -47,16 +43,10 @@ def write_shards(
     arrays: Iterator[np.ndarray[Any, Any]],
     metadata: Mapping[str, str],
 ) -> None:
-    """Put files in the place of what was exported to a target before, all of them or none.
+    """Atomically replace the previous export to `target`.
 
-    Args:
-      target: the file if it is one, and what the shards are called after if they are several.
-      shards: the arrays of each file.
-      arrays: all arrays, in that order.
-      metadata: what each header says besides.
-
-    Raises:
-      OSError: if the disk does not take them.
+    `target` is the single file, or the base name of several shards. `shards` holds the arrays of
+    each file, and `arrays` yields all of them in that order. `metadata` goes into every header.
     """
     folder = target.parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +64,7 @@ def write_shards(
             names.append(index.name)
         for name in names:
             os.replace(Path(aside, name), folder / name)
-    sync(folder)  # the new names, before the old files go
+    sync(folder)  # persist the new names before the old files are deleted
     for outdated in _exported(target):
         if outdated.name not in names:
             outdated.unlink()
@@ -104,23 +94,17 @@ def _write_index(file: Path, shards: Mapping[str, Mapping[str, Spec]]) -> None:
 
 
 def _exported(target: Path) -> list[Path]:
-    """List what exports to a target have left, the index before what it names."""
+    """List the files of all exports to a target, the index before the shards it refers to."""
     shard = re.compile(rf"{re.escape(target.stem)}-\d{{5}}-of-\d{{5}}(\.\d+)?{re.escape(_SUFFIX)}")
     shards = [file for file in target.parent.iterdir() if shard.fullmatch(file.name)]
     return [file for file in (target, _index_of(target)) if file.exists()] + shards
 
 
 def read_shards(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
-    """Map a file, or all those of an index, into memory.
+    """Memory-map a file, all files of an index, or those of a directory.
 
-    Args:
-      path: a file, an index, or the directory that `model.safetensors` or its index is in.
-
-    Returns:
-      Views of the files by name; what is kept of them has to be copied.
-
-    Raises:
-      CheckpointError: if a file is missing, cannot be read, or is not what the index says.
+    Returns views of the files by name. Copy whatever outlives the files. Raises `CheckpointError`
+    if a file is missing, unreadable, or differs from the index.
     """
     file = file_of(path)
     if os.fspath(path).endswith(".json"):
@@ -165,7 +149,7 @@ def _read_index(index: Path) -> dict[str, str]:
             f"{index}: expected an index in JSON, got {error}; export or copy it again"
         ) from error
     places = content.get("weight_map") if isinstance(content, dict) else None
-    # with_name takes nothing but the name of a file beside the index.
+    # with_name accepts only a plain file name, so every file is in the directory of the index.
     named = isinstance(places, dict) and all(
         isinstance(file, str) and file.endswith(_SUFFIX) and Path(file).name == file
         for file in places.values()

@@ -1,7 +1,7 @@
-"""The folders of a series: which steps there are, and how one comes to be there no more.
+"""The step directories of a series: listing, deletion, locking and cleanup.
 
-A step is a folder named by its number. Whatever takes one away renames it first, so that no step
-is ever offered half: `12.deleted` is on its way out, and `12.damaged` is kept to be looked at.
+A step directory is named by its number. Removing a step renames it first, so that no reader finds a
+partial step: `12.deleted` is being deleted, and `12.damaged` is kept for inspection.
 """
 
 import os
@@ -20,18 +20,13 @@ from stepfold.checkpoint.manifest import ForeignError, NewerError, Words, read_w
 from stepfold.checkpoint.sealed import DamageError, unreadable
 from stepfold.errors import CheckpointError, ConfigError
 
-# What a killed process leaves behind; `orbax-checkpoint-tmp` is what orbax writes a step into, and
-# `saving` keeps it to one run.
+# What a killed process leaves behind. orbax writes a step into `orbax-checkpoint-tmp`; `saving`
+# reserves the step for one run.
 _LEFT_OVER = re.compile(r"\d+\.(deleted|saving|orbax-checkpoint-tmp)(\W.*)?")
 
 
 def read_directory(directory: Any, *, make: bool = False) -> Path:
-    """Read the path of a series' directory, and make it where asked to.
-
-    Raises:
-      ConfigError: if it is no path on a file system.
-      CheckpointError: if it is a file, or cannot be made.
-    """
+    """Validate the path of a series' directory, and create it if `make` is set."""
     if not isinstance(directory, str | Path) or not str(directory):
         raise ConfigError(f"directory: expected a path, got {directory!r}")
     if re.match(r"\w{2,}:/", str(directory)):
@@ -63,18 +58,18 @@ def read_directory(directory: Any, *, make: bool = False) -> Path:
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Give the folder of a step."""
+    """Return the directory of a step."""
     return directory / str(step)
 
 
 def steps_in(directory: Path) -> list[int]:
-    """List the steps that have a folder, in order; it may be that of no good checkpoint."""
+    """List the steps that have a directory, in order, whether or not they are valid."""
     names = [path.name for path in _folders(directory)]
     return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 
 def words_in(directory: Path) -> dict[int, Words]:
-    """Read what lies beside the arrays of the steps that are whole, in order."""
+    """Read the metadata of all complete steps, in order."""
     found = {}
     for step in steps_in(directory):
         with suppress(DamageError, ForeignError, NewerError):
@@ -83,12 +78,12 @@ def words_in(directory: Path) -> dict[int, Words]:
 
 
 def whole_steps(directory: Path) -> list[int]:
-    """List the steps of which every file is there, in order, by name and size."""
+    """List the complete steps, in order, by the names and sizes of their files."""
     return list(words_in(directory))
 
 
 def is_whole(step: Path) -> bool:
-    """Tell whether every file of a step is there, by name and size."""
+    """Return whether all files of a step exist, by name and size."""
     try:
         read_words(step)
     except (DamageError, ForeignError):
@@ -97,19 +92,19 @@ def is_whole(step: Path) -> bool:
 
 
 def delete(directory: Path, step: int) -> None:
-    """Delete a step, by another name first; one that another run has deleted is gone already."""
+    """Rename a step, then delete it; a no-op if another run has deleted it."""
     try:
         path = _rename(path_of(directory, step), "deleted")
     except FileNotFoundError:
         return
-    if path.is_symlink():  # to where another disk keeps it
+    if path.is_symlink():  # a link to another disk
         path.unlink()
     else:
         shutil.rmtree(path)
 
 
 def set_aside(directory: Path, step: int) -> Path | None:
-    """Rename a damaged step, so that nobody is offered it; give None where that is not allowed."""
+    """Rename a damaged step, so that no reader finds it; return None if that fails."""
     try:
         return _rename(path_of(directory, step), "damaged")
     except OSError:
@@ -117,7 +112,7 @@ def set_aside(directory: Path, step: int) -> Path | None:
 
 
 def is_aside(path: Path) -> bool:
-    """Tell whether a folder is a step that was set aside, or what was left of one."""
+    """Return whether a directory is a damaged step, or left over from an interrupted operation."""
     return bool(_LEFT_OVER.fullmatch(path.name) or re.fullmatch(r"\d+\.damaged(-\d+)?", path.name))
 
 
@@ -131,13 +126,13 @@ def _rename(path: Path, kind: str) -> Path:
 
 
 class Lock:
-    """Say while a save is under way that what it writes is not left over; a kill releases it.
+    """Protect unfinished saves from cleanup; the system releases the lock if the process is killed.
 
-    It is the system's lock on the directory itself, which takes no file, and which others share.
+    The lock is an `flock` on the directory itself. It needs no lock file, and saves share it.
     """
 
     def __init__(self, directory: Path, *, alone: bool = False) -> None:
-        """Take the lock; `held` tells whether it was to be had, where it is wanted `alone`."""
+        """Acquire the lock, exclusively if `alone`; `held` is False if it is taken."""
         self.held, self._file = True, -1
         if fcntl is None or not directory.is_dir():
             return
@@ -153,21 +148,18 @@ class Lock:
             self.held = True
 
     def release(self) -> None:
-        """Let go of it."""
+        """Release the lock."""
         if self._file >= 0:
-            with suppress(OSError):  # where there are no locks
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # what was forked has the file open too
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # forked processes have the file open too
             os.close(self._file)
             self._file = -1
 
 
 def clean(directory: Path) -> bool:
-    """Remove what was left of a save or a deletion that was interrupted, and nothing else.
+    """Remove what interrupted saves and deletions left, and return whether there was anything.
 
-    Nothing is removed while a save into the directory is under way, by whomever.
-
-    Returns:
-      Whether something was there to remove.
+    A no-op while any process saves into the directory.
     """
     lock = Lock(directory, alone=True)
     try:

@@ -1,13 +1,14 @@
-"""Writing a step with orbax, in the background, and the one place that knows orbax.
+"""Write steps with orbax in the background; the only module that knows orbax.
 
-The arrays are orbax's own, so that its tools read them: `params/w` of step 12 is `params.w` under
-`12/state`. Beside them lie the manifests (`manifest.py`), which are written and committed together
-with the arrays: what has no manifest, or lacks a file of it, is no checkpoint.
+The arrays are stored by orbax, so that its tools can read them: `params/w` of step 12 is `params.w`
+under `12/state`. The manifests (`manifest.py`) are written next to the arrays and committed
+together with them. A directory without a manifest, or without one of its files, is not a
+checkpoint.
 
-`AsyncCheckpointer` is used, and not the `CheckpointManager` over it, whose list of steps is a
-cache: it goes on to offer a step that was taken away, and refuses in silence to save below a bad
-one.
-Compression is off: it costs time, and as much memory again as the state.
+`AsyncCheckpointer` is used instead of `CheckpointManager`, which caches the list of steps: it keeps
+offering a step that was removed, and silently refuses to save below a damaged one.
+
+Compression is off: it costs time, and as much additional memory as the state.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,13 +40,13 @@ class _Save(ocp.args.PyTreeSave):  # type: ignore[misc]
 
 
 class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
-    """Write the arrays as orbax does, and the manifests beside them."""
+    """Write the arrays with orbax, and the manifests next to them."""
 
     writing: Sequence[Any] = ()
 
     async def async_save(self, directory: Any, args: _Save) -> list[Any]:
-        """Begin to write, once what is written is on the host, where nobody changes it."""
-        # Views where the host is the device: they keep the arrays, even if a step is given them.
+        """Start to write, once the data is on the host, where it can no longer change."""
+        # Views if the device is the host: they keep the arrays valid, even if a step donates them.
         shards = {name: shards_of(array) for name, array in args.arrays.items()}
         futures = await super().async_save(directory, args=args)
 
@@ -59,15 +60,15 @@ class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
         return self.writing
 
     def settle(self) -> None:
-        """Wait for what is still being written of a save that failed, so that it can be removed."""
+        """Wait for pending writes of a failed save, so that its files can be removed."""
         for future in self.writing:
-            with suppress(Exception):  # the first to fail was raised; orbax leaves the others be
+            with suppress(Exception):  # the first error was raised; orbax ignores the others
                 future.result(_PATIENCE)
         self.writing = []
 
     def finalize(self, directory: Any) -> None:
-        """Put together what the processes wrote, and note which files it is."""
-        folder = Path(directory)  # whose `glob` takes a `[` in its own name for what it is
+        """Merge what the processes wrote, and record the files."""
+        folder = Path(directory)  # its `glob` takes a `[` in its own path literally
         super().finalize(folder)
         manifest.write_files(folder)
 
@@ -95,7 +96,7 @@ class Store:
     def begin(
         self, state: Any, words: Words, before_commit: Callable[[], None] | None = None
     ) -> None:
-        """Take the state off the devices and begin to write it."""
+        """Copy the state off the devices and start to write it."""
         arrays = arrays_of(state)
         stored = _nested({name: array for name, array in arrays.items() if array.size})
         save = _Save(
@@ -108,20 +109,20 @@ class Store:
         path = self._directory / str(words.step)
         with self._telling(path):
             if jax.process_index() == 0:
-                # Orbax would remove what another run has begun of the step, and mix the two.
+                # orbax would remove another run's unfinished save of the step, and mix the two.
                 claim = path.with_name(f"{path.name}.saving")
                 claim.mkdir(parents=True)
                 self._claim = claim
             self._orbax.save(path, args=ocp.args.Composite(**{manifest.STATE: save}))
 
     def wait(self, step: int) -> None:
-        """Wait until the step that was begun is on the disk under its name."""
+        """Wait until the pending step is committed and synced."""
         path = self._directory / str(step)
         with self._telling(path):
             self._orbax.wait_until_finished()
         if jax.process_index() > 0:
             return
-        if not path.is_dir():  # orbax loses an error that it cannot log, to a closed stderr, say
+        if not path.is_dir():  # orbax drops errors that it cannot log, as with a closed stderr
             raise CheckpointError(f"{path}: not saved: it is not there, and nobody said why")
         with self._telling(path):
             sync(path)
@@ -130,28 +131,28 @@ class Store:
 
     def _let_go(self) -> None:
         if self._claim is not None:
-            with suppress(FileNotFoundError):  # somebody removed all of the directory
+            with suppress(FileNotFoundError):  # the whole directory was removed
                 self._claim.rmdir()
             self._claim = None
 
     def close(self) -> None:
-        """Let go of the threads."""
+        """Shut down the threads."""
         self._orbax.close()
 
     @contextmanager
     def _telling(self, path: Path) -> Iterator[None]:
-        """Say of whatever goes wrong in orbax that this step was not saved."""
+        """Convert any error of orbax to a `CheckpointError` for this step."""
         try:
             yield
         except Exception as error:
             self._handler.settle()
             self._let_go()
-            self._renew()  # one that has failed may tell of it again at the next save
+            self._renew()  # a failed checkpointer may raise its error again at the next save
             raise CheckpointError(f"{path}: not saved: {_cause(error)}") from error
 
 
 def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Make dicts in dicts of names, as orbax gives them back to those who read without us."""
+    """Convert paths to nested dicts, the structure that orbax restores on its own."""
     made: dict[str, Any] = {}
     for name, array in arrays.items():
         *folders, last = name.split("/")

@@ -1,9 +1,9 @@
-"""A safetensors file: eight bytes of length, a header in JSON, and the bytes of named arrays.
+"""Read and write a safetensors file: an 8-byte length, a JSON header, and the bytes of the arrays.
 
-Files are written here array by array, since the package's own writer wants all of a file in memory
-at once: 1.0 GB in ten sharded arrays took 1.0 GB more with it, and 0.3 GB so. They are judged by
-the package's reader, before they are published and before they are read; only the bytes are taken
-here, because that reader gives numpy no float8.
+Files are written array by array, because the writer of the safetensors package needs the whole file
+in memory: 1.0 GB in ten sharded arrays took 1.0 GB more with it, and 0.3 GB this way. The package's
+reader validates files before they are published and before they are read. Only the bytes are read
+here, because that reader returns no float8 for numpy.
 """
 
 import json
@@ -40,23 +40,18 @@ _DTYPES = {code: jnp.dtype(name) for name, code in CODES.items()}
 
 
 class Spec(NamedTuple):
-    """What the header says of an array, besides where it is."""
+    """The header entry of an array, without its offset."""
 
     shape: tuple[int, ...]
     dtype: Any
 
     @property
     def size(self) -> int:
-        """Count the bytes."""
         return int(np.prod(self.shape, dtype=object)) * int(self.dtype.itemsize)
 
 
 def require_safetensors() -> Any:
-    """Import the package, or say how to install it.
-
-    Raises:
-      ConfigError: if it is not installed.
-    """
+    """Import safetensors, or raise a `ConfigError` that says how to install it."""
     try:
         import safetensors
     except ImportError as error:
@@ -73,25 +68,18 @@ def write_tensors(
     arrays: Iterable[np.ndarray[Any, Any]],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write a new file, holding one array at a time, and see it safe on the disk.
+    """Write and sync a new file, holding one array at a time, and validate it.
 
-    Args:
-      file: where to; nothing may be there.
-      specs: the arrays by name, in the order in which they come.
-      arrays: the arrays, on the host; each is asked for when the one before is written.
-      metadata: what the header says besides.
-
-    Raises:
-      OSError: if the disk does not take it.
-      CheckpointError: if the package cannot read what was written.
+    The file must not exist. `arrays` yields host arrays in the order of `specs`; each is requested
+    after the one before is written.
     """
     header = json.dumps(_header(specs, metadata), ensure_ascii=False).encode()
-    header += b" " * (-len(header) % 8)  # so that the arrays are aligned for who maps them
+    header += b" " * (-len(header) % 8)  # aligns the arrays for readers that memory-map the file
     with file.open("xb") as out:
         out.write(len(header).to_bytes(8, "little") + header)
         for array in arrays:
             out.write(_bytes_of(array).data)
-            del array  # not to hold it while the next one is fetched
+            del array  # free it before the next one is fetched
         out.flush()
         os.fsync(out.fileno())
     check_tensors(file)
@@ -111,17 +99,13 @@ def _header(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> dict[str,
 
 
 def _bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Give the bytes in C order and little-endian, which is all that the format knows."""
+    """Return the bytes in C order and little-endian, the only layout of the format."""
     array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return array.reshape(-1).view(np.uint8)
 
 
 def check_tensors(file: Path) -> None:
-    """Have the package check the header, and that it accounts for every byte of the file.
-
-    Raises:
-      CheckpointError: if the file cannot be read, or is no whole safetensors file.
-    """
+    """Validate the header, and that it accounts for every byte, with the safetensors package."""
     safetensors = require_safetensors()
     if file.is_dir():
         raise CheckpointError(f"{file}: expected a safetensors file, got a directory")
@@ -138,17 +122,10 @@ def check_tensors(file: Path) -> None:
 
 
 def read_tensors(file: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """Map a file into memory: of what is looked at, the disk reads only what is used.
+    """Memory-map a file, so that only the bytes in use are read from disk.
 
-    Args:
-      file: a safetensors file.
-
-    Returns:
-      Views of the file by name; what is kept of them has to be copied.
-
-    Raises:
-      CheckpointError: if the file cannot be read, is no whole safetensors file, or holds a dtype
-        that jax has not.
+    Returns views of the file by name. Copy whatever outlives the file. Raises `CheckpointError` if
+    the file is unreadable or incomplete, or holds a dtype that jax does not have.
     """
     check_tensors(file)
     raw = np.asarray(np.memmap(file, np.uint8, mode="r"))

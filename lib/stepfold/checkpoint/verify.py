@@ -1,4 +1,4 @@
-"""Looking at checkpoints without restoring: which there are, what is in them, are they good."""
+"""Inspect checkpoints without restoring them: list, describe and verify steps."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from stepfold.errors import CheckpointError
 
 
 def latest_step(directory: str | Path) -> int | None:
-    """Give the newest step that is wholly there, by the names and sizes of its files, or None.
+    """Return the newest complete step, by the names and sizes of its files, or None.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -27,16 +27,16 @@ def latest_step(directory: str | Path) -> int | None:
 
 
 class Contents(NamedTuple):
-    """Say what is in a checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
-      step: the step that it was saved at.
-      leaves: how each array is stored, by path: its `shape`, `dtype`, and `key`, the kind of a
-        typed PRNG key, which is stored as the numbers that it is made of.
-      data: the position in the data.
-      extra: what was given as `extra`.
-      metrics: what was given as `metrics`.
-      bytes: its size on the disk.
+      step: the step at which it was saved.
+      leaves: the metadata of each array, by path: its `shape`, `dtype`, and `key`, the
+        implementation of a typed PRNG key, which is stored as its key data.
+      data: the data position.
+      extra: the `extra` that was saved.
+      metrics: the `metrics` that were saved.
+      bytes: its size on disk.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -54,14 +54,14 @@ class Contents(NamedTuple):
 
 
 def contents(directory: str | Path, *, step: Step = "latest") -> Contents:
-    """Tell what is in a checkpoint, without reading its arrays.
+    """Describe a checkpoint, without reading its arrays.
 
     Args:
-      directory: what was saved into.
+      directory: the directory of the series.
       step: "latest", "best", or a number.
 
     Raises:
-      CheckpointError: if there is no such step, or it is not whole.
+      CheckpointError: if there is no such step, or it is incomplete.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -73,7 +73,7 @@ def contents(directory: str | Path, *, step: Step = "latest") -> Contents:
     place = steps.read_directory(directory)
     found = candidates(place, step)
     whole = [number for number in found if steps.is_whole(steps.path_of(place, number))]
-    if step != "latest" or not whole:  # whatever is wrong with it, or with the newest, is told
+    if step != "latest" or not whole:  # let read_manifest raise the problem
         whole = found
     manifest = read_manifest(steps.path_of(place, whole[0]))
     words = manifest.words
@@ -88,13 +88,13 @@ def contents(directory: str | Path, *, step: Step = "latest") -> Contents:
 
 
 def verify(directory: str | Path) -> dict[int, list[str]]:
-    """Read every step and compare all of its values with what was saved.
+    """Read every step and verify all of its values against their checksums.
 
-    Needs no device, and changes nothing. Of files that orbax alone reads, as `_METADATA`, only the
-    size is compared: `restore` needs nothing of what is in them.
+    Needs no device and changes nothing. Files that only orbax reads, such as `_METADATA`, are
+    compared by size alone; `restore` does not need their content.
 
     Returns:
-      What is wrong with each step, a line for each part of a leaf; nothing, if it is good.
+      The problems of each step, one line per part of a leaf; an empty list for a valid step.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -108,7 +108,7 @@ def verify(directory: str | Path) -> dict[int, list[str]]:
 
 def problems_of(path: Path) -> list[str]:
     """List what is wrong with one step."""
-    from stepfold.checkpoint.arrays import Reader  # tensorstore, when first used
+    from stepfold.checkpoint.arrays import Reader  # lazy: imports tensorstore
 
     try:
         manifest = read_manifest(path)

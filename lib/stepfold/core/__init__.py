@@ -1,1 +1,1 @@
-"""What a step is: state, loss, gradients, precision, averages, and the step made of them."""
+"""Train states and steps, and their parts: losses, gradients, precision, averages."""

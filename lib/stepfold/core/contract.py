@@ -1,6 +1,6 @@
-"""Hold a loss function, and a way to its gradient, to the contract: what it takes and returns.
+"""Check loss functions and `grad=` functions: their signatures and their results.
 
-Everything is looked at while jax traces, so that none of it costs anything in a compiled step.
+All checks run at construction or while jax traces, so they cost nothing in a compiled step.
 """
 
 import inspect
@@ -22,15 +22,11 @@ if TYPE_CHECKING:
 
 
 def checked(loss_fn: LossFn, *, stateful: bool = False) -> LossFn:
-    """Hold a loss function to the contract, and its result to one form.
+    """Wrap a loss function to check the contract and normalize its result.
 
-    Returns:
-      A loss function that returns `(terms, metrics)`, stateful `(terms, metrics, model_state)`,
-      with the terms a dict of `Average`s in float32 at least. Checking it again changes nothing.
-
-    Raises:
-      LossError: here, if the function cannot take the arguments; while tracing, if it returns
-        something else than the contract says.
+    The result returns `(terms, metrics)`, or `(terms, metrics, model_state)` if stateful; `terms`
+    is a dict of `Average`s in at least float32. A wrong signature raises here, a wrong result while
+    tracing. Idempotent.
     """
     _check_signature(loss_fn, stateful=stateful)
 
@@ -39,7 +35,7 @@ def checked(loss_fn: LossFn, *, stateful: bool = False) -> LossFn:
             returned = loss_fn(params, batch, key, *model_state)
         except Exception as error:
             advice = _advice_on(error, batch)
-            # Errors of stepfold's have their own; and a function that is checked twice fails twice.
+            # A StepfoldError has its own advice. A function that is checked twice gets here twice.
             if not isinstance(error, StepfoldError) and advice not in _notes(error):
                 error.add_note(advice)
             raise
@@ -69,7 +65,7 @@ def _notes(error: Exception) -> list[str]:
 
 
 def _advice_on(error: Exception, batch: Any) -> str:
-    """Say what a loss function was given when it failed, and what may help."""
+    """Return advice on an exception in a loss function."""
     if isinstance(error, ConcretizationTypeError | TracerArrayConversionError):
         return (
             "loss_fn: it is traced, and its arrays have no values yet; keep to jax.numpy, return "
@@ -130,7 +126,7 @@ def _advice(old: Any, new: Any) -> str:
 
 
 def read_terms(loss: Any) -> Terms:
-    """Read a loss in any of its forms as a dict of terms."""
+    """Convert a loss of any allowed form to a dict of terms."""
     if not isinstance(loss, Mapping):
         return {"loss": _read_term("loss", loss)}
     if not loss:
@@ -166,7 +162,7 @@ def _scalar(path: str, value: Any) -> Any:
 
 
 def read_metrics(metrics: Any) -> Metrics:
-    """Read a loss function's metrics, by name."""
+    """Check the metrics of a loss function, and return them as a dict."""
     from clu.metrics import Metric
 
     if not isinstance(metrics, Mapping):
@@ -194,7 +190,7 @@ _PLAIN = {"accumulate": 1, "stateful": False}
 
 
 def options_of(grad: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Choose the options that a way to a gradient takes; it must take what is not the default."""
+    """Select the options that `grad` accepts; refuse a non-default one that it does not."""
     if not callable(grad):
         raise ConfigError(f"grad: expected a function of a loss function, got {tree.spell(grad)}")
     if takes_any_keyword(grad):
@@ -210,7 +206,7 @@ def options_of(grad: Callable[..., Any], **options: Any) -> dict[str, Any]:
 
 
 def read_gradients(returned: Any, params: Any) -> tuple[Any, Terms, Metrics, Any]:
-    """Hold what `grad` made to what a `GradFn` returns."""
+    """Check and normalize the result of a `GradFn`."""
     if not isinstance(returned, tuple) or len(returned) != 4:
         got = _spell(returned)
         raise ConfigError(f"grad: expected (grads, loss, metrics, model_state), got {got}")

@@ -1,4 +1,4 @@
-"""A moving average of the parameters, kept where state of optimization belongs: in `opt_state`."""
+"""An exponential moving average (EMA) of the parameters, stored in `opt_state`."""
 
 from typing import Any, NamedTuple
 
@@ -13,9 +13,9 @@ from stepfold.errors import ConfigError
 
 
 class EmaParamsState(NamedTuple):
-    """State of `ema_params`: updates so far, the average, its weight if debiased, tx's state."""
+    """State of `ema_params`: update count, average, its weight if debiased, and tx's state."""
 
-    count: jax.Array  # type: ignore[assignment]  # a tuple's method of that name, as in optax
+    count: jax.Array  # type: ignore[assignment]  # shadows tuple.count, as in optax
     ema: Any
     mass: jax.Array | None
     inner: optax.OptState
@@ -27,18 +27,19 @@ def ema_params(
     *,
     debias: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap an optimizer such that it also averages the parameters it arrives at.
+    """Wrap an optimizer to keep an exponential moving average (EMA) of the parameters.
 
-    `optax.ema` averages updates; this averages parameters, once per update, after it. The average
-    is kept in float32 at least, since bfloat16 would round most of its steps away. It starts as
-    the first parameters; with `debias` as zero, divided by the weight it has seen, so that those
-    are forgotten. Inside `optax.MultiSteps` it ticks once per update; around it, per mini-step.
+    `optax.ema` averages updates; this averages the parameters after each update. The average is
+    stored in at least float32, since bfloat16 would round most of its steps away. It is initialized
+    with the parameters. With `debias` it is initialized with zeros and divided by its accumulated
+    weight, so that the initial parameters do not contribute. Inside `optax.MultiSteps` the average
+    advances once per update; around it, once per mini-step.
 
     Args:
-      tx: the whole optimizer (inside `dynamic_loss_scale`, where there is one).
-      decay: how much of the average stays, below 1; or a schedule of it by the update's count, as
-        for a warm-up: `lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))`.
-      debias: whether to start from nothing instead of from the first parameters.
+      tx: the complete optimizer. `dynamic_loss_scale`, if used, goes around `ema_params`.
+      decay: the decay rate, at least 0 and below 1; or a schedule of it by the update count, for
+        example as a warm-up: `lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))`.
+      debias: whether to start from zeros instead of the initial parameters.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> tx = sf.ema_params(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), decay=0.5)
@@ -91,16 +92,16 @@ def ema_params(
 
 
 def get_ema(state: Any) -> Any:
-    """Find the averaged parameters in a state, at any depth of its optimizer.
+    """Return the averaged parameters of a state, at any depth of its optimizer state.
 
     Args:
-      state: a `TrainState`, or an optimizer's state alone.
+      state: a `TrainState`, or an optimizer state.
 
     Returns:
-      A tree like the parameters. From a `TrainState` it has their dtypes, and parameters that the
-      average does not cover (masked out, frozen), or has not seen (debiased, before the first
-      update), are taken as they are. An optimizer's state has none to take: there these are
-      `optax.MaskedNode`s and zeros.
+      A tree with the structure of the parameters. For a `TrainState` the leaves have the
+        parameters' dtypes. Parameters that the average does not cover (masked out, frozen), or does
+        not contain yet (debiased, before the first update), are returned themselves. For an
+        optimizer state these leaves are `optax.MaskedNode`s and zeros.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> tx = optax.chain(optax.clip(1.0), sf.ema_params(optax.adam(1e-3), 0.99))

@@ -1,9 +1,9 @@
-"""From a loss function to its gradients, over the whole batch or over microbatches of it.
+"""Gradients of a loss function, over the whole batch or accumulated over microbatches.
 
-The mean of microbatches' means is not the mean of the batch once masks are ragged. So a first scan
-over the microbatches adds up every term's total and weight, and a second one differentiates each
-microbatch's share of `total / weight`, adding into one buffer of gradients. The first scan costs
-next to nothing: where the weights depend on the batch alone, XLA drops the forward pass from it.
+With ragged masks, the mean of the microbatches' means is not the mean of the batch. So a first scan
+over the microbatches sums the total and the weight of every term. A second scan differentiates each
+microbatch's share of `total / weight`, and adds the gradients into one buffer. The first scan costs
+next to nothing: where the weights depend on the batch alone, XLA eliminates its forward pass.
 """
 
 import operator
@@ -31,27 +31,27 @@ def value_and_grad(
     stateful: bool = False,
     accumulator_dtype: DTypeLike | None = jnp.float32,
 ) -> GradFn:
-    """Differentiate a loss function, as if the whole batch had been seen at once.
+    """Differentiate a loss function with respect to the parameters, with exact accumulation.
 
-    With `accumulate=n` the batch goes through in n microbatches, one after the other, in the
-    memory of one. Loss, metrics and gradients equal the full batch's to rounding, every term with
-    its own denominator: for ragged masks, for microbatches that are all masked, and for weights
-    that depend on the parameters (these alone cost a second forward pass). A scalar loss counts
-    every microbatch alike.
+    With `accumulate=n` the batch is processed in n sequential microbatches, with the memory of one.
+    Loss, metrics and gradients equal those of the full batch up to rounding, since every term keeps
+    its own denominator. This includes ragged masks, fully masked microbatches, and weights that
+    depend on the parameters (only these cost a second forward pass). A scalar loss weighs all
+    microbatches equally.
 
-    Microbatch i holds the examples i, i + n, i + 2n, …: so each device keeps its own rows of a
-    batch that is sharded. It gets the key `fold_in(key, i)`, without accumulation the key itself.
-    A model state is handed from microbatch to microbatch in order.
+    Microbatch i holds the examples i, i + n, i + 2n, …, so that each device keeps its own rows of a
+    sharded batch. Its key is `fold_in(key, i)`; without accumulation it is the key itself. The
+    model state is passed from each microbatch to the next.
 
     Args:
       loss_fn: a loss function.
       accumulate: the number of microbatches. It must divide the leading axis of every leaf.
       stateful: whether the loss function carries a model state.
-      accumulator_dtype: the narrowest dtype to add up gradients in; None for the gradients' own.
+      accumulator_dtype: the narrowest dtype to accumulate gradients in; None for their own dtypes.
 
     Returns:
-      A function `(params, batch, key, model_state) -> (grads, terms, metrics, model_state)`, the
-      gradients in the parameters' dtypes. Without a state `model_state` is `()`.
+      A function `(params, batch, key, model_state) -> (grads, terms, metrics, model_state)`. The
+        gradients have the parameters' dtypes. Without `stateful`, `model_state` is `()`.
 
     >>> import jax, jax.numpy as jnp, stepfold as sf
     >>> def loss_fn(params, batch, key):
@@ -95,16 +95,11 @@ def gradients_in_parts(
     accumulator_dtype: DTypeLike | None = jnp.float32,
     axes: tuple[str, ...] = (),
 ) -> GradFn:
-    """Differentiate a loss function over microbatches, one after the other.
+    """Accumulate gradients over `count` microbatches; see `value_and_grad`.
 
-    Args:
-      loss_fn: a loss function.
-      count: the number of microbatches.
-      stateful: whether the loss function carries a model state.
-      accumulator_dtype: as in `value_and_grad`.
-      axes: names of mapped axes (of `shard_map` or `vmap`) that the batch's examples are spread
-        over. Terms and metrics are then those of the whole; the gradients are this place's share,
-        in the dtype that they were added up in, which summed over the axes are the whole's.
+    `axes` names mapped axes (of `shard_map` or `vmap`) over which the examples are sharded. Terms
+    and metrics are then those of the whole batch. The gradients are the local share, in the dtype
+    of the accumulator; their sum over the axes is the gradient of the whole batch.
     """
     count = _count(count)
     objective = _objective(loss_fn, stateful)
@@ -137,7 +132,7 @@ def gradients_in_parts(
         whole = _merged(jax.lax.scan(forward, model_state, parts)[1], axes)
         start = jax.tree.map(lambda p: _buffer(p, accumulator_dtype), params)
         (grads, model_state), seen = jax.lax.scan(backward, (start, model_state), parts)
-        if not axes:  # a share waits for its sum
+        if not axes:  # with axes, the caller casts their sum
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         return grads, *_merged(seen, axes), model_state
 
@@ -145,7 +140,7 @@ def gradients_in_parts(
 
 
 def _objective(loss_fn: LossFn, stateful: bool) -> Callable[..., tuple[Any, Any, Any]]:
-    """Give the loss function in one form, with a model state in and out."""
+    """Adapt a loss function to always take and return a model state."""
     loss_fn = checked(loss_fn, stateful=stateful)
 
     def objective(params: Any, batch: Any, key: Any, model_state: Any) -> tuple[Any, Any, Any]:
@@ -169,7 +164,7 @@ def _count(accumulate: Any) -> int:
 
 
 def _microbatches(batch: Any, n: int) -> Callable[[Any], Any]:
-    """Check that a batch divides, and give the function that takes its i-th microbatch."""
+    """Check that `n` divides the batch, and return a function that slices microbatch i."""
     leaves = tree.named_leaves(batch, "batch")
     sizes = {name: jnp.shape(leaf)[:1] for name, leaf in leaves}
     if len(set(sizes.values())) != 1 or () in sizes.values():
@@ -192,16 +187,13 @@ def _microbatches(batch: Any, n: int) -> Callable[[Any], Any]:
 
 
 def _buffer(param: Any, dtype: DTypeLike | None) -> jax.Array:
-    """Make the zeros to add a parameter's gradients to, never narrower than the parameter is."""
+    """Make zeros to accumulate a parameter's gradient in, never narrower than the parameter."""
     narrow = dtype is not None and param.dtype.itemsize < jnp.dtype(dtype).itemsize
     return jnp.zeros_like(param, dtype=dtype if narrow else None)
 
 
 def _merged(stacked: Any, axes: tuple[str, ...] = ()) -> Any:
-    """Merge the metrics that a scan has stacked, and those of mapped axes.
-
-    Totals and weights simply add up.
-    """
+    """Merge the metrics stacked by a scan, and those of mapped axes; an `Average` is summed."""
     from clu.metrics import Average, Metric
 
     def merge(metric: Any) -> Any:

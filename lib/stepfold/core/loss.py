@@ -1,10 +1,10 @@
 """The loss contract: what a loss function may return, and what it means.
 
-A loss function is `(params, batch, key) -> loss` or `-> (loss, metrics)`, and where it is stateful
+A loss function is `(params, batch, key) -> loss` or `-> (loss, metrics)`. A stateful one is
 `(params, batch, key, model_state) -> (loss, metrics, model_state)`. The loss is a scalar, an
-`Average` (a total and a weight), or a dict of those, each with *its own* denominator. Keeping total
-and weight apart until the whole batch is seen is what makes accumulation, devices and ragged
-batches exact; dividing early is what makes them wrong elsewhere.
+`Average` (a total and a weight), or a dict of these, each with *its own* denominator. Totals and
+weights stay separate until the whole batch is reduced. This makes the loss exact under gradient
+accumulation, on several devices and with ragged batches; dividing earlier would not.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,16 +32,16 @@ Metrics = dict[str, "Metric"]
 
 
 def mean(values: Any, where: Any = None) -> "Average":
-    """Take the mean of values, as a total and a weight that can still be merged exactly.
+    """Compute the mean of values as a total and a weight, so that means merge exactly.
 
-    Use it for a loss and for metrics alike. Sums are taken in float32 at least; the mean of
-    booleans counts in integers, so that an accuracy is exact whatever it is merged over.
+    Use it for losses and for metrics. Sums are computed in at least float32. The mean of booleans
+    counts in integers unless `where` is floating, so that an accuracy is exact in any merge order.
 
     Args:
       values: an array, or a scalar.
-      where: a mask or weights. Its shape is that of the values, with ones for axes to repeat it
-        along, or that of their leading axes (one mask per example, say). What has weight zero does
-        not enter, not even as a NaN.
+      where: a mask or weights. Its shape is that of the values, with size 1 for axes to broadcast,
+        or that of their leading axes (for example one mask per example). Elements of weight zero
+        are ignored, even NaN.
 
     Returns:
       A `clu.metrics.Average`; `.compute()` divides, `.merge(other)` adds.
@@ -52,7 +52,7 @@ def mean(values: Any, where: Any = None) -> "Average":
     >>> float(some.compute()), float(some.merge(rest).compute())
     (1.5, 3.0)
     """
-    from clu.metrics import Average  # here, since it brings flax, a quarter of jax's own time
+    from clu.metrics import Average  # lazy: imports flax, a quarter of jax's import time
 
     values = jnp.asarray(values)
     if where is None:
@@ -87,20 +87,20 @@ def _check_mean(values: jax.Array, where: jax.Array) -> None:
 
 
 def total_of(terms: Terms) -> jax.Array:
-    """Add up the means of the terms.
+    """Sum the means of the terms.
 
-    A term without weight (every example masked) is zero and has a zero gradient: a batch that
-    says nothing must not turn the parameters into NaN.
+    A term of weight zero (every example masked) is zero and has a zero gradient, so that a fully
+    masked batch does not turn the parameters into NaN.
     """
     return _add(term.total / _nonzero(term.count) for term in terms.values())
 
 
 def share_of(part: Terms, whole: Terms) -> jax.Array:
-    """Give a function whose gradients, summed over the parts, are those of `total_of(whole)`.
+    """Return a scalar whose gradients, summed over the parts, are those of `total_of(whole)`.
 
     By the quotient rule d(T / W) = dT / W - T / W^2 dW, with the totals T and weights W of the
-    whole batch held fixed. Where a weight does not depend on the parameters the second summand
-    has no gradient, and the compiler drops it along with all that only it needs.
+    whole batch held constant. If a weight does not depend on the parameters, the second summand has
+    no gradient, and the compiler eliminates it with everything that only it needs.
     """
 
     def share(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""How float16 is kept from underflowing: a backward pass that runs scaled."""
+"""Dynamic loss scaling, which keeps float16 gradients from underflowing."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ from stepfold.errors import ConfigError
 
 
 class LossScaleState(NamedTuple):
-    """State of `dynamic_loss_scale`: the scale, finite updates since it changed, and tx's state."""
+    """State of `dynamic_loss_scale`: scale, finite updates since it changed, and tx's state."""
 
     scale: jax.Array
     streak: jax.Array
@@ -23,7 +23,7 @@ class LossScaleState(NamedTuple):
 
 
 class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
-    """An optimizer that takes gradients of the scaled loss; what a float16 step looks for."""
+    """An optimizer that expects gradients of the scaled loss; float16 steps require it."""
 
 
 def dynamic_loss_scale(
@@ -35,21 +35,21 @@ def dynamic_loss_scale(
     minimum: float = 1.0,
     maximum: float = 2.0**24,
 ) -> LossScaled:
-    """Wrap an optimizer such that float16 gradients neither underflow nor overflow for long.
+    """Wrap an optimizer with dynamic loss scaling, for gradients in float16.
 
-    A train step runs the backward pass scaled, and `update` takes gradients times the scale: it
-    divides them by it before anything in `tx` (clipping, say) sees them. Where they are not finite,
-    the update is skipped, every bit of `tx`'s state is kept, and the scale is backed off. After
-    `period` finite updates in a row it grows. By hand: differentiate
-    `loss * state.opt_state.scale`, then `update`.
+    A train step scales the backward pass, and `update` expects gradients times the scale. It
+    divides them by the scale before `tx` sees them, so that clipping, for example, is unaffected.
+    If they are not finite, the update is skipped, the state of `tx` is kept bit for bit, and the
+    scale is reduced. After `period` consecutive finite updates the scale grows. Without a train
+    step, differentiate `loss * state.opt_state.scale`, then call `update`.
 
     Args:
-      tx: the whole optimizer. This wrapper goes around everything else.
-      initial: the first scale.
-      factor: what the scale is multiplied or divided by; powers of two are exact.
-      period: how many finite updates in a row make the scale grow.
-      minimum: the scale never falls below it.
-      maximum: the scale never grows above it.
+      tx: the complete optimizer. This wrapper must be the outermost one.
+      initial: the initial scale.
+      factor: the factor by which the scale grows or is reduced; powers of two are exact.
+      period: the number of consecutive finite updates after which the scale grows.
+      minimum: the lower bound of the scale.
+      maximum: the upper bound of the scale.
 
     Returns:
       An optax transformation.
@@ -83,7 +83,7 @@ def dynamic_loss_scale(
         finite = jnp.isfinite(norm(updates))
         grads = unscale(updates, state.scale)
         updates, inner_state = inner.update(grads, state.inner, params, **extra)
-        # -0.0 and not 0.0: it is the number that leaves every bit of what it is added to.
+        # -0.0, not 0.0: adding it preserves every bit, also the sign of -0.0.
         updates = jax.tree.map(lambda u: jnp.where(finite, u, -jnp.zeros_like(u)), updates)
         due = state.streak + 1 >= period
         grown = jnp.where(due, jnp.minimum(state.scale * factor, maximum), state.scale)
@@ -98,7 +98,7 @@ def dynamic_loss_scale(
 
 
 def check_outermost(opt_state: Any) -> None:
-    """Refuse a loss scale inside another optimizer, where a step cannot see it."""
+    """Refuse a loss scale inside another optimizer, where the step cannot see it."""
     inner = opt_state.inner if _is_scale(opt_state) else opt_state
     if any(map(_is_scale, jax.tree.leaves(inner, is_leaf=_is_scale))):
         raise ConfigError(
@@ -112,23 +112,23 @@ def _is_scale(node: object) -> bool:
 
 
 def skipped(old: LossScaleState, new: LossScaleState) -> LossScaleState:
-    """Give the state after a step that is skipped: a scale that has backed off is to stay so."""
+    """Return the state after a skipped step: keep a reduced scale, reset the streak."""
     return LossScaleState(jnp.minimum(old.scale, new.scale), 0 * new.streak, old.inner)
 
 
 def norm(grads: Any) -> jax.Array:
-    """Take the norm over all leaves in float32 at least: finite only if every leaf is."""
+    """Compute the global norm in at least float32; it is finite only if every leaf is."""
     total: jax.Array = optax.tree.norm(tree.cast_floats(grads, jnp.float32))
     return total
 
 
 def rescale(grads: Any, scale: jax.Array) -> Any:
-    """Multiply gradients by a scale, in float32 at least, and back into their own dtypes."""
+    """Multiply gradients by a scale in at least float32, and cast back to their dtypes."""
     return _widely(jnp.multiply, grads, scale)
 
 
 def unscale(grads: Any, scale: jax.Array) -> Any:
-    """Divide gradients by a scale, in float32 at least, and back into their own dtypes."""
+    """Divide gradients by a scale in at least float32, and cast back to their dtypes."""
     return _widely(jnp.divide, grads, scale)
 
 
@@ -141,11 +141,12 @@ def _widely(operate: Callable[..., jax.Array], grads: Any, scale: jax.Array) -> 
 
 
 def scaled(loss_fn: LossFn, scale: jax.Array) -> LossFn:
-    """Give the loss function whose backward pass runs scaled, and gives unscaled gradients.
+    """Return a loss function with a scaled backward pass and unscaled gradients.
 
-    They are multiplied where the backward pass enters and divided where it leaves, which is before
-    the parameters are cast down. So whoever differentiates it, and clips what comes of that, sees
-    no scale; nothing has underflowed, and what has overflowed stays infinite.
+    The backward pass multiplies cotangents by the scale where it starts. It divides gradients by
+    the scale where it ends, outside of the cast of the parameters to the compute dtype. So a caller
+    that differentiates the function and clips the gradients sees no scale. Nothing underflows in
+    between, and what overflows stays inf.
     """
 
     def scaled_loss(*args: Any) -> Any:
@@ -156,7 +157,7 @@ def scaled(loss_fn: LossFn, scale: jax.Array) -> LossFn:
 
 
 def _on_the_way_back(change: Callable[..., Any], values: Any, scale: jax.Array) -> Any:
-    """Give a tree as it is, and change the gradients that come back through it."""
+    """Return values unchanged, and apply `change` to the gradients that flow back through them."""
     return jax.tree.map(lambda x: _same(change, x, scale) if tree.is_float(x) else x, values)
 
 

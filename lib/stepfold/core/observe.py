@@ -1,4 +1,4 @@
-"""A step that tells more of its state."""
+"""Metrics of the state, added to those of a step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,21 +13,21 @@ from stepfold.errors import ConfigError
 def observe(
     step: Callable[[Any, Any], tuple[Any, Any]], /, **functions: Callable[[Any], Any]
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Make a step that measures the state it gives, too: the learning rate, the norm of weights.
+    """Add metrics of the new state to a step, such as the learning rate or the weight norm.
 
-    What is measured is a part of the step's program, and comes with its metrics: it is of exactly
-    that step, and nobody waits for it. A schedule counts from zero, so that the rate a state was
-    made with is `schedule(state.step - 1)`, unless steps were skipped, which no optimizer counts.
-    One made by `optax.inject_hyperparams` keeps the rate that it took:
+    The metrics are computed within the step: they belong to exactly that step, and the host does
+    not wait for them. A schedule counts from zero, so the learning rate that led to a state is
+    `schedule(state.step - 1)`, unless steps were skipped, which optimizers do not count.
+    `optax.inject_hyperparams` stores the rate that it used:
     `optax.tree.get(state.opt_state, "hyperparams")["learning_rate"]`.
 
     Args:
       step: a `StepFn`.
-      **functions: functions of the state, each giving a number, by the name of the metric.
+      **functions: functions of the state that return a number, by metric name.
 
     Raises:
-      ConfigError: if a function gives no number, or the step has such a metric already; while it
-        is traced.
+      ConfigError: if an argument is not callable; while tracing, if a function does not return a
+        number, or the step already has a metric of that name.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> schedule = optax.linear_schedule(1.0, 0.0, 10)

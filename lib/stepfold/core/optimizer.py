@@ -1,4 +1,4 @@
-"""What stepfold asks of an optimizer: to be one of optax's, or to look like it."""
+"""Requirements on optimizers: optax transformations, or objects with the same methods."""
 
 import inspect
 import re
@@ -14,13 +14,13 @@ from stepfold.errors import ConfigError
 
 
 def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Refuse what is no optimizer, and let any be given keywords, and strict promotion.
+    """Validate an optimizer; make it accept any keyword and run under strict promotion.
 
-    Of the keywords an update is handed those that it takes, by its signature and not by its type:
-    `optax.MultiSteps` takes all and does not say so, `optax.contrib.sam` says so and takes one.
+    `update` receives the keywords in its signature. Its type is not reliable: `optax.MultiSteps`
+    takes any keyword without declaring it, `optax.contrib.sam` declares it and takes one.
 
-    optax is not written for `jax_numpy_dtype_promotion="strict"` (its bias correction raises a
-    float to an integer), so the strictness of those who ask for it ends where the optimizer begins.
+    optax does not support `jax_numpy_dtype_promotion="strict"` (its bias correction raises a float
+    to an integer), so optimizers run with standard promotion.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         advice = (
@@ -36,7 +36,7 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:
-    """Tell whether a function ends in `**something`."""
+    """Whether a function takes `**kwargs`."""
     parameters = inspect.signature(function).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
@@ -65,7 +65,7 @@ def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 apply_updates = _promoting(optax.apply_updates)
 
-# How optax, and Python for it, says that an update is not given what it asks for.
+# Messages of optax and Python if `update` lacks an argument, or does not take `value`.
 _MISSING = re.compile("missing .*keyword-only argument|(obj|grad|value)_fn must be provided")
 _UNWANTED = re.compile("unexpected keyword argument 'value'")
 
@@ -73,9 +73,9 @@ _UNWANTED = re.compile("unexpected keyword argument 'value'")
 def update(
     tx: optax.GradientTransformationExtraArgs, grads: Any, state: Any, params: Any, loss: Any
 ) -> tuple[Any, Any]:
-    """Update as a step does, given the loss, and say what an optimizer for other loops lacks.
+    """Update as a step does, with `value=loss`, and explain why an optimizer is not supported.
 
-    What the parts of an `optax.chain` ask for shows in no signature, but only when they are called.
+    The signature of an `optax.chain` does not show which keywords its parts need, only a call does.
     """
     try:
         updates, state = tx.update(grads, state, params, value=loss)
@@ -98,7 +98,7 @@ def update(
 
 
 def check_lookahead(params: Any, opt_state: Any) -> None:
-    """Refuse parameters that `optax.lookahead` keeps no slow copy of."""
+    """Refuse parameters without the slow copy that `optax.lookahead` needs."""
     nodes = jax.tree.leaves(opt_state, is_leaf=_is_lookahead)
     if any(map(_is_lookahead, nodes)) and not hasattr(params, "fast"):
         raise ConfigError(

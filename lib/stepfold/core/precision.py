@@ -1,8 +1,8 @@
-"""In which dtypes a step computes.
+"""The dtypes in which a step computes.
 
-Parameters and the optimizer's state live in the dtypes that they were born with. A `Precision` says
-what they are cast to on the way into the loss function, which makes the gradients come back in the
-parameters' own dtypes by itself. Losses, means and accumulated gradients are float32 at least.
+Parameters and optimizer state keep the dtypes that they were created with. A `Precision` casts
+parameters and batch on entry to the loss function, so the gradients come back in the parameters'
+dtypes. Losses, means and, by default, accumulated gradients are at least float32.
 """
 
 import re
@@ -19,16 +19,16 @@ from stepfold.errors import ConfigError
 
 @dataclass(frozen=True)
 class Precision:
-    """Say in which dtype a loss function computes.
+    """The dtype in which a loss function computes.
 
     The names "f32", "bf16" and "f16" stand for `Precision(jnp.float32)` and so on. Floating leaves
-    of parameters and batch are cast; integers, booleans and keys are left alone, and so is the
-    model state. "f32" widens what is narrower and leaves float64 as it is.
+    of the parameters and the batch are cast. Integers, booleans, keys and the model state are not.
+    "f32" casts narrower dtypes up and leaves float64 unchanged.
 
     Attributes:
       compute: a floating dtype.
-      keep: a regular expression. Leaves whose path it finds (`params/norm/scale`,
-        `batch/target`) are not cast: the usual mixed form, with norms or routers in float32.
+      keep: a regular expression, searched in the leaf paths (`params/norm/scale`, `batch/target`).
+        Leaves that match are not cast, for example to keep norms or routers in float32.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> seen = {}
@@ -48,7 +48,6 @@ class Precision:
     keep: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no floating dtype and no regular expression."""
         dtype = tree.floating(self.compute)
         if dtype is None:
             raise ConfigError(f"Precision.compute: expected a floating dtype, got {self.compute!r}")
@@ -62,11 +61,11 @@ class Precision:
 
     @property
     def needs_loss_scale(self) -> bool:
-        """Tell whether small gradients underflow: in dtypes with fewer exponents than float32."""
+        """Whether small gradients underflow: the exponent range is smaller than float32's."""
         return bool(jnp.finfo(self.compute).minexp > jnp.finfo(jnp.float32).minexp)
 
     def applied_to(self, loss_fn: LossFn) -> LossFn:
-        """Give the loss function that casts its parameters and its batch first."""
+        """Wrap a loss function to cast its parameters and its batch."""
 
         def cast_loss(params: Any, batch: Any, *rest: Any) -> Any:
             params = tree.cast_floats(params, self.compute, self.keep, "params")
@@ -84,7 +83,7 @@ _NAMES = {
 
 
 def as_precision(precision: str | Precision) -> Precision:
-    """Read a precision by its name."""
+    """Look up a precision by its name; return a `Precision` unchanged."""
     if isinstance(precision, Precision):
         return precision
     if not isinstance(precision, str) or precision not in _NAMES:

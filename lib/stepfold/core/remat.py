@@ -1,4 +1,4 @@
-"""What a loss function computes again on the way back, to hold less in between."""
+"""Rematerialization: recompute activations in the backward pass to save memory."""
 
 from collections.abc import Callable
 
@@ -19,12 +19,12 @@ _POLICIES = (
 
 
 def rematerialized(loss_fn: LossFn, remat: str | bool | Callable[..., bool] | None) -> LossFn:
-    """Give a loss function whose backward pass computes again what `remat` does not keep."""
+    """Wrap a loss function in `jax.checkpoint`; the backward pass recomputes what is not saved."""
     if remat is None or remat is False:
         return loss_fn
     if isinstance(remat, str) and remat in _POLICIES:
         remat = getattr(jax.checkpoint_policies, remat)
-    # jax calls a policy with an operation's parameters; what makes a policy does not take them.
+    # A policy takes any keyword, since jax passes a primitive's parameters; its factory does not.
     if remat is not True and not (callable(remat) and takes_any_keyword(remat)):
         raise ConfigError(
             f"remat: expected None, True, a policy of jax.checkpoint_policies, or the name of one "

@@ -1,7 +1,7 @@
-"""What a step says of a batch: the loss, its terms, the user's metrics and the step's own.
+"""The metrics that a step reports: the loss, its terms, the user's metrics, and the step's own.
 
-The classes of clu are needed here to make one of our own. They bring flax along, so that this
-module is imported where a step is made or its metrics are read, and not with the library.
+This module subclasses a metric of clu, which imports flax. It is therefore imported where a step is
+made or its metrics are read, not with the library.
 """
 
 from dataclasses import dataclass
@@ -24,17 +24,16 @@ class TermSum(Metric):  # type: ignore[misc]
 
     @classmethod
     def empty(cls) -> "TermSum":
-        """Give the sum that has seen nothing, not even the terms' names."""
+        """Return the identity of `merge`, without any terms."""
         return cls({})
 
     def merge(self, other: "TermSum") -> "TermSum":
-        """Merge term by term."""
         if not (self.terms and other.terms):
             return self if self.terms else other
         return TermSum({name: term.merge(other.terms[name]) for name, term in self.terms.items()})
 
     def compute(self) -> jax.Array:
-        """Add up the terms' means: NaN where no term has seen any weight, as an Average is."""
+        """Sum the means of the terms; NaN if no term has any weight, as for an `Average`."""
         if not self.terms:
             return jnp.array(jnp.nan)
         seen = jnp.stack([term.count != 0 for term in self.terms.values()]).any(0)
@@ -42,11 +41,7 @@ class TermSum(Metric):  # type: ignore[misc]
 
 
 def report(terms: Terms, metrics: Metrics, **more: Metric) -> Metrics:
-    """Put the loss, its terms, the user's metrics and the step's own under one roof.
-
-    Raises:
-      LossError: where two of them have one name.
-    """
+    """Combine the loss, its terms, the user's metrics and the step's own; refuse equal names."""
     loss = next(iter(terms.values())) if len(terms) == 1 else TermSum(terms)
     reported: Metrics = {"loss": loss, **(terms if set(terms) != {"loss"} else {})}
     if "loss" in terms and len(terms) > 1:

@@ -1,4 +1,4 @@
-"""When a step is to be skipped, and what its metrics count for then."""
+"""Detect steps to skip, and remove their weight from the metrics."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from stepfold.core.state import TrainState
 
 
 def still_finite(old: TrainState, new: TrainState) -> jax.Array:
-    """Tell whether nothing turned non-finite; what was so before (a running minimum) may stay."""
+    """Whether no value became NaN or inf; one that was so before (a running minimum) may stay."""
 
     def still(old: Any, new: Any) -> Any:
         if not (tree.is_array(new) and jnp.issubdtype(new.dtype, jnp.inexact)):
@@ -25,7 +25,7 @@ def still_finite(old: TrainState, new: TrainState) -> jax.Array:
 
 
 def without_weight(good: jax.Array, metrics: Metrics) -> Metrics:
-    """Take the weight from the averages of a skipped step, so that they merge as nothing."""
+    """Zero the averages of a skipped step, so that they have no effect when merged."""
     from clu.metrics import Average
 
     from stepfold.core.report import TermSum

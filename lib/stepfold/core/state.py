@@ -1,4 +1,4 @@
-"""The train state: how it is made, and checks on states of any kind."""
+"""The train state: its initialization, and checks of states of any type."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,23 +16,24 @@ from stepfold.core.validation import spell_call, takes
 from stepfold.errors import ConfigError
 
 if TYPE_CHECKING:
-    import chex  # for its names of types alone: it imports a whole test framework
+    import chex  # for types only, since it imports a test framework
 
-# The step's keys come from another branch than init's, since `split(key)[i]` is `fold_in(key, i)`:
-# without this, step i would draw the very bits that the i-th layer was initialized with.
+# Steps use another branch of the key than init, since `split(key)[i]` equals `fold_in(key, i)`.
+# Otherwise step i would draw the same bits that initialized the i-th layer.
 _STEP_BRANCH = 0x57E9F01D
 
 
 class TrainState(NamedTuple):
-    """Hold all that a step changes: arrays only, never a function.
+    """The state that a step updates: arrays only, no functions.
 
     Attributes:
-      step: how many batches were folded in, skipped ones too, so that it is also the position in
-        the data. The optimizer keeps a count of its own in `opt_state`.
+      step: the number of batches processed, including skipped ones, so that it is also the position
+        in the data. The optimizer keeps its own count in `opt_state`.
       params: the trained parameters, any pytree of floating arrays.
-      opt_state: what `tx.init` made; also EMA, loss scale and other state of optimization.
-      model_state: what the model carries along untrained (batch statistics); `()` if nothing.
-      key: the root of the run's randomness. The key of a step is `fold_in(key, step)`.
+      opt_state: the state of the optimizer, including EMA, loss scale and other wrappers.
+      model_state: state of the model that is not trained, such as batch statistics; `()` if there
+        is none.
+      key: the root PRNG key of the run. The key of a step is `fold_in(key, step)`.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> state = sf.init_state({"w": jnp.ones(2)}, optax.sgd(0.1), jax.random.key(0))
@@ -59,26 +60,26 @@ def init_state(
     stateful: bool = False,
     sharding: Any = None,
 ) -> TrainState:
-    """Make the state of step 0.
+    """Initialize the state of step 0.
 
-    Nothing of the caller's is kept: arrays are copied, so that donating the state to a step never
-    deletes the arrays of a model. Nothing has a weak type or an accidental place, so that the
-    second step compiles no more than the first. Works under `jax.eval_shape`, `jit` and `vmap`.
+    Arrays are copied, so that donating the state to a step never deletes the arrays of a model. No
+    leaf has a weak type or an accidental placement, so that the second step does not compile again.
+    Works under `jax.eval_shape`, `jit` and `vmap`.
 
     Args:
-      init: a function `key -> params`, stateful `key -> (params, model_state)`, called under
+      init: a function `key -> params`, or `key -> (params, model_state)` if stateful, called under
         `jax.jit`; or such a tree itself.
       tx: the optimizer.
-      key: a PRNG key. `init` gets it as it is; the state's own key is folded from it, so that no
-        step draws what `init` drew.
-      stateful: whether `init` gives a model state as well.
-      sharding: a tree of shardings like the state (or a prefix of it). The state is then born in
-        place, never whole on one device. `jax.jit` of a step may move what it leaves whole, and
-        then compiles again, unless it is told `out_shardings=(sharding, None)`.
+      key: a PRNG key. `init` gets it unchanged. The key of the state is folded from it, so that no
+        step draws the same bits as `init`.
+      stateful: whether `init` also returns a model state.
+      sharding: a tree of shardings like the state (or a prefix of it). The state is then created
+        sharded, never in full on one device. A jitted step may shard leaves that are replicated
+        here, and then compiles again; `jax.jit(step, out_shardings=(sharding, None))` prevents it.
 
     Raises:
-      ConfigError: if parameters are no floating arrays, `init` is no function of a key, the key no
-        key, tx no optimizer, or `sharding` is not for a state.
+      ConfigError: if the parameters are not floating arrays, `init` is not a function of a key,
+        `key` is not a PRNG key, `tx` is not an optimizer, or `sharding` is not for a state.
 
     >>> import jax, optax, stepfold as sf
     >>> def init(key):
@@ -97,10 +98,10 @@ def init_state(
     if sharding is None and not any(map(_has_place, jax.tree.leaves((parts, key)))):
         return _born(lambda parts, key: _finish(parts, tx, key), None)(_copied(parts), key)
     if sharding is None:
-        # Eagerly, since `zeros_like` then takes the parameters' own sharding, which in jit it
-        # does not: the optimizer's state would be whole on every device.
+        # Not jitted: `zeros_like` inherits the sharding of the parameters only outside of jit. In
+        # jit, the optimizer state would be replicated on every device.
         return _beside(_finish(parts, tx, key), (parts, key))
-    # Shard by shard first, since jit would gather an array of the host's on one device.
+    # Shard before jit, which would first put a host array on one device.
     planned = isinstance(sharding, TrainState)
     places = (sharding.params, sharding.model_state) if planned else (sharding, sharding)
     parts = jax.device_put(parts, places)
@@ -160,7 +161,7 @@ _PARTITION = "keep functions and settings out of the state (equinox.partition, n
 
 
 def check_params(params: Any) -> None:
-    """Refuse parameters that no gradient can be taken of, with the leaf's path."""
+    """Refuse parameters that are not floating arrays, with the path of the leaf."""
     for name, leaf in tree.named_leaves(params, "params"):
         if not tree.is_data(leaf):
             raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}; {_PARTITION}")
@@ -194,18 +195,18 @@ def _finish(parts: tuple[Any, Any], tx: optax.GradientTransformation, key: Any) 
 
 
 def _has_place(leaf: Any) -> bool:
-    """Whether a leaf is traced, or was placed on devices on purpose."""
+    """Whether a leaf is traced, or committed to devices."""
     return isinstance(leaf, jax.core.Tracer) or bool(getattr(leaf, "committed", False))
 
 
 def _copied(parts: Any) -> Any:
-    """Copy arrays, whose buffers `jit` would pass through to the state."""
+    """Copy arrays, since `jit` would pass their buffers through to the state."""
     own = jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, parts)
     return jax.device_put(own, may_alias=False)
 
 
 def _fresh(leaf: Any) -> jax.Array:
-    """Copy a leaf, with a dtype of its own instead of a weak one."""
+    """Copy a leaf, with a strong dtype instead of a weak one."""
     return tree.strong(jnp.array(leaf, copy=True))  # type: ignore[no-any-return]
 
 
@@ -214,9 +215,9 @@ def _born(build: Callable[..., TrainState], sharding: Any) -> Callable[..., Trai
 
 
 def _beside(state: TrainState, given: Any) -> TrainState:
-    """Put what has no place of its own (counts, say) on the devices that what was given is on.
+    """Put uncommitted leaves (counts, for example) on the devices of the committed inputs.
 
-    A scalar that is born on one device beside parameters on a mesh comes back from the first step
+    A scalar on one device, with parameters on a mesh, would come back from the first step
     replicated over the mesh, and the second step would compile again.
     """
     concrete = [leaf for leaf in jax.tree.leaves(given) if not isinstance(leaf, jax.core.Tracer)]
@@ -226,7 +227,7 @@ def _beside(state: TrainState, given: Any) -> TrainState:
     (home,) = homes
 
     def beside(leaf: Any) -> Any:
-        is_traced = isinstance(leaf, jax.core.Tracer)  # for which `committed` is not known
+        is_traced = isinstance(leaf, jax.core.Tracer)  # `committed` is unknown for tracers
         has_place = is_traced or getattr(leaf, "committed", True)
         return leaf if has_place else jax.device_put(leaf, home)
 
@@ -238,11 +239,7 @@ def _home(place: Sharding) -> Sharding:
 
 
 def step_of(state: Any) -> int:
-    """Return the number of steps a state has done; 0 for a state without a `step`.
-
-    Raises:
-      ConfigError: if `step` is not a scalar, as in states stacked by `vmap`.
-    """
+    """Return the number of steps of a state, which must be a scalar; 0 if it has no `step`."""
     step = getattr(state, "step", 0)
     if jnp.shape(step) != ():
         raise ConfigError(
@@ -255,14 +252,7 @@ def step_of(state: Any) -> int:
 def params_of(state: Any, default: Any) -> Any:
     """Return the parameters of a state, or of each `TrainState` in a tree of several.
 
-    Args:
-      state: any state of a step.
-      default: what to return for a state without parameters.
-
-    >>> import jax, jax.numpy as jnp
-    >>> state = TrainState(0, {"w": 1.0}, (), (), jax.random.key(0))
-    >>> params_of({"actor": state, "critic": state, "played": jnp.ones(2)}, ())
-    {'actor': {'w': 1.0}, 'critic': {'w': 1.0}, 'played': None}
+    Other leaves of such a tree become None. A state without parameters returns `default`.
     """
     if hasattr(state, "params"):
         return state.params
@@ -274,11 +264,7 @@ def params_of(state: Any, default: Any) -> Any:
 
 
 def strengthen(state: Any) -> Any:
-    """Make arrays of Python numbers and weakly typed leaves, as a step returns them.
-
-    >>> strengthen({"step": 0})["step"].weak_type
-    False
-    """
+    """Convert Python numbers and weakly typed leaves to strong dtypes, as a step returns them."""
 
     def strong(leaf: Any) -> Any:
         return tree.strong(jnp.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf)
@@ -287,7 +273,7 @@ def strengthen(state: Any) -> Any:
 
 
 def is_available(state: Any) -> bool:
-    """Wait for a state and tell whether it exists: not donated, and its step did not fail."""
+    """Wait for a state, and return whether it exists: not donated, and its step succeeded."""
     try:
         jax.block_until_ready(state)
     except RuntimeError:
@@ -307,11 +293,7 @@ def _any_nan(leaves: list[Any]) -> jax.Array:
 
 
 def check_not_donated(state: Any) -> None:
-    """Refuse a state with a donated array.
-
-    Raises:
-      ConfigError: with the path of the first one.
-    """
+    """Refuse a state with donated arrays, with the path of the first one."""
     for name, leaf in tree.named_leaves(state):
         is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
         if is_concrete and leaf.is_deleted():

@@ -1,4 +1,4 @@
-"""The step itself: one batch folded into a state, as a pure function that nobody has jitted yet."""
+"""Train and eval steps: pure functions, not jitted."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,10 +28,10 @@ from stepfold.core.state import TrainState
 from stepfold.errors import ConfigError, TreeMismatchError
 
 StepFn = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
-"""`(state, batch) -> (state, metrics)`, pure and un-jitted."""
+"""`(state, batch) -> (state, metrics)`, pure and not jitted."""
 
 EvalFn = Callable[[TrainState, Any], Metrics]
-"""`(state, batch) -> metrics`, pure and un-jitted."""
+"""`(state, batch) -> metrics`, pure and not jitted."""
 
 
 def make_train_step(
@@ -45,35 +45,37 @@ def make_train_step(
     stateful: bool = False,
     grad: Callable[..., GradFn] = value_and_grad,
 ) -> StepFn:
-    """Make the function that folds one batch into a state.
+    """Make a train step, a function `(state, batch) -> (state, metrics)`.
 
-    It is pure and un-jitted: `jax.jit` (donate the state), `lax.scan`, `vmap` and `shard_map` all
-    take it. Its metrics are `loss`, every term of the loss, the loss function's own, `grad_norm`,
-    and `skipped` where steps may be. The loss is called with the key `fold_in(key, step)`, and the
-    optimizer with `value=loss` for those that want it.
+    It is pure and not jitted: apply `jax.jit` (donate the state), `lax.scan`, `vmap` or `shard_map`
+    to it. Its metrics are `loss`, every term of the loss, the metrics of the loss function,
+    `grad_norm`, and `skipped` if steps may be skipped. The loss function gets the key
+    `fold_in(key, step)`. The optimizer gets `value=loss` if it accepts it.
 
     Args:
       loss_fn: a loss function.
       tx: the optimizer that the state was initialized with.
-      accumulate: into how many microbatches to split a batch; the result is the same.
-      precision: "f32", "bf16", "f16" or a `Precision`: what the loss function computes in. What
-        underflows in it needs `dynamic_loss_scale(tx)`.
-      remat: what to keep for the backward pass: the name of one of `jax.checkpoint_policies`, such
-        a policy itself, or True to keep nothing.
-      skip_nonfinite: whether a step whose loss or gradients are not finite, or whose new parameters
-        or model state would not be, leaves parameters, optimizer and model state as they were, bit
-        for bit. It is counted in `step` and in `skipped`, and its loss and averages weigh nothing
-        when merged.
+      accumulate: the number of microbatches to split a batch into; the result is the same.
+      precision: "f32", "bf16", "f16" or a `Precision`: the dtype in which the loss function
+        computes. If small gradients underflow in it, `tx` must be a `dynamic_loss_scale(…)`.
+      remat: what to save for the backward pass: the name of one of `jax.checkpoint_policies`, such
+        a policy itself, or True to save nothing.
+      skip_nonfinite: whether to skip a step whose loss or gradients are not finite, or whose new
+        parameters or model state would not be. A skipped step keeps parameters, optimizer state and
+        model state bit for bit. It counts in `step` and in `skipped`; its loss and averages have
+        weight zero when merged.
       stateful: whether the loss function carries a model state.
-      grad: a function from a loss function to a `GradFn`. Of the keywords `accumulate=` and
-        `stateful=` it is given those that it takes. Its gradients are the loss's own, with
-        `dynamic_loss_scale` too, whose scale the loss function hides (in reverse mode; there is no
-        forward mode then). A NaN or an infinity must come through it, to tell of an overflow.
+      grad: a function from a loss function to a `GradFn`. It gets those of the keywords
+        `accumulate=` and `stateful=` that it accepts. It returns the gradients of the loss, also
+        with `dynamic_loss_scale`: the loss function applies and removes the scale in its backward
+        pass (and then supports no forward mode). It must propagate NaN and inf, since they signal
+        an overflow.
 
     Raises:
-      ConfigError, LossError: here, where the arguments do not fit together.
-      LossError, DataError, TreeMismatchError: when traced, where loss, batch or state do not.
-      ConfigError: when traced, where the optimizer wants to evaluate the loss itself.
+      ConfigError, LossError: if the arguments do not fit together.
+      LossError, DataError, TreeMismatchError: while tracing, if the loss, the batch or the state is
+        invalid.
+      ConfigError: while tracing, if the optimizer evaluates the loss itself.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> def loss_fn(params, batch, key):
@@ -83,9 +85,9 @@ def make_train_step(
     >>> x = jax.random.normal(jax.random.key(1), (64, 2))
     >>> batch = {"x": x, "y": x @ jnp.array([1.0, -2.0]) + 0.5}
 
-    Whatever else optimization needs, optax has: schedules, clipping, weight decay, and freezing
-    by path. What is frozen keeps every bit under `jit`, which drops the zero that optax adds to it;
-    without `jit` that turns -0.0 into 0.0, and on some devices denormals too.
+    Use optax for schedules, clipping, weight decay, and freezing by path. Under `jit`, frozen
+    parameters keep every bit, since it eliminates the zero that optax adds. Without `jit`, adding
+    it turns -0.0 into 0.0, and on some devices denormals too.
 
     >>> rate = optax.warmup_cosine_decay_schedule(0.0, 0.2, warmup_steps=10, decay_steps=100)
     >>> tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=1e-4))
@@ -105,7 +107,7 @@ def make_train_step(
     >>> float(state.params["b"]), bool((state.params["w"] != 0).all())
     (0.0, True)
     """
-    from stepfold.core.report import report  # when a step is made, for what clu brings along
+    from stepfold.core.report import report  # lazy: clu imports flax
 
     if not isinstance(skip_nonfinite, bool):
         raise ConfigError(f"skip_nonfinite: expected True or False, got {skip_nonfinite!r}")
@@ -130,7 +132,7 @@ def make_train_step(
         scale = state.opt_state.scale
         scaled_fn = grad(scaled(loss_fn, scale), **options)
         grads, *rest = read_gradients(scaled_fn(*inputs), state.params)
-        grads = rescale(grads, scale)  # as the optimizer takes them
+        grads = rescale(grads, scale)  # the optimizer expects scaled gradients
         return grads, unscale(norm(grads), scale), *rest
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -155,16 +157,16 @@ def make_train_step(
 def make_eval_step(
     loss_fn: LossFn, *, precision: str | Precision = "f32", stateful: bool = False
 ) -> EvalFn:
-    """Make the function that measures a state on one batch and changes nothing.
+    """Make an eval step, a function `(state, batch) -> metrics`.
 
-    Its metrics are `loss`, every term of the loss, and the loss function's own. Merged over batches
-    they are exact, whatever the batches' sizes and masks. The key is that of the step to come; for
-    an evaluation without dropout give a loss function without it.
+    Its metrics are `loss`, every term of the loss, and the metrics of the loss function. Merged
+    over batches they are exact, for any batch sizes and masks. The loss function gets the key of
+    the next train step; to evaluate without dropout, pass a loss function without it.
 
     Args:
       loss_fn: a loss function.
-      precision: what it computes in.
-      stateful: whether it carries a model state; what it makes of it is dropped.
+      precision: the dtype in which it computes, as in `make_train_step`.
+      stateful: whether it carries a model state; the new model state is discarded.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> evaluate = jax.jit(sf.make_eval_step(lambda params, batch, key: sf.mean(params * batch)))
@@ -210,7 +212,7 @@ def _check_state(state: Any, tx: optax.GradientTransformation) -> None:
 
 
 def _settled(old: TrainState, new: TrainState) -> TrainState:
-    """Hold a step to its promise: a state in, a state of the same form out."""
+    """Check that the new state has the same structure, shapes and dtypes; remove weak types."""
     lines = tree.diff(old, new)
     if lines:
         raise TreeMismatchError(

@@ -1,1 +1,1 @@
-"""What a batch is: a function of an integer, made of examples."""
+"""Input pipelines: sources, batching, mixing, packing and prefetching."""

@@ -1,4 +1,4 @@
-"""What may attend to what, where several sequences share a row."""
+"""Attention masks for packed rows."""
 
 from typing import Any
 
@@ -9,19 +9,19 @@ from stepfold.errors import DataError
 
 
 def block_diagonal_mask(segment_ids: Any, *, causal: bool = False) -> Any:
-    """Make the attention mask that keeps every token of packed rows within its own example.
+    """Make the attention mask that keeps the examples of packed rows apart.
 
-    A token attends to those of the same segment; what is padding, segment 0, attends to itself
-    alone, so that no softmax is over nothing, and nothing else attends to it.
+    A token attends to the tokens of its own segment. Padding, segment 0, attends only to itself, so
+    that no softmax is empty, and no other token attends to it.
 
     Args:
-      segment_ids: integers of shape (…, length), as `pack` makes them.
-      causal: attend to oneself and to what came before alone.
+      segment_ids: integers of shape (…, length), as from `pack`.
+      causal: whether a token attends only to itself and to earlier tokens.
 
     Returns:
-      Booleans of shape (…, length, length), true where the first of the two positions attends to
-      the second; numpy's for an array of numpy's, otherwise jax's. With several heads, write
-      `mask[:, None]`, which is what `jax.nn.dot_product_attention` takes.
+      Booleans of shape (…, length, length), where `mask[…, i, j]` is true if position i attends to
+      position j. A numpy array if `segment_ids` is one, otherwise a JAX array. Add an axis for the
+      heads with `mask[:, None]`, as `jax.nn.dot_product_attention` expects.
 
     >>> import numpy as np
     >>> import stepfold as sf

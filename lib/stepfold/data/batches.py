@@ -1,4 +1,4 @@
-"""Batches of a source or of a stream, shared out over processes, and resumable."""
+"""Resumable batches of a source or a stream, sharded over processes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -32,45 +32,44 @@ def batches(
     process_index: int | None = None,
     process_count: int | None = None,
 ) -> Batches | Streamed:
-    """Make batches of a source, of which the batch at step i depends on i alone.
+    """Make batches of a source, where the batch at step i depends only on i.
 
-    Hence a run that begins at step ten million begins as fast as one at 0, a resumed run sees what
-    an uninterrupted one sees, and so does one on another number of processes: each is given its
-    share of the rows of the same global batch, and the shares in order are that batch. Batches that
-    are in order, of arrays, are views of the source that cannot be written to.
+    Starting at step 10,000,000 is as fast as starting at step 0, and a resumed run sees the same
+    batches as an uninterrupted one. So does a run on another number of processes: each process gets
+    its shard of the rows of the same global batch. In-order batches of arrays are read-only views
+    of the source.
 
-    A stream is what can be read in order alone: an iterator, an iterable without `[i]` (a grain
-    `IterDataset`, a streaming Hugging Face dataset, a `tf.data.Dataset`), or a function that makes
-    either. Every process reads all of it and keeps its share of the rows. It cannot be shuffled
-    here, nor sought; it is resumed by the state that it has of its own, if it has one.
+    A stream supports only sequential reads. It is an iterator, an iterable without `[i]` (a grain
+    `IterDataset`, a streaming Hugging Face dataset, a `tf.data.Dataset`), or a function that
+    returns either. Every process reads the whole stream and keeps its shard of the rows. `batches`
+    neither shuffles a stream nor seeks in it. A stream resumes from its own state, if it has one.
 
     Args:
-      source: what `len()` and `[i]` work on, a tree of arrays with one leading axis, or a stream of
-        examples.
-      batch_size: the examples of a global batch; or a ramp, pairs of the step from which on a size
-        holds, as `[(0, 64), (1000, 256)]`. It is not a function of the step, since to know where
-        step i begins all the steps before it would have to be asked.
-      seed: what the orders of the epochs follow from, each its own, and what `transform` draws;
-        None is the source's order. A source without an end, or a stream, has an order of its own,
-        so that a seed is only for what `transform` draws.
-      start: the step to begin at.
-      epochs: how often to go through the source; None is for ever, and once where that is all that
-        can be. Each epoch is cut by itself, so that no batch reaches into the next. It may be
-        another when a run is resumed.
-      remainder: what becomes of the rest of an epoch that fills no batch: "drop" leaves it out,
-        "keep" makes a smaller batch of it, and "pad" fills it up with examples from the same rest,
-        and adds to every batch a `mask` that is false for those. If examples have a `mask`, it is
-        set to zero there.
-      transform: a function of an example, before it becomes part of a batch; or of an example and
-        a `numpy.random.Generator`, if it has two arguments without a default. What that draws
-        follows from the seed, the epoch and the example's index alone.
-      collate: what makes a batch of a list of examples; by default they are stacked leaf by leaf.
-      process_index: which process this is; by default jax is asked when the first batch is made.
-      process_count: how many processes there are.
+      source: an object with `len()` and `[i]`, a tree of arrays that share their leading axis, or a
+        stream of examples.
+      batch_size: the global batch size; or a ramp, pairs of a step and the size from that step on,
+        such as `[(0, 64), (1000, 256)]`. It cannot be a function of the step, because finding the
+        rows of step i would take a call for every earlier step.
+      seed: the seed of the shuffle order, which differs in every epoch, and of the generators for
+        `transform`. None keeps the source's order. Streams and infinite sources have their own
+        order, and use a seed only for `transform`.
+      start: the first step.
+      epochs: the number of epochs. None repeats the source forever, or reads it once if it cannot
+        be read again. No batch spans two epochs. A resumed run may use another number.
+      remainder: how to handle the examples at the end of an epoch that do not fill a batch. "drop"
+        skips them, "keep" makes a smaller batch of them, and "pad" repeats them until the batch is
+        full. "pad" also adds a `mask` to every batch, which is false for the repeated rows; a
+        `mask` in the examples is set to zero there instead.
+      transform: a function of an example, applied before batching; or of an example and a
+        `numpy.random.Generator`, if it has two arguments without a default. The random numbers
+        depend only on the seed, the epoch and the index of the example.
+      collate: a function from a list of examples to a batch; by default, leaves are stacked.
+      process_index: the index of this process; by default JAX's, read with the first batch.
+      process_count: the number of processes.
 
     Raises:
-      ConfigError: if an argument is not as described.
-      DataError: if there is no example, or not enough for one batch.
+      ConfigError: if an argument is invalid.
+      DataError: if the source has no examples, or too few for one batch.
 
     >>> import numpy as np, stepfold as sf
     >>> source = {"x": np.arange(5), "y": np.arange(5) ** 2}
@@ -84,7 +83,7 @@ def batches(
     >>> np.array_equal(resumed["y"], second["y"])
     True
 
-    Random changes are as repeatable as all else:
+    Random transforms are reproducible too:
 
     >>> flip = lambda x, rng: -x if rng.random() < 0.5 else x
     >>> next(sf.batches(np.arange(6), 6, seed=0, transform=flip))
@@ -102,7 +101,7 @@ def batches(
         raise ConfigError(f"collate: expected a function, got {tree.spell(collate)}")
     making = Making(read_transform(transform, seed), collate, remainder == "pad")
     share = read_share(process_index, process_count)
-    # What a position means hangs on these: where there are more epochs, it means the same.
+    # A saved position is only valid for these settings. The number of epochs does not matter.
     pipeline: dict[str, Any] = {
         "seed": seed,
         "batch_size": sizes[0][1] if len(sizes) == 1 else [list(pair) for pair in sizes],

@@ -1,7 +1,7 @@
-"""Making a batch of examples: sequences padded to one length, all else stacked.
+"""Collate examples into a batch: pad sequences to one length and stack the other leaves.
 
-What is a sequence is decided by rank or by name, never by whether the lengths of this batch happen
-to differ. So every batch has the same structure, shapes and dtypes, and a step compiles once.
+Sequences are chosen by rank or by name, never by whether lengths differ within a batch. So every
+batch has the same structure, shapes and dtypes, and the step compiles once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,37 +43,37 @@ def collate(
     pad: Pad = 0,
     keys: str | Sequence[str] | None = None,
 ) -> dict[Any, Any]:
-    """Pad the sequences of examples to one length, stack all else, and add the `mask`.
+    """Pad the sequences of examples to one length, stack the other leaves, and add a `mask`.
 
-    Without `keys`, every leaf with at least one axis is a sequence: it is cut and padded along its
-    first axis, and the others (the features of a frame, say) must be the same everywhere. Scalars
-    stack. With `keys`, only what is named is padded, and whatever else there is stacks, which takes
-    one shape: `keys="tokens"` leaves an image beside the tokens as it is. All sequences of an
-    example have one length, for there is one mask: bool, true at what is real.
+    Without `keys`, every leaf with at least one axis is a sequence. It is truncated and padded
+    along its first axis; the other axes (the features of a frame, say) must have the same sizes in
+    all examples. Scalars are stacked. With `keys`, only the named leaves are padded, and all others
+    are stacked and must have one shape: `keys="tokens"` stacks an image next to the tokens. All
+    sequences of an example share one mask, so they have the same length. The mask is bool, and
+    false at padding.
 
-    Arrays keep their dtypes, and Python's numbers become int32, float32 and bool. Integers of 64
-    bits become those of 32 bits that jax makes of them; if one does not fit, that is an error. An
-    empty sequence is a row of padding.
+    Arrays keep their dtypes, and Python numbers become int32, float32 and bool. 64-bit integers
+    become 32-bit, as JAX does by default; a value that does not fit is an error. An empty sequence
+    becomes a row of padding.
 
     Args:
-      examples: dicts, nested ones too, with the same keys, or bare sequences, which are called
-        `tokens` in the batch. A dict of columns, as Hugging Face's and tf.data's batches are, will
-        do as well.
+      examples: dicts with the same keys, which may be nested, or bare sequences, which get the key
+        `tokens`. A dict of columns works too, such as the batches of Hugging Face and tf.data.
       length: the length of every row.
-      truncate: which end of a longer sequence is kept, "keep_end" or "keep_start"; None makes it
-        an error.
-      side: where the padding goes, "right" or "left".
-      pad: the value to pad with, or values by key; keys without one are padded with 0. Nested keys
-        are written as `text/ids`.
-      keys: names of the leaves to pad, or of dicts of them. None are padded by `()`, and then there
-        is no mask.
+      truncate: which end of a longer sequence to keep, "keep_end" or "keep_start"; with None, a
+        longer sequence is an error.
+      side: the side of the padding, "right" or "left".
+      pad: the padding value, or values by key, with 0 for the other keys. Nested keys are written
+        as `text/ids`.
+      keys: the keys of the leaves to pad, or of dicts of them. With `()` nothing is padded, and no
+        mask is added.
 
     Returns:
-      A dict of numpy arrays, nested as the examples are, with one more key, `mask`.
+      A dict of numpy arrays, nested like the examples, with the key `mask` added.
 
     Raises:
-      ConfigError: if an argument cannot be, or names a key that is not there.
-      DataError: if the examples do not make a batch; it says which example and key.
+      ConfigError: if an argument is invalid or names a missing key.
+      DataError: if the examples cannot be batched; the message names the example and the key.
 
     >>> import stepfold as sf
     >>> examples = [{"ids": [5, 6, 7], "labels": [6, 7, 8], "source": 0},
@@ -86,7 +86,7 @@ def collate(
     >>> sf.collate([[1, 2, 3], [4]], length=2, side="left")["tokens"].tolist()
     [[2, 3], [0, 4]]
 
-    In a pipeline, as grain's `dataset.batch(64, batch_fn=to_batch)`, it is a function of a batch:
+    In a grain pipeline, pass it as `dataset.batch(64, batch_fn=to_batch)`:
 
     >>> from functools import partial
     >>> to_batch = partial(sf.collate, length=4, truncate="keep_start")
@@ -121,7 +121,7 @@ def collate(
 
 
 def _chosen(columns: Mapping[Path, list[Any]], keys: str | Sequence[str] | None) -> list[Path]:
-    """List what is to be padded, by rank or by name."""
+    """Choose the leaves to pad, by rank or by name."""
     if keys is None:
         chosen = [path for path, leaves in columns.items() if is_sequence(leaves[0])]
         if not chosen:
@@ -140,7 +140,7 @@ def _chosen(columns: Mapping[Path, list[Any]], keys: str | Sequence[str] | None)
 def _padded(
     path: Path, arrays: list[Any], lengths: list[int], length: int, side: str, pad: Any
 ) -> Any:
-    """Write rows and padding by turns: one concatenation is faster than an assignment a row."""
+    """Pad rows with one concatenation, which is faster than an assignment per row."""
     rest = arrays[0].shape[1:]
     padding = np.full((length, *rest), pad, arrays[0].dtype)
     fills = [padding[n:] for n in lengths]
@@ -151,7 +151,11 @@ def _padded(
 
 
 def _mask(lengths: list[int], length: int, side: str) -> Any:
-    """Take windows on an edge between ones and zeros, in half the time of a comparison."""
+    """Make the mask.
+
+    It gathers from overlapping windows of a step function, which takes half the time of a
+    comparison.
+    """
     edge = np.zeros(2 * length, np.bool_)
     edge[slice(length) if side == "right" else slice(length, None)] = True
     windows: Any = np.ndarray((length + 1, length), np.bool_, edge, strides=(1, 1))

@@ -1,4 +1,4 @@
-"""Examples as columns: a list of leaves for each path, and back."""
+"""Convert examples to columns, lists of leaves by path, and back."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from stepfold.errors import DataError
 from stepfold.tree import spell
 
-# What a bare sequence is called in a batch.
+# The key of bare sequences in a batch.
 TOKENS = "tokens"
 Path = tuple[Any, ...]
 
@@ -14,7 +14,7 @@ Path = tuple[Any, ...]
 def columns_of(
     examples: Iterable[Any], start: int = 0, reserved: Sequence[str] = ()
 ) -> dict[Path, list[Any]]:
-    """Turn examples into lists of leaves by path; `start` is the first example's index."""
+    """Convert examples to lists of leaves by path; `start` is the index of the first example."""
     columns: dict[Path, list[Any]] = {}
     if isinstance(examples, Mapping):
         _split(examples, (), columns)
@@ -85,7 +85,7 @@ def _other_keys(rows: list[Any], path: Path, start: int) -> DataError:
 
 
 def is_sequence(leaf: Any) -> bool:
-    """Tell whether a leaf has an axis, without reading it."""
+    """Return whether a leaf has an axis, without converting it to an array."""
     rank = getattr(leaf, "ndim", None)
     if rank is None:
         return hasattr(leaf, "__len__") and not isinstance(leaf, str | bytes | Mapping)
@@ -93,12 +93,12 @@ def is_sequence(leaf: Any) -> bool:
 
 
 def lengths_of(columns: Mapping[Path, list[Any]], start: int = 0) -> list[int]:
-    """Give the length of every example, the same for all its sequences."""
+    """Return the length of every example, which all its sequences must share."""
     lengths: list[int] = []
     for path, leaves in columns.items():
         try:
             mine = [len(leaf) for leaf in leaves]
-            real = {str, bytes, dict}.isdisjoint(map(type, leaves))  # they have a length, too
+            real = {str, bytes, dict}.isdisjoint(map(type, leaves))  # these have a length too
         except TypeError:
             real = False
         if not real:
@@ -120,7 +120,7 @@ def lengths_of(columns: Mapping[Path, list[Any]], start: int = 0) -> list[int]:
 
 
 def nested(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
-    """Make nested dicts of leaves by path."""
+    """Convert leaves by path to nested dicts."""
     tree: dict[Any, Any] = {}
     for path, leaf in leaves.items():
         node = tree
@@ -131,15 +131,15 @@ def nested(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
 
 
 def name_of(path: Path) -> str:
-    """Spell a path as `text/ids`."""
+    """Format a path as `text/ids`."""
     return "/".join(map(str, path))
 
 
 def at(index: int, path: Path) -> str:
-    """Say where something is wrong."""
+    """Format the location of an error."""
     return f"example {index}, {name_of(path)}" if path else f"example {index}"
 
 
 def names_of(columns: Iterable[Path]) -> list[str]:
-    """Spell paths."""
+    """Format paths."""
     return [name_of(path) for path in columns]

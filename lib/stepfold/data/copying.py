@@ -1,4 +1,4 @@
-"""Batches that are read ahead keep what is in them, whatever their source does to its memory."""
+"""Protect prefetched batches from sources that reuse their buffers."""
 
 from typing import Any
 
@@ -7,32 +7,22 @@ import numpy as np
 
 
 class Copying:
-    """Copy batches for as long as their source may still write into them.
+    """Copy batches if their source reuses its buffers.
 
-    A source that fills one buffer again and again, or a few in turns, writes into batches that wait
-    to be used. A buffer that comes round later than that is harmless, and one that comes round
-    sooner does so among the first few batches. Hence those are copied, since it is too late for the
-    first when the second is there; after them either all are copied or none is.
-
-    Args:
-      few: how many batches may be under way at once, and one more.
-
-    >>> buffer, copied = np.zeros(2), Copying(few=3)
-    >>> one = copied(buffer)
-    >>> buffer += 1
-    >>> two = copied(buffer)
-    >>> buffer += 1
-    >>> one, two
-    (array([0., 0.]), array([1., 1.]))
+    A source that cycles through one or a few buffers overwrites batches that wait in the prefetch
+    queue. If the cycle is short enough to do so, an address repeats among the first `few` batches,
+    where `few` is one more than the batches in flight. The first `few` batches are always copied,
+    because a repeat shows only after the first batch has been overwritten. If an address repeats,
+    all later batches are copied too, otherwise none.
     """
 
     def __init__(self, few: int) -> None:
         self._left = few
         self._always = False
-        self._seen: dict[int, Any] = {}  # arrays by address; held, so that it stays their own
+        self._seen: dict[int, Any] = {}  # arrays by address; a reference keeps the address in use
 
     def __call__(self, batch: Any) -> Any:
-        """Give a copy of a batch, or the batch itself where nothing writes into it."""
+        """Return a copy of a batch, or the batch itself if its source does not reuse buffers."""
         if self._left:
             self._left -= 1
             self._look(batch)

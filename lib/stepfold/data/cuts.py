@@ -1,4 +1,4 @@
-"""Which rows of which epoch a step gets: arithmetic on integers, whatever step is asked for."""
+"""Compute which rows of which epoch make up the batch of a step, for any step."""
 
 import math
 from bisect import bisect_right
@@ -12,7 +12,7 @@ from stepfold.errors import ConfigError, DataError
 
 
 def read_sizes(batch_size: Any) -> list[tuple[int, int]]:
-    """Read a batch size, or a ramp of them, as pairs (from step, size)."""
+    """Parse a batch size, or a ramp of batch sizes, into pairs (from step, size)."""
     if callable(batch_size):
         raise ConfigError(
             "batch_size: expected an integer or pairs (from step, size), got a function; where a "
@@ -36,55 +36,42 @@ def read_sizes(batch_size: Any) -> list[tuple[int, int]]:
 
 
 def size_at(sizes: Sequence[tuple[int, int]], step: int) -> int:
-    """Give the batch size of a step.
-
-    >>> [size_at([(0, 64), (2, 256)], step) for step in range(4)]
-    [64, 64, 256, 256]
-    """
+    """Return the batch size of a step."""
     return sizes[bisect_right(sizes, step, key=lambda pair: pair[0]) - 1][1]
 
 
 class Cut(NamedTuple):
-    """The rows [start, stop) of an epoch's order, for a batch of `size`, which may be more."""
+    """The positions [start, stop) of an epoch in a batch; a short batch has fewer than `size`."""
 
     epoch: int
     start: int
     stop: int
     size: int
     alike: int
-    """How many steps from here on are full ones of this size and epoch."""
+    """The number of consecutive full batches of this size and epoch, from this one on."""
 
 
 class _Stretch(NamedTuple):
-    """The steps of one batch size: `rest` of them end the epoch that they begin in."""
+    """Consecutive steps of one batch size.
+
+    They start at `offset` in `epoch`, and `rest` steps finish that epoch.
+    """
 
     first: int
-    end: float  # infinite for the last one
+    end: float  # infinite for the last stretch
     size: int
     epoch: int
     offset: int
     rest: int
-    each: int  # steps in every epoch after that
+    each: int  # steps in each later epoch
 
 
 class Cuts:
-    """The epochs, each cut into batches by itself.
+    """The division of epochs into batches, none of which spans two epochs.
 
-    What a step gets follows from where its stretch of equal batch sizes begins, and that from the
-    stretch before: a few numbers for a ramp, and one division for a step.
-
-    Args:
-      length: the length of an epoch.
-      sizes: pairs (from step, batch size), by steps, the first from 0.
-      whole: whether the rest of an epoch that fills no batch is left out.
-      epochs: how many there are, or None for no end.
-
-    Raises:
-      DataError: if a batch is larger than an epoch of which the rest is left out.
-
-    >>> cuts = Cuts(10, [(0, 4), (2, 3)], whole=False, epochs=2)
-    >>> [cuts.at(step)[:3] for step in range(cuts.total)]
-    [(0, 0, 4), (0, 4, 8), (0, 8, 10), (1, 0, 3), (1, 3, 6), (1, 6, 9), (1, 9, 10)]
+    `sizes` are pairs (from step, batch size) in ascending order, the first from step 0. `whole`
+    drops the remainder of every epoch. The start of each stretch of equal batch sizes is computed
+    once, from the stretch before it, so that finding the rows of a step needs no earlier step.
     """
 
     def __init__(
@@ -105,13 +92,13 @@ class Cuts:
             rest = self._steps(length - offset, size)
             self._stretches.append(_Stretch(first, end, size, epoch, offset, rest, each))
             if end < math.inf:
-                # Where the next stretch begins is where this one would go on.
+                # The next stretch starts where this one would continue.
                 epoch, offset, *_ = self._cut(self._stretches[-1], int(end))
         self.total = None if epochs is None else self._count(epochs)
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """The batches of an epoch, or None if their size changes."""
+        """The number of batches per epoch, or None if their size changes."""
         return self._stretches[0].each if len(self._stretches) == 1 else None
 
     def _steps(self, rows: int, size: int) -> int:
@@ -129,7 +116,7 @@ class Cuts:
         return Cut(epoch, start, min(start + size, self.length), size, alike)
 
     def _count(self, epochs: int) -> int:
-        """Give the number of steps in all epochs, the first step at which the last one is over."""
+        """Return the number of steps in all epochs."""
         for stretch in self._stretches:
             if stretch.epoch >= epochs:
                 return stretch.first
@@ -139,11 +126,11 @@ class Cuts:
         raise AssertionError  # the last stretch has no end
 
     def at(self, step: int) -> Cut:
-        """Give what a step gets; there are `total` steps."""
+        """Return the rows of a step, without checking it against `total`."""
         return self._cut(self._stretches[bisect_right(self._firsts, step) - 1], step)
 
     def shorter(self) -> list[tuple[int, Cut]]:
-        """List the steps of short batches, one of every size there is."""
+        """List steps of short batches: at least one for every size that a short batch has."""
         found = []
         for stretch in self._stretches:
             end = stretch.end if self.total is None else min(stretch.end, self.total)
@@ -156,26 +143,22 @@ class Cuts:
 
 
 class Share(NamedTuple):
-    """A process's share of the rows: those of all processes, in order, are the global batch.
-
-    >>> Share(process=1, processes=4).rows(12)
-    (3, 6)
-    """
+    """One process's shard of the rows; the shards in process order form the global batch."""
 
     process: int
     processes: int
 
     @classmethod
     def asked_of_jax(cls) -> Self:
-        """Give this process's share of the work of all."""
+        """Return the shard of this process, according to JAX."""
         return cls(jax.process_index(), jax.process_count())
 
     def rows(self, size: int) -> tuple[int, int]:
-        """Give the first of this process's rows in a batch, and the one after the last."""
+        """Return the start and stop of this process's rows in a global batch of `size`."""
         return self.process * size // self.processes, (self.process + 1) * size // self.processes
 
     def check_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Refuse batch sizes, pairs (from step, size), that do not divide by the processes."""
+        """Raise if a batch size in pairs (from step, size) is no multiple of the process count."""
         for step, size in sizes:
             if size % self.processes:
                 below = size // self.processes * self.processes
@@ -186,7 +169,7 @@ class Share(NamedTuple):
                 )
 
     def check_short(self, step: int, rows: int) -> None:
-        """Refuse a short batch that does not divide by the processes."""
+        """Raise if the size of a short batch is not a multiple of the process count."""
         if rows % self.processes:
             raise DataError(
                 f"remainder='keep': expected short batches to be shared out evenly over "
@@ -196,7 +179,7 @@ class Share(NamedTuple):
 
 
 def read_share(index: Any, count: Any) -> Share | None:
-    """Read which process this is of how many, or None where jax is to be asked."""
+    """Validate the process index and count; None if both are left to JAX."""
     if index is None and count is None:
         return None
     if index is None or count is None:

@@ -1,32 +1,31 @@
-"""Which sequences share a row, so that few rows do."""
+"""Bin packing: choose which sequences share a row."""
 
 import numpy as np
 
 
 def plan_rows(lengths: list[int], length: int) -> list[list[int]]:
-    """Say which sequences go into which row, best-fit decreasing or, where fewer do, first-fit.
+    """Assign sequences to rows by best-fit decreasing, or first-fit decreasing if it needs fewer.
 
-    Args:
-      lengths: of the sequences, none longer than a row.
-      length: of a row.
+    No sequence may be longer than a row.
 
     Returns:
-      The sequences of each row, by number; the rows come in the order of their longest.
-
-    >>> plan_rows([3, 2, 4, 1], 5)
-    [[0, 1], [2, 3]]
+      The indices of the sequences in each row, ascending. Rows are in the input order of their
+      longest sequences.
     """
     order = np.argsort(-np.array(lengths), kind="stable").tolist()
     plan = _best_fit(order, lengths, length)
-    if len(plan) > -(-sum(lengths) // length):  # fewer may do
+    if len(plan) > -(-sum(lengths) // length):  # above the lower bound: first-fit may need fewer
         other = _first_fit(order, lengths, length)
         plan = plan if len(plan) <= len(other) else other
-    plan.sort()  # by the longest, which is the first in each
+    plan.sort()  # by the index of the longest sequence, which comes first in each row
     return [sorted(row) for row in plan]
 
 
 def _best_fit(order: list[int], lengths: list[int], length: int) -> list[list[int]]:
-    """Put each into the fullest row it fits into; a bit says that a row has so much left."""
+    """Put each sequence into the fullest row with room.
+
+    Bit n of `lefts` is set if a row has room for exactly n more tokens.
+    """
     plan: list[list[int]] = []
     with_left: list[list[int]] = [[] for _ in range(length + 1)]
     lefts = 0
@@ -50,7 +49,7 @@ def _best_fit(order: list[int], lengths: list[int], length: int) -> list[list[in
 
 
 def _first_fit(order: list[int], lengths: list[int], length: int) -> list[list[int]]:
-    """Put each into the first row it fits into."""
+    """Put each sequence into the first row with room."""
     plan: list[list[int]] = []
     left = np.full(len(order), length)
     for index in order:

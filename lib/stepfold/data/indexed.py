@@ -1,4 +1,4 @@
-"""Batches as a pure function of an integer: the batch at step i needs nothing but i."""
+"""Batches of an indexable source, as a pure function of the step."""
 
 from typing import Any, NamedTuple, Self
 
@@ -12,14 +12,14 @@ from stepfold.data.resuming import check_position
 from stepfold.data.sources.rows import ENDLESS, Where
 from stepfold.errors import DataError
 
-_AHEAD = 32768  # rows whose order is found at once: numpy is slow on a few, and these fit a cache
+_AHEAD = 32768  # rows to shuffle in one call: amortizes numpy's overhead, and still fits a cache
 
 
 class Batches:
-    """An iterator over batches of a source that can be asked for any; `batches` makes it.
+    """An iterator over batches with random access by step; returned by `batches`.
 
-    It can be resumed by grain's protocol, `get_state` and `set_state`. With `epochs`, its `len` is
-    the number of steps in all of them, whatever has been taken.
+    It is resumable by grain's protocol, `get_state` and `set_state`. With `epochs`, its `len` is
+    the number of steps in all epochs, including those already iterated.
 
     >>> import numpy as np, stepfold as sf
     >>> stream = sf.batches(np.arange(10), 3, seed=0, epochs=2)
@@ -53,7 +53,7 @@ class Batches:
 
     def __len__(self) -> int:
         if self._cuts.total is None:
-            # A TypeError, by which list() and progress bars know that there is no length.
+            # list() and progress bars treat a TypeError as an unknown length.
             raise TypeError("batches: there is no length without epochs; give epochs=…")
         return self._cuts.total
 
@@ -62,22 +62,19 @@ class Batches:
 
     @property
     def endless(self) -> bool:
-        """Whether there is always one more."""
+        """Whether the iterator never ends."""
         return self._cuts.total is None
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """The batches of an epoch; None if there are no epochs, or their size changes."""
+        """The number of batches per epoch; None without epochs, or if the batch size changes."""
         return None if self._cuts.length == ENDLESS else self._cuts.steps_per_epoch
 
     def at(self, step: int) -> Any:
-        """Give the batch of a step, and leave the iteration where it is.
-
-        Args:
-          step: any step from 0 on.
+        """Return the batch of a step, without changing the position.
 
         Raises:
-          IndexError: if the last epoch is over by then.
+          IndexError: if the step is past the last epoch.
         """
         step = read_integer("step", step, 0)
         if self._cuts.total is not None and step >= self._cuts.total:
@@ -85,21 +82,18 @@ class Batches:
         return self._make(step)
 
     def get_state(self) -> dict[str, Any]:
-        """Give the position, and what it is a position in, for JSON to hold."""
+        """Return the position and the pipeline's settings, serializable as JSON."""
         return {"step": self._step, "pipeline": dict(self._pipeline)}
 
     def state_at(self, step: int) -> dict[str, Any]:
-        """Return the position of the batch of a step, wherever the iteration is."""
+        """Return the state whose next batch is that of `step`."""
         return {**self.get_state(), "step": step}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go to a position that `get_state` gave.
-
-        Args:
-          state: what it gave, on any number of processes.
+        """Restore a position from `get_state`, saved on any number of processes.
 
         Raises:
-          DataError: if it is the position in other batches than these.
+          DataError: if the state was saved by a different pipeline.
         """
         otherwise = "make them as they were, or begin the new ones with start={step}"
         check_position(state, self.get_state(), otherwise)
@@ -114,13 +108,13 @@ class Batches:
                 f"making the batch of step {step}: positions {cut.start + first} to "
                 f"{min(cut.start + last, cut.stop) - 1} of epoch {cut.epoch}"
             )
-            if isinstance(error, StopIteration):  # would end the iteration, as if all were well
+            if isinstance(error, StopIteration):  # would silently end the iteration
                 raise DataError(f"batches: StopIteration came up at step {step}") from error
             raise
 
     def _rows(self, step: int) -> tuple[Where, int, Any]:
-        """Give the indices of this process's rows, their epoch, and which are no repetition."""
-        masked, ahead = self._read.making.masked, self._ahead  # once: a thread may replace it
+        """Return the indices of this process's rows, the epoch, and the mask, false at repeats."""
+        masked, ahead = self._read.making.masked, self._ahead  # read once: a thread may replace it
         if ahead is not None and 0 <= step - ahead.step < len(ahead.indices):
             indices = ahead.indices[step - ahead.step]
             return indices, ahead.epoch, np.ones(len(indices), bool) if masked else None
@@ -131,7 +125,7 @@ class Batches:
         cut, first, last = self._mine(step)
         rows = cut.stop - cut.start
         valid = np.arange(first, last) < rows if masked else None
-        if last > rows:  # the batch is filled up from its own rows, which are all valid
+        if last > rows:  # pad the batch by repeating its own rows
             positions = cut.start + np.arange(first, last) % rows
             return self._order(cut.epoch, positions), cut.epoch, valid
         if self._order.seed is None:
@@ -146,14 +140,14 @@ class Batches:
         self._checked = True
 
     def _mine(self, step: int) -> tuple[Cut, int, int]:
-        """Give the global batch of a step, and the first and the last of its rows that are here."""
+        """Return the global batch of a step, and the start and stop of this process's rows."""
         cut = self._cuts.at(step)
         size = cut.size if self._read.making.masked else cut.stop - cut.start
         return cut, *(self._share or Share(0, 1)).rows(size)
 
 
 class _Ahead(NamedTuple):
-    """The indices of this process's rows, from a step on, a row a step."""
+    """The indices of this process's rows for consecutive steps, one row of `indices` per step."""
 
     step: int
     epoch: int

@@ -1,4 +1,4 @@
-"""Integers, of whatever library they are."""
+"""Validation of integer arguments."""
 
 import operator
 from typing import Any
@@ -9,7 +9,7 @@ from stepfold.errors import ConfigError
 
 
 def read_integer(name: str, value: Any, least: int) -> int:
-    """Read an integer of any library's, and refuse what is none or too small."""
+    """Convert an integer of any library to an int; raise if it is not one or below `least`."""
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The leaves of one column as arrays of numbers in one dtype, and what they are filled up with."""
+"""Convert the leaves of a column to arrays of one dtype, and validate padding values."""
 
 from array import array as buffer
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ Pad = float | Mapping[str, float]
 
 
 def shortened(leaves: list[Any], lengths: list[int], length: int, truncate: Truncate) -> list[Any]:
-    """Keep one end of what is longer."""
+    """Truncate leaves longer than `length`."""
     rows = zip(leaves, lengths, strict=True)
     if truncate == "keep_start":
         return [leaf if n <= length else leaf[:length] for leaf, n in rows]
@@ -23,7 +23,7 @@ def shortened(leaves: list[Any], lengths: list[int], length: int, truncate: Trun
 
 
 def arrays_of(path: Path, leaves: list[Any], start: int = 0) -> list[Any]:
-    """Make arrays of numbers, all of one dtype, of the leaves under one key."""
+    """Convert the leaves of one column to numeric arrays of one dtype."""
     arrays = leaves
     if set(map(type, leaves)) != {np.ndarray}:
         arrays = [_array(path, i, leaf) for i, leaf in enumerate(leaves, start)]
@@ -52,19 +52,19 @@ def arrays_of(path: Path, leaves: list[Any], start: int = 0) -> list[Any]:
 
 
 def _array(path: Path, index: int, leaf: Any) -> Any:
-    """Make an array of a leaf, or None where an empty list does not say of what."""
+    """Convert a leaf to an array, or to None if it is an empty list, which has no dtype."""
     if type(leaf) is np.ndarray:
         return leaf
     if isinstance(leaf, list | tuple) and not leaf:
         return None
     if type(leaf) is list and type(leaf[0]) is int:
-        try:  # twice as fast as numpy, and as strict: it takes nothing but integers that fit
+        try:  # twice as fast as np.asarray, and as strict: it only accepts integers that fit
             return np.frombuffer(buffer("i", leaf), np.intc)
         except (TypeError, OverflowError):
             pass
     try:
         array = np.asarray(leaf)
-    except ValueError:  # of lists of several lengths
+    except ValueError:  # ragged lists
         raise _no_number(path, index, leaf) from None
     if not _is_number(array.dtype):
         raise _no_number(path, index, leaf)
@@ -90,7 +90,7 @@ def joined(
     arrays: list[Any],
     owners: Iterable[int] | None = None,
 ) -> Any:
-    """Concatenate the arrays of examples, and the padding that is among the pieces."""
+    """Concatenate `pieces`, the arrays of the examples and their padding."""
     batch = np.empty(shape, arrays[0].dtype)
     try:
         np.concatenate(pieces, out=batch)
@@ -107,12 +107,12 @@ def joined(
 def narrowed(
     path: Path, array: Any, parts: Iterable[Any], owners: Iterable[int] | None = None
 ) -> Any:
-    """Give integers in 32 bits, as jax takes them, if they fit."""
+    """Cast 64-bit integers to 32 bits, as JAX does by default; raise if a value does not fit."""
     if array.dtype.kind not in "iu" or array.dtype.itemsize < 8:
         return array
     target = np.dtype(f"{array.dtype.kind}4")
     limits = np.iinfo(target)
-    # Seen as unsigned, what is negative is great: one look is enough for most batches.
+    # Negative integers are large when viewed as unsigned: one pass is enough for most batches.
     suspect = array.size and array.view(f"u{array.itemsize}").max() > limits.max
     if suspect and (array.min() < limits.min or array.max() > limits.max):
         for index, part in _owned(parts, owners):
@@ -125,12 +125,12 @@ def narrowed(
 
 
 def _owned(parts: Iterable[Any], owners: Iterable[int] | None) -> list[tuple[int, Any]]:
-    """Put its example's index beside each part: that of the part itself, where no owners are."""
+    """Pair each part with the index of its example, by default its own index."""
     return list(enumerate(parts) if owners is None else zip(owners, parts, strict=True))
 
 
 def pads_of(role: str, pad: Pad, paths: Iterable[Path]) -> dict[Path, Any]:
-    """Give each sequence its padding value."""
+    """Return the padding value of each sequence."""
     names = {name_of(path): path for path in paths}
     values = pad if isinstance(pad, Mapping) else dict.fromkeys(names, pad)
     for name, value in values.items():
@@ -142,7 +142,7 @@ def pads_of(role: str, pad: Pad, paths: Iterable[Path]) -> dict[Path, Any]:
 
 
 def pad_value(path: Path, value: Any, dtype: Any) -> Any:
-    """Refuse a value that is another one in the dtype of what it pads."""
+    """Return a padding value; raise if the dtype of the sequence cannot represent it."""
     if value != 0 and dtype.kind in "iub":
         if dtype.kind != "b" and dtype.itemsize == 8:
             dtype = np.dtype(f"{dtype.kind}4")
@@ -156,7 +156,7 @@ def pad_value(path: Path, value: Any, dtype: Any) -> Any:
 
 
 def check_truncate(role: str, truncate: Any) -> None:
-    """Refuse what is no way to truncate."""
+    """Raise if `truncate` is invalid."""
     if truncate not in ("keep_end", "keep_start", None):
         raise ConfigError(
             f"{role}: truncate: expected 'keep_end', 'keep_start' or None, got {truncate!r}"

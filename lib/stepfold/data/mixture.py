@@ -1,4 +1,4 @@
-"""A mixture of sources, in exact proportions, that gives example i for any integer i."""
+"""Mix sources in exact proportions, with random access to any example."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,27 +15,27 @@ from stepfold.data.sources.kinds import read_source
 from stepfold.data.sources.rows import ENDLESS, Rows, Where, numbers
 from stepfold.errors import ConfigError, DataError
 
-_PERIOD = 1 << 30  # so that a product of two numbers below it fits an int64
+_PERIOD = 1 << 30  # the product of two numbers below it fits an int64
 
 
 def mix(sources: Sequence[tuple[Any, float]], *, seed: int | None = None) -> "Mixture":
-    """Mix sources by weights into an endless one.
+    """Mix sources by weight into an infinite source.
 
-    Which source example i is from, and which of its examples, follow from i alone. Sources take
-    turns as evenly as their weights allow: with weights 3 and 1, every four examples in a row, from
-    whichever on, are three of the first source and one of the second. Each source is gone through
-    at its own pace, in its own order, a new one each pass.
+    Example i depends only on i, not on earlier reads. Sources alternate as evenly as their weights
+    allow: with weights 3 and 1, any four consecutive examples are three of the first source and one
+    of the second. Each source is iterated at its own pace. With a seed, it is reshuffled on every
+    pass.
 
     Args:
-      sources: pairs (source, weight); weights are relative, and a source may be a mixture.
-      seed: what the orders follow from; None is the sources' own.
+      sources: pairs (source, weight). Weights are relative. A source may itself be a mixture.
+      seed: the shuffle seed; None keeps the order of the sources.
 
     Returns:
-      A source whose length is `sys.maxsize`, which says that it has no end, and no epochs.
+      A source of length `sys.maxsize`, which stands for infinite. It has no epochs.
 
     Raises:
-      ConfigError: if a weight is not a finite number above 0, or there is nothing to mix.
-      DataError: if something is no source, or an empty one.
+      ConfigError: if `sources` is empty, or a weight is not a positive finite number.
+      DataError: if a source is invalid or empty.
 
     >>> import numpy as np
     >>> import stepfold as sf
@@ -65,7 +65,7 @@ def _weight(position: int, weight: Any) -> Fraction:
             f"mix: expected a finite weight above 0 at {position}, got {weight!r}; leave the "
             "source out if it shall give nothing"
         )
-    # As written: 0.1 is a tenth, and not the nearest of the binary fractions.
+    # From the decimal form: 0.1 is exactly 1/10, not the nearest binary fraction.
     return weight if isinstance(weight, Fraction) else Fraction(str(weight))
 
 
@@ -78,14 +78,14 @@ def _read(position: int, source: Any) -> Rows:
 
 
 def _whole(weights: Sequence[Fraction]) -> list[int]:
-    """Scale weights to whole numbers; to a billionth, where their period would be too long."""
+    """Scale weights to integers; rounded to about 1e-9 if their common period is too long."""
     parts = [weight / sum(weights) for weight in weights]
     period = min(_PERIOD, math.lcm(*(part.denominator for part in parts)))
     return [max(1, round(part * period)) for part in parts]
 
 
 class Mixture(Rows):
-    """An endless source; `mix` makes it.
+    """An infinite source, returned by `mix`.
 
     >>> import numpy as np, stepfold as sf
     >>> mixture = sf.mix([(["a", "b"], 2), (["c"], 1)])
@@ -117,15 +117,15 @@ class Mixture(Rows):
         return self.examples(slice(index, index + 1))[0]
 
     def check(self) -> None:
-        """Raise if one of the sources is no longer what it was."""
+        """Raise if one of the sources has changed."""
         for part in self._parts:
             part.check()
 
     def locate(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Give the source, by its number, and the index in it, of examples of the mixture.
+        """Return the source number and the index in that source of examples of the mixture.
 
-        Each source in turn is told from all that come after it, by a rule for two: of the first i
-        examples it gives the share that it is due, rounded.
+        Each source in turn is separated from all later ones by a rule for two sources: of the first
+        i examples, it provides its share by weight, rounded.
         """
         which, index = np.zeros_like(positions), np.empty_like(positions)
         left, ahead = np.arange(len(positions)), np.asarray(positions)
@@ -139,7 +139,7 @@ class Mixture(Rows):
         return which, index
 
     def _index(self, number: int, count: Indices) -> Indices:
-        """Give the indices of what a source gives as its count-th example, pass after pass."""
+        """Return the index of the count-th example drawn from a source, over all passes."""
         order, index = self._orders[number], np.empty_like(count)
         if order.length == ENDLESS:
             return count
@@ -150,7 +150,7 @@ class Mixture(Rows):
         return index
 
     def examples(self, where: Where) -> list[Any]:
-        """Give the examples one by one."""
+        """Return the examples as a list."""
         asked = self._ask(where, lambda part, index: part.examples(index))
         found = {
             row: example for rows, some in asked for row, example in zip(rows, some, strict=True)
@@ -158,7 +158,7 @@ class Mixture(Rows):
         return [found[row] for row in range(len(found))]
 
     def take(self, where: Where) -> Any:
-        """Give the examples as one batch."""
+        """Return the examples as one batch."""
         asked = self._ask(where, lambda part, index: part.take(index))
         wanted, *others = (jax.tree.map(lambda leaf: leaf[0], batch) for _, batch in asked)
         for other in others:
@@ -176,7 +176,7 @@ class Mixture(Rows):
     def _ask(
         self, where: Where, read: Callable[[Rows, Indices], Any]
     ) -> list[tuple[list[int], Any]]:
-        """Ask each source for its rows; give which rows they are, and what was read."""
+        """Read from each source; return its row numbers and what `read` returned for them."""
         which, index = self.locate(np.asarray(numbers(where), np.int64))
         found = []
         for number, part in enumerate(self._parts):

@@ -1,7 +1,7 @@
-"""Packing: several sequences share a row, so that little of a batch is padding.
+"""Pack several sequences into each row, so that batches contain little padding.
 
-A window of examples at a time is packed, by itself. So the rows of a window depend on nothing but
-its examples, no more than a window is held, and the same examples always give the same rows.
+Each window of examples is packed independently. So packing is deterministic, the rows of a window
+depend only on its examples, and only one window is held in memory.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,38 +38,39 @@ def pack(
     truncate: Truncate = None,
     pad: Pad = 0,
 ) -> Iterator[dict[Any, Any]]:
-    """Pack the sequences of examples into rows of one length, as many to a row as fit.
+    """Pack the sequences of examples into rows of one length.
 
-    A row says with `segment_ids` which token is of which example: 1, 2… in the order in which they
-    came, and 0 where there is padding. `positions` start anew at 0 in each, and `mask` (bool) is
-    true at what is real. Take `block_diagonal_mask` for attention to stay within an example.
+    Every row gets three more keys. `segment_ids` numbers the examples in the row 1, 2, … in input
+    order, with 0 at padding. `positions` restart at 0 in each example. `mask` (bool) is false at
+    padding. Use `block_diagonal_mask` to restrict attention to within an example.
 
-    Each window of examples is packed best-fit decreasing or, where that takes fewer rows,
-    first-fit decreasing, into rows that come in the order of their longest examples. Only its last
-    row stays rather empty, so take a window that is many rows long: the default fills rows of 1,024
-    to more than 99.5 % with sequences of about 200. Nothing is lost, and nothing is split that fits
-    into a row.
+    Each window of examples is packed by best-fit decreasing, or by first-fit decreasing if that
+    takes fewer rows. Rows are in the input order of their longest examples. Only the last row of a
+    window stays rather empty, so choose a window of many rows: the default fills rows of 1,024
+    tokens to more than 99.5 % with sequences of about 200. Without `truncate` no token is dropped,
+    and no sequence is split that fits into a row.
 
     Args:
-      examples: an iterable, of any length, of dicts with the same keys, whose leaves are all
-        sequences, as long as each other within an example; or of bare sequences, which are
-        called `tokens`. Dtypes are as in `collate`.
+      examples: an iterable of any length, of dicts with the same keys, whose leaves are sequences
+        that have one length within an example; or of bare sequences, which get the key `tokens`.
+        Dtypes are as in `collate`.
       length: the length of a row.
-      rows: give batches of so many rows. The last one is filled up with rows of padding alone.
-        By default each row is given by itself.
-      window: how many examples are read ahead and packed together.
-      split: cut what is longer than a row into pieces of `length` and a rest, each an example of
-        its own.
-      truncate: keep only one end of what is longer, "keep_end" or "keep_start". Without this and
-        `split`, it is an error.
-      pad: the value to pad with, or values by key; keys without one are padded with 0.
+      rows: the number of rows per batch. Rows of padding fill the last batch. By default, the
+        iterator yields single rows.
+      window: the number of examples that are buffered and packed together.
+      split: whether to split a sequence longer than a row into pieces of `length` and a remainder,
+        each of which becomes its own segment.
+      truncate: which end of a sequence longer than a row to keep, "keep_end" or "keep_start".
+        Without `truncate` or `split`, a longer sequence is an error.
+      pad: the padding value, or values by key, with 0 for the other keys.
 
     Returns:
-      An iterator of dicts of numpy arrays, which reads a window when the one before is used up.
+      An iterator of dicts of numpy arrays. It reads the next window when the current one is
+      exhausted.
 
     Raises:
-      ConfigError: if an argument cannot be, or names a key that is not there.
-      DataError: if examples cannot be packed; it says which one and which key.
+      ConfigError: if an argument is invalid or names a missing key.
+      DataError: if examples cannot be packed; the message names the example and the key.
 
     >>> import stepfold as sf
     >>> first, second = sf.pack([[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]], length=5)
@@ -78,7 +79,7 @@ def pack(
     >>> second["tokens"].tolist()
     [10, 11, 12, 13, 14]
 
-    Keys are packed alongside, and rows come in batches:
+    Several keys are packed together, and `rows` makes batches:
 
     >>> stream = ({"ids": [n] * n, "labels": [1] * n} for n in (4, 3, 2, 1))
     >>> batch = next(sf.pack(stream, length=6, rows=2, pad={"labels": -100}))
@@ -104,7 +105,7 @@ def pack(
 def _windows(
     examples: Iterator[Any], length: int, window: int, split: bool, truncate: Truncate, pad: Pad
 ) -> Iterator[Rows]:
-    """Give the packed rows of each window, one array a key."""
+    """Yield the packed rows of each window, one array per key."""
     start, seen = 0, None
     while taken := list(islice(examples, window)):
         columns = columns_of(taken, start, reserved=_ADDED)
@@ -144,7 +145,7 @@ def _check_lengths(lengths: list[int], length: int, shorten: bool, start: int) -
 
 
 def _pieces_of(lengths: list[int], length: int) -> list[tuple[int, int, int]]:
-    """Cut sequences into pieces of at most this length: which, from where, to where."""
+    """Split sequences into pieces of at most `length`, as (index, start, stop)."""
     return [
         (i, start, min(start + length, n))
         for i, n in enumerate(lengths)
@@ -153,7 +154,7 @@ def _pieces_of(lengths: list[int], length: int) -> list[tuple[int, int, int]]:
 
 
 def _ends_of(lengths: list[int], length: int, truncate: Truncate) -> list[tuple[int, int, int]]:
-    """Keep one end of each: which, from where, to where."""
+    """Truncate sequences to `length`, as (index, start, stop)."""
     starts = [max(n - length, 0) if truncate == "keep_end" else 0 for n in lengths]
     return [
         (i, a, min(a + length, n)) for i, (a, n) in enumerate(zip(starts, lengths, strict=True))
@@ -169,7 +170,7 @@ def _filled(
     pad: Any,
     owners: Sequence[int],
 ) -> Any:
-    """Write all rows in one concatenation, in which padding is one more piece."""
+    """Fill all rows with one concatenation of sequences and padding."""
     dtype, rest = arrays[0].dtype, arrays[0].shape[1:]
     padding = np.full((length, *rest), pad_value(path, pad, dtype), dtype)
     pieces = _pieces(arrays, padding, lengths, plan)
@@ -202,7 +203,7 @@ def _segments(lengths: list[int], plan: list[list[int]], length: int) -> Rows:
 
 
 def _as_before(packed: Rows, seen: Rows | None, start: int) -> Rows:
-    """Refuse a window whose rows have other keys, shapes or dtypes than those before."""
+    """Raise if the keys, shapes or dtypes of a window differ from those of earlier windows."""
     kinds: Rows = {path: (array.dtype, array.shape[1:]) for path, array in packed.items()}
     for path in {**(seen or kinds), **kinds}:
         before, now = (seen or kinds).get(path), kinds.get(path)
@@ -222,7 +223,7 @@ def _single(windows: Iterator[Rows]) -> Iterator[Rows]:
 
 
 def _batches(windows: Iterator[Rows], rows: int, pad: Pad) -> Iterator[Rows]:
-    held: list[Rows] = []  # what is left of windows before, less than a batch
+    held: list[Rows] = []  # rows of earlier windows, fewer than a batch
     missing = rows
     for packed in windows:
         start, count = 0, len(packed["mask",])
@@ -248,7 +249,7 @@ def _together(parts: list[Rows]) -> Rows:
 
 
 def _empty(like: Rows, rows: int, pad: Pad) -> Rows:
-    """Make rows of padding alone."""
+    """Make rows of padding."""
     own = [path for path in like if path[0] not in _ADDED]
     pads = {**pads_of("pack", pad, own), **{(name,): 0 for name in _ADDED}}
     return {

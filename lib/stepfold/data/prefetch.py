@@ -1,4 +1,4 @@
-"""Batches read ahead of the step, in a thread, with their order and their position kept."""
+"""Prefetch batches in a background thread, preserving their order and position."""
 
 import threading
 import weakref
@@ -25,32 +25,33 @@ from stepfold.errors import ConfigError, DataError
 
 
 def prefetch(batches: Any, *, sharding: Any = None, size: int = 2) -> "Prefetch":
-    """Read batches ahead in a thread, and place them, while the step before runs.
+    """Read batches in a background thread and place them on devices while the current step runs.
 
-    It hides the time that a source waits, for a disk or a network. What a source computes in Python
-    takes turns with the loop instead: heavy transforms belong in worker processes, which are
-    grain's part. Give `dataset.mp_prefetch(…)` of its `IterDataset`; in a plain script the
-    processes start only after `absl.flags.FLAGS.mark_as_parsed()`.
+    Prefetching hides the I/O latency of a source. Python code in a source still shares the
+    interpreter with the loop, so run heavy transforms in worker processes: pass
+    `dataset.mp_prefetch(…)` of a grain `IterDataset`. In a plain script these processes start only
+    after `absl.flags.FLAGS.mark_as_parsed()`.
 
-    Batches are the same and in the same order, an error comes where it would have come, and a saved
-    position is that of the last batch that was given, whatever has been read ahead. The thread
-    begins when the first batch is asked for, and ends with the last batch, an error, `close()`, a
-    `with` block, the iterator itself, or the program. A source may fill one buffer again and again:
-    the first batches are copied, and where they share memory, all that follow are.
+    Prefetching changes neither the batches nor their order, and an error is raised at the batch
+    that caused it. A saved position is that of the last batch returned; prefetched batches do not
+    count. The thread starts with the first `next`. It stops after the last batch, an error,
+    `close()` or the `with` block, when the iterator is garbage collected, and at exit. A source may
+    reuse its buffers: the first batches are copied, and if they share memory, all later ones too.
 
     Args:
-      batches: any iterable of batches, which is left alone while it is read. One with `get_state()`
-        and `set_state()`, as `sf.batches` and grain's iterators, can be resumed as before.
-      sharding: where batches go: a sharding, a tree of them, or a function from a batch to a batch.
-        For a mesh that is `lambda batch: sf.shard_batch(batch, mesh)`, which with several processes
-        is the only way, and asks the others about every new number of rows: as the loop is waiting
-        when it does so for the first, give it batches of one size. None leaves batches as they are,
-        which on one device is as fast.
-      size: how many batches may wait to be used.
+      batches: an iterable of batches. Do not use it elsewhere while it is prefetched. If it has
+        `get_state()` and `set_state()`, as `sf.batches` and grain's iterators do, so does the
+        result.
+      sharding: where to place batches: a sharding, a tree of shardings, or a function from a batch
+        to a batch. For a mesh, pass `lambda batch: sf.shard_batch(batch, mesh)`; with several
+        processes this is the only option. `shard_batch` communicates with the other processes for
+        every new number of rows. The loop is waiting when it does so for the first batch, so use
+        batches of one size. None does not place batches, which is as fast on one device.
+      size: the number of batches to buffer.
 
     Raises:
-      ConfigError: if `size` is no integer above 0, or `sharding` is not as described.
-      DataError: if there is nothing to take batches from.
+      ConfigError: if `size` is not a positive integer, or `sharding` is invalid.
+      DataError: if `batches` is not an iterable of batches.
 
     >>> import jax, numpy as np, stepfold as sf
     >>> def make():
@@ -76,7 +77,7 @@ def prefetch(batches: Any, *, sharding: Any = None, size: int = 2) -> "Prefetch"
 
 
 def _no_batches(batches: Any) -> str | None:
-    """Say what to do with something that is no iterable of batches, or None if it is one."""
+    """Return advice for an error if `batches` is not an iterable of batches, otherwise None."""
     if isinstance(batches, str | bytes):
         return "give batches of numbers, as sf.batches makes them"
     if isinstance(batches, Mapping) or tree.is_array(batches):
@@ -87,20 +88,21 @@ def _no_batches(batches: Any) -> str | None:
 
 
 def _read_sharding(sharding: Any) -> Place | None:
-    """Make a function from a batch to a batch of what says where batches go."""
+    """Convert `sharding` to a function that places a batch."""
     if sharding is None:
         return None
     leaves = jax.tree.leaves(sharding)
     if leaves and all(isinstance(leaf, Sharding) for leaf in leaves):
         if not all(leaf.is_fully_addressable for leaf in leaves):
-            # device_put would take the rows that are here for all there are, and ask the others.
+            # device_put would take the local rows for the global batch, and contact the other
+            # processes.
             raise ConfigError(
                 "sharding: expected one over the devices of this process, got one over others' "
                 "too; give a function that knows the rows here for a part of the batch: "
                 "lambda batch: sf.shard_batch(batch, mesh)"
             )
         return lambda batch: jax.device_put(batch, sharding)
-    if isinstance(sharding, Mesh) or not callable(sharding):  # a mesh can be called: it decorates
+    if isinstance(sharding, Mesh) or not callable(sharding):  # a Mesh is callable
         raise ConfigError(
             "sharding: expected a sharding, a tree of them, or a function of a batch, got "
             f"{tree.spell(sharding)}; for a mesh give lambda batch: sf.shard_batch(batch, mesh)"
@@ -109,13 +111,13 @@ def _read_sharding(sharding: Any) -> Place | None:
 
 
 class _CannotResumeError(DataError, AttributeError):
-    """Say so in words, and no to `hasattr`, by which loops ask whether batches can be resumed."""
+    """A DataError that is also an AttributeError, so that `hasattr` returns False."""
 
 
 class Prefetch:
-    """An iterator over batches that are read ahead; `prefetch` makes it.
+    """An iterator over prefetched batches, returned by `prefetch`.
 
-    Several threads may take from it, and each batch goes to one of them.
+    It is thread-safe: each batch goes to one of the threads that iterate.
 
     >>> import stepfold as sf
     >>> stream = sf.prefetch([1, 2, 3], size=1)
@@ -128,7 +130,7 @@ class Prefetch:
         self._taking = threading.Lock()
         self._over = False
         self._state: bytes | int | None = (
-            None  # after the last batch given; None before the thread is
+            None  # after the last batch returned; None before the thread starts
         )
         self._thread: threading.Thread | None = None
         self._shelf: Shelf | None = None
@@ -152,19 +154,19 @@ class Prefetch:
             try:
                 raise error
             finally:
-                del item, error  # the error's traceback holds this frame
+                del item, error  # avoid a reference cycle: the traceback refers to this frame
 
     def __len__(self) -> int:
         return len(self._batches)
 
     @property
     def endless(self) -> bool:
-        """Whether the batches are known to have no end."""
+        """Whether the batches are known to be infinite."""
         return bool(getattr(self._batches, "endless", False))
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """The steps of an epoch, or None where the batches do not tell."""
+        """The number of steps per epoch, or None if unknown."""
         return getattr(self._batches, "steps_per_epoch", None)
 
     def __bool__(self) -> bool:
@@ -177,7 +179,7 @@ class Prefetch:
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "state_at":  # where batches are a function of the step
+        if name == "state_at":  # only of batches that are a function of the step
             return getattr(self._iterator, name)
         if name in ("get_state", "set_state"):
             raise _CannotResumeError(
@@ -187,10 +189,10 @@ class Prefetch:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def close(self) -> None:
-        """End the thread, and drop what has been read ahead: there is no next batch.
+        """Stop the thread and drop prefetched batches; the iterator is then exhausted.
 
-        What it reads from is not closed. A thread that waits for its source ends when that gives
-        the next batch, and is not waited for.
+        The source is not closed. A thread blocked in its source ends when the source returns the
+        next batch; `close` waits for it only briefly.
         """
         self._end()
         self._wait(PATIENCE)
@@ -198,11 +200,11 @@ class Prefetch:
     def _start(self) -> Shelf:
         shelf = Shelf(self._size)
         self._state = state_of(self._iterator)
-        own = Copying(few=self._size + 2)  # one more is being read, and one is in use
+        own = Copying(few=self._size + 2)  # plus one being read and one in use
         self._thread = start_thread(shelf, self._iterator, self._place, own)
         self._stop = weakref.finalize(self, shelf.stop)
         self._shelf = shelf
-        if self._over:  # closed by another thread, just now
+        if self._over:  # another thread called close() in the meantime
             self._end()
         return shelf
 
@@ -216,27 +218,24 @@ class Prefetch:
 
 
 class _Resumable(Prefetch):
-    """One over batches that can be resumed, by the same protocol."""
+    """A `Prefetch` of resumable batches, resumable by the same protocol."""
 
     def get_state(self) -> Any:
-        """Give the state that what it reads from had after the last batch that was given.
+        """Return the state of the source after the last batch returned.
 
-        Before the first batch that is where it began. After the last one, an error or `close()` it
-        is still that of the last batch, so that a run can go on there.
+        Before the first batch, this is the initial state. After the end, an error or `close()`, it
+        is still the state after the last batch returned, so that a run can resume from there.
         """
         if self._state is None:
             return self._iterator.get_state()
         return load_state(self._iterator, self._state)
 
     def set_state(self, state: Any) -> None:
-        """Go to a position that `get_state` gave, also after the last batch, an error or `close()`.
+        """Restore a state from `get_state`, of this iterator or its source.
 
-        What has been read ahead is dropped, and the batch that is just being read is waited for. If
-        the state is refused, the position stays what it was; or, if what it reads from can only be
-        read once, and cannot be put back, there is no next batch.
-
-        Args:
-          state: what `get_state` gave, here or of what this reads from.
+        This also works after the end, an error or `close()`. It drops prefetched batches, and waits
+        for a batch that is being read. If the source refuses the state, the position does not
+        change; if a source that can only be read once cannot be rewound, the iterator is exhausted.
         """
         with self._taking:
             over = self._over

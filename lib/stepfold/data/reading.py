@@ -1,4 +1,4 @@
-"""How the rows of a step become a batch: read, transformed, put together, and masked."""
+"""Make a batch of rows: read, transform, collate and mask."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from stepfold.errors import DataError
 
 
 class Making(NamedTuple):
-    """How examples become a batch."""
+    """Make a batch of examples."""
 
     transform: Transform | None = None
     collate: Callable[[list[Any]], Any] | None = None
@@ -22,11 +22,11 @@ class Making(NamedTuple):
 
     @property
     def draws(self) -> bool:
-        """Tell whether random numbers are drawn."""
+        """Whether the transform draws random numbers."""
         return self.transform is not None and self.transform.seed is not None
 
     def __call__(self, examples: list[Any], indices: list[int], epoch: int, valid: Any) -> Any:
-        """Make a batch of examples, of which some may be no repetition."""
+        """Make a batch of examples; `valid` is the mask, false at repeated examples."""
         if self.transform is not None:
             examples = self.transform(examples, indices, epoch)
         batch = stack(examples, indices) if self.collate is None else self.collate(examples)
@@ -36,13 +36,13 @@ class Making(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How rows of a source become a batch."""
+    """Make a batch of rows of a source."""
 
     rows: Rows
     making: Making
 
     def __call__(self, where: Where, epoch: int, valid: Any) -> Any:
-        """Make the batch of these rows, of which some may be no repetition."""
+        """Make a batch of these rows; `valid` is the mask, false at repeated rows."""
         self.rows.check()
         if self.making.transform is None and self.making.collate is None:
             batch = self.rows.take(where)
@@ -51,7 +51,7 @@ class Reading(NamedTuple):
 
 
 def with_mask(batch: Any, valid: Any) -> Any:
-    """Say in a batch which of its rows are no repetition."""
+    """Add the mask `valid` to a batch, or combine it with the `mask` that is there."""
     if not isinstance(batch, dict):
         raise DataError(
             "remainder='pad': expected batches that are a dict, to add a mask to, got "

@@ -1,4 +1,4 @@
-"""What a saved position has to be, for batches to go on from there."""
+"""Validation of saved positions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,19 +10,11 @@ from stepfold.errors import DataError
 def check_position(
     state: Any, like: Mapping[str, Any], otherwise: str = "make them as they were"
 ) -> None:
-    """Refuse a position that is none, or one in other batches.
+    """Raise if `state` is not a position, or was saved by a different pipeline.
 
-    Args:
-      state: what was saved.
-      like: a position in the batches that are to go on; under "pipeline" it says what the meaning
-        of a position hangs on, and nothing else, so that what may change does not stand in the way.
-      otherwise: what to do with one in other batches; `{step}` is the step that was saved.
-
-    Raises:
-      DataError: if it does not fit, with what was saved and what is.
-
-    >>> saved = {"step": 3, "pipeline": {"seed": 0}}
-    >>> check_position(saved, like={"step": 0, "pipeline": {"seed": 0}})
+    `like` is a position of the current batches. Its "pipeline" holds only the settings that a
+    position depends on, so that all others may change. `otherwise` is the advice in the error if
+    they differ; `{step}` in it is replaced by the saved step.
     """
     known = isinstance(state, dict) and state.keys() == like.keys()
     if not known or not isinstance(state["pipeline"], dict):

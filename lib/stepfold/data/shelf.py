@@ -1,4 +1,4 @@
-"""A thread that reads batches ahead, and the shelf that it puts them on."""
+"""The prefetch thread and its queue."""
 
 import atexit
 import pickle
@@ -12,29 +12,29 @@ from stepfold.errors import DataError
 
 Place = Callable[[Any], Any]
 
-PATIENCE = 0.5  # seconds; a thread whose source keeps it waiting for longer ends when it can
+PATIENCE = 0.5  # seconds to wait for a stopped thread; one blocked in its source ends later
 _NO_MORE = object()
 
 
 class Item(NamedTuple):
-    """A batch, and the state right after it of what it was taken from."""
+    """A batch, and the state of the source right after it."""
 
     batch: Any
     state: bytes | int | None
 
 
 class End(NamedTuple):
-    """That nothing more comes, and the error if that is why."""
+    """The end of the batches, and the error that caused it, if any."""
 
     error: BaseException | None
 
 
 class Shelf:
-    """What the thread shares with the iterator.
+    """The bounded prefetch queue that the thread shares with the iterator.
 
-    The thread knows nothing else of the iterator, so that one that nobody uses any more is
-    collected, and stops it. What is ready and what room there is are each a `SimpleQueue`: nothing
-    is faster, and it may be used by a finalizer, which runs in any thread at any time.
+    The thread has no other reference to the iterator. So an unused iterator is garbage collected,
+    and its finalizer stops the thread. Ready batches and free slots are each a `SimpleQueue`. It is
+    the fastest queue, and its `put` is reentrant: a finalizer may run in any thread at any time.
     """
 
     def __init__(self, size: int) -> None:
@@ -45,19 +45,19 @@ class Shelf:
             self.room.put(None)
 
     def has_room(self) -> bool:
-        """Wait for room; give False once there is no use for it."""
+        """Wait for a free slot; return False once stopped."""
         self.room.get()
         return not self.stopped
 
     def stop(self) -> None:
-        """Ask the thread to end, and wake whoever waits."""
+        """Ask the thread to end, and wake both sides."""
         self.stopped = True
         self.room.put(None)
         self.ready.put(End(None))
 
 
 def _read_ahead(shelf: Shelf, iterator: Any, place: Place | None, own: Copying) -> None:
-    """Fill the shelf until it is stopped or there is no more; this is what the thread does."""
+    """Fill the queue until it is stopped or the batches end; the body of the thread."""
     try:
         while shelf.has_room():
             batch = next(iterator, _NO_MORE)
@@ -65,8 +65,8 @@ def _read_ahead(shelf: Shelf, iterator: Any, place: Place | None, own: Copying) 
                 break
             state = state_of(iterator)
             shelf.ready.put(Item(_placed(place, own(batch)), state))
-            del batch  # or it would be held while the source waits for the next one
-    except BaseException as error:  # noqa: BLE001  it is raised where the batch is asked for
+            del batch  # free its memory while the source reads the next one
+    except BaseException as error:  # noqa: BLE001  raised by the iterator instead
         shelf.ready.put(End(error))
     else:
         shelf.ready.put(End(None))
@@ -75,14 +75,7 @@ def _read_ahead(shelf: Shelf, iterator: Any, place: Place | None, own: Copying) 
 def start_thread(
     shelf: Shelf, iterator: Any, place: Place | None, own: Copying
 ) -> threading.Thread:
-    """Start the thread that fills a shelf with what an iterator gives.
-
-    Args:
-      shelf: what it puts batches on, until that is stopped.
-      iterator: what it takes them from, and then asks for its state.
-      place: a function of a batch, or None.
-      own: what copies a batch where that has to be.
-    """
+    """Start the thread that fills the prefetch queue from an iterator."""
 
     def run() -> None:
         try:
@@ -94,8 +87,9 @@ def start_thread(
         shelf.stop()
         thread.join(PATIENCE)
 
-    # A daemon, so that no source can hold up the end of the program; but one that is inside jax
-    # must not outlive it, so it is waited for, before jax ends, as that was registered earlier.
+    # A daemon, so that a blocked source cannot prevent exit. But a thread inside JAX must not
+    # outlive JAX, so `leave` waits for it, up to `PATIENCE`. `leave` runs before JAX shuts down,
+    # because atexit calls the last registered function first.
     thread = threading.Thread(target=run, name="prefetch", daemon=True)
     atexit.register(leave)
     thread.start()
@@ -105,13 +99,13 @@ def start_thread(
 def state_of(iterator: Any) -> bytes | int | None:
     """Return a copy of an iterator's state for `load_state`, or None if it has none.
 
-    Where batches are a function of the step, that is the step.
+    If batches are a function of the step, the copy is only the step.
     """
     if hasattr(iterator, "state_at"):
         step: int = iterator.get_state()["step"]
         return step
-    # A copy, since iterators may change the dict they gave; and as bytes, since deepcopy takes
-    # twenty times as long, and most of these states are never asked for.
+    # A copy, because iterators may mutate the dict they returned. Pickled, because deepcopy takes
+    # twenty times as long, and most of these states are never read.
     return pickle.dumps(iterator.get_state()) if can_resume(iterator) else None
 
 
@@ -125,7 +119,7 @@ def _placed(place: Place | None, batch: Any) -> Any:
         return batch
     try:
         placed = place(batch)
-    except StopIteration as error:  # would end the iteration, as if all were well
+    except StopIteration as error:  # would silently end the iteration
         raise DataError("sharding: StopIteration came up while a batch was placed") from error
     if placed is None:
         raise DataError("sharding: expected a batch, got None; return what the function makes")
@@ -133,5 +127,5 @@ def _placed(place: Place | None, batch: Any) -> Any:
 
 
 def can_resume(iterator: Any) -> bool:
-    """Tell whether an iterator has grain's protocol."""
+    """Return whether an iterator has grain's protocol, `get_state` and `set_state`."""
     return hasattr(iterator, "get_state") and hasattr(iterator, "set_state")

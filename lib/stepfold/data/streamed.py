@@ -1,4 +1,4 @@
-"""Batches of a stream, which can be read in order alone."""
+"""Batches of a stream, which supports only sequential reads."""
 
 import json
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from stepfold.errors import DataError
 
 
 class Streamed:
-    """An iterator over batches of a stream; `batches` makes it.
+    """An iterator over batches of a stream, returned by `batches`.
 
-    Each process reads the whole stream, and keeps its share of the rows of each batch. A batch that
-    fails is made again, of the same examples, when the next one is asked for.
+    Each process reads the whole stream, and keeps its shard of the rows of each batch. After a
+    batch has failed, the next call to `next` tries it again with the same examples.
 
     >>> import stepfold as sf
     >>> stream = sf.batches(lambda: range(5), 2, epochs=1, remainder="keep")
@@ -39,7 +39,7 @@ class Streamed:
         self._share, self._pipeline = share, pipeline
         self._epochs = 1 if stream.once else epochs
         self._whole = pipeline["remainder"] == "drop"
-        # The position is that of the last whole batch, though a part of the next may be read.
+        # The position after the last complete batch; part of the next may be buffered already.
         self._step = self._epoch = self._row = 0
         self._position = stream.position() if stream.once else "null"
         self._pending: list[Any] = []
@@ -51,7 +51,7 @@ class Streamed:
 
     @property
     def endless(self) -> bool:
-        """Whether the stream is begun anew for ever."""
+        """Whether the stream is repeated forever."""
         return self._epochs is None
 
     def __next__(self) -> Any:
@@ -67,7 +67,7 @@ class Streamed:
         raise StopIteration
 
     def _read(self, size: int) -> None:
-        """Read on until there are enough examples for a batch, or no more."""
+        """Buffer examples until there are enough for a batch, or the stream ends."""
         try:
             if not self._begun:
                 self._stream.begin(self._epoch)
@@ -76,7 +76,7 @@ class Streamed:
                 self._pending.append(self._stream.read())
                 self._broken = None
         except StopIteration:
-            if self._broken is not None:  # a generator ends where it raised, as if all were well
+            if self._broken is not None:  # a generator that has raised ends silently
                 raise DataError(
                     f"source: expected the stream to go on, got its end after it had raised "
                     f"{self._broken!r}; make the stream anew, and go to the last position"
@@ -100,7 +100,7 @@ class Streamed:
                 f"making the batch of step {self._step}: examples {self._row} to "
                 f"{self._row + rows - 1} of epoch {self._epoch}"
             )
-            if isinstance(error, StopIteration):  # would end the iteration, as if all were well
+            if isinstance(error, StopIteration):  # would silently end the iteration
                 raise DataError(f"batches: StopIteration came up at step {self._step}") from error
             raise
         self._position = self._stream.position()
@@ -118,7 +118,7 @@ class Streamed:
                     f"source: expected an example, got None as example {self._row + row} of the "
                     "stream; leave out what is missing before the stream is given"
                 )
-        # What fills a batch up is from its own rows.
+        # A batch is padded by repeating its own rows.
         mine = [row % rows for row in range(first, last)]
         valid = np.arange(first, last) < rows if self._making.masked else None
         examples, indices = [self._pending[row] for row in mine], [self._row + row for row in mine]
@@ -140,9 +140,9 @@ class Streamed:
         self._row, self._position, self._pending, self._begun = 0, "null", [], False
 
     def get_state(self) -> dict[str, Any]:
-        """Give the position, and what it is a position in, for JSON to hold.
+        """Return the position and the pipeline's settings, serializable as JSON.
 
-        It holds the stream's own state. A stream that has none can be saved all the same, but not
+        The position includes the stream's own state. A stream without a state can be saved, but not
         resumed.
         """
         return {
@@ -154,14 +154,11 @@ class Streamed:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go to a position that `get_state` gave.
-
-        Args:
-          state: what it gave, on any number of processes.
+        """Restore a position from `get_state`, saved on any number of processes.
 
         Raises:
-          DataError: if it is the position in other batches than these, or the stream has no state
-            of its own: instead of reading all that was read before, it is refused.
+          DataError: if the state was saved by a different pipeline, or the stream has no state of
+            its own. `set_state` does not seek by reading the stream again.
         """
         check_position(state, self.get_state())
         step, epoch, row = (
@@ -172,8 +169,8 @@ class Streamed:
             self._stream.go_to(epoch, position)
             self._begun = True
         elif position is None and (epoch or not self._stream.once):
-            self._begun = False  # the epoch begins, or what can be read only once is over
-        elif step or self._step or self._pending:  # where nothing was read there is nothing to do
+            self._begun = False  # start of an epoch, or a read-once stream that has ended
+        elif step or self._step or self._pending:  # if nothing was read, there is nothing to do
             why = position["lost"] if position else "this one can be read only once"
             raise DataError(
                 f"batches: expected a position that can be gone to, got step {step} of a stream of "

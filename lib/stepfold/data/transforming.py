@@ -1,4 +1,4 @@
-"""A function of an example, and the randomness it may ask for, which hangs on nothing but where."""
+"""Apply transforms to examples, with reproducible random generators."""
 
 import inspect
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from stepfold.data.noting import each
 from stepfold.data.order import make_key
 from stepfold.errors import ConfigError, DataError
 
-_STREAM = (1 << 32) - 1  # of the seed's, where no order of a source is
+_STREAM = (1 << 32) - 1  # a stream of the seed that no shuffle order uses
 
 
 class Transform(NamedTuple):
-    """What becomes of an example before it is part of a batch; `read_transform` makes it."""
+    """A transform of examples, made by `read_transform`."""
 
     function: Callable[..., Any]
     seed: int | None
-    """What the generators follow from, or None if the function takes none."""
+    """The seed of the generators, or None if the function takes no generator."""
 
     def __call__(self, examples: list[Any], indices: list[int], epoch: int) -> list[Any]:
-        """Transform examples, of which the source's indices are known."""
+        """Transform examples; `indices` are their indices in the source."""
         function = self.function
         if self.seed is not None:
             key = make_key(self.seed, epoch, _STREAM)[0, :2]
@@ -42,23 +42,11 @@ class Transform(NamedTuple):
 
 
 def read_transform(function: Any, seed: int | None) -> Transform | None:
-    """Read a function of an example, or of an example and a random generator.
+    """Validate a function of an example, or of an example and a random generator.
 
-    It is given a generator if it has two arguments without a default. What that draws follows from
-    the seed, the epoch and the example's index alone, so that it is the same after a seek or a
-    resume, for any batch size, and on any number of processes.
-
-    Args:
-      function: the function, or None.
-      seed: what the generators follow from.
-
-    Raises:
-      ConfigError: if it is no such function, or wants a generator and there is no seed.
-
-    >>> noisy = read_transform(lambda example, rng: example + rng.integers(1000), seed=0)
-    >>> drawn = noisy([100, 100, 100], [7, 8, 7], epoch=0)
-    >>> bool(drawn[0] == drawn[2]), noisy([100], [8], epoch=0) == drawn[1:2]
-    (True, True)
+    The function gets a generator if it has two arguments without a default. The random numbers
+    depend only on the seed, the epoch and the index of the example. So they are the same after a
+    seek or a resume, for any batch size, and on any number of processes.
     """
     if function is None:
         return None
@@ -82,7 +70,7 @@ def read_transform(function: Any, seed: int | None) -> Transform | None:
 def _arguments(function: Any) -> int:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # some that are written in C do not say
+    except ValueError:  # some C functions have no signature
         return 1
     return sum(
         parameter.default is parameter.empty
@@ -92,7 +80,7 @@ def _arguments(function: Any) -> int:
 
 
 def _generator(key: Any, index: int) -> np.random.Generator:
-    # The index is the highest word of what is counted up: no two examples' numbers ever meet.
+    # The index is the highest word of the counter, so the streams of two examples never overlap.
     counter = np.zeros(4, np.uint64)
     counter[3] = index
     return np.random.Generator(np.random.Philox(key=key, counter=counter))

@@ -1,1 +1,1 @@
-"""Where arrays live: meshes, rules, and what is placed by them."""
+"""Meshes, sharding rules, and the placement of arrays."""

@@ -1,7 +1,7 @@
-"""Several processes as one: jax's distributed runtime, started with what the launcher says.
+"""Start jax's distributed runtime with the settings of the launcher.
 
-This is the one place in stepfold that reads the environment: there mpirun and srun tell a process
-which of how many it is.
+This is the only module of stepfold that reads the environment, in which mpirun and srun describe
+the job.
 """
 
 import os
@@ -20,13 +20,13 @@ from stepfold.sharding.launchers import launched
 
 @dataclass(frozen=True)
 class Distributed:
-    """Which process this is, of how many, and how that was found; `str()` says it in a sentence.
+    """This process among those of a job, and how they were found; `str()` describes it.
 
     Attributes:
       how: "alone", "Open MPI", "SLURM", "explicit coordinator" or "already started".
       process: the index of this process.
-      processes: how many there are.
-      coordinator: the address at which they meet, where it is known.
+      processes: the number of processes.
+      coordinator: the address of the coordinator, if known.
 
     >>> import stepfold as sf
     >>> found = sf.start_distributed()
@@ -40,7 +40,7 @@ class Distributed:
     coordinator: str | None = None
 
     def __str__(self) -> str:
-        """Say it in a sentence, with the devices; to count them starts jax's backend."""
+        """Describe the process and its devices; counting them initializes jax's backend."""
         own, every = jax.local_device_count(), jax.device_count()
         devices = f"{every} {jax.default_backend()} device{'s' if every > 1 else ''}"
         if self.how == "alone":
@@ -64,31 +64,32 @@ def start_distributed(
     heartbeat: int = 100,
     shutdown: int = 300,
 ) -> Distributed:
-    """Join the processes of a job in one jax runtime; do nothing in a process that is alone.
+    """Join the processes of a job in one jax runtime; a no-op in a single process.
 
-    Call it before anything asks jax for a device. The same script then runs alone, under Open MPI
-    (`mpirun -n 2 python script.py`) and under SLURM (`srun`), where one task is alone too, and with
-    no launcher if given `coordinator`, `processes` and `process`. A second call does nothing and
-    returns the same. What is not found here (TPU pods, Kubernetes, MPICH) can be started by
-    `jax.distributed.initialize` first; this then says what is there.
+    Call it before anything uses a jax device. The same script then runs alone, under Open MPI
+    (`mpirun -n 2 python script.py`), under SLURM (`srun`; a single task runs alone), and without a
+    launcher if given `coordinator`, `processes` and `process`. Idempotent. For environments that it
+    does not detect (TPU pods, Kubernetes, MPICH), call `jax.distributed.initialize` first; this
+    function then returns the index and the number of processes of that runtime.
 
     Args:
       coordinator: "host:port", the same in all processes: the host of process 0 and any free port.
-        A launcher may be overruled by it, as where mpirun's own host is not that of process 0.
-      processes: how many there are.
-      process: the index of this one, from 0.
-      devices: the ids of the GPUs of its host that this process takes, `[]` for all it can see. By
-        default that is all, but where a launcher put several on a host each takes one, by rank.
-      timeout: seconds to wait for all processes to come.
-      heartbeat: seconds after which a process without a sign of life counts as dead; then jax ends
-        the others.
-      shutdown: seconds that a process at its end, by an exception too, waits for the others to come
-        to theirs; then jax ends them all.
+        It overrides that of a launcher, for example if mpirun runs on another host than process 0.
+      processes: the number of processes.
+      process: the index of this process, from 0.
+      devices: the ids of the GPUs of its host that this process uses, `[]` for all visible ones. By
+        default it uses all, or one by local rank if a launcher started several processes on the
+        host.
+      timeout: seconds to wait for all processes to connect.
+      heartbeat: seconds without a heartbeat after which a process counts as dead; jax then
+        terminates the others.
+      shutdown: seconds that a process waits at its exit, also after an exception, for the others to
+        exit; jax then terminates them all.
 
     Raises:
-      ConfigError: if the arguments or the environment do not fit together, if jax has counted its
-        devices already, or if not all processes come in time; then this one has to end, and jax
-        ends it a minute later if it does not.
+      ConfigError: if the arguments or the environment do not fit together, if jax has already
+        initialized its devices, or if not all processes connect in time. In the last case the
+        process has to exit; otherwise jax aborts it a minute later.
 
     >>> import stepfold as sf
     >>> print(sf.start_distributed())
@@ -112,7 +113,7 @@ def start_distributed(
 
 
 def _start(found: Distributed, timeout: int, options: dict[str, Any]) -> None:
-    """Start jax's runtime in a thread: where jax gives up waiting, it aborts the process."""
+    """Start jax's runtime in a thread, since jax aborts the process when it times out."""
     address, outcome = found.coordinator or "", list[Exception | None]()
     if found.process == 0:
         _check_port(address)
@@ -142,7 +143,7 @@ def _start(found: Distributed, timeout: int, options: dict[str, Any]) -> None:
 
 
 def _check_port(address: str) -> None:
-    """Refuse a port that is taken, as jax crashes there."""
+    """Refuse a port that is in use, on which jax would crash."""
     try:
         create_server(("", _split(address)[1])).close()
     except OSError as error:
@@ -183,7 +184,7 @@ def _held_against_what_runs(found: Distributed, *, explicit: bool) -> Distribute
 def _find(
     coordinator: str | None, processes: int | None, process: int | None, environ: Mapping[str, str]
 ) -> tuple[Distributed, list[int]]:
-    """Say which process this is, and which devices of its host it is to take ([] for all)."""
+    """Find out which process this is, and which local devices it uses ([] for all)."""
     port = re.fullmatch(r"\S+:(\d{1,5})", str(coordinator))
     if coordinator is not None and not (port and 0 < int(port[1]) < 65536):
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""What launchers tell the processes that they start, in the environment, about each other.
+"""Read what Open MPI and SLURM pass to a process in its environment.
 
-jax's own reading of it knows no Open MPI 5 (jax 0.10), or not without mpi4py (0.12), gives a
-process one GPU of a host it has for itself, and takes one task of SLURM's for several.
+jax's own detection does not support Open MPI 5 (jax 0.10), or only with mpi4py (0.12). It assigns
+one GPU to a process that has its host to itself, and mistakes one SLURM task for several.
 """
 
 import re
@@ -13,9 +13,9 @@ from stepfold.errors import ConfigError
 
 
 class Launched(NamedTuple):
-    """What a launcher says: who it is, which process this is, where all meet, its devices.
+    """The launcher, this process among all, the coordinator's address, and the local devices.
 
-    The devices are ids on its host, empty for all of them.
+    `devices` are ids on the host, empty for all of them.
     """
 
     how: str
@@ -26,14 +26,7 @@ class Launched(NamedTuple):
 
 
 def launched(environ: Mapping[str, str]) -> Launched | None:
-    """Read which launcher there is, if any.
-
-    >>> launched({}) is None
-    True
-    >>> said = {"SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
-    >>> launched({f"OMPI_COMM_WORLD_{name}": number for name, number in said.items()})
-    Launched(how='Open MPI', process=1, processes=2, coordinator='127.0.0.1:...', devices=[1])
-    """
+    """Read the variables of a launcher; None if there is none."""
     return _open_mpi(environ) or _slurm(environ)
 
 
@@ -45,7 +38,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Launched | None:
         _number(environ, f"OMPI_COMM_WORLD_{name}", "Open MPI")
         for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")
     )
-    # The host of mpirun: Open MPI 4 gives its addresses, 5 its name, in the name of the job.
+    # The host of mpirun: Open MPI 4 passes its addresses, 5 its name as a part of the job's.
     job, uri = environ.get("PMIX_NAMESPACE", ""), environ.get("OMPI_MCA_orte_hnp_uri", "")
     host = re.search(r"tcp://([^,:]+)", uri) or re.match(r"prte(?:run)?-(.+)-\d+@", job)
     address = _address(host and host[1], job or uri, alone=local_size == size)
@@ -80,6 +73,9 @@ def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
 
 
 def _address(host: str | None, job: str, *, alone: bool) -> str | None:
-    """Choose a port by the job, as no process can ask another, above those that systems lend."""
+    """Derive the port from the job, since processes cannot ask each other.
+
+    It is above the range from which systems assign ephemeral ports.
+    """
     host = "127.0.0.1" if alone else host
     return host and f"{host}:{61440 + zlib.crc32(job.encode()) % 4096}"

@@ -1,4 +1,4 @@
-"""The grid that devices stand in: as many axes as there are ways to divide the work."""
+"""Device meshes."""
 
 import math
 import operator
@@ -13,16 +13,16 @@ from jax.sharding import AxisType, Mesh
 from stepfold.errors import ShardingError
 
 DATA_AXES = ("dp", "fsdp")
-"""The axes over which examples are spread, unless others are named."""
+"""The mesh axes over which batches are sharded by default."""
 
 
 def axes_of(entry: Any) -> tuple[Any, ...]:
-    """Give the axes that an entry of a PartitionSpec names: none, one, or several."""
+    """Return the axes that an entry of a PartitionSpec names: none, one, or several."""
     return () if entry is None else tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
 def data_axes(mesh: Mesh, axes: str | Sequence[str] | None = None) -> tuple[str, ...]:
-    """Give the axes that examples are spread over: those named, or what there is of the usual."""
+    """Return the axes to shard batches over: `axes`, or those of `DATA_AXES` in the mesh."""
     wanted = DATA_AXES if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
     names = tuple(name for name in wanted if name in mesh.shape)
     if not names or (axes is not None and len(names) < len(wanted)):
@@ -34,7 +34,7 @@ def data_axes(mesh: Mesh, axes: str | Sequence[str] | None = None) -> tuple[str,
 
 
 def check_mesh(mesh: Any) -> None:
-    """Refuse what is no mesh."""
+    """Refuse anything but a mesh."""
     if not isinstance(mesh, Mesh):
         raise ShardingError(f"mesh: expected one, as sf.make_mesh() makes it, got {mesh!r:.80}")
 
@@ -46,23 +46,23 @@ def make_mesh(
     dcn_dims: Sequence[int] | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Arrange devices in a mesh, neighbours on the fast axes.
+    """Create a mesh, with devices in the order of the network topology.
 
-    The order is that of jax's own mesh utilities, which know how the machines are wired. Write the
-    axes that talk most (`tp`) last. The axes are of the type Auto: the compiler places what no rule
-    does.
+    The order is that of jax's mesh utilities, which know the topology. Put the axes with the most
+    communication (`tp`) last. The axes have the type Auto: the compiler chooses shardings where no
+    rule does.
 
     Args:
-      dims: how many devices along each axis, one of them -1 for whatever is left.
-      names: the axes' names. Batches are spread over "dp" and "fsdp", parameters over "fsdp",
-        unless other axes are asked for.
-      dcn_dims: for several slices (or hosts) with a slower network in between, how many of those
-        lie along each axis, one of them -1 for the rest; `dims` is then the mesh within one slice,
-        and an axis is as long as the product of both.
+      dims: the number of devices along each axis; one may be -1, for all that remain.
+      names: the names of the axes. By default batches are sharded over "dp" and "fsdp", parameters
+        over "fsdp".
+      dcn_dims: for several slices (or hosts) with a slower network in between: the number of slices
+        along each axis; one may be -1. `dims` is then the mesh within one slice, and the size of an
+        axis is the product of both.
       devices: the devices; all by default.
 
     Raises:
-      ShardingError: if the devices cannot be arranged so; it names what would fit.
+      ShardingError: if the devices do not fit the mesh; the message suggests shapes that do.
 
     >>> import jax, stepfold as sf
     >>> sf.make_mesh().shape == {"dp": 1, "fsdp": jax.device_count(), "tp": 1, "sp": 1}
@@ -117,7 +117,7 @@ def _slices(devices: list[Any], attribute: str) -> list[list[Any]]:
 def _solved(
     dims: Sequence[int], count: int, names: tuple[str, ...], what: str, of: str
 ) -> tuple[int, ...]:
-    """Put a size for the -1, such that the product is the count."""
+    """Replace the -1 by a size, such that the product is the count."""
     fixed = math.prod(size for size in dims if size != -1)
     solved = tuple(count // fixed if size == -1 else size for size in dims)
     if math.prod(solved) == count:
@@ -135,6 +135,6 @@ def _factorizations(count: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _distance(shape: Sequence[int], dims: Sequence[int]) -> float:
-    """Tell how far a shape is from the dims: by ratios, where a size was asked for."""
+    """Measure the distance of a shape to the requested sizes, by their ratios."""
     pairs = zip(shape, dims, strict=True)
     return sum(abs(math.log(size / wanted)) for size, wanted in pairs if wanted != -1)

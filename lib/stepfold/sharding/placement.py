@@ -1,4 +1,4 @@
-"""Putting arrays where a plan or a mesh wants them, from what each process holds."""
+"""Placement of arrays on a mesh, or by a plan, from the data of each process."""
 
 import math
 import threading
@@ -19,22 +19,22 @@ from stepfold.sharding.plan import places_of
 
 
 def shard_batch(batch: Any, mesh: Mesh, *, axes: str | Sequence[str] | None = None) -> Any:
-    """Make the global batch of what each process holds, its examples spread over the mesh.
+    """Combine the rows of all processes into a global batch, sharded over a mesh.
 
-    The leading axis of every leaf is cut along the mesh's data axes; scalars are replicated. With
-    several processes each gives its own rows, as many as every other, and the batch is all of them
-    together, in the order of the mesh. An abstract batch gives an abstract one, with its shardings,
-    which is what `describe` and `compile_step` read. As with jax itself, an array of numpy's may be
-    used where it is: do not write into it again.
+    The leading axis of every leaf is sharded over the data axes of the mesh; scalars are
+    replicated. With several processes each passes its own rows, equally many, and the global batch
+    holds all of them, in the order of the mesh. An abstract batch returns an abstract one with its
+    shardings, for `describe` and `compile_step`. As in jax itself, the result may alias a NumPy
+    array: do not write to that array afterwards.
 
     Args:
       batch: a tree of arrays: the rows of this process.
       mesh: the mesh.
-      axes: the mesh axes to spread examples over; by default those of "dp" and "fsdp" it has.
+      axes: the mesh axes to shard over; by default those of "dp" and "fsdp" that it has.
 
     Raises:
       DataError: if the leaves, or the processes, have different numbers of rows.
-      ShardingError: if the rows do not divide by the devices, or no axis is there to spread over.
+      ShardingError: if the devices do not divide the rows, or the mesh has no axis to shard over.
 
     >>> import jax, numpy as np, stepfold as sf
     >>> mesh = sf.make_mesh()
@@ -56,7 +56,7 @@ def shard_batch(batch: Any, mesh: Mesh, *, axes: str | Sequence[str] | None = No
 
 
 def _sizes(batch: Any) -> set[int]:
-    """Give the one number of rows that all leaves have; this is done to every batch."""
+    """Return the number of rows of all leaves as a set; empty without any. Runs on every batch."""
     leaves = jax.tree.leaves(batch)
     if not all(tree.is_data(leaf, abstract=True) for leaf in leaves):
         named = tree.named_leaves(batch, "batch")
@@ -72,7 +72,7 @@ def _sizes(batch: Any) -> set[int]:
 
 @cache
 def _share(mesh: Mesh, names: tuple[str, ...], rows: int) -> int:
-    """Give how many times the rows of this process go into the global batch."""
+    """Return the size of the global batch in multiples of this process's rows."""
     parts: int = math.prod(mesh.shape[name] for name in names)
     cut = NamedSharding(mesh, PartitionSpec(names)).addressable_devices_indices_map((parts,))
     mine = len({index[0].start for index in cut.values() if index is not None})
@@ -89,12 +89,12 @@ _PATIENCE = 60.0
 
 @cache
 def _agree(mesh: Mesh, rows: int) -> None:
-    """Hear what the others have, once for each number of rows; uneven ones make no global batch."""
+    """Check that all processes have equally many rows, once for each number of rows."""
     processes = {device.process_index for device in mesh.devices.flat}
-    if len(processes) == 1 or len(processes) < jax.process_count():  # the rest would not answer
+    if len(processes) == 1 or len(processes) < jax.process_count():  # the gather needs all
         return
     heard: list[Any] = []
-    # In a thread, since one that is the only one to ask would wait for ever.
+    # In a thread, since the gather never returns if the other processes do not call it.
     ask = lambda: heard.append(multihost_utils.process_allgather(np.int32(rows)).tolist())
     thread = threading.Thread(target=ask, name="shard_batch", daemon=True)
     thread.start()
@@ -121,14 +121,14 @@ def _put(leaf: Any, place: NamedSharding, share: int) -> Any:
 
 
 def place(state: Any, plan: Any) -> Any:
-    """Copy a state that was restored or made by hand to where a plan wants it.
+    """Copy a restored or hand-made state to the shardings of a plan.
 
-    With several processes each holds the whole of it, all the same. Nothing is shared with what was
-    given, so that donating the copy deletes no array of the caller's.
+    With several processes each passes the complete state, the same in all. The copy shares no
+    buffer with the input, so that donating it deletes no array of the caller.
 
     Args:
       state: a tree of arrays.
-      plan: a tree of shardings of the same structure, or one sharding for all of it.
+      plan: a tree of shardings of the same structure, or one sharding for all leaves.
 
     Raises:
       TreeMismatchError: if the plan is for another tree.
@@ -144,8 +144,8 @@ def place(state: Any, plan: Any) -> Any:
 
 
 def _copied(leaf: Any, to: Sharding) -> jax.Array:
-    # may_alias=False is kept neither for numpy's memory nor where the sharding changes: what is
-    # spread from one device to several would share the first one's.
+    # jax ignores may_alias=False for NumPy memory, and where the sharding changes: an array spread
+    # from one device to several would share the buffer of the first.
     moves = isinstance(leaf, jax.Array) and leaf.sharding != to
     leaf = leaf if isinstance(leaf, jax.Array) else np.array(leaf)
     moved = jax.device_put(leaf, to, may_alias=False)

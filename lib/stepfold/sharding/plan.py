@@ -1,4 +1,4 @@
-"""From rules to a plan: a tree of shardings, checked whole before anything is placed by it."""
+"""Sharding plans: trees of shardings, derived from rules and checked before any placement."""
 
 import math
 import warnings
@@ -25,22 +25,24 @@ def make_sharding(
     *,
     misfit: Literal["error", "replicate"] = "error",
 ) -> Any:
-    """Plan where each leaf of a state lives: a tree of `NamedSharding`, made by rules.
+    """Plan the sharding of a state: derive a tree of `NamedSharding`s from rules.
 
     A rule is a pair `(regex, PartitionSpec)`, a function `(path, leaf) -> spec` that may return
-    None, or `fsdp(…)`. The first that matches wins, and what none matches is left to `fsdp()`. A
-    regular expression is searched for in the leaf's path, such as `params/layers/0/kernel`.
+    None, or `fsdp(…)`. The first rule that matches wins; `fsdp()` applies to leaves that none
+    matches. A regular expression is searched in the path of the leaf, such as
+    `params/layers/0/kernel`.
 
-    In a `TrainState` the optimizer's state follows the parameters, wherever it mirrors them: same
-    path below, and the same shape, or one dimension less (factored moments), or more in front
-    (histories). Scalars, counts and keys are replicated, without asking the rules.
+    In a `TrainState` the leaves of the optimizer state follow the parameters that they mirror:
+    their path ends in that of the parameter, and their shape is the same, lacks one dimension
+    (factored moments), or has more leading dimensions (histories). Scalars, counts and keys are
+    replicated, regardless of the rules.
 
     Args:
-      tree: a state, or any tree of arrays; abstract ones too, as `jax.eval_shape` makes them.
+      tree: a state, or any tree of arrays, also abstract ones as from `jax.eval_shape`.
       mesh: the mesh.
       rules: one rule, or a sequence of them.
-      misfit: what to do where a dimension does not divide by the axes it is to be cut along:
-        "error", or "replicate" to leave it whole, with a warning that names the leaves.
+      misfit: what to do if the mesh axes do not divide a dimension that a rule shards over them:
+        "error", or "replicate" to leave it unsharded, with a warning that names the leaves.
 
     Raises:
       ShardingError: if a pattern matches no path, a spec has more entries than the leaf has
@@ -102,7 +104,7 @@ def _check_leaves(named: list[tuple[str, Any]]) -> None:
 def _state_specs(
     state: TrainState, asked: Callable[[str, Any], PartitionSpec]
 ) -> list[PartitionSpec]:
-    """Ask the rules for parameters and model state, and let the rest follow."""
+    """Apply the rules to parameters and model state; the optimizer state follows."""
 
     def specs_of(part: Any, root: str) -> list[Any]:
         return [asked(path, leaf) for path, leaf in named_leaves(part, root)]
@@ -130,7 +132,7 @@ def _state_specs(
 def _mirrored(
     shape: tuple[int, ...], owner: tuple[int, ...], spec: PartitionSpec
 ) -> PartitionSpec | None:
-    """Carry a parameter's spec over to a leaf of the optimizer's that mirrors its shape."""
+    """Derive the spec of an optimizer leaf that mirrors a parameter's shape; None otherwise."""
     entries = [*spec, *[None] * (len(owner) - len(spec))]
     extra = len(shape) - len(owner)
     if extra >= 0 and shape[extra:] == owner:
@@ -138,14 +140,14 @@ def _mirrored(
     without = [dim for dim in range(len(owner)) if (*owner[:dim], *owner[dim + 1 :]) == shape]
     if not without:
         return None
-    # Of two dimensions of one size either may be the one that is gone: stay cut as far as can be.
+    # If two dimensions of one size are candidates, assume an unsharded one was removed.
     dim = max(without, key=lambda dim: entries[dim] is None)
     del entries[dim]
     return PartitionSpec(*entries) if any(entries) else PartitionSpec()
 
 
 def _report(wrong: list[str], uneven: list[str], mesh: Mesh, misfit: str) -> None:
-    """Tell of all that does not fit at once."""
+    """Raise or warn about all problems at once."""
     advice = "misfit='replicate' leaves such a dimension whole"
     lines = wrong + (uneven if misfit == "error" else [])
     if lines:
@@ -170,18 +172,13 @@ def _problem(shape: tuple[int, ...], spec: Any, mesh: Mesh) -> str | None:
 
 
 def _uneven(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> list[tuple[int, int]]:
-    """List the dimensions that do not divide, each with what they would be divided by."""
+    """List the dimensions that do not divide, each with the number of its shards."""
     parts = [math.prod(mesh.shape[name] for name in axes_of(entry)) for entry in spec]
     return [(dim, count) for dim, count in enumerate(parts) if shape[dim] % count]
 
 
 def places_of(tree: Any, plan: Any) -> list[Sharding]:
-    """List the shardings that a plan has for the leaves of a tree, or one sharding for each.
-
-    Raises:
-      TreeMismatchError: if the plan is for another tree.
-      ShardingError: if it holds something else than shardings.
-    """
+    """List the sharding of each leaf; `plan` is a tree like it, or one sharding for all."""
     if isinstance(plan, Sharding):
         return [plan for _ in jax.tree.leaves(tree)]
     for name, place in named_leaves(plan):
@@ -202,11 +199,11 @@ def places_of(tree: Any, plan: Any) -> list[Sharding]:
 
 
 def sharding_table(tree: Any, plan: Any = None) -> str:
-    """Write a plan as a table: path, shape, spec, and bytes on each device.
+    """Format the shardings of a tree as a table: path, shape, spec, and bytes per device.
 
     Args:
-      tree: a tree of arrays, abstract ones too.
-      plan: its shardings, as `make_sharding` gives them; by default those the arrays have.
+      tree: a tree of arrays, also abstract ones.
+      plan: its shardings, as from `make_sharding`; by default those of the arrays themselves.
 
     >>> import jax, jax.numpy as jnp, stepfold as sf
     >>> params = {"w": jnp.ones((64, 10)), "b": jnp.ones(10)}

@@ -1,4 +1,4 @@
-"""A way to a gradient that crosses the network once a step, however many microbatches there are."""
+"""Gradients that are reduced over the devices once per step, not once per microbatch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,23 +20,23 @@ from stepfold.tree import named_leaves, spell
 def reduce_once(
     plan: TrainState, *, axes: str | Sequence[str] | None = None
 ) -> Callable[..., GradFn]:
-    """Make a `grad=` in which every device differentiates its own rows, and all add up at the end.
+    """Make a `grad=` that accumulates gradients on each device and reduces them once per step.
 
-    Left to itself, the compiler sums gradients over the devices within the loop over microbatches,
-    and gathers sharded parameters in each one anew. Here parameters are gathered once, gradients
-    added up where they are, and summed once: one all-reduce for replicated parameters, one
-    all-gather and one reduce-scatter for those cut over `axes`. The price is memory: in between
-    each device holds what it gathered, and one buffer of gradients of that size. To gather layer by
-    layer instead, name in `axes` only what parameters are not cut over.
+    By default the compiler reduces gradients over the devices in every microbatch, and gathers
+    sharded parameters again in each. Here parameters are gathered once, gradients are accumulated
+    locally, and reduced once: with one all-reduce for replicated parameters, one all-gather and one
+    reduce-scatter for those sharded over `axes`. The cost is memory: each device holds the gathered
+    parameters, and one buffer of gradients of that size. To gather layer by layer instead, pass in
+    `axes` only those over which no parameter is sharded.
 
-    The numbers are the same, every term with the denominator of the whole batch. A loss function
-    sees one device's rows, so it has to be a sum over examples; a stateful one is refused. Each
-    device gets a key of its own.
+    The results are the same, since every term has the denominator of the whole batch. A loss
+    function sees the rows of one device, so it must be a sum over examples. Stateful loss functions
+    are refused. Each device gets its own key.
 
     Args:
-      plan: the state's plan.
-      axes: the mesh axes that the batch is spread over, by default those of "dp" and "fsdp" it
-        has. Others are the compiler's, as before.
+      plan: the plan of the state.
+      axes: the mesh axes over which the batch is sharded; by default those of "dp" and "fsdp" that
+        the mesh has. All others are left to the compiler.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> params, tx, mesh = {"w": jnp.ones((64, 64))}, optax.sgd(0.1), sf.make_mesh()
@@ -62,7 +62,7 @@ def reduce_once(
     outside = {name for name in mesh.axis_names if name not in inside and mesh.shape[name] > 1}
     cut = jax.tree.map(lambda place: _only(place.spec, inside), plan.params)
     left = jax.tree.map(lambda place: _only(place.spec, outside), plan.params)
-    # A reduce-scatter in here would gather what other axes cut, so such a leaf is summed whole.
+    # A reduce-scatter would gather a leaf that other axes shard; all-reduce such a leaf.
     home = jax.tree.map(lambda mine, theirs: PartitionSpec() if any(theirs) else mine, cut, left)
 
     def grad(loss_fn: LossFn, *, accumulate: int = 1) -> GradFn:
@@ -86,7 +86,7 @@ def reduce_once(
                 axis_names=inside,
                 check_vma=False,
             )
-            # Some versions of jax map over a part of the axes only within jit.
+            # Some jax versions support `shard_map` over a subset of the axes only in jit.
             return *jax.jit(over_devices)(params, batch, key), model_state
 
         return grad_fn
@@ -104,14 +104,14 @@ def _check_rows(batch: Any, names: tuple[str, ...], parts: int) -> None:
 
 
 def _only(spec: PartitionSpec, axes: set[str]) -> PartitionSpec:
-    """Give a spec with some of its axes alone."""
+    """Keep only the given axes of a spec."""
     return PartitionSpec(
         *(tuple(name for name in axes_of(entry) if name in axes) or None for entry in spec)
     )
 
 
 def _summed(names: tuple[str, ...], grad: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Sum a gradient over the axes, and keep the part that belongs to this device."""
+    """Sum a gradient over the axes, and keep the shard of this device."""
     used: set[str] = set()
     for dim, entry in enumerate(spec):
         if entry:

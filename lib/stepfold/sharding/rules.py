@@ -1,4 +1,4 @@
-"""What a rule is: for a leaf, by its path, along which axes of the mesh its dimensions are cut."""
+"""Sharding rules: from the path of a leaf to the mesh axes that shard its dimensions."""
 
 import math
 import re
@@ -13,18 +13,18 @@ from stepfold.errors import ShardingError
 from stepfold.sharding.mesh import axes_of
 
 RuleFn = Callable[[str, Any], PartitionSpec | None]
-"""`(path, leaf) -> spec`, or None to leave the leaf to the next rule."""
+"""`(path, leaf) -> spec`, or None to defer to the next rule."""
 
 
 @dataclass(frozen=True)
 class Fsdp:
-    """The automatic rule; `fsdp` makes it."""
+    """The automatic rule; see `fsdp`."""
 
     axis: str | tuple[str, ...]
     min_size: int
 
     def on(self, mesh: Mesh) -> RuleFn:
-        """Give the rule for a mesh."""
+        """Return the rule function for a mesh."""
         names = tuple(name for name in axes_of(self.axis) if name in mesh.shape)
         parts = math.prod(mesh.shape[name] for name in names)
 
@@ -43,14 +43,15 @@ Rules = Rule | Sequence[Rule]
 
 
 def fsdp(axis: str | tuple[str, ...] = "fsdp", *, min_size: int = 4096) -> Fsdp:
-    """Make the automatic rule: fully sharded data parallel.
+    """Make the rule for fully sharded data parallelism (FSDP).
 
-    Every leaf is cut along its longest dimension that the axis divides. A leaf that is smaller, or
-    that has no such dimension, is replicated, and so is everything where there is no axis `fsdp`.
+    Every leaf is sharded along its longest dimension that the size of the axis divides. Leaves that
+    are smaller than `min_size`, or have no such dimension, are replicated. So are all leaves if the
+    mesh has no axis `fsdp`.
 
     Args:
       axis: the mesh axis, or several to be used as one.
-      min_size: the number of elements below which a leaf is not worth cutting.
+      min_size: the number of elements below which a leaf is not sharded.
 
     >>> import jax, jax.numpy as jnp, stepfold as sf
     >>> mesh = sf.make_mesh((1, -1, 1, 1))
@@ -65,11 +66,7 @@ def fsdp(axis: str | tuple[str, ...] = "fsdp", *, min_size: int = 4096) -> Fsdp:
 
 
 def read_rules(rules: Rules, mesh: Mesh, paths: Sequence[str]) -> RuleFn:
-    """Make one function of rules: the first that matches wins, and `fsdp()` takes the rest.
-
-    Raises:
-      ShardingError: if something is no rule, or a pattern finds none of the paths.
-    """
+    """Combine rules into one function: the first match wins, and `fsdp()` takes the rest."""
     several = isinstance(rules, Sequence) and not _is_pair(rules)
     sequence: Any = rules if several else [rules]
     functions = [_as_function(rule, mesh, paths) for rule in (*sequence, fsdp())]
@@ -88,7 +85,7 @@ def _is_pair(rule: Any) -> bool:
 def _as_function(rule: Any, mesh: Mesh, paths: Sequence[str]) -> RuleFn:
     if isinstance(rule, Fsdp):
         none = not set(axes_of(rule.axis)) & set(mesh.shape)
-        if none and rule.axis != "fsdp":  # which is nobody's wish, but what is there by itself
+        if none and rule.axis != "fsdp":  # the default axis, which a mesh may lack
             raise ShardingError(
                 f"fsdp: expected axes of the mesh {tuple(mesh.shape)}, got {rule.axis!r}"
             )

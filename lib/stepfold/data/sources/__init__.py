@@ -1,1 +1,1 @@
-"""Where examples come from: one kind of source a file."""
+"""Data sources, one kind per module."""

@@ -1,4 +1,4 @@
-"""A tree of arrays that share their leading axis, as a source."""
+"""The source for a tree of arrays that share their leading axis."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from stepfold.errors import DataError
 
 
 class Arrays(Rows):
-    """Rows of a tree of arrays: views where they are in order, one copy a leaf where not."""
+    """Rows of a tree of arrays: views if in order, otherwise one copy per leaf."""
 
     def __init__(self, source: Any) -> None:
         leaves = [_as_leaf(name, leaf) for name, leaf in tree.named_leaves(source, "source")]
@@ -29,13 +29,13 @@ class Arrays(Rows):
         self._text = [
             n for n, leaf in tree.named_leaves(source, "source") if not tree.is_data(leaf)
         ]
-        # numpy's `take` is the faster one, but copies the whole of an array that is not in C order.
+        # numpy's `take` is faster than indexing, but first copies an array that is not in C order.
         self._takes = [
             leaf.take if leaf.flags.c_contiguous and leaf.flags.aligned else None for leaf in leaves
         ]
 
     def take(self, where: Where) -> Any:
-        """Give the examples as one batch, a view of the source where they are in order."""
+        """Return the examples as one batch; a view of the source if they are in order."""
         if self._text:
             raise DataError(
                 f"{self._text[0]}: expected numbers to make batches of; make numbers of it with "
@@ -51,7 +51,7 @@ class Arrays(Rows):
         )
 
     def examples(self, where: Where) -> list[Any]:
-        """Give the examples one by one."""
+        """Return the examples as a list."""
         unflatten = self._structure.unflatten
         return [unflatten([leaf[i] for leaf in self._leaves]) for i in numbers(where)]
 
@@ -69,6 +69,6 @@ def _as_leaf(name: str, leaf: Any) -> Any:
             f"{tree.spell(leaf)}; give every example its own"
         )
     array = np.asarray(leaf).view()
-    # A batch in order is a view: what writes into it shall not change the source.
+    # In-order batches are views: writing to a batch must not change the source.
     array.flags.writeable = False
     return array

@@ -1,4 +1,4 @@
-"""Anything with `len()` and `[i]`, as a source."""
+"""The source for any object with `len()` and `[i]`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from stepfold.errors import DataError
 
 
 class Examples(Rows):
-    """Rows of anything with `len()` and `[i]`."""
+    """Rows of any object with `len()` and `[i]`."""
 
     def __init__(self, source: Any) -> None:
         self._source, self.length = source, len(source)
@@ -17,7 +17,7 @@ class Examples(Rows):
             raise DataError(f"source: expected examples, got none: {tree.spell(source)}")
 
     def check(self) -> None:
-        """Raise if the source has another length than it had."""
+        """Raise if the length of the source has changed."""
         if len(self._source) != self.length:
             raise DataError(
                 f"source: expected the {self.length} examples it had when the batches were made, "
@@ -25,7 +25,7 @@ class Examples(Rows):
             )
 
     def examples(self, where: Where) -> list[Any]:
-        """Give the examples one by one, asked for at once where the source takes that."""
+        """Return the examples as a list, read in one call if the source has `__getitems__`."""
         indices = numbers(where)
         several = getattr(self._source, "__getitems__", None)
         found = self._one_by_one(indices) if several is None else self._at_once(several, indices)

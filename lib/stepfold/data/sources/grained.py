@@ -1,4 +1,4 @@
-"""A source read by grain, in an order of its own each epoch."""
+"""Stream a source through grain, reshuffled in every epoch if there is a seed."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -8,29 +8,13 @@ from stepfold.errors import ConfigError
 
 
 class Grained:
-    """Give the examples of a source through grain, epoch by epoch; a stream for `batches`.
+    """A stream for `batches` that reads a source with `len` and `[i]` through grain.
 
-    Threads of grain's read ahead. Where the iterator stands is known to grain, so that a run goes
-    on in mid-epoch.
-
-    >>> import stepfold as sf
-    >>> stream = sf.batches(Grained(list(range(6)), seed=0), 3)
-    >>> first, second, third = (next(stream).tolist() for _ in range(3))
-    >>> sorted(first + second), first != third
-    ([0, 1, 2, 3, 4, 5], True)
+    Grain's threads prefetch examples. The position is grain's state, so a run can resume mid-epoch.
     """
 
     def __init__(self, source: Any, *, seed: int | None = None, threads: int = 0) -> None:
-        """Say what to read.
-
-        Args:
-          source: anything with `len` and `[i]`.
-          seed: what the orders follow from; None is the source's.
-          threads: how many threads read; 0 reads when asked.
-
-        Raises:
-          ConfigError: if it is no such source, or grain is not installed.
-        """
+        """Create the stream; `seed=None` keeps the source's order, `threads=0` reads on demand."""
         if find_spec("grain") is None:
             raise ConfigError(
                 "use_grain: expected grain, which is not installed; install it with "
@@ -47,7 +31,7 @@ class Grained:
         return len(self._source)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that is begun next."""
+        """Set the epoch of the next iterator."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -55,7 +39,7 @@ class Grained:
 
         examples = grain.MapDataset.source(self._source)
         if self._seed is not None:
-            # grain takes seeds of 32 bits; an odd factor keeps those of two runs apart.
+            # grain takes 32-bit seeds; an odd factor separates the seeds of different runs.
             examples = examples.shuffle(seed=(self._seed + 0x9E3779B1 * self._epoch) % 2**32)
         reading = grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=32)
         return iter(examples.to_iter_dataset(reading))

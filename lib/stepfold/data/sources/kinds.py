@@ -1,4 +1,4 @@
-"""What kind of source something is, or what to do where it is none."""
+"""Detect the kind of a source."""
 
 from collections.abc import Mapping
 from types import NoneType
@@ -15,21 +15,10 @@ from stepfold.errors import DataError
 
 
 def read_source(source: Any) -> Rows:
-    """Find out what kind of source something is.
+    """Wrap a source as `Rows`.
 
-    Args:
-      source: an array, a tree of arrays (a tuple is one, a list is not), or anything with `len()`
-        and `[i]`: a list of examples, `tfds.data_source`, a Hugging Face or grain dataset. Where it
-        has `__getitems__`, that is given all the indices of a batch at once.
-
-    Raises:
-      DataError: if it is no source, or an empty one.
-
-    >>> rows = read_source({"x": np.arange(12).reshape(6, 2), "y": np.arange(6)})
-    >>> rows.length, rows.take(np.array([5, 0]))["x"].tolist()
-    (6, [[10, 11], [0, 1]])
-    >>> read_source([{"x": 1}, {"x": 2}, {"x": 3}]).take(slice(1, 3))
-    {'x': array([2, 3])}
+    A source is an array, a tree of arrays (a tuple is a tree, a list is not), or any object with
+    `len()` and `[i]`: a list of examples, `tfds.data_source`, a Hugging Face or grain dataset.
     """
     if isinstance(source, Rows):
         return source
@@ -45,11 +34,7 @@ def read_source(source: Any) -> Rows:
 
 
 def is_stream(source: Any) -> bool:
-    """Tell whether something is no source, but can be read in order, as `Stream` does.
-
-    >>> is_stream(iter([1, 2])), is_stream(lambda: [1, 2]), is_stream([1, 2]), is_stream("text")
-    (True, True, False, False)
-    """
+    """Return whether `source` is an iterator, or an iterable or function without `[i]`."""
     if isinstance(source, Rows | str | bytes | set | frozenset) or _is_arrays(source):
         return False
     kind = type(source)
@@ -70,7 +55,7 @@ def _is_indexed(source: Any) -> bool:
 
 
 def _no_source(source: Any) -> str | None:
-    """Say what to do with something that is no source, or None if it is one."""
+    """Return advice for an error if `source` is not a source, otherwise None."""
     if isinstance(source, str | bytes):
         return "cut the text into a list of examples"
     if isinstance(source, set | frozenset):

@@ -1,15 +1,15 @@
-"""Where a stream is, as text that JSON can hold, by the protocols that streams have for it."""
+"""Read and restore the positions of streams, by their own protocols."""
 
 import json
 from typing import Any, NamedTuple, Self
 
-# On the iterator or on what it is made of: grain's iterators have the first, Hugging Face's
-# streaming datasets and torch's stateful loaders the second.
+# Of an iterator or of its iterable. Grain's iterators have the first protocol. Hugging Face's
+# streaming datasets and torch's stateful loaders have the second.
 _PROTOCOLS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
 class Owner(NamedTuple):
-    """What knows where a stream is, and the names by which it tells and is told."""
+    """The object that has a stream's state, and the names of its getter and setter."""
 
     thing: Any
     get: str
@@ -17,7 +17,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def among(cls, *things: Any) -> Self | None:
-        """Find the first of some things that knows where it is."""
+        """Find the first object that has a state, or None."""
         for thing in things:
             for get, put in _PROTOCOLS:
                 if hasattr(thing, get) and hasattr(thing, put):
@@ -25,21 +25,21 @@ class Owner(NamedTuple):
         return None
 
     def read(self) -> str:
-        """Ask where the stream is: text that `write` takes, or that says why it cannot be known.
+        """Return the position as JSON text for `write`, or the reason why it is unknown.
 
-        The text is a copy, which stays as it is when the stream goes on.
+        The text is a copy, so advancing the stream does not change it.
         """
         if _forgets(self.thing):
             return lost("the examples in its shuffle buffer are no part of its state")
         state = getattr(self.thing, self.get)()
         try:
-            # grain's DataLoader gives bytes, which are text.
+            # grain's DataLoader returns bytes that hold text.
             return json.dumps({"text": state.decode()} if type(state) is bytes else {"json": state})
         except (TypeError, ValueError) as error:
             return lost(f"its state is nothing that JSON can hold: {error}")
 
     def write(self, position: dict[str, Any]) -> None:
-        """Tell where the stream is to go on: what `read` gave, as JSON."""
+        """Restore a position from `read`, parsed from JSON."""
         state = position["text"].encode() if "text" in position else position["json"]
         try:
             getattr(self.thing, self.put)(state)
@@ -49,18 +49,14 @@ class Owner(NamedTuple):
 
 
 def lost(why: str) -> str:
-    """Say that a stream cannot be gone on with from where it is.
-
-    >>> lost("a generator has no state of its own")
-    '{"lost": "a generator has no state of its own"}'
-    """
+    """Return the position, as JSON text, of a stream that cannot resume, with the reason."""
     return json.dumps({"lost": why})
 
 
 def _forgets(thing: Any) -> bool:
-    """Tell whether a Hugging Face stream has a shuffle buffer, which a resumed one begins without.
+    """Return whether a Hugging Face stream has a shuffle buffer, which is empty after a resume.
 
-    What was in it would be left out of the epoch; all it does about that is to log a warning.
+    The examples in the buffer would be missing from the epoch; Hugging Face only logs a warning.
     """
     parts = [getattr(thing, "_ex_iterable", None)]
     while parts:

@@ -1,4 +1,4 @@
-"""What a source is to the rest of the library: a length, and rows by their indices."""
+"""The interface of a source: a length, and rows by index."""
 
 import sys
 from typing import Any
@@ -7,32 +7,32 @@ from stepfold.data.order import Indices
 from stepfold.data.sources.stacking import stack
 
 ENDLESS = sys.maxsize
-"""The length that says that a source has no end, as it does in grain."""
+"""The length of an infinite source, as in grain."""
 
 Where = slice | Indices
 
 
 class Rows:
-    """How examples are taken from a source; a subclass for each kind of source."""
+    """Base class of sources, with a subclass for each kind."""
 
     length: int
     fingerprint: Any = None
-    """What a saved position is to belong to, besides the length: something JSON can hold."""
+    """Identifies the source in saved positions, besides its length; serializable as JSON."""
 
     def check(self) -> None:
-        """Raise if the source is no longer what it was when this was made."""
+        """Raise if the source has changed since this object was created."""
 
     def examples(self, where: Where) -> list[Any]:
-        """Give the examples one by one."""
+        """Return the examples as a list."""
         raise NotImplementedError
 
     def take(self, where: Where) -> Any:
-        """Give the examples as one batch, each leaf with a new leading axis."""
+        """Return the examples as one batch, each leaf with a new leading axis."""
         return stack(self.examples(where), numbers(where))
 
 
 def numbers(where: Where) -> list[int]:
-    """Spell out which indices are meant."""
+    """Convert a slice or an index array to a list of indices."""
     if isinstance(where, slice):
         return list(range(where.start, where.stop))
     return where.tolist()  # type: ignore[no-any-return]

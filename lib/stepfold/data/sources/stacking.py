@@ -1,4 +1,4 @@
-"""Stacking: examples become a batch, leaf by leaf."""
+"""Stack examples into a batch, leaf by leaf."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,23 +11,12 @@ from stepfold.errors import DataError
 
 
 def _is_row(example: Any) -> bool:
-    # A list in an example is one row of numbers, as in Hugging Face datasets, and no container.
+    # A list in an example is a row of numbers, as in Hugging Face datasets, not a container.
     return isinstance(example, list)
 
 
 def stack(examples: Sequence[Any], indices: Sequence[int]) -> Any:
-    """Stack examples leaf by leaf.
-
-    Args:
-      examples: trees of the same structure and shapes, of numbers.
-      indices: where in the source they are from, for the message.
-
-    Raises:
-      DataError: if the examples differ, or hold something else than numbers.
-
-    >>> stack([{"x": [1, 2]}, {"x": [3, 4]}], [0, 1])["x"].tolist()
-    [[1, 2], [3, 4]]
-    """
+    """Stack examples leaf by leaf; `indices` locate them in the source for error messages."""
     flat: list[Any] = [jax.tree.flatten(example, is_leaf=_is_row) for example in examples]
     structure = flat[0][1]
     for (_, other), index in zip(flat, indices, strict=True):
@@ -48,7 +37,7 @@ def stack(examples: Sequence[Any], indices: Sequence[int]) -> Any:
 def _stack_leaf(name: str, values: Sequence[Any], indices: Sequence[int]) -> Any:
     try:
         arrays = [np.asarray(value) for value in values]
-    except ValueError:  # lists in lists, of several lengths
+    except ValueError:  # ragged nested lists
         raise DataError(
             f"{name}: expected rows of one length, got {tree.spell(values[0])} at index "
             f"{indices[0]}; pad or cut them with collate=…"
@@ -59,7 +48,7 @@ def _stack_leaf(name: str, values: Sequence[Any], indices: Sequence[int]) -> Any
                 f"{name}: expected numbers, got {tree.spell(value)} at index {index}; make numbers "
                 "of it with transform=… or collate=…"
             )
-        # To promote a type here would give batches of several types, and compile for each.
+        # Type promotion here would vary the dtypes of batches, and compile the step for each.
         if (array.shape, array.dtype) != (arrays[0].shape, arrays[0].dtype):
             raise DataError(
                 f"{name}: expected one shape and dtype to stack, got {tree.spell(arrays[0])} at "

@@ -1,4 +1,4 @@
-"""Streams: examples that can be read in order alone."""
+"""Streams: sources that support only sequential reads."""
 
 from typing import Any, NamedTuple
 
@@ -8,17 +8,12 @@ from stepfold.errors import DataError
 
 
 class Stream:
-    """What gives examples one after the other, is begun anew each epoch, and may know where it is.
+    """A sequential source that restarts in every epoch, and may have a position.
 
-    An iterator can be read once. Anything else can be begun anew: an iterable, such as a grain
-    `IterDataset`, a Hugging Face `IterableDataset` or a `tf.data.Dataset`, or a function that makes
-    an iterator or an iterable. Where it has `set_epoch`, that is called first, so that it can
-    shuffle each epoch in another way.
-
-    >>> stream = Stream(lambda: range(3))
-    >>> stream.begin(epoch=0)
-    >>> stream.read(), stream.read()
-    (0, 1)
+    An iterator can be read only once. All other streams can restart: an iterable, such as a grain
+    `IterDataset`, a Hugging Face `IterableDataset` or a `tf.data.Dataset`, or a function that
+    returns an iterator or an iterable. If it has `set_epoch`, this is called before each epoch, so
+    that it can reshuffle.
     """
 
     def __init__(self, source: Any) -> None:
@@ -29,8 +24,8 @@ class Stream:
         self._sent_to: int | None = None
 
     def begin(self, epoch: int) -> None:
-        """Begin an epoch anew."""
-        if self._sent_to == epoch:  # it would go on from where it was sent to
+        """Start an epoch from its beginning."""
+        if self._sent_to == epoch:  # it would resume from the restored position
             raise DataError(
                 f"source: expected a stream to begin epoch {epoch} anew, got one that was sent on "
                 f"to a place in it: {tree.spell(self._source)}; make it and its batches anew"
@@ -38,7 +33,7 @@ class Stream:
         self._opened = self._open(epoch)
 
     def go_to(self, epoch: int, position: dict[str, Any]) -> None:
-        """Go to a place in an epoch that `position` gave."""
+        """Restore a position in an epoch that `position` returned."""
         opened = self._opened if self.once else self._open(epoch)
         held, iterator, owner = opened
         if owner is None:
@@ -47,17 +42,17 @@ class Stream:
                 f"was saved of, got {tree.spell(self._source)}; give the same one"
             )
         owner.write(position)
-        if owner.thing is not iterator:  # what was told where to begin is to make the iterator
+        if owner.thing is not iterator:  # the iterable has the state: iterate it after restoring
             opened = _Opened(held, _iterator_of(held), owner)
             self._sent_to = epoch if held is self._source else None
         self._opened = opened
 
     def read(self) -> Any:
-        """Give the next example, or raise StopIteration."""
+        """Return the next example, or raise StopIteration."""
         return next(self._opened.iterator)
 
     def position(self) -> str:
-        """Say as JSON where the epoch can be gone on with, or why it cannot."""
+        """Return the position in the epoch as JSON text, or the reason why it is unknown."""
         owner = self._opened.owner
         if owner is None:
             return lost(f"{tree.spell(self._source)} has no state of its own")
@@ -76,11 +71,11 @@ class _Opened(NamedTuple):
     held: Any
     iterator: Any
     owner: Owner | None
-    """Which of the two knows where the stream is."""
+    """The one of the two that has the state, if any."""
 
 
 def _iterator_of(held: Any) -> Any:
-    # A pipeline of tf.data gives numpy only if asked.
+    # Iterating a tf.data pipeline directly would yield tensors.
     as_numpy = getattr(held, "as_numpy_iterator", None)
     if as_numpy is not None:
         return as_numpy()

@@ -1,4 +1,4 @@
-"""Datasets that tensorflow_datasets has prepared, read without TensorFlow."""
+"""Read datasets prepared by tensorflow_datasets, without TensorFlow."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,25 +12,25 @@ _PREPARE = "prepare it once, with builder.download_and_prepare(file_format='arra
 
 
 def tfds_source(dataset: Any, split: str, *, data_dir: Any = None) -> "TfdsSource":
-    """Open a prepared dataset of tensorflow_datasets, without TensorFlow.
+    """Open a dataset prepared by tensorflow_datasets, without TensorFlow.
 
-    It has to be prepared as array_record, the one format that gives any example at once. Nothing is
-    ever downloaded or prepared here, so that a job on a thousand machines does not begin with that.
-    A position saved in it belongs to this name, config, version and split: in others it is refused.
+    The dataset must be prepared as array_record, the only format with random access. `tfds_source`
+    never downloads or prepares data, so that a job on a thousand machines does not start by doing
+    so. A saved position is only valid for the same name, config, version and split.
 
     Args:
-      dataset: its name, as in "mnist", "mnist:3.0.1" or "glue/cola:2.0.0" (the newest version, if
-        there is none), or a builder, such as `tfds.builder_from_directory(path)` gives.
-      split: as in "train" or "train[:90%]".
-      data_dir: where it was prepared; by default where tensorflow_datasets puts it.
+      dataset: a name, such as "mnist", "mnist:3.0.1" or "glue/cola:2.0.0" (by default the newest
+        version), or a builder, such as that from `tfds.builder_from_directory(path)`.
+      split: a split, such as "train" or "train[:90%]".
+      data_dir: the directory of prepared datasets; by default that of tensorflow_datasets.
 
     Returns:
-      A source whose examples are dicts of numpy arrays and numbers, with texts as `str`. Pictures
-      are decoded by opencv or pillow, whichever is installed.
+      A source whose examples are dicts of numpy arrays and numbers, with text as `str`. Images are
+      decoded by opencv or pillow, depending on which is installed.
 
     Raises:
-      ConfigError: if there is no such split, or nothing in it.
-      DataError: if it is not prepared, or in another format.
+      ConfigError: if an argument is invalid, or the split does not exist or is empty.
+      DataError: if the dataset is not prepared, or in another format.
 
     >>> import stepfold as sf
     >>> sf.tfds_source("mnist", "train", data_dir="/nowhere")
@@ -69,7 +69,7 @@ def tfds_source(dataset: Any, split: str, *, data_dir: Any = None) -> "TfdsSourc
 
 
 def _find(name: str, data_dir: Any) -> Any:
-    """Find what is prepared, and never what could be."""
+    """Return the builder of a prepared dataset, never one that would have to prepare it."""
     import tensorflow_datasets as tfds
 
     try:
@@ -100,7 +100,7 @@ def _check_format(builder: Any) -> None:
 
 
 class TfdsSource(Examples):
-    """A split of a dataset; `tfds_source` opens it."""
+    """A split of a prepared dataset, returned by `tfds_source`."""
 
     def __init__(self, source: Any, info: Any, split: str) -> None:
         super().__init__(source)
@@ -120,12 +120,12 @@ class TfdsSource(Examples):
         return f"tfds_source({self._name}: {self.length} examples)"
 
     def examples(self, where: Where) -> list[Any]:
-        """Give the examples one by one, with texts as `str`."""
+        """Return the examples as a list, with text as `str`."""
         return [self._decode(example) for example in super().examples(where)]
 
 
 def _decoder(feature: Any) -> Callable[[Any], Any] | None:
-    """Make what makes `str` of the texts, which are given as bytes; None where there are none."""
+    """Make a function that decodes text features from bytes to `str`; None if there are none."""
     from tensorflow_datasets import features
 
     if isinstance(feature, features.Text):
