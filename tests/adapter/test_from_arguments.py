@@ -173,7 +173,7 @@ def test_auxiliary_terms_are_dropped():
     ("result", "message"),
     [
         (1.0, "expected a loss function that returns a dict of terms, .* got float 1.0"),
-        ({"aux": 1.0}, "expected a loss function with a term besides those named aux…, got aux;"),
+        ({"aux": 1.0}, "expected a loss function with a term whose name is not aux…, got aux;"),
     ],
 )
 def test_without_auxiliary_terms_others_have_to_be_left(result, message):

@@ -93,7 +93,7 @@ def test_a_copy_has_no_weak_types():
 def test_models_without_parameters_are_refused():
     with pytest.raises(sf.ConfigError, match="model, model_state: expected a function key -> para"):
         check_model(None, None, finetune=True)
-    with pytest.raises(sf.ConfigError, match="finetune=False draws parameters anew"):
+    with pytest.raises(sf.ConfigError, match="finetune=False initializes new parameters"):
         check_model(None, {"w": 1}, finetune=False)
     with pytest.raises(sf.ConfigError, match="model: Dense makes its parameters of an example"):
         check_model(linen.Dense(3), None, finetune=True)

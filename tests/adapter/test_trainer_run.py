@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -201,8 +202,7 @@ def test_the_path_of_the_newest_own_checkpoint_is_a_plain_resume(run, tmp_path):
     for path in (tmp_path, tmp_path / "checkpoints" / "10"):
         again = digits.trainer(output_dir=tmp_path, save_steps=5, max_steps=15)
         assert int(again.train(ckpt_path=path).state.step) == 15
-        for step in (15,):
-            (tmp_path / "checkpoints" / str(step)).rename(tmp_path / f"{path.name}-{step}")
+        shutil.rmtree(tmp_path / "checkpoints" / "15")
     with pytest.raises(sf.ConfigError, match="is an older checkpoint than step 10 of the same run"):
         run.train(ckpt_path=tmp_path / "checkpoints" / "5")
 
@@ -232,7 +232,7 @@ def test_a_loaded_checkpoint_is_not_silently_ignored(tmp_path):
     other.train()
     trainer = used(tmp_path / "own")
     trainer.load_checkpoint(tmp_path / "other")
-    with pytest.raises(sf.ConfigError, match="goes on from step 10"):
+    with pytest.raises(sf.ConfigError, match="resumes from step 10"):
         trainer.train()
 
 
@@ -292,6 +292,14 @@ def test_an_assigned_state_is_not_silently_ignored(run, name):
         run.train(more_steps=2)
 
 
+def test_an_assigned_state_of_another_structure_is_refused(run):
+    params = {**run.state.params, "more": jnp.zeros(2)}
+    for state in (run.state._replace(params=params), run.state._replace(key=None), {"w": 1.0}):
+        run.state = state
+        with pytest.raises(sf.ConfigError, match="state: expected an output_dir without checkp"):
+            run.train(more_steps=2)
+
+
 def test_the_program_of_the_step_is_reused():
     trainer = digits.trainer(max_steps=5)
     trainer.train()
@@ -338,6 +346,7 @@ def test_where_the_state_is_saved_is_known_after_an_exception(tmp_path):
             raise ValueError("broken")
 
     trainer = digits.trainer(Broken, output_dir=tmp_path)
+    assert trainer.checkpoint_path is None
     with pytest.raises(ValueError, match="broken"):
         trainer.train()
     step = int(trainer.state.step)

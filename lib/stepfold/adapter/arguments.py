@@ -235,8 +235,8 @@ class TrainingArguments:
     """Evaluate, if there are data for it."""
     do_evaluate = Alias("do_eval")
     evaluation_strategy: Strategy | None = None
-    """When to evaluate besides the end: every eval_steps, every epoch; no never evaluates. By
-    default every eval_steps if they are set."""
+    """When to evaluate, apart from the end: "steps" is every eval_steps, "epoch" every epoch; "no"
+    turns evaluation off. By default every eval_steps, if set."""
     eval_steps: int | None = None
     """Steps between two evaluations."""
     evaluation_steps = Alias("eval_steps")
@@ -267,8 +267,8 @@ class TrainingArguments:
     checkpoints_dir: str = "checkpoints"
     """Folder of the checkpoints in output_dir."""
     save_strategy: Strategy | None = None
-    """When to save besides the end: every save_steps, every epoch (and every save_steps, if set);
-    no only saves the end. By default every save_steps, if set."""
+    """When to save, apart from the end: "steps" is every save_steps, "epoch" every epoch, and every
+    save_steps if set; "no" saves only the end. By default every save_steps, if set."""
     save_steps: int | float | None = None
     """Steps between two checkpoints; a fraction is of all steps."""
     save_interval_minutes: float | None = None

@@ -503,7 +503,7 @@ def _without_aux(result: Any) -> Any:
     kept = {name: term for name, term in terms.items() if not name.startswith("aux")}
     if not kept:
         raise ConfigError(
-            f"aux_loss_enabled: expected a loss function with a term besides those named aux…, got "
+            "aux_loss_enabled: expected a loss function with a term whose name is not aux…, got "
             f"{', '.join(terms)}; rename one, or leave out the field"
         )
     return (kept, *rest) if isinstance(result, tuple) else kept

@@ -182,7 +182,7 @@ def add_advice(error: BaseException) -> None:
         error.add_note(
             "the device has too little memory for this step: raise gradient_accumulation_steps, "
             "set gradient_checkpointing='nothing_saveable' or mixed_precision='bf16', shard the "
-            "state by sharding_array, or lower total_batch_size; sf.describe shows what it takes"
+            "state with sharding_array, or lower total_batch_size; sf.describe lists what takes it"
         )
 
 

@@ -34,7 +34,7 @@ def check_model(model: Any, model_state: Any, *, finetune: bool) -> None:
         raise ConfigError(
             "model, model_state: expected a function key -> params as model, or parameters or a "
             f"state as model_state, got model={tree.spell(model)}"
-            + ("" if finetune else ", and finetune=False draws parameters anew")
+            + ("" if finetune else ", and finetune=False initializes new parameters")
         )
     if callable(getattr(model, "init", None)) and callable(getattr(model, "apply", None)):
         raise ConfigError(
@@ -186,14 +186,15 @@ def check_start(argument: str, own: Path | None, like: Any, state: Any) -> None:
     newest = newest_step(own)
     if own is None or newest is None:
         return
-    if newest == int(state.step):
-        saved = jax.tree.leaves(restore(own, like).state)
-        if all(map(_are_equal, saved, jax.tree.leaves(state))):
+    if newest == int(getattr(state, "step", 0)):
+        saved = restore(own, like).state
+        same_tree = not tree.diff(saved, state)
+        if same_tree and all(map(_are_equal, jax.tree.leaves(saved), jax.tree.leaves(state))):
             return
     raise ConfigError(
         f"{argument}: expected an output_dir without checkpoints, or the state of the newest one, "
-        f"got another state, and {own} goes on from step {newest}; leave {argument} out, or give "
-        "another output_dir"
+        f"got another state; the run in {own} resumes from step {newest}: leave {argument} out, or "
+        "give another output_dir"
     )
 
 

@@ -194,7 +194,7 @@ class Trainer:
         self.stopped: str | None = None
         self.best: int | None = None
         self.epochs_done = 0
-        self.checkpoint_path: str | None = None
+        self.checkpoint_manager: Any = None
         self.loaded: list[str] = []
         self.left: dict[str, str] = {}
         from_arguments.start_processes(arguments)
@@ -349,7 +349,6 @@ class Trainer:
             else:
                 self.stopped = f"{type(error).__name__}: {error}"
                 self._recover_state()
-            self._output(str(self.stopped))  # for `checkpoint_path`
             raise
         finally:
             self._state_source = None
@@ -691,6 +690,13 @@ class Trainer:
     eval_step_fn = _alias("sharded_evaluation_step_function")
 
     @property
+    def checkpoint_path(self) -> str | None:
+        """The folder of the newest checkpoint in `output_dir`, or None."""
+        own = self._own_checkpoints
+        newest = setup.newest_step(own)
+        return None if own is None or newest is None else str(own / str(newest))
+
+    @property
     def training_batch_size(self) -> int:
         """The examples of a step, over all devices and microbatches."""
         return self.plan.train_batch
@@ -758,7 +764,7 @@ class Trainer:
                 )
             directory = Path(self.arguments.output_dir) / self.arguments.checkpoints_dir
             manager = dataclasses.replace(manager, directory=directory)
-        self.checkpoint_manager: Any = manager
+        self.checkpoint_manager = manager
 
     def _make_optimizer(self, scheduler: Any = None) -> tuple[Any, Any]:
         tx, own_scheduler = self._optimizer
@@ -885,7 +891,7 @@ class Trainer:
         if setup.newest_step(self._own_checkpoints) is not None:
             self._state = None  # so that the restored one can take its memory
         elif self.writer is not None and self.is_enable:
-            self.writer.flush()  # what was logged before belongs to the earlier run
+            self.writer.flush()  # rows logged before this run stay in the earlier run's files
             move_previous_run(logs, int(getattr(state, "step", 0)))
         total = self.max_training_steps if more_steps is None else None
         # A loader of a subclass may be one epoch that can be iterated again.
@@ -983,7 +989,7 @@ class Trainer:
         return bool(self.watchers) or self._overrides("log_watchers")
 
     def open_run(self, bar: Any, step: int, total: int | None) -> None:
-        """Start a run after a step: take its bar, and drop what was written for later steps."""
+        """Prepare for a run that starts after `step`: drop the rows of later steps."""
         self.progress_bar, self._watched_at, self._last_step = bar, step, total
         if self.writer is not None and self.is_enable and hasattr(self.writer, "resume"):
             self.writer.resume(step)
@@ -1017,14 +1023,9 @@ class Trainer:
             self._state = restore(own, self._abstract_state).state
 
     def _output(self, stopped: str) -> TrainerOutput:
-        self.stopped = stopped
-        own = self._own_checkpoints
-        newest = setup.newest_step(own)
-        name = None if newest is None else str(newest)
-        self.checkpoint_path = None if own is None or name is None else str(own / name)
-        return TrainerOutput(
-            self.model_state, self.mesh, name, self.checkpoint_path, stopped=stopped
-        )
+        self.stopped, path = stopped, self.checkpoint_path
+        name = None if path is None else Path(path).name
+        return TrainerOutput(self.model_state, self.mesh, name, path, stopped=stopped)
 
 
 def _check_function(name: str, value: Any) -> None:

@@ -47,7 +47,7 @@ class Reader:
                 threads.shutdown(cancel_futures=True)
 
     def problems(self, name: str) -> list[str]:
-        """List what is wrong with a leaf, one line per part."""
+        """List the damaged parts of a leaf, one line each."""
         try:
             store = self._open(name)
         except DamageError as error:

@@ -44,7 +44,7 @@ class Leaf(NamedTuple):
 
 
 def arrays_of(state: Any) -> dict[str, Any]:
-    """Return the leaves of a state by path, as arrays that nobody else writes to.
+    """Return the leaves of a state by path, as arrays that no one else modifies.
 
     Typed PRNG keys become their key data.
     """

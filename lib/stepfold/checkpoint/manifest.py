@@ -31,7 +31,7 @@ class ForeignError(CheckpointError):
 
 
 class Words(NamedTuple):
-    """What a checkpoint holds besides arrays, as plain JSON values."""
+    """Metadata of a checkpoint, as plain JSON values."""
 
     step: int
     data: Any = None
