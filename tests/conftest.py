@@ -1,33 +1,39 @@
-"""Eight CPU devices, strict promotion, and a fixture for each way to call a function."""
+"""Configure jax, the processes of the run and its slow proofs, and define shared fixtures."""
 
 import os
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import jax
 import pytest
 
-# A shell that starts the tests in the background has them ignore it, and so all that they start.
+TESTS = Path(__file__).parent
+SLOW = ("test_examples.py", "test_benchmarks.py")
+
+# A process that a shell starts in the background ignores SIGINT, and so do its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# What XLA makes of a program is kept while the tests run, for them and for processes they start:
-# most compile small programs that others have compiled.
-COMPILED = {
-    "jax_compilation_cache_dir": tempfile.mkdtemp(prefix="compiled-"),
-    "jax_persistent_cache_min_compile_time_secs": 0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-}
-for name, value in COMPILED.items():
-    jax.config.update(name, value)
-    os.environ[name.upper()] = str(value)
+# Most tests compile small programs that other tests have compiled before. One compilation cache for
+# the run serves all of its processes: the first process makes it and removes it at the end.
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if not IS_WORKER:  # in a worker, jax reads these settings from the environment
+    CACHE = {
+        "jax_compilation_cache_dir": tempfile.mkdtemp(prefix="compiled-"),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in CACHE.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
 
-# A loaded machine is slow to draw examples; that is no failure.
+# Drawing examples slowly on a loaded machine is no failure.
 hypothesis.settings.register_profile(
     "law",
     deadline=None,
@@ -38,9 +44,25 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("law")
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Use up to four workers for folders, and none for files and single tests.
+
+    One more than the cores, since tests of processes and of timeouts mostly wait.
+    """
+    folders = any(Path(arg.partition("::")[0]).is_dir() for arg in config.args)
+    return min(4, (os.cpu_count() or 1) + 1) if folders else 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the slowest files first, so that the workers end at about the same time."""
+    items.sort(key=lambda item: not item.path.is_relative_to(TESTS / "processes"))
+    items.sort(key=lambda item: item.path.name not in SLOW)
+
+
 @pytest.fixture(params=["jit", "eager"])
 def run(request: pytest.FixtureRequest) -> Callable:
-    """Run a function with jit and without."""
+    """Run a function with and without jit."""
     return jax.jit if request.param == "jit" else lambda function: function
 
 
@@ -50,17 +72,49 @@ def key() -> jax.Array:
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(COMPILED["jax_compilation_cache_dir"], ignore_errors=True)
+    if not IS_WORKER:
+        shutil.rmtree(CACHE["jax_compilation_cache_dir"], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="count faults as for a release")
+    parser.addoption("--full", action="store_true", help="run all slow proofs, as for a release")
 
 
 @pytest.fixture
 def count(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
-    """Choose how often a fault is tried: by default a few times, and with --full many."""
-    return lambda few, many: many if request.config.getoption("--full") else few
+    """Choose the repetitions of a proof: a few by default, and many with --full."""
+
+    def choose(few: int, many: int) -> int:
+        if request.config.getoption("--full"):
+            return many
+        # A property of the test reaches the process that writes the summary.
+        request.node.user_properties.append(("repetitions", (few, many)))
+        return few
+
+    return choose
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("full") and not item.config.getoption("--full"):
+        pytest.skip("slow proof, runs with --full")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write a line for each group of tests that did not run in full."""
+    groups: dict[str, int] = {}
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        groups[reason] = groups.get(reason, 0) + 1
+    for reason, skipped in sorted(groups.items()):
+        terminalreporter.write_line(f"left out: {skipped} skipped: {reason}")
+    repetitions: dict[str, list[int]] = {}
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties if report.when == "call" else ():
+            if name == "repetitions":
+                total = repetitions.setdefault(report.nodeid.partition("::")[0], [0, 0])
+                total[:] = [total[0] + value[0], total[1] + value[1]]
+    for path, (few, many) in sorted(repetitions.items()):
+        terminalreporter.write_line(f"left out: {path} repeats {few} times, {many} with --full")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ MODULES = [module.name for module in pkgutil.walk_packages(stepfold.__path__, "s
 
 
 @pytest.fixture(autouse=True)
-def as_a_reader_would():
+def standard_promotion():
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -35,7 +35,7 @@ PUBLIC += [(adapter, name) for name in adapter.__all__]
 
 
 @pytest.mark.parametrize(("module", "name"), PUBLIC, ids=str)
-def test_every_public_name_shows_how_it_is_used(module, name):
+def test_every_public_name_has_an_example(module, name):
     assert ">>> " in (inspect.getdoc(getattr(module, name)) or "")
 
 
@@ -45,7 +45,7 @@ def blocks():
     return [(text[: match.start()].count("\n") + 1, match.group(1)) for match in found]
 
 
-def test_what_the_readme_points_at_is_there():
+def test_readme_links_exist():
     text = (ROOT / "README.md").read_text()
     named = re.findall(r"`((?:tests|examples|benchmarks)/[\w/.]*)`", text)
     linked = re.findall(r"\]\(([\w/.]+)\)", text)
@@ -54,13 +54,13 @@ def test_what_the_readme_points_at_is_there():
     assert not [path for path in (*named, *linked) if not (ROOT / path).exists()]
 
 
-def test_every_example_answers_a_question():
+def test_readme_links_every_example():
     text = (ROOT / "README.md").read_text()
     for path in (ROOT / "examples").glob("*.py"):
         assert f"](examples/{path.name})" in text
 
 
-def test_the_readme_runs_from_top_to_bottom(tmp_path, monkeypatch):
+def test_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
     assert blocks()

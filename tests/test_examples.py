@@ -1,49 +1,44 @@
-"""Every example and every benchmark runs, as a program of its own."""
+"""Every example runs as a program of its own, and prints what its docstring promises."""
 
-import atexit
 import re
 import shutil
-import subprocess
-import sys
-import tempfile
-from functools import cache
 from pathlib import Path
 from pydoc_data import topics
 
-import jax
 import pytest
 
-ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-BENCHMARKS = sorted(
-    path
-    for path in (ROOT / "benchmarks").glob("*.py")
-    if "def main(" in path.read_text() and path.stem != "__main__"
-)
+from .forks import PRELOAD, ForkServer
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+# Fewer steps where they are enough for what the test checks.
+ARGUMENTS = {"packing": ("40",), "sharded_transformer": ("16",)}
 
 
-def run(path, *arguments, cwd):
-    """Run a program outside the checkout, where only what is installed can be imported."""
-    command = [sys.executable, str(path), *arguments]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+class Examples:
+    """Run examples outside the checkout, each in a folder of its own."""
+
+    def __init__(self, server, root):
+        self._server, self._root, self._printed = server, root, {}
+
+    def folder(self, name):
+        return self._root / name
+
+    def printed(self, name):
+        """Return what the first run of an example printed."""
+        if name not in self._printed:
+            self._printed[name] = self.run(name, *ARGUMENTS.get(name, ()))
+        return self._printed[name]
+
+    def run(self, name, *arguments):
+        self.folder(name).mkdir(exist_ok=True)
+        return self._server.run([EXAMPLES / f"{name}.py", *arguments], cwd=self.folder(name))
 
 
-FOLDER = tempfile.TemporaryDirectory()
-atexit.register(FOLDER.cleanup)
-
-
-def folder_of(path):
-    """Name the folder that an example runs in."""
-    return Path(FOLDER.name, path.stem)
-
-
-@cache
-def printed_by(path):
-    """Run an example once, for all that is asked of it."""
-    folder_of(path).mkdir()
-    return run(path, cwd=folder_of(path))
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory):
+    with ForkServer(PRELOAD) as server:
+        yield Examples(server, tmp_path_factory.mktemp("examples"))
 
 
 def numbers(pattern, printed):
@@ -51,37 +46,48 @@ def numbers(pattern, printed):
     return [float(found) for found in re.findall(pattern, printed)]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_run(path):
-    assert printed_by(path)
+@pytest.mark.parametrize("name", NAMES)
+def test_example_runs(name, examples):
+    assert examples.printed(name)
+    path = EXAMPLES / f"{name}.py"
     assert path.read_text().count("\n") <= 120
     assert "def main(" in path.read_text()
 
 
-def test_the_quickstart_learns_to_read_digits():
-    printed = printed_by(ROOT / "examples" / "quickstart.py")
+def test_quickstart_learns_digits(examples):
+    printed = examples.printed("quickstart")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
     assert losses[-1] < losses[0] / 5
     assert float(re.findall(r"test accuracy (\d+\.\d+)", printed)[-1]) > 0.95
 
 
-def test_the_sharded_transformer_learns_and_shows_its_plan():
-    printed = printed_by(ROOT / "examples" / "sharded_transformer.py")
+def test_sharded_transformer_learns_and_prints_its_plan(examples):
+    printed = examples.printed("sharded_transformer")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
     assert losses[-1] < losses[0] / 1.8
     assert re.search(r"layers/up +float32\[4,128,512\] +·, fsdp, tp +128 KiB", printed)
     assert re.search(r"a step on 8 cpu devices \(fsdp 4 x tp 2\)", printed)
 
 
-def test_a_dataset_of_tfds_is_written_read_and_learnt_without_tensorflow():
-    printed = printed_by(ROOT / "examples" / "tfds_digits.py")
+def test_tfds_digits_writes_reads_and_learns_without_tensorflow(examples):
+    printed = examples.printed("tfds_digits")
     assert "no TensorFlow" in printed
     accuracy, count = re.search(r"test accuracy (\d\.\d+) over (\d+) digits", printed).groups()
     assert (float(accuracy) > 0.95, int(count)) == (True, 360)
 
 
-def test_packing_takes_fewer_rows_and_gives_the_same_loss():
-    printed = printed_by(ROOT / "examples" / "packing.py")
+def test_poisoned_data_is_survived(examples):
+    printed = examples.printed("poisoned_data")
+    assert "without going back: train/loss is nan in step 71" in printed
+    assert "skipped batches [50, 53]: train/loss is " in printed
+    assert "skipped batches [70, 71]: train/loss is nan" in printed
+    before, after = numbers(r"test accuracy (\d\.\d+)", printed)
+    assert (before < 0.2, after > 0.7) == (True, True)
+    assert "the same bits as a run that knew: True" in printed
+
+
+def test_packing_needs_fewer_rows_for_the_same_loss(examples):
+    printed = examples.printed("packing")
     found = re.findall(r"(\d+) rows  loss (\d+\.\d+) over (\d+) bytes", printed)
     (rows, loss, count), (more_rows, same_loss, same_count) = found
     assert int(rows) < 0.6 * int(more_rows)
@@ -91,25 +97,23 @@ def test_packing_takes_fewer_rows_and_gives_the_same_loss():
     assert losses[-1] < losses[0] - 0.3
 
 
-def test_a_trainer_learns_and_goes_on_where_it_was():
-    path = ROOT / "examples" / "adapter.py"
-    printed, folder = printed_by(path), folder_of(path)
+def test_adapter_learns_and_resumes(examples):
+    printed, folder = examples.printed("adapter"), examples.folder("adapter")
     accuracies = numbers(r"test accuracy (0\.\d+)", printed)
     assert accuracies[-1] > 0.8
-    assert "step 88 of 88 was done before" in run(path, "--num_train_epochs", "4", cwd=folder)
+    assert "step 88 of 88 was done before" in examples.run("adapter", "--num_train_epochs", "4")
     assert (folder / "runs/adapter/torch/model.safetensors").exists()
     assert "| eval/accuracy | 4 |" in (folder / "runs/adapter/README.md").read_text()
 
 
-def test_a_trainer_of_ones_own_learns():
-    printed = printed_by(ROOT / "examples" / "subclass_adapter.py")
+def test_subclassed_trainer_learns(examples):
+    printed = examples.printed("subclass_adapter")
     assert printed.count("current learning rate") == 5
     assert float(re.search(r"test accuracy (0\.\d+)", printed)[1]) > 0.7
 
 
-def test_a_loop_of_ones_own_learns_to_write_and_goes_on_to_the_bit():
-    path = ROOT / "examples" / "own_loop.py"
-    printed, folder = printed_by(path), folder_of(path)
+def test_own_loop_learns_to_write_and_resumes_bit_for_bit(examples):
+    printed, folder = examples.printed("own_loop"), examples.folder("own_loop")
     losses = numbers(r"test loss (\d\.\d+)", printed)
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 1.8
@@ -118,26 +122,26 @@ def test_a_loop_of_ones_own_learns_to_write_and_goes_on_to_the_bit():
     assert len(prompt + written) > 240
     assert sum(word in words for word in written.split()) > len(written.split()) / 2
 
-    shutil.rmtree(folder / "runs/own_loop/300")  # as if it had been killed before it was saved
-    again = run(path, cwd=folder)
-    assert again.startswith("goes on after step 225\n")
+    shutil.rmtree(folder / "runs/own_loop/300")  # as if killed before this save
+    again = examples.run("own_loop")
+    assert again.startswith("resumed after step 225\n")
     assert again.split("\n")[1:] == printed.split("\n")[-again.count("\n") :]
 
 
-def test_lora_teaches_the_rest_and_leaves_the_base_alone():
-    printed = printed_by(ROOT / "examples" / "lora.py")
+def test_lora_learns_new_digits_and_keeps_the_base_frozen(examples):
+    printed = examples.printed("lora")
     known, unknown, still, new = numbers(r"on \d-\d: accuracy (\d\.\d+)", printed)
     assert min(known, still, new) > 0.95
     assert unknown == 0
-    assert printed.endswith("the base is as it was, bit for bit\n")
+    assert printed.endswith("the base is unchanged, bit for bit\n")
     plain = printed.replace(",", "")
     trained = sum(numbers(r"\| lora/.* (\d+) +\|", plain))
     kept, whole = re.search(r"optimizer state: (\d+) bytes; the base's: (\d+)", plain).groups()
-    assert int(kept) == 2 * 4 * trained + 4 < int(whole) / 8  # two moments of it, and a count
+    assert int(kept) == 2 * 4 * trained + 4 < int(whole) / 8  # two moments and a count
 
 
-def test_what_is_preferred_is_learnt_and_shows_in_what_is_written():
-    printed = printed_by(ROOT / "examples" / "preferences.py")
+def test_preferences_are_learned_and_show_in_generated_text(examples):
+    printed = examples.printed("preferences")
     accuracies, margins, capitals, distances = (
         numbers(rf"{name} (-?\d+\.\d+)", printed)
         for name in ("accuracy", "margin", "capitals", "divergence")
@@ -150,8 +154,8 @@ def test_what_is_preferred_is_learnt_and_shows_in_what_is_written():
     assert 0 < distances[-1] < 0.3
 
 
-def test_an_ensemble_is_better_than_its_members_each_as_if_alone():
-    printed = printed_by(ROOT / "examples" / "ensemble.py")
+def test_ensemble_beats_its_members_and_each_trains_as_if_alone(examples):
+    printed = examples.printed("ensemble")
     *members, ensemble = numbers(r"test accuracy (\d\.\d+)", printed)
     assert len(set(members)) > 1
     assert ensemble > sum(members) / len(members) + 0.003 > 0.9
@@ -159,38 +163,31 @@ def test_an_ensemble_is_better_than_its_members_each_as_if_alone():
     assert apart < 1e-4
 
 
-def test_an_actor_and_its_critic_learn_together():
-    printed = printed_by(ROOT / "examples" / "two_states.py")
-    lasted = numbers(r"it lasts +(\d+\.\d+) moments", printed)
+def test_actor_and_critic_learn_together(examples):
+    printed = examples.printed("two_states")
+    lengths = numbers(r"episode length +(\d+\.\d+)", printed)
     errors = numbers(r"critic loss +(\d+\.\d+)", printed)
-    assert lasted[0] < 100
-    assert min(lasted[-3:]) > 190
+    assert lengths[0] < 100
+    assert min(lengths[-3:]) > 190
     assert errors[-1] < max(errors) / 5
 
 
-@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
-def test_benchmarks_run(path, tmp_path):
-    printed = run(path, "--quick", cwd=tmp_path)
-    # What hangs on the clock is for a full run on a quiet machine; what does not has to hold here.
-    assert re.search("^(holds|does not hold by this clock): ", printed, re.MULTILINE)
-    assert "does not hold: " not in printed
-    assert "def judge(rows):" in path.read_text()  # `python -m benchmarks` asks for the claims
+def test_the_gradient_of_each_example_is_clipped_and_noised(examples):
+    printed = examples.printed("per_example_gradients")
+    losses, accuracies, scales = (
+        numbers(rf"{name} +(\d+\.?\d*)", printed) for name in ("loss", "accuracy", "noise scale")
+    )
+    clipped = numbers(r"clipped +(\d+)%", printed)
+    assert losses[-1] < losses[0] / 4
+    assert accuracies[-1] > 0.93
+    assert clipped[0] > 50 > clipped[-1] > 0
+    assert scales[-1] > 2 * scales[0]
 
 
-def test_one_command_runs_all_benchmarks_and_fails_for_what_the_clock_does_not_excuse(tmp_path):
-    for name in ("__main__", "measure"):
-        shutil.copy(ROOT / "benchmarks" / f"{name}.py", tmp_path)
-    claim = "def main(argv):\n    return [{'n': 2}]\n\n\ndef judge(rows):\n    return [%s]\n"
-    (tmp_path / "slow.py").write_text(claim % "('it is fast', rows[0]['n'], 1)")
-    command = [sys.executable, str(tmp_path), "--write", str(tmp_path / "table.md")]
-    assert subprocess.run([*command, "slow"], capture_output=True).returncode == 0
-    (tmp_path / "wrong.py").write_text(claim % "('it is right', rows[0]['n'], 1, False)")
-    (tmp_path / "broken.py").write_text("def main(argv):\n    raise SystemExit(3)\n")
-    assert subprocess.run(command, capture_output=True).returncode == 1
-    table = (tmp_path / "table.md").read_text()
-    assert f"jax {jax.__version__}" in table
-    assert table.splitlines()[-3:] == [
-        "| broken | it runs, and left with 3 |  |  | does not hold |",
-        "| slow | it is fast | 2.000 | 1 | does not hold by this clock |",
-        "| wrong | it is right | 2.000 | 1 | does not hold |",
+def test_silent_corruption_finds_the_rows_of_the_wrong_device_and_of_the_next(examples):
+    printed = examples.printed("silent_corruption").splitlines()
+    assert [line.partition(" is wrong: ")[0] for line in printed] == ["device None", "device 3"]
+    assert [re.findall(r"corrupt 0, suspect rows (.*)", line) for line in printed] == [
+        ["[]"],
+        ["[3, 4]"],
     ]

@@ -1,11 +1,13 @@
-"""The likeliest mistakes of those who come from elsewhere, and what they are told."""
+"""Likely mistakes of users of other libraries, and the errors that they get."""
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 
 import stepfold as sf
@@ -45,8 +47,22 @@ def trace(loss_fn, batch=BATCH):
     jax.eval_shape(sf.make_train_step(loss_fn, TX), state(), batch)
 
 
+def normed_over_axis(params, batch, key):
+    norm = nn.BatchNorm(use_running_average=False, axis_name="batch")
+    variables = norm.init(key, batch["x"])
+    return (
+        norm.apply(variables, batch["x"], mutable=["batch_stats"])[0] * params["w"][0, 0]
+    ).mean()
+
+
 def evaluation(measure=None, data=lambda: batches(epochs=1)):
     return sf.Evaluation(measure or sf.make_eval_step(loss_fn), data, every=1)
+
+
+def dpsgd_on_the_batch():
+    aggregate = optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0)
+    tx = optax.chain(aggregate, optax.sgd(0.1))
+    jax.eval_shape(sf.make_train_step(loss_fn, tx), sf.init_state(PARAMS, tx, KEY), BATCH)
 
 
 def donated():
@@ -89,12 +105,12 @@ MISTAKES = {
     "a mask that nobody made": (
         lambda: trace(lambda p, b, key: sf.mean(predict(p, b["x"]).mean(-1), b["mask"])),
         KeyError,
-        r'given batch/x float32\[8,4\], batch/y int32\[8\]; .*remainder="pad"\) .*add a mask',
+        r'called with batch/x float32\[8,4\], batch/y int32\[8\]; .*remainder="pad"\) .*add a mask',
     ),
     "a data loader's pairs": (
         lambda: trace(loss_fn, (BATCH["x"], BATCH["y"])),
         TypeError,
-        r"loss_fn was given batch/0 float32\[8,4\], batch/1 int32\[8\]",
+        r"loss_fn was called with batch/0 float32\[8,4\], batch/1 int32\[8\]",
     ),
     "a schedule for an optimizer": (
         lambda: sf.make_train_step(loss_fn, optax.cosine_decay_schedule(1e-3, 100)),
@@ -111,6 +127,46 @@ MISTAKES = {
         sf.ConfigError,
         r"init: Dense makes its parameters of an example; give model.init\(key, example\)",
     ),
+    "a whole module of equinox": (
+        lambda: sf.init_state(eqx.nn.MLP(2, 3, 4, 1, key=KEY), TX, KEY),
+        sf.ConfigError,
+        r"params: .* got MLP, a whole module of equinox; .* eqx.partition\(model, eqx.is_inexact",
+    ),
+    "a module of equinox that init makes": (
+        lambda: sf.init_state(lambda key: [eqx.nn.Dropout(0.5)], TX, KEY),
+        sf.ConfigError,
+        r"params/0: .* got Dropout, a whole module of equinox; .* eqx.combine\(params, static\)",
+    ),
+    "a whole module of flax.nnx": (
+        lambda: sf.init_state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), TX, KEY),
+        sf.ConfigError,
+        r"params: .* got Linear, a whole module of flax.nnx; .* nnx.split\(model, nnx.Param, ...\)",
+    ),
+    "a module of flax.nnx that init makes": (
+        lambda: sf.init_state(lambda key: {"a": nnx.Linear(2, 3, rngs=nnx.Rngs(key))}, TX, KEY),
+        sf.ConfigError,
+        r"params/a: .* got Linear, a whole module of flax.nnx; .* nnx.merge\(graphdef, params, re",
+    ),
+    "a batch norm over an axis that is not mapped": (
+        lambda: trace(normed_over_axis),
+        sf.LossError,
+        r"loss_fn: .* got axis 'batch', .* under jit leave it out \(axis_name=None in a BatchNorm",
+    ),
+    "a mean over devices, as under pmap": (
+        lambda: trace(lambda p, b, key: jax.lax.pmean(predict(p, b["x"]).mean(), "devices")),
+        sf.LossError,
+        r"loss_fn: .* got axis 'devices', which is not mapped; .* or run the step in jax.shard_map",
+    ),
+    "a loss of something else than the parameters": (
+        lambda: trace(lambda params, b, key: sf.mean(predict(PARAMS, b["x"]))),
+        sf.LossError,
+        r"loss: expected a function of the parameters, got one whose gradient is zero for every",
+    ),
+    "private gradients without examples": (
+        dpsgd_on_the_batch,
+        sf.ConfigError,
+        r"tx: .* expects the gradient of each example, .* make_train_step\(…, grad=…\) a function",
+    ),
     "flax's state": (
         lambda: sf.make_train_step(loss_fn, TX)(
             TrainState.create(apply_fn=None, params=PARAMS, tx=TX), BATCH
@@ -126,12 +182,12 @@ MISTAKES = {
     "a state that was given away": (
         lambda: sf.evaluate(sf.make_eval_step(loss_fn), donated(), batches(epochs=1)),
         sf.ConfigError,
-        r"step, …: the arrays were donated to an earlier call .* the state that it returned",
+        r"^state/step, …: the arrays were donated to an earlier call .* the state that it returned",
     ),
     "no end in sight": (
         lambda: fit(steps=None),
         sf.ConfigError,
-        r"steps, epochs: expected one of them .*; give steps=…, or epochs=… of 2 steps each",
+        r"steps, epochs: expected one .*; give steps=… or epochs=… \(an epoch has 2 steps\)",
     ),
     "an evaluation without end": (
         lambda: evaluation(data=batches)(state()),
@@ -146,7 +202,7 @@ MISTAKES = {
     "another library's name of a metric": (
         lambda: fit(hooks=[sf.stop_early("val_loss", patience=2)], evaluation=evaluation()),
         sf.ConfigError,
-        r"val_loss: expected a metric that is measured; they are called train/…, eval/…",
+        r"hooks: expected one of train/…, eval/…, got val_loss$",
     ),
     "a shorter last batch": (
         lambda: fit(batches_=[BATCH, jax.tree.map(lambda leaf: leaf[:4], BATCH)]),
@@ -162,12 +218,12 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_answered_with_advice(mistake):
+def test_error_names_the_mistake_and_the_fix(mistake):
     make, kind, said = MISTAKES[mistake]
     with pytest.raises(kind, match=said):
         make()
 
 
-def test_what_they_meant_works():
+def test_corrected_call_works():
     result = fit(evaluation=evaluation(), hooks=[sf.stop_early("eval/loss", patience=2)])
     assert result.steps == 2

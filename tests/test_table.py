@@ -3,7 +3,7 @@ import pytest
 from stepfold.table import amount, size, table
 
 
-def test_text_stands_left_and_numbers_right():
+def test_text_is_left_aligned_and_numbers_right_aligned():
     text = table(("path", "size"), [("w", "1.00 MiB"), ("layer/b", "40 B")])
     assert text.splitlines() == [
         "path         size",
@@ -13,33 +13,33 @@ def test_text_stands_left_and_numbers_right():
     ]
 
 
-def test_a_column_with_one_word_is_text():
+def test_column_with_one_word_is_text():
     assert table(("a", "b"), [("1", "x"), ("none", "y")]).splitlines()[2] == "1     x"
 
 
-def test_an_empty_cell_leaves_a_column_of_numbers_to_the_right():
+def test_empty_cell_keeps_a_numeric_column_right_aligned():
     assert table(("n", "what"), [("", "x"), (100, "y")]).splitlines()[2:] == ["     x", "100  y"]
 
 
-def test_cells_may_be_anything_that_str_spells():
+def test_cells_are_converted_by_str():
     assert table(("n", "x"), [(7, None), (12, "P")]).splitlines()[2:] == [" 7  None", "12  P"]
 
 
-def test_a_table_without_rows_is_its_head():
+def test_table_without_rows_is_its_header():
     assert table(("path", "bytes"), []) == "path  bytes\n----  -----"
 
 
-def test_no_line_ends_in_blanks():
+def test_no_trailing_spaces():
     text = table(("path", "spec"), [("w", ""), ("bias", "fsdp, tp")])
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
-def test_columns_line_up_where_a_cell_is_longer_than_its_head():
+def test_columns_align_with_cells_longer_than_the_header():
     *_, last = table(("a", "b"), [("long text", "x"), ("y", "z")]).splitlines()
     assert last == "y          z"
 
 
-def test_rows_of_another_length_are_refused():
+def test_rows_of_unequal_length_raise():
     with pytest.raises(ValueError, match="zip"):
         table(("a", "b"), [("x",)])
 
@@ -57,7 +57,7 @@ def test_rows_of_another_length_are_refused():
         (1 << 70, "1048576 PiB"),
     ],
 )
-def test_a_size_is_written_in_binary_units(count, text):
+def test_size_in_binary_units(count, text):
     assert size(count) == text
 
 
@@ -65,5 +65,5 @@ def test_a_size_is_written_in_binary_units(count, text):
     ("count", "text"),
     [(0, "0"), (999, "999"), (1000, "1.00 k"), (0.5, "0.50"), (12e6, "12.0 M"), (1e24, "1000 Z")],
 )
-def test_an_amount_is_written_in_thousands(count, text):
+def test_amount_in_thousands(count, text):
     assert amount(count) == text

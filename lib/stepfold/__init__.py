@@ -1,66 +1,68 @@
 """stepfold: a training run is a fold of a step over batches."""
 
-from stepfold.checkpoint.checkpoints import Checkpoints
-from stepfold.checkpoint.export import export_params
-from stepfold.checkpoint.load import load_params
+from stepfold.checkpoint.average import average
 from stepfold.checkpoint.restore import Restored, restore
-from stepfold.checkpoint.save import save
+from stepfold.checkpoint.safetensors import export_params, load_params
+from stepfold.checkpoint.series import Checkpoints, Temporary, save
 from stepfold.checkpoint.verify import Contents, contents, latest_step, verify
+from stepfold.core.check import check_step
 from stepfold.core.ema import ema_params, get_ema
 from stepfold.core.gradients import value_and_grad
 from stepfold.core.loss import mean
-from stepfold.core.loss_scale import dynamic_loss_scale
-from stepfold.core.observe import observe
-from stepfold.core.precision import Precision
+from stepfold.core.precision import Precision, dynamic_loss_scale
+from stepfold.core.spikes import skip_spikes
 from stepfold.core.state import TrainState, init_state
-from stepfold.core.step import make_eval_step, make_train_step
-from stepfold.data.attention import block_diagonal_mask
+from stepfold.core.step import make_eval_step, make_train_step, observe
 from stepfold.data.batches import batches
 from stepfold.data.collate import collate
 from stepfold.data.mixture import mix
-from stepfold.data.packing import pack
+from stepfold.data.packing import block_diagonal_mask, pack
 from stepfold.data.prefetch import prefetch
-from stepfold.data.sources.tfds import tfds_source
+from stepfold.data.tfds import tfds_source
 from stepfold.errors import (
     CheckpointError,
     ConfigError,
     DataError,
     LossError,
     OutOfMemoryError,
+    PeerTimeoutError,
     RetraceError,
     ShardingError,
     StepfoldError,
     TreeMismatchError,
 )
 from stepfold.inspect.compiled import compile_step
-from stepfold.inspect.parameters import parameter_table
-from stepfold.inspect.report import describe
+from stepfold.inspect.report import describe, parameter_table
 from stepfold.loop.evaluate import Evaluation, evaluate
-from stepfold.loop.fit import fit
-from stepfold.loop.hooks.base import Event, Stop
-from stepfold.loop.hooks.profile import profile
+from stepfold.loop.fit import FitResult, fit
+from stepfold.loop.hooks.base import Event, GoBack, Stop
+from stepfold.loop.hooks.performance import memory_use, profile, stragglers, throughput
 from stepfold.loop.hooks.progress import progress
-from stepfold.loop.hooks.stop import stop_after, stop_early, stop_on_nonfinite, stop_on_spike
-from stepfold.loop.hooks.throughput import memory_use, throughput
-from stepfold.loop.hooks.watchdog import watchdog
+from stepfold.loop.hooks.stop import (
+    roll_back_on_nonfinite,
+    roll_back_on_spike,
+    stop_after,
+    stop_early,
+    stop_on_corruption,
+    stop_on_nonfinite,
+    stop_on_spike,
+    watchdog,
+)
 from stepfold.loop.hooks.weights import weight_statistics
 from stepfold.loop.hooks.wrappers import callback, every, only_warn
 from stepfold.loop.replay.capsule import Capsule, read_capsule
 from stepfold.loop.replay.rerun import Replay, replay
-from stepfold.loop.result import FitResult
 from stepfold.loop.train_loop import iterate
-from stepfold.loop.writers.base import Writer
+from stepfold.loop.writers.base import Writer, console_writer
 from stepfold.loop.writers.combinators import async_writer, log_to, multi_writer
-from stepfold.loop.writers.console import console_writer
 from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer
 from stepfold.loop.writers.tensorboard import tensorboard_writer
 from stepfold.loop.writers.wandb import wandb_writer
 from stepfold.sharding.distributed import start_distributed
 from stepfold.sharding.mesh import make_mesh
-from stepfold.sharding.placement import place, shard_batch
-from stepfold.sharding.plan import make_sharding, sharding_table
-from stepfold.sharding.reduction import reduce_once
-from stepfold.sharding.rules import fsdp
+from stepfold.sharding.place import place, shard_batch
+from stepfold.sharding.plan import fsdp, make_sharding, sharding_table
+from stepfold.sharding.reduce import reduce_once
 
 __version__ = "0.1.0"
 
@@ -74,8 +76,10 @@ __all__ = [
     "Evaluation",
     "Event",
     "FitResult",
+    "GoBack",
     "LossError",
     "OutOfMemoryError",
+    "PeerTimeoutError",
     "Precision",
     "Replay",
     "Restored",
@@ -83,13 +87,16 @@ __all__ = [
     "ShardingError",
     "StepfoldError",
     "Stop",
+    "Temporary",
     "TrainState",
     "TreeMismatchError",
     "Writer",
     "async_writer",
+    "average",
     "batches",
     "block_diagonal_mask",
     "callback",
+    "check_step",
     "collate",
     "compile_step",
     "console_writer",
@@ -130,14 +137,19 @@ __all__ = [
     "reduce_once",
     "replay",
     "restore",
+    "roll_back_on_nonfinite",
+    "roll_back_on_spike",
     "save",
     "shard_batch",
     "sharding_table",
+    "skip_spikes",
     "start_distributed",
     "stop_after",
     "stop_early",
+    "stop_on_corruption",
     "stop_on_nonfinite",
     "stop_on_spike",
+    "stragglers",
     "tensorboard_writer",
     "tfds_source",
     "throughput",

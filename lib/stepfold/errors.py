@@ -3,13 +3,6 @@
 Every error that stepfold raises on purpose is a `StepfoldError`, so that one `except` clause can
 tell it from a bug. Each subclass also derives from the built-in exception that fits, so that
 generic handlers catch it.
-
->>> import stepfold as sf
->>> try:
-...     sf.make_train_step(lambda params, batch, key: 0.0, tx="adam")
-... except ValueError as error:
-...     print(type(error).__name__)
-ConfigError
 """
 
 
@@ -26,10 +19,11 @@ class ConfigError(StepfoldError, ValueError):
     """Raised if arguments are invalid or do not fit together.
 
     >>> import stepfold as sf
-    >>> sf.value_and_grad(lambda params, batch, key: 0.0, accumulate=0)
-    Traceback (most recent call last):
-    ...
-    stepfold.errors.ConfigError: accumulate: expected an integer of at least 1, got 0
+    >>> try:
+    ...     sf.value_and_grad(lambda params, batch, key: params, accumulate=0)
+    ... except ValueError as error:
+    ...     print(error)
+    accumulate: expected an integer of at least 1, got 0
     """
 
 
@@ -85,7 +79,7 @@ class DataError(StepfoldError, ValueError):
     >>> grad(jnp.ones(()), jnp.ones(6), jax.random.key(0), ())
     Traceback (most recent call last):
     ...
-    stepfold.errors.DataError: accumulate=4 does not divide the leading axis of 6 ...
+    stepfold.errors.DataError: accumulate=4: expected a divisor of the batch size 6, ...
     """
 
 
@@ -105,5 +99,14 @@ class RetraceError(StepfoldError, TypeError):
 
     >>> import stepfold as sf
     >>> issubclass(sf.RetraceError, TypeError)
+    True
+    """
+
+
+class PeerTimeoutError(StepfoldError, TimeoutError):
+    """Raised if another process does not answer within `start_distributed(timeout=…)`.
+
+    >>> import stepfold as sf
+    >>> issubclass(sf.PeerTimeoutError, TimeoutError)
     True
     """

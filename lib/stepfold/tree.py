@@ -27,6 +27,13 @@ def named_leaves(tree: Tree, root: str = "") -> list[tuple[str, Any]]:
     return [(_join(root, path_name(path)), leaf) for path, leaf in leaves]
 
 
+def marked_paths(tree: Tree, words: Any) -> list[str]:
+    """List the paths of the leaves whose bits are set in 32-bit words."""
+    packed = np.asarray(words, "<u4").view(np.uint8)
+    bits = np.unpackbits(packed, bitorder="little").tolist()
+    return [path for (path, _), bit in zip(named_leaves(tree), bits, strict=False) if bit]
+
+
 def _join(*names: str) -> str:
     return "/".join(name for name in names if name)
 
@@ -64,10 +71,15 @@ def is_data(leaf: object, *, abstract: bool = False) -> bool:
     With `abstract`, a `jax.ShapeDtypeStruct` counts too.
     """
     if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype.kind not in "OUSMm"
+        return is_numeric(leaf.dtype)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return abstract
     return isinstance(leaf, int | float | complex | jax.Array)
+
+
+def is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype is one of numbers, unlike those of text, objects, times and structures."""
+    return dtype.kind not in "OUSTMm" and dtype.type is not np.void
 
 
 def is_float(leaf: object) -> bool:

@@ -58,6 +58,11 @@ def trainer(kind=Trainer, given=None, **changes):
     return kind(arguments(**changes), **usual | (given or {}))
 
 
+def train_only(kind=Trainer, given=None, **changes):
+    """Make a trainer that compiles no evaluation, for tests that do not look at one."""
+    return trainer(kind, {"dataset_eval": None, **(given or {})}, **changes)
+
+
 def bits(tree):
     """Give every bit of a tree."""
     leaves = []

@@ -13,7 +13,7 @@ from tests.adapter import digits
 
 import stepfold as sf
 from stepfold import adapter as adapter
-from stepfold.adapter import TrainingArguments
+from stepfold.adapter import TrainingArguments, from_arguments, loading, run, steps
 
 FIELDS = [field.name for field in dataclasses.fields(TrainingArguments)]
 PARAMS = {"embed": jnp.ones((4, 4)), "w": jnp.ones((4, 4))}
@@ -36,7 +36,7 @@ def updates(a):
     tx = adapter.make_optimizer(a, adapter.make_schedule(a, 100))
     state = sf.init_state(PARAMS, tx, jax.random.key(0))
     loss_fn = lambda params, batch, key: sum((3 * leaf).sum() for leaf in jax.tree.leaves(params))
-    new, _ = sf.make_train_step(loss_fn, tx)(state, None)
+    new, _ = jax.jit(sf.make_train_step(loss_fn, tx))(state, None)
     forms = [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(state.opt_state)]
     return forms, [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(new.params)]
 
@@ -65,7 +65,7 @@ def files(a):
 def shown(a, held, capsys):
     """Pass events to a trainer's hooks, and return what they print and return."""
     found = []
-    hooks = held._hooks(has_evaluations=True)
+    hooks = run.make_hooks(held, has_evaluations=True)
     for hook in hooks:
         if hasattr(hook, "open"):
             hook.open(0, 100)
@@ -91,13 +91,25 @@ def loss(a):
     return str(jax.make_jaxpr(lambda p, b: made(p, b, None))(*arrays))
 
 
+def gradients(a):
+    tx = optax.sgd(0.1)
+    state = jax.eval_shape(lambda: sf.init_state(PARAMS, tx, jax.random.key(0)))
+    train_step, _ = steps.make_steps(a, lambda p, batch, key: (p["w"] @ p["w"]).sum(), tx)
+    return str(jax.make_jaxpr(train_step)(state, None))
+
+
+def order(a):
+    loader = loading.training_batches(a, np.arange(100), numbers(a), None)
+    return [next(loader).tolist() for _ in range(2)]
+
+
 def example(a):
     change = adapter.transform(a) or (lambda example: example)
     return change({"id": 1, "text": "a", "tokens": [1]})
 
 
 def batch(a, held, capsys):
-    collate = held._collect(digits.TRAIN)
+    collate = loading.collect_of(held, digits.TRAIN)
     return None if collate is None else collate([{"x": [1, 2, 3]}])["x"].tolist()
 
 
@@ -123,7 +135,7 @@ ROWS = {
     "num_train_epochs": (3, numbers),
     "max_steps": (7, numbers),
     "per_epoch_training_steps": (7, numbers),
-    "step_start_point": (7, BY_TRAINER),
+    "step_start_point": (7, order),
     "training_time_limit": ("1h", numbers),
     "total_batch_size": (8, numbers),
     "per_device_train_batch_size": (2, numbers),
@@ -154,13 +166,13 @@ ROWS = {
     "dtype": ("bfloat16", dtypes),
     "param_dtype": ("bfloat16", dtypes),
     "mixed_precision": ("bf16", dtypes),
-    "gradient_checkpointing": ("nothing_saveable", adapter.remat),
+    "gradient_checkpointing": ("nothing_saveable", gradients),
     "use_fast_kernels": (False, loss),
     "max_length": (2, batch),
     "truncation_mode": ("keep_start", batch, {"max_length": 2}),
-    "shuffle_train_dataset": (False, adapter.shuffle_seed),
-    "shuffle_seed_train": (3, adapter.shuffle_seed),
-    "seed": (3, adapter.shuffle_seed),
+    "shuffle_train_dataset": (False, order),
+    "shuffle_seed_train": (3, order),
+    "seed": (3, order),
     "use_grain": (True, BY_TRAINER),
     "grain_shard_index": (1, BY_TRAINER, {"grain_shard_count": 3}),
     "grain_shard_count": (3, BY_TRAINER, {"grain_shard_index": 0}),
@@ -178,7 +190,7 @@ ROWS = {
     "early_stopping_patience": (1, shown, JSON),
     "aux_loss_enabled": (False, loss),
     "loss_config": ({"scale": 2.0}, loss),
-    "model_name": ("tiny", adapter.wandb_options, {"use_wandb": True}),
+    "model_name": ("tiny", from_arguments.wandb_options, {"use_wandb": True}),
     "output_dir": ("runs/a", series),
     "checkpoints_dir": ("kept", series, DIR),
     "save_strategy": ("epoch", series, DIR),
@@ -211,9 +223,9 @@ ROWS = {
     ),
     "weight_distribution_log_steps": (10, shown, PRINTED),
     "use_wandb": (True, lambda a: type(adapter.writers(a)).__name__),
-    "wandb_entity": ("team", adapter.wandb_options, {"use_wandb": True}),
-    "wandb_name": ("run", adapter.wandb_options, {"use_wandb": True}),
-    "trainer_prefix": ("sft", adapter.wandb_options, {"use_wandb": True}),
+    "wandb_entity": ("team", from_arguments.wandb_options, {"use_wandb": True}),
+    "wandb_name": ("run", from_arguments.wandb_options, {"use_wandb": True}),
+    "trainer_prefix": ("sft", from_arguments.wandb_options, {"use_wandb": True}),
 }
 
 
@@ -261,7 +273,7 @@ def check_that_the_trainer_reads(name):
     read = {
         node.attr
         for path in folder.rglob("*.py")
-        if path.name != "arguments.py"
+        if path.name not in ("arguments.py", "validation.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
     }

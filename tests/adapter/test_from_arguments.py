@@ -11,10 +11,9 @@ import optax
 import pytest
 
 import stepfold as sf
-from stepfold.adapter.arguments import MIXED, TrainingArguments
+from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.from_arguments import (
     best_metric,
-    best_mode,
     cast_params,
     checkpoints,
     make_loss,
@@ -23,15 +22,15 @@ from stepfold.adapter.from_arguments import (
     make_schedule,
     plan,
     precision,
-    remat,
     sharding_rules,
-    shuffle_seed,
     start_processes,
     transform,
     wandb_options,
     writers,
     writes_everywhere,
 )
+from stepfold.adapter.steps import make_steps
+from stepfold.adapter.validation import MIXED
 
 # Processes, mesh and sharding
 
@@ -43,9 +42,15 @@ def test_the_mesh_has_the_axes_of_the_arguments():
     assert dict(make_mesh(arguments, jax.devices()[:2]).shape) == {"data": 2}
 
 
-def test_a_mesh_that_does_not_fit_the_devices_is_refused():
-    with pytest.raises(sf.ShardingError, match=r"does not fit the 8 devices there are; nearest"):
-        make_mesh(TrainingArguments(sharding_array=(3, 1, 1, 1)))
+def test_a_mesh_that_does_not_fit_the_devices_or_the_names_is_refused():
+    for fields, message in (
+        ({"sharding_array": (3, 1, 1, 1)}, "does not fit the 8 devices there are; nearest"),
+        ({"sharding_array": (1, -1)}, r"dims: expected one size for each of \('dp', "),
+        ({"sharding_dcn_axis_dims": (1, -1)}, r"dcn_dims: expected one size for each of \('dp', "),
+        ({"sharding_axis_names": ("a", "a", "b", "c")}, "expected names that differ"),
+    ):
+        with pytest.raises(sf.ShardingError, match=message):
+            make_mesh(TrainingArguments(**fields))
 
 
 @pytest.mark.parametrize(("auto", "replicated"), [(True, False), (False, True)])
@@ -102,7 +107,7 @@ def test_a_step_computes_in_the_dtype_of_the_arguments(fields, compute):
 
     state = sf.init_state(jnp.ones(2), tx, jax.random.key(0))
     step = sf.make_train_step(loss_fn, tx, precision=precision(arguments))
-    state, _ = step(state, jnp.ones(2))
+    state, _ = jax.jit(step)(state, jnp.ones(2))
     assert {*seen} == {compute}
     assert state.params.dtype == jnp.float32
 
@@ -117,7 +122,7 @@ def test_floating_point_parameters_are_cast():
 def test_float64_is_refused_unless_jax_has_it_enabled():
     for name, make in (("dtype", precision), ("param_dtype", lambda a: cast_params(a, {}))):
         with pytest.raises(
-            sf.ConfigError, match=f"{name}: .* jax has float64 disabled, got float64; set JAX_ENA"
+            sf.ConfigError, match=f"{name}: .* jax has float64 disabled, got 'float64'; set JAX_"
         ):
             make(TrainingArguments(**{name: "float64"}))
     with jax.enable_x64(True):
@@ -128,10 +133,8 @@ def test_every_remat_policy_is_one_of_make_train_step():
     policies = get_args(get_type_hints(TrainingArguments)["gradient_checkpointing"])
     assert {"none", "nothing_saveable", "checkpoint_dots_with_no_batch_dims"} <= {*policies}
     for policy in policies:
-        chosen = remat(TrainingArguments(gradient_checkpointing=policy))
-        assert chosen == (None if policy == "none" else policy)
-        sf.make_train_step(lambda p, b, key: p.sum(), optax.sgd(0.1), remat=chosen)
-    assert remat(TrainingArguments()) is None
+        arguments = TrainingArguments(gradient_checkpointing=policy)
+        make_steps(arguments, lambda p, b, key: p.sum(), optax.sgd(0.1))
 
 
 # The loss
@@ -153,7 +156,7 @@ def test_loss_config_is_passed_by_keyword():
         sf.ConfigError, match="loss_config: expected keywords of two_terms, got smooth; add them"
     ):
         loss_of(loss_config={"smooth": 3.0})
-    with pytest.raises(sf.ConfigError, match="loss_fn: expected a loss function, got int 3"):
+    with pytest.raises(sf.ConfigError, match="loss_fn: expected a function, got int 3"):
         loss_of(3)
     any_keyword = lambda params, batch, key, **config: config["smooth"]
     assert loss_of(any_keyword, loss_config={"smooth": 3.0})(1, 2, 3) == 3.0
@@ -164,7 +167,7 @@ def test_auxiliary_terms_are_dropped():
     state = sf.init_state(jnp.ones(2), tx, jax.random.key(0))
     for enabled, total in ((True, 22.0), (False, 2.0)):
         step = sf.make_train_step(loss_of(aux_loss_enabled=enabled), tx)
-        assert float(step(state, None)[1]["loss"].compute()) == total
+        assert float(jax.jit(step)(state, None)[1]["loss"].compute()) == total
     loss = loss_of(lambda *_: {"ce": 1.0, "aux": 2.0}, aux_loss_enabled=False)
     assert loss(1, 2, 3) == {"ce": 1.0}
 
@@ -173,7 +176,7 @@ def test_auxiliary_terms_are_dropped():
     ("result", "message"),
     [
         (1.0, "expected a loss function that returns a dict of terms, .* got float 1.0"),
-        ({"aux": 1.0}, "expected a loss function with a term whose name is not aux…, got aux;"),
+        ({"aux": 1.0}, "expected .* a dict of terms, .* to drop those named aux…, got aux; return"),
     ],
 )
 def test_without_auxiliary_terms_others_have_to_be_left(result, message):
@@ -236,19 +239,18 @@ def test_columns_are_dropped_before_a_batch_is_made():
     assert transform(TrainingArguments()) is None
 
 
+def test_nested_lists_of_unequal_lengths_are_no_unused_columns():
+    drop_columns = transform(TrainingArguments(remove_unused_columns=True))
+    example = {"spans": [[1, 2], [3]], "words": [["a", "b"], ["c"]], "empty": []}
+    assert drop_columns(example) == {"spans": [[1, 2], [3]], "empty": []}
+
+
 def test_an_example_without_columns_is_refused():
     drop_columns = transform(TrainingArguments(remove_unused_columns=True))
     with pytest.raises(
         sf.DataError, match="expected examples that are dicts of columns, got int 3; leave out"
     ):
         drop_columns(3)
-
-
-def test_the_data_order_has_a_seed_unless_it_is_that_of_the_dataset():
-    assert shuffle_seed(TrainingArguments()) == 42
-    assert shuffle_seed(TrainingArguments(seed=1)) == 1
-    assert shuffle_seed(TrainingArguments(seed=1, shuffle_seed_train=0)) == 0
-    assert shuffle_seed(TrainingArguments(shuffle_train_dataset=False)) is None
 
 
 # Checkpoints
@@ -302,13 +304,13 @@ def test_without_saves_there_are_no_checkpoints():
 )
 def test_the_best_metric_has_a_prefix(metric, name):
     arguments = TrainingArguments(metric_for_best_model=metric)
-    assert best_metric(arguments) == name
+    assert best_metric(arguments) == (name, None)
 
 
 @pytest.mark.parametrize(("greater", "mode"), [(True, "max"), (False, "min"), (None, None)])
 def test_the_best_mode(greater, mode):
     fields = {"metric_for_best_model": "cer", "greater_is_better": greater}
-    assert best_mode(TrainingArguments(**fields)) == mode
+    assert best_metric(TrainingArguments(**fields)) == ("eval/cer", mode)
     series = checkpoints_of(**fields, output_dir="a")
     assert (series.best, series.mode) == ("eval/cer", mode)
 

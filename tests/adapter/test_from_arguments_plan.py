@@ -103,6 +103,7 @@ def test_fractions_are_of_all_steps():
     sizes = plan_for(max_steps=200, save_steps=0.25, log_steps=0.1, output_dir="a")
     assert (sizes.save_steps, sizes.log_steps) == (50, 20)
     assert plan_for(max_steps=5, log_steps=0.1).log_steps == 1
+    assert plan_for(max_steps=100, log_steps=0.29).log_steps == 29  # 0.29 * 100 is below 29
 
 
 def test_batches_of_an_evaluation():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import stepfold as sf
-from stepfold.adapter import TrainingArguments
+from stepfold.adapter import TrainingArguments, plan
 from stepfold.adapter.loading import (
     EvaluationLoader,
     TrainingLoader,
@@ -27,15 +27,13 @@ PLAIN = {"x": np.arange(10)}
 
 
 def training(dataset=PLAIN, **options):
-    arguments = TrainingArguments(**options)
-    return training_batches(
-        arguments, dataset, 2, collect=None, prepare=with_mask, epoch_steps=None
-    )
+    arguments = TrainingArguments(total_batch_size=2, **options)
+    return training_batches(arguments, dataset, plan(arguments), None)
 
 
 def evaluation(dataset=PLAIN, steps=None, **options):
-    arguments = TrainingArguments(**options)
-    return evaluation_batches(arguments, dataset, 4, collect=None, prepare=with_mask, steps=steps)
+    arguments = TrainingArguments(eval_batch_size=4, **options)
+    return evaluation_batches(arguments, dataset, plan(arguments), None, steps=steps)
 
 
 def test_a_training_loader_prepares_batches_and_resumes_as_they_do():
@@ -47,11 +45,39 @@ def test_a_training_loader_prepares_batches_and_resumes_as_they_do():
     resumed.set_state(saved)
     assert next(resumed)["x"].tolist() == rest
     assert len(first) == 3
-    assert loader.steps_per_epoch == 5
     assert next(loader)["mask"].all()
     assert next(iter(copy.copy(loader)))["mask"].all()
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = loader.nothing
+
+
+def test_a_peeked_batch_stays_and_so_does_the_position():
+    plain, peeked = training(), training()
+    assert peeked.peek() is peeked.peek()
+    assert peeked.steps_per_epoch == 5
+    for _ in range(3):
+        assert peeked.get_state() == plain.get_state()
+        assert next(peeked)["x"].tolist() == next(plain)["x"].tolist()
+    moved = training()
+    moved.peek()
+    assert hasattr(moved, "set_state")
+    moved.set_state(plain.get_state())
+    assert next(moved)["x"].tolist() == next(plain)["x"].tolist()
+
+
+def test_batches_without_a_position_can_be_peeked_at():
+    batches = TrainingLoader(iter([1, 2]))
+    assert not hasattr(batches, "get_state")
+    assert (batches.peek(), list(batches)) == (1, [1, 2])
+    with pytest.raises(sf.ConfigError, match="dataloader_train: expected a batch to compile for"):
+        batches.peek()
+
+
+def test_batches_that_skip_some_are_prepared_too():
+    loader = TrainingLoader(sf.batches(np.arange(10), 2), lambda batch: batch + 100)
+    skipping = loader.without([(1, 3)])
+    assert [next(skipping).tolist() for _ in range(2)] == [[100, 101], [106, 107]]
+    assert (skipping.skipped, skipping.batch_index(1)) == ([(1, 3)], 3)
 
 
 def test_prefetched_batches_are_the_same_and_know_their_epochs():
@@ -86,6 +112,18 @@ def test_grain_reads_the_same_examples_and_resumes_in_mid_epoch():
         next(seen)
     resumed.set_state(seen.get_state())
     assert next(resumed)["x"].tolist() == third[1]
+
+
+@pytest.mark.parametrize("kind", [dict, tuple])
+def test_grain_reads_rows_of_arrays(kind):
+    columns = {"x": np.arange(10), "y": np.arange(10) * 2}
+    dataset = columns if kind is dict else tuple(columns.values())
+    loader = training(dataset, use_grain=True)
+    batches = [next(loader) for _ in range(5)]
+    keys = columns if kind is dict else (0, 1)
+    x, y = (np.concatenate([batch[key] for batch in batches]) for key in keys)
+    assert sorted(x) == list(range(10))
+    assert (y == x * 2).all()
 
 
 def test_an_evaluation_reads_all_data_each_time():

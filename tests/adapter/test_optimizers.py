@@ -25,6 +25,7 @@ from stepfold.adapter.optimizers import (
     schedule_paths,
     with_schedule_at,
 )
+from stepfold.core.optimizer import as_optimizer
 
 SCHEDULE = optax.linear_schedule(1.0, 0.0, 10)
 
@@ -258,16 +259,26 @@ def test_schedules_are_found_and_moved(tx):
     assert float(learning_rate_of(SCHEDULE)(moved)) == 0.5
 
 
-@pytest.mark.parametrize("name", ["sgd", "lion", "sm3", "schedule_free_sgd"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sgd", "lion", "sm3", "schedule_free_sgd"),
+        *("dadapt_adamw", "madgrad", "momo", "momo_adam", "prodigy"),
+    ],
+)
 def test_a_moved_optimizer_updates_at_the_rate_of_its_step(name):
-    """Also where optax's `inject_hyperparams` counts the steps of the schedule."""
-    zero_at_6 = lambda step: jnp.where(step == 6, 0.0, 1.0)
-    tx = build_optimizer(name, zero_at_6, {})
+    """Also where an optimizer of optax counts the steps of its schedule itself."""
+    low_at_6 = lambda step: jnp.where(step == 6, 1e-3, 1.0)
+    tx = as_optimizer(build_optimizer(name, low_at_6, {}))
     params = jnp.ones(2)
     start = tx.init(params)
-    for step, moves in ((6, False), (5, True)):
-        updates, _ = tx.update(params, with_schedule_at(start, step), params)
-        assert bool((updates != 0).any()) is moves
+    assert schedule_paths(start)
+    sizes = {}
+    for step in (5, 6):
+        moved = with_schedule_at(start, step)
+        updates, _ = tx.update(params, moved, params, value=jnp.array(1.0))
+        sizes[step] = float(abs(updates).max())
+    assert 0 < sizes[6] < 0.1 * sizes[5]
 
 
 def test_without_a_schedule_the_step_of_the_state_counts():

@@ -261,7 +261,10 @@ def test_a_placeholder_says_so_when_it_is_used():
     assert copy.deepcopy(placeholder) == pickle.loads(pickle.dumps(placeholder)) == placeholder
 
 
-@pytest.mark.parametrize("text", ["", "[", "5", '{"stepfold": "array"}', '{"stepfold": "what"}', 5])
+OTHER = ["", "[", "5", '{"stepfold": "array"}', '{"stepfold": "what"}', 5, "[" * 100_000]
+
+
+@pytest.mark.parametrize("text", OTHER, ids=range(len(OTHER)))
 def test_other_text_is_refused(text):
     with pytest.raises(sf.ConfigError, match="from_json: expected the text of to_json, got"):
         TrainerOutput.from_json(text)

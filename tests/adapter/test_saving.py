@@ -26,7 +26,7 @@ def test_a_state_is_saved_with_its_arguments_position_and_metrics(tmp_path, key)
     state = state._replace(step=state.step + 7)
     arguments = TrainingArguments(learning_rate=1e-3, max_steps=9)
     path = saving.save_state(
-        tmp_path / "a", state, arguments=arguments, data={"step": 7}, metrics={"eval/loss": 0.5}
+        tmp_path / "a", state, arguments, data={"step": 7}, metrics={"eval/loss": 0.5}
     )
     assert path == tmp_path / "a" / "7"
     restored = sf.restore(path.parent, jax.eval_shape(lambda: state))
@@ -36,27 +36,10 @@ def test_a_state_is_saved_with_its_arguments_position_and_metrics(tmp_path, key)
 
 def test_arguments_without_json_leave_the_reason(tmp_path):
     arguments = TrainingArguments(custom_scheduler=lambda step: 0.1, learning_rate=5e-5)
-    path = saving.save_state(tmp_path, {"w": jnp.ones(1)}, arguments=arguments)
+    path = saving.save_state(tmp_path, {"w": jnp.ones(1)}, arguments)
     reason = json.loads((tmp_path / "arguments.json").read_text())["arguments"]
     assert reason.startswith("custom_scheduler: expected a value that JSON gives back")
     assert sf.restore(tmp_path, {"w": jnp.zeros(1)}).step == int(path.name) == 0
-
-
-def test_a_checkpoint_is_found_by_its_run_its_folder_or_itself(tmp_path):
-    sf.save(tmp_path / "checkpoints", {"w": jnp.ones(1)}, step=7)
-    folder = tmp_path / "checkpoints"
-    assert saving.find_checkpoint(tmp_path) == (folder, None)
-    assert saving.find_checkpoint(str(folder)) == (folder, None)
-    assert saving.find_checkpoint(folder / "7") == (folder, 7)
-    for wrong in (folder / "8", tmp_path / "nowhere"):
-        with pytest.raises(sf.CheckpointError, match="expected a checkpoint, a folder of them"):
-            saving.find_checkpoint(wrong)
-
-
-@pytest.mark.parametrize("path", [5, None, " "])
-def test_what_is_not_a_path_is_refused(path):
-    with pytest.raises(sf.ConfigError, match=f"checkpoint: expected a path, got {path!r}; give"):
-        saving.find_checkpoint(path)
 
 
 def test_a_card_goes_to_a_file_or_into_a_folder(tmp_path):
@@ -77,8 +60,7 @@ def test_a_card_cannot_go_below_a_file(tmp_path):
 )
 def test_a_card_lists_arguments_parameters_devices_and_curves(reason):
     text = saving.make_card(
-        "digits",
-        arguments={"learning_rate": 0.1, "left_out": None, "pattern": "a|b"},
+        TrainingArguments(model_name="digits", learning_rate=0.1, frozen_parameters="a|b"),
         params={"w": jnp.ones((3, 2))},
         mesh=sf.make_mesh(),
         history={"eval/loss": [2.0, 1.0]},
@@ -90,17 +72,18 @@ def test_a_card_lists_arguments_parameters_devices_and_curves(reason):
         assert part in text
     assert "| eval/loss | 2 | 2 | 1 | 1 | 2 | █▁ |" in text
     assert "| checkpoint | `'runs/2'` |" in text
-    assert "left_out" not in text
+    assert "warmup_steps" in text
+    assert "clip_grad" not in text  # which is None
     assert f"| stepfold | `'{sf.__version__}'` |" in text
     heads = [line[3:] for line in text.splitlines() if line.startswith("## ")]
     assert heads == ["Notes", "Results", "Arguments", "Parameters", "Devices", "Versions"]
 
 
 def test_a_card_leaves_empty_sections_out():
-    text = saving.make_card("a", arguments={}, params={"w": jnp.ones(1)}, history={"x": [jnp.nan]})
+    params, history = {"w": jnp.ones(1)}, {"x": [jnp.nan]}
+    text = saving.make_card(TrainingArguments(), params=params, history=history)
     assert "## Notes" not in text
     assert "## Results" not in text
-    assert "## Arguments" not in text
     assert "The run ended" not in text
 
 

@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import stepfold as sf
 from stepfold.adapter.setup import (
     check_model,
     copy_to,
+    find_checkpoint,
     first_state,
     is_state,
     load_weights,
@@ -23,7 +25,7 @@ CAST = lambda params: params
 
 
 def begin(model=None, given=None, tx=TX, **options):
-    usual = {"seed": 0, "plan": lambda shape: None, "cast": CAST}
+    usual = {"seed": 0, "shardings_of": lambda shape: None, "cast": CAST}
     return first_state(model, given, tx, **usual | options)
 
 
@@ -80,7 +82,7 @@ def test_a_state_is_made_with_its_shardings():
     mesh = sf.make_mesh()
     plan = lambda shape: sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
     for options in ({"model": digits.init}, {"given": trained()}):
-        kernel = begin(**options, plan=plan).params["kernel"]
+        kernel = begin(**options, shardings_of=plan).params["kernel"]
         assert len({str(shard.index) for shard in kernel.addressable_shards}) == 8
 
 
@@ -107,12 +109,43 @@ def test_weights_are_loaded_from_safetensors_and_checkpoints(tmp_path):
     sf.export_params(tmp_path / "w.safetensors", state.params)
     sf.save(tmp_path / "run" / "checkpoints", state)
     for path in (tmp_path / "w.safetensors", tmp_path / "run", tmp_path / "run/checkpoints/7"):
-        weights = load_weights(path, fresh)
-        assert digits.bits(weights.state.params) == digits.bits(state.params)
-        assert digits.bits(weights.state.opt_state) == digits.bits(fresh.opt_state)
-        assert weights.loaded == ["params/bias", "params/kernel"]
+        new, loaded, not_loaded = load_weights(path, fresh)
+        assert digits.bits(new.params) == digits.bits(state.params)
+        assert digits.bits(new.opt_state) == digits.bits(fresh.opt_state)
+        assert (loaded, not_loaded) == (["params/bias", "params/kernel"], {})
     with pytest.raises(sf.TreeMismatchError, match="none that fits"):
         load_weights(tmp_path / "run", begin(lambda key: {"other": jnp.ones(3)}))
+
+
+def test_weights_are_loaded_into_a_state_of_flax(tmp_path):
+    params = digits.init(jax.random.key(0))
+    flax_state = TrainState.create(
+        apply_fn=None, params=jax.tree.map(jnp.zeros_like, params), tx=optax.sgd(np.float32(0.1))
+    )
+    sf.export_params(tmp_path / "w.safetensors", params)
+    sf.save(tmp_path / "run", sf.init_state(params, TX, jax.random.key(0)))
+    for path in (tmp_path / "w.safetensors", tmp_path / "run"):
+        new, *_ = load_weights(path, flax_state)
+        assert digits.bits(new.params) == digits.bits(params)
+        assert type(new) is TrainState
+
+
+def test_a_checkpoint_is_found_by_its_run_its_folder_or_itself(tmp_path):
+    sf.save(tmp_path / "checkpoints", {"w": jnp.ones(1)}, step=7)
+    folder = tmp_path / "checkpoints"
+    assert find_checkpoint(tmp_path) == (folder, None)
+    assert find_checkpoint(str(folder)) == (folder, None)
+    assert find_checkpoint(folder / "7") == (folder, 7)
+    (folder / "²").mkdir()  # a digit, but no number
+    for wrong in (folder / "8", folder / "²", tmp_path / "nowhere"):
+        with pytest.raises(sf.CheckpointError, match="expected a checkpoint, a folder of them"):
+            find_checkpoint(wrong)
+
+
+@pytest.mark.parametrize("path", [5, None, " "])
+def test_what_is_not_a_path_is_refused(path):
+    with pytest.raises(sf.ConfigError, match=f"checkpoint: expected a path, got {path!r}; give"):
+        find_checkpoint(path)
 
 
 def test_parts_of_a_state_by_path():

@@ -10,8 +10,6 @@ import pytest
 import stepfold as sf
 from stepfold.adapter import TrainingArguments
 from stepfold.adapter.steps import (
-    CompiledEvalStep,
-    PeekedBatches,
     StepWithHooks,
     as_eval_step,
     as_metrics,
@@ -167,38 +165,6 @@ def test_another_return_value_is_refused():
 def test_it_is_lowered_as_a_jitted_step_is():
     step, state = hooked()
     assert "HloModule" in step.lower(state, ROW).compile().as_text()
-
-
-# Compilation ahead of time
-
-
-def test_a_batch_of_another_shape_goes_through_the_jitted_step():
-    two = jnp.float32(2.0)
-    step = CompiledEvalStep(lambda state, batch: {"loss": sf.mean(state * batch)}, two, jnp.ones(4))
-    assert "HloModule" in step.compiled.as_text()
-    assert float(step(two, jnp.ones(4))["loss"].compute()) == 2.0
-    assert float(step(two, jnp.ones(3))["loss"].count) == 3.0
-    assert sf.evaluate(step, two, [jnp.ones(4), 3 * jnp.ones(1)]) == {"loss": 2.8}
-
-
-def test_the_first_batch_is_read_and_stays():
-    batches = PeekedBatches(iter([1, 2]), "dataloader_train")
-    assert not hasattr(batches, "get_state")
-    assert (batches.first, list(batches)) == (1, [1, 2])
-    with pytest.raises(sf.ConfigError, match="dataloader_train: expected a batch to compile for"):
-        PeekedBatches(iter([]), "dataloader_train")
-
-
-def test_peeked_batches_are_at_the_same_position():
-    plain = sf.batches(np.arange(12), 2, seed=0)
-    peeked = PeekedBatches(sf.batches(np.arange(12), 2, seed=0), "dataloader_train")
-    assert peeked.steps_per_epoch == 6
-    for _ in range(3):
-        assert peeked.get_state() == plain.get_state()
-        assert next(peeked).tolist() == next(plain).tolist()
-    peeked = PeekedBatches(sf.batches(np.arange(12), 2, seed=0), "dataloader_train")
-    peeked.set_state(plain.get_state())
-    assert next(peeked).tolist() == next(plain).tolist()
 
 
 def test_metrics_that_differ_between_steps_are_refused():

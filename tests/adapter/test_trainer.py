@@ -19,6 +19,7 @@ from stepfold.adapter import (
     TrainerConfigureModelOutput,
 )
 from stepfold.adapter.hooks import NullProgressBar, ProgressBar
+from stepfold.adapter.loading import collect_of
 
 from . import digits
 
@@ -30,17 +31,17 @@ def as_a_user_would():
 
 
 def test_a_second_train_continues_where_the_first_ended():
-    made = digits.trainer(max_steps=10)
+    made = digits.train_only(max_steps=10)
     made.train()
     assert made.train().stopped == "step 10 of 10 was done before"
     state = made.state
-    again = digits.trainer(max_steps=20)
+    again = digits.train_only(max_steps=20)
     again.train(state=state)
-    assert digits.bits(again.state) == digits.bits(digits.trainer(max_steps=20).train().state)
+    assert digits.bits(again.state) == digits.bits(digits.train_only(max_steps=20).train().state)
 
 
 def test_without_do_train_nothing_is_trained():
-    made = digits.trainer(do_train=False)
+    made = digits.train_only(do_train=False)
     assert made.train().stopped == "do_train is False"
     assert int(made.state.step) == 0
 
@@ -52,6 +53,9 @@ def test_missing_parts_are_named():
         digits.trainer(given={"dataset_eval": None}).evaluate()
     with pytest.raises(sf.ConfigError, match="best_state: expected metric_for_best_model and an"):
         _ = digits.trainer().best_state
+    on_train = {"early_stopping_patience": 1, "metric_for_best_model": "train.loss"}
+    with pytest.raises(sf.ConfigError, match="early_stopping_patience with a metric of an evaluat"):
+        _ = digits.trainer(**on_train).best_state
 
     class OneStep(Trainer):
         def configure_functions(self):
@@ -62,9 +66,9 @@ def test_missing_parts_are_named():
 
 
 def test_a_new_start_in_a_directory_with_checkpoints_is_refused(tmp_path):
-    digits.trainer(output_dir=tmp_path).train()
+    digits.train_only(output_dir=tmp_path).train()
     with pytest.raises(sf.ConfigError, match="resume=False: expected a directory without checkpo"):
-        digits.trainer(output_dir=tmp_path, resume_if_possible=False).train()
+        digits.train_only(output_dir=tmp_path, resume_if_possible=False).train()
 
 
 def test_the_best_checkpoint_is_kept_though_others_are_deleted(tmp_path):
@@ -82,7 +86,7 @@ def test_the_best_checkpoint_is_kept_though_others_are_deleted(tmp_path):
 
 
 def test_weight_distributions_are_written_at_their_interval(tmp_path):
-    made = digits.trainer(
+    made = digits.train_only(
         output_dir=tmp_path, report_to=("jsonl",), weight_distribution_log_steps=10
     )
     made.train()
@@ -91,7 +95,7 @@ def test_weight_distributions_are_written_at_their_interval(tmp_path):
 
 
 def test_performance_mode_shows_and_writes_nothing(tmp_path, capfd):
-    made = digits.trainer(output_dir=tmp_path, performance_mode=True)
+    made = digits.train_only(output_dir=tmp_path, performance_mode=True)
     made.train()
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "logs").exists()
@@ -111,7 +115,7 @@ def test_there_is_a_state_after_an_exception_without_checkpoints():
 
 
 def test_the_history_survives_a_second_call():
-    made = digits.trainer(max_steps=10)
+    made = digits.train_only(max_steps=10)
     made.train()
     before = {name: list(curve) for name, curve in made.history.items()}
     made.train()
@@ -135,12 +139,12 @@ def test_a_best_metric_that_is_not_measured_is_refused(tmp_path):
 
 def test_a_seed_that_jax_does_not_take_is_refused():
     with pytest.raises(sf.ConfigError, match="seed: expected an integer"):
-        digits.trainer(seed=2**70)
+        digits.train_only(seed=2**70)
 
 
 def test_there_is_a_state_after_an_exit_before_the_restore(tmp_path):
     """As after a second Ctrl-C, before anything was restored in the place of what was let go."""
-    digits.trainer(output_dir=tmp_path, max_steps=5).train()
+    digits.train_only(output_dir=tmp_path, max_steps=5).train()
 
     class Impatient:
         def open(self, step, total):
@@ -149,7 +153,7 @@ def test_there_is_a_state_after_an_exit_before_the_restore(tmp_path):
         def __call__(self, event):
             """Hear nothing."""
 
-    made = digits.trainer(output_dir=tmp_path, max_steps=10, given={"hooks": [Impatient()]})
+    made = digits.train_only(output_dir=tmp_path, max_steps=10, given={"hooks": [Impatient()]})
     with pytest.raises(KeyboardInterrupt):
         made.train()
     assert int(made.state.step) == 5
@@ -165,7 +169,7 @@ def test_the_optimizer_of_a_subclass_is_used():
         def configure_model(self):
             return TrainerConfigureModelOutput(self.model, optax.sgd(0.0), None, {"layers": 1})
 
-    made = digits.trainer(Still)
+    made = digits.train_only(Still)
     before = digits.bits(made.state.params)
     assert digits.bits(made.train().state.params) == before
     assert made.config == {"layers": 1}
@@ -179,7 +183,7 @@ def test_the_state_of_a_subclass_is_copied():
         def configure_model(self):
             return TrainerConfigureModelOutput(self.model, optax.sgd(0.1), state=mine)
 
-    made = digits.trainer(Given)
+    made = digits.train_only(Given)
     assert digits.bits(made.state) == digits.bits(mine)
     made.train()
     assert not mine.params["kernel"].is_deleted()
@@ -190,9 +194,9 @@ def test_without_an_optimizer_of_a_subclass_that_of_the_arguments_is_used():
         def configure_model(self):
             return TrainerConfigureModelOutput(self.model)
 
-    made = digits.trainer(Stateless, scheduler="linear")
+    made = digits.train_only(Stateless, scheduler="linear")
     assert digits.bits(made.train().state) == digits.bits(
-        digits.trainer(scheduler="linear").train().state
+        digits.train_only(scheduler="linear").train().state
     )
 
 
@@ -203,7 +207,7 @@ def test_the_output_of_super_can_be_changed():
             params = jax.tree.map(lambda leaf: 2 * leaf, made.state.params)
             return made.replace(state=made.state._replace(params=params))
 
-    plain, doubled = digits.trainer(), digits.trainer(Doubled)
+    plain, doubled = digits.train_only(), digits.train_only(Doubled)
     np.testing.assert_allclose(
         doubled.state.params["kernel"], 2 * plain.state.params["kernel"], rtol=1e-6
     )
@@ -227,27 +231,27 @@ def test_the_batches_of_a_subclass_are_used():
 
 def test_without_finetune_parameters_are_drawn():
     given = {"model_state": digits.init(jax.random.key(9))}
-    tuned, anew = (digits.trainer(given={**given, "finetune": yes}) for yes in (True, False))
+    tuned, anew = (digits.train_only(given={**given, "finetune": yes}) for yes in (True, False))
     assert digits.bits(tuned.state.params) == digits.bits(given["model_state"])
-    assert digits.bits(anew.state) == digits.bits(digits.trainer().state)
+    assert digits.bits(anew.state) == digits.bits(digits.train_only().state)
 
 
 def test_the_state_is_sharded_by_rules():
-    made = digits.trainer(
+    made = digits.train_only(
         sharding_array=(1, -1, 2, 1),
         total_batch_size=16,
         given={"rules": [("kernel", PartitionSpec("fsdp", "tp"))]},
     )
     assert made.state.params["kernel"].sharding == made.state_shardings.params["kernel"]
     assert made.state_partition_spec.params["kernel"] == PartitionSpec("fsdp", "tp")
-    whole = digits.trainer(
+    whole = digits.train_only(
         sharding_array=(1, -1, 1, 1), auto_shard_states=False, total_batch_size=16
     )
     assert whole.state.params["kernel"].sharding.is_fully_replicated
 
 
 def test_a_state_starts_at_step_start_point():
-    made = digits.trainer(step_start_point=5, scheduler="linear")
+    made = digits.train_only(step_start_point=5, scheduler="linear")
     assert int(made.state.step) == 5
     made.train()
     assert int(made.state.step) == 20
@@ -292,7 +296,7 @@ def rows():
 
 def test_a_stream_is_iterated_once_for_each_epoch():
     """Nobody knows how many steps that is, so that without them it would never end."""
-    made = digits.trainer(given={"dataset_train": rows}, num_train_epochs=2)
+    made = digits.train_only(given={"dataset_train": rows}, num_train_epochs=2)
     assert made.train().stopped == "the batches ended at step 6"
 
 
@@ -307,8 +311,8 @@ def test_stop_training_of_a_method_ends_the_run():
             if step >= 10:
                 raise StopTraining("enough")
 
-    made = digits.trainer(Enough, max_steps=50)
-    assert made.train().stopped.startswith("enough at step")
+    made = digits.train_only(Enough, max_steps=50)
+    assert made.train().stopped.startswith("enough; stopped at step")
     assert int(made.state.step) < 50
 
 
@@ -317,7 +321,7 @@ def test_metrics_of_apply_training_hooks_are_logged(tmp_path):
         def apply_training_hooks(self, metrics):
             return {**metrics, "train/added": 1.0}
 
-    digits.trainer(Changed, output_dir=tmp_path, report_to=("jsonl",)).train()
+    digits.train_only(Changed, output_dir=tmp_path, report_to=("jsonl",)).train()
     assert '"train/added": 1.0' in (tmp_path / "logs" / "metrics.jsonl").read_text()
 
 
@@ -335,7 +339,7 @@ def test_the_state_of_the_trainer_is_that_of_the_run():
 
 
 def test_epochs_are_counted():
-    made = digits.trainer(num_train_epochs=2)
+    made = digits.train_only(num_train_epochs=2)
     made.train()
     assert made.epochs_done == 2
 
@@ -370,7 +374,7 @@ def test_an_exception_of_a_method_reaches_the_caller():
         def log_metrics(self, metrics, pbar, step, mode="train"):
             raise sf.DataError("cut here")
 
-    made = digits.trainer(Fails)
+    made = digits.train_only(Fails)
     with pytest.raises(sf.DataError, match="cut here"):
         made.train()
     assert made.stopped == "DataError: cut here"
@@ -393,13 +397,19 @@ def test_by_default_the_hooks_do_nothing(made):
 def test_the_kind_of_bar(made):
     assert isinstance(made.create_progress_bar(10), ProgressBar)
     for silent in ({"performance_mode": True}, {"progress_bar_type": "none"}):
-        assert isinstance(digits.trainer(**silent).create_progress_bar(10), NullProgressBar)
+        assert isinstance(digits.train_only(**silent).create_progress_bar(10), NullProgressBar)
     assert isinstance(made.create_progress_bar(10, disabled=True), NullProgressBar)
 
 
-def test_the_time_limit_ends_a_run(made):
+def test_a_nan_or_inf_and_the_time_limit_end_a_run(made):
     with made.timer("train"):
         assert made.apply_training_hooks({"train/loss": 1.0}) == {"train/loss": 1.0}
+    assert made.apply_training_hooks({"eval/loss": np.nan}) == {
+        "eval/loss": pytest.approx(np.nan, nan_ok=True)
+    }
+    for value in (np.nan, np.inf):
+        with pytest.raises(StopTraining, match=f"train/loss is {value}"):
+            made.apply_training_hooks({"train/loss": value})
     late = digits.trainer(training_time_limit=1e-6)
     with pytest.raises(StopTraining, match="the time limit"), late.timer("train"):
         late.apply_training_hooks({"train/loss": 1.0})
@@ -408,7 +418,7 @@ def test_the_time_limit_ends_a_run(made):
 def test_gradient_norms_are_written_with_log_grad_norms(tmp_path):
     for wanted in (True, False):
         place = tmp_path / str(wanted)
-        digits.trainer(output_dir=place, log_grad_norms=wanted, report_to=("jsonl",)).train()
+        digits.train_only(output_dir=place, log_grad_norms=wanted, report_to=("jsonl",)).train()
         assert ("grad_norm" in (place / "logs" / "metrics.jsonl").read_text()) == wanted
 
 
@@ -425,7 +435,7 @@ def test_log_weight_distribution_may_be_overridden(tmp_path):
         def log_weight_distribution(self, state, step):
             steps.append(step)
 
-    digits.trainer(Own, weight_distribution_log_steps=10).train()
+    digits.train_only(Own, weight_distribution_log_steps=10).train()
     assert steps == [10, 20]
 
 
@@ -473,7 +483,7 @@ def test_train_metrics_are_shown_and_written_at_their_intervals_and_at_the_end()
 
 
 def test_the_flags_of_log_metrics():
-    trainer, bar = digits.trainer(log_steps=5, report_steps=10), Bar()
+    trainer, bar = digits.train_only(log_steps=5, report_steps=10), Bar()
     trainer.writer = Lines()
     trainer.log_metrics({"loss": 1.0}, bar, 10, update_progress=False)
     assert (bar.shown, len(trainer.writer.lines)) == ([], 1)
@@ -489,15 +499,42 @@ def test_the_flags_of_log_metrics():
 
 def test_log_metrics_sees_the_numbers_of_hooks(tmp_path):
     hook = lambda event: {"mine/step": event.step} if event.is_train else None
-    trainer = digits.trainer(output_dir=tmp_path, report_to=("jsonl",), given={"hooks": [hook]})
+    trainer = digits.train_only(output_dir=tmp_path, report_to=("jsonl",), given={"hooks": [hook]})
     trainer.train()
     assert '"mine/step": 5' in (tmp_path / "logs" / "metrics.jsonl").read_text()
+
+
+def test_an_exception_before_the_first_step_closes_the_writers(tmp_path):
+    class Broken(Trainer):
+        def start_training_hook(self):
+            raise OSError("no data")
+
+    trainer = digits.train_only(Broken, output_dir=tmp_path, report_to=("jsonl",))
+    with pytest.raises(OSError, match="no data"):
+        trainer.train()
+    assert (trainer.writer, trainer.stopped) == (None, "OSError: no data")
+
+
+def test_an_evaluation_on_other_data_has_at_most_so_many_batches():
+    trainer = digits.trainer(max_evaluation_steps=2)
+    first = {name: values[:40] for name, values in digits.TRAIN.items()}
+    assert trainer.evaluate(dataset=digits.TRAIN) == trainer.evaluate(dataset=first)
+
+
+def test_a_calculator_may_evaluate_on_other_data():
+    trainer = digits.trainer()
+    other = lambda numbers: {"train_loss": trainer.evaluate(digits.TRAIN)["eval_loss"]}
+    assert trainer.evaluate(metric_calculator=other).keys() >= {"eval_loss", "train_loss"}
+
+
+def test_without_data_there_is_nothing_to_compile():
+    assert not digits.train_only(given={"dataset_train": None}).compile_aot()
 
 
 def test_log_metrics_takes_a_bar_of_tqdm():
     from tqdm import tqdm
 
-    trainer = digits.trainer(log_steps=1)
+    trainer = digits.train_only(log_steps=1)
     with tqdm(total=10, file=io.StringIO()) as bar:
         trainer.log_metrics({"train/loss": 1.0}, bar, 4)
         trainer.log_metrics({"train/loss": 1.0}, bar, 6)
@@ -533,7 +570,7 @@ def test_aliases(made):
 
 
 def test_the_state_can_be_set_by_its_aliases():
-    trainer = digits.trainer()
+    trainer = digits.train_only()
     state = trainer.state._replace(step=jnp.int32(3))
     trainer.state = state
     assert trainer.model_state is state
@@ -547,7 +584,7 @@ def test_sizes_are_those_of_the_plan(made):
 
 def test_which_processes_write(made, monkeypatch):
     assert (made.is_process_zero, made.is_enable) == (True, True)
-    everywhere = digits.trainer(log_all_workers=True)
+    everywhere = digits.train_only(log_all_workers=True)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert (made.is_process_zero, made.is_enable) == (False, False)
     assert everywhere.is_enable
@@ -563,7 +600,7 @@ class Own(Trainer):
 
 
 def test_a_method_set_on_the_object_is_called():
-    trainer = digits.trainer(max_steps=5)
+    trainer = digits.train_only(max_steps=5)
     steps = []
     trainer.on_step_end = lambda state, metrics, step: steps.append(step)
     trainer.train()
@@ -573,7 +610,7 @@ def test_a_method_set_on_the_object_is_called():
 def collected(kind=Trainer, examples=(), given=None, **changes):
     """Make a batch of the examples as a trainer does; None if it stacks them itself."""
     trainer = digits.trainer(kind, given={"dataset_eval": None, **(given or {})}, **changes)
-    collect = trainer._collect(None)
+    collect = collect_of(trainer, None)
     return None if collect is None else collect(list(examples))
 
 

@@ -39,6 +39,14 @@ def test_an_unknown_option_is_refused(tmp_path, option, value):
         trainer.save_pretrained(tmp_path, to_torch=True, **{option: {name[:-1]: {}}})
 
 
+def test_parameters_alone_are_written_for_torch(tmp_path):
+    trainer = digits.trainer(max_steps=1)
+    trainer.save_pretrained(tmp_path / "a", trainer.state.params, to_torch=True)
+    trainer.save_pretrained(tmp_path / "b", to_torch=True)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
+    assert files[0] == files[1]
+
+
 def test_arguments_without_json_leave_the_reason(tmp_path):
     trainer = digits.trainer(custom_scheduler=lambda step: 0.1, learning_rate=5e-5, max_steps=1)
     path = trainer.save_pretrained(tmp_path)

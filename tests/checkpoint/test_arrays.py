@@ -6,10 +6,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
-from stepfold.checkpoint.arrays import Reader
+from stepfold.checkpoint.arrays import ArrayReader
 from stepfold.checkpoint.leaves import Leaf
-from stepfold.checkpoint.manifest import read_manifest
-from stepfold.checkpoint.sealed import DamageError
+from stepfold.checkpoint.manifest import DamageError, read_manifest
+from stepfold.errors import CheckpointError
 
 VALUES = np.arange(48, dtype=np.float32).reshape(8, 6)
 
@@ -31,7 +31,7 @@ def saved(tmp_path_factory):
 
 def reader_of(step, **changes):
     manifest = read_manifest(step)
-    return Reader(step, manifest.leaves | changes, manifest.shards)
+    return ArrayReader(step, manifest._replace(leaves=manifest.leaves | changes))
 
 
 def test_a_leaf_is_read_as_a_whole(saved):
@@ -75,7 +75,7 @@ def test_leaves_are_read_side_by_side_in_order(saved):
     [
         (Leaf((8, 6), "int32"), r"expected int32\[8,6\], got float32\[8,6\]"),
         (Leaf((6, 8), "float32"), r"expected float32\[6,8\], got float32\[8,6\]"),
-        (Leaf((8, 7), "float32"), r"expected checksums of all of float32\[8,7\], got of 48 elem"),
+        (Leaf((8, 7), "float32"), r"expected float32\[8,7\], got float32\[8,6\]"),
     ],
 )
 def test_what_is_stored_has_to_be_what_was_saved(saved, leaf, got):
@@ -87,7 +87,8 @@ def test_what_is_stored_has_to_be_what_was_saved(saved, leaf, got):
 
 def test_a_leaf_that_is_not_there_is_damage(saved):
     manifest = read_manifest(saved)
-    reader = Reader(saved, {"gone": manifest.leaves["parts"]}, {"gone": manifest.shards["parts"]})
+    leaves, shards = ({"gone": found["parts"]} for found in (manifest.leaves, manifest.shards))
+    reader = ArrayReader(saved, manifest._replace(leaves=leaves, shards=shards))
     with pytest.raises(DamageError, match="gone: cannot be read: "):
         reader.whole("gone")
 
@@ -96,9 +97,10 @@ def test_only_the_part_that_changed_is_named(saved):
     manifest = read_manifest(saved)
     first, second, *_ = manifest.shards["parts"]
     shards = {"parts": manifest.shards["parts"] | {first: 1, second: 2}}
-    reader = Reader(saved, manifest.leaves, shards)
+    reader = ArrayReader(saved, manifest._replace(shards=shards))
     told = "the values are not those that were saved"
-    assert reader.problems("parts") == [f"parts[0:2, 0:3]: {told}", f"parts[0:2, 3:6]: {told}"]
+    found = [str(problem) for problem in reader.problems("parts")]
+    assert found == [f"parts[0:2, 0:3]: {told}", f"parts[0:2, 3:6]: {told}"]
     with pytest.raises(DamageError, match=r"parts\[0:2, 0:3\]: the values are not those"):
         reader.whole("parts")
     assert np.array_equal(reader.parts("parts", [((6, 8), (0, 6))])[0], VALUES[6:])
@@ -112,6 +114,36 @@ def test_data_that_is_cut_off_is_damage(tmp_path):
     for path in (tmp_path / "1").rglob("d/*"):
         if path.stat().st_size == longest.stat().st_size:
             path.write_bytes(path.read_bytes()[:1000])
-    (told,) = reader.problems("w")
-    assert told.startswith("w")
-    assert "cannot be read: " in told
+    (problem,) = reader.problems("w")
+    assert isinstance(problem, DamageError)
+    assert str(problem).startswith("w")
+    assert "cannot be read: " in str(problem)
+
+
+@pytest.mark.parametrize("place", ["open", "read"])
+@pytest.mark.parametrize(
+    ("error", "is_damage"),
+    [
+        (MemoryError(), False),
+        (ValueError("RESOURCE_EXHAUSTED: Too many open files"), False),
+        (ValueError("INTERNAL: Out of threads"), False),
+        (ValueError("CANCELLED: "), False),
+        (ValueError("DATA_LOSS: Digest mismatch"), True),
+        (ValueError("NOT_FOUND: Error reading"), True),
+        (ValueError('Error opening "zarr" driver: Error reading Byte range'), True),
+        (ValueError("FAILED_PRECONDITION: Error parsing"), True),
+    ],
+)
+def test_only_errors_about_the_files_are_damage(saved, monkeypatch, place, error, is_damage):
+    def fail(*_, **__):
+        raise error
+
+    reader = reader_of(saved)
+    if place == "open":
+        monkeypatch.setattr("tensorstore.open", fail)
+    else:
+        monkeypatch.setattr("stepfold.checkpoint.arrays.as_slices", fail)
+    with pytest.raises(CheckpointError, match="whole.*: cannot be read: ") as caught:
+        reader.whole("whole")
+    assert isinstance(caught.value, DamageError) == is_damage
+    assert [type(problem) for problem in reader.problems("whole")] == [type(caught.value)]

@@ -1,3 +1,5 @@
+"""Restoring: which step, onto which devices, and what is refused."""
+
 import contextlib
 import itertools
 import shutil
@@ -12,6 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
+from stepfold.checkpoint.restore import candidates
+from stepfold.checkpoint.store import DirectoryStore, open_store
+from stepfold.core.processes import KeyValues, broadcast_from_first, max_over_processes
 from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError
 
 from .sameness import check_same
@@ -73,24 +78,20 @@ def test_a_step_goes_on_without_compiling_again(tmp_path, compiles, sharded):
     state, _ = jax.block_until_ready(step(make(plan=plan), batch))
     sf.save(tmp_path, state)
     wanted, _ = jax.block_until_ready(step(state, batch))
-    restored = sf.restore(tmp_path, state)
-    check_same(restored.state, state)
-    count = len(compiles)
-    got, _ = jax.block_until_ready(step(restored.state, batch))
-    check_same(got, wanted)
-    assert len(compiles) == count
-
-
-def test_an_abstract_state_is_enough(tmp_path, compiles):
-    state, batch = make(), np.ones((8, 16), np.float32)
-    step = jax.jit(sf.make_train_step(loss, TX), donate_argnums=0)
-    sf.save(tmp_path, state)
-    wanted, _ = jax.block_until_ready(step(state, batch))
-    restored = sf.restore(tmp_path, jax.eval_shape(make, 1))
-    count = len(compiles)
-    got, _ = jax.block_until_ready(step(restored.state, batch))
-    check_same(got, wanted)
-    assert len(compiles) == count
+    abstract = jax.eval_shape(make, 1)
+    if sharded:
+        abstract = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            abstract,
+            plan,
+        )
+    for like in (state, abstract):
+        restored = sf.restore(tmp_path, like)
+        check_same(restored.state, state)
+        count = len(compiles)
+        got, _ = jax.block_until_ready(step(restored.state, batch))
+        check_same(got, wanted)
+        assert len(compiles) == count
 
 
 def test_a_plan_says_where(tmp_path):
@@ -125,7 +126,7 @@ def test_words_come_back(tmp_path):
         metrics,
         extra,
     )
-    assert (found.loaded, found.left, found.damaged) == (["i", "w"], {}, {})
+    assert (found.loaded, found.not_loaded, found.damaged) == (["i", "w"], {}, {})
     sf.save(tmp_path, numbers(1), step=6)
     assert sf.restore(tmp_path, numbers(0))[2:5] == (None, None, {})
 
@@ -191,7 +192,7 @@ def test_what_cannot_be_renamed_is_left(series, monkeypatch):
 def test_damage_that_is_not_looked_at_does_not_matter(series):
     damage(series, 4)
     found = sf.restore(series, numbers(0), parts=("i",))
-    assert (found.step, found.left) == (4, {"w": "not among the parts"})
+    assert (found.step, found.not_loaded) == (4, {"w": "not among the parts"})
     check_same(found.state, {"i": jnp.int32(4), "w": numbers(0)["w"]})
 
 
@@ -245,7 +246,7 @@ def test_what_fits_is_loaded_and_the_rest_stays(tmp_path):
     check_same(found.state, {"params": like["params"] | {"w": jnp.ones(2)}})
     assert found.state["params"]["head"] is like["params"]["head"]
     assert found.loaded == ["params/w"]
-    assert found.left == {
+    assert found.not_loaded == {
         "params/head": "saved float32[3], wanted float32[4]",
         "params/new": "saved nothing, wanted float32[1]",
         "old": "saved int64[], wanted nothing",
@@ -261,7 +262,7 @@ def test_parameters_go_under_another_optimizer(tmp_path):
     found = sf.restore(tmp_path, like, parts=("params", "model_state", "step", "key"))
     check_same(found.state, state._replace(opt_state=like.opt_state))
     assert found.loaded == ["step", "params/b", "params/w", "key"]
-    assert set(found.left.values()) == {"not among the parts"}
+    assert set(found.not_loaded.values()) == {"not among the parts"}
 
 
 def test_renamed_leaves_are_found(tmp_path):
@@ -387,17 +388,49 @@ def test_a_folder_without_files_is_passed_over(series):
 
 
 def test_a_step_that_is_gone_meanwhile_is_passed_over(series, monkeypatch):
-    listed = sf.checkpoint.steps.steps_in
+    listed = DirectoryStore.steps
 
-    def list_and_lose(place):
-        found = listed(place)
-        shutil.rmtree(place / "4", ignore_errors=True)
+    def list_and_lose(store):
+        found = listed(store)
+        shutil.rmtree(store.directory / "4", ignore_errors=True)
         return found
 
-    monkeypatch.setattr(sf.checkpoint.steps, "steps_in", list_and_lose)
+    monkeypatch.setattr(DirectoryStore, "steps", list_and_lose)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert sf.restore(series, numbers(0)).step == 3
+
+
+def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(series, monkeypatch):
+    read = DirectoryStore.read_manifest
+
+    def read_late(store, step):
+        shutil.rmtree(series / "4", ignore_errors=True)
+        return read(store, step)
+
+    monkeypatch.setattr(DirectoryStore, "read_manifest", read_late)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = sf.restore(series, numbers(0))
+    assert (found.step, found.damaged) == (3, {})
+    with pytest.raises(CheckpointError, match="expected step 4 to restore, got steps 1, 2, 3;"):
+        sf.restore(series, numbers(0), step=4)
+
+
+def test_a_lack_of_memory_sets_no_step_aside(series, monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("tensorstore.open", fail)
+    with pytest.raises(CheckpointError, match="cannot be read: MemoryError"):
+        sf.restore(series, numbers(0))
+    assert names(series) == ["1", "2", "3", "4"]
+
+
+def test_the_warning_says_what_is_taken_for_the_best(series):
+    damage(series, 2)
+    with pytest.warns(RuntimeWarning, match="kept as 2.damaged, and the next best is taken"):
+        assert sf.restore(series, numbers(0), step="best").step == 3
 
 
 @pytest.mark.parametrize(
@@ -415,3 +448,69 @@ def test_a_good_step_is_not_blamed_for_what_the_machine_lacks(series, monkeypatc
             sf.restore(series, numbers(0))
     assert names(series) == ["1", "2", "3", "4"]
     assert sf.restore(series, numbers(0)).step == 4
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with sf.Checkpoints(tmp_path, keep=None, best="loss") as series:
+        for step, loss in {2: 3.0, 9: 1.0, 10: 2.0}.items():
+            series.save({"w": jnp.ones(2)}, step=step, metrics={"loss": loss})
+    return tmp_path
+
+
+def test_the_wanted_step_comes_first(folder):
+    assert candidates(open_store(folder), "latest") == [10, 9, 2]
+    assert candidates(open_store(folder), "best") == [9, 10, 2]
+    assert candidates(open_store(folder), "best", ("loss", "max")) == [2, 10, 9]
+    assert candidates(open_store(folder), 9) == [9]
+
+
+@pytest.mark.parametrize(
+    ("step", "wanted"), [(3, "step 3"), (-1, "step -1"), ("latest", ""), ("best", "")]
+)
+def test_what_is_not_there_is_told_with_what_is(folder, tmp_path, step, wanted):
+    if wanted:
+        words = f"expected {wanted} to restore, got steps 2, 9, 10; look at the path, or save first"
+        with pytest.raises(CheckpointError, match=words):
+            candidates(open_store(folder), step)
+    words = f"expected {wanted or 'a checkpoint'} to restore, got none; look at the path"
+    with pytest.raises(CheckpointError, match=words):
+        candidates(open_store(tmp_path / "none"), step)
+
+
+@pytest.mark.parametrize("step", ["newest", None, True, 2.0, "3"])
+def test_what_is_no_step_is_refused(folder, step):
+    words = f"step: expected 'latest', 'best' or a number, got {step!r}"
+    with pytest.raises(ConfigError, match=words):
+        candidates(open_store(folder), step)
+
+
+def test_a_steps_own_folder_is_answered_with_what_to_give(folder):
+    words = f"this is one of the steps in {folder}: give that, with step=9"
+    with pytest.raises(CheckpointError, match=words):
+        candidates(open_store(folder / "9"), "latest")
+
+
+@pytest.mark.parametrize("place", ["open_arrays", "steps", "read_manifest"])
+def test_all_processes_learn_of_any_error(series, monkeypatch, place):
+    """A process with any error takes part in the agreement before it raises."""
+    gathered = []
+
+    def gather(_, value, *__, **___):
+        gathered.append(value)
+        return [value]
+
+    def fail(*_):
+        raise RuntimeError("of any kind")
+
+    monkeypatch.setattr(KeyValues, "gather", gather)
+    monkeypatch.setattr(DirectoryStore, place, fail)
+    with pytest.raises(RuntimeError, match="of any kind"):
+        sf.restore(series, numbers(0))
+    assert gathered[-1]  # an error, not "" or 0
+
+
+def test_one_process_agrees_with_itself():
+    assert [max_over_processes(number) for number in range(3)] == [0, 1, 2]
+    assert broadcast_from_first([3, 1 << 40]) == [3, 1 << 40]
+    assert broadcast_from_first([]) == []

@@ -1,6 +1,11 @@
+"""A series: when it saves, what it keeps, how it fails, and `save` alone."""
+
+import contextlib
+import dataclasses
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +14,9 @@ import optax
 import pytest
 
 import stepfold as sf
-from stepfold.checkpoint import manifest, steps
-from stepfold.checkpoint.series import Series, words_of
+from stepfold.checkpoint import manifest
+from stepfold.checkpoint.series import step_metadata
+from stepfold.checkpoint.store import DirectoryStore
 from stepfold.errors import CheckpointError, ConfigError
 
 from .sameness import check_same
@@ -38,7 +44,7 @@ def names(folder):
 
 def ended(series):
     """Let a save in the background come to its end without hearing of it."""
-    series._thread.join()
+    series._session.thread.join()
 
 
 HEARS = {
@@ -103,6 +109,36 @@ def test_a_step_that_is_there_is_refused(tmp_path):
     check_same(sf.restore(tmp_path, STATE).state, STATE)
 
 
+def test_an_incomplete_step_makes_room_for_its_number(tmp_path):
+    for step in (1, 2):
+        sf.save(tmp_path, STATE, step=step)
+        (tmp_path / str(step) / "state" / "_METADATA").unlink()
+    assert sf.latest_step(tmp_path) is None
+    with pytest.warns(RuntimeWarning, match="step 2 is incomplete, kept as 2.damaged, and saved "):
+        sf.save(tmp_path, STATE, step=2)
+    assert names(tmp_path) == ["1", "2", "2.damaged"]
+    assert sf.verify(tmp_path)[2] == []
+
+
+def test_an_unreadable_old_step_is_kept_and_does_not_fail_a_save(tmp_path, monkeypatch):
+    read = DirectoryStore.read_metadata
+
+    def refuse_first(store, step):
+        if step == 1:
+            raise CheckpointError("1: cannot be read: Permission denied")
+        return read(store, step)
+
+    with sf.Checkpoints(tmp_path, keep=1) as series:
+        series.save(STATE, step=1)
+        series.wait()
+        monkeypatch.setattr(DirectoryStore, "read_metadata", refuse_first)
+        for step in (2, 3):
+            series.save(STATE, step=step)
+            with pytest.warns(RuntimeWarning, match="step 1 is left out: 1: cannot be read: Perm"):
+                series.wait()
+    assert names(tmp_path) == ["1", "3"]
+
+
 def test_a_closed_series_refuses(tmp_path):
     series = sf.Checkpoints(tmp_path).open()
     series.close()
@@ -127,7 +163,7 @@ def test_the_last_save_is_there_when_a_block_is_left_by_an_error(tmp_path, monke
         leave_by_an_error(sf.Checkpoints(tmp_path), step=1)
     assert sf.verify(tmp_path) == {1: []}
     with pytest.raises(KeyError, match="mine"):
-        leave_by_an_error(Series(tmp_path), step=2)
+        leave_by_an_error(sf.Checkpoints(tmp_path), step=2)
     assert sf.verify(tmp_path) == {1: [], 2: []}
 
 
@@ -176,15 +212,15 @@ def dues(series, steps=range(10), epochs=None):
 
 
 def test_when_one_is_due(tmp_path):
-    assert dues(Series(tmp_path)) == []
-    assert dues(Series(tmp_path, every=3)) == [3, 6, 9]
+    assert dues(sf.Checkpoints(tmp_path)) == []
+    assert dues(sf.Checkpoints(tmp_path, every=3)) == [3, 6, 9]
     epochs = {2: 1, 4: 2, 6: 3, 8: 4}
-    assert dues(Series(tmp_path, every_epochs=2), epochs=epochs) == [4, 8]
-    assert dues(Series(tmp_path, every=3, every_epochs=2), epochs=epochs) == [3, 4, 6, 8, 9]
+    assert dues(sf.Checkpoints(tmp_path, every_epochs=2), epochs=epochs) == [4, 8]
+    assert dues(sf.Checkpoints(tmp_path, every=3, every_epochs=2), epochs=epochs) == [3, 4, 6, 8, 9]
 
 
 def test_what_was_just_saved_is_not_due(tmp_path):
-    with Series(tmp_path, every=2, every_minutes=1e-9) as series:
+    with sf.Checkpoints(tmp_path, every=2, every_minutes=1e-9) as series:
         assert series.due(4)
         series.save(STATE, step=4)
         assert not series.due(4)
@@ -194,7 +230,7 @@ def test_what_was_just_saved_is_not_due(tmp_path):
 def test_minutes_are_counted_from_the_last_save(tmp_path, monkeypatch):
     now = [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with Series(tmp_path, every_minutes=2) as series:
+    with sf.Checkpoints(tmp_path, every_minutes=2) as series:
         assert not series.due(1)
         now[0] += 119
         assert not series.due(2)
@@ -241,9 +277,9 @@ def test_a_deletion_that_fails_is_an_error_of_checkpoints(tmp_path, monkeypatch)
     with sf.Checkpoints(tmp_path, keep=1) as series:
         series.save(STATE, step=1)
         series.wait()
-        monkeypatch.setattr(steps, "delete", fail)
+        monkeypatch.setattr(shutil, "rmtree", fail)
         series.save(STATE, step=2)
-        with pytest.raises(CheckpointError, match="1.*busy"):
+        with pytest.raises(CheckpointError, match="/1: cannot be deleted: busy"):
             series.wait()
 
 
@@ -280,7 +316,7 @@ def test_what_was_added_and_damaged_is_never_taken(tmp_path):
 
 
 def words(state=None, step=1, data=None, metrics=None, extra=None):
-    return words_of(state, step=step, data=data, metrics=metrics, extra=extra)
+    return step_metadata(state, step=step, data=data, metrics=metrics, extra=extra)
 
 
 @pytest.mark.parametrize("step", [4, np.int64(4), np.uint8(4), jnp.int32(4), jnp.array(4)])
@@ -351,3 +387,290 @@ def test_what_is_extra_is_json():
     assert words(extra={"a": (1, b"x")}).extra == {"a": [1, {"bytes in base64": "eA=="}]}
     with pytest.raises(ConfigError, match="extra/f: expected what JSON can hold, got "):
         words(extra={"f": print})
+
+
+def save(series, step, **options):
+    series.save({"w": jnp.full(2, step, jnp.float32)}, step=step, **options)
+
+
+@pytest.mark.parametrize("name", ["every", "every_epochs", "keep", "keep_every", "keep_best"])
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "3"])
+def test_counts_are_integers(name, value):
+    with pytest.raises(ConfigError, match=f"^{name}: expected an integer of at least 1, got "):
+        sf.Checkpoints("a", **{name: value})
+
+
+@pytest.mark.parametrize("value", [0, -0.5, True, float("nan")])
+def test_minutes_are_above_zero(value):
+    with pytest.raises(ConfigError, match=f"every_minutes: expected a number above 0, got {value}"):
+        sf.Checkpoints("a", every_minutes=value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "min"}, "mode: expected best=… to go with it, got mode='min' alone"),
+        ({"best": "a", "mode": "most"}, "mode: expected 'min' or 'max', got 'most'"),
+        ({"best": 3}, "best: expected the name of a metric, got 3"),
+        ({"keep_best": None}, "keep_best: expected an integer of at least 1, got None"),
+    ],
+)
+def test_a_best_is_a_metric_and_a_mode(options, words):
+    with pytest.raises(ConfigError, match=words):
+        sf.Checkpoints("a", **options)
+
+
+def test_a_description_does_nothing(tmp_path):
+    described = sf.Checkpoints(tmp_path / "a", every=3)
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        described.every = 4
+    assert described == sf.Checkpoints(tmp_path / "a", every=3)
+    assert dataclasses.replace(described, every=4).every == 4
+
+
+def test_a_directory_is_needed_and_its_own_comes_first(tmp_path):
+    with pytest.raises(ConfigError, match="directory: expected a path, got None; give Checkpoints"):
+        sf.Checkpoints().open()
+    with sf.Checkpoints().open(tmp_path / "given") as series:
+        assert series.directory == tmp_path / "given"
+    with sf.Checkpoints(tmp_path / "own").open(tmp_path / "given") as series:
+        assert series.directory == tmp_path / "own"
+
+
+def test_a_file_is_no_directory(tmp_path):
+    (tmp_path / "a").write_text("")
+    with pytest.raises(CheckpointError, match="a: expected a directory"):
+        sf.Checkpoints(tmp_path / "a").open()
+
+
+def test_a_description_is_opened_again_and_again(tmp_path):
+    described = sf.Checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        with described as series:
+            save(series, step)
+    with described.open(tmp_path) as series, described as other:
+        assert series is not other
+    assert list(sf.verify(tmp_path)) == [2, 3]
+
+
+def test_what_is_kept_is_as_described(tmp_path):
+    options = {"keep": 2, "keep_every": 4, "best": "bleu", "keep_best": 2}
+    bleu = {1: 5.0, 2: 9.0, 3: 1.0, 5: float("nan"), 6: 7.0}
+    with sf.Checkpoints(tmp_path, **options) as series:
+        for step in range(1, 11):
+            save(series, step, metrics={"bleu": bleu[step]} if step in bleu else None)
+    assert list(sf.verify(tmp_path)) == [2, 4, 6, 8, 9, 10]
+    assert sf.restore(tmp_path, {"w": jnp.zeros(2)}, step="best").step == 2
+
+
+def test_a_restart_goes_on_with_what_was_kept(tmp_path):
+    described = sf.Checkpoints(tmp_path, keep=1, best="eval/loss", keep_best=1)
+    for numbers in ((1, 2, 3), (4, 5, 6)):
+        with described as series:
+            for step in numbers:
+                save(series, step, metrics={"eval/loss": abs(step - 2) + 0.5})
+    assert list(sf.verify(tmp_path)) == [2, 6]
+    assert sf.restore(tmp_path, {"w": jnp.zeros(2)}, step="best").step == 2
+    with sf.Checkpoints(tmp_path, keep=1, best="eval/loss", mode="max") as series:
+        save(series, 7, metrics={"eval/loss": 0.0})
+    assert list(sf.verify(tmp_path)) == [6, 7]
+
+
+def test_a_step_of_which_files_are_missing_does_not_count_as_kept(tmp_path):
+    described = sf.Checkpoints(tmp_path, keep=2)
+    with described as series:
+        save(series, 1)
+        save(series, 2)
+    (tmp_path / "2" / "state" / "_METADATA").unlink()
+    with described as series:
+        save(series, 3)
+    assert [step for step, problems in sf.verify(tmp_path).items() if not problems] == [1, 3]
+
+
+def test_all_are_kept_if_asked(tmp_path):
+    with sf.Checkpoints(tmp_path, keep=None) as series:
+        for step in range(5):
+            save(series, step)
+    assert list(sf.verify(tmp_path)) == [0, 1, 2, 3, 4]
+
+
+def test_minutes_are_a_number():
+    with pytest.raises(ConfigError, match="every_minutes: expected a number above 0, got '5'"):
+        sf.Checkpoints("a", every_minutes="5")
+
+
+def test_the_step_that_was_just_saved_is_kept_though_newer_ones_are_there(tmp_path):
+    with sf.Checkpoints(tmp_path, keep=1) as series:
+        save(series, 30)
+        save(series, 11)
+    assert 11 in sf.verify(tmp_path)
+
+
+def test_a_folder_without_files_does_not_keep_a_series_from_saving(tmp_path):
+    (tmp_path / "5").mkdir()
+    with sf.Checkpoints(tmp_path, keep=1) as series:
+        save(series, 6)
+        save(series, 7)
+    assert sf.latest_step(tmp_path) == 7
+
+
+def test_the_best_is_known_after_a_save_without_a_series(tmp_path):
+    with sf.Checkpoints(tmp_path, best="loss") as series:
+        save(series, 1, metrics={"loss": 1.0})
+    sf.save(tmp_path, {"w": jnp.zeros(2)}, step=2)
+    assert sf.restore(tmp_path, {"w": jnp.zeros(2)}, step="best").step == 1
+
+
+def test_a_state_is_on_the_disk_when_it_returns(tmp_path):
+    state = sf.init_state({"w": jnp.ones(3)}, optax.adam(0.1), jax.random.key(0))
+    sf.save(tmp_path / "runs" / "a", state, data={"step": 0}, extra={"lr": 0.1})
+    assert [path.name for path in (tmp_path / "runs" / "a").iterdir()] == ["0"]
+    check_same(sf.restore(str(tmp_path / "runs" / "a"), state).state, state)
+
+
+def test_nothing_is_ever_deleted_or_written_over(tmp_path):
+    for step in range(5):
+        sf.save(tmp_path, {"w": jnp.full(2, step, jnp.float32)}, step=step)
+    with pytest.raises(CheckpointError, match="expected a new step, got 3, which is there already"):
+        sf.save(tmp_path, {"w": jnp.zeros(2)}, step=3)
+    assert list(sf.verify(tmp_path)) == [0, 1, 2, 3, 4]
+    check_same(sf.restore(tmp_path, {"w": jnp.zeros(2)}, step=3).state, {"w": jnp.full(2, 3.0)})
+
+
+def test_an_older_step_may_be_saved_later(tmp_path):
+    for step in (30, 11):
+        sf.save(tmp_path, {"w": jnp.full(2, step, jnp.float32)}, step=step)
+    assert list(sf.verify(tmp_path)) == [11, 30]
+
+
+@pytest.mark.parametrize("name", ["lr=[1,2]", "a b%20c", "50% ä?#|*"])
+def test_a_directory_may_have_any_name(tmp_path, name):
+    state = {"params": {"w": jnp.arange(3)}}
+    sf.save(tmp_path / name, state, step=1)
+    check_same(sf.restore(tmp_path / name, state, fall_back=False).state, state)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_bare_array_is_a_state(tmp_path):
+    sf.save(tmp_path, jnp.arange(3), step=1)
+    check_same(sf.restore(tmp_path, np.zeros(3, np.int32)).state, np.arange(3, dtype=np.int32))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"step": -1}, "step: expected an integer of at least 0, got int -1"),
+        ({}, "step: expected a number, since the state has no `step` of its own; give step="),
+        ({"step": 1, "extra": {"f": print}}, "extra/f: expected what JSON can hold, got"),
+        ({"step": 1, "data": {1: 2}}, "data: expected keys of text, got 1"),
+        ({"step": 1, "metrics": {"a": "b"}}, "metrics/a: expected a number, got str 'b'"),
+        ({"step": 1, "metrics": 3}, "metrics: expected numbers by name, got int 3"),
+    ],
+)
+def test_what_is_refused_leaves_nothing(tmp_path, options, words):
+    with pytest.raises(ConfigError, match=words):
+        sf.save(tmp_path, {"w": jnp.ones(1)}, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", ["latest", "3", None])
+def test_text_is_no_step(tmp_path, step):
+    with pytest.raises(ConfigError, match="step: expected"):
+        sf.save(tmp_path, {"w": jnp.ones(1)}, step=step)
+
+
+def test_numbers_in_another_order_of_bytes_come_back(tmp_path):
+    state = {"w": np.arange(4, dtype=">f4")}
+    sf.save(tmp_path, state, step=1)
+    assert sf.verify(tmp_path) == {1: []}
+    assert sf.restore(tmp_path, state).state["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_name_may_go_on_where_another_ends(tmp_path):
+    state = {"a": jnp.ones(1), "a/b": jnp.zeros(1)}
+    with contextlib.suppress(ConfigError):  # either is good: to keep it, or to refuse it in words
+        sf.save(tmp_path, state, step=1)
+        check_same(sf.restore(tmp_path, state).state, state)
+
+
+UNSTORED = {
+    "uint4": np.zeros(2, jnp.uint4),
+    "longdouble": np.zeros(2, np.longdouble),
+    "records": np.zeros(2, [("a", "i4")]),
+    "large": 1 << 70,
+}
+
+
+@pytest.mark.parametrize("name", UNSTORED)
+def test_what_cannot_be_stored_is_refused_with_its_path(tmp_path, name):
+    with pytest.raises(ConfigError, match="a/w: expected "):
+        sf.save(tmp_path, {"a": {"w": UNSTORED[name]}, "b": jnp.ones(1)}, step=1)
+
+
+@pytest.mark.parametrize("state", [{}, {"a": jnp.zeros((0, 3))}])
+def test_a_state_of_nothing_is_saved_or_refused_in_words(tmp_path, state):
+    with contextlib.suppress(ConfigError):  # either is good, and orbax's "empty item" is neither
+        sf.save(tmp_path, state, step=1)
+        check_same(sf.restore(tmp_path, state).state, state)
+
+
+def test_a_bucket_spelled_as_a_path_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="expected a path on a file system"):
+        sf.save(Path("gs://bucket/run"), {"w": jnp.ones(1)}, step=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_is_no_metric(tmp_path):
+    with pytest.raises(ConfigError, match="metrics/a: expected a number, got str '0.5'"):
+        sf.save(tmp_path, {"w": jnp.ones(1)}, step=1, metrics={"a": "0.5"})
+
+
+def test_a_state_that_was_donated_is_refused(tmp_path):
+    state = {"w": jnp.ones(3)}
+    jax.jit(lambda state: state, donate_argnums=0)(state)
+    with pytest.raises(ConfigError, match="^state/w, …: the arrays were donated to an earlier"):
+        sf.save(tmp_path, state, step=0)
+
+
+# Opened and not
+
+
+def test_a_series_that_is_not_open_does_nothing_on_disk(tmp_path):
+    described = sf.Checkpoints(tmp_path / "a", every=3, every_minutes=1e-9, best="loss")
+    assert dues(described) == [3, 6, 9]
+    described.wait()
+    described.close()
+    assert (described.saved, described.saving, described.steps()) == (None, None, [])
+    assert (described.latest_step(), described.best_step()) == (None, None)
+    for save in (described.save, described.add_later):
+        with pytest.raises(CheckpointError, match="expected an open series, got one that is not o"):
+            save(STATE, step=1) if save == described.save else save(1, metrics={}, extra=None)
+    assert not (tmp_path / "a").exists()
+
+
+def test_opening_leaves_the_description_as_it_was(tmp_path):
+    described = sf.Checkpoints(every=3, best="loss", keep_best=2)
+    for run in ("a", "b"):
+        with described.open(tmp_path / run) as series:
+            assert isinstance(series, sf.Checkpoints)
+            assert (series.every, series.best, series.ranking) == (3, "loss", ("loss", "min"))
+            series.save(STATE, step=3, metrics={"loss": 2.0})
+            series.save(STATE, step=6, metrics={"loss": 3.0})
+            assert (series.saved, series.directory) == (6, tmp_path / run)
+        assert (series.steps(), series.latest_step(), series.best_step()) == ([3, 6], 6, 3)
+        check_same(series.restore(STATE, step="best").state, STATE)
+    assert described == sf.Checkpoints(every=3, best="loss", keep_best=2)
+    assert described.saved is None
+
+
+def test_a_closed_series_can_be_opened_again(tmp_path):
+    series = sf.Checkpoints(tmp_path, keep=None).open()
+    for step in (1, 2):
+        with series.open() as opened:
+            opened.save(STATE, step=step)
+    series.close()
+    with series as opened:
+        opened.save(STATE, step=3)
+    assert sf.verify(tmp_path) == {1: [], 2: [], 3: []}

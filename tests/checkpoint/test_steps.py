@@ -1,11 +1,21 @@
+"""Step directories: names, locks, cleanup, durability and retention."""
+
+import errno
+import math
 import os
+import re
 from pathlib import Path
 
-import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import stepfold as sf
 from stepfold.checkpoint import steps
+from stepfold.checkpoint.manifest import read_checked
+from stepfold.checkpoint.steps import expendable, order_by, read_best, split_location, sync
+from stepfold.checkpoint.store import DirectoryStore
 from stepfold.errors import CheckpointError, ConfigError
 
 
@@ -21,9 +31,24 @@ def test_a_directory_is_read_and_made_where_asked(tmp_path, monkeypatch):
     assert steps.read_directory("a/b", make=True).is_dir()
 
 
-@pytest.mark.parametrize("directory", [None, 3, "", b"a"])
+def test_any_path_like_is_a_directory(tmp_path):
+    class Location:
+        def __fspath__(self):
+            return str(tmp_path)
+
+    assert steps.read_directory(Location()) == tmp_path
+
+
+def test_a_name_that_is_too_long_is_an_error_of_checkpoints(tmp_path):
+    with pytest.raises(CheckpointError, match="File name too long"):
+        steps.read_directory(tmp_path / ("a" * 300), make=True)
+
+
+@pytest.mark.parametrize("directory", [None, 3, "", b"a", "a\0b"])
 def test_what_is_no_path_is_refused(directory):
-    with pytest.raises(ConfigError, match=f"directory: expected a path, got {directory!r}"):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"directory: expected a path, got {directory!r}")
+    ):
         steps.read_directory(directory)
 
 
@@ -55,59 +80,6 @@ def test_a_directory_that_cannot_be_made_is_told(tmp_path):
         steps.read_directory(tmp_path / "a", make=True)
 
 
-def test_steps_are_folders_called_by_a_number(tmp_path):
-    for name in ("0", "12", "3", "07", "7.damaged", "-1", "1_0", "best", "٣", "²"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "5").write_text("a file")
-    assert steps.steps_in(tmp_path) == [0, 3, 12]
-    assert steps.steps_in(tmp_path / "none") == []
-
-
-def test_only_steps_with_every_file_are_whole(tmp_path):
-    for step in (1, 2, 10):
-        sf.save(tmp_path, {"w": jnp.ones(2)}, step=step)
-    (tmp_path / "2" / "state" / "_METADATA").write_text("cut")
-    assert steps.whole_steps(tmp_path) == [1, 10]
-    assert not steps.is_whole(tmp_path / "2")
-
-
-def test_a_step_is_deleted_whatever_lies_in_the_way(tmp_path):
-    for name in ("7", "7.deleted", "7.deleted-2"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
-    steps.delete(tmp_path, 7)
-    assert names(tmp_path) == ["7.deleted", "7.deleted-2"]
-
-
-def test_a_step_that_another_run_has_deleted_is_gone(tmp_path):
-    steps.delete(tmp_path, 7)
-    assert names(tmp_path) == []
-
-
-def test_a_damaged_step_keeps_its_files_under_another_name(tmp_path):
-    kept = []
-    for text in ("a", "b", "c"):
-        (tmp_path / "7").mkdir()
-        (tmp_path / "7" / "file").write_text(text)
-        kept.append(steps.set_aside(tmp_path, 7))
-    assert [path.name for path in kept] == ["7.damaged", "7.damaged-2", "7.damaged-3"]
-    assert [(path / "file").read_text() for path in kept] == ["a", "b", "c"]
-    assert steps.steps_in(tmp_path) == []
-    assert steps.set_aside(tmp_path, 7) is None
-
-
-def test_only_what_was_left_over_is_cleaned_up(tmp_path):
-    left_over = ("7.deleted", "7.deleted-2", "8.saving", "8.orbax-checkpoint-tmp-17")
-    others = ("7", "07", "7.damaged", "best", "notes.deleted", "a7.deleted")
-    for name in (*left_over, *others):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "9.deleted").write_text("a file of mine")
-    steps.clean(tmp_path)
-    assert names(tmp_path) == sorted([*others, "notes.txt", "9.deleted"])
-
-
 def test_a_directory_that_may_not_be_read_is_told(tmp_path, monkeypatch):
     def fail(*_):
         raise PermissionError(13, "Permission denied")
@@ -128,3 +100,151 @@ def test_a_lock_that_a_forked_process_has_inherited_is_let_go(tmp_path):
         alone.release()
     os.close(inherited)
     assert held == [False, True]
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """Note which files and folders were forced onto the disk."""
+    found, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (fsync(file), found.add(os.fstat(file).st_ino)))
+    return found
+
+
+def numbers_of(*paths):
+    return {path.stat().st_ino for path in paths}
+
+
+def test_a_step_is_on_the_disk_before_an_older_one_goes(tmp_path, synced, monkeypatch):
+    delete, gone = DirectoryStore.delete, []
+
+    def look(store, step):
+        state = tmp_path / "2" / "state"
+        files = [state / name for name in ("files.json", *read_checked(state / "files.json"))]
+        folders = [tmp_path, tmp_path / "2", state, *(path.parent for path in files)]
+        assert numbers_of(*files, *folders) <= synced
+        gone.append(step)
+        delete(store, step)
+
+    monkeypatch.setattr(DirectoryStore, "delete", look)
+    with sf.Checkpoints(tmp_path, keep=1) as series:
+        for step in (1, 2):
+            series.save({"w": np.ones(3)}, step=step)
+            series.wait()
+            synced.clear()
+    assert gone == [1]
+
+
+def test_what_is_added_is_on_the_disk_before_it_takes_its_place(tmp_path, synced, monkeypatch):
+    state, replace = tmp_path / "1" / "state", os.replace
+
+    def look(new, old):
+        assert numbers_of(new) <= synced
+        replace(new, old)
+
+    with sf.Checkpoints(tmp_path) as series:
+        series.save({"w": np.ones(3)}, step=1)
+        series.wait()
+        synced.clear()
+        monkeypatch.setattr(os, "replace", look)
+        series.add_later(1, metrics={"loss": 1.0}, extra=None)
+    assert numbers_of(state, state / "later.json") <= synced
+
+
+def failing(monkeypatch, number):
+    def fail(file):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_cannot_tell_is_not_in_the_way(tmp_path, monkeypatch, number):
+    failing(monkeypatch, number)
+    sync(tmp_path)
+
+
+def test_a_disk_that_fails_is_told(tmp_path, monkeypatch):
+    failing(monkeypatch, errno.EIO)
+    with pytest.raises(sf.CheckpointError, match="1: not saved: OSError: .*Input/output error"):
+        sf.save(tmp_path, {"w": np.ones(3)}, step=1)
+    assert sf.verify(tmp_path) == {}
+
+
+NUMBERS = st.floats() | st.none()
+SERIES = st.dictionaries(st.integers(0, 40), st.dictionaries(st.just("loss"), NUMBERS), max_size=9)
+
+
+@pytest.mark.parametrize(
+    ("best", "mode", "wanted"),
+    [
+        (None, None, None),
+        ("eval/loss", None, ("eval/loss", "min")),
+        ("val_loss", None, ("val_loss", "min")),
+        ("eval/Loss", None, ("eval/Loss", "min")),
+        ("lossless/bleu", None, ("lossless/bleu", "max")),
+        ("accuracy", None, ("accuracy", "max")),
+        ("loss", "max", ("loss", "max")),
+        ("accuracy", "min", ("accuracy", "min")),
+    ],
+)
+def test_a_loss_is_better_when_less(best, mode, wanted):
+    assert read_best(best, mode) == wanted
+
+
+@pytest.mark.parametrize(
+    ("best", "mode", "words"),
+    [
+        (3, None, "best: expected the name of a metric, got 3"),
+        ("", None, "best: expected the name of a metric, got ''"),
+        ("loss", "least", "mode: expected 'min' or 'max', got 'least'"),
+    ],
+)
+def test_what_is_no_metric_or_mode_is_refused(best, mode, words):
+    with pytest.raises(ConfigError, match=words):
+        read_best(best, mode)
+
+
+def test_equals_are_as_old_as_they_are():
+    metrics = {3: {"a": 1.0}, 1: {"a": 2.0}, 2: {"a": 2.0}, 4: {"a": 1.0}}
+    assert order_by(("a", "max"), metrics) == [1, 2, 3, 4]
+    assert order_by(("a", "min"), metrics) == [3, 4, 1, 2]
+
+
+def test_what_is_no_finite_number_is_never_best():
+    values = [math.nan, math.inf, -math.inf, None, "1", True, 5.0]
+    metrics = {step: {"a": value} for step, value in enumerate(values)} | {9: {}}
+    assert order_by(("a", "max"), metrics) == order_by(("a", "min"), metrics) == [6]
+
+
+@given(SERIES, st.integers(1, 4), st.none() | st.integers(1, 5), st.booleans(), st.integers(1, 3))
+def test_the_last_the_nth_and_the_best_are_kept(metrics, keep, keep_every, by_best, keep_best):
+    best = ("loss", "min") if by_best else None
+    gone = expendable(metrics, keep=keep, keep_every=keep_every, best=best, keep_best=keep_best)
+    kept = set(metrics) - set(gone)
+    last = sorted(metrics)[-keep:]
+    finite = {
+        step: m["loss"] for step, m in metrics.items() if math.isfinite(m.get("loss") or math.nan)
+    } | {step: 0.0 for step, m in metrics.items() if m.get("loss") == 0}
+    firsts = sorted(finite, key=lambda step: (finite[step], step))[:keep_best] if by_best else []
+    nth = [step for step in metrics if keep_every and step % keep_every == 0]
+    assert gone == sorted(gone)
+    assert kept == {*last, *firsts, *nth}
+
+
+def test_all_are_kept_if_asked():
+    assert expendable({1: {}, 2: {}}, keep=None) == []
+
+
+@pytest.mark.parametrize(
+    ("location", "series", "step"),
+    [
+        ("/runs/a/12", "/runs/a", 12),
+        ("s3://bucket/a/12", "s3://bucket/a", 12),
+        ("s3://bucket/12/?endpoint=http://host:1/x", "s3://bucket?endpoint=http://host:1/x", 12),
+        ("s3://12", "s3:/", None),
+        ("/12", "", None),
+        ("/runs/a", "/runs", None),
+    ],
+)
+def test_the_location_of_a_step_is_split_into_series_and_number(location, series, step):
+    assert split_location(location) == (series, step)

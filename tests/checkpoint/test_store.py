@@ -1,184 +1,183 @@
+"""The store: which steps there are, how they are removed, and how they rank by a metric."""
+
 import errno
-import subprocess
-import sys
+import fcntl
+import math
+import os
+import shutil
 import time
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
-from stepfold.checkpoint import manifest
-from stepfold.checkpoint.manifest import Words
-from stepfold.checkpoint.store import Store
+from stepfold.checkpoint.restore import rank_steps
+from stepfold.checkpoint.store import DirectoryStore, complete_steps, open_store
 from stepfold.errors import CheckpointError
 
-from .sameness import bits, check_same
 
-STATE = {
-    "params": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "layers": [1, np.ones(2)]},
-    "key": jax.random.key(7),
-    "half": jnp.array([1.5, -0.0], jnp.bfloat16),
-}
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_steps_are_folders_called_by_a_number(tmp_path):
+    for name in ("0", "12", "3", "07", "7.damaged", "-1", "1_0", "best", "٣", "²"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "5").write_text("a file")
+    assert open_store(tmp_path).steps() == [0, 3, 12]
+    assert open_store(tmp_path / "none").steps() == []
+
+
+def test_a_step_is_deleted_whatever_lies_in_the_way(tmp_path):
+    for name in ("7", "7.deleted", "7.deleted-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    open_store(tmp_path).delete(7)
+    assert names(tmp_path) == ["7.deleted", "7.deleted-2"]
+
+
+def test_a_step_that_another_run_has_deleted_is_gone(tmp_path):
+    open_store(tmp_path).delete(7)
+    assert names(tmp_path) == []
+
+
+def test_a_damaged_step_keeps_its_files_under_another_name(tmp_path):
+    kept = []
+    for text in ("a", "b", "c"):
+        (tmp_path / "7").mkdir()
+        (tmp_path / "7" / "file").write_text(text)
+        kept.append(open_store(tmp_path).set_aside(7))
+    assert kept == ["7.damaged", "7.damaged-2", "7.damaged-3"]
+    assert [(tmp_path / name / "file").read_text() for name in kept] == ["a", "b", "c"]
+    assert open_store(tmp_path).steps() == []
+    assert open_store(tmp_path).set_aside(7) is None
+
+
+def test_only_what_was_left_over_is_cleaned_up(tmp_path):
+    left_over = ("7.deleted", "7.deleted-2", "8.saving", "8.orbax-checkpoint-tmp-17")
+    others = ("7", "07", "7.damaged", "best", "notes.deleted", "a7.deleted")
+    for name in (*left_over, *others):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "9.deleted").write_text("a file of mine")
+    open_store(tmp_path).clean()
+    assert names(tmp_path) == sorted([*others, "notes.txt", "9.deleted"])
+
+
+def test_names_of_others_and_targets_of_links_are_never_cleaned_up(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("mine")
+    (tmp_path / "12.deleted (backup of bob)").mkdir()
+    (tmp_path / "13.deleted").symlink_to(tmp_path / "elsewhere")
+    open_store(tmp_path).clean()
+    assert names(tmp_path) == ["12.deleted (backup of bob)", "elsewhere"]
+    assert names(tmp_path / "elsewhere") == ["file"]
 
 
 @pytest.fixture
-def folder(tmp_path):
-    sf.save(tmp_path, STATE, step=4)
-    return tmp_path
+def no_exclusive_locks(monkeypatch):
+    """Refuse exclusive locks of a directory, as NFS does."""
+    flock = fcntl.flock
+
+    def refuse(file, kind):
+        if kind & fcntl.LOCK_EX:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
 
 
-@pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring")
-def test_orbax_reads_the_arrays_by_itself(folder):
-    item = ocp.args.Composite(state=ocp.args.PyTreeRestore())
-    with ocp.CheckpointManager(folder) as manager:
-        assert manager.latest_step() == 4
-        found = manager.restore(4, args=item).state
-    assert found["params"]["w"].tolist() == STATE["params"]["w"].tolist()
-    assert sorted(found["params"]["layers"]) == ["0", "1"]
-    assert bits(found["half"]) == bits(STATE["half"])
-    assert bits(found["key"]) == bits(STATE["key"])
+def test_without_locks_only_old_leftovers_are_cleaned_up(tmp_path, no_exclusive_locks):
+    for name in ("7.orbax-checkpoint-tmp", "8.saving", "9.deleted"):
+        (tmp_path / name).mkdir()
+    long_ago = time.time() - 2 * 24 * 3600
+    os.utime(tmp_path / "8.saving", (long_ago, long_ago))
+    open_store(tmp_path).clean()
+    assert names(tmp_path) == ["7.orbax-checkpoint-tmp", "9.deleted"]
 
 
-def test_orbax_restores_onto_what_it_is_given(folder):
-    like = {
-        "params": {"w": jnp.zeros((2, 3)), "layers": {"0": np.int64(0), "1": np.zeros(2)}},
-        "key": jnp.zeros(2, jnp.uint32),
-        "half": jnp.zeros(2, jnp.bfloat16),
-    }
-    item = ocp.args.Composite(state=ocp.args.StandardRestore(jax.eval_shape(lambda: like)))
-    with ocp.CheckpointManager(folder) as manager, jax.enable_x64(True):
-        found = manager.restore(4, args=item).state
-    assert bits(found["params"]["w"]) == bits(STATE["params"]["w"])
-    assert bits(found["half"]) == bits(STATE["half"])
-    assert jax.random.wrap_key_data(found["key"]) == STATE["key"]
-
-
-WITHOUT_US = """
-import sys, jax, orbax.checkpoint as ocp
-item = ocp.args.Composite(state=ocp.args.PyTreeRestore())
-found = ocp.CheckpointManager(sys.argv[1]).restore(4, args=item).state
-assert "stepfold" not in sys.modules
-print(found["params"]["w"].tolist(), float(found["half"][0]))
-"""
-
-
-def test_whoever_has_no_stepfold_reads_the_arrays(folder):
-    command = [sys.executable, "-c", WITHOUT_US, str(folder)]
-    ended = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert ended.stdout == "[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]] 1.5\n"
-
-
-def add_one(tree):
-    return jax.tree.map(lambda leaf: leaf + 1, tree)
-
-
-@pytest.mark.parametrize("spec", [None, P(), P("fsdp")], ids=["one", "replicated", "sharded"])
-def test_what_is_given_to_a_step_at_once_is_saved_as_it_was(tmp_path, spec):
-    place = spec is not None and NamedSharding(sf.make_mesh(), spec)
-    arrays = {"a": np.arange(1 << 18, dtype=np.float32), "b": np.ones((8, 3), np.float32)}
-    state = jax.device_put(arrays, place or None)
-    step = jax.jit(add_one, donate_argnums=0, out_shardings=place or None)
-    with sf.Checkpoints(tmp_path, keep=None) as series:
-        for number in range(0, 12, 3):
-            series.save(state, step=number)
-            for _ in range(3):
-                state = jax.block_until_ready(step(state))
-    assert set(map(len, sf.verify(tmp_path).values())) == {0}
-    for number in range(0, 12, 3):
-        found = sf.restore(tmp_path, arrays, step=number).state
-        check_same(found, jax.tree.map(lambda leaf: leaf + np.float32(number), arrays))
-
-
-def test_what_is_written_to_at_once_is_saved_as_it_was(tmp_path):
-    state = {"a": np.arange(1 << 18, dtype=np.float32), "b": np.zeros(())}
-    with sf.Checkpoints(tmp_path, keep=None) as series:
-        for number in range(3):
-            series.save(state, step=number)
-            state["a"] += 1
-            state["b"][...] = number + 1
-    assert set(map(len, sf.verify(tmp_path).values())) == {0}
-    for number in range(3):
-        found = sf.restore(tmp_path, state, step=number).state
-        wanted = np.arange(1 << 18, dtype=np.float32) + np.float32(number)
-        check_same(found, {"a": wanted, "b": np.full((), float(number))})
-
-
-def test_a_step_is_written_as_a_whole(tmp_path):
-    store = Store(tmp_path)
-    store.begin(STATE, Words(3))
-    store.wait(3)
-    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+def test_a_refused_save_leaves_the_save_of_another_run(tmp_path, no_exclusive_locks):
+    state = {"w": jnp.ones(3)}
+    first, second = (sf.Checkpoints(tmp_path).open() for _ in range(2))
+    first.save(state, step=3, before_commit=lambda: time.sleep(0.3))
+    with pytest.raises(CheckpointError, match="3: not saved: another run is saving it"):
+        second.save(state, step=3)
+    sf.Checkpoints(tmp_path).open().close()
+    first.close()
+    second.close()
     assert sf.verify(tmp_path) == {3: []}
-    store.close()
+    assert names(tmp_path) == ["3"]
 
 
-def test_a_step_that_another_run_is_saving_is_refused_and_left(tmp_path):
-    first, second = Store(tmp_path), Store(tmp_path)
-    first.begin(STATE, Words(3))
-    with pytest.raises(CheckpointError, match="3: not saved: another run is saving it, or was"):
-        second.begin(STATE, Words(3))
-    first.wait(3)
-    assert sf.verify(tmp_path) == {3: []}
-    assert [path.name for path in tmp_path.iterdir()] == ["3"]
-    second.begin(STATE, Words(4))
-    second.wait(4)
-    for store in (first, second):
-        store.close()
+def test_errors_of_the_system_are_errors_of_checkpoints(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    store = open_store(tmp_path)
+    with pytest.raises(CheckpointError, match="2: cannot be read: No such file"):
+        store.saved_at(2)
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    with pytest.raises(CheckpointError, match="1: cannot be deleted: Input/output error"):
+        store.delete(1)
 
 
-NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+def metrics_in(store):
+    return {step: metadata.metrics or {} for step, metadata in complete_steps(store).items()}
 
 
-@pytest.mark.parametrize("place", ["write_leaves", "write_files"])
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (NO_SPACE, "no space left on the device; make room, or keep fewer checkpoints"),
-        (PermissionError(13, "Permission denied"), "no permission to write there; change it, or"),
-        (OSError("Too many open files"), "too many open files; allow more of them, with ulimit"),
-        (OSError("of its own\nkind"), "OSError: of its own$"),
-    ],
-)
-def test_what_goes_wrong_is_told_with_the_step(tmp_path, monkeypatch, place, error, words):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(manifest, place, fail)
-    store = Store(tmp_path)
-    store.begin(STATE, Words(3))
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/3: not saved: {words}") as caught:
-        store.wait(3)
-    assert caught.value.__cause__ is not None
-    store.close()
-    assert sf.latest_step(tmp_path) is None
+def test_only_steps_with_every_file_are_complete(tmp_path):
+    for step in (1, 2, 10):
+        sf.save(tmp_path, {"w": jnp.ones(2)}, step=step)
+    (tmp_path / "2" / "state" / "_METADATA").write_text("cut")
+    assert list(complete_steps(open_store(tmp_path))) == [1, 10]
 
 
-def test_what_cannot_begin_is_told_with_the_step(tmp_path):
-    store = Store(tmp_path / "file")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="file/3: not saved: NotADirectoryError: "):
-        store.begin(STATE, Words(3))
-    store.close()
+def save(folder, step, metrics=None, **options):
+    with sf.Checkpoints(folder, keep=None, **options) as series:
+        series.save({"w": jnp.ones(2)}, step=step, metrics=metrics)
 
 
-def test_a_save_does_not_wait_for_the_disk(tmp_path, monkeypatch):
-    written = manifest.write_leaves
+def test_metrics_are_read_of_what_is_whole(tmp_path):
+    save(tmp_path, 1, {"loss": 3.0})
+    save(tmp_path, 2)
+    save(tmp_path, 3, {"loss": math.nan})
+    save(tmp_path, 4, {"loss": 1.0})
+    (tmp_path / "4" / "state" / "_METADATA").unlink()
+    found = metrics_in(open_store(tmp_path))
+    assert (found[1], found[2]) == ({"loss": 3.0}, {})
+    assert math.isnan(found[3]["loss"])
+    assert list(found) == [1, 2, 3]
 
-    def slowly(*args):
-        time.sleep(1)
-        written(*args)
 
-    monkeypatch.setattr(manifest, "write_leaves", slowly)
-    store = Store(tmp_path)
-    begin = time.monotonic()
-    store.begin(STATE, Words(3))
-    assert time.monotonic() - begin < 0.9
-    assert sf.latest_step(tmp_path) is None
-    store.wait(3)
-    assert sf.latest_step(tmp_path) == 3
-    store.close()
+def test_a_step_that_goes_meanwhile_is_not_read(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    monkeypatch.setattr(DirectoryStore, "steps", lambda store: [1, 2])
+    assert metrics_in(open_store(tmp_path)) == {1: {}}
+    assert rank_steps(open_store(tmp_path), "loss") == [2]
+
+
+def test_the_newest_tells_which_metric_is_best(tmp_path):
+    assert rank_steps(open_store(tmp_path), None) == []
+    save(tmp_path, 1, {"loss": 2.0, "bleu": 5.0}, best="bleu")
+    save(tmp_path, 2, {"loss": 1.0, "bleu": 4.0}, best="loss")
+    assert rank_steps(open_store(tmp_path), None) == [2, 1]
+    assert (
+        rank_steps(open_store(tmp_path), "bleu")
+        == rank_steps(open_store(tmp_path), ("loss", "max"))
+        == [1, 2]
+    )
+
+
+def test_without_a_metric_none_is_best(tmp_path):
+    save(tmp_path, 1, {"loss": 2.0})
+    with pytest.raises(CheckpointError, match="expected to know which metric is best, but none wa"):
+        rank_steps(open_store(tmp_path), None)
+    save(tmp_path, 2, {"bleu": math.nan})
+    words = (
+        "expected a step with a finite number as the metric 'bleu', got none; save with metrics="
+    )
+    with pytest.raises(CheckpointError, match=words):
+        rank_steps(open_store(tmp_path), "bleu")

@@ -1,8 +1,12 @@
+import shutil
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stepfold as sf
+from stepfold.checkpoint import manifest
+from stepfold.checkpoint.store import DirectoryStore, open_store
 from stepfold.checkpoint.verify import problems_of
 from stepfold.errors import CheckpointError, ConfigError
 
@@ -38,7 +42,7 @@ def test_changed_values_are_named(folder):
     before = files(folder)
     told = "w[0:4096]: the values are not those that were saved"
     assert sf.verify(folder) == {1: [], 2: [], 10: [told]}
-    assert problems_of(folder / "10") == [told]
+    assert [str(problem) for problem in problems_of(open_store(folder), 10)] == [told]
     assert files(folder) == before
 
 
@@ -94,6 +98,39 @@ def test_what_is_in_a_checkpoint_is_told(folder):
         sf.contents(folder, step=11)
     with pytest.raises(CheckpointError, match="expected step 7 to restore, got steps 1, 2, 3, 10"):
         sf.contents(folder, step=7)
+
+
+def test_a_step_that_is_deleted_while_it_is_verified_is_left_out(folder, monkeypatch):
+    read = DirectoryStore.read_manifest
+
+    def read_late(store, step):
+        shutil.rmtree(folder / "2", ignore_errors=True)
+        return read(store, step)
+
+    monkeypatch.setattr(DirectoryStore, "read_manifest", read_late)
+    assert sf.verify(folder) == {1: [], 10: []}
+
+
+def test_arrays_that_cannot_be_read_are_a_problem(folder, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("RESOURCE_EXHAUSTED: Too many open files")
+
+    monkeypatch.setattr("tensorstore.open", fail)
+    problem = "w: cannot be read: RESOURCE_EXHAUSTED: Too many open files"
+    assert sf.verify(folder) == {1: [problem], 2: [problem], 10: [problem]}
+
+
+def test_contents_and_parts_of_another_number_of_processes(folder, monkeypatch):
+    """Parts and contents need no position, which only as many processes can use."""
+    read = manifest.read_manifest
+    monkeypatch.setattr(
+        manifest, "read_manifest", lambda step: read(step)._replace(data=[{"at": 1}, {"at": 2}])
+    )
+    assert sf.contents(folder).data == [{"at": 1}, {"at": 2}]
+    found = sf.restore(folder, state(0), parts=("w",))
+    assert (found.step, found.data) == (10, None)
+    with pytest.raises(CheckpointError, match="data: expected 2 processes, each with the position"):
+        sf.restore(folder, state(0))
 
 
 def test_without_a_whole_step_there_are_no_contents(tmp_path):

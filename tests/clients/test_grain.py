@@ -1,4 +1,4 @@
-"""A pipeline that is grain's from end to end: stepfold takes its batches, and its position."""
+"""A grain pipeline: stepfold uses its batches and its position."""
 
 import grain
 import jax
@@ -54,7 +54,7 @@ def run(batches, steps, **options):
 
 
 @pytest.mark.parametrize("batches", [lazily, by_a_loader])
-def test_a_run_goes_on_bit_for_bit_where_grain_was(batches, tmp_path):
+def test_run_resumes_bit_for_bit_at_the_position_of_grain(batches, tmp_path):
     whole = run(batches(), 40)
     run(batches(), 25, run_dir=tmp_path, checkpoints=sf.Checkpoints(every=10))
     resumed = run(batches(), 40, run_dir=tmp_path, checkpoints=sf.Checkpoints(every=10))

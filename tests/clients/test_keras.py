@@ -1,4 +1,4 @@
-"""A model of Keras 3, on jax: in a process of its own, since Keras asks the environment once."""
+"""A model of Keras 3 on jax, in a process of its own since Keras reads the environment once."""
 
 import os
 import subprocess

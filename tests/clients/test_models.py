@@ -1,4 +1,4 @@
-"""Models of libraries that know nothing of stepfold, with batch norm and dropout."""
+"""Models of other libraries, with batch norm and dropout."""
 
 import jax
 import pytest
@@ -20,17 +20,17 @@ def trained(request, tmp_path_factory):
         yield course.train(request.param(), tmp_path_factory.mktemp("run"))
 
 
-def test_it_learns(trained):
+def test_learns_digits(trained):
     course.check_it_learned(trained)
 
 
-def test_it_is_measured_alike_in_batches_of_any_size(trained):
+def test_evaluation_does_not_depend_on_the_batch_size(trained):
     course.check_it_is_measured_alike(trained)
 
 
-def test_it_goes_on_bit_for_bit_from_a_checkpoint(trained):
+def test_resume_is_bit_for_bit(trained):
     course.check_it_goes_on(trained)
 
 
-def test_the_model_is_left_whole(trained):
+def test_donation_leaves_the_model_intact(trained):
     course.check_the_model_is_left_whole(trained)

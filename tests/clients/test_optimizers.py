@@ -1,4 +1,4 @@
-"""Optimizers off the beaten path, through a train step that knows of none of them."""
+"""Unusual optimizers in an ordinary train step."""
 
 import jax
 import numpy as np
@@ -77,11 +77,11 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_it_learns_and_goes_on_bit_for_bit(tx, tmp_path):
+def test_learns_and_resumes_bit_for_bit(tx, tmp_path):
     assert loss_of(trained(tx, tmp_path).params) < 0.8
 
 
-def test_schedule_free_is_measured_by_its_own_average(tmp_path):
+def test_schedule_free_evaluates_its_average(tmp_path):
     tx = optax.contrib.schedule_free_adamw(3e-2, warmup_steps=5)
     state = trained(tx, tmp_path)
 
@@ -106,7 +106,7 @@ def test_lookahead_keeps_two_sets_of_parameters(tmp_path):
         np.testing.assert_allclose(fast, slow, atol=1e-6)
 
 
-def test_frozen_parts_keep_every_bit(tmp_path):
+def test_frozen_parameters_keep_every_bit(tmp_path):
     edge = np.float32([-0.0, 1e-42, np.inf, 3.3])  # a zero's sign, and what rounds to nothing
     start = {**START, "edge": edge}
 
@@ -138,13 +138,13 @@ def sharpest_near(rho):
     return grad
 
 
-def test_a_way_to_a_gradient_of_ones_own(tmp_path):
+def test_custom_gradient_function(tmp_path):
     tx = optax.adam(2e-2)
     state = trained(tx, tmp_path, grad=sharpest_near(0.05), accumulate=2)
     assert loss_of(state.params) < 0.8
 
 
-def test_a_way_to_a_gradient_of_ones_own_is_what_the_step_takes():
+def test_step_uses_a_custom_gradient_function():
     state = sf.init_state(START, optax.sgd(1.0), jax.random.key(0))
     batch = {name: values[:50] for name, values in TRAIN.items()}
     step = jax.jit(sf.make_train_step(loss_fn, optax.sgd(1.0), grad=sharpest_near(0.05)))
@@ -162,3 +162,48 @@ def test_a_way_to_a_gradient_of_ones_own_is_what_the_step_takes():
     for one, two in zip(*map(jax.tree.leaves, (stepped.params, wanted)), strict=True):
         np.testing.assert_allclose(one, two, atol=1e-6)
     np.testing.assert_allclose(metrics["loss"].compute(), loss, rtol=1e-6)
+
+
+def per_example(loss_fn):
+    """Return the gradient of each example, along a leading axis."""
+    of_one = sf.value_and_grad(loss_fn)
+
+    def grad_fn(params, batch, key, model_state):
+        rows = jax.tree.map(lambda x: x[:, None], batch)
+        over_rows = jax.vmap(of_one, in_axes=(None, 0, None, None))
+        grads, terms, metrics, _ = over_rows(params, rows, key, model_state)
+        reduce = lambda group: {name: metric.reduce() for name, metric in group.items()}
+        return grads, reduce(terms), reduce(metrics), model_state
+
+    return grad_fn
+
+
+def private(tx, bound, noise):
+    aggregate = optax.contrib.differentially_private_aggregate(bound, noise, key=0)
+    return optax.chain(aggregate, tx)
+
+
+def test_private_sgd_takes_the_gradient_of_each_example(tmp_path):
+    tx = private(optax.sgd(0.3, momentum=0.9), bound=1.0, noise=0.5)
+    assert loss_of(trained(tx, tmp_path, grad=per_example).params) < 0.8
+
+
+def test_private_sgd_is_that_of_optax():
+    tx = private(optax.sgd(0.3), bound=0.5, noise=0.1)
+    state = sf.init_state(START, tx, jax.random.key(0))
+    batch = {name: values[:50] for name, values in TRAIN.items()}
+    stepped, metrics = jax.jit(sf.make_train_step(loss_fn, tx, grad=per_example))(state, batch)
+
+    @jax.jit
+    def by_hand(params):
+        of_row = lambda params, row: loss_fn(params, row, None)[0].compute()
+        rows = jax.tree.map(lambda x: x[:, None], batch)
+        grads = jax.vmap(jax.grad(of_row), in_axes=(None, 0))(params, rows)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        mean = jax.grad(lambda params: of_row(params, batch))(params)
+        return optax.apply_updates(params, updates), optax.tree.norm(mean)
+
+    wanted, norm = by_hand(START)
+    for one, two in zip(*map(jax.tree.leaves, (stepped.params, wanted)), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"].compute(), norm, rtol=1e-5)

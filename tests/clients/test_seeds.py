@@ -1,4 +1,4 @@
-"""What documents of trainers show as examples, with their placeholders filled in, and run."""
+"""Examples from the documentation of trainers run with their placeholders filled in."""
 
 import abc
 import inspect
@@ -83,7 +83,7 @@ class MyCustomTrainer(BaseTrainerProtocol):
         sf.save(ckpt_path, state or self._model_state)
 
 
-def test_the_skeleton_of_the_protocol_runs(tmp_path):
+def test_protocol_skeleton_runs(tmp_path):
     made = MyCustomTrainer(arguments(), TRAIN, TEST)
     before = made.evaluate(made._model_state)["loss"]
     state = made.train()
@@ -93,7 +93,7 @@ def test_the_skeleton_of_the_protocol_runs(tmp_path):
     assert sf.latest_step(tmp_path) == 30
 
 
-def test_the_configuration_example_is_taken_as_it_is_written():
+def test_configuration_example_runs_unchanged():
     args = TrainingArguments(
         model_name="MyFineTunedModel",
         num_train_epochs=3,
@@ -150,7 +150,7 @@ class CustomTrainer(Trainer):
         super().on_step_end(state, metrics, *args, **kwargs)
 
 
-def test_the_customization_runs(capsys):
+def test_customization_runs(capsys):
     made = trainer(CustomTrainer, scheduler="linear", eval_batch_size=32, given={"loss_fn": None})
     before = made.evaluate()["eval_loss"]
     output = made.train()
@@ -159,7 +159,7 @@ def test_the_customization_runs(capsys):
     assert capsys.readouterr().out.count("Step completed. Current LR: ") == 20
 
 
-def test_the_customization_runs_with_the_placeholders_as_they_are():
+def test_customization_runs_with_its_placeholders():
     class Placeholders(CustomTrainer):
         def configure_functions(self, *args, **kwargs):
             def train_step(state, batch):
@@ -210,7 +210,7 @@ PROPERTIES = ("evaluation_batch_size", "is_enable", "is_process_zero", "mesh", "
 
 
 @pytest.mark.parametrize("name", ABSTRACT)
-def test_every_abstract_method_binds_the_calls_that_the_documented_one_does(name):
+def test_abstract_methods_bind_the_documented_calls(name):
     documented = eval(f"lambda {ABSTRACT[name][1:-1]}: None")
     parameters = inspect.signature(documented).parameters
     ours = inspect.signature(getattr(Trainer, name))
@@ -221,7 +221,7 @@ def test_every_abstract_method_binds_the_calls_that_the_documented_one_does(name
     ours.bind(*given, **dict.fromkeys(required))
 
 
-def test_it_can_be_mixed_with_an_abstract_class_of_the_same_members():
+def test_mixes_with_an_abstract_class_of_the_same_members():
     members = {name: abc.abstractmethod(lambda self: None) for name in ABSTRACT}
     members |= {
         name: property(abc.abstractmethod(lambda self: None))
@@ -236,14 +236,14 @@ def test_it_can_be_mixed_with_an_abstract_class_of_the_same_members():
     assert int(made.train().state.step) == 2
 
 
-def test_what_lacks_a_member_is_no_trainer():
+def test_class_without_a_member_is_no_trainer():
     made = trainer(max_steps=1)
     assert isinstance(made, BaseTrainerProtocol)
     del made.timer
     assert not isinstance(made, BaseTrainerProtocol)
 
 
-def test_models_of_other_libraries_train_through_the_loss_function():
+def test_models_of_other_libraries_train():
     import equinox as eqx
     from flax import linen, nnx
 
@@ -283,7 +283,7 @@ def test_models_of_other_libraries_train_through_the_loss_function():
         trainer(given={"model": dense})
 
 
-def test_a_state_of_another_library_goes_through_steps_of_its_own():
+def test_state_of_another_library_runs_with_its_own_steps():
     from flax.training.train_state import TrainState
 
     class Flax(Trainer):

@@ -1,4 +1,4 @@
-"""Pipelines of tf.data, for those who have TensorFlow."""
+"""Pipelines of tf.data."""
 
 import itertools
 
@@ -48,7 +48,7 @@ def numbers(example):
     return {"image": np.float32(example["image"]) / 16, "label": np.int32(example["label"])}
 
 
-def test_a_dataset_that_tfds_loads_is_a_stream(folder):
+def test_dataset_of_tfds_load_is_a_stream(folder):
     pipeline = tfds.load("digits", split="train", data_dir=folder)
     stream = sf.batches(pipeline, 128, epochs=2, remainder="pad", transform=numbers)
     found = list(stream)
@@ -79,7 +79,7 @@ def test_processes_share_the_rows_of_a_pipeline(folder):
         np.testing.assert_array_equal(batch["image"], np.concatenate([one["image"], two["image"]]))
 
 
-def test_a_pipeline_is_numpy_without_being_asked_and_is_begun_anew():
+def test_pipeline_yields_numpy_and_restarts():
     pipeline = tf.data.Dataset.range(10).map(lambda x: {"x": x, "y": (tf.cast(x, tf.float32),)})
     batch = next(sf.batches(pipeline, 4))
     assert type(batch["x"]) is type(batch["y"][0]) is np.ndarray
@@ -89,7 +89,7 @@ def test_a_pipeline_is_numpy_without_being_asked_and_is_begun_anew():
     assert [b["x"].tolist() for b in sf.batches(iter(pipeline), 6)] == [[0, 1, 2, 3, 4, 5]]
 
 
-def test_a_pipeline_can_be_saved_and_not_resumed():
+def test_pipeline_can_be_saved_but_not_resumed():
     pipeline = tf.data.Dataset.range(10)
     stream = sf.batches(pipeline, 4)
     next(stream)
@@ -99,19 +99,19 @@ def test_a_pipeline_can_be_saved_and_not_resumed():
     assert next(by_hand).tolist() == next(stream).tolist()
 
 
-def test_texts_are_refused_until_they_are_numbers():
+def test_text_is_refused():
     pipeline = tf.data.Dataset.from_tensor_slices(["a", "bc"])
     with pytest.raises(sf.DataError, match="expected numbers, got bytes b'a' at index 0"):
         next(sf.batches(pipeline, 2))
     assert next(sf.batches(pipeline, 2, transform=len)).tolist() == [1, 2]
 
 
-def test_tfrecord_is_refused_where_any_example_is_to_be_had_at_once(folder):
+def test_tfrecord_is_refused_for_random_access(folder):
     with pytest.raises(sf.DataError, match="got tfrecord, which only TensorFlow reads"):
         sf.tfds_source("digits", "train", data_dir=folder)
 
 
-def test_pictures_that_tensorflow_encoded_are_read_at_once(tmp_path):
+def test_images_encoded_by_tensorflow_are_read_by_index(tmp_path):
     Digits(data_dir=tmp_path, file_format="array_record").download_and_prepare()
     source = sf.tfds_source("digits", "train", data_dir=tmp_path)
     for example in itertools.islice(source, 50):

@@ -76,7 +76,7 @@ start = lambda: sf.init_state(init, TX, jax.random.key(0))
 pad = partial(sf.collate, length=LENGTH)
 
 
-def test_padded_text_is_learned_and_gone_on_with(examples, tmp_path):
+def test_padded_text_is_learned_and_resumes(examples, tmp_path):
     def run(steps, folder, checkpoints):
         batches = sf.batches(examples, 32, seed=0, collate=pad)
         return sf.fit(STEP, start(), batches, steps=steps, run_dir=folder, checkpoints=checkpoints)
@@ -98,7 +98,7 @@ def test_packed_text_is_learned_in_fewer_rows(examples):
     assert result.history["train/loss"][-1] < 5
 
 
-def test_a_loss_is_the_same_padded_and_packed_and_whatever_the_batches(examples):
+def test_loss_does_not_depend_on_padding_packing_or_batch_size(examples):
     state = start()
     once = {"epochs": 1, "remainder": "pad"}
     padded = sf.evaluate(MEASURE, state, sf.batches(examples, 64, collate=pad, **once))

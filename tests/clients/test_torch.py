@@ -1,4 +1,4 @@
-"""The same training in torch, from the same weights, on the same batches: step by step the same."""
+"""Training from the same weights on the same batches equals torch step by step."""
 
 import functools
 import itertools
@@ -127,7 +127,7 @@ def in_stepfold(params, running, accumulate):
 
 
 @pytest.mark.parametrize(("norm", "accumulate"), [(True, 1), (False, 1), (False, 4)])
-def test_a_hundred_steps_are_those_of_torch(norm, accumulate):
+def test_a_hundred_steps_equal_those_of_torch(norm, accumulate):
     begun, wanted, (losses, norms) = in_torch(norm=norm)
     found, (our_losses, our_norms) = in_stepfold(*begun, accumulate)
     assert losses[-20:].mean() < losses[0] / 2  # there was something to learn

@@ -734,7 +734,7 @@ def _(ran, place):
                 raise StopTraining("cut")
 
     cut = trainer(Cut, num_train_epochs=3, output_dir=place)
-    assert cut.train().stopped.startswith("cut at step")
+    assert cut.train().stopped.startswith("cut; stopped at step")
     from_path = trainer(
         num_train_epochs=3, output_dir=place / "b", resume_from_checkpoint=str(place)
     )
@@ -892,5 +892,5 @@ def _(ran, place):
 
 @pytest.mark.filterwarnings("ignore:csv_writer")
 @pytest.mark.parametrize("line", ROWS, ids=": ".join)
-def test_each_line_is_served(line, ran, tmp_path):
+def test_documented_feature(line, ran, tmp_path):
     ROWS[line](ran, tmp_path)

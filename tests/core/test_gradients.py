@@ -3,11 +3,12 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from clu import metrics as clu_metrics
 
 import stepfold as sf
-from stepfold.core.gradients import gradients_in_parts
+from stepfold.core.gradients import gradients_in_parts, rematerialized
 
 X = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
 
@@ -51,7 +52,7 @@ def test_one_microbatch_is_the_bare_gradient(key):
     assert ours["bytes accessed"] == theirs["bytes accessed"]
 
 
-def test_microbatch_i_holds_every_nth_example_and_its_own_key(run, key):
+def test_microbatch_i_holds_every_nth_example_and_its_own_key(key):
     def loss(params, batch, key, state):
         seen = {"x": batch["x"][None, :, 0], "u": jax.random.uniform(key)[None]}
         place = state["i"]
@@ -64,7 +65,7 @@ def test_microbatch_i_holds_every_nth_example_and_its_own_key(run, key):
 
     start = {"i": jnp.int32(0), "x": jnp.zeros((4, 3)), "u": jnp.zeros(4)}
     grad_fn = sf.value_and_grad(loss, accumulate=4, stateful=True)
-    *_, state = run(grad_fn)(PARAMS, BATCH, key, start)
+    *_, state = jax.jit(grad_fn)(PARAMS, BATCH, key, start)
     chex.assert_trees_all_equal(np.asarray(state["x"]), np.stack([X[i::4, 0] for i in range(4)]))
     keys = [jax.random.uniform(jax.random.fold_in(key, i)) for i in range(4)]
     chex.assert_trees_all_close(state["u"], jnp.stack(keys))
@@ -76,7 +77,7 @@ def test_without_accumulation_the_key_is_the_key(key):
     assert metrics["u"].compute() == jax.random.uniform(key)
 
 
-def test_weights_may_hang_on_the_key_and_on_the_model_state(run, key):
+def test_weights_may_hang_on_the_key_and_on_the_model_state(key):
     def loss(params, batch, key, seen):
         weight = jax.random.uniform(key, batch["mask"].shape) * (1.0 + seen)
         return sf.mean((batch["x"] @ params["w"]) ** 2, weight), {}, seen + 1
@@ -88,7 +89,7 @@ def test_weights_may_hang_on_the_key_and_on_the_model_state(run, key):
             parts.append(loss(params, part, jax.random.fold_in(key, i), jnp.float32(i))[0])
         return sum(p.total for p in parts) / sum(p.count for p in parts)
 
-    grad_fn = run(sf.value_and_grad(loss, accumulate=3, stateful=True))
+    grad_fn = jax.jit(sf.value_and_grad(loss, accumulate=3, stateful=True))
     grads, terms, _, seen = grad_fn(PARAMS, BATCH, key, jnp.float32(0))
     want, want_grads = jax.value_and_grad(whole)(PARAMS)
     assert terms["loss"].compute() == pytest.approx(float(want))
@@ -96,7 +97,7 @@ def test_weights_may_hang_on_the_key_and_on_the_model_state(run, key):
     assert seen == 3
 
 
-def test_an_average_with_a_merge_of_its_own_merges_as_it_says(run, key):
+def test_an_average_with_a_merge_of_its_own_merges_as_it_says(key):
     @flax.struct.dataclass
     class Largest(clu_metrics.Average):
         def merge(self, other):
@@ -104,18 +105,18 @@ def test_an_average_with_a_merge_of_its_own_merges_as_it_says(run, key):
 
     largest = lambda x: Largest(total=x.max(), count=jnp.ones(()))
     loss = lambda p, b, k: (p["w"].sum(), {"largest": largest(b["x"])})
-    metrics = run(sf.value_and_grad(loss, accumulate=3))(PARAMS, BATCH, key, ())[2]
+    metrics = jax.jit(sf.value_and_grad(loss, accumulate=3))(PARAMS, BATCH, key, ())[2]
     assert metrics["largest"].total == X.max()
 
 
-def test_counts_keep_their_dtype_in_float64(run, key):
+def test_counts_keep_their_dtype_in_float64(key):
     with jax.enable_x64(True):
         loss = lambda p, b, k: (p["w"].sum(), {"m": sf.mean(b["mask"])})
-        metrics = run(sf.value_and_grad(loss, accumulate=3))(PARAMS, BATCH, key, ())[2]
+        metrics = jax.jit(sf.value_and_grad(loss, accumulate=3))(PARAMS, BATCH, key, ())[2]
         assert metrics["m"].total.dtype == jnp.int32
 
 
-def test_metrics_of_every_kind_merge_over_microbatches(run, key):
+def test_metrics_of_every_kind_merge_over_microbatches(key):
     def loss(params, batch, key):
         predicted = (batch["x"] @ params["w"]) > 0
         return params["w"].sum(), {
@@ -126,8 +127,8 @@ def test_metrics_of_every_kind_merge_over_microbatches(run, key):
             ),
         }
 
-    one = run(sf.value_and_grad(loss))(PARAMS, BATCH, key, ())[2]
-    four = run(sf.value_and_grad(loss, accumulate=4))(PARAMS, BATCH, key, ())[2]
+    one = jax.jit(sf.value_and_grad(loss))(PARAMS, BATCH, key, ())[2]
+    four = jax.jit(sf.value_and_grad(loss, accumulate=4))(PARAMS, BATCH, key, ())[2]
     chex.assert_trees_all_equal(one["accuracy"], four["accuracy"])
     with jax.numpy_dtype_promotion("standard"):  # clu divides a float by an integer
         assert four["last"].compute() == 3
@@ -165,7 +166,7 @@ def test_temporaries_do_not_grow_with_the_number_of_microbatches(key):
     assert sizes[2] < sizes[0] / 10
 
 
-def test_gradients_come_in_the_parameters_dtype_and_add_up_in_float32(run, key):
+def test_gradients_come_in_the_parameters_dtype_and_add_up_in_float32(key):
     rng = np.random.default_rng(0)
     x = rng.uniform(0.5, 1.5, size=(256, 4)).astype(np.float32)
     loss = lambda p, b, k: sf.mean(b @ p)
@@ -173,7 +174,9 @@ def test_gradients_come_in_the_parameters_dtype_and_add_up_in_float32(run, key):
 
     def error(dtype, **options):
         params, batch = jnp.ones(4, dtype), jnp.asarray(x, dtype)
-        grads = run(sf.value_and_grad(loss, accumulate=256, **options))(params, batch, key, ())[0]
+        grads = jax.jit(sf.value_and_grad(loss, accumulate=256, **options))(params, batch, key, ())[
+            0
+        ]
         assert grads.dtype == dtype
         return np.abs(np.asarray(grads, np.float32) - want).max()
 
@@ -183,15 +186,15 @@ def test_gradients_come_in_the_parameters_dtype_and_add_up_in_float32(run, key):
     assert error(jnp.bfloat16, accumulator_dtype=None) > 2 * half_ulp
 
 
-def test_integer_and_key_leaves_of_a_batch_are_split_too(run, key):
+def test_integer_and_key_leaves_of_a_batch_are_split_too(key):
     batch = {"n": jnp.arange(6), "key": jax.random.split(key, 6)}
 
     def loss(params, batch, key):
         noise = jax.vmap(jax.random.uniform)(batch["key"])
         return sf.mean(params["w"].sum() * (noise + batch["n"].astype(jnp.float32)))
 
-    want = run(sf.value_and_grad(loss))(PARAMS, batch, key, ())
-    got = run(sf.value_and_grad(loss, accumulate=3))(PARAMS, batch, key, ())
+    want = jax.jit(sf.value_and_grad(loss))(PARAMS, batch, key, ())
+    got = jax.jit(sf.value_and_grad(loss, accumulate=3))(PARAMS, batch, key, ())
     chex.assert_trees_all_close(got, want, rtol=1e-5)
 
 
@@ -202,9 +205,9 @@ def test_a_dtype_that_gradients_cannot_add_up_in_is_refused_when_built(dtype):
         sf.value_and_grad(loss_fn, accumulate=2, accumulator_dtype=dtype)
 
 
-def test_a_number_of_microbatches_may_be_numpys(run, key):
-    want = run(sf.value_and_grad(loss_fn, accumulate=2))(PARAMS, BATCH, key, ())
-    got = run(sf.value_and_grad(loss_fn, accumulate=np.int64(2)))(PARAMS, BATCH, key, ())
+def test_a_number_of_microbatches_may_be_numpys(key):
+    want = jax.jit(sf.value_and_grad(loss_fn, accumulate=2))(PARAMS, BATCH, key, ())
+    got = jax.jit(sf.value_and_grad(loss_fn, accumulate=np.int64(2)))(PARAMS, BATCH, key, ())
     chex.assert_trees_all_equal(got, want)
 
 
@@ -219,47 +222,49 @@ def test_a_number_of_microbatches_that_is_none_is_refused_when_built(n):
     [
         (
             {"x": X[:10]},
-            r"accumulate=4 does not divide the leading axis of 10 \(batch/x\); .*1, 2, 5",
+            r"^accumulate=4: expected a divisor of the batch size 10, got batch/x float32\[10,3\]; "
+            r"use one of \[1, 2, 5, 10\]",
         ),
         (
             {"x": X, "y": X[:8]},
-            r"one size on every leaf .*batch/x float32\[12,3\], batch/y float32\[8",
+            r"^accumulate=4: expected every leaf to have the same leading size, got "
+            r"batch/x float32\[12,3\], batch/y float32\[8",
         ),
-        ({"x": X, "rate": 0.5}, r"must be there .*batch/rate float"),
-        ({}, r"accumulate=4 splits the leading axis, .*got an empty batch"),
-        ({"x": X[:0]}, r"leading axis of 0 \(batch/x\); what would: nothing, the batch is empty"),
+        ({"x": X, "rate": 0.5}, r"the same leading size, got batch/rate float"),
+        ({}, r"the same leading size, got an empty batch"),
+        ({"x": X[:0]}, r"batch size 0, got batch/x float32\[0,3\]; drop the empty batch"),
     ],
 )
-def test_a_batch_that_does_not_divide_is_refused(run, key, batch, message):
+def test_a_batch_that_does_not_divide_is_refused(key, batch, message):
     grad_fn = sf.value_and_grad(lambda p, b, k: p["w"].sum(), accumulate=4)
     with pytest.raises(sf.DataError, match=message):
-        run(grad_fn)(PARAMS, batch, key, ())
+        jax.jit(grad_fn)(PARAMS, batch, key, ())
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_stateless_loss_leaves_a_model_state_as_it_is(run, key, n):
+def test_a_stateless_loss_leaves_a_model_state_as_it_is(key, n):
     grad_fn = sf.value_and_grad(lambda p, b, k: p["w"].sum(), accumulate=n)
     for model_state in ({"n": jnp.arange(2)}, None, ()):
-        after = run(grad_fn)(PARAMS, BATCH, key, model_state)[3]
+        after = jax.jit(grad_fn)(PARAMS, BATCH, key, model_state)[3]
         chex.assert_trees_all_equal(after, model_state)
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_parameters_on_the_host_are_parameters(run, key, n):
+def test_parameters_on_the_host_are_parameters(key, n):
     host = {"w": np.array([1.0, -2.0, 0.5])}  # float64, which jax makes float32 of
-    grads = run(sf.value_and_grad(loss_fn, accumulate=n))(host, BATCH, key, ())[0]
+    grads = jax.jit(sf.value_and_grad(loss_fn, accumulate=n))(host, BATCH, key, ())[0]
     assert grads["w"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_parameters_without_a_gradient_are_refused_by_name(run, key, n):
+def test_parameters_without_a_gradient_are_refused_by_name(key, n):
     grad_fn = sf.value_and_grad(lambda p, b, k: 0.0, accumulate=n)
     with pytest.raises(sf.ConfigError, match=r"params/n: expected floating numbers, got int32"):
-        run(grad_fn)({"n": jnp.zeros(2, int)}, BATCH, key, ())
+        jax.jit(grad_fn)({"n": jnp.zeros(2, int)}, BATCH, key, ())
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_the_shares_of_mapped_places_add_up_to_the_whole(run, key, n):
+def test_the_shares_of_mapped_places_add_up_to_the_whole(key, n):
     @flax.struct.dataclass
     class Largest(clu_metrics.Metric):
         value: jax.Array
@@ -276,9 +281,105 @@ def test_the_shares_of_mapped_places_add_up_to_the_whole(run, key, n):
     places = jax.tree.map(lambda x: x.reshape(3, 4, *x.shape[1:]), BATCH)
     shares = gradients_in_parts(loss, n, axes=("places",))
     mapped = jax.vmap(shares, in_axes=(None, 0, None, None), axis_name="places")
-    grads, terms, metrics, _ = run(mapped)(PARAMS, places, key, ())
+    grads, terms, metrics, _ = jax.jit(mapped)(PARAMS, places, key, ())
     wanted, whole, _, _ = sf.value_and_grad(loss)(PARAMS, BATCH, key, ())
     chex.assert_trees_all_close(grads["w"].sum(0), wanted["w"], rtol=1e-5)
     assert terms["loss"].count.tolist() == [float(whole["loss"].count)] * 3
     assert terms["loss"].total[1] == pytest.approx(float(whole["loss"].total))
     assert metrics["largest"].value.tolist() == [X.max()] * 3
+
+
+LOSSES_WITHOUT_PARAMETERS = [
+    lambda p, b, k: sf.mean(b["x"]),
+    lambda p, b, k: sf.mean(jax.lax.stop_gradient(p["w"]) * b["x"]),
+    jax.jit(lambda p, b, k: b["x"].mean()),
+    lambda p, b, k: {"a": jnp.float32(1), "b": jnp.round(p["w"]).sum()},
+]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loss_that_does_not_depend_on_the_parameters_is_refused(key, n):
+    for loss in LOSSES_WITHOUT_PARAMETERS:
+        grad_fn = sf.value_and_grad(loss, accumulate=n)
+        with pytest.raises(sf.LossError, match="loss: expected a function of the parameters, got"):
+            jax.eval_shape(grad_fn, PARAMS, BATCH, key, ())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loss_that_only_updates_its_model_state_has_zero_gradients(key, n):
+    loss = lambda p, b, k, state: (b["x"].mean(), {}, state + 1)
+    grad_fn = sf.value_and_grad(loss, accumulate=n, stateful=True)
+    grads, *_, state = grad_fn(PARAMS, BATCH, key, jnp.int32(0))
+    assert not grads["w"].any()
+    assert state == n
+
+
+def test_a_loss_may_depend_on_some_parameters_alone_and_through_any_transformation(key):
+    params = {"w": jnp.ones(3), "unused": jnp.ones(2)}
+
+    def scanned(params, batch, key):
+        row = lambda total, x: (total + jnp.dot(x, params["w"]), None)
+        return jax.lax.scan(row, jnp.float32(0), batch["x"])[0]
+
+    for loss in (scanned, jax.jit(scanned), jax.checkpoint(scanned)):
+        grads, *_ = sf.value_and_grad(loss, accumulate=2)(params, BATCH, key, ())
+        np.testing.assert_allclose(grads["w"], X.sum(0) / 2, rtol=1e-5)
+        assert not grads["unused"].any()
+
+
+def test_gradients_can_be_differentiated_in_forward_and_in_reverse_mode(key):
+    def norm(params):
+        grads, *_ = sf.value_and_grad(loss_fn)(params, BATCH, key, ())
+        return (grads["w"] ** 2).sum()
+
+    forward = jax.jvp(norm, (PARAMS,), ({"w": jnp.eye(3)[0]},))[1]
+    reverse = jax.grad(norm)(PARAMS)["w"][0]
+    assert forward == pytest.approx(float(reverse), rel=1e-5)
+
+
+# rematerialization
+
+
+def deep_loss(params, batch, key):
+    hidden = batch
+    for layer in params:
+        hidden = jnp.sin(jnp.sin(hidden @ layer))
+    return sf.mean(hidden), {"first": sf.mean(hidden[0])}
+
+
+LAYERS, ROWS = [jnp.ones((8, 8)) / 8] * 3, jnp.ones((6, 8))
+NO_BATCH = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+
+@pytest.mark.parametrize("remat", [True, "nothing_saveable", "dots_saveable", NO_BATCH])
+@pytest.mark.parametrize("n", [1, 3])
+def test_rematerialization_changes_no_number(key, remat, n):
+    got, want = (
+        jax.jit(sf.value_and_grad(loss, accumulate=n))(LAYERS, ROWS, key, ())
+        for loss in (rematerialized(deep_loss, remat), deep_loss)
+    )
+    chex.assert_trees_all_close(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("remat", "again"),
+    [(None, False), (False, False), ("everything_saveable", False), (True, True)],
+)
+def test_what_is_not_kept_is_computed_again(key, remat, again):
+    grad_fn = sf.value_and_grad(rematerialized(deep_loss, remat))
+    computed = str(jax.make_jaxpr(grad_fn)(LAYERS, ROWS, key, ())).count(" = sin")
+    assert (computed > 2 * len(LAYERS)) == again
+
+
+def test_what_makes_a_policy_is_not_one():
+    with pytest.raises(sf.ConfigError, match="remat: .*save_only_these.*did you mean to call it"):
+        rematerialized(deep_loss, jax.checkpoint_policies.save_only_these_names)
+    rematerialized(deep_loss, jax.checkpoint_policies.save_only_these_names("hidden"))
+
+
+@pytest.mark.parametrize("remat", ["dots", 3, "save_only_these_names"])
+def test_an_unknown_policy_is_refused_when_built(remat):
+    with pytest.raises(
+        sf.ConfigError, match="remat: expected None, True, a policy .*dots_saveable"
+    ):
+        sf.make_train_step(deep_loss, optax.sgd(0.1), remat=remat)

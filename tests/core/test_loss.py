@@ -1,13 +1,15 @@
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from clu import metrics as clu_metrics
 from clu.metrics import Average
 
 import stepfold as sf
-from stepfold.core.loss import share_of, total_of
+from stepfold.core.loss import checked, share_of, total_of
 
 # mean
 
@@ -140,3 +142,208 @@ def test_shares_without_any_weight_have_the_gradients_of_the_whole():
 
     assert jax.grad(lambda p: total_of(terms(p)))(0.0) == 0
     assert jax.grad(lambda p: share_of(terms(p), terms(0.0)))(0.0) == 0
+
+
+# the contract
+
+
+def call(loss_fn, *, stateful=False, model_state=None):
+    args = (jnp.ones(2), jnp.ones((4, 2)), jax.random.key(0))
+    return checked(loss_fn, stateful=stateful)(*args, *([model_state] if stateful else []))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda p: p.sum(),
+        lambda p: 2.0,
+        lambda p: sf.mean(p),
+        lambda p: {"loss": p.sum()},
+        lambda p: {"a": sf.mean(p), "b": p.sum()},
+        lambda p: Average(total=p.sum(), count=jnp.int32(2)),
+        lambda p: p.sum().astype(jnp.bfloat16),
+        lambda p: Average(total=p.sum(), count=jnp.bfloat16(2)),
+        lambda p: Average(total=p.sum(), count=True),
+    ],
+)
+def test_every_form_of_a_loss_is_read_as_float32_terms(loss):
+    terms, metrics = jax.jit(lambda: call(lambda p, b, k: loss(p)))()
+    assert metrics == {}
+    for term in terms.values():
+        assert type(term) is Average
+        assert term.total.dtype == term.count.dtype == jnp.float32
+        assert not term.total.weak_type
+
+
+def test_checking_twice_changes_nothing():
+    once = checked(lambda p, b, k: ({"a": sf.mean(p), "b": p.sum()}, {"m": sf.mean(p)}))
+    args = (jnp.ones(2), None, jax.random.key(0))
+    chex.assert_trees_all_equal(jax.jit(once)(*args), jax.jit(checked(once))(*args))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (jnp.ones(3), r"loss: expected a scalar, got float32\[3\]; return sf.mean"),
+        (jnp.ones((), int), r"loss: expected a floating number, got int32\[\]"),
+        (3, r"loss: expected a floating number, got int32\[\]"),
+        (jnp.ones((), complex), r"loss: expected a floating number, got complex64\[\]"),
+        (None, r"loss: expected a number, got NoneType None"),
+        (np.array("x"), r"loss: expected a number, got <U1"),
+        (jax.ShapeDtypeStruct((), jnp.float32), r"loss: expected a number, got float32\[\]"),
+        (Average(total=jnp.ones(()), count=None), r"loss.count: expected a real scalar, got NoneT"),
+        ("0.5", r"loss: expected a number, got str '0.5'"),
+        ([jnp.ones(())], r"loss: expected a number, got list"),
+        ({}, r"loss: expected at least one term, got an empty dict"),
+        ({1: jnp.ones(())}, r"loss: expected the terms' names as strings, got \[1\]"),
+        ({"nll": jnp.ones(3)}, r"loss/nll: expected a scalar, got float32\[3\]"),
+        ({"nll": {"a": jnp.ones(())}}, r"loss/nll: expected a number, got dict"),
+        (Average(total=jnp.ones(2), count=jnp.ones(())), r"loss.total: expected a scalar"),
+        (Average(total=jnp.ones(()), count=jnp.ones(2)), r"loss.count: expected a real scalar"),
+        (Average(total=jnp.ones(()), count=jnp.ones((), complex)), r"loss.count: .*got complex64"),
+        (Average(total=jnp.ones(()), count=jax.random.key(0)), r"loss.count: .*got key<fry>"),
+        ((jnp.ones(()), {}, ()), r"a tuple of 3; a loss that returns model_state needs stateful=T"),
+        ((jnp.ones(()),), r"expected the loss or \(loss, metrics\), got a tuple of 1"),
+        ((jnp.ones(()), [1]), r"metrics: .* got list .*; return \(loss, metrics\) in"),
+        (
+            (jnp.ones(()), {"acc": 0.5}),
+            r"metrics/acc: expected a clu.metrics.Metric, got float 0.5",
+        ),
+        (
+            (jnp.ones(()), {"acc": jnp.ones(())}),
+            r"metrics/acc: .*got float32\[\]; wrap values as sf",
+        ),
+        ((jnp.ones(()), {0: sf.mean(1.0)}), r"metrics: expected names as strings, got 0"),
+    ],
+)
+def test_a_loss_that_breaks_the_contract_is_refused_while_traced(returned, message):
+    with pytest.raises(sf.LossError, match=message):
+        jax.jit(lambda: call(lambda p, b, k: returned))()
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        ({"n": jnp.zeros(2)}, r"model_state/m: missing, expected int32\[\]\nReturn every leaf"),
+        (
+            {"n": jnp.zeros(3), "m": 0},
+            r"model_state/n: expected float32\[2\], got float32\[3\]\nA state keeps its shapes",
+        ),
+        (
+            {"n": jnp.zeros(2, jnp.bfloat16), "m": jnp.zeros((), int)},
+            r"model_state/n: expected float32\[2\], got bfloat16\[2\]\nCast each leaf",
+        ),
+        ({"n": jnp.zeros(2), "m": 0, "x": 1.0}, r"model_state/x: unexpected float 1.0"),
+        (None, r"model_state/n: missing"),
+    ],
+)
+def test_a_model_state_that_changes_its_form_is_refused(new, message):
+    old = {"n": jnp.zeros(2), "m": jnp.zeros((), int)}
+    loss_fn = lambda p, b, k, s: (p.sum(), {}, new)
+    with pytest.raises(sf.LossError, match=message):
+        jax.jit(lambda: call(loss_fn, stateful=True, model_state=old))()
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (jnp.ones(()), r"expected \(loss, metrics, model_state\), got float32\[\]"),
+        ((jnp.ones(()), {}), r"expected \(loss, metrics, model_state\), got a tuple of 2"),
+    ],
+)
+def test_a_stateful_loss_returns_three_things(returned, message):
+    with pytest.raises(sf.LossError, match=message):
+        jax.jit(lambda: call(lambda p, b, k, s: returned, stateful=True, model_state=()))()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "stateful", "message"),
+    [
+        (
+            lambda params, batch: 0.0,
+            False,
+            r"expected loss_fn\(params, batch, key\), got <lambda>\(params, batch\)$",
+        ),
+        (
+            lambda p, b, k, s: 0.0,
+            False,
+            r"got <lambda>\(p, b, k, s\); give stateful=True, for a model state",
+        ),
+        (
+            lambda p, b, k: 0.0,
+            True,
+            r"key, model_state\), got <lambda>\(p, b, k\); leave out stateful=True",
+        ),
+        (0.5, False, r"expected a function loss_fn\(params, batch, key\), got float 0.5"),
+    ],
+)
+def test_a_function_of_other_arguments_is_refused_when_built(loss_fn, stateful, message):
+    with pytest.raises(sf.LossError, match=message):
+        checked(loss_fn, stateful=stateful)
+
+
+def test_a_built_in_without_a_signature_is_let_through():
+    assert callable(checked(max))
+
+
+def test_a_metric_that_is_no_pytree_is_refused():
+    class Bare(clu_metrics.Metric):
+        pass
+
+    message = "metrics/m: expected a metric that is a pytree, got Bare .*flax.struct.dataclass"
+    with pytest.raises(sf.LossError, match=message):
+        jax.jit(lambda: call(lambda p, b, k: (p.sum(), {"m": Bare()})))()
+
+
+def test_an_axis_name_that_is_not_mapped_is_refused_with_the_error_of_jax_as_its_cause():
+    twice = checked(checked(lambda params, batch, key: jax.lax.psum(params.sum(), "rows")))
+    with pytest.raises(sf.LossError, match="got axis 'rows', which is not mapped") as raised:
+        twice(jnp.ones(2), None, jax.random.key(0))
+    assert isinstance(raised.value.__cause__, NameError)
+    mapped = jax.vmap(twice, in_axes=(0, None, None), axis_name="rows")
+    terms, _ = mapped(jnp.ones((3, 2)), None, jax.random.key(0))
+    assert terms["loss"].total.tolist() == [6.0] * 3
+    with pytest.raises(NameError, match="another_name"):
+        checked(lambda params, batch, key: another_name)(jnp.ones(2), None, None)  # noqa: F821
+
+
+def test_the_members_of_a_collection_are_metrics():
+    kinds = clu_metrics.Collection.create(m=clu_metrics.Average.from_output("values"))
+    collection = kinds.single_from_model_output(values=jnp.arange(3.0))
+    _, metrics = call(lambda p, b, k: (p.sum(), collection))
+    assert metrics == {"m": collection.m}
+
+
+def test_metrics_of_clu_pass_through_as_they_are():
+    last = clu_metrics.LastValue.from_model_output(jnp.float32(2))
+    _, metrics = call(lambda p, b, k: (p.sum(), {"last": last}))
+    assert metrics["last"] is last
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "kind", "said"),
+    [
+        (lambda p, b: b["mask"], KeyError, r"called with batch/x float32\[2\]; .* add a mask"),
+        (lambda p, b: b["image"], KeyError, r"(?m)loss_fn was called with batch/x float32\[2\]$"),
+        (lambda p, b: p @ b["x"][:1], TypeError, r"(?m)was called with batch/x float32\[2\]$"),
+        (lambda p, b: 0.5 * sf.mean(p), TypeError, "sf.mean gives a total and a weight, to be div"),
+        (lambda p, b: sf.mean(p) + sf.mean(p), TypeError, 'return several as {"a": sf.mean'),
+        (lambda p, b: float(p.sum()), TypeError, "it is traced, and .* keep to jax.numpy, return"),
+        (lambda p, b: np.sum(np.asarray(p)), TypeError, "it is traced, and its arrays have no val"),
+        (lambda p, b: 1.0 if p[0] > 0 else 0.0, TypeError, "choose by jnp.where instead of if"),
+    ],
+)
+def test_what_a_loss_function_raises_says_what_it_was_given(loss_fn, kind, said):
+    twice = checked(checked(lambda params, batch, key: loss_fn(params, batch)))
+    with pytest.raises(kind, match=said) as raised:
+        jax.eval_shape(twice, jnp.ones(2), {"x": jnp.ones(2)}, jax.random.key(0))
+    assert sum("loss_fn" in note for note in raised.value.__notes__) == 1
+
+
+def test_of_many_leaves_the_first_are_named_and_errors_of_stepfold_are_left_alone():
+    loss_fn = checked(lambda params, batch, key: batch["x"])
+    with pytest.raises(TypeError, match=r"batch/0 int 0, .*, batch/7 int 7, …$"):
+        loss_fn(jnp.ones(2), list(range(10)), jax.random.key(0))
+    with pytest.raises(sf.LossError) as raised:
+        call(lambda p, b, key: sf.mean(p, b))
+    assert not hasattr(raised.value, "__notes__")

@@ -322,10 +322,12 @@ def test_what_was_donated_is_refused_by_its_path():
     state = {"a": np.ones(2), "b": {"c": jnp.ones(2)}}
     jax.jit(lambda x: x + 1, donate_argnums=0)(state["b"]["c"])
     message = (
-        "b/c, …: the arrays were donated to an earlier call and are gone; go on with the state"
+        "^state/b/c, …: the arrays were donated to an earlier call and are gone; go on with the"
     )
     with pytest.raises(sf.ConfigError, match=message):
         check_not_donated(state)
+    with pytest.raises(sf.ConfigError, match="^state, …: the arrays were donated"):
+        check_not_donated(state["b"]["c"])
 
 
 def test_what_is_there_or_is_traced_is_let_pass():

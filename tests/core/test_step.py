@@ -26,11 +26,18 @@ def loss_fn(params, batch, key):
     return sf.mean(error**2, batch["mask"]), {"close": sf.mean(abs(error) < 1, batch["mask"])}
 
 
-def make(loss_fn=loss_fn, tx=None, *, stateful=False, **options):
-    tx = tx or optax.adam(0.1)
+ADAM = optax.adam(0.1)
+
+
+@functools.cache
+def start(tx, stateful):
+    """Make a state, once for all tests that do not donate it."""
     source = (lambda k: (init(k), {"n": jnp.zeros(())})) if stateful else init
-    state = sf.init_state(source, tx, jax.random.key(0), stateful=stateful)
-    return state, sf.make_train_step(loss_fn, tx, stateful=stateful, **options)
+    return sf.init_state(source, tx, jax.random.key(0), stateful=stateful)
+
+
+def make(loss_fn=loss_fn, tx=ADAM, *, stateful=False, **options):
+    return start(tx, stateful), sf.make_train_step(loss_fn, tx, stateful=stateful, **options)
 
 
 # the train step
@@ -53,6 +60,7 @@ def test_a_step_is_the_gradient_and_the_update(run):
 
 def test_training_lowers_the_loss_and_compiles_once(compiles):
     state, step = make()
+    state = jax.tree.map(jnp.copy, state)
     step, losses = jax.jit(step, donate_argnums=0), []
     state, metrics = step(state, BATCH)
     compiles.clear()
@@ -63,73 +71,82 @@ def test_training_lowers_the_loss_and_compiles_once(compiles):
     assert losses[-1].compute() < 0.7 * losses[0].compute()
 
 
-def test_every_term_is_reported_besides_the_loss(run):
+def test_every_term_is_reported_besides_the_loss():
     def terms(params, batch, key):
         return {"fit": loss_fn(params, batch, key)[0], "decay": (params["w"] ** 2).sum()}
 
     state, step = make(terms, accumulate=3)
-    _, metrics = run(step)(state, BATCH)
+    _, metrics = jax.jit(step)(state, BATCH)
     assert sorted(metrics) == ["decay", "fit", "grad_norm", "loss"]
     total = metrics["fit"].compute() + metrics["decay"].compute()
     assert metrics["loss"].compute() == pytest.approx(float(total))
 
 
-def test_the_key_of_a_step_is_folded_from_its_number(run):
+def test_the_key_of_a_step_is_folded_from_its_number():
     state, step = make(lambda p, b, k: (p["b"], {"u": sf.mean(jax.random.uniform(k))}))
     drawn = []
     for i in range(3):
         want = jax.random.uniform(jax.random.fold_in(state.key, i))
-        state, metrics = run(step)(state, BATCH)
+        state, metrics = jax.jit(step)(state, BATCH)
         drawn.append(float(metrics["u"].compute()))
         assert drawn[-1] == pytest.approx(float(want))
     assert len(set(drawn)) == 3
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_model_state_is_carried_along(run, n):
+def test_a_model_state_is_carried_along(n):
     def loss(params, batch, key, model_state):
         return params["b"], {}, {"n": model_state["n"] + 1}
 
     state, step = make(loss, stateful=True, accumulate=n)
     for _ in range(2):
-        state, _ = run(step)(state, BATCH)
+        state, _ = jax.jit(step)(state, BATCH)
     assert state.model_state["n"] == 2 * n
 
 
 # other optimizers, as optax has them
 
 
-def test_an_optimizer_that_wants_the_loss_gets_it(run):
+def test_an_optimizer_that_wants_the_loss_gets_it():
     tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
     state, step = make(tx=tx)
-    new, metrics = run(step)(state, BATCH)
+    new, metrics = jax.jit(step)(state, BATCH)
     assert new.opt_state[1].best_value == pytest.approx(float(metrics["loss"].compute()))
 
 
-def test_updates_may_be_wider_than_the_parameters(run):
+def test_updates_may_be_wider_than_the_parameters():
     tx = optax.adam(0.5, mu_dtype=jnp.float32)
     state = sf.init_state(jnp.ones(2, jnp.bfloat16), tx, jax.random.key(0))
-    step = run(sf.make_train_step(lambda p, b, k: p.astype(jnp.float32).sum(), tx))
+    step = jax.jit(sf.make_train_step(lambda p, b, k: p.astype(jnp.float32).sum(), tx))
     params = step(state, None)[0].params
     assert (params.dtype, params.tolist()) == (jnp.bfloat16, [0.5, 0.5])
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        optax.adafactor(0.1),
-        optax.lion(0.1),
-        optax.contrib.muon(0.1),
-        optax.contrib.schedule_free_adamw(0.1),
-        optax.inject_hyperparams(optax.adamw)(optax.cosine_decay_schedule(0.1, 10)),
-        optax.MultiSteps(optax.adam(0.1), 2),
-        optax.apply_if_finite(optax.adam(0.1), 3),
-        optax.masked(optax.adam(0.1), {"w": True, "b": False}),
-    ],
-)
-def test_optimizers_of_every_kind_keep_the_form_of_the_state(tx, compiles):
-    state, step = make(tx=tx)
-    step = jax.jit(step, donate_argnums=0)
+OPTIMIZERS = {
+    "adafactor": optax.adafactor(0.1),
+    "lion": optax.lion(0.1),
+    "muon": optax.contrib.muon(0.1),
+    "schedule free": optax.contrib.schedule_free_adamw(0.1),
+    "hyperparameters": optax.inject_hyperparams(optax.adamw)(optax.cosine_decay_schedule(0.1, 10)),
+    "multiple steps": optax.MultiSteps(optax.adam(0.1), 2),
+    "apply if finite": optax.apply_if_finite(optax.adam(0.1), 3),
+    "masked": optax.masked(optax.adam(0.1), {"w": True, "b": False}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_every_kind_keep_the_form_of_the_state(name):
+    tx = OPTIMIZERS[name]
+    old = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))
+    new, _ = jax.eval_shape(sf.make_train_step(loss_fn, tx), old, BATCH)
+    form = lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type)
+    assert jax.tree.map(form, new) == jax.tree.map(form, old)
+
+
+@pytest.mark.parametrize("name", ["hyperparameters", "multiple steps", "apply if finite", "masked"])
+def test_optimizers_that_wrap_others_compile_once(name, compiles):
+    state, step = make(tx=OPTIMIZERS[name])
+    state, step = jax.tree.map(jnp.copy, state), jax.jit(step, donate_argnums=0)
     state, _ = step(state, BATCH)
     compiles.clear()
     state, metrics = step(state, BATCH)
@@ -157,14 +174,15 @@ def test_an_optimizer_that_changes_the_form_of_its_state_is_refused():
     tx = optax.GradientTransformation(optax.trace(0.9).init, update)
     state, step = make(tx=tx)
     message = (
-        r"change the form of its state.*\n  opt_state/trace/b: expected float32\[\], got bfloat"
+        r"^state: expected the same structure, shapes and dtypes from the step, got\n"
+        r"  state/opt_state/trace/b: expected float32\[\], got bfloat"
     )
     with pytest.raises(sf.TreeMismatchError, match=message):
         jax.eval_shape(step, state, BATCH)
 
 
 def test_the_state_of_another_optimizer_is_refused():
-    state, _ = make(tx=optax.adam(0.1))
+    state, _ = make()
     _, step = make(tx=optax.sgd(0.1, momentum=0.9))
     message = (
         r"made with another optimizer(.|\n)*opt_state/0/trace/w: missing, expected float32\[3\]"
@@ -228,18 +246,18 @@ def test_skipping_is_asked_for_or_not(value):
         make(skip_nonfinite=value)
 
 
-def test_without_skipping_what_is_not_finite_shows(run):
+def test_without_skipping_what_is_not_finite_shows():
     state, step = make()
-    new, metrics = run(step)(state, bad(BATCH))
+    new, metrics = jax.jit(step)(state, bad(BATCH))
     assert "skipped" not in metrics
     assert jnp.isnan(new.params["w"]).all()
     assert jnp.isnan(metrics["loss"].compute())
 
 
-def test_a_skipped_step_weighs_nothing_when_merged(run):
+def test_a_skipped_step_weighs_nothing_when_merged():
     with_mean = lambda p, b, k: (loss_fn(p, b, k)[0], {"m": sf.mean(b["mask"])})
     state, step = make(with_mean, skip_nonfinite=True)
-    seen = [run(step)(state, batch)[1] for batch in (BATCH, bad(BATCH), BATCH)]
+    seen = [jax.jit(step)(state, batch)[1] for batch in (BATCH, bad(BATCH), BATCH)]
     merged = functools.reduce(lambda a, b: {k: a[k].merge(b[k]) for k in a}, seen)
     assert merged["skipped"].compute() == pytest.approx(1 / 3)
     for name in ("loss", "grad_norm", "m"):
@@ -253,39 +271,39 @@ def test_a_metric_may_not_take_the_place_of_what_is_skipped():
         jax.eval_shape(step, state, BATCH)
 
 
-def test_a_model_state_that_turns_bad_alone_skips_too(run):
+def test_a_model_state_that_turns_bad_alone_skips_too():
     def loss(params, batch, key, model_state):
         return params["b"], {}, {"n": jnp.where(batch["y"][0] > 5, jnp.nan, model_state["n"] + 1)}
 
     state, step = make(loss, stateful=True, skip_nonfinite=True)
-    after, metrics = run(step)(state, BATCH | {"y": np.full(12, 9.0, np.float32)})
+    after, metrics = jax.jit(step)(state, BATCH | {"y": np.full(12, 9.0, np.float32)})
     assert metrics["skipped"].total == 1
     assert after.model_state["n"] == 0
     assert after.params["b"] == state.params["b"]
 
 
-def test_a_loss_that_is_not_finite_is_skipped_though_its_gradients_are(run):
+def test_a_loss_that_is_not_finite_is_skipped_though_its_gradients_are():
     infinite = lambda p, b, k: p["b"] + jnp.where(b["y"][0] > 5, jnp.inf, 0.0)
     state, step = make(infinite, skip_nonfinite=True)
-    after, metrics = run(step)(state, BATCH | {"y": np.full(12, 9.0, np.float32)})
+    after, metrics = jax.jit(step)(state, BATCH | {"y": np.full(12, 9.0, np.float32)})
     assert metrics["skipped"].total == 1
     chex.assert_trees_all_equal(after.params, state.params)
 
 
 @pytest.mark.parametrize("wrap", [lambda tx: tx, sf.dynamic_loss_scale])
-def test_an_update_that_is_not_finite_is_skipped_though_its_gradients_are(run, wrap):
+def test_an_update_that_is_not_finite_is_skipped_though_its_gradients_are(wrap):
     rate = lambda count: jnp.where(count == 1, jnp.nan, 0.1)
     state, step = make(tx=wrap(sf.ema_params(optax.sgd(rate), 0.9)), skip_nonfinite=True)
-    state, _ = run(step)(state, BATCH)
-    after, metrics = run(step)(state, BATCH)
+    state, _ = jax.jit(step)(state, BATCH)
+    after, metrics = jax.jit(step)(state, BATCH)
     assert metrics["skipped"].total == 1
     chex.assert_trees_all_equal(after.params, state.params)
     chex.assert_trees_all_equal(sf.get_ema(after), sf.get_ema(state))
 
 
-def test_finite_gradients_whose_square_overflows_are_skipped(run):
+def test_finite_gradients_whose_square_overflows_are_skipped():
     state, step = make(lambda p, b, k: p["b"] * 1e30, skip_nonfinite=True)
-    after, metrics = run(step)(state, BATCH)
+    after, metrics = jax.jit(step)(state, BATCH)
     assert metrics["skipped"].total == 1
     chex.assert_trees_all_equal(after.opt_state, state.opt_state)
 
@@ -314,9 +332,9 @@ def per_example_clipping(bound):
     return grad
 
 
-def test_grad_takes_another_way_to_a_gradient(run):
+def test_grad_takes_another_way_to_a_gradient():
     state, step = make(tx=optax.sgd(1.0), grad=per_example_clipping(0.1))
-    new, metrics = run(step)(state, BATCH)
+    new, metrics = jax.jit(step)(state, BATCH)
 
     def example(i):
         row = {name: value[i : i + 1] for name, value in BATCH.items()}
@@ -333,7 +351,30 @@ def test_grad_takes_another_way_to_a_gradient(run):
     assert metrics["grad_norm"].compute() <= 0.1
 
 
-def test_grad_may_return_a_bare_loss(run):
+def test_grad_may_return_the_gradient_of_each_example_to_an_optimizer_that_aggregates_them():
+    def each(loss_fn):
+        one = sf.value_and_grad(loss_fn)
+
+        def grad_fn(params, batch, key, model_state):
+            rows = jax.tree.map(lambda x: x[:, None], batch)
+            grads, *_ = jax.vmap(one, in_axes=(None, 0, None, None))(params, rows, key, ())
+            return grads, loss_fn(params, batch, key)[0], {}, ()
+
+        return grad_fn
+
+    batch = {**BATCH, "mask": np.ones(12, bool)}
+    without_noise = optax.contrib.differentially_private_aggregate(1e6, 0.0, key=0)
+    for wrap in (sf.dynamic_loss_scale, lambda tx: sf.ema_params(tx, 0.9)):
+        state, step = make(tx=wrap(optax.chain(without_noise, optax.sgd(0.1))), grad=each)
+        found, metrics = jax.jit(step)(state, batch)
+        state, step = make(tx=wrap(optax.sgd(0.1)))
+        plain, wanted = jax.jit(step)(state, batch)
+        chex.assert_trees_all_close(found.params, plain.params, rtol=1e-5)
+        norms = [float(m["grad_norm"].compute()) for m in (metrics, wanted)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_grad_may_return_a_bare_loss():
     def grad(loss_fn):
         def grad_fn(params, batch, key, model_state):
             loss, grads = jax.value_and_grad(lambda p: (p["w"] ** 2).sum())(params)
@@ -342,7 +383,7 @@ def test_grad_may_return_a_bare_loss(run):
         return grad_fn
 
     state, step = make(grad=grad)
-    assert run(step)(state, BATCH)[1]["loss"].compute() > 0
+    assert jax.jit(step)(state, BATCH)[1]["loss"].compute() > 0
 
 
 @pytest.mark.parametrize("wrap", [lambda tx: tx, sf.dynamic_loss_scale])
@@ -394,12 +435,31 @@ def test_grad_is_given_the_options_that_it_takes():
 
 
 def test_a_grad_that_cannot_do_what_is_asked_says_so_when_built():
-    with pytest.raises(sf.ConfigError, match="grad: grad was asked for accumulate=2 and takes"):
+    message = "grad: expected a function that accepts accumulate=, got grad; add the keyword"
+    with pytest.raises(sf.ConfigError, match=message):
         make(accumulate=2, grad=per_example_clipping(1.0))
-    with pytest.raises(sf.ConfigError, match="grad: grad was asked for stateful=True"):
+    with pytest.raises(sf.ConfigError, match="that accepts stateful=, got grad; add the keyword"):
         make(lambda p, b, k, s: 0.0, stateful=True, grad=per_example_clipping(1.0))
     with pytest.raises(sf.ConfigError, match="grad: expected a function of a loss"):
         make(grad="vmap")
+
+
+def test_partial_with_another_value_of_an_option_is_refused():
+    message = "grad: expected a partial without accumulate=, got accumulate=4; pass it as make_tr"
+    for grad in (sf.value_and_grad, lambda loss_fn, **options: None):
+        with pytest.raises(sf.ConfigError, match=message):
+            make(grad=functools.partial(grad, accumulate=4))
+        with pytest.raises(sf.ConfigError, match=message):
+            make(grad=functools.partial(grad, accumulate=4), accumulate=2)
+    with pytest.raises(sf.ConfigError, match="without stateful=, got stateful=True"):
+        make(grad=functools.partial(sf.value_and_grad, stateful=True))
+
+
+def test_partial_with_the_same_value_accumulates():
+    grad = functools.partial(sf.value_and_grad, accumulate=2)
+    (state, want), (_, got) = make(accumulate=2), make(accumulate=2, grad=grad)
+    batch = jax.tree.map(lambda leaf: leaf[: len(leaf) // 2 * 2], BATCH)
+    assert str(jax.make_jaxpr(want)(state, batch)) == str(jax.make_jaxpr(got)(state, batch))
 
 
 def test_a_loss_of_other_arguments_is_refused_when_built():
@@ -415,17 +475,17 @@ def test_an_optimizer_that_is_none_is_refused_when_built():
 # the eval step
 
 
-def test_an_eval_step_measures_and_changes_nothing(run):
+def test_an_eval_step_measures_and_changes_nothing():
     state, _ = make()
-    metrics = run(sf.make_eval_step(loss_fn))(state, BATCH)
+    metrics = jax.jit(sf.make_eval_step(loss_fn))(state, BATCH)
     assert sorted(metrics) == ["close", "loss"]
     want = loss_fn(state.params, BATCH, None)[0].compute()
     assert metrics["loss"].compute() == pytest.approx(float(want))
 
 
-def test_an_evaluation_is_exact_however_it_is_cut(run):
+def test_an_evaluation_is_exact_however_it_is_cut():
     state, _ = make(lambda p, b, k: 0.0)
-    step = run(
+    step = jax.jit(
         sf.make_eval_step(
             lambda p, b, k: ({"fit": loss_fn(p, b, k)[0], "size": sf.mean(b["x"] ** 2)}, {})
         )
@@ -438,21 +498,21 @@ def test_an_evaluation_is_exact_however_it_is_cut(run):
     assert merged.compute() == pytest.approx(float(whole), rel=1e-6)
 
 
-def test_a_stateful_eval_step_reads_the_model_state(run):
+def test_a_stateful_eval_step_reads_the_model_state():
     def loss(params, batch, key, model_state):
         return params["b"], {"n": sf.mean(model_state["n"])}, {"n": model_state["n"] + 1}
 
     state, _ = make(loss, stateful=True)
-    metrics = run(sf.make_eval_step(loss, stateful=True))(state, BATCH)
+    metrics = jax.jit(sf.make_eval_step(loss, stateful=True))(state, BATCH)
     assert metrics["n"].compute() == 0
 
 
-def test_an_eval_step_has_the_key_of_the_step_to_come(run):
+def test_an_eval_step_has_the_key_of_the_step_to_come():
     state, step = make(lambda p, b, k: (p["b"], {"u": sf.mean(jax.random.uniform(k))}))
     evaluate = sf.make_eval_step(lambda p, b, k: (p["b"], {"u": sf.mean(jax.random.uniform(k))}))
     for _ in range(2):
-        drawn = run(evaluate)(state, BATCH)["u"].compute()
-        state, metrics = run(step)(state, BATCH)
+        drawn = jax.jit(evaluate)(state, BATCH)["u"].compute()
+        state, metrics = jax.jit(step)(state, BATCH)
         assert drawn == metrics["u"].compute()
 
 
@@ -462,3 +522,81 @@ def test_an_eval_step_holds_the_loss_to_its_contract():
         jax.eval_shape(sf.make_eval_step(lambda p, b, k: p["w"]), state, BATCH)
     with pytest.raises(sf.ConfigError, match="precision: expected one of"):
         sf.make_eval_step(loss_fn, precision="half")
+
+
+# a step with metrics of its state
+
+
+def squares(params, batch, key):
+    return sf.mean((params - batch) ** 2)
+
+
+def observed(tx, **functions):
+    step = sf.observe(sf.make_train_step(squares, tx), **functions)
+    return step, sf.init_state(jnp.ones(4), tx, jax.random.key(0))
+
+
+def test_the_learning_rate_is_that_of_each_step():
+    schedule = optax.linear_schedule(0.5, 0.0, 5)
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
+    step, state = observed(
+        tx,
+        kept=lambda state: optax.tree.get(state.opt_state, "hyperparams")["learning_rate"],
+        told=lambda state: schedule(state.step - 1),
+    )
+    step = jax.jit(step)
+    for count in range(4):
+        state, metrics = step(state, jnp.zeros(4))
+        for name in ("kept", "told"):
+            assert float(metrics[name].compute()) == pytest.approx(0.5 - 0.1 * count)
+
+
+def test_the_step_itself_is_not_changed():
+    tx = optax.adam(0.1)
+    step, state = observed(tx, norm=lambda state: optax.tree.norm(state.params))
+    new, metrics = step(state, jnp.zeros(4))
+    plain, plainly = sf.make_train_step(squares, tx)(state, jnp.zeros(4))
+    jax.tree.map(np.testing.assert_array_equal, new.params, plain.params)
+    assert metrics.keys() - plainly.keys() == {"norm"}
+    assert float(metrics["norm"].compute()) == pytest.approx(float(jnp.linalg.norm(new.params)))
+
+
+def test_fit_shows_it_step_by_step():
+    step, state = observed(optax.sgd(0.1), step=lambda state: state.step)
+    seen = []
+    batches = sf.batches(np.zeros((8, 4), np.float32), 4, seed=0)
+    sf.fit(
+        *(step, state, batches),
+        steps=8,
+        log_every=4,
+        steps_per_call=2,
+        hooks=[lambda event: seen.extend(event.per_step["train/step"])],
+    )
+    assert seen == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda state: None, "rate: expected one number of the state, got NoneType None"),
+        (lambda state: state.key, "rate: expected one number of the state, got key<fry>"),
+        (lambda state: state.params, r"rate: expected one number of the state, got float32\[4\]"),
+    ],
+)
+def test_what_is_no_number_is_named(function, said):
+    step, state = observed(optax.sgd(0.1), rate=function)
+    with pytest.raises(sf.ConfigError, match=said):
+        step(state, jnp.zeros(4))
+
+
+def test_a_metric_of_the_step_is_not_replaced():
+    step, state = observed(optax.sgd(0.1), loss=lambda state: 0.0)
+    with pytest.raises(sf.ConfigError, match="other names than the step's own metrics, got loss"):
+        step(state, jnp.zeros(4))
+
+
+def test_arguments_are_checked():
+    with pytest.raises(sf.ConfigError, match="observe: expected a step .* got None"):
+        sf.observe(None)
+    with pytest.raises(sf.ConfigError, match="rate: expected a function of the state, got float 0"):
+        sf.observe(squares, rate=0.1)

@@ -1,6 +1,8 @@
 import functools
 import math
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -8,6 +10,7 @@ import stepfold as sf
 from stepfold.core.validation import (
     check_count,
     check_positive,
+    read_integer,
     refuse_unknown,
     spell_call,
     suggest,
@@ -24,6 +27,18 @@ def test_what_is_not_a_count_is_refused(value):
 def test_a_count_is_returned():
     assert check_count("size", 1) == 1
     assert check_count("size", 0, minimum=0) == 0
+
+
+def test_integers_of_any_library_become_python_integers():
+    for value in (2, np.int64(2), np.uint8(2), np.array(2), jnp.int32(2)):
+        integer = read_integer("size", value, 2)
+        assert (integer, type(integer)) == (2, int)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, np.True_, 1.0, "2", None, np.ones(2, int)])
+def test_what_is_not_an_integer_is_refused(value):
+    with pytest.raises(sf.ConfigError, match="pack: rows: expected an integer of at least 1, got"):
+        read_integer("pack: rows", value)
 
 
 @pytest.mark.parametrize("value", [0, -0.5, math.nan, True, "3", None])

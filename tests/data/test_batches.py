@@ -1,7 +1,8 @@
-"""The batch at step i depends on i alone: walked to, sought, resumed, on any processes."""
+"""The batch at step i depends only on i: iterated, sought, resumed, on any processes."""
 
 import itertools
 import json
+from functools import partial
 
 import jax
 import numpy as np
@@ -13,6 +14,8 @@ import stepfold as sf
 from stepfold.data.batches import batches
 
 REMAINDERS = st.sampled_from(["drop", "pad", "keep"])
+
+
 SEEDS = st.none() | st.integers(0, 3)
 
 
@@ -31,7 +34,7 @@ def seen(batch):
 
 @st.composite
 def pipelines(draw, epochs=2):
-    count = draw(st.integers(1, 50))
+    count = draw(st.integers(1, 25))
     remainder = draw(REMAINDERS)
     size = draw(st.integers(1, count if remainder == "drop" else count + 5))
     ramp = draw(st.none() | st.integers(1, count))
@@ -41,7 +44,7 @@ def pipelines(draw, epochs=2):
 
 
 @given(st.integers(1, 60), st.integers(1, 15), st.sampled_from([1, 2, 4]), REMAINDERS, SEEDS)
-def test_every_example_comes_once_an_epoch(count, share, processes, remainder, seed):
+def test_every_example_is_in_one_batch_per_epoch(count, share, processes, remainder, seed):
     size = share * processes
     if remainder == "drop" and size > count:
         return
@@ -74,11 +77,11 @@ def test_every_example_comes_once_an_epoch(count, share, processes, remainder, s
             assert sum(mask.sum() for mask in masks) == count
             assert {mask.shape for mask in masks} == {(share,)}
             filled = {x for stream in shares for batch in stream[steps] for x in batch["x"]}
-            assert filled == set(range(count))  # what fills up is valid too
+            assert filled == set(range(count))  # repeated rows are valid too
 
 
 @given(pipelines(), st.sampled_from([2, 4]))
-def test_the_global_batch_is_the_same_for_any_number_of_processes(pipeline, processes):
+def test_global_batch_is_the_same_on_any_number_of_processes(pipeline, processes):
     source, sizes, options = pipeline
     sizes = [(0, sizes)] if isinstance(sizes, int) else sizes
     sizes = [(step, size * processes) for step, size in sizes]
@@ -97,7 +100,7 @@ def test_the_global_batch_is_the_same_for_any_number_of_processes(pipeline, proc
     assert next(whole, None) is None
 
 
-def test_without_a_seed_they_are_in_order_and_with_one_each_epoch_is_another():
+def test_order_is_that_of_the_source_or_shuffled_in_each_epoch():
     source = numbered(12)
     assert [seen(batch) for batch in batches(source, 5, epochs=1, remainder="keep")] == [
         [0, 1, 2, 3, 4],
@@ -114,12 +117,137 @@ def test_without_a_seed_they_are_in_order_and_with_one_each_epoch_is_another():
     assert all(sorted(order) == list(range(12)) for order in orders)
 
 
-def test_a_ramp_holds_each_size_from_its_step_on():
+def test_ramp_changes_the_size_at_its_steps():
     stream = batches(np.arange(100), [(0, 2), (3, 8), (5, 4)], seed=0)
     assert [len(next(stream)) for _ in range(7)] == [2, 2, 2, 8, 8, 4, 4]
 
 
-def test_pad_adds_a_mask_of_one_structure_to_every_batch():
+# Random access and resuming
+
+
+@given(pipelines())
+def test_seeking_equals_iterating(pipeline):
+    source, sizes, options = pipeline
+    walked = list(batches(source, sizes, **options))
+    other = batches(source, sizes, **options)
+    assert len(other) == len(walked)
+    for step in reversed(range(len(walked))):
+        same(other.at(step), walked[step])
+        sought = batches(source, sizes, start=step, **options)
+        same(next(sought), walked[step])
+    assert next(batches(source, sizes, start=len(walked), **options), None) is None
+    assert next(batches(source, sizes, start=10**9, **options), None) is None
+    with pytest.raises(IndexError, match=f"expected a step below {len(walked)}, got"):
+        other.at(len(walked))
+
+
+@given(pipelines())
+def test_resuming_at_any_step_equals_an_uninterrupted_run(pipeline):
+    source, sizes, options = pipeline
+    whole = list(batches(source, sizes, **options))
+    stream = batches(source, sizes, **options)
+    for step in range(len(whole) + 1):
+        saved = json.loads(json.dumps(stream.get_state()))
+        resumed = batches(source, sizes, **options)
+        next(resumed)
+        resumed.set_state(saved)
+        rest = list(resumed)
+        assert len(rest) == len(whole) - step
+        for one, two in zip(rest, whole[step:], strict=True):
+            same(one, two)
+        next(stream, None)
+
+
+@pytest.mark.parametrize("count", [1000, 100_000])
+def test_batches_without_epochs_have_no_end(count):
+    far = batches(numbered(count), 64, seed=0, start=10**12)
+    one, two = next(far), next(far)
+    assert not np.array_equal(one["x"], two["x"])
+    same(batches(numbered(count), 64, seed=0).at(10**12 + 1), two)
+    assert far
+    with pytest.raises(TypeError, match="no length without epochs; give epochs=…"):
+        len(far)
+
+
+def test_order_computed_ahead_equals_that_of_each_step():
+    source = np.arange(100_000)
+    options = {"seed": 5, "epochs": 2, "process_index": 1, "process_count": 2}
+    stream = batches(source, [(0, 1000), (40, 600)], **options)
+    for step, batch in enumerate(stream):
+        if step % 13 == 0 or 30 < step < 50:
+            fresh = batches(source, [(0, 1000), (40, 600)], **options)
+            np.testing.assert_array_equal(batch, fresh.at(step))
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"source": np.arange(9)}, "length was 8 and is 9; make them as they were"),
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"batch_size": 2}, "batch_size was 4 and is 2"),
+        ({"batch_size": [(0, 4), (5, 2)]}, r"batch_size was 4 and is \[\[0, 4\], \[5, 2\]\]"),
+        (
+            {"seed": None, "remainder": "keep"},
+            "seed was 0 and is None; remainder was 'drop'",
+        ),
+    ],
+)
+def test_position_of_other_batches_is_refused(other, says):
+    options = {"source": np.arange(8), "batch_size": 4, "seed": 0, "epochs": 2}
+    saved = batches(**options, start=1).get_state()
+    stream = batches(**{**options, **other})
+    with pytest.raises(sf.DataError, match=says) as caught:
+        stream.set_state(saved)
+    assert str(caught.value).endswith("make them as they were, or make new ones with start=1")
+    assert stream.get_state()["step"] == 0
+
+
+@pytest.mark.parametrize(
+    "state", [None, {}, {"next_index": 3}, b"state", {"step": 1, "pipeline": 2}]
+)
+def test_invalid_position_is_refused(state):
+    with pytest.raises(sf.DataError, match="expected a state that get_state.* by another kind of"):
+        batches(np.arange(8), 4).set_state(state)
+
+
+def test_position_is_valid_on_any_number_of_processes():
+    saved = batches(np.arange(8), 4, start=1, process_index=1, process_count=2).get_state()
+    stream = batches(np.arange(8), 4)
+    stream.set_state(saved)
+    assert next(stream).tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("epochs", "more"), [(3, 5), (3, None), (None, 2), (5, 3)])
+def test_number_of_epochs_may_change_on_resume(epochs, more):
+    stream = batches(numbered(10), 3, seed=1, epochs=epochs, start=4)
+    resumed = batches(numbered(10), 3, seed=1, epochs=more)
+    resumed.set_state(json.loads(json.dumps(stream.get_state())))
+    same(next(resumed), next(stream))
+    if more is not None:
+        assert len(list(resumed)) == 3 * more - 5
+
+
+def test_positions_of_earlier_versions_are_read():
+    stream = batches(np.arange(8), 4, seed=0)
+    stream.set_state(
+        {
+            "step": 3,
+            "pipeline": {
+                "seed": 0,
+                "batch_size": 4,
+                "remainder": "drop",
+                "length": 8,
+                "source": None,
+            },
+        }
+    )
+    assert next(stream).tolist() == batches(np.arange(8), 4, seed=0).at(3).tolist()
+
+
+# Padding
+
+
+def test_pad_adds_a_mask_to_every_batch():
     found = list(batches(numbered(5), 4, epochs=1, remainder="pad"))
     assert [batch["mask"].tolist() for batch in found] == [[True] * 4, [True, False, False, False]]
     assert found[1]["x"].tolist() == [4, 4, 4, 4]
@@ -127,13 +255,13 @@ def test_pad_adds_a_mask_of_one_structure_to_every_batch():
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.float32, np.int32])
-def test_pad_combines_with_a_mask_that_is_there(dtype):
+def test_pad_combines_with_a_mask_of_the_source(dtype):
     mask = np.ones((5, 3), dtype)
     mask[4, 2] = 0
     last = list(batches({"x": np.arange(5), "mask": mask}, 2, epochs=1, remainder="pad"))[-1]
     assert last["mask"].dtype == dtype
     assert last["mask"].tolist() == [[1, 1, 0], [0, 0, 0]]
-    if dtype == np.float32:  # a weight stays what it is, and what is not there weighs nothing
+    if dtype == np.float32:  # weights of real rows do not change, those of repeated rows are 0
         mask[4] = [0.5, np.nan, np.inf]
         last = batches({"x": np.arange(5), "mask": mask}, 2, remainder="pad").at(2)
         np.testing.assert_array_equal(last["mask"], [[0.5, np.nan, np.inf], [0, 0, 0]])
@@ -152,18 +280,21 @@ def test_pad_combines_with_a_mask_that_is_there(dtype):
         (numbered(5), {"collate": lambda rows: {"mask": np.ones(7)}}, r"got float64\[7\]; call it"),
     ],
 )
-def test_pad_refuses_what_it_cannot_mask(source, options, says):
+def test_pad_refuses_batches_that_cannot_have_a_mask(source, options, says):
     with pytest.raises(sf.DataError, match=says):
         next(batches(source, 2, remainder="pad", **options))
 
 
-def test_an_evaluation_that_pads_is_exact_and_compiles_once(compiles):
+def test_padded_evaluation_is_exact_and_compiles_once(compiles):
     count = jax.jit(lambda batch: batch["x"].sum(where=batch["mask"]))
     found = [int(count(batch)) for batch in batches(numbered(10), 4, epochs=1, remainder="pad")]
     assert (sum(found), len(found), len(compiles)) == (45, 3, 1)
 
 
-def test_transform_is_of_an_example_and_collate_of_a_list():
+# Transforms
+
+
+def test_transform_takes_an_example_and_collate_a_list():
     source = [{"text": "a"}, {"text": "bcd"}, {"text": "ef"}]
     lengths = batches(source, 3, transform=lambda example: {"n": len(example["text"])})
     assert next(lengths)["n"].tolist() == [1, 3, 2]
@@ -173,15 +304,87 @@ def test_transform_is_of_an_example_and_collate_of_a_list():
     assert next(arrays) == [{"x": -2}, {"x": -3}]
 
 
-def test_processes_are_asked_for_when_the_first_batch_is_made(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: pytest.fail("asked too early"))
+def noise(example, rng):
+    return {**example, "noise": rng.normal(size=2)}
+
+
+@given(pipelines(), st.integers(0, 3), st.sampled_from([1, 2]))
+def test_random_numbers_are_the_same_after_a_seek_and_on_any_processes(pipeline, seed, processes):
+    source, sizes, options = pipeline
+    options |= {"seed": seed, "transform": noise}
+    sizes = [(0, sizes)] if isinstance(sizes, int) else sizes
+    sizes = [(step, size * processes) for step, size in sizes]
+    source = jax.tree.map(lambda leaf: np.concatenate([leaf] * processes), source)
+    walked = list(batches(source, sizes, **options))
+    if any(len(batch["x"]) % processes for batch in walked):
+        return
+    for step, batch in enumerate(walked):
+        parts = [
+            batches(
+                source,
+                sizes,
+                start=step,
+                process_index=index,
+                process_count=processes,
+                **options,
+            )
+            for index in range(processes)
+        ]
+        shares = [next(part) for part in parts]
+        same(jax.tree.map(lambda *leaves: np.concatenate(leaves), *shares), batch)
+
+
+def test_random_numbers_depend_on_the_epoch_and_not_on_the_batch_size():
+    by_index = {}
+    for size in (3, 4):
+        stream = batches(numbered(12), size, seed=0, epochs=2, transform=noise)
+        for step, batch in enumerate(stream):
+            epoch = step // (12 // size)
+            for x, drawn in zip(batch["x"].tolist(), batch["noise"].tolist(), strict=True):
+                assert by_index.setdefault((epoch, x), drawn) == drawn
+    assert len({tuple(drawn) for drawn in by_index.values()}) == 24
+
+
+def test_random_numbers_of_examples_are_independent():
+    draw = lambda example, rng: rng.normal()
+    drawn = next(batches(np.zeros(4000), 4000, seed=0, transform=draw))
+    assert abs(np.mean(drawn)) < 0.06
+    assert abs(np.var(drawn) - 1) < 0.08
+    assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.06
+    other = next(batches(np.zeros(4000), 4000, seed=1, transform=draw))
+    assert not set(drawn.tolist()) & set(other.tolist())
+
+
+@pytest.mark.parametrize(
+    ("function", "draws"),
+    [
+        (lambda example: 0, False),
+        (lambda example, scale=2: 0, False),
+        (lambda *args: len(args) - 1, False),
+        (partial(lambda scale, example: 0, 2), False),
+        (np.float32, False),
+        (abs, False),
+        (lambda example, rng: rng.integers(1 << 60), True),
+        (partial(lambda scale, example, rng: rng.integers(1 << 60), 2), True),
+    ],
+)
+def test_transform_with_two_arguments_gets_a_generator(function, draws):
+    drawn = next(batches([0, 0], 2, seed=0, transform=function))
+    assert (len(set(drawn.tolist())) == 2) is draws
+
+
+# Processes
+
+
+def test_process_of_jax_is_read_with_the_first_batch(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: pytest.fail("read too early"))
     stream = batches(np.arange(8), 4)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert next(stream).tolist() == [2, 3]
 
 
-def test_a_batch_that_does_not_divide_is_refused():
+def test_batch_size_that_does_not_divide_is_refused():
     share = {"process_index": 0, "process_count": 4}
     says = "batch_size: expected a multiple of the 4 processes, got 6 from step 0 on; give 4 or 8"
     with pytest.raises(sf.DataError, match=says):
@@ -190,12 +393,15 @@ def test_a_batch_that_does_not_divide_is_refused():
         next(batches(np.arange(20), [(0, 8), (9, 3)], **share))
 
 
-def test_a_short_batch_that_does_not_divide_is_refused_at_the_first():
+def test_incomplete_batch_that_does_not_divide_is_refused_at_the_first():
     share = {"process_index": 0, "process_count": 2, "remainder": "keep"}
     stream = batches(np.arange(11), 4, **share)
     with pytest.raises(sf.DataError, match="got 3 rows at step 2; use remainder='pad'"):
         next(stream)
     assert [len(batch) for batch in batches(np.arange(10), 4, epochs=1, **share)] == [2, 2, 1]
+
+
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -210,23 +416,28 @@ def test_a_short_batch_that_does_not_divide_is_refused_at_the_first():
         ({"batch_size": 0}, "batch_size: expected an integer of at least 1, got 0"),
         ({"remainder": "cut"}, "remainder: expected 'drop', 'pad' or 'keep', got 'cut'"),
         ({"transform": 3}, "transform: expected a function, got int 3"),
+        (
+            {"transform": lambda a, b, c: a},
+            "example and a random generator, got function .* of 3 arguments",
+        ),
+        ({"transform": noise}, "transform: expected a seed .* got seed=None; give seed=…"),
         ({"collate": "stack"}, "collate: expected a function, got str 'stack'"),
         ({"process_index": 0}, "expected both or neither, got 0 and None"),
         ({"process_count": 0, "process_index": 0}, "process_count: expected an integer of at le"),
         ({"process_count": 2, "process_index": 2}, "one below process_count=2, got 2"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_when_given(options, says):
+def test_invalid_arguments_are_refused_when_given(options, says):
     with pytest.raises(sf.ConfigError, match=says):
         batches(**{"source": np.arange(8), "batch_size": 4, **options})
 
 
-def test_any_librarys_integers_will_do():
+def test_integers_of_any_library_are_accepted():
     stream = batches(np.arange(8), np.int32(4), seed=np.uint8(3), start=jax.numpy.int32(1))
     assert json.loads(json.dumps(stream.get_state()))["step"] == 1
 
 
-def test_sources_that_make_no_batch_are_refused():
+def test_sources_without_a_full_batch_are_refused():
     with pytest.raises(sf.DataError, match="source: expected examples, got none"):
         batches([], 4)
     says = "batch_size: expected at most the 3 examples of the source, got 4, .* remainder='pad'"
@@ -249,46 +460,93 @@ class Broken:
 
 
 @pytest.mark.parametrize("error", [OSError("disk"), KeyError(13), IndexError(13)])
-def test_an_error_of_the_source_keeps_its_type_and_says_where(error):
+def test_error_of_the_source_keeps_its_type_and_names_the_example(error):
     stream = batches(Broken(error), 4, start=2)
     next(stream)
     with pytest.raises(type(error)) as caught:
         next(stream)
     assert caught.value is error
     assert caught.value.__notes__ == [
-        "reading index 13 of the source, row 1 of those asked for",
+        "reading index 13 of the source, row 1 of those requested",
         "making the batch of step 3: positions 12 to 15 of epoch 0",
     ]
     assert stream.get_state()["step"] == 3  # it can be tried again
 
 
-def test_a_stop_iteration_of_the_source_does_not_end_the_batches():
+def test_stop_iteration_of_the_source_does_not_end_the_batches():
     with pytest.raises(sf.DataError, match="StopIteration came up at step 3"):
         list(batches(Broken(StopIteration()), 4, epochs=1))
     with pytest.raises(sf.DataError, match="StopIteration came up at step 0"):
         list(batches([1, 2], 2, epochs=1, transform=lambda example: next(iter(()))))
 
 
-def test_an_error_of_a_transform_says_where():
+def test_error_of_a_transform_names_the_example():
     with pytest.raises(ZeroDivisionError) as caught:
         list(batches(np.arange(8), 4, epochs=1, transform=lambda x: 1 / (x - np.int64(6)).item()))
     assert (
-        caught.value.__notes__[0] == "transforming index 6 of the source, row 2 of those asked for"
+        caught.value.__notes__[0] == "transforming index 6 of the source, row 2 of those requested"
     )
     assert "step 1: positions 4 to 7 of epoch 0" in caught.value.__notes__[1]
 
 
-def test_functions_that_return_nothing_are_refused():
+def test_functions_that_return_none_are_refused():
     with pytest.raises(sf.DataError, match="transform: expected an example, got None for index 0"):
         next(batches(np.arange(8), 4, transform=lambda example: None))
-    with pytest.raises(sf.DataError, match="collate: expected a batch, got None; return what"):
+    with pytest.raises(sf.DataError, match="collate: expected a batch, got None; return the batch"):
         next(batches(np.arange(8), 4, collate=lambda examples: None))
 
 
-def test_a_source_that_changes_its_length_is_noticed():
+def test_changed_length_of_the_source_is_detected():
     source = list(range(8))
     stream = batches(source, 4)
     next(stream)
     source.pop()
     with pytest.raises(sf.DataError, match="expected the 8 examples .* got 7"):
         next(stream)
+
+
+# Batches that are left out
+
+
+@pytest.mark.parametrize(
+    ("ranges", "says"),
+    [
+        ((3, 5), r"a list of pairs \(first, stop\) .* such as \[\(9000, 9040\)\], got \(3, 5\)"),
+        ([3], r"expected a list of pairs .* got \[3\]"),
+        ([(1, 2, 3)], r"expected a list of pairs .* got \[\(1, 2, 3\)\]"),
+        (None, "expected a list of pairs .* got None"),
+        ([(-1, 2)], r"each first at least 0 and below its stop, .* got \[\(-1, 2\)\]"),
+        ([(0, 1.5)], r"pairs \(first, stop\) of batch indices, .* got \[\(0, 1.5\)\]"),
+        ([(4, 4)], r"each first at least 0 and below its stop, .* got \[\(4, 4\)\]"),
+        ([(1, 2), (9, 4)], r"below its stop, .* got \[\(1, 2\), \(9, 4\)\]"),
+        ([(0, 7), (6, 20)], r"that leave one of the 20 batches, got \[\(0, 20\)\]"),
+    ],
+)
+def test_invalid_ranges_are_refused(ranges, says):
+    with pytest.raises(sf.ConfigError, match=says):
+        batches(numbered(20), 2, epochs=2).without(ranges)
+
+
+def test_leaving_out_keeps_the_step_and_the_batches_themselves():
+    whole = batches(np.arange(40), 2, seed=0, epochs=1)
+    next(whole)
+    left = whole.without([(3, 5)])
+    assert [left.get_state()["step"], len(left), len(whole)] == [1, 18, 20]
+    assert [left.skipped, whole.skipped, left.steps_per_epoch] == [[(3, 5)], [], None]
+    same(list(left), [whole.at(step) for step in (1, 2, *range(5, 20))])
+    same(next(whole), whole.at(1))
+    assert "skipped" not in whole.get_state()
+    assert (
+        batches(np.arange(40), 2).without([]).get_state() == batches(np.arange(40), 2).get_state()
+    )
+    with pytest.raises(IndexError, match="expected a step below 18, got 18"):
+        left.at(18)
+
+
+def test_sizes_change_at_the_batch_index():
+    ramp = batches(np.arange(100), [(0, 2), (3, 8), (5, 4)], seed=0)
+    assert ramp.batch_sizes == [(0, 2), (3, 8), (5, 4)]
+    left = ramp.without([(1, 4)])
+    assert left.batch_sizes == [(0, 2), (1, 8), (2, 4)]
+    assert [len(next(left)) for _ in range(4)] == [2, 8, 4, 4]
+    assert ramp.without([(3, 5)]).batch_sizes == [(0, 2), (3, 4)]

@@ -1,3 +1,5 @@
+"""Collating pads, truncates and stacks, and refuses examples that make no batch."""
+
 import re
 from functools import partial
 
@@ -19,7 +21,7 @@ def refuses(message, error=sf.DataError):
 
 
 def simple(rows, length, truncate, side, pad):
-    """Do the same the plain way."""
+    """Truncate and pad row by row."""
     batch, mask = [], []
     for row in rows:
         kept = list(row)[:length] if truncate == "keep_start" else list(row)[-length:]
@@ -31,15 +33,19 @@ def simple(rows, length, truncate, side, pad):
 
 
 ragged = st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=12), min_size=1, max_size=6)
+
+
 either_end = st.sampled_from(["keep_end", "keep_start"])
+
+
 either_side = st.sampled_from(["right", "left"])
 
 
 @given(ragged.filter(any), st.integers(1, 14), either_end, either_side, st.integers(-100, 9))
 @pytest.mark.parametrize("kind", [list, tuple, np.int32, np.int64, np.float64, jnp.float32])
-def test_rows_are_as_made_by_hand(kind, rows, length, truncate, side, pad):
+def test_rows_equal_those_of_a_simple_implementation(kind, rows, length, truncate, side, pad):
     if kind is jnp.float32:
-        made = [jnp.array(row, kind) for row in rows]
+        made = [jnp.asarray(np.array(row, kind)) for row in rows]
         rows = [row.tolist() for row in made]
     else:
         made = [kind(row) if kind in (list, tuple) else np.array(row, kind) for row in rows]
@@ -53,6 +59,13 @@ def test_rows_are_as_made_by_hand(kind, rows, length, truncate, side, pad):
     assert batch["tokens"].shape == batch["mask"].shape == (len(rows), length)
     same = {np.float64: "float64", jnp.float32: "float32"}
     assert batch["tokens"].dtype == same.get(kind, "int32")
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_length_may_be_an_integer_of_numpy(side):
+    batch = collate(ROWS, length=np.uint8(200), side=side)
+    expected = collate(ROWS, length=200, side=side)
+    assert jax.tree.all(jax.tree.map(np.array_equal, batch, expected))
 
 
 def test_each_key_is_padded_with_its_own_value():
@@ -73,6 +86,25 @@ def test_dicts_nest_and_their_keys_are_paths():
     assert batch["mask"].tolist() == [[True, True, True, False], [True] * 4]
 
 
+NAMES = st.sampled_from("abc")
+SHAPES = st.recursive(
+    st.just(None), lambda inner: st.dictionaries(NAMES, inner, min_size=1, max_size=3), max_leaves=6
+)
+
+
+def filled(shape, value):
+    if shape is None:
+        return value
+    return {name: filled(inner, value) for name, inner in shape.items()}
+
+
+@given(st.dictionaries(NAMES, SHAPES, min_size=1, max_size=3), st.integers(1, 4))
+def test_batch_nests_as_the_examples_do(shape, count):
+    batch = collate([filled(shape, i) for i in range(count)], length=1, keys=())
+    expected = filled(shape, list(range(count)))
+    assert jax.tree.map(lambda leaf: leaf.tolist(), batch) == expected
+
+
 def test_scalars_stack():
     examples = [{"ids": row, "a": 1, "b": 0.5, "c": True, "d": np.float64(2)} for row in ROWS]
     batch = collate(examples, length=4)
@@ -91,7 +123,7 @@ def test_sequences_of_vectors_are_padded_along_their_first_axis():
     assert nested.tolist() == [[[1, 2], [0, 0]], [[3, 4], [5, 6]]]
 
 
-def test_what_is_not_named_in_keys_stacks():
+def test_leaves_not_named_in_keys_are_stacked():
     image = np.zeros((4, 4), np.uint8)
     examples = [{"ids": row, "image": image, "text": {"a": row, "b": row}} for row in ROWS]
     batch = collate(examples, length=8, keys=["ids", "text"])
@@ -102,13 +134,13 @@ def test_what_is_not_named_in_keys_stacks():
     assert fixed["image"].shape == (2, 4, 4)
 
 
-def test_nothing_is_padded_and_no_mask_added_where_no_key_is_named():
+def test_without_keys_nothing_is_padded_and_no_mask_added():
     batch = collate([{"x": [1, 2]}, {"x": [3, 4]}], length=8, keys=())
     assert {name: array.tolist() for name, array in batch.items()} == {"x": [[1, 2], [3, 4]]}
 
 
 @given(ragged.filter(any), st.data())
-def test_the_structure_does_not_depend_on_the_lengths(rows, data):
+def test_structure_does_not_depend_on_the_lengths(rows, data):
     length = data.draw(st.integers(1, 12))
 
     def shapes(rows):
@@ -125,7 +157,7 @@ def test_dtypes_of_arrays_are_kept(dtype):
     assert {batch["x"].dtype, batch["one"].dtype} == {np.dtype(dtype)}
 
 
-def test_integers_of_64_bits_become_those_that_jax_takes():
+def test_integers_of_64_bits_become_those_of_jax():
     rows = [np.array([2**31 - 1]), np.array([-(2**31), 0], np.int64)]
     assert collate(rows, length=2)["tokens"].tolist() == [[2**31 - 1, 0], [-(2**31), 0]]
     assert collate([row.astype(np.uint64) for row in ROWS], length=2)["tokens"].dtype == np.uint32
@@ -151,7 +183,7 @@ def test_lists_keep_their_kind():
     assert collate([[1, 2.5]], length=2)["tokens"].tolist() == [[1, 2.5]]
 
 
-def test_an_empty_sequence_is_a_row_of_padding():
+def test_empty_sequence_is_a_row_of_padding():
     batch = collate([[], [1.5], np.zeros(0, np.float32)], length=2, pad=-1)
     assert batch["tokens"].tolist() == [[-1, -1], [1.5, -1], [-1, -1]]
     assert batch["mask"].sum() == 1
@@ -159,7 +191,7 @@ def test_an_empty_sequence_is_a_row_of_padding():
     assert collate([[], [[1, 2]]], length=2)["tokens"].shape == (2, 2, 2)
 
 
-def test_a_dict_of_columns_is_a_batch_of_examples():
+def test_dict_of_columns_is_accepted():
     class Ragged:
         def to_list(self):
             return [[1, 2, 3], [4]]
@@ -172,20 +204,20 @@ def test_a_dict_of_columns_is_a_batch_of_examples():
         collate({"a": [[1], [2]], "b": [[1]]}, length=2)
 
 
-def test_it_is_a_function_of_a_batch_for_a_pipeline():
+def test_partial_collate_works_in_a_pipeline():
     to_batch = partial(collate, length=4, truncate="keep_start")
     batches = list(map(to_batch, [iter(ROWS), ROWS[::-1]]))
     assert [batch["tokens"][0].tolist() for batch in batches] == [[1, 2, 3, 0], [4, 5, 6, 7]]
 
 
-def test_what_it_is_given_stays_as_it_is():
+def test_examples_are_not_changed():
     rows = [row.copy() for row in ROWS]
     batch = collate(rows, length=3)
     batch["tokens"][:] = 0
     assert all((a == b).all() for a, b in zip(rows, ROWS, strict=True))
 
 
-def test_a_longer_sequence_is_refused_where_none_is_to_be_cut():
+def test_longer_sequence_is_refused_without_truncate():
     assert collate(ROWS, length=5, truncate=None)["mask"].sum() == 8
     with refuses(
         "example 1: expected at most length=4 tokens, got 5; give truncate='keep_end' or "
@@ -195,6 +227,8 @@ def test_a_longer_sequence_is_refused_where_none_is_to_be_cut():
 
 
 SEVERAL = "give every example the same keys"
+
+
 NUMBERS = "encode it as integers or floats, or leave the key out"
 
 
@@ -224,7 +258,7 @@ NUMBERS = "encode it as integers or floats, or leave the key out"
             f"example 1, t: expected a dict with the keys ['a'], got list [1]; {SEVERAL}",
         ),
         ([{"a": [1]}, [1]], "example 1: expected a dict with the keys ['a'], got list [1]"),
-        ([{"mask": [1]}], "examples: the key 'mask' is for what is added; rename yours"),
+        ([{"mask": [1]}], "examples: the key 'mask' is reserved for an added column; rename yours"),
         ([[1], "abc"], "example 1, tokens: expected a sequence, got str 'abc'; give every "),
         ([[1], {"a": 1}], "example 1, tokens: expected a sequence, got dict {'a': 1}"),
         ([{"a": "abc"}], "examples: expected a sequence to pad, got only scalars under ['a']; give "
@@ -259,11 +293,11 @@ def test_examples_that_make_no_batch_are_refused(examples, message):
         collate(examples, length=2)
 
 
-def test_what_does_not_stack_is_refused():
+def test_leaves_that_do_not_stack_are_refused():
     examples = [{"ids": [1], "image": np.ones((4, 4))}, {"ids": [1], "image": np.ones((5, 4))}]
     with refuses(
-        "example 1, image: expected the shape (4, 4) of example 0, got (5, 4); name in "
-        "keys= what is to be padded, and give the rest one shape"
+        "example 1, image: expected the shape (4, 4) of example 0, got (5, 4); name the "
+        "keys to pad in keys=, and give the rest one shape"
     ):
         collate(examples, length=2, keys="ids")  # fmt: skip
     with refuses("example 0, image: expected the length 1 of ids, got 4"):
@@ -294,7 +328,14 @@ def test_what_does_not_stack_is_refused():
         ({"keys": ["ids", "x"]}, "collate: keys: expected some of ['ids', 'w'], got 'x'"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(options, message):
+def test_invalid_arguments_are_refused(options, message):
     example = {"ids": np.array([1, 2]), "w": np.array([1, 2], np.uint8)}
     with refuses(message, sf.ConfigError):
         collate([example], **{"length": 3, **options})
+
+
+def test_padding_of_booleans_is_a_boolean():
+    rows = [np.array([True])]
+    assert collate(rows, length=2, pad=True)["tokens"].tolist() == [[True, True]]
+    with refuses("pad: expected a value of bool for tokens, got 2", sf.ConfigError):
+        collate(rows, length=2, pad=2)

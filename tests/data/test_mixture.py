@@ -1,4 +1,4 @@
-"""A mixture is exact in every window, fair to every example, and found anywhere."""
+"""Mixtures have exact proportions in every window, and random access to any example."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ WEIGHTS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
 def named(counts):
-    """Make a source a number: example k of source s is 1000 s + k."""
+    """Make sources where example k of source s is 1000 s + k."""
     return [1000 * number + np.arange(count) for number, count in enumerate(counts)]
 
 
@@ -39,7 +39,7 @@ def test_every_window_of_a_period_has_exact_proportions(weights, first):
 
 
 @given(WEIGHTS, st.integers(0, 10**6), st.integers(1, 300))
-def test_any_window_is_within_two_examples_of_its_due(weights, first, length):
+def test_any_window_is_within_two_examples_of_its_proportion(weights, first, length):
     found = which(mix([([0], weight) for weight in weights]), first, first + length)
     counts = np.bincount(found, minlength=len(weights))
     due = length * np.array(weights) / sum(weights)
@@ -47,10 +47,10 @@ def test_any_window_is_within_two_examples_of_its_due(weights, first, length):
 
 
 @given(WEIGHTS, st.lists(st.integers(1, 7), min_size=5, max_size=5), st.none() | st.integers(0, 3))
-def test_each_source_is_gone_through_pass_by_pass(weights, counts, seed):
+def test_each_source_is_iterated_pass_by_pass(weights, counts, seed):
     sources = named(counts[: len(weights)])
     mixture = mix(list(zip(sources, weights, strict=True)), seed=seed)
-    found = [int(mixture[i]) for i in range(15 * sum(weights))]
+    found = mixture.take(slice(0, 15 * sum(weights))).tolist()
     for number, source in enumerate(sources):
         mine = [x for x in found if x // 1000 == number]
         passes = [sorted(mine[i : i + len(source)]) for i in range(0, len(mine), len(source))]
@@ -73,7 +73,7 @@ def test_batches_of_a_mixture_are_its_examples_in_order(weights, size, step):
     assert np.concatenate(parts).tolist() == batches(mixture, 2 * size).at(step).tolist()
 
 
-def test_orders_are_of_the_seed_the_source_and_the_pass():
+def test_order_depends_on_the_seed_the_source_and_the_pass():
     def passes(seed):
         mixture = mix([(np.arange(20), 1), (np.arange(20), 1)], seed=seed)
         found = [mixture[i].item() for i in range(80)]
@@ -93,12 +93,12 @@ def test_orders_are_of_the_seed_the_source_and_the_pass():
         ([1e-3, 1e3], [1, 10**6]),
     ],
 )
-def test_weights_mean_what_is_written(weights, expected):
+def test_weights_are_read_exactly(weights, expected):
     assert mix([([0], weight) for weight in weights]).fingerprint["weights"] == expected
 
 
 @pytest.mark.parametrize("weights", [[np.pi, np.e], [1e-30, 1.0], [0.123456789123, 1 / 7, 5e8]])
-def test_weights_without_a_short_period_are_met_to_a_billionth(weights):
+def test_weights_without_a_short_period_are_accurate_to_a_billionth(weights):
     mixture = mix([([0], weight) for weight in weights])
     got = np.array(mixture.fingerprint["weights"]) / sum(mixture.fingerprint["weights"])
     np.testing.assert_allclose(got, np.array(weights) / sum(weights), rtol=0, atol=2e-9)
@@ -107,7 +107,7 @@ def test_weights_without_a_short_period_are_met_to_a_billionth(weights):
     np.testing.assert_allclose(near, got, atol=3e-3)
 
 
-def test_a_mixture_may_be_of_mixtures():
+def test_mixtures_nest():
     inner = mix([(np.zeros(3, int), 1), (np.ones(3, int), 1)], seed=0)
     outer = mix([(inner, 2), (np.full(3, 2), 1)], seed=0)
     assert len(outer) == sys.maxsize
@@ -129,7 +129,7 @@ def test_batches_of_a_mixture_resume_and_mask():
         other.set_state(saved)
 
 
-def test_examples_are_transformed_before_they_have_to_be_alike():
+def test_transform_may_make_the_examples_of_sources_alike():
     mixture = mix([([{"x": 1}], 1), ([{"z": 2.0}], 1)])
     stream = batches(mixture, 2, transform=lambda example: [float(v) for v in example.values()])
     assert next(stream).tolist() == [[1.0], [2.0]]
@@ -146,14 +146,16 @@ def test_examples_are_transformed_before_they_have_to_be_alike():
         ([np.ones(3), np.ones(3, int)], r"example: expected float64\[\], got int64\[\]"),
     ],
 )
-def test_sources_of_unlike_examples_are_refused(parts, says):
+def test_sources_with_other_examples_are_refused(parts, says):
     with pytest.raises(sf.DataError, match=says):
         next(batches(mix([(part, 1) for part in parts]), 2))
 
 
 @pytest.mark.parametrize("options", [{"seed": 0}, {"epochs": 1}])
-def test_an_endless_source_has_no_epochs_and_its_own_order(options):
-    with pytest.raises(sf.ConfigError, match="an endless one has no epochs .* leave both out"):
+def test_seed_and_epochs_are_refused_for_an_infinite_source(options):
+    with pytest.raises(
+        sf.ConfigError, match="expected no seed and no epochs for an infinite source.* leave both"
+    ):
         batches(mix([([0], 1)]), 2, **options)
 
 
@@ -163,7 +165,7 @@ def test_an_endless_source_has_no_epochs_and_its_own_order(options):
         ([], r"mix: expected pairs \(source, weight\), at least one, got list \[\]"),
         ({"a": 1}, "mix: expected pairs"),
         ([np.ones(3)], r"mix: expected a pair \(source, weight\) at 0, got float64\[3\]"),
-        ([([0], 1), ([0], 0)], "a finite weight above 0 at 1, got 0; leave the source out"),
+        ([([0], 1), ([0], 0)], "a finite weight above 0 at 1, got 0; to use nothing of"),
         ([([0], -1)], "a finite weight above 0 at 0, got -1"),
         ([([0], float("nan"))], "a finite weight above 0 at 0, got nan"),
         ([([0], float("inf"))], "a finite weight above 0 at 0, got inf"),
@@ -171,28 +173,28 @@ def test_an_endless_source_has_no_epochs_and_its_own_order(options):
         ([([0], "1")], "a finite weight above 0 at 0, got '1'"),
     ],
 )
-def test_what_cannot_be_mixed_is_refused(sources, says):
+def test_invalid_sources_and_weights_are_refused(sources, says):
     with pytest.raises(sf.ConfigError, match=says):
         mix(sources)
 
 
-def test_a_seed_is_checked():
+def test_invalid_seed_is_refused():
     with pytest.raises(sf.ConfigError, match="mix: seed: expected an integer of at least 0, got -"):
         mix([([0], 1)], seed=-1)
 
 
-def test_an_empty_source_is_refused_by_its_number():
+def test_empty_source_is_refused_by_its_number():
     with pytest.raises(sf.DataError, match="expected examples, got none") as caught:
         mix([([0], 1), ([], 1)])
     assert caught.value.__notes__ == ["reading source 1 of the mixture"]
 
 
-def test_there_is_no_example_before_the_first():
+def test_negative_index_is_refused():
     with pytest.raises(IndexError, match="expected an index of at least 0, got -1: there is no en"):
         mix([([0], 1)])[-1]
 
 
-def test_a_source_that_changes_its_length_is_noticed():
+def test_changed_length_of_a_source_is_detected():
     source = [1, 2, 3]
     stream = batches(mix([(source, 1)]), 2)
     source.append(4)
@@ -200,7 +202,7 @@ def test_a_source_that_changes_its_length_is_noticed():
         next(stream)
 
 
-def test_an_error_says_which_source():
+def test_error_names_the_source():
     class Broken(list):
         def __getitem__(self, index):
             raise OSError("disk")
@@ -208,7 +210,7 @@ def test_an_error_says_which_source():
     with pytest.raises(OSError, match="disk") as caught:
         next(batches(mix([([1], 1), (Broken([1]), 1)]), 2))
     assert caught.value.__notes__ == [
-        "reading index 0 of the source, row 0 of those asked for",
+        "reading index 0 of the source, row 0 of those requested",
         "reading from source 1 of the mixture",
         "making the batch of step 0: positions 0 to 1 of epoch 0",
     ]

@@ -1,14 +1,17 @@
+"""Packing keeps every token, in order, and fills rows; masks keep examples apart."""
+
 import re
 from itertools import count
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import stepfold as sf
-from stepfold.data.packing import pack
+from stepfold.data.packing import block_diagonal_mask, pack, plan_rows
 
 
 def refuses(message, error=sf.DataError):
@@ -16,7 +19,7 @@ def refuses(message, error=sf.DataError):
 
 
 def numbered(lengths):
-    """Make sequences in which every token says which example it is of, and where it was."""
+    """Make sequences whose tokens hold the index of their example and their position in it."""
     return [
         {"ids": np.full(n, i, np.int32), "at": np.arange(n, dtype=np.int32)}
         for i, n in enumerate(lengths)
@@ -24,7 +27,7 @@ def numbered(lengths):
 
 
 def segments(row):
-    """Cut a row into its examples, as `segment_ids` says."""
+    """Split a row into its examples by `segment_ids`."""
     ids = row["segment_ids"]
     return [
         {name: row[name][ids == n] for name in row if name not in ("segment_ids", "mask")}
@@ -40,7 +43,7 @@ sizes = st.lists(st.integers(1, 16), min_size=1, max_size=60)
 
 
 @given(sizes, st.integers(1, 70), st.integers(16, 40))
-def test_nothing_is_lost_invented_split_or_turned_around(lengths, window, length):
+def test_every_example_is_in_one_segment_in_order(lengths, window, length):
     found = {}
     for row in pack(numbered(lengths), length=length, window=window):
         assert {array.shape for array in row.values()} == {(length,)}
@@ -53,7 +56,7 @@ def test_nothing_is_lost_invented_split_or_turned_around(lengths, window, length
 
 
 @given(sizes, st.integers(1, 70), st.integers(16, 40))
-def test_segments_are_numbered_in_the_order_in_which_they_came(lengths, window, length):
+def test_segments_are_numbered_in_input_order(lengths, window, length):
     for row in pack(numbered(lengths), length=length, window=window):
         ids = row["segment_ids"]
         real = int((ids > 0).sum())
@@ -67,14 +70,14 @@ def test_segments_are_numbered_in_the_order_in_which_they_came(lengths, window, 
         assert row["mask"].dtype == bool
 
 
-def test_rows_are_filled_nearly_to_the_end():
+def test_rows_are_nearly_full():
     lengths = np.clip(np.random.default_rng(0).exponential(200, 8192), 1, 1024).astype(int)
     rows = sum(1 for _ in pack(numbered(lengths), length=1024))
     assert lengths.sum() / (rows * 1024) > 0.995
 
 
 @given(sizes, st.integers(1, 70), st.integers(1, 7))
-def test_a_stream_in_batches_gives_the_same_rows(lengths, window, rows):
+def test_batches_contain_the_same_rows(lengths, window, rows):
     options = {"length": 16, "window": window, "pad": {"ids": -1}}
     alone = list(pack(numbered(lengths), **options))
     batches = list(pack(iter(numbered(lengths)), rows=rows, **options))
@@ -89,7 +92,7 @@ def test_a_stream_in_batches_gives_the_same_rows(lengths, window, rows):
 
 
 @given(sizes, st.integers(1, 30))
-def test_each_window_is_packed_by_itself(lengths, window):
+def test_each_window_is_packed_independently(lengths, window):
     examples = numbered(lengths)
     whole = list(pack(examples, length=16, window=window))
     parts = [examples[i : i + window] for i in range(0, len(examples), window)]
@@ -97,7 +100,7 @@ def test_each_window_is_packed_by_itself(lengths, window):
 
 
 @pytest.mark.parametrize("rows", [None, 2, 5])
-def test_no_more_than_a_window_is_read_ahead(rows):
+def test_only_one_window_is_read_ahead(rows):
     read = []
 
     def source():
@@ -114,13 +117,22 @@ def test_no_more_than_a_window_is_read_ahead(rows):
         assert len(read) == -(-made // 3) * 6  # a window makes three rows
 
 
-def test_rows_come_in_the_order_of_their_longest():
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+def test_arguments_may_be_integers_of_numpy(kind):
+    options = {"length": 100, "window": 9, "rows": 3}
+    examples = numbered([30, 40, 70, 5, 100, 64] * 5)
+    expected = list(pack(examples, **options))
+    numpy = {name: kind(value) for name, value in options.items()}
+    assert same(list(pack(examples, **numpy)), expected)
+
+
+def test_rows_are_in_the_order_of_their_longest_examples():
     lengths = [2, 9, 1, 10, 8]
     rows = [sorted(set(row["ids"][row["mask"]])) for row in pack(numbered(lengths), length=10)]
     assert rows == [[1, 2], [3], [0, 4]]
 
 
-def test_keys_are_packed_alongside_with_a_padding_of_their_own():
+def test_each_key_has_its_own_padding():
     example = {"text": {"ids": [1, 2], "labels": [2, 3]}, "weight": [0.5, 1.0]}
     (row,) = pack([example], length=3, pad={"text/labels": -100, "weight": -1})
     assert row["text"]["ids"].tolist() == [1, 2, 0]
@@ -137,7 +149,7 @@ def test_sequences_of_vectors_are_packed_along_their_first_axis():
     assert (batch["tokens"][1] == 9).all()
 
 
-def test_what_is_longer_than_a_row_is_split_if_asked():
+def test_longer_sequences_are_split():
     rows = list(pack([list(range(11)), [20, 21]], length=4, split=True))
     tokens = sorted(s["tokens"].tolist() for row in rows for s in segments(row))
     assert tokens == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10], [20, 21]]
@@ -145,7 +157,7 @@ def test_what_is_longer_than_a_row_is_split_if_asked():
 
 
 @pytest.mark.parametrize(("truncate", "kept"), [("keep_end", [3, 4]), ("keep_start", [1, 2])])
-def test_what_is_longer_than_a_row_is_cut_if_asked(truncate, kept):
+def test_longer_sequences_are_truncated(truncate, kept):
     examples = [{"a": [1, 2, 3, 4], "b": np.array([1, 2, 3, 4])}, {"a": [9], "b": np.array([9])}]
     first, second = pack(examples, length=2, truncate=truncate)
     assert first["a"].tolist() == first["b"].tolist() == kept
@@ -163,7 +175,7 @@ def test_what_is_longer_than_a_row_is_cut_if_asked(truncate, kept):
         ([0.5], "example 4, tokens: expected the dtype int32 of example 3, got float32"),
     ],
 )
-def test_an_example_is_called_by_its_own_number_where_others_are_split(last, message):
+def test_errors_name_the_example_although_others_are_split(last, message):
     rows = pack([[1], [1], [1], list(range(9)), last], length=2, window=3, split=True)
     with refuses(message):
         list(rows)
@@ -192,7 +204,7 @@ def test_no_examples_give_no_rows():
         ([[1], [2], [0.5]], "example 2, tokens: expected int32 in rows of shape (4,) as in the "
                             "windows before, got float32 in rows of shape (4,)"),
         ([[1], [[2]]], "example 1, tokens: expected the shape (n) as example 0 has, got (1, 1)"),
-        *(([{name: [1]}], f"examples: the key '{name}' is for what is added; rename yours")
+        *(([{name: [1]}], f"examples: the key '{name}' is reserved for an added column")
           for name in ("segment_ids", "positions", "mask")),
     ],
 )  # fmt: skip
@@ -210,17 +222,107 @@ def test_examples_that_cannot_be_packed_are_refused(examples, message):
         ({"truncate": "left"}, "pack: truncate: expected 'keep_end', 'keep_start' or None, got"),
         (
             {"truncate": "keep_end", "split": True},
-            "pack: expected split=True or truncate='keep_end', got both; what is longer than a row",
+            "pack: expected split=True or truncate='keep_end', got both; an example longer "
+            "than a row",
         ),
     ],
 )
-def test_arguments_that_cannot_be_are_refused_at_once(options, message):
+def test_invalid_arguments_are_refused_when_given(options, message):
     with refuses(message, sf.ConfigError):
         pack([[1]], **{"length": 3, **options})
 
 
-def test_a_padding_that_cannot_be_is_refused():
+def test_invalid_padding_is_refused():
     with refuses("pack: pad: expected some of ['tokens'], got 'ids'", sf.ConfigError):
         next(pack([[1]], length=3, pad={"ids": 1}))
     with refuses("pad: expected a value of int32 for tokens, got 0.5", sf.ConfigError):
         next(pack([[1]], length=3, pad=0.5))
+
+
+# Bin packing
+
+
+def first_fit_decreasing(lengths, length):
+    left = []
+    for n in sorted(lengths, reverse=True):
+        row = next((i for i, free in enumerate(left) if free >= n), None)
+        if row is None:
+            left.append(length - n)
+        else:
+            left[row] -= n
+    return len(left)
+
+
+@given(sizes, st.integers(16, 40))
+def test_plan_uses_each_sequence_once_within_the_length(lengths, length):
+    plan = plan_rows(lengths, length)
+    assert sorted(index for row in plan for index in row) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in row) <= length for row in plan)
+    assert all(row == sorted(row) for row in plan)
+
+
+@given(sizes, st.integers(16, 40))
+def test_plan_takes_at_most_as_many_rows_as_first_fit_decreasing(lengths, length):
+    assert len(plan_rows(lengths, length)) <= first_fit_decreasing(lengths, length)
+
+
+def test_plan_is_first_fit_where_best_fit_takes_more_rows():
+    lengths = [26, 24, 24, 22, 18, 16, 15, 15, 14, 14, 13, 11, 8, 5, 3, 3, 2]
+    assert len(plan_rows(lengths, 39)) == 6
+
+
+# Attention masks
+
+
+def mask_by_hand(ids, causal):
+    return [
+        [(a == b and a > 0 and (not causal or j <= i)) or i == j for j, b in enumerate(ids)]
+        for i, a in enumerate(ids)
+    ]
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.booleans())
+def test_attention_stays_within_an_example(lengths, causal):
+    (row,) = pack(numbered(lengths), length=24)
+    ids = row["segment_ids"]
+    mask = block_diagonal_mask(ids, causal=causal)
+    assert mask.tolist() == mask_by_hand(ids, causal)
+    assert (mask.dtype, type(mask)) == (bool, np.ndarray)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks_of_batches_are_the_same_under_jit(causal):
+    ids = np.array([[[1, 1, 2, 0]], [[1, 2, 2, 2]]])
+    mask = jax.jit(lambda ids: block_diagonal_mask(ids, causal=causal))(ids)
+    assert isinstance(mask, jax.Array)
+    assert mask.tolist() == [[mask_by_hand(row, causal) for row in batch] for batch in ids]
+    assert mask.tolist() == block_diagonal_mask(ids, causal=causal).tolist()
+
+
+def attention_by_hand(query, key, value):
+    weights = np.exp(np.einsum("qhd,khd->hqk", query, key) / np.sqrt(query.shape[-1]))
+    return np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), value)
+
+
+def test_attention_over_a_packed_row_equals_that_over_each_example():
+    query, key, value = np.random.default_rng(0).normal(size=(3, 8, 2, 4)).astype(np.float32)
+    (row,) = pack(numbered([3, 4]), length=8)
+    mask = block_diagonal_mask(row["segment_ids"][None])[:, None]
+    attention = jax.jit(jax.nn.dot_product_attention)
+    packed = np.asarray(attention(query[None], key[None], value[None], mask=mask))[0]
+    assert np.isfinite(packed).all()
+    for part in (slice(0, 3), slice(3, 7)):
+        alone = attention_by_hand(query[part], key[part], value[part])
+        np.testing.assert_allclose(packed[part], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "got"),
+    [(np.ones(3), "float64[3]"), (np.array(1), "int64[]"), (jnp.ones(2) > 0, "bool[")],
+)
+def test_invalid_segment_ids_are_refused(ids, got):
+    with pytest.raises(
+        sf.DataError,
+        match=re.escape("block_diagonal_mask: expected integers of shape (…, length), got " + got),
+    ):
+        block_diagonal_mask(ids)

@@ -1,4 +1,4 @@
-"""Reading ahead changes when a batch is made, and nothing else."""
+"""Prefetching changes when a batch is made, and nothing else."""
 
 import gc
 import itertools
@@ -30,7 +30,7 @@ def threads():
 
 
 def gone(started, within=5.0):
-    """Tell whether threads end, which they do a little after they are told to."""
+    """Return whether threads end, which they do a little after they are stopped."""
     until = time.monotonic() + within
     while any(thread.is_alive() for thread in started) and time.monotonic() < until:
         time.sleep(0.005)
@@ -52,7 +52,7 @@ def test_batches_are_the_same_in_the_same_order(size):
     assert list(sf.prefetch(range(0))) == []
 
 
-def test_it_begins_when_asked_and_reads_ahead_as_far_as_size():
+def test_thread_starts_with_the_first_batch_and_reads_ahead_by_size():
     made = []
     stream = sf.prefetch((made.append(i) or i for i in itertools.count()), size=3)
     time.sleep(0.05)
@@ -65,7 +65,7 @@ def test_it_begins_when_asked_and_reads_ahead_as_far_as_size():
     assert made == [0, 1, 2, 3]
 
 
-def test_a_source_that_waits_is_hidden():
+def test_latency_of_a_source_is_hidden():
     wait = 0.02
 
     def source():
@@ -81,7 +81,7 @@ def test_a_source_that_waits_is_hidden():
     assert time.perf_counter() - start < 1.5 * 9 * wait  # one after the other takes twice as long
 
 
-def test_length_and_truth_are_those_of_what_is_read():
+def test_length_is_that_of_the_batches():
     stream = sf.prefetch(numbered())
     assert (len(stream), iter(stream)) == (8, stream)
     assert bool(sf.prefetch([]))
@@ -89,9 +89,6 @@ def test_length_and_truth_are_those_of_what_is_read():
         len(sf.prefetch(numbered(epochs=None)))
     with pytest.raises(TypeError, match="has no len"):
         len(sf.prefetch(iter([1])))
-
-
-# Where batches go.
 
 
 def placements():
@@ -115,7 +112,7 @@ def test_batches_are_placed_in_the_thread(kind):
         assert placed["x"].tolist() == batch["x"].tolist()
 
 
-def test_a_function_that_places_is_called_in_the_thread():
+def test_placement_function_is_called_in_the_thread():
     called = []
     place = lambda batch: called.append(threading.current_thread().name) or batch
     list(sf.prefetch([1, 2], sharding=place))
@@ -124,7 +121,7 @@ def test_a_function_that_places_is_called_in_the_thread():
 
 @pytest.mark.parametrize("sharding", [None, jax.device_put, lambda batch: batch])
 @pytest.mark.parametrize("buffers", [1, 2, 3])
-def test_a_source_may_write_into_its_buffers_again(sharding, buffers):
+def test_source_may_reuse_its_buffers(sharding, buffers):
     # Large and aligned, so that jax on CPU takes the memory itself and not a copy.
     ring = [np.zeros((64, 1024), np.float32) for _ in range(buffers)]
 
@@ -139,17 +136,35 @@ def test_a_source_may_write_into_its_buffers_again(sharding, buffers):
     assert [float(batch["x"].max()) for batch in kept] == list(range(12))
 
 
-def test_batches_in_order_are_still_views_and_read_only():
+def test_batches_in_order_are_still_read_only_views():
     source = np.arange(40)
     given = list(sf.prefetch(sf.batches(source, 4, epochs=1)))
     assert np.shares_memory(given[-1], source)
     assert not given[-1].flags.writeable
 
 
-# Resuming.
+def test_only_batches_that_cannot_be_overwritten_are_passed_without_a_copy():
+    source = np.arange(40)
+    buffer = np.zeros(4, int)
+
+    def fill(examples):
+        buffer[:] = examples
+        return buffer
+
+    with_buffer = sf.batches(source, 4, epochs=1, collate=fill)
+    kept = list(sf.prefetch(with_buffer, size=3))
+    assert np.concatenate(kept).tolist() == source.tolist()
+    batch = next(sf.prefetch(sf.batches(iter(source), 4, collate=lambda examples: buffer)))
+    assert not np.shares_memory(batch, buffer)
+    whole = [np.ones(2)]
+    assert not np.shares_memory(next(sf.prefetch(whole)), whole[0])
+    array = jnp.zeros(2)
+    batch = next(sf.prefetch([{"x": array, "n": 3, "text": "a", "none": None}]))
+    assert batch["x"] is array
+    assert (batch["n"], batch["text"], batch["none"]) == (3, "a", None)
 
 
-def test_the_state_is_that_of_the_last_batch_given():
+def test_state_is_that_of_the_last_batch_returned():
     stream, plain = sf.prefetch(numbered(), size=5), numbered()
     assert stream.get_state() == plain.get_state()
     for _ in range(len(plain)):
@@ -159,7 +174,7 @@ def test_the_state_is_that_of_the_last_batch_given():
     assert stream.get_state() == plain.get_state()
 
 
-def test_a_state_is_set_while_batches_are_ahead_and_after_the_end():
+def test_state_can_be_set_while_batches_are_ahead_and_after_the_end():
     stream, whole = sf.prefetch(numbered(), size=3), seen(numbered())
     states = [stream.get_state(), *(stream.get_state() for _ in stream)]
     for step in (5, 0, 8, 3):
@@ -172,7 +187,7 @@ def test_a_state_is_set_while_batches_are_ahead_and_after_the_end():
     assert seen(stream) == whole[7:]
 
 
-def test_a_state_that_is_refused_changes_nothing():
+def test_refused_state_changes_nothing():
     stream, whole = sf.prefetch(numbered(), size=3), seen(numbered())
     other = numbered(seed=1, start=3).get_state()
     with pytest.raises(sf.DataError, match="seed was 1 and is 0"):
@@ -187,7 +202,7 @@ def test_a_state_that_is_refused_changes_nothing():
     assert list(stream) == []
 
 
-def test_what_can_be_read_only_once_is_over_where_a_state_is_refused():
+def test_iterator_is_exhausted_after_a_refused_state():
     stream = sf.prefetch(sf.batches(iter(range(20)), 2, epochs=1), size=3)
     assert next(stream).tolist() == [0, 1]
     given = stream.get_state()
@@ -201,7 +216,7 @@ def test_what_can_be_read_only_once_is_over_where_a_state_is_refused():
     assert [batch.tolist() for batch in fresh] == [[0, 1], [2, 3]]  # nothing had been read
 
 
-def test_what_cannot_be_resumed_says_so():
+def test_batches_without_a_state_are_refused_on_resume():
     stream = sf.prefetch(iter([1, 2]))
     next(stream)
     for name in ("get_state", "set_state"):
@@ -215,7 +230,7 @@ def test_what_cannot_be_resumed_says_so():
     assert hasattr(sf.prefetch(numbered()), "get_state")
 
 
-def test_one_may_read_ahead_of_another():
+def test_prefetches_nest():
     stream, whole = sf.prefetch(sf.prefetch(numbered()), size=3), seen(numbered())
     assert (len(stream), seen(itertools.islice(stream, 3))) == (8, whole[:3])
     saved = stream.get_state()
@@ -225,7 +240,36 @@ def test_one_may_read_ahead_of_another():
     assert seen(stream) == whole[3:]
 
 
-def test_grains_iterators_are_resumed_as_ours_are():
+class OneState:
+    """An iterator that returns the same dict for all states, and writes into it."""
+
+    def __init__(self):
+        self.state = {"number": 0}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.state["number"] += 1
+        return self.state["number"]
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state.update(state)
+
+
+def test_state_is_copied_before_the_iterator_advances():
+    stream = sf.prefetch(OneState(), size=3)
+    for number in range(1, 4):
+        assert next(stream) == number
+        time.sleep(0.01)
+        assert stream.get_state() == {"number": number}
+    stream.close()
+
+
+def test_iterators_of_grain_resume():
     grain = pytest.importorskip("grain")
     dataset = grain.MapDataset.source(np.arange(40)).shuffle(seed=3).batch(4).to_iter_dataset()
     whole = [batch.tolist() for batch in dataset]
@@ -238,7 +282,7 @@ def test_grains_iterators_are_resumed_as_ours_are():
         assert [batch.tolist() for batch in resumed] == whole[step:]
 
 
-def test_grains_worker_processes_may_do_the_work():
+def test_worker_processes_of_grain_resume():
     grain = pytest.importorskip("grain")
     from absl import flags
 
@@ -253,16 +297,13 @@ def test_grains_worker_processes_may_do_the_work():
     assert [batch.tolist() for batch in stream] == whole[3:]
 
 
-# Errors.
-
-
 def broken_at(index, error):
     yield from range(index)
     raise error
 
 
 @pytest.mark.parametrize("index", [0, 1, 5])
-def test_an_error_comes_after_all_batches_before_it_with_its_traceback(index):
+def test_error_follows_the_batches_before_it_with_its_traceback(index):
     error = OSError("disk")
     stream = sf.prefetch(broken_at(index, error), size=2)
     assert [next(stream) for _ in range(index)] == list(range(index))
@@ -275,7 +316,7 @@ def test_an_error_comes_after_all_batches_before_it_with_its_traceback(index):
     assert next(stream, "over") == "over"  # as after an error of a generator
 
 
-def test_after_an_error_it_can_be_tried_again():
+def test_batch_can_be_read_again_after_an_error():
     fails = [True]
 
     def transform(example):
@@ -292,12 +333,29 @@ def test_after_an_error_it_can_be_tried_again():
     assert seen(stream) == [[6, 7, 8], [9, 10, 11]]
 
 
-def test_an_error_while_a_batch_is_placed_comes_at_its_step():
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_other_exceptions_are_raised_too(kind):
+    error = kind("disk")
+    stream = sf.prefetch(broken_at(1, error), size=5)
+    assert next(stream) == 0
+    with pytest.raises(kind) as caught:
+        next(stream)
+    assert caught.value is error
+
+
+def test_error_of_placement_is_raised_at_its_step():
     stream = sf.prefetch([1, 0, 2], sharding=lambda batch: 1 // batch)
     assert next(stream) == 1
     with pytest.raises(ZeroDivisionError):
         next(stream)
     assert list(stream) == []
+
+
+def test_placement_may_neither_stop_the_iteration_nor_lose_a_batch():
+    with pytest.raises(sf.DataError, match="^sharding: StopIteration came up while a batch was p"):
+        next(sf.prefetch([1], sharding=lambda batch: next(iter(()))))
+    with pytest.raises(sf.DataError, match="sharding: expected a batch, got None; return what"):
+        next(sf.prefetch([1], sharding=lambda batch: None))
 
 
 @pytest.mark.parametrize(
@@ -312,7 +370,7 @@ def test_an_error_while_a_batch_is_placed_comes_at_its_step():
         (None, "got NoneType None; give a list of batches"),
     ],
 )
-def test_what_is_no_batches_is_refused(batches, says):
+def test_invalid_batches_are_refused(batches, says):
     with pytest.raises(sf.DataError, match=says):
         sf.prefetch(batches)
 
@@ -333,23 +391,20 @@ class Elsewhere(SingleDeviceSharding):
         ({"sharding": PartitionSpec("dp")}, "sharding: expected a sharding, a tree of them"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(options, says):
+def test_invalid_arguments_are_refused(options, says):
     with pytest.raises(sf.ConfigError, match=says):
         sf.prefetch([1], **options)
 
 
-def test_a_mesh_and_a_sharding_over_processes_are_refused():
+def test_mesh_and_sharding_over_processes_are_refused():
     with pytest.raises(sf.ConfigError, match="got Mesh .*; for a mesh give lambda batch: sf.shard"):
         sf.prefetch([1], sharding=sf.make_mesh())
-    with pytest.raises(sf.ConfigError, match="got one over others' too; give a function"):
+    with pytest.raises(sf.ConfigError, match="got one that spans other processes; give lambda b"):
         sf.prefetch([1], sharding={"x": Elsewhere(jax.devices()[0])})
 
 
-# The end.
-
-
 def started(batches, **options):
-    """Start reading ahead, and give the thread that does."""
+    """Start to prefetch, and return the thread."""
     before = threads()
     stream = sf.prefetch(batches, **options)
     next(stream)
@@ -357,13 +412,13 @@ def started(batches, **options):
     return stream, thread
 
 
-def test_the_thread_ends_with_the_last_batch():
+def test_thread_ends_with_the_last_batch():
     stream, thread = started(numbered())
     list(stream)
     assert gone([thread])
 
 
-def test_the_thread_ends_with_an_error():
+def test_thread_ends_with_an_error():
     stream, thread = started(broken_at(40, OSError("disk")))
     with pytest.raises(OSError, match="disk"):
         list(stream)
@@ -371,15 +426,15 @@ def test_the_thread_ends_with_an_error():
 
 
 @pytest.mark.parametrize("size", [1, 50])
-def test_the_thread_ends_with_close(size):
+def test_thread_ends_with_close(size):
     stream, thread = started(numbered(epochs=None), size=size)
     stream.close()
-    assert not thread.is_alive()  # it has been waited for
+    assert not thread.is_alive()  # close has joined it
     assert list(stream) == []
     stream.close()
 
 
-def test_the_thread_ends_with_the_block_and_its_error():
+def test_thread_ends_with_the_block_and_its_error():
     stream, thread = started(numbered(epochs=None))
     with pytest.raises(ZeroDivisionError), stream:
         1 / 0  # noqa: B018
@@ -387,20 +442,20 @@ def test_the_thread_ends_with_the_block_and_its_error():
     assert next(stream, "over") == "over"
 
 
-def test_the_thread_ends_when_a_state_is_set():
+def test_thread_ends_when_a_state_is_set():
     stream, thread = started(numbered(epochs=None))
     stream.set_state(stream.get_state())
     assert not thread.is_alive()
     assert threads() == []  # the next one starts with the next batch
 
 
-def test_the_thread_ends_when_nobody_uses_the_iterator():
+def test_thread_ends_when_the_iterator_is_deleted():
     stream, thread = started(numbered(epochs=None))
     del stream
     assert gone([thread])  # without a collection, since there is no cycle
 
 
-def test_an_error_that_is_dealt_with_keeps_no_iterator_alive():
+def test_handled_error_keeps_no_reference_to_the_iterator():
     stream = sf.prefetch(1 // batch for batch in [0])
     gc.disable()
     try:
@@ -415,7 +470,7 @@ def test_an_error_that_is_dealt_with_keeps_no_iterator_alive():
         gc.enable()
 
 
-def test_close_does_not_wait_for_a_source_that_waits():
+def test_close_does_not_wait_for_a_blocked_source():
     go, running = threading.Event(), threading.Event()
 
     def source():
@@ -447,7 +502,7 @@ def test_close_wakes_a_thread_that_waits_for_a_batch():
     assert got == ["over"]
 
 
-def test_several_threads_may_take_from_one():
+def test_several_threads_may_iterate():
     stream, got = sf.prefetch(numbered(3000, 3, epochs=1), size=2), []
 
     def take():
@@ -463,7 +518,7 @@ def test_several_threads_may_take_from_one():
     assert stream.get_state()["step"] == 1000
 
 
-def test_no_batch_is_held_that_nobody_can_ask_for():
+def test_returned_batch_is_not_kept_alive():
     class Batch:
         pass
 
@@ -479,7 +534,40 @@ def test_no_batch_is_held_that_nobody_can_ask_for():
     go.set()
 
 
-def test_it_knows_the_epochs_of_what_it_reads():
+def test_steps_per_epoch_are_those_of_the_batches():
     data = {"x": np.zeros(8, np.float32)}
     assert sf.prefetch(sf.batches(data, 2)).steps_per_epoch == 4
     assert sf.prefetch([1, 2]).steps_per_epoch is None
+
+
+def test_batches_are_left_out_after_the_last_one_returned():
+    whole, stream = seen(numbered()), sf.prefetch(numbered(), size=3)
+    assert seen(itertools.islice(stream, 2)) == whole[:2]
+    left = stream.without([(2, 4), (6, 7)])
+    assert (left.skipped, left.batch_index(2), len(left)) == ([(2, 4), (6, 7)], 4, 5)
+    assert left.epoch_ends.end(1) == 2
+    assert seen(left) == [*whole[4:6], whole[7]]
+    assert seen(stream) == whole[2:]  # its own position is the same
+    with pytest.raises(sf.ConfigError, match="expected a list of pairs"):
+        stream.without([2])
+    assert not hasattr(sf.prefetch([1, 2]), "without")
+
+
+def test_batches_of_a_stream_are_left_out_after_the_last_one_returned():
+    class Numbers:
+        def __init__(self):
+            self.get_state, self.set_state, self.next = lambda: self.next, self._move, -1
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.next += 1
+            return self.next
+
+        def _move(self, state):
+            self.next = state
+
+    stream = sf.prefetch(sf.batches(Numbers(), 2), size=8)
+    assert next(stream).tolist() == [0, 1]
+    assert next(stream.without([(1, 3)])).tolist() == [6, 7]

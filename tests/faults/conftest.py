@@ -1,4 +1,4 @@
-"""One server that forks, for all that is to be killed."""
+"""A fixture that runs functions in processes of their own, which may be killed."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from .forks import Forks
 
 @pytest.fixture(scope="session")
 def forks():
-    with Forks() as made:
-        yield made
+    with Forks() as forks:
+        yield forks

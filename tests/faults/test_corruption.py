@@ -116,10 +116,10 @@ def to_folder(path, chance):
     path.mkdir()
 
 
-DAMAGES = (flip, zero, truncate, empty, grow, delete, to_folder)
+DAMAGES = (flip, truncate, delete, zero, empty, grow, to_folder)
 
 
-DRAWN = (flip, flip, zero, truncate, empty, delete)
+DRAWN = (flip, flip, zero, truncate, empty, grow, delete, to_folder)
 
 
 @pytest.fixture
@@ -167,18 +167,19 @@ def restored(folder, **options):
         return None
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_damage_to_each_file(saved, damaged, damage):
-    chance, found = random.Random(0), {}
-    for file in saved.files:
-        found[file] = is_found(saved, damaged(file, damage, chance))
-    print(f"{damage.__name__}: {len(found)} files, found in {sum(found.values())}, immaterial in")
-    print(*(str(file) for file in found if not found[file]), sep="\n")
+def test_damage_to_each_file(saved, damaged, count):
+    chance = random.Random(0)
+    for damage in DAMAGES[: count(3, len(DAMAGES))]:
+        found = {}
+        for file in saved.files:
+            found[file] = is_found(saved, damaged(file, damage, chance))
+        print(f"{damage.__name__}: {len(found)} files, found in {sum(found.values())}, not in")
+        print(*(str(file) for file in found if not found[file]), sep="\n")
 
 
 def test_damage_drawn_by_chance(saved, damaged, count):
     chance, found = random.Random(1), []
-    for _ in range(count(40, 200)):
+    for _ in range(count(20, 200)):
         file, damage = chance.choice(saved.files), chance.choice(DRAWN)
         try:
             found.append(is_found(saved, damaged(file, damage, chance)))

@@ -3,9 +3,6 @@
 import functools
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -208,7 +205,9 @@ def test_a_time_limit_again_and_again(tmp_path):
     reached = 0
     for _ in range(3):
         result = course.run(tmp_path, time_limit=0)
-        assert result.stop_reason.message.startswith("the time limit of 0 s was reached at step")
+        assert result.stop_reason.message.startswith(
+            "the time limit of 0 s was reached; stopped at step"
+        )
         assert (result.resumed or 0) == reached < result.steps
         reached = result.steps
     goes_on(tmp_path, reached)
@@ -217,7 +216,7 @@ def test_a_time_limit_again_and_again(tmp_path):
 @pytest.mark.parametrize("when", [at_evaluation(12), at_log(15)])
 def test_a_hook_that_stops(when, tmp_path):
     result = course.run(tmp_path, hooks=Once(when, lambda: "enough"))
-    assert result.stop_reason.message.startswith("enough at step 1")
+    assert result.stop_reason.message.startswith("enough; stopped at step 1")
     is_saved(tmp_path, result.steps)
     goes_on(tmp_path, result.steps)
 
@@ -296,12 +295,12 @@ def test_a_signal_while_it_compiles(name, tmp_path):
 
 @pytest.mark.parametrize(("name", "when"), [("SIGTERM", "begins"), ("SIGINT", "is being written")])
 def test_a_signal_while_it_saves(name, when, tmp_path, monkeypatch):
-    from stepfold.checkpoint.store import Store
+    from stepfold.checkpoint.store import DirectoryStore
 
-    method = {"begins": "begin", "is being written": "wait"}[when]
-    real = getattr(Store, method)
+    method = {"begins": "begin", "is being written": "commit"}[when]
+    real = getattr(DirectoryStore, method)
     once = Once(lambda: True, sends(name))
-    monkeypatch.setattr(Store, method, lambda *given: once() or real(*given))
+    monkeypatch.setattr(DirectoryStore, method, lambda *given: once() or real(*given))
     interrupted(name, folder=tmp_path)
     goes_on(tmp_path, 7)
 
@@ -382,15 +381,19 @@ def test_in_a_thread_of_its_own_it_runs_without_handling_signals(tmp_path):
 # What is not seen coming
 
 
-KILLED = """
-    import os, signal, sys
+def killed(place, where, folder):
+    import os
+    import signal
+    import sys
+
+    sys.path.insert(0, place)
     import jax
+
     jax.config.update("jax_num_cpu_devices", 1)
     from laws import course
-    import stepfold as sf
-    from stepfold.checkpoint.store import Store
 
-    where, folder = sys.argv[1:]
+    from stepfold.checkpoint.store import DirectoryStore
+
     kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
 
     def hook(event):
@@ -398,64 +401,66 @@ KILLED = """
         if where == kind and event.step == {"log": 25, "evaluation": 24}[kind]:
             kill()
 
-    begin, wait = Store.begin, Store.wait
+    begin, commit = DirectoryStore.begin, DirectoryStore.commit
 
-    def begins(store, state, words, before_commit=None):
-        begin(store, state, words, before_commit)
-        if where == "save" and words.step == 21:
+    def begins(store, state, metadata, before_commit=None):
+        begin(store, state, metadata, before_commit)
+        if where == "save" and metadata.step == 21:
             kill()
 
-    def waits(store, step):
-        wait(store, step)
+    def commits(store, step):
+        commit(store, step)
         if where == "saved" and step == 21:
             kill()
 
-    Store.begin, Store.wait = begins, waits
+    DirectoryStore.begin, DirectoryStore.commit = begins, commits
     course.run(folder, hooks=hook)
-"""
+
+
+TESTS = str(Path(__file__).parent.parent)
 
 
 @pytest.mark.parametrize(
     ("where", "steps"),
     [("log", {14, 21}), ("evaluation", {14, 21}), ("save", {14, 21}), ("saved", {21})],
 )
-def test_a_process_that_is_killed(where, steps, tmp_path):
-    tests = Path(__file__).parent.parent
-    environ = {**os.environ, "PYTHONPATH": f"{tests}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), where, str(tmp_path)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+def test_a_process_that_is_killed(forks, where, steps, tmp_path):
+    end = forks.run(killed, TESTS, where, str(tmp_path))
+    assert end.code == -signal.SIGKILL, end
     assert goes_on(tmp_path).resumed in steps
 
 
-ENDS = """
-    import os, signal, sys
+def ends(place, where, number, folder):
+    import os
+    import sys
+    import time
+
+    sys.path.insert(0, place)
     import jax
+
     jax.config.update("jax_num_cpu_devices", 1)
     from laws import course
-    from stepfold.checkpoint.store import Store
 
-    where, number, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    from stepfold.checkpoint.store import DirectoryStore
+
     send = lambda: os.kill(os.getpid(), number)
 
     def hook(event):
         if event.step == 15 and where == "midway":
             send()
 
-    wait = Store.wait
+    commit = DirectoryStore.commit
 
-    def waits(store, step):
+    def commits(store, step):
         if where == "last save" and step == 20:
-            import time
             time.sleep(0.5)  # by now the fold is over
             send()
             time.sleep(0.5)
-        wait(store, step)
+        commit(store, step)
 
-    Store.wait = waits
+    DirectoryStore.commit = commits
     course.run(folder, hooks=hook, steps=20)
     print("went on")
-"""
 
 
 @pytest.mark.parametrize(
@@ -466,14 +471,10 @@ ENDS = """
         ("last save", "SIGTERM", {143}),
     ],
 )
-def test_the_exit_code_tells_of_a_signal(where, name, codes, tmp_path):
-    tests = Path(__file__).parent.parent
-    environ = {**os.environ, "PYTHONPATH": f"{tests}:{os.environ.get('PYTHONPATH', '')}"}
-    number = str(int(SIGNALS[name][1]))
-    command = [sys.executable, "-c", textwrap.dedent(ENDS), where, number, str(tmp_path)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode in codes, done.stderr
-    assert "went on" not in done.stdout
+def test_the_exit_code_tells_of_a_signal(forks, where, name, codes, tmp_path):
+    end = forks.run(ends, TESTS, where, int(SIGNALS[name][1]), str(tmp_path))
+    assert end.code in codes, end
+    assert "went on" not in end.output
     assert sf.latest_step(tmp_path / "checkpoints") == (20 if where == "last save" else 17)
     if where == "midway":  # the other was over: it had its last evaluation at step 20
         goes_on(tmp_path)

@@ -1,16 +1,19 @@
 """Whatever a killed run left, the next goes on from it, and ends as if there had been no kill."""
 
+import os
 import random
 import signal
+import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from tests.processes import launch
 
 import stepfold as sf
 
 from . import training
-from .forks import compiled_once
 
 
 def trains(folder, notes, options):
@@ -87,15 +90,13 @@ def alone(forks):
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def two():
     """Run in two processes of two devices each, with options for each of them."""
     place = str(Path(training.__file__).parent)
 
-    environ = [compiled_once(tmp_path_factory.mktemp("compiled"))] * 2
-
     def go(folder, notes, *options):
         args = (place, folder, notes, options or ({}, {}))
-        ends = launch.ends_of_processes(trains_on_two, 2, args=args, environ=environ)
+        ends = launch.ends_of_processes(trains_on_two, 2, args=args)
         codes = [end.code for end in ends]
         # The peer of one that was killed is ended by jax, once it misses the other's heartbeat.
         assert codes == [0, 0] or -signal.SIGKILL in codes, launch.report(ends)
@@ -164,3 +165,34 @@ def test_kills_with_two_processes(two, whole_of_two, tmp_path, count):
         assert run.go()
         run.check_end(whole_of_two)
     print(f"{len(lost)} kills with two processes, steps lost {sorted(lost)}")
+
+
+def exports(folder, ready):
+    import os
+
+    import jax.numpy as jnp
+
+    import stepfold as sf
+
+    for value in range(1, 10_000):
+        tree = {f"{i}": jnp.full(20_000, value, jnp.float32) for i in range(4)}
+        sf.export_params(folder, tree, shard_size=100_000)
+        if value == 3:
+            os.mkdir(ready)
+
+
+def test_a_killed_export_leaves_the_earlier_one(forks, tmp_path, count):
+    like = {f"{i}": jax.ShapeDtypeStruct((20_000,), jnp.float32) for i in range(4)}
+    for i in range(count(2, 20)):
+        folder, ready = tmp_path / f"{i}", tmp_path / f"{i} ready"
+        process = forks.start(exports, str(folder), str(ready))
+        while not ready.exists():
+            time.sleep(0.01)
+        time.sleep(0.005 * i)
+        os.kill(process, signal.SIGKILL)
+        assert forks.wait().code == -signal.SIGKILL
+        loaded = sf.load_params(folder, like)
+        (value,) = {float(leaf[at]) for leaf in loaded.values() for at in (0, -1)}
+        assert value >= 3
+        sf.export_params(folder, {"a": jnp.ones(2)})
+        assert [file.name for file in folder.iterdir()] == ["model.safetensors"]

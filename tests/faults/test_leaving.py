@@ -1,8 +1,11 @@
-"""A process that leaves without `close` has saved, or ends with a code that says it has not."""
+"""A process that leaves without `close` has saved, or its errors say that it has not.
+
+Once the main thread has ended, Python refuses the threads that orbax needs to finish a save, and
+its exit code can no longer be changed.
+"""
 
 import os
 import signal
-import sys
 import time
 
 import jax.numpy as jnp
@@ -62,10 +65,6 @@ def leaves(folder, how, failing=False):
         print("what nobody reads any more")
 
 
-# Python 3.12.0 to 3.12.2 start no thread once the main one is at its end, and a save needs some.
-THREADS_AT_END = not (3, 12) <= sys.version_info < (3, 12, 3)
-
-
 def is_committed(folder):
     values = [sf.restore(folder, LIKE, step=step).state["w"] for step in sf.verify(folder)]
     assert not any(sf.verify(folder).values())
@@ -80,13 +79,16 @@ CODES = {"return": (0,), "raise": (1,), "SIGINT": (-signal.SIGINT,), "exit": (0,
 
 
 def check(folder, end, codes):
-    """It is there, and the code is as ever; or it is not, the code says so, and the words why."""
-    if is_committed(folder):
-        assert end.code in codes, end
-    else:
-        assert not THREADS_AT_END, end
-        assert end.code != 0, end
-        assert "2: not saved: " in end.errors
+    """Check that the step is there, or that a line says that it is not, and the exit code."""
+    assert end.code in codes, end
+    if not is_committed(folder):
+        # orbax's threads may print warnings of their own after it.
+        lines = [line for line in end.errors.splitlines() if "CheckpointError: " in line]
+        assert lines, end
+        assert lines[-1].startswith(f"stepfold.errors.CheckpointError: {folder}/2: not saved: "), (
+            end
+        )
+        assert lines[-1].endswith("close the series, as a `with` block does"), end
 
 
 @pytest.mark.parametrize("how", CODES)
@@ -95,11 +97,14 @@ def test_leaving_without_close(forks, tmp_path, count, how):
         check(tmp_path / f"{i}", forks.run(leaves, str(tmp_path / f"{i}"), how), CODES[how])
 
 
-@pytest.mark.parametrize("how", ["forgotten", "stdout closed", "stdout None", "stderr closed"])
+@pytest.mark.parametrize("how", ["forgotten", "stdout closed", "stdout None"])
 def test_leaving_without_close_in_other_ways(forks, tmp_path, how):
-    end = forks.run(leaves, str(tmp_path), how)
-    assert is_committed(tmp_path) or not THREADS_AT_END, end
-    assert (end.code == 0) is is_committed(tmp_path), end
+    check(tmp_path, forks.run(leaves, str(tmp_path), how), (0,))
+
+
+def test_leaving_without_close_and_without_a_place_for_errors(forks, tmp_path):
+    assert forks.run(leaves, str(tmp_path), "stderr closed").code == 0
+    is_committed(tmp_path)
 
 
 def test_a_second_interrupt_while_the_save_is_waited_for(forks, tmp_path, count):
@@ -113,7 +118,7 @@ def test_a_second_interrupt_while_the_save_is_waited_for(forks, tmp_path, count)
 @pytest.mark.parametrize("how", CODES)
 def test_leaving_where_the_save_fails(forks, tmp_path, how):
     end = forks.run(leaves, str(tmp_path), how, True)
-    assert end.code != 0, end
+    assert end.code in CODES[how], end
     assert sf.verify(tmp_path) == {1: []}
     assert "Traceback" in end.errors
     assert f"stepfold.errors.CheckpointError: {tmp_path}/2: not saved" in end.errors
@@ -125,8 +130,7 @@ OUTPUTS = ["stdout closed", "stdout None", "stdout broken", "stderr closed"]
 
 @pytest.mark.parametrize("how", OUTPUTS)
 def test_leaving_where_the_save_fails_and_nobody_can_be_told(forks, tmp_path, how):
-    end = forks.run(leaves, str(tmp_path), how, True)
-    assert end.code != 0, end
+    forks.run(leaves, str(tmp_path), how, True)
     assert sf.verify(tmp_path) == {1: []}
 
 
@@ -138,7 +142,7 @@ def leaves_two(start, folder, how):
 
     import stepfold as sf
 
-    start(shutdown=20)
+    start(shutdown=8)
     mesh = sf.make_mesh()
     spread, whole = jax.NamedSharding(mesh, jax.P("fsdp")), jax.NamedSharding(mesh, jax.P())
     series = sf.Checkpoints(folder, every=1).open()
@@ -156,12 +160,11 @@ def test_two_processes_that_leave_without_close(tmp_path, count):
     for how in ("raise", "return")[: count(1, 2)]:
         folder = tmp_path / how
         ends = launch.ends_of_processes(leaves_two, args=(str(folder), how), timeout=60)
-        codes = [end.code for end in ends]
-        if is_committed(folder):
-            assert codes == ([0, 0] if how == "return" else [1, 1]), launch.report(ends)
-        else:
-            assert not THREADS_AT_END, launch.report(ends)
-            assert 0 not in codes, launch.report(ends)
+        if not is_committed(folder):
+            # jax aborts a process whose peer does not come to its shutdown barrier.
+            aborted = [end for end in ends if end.code == -signal.SIGABRT]
+            loud = [end for end in ends if "2: not saved: " in end.errors]
+            assert len({*map(id, aborted), *map(id, loud)}) == len(ends), launch.report(ends)
 
 
 def trains(folder, notes, options):

@@ -103,7 +103,7 @@ def test_a_generator_that_raised_does_not_end_as_if_all_were_well():
     note = "reading example 9 of epoch 0 of the stream, for the batch of step 2"
     assert caught.value.__notes__ == [note]
     for _ in range(2):
-        says = r"expected the stream to go on, got its end after it had raised OSError\('disk'\)"
+        says = r"continues after an error, got one that ended after raising OSError\('disk'\)"
         with pytest.raises(sf.DataError, match=says) as caught:
             next(stream)
         assert isinstance(caught.value.__cause__, OSError)

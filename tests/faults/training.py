@@ -24,7 +24,7 @@ STEPS, EVERY = 16, 2
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
-def run(folder, notes, *, kill_at=None, kill_after=None, mesh=None):
+def run(folder, notes, *, kill_at=None, kill_after=None, mesh=None, temporary=None):
     """Train to the end, from the newest checkpoint on, if there is one.
 
     Args:
@@ -33,15 +33,21 @@ def run(folder, notes, *, kill_at=None, kill_after=None, mesh=None):
       kill_at: before which change of a file under the folder to be killed, counted from 1.
       kill_after: how many saves to begin, and how many seconds later to be killed.
       mesh: where the state is.
+      temporary: a second folder for checkpoints; of three saves, two are in this one.
     """
-    note, changes = Notes(notes), Changes(folder, kill_at)
+    folders = [folder] if temporary is None else [folder, temporary]
+    note, changes = Notes(notes), Changes(folders, kill_at)
     tx, shape, init = parts(mesh)
     batches = sf.batches(examples(), 8, seed=0)
     step = compiled(tx, shape, mesh)
     saved = None
     saves, seconds = kill_after or (0, 0.0)
-    with sf.Checkpoints(folder, every=EVERY, keep=2, best="eval/loss") as series:
-        if sf.latest_step(folder) is None:
+    every, second = EVERY, None
+    if temporary is not None:
+        every, second = 3 * EVERY, sf.Temporary(temporary, every=EVERY)
+    described = sf.Checkpoints(folder, every=every, keep=2, best="eval/loss", temporary=second)
+    with described as series:
+        if series.latest_step() is None:
             state = init()
         else:
             state, number, data, extra, *_ = series.restore(shape)
@@ -141,11 +147,11 @@ def read_notes(path):
 
 
 class Changes:
-    """Count what Python changes of the files under a folder; be killed before the one given."""
+    """Count what Python changes of the files under folders; be killed before the one given."""
 
-    def __init__(self, folder, kill_at):
+    def __init__(self, folders, kill_at):
         self.count = 0
-        self._folder, self._kill_at = str(folder), kill_at
+        self._folders, self._kill_at = tuple(map(str, folders)), kill_at
         sys.addaudithook(self._look)
 
     def _look(self, event, args):
@@ -159,7 +165,7 @@ class Changes:
             return False
         if event in ("os.remove", "os.rmdir") and args[-1] != -1:
             return True  # what `rmtree` deletes, by its name in a folder that is open
-        return str(args[0]).startswith(self._folder)
+        return str(args[0]).startswith(self._folders)
 
 
 def die_after(seconds):

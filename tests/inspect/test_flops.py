@@ -1,3 +1,6 @@
+import inspect
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,9 +8,11 @@ import optax
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
 from stepfold.inspect import flops
+from stepfold.inspect.flops import Product
 
 
 def count(function, *args):
@@ -114,7 +119,8 @@ CONVOLUTIONS = pytest.mark.parametrize(
 def convolution(options):
     options = {"window_strides": (1, 1), **options}
     groups = options.get("feature_group_count", 1)
-    image, kernel = jnp.ones((4, 12, 10, 8)), jnp.ones((3, 3, 8 // groups, 16))
+    shapes = (4, 12, 10, 8), (3, 3, 8 // groups, 16)
+    image, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
     def convolve(image, kernel):
         layout = ("NHWC", "HWIO", "NHWC")
@@ -135,38 +141,21 @@ def test_convolutions_count_as_xla_does(options):
     counts_as_xla_does(*convolution(options))
 
 
-@pytest.mark.parametrize("argument", [0, 1], ids=["image", "kernel"])
 @CONVOLUTIONS
-def test_the_backward_pass_of_convolutions_counts_as_xla_does(options, argument):
-    convolve, *arrays = convolution(options)
-    out = convolve(*arrays)
+def test_the_backward_pass_of_convolutions_counts_as_xla_does(options):
+    step, *arrays = convolution(options)
+    out = jax.eval_shape(step, *arrays)
 
-    def backward(out):
-        return jax.vjp(convolve, *arrays)[1](out)[argument]
+    def backward(image, kernel, out):
+        return jax.vjp(step, image, kernel)[1](out)
 
-    counts_as_xla_does(backward, out)
+    counts_as_xla_does(backward, *arrays, out)
 
 
 def test_a_convolution_by_hand():
     convolve = lambda x, k: lax.conv(x, k, (1, 1), "VALID")
     found = count(convolve, jnp.ones((2, 3, 10, 10)), jnp.ones((5, 3, 3, 3)))
     assert found.dots == 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)
-
-
-@pytest.mark.parametrize("argument", [None, 0, 1], ids=["forward", "image", "kernel"])
-def test_convolutions_count_alike_in_each_direction(argument):
-    image, kernel = jnp.ones((4, 16, 16, 8)), jnp.ones((3, 3, 8, 16))
-    layout = ("NHWC", "HWIO", "NHWC")
-
-    def convolve(image, kernel):
-        return lax.conv_general_dilated(image, kernel, (1, 1), "VALID", dimension_numbers=layout)
-
-    def backward(out):
-        return jax.vjp(convolve, image, kernel)[1](out)[argument]
-
-    args = (image, kernel) if argument is None else (convolve(image, kernel),)
-    found = count(convolve if argument is None else backward, *args)
-    assert found.dots == 2 * (4 * 14 * 14 * 16) * (3 * 3 * 8)
 
 
 # What is not counted
@@ -213,3 +202,281 @@ def test_what_only_moves_or_sorts_is_not_named():
 def test_random_numbers_are_not_named(draw):
     x = jnp.arange(8.0) if draw is jax.random.permutation else (8, 8)
     assert count(lambda key: draw(key, x), jax.random.key(0)).unknown == ()
+
+
+# Products by dtype and line
+
+
+TX = optax.adam(0.1)
+
+
+def init(key):
+    return {"in": jnp.ones((64, 256)), "out": jnp.ones((256, 32))}
+
+
+def loss_fn(params, batch, key):
+    return sf.mean((jnp.tanh(batch @ params["in"]) @ params["out"]).mean(-1) ** 2)
+
+
+STATE, BATCH = sf.init_state(init, TX, jax.random.key(0)), jnp.ones((32, 64))
+FORWARD = 2 * 32 * (64 * 256 + 256 * 32)
+# The first layer has no gradient with respect to its input.
+TRAINING = 2 * FORWARD + 2 * 32 * 256 * 32
+
+
+def products(step, state, batch):
+    return flops.products(jax.make_jaxpr(step)(state, batch))
+
+
+def total(found):
+    return sum(one.flops for one in found)
+
+
+def dtypes(found):
+    return {one.dtype for one in found}
+
+
+def here(offset=0):
+    """The line of the caller."""
+    return f"{Path(__file__).name}:{inspect.currentframe().f_back.f_lineno + offset}"
+
+
+def of(function, *args):
+    return products(lambda state, batch: function(*state), args, None)
+
+
+# Numbers by hand
+
+
+def test_a_train_step_by_hand():
+    found = products(sf.make_train_step(loss_fn, TX), STATE, BATCH)
+    assert (dtypes(found), total(found)) == ({"float32"}, TRAINING)
+    assert total(products(sf.make_eval_step(loss_fn), STATE, BATCH)) == FORWARD
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_accumulation_does_not_change_the_flops(accumulate):
+    step = sf.make_train_step(loss_fn, TX, accumulate=accumulate)
+    assert total(products(step, STATE, BATCH)) == TRAINING
+
+
+def test_accumulation_agrees_with_what_was_compiled():
+    step = sf.make_train_step(loss_fn, TX, accumulate=4)
+    assert sf.describe(step, STATE, BATCH).flops.dots == TRAINING
+
+
+@pytest.mark.parametrize("formula", ["ij,jk->ik", "ij,kj->ki", "bij,bjk->bik", "bi,bi->b", "i,i->"])
+def test_contractions(formula):
+    sizes = {"b": 3, "i": 5, "j": 7, "k": 11}
+    left, right = formula.split("->")[0].split(",")
+    arrays = [jnp.ones([sizes[axis] for axis in axes]) for axes in (left, right)]
+    wanted = 2
+    for axis in set(left + right):
+        wanted *= sizes[axis]
+    assert total(of(lambda x, y: jnp.einsum(formula, x, y), *arrays)) == wanted
+
+
+def convolve(image, kernel, padding="VALID", **options):
+    layout = ("NHWC", "HWIO", "NHWC")
+    options = {"window_strides": (1, 1), "dimension_numbers": layout} | options
+    return lax.conv_general_dilated(image, kernel, padding=padding, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "inputs", "wanted"),
+    [
+        ({}, 8, 2 * (4 * 10 * 8 * 16) * (3 * 3 * 8)),
+        ({"padding": "SAME"}, 8, 2 * (4 * 34 * 28 * 16) * 8),  # without products with padding
+        ({"window_strides": (2, 2)}, 8, 2 * (4 * 5 * 4 * 16) * (3 * 3 * 8)),
+        ({"feature_group_count": 4}, 2, 2 * (4 * 10 * 8 * 16) * (3 * 3 * 2)),
+    ],
+    ids=str,
+)
+def test_convolutions_by_hand(options, inputs, wanted):
+    image, kernel = jnp.ones((4, 12, 10, 8)), jnp.ones((3, 3, inputs, 16))
+    (one,) = of(lambda x, k: convolve(x, k, **options), image, kernel)
+    assert (one.dtype, one.flops) == ("float32", wanted)
+
+
+def test_a_convolution_in_another_layout():
+    found = of(
+        lambda x, k: lax.conv(x, k, (1, 1), "VALID"), jnp.ones((2, 3, 9, 9)), jnp.ones((5, 3, 2, 2))
+    )
+    assert total(found) == 2 * (2 * 5 * 8 * 8) * (3 * 2 * 2)
+
+
+def test_the_largest_comes_first():
+    small, large = jnp.ones((4, 4)), jnp.ones((8, 8))
+    found = of(lambda x, y: (x @ x, y @ y), small.astype(jnp.bfloat16), large)
+    assert [(one.dtype, one.flops) for one in found] == [("float32", 1024), ("bfloat16", 128)]
+
+
+def test_no_products_are_none():
+    assert of(lambda x: x + 1, jnp.ones(3)) == []
+
+
+# What is followed
+
+
+X = jnp.ones((8, 8))
+ONE = 2 * 8**3
+
+
+def test_a_loop_counts_each_turn():
+    loop = lambda x: lax.scan(lambda c, _: (c @ c, None), x, None, length=5)[0]
+    assert total(of(loop, X)) == 5 * ONE
+
+
+def test_nested_loops_count_the_product():
+    inner = lambda x: lax.scan(lambda c, _: (c @ c, None), x, None, length=5)[0]
+    outer = lambda x: lax.scan(lambda c, _: (inner(c) @ c, None), x, None, length=3)[0]
+    assert total(of(outer, X)) == 3 * 6 * ONE
+
+
+def test_a_fixed_loop_is_a_scan_and_an_open_one_counts_once():
+    assert total(of(lambda x: lax.fori_loop(0, 4, lambda _, c: c @ c, x), X)) in (ONE, 4 * ONE)
+    assert total(of(lambda x, n: lax.fori_loop(0, n, lambda _, c: c @ c, x), X, 3)) == ONE
+
+
+def test_branches_are_followed():
+    either = lambda p, x: lax.cond(p, lambda: x @ x, lambda: x @ x.T @ x)
+    assert total(of(either, True, X)) == 3 * ONE
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jax.vmap, jax.named_call])
+def test_wrappers_are_followed(wrap):
+    x = X[None].repeat(2, 0) if wrap is jax.vmap else X
+    assert total(of(wrap(lambda x: x @ x), x)) == ONE * (1 + (wrap is jax.vmap))
+
+
+def test_recomputed_products_count():
+    plain = lambda x: jnp.sum(jnp.tanh(x @ X) @ X)
+    again = total(of(jax.value_and_grad(jax.checkpoint(plain)), X))
+    assert again > total(of(jax.value_and_grad(plain), X))
+
+
+def test_custom_derivatives_are_followed():
+    @jax.custom_vjp
+    def square(x):
+        return x @ x
+
+    square.defvjp(lambda x: (x @ x, x), lambda x, g: (g @ x.T + x.T @ g,))
+    assert total(of(square, X)) == ONE
+    assert total(of(jax.value_and_grad(lambda x: square(x).sum()), X)) == 3 * ONE
+
+    @jax.custom_jvp
+    def cube(x):
+        return x @ x @ x
+
+    cube.defjvp(lambda x, t: (cube(*x), t[0] @ X))
+    assert total(of(cube, X)) == 2 * ONE
+
+
+def test_what_shard_map_does_counts_for_all_devices():
+    mesh = sf.make_mesh()
+    rows = P("fsdp")
+    whole = lambda x, w: x @ w
+    mapped = jax.shard_map(whole, mesh=mesh, in_specs=(rows, P()), out_specs=rows)
+    assert total(of(mapped, jnp.ones((64, 8)), X)) == total(of(whole, jnp.ones((64, 8)), X))
+
+
+def test_what_shard_map_does_over_one_axis_of_two_counts_each_once():
+    mesh = sf.make_mesh((2, 1, 4, 1))
+    mapped = jax.shard_map(
+        lambda x, w: x @ w,
+        mesh=mesh,
+        in_specs=(P("dp"), P()),
+        out_specs=P("dp"),
+        axis_names={"dp"},
+    )
+    with jax.set_mesh(mesh):
+        found = of(jax.jit(mapped), jnp.ones((64, 8)), X)
+    assert total(found) == 2 * 64 * 8 * 8
+
+
+# On several devices
+
+
+@pytest.mark.parametrize(("dims", "once"), [((1, 8, 1, 1), False), ((2, 4, 1, 1), True)], ids=str)
+def test_products_are_those_of_all_devices_together(dims, once):
+    plan = sf.make_sharding(STATE, sf.make_mesh(dims))
+    options = {"grad": sf.reduce_once(plan), "accumulate": 2} if once else {}
+    step = sf.make_train_step(loss_fn, TX, **options)
+    report = sf.describe(step, STATE, BATCH, sharding=plan)
+    assert report.flops.dots * report.devices == TRAINING
+    assert total(report.products) == TRAINING
+
+
+# Dtypes and lines
+
+
+def test_a_bfloat16_step_is_bfloat16_all_through():
+    found = products(sf.make_train_step(loss_fn, TX, precision="bf16"), STATE, BATCH)
+    assert dtypes(found) == {"bfloat16"}
+    assert dtypes(products(sf.make_eval_step(loss_fn, precision="bf16"), STATE, BATCH)) == {
+        "bfloat16"
+    }
+
+
+def test_the_backward_pass_has_the_line_of_the_forward_pass():
+    def loss_fn(params, batch, key):
+        hidden = batch @ params["in"]
+        return sf.mean((hidden @ params["out"]).mean(-1))
+
+    found = products(sf.make_train_step(loss_fn, TX), STATE, BATCH)
+    assert {one.where for one in found} == {_at(loss_fn, 1), _at(loss_fn, 2)}
+
+
+def _at(function, offset):
+    return f"{Path(__file__).name}:{function.__code__.co_firstlineno + offset}"
+
+
+def test_the_widest_operand_counts():
+    mixed = lambda x, y: lax.dot(x, y, preferred_element_type=jnp.float32)
+    (one,) = of(mixed, X.astype(jnp.bfloat16), X.astype(jnp.bfloat16))
+    assert one.dtype == "bfloat16"  # the accumulator is float32
+
+
+def hidden(params, batch, key):
+    out = jnp.tanh(batch @ params["in"])
+    wide = out.astype(jnp.float32) @ params["out"].astype(jnp.float32)
+    return sf.mean(wide.mean(-1) ** 2)
+
+
+def test_a_float32_product_among_bfloat16_ones_is_found_with_its_line():
+    step = sf.make_train_step(hidden, TX, precision="bf16")
+    found = products(step, STATE, BATCH)
+    wide = [one for one in found if one.dtype == "float32"]
+    assert wide == [Product("float32", 3 * 2 * 32 * 256 * 32, _at(hidden, 2))]
+    (remark,) = sf.describe(step, STATE, BATCH).remarks
+    share = f"{wide[0].flops / total(found):.0%}"
+    assert remark == f"{share} of products in wider dtypes: {_at(hidden, 2)} (float32, {share})"
+
+
+def test_float64_is_found_with_its_line():
+    def loss_fn(params, batch, key):
+        wide = batch.astype(jnp.float64) @ params["in"].astype(jnp.float64)
+        return sf.mean((wide.astype(jnp.float32) @ params["out"]).mean(-1))
+
+    with jax.enable_x64(True):
+        state, batch = sf.init_state(init32, TX, jax.random.key(0)), jnp.ones((32, 64), jnp.float32)
+        report = sf.describe(sf.make_train_step(loss_fn, TX), state, batch)
+    assert {one.where for one in report.products if one.dtype == "float64"} == {_at(loss_fn, 1)}
+    (remark,) = [remark for remark in report.remarks if "wider dtypes" in remark]
+    assert f"{_at(loss_fn, 1)} (float64, " in remark
+    assert "float32" not in remark
+
+
+def init32(key):
+    return {"in": jnp.ones((64, 256), jnp.float32), "out": jnp.ones((256, 32), jnp.float32)}
+
+
+@pytest.mark.parametrize("precision", ["f32", "bf16"])
+def test_a_plain_step_is_not_remarked_on(precision):
+    report = sf.describe(sf.make_train_step(loss_fn, TX, precision=precision), STATE, BATCH)
+    assert report.remarks == ()
+
+
+def test_a_model_librarys_product_has_the_line_that_called_it():
+    found = of(lambda x: jax.nn.dot_product_attention(x, x, x), jnp.ones((2, 8, 4, 16)))
+    assert {one.where for one in found} == {here(-1)}

@@ -43,10 +43,6 @@ def parts(memory):
     return memory.params, memory.opt_state, memory.model_state, memory.rest, memory.batch
 
 
-PLACES = [None, (1, 8, 1, 1), (8, 1, 1, 1), (2, 4, 1, 1)]
-places = pytest.mark.parametrize("dims", PLACES, ids=str)
-
-
 # By hand
 
 
@@ -95,9 +91,10 @@ def test_a_state_that_is_no_train_state_is_all_parameters():
     assert parts(memory) == (64 * 32 * 4 + 4, 0, 0, 0, 32 * 4)
 
 
-@places
-@pytest.mark.parametrize("step", [STEP, EVAL], ids=["train", "eval"])
-def test_the_peak_is_no_less_than_what_the_program_says(step, dims):
+@pytest.mark.parametrize(
+    ("dims", "step"), [(None, STEP), ((1, 8, 1, 1), STEP), ((2, 4, 1, 1), EVAL)]
+)
+def test_the_peak_is_no_less_than_what_the_program_says(dims, step):
     step = compiled(dims, step)
     memory, program = memory_of(step), step.compiled.memory_analysis()
     held = program.argument_size_in_bytes + program.temp_size_in_bytes
@@ -123,7 +120,7 @@ def test_accumulation_lowers_the_temporaries():
     of = lambda n: memory_of(
         compiled(None, sf.make_train_step(deep, TX, accumulate=n), batch=batch)
     )
-    assert of(16).temporaries < of(4).temporaries < of(1).temporaries / 2
+    assert of(16).temporaries < of(1).temporaries / 4
 
 
 def test_what_is_cut_unevenly_is_what_a_share_is():

@@ -8,9 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
+from stepfold.inspect.collectives import Collective
+from stepfold.inspect.flops import Product
+from stepfold.inspect.report import (
+    gradient_remarks,
+    leaf_remarks,
+    not_reused,
+    product_remarks,
+    whole_leaves,
+)
 
 TX = optax.adam(0.1)
 
@@ -263,14 +273,13 @@ def test_an_unknown_device_is_an_error():
 # As data and as text
 
 
+NARROW = sf.make_train_step(loss_fn, TX, accumulate=2, precision="bf16")
 REPORTS = {
     "one device": lambda: described(tokens=32),
     "mesh": lambda: described((2, 4, 1, 1), tokens=32),
     "whole": lambda: described((8, 1, 1, 1), WIDE, wide, ROWS),
     "eval": lambda: described(step=EVAL),
-    "options": lambda: described(
-        step=sf.make_train_step(loss_fn, TX, accumulate=2, precision="bf16")
-    ),
+    "options": lambda: described(step=NARROW),
     "no products": lambda: sf.describe(lambda s, x: (s + x, {}), jnp.ones(3), jnp.ones(3)),
 }
 
@@ -333,9 +342,7 @@ def test_the_text_names_the_mesh_and_the_dtypes():
     assert text.startswith("a step on 8 cpu devices (dp 2 x fsdp 4)\n")
     assert "(float32 100%)" in text
     assert "a step on 1 cpu device\n" in str(described())
-    assert "(bfloat16 100%)" in str(
-        described(step=sf.make_train_step(loss_fn, TX, precision="bf16"))
-    )
+    assert "(bfloat16 100%)" in str(described(step=NARROW))
 
 
 # A model that no memory here could hold
@@ -364,8 +371,10 @@ def huge_loss(params, batch, key):
     return sf.mean(jax.lax.scan(layer, batch, params)[0].mean((-1, -2)) ** 2)
 
 
-@pytest.mark.parametrize(("dims", "axis"), [((8, 1, 1, 1), "dp"), ((1, 8, 1, 1), "fsdp")])
-def test_ten_billion_parameters_are_described_without_holding_them(dims, axis):
+@pytest.mark.parametrize(("dims", "axis"), [((1, 8, 1, 1), "fsdp"), ((8, 1, 1, 1), "dp")])
+def test_ten_billion_parameters_are_described_without_holding_them(dims, axis, count):
+    if axis == "dp" and count(0, 1) == 0:
+        pytest.skip("one mesh is enough, but for --full")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     batch = jax.ShapeDtypeStruct((ROWS_OF, LONG, WIDTH), jnp.float32)
     tokens = ROWS_OF * LONG
@@ -415,3 +424,298 @@ def test_sums_are_remarked_on_where_gradients_are_summed_whole(once):
     report = sf.describe(step, state, jnp.ones((512, 128)), sharding=plan)
     words = "compiled for a CPU, which reduces the gradients of sharded parameters"
     assert any(remark.startswith(words) for remark in report.remarks) != once
+
+
+# Remarks by hand
+
+
+def test_of_many_leaves_the_largest_are_named():
+    leaves = [("a", 1 << 10), ("b", 1 << 20), ("c", 1 << 12), ("d", 1 << 11)]
+    assert leaf_remarks("whole", leaves) == [
+        "1.01 MiB whole: b (1.00 MiB), c (4.00 KiB), d (2.00 KiB) and 1 more"
+    ]
+    assert leaf_remarks("whole", leaves[:1]) == ["1.00 KiB whole: a (1.00 KiB)"]
+
+
+@pytest.mark.parametrize("leaves", [[], [("count", 4), ("key", 1019)]])
+def test_small_leaves_are_not_mentioned(leaves):
+    assert leaf_remarks("whole", leaves) == []
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        (["float64", "float32"], "50% of products in wider dtypes: x (float64, 50%)"),
+        (["float32", "bfloat16"], "50% of products in wider dtypes: x (float32, 50%)"),
+        (["float32", "float8_e4m3fn"], "50% of products in wider dtypes: x (float32, 50%)"),
+        (["float32", "float32"], None),
+        (["bfloat16"], None),
+        ([], None),
+    ],
+)
+def test_wider_products_are_mentioned(dtypes, expected):
+    found = [Product(dtype, 100, "x") for dtype in dtypes]
+    assert product_remarks(found) == ([] if expected is None else [expected])
+
+
+def test_products_of_empty_batches_are_not_mentioned():
+    assert product_remarks([Product("float64", 0, "x")]) == []
+
+
+@pytest.mark.parametrize(("share", "kind", "expected"), [
+    (1, "all-reduce", True), (0.5, "all-reduce", False), (1, "all-gather", False)
+])  # fmt: skip
+def test_all_reduces_of_sharded_parameters_on_a_cpu_are_mentioned(share, kind, expected):
+    params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    mesh = sf.make_mesh()
+    own = 64 * 64 * 4 // 8
+    found = [Collective(kind, 1, int(share * own), 0, ("fsdp",), 8, "f32", "")]
+
+    def sums(rules):
+        plan = sf.make_sharding(params, mesh, rules)
+        placed = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), params, plan)
+        return gradient_remarks(placed, found)
+
+    assert bool(sums(sf.fsdp(min_size=1))) == expected
+    assert sums(sf.fsdp(min_size=1 << 20)) == []
+
+
+# Memory that a step could do without
+
+
+W, B, COUNT, KEY = 64 * 128 * 4, 128 * 4, 4, 8
+
+
+def init_affine(key):
+    return {"w": jax.random.normal(key, (64, 128)), "b": jnp.zeros(128)}
+
+
+def affine_loss(params, batch, key):
+    return sf.mean((batch["x"] @ params["w"] + params["b"]).mean(-1) * batch["y"])
+
+
+AFFINE, AFFINE_EVAL = sf.make_train_step(affine_loss, TX), sf.make_eval_step(affine_loss)
+PAIRS = {"x": np.ones((16, 64), np.float32), "y": np.ones(16, np.float32)}
+
+
+def compiled(dims=None, step=AFFINE, build=init_affine, batch=PAIRS, tx=TX, **options):
+    shape = jax.eval_shape(lambda: sf.init_state(build, tx, jax.random.key(0)))
+    plan = dims and sf.make_sharding(shape, sf.make_mesh(dims))
+    return sf.compile_step(step, shape, batch, sharding=plan, **options)
+
+
+# What is donated and not used again
+
+
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        (None, {}),
+        ((1, 8, 1, 1), {}),
+        ((8, 1, 1, 1), {"accumulate": 2}),
+        ((2, 4, 1, 1), {"precision": "bf16"}),
+        ((2, 4, 1, 1), {"skip_nonfinite": True, "remat": True}),
+    ],
+    ids=str,
+)
+def test_a_train_step_uses_all_it_is_given(dims, options):
+    assert not_reused(compiled(dims, sf.make_train_step(affine_loss, TX, **options))) == []
+
+
+def test_optimizers_with_more_state_use_all_they_are_given():
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
+    tx = sf.ema_params(inner, 0.9)
+    assert not_reused(compiled((1, 8, 1, 1), sf.make_train_step(affine_loss, tx), tx=tx)) == []
+
+
+def test_what_adafactor_never_reads_is_next_to_nothing():
+    """It keeps a number for each leaf that is not factored, and overwrites it each time."""
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=8)
+    unused = not_reused(compiled((1, 8, 1, 1), sf.make_train_step(affine_loss, tx), tx=tx))
+    assert {size for _, size in unused} <= {4}
+
+
+def test_what_is_not_donated_is_not_missed():
+    assert not_reused(compiled(donate=False)) == []
+    assert not_reused(compiled(step=AFFINE_EVAL)) == []
+
+
+def quietly(step, state, batch):
+    """Compile a step that wastes what it is given, of which jax warns at times."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        return sf.compile_step(step, state, batch)
+
+
+def narrowing(state, batch):
+    """Let the parameters slip into what the products were made in."""
+    grads = jax.grad(lambda w: jnp.sum(jnp.tanh(batch @ w)))(state["w"])
+    return {"w": (state["w"] - 0.1 * grads).astype(jnp.bfloat16), "n": state["n"] + 1}, {}
+
+
+def narrowing_state(place=None):
+    made = {"w": jnp.ones((64, 128)), "n": jnp.zeros((), jnp.int32)}
+    return made if place is None else jax.device_put(made, place)
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_a_leaf_that_comes_back_in_another_dtype_is_named(on_mesh):
+    place = NamedSharding(sf.make_mesh(), P()) if on_mesh else None
+    assert not_reused(quietly(narrowing, narrowing_state(place), jnp.ones((8, 64)))) == [("w", W)]
+
+
+def test_a_leaf_that_comes_back_cut_otherwise_is_counted_by_its_share():
+    cut = NamedSharding(sf.make_mesh(), P("fsdp"))
+    state = {"w": jax.device_put(jnp.ones((64, 128)), cut)}
+    step = lambda state, batch: ({"w": (state["w"] * batch).astype(jnp.bfloat16)}, {})
+    assert not_reused(quietly(step, state, jnp.ones(()))) == [("w", W // 8)]
+
+
+def test_a_leaf_that_is_never_read_is_named():
+    state = {"new": jnp.ones(8), "old": jnp.ones(1024)}
+    step = lambda state, batch: ({"new": state["new"] * batch, "old": batch + jnp.zeros(1024)}, {})
+    step = sf.compile_step(step, state, jnp.ones(()))
+    assert not_reused(step) == [("old", 4096)]
+
+
+def test_a_step_that_changes_nothing_uses_all_it_is_given():
+    state = {"a": jnp.ones((64, 32)), "b": jnp.ones((64, 32)), "n": jnp.zeros((), jnp.int32)}
+    swap = lambda state, batch: ({"a": state["b"], "b": state["a"], "n": state["n"]}, {})
+    for step in (lambda state, batch: (state, {}), swap):
+        assert not_reused(sf.compile_step(step, state, jnp.ones(()))) == []
+
+
+def test_a_state_of_one_array_is_used_again():
+    step = sf.compile_step(lambda state, batch: (state + batch, {}), jnp.ones(8), jnp.ones(8))
+    assert not_reused(step) == []
+
+
+def test_any_name_is_found_again():
+    names = ["plain", "it's", 'a"b', "a\\b", "a[0]", "a b", "a\nb", "a/b", "größe", "層", ""]
+    state = {"params": {name: jnp.ones((8, 8)) for name in names}, "z": jnp.ones(4)}
+    step = lambda state, batch: (jax.tree.map(lambda leaf: leaf * batch, state), {})
+    assert not_reused(sf.compile_step(step, state, jnp.ones(()))) == []
+
+
+def test_many_layers_are_found_again():
+    state = [{"w": jnp.ones((4, index + 1))} for index in range(12)]
+    step = lambda state, batch: (jax.tree.map(lambda leaf: leaf * batch, state), {})
+    assert not_reused(sf.compile_step(step, state, jnp.ones(()))) == []
+
+
+# What is whole on each device
+
+
+def test_large_is_what_one_says():
+    step = compiled((8, 1, 1, 1))
+    assert whole_leaves(step) == []
+    assert [name for name, _ in whole_leaves(step, W)][:1] == ["params/w"]
+    assert whole_leaves(step, W + 1) == []
+
+
+def test_a_leaf_that_is_cut_over_one_axis_of_several_is_not_whole():
+    step = compiled((2, 4, 1, 1))
+    assert [name for name, _ in whole_leaves(step, B)][:1] == ["params/b"]
+
+
+# The table of parameters
+
+
+PARAMS = {
+    "layers": [{"w": np.ones((64, 128), np.float32), "b": jnp.zeros(128, jnp.bfloat16)}] * 2,
+    "norm": (jnp.full(3, 2.0),),
+}
+
+
+def cells(text):
+    """Read a table as rows of cells, by name."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    head, *rest = [row for row in rows if row]
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rest}
+
+
+def test_nested_trees_are_named_by_their_paths():
+    found = cells(sf.parameter_table(PARAMS))
+    assert list(found) == ["layers/0/b", "layers/0/w", "layers/1/b", "layers/1/w", "norm/0"]
+    row = found["layers/1/w"]
+    assert (row["Shape"], row["Dtype"], row["Size"]) == ("(64, 128)", "float32", "8,192")
+    assert found["layers/0/b"]["Dtype"] == "bfloat16"
+
+
+def test_the_total_is_shown():
+    numbers, size = 2 * (8192 + 128) + 3, 2 * (8192 * 4 + 128 * 2) + 3 * 4
+    assert sf.parameter_table(PARAMS).endswith(f"Total: {numbers:,} -- {size:,} bytes")
+
+
+def test_abstract_parameters_are_enough():
+    shape = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, PARAMS))
+    found = cells(sf.parameter_table(shape))
+    assert found["layers/0/w"]["Size"] == "8,192"
+    assert found.keys() == cells(sf.parameter_table(PARAMS)).keys()
+
+
+@pytest.mark.parametrize("abstract", [True, False])
+def test_a_plan_gives_the_shardings(abstract):
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    plan = sf.make_sharding(params, sf.make_mesh((1, 4, 2, 1)), [("layers/0/w", P("fsdp", "tp"))])
+    params = jax.eval_shape(lambda: params) if abstract else params
+    found = cells(sf.parameter_table(params, plan))
+    assert found["layers/0/w"]["Sharding"] == "('fsdp', 'tp')"
+    assert found["layers/1/w"]["Sharding"] == "(None, 'fsdp')"
+    assert found["layers/0/b"]["Sharding"] == "()"
+
+
+def test_arrays_show_the_shardings_they_have():
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    params = sf.place(params, sf.make_sharding(params, sf.make_mesh()))
+    assert cells(sf.parameter_table(params))["layers/1/w"]["Sharding"] == "(None, 'fsdp')"
+
+
+@pytest.mark.parametrize("stats", [True, False])
+def test_on_one_device_there_is_nothing_to_say_of_shardings(stats):
+    found = cells(sf.parameter_table(jax.tree.map(jnp.asarray, PARAMS), stats=stats))
+    assert "Sharding" not in found["norm/0"]
+
+
+def test_statistics_are_optional():
+    assert "Mean" not in sf.parameter_table(PARAMS)
+    found = cells(sf.parameter_table({"a": jnp.array([1.0, 3.0]), "b": [np.ones(2)]}, stats=True))
+    assert (found["a"]["Mean"], found["a"]["Std"]) == ("2.0", "1.0")
+    assert (found["b/0"]["Mean"], found["b/0"]["Std"]) == ("1.0", "0.0")
+
+
+def test_statistics_do_not_go_with_a_plan():
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    plan = sf.make_sharding(params, sf.make_mesh())
+    with pytest.raises(
+        sf.ConfigError, match="stats=True: expected arrays in their shardings, got a plan"
+    ):
+        sf.parameter_table(params, plan, stats=True)
+    found = cells(sf.parameter_table(sf.place(params, plan), stats=True))
+    assert found["norm/0"]["Mean"] == "2.0"
+    assert found["layers/0/w"]["Sharding"] == "(None, 'fsdp')"
+
+
+def test_statistics_of_abstract_arrays_are_refused_in_words():
+    shape = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, PARAMS))
+    with pytest.raises(
+        sf.ConfigError, match="stats=True: expected arrays .* got the abstract layers/0/b"
+    ):
+        sf.parameter_table(shape, stats=True)
+
+
+def test_a_plan_for_other_parameters_is_refused():
+    params = {"w": jnp.ones((64, 128)), "b": jnp.ones(3)}
+    plan = sf.make_sharding(params, sf.make_mesh())
+    words = "the plan is for another tree:\n  v: has no sharding\n  b: has a sharding and no"
+    with pytest.raises(sf.TreeMismatchError, match=words):
+        sf.parameter_table({"w": params["w"], "v": params["b"]}, plan)
+
+
+def test_what_is_no_array_is_refused_by_its_path():
+    with pytest.raises(sf.ConfigError, match="act: expected an array"):
+        sf.parameter_table({"w": jnp.ones(3), "act": jnp.tanh})
+
+
+def test_nothing_is_a_table_too():
+    assert sf.parameter_table({}).endswith("Total: 0 -- 0 bytes")

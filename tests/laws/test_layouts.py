@@ -43,6 +43,8 @@ LAYOUTS = {
     "sp 4": (1, 1, 1, 4),
     "dp 2 x sp 4": (2, 1, 1, 4),
 }
+# Every axis, alone or with others.
+EACH_KIND = ("dp 8", "tp 8", "dp 2 x fsdp 2 x tp 2", "dp 2 x sp 4")
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +128,10 @@ def check(got, want):
     chex.assert_trees_all_close(got[1], want[1], rtol=1e-7, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.full] * (name not in EACH_KIND)) for name in LAYOUTS],
+)
 def test_a_transformer_trains_alike_in_every_layout(name, compiles):
     mesh = mesh_of(LAYOUTS[name])
     plan, place = planned(transformer.init, mesh, RULES), NamedSharding(mesh, P("dp", "sp"))

@@ -1,14 +1,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from tests.loop.small import start
 
 import stepfold as sf
 
 
-def state(w=2.0):
-    return sf.init_state({"w": jnp.float32(w)}, optax.sgd(0.1), jax.random.key(0))
+def state():
+    return start()._replace(params={"w": jnp.float32(2)})
 
 
 MEASURE = sf.make_eval_step(lambda params, batch, key: sf.mean(params["w"] * batch["x"]))
@@ -139,7 +139,7 @@ def test_batches_without_end_are_refused():
 def test_a_state_that_was_donated_is_refused():
     gone = state()
     jax.jit(lambda state: state, donate_argnums=0)(gone)
-    with pytest.raises(sf.ConfigError, match="step, …: the arrays were donated to an earlier call"):
+    with pytest.raises(sf.ConfigError, match="^state/step, …: the arrays were donated to an"):
         sf.evaluate(MEASURE, gone, sf.batches(DATA, 5, epochs=1))
 
 

@@ -5,16 +5,20 @@ import signal
 import threading
 import time
 
+import datasets
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.loop.small import STEP, TX, start
 
 import stepfold as sf
-from stepfold.checkpoint.series import Series
+from stepfold.loop import train_loop
+from stepfold.loop.fit import FitResult
+from stepfold.loop.hooks.base import Stop
+from stepfold.loop.metrics import History
 
-TX = optax.sgd(0.1)
 DATA = {"x": np.arange(24, dtype=np.float32)}
 
 
@@ -106,7 +110,9 @@ def test_a_time_limit_ends_it():
             yield batch
 
     result = fit(slow(), steps=1000, log_every=1, time_limit=0.3)
-    assert result.stop_reason.message.startswith("the time limit of 0.3 s was reached at step")
+    assert result.stop_reason.message.startswith(
+        "the time limit of 0.3 s was reached; stopped at step"
+    )
     assert 1 <= result.steps <= 10
 
 
@@ -119,12 +125,10 @@ def test_no_batch_at_all_is_refused_and_leaves_nothing_behind(given, tmp_path):
 
 
 def test_it_begins_at_the_step_of_the_state():
-    state = sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
-    train = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b["x"]), TX)
-    first = sf.fit(train, state, batches(), steps=7)
-    rest = sf.fit(train, first.state, batches(start=7), steps=20)
+    first = sf.fit(STEP, start(), batches(), steps=7)
+    rest = sf.fit(STEP, first.state, batches(start=7), steps=20)
     assert (rest.steps, rest.history["train/loss"].steps) == (20, [10, 20])
-    again = sf.fit(train, rest.state, batches(), steps=20)
+    again = sf.fit(STEP, rest.state, batches(), steps=20)
     assert again.stop_reason.message == "step 20 of 20 was done before"
 
 
@@ -265,7 +269,7 @@ def test_what_goes_wrong_after_the_last_step_has_the_result():
 
 
 def test_what_a_second_signal_waits_for_is_said(tmp_path, capfd, monkeypatch):
-    written, finish = threading.Event(), Series._finish
+    written, finish = threading.Event(), sf.Checkpoints._finish
 
     def interrupt_twice(event):
         threading.Timer(0.3, written.set).start()
@@ -273,7 +277,7 @@ def test_what_a_second_signal_waits_for_is_said(tmp_path, capfd, monkeypatch):
             signal.raise_signal(signal.SIGINT)
 
     slow = lambda self, step: (written.wait(60), finish(self, step))
-    monkeypatch.setattr(Series, "_finish", slow)
+    monkeypatch.setattr(sf.Checkpoints, "_finish", slow)
     with pytest.raises(KeyboardInterrupt):
         fit(hooks=sf.every(10, interrupt_twice), **saves(tmp_path))
     said = "waiting for the checkpoint of step 7, which is being written\n"
@@ -320,25 +324,14 @@ def test_checkpoints_may_say_where_they_go(tmp_path):
 # What goes in
 
 
-def made():
-    params = {"w": jnp.ones(4)}
+def test_the_state_is_donated_and_the_parameters_that_it_was_made_of_are_not():
+    params = {"w": jnp.ones(())}
     state = sf.init_state(params, TX, jax.random.key(0))
-    train = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b["x"]), TX)
-    return params, state, train
-
-
-def test_what_the_state_was_made_of_is_left_as_it_is():
-    params, state, train = made()
-    sf.fit(train, state, batches(), steps=3)
-    assert params["w"].tolist() == [1.0] * 4
-
-
-def test_a_state_that_was_given_is_gone_and_says_so():
-    _, state, train = made()
-    sf.fit(train, state, batches(), steps=3)
-    words = "step.*: the arrays were donated to an earlier call and are gone; go on with the state"
+    sf.fit(STEP, state, batches(), steps=3)
+    assert params["w"] == 1
+    words = "state/step.*: the arrays were donated to an earlier call .*; go on with the state"
     with pytest.raises(sf.ConfigError, match=words):
-        sf.fit(train, state, batches(), steps=3)
+        sf.fit(STEP, state, batches(), steps=3)
 
 
 def test_a_step_that_is_ready_cannot_be_scanned_and_says_so():
@@ -430,18 +423,16 @@ def spoilt():
     return sf.batches({"x": data}, 4)
 
 
-LEARNING = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b["x"]), TX)
 CLEAN = lambda: sf.batches({"x": np.ones(24, np.float32)}, 4)
 
 
 def learn(data=spoilt, **options):
-    state = sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
-    return sf.fit(LEARNING, state, data(), **{"steps": 20, **options})
+    return sf.fit(STEP, start(), data(), **{"steps": 20, **options})
 
 
 def test_a_loss_that_is_no_number_leaves_a_capsule(tmp_path):
     result = learn(run_dir=tmp_path)
-    assert result.stop_reason.message.startswith("train/loss is nan in step 3 at step ")
+    assert result.stop_reason.message.startswith("train/loss is nan in step 3; stopped at step ")
     assert result.stop_reason.message.endswith(f"; see {tmp_path / 'capsules' / '3'}")
     assert sf.read_capsule(result.capsule.path).metrics.keys() == result.capsule.metrics.keys()
 
@@ -468,7 +459,7 @@ def test_more_steps_are_counted_from_the_state():
     rest = sf.fit(JITTED, first.state, batches(start=7), more_steps=20)
     assert (rest.steps, int(rest.state["n"])) == (20, 27)  # this state does not count its steps
     learned = learn(data=CLEAN, steps=7)
-    rest = sf.fit(LEARNING, learned.state, CLEAN(), more_steps=20)
+    rest = sf.fit(STEP, learned.state, CLEAN(), more_steps=20)
     assert (rest.steps, rest.stop_reason.message) == (27, "all 27 steps were done")
 
 
@@ -489,7 +480,7 @@ def test_epochs_are_those_of_the_data_and_not_of_the_step():
     state = learn(data=CLEAN, steps=10).state
     batches = [next(CLEAN())] * 4
     show = sf.callback(lambda trainer, epoch, metrics: told.append(epoch))
-    result = sf.fit(LEARNING, state, batches, epochs=2, evaluation=own, hooks=show)
+    result = sf.fit(STEP, state, batches, epochs=2, evaluation=own, hooks=show)
     assert (result.steps, measured, told) == (18, [14, 18], [0, 1])
 
 
@@ -512,6 +503,64 @@ def test_a_complete_run_that_is_started_again_warns_that_nothing_was_trained(tmp
     fit(**saves(tmp_path))
     with pytest.warns(UserWarning, match="nothing was trained: step 20 of 20 .* give more_steps"):
         assert fit(**saves(tmp_path)).stop_reason.kind == "already_completed"
+
+
+def test_a_run_that_used_all_batches_and_is_started_again_warns_that_nothing_was_trained(tmp_path):
+    run = lambda: fit(batches(epochs=2), steps=None, **saves(tmp_path))
+    run()
+    with pytest.warns(UserWarning, match="nothing was trained: the batches ended at step 12; give"):
+        assert run().stop_reason.kind == "exhausted"
+
+
+def test_a_nan_of_an_earlier_run_does_not_end_one_in_which_nothing_is_trained():
+    hook = sf.stop_on_nonfinite()
+    first = learn(steps=3, hooks=hook)
+    assert first.stop_reason.kind == "nonfinite"
+    again = sf.fit(STEP, first.state, spoilt(), steps=3, hooks=hook)
+    assert again.stop_reason.kind == "already_completed"
+    assert again.capsule is None
+
+
+def test_an_epoch_that_an_exception_interrupted_at_the_end_of_the_run_is_finished(tmp_path):
+    epochs, fails = [], [True]
+    show = lambda: sf.callback(lambda trainer, epoch, metrics: epochs.append(epoch))
+
+    def measure(state):
+        if fails.pop():
+            raise OSError("no")
+        return {}
+
+    def run():
+        own = sf.Evaluation(measure)
+        return fit(epochs=2, evaluation=own, hooks=show(), **saves(tmp_path))
+
+    with pytest.raises(OSError, match="no"):
+        run()
+    fails.append(False)
+    assert run().stop_reason.kind == "completed"
+    assert epochs == [0, 1]
+    assert sf.contents(tmp_path / "checkpoints").extra["fit"]["batches_used"] == 12
+
+
+def test_no_batch_is_refused_for_a_state_of_a_later_step_too():
+    state = learn(data=CLEAN, steps=3).state
+    with pytest.raises(sf.DataError, match="batches: expected at least one, got none"):
+        sf.fit(STEP, state, [])
+
+
+@pytest.mark.parametrize("run", ["of another format", "after another"])
+def test_a_warning_is_at_the_line_that_calls_fit(run, tmp_path, monkeypatch):
+    if run == "of another format":
+        monkeypatch.setattr(train_loop, "_FORMAT", 99)
+        fit(steps=7, **saves(tmp_path))
+        monkeypatch.undo()
+        options, words = saves(tmp_path), "was saved by another version"
+    else:
+        fit(steps=20, run_dir=tmp_path)
+        options, words = {"steps": 10, "run_dir": tmp_path}, "previous-1"
+    with pytest.warns(UserWarning, match=words) as caught:
+        sf.fit(JITTED, number(), batches(), **{"steps": 10, **options})
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 # Files of an earlier run
@@ -549,7 +598,7 @@ def test_files_are_kept_where_the_checkpoints_were_renamed(tmp_path):
 
 def test_a_run_that_continues_by_its_state_appends(tmp_path):
     first = learn(data=CLEAN, steps=20, run_dir=tmp_path)
-    sf.fit(LEARNING, first.state, CLEAN(), more_steps=20, run_dir=tmp_path)
+    sf.fit(STEP, first.state, CLEAN(), more_steps=20, run_dir=tmp_path)
     assert rows(tmp_path / "metrics.jsonl") == [10, 20, 30, 40]
 
 
@@ -562,11 +611,11 @@ def test_a_run_that_continues_by_its_state_appends(tmp_path):
     [
         (
             {"checkpoints": sf.Checkpoints("x", best="val/loss")},
-            r"val/loss: .* they are called train/",
+            r"Checkpoints\(best=…\): expected one of train/…, .*got val/loss; add evaluation=",
         ),
         (
             {"hooks": [sf.stop_early("val_loss", patience=1)]},
-            r"val_loss: .* they are called train/",
+            r"hooks: expected one of train/…, .*got val_loss; add evaluation=.* for eval/…",
         ),
     ],
 )
@@ -673,8 +722,7 @@ def test_a_jitted_step_that_returns_scalars_is_refused_in_words():
 
 def test_the_same_step_is_compiled_once_for_several_runs(compiles):
     step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b["x"]), TX)
-    state = sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
-    state = sf.fit(step, state, batches(), steps=5).state
+    state = sf.fit(step, start(), batches(), steps=5).state
     compiles.clear()
     assert sf.fit(step, state, batches(), steps=10).steps == 10
     assert compiles == []
@@ -735,8 +783,75 @@ class Kept:
 def test_what_a_checkpoint_cannot_hold_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(sf.ConfigError, match=r"batches: get_state\(\)/at: expected what JSON can"):
         fit(Position({"at": object()}), **saves(tmp_path))
-    with pytest.raises(sf.ConfigError, match=r"hooks: Kept 1: get_state\(\)/at/0: expected what"):
+    with pytest.raises(sf.ConfigError, match=r"hooks: Kept: get_state\(\)/at/0: expected what"):
         fit(Position({}), hooks=Kept(), **saves(tmp_path))
+
+
+class Later(Position):
+    """Batches whose position is only JSON at the start."""
+
+    def __next__(self):
+        self.position = {"at": np.ones(2)}
+        return {"x": np.ones(4, np.float32)}
+
+
+def test_a_position_after_the_first_batch_is_checked_before_the_first_step(tmp_path):
+    steps = []
+
+    def step(state, batch):
+        steps.append(batch)
+        return STEP(state, batch)
+
+    with pytest.raises(sf.ConfigError, match=r"batches: get_state\(\)/at: expected what JSON can"):
+        sf.fit(step, start(), Later({}), steps=3, **saves(tmp_path))
+    assert not steps
+    sf.fit(step, start(), Later({}), steps=3)  # without checkpoints it is not needed
+
+
+def test_a_hook_that_could_not_be_restored_is_refused_before_the_first_step(tmp_path):
+    class Recorder:
+        def __call__(self, event): ...
+
+        def get_state(self):
+            return {"at": 1}
+
+    with pytest.raises(sf.ConfigError, match=r"Recorder: expected set_state next to get_state"):
+        fit(Position({}), hooks=Recorder(), **saves(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "prefetched", "mixed", "generator"])
+def test_a_stream_whose_position_is_lost_warns_before_the_first_step(tmp_path, kind):
+    rows = datasets.Dataset.from_dict({"x": np.arange(32.0)}).to_iterable_dataset()
+    shuffled = rows.shuffle(seed=0, buffer_size=8)
+    sources = {"generator": lambda: ({"x": float(i)} for i in range(32))}
+    sources["mixed"] = datasets.interleave_datasets([rows, shuffled])
+    reason = "a stream of type function" if kind == "generator" else "the examples in its shuffle b"
+
+    def run(steps):
+        batches = sf.batches(sources.get(kind, shuffled), 4)
+        batches = sf.prefetch(batches) if kind == "prefetched" else batches
+        hooks = lambda event: seen.append(len(warned))
+        return sf.fit(
+            STEP, start(), batches, steps=steps, log_every=1, hooks=hooks,
+            checkpoints=sf.Checkpoints(tmp_path, every=100),
+        )  # fmt: skip
+
+    seen = []
+    with pytest.warns(
+        UserWarning, match=f"batches: expected a position .* got none: {reason}"
+    ) as warned:
+        run(2)
+    assert seen[0] == 1
+    with pytest.raises(sf.DataError, match="expected a position that can be restored"):
+        run(4)
+
+
+def test_a_stream_with_a_position_does_not_warn_and_resumes(tmp_path):
+    rows = datasets.Dataset.from_dict({"x": np.arange(32.0)}).to_iterable_dataset()
+    for steps in (2, 4):
+        batches, plan = sf.prefetch(sf.batches(rows, 4)), sf.Checkpoints(tmp_path, every=100)
+        result = sf.fit(STEP, start(), batches, steps=steps, checkpoints=plan)
+    assert (result.resumed, result.steps) == (2, 4)
 
 
 def test_positions_are_asked_for_when_something_is_saved_or_logged(tmp_path):
@@ -779,14 +894,14 @@ def test_a_hook_that_needs_the_exact_state_gets_it():
 
 def test_a_checkpoint_does_not_grow_with_the_run(tmp_path):
     sizes = []
-    for steps in (40, 400):
+    for steps in (40, 160):
         plan = {"run_dir": tmp_path / str(steps), "checkpoints": sf.Checkpoints(every=40)}
         fit(steps=steps, log_every=1, **plan)
         manifest = plan["run_dir"] / "checkpoints" / str(steps) / "state" / "leaves-0.json"
         sizes.append(manifest.stat().st_size)
     assert sizes[1] < sizes[0] + 50
-    result = fit(steps=440, log_every=1, **plan)
-    assert result.history["train/at"].steps == list(range(1, 441))
+    result = fit(steps=200, log_every=1, **plan)
+    assert result.history["train/at"].steps == list(range(1, 201))
 
 
 def test_without_a_run_dir_a_checkpoint_holds_the_end_of_the_history(tmp_path):
@@ -807,14 +922,14 @@ def test_metrics_are_durable_before_the_checkpoint_is(tmp_path):
 
     path = tmp_path / "mine.jsonl"
     writer = sf.async_writer(sf.multi_writer(Slow(), sf.jsonl_writer(path)))
-    finish = Series._finish
+    finish = sf.Checkpoints._finish
 
     def look(self, step):
         finish(self, step)
         seen.append((step, rows(path) if path.exists() else []))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Series, "_finish", look)
+        patch.setattr(sf.Checkpoints, "_finish", look)
         plan = sf.Checkpoints(tmp_path / "checkpoints", every=20)
         fit(steps=20, log_every=5, hooks=sf.log_to(writer), checkpoints=plan)
     assert seen[0] == (20, [5, 10, 15, 20])
@@ -822,7 +937,8 @@ def test_metrics_are_durable_before_the_checkpoint_is(tmp_path):
 
 def test_a_stop_of_a_hook_keeps_its_kind():
     result = fit(hooks=lambda event: sf.Stop("plateau", "flat") if event.step == 10 else None)
-    assert (result.stop_reason.kind, str(result.stop_reason)[:12]) == ("plateau", "flat at step")
+    assert result.stop_reason.kind == "plateau"
+    assert str(result.stop_reason).startswith("flat; stopped at step")
 
 
 def test_an_interrupt_says_where_the_state_is():
@@ -840,3 +956,21 @@ def test_states_and_results_have_a_short_repr():
     assert len(repr(state)) < 300
     step = sf.make_train_step(lambda p, b, key: sf.mean(p["w0"].sum() * b["x"]), TX)
     assert len(repr(sf.fit(step, state, batches(), steps=3))) < 300
+
+
+def test_a_result_and_what_is_in_it_have_a_short_repr():
+    history = History()
+    for step in range(100):
+        history.add(step, {f"train/{name}": step for name in "abcdefgh"})
+    state = {f"w{i}": jnp.ones((100, 100)) for i in range(50)}
+    result = FitResult(state, 99, history, Stop("completed", "all 99 steps were done"), None, None)
+    assert len(repr(result)) < 300
+    assert "all 99 steps were done" in repr(result)
+    event = sf.Event(10, 20, {"train/loss": 0.5}, state, batch=state)
+    assert len(repr(event)) < 200
+
+
+@pytest.mark.parametrize("kind", ["completed", "hook"])
+def test_a_stop_has_a_kind_and_its_text_is_the_message(kind):
+    stop = Stop(kind, "why")
+    assert (stop.kind, stop.message, str(stop), f"{stop}") == (kind, "why", "why", "why")

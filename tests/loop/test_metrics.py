@@ -10,8 +10,8 @@ import pytest
 from clu import metrics as clu
 
 import stepfold as sf
-from stepfold.checkpoint.sealed import opened, plain
-from stepfold.core.report import TermSum
+from stepfold.checkpoint.manifest import from_json, to_json
+from stepfold.core.metrics import TermSum
 from stepfold.loop.metrics import (
     Curve,
     History,
@@ -160,6 +160,19 @@ def test_what_is_read_step_by_step_is_what_has_a_total_and_a_weight():
     assert found.get("a") is None
 
 
+def test_an_average_with_a_merge_of_its_own_is_read_step_by_step():
+    @flax.struct.dataclass
+    class Latest(clu.Average):
+        def merge(self, other):
+            return other
+
+    steps = stacked(*[{"a": Latest(jnp.array(x), jnp.array(2.0))} for x in (1.0, 4.0)])
+    merged, per_step, weights = read_interval(steps)
+    assert merged == {"train/a": 2.0}
+    assert per_step["train/a"].tolist() == [0.5, 2.0]
+    assert weights["train/a"].tolist() == [2.0, 2.0]
+
+
 def test_the_weights_step_by_step_are_the_largest_of_a_sum_of_terms():
     terms = TermSum({"x": average(0.0, jnp.array([0.0, 1.0])), "y": average(0.0, jnp.zeros(2))})
     found = PerStepMetrics({"loss": terms, "top": Largest(jnp.zeros(2))}, per_step_weights)
@@ -244,7 +257,7 @@ def filled(*said):
 def again(buffer):
     """Save it and read it back, as JSON would."""
     other = MetricBuffer(unpack)
-    other.set_state(opened(json.loads(json.dumps(plain(buffer.get_state(), "buffer")))))
+    other.set_state(from_json(json.loads(json.dumps(to_json(buffer.get_state(), "buffer")))))
     return other
 
 
@@ -288,7 +301,7 @@ def test_only_what_was_over_at_a_step_is_given():
 
 
 def test_the_time_of_an_interval_is_when_it_was_over_unless_it_has_to_be_waited_for():
-    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, x: x @ x / 300, x)[0, 0])
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda _, x: x @ x / 300, x)[0, 0])
     times = {}
     for name, wait in {"there": True, "waited for": False}.items():
         buffer = MetricBuffer(lambda said: unpack([float(one) for one in said]))
@@ -398,14 +411,15 @@ def test_a_history_comes_back_from_json_as_it_was():
         history.add(step, {"a": value})
     state = history.get_state()
     history.add(5, {"a": 1.0})
-    other.set_state(opened(json.loads(json.dumps(plain(state, "history")))))
+    other.set_state(from_json(json.loads(json.dumps(to_json(state, "history")))))
     assert list(map(repr, other["a"])) == list(map(repr, values))
     assert other["a"].steps == list(range(5))
 
 
-def test_the_state_of_a_history_is_bounded():
+def test_the_state_of_a_history_is_bounded(monkeypatch):
+    monkeypatch.setattr("stepfold.loop.metrics._SAVED_POINTS", 10)
     history, other = History(), History()
     for step in range(50):
         history.add(step, {"a": step})
-    other.set_state(history.get_state(points=10))
+    other.set_state(history.get_state())
     assert other["a"] == other["a"].steps == list(range(40, 50))

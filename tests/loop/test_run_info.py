@@ -8,21 +8,15 @@ import optax
 import pytest
 
 import stepfold as sf
-from stepfold.loop.run_info import read_run_info, replace_file, run_metadata, write_run_info
+from stepfold.loop.run_info import read_run_info, run_metadata, write_run_info
 
 DATA = {"x": np.arange(24, dtype=np.float32)}
 ATTEMPT = {"began": "2026-03-01T10:00:00+00:00", "from": 0, "to": 3}
 
 
 def metadata(state=None, batches=(), *, evaluations=(), checkpoints=None, hooks=(), **arguments):
-    info = run_metadata(
-        {"w": jnp.ones(3)} if state is None else state,
-        batches,
-        arguments=arguments,
-        evaluations=evaluations,
-        checkpoints=checkpoints,
-        hooks=hooks,
-    )
+    state = {"w": jnp.ones(3)} if state is None else state
+    info = run_metadata(state, batches, arguments, evaluations, checkpoints, hooks)
     assert json.loads(json.dumps(info)) == info
     return info
 
@@ -191,15 +185,3 @@ def test_a_later_format_is_refused(tmp_path):
     (tmp_path / "run.json").write_text('{"format": 3, "tries": {}}')
     with pytest.raises(sf.DataError, match="format 2 or earlier, got 3, of a later stepfold; upgr"):
         read_run_info(tmp_path)
-
-
-def test_a_file_that_cannot_be_replaced_stays(tmp_path):
-    (tmp_path / "page").mkdir()
-    with pytest.raises(IsADirectoryError):
-        replace_file(tmp_path / "page", "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["page"]
-
-
-def test_text_that_cannot_be_encoded_becomes_a_question_mark(tmp_path):
-    replace_file(tmp_path / "report.html", "<h1>\udcff</h1>")  # from a folder that is not UTF-8
-    assert (tmp_path / "report.html").read_text() == "<h1>?</h1>"

@@ -9,15 +9,17 @@ import pytest
 from clu.metrics import Average
 
 import stepfold as sf
-from stepfold.core.report import TermSum
+from stepfold.core.metrics import TermSum
 from stepfold.loop.step_runner import StepRunner
 
 TX = optax.adam(0.1)
 STEP = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b["x"]) ** 2, b["mask"]), TX)
 
+INITIAL = sf.init_state({"w": jnp.ones(3)}, TX, jax.random.key(0))
+
 
 def start():
-    return sf.init_state({"w": jnp.ones(3)}, TX, jax.random.key(0))
+    return jax.tree.map(jnp.copy, INITIAL)
 
 
 def batch(seed, rows=3):

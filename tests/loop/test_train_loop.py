@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.loop import small
 
 import stepfold as sf
+from stepfold.loop import train_loop
+from stepfold.loop.preemption import Preemption
 from stepfold.loop.train_loop import Schedule
 
 TX = optax.adam(0.1)
@@ -26,10 +29,15 @@ def init(key):
     return {"w": jax.random.normal(key, (16,))}
 
 
-def start(mesh=None):
+@functools.cache
+def initial_state(mesh):
     make = lambda key: sf.init_state(init, TX, key)
     plan = mesh and sf.make_sharding(jax.eval_shape(make, jax.random.key(0)), mesh)
     return sf.init_state(init, TX, jax.random.key(0), sharding=plan)
+
+
+def start(mesh=None):
+    return jax.tree.map(jnp.copy, initial_state(mesh))
 
 
 DATA = {"x": np.ones((64, 16), np.float32), "mask": np.arange(64) % 3 > 0}
@@ -42,6 +50,9 @@ def batches(seed=0):
 def evaluation(**options):
     measure = sf.make_eval_step(lambda params, batch, key: loss_fn(params, batch, key))
     return sf.Evaluation(measure, lambda: sf.batches(DATA, 16, epochs=1), **options)
+
+
+STEP = sf.make_train_step(loss_fn, TX)
 
 
 def step():
@@ -95,9 +106,9 @@ def test_a_read_is_noted(read, reads):
 def test_nothing_waits_for_the_device_between_log_points(form, reads):
     """Only when some steps after a log point are under way are the metrics before it read."""
     made = {
-        "step": step,
-        "jitted": lambda: jax.jit(step()),
-        "compiled": lambda: sf.compile_step(step(), start(), next(batches())),
+        "step": lambda: STEP,
+        "jitted": lambda: jax.jit(STEP),
+        "compiled": lambda: sf.compile_step(STEP, start(), next(batches())),
     }
     seen = []
 
@@ -126,7 +137,7 @@ def test_a_checkpoint_that_is_not_due_reads_nothing(reads, tmp_path):
 
     hooks = [lambda event: None]
     checkpoints = sf.Checkpoints(tmp_path, every=100)
-    sf.fit(step(), start(), noted(), steps=9, log_every=10, hooks=hooks, checkpoints=checkpoints)
+    sf.fit(STEP, start(), noted(), steps=9, log_every=10, hooks=hooks, checkpoints=checkpoints)
     assert {count for number, count in seen if number} == {seen[1][1]}
 
 
@@ -146,19 +157,19 @@ def test_a_step_and_an_evaluation_are_compiled_once_in_a_run(devices, compiles, 
         return len(compiles)
 
     own = lambda name: evaluation(every=6, name=name)
-    run("warm", 20, step(), own("warm"))
-    run("warm", 24, step(), own("warm"))  # a resume too
+    run("warm", 8, step(), own("warm"))
+    run("warm", 10, step(), own("warm"))  # a resume too
     evaluations, train = [own("a"), own("b")], step()
-    assert run("run", 20, train, evaluations) == 3
-    assert run("run", 40, train, evaluations) == 0
+    assert run("run", 8, train, evaluations) == 3
+    assert run("run", 16, train, evaluations) == 0
 
 
 def test_several_steps_in_a_call_are_few_programs(compiles):
     options = {"log_every": 10, "evaluation": sf.Evaluation(lambda state: {}, every=6)}
-    sf.fit(step(), start(), batches(), steps=41, **options)
+    sf.fit(STEP, start(), batches(), steps=12, **options)
     state, train = start(), step()
     compiles.clear()
-    sf.fit(train, state, batches(), steps=41, steps_per_call=4, **options)
+    sf.fit(train, state, batches(), steps=31, steps_per_call=4, **options)
     assert len(compiles) <= 4  # one for each number of steps from one thing to do to the next
 
 
@@ -168,7 +179,7 @@ def test_several_steps_in_a_call_are_few_programs(compiles):
 def shown(**options):
     events = []
     options = {"steps": 12, "log_every": 5, "hooks": [events.append], **options}
-    result = sf.fit(step(), start(), batches(), **options)
+    result = sf.fit(STEP, start(), batches(), **options)
     return events, result
 
 
@@ -193,7 +204,7 @@ def test_a_hook_is_shown_every_log_point_and_every_evaluation():
 def test_the_state_that_a_hook_is_shown_is_there():
     events = []
     hook = lambda event: events.append((event.step, int(event.state.step)))
-    sf.fit(step(), start(), batches(), steps=20, log_every=5, hooks=hook)
+    sf.fit(STEP, start(), batches(), steps=20, log_every=5, hooks=hook)
     assert [step for step, _ in events] == [5, 10, 15, 20]
     assert [now - step for step, now in events] == [2, 2, 2, 0]
 
@@ -211,7 +222,7 @@ def test_hooks_are_called_in_their_order_and_all_of_them():
     ]
     _, result = shown(hooks=hooks)
     assert called[:2] == ["a", "b"]
-    assert result.stop_reason.message.startswith("first at step")
+    assert result.stop_reason.message.startswith("first; stopped at step")
 
 
 def test_a_hook_is_closed_at_the_end_and_after_an_error():
@@ -237,7 +248,7 @@ def test_a_hook_is_closed_at_the_end_and_after_an_error():
 
 def run(folder, *, seed=0, **options):
     options = {"checkpoints": sf.Checkpoints(every=7, keep=None, best="eval/loss"), **options}
-    return sf.fit(step(), start(), batches(seed), **{"run_dir": folder, "log_every": 5, **options})
+    return sf.fit(STEP, start(), batches(seed), **{"run_dir": folder, "log_every": 5, **options})
 
 
 def test_a_checkpoint_has_the_metrics_of_its_own_step_and_no_older_ones(tmp_path):
@@ -298,9 +309,20 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
     nan = {"x": np.full((64, 16), np.nan, np.float32), "mask": DATA["mask"]}
     found = sf.batches(nan, 16, seed=0)
     plan = sf.Checkpoints(every=2, keep=None)
-    result = sf.fit(step(), start(), found, steps=5, run_dir=tmp_path, checkpoints=plan)
-    assert "at step 2; not saved, because a parameter is NaN" in result.stop_reason.message
+    result = sf.fit(STEP, start(), found, steps=5, run_dir=tmp_path, checkpoints=plan)
+    words = "; stopped at step 2; not saved, because a parameter is NaN; see"
+    assert words in result.stop_reason.message
     assert sf.latest_step(tmp_path / "checkpoints") is None
+
+
+def test_a_nan_without_a_hook_that_looks_for_it_stops_at_the_save(tmp_path):
+    data = sf.batches({"x": np.full(64, np.nan, np.float32)}, 4)
+    hook = lambda event: None
+    hook.replaces_nonfinite_stop = True
+    plan = sf.Checkpoints(every=4)
+    result = learn_on_numbers(tmp_path, data, steps=16, checkpoints=plan, hooks=hook)
+    assert str(result.stop_reason) == "stopped at step 4; not saved, because a parameter is NaN"
+    assert result.history["train/loss"].steps == [4]
 
 
 @pytest.mark.filterwarnings("ignore:batches. expected get_state and set_state")
@@ -321,7 +343,7 @@ def test_an_evaluation_that_runs_out_is_not_passed_over():
     ended = iter(())
     own = sf.Evaluation(lambda state: {"loss": next(ended)}, every=2)
     with pytest.raises(sf.DataError, match="eval: StopIteration came up in the evaluation"):
-        sf.fit(step(), start(), batches(), steps=4, evaluation=own)
+        sf.fit(STEP, start(), batches(), steps=4, evaluation=own)
 
 
 def test_a_step_that_no_memory_holds_is_explained_and_what_was_saved_is_good(tmp_path):
@@ -330,7 +352,7 @@ def test_a_step_that_no_memory_holds_is_explained_and_what_was_saved_is_good(tmp
         return sf.mean(jnp.outer(row, row).at[0].set(1.0)[jnp.int32(batch["x"].sum())].sum())
 
     run = functools.partial(sf.fit, run_dir=tmp_path, checkpoints=sf.Checkpoints(every=5))
-    run(step(), start(), batches(), steps=10)
+    run(STEP, start(), batches(), steps=10)
     with pytest.raises(sf.OutOfMemoryError, match=r"temporaries +\d+ TiB +100%") as error:
         run(sf.make_train_step(huge, TX), start(), batches(), steps=30)
     assert "Most of it is temporaries" in str(error.value)
@@ -341,19 +363,10 @@ def test_a_step_that_no_memory_holds_is_explained_and_what_was_saved_is_good(tmp
 
 
 def test_why_it_stops_is_said_though_a_save_comes_before_the_log_point(tmp_path):
-    tx = optax.sgd(0.1)
-    learning = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b["x"]), tx)
     data = np.ones(64, np.float32)
     data[9] = np.nan  # of step 3
-    result = sf.fit(
-        learning,
-        sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0)),
-        sf.batches({"x": data}, 4),
-        steps=16,
-        run_dir=tmp_path,
-        checkpoints=sf.Checkpoints(every=4),
-        log_every=10,
-    )
+    plan = sf.Checkpoints(every=4)
+    result = learn_on_numbers(tmp_path, sf.batches({"x": data}, 4), steps=16, checkpoints=plan)
     assert result.stop_reason.message.startswith("train/loss is nan in step 3")
 
 
@@ -380,28 +393,45 @@ def test_what_was_said_before_a_stop_is_shown_though_no_batch_comes_after_it(tmp
             self._inner.set_state(state)
 
     def run(interrupted):
-        tx = optax.sgd(0.1)
-        learning = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b["x"]) ** 2), tx)
-        return sf.fit(
-            learning,
-            sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0)),
-            Ending(interrupted),
-            run_dir=tmp_path,
-            checkpoints=sf.Checkpoints(every=100),
-            log_every=10,
-        )
+        plan = sf.Checkpoints(every=100)
+        return learn_on_numbers(tmp_path, Ending(interrupted), checkpoints=plan)
 
     with pytest.raises(KeyboardInterrupt, match="SIGINT at step 16"):
         run(interrupted=True)
     assert run(interrupted=False).history["train/loss"].steps == [10, 16]
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_with_several_processes_a_signal_has_no_effect_before_all_agree(monkeypatch, is_known):
+    """It comes after the last vote before the batches end, if their number is known."""
+
+    def several():
+        preemption = Preemption()
+        preemption.is_alone = False
+        return preemption
+
+    def interrupted():
+        yield from itertools.islice(batches(), 4)
+        signal.raise_signal(signal.SIGTERM)
+
+    class Listed(list):
+        def __iter__(self):
+            return interrupted()
+
+    monkeypatch.setattr(train_loop, "Preemption", several)
+    own = sf.Evaluation(lambda state: {"loss": 1.0})
+    data = Listed(range(4)) if is_known else interrupted()
+    with pytest.raises(SystemExit) as caught:
+        sf.fit(STEP, start(), data, log_every=3, evaluation=own)
+    result = caught.value.result
+    assert result.steps == 4
+    assert "eval/loss" not in result.history
+    assert result.stop_reason.kind == ("exhausted" if is_known else "signal")
+
+
 def test_a_last_step_that_went_wrong_is_why_it_stopped():
-    tx = optax.sgd(0.1)
-    learning = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b), tx)
-    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
-    data = [np.ones(4, np.float32)] * 19 + [np.full(4, np.nan, np.float32)]
-    result = sf.fit(learning, state, data, steps=20)
+    data = [{"x": np.full(4, value, np.float32)} for value in [1] * 19 + [np.nan]]
+    result = sf.fit(small.STEP, small.start(), data, steps=20)
     assert result.capsule.step == 20
     assert result.stop_reason.message.startswith("train/loss is nan in step 20")
 
@@ -410,12 +440,9 @@ class Broken(Exception):
     pass
 
 
-def learn_on_numbers(directory, **options):
-    tx = optax.sgd(0.1)
-    learning = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b["x"]) ** 2), tx)
-    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
-    batches = sf.batches({"x": np.zeros(16, np.float32)}, 4, seed=0)
-    return sf.fit(learning, state, batches, run_dir=directory, **options)
+def learn_on_numbers(directory, batches=None, **options):
+    batches = batches or sf.batches({"x": np.zeros(16, np.float32)}, 4, seed=0)
+    return sf.fit(small.STEP, small.start(), batches, run_dir=directory, **options)
 
 
 def test_an_exception_of_a_hook_goes_on_though_its_save_fails(tmp_path):
@@ -428,6 +455,8 @@ def test_an_exception_of_a_hook_goes_on_though_its_save_fails(tmp_path):
         def get_state(self):
             return next(self.states, object())  # which no checkpoint can hold
 
+        def set_state(self, state): ...
+
     with pytest.raises(Broken) as error:
         learn_on_numbers(
             tmp_path,
@@ -435,14 +464,18 @@ def test_an_exception_of_a_hook_goes_on_though_its_save_fails(tmp_path):
             checkpoints=sf.Checkpoints(every=100),
             hooks=[Hook()],
         )
-    assert "the state could not be saved: ConfigError: extra/fit/hooks" in error.value.__notes__[0]
+    note = "the state is saved alone, for sf.restore, not for a resume: extra/fit/hooks"
+    assert note in error.value.__notes__[0]
+    saved = sf.restore(tmp_path / "checkpoints", error.value.result.state)
+    assert (saved.step, saved.data) == (error.value.result.steps, None)
+    assert saved.state.params == error.value.result.state.params
 
 
 def test_a_run_that_was_done_and_was_given_more_steps_is_interrupted_as_any_other(tmp_path):
     run = functools.partial(learn_on_numbers, tmp_path, checkpoints=sf.Checkpoints(every=100))
     run(steps=20)
     stopped = run(steps=40, hooks=lambda event: "enough" if event.step == 30 else None)
-    assert stopped.stop_reason.message == "enough at step 34"
+    assert stopped.stop_reason.message == "enough; stopped at step 34"
     assert run(steps=40).history["train/loss"].steps == [10, 20, 30, 40]
 
 

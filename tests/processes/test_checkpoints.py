@@ -145,17 +145,17 @@ def seen(both, what):
     return [one[what] for one in both[1]]
 
 
-def test_two_processes_restore_what_one_saved(both):
+def test_two_processes_restore_a_save_of_one(both):
     assert seen(both, "from one") == [[True] * 3] * 2
 
 
-def test_two_processes_restore_what_two_saved_each_with_its_position(both):
+def test_two_processes_restore_their_own_save_with_a_data_position_each(both):
     assert seen(both, "to two") == [[True, 2, {"at": 0}], [True, 2, {"at": 1}]]
     assert seen(both, "best") == [2, 2]
 
 
 @pytest.mark.parametrize("count", LAYOUTS)
-def test_one_process_restores_what_two_saved(both, count):
+def test_one_process_restores_a_save_of_two(both, count):
     folder, _ = both
     wanted = placed(1, count, LAYOUTS[count])
     like = jax.tree.map(
@@ -171,14 +171,14 @@ def test_one_process_restores_what_two_saved(both, count):
     assert (found.data, found.metrics) == ({"at": 5}, {"loss": 1.0})
 
 
-def test_positions_of_two_processes_are_not_given_to_one(both):
+def test_one_process_refuses_the_data_positions_of_two(both):
     folder, _ = both
     words = "data: expected 2 processes, each with the position it saved, got 1; resume on as many"
     with pytest.raises(sf.CheckpointError, match=words):
         sf.restore(folder / "two", placed(0, 1, LAYOUTS[1]), step=2)
 
 
-def test_what_two_saved_is_verified_by_one(both):
+def test_one_process_verifies_a_save_of_two(both):
     folder, _ = both
     assert sf.verify(folder / "two") == {1: [], 2: []}
     assert sf.verify(folder / "series") == {4: [], 6: [], 7: []}
@@ -194,7 +194,7 @@ def test_two_processes_save_in_the_background(both):
         assert found.data == {"at": step}
 
 
-def test_two_processes_agree_to_go_back(both):
+def test_two_processes_agree_on_an_older_step_after_damage(both):
     one, other = seen(both, "damaged")
     assert one == [True, 1, ["another process found it damaged"]]
     assert other[:2] == [True, 1]
@@ -205,7 +205,7 @@ def test_two_processes_agree_to_go_back(both):
     assert sorted(path.name for path in (folder / "damaged").iterdir()) == ["1", "2.damaged"]
 
 
-def test_two_processes_agree_that_a_step_is_there(both):
+def test_two_processes_refuse_an_existing_step(both):
     assert len(set(seen(both, "there"))) == 1
     assert "expected a new step, got 2, which is there already" in seen(both, "there")[0]
 
@@ -247,12 +247,12 @@ def one_differs(tmp_path_factory):
     return [end.output.splitlines() for end in ends]
 
 
-def test_an_array_of_one_process_alone_is_refused_with_its_path(one_differs):
+def test_process_local_array_is_refused_with_its_path(one_differs):
     for lines in one_differs:
         assert lines[0].startswith("a/w: expected ")
 
 
-def test_what_does_not_fit_in_one_process_is_refused_in_both(one_differs):
+def test_overflow_in_one_process_is_an_error_in_both(one_differs):
     first, second = one_differs
     assert first[-2:] == ["CheckpointError True", "['1']"]
     assert second[-2:] == ["TreeMismatchError False", "['1']"]

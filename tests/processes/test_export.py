@@ -69,7 +69,7 @@ def cannot_write(start, folder):
         print(error)
 
 
-def test_where_the_first_cannot_write_all_hear_of_it(tmp_path):
+def test_write_error_of_the_first_process_is_raised_in_all(tmp_path):
     (tmp_path / "file").write_text("mine")
     outputs = launch.run_processes(cannot_write, args=(str(tmp_path),))
     words = (
@@ -99,6 +99,6 @@ def exports_what_each_has(start, folder):
         )
 
 
-def test_where_each_has_all_of_it_the_first_writes_and_none_waits(tmp_path):
+def test_first_process_writes_local_params_and_none_waits(tmp_path):
     first, _ = launch.run_processes(exports_what_each_has, args=(str(tmp_path),))
     assert first == "[[0, 0, 0], [0, 0, 0]]\n"

@@ -1,9 +1,12 @@
-"""`fit` on several processes: the same as on one, and all of them end together."""
+"""`fit` on several processes equals `fit` on one, and all processes end together."""
 
 import json
 import signal
+import time
 
 import pytest
+
+import stepfold as sf
 
 from . import launch
 
@@ -110,12 +113,13 @@ def test_two_processes_fit_as_one(placed, alone):
         same(seen, alone)
 
 
-@pytest.mark.parametrize("cut", ["SIGTERM", "hook"])
-def test_what_stops_one_process_stops_both_at_the_same_step(cut, alone, tmp_path):
-    first = both(tmp_path, cut)
+@pytest.mark.parametrize(("cut", "store"), [("SIGTERM", "{}"), ("hook", "file://{}/bucket")])
+def test_stop_of_one_process_stops_both_at_the_same_step(cut, store, alone, tmp_path):
+    series = store.format(tmp_path)
+    first = both(series, cut)
     assert first[0]["steps"] == first[1]["steps"] < 20
     assert {seen["code"] for seen in first} == {143 if cut == "SIGTERM" else 0}
-    for seen in both(tmp_path):
+    for seen in both(series):
         assert seen["resumed"] == first[0]["steps"]
         same(seen, alone)
 
@@ -126,3 +130,85 @@ def test_an_error_in_one_process_ends_the_other(tmp_path):
     assert ends[1].code != 0
     assert "cut here" in ends[1].errors
     assert ends[0].code not in (0, -signal.SIGKILL)
+
+
+def fails_in_one(start, run_dir, where):
+    """Raise in the second process: in its batches, in a hook, or in a hook as it is opened."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import stepfold as sf
+
+    me = start(heartbeat=10, shutdown=5).process
+    mesh, tx = sf.make_mesh(), optax.sgd(0.1)
+    step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"].mean() * b["x"]), tx)
+    init = lambda key: {"w": jnp.ones(8)}
+    make = lambda key: sf.init_state(init, tx, key)
+    plan = sf.make_sharding(jax.eval_shape(make, jax.random.key(0)), mesh, sf.fsdp(min_size=1))
+    state = sf.init_state(init, tx, jax.random.key(0), sharding=plan)
+
+    def fail(at):
+        if me == 1 and at:
+            raise OSError("cut here")
+
+    class Hook:
+        def open(self, step, total):
+            fail(where == "open")
+
+        def __call__(self, event):
+            if "evaluation" not in where:
+                fail(where == "hook" and event.step == 4)
+            elif event.kind == "eval":
+                fail(event.step == (4 if where == "evaluation" else 100))
+
+    source = sf.batches({"x": np.ones(16, np.float32)}, 8, seed=0)
+
+    def rows():
+        for number in range(100):
+            fail(where in ("batches", "generator") and number == 4)
+            yield next(source)
+
+    class Known(list):
+        def __iter__(self):
+            return rows()
+
+    batches = rows() if where == "generator" else Known([None] * 100)
+    checkpoints = sf.Checkpoints() if where != "batches" else None
+    evaluation = sf.Evaluation(lambda state: {"norm": optax.tree.norm(state.params)}, every=4)
+    sf.fit(
+        step, state, batches, steps=100, log_every=2, hooks=Hook(), run_dir=run_dir,
+        checkpoints=checkpoints, evaluation=evaluation,
+    )  # fmt: skip
+
+
+def test_an_error_in_one_process_is_named_by_the_others_and_ends_all(tmp_path):
+    args = (str(tmp_path), "batches")
+    first, second = launch.ends_of_processes(fails_in_one, 2, timeout=40, args=args)
+    assert second.code != 0
+    assert "OSError: cut here" in second.errors
+    assert first.code not in (0, -signal.SIGKILL)
+    assert "stepfold: process 1 raised OSError: cut here; this process waits" in first.errors, first
+
+
+@pytest.mark.parametrize("where", ["hook", "evaluation", "last evaluation", "generator", "open"])
+def test_an_error_that_leaves_a_process_able_to_step_ends_all_after_a_save(tmp_path, where):
+    args = (str(tmp_path), where)
+    began = time.monotonic()
+    first, second = launch.ends_of_processes(fails_in_one, 2, timeout=40, args=args)
+    assert time.monotonic() - began < 20
+    assert second.code == 1, (first, second)
+    assert "OSError: cut here" in second.errors
+    saved = sf.latest_step(tmp_path / "checkpoints")
+    if where == "open":
+        assert saved is None
+        assert "hooks: not opened: process 1 raised OSError: cut here" in first.errors
+    elif where == "last evaluation":  # the other process is done already
+        assert saved == 100
+    else:
+        assert first.code == 1, first
+        assert f"got one in process 1, which shows it; all stopped at step {saved}" in first.errors
+        assert 4 <= saved <= 40
+        if where == "generator":
+            assert saved == 4

@@ -1,4 +1,4 @@
-"""A trainer on several processes: the same run as on one, written by the first of them."""
+"""A trainer on several processes equals one on one process, and the first writes the files."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from . import launch
 
 
-def holds(start, alone, folder):
+def trains(start, alone, folder):
     """Train on two processes, or on one, evaluate over an uneven rest, and save."""
     import json
 
@@ -58,10 +58,10 @@ def holds(start, alone, folder):
 
 def test_two_processes_train_as_one(tmp_path):
     alone = json.loads(
-        launch.run_processes(holds, 1, args=(True, str(tmp_path / "one")), timeout=60)[0]
+        launch.run_processes(trains, 1, args=(True, str(tmp_path / "one")), timeout=60)[0]
     )
     args = (False, str(tmp_path / "two"))
-    both = [json.loads(text) for text in launch.run_processes(holds, 2, args=args, timeout=60)]
+    both = [json.loads(text) for text in launch.run_processes(trains, 2, args=args, timeout=60)]
     for seen in both:
         assert (seen["stopped"], seen["saved"], seen["spread"]) == (
             "all 12 steps were done",

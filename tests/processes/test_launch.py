@@ -1,4 +1,4 @@
-"""What starts the processes of these tests ends them, too."""
+"""The launcher of these tests reports errors and leaves no process behind."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ def prints(start, text):
     print(text, "err", file=sys.stderr)
 
 
-def test_outputs_are_told_apart(launcher):
+def test_outputs_are_separate(launcher):
     assert launch.run_processes(prints, 3, launcher, args=("hello",)) == ["hello out\n"] * 3
     for end in launch.ends_of_processes(prints, 2, launcher, args=("hello",)):
         assert end.code == 0
@@ -26,7 +26,7 @@ def fails(start):
     raise ValueError("on purpose")
 
 
-def test_an_error_shows_what_was_written(launcher):
+def test_error_shows_all_outputs(launcher):
     with pytest.raises(AssertionError, match="process 1 ended with 1, wrote:(?s:.*)on purpose"):
         launch.run_processes(fails, 2, launcher)
 
@@ -41,7 +41,7 @@ def stays(start, folder):
     time.sleep(600)
 
 
-def test_nothing_outlives_the_time_it_has(launcher, tmp_path):
+def test_no_process_outlives_its_timeout(launcher, tmp_path):
     with pytest.raises(AssertionError, match="still running after 3 s, now killed(?s:.*)stays"):
         launch.run_processes(stays, 2, launcher, timeout=3, args=(str(tmp_path),))
     pids = [int(path.name) for path in tmp_path.iterdir()]

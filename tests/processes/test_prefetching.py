@@ -1,9 +1,9 @@
-"""Each of two processes reads its own rows ahead, while they train together."""
+"""Each of two processes prefetches its own rows while they train together."""
 
 from . import launch
 
 
-def reads_ahead(start, wrong):
+def prefetches(start, wrong):
     import jax
     import numpy as np
 
@@ -24,14 +24,41 @@ def reads_ahead(start, wrong):
         print([float(total(batch)) for batch in stream])
 
 
-def test_what_processes_read_ahead_is_one_batch():
-    one, other = launch.run_processes(reads_ahead, n=2, args=(False,))
-    (alone,) = launch.run_processes(reads_ahead, n=1, args=(False,))
+def test_prefetched_rows_of_processes_form_one_batch():
+    one, other = launch.run_processes(prefetches, n=2, args=(False,))
+    (alone,) = launch.run_processes(prefetches, n=1, args=(False,))
     assert one == other == alone
     assert alone.count(",") == 9
 
 
-def test_a_sharding_over_processes_is_refused_before_it_asks_the_others():
-    outputs = launch.run_processes(reads_ahead, n=2, args=(True,))
+def prefetches_new_rows(start):
+    """Use each batch in a collective while the thread shards the next, of a new number of rows."""
+    import time
+
+    import jax
+    import numpy as np
+
+    import stepfold as sf
+
+    start(timeout=30)
+    mesh = sf.make_mesh()
+
+    def batches():
+        for count in range(1, 13):
+            time.sleep(0.01 * (count % 3) * jax.process_index())
+            yield np.full((2 * count, 200), count, np.float32)
+
+    total = jax.jit(lambda batch: batch.sum() / 200)
+    with sf.prefetch(batches(), sharding=lambda rows: sf.shard_batch(rows, mesh), size=4) as stream:
+        sums = [total(batch) for batch in stream]
+    print([int(value) for value in sums] == [4 * count**2 for count in range(1, 13)])
+
+
+def test_new_numbers_of_rows_in_the_thread_need_no_collective():
+    assert launch.run_processes(prefetches_new_rows, n=2, timeout=40) == ["True\n"] * 2
+
+
+def test_sharding_over_processes_is_refused_without_communication():
+    outputs = launch.run_processes(prefetches, n=2, args=(True,))
     for output in outputs:
         assert output.startswith("sharding: expected one over the devices of this process, got one")

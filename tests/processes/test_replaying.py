@@ -1,4 +1,4 @@
-"""A run on several processes that goes wrong is replayed on one."""
+"""A failed run on several processes is replayed on one."""
 
 import json
 
@@ -38,7 +38,7 @@ def fits(start, folder):
     print(json.dumps([result.capsule.step, result.capsule.lost, str(result.capsule.path)]))
 
 
-def test_process_0_writes_what_one_process_replays(tmp_path):
+def test_one_process_replays_the_capsule_of_process_0(tmp_path):
     ended = launch.run_processes(fits, 2, args=(str(tmp_path),), timeout=60)
     first, second = map(json.loads, ended)
     lost = ["the batch: with several processes each has its own rows, and none has all of them"]

@@ -1,4 +1,4 @@
-"""Several processes become one jax runtime, and none outlives another for long."""
+"""Several processes form one jax runtime, and none outlives another for long."""
 
 import os
 import re
@@ -45,7 +45,7 @@ def test_two_processes_are_one_runtime(launcher):
 @pytest.mark.parametrize(
     ("hosts", "address"), [("here", "127.0.0.1"), ("localhost,b", "localhost")]
 )
-def test_what_srun_sets_is_enough(hosts, address):
+def test_variables_of_srun_are_enough(hosts, address):
     environ = [
         {
             "SLURM_JOB_ID": str(os.getpid()),
@@ -82,7 +82,7 @@ def dies_while_the_other_waits(start, who):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_process_ends_with_an_error_soon_after_another_dies(launcher, who):
+def test_killed_process_ends_the_others_with_an_error(launcher, who):
     begin = time.monotonic()
     ends = launch.ends_of_processes(dies_while_the_other_waits, 2, launcher, 60, (who,))
     # Five seconds of heartbeat, and the start of Python and jax.
@@ -107,7 +107,7 @@ def freezes(start):
     print("came through")
 
 
-def test_a_process_that_shows_no_life_is_not_waited_for():
+def test_frozen_process_ends_the_others():
     waiting, _ = launch.ends_of_processes(freezes, timeout=60)
     assert waiting.code == -signal.SIGABRT
     assert "stopped sending heartbeats" in waiting.errors
@@ -129,9 +129,39 @@ def raises(start):
     print("came through")
 
 
-def test_a_process_that_raises_is_not_waited_for_longer_than_asked(launcher):
+def test_error_ends_the_others_within_the_shutdown_timeout(launcher):
     begin = time.monotonic()
     ends = launch.ends_of_processes(raises, 2, launcher, 60)
     assert time.monotonic() - begin < 30
     assert all(end.code != 0 and end.output == "together\n" for end in ends)
     assert "ValueError: no more" in ends[1].errors
+
+
+def coordinator_dies_before_all_are_there(start):
+    import os
+    import signal
+    import sys
+    import threading
+    import time
+
+    from stepfold import ConfigError
+
+    rank = int(os.path.basename(sys.argv[1])[0])
+    if rank == 2:
+        sys.exit()
+    if rank == 0:
+        threading.Timer(4, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    began = time.monotonic()
+    try:
+        start(timeout=100)
+    except ConfigError as error:
+        print(f"{time.monotonic() - began:.1f} {error}")
+
+
+def test_a_coordinator_that_is_killed_before_all_are_connected_ends_the_others_within_seconds():
+    ends = launch.ends_of_processes(coordinator_dies_before_all_are_there, 3, timeout=50)
+    assert [end.code for end in ends] == [-signal.SIGKILL, 0, 0], launch.report(ends)
+    seconds, _, message = ends[1].output.partition(" ")
+    assert 4 < float(seconds) < 20
+    assert "expected process 0 at the coordinator" in message
+    assert "but it has ended (" in message

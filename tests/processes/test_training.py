@@ -1,5 +1,6 @@
-"""Two processes with two devices each train as one process with four does."""
+"""Two processes with two devices each train like one process with four."""
 
+import functools
 import json
 
 import pytest
@@ -75,17 +76,29 @@ def trains(start, alone, dims, once):
     print(json.dumps(seen))
 
 
+@pytest.fixture(scope="module")
+def one_process():
+    """Train in one process, once for each mesh."""
+
+    @functools.cache
+    def train(dims):
+        (output,) = launch.run_processes(trains, 1, args=(True, dims, False))
+        return json.loads(output)
+
+    return train
+
+
 @pytest.mark.parametrize(
     ("launcher", "dims", "once"),
     [
-        ("explicit", (1, -1, 1, 1), False),
+        pytest.param("explicit", (1, -1, 1, 1), False, marks=pytest.mark.full),
         ("explicit", (2, 2, 1, 1), True),
         ("mpirun", (2, 2, 1, 1), False),
     ],
     indirect=["launcher"],
 )
-def test_two_processes_train_as_one(launcher, dims, once):
-    (alone,) = map(json.loads, launch.run_processes(trains, 1, "explicit", args=(True, dims, once)))
+def test_two_processes_train_as_one(one_process, launcher, dims, once):
+    alone = one_process(dims)
     both = map(json.loads, launch.run_processes(trains, 2, launcher, args=(False, dims, once)))
     for seen in both:
         assert seen["data"] == alone["data"]
@@ -98,34 +111,48 @@ def test_two_processes_train_as_one(launcher, dims, once):
                 assert got == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
-def gives_uneven_rows(start, before, patience):
+def gives_rows(start, rows, late, timeout):
+    """Shard a batch of each number of rows, those of this process; the last is late in one."""
+    import time
+
     import jax
     import numpy as np
 
     import stepfold as sf
-    from stepfold.sharding import placement
 
-    placement._PATIENCE = patience
-    start(shutdown=5)
+    start(timeout=timeout, shutdown=5)
     mesh = sf.make_mesh()
-    for _ in range(before):
-        assert sf.shard_batch(np.ones((4, 2)), mesh).shape == (8, 2)
     try:
-        sf.shard_batch(np.ones((4 + 2 * jax.process_index(), 3)), mesh)
-        print("nothing new")
-    except sf.DataError as error:
-        print(error)
+        for count in rows[jax.process_index()]:
+            time.sleep(late if jax.process_index() else 0)
+            batch = sf.shard_batch(np.ones((count, 2)), mesh)
+            assert float(jax.numpy.sum(batch)) == 4 * count
+        print("equal")
+    except (sf.DataError, sf.PeerTimeoutError) as error:
+        print(type(error).__name__, error)
+        jax.distributed.shutdown()
 
 
-WORDS = "shard_batch: expected as many rows in every process, got {}; drop or pad the last batch\n"
+def test_other_rows_are_refused_in_every_process():
+    outputs = launch.run_processes(gives_rows, args=(([4], [6]), 0, 60))
+    words = "expected as many rows in every process, got [4, 6]; drop or pad the last batch\n"
+    assert outputs == [f"DataError shard_batch: {words}"] * 2
 
 
-def test_uneven_processes_are_refused_in_each():
-    outputs = launch.run_processes(gives_uneven_rows, args=(0, 60.0))
-    assert outputs == [WORDS.format("[4, 6]")] * 2
+def test_a_late_process_is_waited_for():
+    assert launch.run_processes(gives_rows, args=(([4], [4]), 6, 60)) == ["equal\n"] * 2
 
 
-def test_a_process_that_alone_has_other_rows_does_not_wait_for_ever():
-    one, other = launch.ends_of_processes(gives_uneven_rows, args=(2, 5.0))
-    assert one.output == "nothing new\n"
-    assert other.output == WORDS.format("6 here, and no answer from the others in 5.0 s")
+@pytest.mark.full
+def test_a_process_that_is_later_than_timeouts_of_gloo_is_waited_for():
+    assert launch.run_processes(gives_rows, args=(([4], [4]), 65, 300)) == ["equal\n"] * 2
+
+
+def test_no_answer_is_another_error_than_other_rows():
+    one, other = launch.ends_of_processes(gives_rows, args=(([4], [4, 6]), 0, 5))
+    assert one.output == "equal\n"
+    assert other.output == (
+        "PeerTimeoutError shard_batch: expected a batch of 6 rows from every process, as this one "
+        "has, got none from process 0 in 5 s, only of 4 before; if a process was slow, wait longer "
+        "with start_distributed(timeout=…), else drop or pad the last batch\n"
+    )

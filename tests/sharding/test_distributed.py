@@ -9,15 +9,36 @@ import jax
 import pytest
 
 import stepfold as sf
-from stepfold.sharding.distributed import Distributed, start_distributed
+from stepfold.sharding.distributed import Distributed, read_launcher, start_distributed
 
-from .environments import MPI_5, SRUN
+# What launchers set for the last of four processes on two hosts.
+MPI_5 = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-big-host-5465@1",
+}
+MPI_4 = MPI_5 | {
+    "PMIX_NAMESPACE": "1531576321",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[007-008]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
 
 
 @pytest.fixture
 def environ(monkeypatch):
     """Set what a launcher would, and nothing that one did."""
-    for name in [name for name in os.environ if name.startswith(("OMPI_", "SLURM_", "PMIX_"))]:
+    prefixes = ("OMPI_", "SLURM_", "PMIX_", "KUBERNETES_", "JOB_", "TPU_")
+    for name in [name for name in os.environ if name.startswith(prefixes)]:
         monkeypatch.delenv(name)
 
     def fill(variables):
@@ -50,17 +71,6 @@ def test_alone_it_does_nothing_and_says_so(environ, started):
     assert not started
 
 
-def test_alone_leaves_jax_untouched():
-    run = run_alone(
-        """
-        start_distributed()
-        jax.config.update("jax_num_cpu_devices", 3)  # refused once there is a backend
-        print(start_distributed())
-        """
-    )
-    assert run.stdout == "alone: one process with 3 cpu devices\n", run.stderr
-
-
 @pytest.mark.parametrize(
     ("found", "sentence"),
     [
@@ -85,6 +95,48 @@ def test_it_starts_jax_with_what_a_launcher_says(environ, started):
     assert options["local_device_ids"] == [1]
     assert options["heartbeat_timeout_seconds"] == 7
     assert options["shutdown_timeout_seconds"] == 8
+
+
+KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+TPU_POD = {"TPU_WORKER_HOSTNAMES": "host-0,host-1", "TPU_WORKER_ID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "how", "phrase"),
+    [(KUBERNETES, "Kubernetes", "under Kubernetes"), (TPU_POD, "TPU pod", "on a TPU pod")],
+)
+def test_it_leaves_kubernetes_and_tpu_pods_to_jax(monkeypatch, environ, variables, how, phrase):
+    calls = []
+
+    def initialize(**options):
+        calls.append(options)
+        runs_as(monkeypatch, 1, 2)
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    environ(variables)
+    found = start_distributed(timeout=5, heartbeat=7)
+    assert (found.how, found.process, found.processes) == (how, 1, 2)
+    assert str(found) == f"process 1 of 2 {phrase}: 8 of 8 cpu devices"
+    # Without an address and without a method, jax detects the environment.
+    assert not {"coordinator_address", "num_processes", "cluster_detection_method"} & set(calls[0])
+    assert calls[0]["initialization_timeout"] == 5
+    assert calls[0]["heartbeat_timeout_seconds"] == 7
+    assert start_distributed().how == "already started"
+    assert len(calls) == 1
+
+
+def test_a_kubernetes_job_that_jax_cannot_ask_about_is_refused(environ):
+    environ(KUBERNETES)
+    program = "import stepfold as sf; sf.start_distributed(timeout=5)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "Kubernetes: expected jax to find the processes, got " in ended.stderr
+    assert "pip install 'jax[k8s]'" in ended.stderr
+
+
+def test_explicit_arguments_go_before_kubernetes(environ, started):
+    environ(KUBERNETES)
+    assert start_distributed("other:1234", 2, 1).how == "explicit coordinator"
 
 
 @pytest.mark.parametrize(("devices", "taken"), [([2, 3], [2, 3]), ([], None), (None, [1])])
@@ -177,7 +229,7 @@ def test_half_an_environment_is_refused(environ, started, variables, message):
         ({"coordinator": "a:1", "processes": "2", "process": 1}, "process=1 and processes='2'"),
         ({"timeout": 0}, "timeout: expected a whole number of seconds, got 0"),
         ({"heartbeat": 0.5}, "heartbeat: expected a whole number of seconds, got 0.5"),
-        ({"shutdown": None}, "shutdown: expected a whole number of seconds, got None"),
+        ({"shutdown": "9"}, "shutdown: expected a whole number of seconds, got '9'"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(environ, started, given, message):
@@ -211,7 +263,7 @@ def test_what_others_started_is_told(environ, started, monkeypatch):
 def test_what_runs_cannot_be_changed(environ, started, monkeypatch):
     runs_as(monkeypatch, 1, 2)
     message = (
-        "expected process 0 of 2, as asked for, but jax already runs as process 1 of 2; start it "
+        "expected process 0 of 2, but jax already runs as process 1 of 2; start it "
         "once, or drop the arguments"
     )
     with pytest.raises(sf.ConfigError, match=message):
@@ -279,13 +331,59 @@ def test_processes_that_do_not_come_are_missed():
     ) in run.stderr
 
 
-def test_one_process_with_a_coordinator_is_started_too():
+def test_alone_jax_is_untouched_and_one_process_with_a_coordinator_is_started():
     address = free_address()
     run = run_alone(
         f"""
+        start_distributed()
+        jax.config.update("jax_num_cpu_devices", 3)  # refused once there is a backend
         found = start_distributed({address!r}, 1, 0)
         assert jax.distributed.is_initialized() and found == start_distributed({address!r}, 1, 0)
         print(start_distributed())
         """
     )
-    assert "process 0 of 1, already started: 1 of 1 cpu device\n" in run.stdout, run.stderr
+    assert "process 0 of 1, already started: 3 of 3 cpu devices\n" in run.stdout, run.stderr
+
+
+# The variables that launchers set
+
+
+@pytest.mark.parametrize(
+    ("variables", "found", "devices"),
+    [
+        (MPI_5, r"Open MPI 3 4 big-host:6\d{4}", [1]),
+        (MPI_4, r"Open MPI 3 4 10\.96\.0\.1:6\d{4}", [1]),
+        (MPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, r"Open MPI 3 4 127\.0\.0\.1:6\d{4}", [1]),
+        (MPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, r"Open MPI 3 4 big-host:6\d{4}", []),
+        (SRUN, r"SLURM 3 4 node007:6\d{4}", [1]),
+        (SRUN | {"SLURM_STEP_NUM_NODES": "4"}, r"SLURM 3 4 node007:6\d{4}", []),
+        (SRUN | {"SLURM_STEP_NODELIST": "a1,b[2-3]"}, r"SLURM 3 4 a1:6\d{4}", [1]),
+        (SRUN | {"SLURM_STEP_NODELIST": "r[1,4-5]n[2-3]-x,b"}, r"SLURM 3 4 r1n2-x:6\d{4}", [1]),
+        (SRUN | {"SLURM_STEP_NODELIST": "node007"}, r"SLURM 3 4 127\.0\.0\.1:6\d{4}", [1]),
+        (SRUN | MPI_5, r"Open MPI 3 4 big-host:6\d{4}", [1]),
+    ],
+)
+def test_it_reads_what_a_launcher_says(variables, found, devices):
+    job, taken = read_launcher(variables)
+    text = f"{job.how} {job.process} {job.processes} {job.coordinator}"
+    assert re.fullmatch(found, text)
+    assert taken == devices
+
+
+def test_without_a_launcher_there_is_nothing():
+    assert read_launcher({"PATH": "/bin"}) is None
+
+
+def coordinator(environ):
+    return read_launcher(environ)[0].coordinator
+
+
+@pytest.mark.parametrize("job", [SRUN, MPI_5])
+def test_all_processes_of_a_job_meet_at_one_port(job):
+    others = {"SLURM_PROCID": "2", "SLURM_LOCALID": "0", "OMPI_COMM_WORLD_RANK": "2"}
+    assert coordinator(job) == coordinator(job | others)
+
+
+@pytest.mark.parametrize("change", [{"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "78"}])
+def test_jobs_and_steps_have_ports_of_their_own(change):
+    assert coordinator(SRUN) != coordinator(SRUN | change)

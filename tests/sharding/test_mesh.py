@@ -192,5 +192,8 @@ def test_slices_that_cannot_be_arranged_are_refused(dims, dcn_dims, slices, mess
 
 @pytest.mark.parametrize("use", ["make_sharding", "shard_batch"])
 def test_what_is_no_mesh_is_refused(use):
-    with pytest.raises(sf.ShardingError, match=r"mesh: expected one, as sf.make_mesh\(\) makes it"):
+    with pytest.raises(
+        sf.ShardingError,
+        match=r"mesh: expected a jax.sharding.Mesh, got .*; sf.make_mesh\(\) makes one",
+    ):
         getattr(sf, use)({"x": np.ones((8, 2))}, "mesh")

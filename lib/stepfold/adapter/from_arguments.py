@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
-from stepfold.adapter.arguments import MIXED, TrainingArguments, is_changed, seconds
+from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.optimizers import (
     ENDLESS,
     MOMENT_DTYPES,
@@ -26,21 +26,26 @@ from stepfold.adapter.optimizers import (
     optimizer_options,
     parse_scheduler,
 )
-from stepfold.checkpoint.checkpoints import Checkpoints
-from stepfold.core.loss_scale import dynamic_loss_scale
-from stepfold.core.optimizer import as_optimizer, takes_any_keyword
-from stepfold.core.precision import Precision
-from stepfold.core.validation import refuse_unknown
+from stepfold.adapter.validation import (
+    MIXED,
+    check_functions,
+    field_error,
+    is_changed,
+    seconds,
+)
+from stepfold.checkpoint.series import Checkpoints
+from stepfold.core.optimizer import as_optimizer
+from stepfold.core.precision import Precision, dynamic_loss_scale
+from stepfold.core.validation import refuse_unknown, takes_any_keyword
 from stepfold.errors import ConfigError, DataError
-from stepfold.loop.writers.base import Writer
+from stepfold.loop.writers.base import Writer, console_writer
 from stepfold.loop.writers.combinators import async_writer, multi_writer
-from stepfold.loop.writers.console import console_writer
 from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer
 from stepfold.loop.writers.tensorboard import tensorboard_writer
 from stepfold.loop.writers.wandb import wandb_writer
 from stepfold.sharding import mesh as meshes
 from stepfold.sharding.distributed import Distributed, start_distributed
-from stepfold.sharding.rules import Rules, fsdp
+from stepfold.sharding.plan import Rules, fsdp
 
 # Sizes and intervals
 
@@ -80,9 +85,7 @@ def plan(
     """Compute the sizes and intervals of a run.
 
     Sizes per device are multiplied by `devices`, or their number; by default all devices of jax.
-
-    Raises:
-      ConfigError: if two numbers do not fit together, or a fraction is of an unknown number.
+    Numbers that do not fit together, or fractions of an unknown number, are a ConfigError.
 
     >>> arguments = TrainingArguments(total_batch_size=32, num_train_epochs=3, log_steps=0.1)
     >>> sizes = plan(arguments, train_examples=1_000)
@@ -93,7 +96,7 @@ def plan(
         devices = jax.device_count()
     num_devices = devices if isinstance(devices, int) else len(devices)
     if num_devices < 1:
-        raise ConfigError(f"devices: expected at least one, got {devices!r}")
+        raise field_error("devices", "at least one", devices)
     train_batch, accumulate = _train_batch(arguments, num_devices)
     eval_batch = _eval_batch(arguments, train_batch, num_devices)
 
@@ -101,10 +104,9 @@ def plan(
     if epoch_steps is None and train_examples is not None:
         epoch_steps = train_examples // train_batch
         if not epoch_steps:
-            raise ConfigError(
-                f"total_batch_size: expected at most the {train_examples} training examples, got "
-                f"{train_batch}; give a smaller one, or more examples"
-            )
+            expected = f"at most the {train_examples} training examples"
+            advice = "give a smaller one, or more examples"
+            raise field_error("total_batch_size", expected, train_batch, advice)
     steps = None if epoch_steps is None else arguments.num_train_epochs * epoch_steps
     if arguments.max_steps is not None:
         steps = _to_steps(arguments, "max_steps", steps)
@@ -116,22 +118,19 @@ def plan(
     # An epoch of per_epoch_training_steps may end before or after the data, so it is due by steps.
     epoch = (None, 1) if set_epoch is None else (set_epoch, None)
     evaluates = arguments.do_eval and arguments.evaluation_strategy != "no"
-    evaluation_every, evaluation_every_epochs = arguments.eval_steps, None
-    if evaluates and arguments.evaluation_strategy == "epoch":
-        evaluation_every, evaluation_every_epochs = epoch
+    by_epoch = evaluates and arguments.evaluation_strategy == "epoch"
     available = None if eval_examples is None else math.ceil(eval_examples / eval_batch)
     limits = (available, arguments.max_evaluation_steps, arguments.per_epoch_evaluation_steps)
     eval_steps = min((limit for limit in limits if limit is not None), default=None)
 
-    save_steps, save_epochs = None, None
+    save_steps = save_epochs = None
     if arguments.save_steps is not None:
         save_steps = _to_steps(arguments, "save_steps", steps)
     if arguments.save_strategy == "epoch":
         if None not in (save_steps, set_epoch) and save_steps != set_epoch:
-            raise ConfigError(
-                f"save_steps: expected per_epoch_training_steps={set_epoch}, for "
-                f"save_strategy='epoch', got {arguments.save_steps}; leave out one of the three"
-            )
+            expected = f"per_epoch_training_steps={set_epoch}, for save_strategy='epoch'"
+            advice = "leave out one of the three"
+            raise field_error("save_steps", expected, arguments.save_steps, advice)
         save_steps, save_epochs = save_steps or epoch[0], epoch[1]
     limit = arguments.training_time_limit
     return Plan(
@@ -142,15 +141,15 @@ def plan(
         steps=steps,
         eval_steps=eval_steps if evaluates else None,
         evaluates=evaluates,
-        evaluation_every=evaluation_every,
-        evaluation_every_epochs=evaluation_every_epochs,
+        evaluation_every=epoch[0] if by_epoch else arguments.eval_steps,
+        evaluation_every_epochs=epoch[1] if by_epoch else None,
         save_steps=save_steps,
         save_epochs=save_epochs,
         # Also in performance_mode, which writes nothing, since log points detect a NaN.
         log_every=math.gcd(log_steps, report_steps),
         log_steps=log_steps,
         report_steps=report_steps,
-        seconds=None if limit is None else seconds("training_time_limit", limit),
+        seconds=None if limit is None else seconds(limit),
     )
 
 
@@ -165,30 +164,29 @@ def _train_batch(arguments: TrainingArguments, num_devices: int) -> tuple[int, i
         if accumulate == 1:
             accumulate = next(n for n in range(minimum, total + 1) if total % n == 0)
         elif accumulate < minimum:
-            raise ConfigError(
-                f"gradient_accumulation_steps: expected at least {minimum}, so that each of "
-                f"{num_devices} devices takes at most per_device_train_batch_size={per_device} of "
-                f"total_batch_size={total} at once, got {accumulate}; leave out one of the three"
+            expected = (
+                f"at least {minimum}, so that each of {num_devices} devices takes at most "
+                f"per_device_train_batch_size={per_device} of total_batch_size={total} at once"
             )
+            advice = "leave out one of the three"
+            raise field_error("gradient_accumulation_steps", expected, accumulate, advice)
     if total % accumulate:
         divisors = [str(n) for n in range(1, min(total, 64) + 1) if total % n == 0]
-        raise ConfigError(
-            f"gradient_accumulation_steps: expected a divisor of the batch of {total} examples, "
-            f"got {accumulate}; give one of {', '.join(divisors)}"
-        )
+        expected = f"a divisor of the batch of {total} examples"
+        advice = f"give one of {', '.join(divisors)}"
+        raise field_error("gradient_accumulation_steps", expected, accumulate, advice)
     return total, accumulate
 
 
 def _eval_batch(arguments: TrainingArguments, train_batch: int, num_devices: int) -> int:
     total, per_device = arguments.eval_batch_size, arguments.per_device_eval_batch_size
-    if total is None:
-        return train_batch if per_device is None else per_device * num_devices
-    if per_device is not None and per_device * num_devices != total:
-        raise ConfigError(
-            f"eval_batch_size: expected per_device_eval_batch_size={per_device} times "
-            f"{num_devices} devices, {per_device * num_devices}, got {total}; give one of them"
-        )
-    return total
+    if per_device is None:
+        return total or train_batch
+    if total not in (None, per_device * num_devices):
+        product = f"per_device_eval_batch_size={per_device} times {num_devices} devices"
+        expected = f"{product}, {per_device * num_devices}"
+        raise field_error("eval_batch_size", expected, total, "give one of them")
+    return per_device * num_devices
 
 
 def _to_steps(arguments: TrainingArguments, name: str, steps: int | None) -> int:
@@ -197,20 +195,16 @@ def _to_steps(arguments: TrainingArguments, name: str, steps: int | None) -> int
     if isinstance(value, int):
         return value
     if steps is None:
-        raise ConfigError(
-            f"{name}: expected an integer, because the number of steps is unknown, got {value}; "
-            "give max_steps, or a dataset with a length"
-        )
-    return max(1, int(value * steps))
+        expected = "an integer, because the number of steps is unknown"
+        raise field_error(name, expected, value, "give max_steps, or a dataset with a length")
+    return max(1, round(value * steps))
 
 
 def _check_within(arguments: TrainingArguments, name: str, steps: int | None) -> None:
     value = getattr(arguments, name)
     if steps is not None and value >= steps:
-        raise ConfigError(
-            f"{name}: expected fewer than the {steps} steps of the run, got {value}; give a lower "
-            "one, or more steps"
-        )
+        expected = f"fewer than the {steps} steps of the run"
+        raise field_error(name, expected, value, "give a lower one, or more steps")
 
 
 # Schedule and optimizer
@@ -223,46 +217,33 @@ def make_schedule(arguments: TrainingArguments, steps: int | None) -> optax.Sche
     `scheduler` to `learning_rate_end` at the last of the `steps` of the run. `steps` may be None,
     for unknown, if the schedule does not depend on it.
 
-    Raises:
-      ConfigError: if the schedule depends on unknown steps, or the warmup takes all of them.
-
     >>> arguments = TrainingArguments(learning_rate=0.1, scheduler="linear", warmup_steps=10)
     >>> schedule = make_schedule(arguments, 110)
     >>> [round(float(schedule(step)), 3) for step in (0, 5, 10, 60, 110)]
     [0.0, 0.05, 0.1, 0.05, 0.0]
     """
-    if arguments.custom_scheduler is not None:
-        return _custom_schedule(arguments.custom_scheduler, steps)
+    custom = arguments.custom_scheduler
+    if custom is not None:  # a schedule, or a function of the number of steps to one
+        result = custom(1 if steps is None else steps)
+        if callable(result) and steps is None:
+            raise ConfigError(
+                "custom_scheduler: expected a schedule, because the number of steps is unknown, "
+                "got a function from it to a schedule; give max_steps"
+            )
+        return result if callable(result) else custom
     name, _ = parse_scheduler(arguments.scheduler or "none")
     if steps is None and name not in ENDLESS:
-        raise ConfigError(
-            f"scheduler: expected one of {', '.join(ENDLESS)}, because the number of steps is "
-            f"unknown, got {arguments.scheduler!r}; give one of these, or max_steps"
-        )
+        expected = f"one of {', '.join(ENDLESS)}, because the number of steps is unknown"
+        advice = "give one of these, or max_steps"
+        raise field_error("scheduler", expected, arguments.scheduler, advice)
     _check_within(arguments, "warmup_steps", steps)
     warmup, peak = arguments.warmup_steps, arguments.learning_rate
-    schedule = SCHEDULES[name](
-        peak,
-        arguments.learning_rate_end or 0.0,
-        1 if steps is None else steps - warmup,
-        **arguments.scheduler_kwargs,
-    )
+    end = arguments.learning_rate_end or 0.0
+    decay_steps = 1 if steps is None else steps - warmup
+    schedule = SCHEDULES[name](peak, end, decay_steps, **arguments.scheduler_kwargs)
     if not warmup:
         return schedule
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), schedule], [warmup])
-
-
-def _custom_schedule(custom: Callable[..., Any], steps: int | None) -> optax.Schedule:
-    """Return a schedule from itself, or from a function of the number of steps."""
-    result = custom(1 if steps is None else steps)
-    if not callable(result):
-        return custom
-    if steps is None:
-        raise ConfigError(
-            "custom_scheduler: expected a schedule, because the number of steps is unknown, got a "
-            "function from it to a schedule; give max_steps"
-        )
-    return result
 
 
 def make_optimizer(
@@ -307,14 +288,8 @@ def _prune(
     return as_optimizer(wrap(tx))
 
 
-_RATE_FIELDS = (
-    *("learning_rate", "learning_rate_end", "scheduler", "scheduler_kwargs"),
-    *("custom_scheduler", "warmup_steps"),
-)
-_OPTIMIZER_FIELDS = (
-    *("optimizer", "extra_optimizer_kwargs", "weight_decay", "clip_grad", "tx_mu_dtype"),
-    "frozen_parameters",
-)
+_RATE = "learning_rate learning_rate_end scheduler scheduler_kwargs custom_scheduler warmup_steps"
+_OPTIMIZER = "optimizer extra_optimizer_kwargs weight_decay clip_grad tx_mu_dtype frozen_parameters"
 
 
 def optimizer_of(
@@ -327,12 +302,8 @@ def optimizer_of(
 
     `tx` and `scheduler` replace those of the arguments. `pruning_module` still wraps `tx`.
     """
-    replaced: tuple[str, ...] = ()
-    if tx is not None:
-        replaced = _RATE_FIELDS + _OPTIMIZER_FIELDS
-    elif scheduler is not None:
-        replaced = _RATE_FIELDS
-    for field in replaced:
+    replaced = "" if scheduler is None else _RATE
+    for field in (replaced if tx is None else f"{_RATE} {_OPTIMIZER}").split():
         if is_changed(arguments, field):
             raise ConfigError(
                 f"{'scheduler' if tx is None else 'tx'}: expected arguments that do not set what "
@@ -395,7 +366,7 @@ def sharding_rules(arguments: TrainingArguments) -> Rules:
     return fsdp() if arguments.auto_shard_states else [("", PartitionSpec())]
 
 
-# Precision, rematerialization and the loss
+# Precision and the loss
 
 
 def precision(arguments: TrainingArguments) -> Precision:
@@ -412,10 +383,8 @@ def precision(arguments: TrainingArguments) -> Precision:
 
 def _to_dtype(field: str, dtype: str) -> np.dtype[Any]:
     if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
-        raise ConfigError(
-            f"{field}: expected float32 or narrower, because jax has float64 disabled, got {dtype};"
-            " set JAX_ENABLE_X64=1 in the environment"
-        )
+        expected = "float32 or narrower, because jax has float64 disabled"
+        raise field_error(field, expected, dtype, "set JAX_ENABLE_X64=1 in the environment")
     return jnp.dtype(dtype)
 
 
@@ -430,36 +399,22 @@ def cast_params(arguments: TrainingArguments, params: Any) -> Any:
     return tree.cast_floats(params, _to_dtype("param_dtype", arguments.param_dtype))
 
 
-def remat(arguments: TrainingArguments) -> str | None:
-    """Return the `remat` of `make_train_step`, from `gradient_checkpointing`.
-
-    >>> remat(TrainingArguments(gradient_checkpointing="nothing_saveable"))
-    'nothing_saveable'
-    """
-    policy = arguments.gradient_checkpointing
-    return None if policy == "none" else policy
-
-
 def make_loss(
     arguments: TrainingArguments, loss_fn: Callable[..., Any], mesh: Mesh | None = None
 ) -> Callable[..., Any]:
     """Wrap a loss function to follow the arguments.
 
-    `loss_config` is passed as keywords. With `aux_loss_enabled=False`, terms whose name starts
-    with `aux` are dropped. `use_fast_kernels` sets the precision of matrix products. On a mesh,
-    batches are sharded by `step_partition_spec`.
-
-    Raises:
-      ConfigError: if the loss function does not take `loss_config`.
+    `loss_config` is passed as keywords, which it has to take. With `aux_loss_enabled=False`, terms
+    whose name starts with `aux` are dropped. `use_fast_kernels` sets the precision of matrix
+    products. On a mesh, batches are sharded by `step_partition_spec`.
 
     >>> arguments = TrainingArguments(loss_config={"scale": 2.0}, aux_loss_enabled=False)
     >>> loss = make_loss(arguments, lambda p, b, key, scale=1.0: {"ce": p * scale, "aux_z": p})
     >>> loss(3.0, None, None)
     {'ce': 6.0}
     """
+    check_functions(loss_fn=loss_fn)
     config, fast = arguments.loss_config, arguments.use_fast_kernels
-    if not callable(loss_fn):
-        raise ConfigError(f"loss_fn: expected a loss function, got {tree.spell(loss_fn)}")
     if config and not takes_any_keyword(loss_fn):
         unknown = [name for name in config if name not in inspect.signature(loss_fn).parameters]
         if unknown:
@@ -468,60 +423,38 @@ def make_loss(
                 f"{', '.join(unknown)}; add them to its parameters, or leave them out"
             )
 
+    def constrain(leaf: Any) -> Any:
+        """Shard an array by the first entries of the spec, one for each dimension."""
+        if mesh is None or arguments.step_partition_spec is None or not tree.is_array(leaf):
+            return leaf
+        spec = PartitionSpec(*arguments.step_partition_spec[: leaf.ndim])
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
     @wraps(loss_fn)
     def loss(params: Any, batch: Any, *rest: Any) -> Any:
-        if mesh is not None and arguments.step_partition_spec is not None:
-            batch = _constrain(batch, mesh, arguments.step_partition_spec)
         matmul_precision = "default" if fast else "highest"
         with nullcontext() if fast is None else jax.default_matmul_precision(matmul_precision):
-            result = loss_fn(params, batch, *rest, **config)
+            result = loss_fn(params, jax.tree.map(constrain, batch), *rest, **config)
         return result if arguments.aux_loss_enabled else _without_aux(result)
 
     return loss
 
 
-def _constrain(batch: Any, mesh: Mesh, spec: tuple[Any, ...]) -> Any:
-    """Shard each array by the first entries of the spec, one per dimension."""
-
-    def constrain(leaf: Any) -> Any:
-        if not tree.is_array(leaf):
-            return leaf
-        sharding = NamedSharding(mesh, PartitionSpec(*spec[: leaf.ndim]))
-        return jax.lax.with_sharding_constraint(leaf, sharding)
-
-    return jax.tree.map(constrain, batch)
-
-
 def _without_aux(result: Any) -> Any:
     terms, *rest = result if isinstance(result, tuple) else (result,)
-    if not isinstance(terms, dict):
-        raise ConfigError(
-            "aux_loss_enabled: expected a loss function that returns a dict of terms, as in "
-            f"{{'loss': …, 'aux_router': …}}, to drop some, got {tree.spell(terms)}; return a dict,"
-            " or leave out the field"
-        )
-    kept = {name: term for name, term in terms.items() if not name.startswith("aux")}
+    is_dict = isinstance(terms, dict)
+    kept = {n: term for n, term in terms.items() if not n.startswith("aux")} if is_dict else {}
     if not kept:
         raise ConfigError(
-            "aux_loss_enabled: expected a loss function with a term whose name is not aux…, got "
-            f"{', '.join(terms)}; rename one, or leave out the field"
+            "aux_loss_enabled: expected a loss function that returns a dict of terms, as in "
+            "{'loss': …, 'aux_router': …}, to drop those named aux…, got "
+            f"{', '.join(terms) if is_dict else tree.spell(terms)}; return others too, or leave "
+            "out the field"
         )
     return (kept, *rest) if isinstance(result, tuple) else kept
 
 
 # Examples
-
-
-def shuffle_seed(arguments: TrainingArguments) -> int | None:
-    """Return the seed of the data order; None keeps the order of the dataset.
-
-    >>> shuffle_seed(TrainingArguments(seed=1, shuffle_seed_train=3))
-    3
-    """
-    if not arguments.shuffle_train_dataset:
-        return None
-    seed = arguments.shuffle_seed_train
-    return arguments.seed if seed is None else seed
 
 
 def transform(arguments: TrainingArguments) -> Callable[[Any], Any] | None:
@@ -552,10 +485,13 @@ def transform(arguments: TrainingArguments) -> Callable[[Any], Any] | None:
 
 def _is_unused(value: Any) -> bool:
     """Whether no step can take the value: None, text, dates and objects."""
-    return value is None or np.asarray(value).dtype.kind in "OUSMm"
+    try:
+        return not tree.is_numeric(np.asarray(value).dtype)
+    except ValueError:  # lists of unequal lengths
+        return any(map(_is_unused, value))
 
 
-# Checkpoints
+# Checkpoints and writers
 
 
 def checkpoints(arguments: TrainingArguments, plan: Plan) -> Checkpoints | None:
@@ -569,51 +505,37 @@ def checkpoints(arguments: TrainingArguments, plan: Plan) -> Checkpoints | None:
     """
     if arguments.output_dir is None or not arguments.do_last_save:
         return None
-    best = best_metric(arguments)
+    metric, mode = best_metric(arguments)
     return Checkpoints(
         Path(arguments.output_dir) / arguments.checkpoints_dir,
         every=plan.save_steps,
         every_epochs=plan.save_epochs,
         every_minutes=arguments.save_interval_minutes,
         keep=arguments.save_total_limit,
-        best=best,
-        mode=best_mode(arguments) if best is not None else None,
+        best=metric,
+        mode=mode if metric is not None else None,
     )
 
 
-def best_metric(arguments: TrainingArguments) -> str | None:
-    """Return the name of `metric_for_best_model` in a run. The prefix defaults to `eval/`.
+def best_metric(arguments: TrainingArguments) -> tuple[str | None, str | None]:
+    """Return the name of `metric_for_best_model` in a run, and "max", "min" or None.
 
-    >>> best_metric(TrainingArguments(metric_for_best_model="cer"))
-    'eval/cer'
+    >>> best_metric(TrainingArguments(metric_for_best_model="cer", greater_is_better=False))
+    ('eval/cer', 'min')
     """
-    metric = arguments.metric_for_best_model
-    if metric is None:
-        return None
-    metric = re.sub("^(evaluation[./]|eval[./_])", "eval/", metric)
-    metric = re.sub("^train[._]", "train/", metric)
-    return metric if "/" in metric else f"eval/{metric}"
-
-
-def best_mode(arguments: TrainingArguments) -> str | None:
-    """Return "max" or "min" by `greater_is_better`; None if the metric's name decides.
-
-    >>> best_mode(TrainingArguments(metric_for_best_model="cer", greater_is_better=False))
-    'min'
-    """
-    return {None: None, True: "max", False: "min"}[arguments.greater_is_better]
-
-
-# Writers
+    metric, mode = arguments.metric_for_best_model, {None: None, True: "max", False: "min"}
+    if metric is not None:
+        metric = re.sub("^(evaluation[./]|eval[./_])", "eval/", metric)
+        metric = re.sub("^train[._]", "train/", metric)
+        metric = metric if "/" in metric else f"eval/{metric}"
+    return metric, mode[arguments.greater_is_better]
 
 
 def writers(arguments: TrainingArguments) -> Writer | None:
     """Make a background writer of metrics, or None if they are not written.
 
-    Files are in `logs_of(arguments)`; without `output_dir` there are none.
-
-    Raises:
-      ConfigError: if files are set without `output_dir`, or a package is not installed.
+    Files are in `output_dir/logs_dir`. Without `output_dir` there are none, and to set `report_to`
+    is a ConfigError.
 
     >>> writers(TrainingArguments(report_metrics=False)) is None
     True
@@ -623,9 +545,7 @@ def writers(arguments: TrainingArguments) -> Writer | None:
     kinds = arguments.report_to
     if arguments.output_dir is None:
         if kinds and is_changed(arguments, "report_to"):
-            raise ConfigError(
-                f"report_to: expected no files without output_dir, got {kinds}; give output_dir"
-            )
+            raise field_error("report_to", "no files without output_dir", kinds, "give output_dir")
         kinds = ()
     logs = logs_of(arguments)
     files: dict[str, Callable[[], Writer]] = {
@@ -642,11 +562,7 @@ def writers(arguments: TrainingArguments) -> Writer | None:
 
 
 def logs_of(arguments: TrainingArguments) -> Path:
-    """Return the directory of metric files, one per process if every process writes.
-
-    >>> logs_of(TrainingArguments(output_dir="runs/a"))
-    PosixPath('runs/a/logs')
-    """
+    """Return the directory of metric files, one per process if every process writes."""
     directory = Path(arguments.output_dir or ".") / arguments.logs_dir
     if writes_everywhere(arguments):
         return directory / f"process_{jax.process_index()}"
@@ -654,20 +570,12 @@ def logs_of(arguments: TrainingArguments) -> Path:
 
 
 def writes_everywhere(arguments: TrainingArguments) -> bool:
-    """Whether every process writes metrics, and not only the first.
-
-    >>> writes_everywhere(TrainingArguments(log_all_workers=True))
-    True
-    """
+    """Whether every process writes metrics, and not only the first."""
     return arguments.log_all_workers or not arguments.process_zero_is_admin
 
 
 def wandb_options(arguments: TrainingArguments) -> dict[str, Any]:
-    """Return the keyword arguments of `wandb.init`.
-
-    >>> wandb_options(TrainingArguments(use_wandb=True, trainer_prefix="sft", model_name="tiny"))
-    {'project': 'sft-tiny'}
-    """
+    """Return the keyword arguments of `wandb.init`."""
     options = {
         "project": "-".join(filter(None, (arguments.trainer_prefix, arguments.model_name))),
         "entity": arguments.wandb_entity,

@@ -4,16 +4,18 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
 
-from stepfold import tree
-from stepfold.core.validation import check_count
+from stepfold.core.validation import check_count, mismatch
 from stepfold.errors import ConfigError, OutOfMemoryError
 from stepfold.inspect.memory import is_exhausted
 from stepfold.loop.hooks.base import BaseHook, Event, StatefulHook, Stop, call_optional
 from stepfold.loop.hooks.progress import progress
+
+if TYPE_CHECKING:
+    from stepfold.adapter.trainer import Trainer
 
 
 class StopTraining(Exception):  # noqa: N818  not an error, as StopIteration is not
@@ -30,20 +32,6 @@ class StopTraining(Exception):  # noqa: N818  not an error, as StopIteration is 
     def __init__(self, message: str = "StopTraining was raised", kind: str = "hook") -> None:
         super().__init__(message)
         self.kind = kind
-
-
-def check_finite(metrics: Mapping[str, Any]) -> None:
-    """Raise `StopTraining` if the loss is NaN or infinite."""
-    for name in ("loss", "train/loss"):
-        value = metrics.get(name)
-        if value is not None and not np.isfinite(value):
-            raise StopTraining(f"{name} is {float(value)}", "nonfinite")
-
-
-def check_time(seconds: float, limit: float | None) -> None:
-    """Raise `StopTraining` if a time limit is reached."""
-    if limit is not None and seconds >= limit:
-        raise StopTraining(f"the time limit of {limit:g} s was reached", "time_limit")
 
 
 class StopOnSkipped(StatefulHook):
@@ -92,14 +80,18 @@ class Watcher(NamedTuple):
     function: Callable[[Any], Any]
     every: int = 1
 
-    def check(self) -> None:
-        """Check the types of the attributes."""
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigError(f"name: expected the name of a watcher, got {tree.spell(self.name)}")
-        if not callable(self.function):
-            function = tree.spell(self.function)
-            raise ConfigError(f"function: expected a function of the state, got {function}")
-        check_count("every", self.every)
+
+def check_watchers(watchers: Sequence[Watcher]) -> None:
+    """Check the attributes of watchers, and that their names differ."""
+    for name, function, interval in watchers:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(mismatch("name", "the name of a watcher", name))
+        if not callable(function):
+            raise ConfigError(mismatch("function", "a function of the state", function))
+        check_count("every", interval)
+    names = [watcher.name for watcher in watchers]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"watchers: expected different names, got {', '.join(names)}")
 
 
 class TrainerHook(BaseHook):
@@ -112,8 +104,10 @@ class TrainerHook(BaseHook):
     writes_metrics = True  # by `log_metrics`
     provides = ("watch/",)
 
-    def __init__(self, trainer: Any) -> None:  # a Trainer, whose module imports this one
+    def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
+        if getattr(trainer.dataloader_train, "steps_per_epoch", None):
+            self.end_epoch = self._end_epoch  # which ends an interval of metrics
         self._bar_state: Any = None  # of the resumed run
         self.needs_exact_state = trainer.has_watchers
 
@@ -155,19 +149,15 @@ class TrainerHook(BaseHook):
         call_optional(self._trainer.progress_bar, "close")
         self.flush()
 
+    def _end_epoch(self, epoch: int) -> None:
+        self._trainer.epochs_done = epoch + 1
+
     def get_state(self) -> dict[str, Any]:
         bar = self._trainer.progress_bar
         return {"bar": bar.get_state() if hasattr(bar, "get_state") else self._bar_state}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         self._bar_state = state["bar"]
-
-
-class EpochTrainerHook(TrainerHook):
-    """A `TrainerHook` for batches that know their epochs; an epoch ends an interval of metrics."""
-
-    def end_epoch(self, epoch: int) -> None:
-        self._trainer.epochs_done = epoch + 1
 
 
 def add_advice(error: BaseException) -> None:
@@ -186,18 +176,23 @@ def add_advice(error: BaseException) -> None:
         )
 
 
-def epoch_means(history: Mapping[str, Any], epoch_steps: int) -> dict[str, list[float]]:
+def epoch_means(
+    history: Mapping[str, Any], epoch_steps: int, start: int = 0
+) -> dict[str, list[float]]:
     """Return metrics by epoch, with names such as `train_loss`.
 
     Train metrics are means over the steps of an epoch, others are its last value. Epochs without a
-    value are left out.
+    value are left out. `start` is the step at which the run started.
     """
     means: dict[str, list[float]] = {}
     for name, curve in history.items():
         epochs: dict[int, list[tuple[float, int]]] = {}  # values, and the steps each stands for
-        before = 0
+        # The history of a resumed run has the steps before `start` too.
+        before = start if curve.steps[:1] > [start] else 0
         for step, value in zip(curve.steps, curve, strict=True):
-            epochs.setdefault((step - 1) // epoch_steps, []).append((value, step - before))
+            epoch = (step - 1) // epoch_steps
+            count = step - max(before, epoch * epoch_steps)
+            epochs.setdefault(epoch, []).append((value, count))
             before = step
         if name.startswith("train/"):
             values = [sum(x * n for x, n in e) / sum(n for _, n in e) for e in epochs.values()]
@@ -267,11 +262,9 @@ class NullProgressBar:
 
     step = 0
 
-    def open(self, step: int) -> None: ...
-    def set_postfix(self, metrics: Mapping[str, float] | None = None, **more: float) -> None: ...
-    def update(self, n: int = 1) -> None: ...
-    def reset(self) -> None: ...
-    def close(self) -> None: ...
+    def _do_nothing(self, *_: Any, **__: Any) -> None: ...
+
+    open = set_postfix = update = reset = close = _do_nothing
 
 
 class CompilationTracker:
@@ -300,6 +293,9 @@ class Timers:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        if name in self._started:  # the outer block is timed
+            yield
+            return
         self._started[name] = time.perf_counter()
         try:
             yield

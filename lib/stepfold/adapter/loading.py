@@ -1,8 +1,9 @@
 """Batches of the trainer: order, columns, padding, masks and data positions."""
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import numpy as np
@@ -10,39 +11,68 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
-from stepfold.adapter.from_arguments import shuffle_seed, transform
+from stepfold.adapter.from_arguments import Plan, transform
+from stepfold.core.validation import mismatch, read_integer, takes_any_keyword
 from stepfold.data.batches import batches
-from stepfold.data.collate import collate
-from stepfold.data.integers import read_integer
-from stepfold.data.leaves import check_truncate
+from stepfold.data.collate import check_truncate, collate
 from stepfold.data.prefetch import prefetch
-from stepfold.data.sources.grained import Grained
-from stepfold.data.sources.kinds import is_stream, read_source
-from stepfold.data.sources.rows import ENDLESS
-from stepfold.data.sources.stacking import stack
+from stepfold.data.sources import ENDLESS, GrainStream, is_stream, read_source, stack
 from stepfold.errors import CheckpointError, ConfigError
 from stepfold.sharding.mesh import DATA_AXES
+
+if TYPE_CHECKING:
+    from stepfold.adapter.trainer import Trainer
 
 Collect = Callable[[Any], Any]
 Prepare = Callable[[Any], Any]
 
 
 class TrainingLoader:
-    """Apply `prepare` to each batch; other attributes are those of the inner iterator."""
+    """Apply `prepare` to each batch; other attributes are those of the iterator."""
 
-    def __init__(self, inner: Any, prepare: Prepare, epoch_steps: int | None) -> None:
-        self._inner, self._prepare, self.steps_per_epoch = inner, prepare, epoch_steps
+    def __init__(
+        self,
+        iterator: Any,
+        prepare: Prepare = lambda batch: batch,
+        epoch_steps: int | None = None,
+    ) -> None:
+        self._iterator, self._prepare, self._epoch_steps = iterator, prepare, epoch_steps
+        self.steps_per_epoch = epoch_steps or getattr(iterator, "steps_per_epoch", None)
+        self._peeked: list[tuple[Any, Any]] = []  # the next batch and its position
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        return self._prepare(next(self._inner))
+        if self._peeked:
+            return self._peeked.pop()[0]
+        return self._prepare(next(self._iterator))
+
+    def peek(self) -> Any:
+        """Return the next batch, and stay at its position."""
+        if not self._peeked:
+            position = self._iterator.get_state() if hasattr(self, "get_state") else None
+            try:
+                self._peeked.append((next(self), position))
+            except StopIteration:
+                raise ConfigError(
+                    "dataloader_train: expected a batch to compile for, got none"
+                ) from None
+        return self._peeked[0][0]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # `_inner` itself, during a copy
+        if name.startswith("_"):  # `_iterator` itself, during a copy
             raise AttributeError(name)
-        return getattr(self._inner, name)
+        value = getattr(self._iterator, name)
+        if name == "without":
+            return lambda ranges: TrainingLoader(value(ranges), self._prepare, self._epoch_steps)
+        if name == "get_state" and self._peeked:
+            return lambda: self._peeked[0][1]
+        return self._move if name == "set_state" else value
+
+    def _move(self, position: Any) -> None:
+        self._peeked.clear()
+        self._iterator.set_state(position)
 
 
 class EvaluationLoader:
@@ -66,52 +96,46 @@ class EvaluationLoader:
 
 
 def training_batches(
-    arguments: TrainingArguments,
-    dataset: Any,
-    batch_size: int,
-    *,
-    collect: Collect | None,
-    prepare: Prepare,
-    epoch_steps: int | None,
-    epochs: int | None = None,
+    arguments: TrainingArguments, dataset: Any, plan: Plan, collect: Collect | None
 ) -> TrainingLoader:
     """Make training batches, reshuffled each epoch; incomplete batches are dropped.
 
-    `batch_size` counts the examples of all processes. A source repeats without end; a stream is
-    iterated `epochs` times. Without `collect`, examples are stacked.
+    A source repeats without end; a stream is iterated once for each epoch, unless the number of
+    steps is known. Without `collect`, examples are stacked.
     """
-    seed = shuffle_seed(arguments)
+    seed = None
+    if arguments.shuffle_train_dataset and not is_stream(dataset):
+        seed = arguments.shuffle_seed_train
+        seed = arguments.seed if seed is None else seed
     dataset, drop_columns = without_columns(dataset, arguments)
-    is_grain = arguments.use_grain and not is_stream(dataset)
+    workers, streams = arguments.dataloader_num_workers, is_stream(dataset)
+    is_grain = arguments.use_grain and not streams
     if is_grain:
-        threads = arguments.dataloader_num_workers
-        dataset, seed = Grained(dataset, seed=seed, threads=threads), None
-    streams = is_stream(dataset)
+        dataset, seed = GrainStream(dataset, seed=seed, threads=workers), None
     loader: Any = batches(
         dataset,
-        batch_size,
-        seed=None if streams else seed,
+        plan.train_batch,
+        seed=seed,
         start=0 if streams else arguments.step_start_point,
-        epochs=epochs if streams else None,
+        epochs=arguments.num_train_epochs if streams and not plan.steps else None,
         transform=drop_columns,
         collate=collect,
         process_index=arguments.grain_shard_index,
         process_count=arguments.grain_shard_count,
     )
-    epoch_steps = epoch_steps or getattr(loader, "steps_per_epoch", None)
-    if arguments.dataloader_num_workers and not is_grain:
-        loader = prefetch(loader, size=arguments.dataloader_num_workers)
-    return TrainingLoader(loader, prepare, epoch_steps)
+    if workers and not is_grain:
+        loader = prefetch(loader, size=workers)
+    return TrainingLoader(loader, _mask_for(arguments), plan.epoch_steps)
 
 
 def evaluation_batches(
     arguments: TrainingArguments,
     dataset: Any,
-    batch_size: int,
-    *,
+    plan: Plan,
     collect: Collect | None,
-    prepare: Prepare,
-    steps: int | None,
+    *,
+    mesh: Mesh | None = None,
+    steps: int | None = None,
 ) -> EvaluationLoader:
     """Make evaluation batches: one pass in order, with an incomplete last batch.
 
@@ -119,16 +143,16 @@ def evaluation_batches(
     function has to respect its mask.
     """
     if hasattr(type(dataset), "__next__"):
-        raise ConfigError(
-            f"dataset_eval: expected data that can be iterated for each evaluation, got "
-            f"{tree.spell(dataset)}; give a list of it, or a function that makes it"
-        )
+        expected = "data that can be iterated for each evaluation"
+        advice = "give a list of it, or a function that makes it"
+        raise ConfigError(mismatch("dataset_eval", expected, dataset, advice))
     dataset, drop_columns = without_columns(dataset, arguments)
+    add_mask = _mask_for(arguments)
 
     def make() -> Iterator[Any]:
         loader = batches(
             dataset,
-            batch_size,
+            plan.eval_batch,
             epochs=1,
             remainder="keep" if jax.process_count() == 1 else "pad",
             transform=drop_columns,
@@ -136,9 +160,13 @@ def evaluation_batches(
             process_index=arguments.grain_shard_index,
             process_count=arguments.grain_shard_count,
         )
-        return map(prepare, loader)
+        return (replicate_if_uneven(add_mask(batch), mesh) for batch in loader)
 
     return EvaluationLoader(make, steps)
+
+
+def _mask_for(arguments: TrainingArguments) -> Prepare:
+    return (lambda batch: batch) if "mask" in arguments.ids_to_pop_from_dataset else with_mask
 
 
 def length_of(dataset: Any) -> int | None:
@@ -189,6 +217,34 @@ def replicate_if_uneven(batch: Any, mesh: Mesh | None) -> Any:
 # Examples to batches
 
 
+def collect_of(trainer: "Trainer", dataset: Any) -> Collect | None:
+    """Return a trainer's function from a list of examples to a batch; None stacks them.
+
+    A collect function of a subclass comes first. It gets the output of `data_collator` or, without
+    one, columns. Otherwise it is `data_collator`, or with `max_length` one that pads and truncates.
+    """
+    arguments, collator = trainer.arguments, trainer.data_collator
+    kind = "tfds_" if hasattr(dataset, "as_numpy_iterator") else ""
+    kind = "grain_" if arguments.use_grain else kind
+    names = [f"create_{kind}collect_function", "create_collect_function"]
+    own = next(filter(trainer.overrides, names), None)
+    if own is None and (collator is not None or arguments.max_length is None):
+        return collator
+    make = getattr(trainer, own or names[0])
+    options = {
+        "max_sequence_length": arguments.max_length,
+        "truncation_mode": arguments.truncation_mode,
+    }
+    if not takes_any_keyword(make):
+        parameters = inspect.signature(make).parameters
+        options = {name: value for name, value in options.items() if name in parameters}
+    collect: Collect = make(**options)
+    if own is None:
+        return collect
+    first = columns if collator is None else collator
+    return lambda examples: collect(first(examples))
+
+
 def collect_function(max_sequence_length: int | None, truncation_mode: str) -> Collect:
     """Make a collate function for a list of examples or a dict of columns.
 
@@ -231,7 +287,7 @@ def _column(values: list[Any]) -> Any:
 def seek(loader: Any, position: Any, step: int) -> None:
     """Move batches to a saved position or, without one, to a step.
 
-    Streams and other iterators without a position that follows from the step are not moved to it.
+    To a step, only `sf.batches` over a source move, since others have no position for each step.
     """
     if not (hasattr(loader, "get_state") and hasattr(loader, "set_state")):
         if position is not None:
@@ -258,4 +314,4 @@ def position_at(loader: Any, step: int) -> Any:
 
 def _follows_from_step(position: Any) -> bool:
     """Whether a position is one of `sf.batches` over a source, which the step determines."""
-    return isinstance(position, dict) and position.keys() == {"step", "pipeline"}
+    return isinstance(position, dict) and position.keys() - {"skipped"} == {"step", "pipeline"}

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -116,12 +116,24 @@ _NOT_BY_NAME = {
     "schedule_free": "it wraps an optimizer; use schedule_free_adamw or schedule_free_sgd, or give "
     "tx=…",
 }
+# Their schedule follows the count of their moments, which cannot start at another step.
+_COUNTS_ITSELF = ("dadapt_adamw", "madgrad", "momo", "momo_adam", "prodigy")
 
 
 def optimizer_names() -> list[str]:
     """List the optimizers of optax and optax.contrib that can be built by name."""
     names = {*vars(optax), *vars(contrib)} - _NOT_BY_NAME.keys()
-    return sorted(name for name in names if _lookup(name) is not None)
+    return sorted(name for name in names if _find(name) is not None)
+
+
+def _find(name: str) -> Callable[..., optax.GradientTransformation] | None:
+    rates = {"learning_rate", "max_learning_rate"}
+    for module in (optax, contrib):
+        build: Any = vars(module).get(name)  # `getattr` warns at deprecated names
+        is_public = inspect.isfunction(build) and not name.startswith(("_", "scale_by_"))
+        if is_public and rates & inspect.signature(build).parameters.keys():
+            return build  # type: ignore[no-any-return]
+    return None
 
 
 def find_optimizer(name: str) -> Callable[..., optax.GradientTransformation]:
@@ -130,22 +142,12 @@ def find_optimizer(name: str) -> Callable[..., optax.GradientTransformation]:
         raise ConfigError(
             f"optimizer: expected one that can be built by name, got {name!r}; {_NOT_BY_NAME[name]}"
         )
-    build = _lookup(name)
+    build = _find(name)
     if build is None:
         names = optimizer_names()
         advice = suggest(name, names) or "give tx=… for another optimizer"
         raise ConfigError(f"optimizer: expected one of {', '.join(names)}, got {name!r}; {advice}")
     return build
-
-
-def _lookup(name: str) -> Callable[..., optax.GradientTransformation] | None:
-    rates = {"learning_rate", "max_learning_rate"}
-    for module in (optax, contrib):
-        build: Any = vars(module).get(name)  # `getattr` warns at deprecated names
-        is_public = inspect.isfunction(build) and not name.startswith(("_", "scale_by_"))
-        if is_public and rates & inspect.signature(build).parameters.keys():
-            return build  # type: ignore[no-any-return]
-    return None
 
 
 def optimizer_options(name: str) -> dict[str, Any]:
@@ -185,9 +187,10 @@ def build_optimizer(
     parameters = inspect.signature(build).parameters
     if "learning_rate" not in parameters:  # polyak_sgd scales its own rate
         return build(scaling=schedule, **options)
-    if "Callable" in str(parameters["learning_rate"].annotation):
+    types = get_args(parameters["learning_rate"].annotation)
+    if {*types} >= {*get_args(optax.ScalarOrSchedule)} and name not in _COUNTS_ITSELF:
         return build(learning_rate=schedule, **options)
-    # The optimizer takes only a number, so the wrapper passes the rate of each step.
+    # The wrapper passes the rate of each step as a number.
     static = tuple(option for option in parameters if option != "learning_rate")
     return optax.inject_hyperparams(build, static_args=static)(learning_rate=schedule, **options)
 

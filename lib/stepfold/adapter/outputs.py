@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -63,7 +65,7 @@ class Output:
         """Read the text of `to_json`, with an `Unserializable` for each value stored by name."""
         try:
             data = dict(_decode(json.loads(json_str)))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"from_json: expected the text of to_json, got {json_str!r:.60}; give it unchanged"
             ) from error
@@ -169,15 +171,8 @@ class TrainerConfigureFunctionOutput(Output):
             sharded_evaluation_step_function=evaluate,
         )
 
-    @property
-    def train_step_fn(self) -> Any:
-        """The training step."""
-        return self.sharded_training_step_function
-
-    @property
-    def eval_step_fn(self) -> Any:
-        """The evaluation step."""
-        return self.sharded_evaluation_step_function
+    train_step_fn = property(attrgetter("sharded_training_step_function"))
+    eval_step_fn = property(attrgetter("sharded_evaluation_step_function"))
 
 
 def _either(short_name: str, short_value: Any, value: Any) -> Any:
@@ -250,14 +245,14 @@ class TrainerOutput(Output):
         return output.replace(state=restore(directory, like, step=step).state)
 
     def _directory_and_step(self) -> tuple[str, int]:
-        path = Path(self.checkpoint_path or "")
-        if not path.name.isdecimal():
+        directory, step = os.path.split(self.checkpoint_path or "")  # a path or a URL
+        if not step.isdecimal():
             raise ConfigError(
                 "checkpoint_path: expected '<directory>/<step>', since JSON does not hold the "
                 f"arrays of the state, got {self.checkpoint_path!r}; save the state with "
                 "save_pretrained or sf.save, and give replace(checkpoint_path=…)"
             )
-        return str(path.parent), int(path.name)
+        return directory or ".", int(step)
 
 
 @dataclass(frozen=True)

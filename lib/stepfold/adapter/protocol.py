@@ -1,21 +1,14 @@
 """EasyDeL's trainer protocol, as a runtime-checkable `Protocol`."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from stepfold.adapter.arguments import Truncation
-from stepfold.adapter.outputs import (
-    TrainerConfigureDataloaderOutput,
-    TrainerConfigureFunctionOutput,
-    TrainerConfigureModelOutput,
-    TrainerOutput,
-)
+from stepfold.adapter.validation import Truncation
 
 
 @runtime_checkable
 class BaseTrainerProtocol(Protocol):
-    """Members of a trainer; `isinstance` checks that an object has them all.
+    """Members of a trainer, which `Trainer` describes; `isinstance` checks that all are there.
 
     A subclass may define only the members that it needs.
 
@@ -25,7 +18,7 @@ class BaseTrainerProtocol(Protocol):
 
     arguments: Any
     checkpoint_manager: Any
-    checkpoint_path: str | os.PathLike[str] | None
+    checkpoint_path: Any
     config: Any
     data_collator: Callable[..., Any] | None
     dataloader_eval: Any
@@ -63,21 +56,14 @@ class BaseTrainerProtocol(Protocol):
     @property
     def is_process_zero(self) -> bool: ...
     @property
-    def is_enable(self) -> bool:
-        """Whether this process logs."""
-
-    def initialize_trainer_utils(self) -> None:
-        """Make writers, batches, the state and the steps."""
-
-    def configure_model(self) -> TrainerConfigureModelOutput: ...
-    def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput: ...
-    def configure_functions(self) -> TrainerConfigureFunctionOutput: ...
-
+    def is_enable(self) -> bool: ...
+    def initialize_trainer_utils(self) -> None: ...
+    def configure_model(self) -> Any: ...
+    def configure_dataloaders(self) -> Any: ...
+    def configure_functions(self) -> Any: ...
     def create_collect_function(
         self, max_sequence_length: int, truncation_mode: Truncation
-    ) -> Callable[[Any], Any]:
-        """Return a function from examples to a batch."""
-
+    ) -> Callable[[Any], Any]: ...
     def create_grain_collect_function(
         self, max_sequence_length: int, truncation_mode: Truncation
     ) -> Callable[[Any], Any]: ...
@@ -85,21 +71,14 @@ class BaseTrainerProtocol(Protocol):
         self, max_sequence_length: int, truncation_mode: Truncation
     ) -> Callable[[Any], Any]: ...
     def create_progress_bar(self, total: int, desc: str = "", disabled: bool = False) -> Any: ...
-
-    def train(self) -> TrainerOutput: ...
-    def eval(self, model_state: Any) -> Iterator[dict[str, float]]:
-        """Yield the metrics of each evaluation batch."""
-
-    def evaluate(self, state: Any = None, metric_calculator: Any = None) -> dict[str, float]:
-        """Return the metrics over all evaluation data."""
-
+    def train(self) -> Any: ...
+    def eval(self, model_state: Any) -> Iterator[dict[str, float]]: ...
+    def evaluate(self, state: Any = None, metric_calculator: Any = None) -> dict[str, float]: ...
     def start_training_hook(self) -> None: ...
     def start_evaluation_hook(self) -> None: ...
     def on_step_start(self, state: Any, step: int) -> Any: ...
     def on_step_end(self, state: Any, metrics: Any, step: int) -> tuple[Any, Any]: ...
-    def apply_training_hooks(self, metrics: Any) -> Any:
-        """Stop the run at a NaN or inf loss, or at the time limit."""
-
+    def apply_training_hooks(self, metrics: Any) -> Any: ...
     def log_metrics(
         self,
         metrics: Mapping[str, float],
@@ -110,25 +89,14 @@ class BaseTrainerProtocol(Protocol):
         update_progress: bool = True,
         log_to_backends: bool = True,
         force_report: bool = False,
-    ) -> None:
-        """Show metrics in the progress bar, and write them."""
-
-    def log_watchers(self, state: Any, step: int) -> Any:
-        """Log the numbers of each registered watcher that is due."""
-
+    ) -> None: ...
+    def log_watchers(self, state: Any, step: int) -> Any: ...
     def log_weight_distribution(self, state: Any, step: int) -> Any: ...
-    def compile_aot(self) -> bool:
-        """Compile both steps ahead of time; return whether they were compiled."""
-
+    def compile_aot(self) -> bool: ...
     def calculate_number_total_flops(self, params: Any, is_training: bool = True) -> Any: ...
     @staticmethod
     def count_model_parameters(prm: Any) -> int: ...
-    def specs_to_name_sharding(self, tree: Any, mesh: Any = None) -> Any:
-        """Return the NamedShardings of a tree of PartitionSpecs."""
-
+    def specs_to_name_sharding(self, tree: Any, mesh: Any = None) -> Any: ...
     def save_pretrained(self, state: Any, save_directory: str | None = None) -> Any: ...
-    def save_information(self, output_path: str | os.PathLike[str]) -> None:
-        """Write a markdown card of the run."""
-
-    def finish(self) -> None:
-        """Close the writers and the progress bar."""
+    def save_information(self, output_path: Any) -> None: ...
+    def finish(self) -> None: ...

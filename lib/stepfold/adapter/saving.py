@@ -13,22 +13,20 @@ from jax.sharding import Mesh
 
 from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
-from stepfold.checkpoint.export import export_params
-from stepfold.checkpoint.save import save
-from stepfold.checkpoint.steps import read_directory, steps_in
-from stepfold.errors import CheckpointError, ConfigError
-from stepfold.inspect.parameters import parameter_table
+from stepfold.checkpoint.safetensors import export_params
+from stepfold.checkpoint.series import save
+from stepfold.checkpoint.steps import read_directory
+from stepfold.core.validation import mismatch
+from stepfold.errors import ConfigError
+from stepfold.inspect.report import parameter_table
 from stepfold.loop.hooks.base import Stop
 from stepfold.loop.run_info import versions
 
 
-def path_and_state(state: Any, save_directory: Any, ckpt_path: Any) -> tuple[Path, Any]:
-    """Return the path and the state among the arguments of `save_pretrained`, in either order."""
-    paths: list[Any] = []
-    states: list[Any] = []
-    for value in (state, save_directory, ckpt_path):
-        if value is not None:
-            (paths if isinstance(value, str | os.PathLike) else states).append(value)
+def path_and_state(*values: Any) -> tuple[Path, Any]:
+    """Return the path and the state among values in any order; None is left out."""
+    paths = [value for value in values if isinstance(value, str | os.PathLike)]
+    states = [value for value in values if not isinstance(value, str | os.PathLike | None)]
     if len(paths) != 1 or len(states) > 1:
         raise ConfigError(
             f"save_pretrained: expected one path and at most one state, got {len(paths)} and "
@@ -40,8 +38,8 @@ def path_and_state(state: Any, save_directory: Any, ckpt_path: Any) -> tuple[Pat
 def save_state(
     directory: str | Path,
     state: Any,
-    *,
     arguments: TrainingArguments,
+    *,
     data: Any = None,
     metrics: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -58,28 +56,6 @@ def save_state(
     if jax.process_index() == 0:
         (directory / "arguments.json").write_text(text, encoding="utf-8")
     return directory / str(step)
-
-
-def find_checkpoint(path: str | Path, folder: str = "checkpoints") -> tuple[Path, int | None]:
-    """Return the directory of the steps, and the step if the path is that of one.
-
-    The path is that of a run, of its checkpoints, or of one step.
-    """
-    if not isinstance(path, str | os.PathLike) or not str(path).strip():
-        raise ConfigError(f"checkpoint: expected a path, got {path!r}; give the folder of a step")
-    path = Path(path)
-    if path.is_dir() and path.name.isdigit() and int(path.name) in _steps(path.parent):
-        return path.parent, int(path.name)
-    for directory in (path, path / folder):
-        if _steps(directory):
-            return directory, None
-    raise CheckpointError(
-        f"{path}: expected a checkpoint, a folder of them, or a run's folder with {folder}/ in it"
-    )
-
-
-def _steps(directory: Path) -> list[int]:
-    return steps_in(read_directory(directory)) if directory.is_dir() else []
 
 
 def save_for_torch(
@@ -104,9 +80,9 @@ def save_for_torch(
 
 def _torch_names(params: Any, names: Mapping[str, str]) -> Callable[[str], str]:
     if not isinstance(names, Mapping):
+        expected = "a function of a path, or names by path"
         raise ConfigError(
-            f"names: expected a function of a path, or names by path, got {tree.spell(names)}; "
-            "write {'head/kernel': 'lm_head.weight'}"
+            mismatch("names", expected, names, "write {'head/kernel': 'lm_head.weight'}")
         )
     paths = [path for path, _ in tree.named_leaves(params)]
     if missing := [path for path in names if path not in paths]:
@@ -139,9 +115,8 @@ def write_card(path: str | os.PathLike[str], text: str) -> None:
 
 
 def make_card(
-    title: str,
+    arguments: TrainingArguments,
     *,
-    arguments: Mapping[str, Any],
     params: Any,
     mesh: Mesh | None = None,
     history: Mapping[str, Sequence[float]] | None = None,
@@ -150,22 +125,20 @@ def make_card(
 ) -> str:
     """Format the card of a run as markdown, without arguments that are None and empty sections."""
     devices = jax.devices() if mesh is None else list(mesh.devices.flat)
-    hardware = {
-        "devices": len(devices),
-        "kind": devices[0].device_kind,
-        "processes": jax.process_count(),
-    } | ({} if mesh is None else {"mesh": dict(mesh.shape)})
+    hardware = {"devices": len(devices), "kind": devices[0].device_kind}
+    hardware |= {"processes": jax.process_count()}
+    hardware |= {} if mesh is None else {"mesh": dict(mesh.shape)}
     sections = {
         "Notes": _pairs(notes or {}),
         "Results": _results(history or {}),
-        "Arguments": _pairs({k: v for k, v in arguments.items() if v is not None}),
+        "Arguments": _pairs({k: v for k, v in arguments.to_dict().items() if v is not None}),
         "Parameters": f"```\n{parameter_table(params)}\n```",
         "Devices": _pairs(hardware),
         "Versions": _pairs(versions()),
     }
-    head = [f"# {title}"] + [f"The run ended: {stop_reason}."] * (stop_reason is not None)
+    ended = [] if stop_reason is None else [f"The run ended: {stop_reason}."]
     body = [f"## {name}\n\n{section}" for name, section in sections.items() if section]
-    return "\n\n".join(head + body) + "\n"
+    return "\n\n".join([f"# {arguments.model_name}", *ended, *body]) + "\n"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

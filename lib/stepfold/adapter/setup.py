@@ -1,24 +1,91 @@
-"""Initial state of the trainer: new, from parameters, or from a checkpoint."""
+"""Set up a trainer: what its configure methods return, and its state."""
 
+import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from stepfold import tree
+from stepfold.adapter.from_arguments import checkpoints
 from stepfold.adapter.optimizers import schedule_paths, with_schedule_at
-from stepfold.adapter.saving import find_checkpoint
-from stepfold.checkpoint.load import load_params
+from stepfold.adapter.outputs import (
+    TrainerConfigureDataloaderOutput,
+    TrainerConfigureFunctionOutput,
+    TrainerConfigureModelOutput,
+)
+from stepfold.adapter.steps import as_eval_step
 from stepfold.checkpoint.restore import Restored, restore
-from stepfold.checkpoint.verify import latest_step
+from stepfold.checkpoint.safetensors import load_params
+from stepfold.checkpoint.series import Checkpoints
+from stepfold.checkpoint.steps import is_url, split_location
+from stepfold.checkpoint.store import open_store
 from stepfold.core.state import TrainState, init_state
-from stepfold.errors import ConfigError, TreeMismatchError
-from stepfold.sharding.placement import place
+from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError
+from stepfold.sharding.place import place
+
+if TYPE_CHECKING:
+    from stepfold.adapter.trainer import Trainer
+
+# Outputs of the configure methods
+
+
+def use_dataloaders(trainer: "Trainer", output: TrainerConfigureDataloaderOutput) -> None:
+    """Set the batches of a trainer, and the number of steps."""
+    trainer.dataloader_train = output.dataloader_train
+    trainer.dataloader_eval = output.dataloader_eval
+    trainer.max_training_steps = output.max_training_steps or trainer.plan.steps
+    trainer.max_evaluation_steps = output.max_evaluation_steps
+    trainer.plan = trainer.plan._replace(steps=trainer.max_training_steps)
+
+
+def use_model(trainer: "Trainer", output: TrainerConfigureModelOutput, own_state: Any) -> None:
+    """Set the optimizer and the state of a trainer; `own_state` is one that needs no copy."""
+    trainer.model, trainer.scheduler = output.model, output.scheduler
+    trainer.config = trainer.config if output.config is None else output.config
+    state, trainer.tx = output.state, output.tx or getattr(output.state, "tx", None)
+    if trainer.tx is None:
+        trainer.tx, trainer.scheduler = trainer.make_optimizer(output.scheduler)
+    if state is None:
+        state = trainer.make_state(output.model, trainer.tx, trainer.initial)
+    elif state is not own_state:  # a subclass's own, which must not be donated
+        state = copy_to(state, trainer.shardings_of(state))
+    path = trainer.arguments.init_weights_from
+    if path is not None:
+        folder = trainer.arguments.checkpoints_dir
+        state, trainer.loaded, trainer.left = load_weights(path, state, folder)
+    trainer.set_state(state)
+
+
+def use_functions(trainer: "Trainer", output: TrainerConfigureFunctionOutput) -> None:
+    """Set the steps, the mesh and the checkpoints of a trainer."""
+    arguments = trainer.arguments
+    if output.mesh is not None and output.mesh != trainer.mesh:
+        trainer.mesh, state = output.mesh, trainer.model_state
+        trainer.set_state(copy_to(state, trainer.shardings_of(state)))
+    trainer.sharded_training_step_function = output.train_step_fn
+    trainer.sharded_evaluation_step_function = measure = output.eval_step_fn
+    trainer.metrics_step = measure and jax.jit(as_eval_step(measure))
+    trainer.eval_jaxpr = None
+    manager = output.checkpoint_manager or checkpoints(arguments, trainer.plan)
+    if manager is not None and manager.directory is None:
+        if arguments.output_dir is None:
+            raise ConfigError(
+                "checkpoint_manager: expected one with a directory, got none; give output_dir, or "
+                "sf.Checkpoints('path', …)"
+            )
+        directory = Path(arguments.output_dir) / arguments.checkpoints_dir
+        manager = dataclasses.replace(manager, directory=directory)
+    trainer.checkpoint_manager = manager
+
+
+# The initial state
 
 
 def is_state(value: Any) -> bool:
@@ -50,7 +117,7 @@ def first_state(
     tx: optax.GradientTransformation,
     *,
     seed: int,
-    plan: Callable[[Any], Any],
+    shardings_of: Callable[[Any], Any],
     cast: Callable[[Any], Any],
     stateful: bool = False,
     init_tx: bool = True,
@@ -59,18 +126,21 @@ def first_state(
     """Make the state of a run from an init function, parameters or a state. All arrays are copied.
 
     A state keeps its step, its key and, if it fits the optimizer, its optimizer state. If it does
-    not fit, `init_tx` initializes a new one. A new state and its schedule start at `step`. `plan`
-    returns the shardings of an abstract state, or None.
+    not fit, `init_tx` initializes a new one. A new state and its schedule start at `step`.
+    `shardings_of` returns the shardings of an abstract state, or None.
     """
     if is_state(model_state):
         if isinstance(model_state, TrainState):
             model_state = _fit_optimizer(model_state, tx, cast, init_tx=init_tx)
         state = jax.tree.map(jnp.asarray, model_state)
-        return copy_to(state, plan(jax.eval_shape(lambda: state)))
-    source = _cast_params(model if model_state is None else model_state, cast, stateful=stateful)
+        return copy_to(state, shardings_of(jax.eval_shape(lambda: state)))
+    source = model if model_state is None else model_state
+    convert = functools.partial(_cast_variables, cast, stateful)
+    is_function = callable(source) and jax.tree_util.all_leaves([source])
+    variables = (lambda key: convert(source(key))) if is_function else convert(source)
+    make = functools.partial(init_state, variables, tx, stateful=stateful)
     key = jax.random.key(seed)
-    make = functools.partial(init_state, source, tx, stateful=stateful)
-    state = make(key, sharding=plan(jax.eval_shape(make, key)))
+    state = make(key, sharding=shardings_of(jax.eval_shape(make, key)))
     if step:
         opt_state = with_schedule_at(state.opt_state, step)
         state = state._replace(step=jnp.full_like(state.step, step), opt_state=opt_state)
@@ -91,14 +161,11 @@ def _fit_optimizer(state: TrainState, tx: Any, cast: Any, *, init_tx: bool) -> T
     return state._replace(params=params, opt_state=new.opt_state)
 
 
-def _cast_params(source: Any, cast: Callable[[Any], Any], *, stateful: bool) -> Any:
-    def convert(variables: Any) -> Any:
-        if stateful and isinstance(variables, tuple):
-            return (cast(variables[0]), *variables[1:])
-        return variables if stateful else cast(variables)
-
-    is_function = callable(source) and jax.tree_util.all_leaves([source])
-    return (lambda key: convert(source(key))) if is_function else convert(source)
+def _cast_variables(cast: Callable[[Any], Any], stateful: bool, variables: Any) -> Any:
+    """Cast parameters; with `stateful`, only the first of `(params, model_state)`."""
+    if not stateful:
+        return cast(variables)
+    return (cast(variables[0]), *variables[1:]) if isinstance(variables, tuple) else variables
 
 
 def copy_to(state: Any, shardings: Any) -> Any:
@@ -108,36 +175,57 @@ def copy_to(state: Any, shardings: Any) -> Any:
     return place(state, shardings)
 
 
-class LoadedWeights(NamedTuple):
-    """A state with loaded parameters, their paths, and by path why others were not loaded."""
-
-    state: Any
-    loaded: list[str]
-    not_loaded: dict[str, str]
+# Checkpoints
 
 
-def load_weights(path: str | Path, state: Any, folder: str = "checkpoints") -> LoadedWeights:
+def load_weights(
+    path: str | Path, state: Any, folder: str = "checkpoints"
+) -> tuple[Any, list[str], dict[str, str]]:
     """Load all parameters from safetensors, or those that fit from a checkpoint.
+
+    Returns the state, the paths of the loaded parameters, and by path why others were not.
 
     >>> import stepfold as sf, tempfile
     >>> folder, start = tempfile.mkdtemp(), {"w": jnp.zeros(2), "head": jnp.zeros(3)}
     >>> new = lambda params: sf.init_state(params, optax.sgd(0.1), jax.random.key(0))
     >>> sf.save(folder, new({"w": jnp.ones(2), "old": jnp.ones(3)}))
-    >>> weights = load_weights(folder, new(start))
-    >>> weights.loaded, sorted(weights.not_loaded), weights.state.params["w"].tolist()
+    >>> state, loaded, not_loaded = load_weights(folder, new(start))
+    >>> loaded, sorted(not_loaded), state.params["w"].tolist()
     (['params/w'], ['params/head', 'params/old'], [1.0, 1.0])
     """
-    location = Path(path)
-    if location.suffix == ".safetensors" or any(location.glob("*.safetensors*")):
+    location = path if is_url(path) else Path(path)
+    if isinstance(location, Path) and (
+        location.suffix == ".safetensors" or any(location.glob("*.safetensors*"))
+    ):
         params = load_params(location, state.params)
         names = [name for name, _ in tree.named_leaves(params, "params")]
-        return LoadedWeights(state._replace(params=params), names, {})
+        replace = state._replace if hasattr(state, "_replace") else state.replace  # as of flax
+        return replace(params=params), names, {}
     restored = restore_path(location, state, folder, parts=("params",), partial=True)
-    reasons = {n: why for n, why in restored.left.items() if n.split("/")[0] == "params"}
-    return LoadedWeights(restored.state, restored.loaded, reasons)
+    reasons = {n: why for n, why in restored.not_loaded.items() if n.split("/")[0] == "params"}
+    return restored.state, restored.loaded, reasons
 
 
-# Checkpoints
+def find_checkpoint(path: str | Path, folder: str = "checkpoints") -> tuple[Path | str, int | None]:
+    """Return the directory or URL of the steps, and the step if the path is that of one.
+
+    The path is that of a run, of its checkpoints, or of one step.
+    """
+    if not isinstance(path, str | os.PathLike) or not str(path).strip():
+        raise ConfigError(f"checkpoint: expected a path, got {path!r}; give the folder of a step")
+    if is_url(path):
+        parent, number = split_location(path)
+        is_step = number is not None and open_store(parent).has_step(number)
+        return (parent, number) if is_step else (path, None)
+    path = Path(path)
+    if path.name.isdecimal() and int(path.name) in open_store(path.parent).steps():
+        return path.parent, int(path.name)
+    for directory in (path, path / folder):
+        if open_store(directory).steps():
+            return directory, None
+    raise CheckpointError(
+        f"{path}: expected a checkpoint, a folder of them, or a run's folder with {folder}/ in it"
+    )
 
 
 def restore_path(path: str | Path, like: Any, folder: str, **options: Any) -> Restored:
@@ -159,20 +247,15 @@ def parts_of(state: Any, *, optimizer: bool, scheduler: bool) -> Sequence[str]:
     return ["params", "model_state", *map(re.escape, wanted)]
 
 
-def newest_step(directory: Path | None) -> int | None:
-    """Return the newest step in a directory of checkpoints."""
-    return latest_step(directory) if directory is not None and directory.is_dir() else None
+def is_newest(path: str | Path, own: Checkpoints | None, folder: str) -> bool:
+    """Whether a path is the newest of a run's own checkpoints.
 
-
-def is_newest(path: str | Path, own: Path | None, folder: str) -> bool:
-    """Whether a path is the newest checkpoint in a run's own directory.
-
-    Refuse an older one there, since the run would not write the later ones again.
+    Refuse an older one of them, since the run would not write the later ones again.
     """
     directory, step = find_checkpoint(path, folder)
-    if own is None or directory.absolute() != own.absolute():
+    if own is None or _absolute(directory) != _absolute(own.directory):
         return False
-    newest = newest_step(directory)
+    newest = own.latest_step()
     if step is not None and step != newest:
         raise ConfigError(
             f"ckpt_path: {path} is an older checkpoint than step {newest} of the same run; delete "
@@ -181,24 +264,26 @@ def is_newest(path: str | Path, own: Path | None, folder: str) -> bool:
     return True
 
 
-def check_start(argument: str, own: Path | None, like: Any, state: Any) -> None:
+def _absolute(directory: Any) -> str:
+    return directory if is_url(directory) else str(Path(directory).absolute())
+
+
+def check_start(argument: str, own: Checkpoints | None, like: Any, state: Any) -> None:
     """Check that a state equals the newest checkpoint of its run, if there is one."""
-    newest = newest_step(own)
-    if own is None or newest is None:
+    if own is None or (newest := own.latest_step()) is None:
         return
     if newest == int(getattr(state, "step", 0)):
-        saved = restore(own, like).state
-        same_tree = not tree.diff(saved, state)
-        if same_tree and all(map(_are_equal, jax.tree.leaves(saved), jax.tree.leaves(state))):
+        saved = own.restore(like).state
+        if not tree.diff(saved, state) and jax.tree.all(jax.tree.map(_are_equal, saved, state)):
             return
     raise ConfigError(
         f"{argument}: expected an output_dir without checkpoints, or the state of the newest one, "
-        f"got another state; the run in {own} resumes from step {newest}: leave {argument} out, or "
-        "give another output_dir"
+        f"got another state; the run in {own.directory} resumes from step {newest}: leave "
+        f"{argument} out, or give another output_dir"
     )
 
 
 def _are_equal(saved: Any, leaf: Any) -> bool:
     if jnp.issubdtype(saved.dtype, jax.dtypes.prng_key):
         saved, leaf = jax.random.key_data(saved), jax.random.key_data(leaf)
-    return saved.shape == jnp.shape(leaf) and bool(jnp.array_equal(saved, leaf))
+    return bool(jnp.array_equal(saved, leaf))

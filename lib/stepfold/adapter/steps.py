@@ -1,9 +1,8 @@
 """Training and evaluation steps of the trainer."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,12 @@ from jax.sharding import Mesh
 
 from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
-from stepfold.adapter.from_arguments import make_loss, precision, remat
+from stepfold.adapter.from_arguments import make_loss, precision
 from stepfold.adapter.loading import num_rows
 from stepfold.adapter.optimizers import learning_rate_of
 from stepfold.core.loss import mean
-from stepfold.core.observe import observe
-from stepfold.core.step import make_eval_step, make_train_step
+from stepfold.core.step import make_eval_step, make_train_step, observe
+from stepfold.core.validation import mismatch, takes
 from stepfold.errors import ConfigError
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.loop.evaluate import evaluate
@@ -45,11 +44,12 @@ def make_steps(
     With `scheduler`, the learning rate is a metric.
     """
     options: dict[str, Any] = {"precision": precision(arguments), "stateful": stateful}
+    policy = arguments.gradient_checkpointing
     train_step = make_train_step(
         make_loss(arguments, loss_fn, mesh),
         tx,
         accumulate=accumulate,
-        remat=remat(arguments),
+        remat=None if policy == "none" else policy,
         skip_nonfinite=True,
         **options,
     )
@@ -92,9 +92,7 @@ def as_train_step(step: Step) -> Step:
     def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, "Metric"]]:
         returned = step(state, batch)
         if not isinstance(returned, tuple) or len(returned) != 2:
-            raise ConfigError(
-                f"train_step_fn: expected it to return (state, metrics), got {tree.spell(returned)}"
-            )
+            raise ConfigError(mismatch("train_step_fn", "it to return (state, metrics)", returned))
         return returned[0], as_metrics(returned[1], "train_step_fn")
 
     return train_step
@@ -123,7 +121,7 @@ def as_metrics(metrics: Any, argument: str, *, weight: int = 1) -> dict[str, "Me
     elif hasattr(metrics, "_asdict"):
         metrics = metrics._asdict()
     if not isinstance(metrics, Mapping):
-        raise ConfigError(f"{argument}: expected metrics by name, got {tree.spell(metrics)}")
+        raise ConfigError(mismatch(argument, "metrics by name", metrics))
     converted: dict[str, Metric] = {}
     for name, value in metrics.items():
         if isinstance(value, Metric):
@@ -131,10 +129,8 @@ def as_metrics(metrics: Any, argument: str, *, weight: int = 1) -> dict[str, "Me
         elif tree.is_data(value) and jnp.shape(value) == ():
             converted[name] = mean(value, jnp.float32(weight))
         elif value is not None:
-            raise ConfigError(
-                f"{argument}: {name}: expected a number, or a metric such as sf.mean(values), got "
-                f"{tree.spell(value)}"
-            )
+            expected = "a number, or a metric such as sf.mean(values)"
+            raise ConfigError(mismatch(f"{argument}: {name}", expected, value))
     return converted
 
 
@@ -184,10 +180,8 @@ class StepWithHooks:
         if returned is None:
             return state, metrics
         if not isinstance(returned, tuple) or len(returned) != 2:
-            raise ConfigError(
-                "on_step_end: expected it to return (state, metrics) or None, got "
-                f"{tree.spell(returned)}"
-            )
+            expected = "it to return (state, metrics) or None"
+            raise ConfigError(mismatch("on_step_end", expected, returned))
         state, replaced = returned
         if replaced is None:
             return state, metrics
@@ -210,62 +204,6 @@ class StepWithHooks:
             raise error
 
 
-# Compilation ahead of time
-
-
-class CompiledEvalStep:
-    """An evaluation step compiled ahead of time for one batch shape, and jitted for others."""
-
-    def __init__(self, step: Step, state: Any, batch: Any) -> None:
-        self._jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
-        self._shapes = _shapes(batch)
-        self._step = compile_step(lambda *args: self._jitted(*args), state, batch)
-        self.compiled, self.jaxpr = self._step.compiled, self._step.jaxpr
-
-    def lower(self, state: Any, batch: Any) -> Any:
-        """Lower the step, as a jitted function does."""
-        return self._jitted.lower(state, batch)
-
-    def __call__(self, state: Any, batch: Any) -> Any:
-        return (self._step if _shapes(batch) == self._shapes else self._jitted)(state, batch)
-
-
-def _shapes(batch: Any) -> list[Any]:
-    return [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
-
-
-class PeekedBatches:
-    """An iterator of batches with access to the first; other attributes are the iterator's."""
-
-    def __init__(self, iterator: Any, argument: str) -> None:
-        self._iterator, self._is_first_left = iterator, True
-        self._position = iterator.get_state() if hasattr(iterator, "get_state") else None
-        self.first = next(iterator, None)
-        if self.first is None:
-            raise ConfigError(f"{argument}: expected a batch to compile for, got none")
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        if self._is_first_left:
-            self._is_first_left = False
-            return self.first
-        return next(self._iterator)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # `_iterator` itself, during a copy
-            raise AttributeError(name)
-        value = getattr(self._iterator, name)
-        if name == "set_state":
-            return self._set_state
-        return (lambda: self._position) if name == "get_state" and self._is_first_left else value
-
-    def _set_state(self, state: Any) -> None:
-        self._is_first_left = False
-        self._iterator.set_state(state)
-
-
 # Evaluation
 
 
@@ -277,33 +215,21 @@ def evaluate_with(
     `calculator` is a function `(state, batch) -> metrics`, merged over batches like those of the
     step, or a function from the merged numbers by name to further ones.
     """
-    takes_batch = calculator is not None and _takes_batch(calculator)
+    if calculator is not None and not callable(calculator):
+        expected = "a function (state, batch) -> metrics, or of numbers by name"
+        raise ConfigError(mismatch("metric_calculator", expected, calculator))
 
     def eval_step(state: Any, batch: Any) -> Any:
-        metrics = step(state, batch)
-        if calculator is None or not takes_batch:
-            return metrics
-        further = calculator(state, batch)
-        return {**metrics, **as_metrics(further, "metric_calculator", weight=num_rows(batch))}
+        further = calculator(state, batch)  # type: ignore[misc]
+        further = as_metrics(further, "metric_calculator", weight=num_rows(batch))
+        return {**step(state, batch), **further}
 
+    takes_batch = calculator is not None and not takes(calculator, 1)
     merged = evaluate(eval_step if takes_batch else step, state, batches)
     numbers = {f"eval_{name}": value for name, value in merged.items()}
     if calculator is None or takes_batch:
         return numbers
     further = calculator(dict(numbers))
     if not isinstance(further, Mapping):
-        raise ConfigError(
-            f"metric_calculator: expected it to return numbers by name, got {tree.spell(further)}"
-        )
+        raise ConfigError(mismatch("metric_calculator", "it to return numbers by name", further))
     return numbers | metric_values(further)
-
-
-def _takes_batch(calculator: Callable[..., Any]) -> bool:
-    try:
-        parameters = inspect.signature(calculator).parameters.values()
-    except (TypeError, ValueError):
-        raise ConfigError(
-            "metric_calculator: expected a function (state, batch) -> metrics, or of numbers by "
-            f"name, got {tree.spell(calculator)}"
-        ) from None
-    return len([p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]) > 1

@@ -1,78 +1,61 @@
 """The trainer: an object with EasyDeL's `BaseTrainerProtocol` that delegates to `fit`."""
 
-import dataclasses
 import functools
 import inspect
 import itertools
 import math
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
-from stepfold.adapter import from_arguments, loading, saving, setup, steps
+from stepfold.adapter import from_arguments, loading, run, saving, setup, steps
 from stepfold.adapter import hooks as trainer_hooks
 from stepfold.adapter.arguments import TrainingArguments
-from stepfold.adapter.hooks import ProgressBar, Watcher
+from stepfold.adapter.hooks import ProgressBar, StopTraining, Watcher
 from stepfold.adapter.outputs import (
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
     TrainerConfigureModelOutput,
     TrainerOutput,
 )
-from stepfold.checkpoint.restore import restore
+from stepfold.adapter.validation import check_field, check_functions, check_list, field_error
+from stepfold.checkpoint.store import open_store
 from stepfold.core.state import is_available
-from stepfold.core.validation import refuse_unknown
+from stepfold.core.validation import mismatch, refuse_unknown
 from stepfold.errors import ConfigError
-from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.inspect.flops import count, estimate
 from stepfold.loop.evaluate import Evaluation, evaluate
-from stepfold.loop.fit import fit
+from stepfold.loop.fit import FitResult
 from stepfold.loop.hooks.base import Event, Hook, call_optional
+from stepfold.loop.hooks.performance import memory_use
 from stepfold.loop.hooks.stop import stop_early
-from stepfold.loop.hooks.throughput import memory_use
 from stepfold.loop.hooks.weights import weight_statistics
-from stepfold.loop.hooks.wrappers import callback, every
 from stepfold.loop.metrics import metric_values
-from stepfold.loop.result import FitResult
-from stepfold.loop.run_info import move_previous_run
 from stepfold.sharding.plan import make_sharding
-
-# The most steps in a row that a dynamic loss scale may skip: 25 bring it from its largest to its
-# smallest value.
-_MAX_SKIPPED = 50
-
-
-def _alias(name: str) -> Any:
-    return property(operator.attrgetter(name), doc=f"The same as `{name}`.")
-
-
-def _attribute(name: str, doc: str) -> Any:
-    # A subclass may also inherit from an abstract class that declares it as a property.
-    def assign(self: "Trainer", value: Any) -> None:
-        vars(self)[name] = value
-
-    return property(operator.attrgetter(name), assign, doc=doc)
 
 
 class Trainer:
     """A run as an object, for code that expects EasyDeL's `BaseTrainerProtocol`.
 
-    It holds the parts of a run, and delegates to `fit` and `evaluate`. Every method that a subclass
-    overrides is the one that is called. Without `on_step_start` and `on_step_end` overridden, no
-    Python runs between steps.
+    It holds the parts of a run, and delegates to `fit` and `evaluate`. A subclass may override any
+    method. Unless it overrides `on_step_start` or `on_step_end`, no Python runs between steps.
 
     Attributes:
       model_state: the state; `state` and `_model_state` are the same.
+      mesh: the mesh of the devices.
+      tx, scheduler: the optimizer, which is also `optimizer`, and its schedule.
       plan: the numbers of the run: batch sizes, steps, intervals.
+      training_batch_size, evaluation_batch_size: the examples of a batch, over all devices.
       history: the metrics of the run, as of `fit`; `epoch_history` has them by epoch.
       stopped: why the last run ended.
       result: the `FitResult` of the last run, with its `stop_reason` and `capsule`.
@@ -93,8 +76,18 @@ class Trainer:
 
     dataloader_train: Any
     dataloader_eval: Any
+    max_training_steps: int | None
+    max_evaluation_steps: int | None
     sharded_training_step_function: Any
     sharded_evaluation_step_function: Any
+    # On the class too, so that a subclass may also inherit from an abstract class with these.
+    model: Any = None
+    mesh: Any = None
+    training_batch_size: int = 0
+    evaluation_batch_size: int = 0
+    optimizer = property(attrgetter("tx"))
+    train_step_fn = property(attrgetter("sharded_training_step_function"))
+    eval_step_fn = property(attrgetter("sharded_evaluation_step_function"))
 
     def __init__(
         self,
@@ -150,37 +143,36 @@ class Trainer:
         names = [*inspect.signature(Trainer.__init__).parameters][1:-1]
         refuse_unknown(type(self).__name__, deprecated_kwargs, names)
         if not isinstance(arguments, TrainingArguments):
-            raise ConfigError(f"arguments: expected TrainingArguments, got {tree.spell(arguments)}")
-        functions = {"data_collator": data_collator, "loss_fn": loss_fn, "scheduler": scheduler}
-        for name, function in {**functions, "eval_loss_fn": eval_loss_fn}.items():
-            if function is not None:
-                _check_function(name, function)
+            raise ConfigError(mismatch("arguments", "TrainingArguments", arguments))
+        check_functions(
+            data_collator=data_collator,
+            loss_fn=loss_fn,
+            eval_loss_fn=eval_loss_fn,
+            scheduler=scheduler,
+        )
         for name, flag in {"finetune": finetune, "stateful": stateful}.items():
-            if not isinstance(flag, bool):
-                raise ConfigError(f"{name}: expected True or False, got {flag!r}")
+            check_field(name, bool, flag)
         self.arguments = arguments
         self._state, self.model, self.config = model_state, model, config
         self.dataset_train, self.dataset_eval = dataset_train, dataset_eval
         self.data_collator, self.finetune, self.stateful = data_collator, finetune, stateful
         self.loss_fn, self.eval_loss_fn = loss_fn, eval_loss_fn
         self.tx, self.scheduler, self.rules = tx, scheduler, rules
-        self.evaluations = _check_list("evaluations", evaluations, "sf.Evaluation(…)", Evaluation)
-        self.hooks: list[Hook] = _check_list("hooks", hooks, "functions of an event")
-        self.callbacks = _check_list("callbacks", callbacks, "functions (trainer, epoch, metrics)")
-        self.watchers = _check_list("watchers", watchers, "Watcher(name, function, every)", Watcher)
-        for watcher in self.watchers:
-            watcher.check()
-        names = [watcher.name for watcher in self.watchers]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"watchers: expected different names, got {', '.join(names)}")
-        self._initial = model_state if finetune else None
+        self.evaluations = check_list("evaluations", evaluations, "sf.Evaluation(…)", Evaluation)
+        self.hooks: list[Hook] = check_list("hooks", hooks, "functions of an event")
+        self.callbacks = check_list("callbacks", callbacks, "functions (trainer, epoch, metrics)")
+        self.watchers = check_list("watchers", watchers, "Watcher(name, function, every)", Watcher)
+        trainer_hooks.check_watchers(self.watchers)
+        self.initial = model_state if finetune else None
         self._optimizer = tx, scheduler
-        self._metrics_step: Any = None  # the evaluation step, whose numbers are metrics
+        self.metrics_step: Any = None  # the evaluation step, whose numbers are metrics
+        self.eval_jaxpr: Any = None  # of that step, once it is compiled ahead of time
         self._new_state: Any = None  # made by `configure_model`, so it need not be copied
-        self._own_step: Any = None  # made by `configure_functions`, so it skips a NaN or inf
-        self._step_with_metrics: tuple[Any, Any] = None, None  # a step, and what `fit` runs for it
-        self._state_source: str | None = None  # what replaced the state since the last run
+        self.own_step: Any = None  # made by `configure_functions`, so it skips a NaN or inf
+        self.step_with_metrics: tuple[Any, Any] = None, None  # a step, and what `fit` runs for it
+        self.state_source: str | None = None  # what replaced the state since the last run
         self._watched_at = 0  # the step of the last `log_watchers`
+        self._started_at = 0  # the step before the first one of the run
         self._last_step: int | None = None  # of the run
         self.pruning_module, self.memory_monitor = arguments.pruning_module, memory_use
         self.dtype = from_arguments.precision(arguments).compute
@@ -201,6 +193,8 @@ class Trainer:
         self.mesh = from_arguments.make_mesh(arguments, devices)
         sizes = loading.length_of(dataset_train), loading.length_of(dataset_eval)
         self.plan = from_arguments.plan(arguments, *sizes, devices=self.mesh.size)
+        self.training_batch_size = self.plan.train_batch
+        self.evaluation_batch_size = self.plan.eval_batch
         self.initialize_trainer_utils()
 
     # What a run needs, in the order in which it is made
@@ -209,34 +203,28 @@ class Trainer:
         """Make writers, timers, batches, the state and the steps."""
         self.writer: Any = from_arguments.writers(self.arguments)
         self.timer = trainer_hooks.Timers()
-        self._use_dataloaders(self.configure_dataloaders())
-        self._use_model(self.configure_model())
-        self._use_functions(self.configure_functions())
+        setup.use_dataloaders(self, self.configure_dataloaders())
+        setup.use_model(self, self.configure_model(), self._new_state)
+        self._new_state = None
+        setup.use_functions(self, self.configure_functions())
 
     def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
         """Make batches of the datasets, and count the steps."""
-        dataloader_train = dataloader_eval = None
-        if self.dataset_eval is not None:
-            dataloader_eval = self._evaluation_batches(self.dataset_eval, self.plan.eval_steps)
+        train = evaluation = None
         if self.dataset_train is not None:
-            dataloader_train = loading.training_batches(
-                self.arguments,
-                self.dataset_train,
-                self.plan.train_batch,
-                collect=self._collect(self.dataset_train),
-                prepare=self._add_mask,
-                epoch_steps=self.plan.epoch_steps,
-                epochs=None if self.plan.steps else self.arguments.num_train_epochs,
-            )
+            collect = loading.collect_of(self, self.dataset_train)
+            train = loading.training_batches(self.arguments, self.dataset_train, self.plan, collect)
+        if self.dataset_eval is not None:
+            evaluation = self._evaluation_batches(self.dataset_eval, self.plan.eval_steps)
         return TrainerConfigureDataloaderOutput(
-            dataloader_train, self.plan.steps, dataloader_eval, self.plan.eval_steps
+            train, self.plan.steps, evaluation, self.plan.eval_steps
         )
 
     def configure_model(self) -> TrainerConfigureModelOutput:
         """Make the optimizer, its schedule, and the state."""
-        setup.check_model(self.model, self._initial, finetune=self.finetune)
-        tx, scheduler = self._make_optimizer()
-        state = self._new_state = self.make_state(self.model, tx, self._initial)
+        setup.check_model(self.model, self.initial, finetune=self.finetune)
+        tx, scheduler = self.make_optimizer()
+        state = self._new_state = self.make_state(self.model, tx, self.initial)
         return TrainerConfigureModelOutput(self.model, tx, scheduler, self.config, state=state)
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
@@ -259,9 +247,9 @@ class Trainer:
         train_step = self.train_tracker.track(train_step)
         eval_step = self.evalu_tracker.track(eval_step)
         shardings = (self.state_shardings, None) if self._mesh_if_large else None
-        self._own_step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+        self.own_step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
         return TrainerConfigureFunctionOutput(
-            self._own_step,
+            self.own_step,
             self.mesh,
             from_arguments.checkpoints(self.arguments, self.plan),
             jax.jit(eval_step),
@@ -274,7 +262,7 @@ class Trainer:
             initial,
             tx,
             seed=self.arguments.seed,
-            plan=self._shardings_of,
+            shardings_of=self.shardings_of,
             cast=functools.partial(from_arguments.cast_params, self.arguments),
             stateful=self.stateful,
             init_tx=self.arguments.init_tx,
@@ -287,17 +275,13 @@ class Trainer:
         """Make a function that pads and truncates a list of examples, or a dict of columns."""
         return loading.collect_function(max_sequence_length, truncation_mode)
 
-    def create_grain_collect_function(
-        self, max_sequence_length: int | None, truncation_mode: str = "keep_end"
-    ) -> loading.Collect:
-        """Make the same for what grain reads."""
-        return self.create_collect_function(max_sequence_length, truncation_mode)
+    def create_grain_collect_function(self, *args: Any, **kwargs: Any) -> loading.Collect:
+        """Make the collect function of data that grain reads; by default the same."""
+        return self.create_collect_function(*args, **kwargs)
 
-    def create_tfds_collect_function(
-        self, max_sequence_length: int | None, truncation_mode: str = "keep_end"
-    ) -> loading.Collect:
-        """Make the same for what tf.data reads."""
-        return self.create_collect_function(max_sequence_length, truncation_mode)
+    def create_tfds_collect_function(self, *args: Any, **kwargs: Any) -> loading.Collect:
+        """Make the collect function of data that tf.data reads; by default the same."""
+        return self.create_collect_function(*args, **kwargs)
 
     # The run
 
@@ -311,8 +295,8 @@ class Trainer:
     ) -> TrainerOutput:
         """Do the whole run, or the rest of it after the newest checkpoint in `output_dir`.
 
-        The run ends after a save at a NaN or inf in the loss, the time limit, Ctrl-C, and an
-        exception in a method or hook. Ctrl-C and exceptions are raised after the save.
+        A NaN or inf in the loss, the time limit, a signal, or an exception in a method or hook ends
+        the run after a save. Signals and exceptions are raised after the save, as by `fit`.
 
         Args:
           model_parameters: parameters to start with.
@@ -327,31 +311,22 @@ class Trainer:
         """
         if not self.arguments.do_train:
             return self._output("do_train is False")
-        if self.dataloader_train is None:
-            raise ConfigError("dataset_train: expected data to train on, got None")
-        has_end = self.max_training_steps or more_steps or self.plan.seconds is not None
-        if not has_end and getattr(self.dataloader_train, "endless", False):
-            raise ConfigError(
-                "max_steps: expected a number of steps for data without an end, got None; give "
-                "max_steps, or training_time_limit"
-            )
+        resume = run.start(self, model_parameters, state, ckpt_path, more_steps=more_steps)
         self.writer = self.writer or from_arguments.writers(self.arguments)
-        self._start_with(model_parameters, state, ckpt_path)
-        self.start_training_hook()
         try:
+            self.start_training_hook()
             with self.timer("train"):
-                self._keep(self._fit(more_steps))
+                self._use_result(run.fit_trainer(self, more_steps=more_steps, resume=resume))
         except BaseException as error:
             trainer_hooks.add_advice(error)
-            result = getattr(error, "result", None)
-            if result is not None:
-                self._keep(result)
+            if hasattr(error, "result"):
+                self._use_result(error.result)
             else:
                 self.stopped = f"{type(error).__name__}: {error}"
                 self._recover_state()
             raise
         finally:
-            self._state_source = None
+            self.state_source = None
             self.finish()
         return self._output(str(self.stopped))
 
@@ -386,8 +361,12 @@ class Trainer:
         Raises:
           StopTraining: to end the run after a save.
         """
-        trainer_hooks.check_finite(metrics)
-        trainer_hooks.check_time(self.timer.running("train"), self.plan.seconds)
+        for name in ("loss", "train/loss"):
+            if not np.isfinite(metrics.get(name, 0.0)):
+                raise StopTraining(f"{name} is {float(metrics[name])}", "nonfinite")
+        limit = self.plan.seconds
+        if limit is not None and self.timer.running("train") >= limit:
+            raise StopTraining(f"the time limit of {limit:g} s was reached", "time_limit")
         return metrics
 
     # Metrics
@@ -414,16 +393,18 @@ class Trainer:
     ) -> None:
         """Show metrics on a bar every `log_steps`, and write them every `report_steps`.
 
-        Names without a prefix get that of the mode, as in `train/loss`. Gradient norms are not
-        shown, and written only with `log_grad_norms`.
+        A run calls this at each log point and after each evaluation. Metrics of evaluations and of
+        the last step are always shown and written. With the interval of the log points, the others
+        are at every call, because the end of an epoch is a log point and need not be a multiple.
 
         Args:
-          metrics: numbers by name.
-          pbar: the bar: one of `create_progress_bar`, tqdm's, or None.
+          metrics: numbers by name; a name without a prefix gets that of the mode, as `train/loss`.
+            Gradient norms are not shown, and written only with `log_grad_norms`.
+          pbar: a bar of `create_progress_bar` or of tqdm, or None.
           step: the number of steps done.
-          mode: "train" or "eval"; metrics of evaluations are always shown and written.
-          update_progress: whether to show them.
-          log_to_backends: whether to write them.
+          mode: "train" or "eval".
+          update_progress: whether the metrics may be shown.
+          log_to_backends: whether they may be written.
           force_report: whether to write them at any step.
         """
         numbers = {
@@ -436,18 +417,15 @@ class Trainer:
             pbar.set_postfix(dict(without_norms))
             pbar.update(step - getattr(pbar, "step", getattr(pbar, "n", 0)))
         is_due = force_report or self._is_due(step, self.plan.report_steps, mode)
-        if log_to_backends and is_due and self.writer is not None and self.is_enable:
-            kept = numbers if self.arguments.log_grad_norms else without_norms
-            self.writer.write_scalars(step, kept)
+        if log_to_backends and is_due:
+            self._write(step, numbers if self.arguments.log_grad_norms else without_norms)
 
     def log_weight_distribution(self, state: Any, step: int) -> dict[str, float]:
         """Measure and write the distribution of the weights by path, with histograms."""
         writer = self.writer if self.is_enable else None
         pattern = self.arguments.weight_distribution_pattern or ""
-        numbers = weight_statistics(pattern, writer=writer)(Event(step, None, {}, state))
-        if writer is not None:
-            writer.write_scalars(step, numbers)
-        return numbers
+        measure = weight_statistics(pattern, writer=writer)
+        return self._write(step, measure(Event(step, None, {}, state)))
 
     def log_watchers(self, state: Any, step: int) -> dict[str, float]:
         """Call the watchers whose interval has passed since the last call, and write their numbers.
@@ -461,7 +439,9 @@ class Trainer:
         self._watched_at = step
         due = [w for w in self.watchers if step // w.every > since // w.every]
         values = {watcher.name: watcher.function(state) for watcher in due}
-        numbers = metric_values(jax.device_get(values), "watch/")
+        return self._write(step, metric_values(jax.device_get(values), "watch/"))
+
+    def _write(self, step: int, numbers: dict[str, float]) -> dict[str, float]:
         if numbers and self.writer is not None and self.is_enable:
             self.writer.write_scalars(step, numbers)
         return numbers
@@ -471,16 +451,13 @@ class Trainer:
     def evaluate(
         self, state: Any = None, metric_calculator: Any = None, *, dataset: Any = None
     ) -> dict[str, float]:
-        """Evaluate a state on the evaluation data, exactly; nothing is logged.
+        """Return the metrics of a state on the evaluation data, as `eval_loss`; log nothing.
 
         Args:
-          state: the state, by default the trainer's. A value that is not a state is the dataset.
-          metric_calculator: a function `(state, batch) -> metrics`, or of the numbers by name,
-            that returns further ones.
+          state: the state, by default the trainer's. Anything else is taken as the `dataset`.
+          metric_calculator: a function that returns further metrics: `(state, batch) -> metrics`,
+            or a function of the numbers by name.
           dataset: other data to evaluate on.
-
-        Returns:
-          Numbers by name: `eval_loss` and so on.
         """
         if state is not None and not setup.is_state(state) and dataset is None:
             state, dataset = None, state
@@ -499,7 +476,7 @@ class Trainer:
         """Return the batches of an evaluation, after `start_evaluation_hook`."""
         self.start_evaluation_hook()
         if dataset is not None:
-            return iter(self._evaluation_batches(dataset))
+            return iter(self._evaluation_batches(dataset, self.arguments.max_evaluation_steps))
         loader = self.dataloader_eval
         if loader is None:
             raise ConfigError("dataset_eval: expected data to evaluate on, got None")
@@ -509,27 +486,8 @@ class Trainer:
     # Before the run
 
     def compile_aot(self) -> bool:
-        """Compile both steps ahead of time; return True."""
-        if self.arguments.steps_per_call > 1:
-            raise ConfigError(
-                "steps_per_call: expected 1 for compile_aot, which compiles a single step, got "
-                f"{self.arguments.steps_per_call}; leave one of them out"
-            )
-        step, loader = self.sharded_training_step_function, self.dataloader_train
-        if loader is not None and not isinstance(step, CompiledStep):
-            batches = steps.PeekedBatches(iter(loader), "dataloader_train")
-            if iter(loader) is loader:
-                self.dataloader_train = batches
-            compiled = compile_step(steps.as_train_step(step), self.model_state, batches.first)
-            self._own_step = compiled if step is self._own_step else self._own_step
-            self.sharded_training_step_function = compiled
-        step, loader = self.sharded_evaluation_step_function, self.dataloader_eval
-        if loader is not None and not isinstance(step, steps.CompiledEvalStep | None):
-            loader = iter(loader() if callable(loader) else loader)
-            batch = steps.PeekedBatches(loader, "dataloader_eval").first
-            step = steps.CompiledEvalStep(steps.as_eval_step(step), self.model_state, batch)
-            self.sharded_evaluation_step_function = self._metrics_step = step
-        return True
+        """Compile the steps that there are data for ahead of time; return whether there are any."""
+        return run.compile_steps(self)
 
     def calculate_number_total_flops(self, params: Any, is_training: bool = True) -> int:
         """Count the floating-point operations of a step on all devices.
@@ -538,13 +496,13 @@ class Trainer:
         step, and before the estimate of 6 for each parameter and token in training, 2 in an
         evaluation.
         """
-        steps = self.sharded_training_step_function, self.sharded_evaluation_step_function
-        jaxpr = getattr(steps[not is_training], "jaxpr", None)
-        if jaxpr is None:
-            batch = self.training_batch_size if is_training else self.evaluation_batch_size
-            tokens = batch * (self.arguments.max_length or 1)
-            return estimate(self.count_model_parameters(params), tokens, training=is_training)
-        return count(jaxpr).dots
+        train_step = self.sharded_training_step_function
+        jaxpr = getattr(train_step, "jaxpr", None) if is_training else self.eval_jaxpr
+        if jaxpr is not None:
+            return count(jaxpr).dots
+        batch = self.training_batch_size if is_training else self.evaluation_batch_size
+        tokens = batch * (self.arguments.max_length or 1)
+        return estimate(self.count_model_parameters(params), tokens, training=is_training)
 
     @staticmethod
     def count_model_parameters(prm: Any) -> int:
@@ -574,56 +532,38 @@ class Trainer:
         """Save a state with arguments and data position, to resume from, or parameters for torch.
 
         Both `save_pretrained(path, state)` and `(state, save_directory=path)` work. Without a
-        state it is the trainer's.
-
-        Args:
-          state: the state, or the path.
-          save_directory: the path, or the state.
-          gather_fns: must be None, since arrays are saved from where they are.
-          to_torch: whether to write the parameters alone, as safetensors that torch loads.
-          easystate_to_huggingface_model_kwargs: `names`, the names of parameters in torch by path.
-          torch_save_pretrained_kwargs: `metadata` of the safetensors.
-          ckpt_path: the path.
-
-        Returns:
-          The folder of the checkpoint, or that of the safetensors.
+        state it is the trainer's. `to_torch` writes the parameters alone, as safetensors that torch
+        loads; `easystate_to_huggingface_model_kwargs` may have `names`, which are those in torch by
+        path, and `torch_save_pretrained_kwargs` the `metadata` of the file. `gather_fns` must be
+        None. Returns the folder of the checkpoint, or that of the safetensors.
         """
         path, state = saving.path_and_state(state, save_directory, ckpt_path)
         state = self.model_state if state is None else state
         if gather_fns is not None:
-            raise ConfigError(
-                "gather_fns: expected None, since arrays are saved from where they are, got "
-                f"{tree.spell(gather_fns)}; leave it out"
-            )
+            expected = "None, since arrays are saved from where they are"
+            raise field_error("gather_fns", expected, gather_fns, "leave it out")
         if to_torch:
             names = dict(easystate_to_huggingface_model_kwargs or {})
             metadata = dict(torch_save_pretrained_kwargs or {})
             refuse_unknown("save_pretrained", names, ["names"])
             refuse_unknown("save_pretrained", metadata, ["metadata"])
-            saving.save_for_torch(path, state.params, **names, **metadata)
+            params = getattr(state, "params", state)
+            saving.save_for_torch(path, params, **names, **metadata)
             return path
-        loader = self.dataloader_train
-        return saving.save_state(
-            path,
-            state,
-            arguments=self.arguments,
-            data=None
-            if loader is None
-            else loading.position_at(loader, int(getattr(state, "step", 0))),
-            metrics={name: curve[-1] for name, curve in self.history.items() if len(curve)},
-        )
+        position = loading.position_at(self.dataloader_train, int(getattr(state, "step", 0)))
+        metrics = {name: curve[-1] for name, curve in self.history.items() if len(curve)}
+        return saving.save_state(path, state, self.arguments, data=position, metrics=metrics)
 
     def save_information(self, output_path: str | os.PathLike[str]) -> None:
         """Write a card of the run as markdown, to a file or as `README.md` in a folder."""
-        notes = {"checkpoint": self.checkpoint_path, "loaded": self.loaded}
+        notes = {"checkpoint": self.checkpoint_path, "loaded": self.loaded, "not loaded": self.left}
         text = saving.make_card(
-            self.arguments.model_name,
-            arguments=self.arguments.to_dict(),
+            self.arguments,
             params=getattr(self.state_shape, "params", self.state_shape),
             mesh=self.mesh,
             history=self.history,
             stop_reason=self.stopped,
-            notes={**notes, "not loaded": self.left},
+            notes=notes,
         )
         if self.is_process_zero:
             saving.write_card(output_path, text)
@@ -633,20 +573,18 @@ class Trainer:
     ) -> dict[str, Any]:
         """Load a checkpoint, or parts of it, into the trainer's state.
 
-        Args:
-          path: the folder of a step or of a run, or what `save_pretrained` wrote.
-          load_optimizer: whether to load the optimizer state, the step and the key.
-          load_scheduler: whether to load the position of the schedule.
-
-        Returns:
-          The state, its step and metrics, and the paths that were loaded and that were not.
+        `path` is the folder of a step or of a run, or what `save_pretrained` wrote.
+        `load_optimizer` loads the optimizer state, the step and the key, and `load_scheduler` the
+        position of the schedule. Returns the state, its step and metrics, and the paths that were
+        loaded and that were not.
         """
         parts = setup.parts_of(self.model_state, optimizer=load_optimizer, scheduler=load_scheduler)
         folder = self.arguments.checkpoints_dir
-        restored = setup.restore_path(path, self.model_state, folder, parts=parts)
+        # One pattern, since not every state has all of them.
+        restored = setup.restore_path(path, self.model_state, folder, parts=("|".join(parts),))
         self._state = restored.state
-        self.loaded, self.left = restored.loaded, restored.left
-        self._state_source = "load_checkpoint"
+        self.loaded, self.left = restored.loaded, restored.not_loaded
+        self.state_source = "load_checkpoint"
         return restored._asdict()
 
     @property
@@ -659,52 +597,33 @@ class Trainer:
         if manager is None or manager.best is None:
             raise ConfigError(
                 "best_state: expected metric_for_best_model and an output_dir, or "
-                "early_stopping_patience, to know which state is the best"
+                "early_stopping_patience with a metric of an evaluation, to know which is the best"
             )
-        return restore(manager.directory, self._abstract_state, step="best").state
+        return manager.restore(self.abstract_state, step="best").state
 
     @property
     def epoch_history(self) -> dict[str, list[float]]:
         """The metrics as lists with one element for each epoch, with names such as `train_loss`."""
-        return trainer_hooks.epoch_means(
-            self.history, self.plan.epoch_steps or self.max_training_steps or 1
-        )
-
-    # Names of the protocol for the same things
+        epoch_steps = self.plan.epoch_steps or self.max_training_steps or 1
+        return trainer_hooks.epoch_means(self.history, epoch_steps, self._started_at)
 
     @property
     def state(self) -> Any:
-        """The state. The next run starts with one that is assigned, and donates it to a step."""
+        """The state. One that is assigned starts the next run, which donates it."""
         return self._state
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._state, self._state_source = state, "state"
+        self._state, self.state_source = state, "state"
 
     model_state = _model_state = state
-
-    model = _attribute("_model", "The model, as it was given.")
-    mesh = _attribute("_mesh", "The mesh of the devices.")
-    optimizer = _alias("tx")
-    train_step_fn = _alias("sharded_training_step_function")
-    eval_step_fn = _alias("sharded_evaluation_step_function")
 
     @property
     def checkpoint_path(self) -> str | None:
         """The folder of the newest checkpoint in `output_dir`, or None."""
-        own = self._own_checkpoints
-        newest = setup.newest_step(own)
-        return None if own is None or newest is None else str(own / str(newest))
-
-    @property
-    def training_batch_size(self) -> int:
-        """The examples of a step, over all devices and microbatches."""
-        return self.plan.train_batch
-
-    @property
-    def evaluation_batch_size(self) -> int:
-        """The examples of a batch of an evaluation, over all devices."""
-        return self.plan.eval_batch
+        own = self.checkpoint_manager
+        newest = None if own is None else own.latest_step()
+        return None if newest is None else open_store(own.directory).path_of(newest)
 
     @property
     def is_process_zero(self) -> bool:
@@ -721,62 +640,24 @@ class Trainer:
         """The run of Weights & Biases once it has started, or None."""
         return getattr(sys.modules.get("wandb"), "run", None) if self.arguments.use_wandb else None
 
-    # Outputs of the configure methods
+    # What the other modules of the adapter use
 
-    def _use_dataloaders(self, output: TrainerConfigureDataloaderOutput) -> None:
-        self.dataloader_train = output.dataloader_train
-        self.dataloader_eval = output.dataloader_eval
-        self.max_training_steps = output.max_training_steps or self.plan.steps
-        self.max_evaluation_steps = output.max_evaluation_steps
-        self.plan = self.plan._replace(steps=self.max_training_steps)
-
-    def _use_model(self, output: TrainerConfigureModelOutput) -> None:
-        self.model, self.scheduler = output.model, output.scheduler
-        self.config = self.config if output.config is None else output.config
-        state, self.tx = output.state, output.tx or getattr(output.state, "tx", None)
-        if self.tx is None:
-            self.tx, self.scheduler = self._make_optimizer(output.scheduler)
-        if state is None:
-            state = self.make_state(output.model, self.tx, self._initial)
-        elif state is not self._new_state:  # a subclass's own, which must not be donated
-            state = setup.copy_to(state, self._shardings_of(state))
-        self._new_state = None
-        path = self.arguments.init_weights_from
-        if path is not None:
-            weights = setup.load_weights(path, state, self.arguments.checkpoints_dir)
-            state, self.loaded, self.left = weights
-        self._set_state(state)
-
-    def _use_functions(self, output: TrainerConfigureFunctionOutput) -> None:
-        if output.mesh is not None and output.mesh != self.mesh:
-            self.mesh = output.mesh
-            self._set_state(setup.copy_to(self.model_state, self._shardings_of(self.model_state)))
-        self.sharded_training_step_function = output.train_step_fn
-        self.sharded_evaluation_step_function = output.eval_step_fn
-        evaluate = output.eval_step_fn
-        self._metrics_step = evaluate and jax.jit(steps.as_eval_step(evaluate))
-        manager = output.checkpoint_manager or from_arguments.checkpoints(self.arguments, self.plan)
-        if manager is not None and manager.directory is None:
-            if self.arguments.output_dir is None:
-                raise ConfigError(
-                    "checkpoint_manager: expected one with a directory, got none; give output_dir, "
-                    "or sf.Checkpoints('path', …)"
-                )
-            directory = Path(self.arguments.output_dir) / self.arguments.checkpoints_dir
-            manager = dataclasses.replace(manager, directory=directory)
-        self.checkpoint_manager = manager
-
-    def _make_optimizer(self, scheduler: Any = None) -> tuple[Any, Any]:
+    def make_optimizer(self, scheduler: Any = None) -> tuple[Any, Any]:
+        """Make the optimizer and its schedule of the arguments, or return those that were given."""
         tx, own_scheduler = self._optimizer
         scheduler = own_scheduler if scheduler is None else scheduler
         return from_arguments.optimizer_of(self.arguments, self.max_training_steps, tx, scheduler)
 
-    def _set_state(self, state: Any) -> None:
+    def set_state(self, state: Any) -> None:
+        """Replace the state, and describe it."""
         self._state = state
-        self.state_shape = jax.eval_shape(lambda: state)
+        self.state_shape = self.abstract_state = jax.eval_shape(lambda: state)
         self.state_shardings = make_sharding(self.state_shape, self.mesh, self._rules)
         self.state_named_sharding = self.state_shardings
         self.state_partition_spec = jax.tree.map(lambda x: x.spec, self.state_shardings)
+        if self._mesh_if_large is not None:
+            make = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            self.abstract_state = jax.tree.map(make, self.state_shape, self.state_shardings)
 
     @property
     def _rules(self) -> Any:
@@ -788,228 +669,48 @@ class Trainer:
         is_default = self.mesh.size == 1 and self.mesh.devices.flat[0] == jax.local_devices()[0]
         return None if is_default else self.mesh
 
-    def _shardings_of(self, state: Any) -> Any:
+    def shardings_of(self, state: Any) -> Any:
+        """Return the shardings of a state, or None if it needs none."""
         return make_sharding(state, self.mesh, self._rules) if self._mesh_if_large else None
 
-    @property
-    def _abstract_state(self) -> Any:
-        if self._mesh_if_large is None:
-            return self.state_shape
-        make = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        return jax.tree.map(make, self.state_shape, self.state_shardings)
-
-    def _evaluation_batches(self, dataset: Any, steps: int | None = None) -> Any:
+    def _evaluation_batches(self, dataset: Any, steps: int | None) -> Any:
+        collect = loading.collect_of(self, dataset)
+        mesh = self._mesh_if_large
         return loading.evaluation_batches(
-            self.arguments,
-            dataset,
-            self.plan.eval_batch,
-            collect=self._collect(dataset),
-            prepare=lambda batch: loading.replicate_if_uneven(
-                self._add_mask(batch), self._mesh_if_large
-            ),
-            steps=steps,
+            self.arguments, dataset, self.plan, collect, mesh=mesh, steps=steps
         )
 
-    def _add_mask(self, batch: Any) -> Any:
-        return (
-            batch if "mask" in self.arguments.ids_to_pop_from_dataset else loading.with_mask(batch)
-        )
-
-    def _collect(self, dataset: Any) -> loading.Collect | None:
-        """Return the function from a list of examples to a batch; None stacks them.
-
-        It is the collect function of a subclass, called with the output of `data_collator` or with
-        columns; or `data_collator`; or, with `max_length`, a function that pads and truncates.
-        """
-        arguments = self.arguments
-        kind = "tfds_" if hasattr(dataset, "as_numpy_iterator") else ""
-        kind = "grain_" if arguments.use_grain else kind
-        names = [f"create_{kind}collect_function", "create_collect_function"]
-        own = next((name for name in names if self._overrides(name)), None)
-        if own is None and (self.data_collator is not None or arguments.max_length is None):
-            return self.data_collator
-        make = getattr(self, own or names[0])
-        options: dict[str, Any] = {"max_sequence_length": arguments.max_length}
-        options["truncation_mode"] = arguments.truncation_mode
-        parameters = inspect.signature(make).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            options = {name: value for name, value in options.items() if name in parameters}
-        collect: loading.Collect = make(**options)
-        if own is None:
-            return collect
-        first = loading.columns if self.data_collator is None else self.data_collator
-        return lambda examples: collect(first(examples))
-
-    def _overrides(self, method: str) -> bool:
+    def overrides(self, method: str) -> bool:
         """Whether a method is that of a subclass, or was set on the object."""
         return method in vars(self) or getattr(type(self), method) is not getattr(Trainer, method)
-
-    # Running
-
-    def _start_with(self, params: Any, state: Any, path: Any) -> None:
-        """Set the state to start with, and move the batches to its position."""
-        if sum(value is not None for value in (params, state, path)) > 1:
-            raise ConfigError(
-                "train: expected one of model_parameters, state and ckpt_path, got more"
-            )
-        own, folder = self._own_checkpoints, self.arguments.checkpoints_dir
-        source, self._state_source = self._state_source, None
-        resume_from = self.arguments.resume_from_checkpoint
-        is_first = self.result is None
-        if is_first and params is state is path is None and isinstance(resume_from, str):
-            # A run with checkpoints of its own continues from these, but the path has to exist.
-            is_own = setup.is_newest(resume_from, own, folder)
-            path = resume_from if is_own or setup.newest_step(own) is None else None
-        new, data = self.model_state, None
-        if params is not None:
-            new, source = self.make_state(None, self.tx, params), "model_parameters"
-        elif state is not None:
-            if not setup.is_state(state):
-                raise ConfigError(
-                    f"state: expected a state, with params and step, got {tree.spell(state)}; give "
-                    "parameters alone as model_parameters"
-                )
-            new, source = self.make_state(None, self.tx, state), "state"
-        elif path is not None and not setup.is_newest(path, own, folder):
-            restored = setup.restore_path(path, self._abstract_state, folder)
-            new, data, source = restored.state, restored.data, "ckpt_path"
-        if source is not None:
-            setup.check_start(source, own, self._abstract_state, new)
-            self._set_state(new)
-        loading.seek(self.dataloader_train, data, int(getattr(self.model_state, "step", 0)))
-
-    @property
-    def _own_checkpoints(self) -> Path | None:
-        return self.checkpoint_manager and Path(self.checkpoint_manager.directory)
-
-    def _fit(self, more_steps: int | None) -> FitResult:
-        arguments, step, evaluations = self.arguments, self._train_step(), self._evaluations()
-        hooks = self._hooks(bool(evaluations))
-        if isinstance(step, steps.StepWithHooks):
-            hooks.insert(0, lambda _: step.raise_pending())
-        logs, state = from_arguments.logs_of(arguments), self.model_state
-        if setup.newest_step(self._own_checkpoints) is not None:
-            self._state = None  # so that the restored one can take its memory
-        elif self.writer is not None and self.is_enable:
-            self.writer.flush()  # rows logged before this run stay in the earlier run's files
-            move_previous_run(logs, int(getattr(state, "step", 0)))
-        total = self.max_training_steps if more_steps is None else None
-        # A loader of a subclass may be one epoch that can be iterated again.
-        loader, epochs = self.dataloader_train, arguments.num_train_epochs
-        is_repeated = (
-            total is None and more_steps is None and epochs > 1 and iter(loader) is not loader
-        )
-        may_resume = arguments.resume_if_possible and arguments.resume_from_checkpoint is not False
-        return fit(
-            step,
-            state,
-            loader,
-            steps=total,
-            epochs=epochs if is_repeated else None,
-            more_steps=more_steps,
-            # The report is drawn from the JSON lines.
-            run_dir=logs if self.writer is not None and "jsonl" in arguments.report_to else None,
-            evaluation=evaluations,
-            checkpoints=self.checkpoint_manager,
-            hooks=hooks,
-            log_every=self.plan.log_every,
-            resume=may_resume or self.result is not None,
-            steps_per_call=arguments.steps_per_call,
-            time_limit=self.plan.seconds,
-        )
-
-    def _train_step(self) -> Callable[..., Any]:
-        own = self.sharded_training_step_function
-        if self._step_with_metrics[0] is not own:  # kept, since `fit` reuses its program
-            is_compiled = isinstance(own, CompiledStep)
-            self._step_with_metrics = own, own if is_compiled else steps.as_train_step(own)
-        step: Callable[..., Any] = self._step_with_metrics[1]
-        if not self._overrides("on_step_start") and not self._overrides("on_step_end"):
-            return step
-        if self.arguments.steps_per_call > 1:
-            raise ConfigError(
-                "steps_per_call: expected 1 with on_step_start or on_step_end overridden, which "
-                f"run between steps, got {self.arguments.steps_per_call}; override on_log instead"
-            )
-        return steps.StepWithHooks(step, self.on_step_start, self.on_step_end)
-
-    def _evaluations(self) -> list[Evaluation]:
-        if self.dataloader_eval is None or not self.plan.evaluates or self._metrics_step is None:
-            return list(self.evaluations)
-        own = Evaluation(
-            self._metrics_step,
-            self.eval_batches,
-            every=self.plan.evaluation_every,
-            every_epochs=self.plan.evaluation_every_epochs,
-        )
-        return [own, *self.evaluations]
-
-    def _hooks(self, has_evaluations: bool) -> list[Hook]:
-        """Make the hooks of a run. The trainer's comes after those that return numbers."""
-        arguments = self.arguments
-        hooks: list[Hook] = []
-        if self.sharded_training_step_function is self._own_step:  # which skips a NaN or inf
-            scales_loss = from_arguments.precision(arguments).needs_loss_scale
-            hooks.append(trainer_hooks.StopOnSkipped(_MAX_SKIPPED if scales_loss else 1))
-        metric, patience = from_arguments.best_metric(arguments), arguments.early_stopping_patience
-        metric = "eval/loss" if metric is None and patience is not None else metric
-        if metric is not None and not has_evaluations and not metric.startswith("train/"):
-            name = "metric_for_best_model" if patience is None else "early_stopping_patience"
-            raise ConfigError(
-                f"{name}: expected data to evaluate on, to measure {metric}, got none; give "
-                "dataset_eval, or metric_for_best_model='train.loss'"
-            )
-        self.early_stopping = None
-        if metric is not None and patience is not None:
-            keep_state = not metric.startswith("train/")
-            mode = from_arguments.best_mode(arguments)
-            self.early_stopping = stop_early(
-                metric, patience=patience, mode=mode, keep_state=keep_state
-            )
-            hooks.append(self.early_stopping)
-        if arguments.track_memory:
-            hooks.append(memory_use)
-        if arguments.weight_distribution_log_steps is not None:
-            hooks.append(every(arguments.weight_distribution_log_steps, self._log_weights))
-        hooks += [*(callback(function, self) for function in self.callbacks), *self.hooks]
-        knows_epochs = getattr(self.dataloader_train, "steps_per_epoch", None)
-        hooks.append(
-            trainer_hooks.EpochTrainerHook(self)
-            if knows_epochs
-            else trainer_hooks.TrainerHook(self)
-        )
-        return hooks if metric is None else [*hooks, _expect_metric(metric)]
-
-    def _log_weights(self, event: Event) -> None:
-        self.log_weight_distribution(event.state, event.step)  # too many numbers for a bar
 
     @property
     def has_watchers(self) -> bool:
         """Whether `log_watchers` has something to do."""
-        return bool(self.watchers) or self._overrides("log_watchers")
+        return bool(self.watchers) or self.overrides("log_watchers")
 
     def open_run(self, bar: Any, step: int, total: int | None) -> None:
         """Prepare for a run that starts after `step`: drop the rows of later steps."""
-        self.progress_bar, self._watched_at, self._last_step = bar, step, total
+        self.progress_bar, self._last_step = bar, total
+        self._started_at = self._watched_at = step
         if self.writer is not None and self.is_enable and hasattr(self.writer, "resume"):
             self.writer.resume(step)
 
     def _is_due(self, step: int, interval: int, mode: str) -> bool:
         """Whether to show or write metrics: those of evaluations always, others at an interval."""
-        # A log point at the end of an epoch need not be a multiple of the interval.
         is_every_log_point = interval == self.plan.log_every
         is_last = step in (self.plan.steps, self._last_step)
         return mode != "train" or is_every_log_point or step % interval == 0 or is_last
 
     def _eval_step(self) -> Any:
-        if self._metrics_step is None:
+        if self.metrics_step is None:
             raise ConfigError(
                 "eval_step_fn: expected a step (state, batch) -> metrics, got None; return one "
                 "from configure_functions"
             )
-        return self._metrics_step
+        return self.metrics_step
 
-    def _keep(self, result: FitResult) -> None:
+    def _use_result(self, result: FitResult) -> None:
         self.result, self._state, self.best = result, result.state, result.best
         self.history = result.history or self.history
         self.stopped = str(result.stop_reason)
@@ -1017,43 +718,11 @@ class Trainer:
     def _recover_state(self) -> None:
         """Restore the newest checkpoint if an exception left no state."""
         is_lost = self.model_state is None or not is_available(self.model_state)
-        own = self._own_checkpoints
         is_alone = jax.process_count() == 1  # all processes take part in a restore
-        if is_lost and is_alone and own is not None and setup.newest_step(own) is not None:
-            self._state = restore(own, self._abstract_state).state
+        if is_lost and is_alone and self.checkpoint_path is not None:
+            self._state = self.checkpoint_manager.restore(self.abstract_state).state
 
     def _output(self, stopped: str) -> TrainerOutput:
         self.stopped, path = stopped, self.checkpoint_path
         name = None if path is None else Path(path).name
         return TrainerOutput(self.model_state, self.mesh, name, path, stopped=stopped)
-
-
-def _check_function(name: str, value: Any) -> None:
-    if not callable(value) or isinstance(value, type):
-        raise ConfigError(f"{name}: expected a function, got {tree.spell(value)}")
-
-
-def _check_list(name: str, values: Any, expected: str, kind: type | None = None) -> list[Any]:
-    if not isinstance(values, list | tuple):
-        raise ConfigError(f"{name}: expected a list of {expected}, got {tree.spell(values)}")
-    for index, value in enumerate(values):
-        if kind is None:
-            _check_function(f"{name}[{index}]", value)
-        elif not isinstance(value, kind):
-            raise ConfigError(f"{name}[{index}]: expected {expected}, got {tree.spell(value)}")
-    return list(values)
-
-
-def _expect_metric(metric: str) -> Hook:
-    """Make a hook that checks that an evaluation measures a metric."""
-    kind = metric.rpartition("/")[0]
-
-    def check(event: Event) -> None:
-        names = sorted(name for name in event.metrics if name.rpartition("/")[0] == kind)
-        if names and not event.is_train and metric not in names:
-            raise ConfigError(
-                f"metric_for_best_model: expected one of {', '.join(names)}, which are measured, "
-                f"got {metric}"
-            )
-
-    return check

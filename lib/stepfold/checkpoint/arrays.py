@@ -4,9 +4,9 @@ Arrays are read with tensorstore, the storage layer of orbax, because orbax retu
 unverified. Each process reads only the stored parts that its devices need.
 """
 
-import math
+import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,20 @@ import jax
 import numpy as np
 import tensorstore
 
-from stepfold.checkpoint.leaves import Leaf, Region, checksum, region, stored_name
-from stepfold.checkpoint.manifest import STATE
-from stepfold.checkpoint.sealed import DamageError
+from stepfold.checkpoint.leaves import Leaf, Region, as_slices, checksum, region, stored_name
+from stepfold.checkpoint.manifest import STATE, DamageError, Manifest
 from stepfold.errors import CheckpointError
 
 _AT_ONCE = 4  # leaves read concurrently; bounds the memory used beyond the restored leaves
 
 
-class Reader:
+class ArrayReader:
     """Read the arrays of one step."""
 
-    def __init__(self, step: Path, leaves: Mapping[str, Leaf], shards: Mapping[str, Any]) -> None:
-        self._leaves, self._shards = leaves, shards
+    def __init__(self, step: Path, manifest: Manifest) -> None:
+        self._leaves, self._shards = manifest.leaves, manifest.shards
         # Not a URL, in which some characters have a special meaning.
-        self._place = {"driver": "file", "path": f"{step.absolute()}/{STATE}/"}
+        self._base = {"driver": "file", "path": f"{step.absolute()}/{STATE}/"}
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 1 << 24}})
 
     def map(self, function: Callable[[str], Any], names: Sequence[str]) -> Iterator[Any]:
@@ -46,19 +45,19 @@ class Reader:
             finally:
                 threads.shutdown(cancel_futures=True)
 
-    def problems(self, name: str) -> list[str]:
-        """List the damaged parts of a leaf, one line each."""
+    def problems(self, name: str) -> list[CheckpointError]:
+        """List the errors of a leaf, one for each part that is damaged or cannot be read."""
         try:
             store = self._open(name)
-        except DamageError as error:
-            return [str(error)]
-        found = []
+        except CheckpointError as error:
+            return [error]
+        problems = []
         for part, crc in self._shards[name].items():
             try:
                 self._read(store, name, part, crc)
-            except DamageError as error:
-                found.append(str(error))
-        return found
+            except CheckpointError as error:
+                problems.append(error)
+        return problems
 
     def whole(self, name: str) -> np.ndarray:
         """Read an entire leaf."""
@@ -72,63 +71,76 @@ class Reader:
         if 0 in leaf.shape:  # orbax stores nothing for empty arrays
             return [np.zeros([stop - start for start, stop in part], dtype) for part in wanted]
         store = self._open(name)
-        made: list[Any] = [None] * len(wanted)
+        arrays: list[Any] = [None] * len(wanted)
         for part, crc in self._shards[name].items():
-            needed = [i for i, whole in enumerate(wanted) if _overlap(part, whole) is not None]
-            if not needed:
+            overlaps = {
+                i: both
+                for i, target in enumerate(wanted)
+                if (both := _overlap(part, target)) is not None
+            }
+            if not overlaps:
                 continue
-            read = self._read(store, name, part, crc)
-            for i in needed:
+            values = self._read(store, name, part, crc)
+            for i, both in overlaps.items():
                 if wanted[i] == part:  # same region as stored: no copy
-                    made[i] = read
+                    arrays[i] = values
                     continue
-                if made[i] is None:
-                    made[i] = np.empty([stop - start for start, stop in wanted[i]], dtype)
-                both = _overlap(part, wanted[i])
-                made[i][_within(both, wanted[i])] = read[_within(both, part)]
-        return made
+                if arrays[i] is None:
+                    arrays[i] = np.empty([stop - start for start, stop in wanted[i]], dtype)
+                arrays[i][_within(both, wanted[i])] = values[_within(both, part)]
+        return arrays
 
     def _open(self, name: str) -> Any:
         leaf = self._leaves[name]
-        saved = sum(_count(part) for part in self._shards[name])
-        if saved != _count(region((), leaf.shape)):
-            raise DamageError(
-                f"{name}: expected checksums of all of {leaf}, got of {saved} elements"
-            )
-        kvstore = {"driver": "ocdbt", "base": self._place, "path": stored_name(name)}
+        return self._open_array(name, leaf)
+
+    def _open_array(self, name: str, leaf: Leaf) -> Any:
+        kvstore = {"driver": "ocdbt", "base": self._base, "path": stored_name(name)}
         try:
             store = tensorstore.open(
                 {"driver": "zarr", "kvstore": kvstore}, context=self._context, read=True
             ).result()
         except Exception as error:
-            raise _blamed(name, error) from error
+            raise _error(name, error) from error
         stored = Leaf(tuple(store.shape), store.dtype.numpy_dtype.name)
+        chunk = store.chunk_layout.read_chunk.shape or ()
+        if any((size or 0) > whole for size, whole in zip(chunk, store.shape, strict=False)):
+            # tensorstore would allocate a whole chunk, and abort the process if it cannot.
+            raise DamageError(f"{name}: expected chunks within {stored}, got larger ones")
         if stored != leaf._replace(key=None):
             raise DamageError(f"{name}: expected {leaf._replace(key=None)}, got {stored}")
         return store
 
     def _read(self, store: Any, name: str, part: Region, crc: int) -> np.ndarray:
-        where = tuple(slice(*ends) for ends in part)
-        spelled = f"{name}[{', '.join(f'{start}:{stop}' for start, stop in part)}]"
+        label = f"{name}[{', '.join(f'{start}:{stop}' for start, stop in part)}]"
         try:
-            read: np.ndarray = np.asarray(store[where].read().result())
+            array = self._read_part(store, part)
+        except CheckpointError:
+            raise
         except Exception as error:
-            raise _blamed(spelled, error) from error
-        if checksum(read) != crc:
-            raise DamageError(f"{spelled}: the values are not those that were saved")
-        return read
+            raise _error(label, error) from error
+        if checksum(array) != crc:
+            raise DamageError(f"{label}: the values are not those that were saved")
+        return array
+
+    def _read_part(self, store: Any, part: Region) -> np.ndarray:
+        array: np.ndarray = np.asarray(store[as_slices(part)].read().result())
+        return array
 
 
-def _blamed(what: str, error: Exception) -> CheckpointError:
-    """Distinguish damage from a lack of resources or permissions."""
-    words = f"{error}".partition("[")[0].strip() or type(error).__name__
-    lacks = "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED"
-    kind = CheckpointError if words.startswith(lacks) else DamageError
-    return kind(f"{what}: cannot be read: {words}")
+# What tensorstore reports for missing, truncated or changed files. Any other error, such as a lack
+# of memory, says nothing about the step.
+_DAMAGE = ("NOT_FOUND", "DATA_LOSS", "OUT_OF_RANGE", "INVALID_ARGUMENT", "FAILED_PRECONDITION")
+_STATUS = re.compile("[A-Z_]+(?=:)")
 
 
-def _count(part: Region) -> int:
-    return math.prod(stop - start for start, stop in part)
+def _error(label: str, error: Exception) -> CheckpointError:
+    message = f"{error}".partition("[")[0].strip() or type(error).__name__
+    status = _STATUS.match(message)
+    # tensorstore raises INVALID_ARGUMENT as a ValueError without its name.
+    is_damage = status[0] in _DAMAGE if status else type(error) is ValueError
+    kind = DamageError if is_damage else CheckpointError
+    return kind(f"{label}: cannot be read: {message}")
 
 
 def _overlap(one: Region, other: Region) -> Region | None:
@@ -136,5 +148,5 @@ def _overlap(one: Region, other: Region) -> Region | None:
     return both if all(start < stop for start, stop in both) else None
 
 
-def _within(part: Region | None, whole: Region) -> tuple[slice, ...]:
-    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part or (), whole, strict=True))
+def _within(part: Region, whole: Region) -> tuple[slice, ...]:
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, whole, strict=True))

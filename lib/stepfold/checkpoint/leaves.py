@@ -1,4 +1,4 @@
-"""Leaves of a state as they are stored: named arrays, split into regions with checksums.
+"""Leaves of a state: how they are stored, as named arrays in regions, and how they are made again.
 
 Checksums are computed from the values in memory, so that they also cover the way to the disk.
 """
@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from stepfold import tree
-from stepfold.errors import ConfigError
+from stepfold.errors import ConfigError, ShardingError, TreeMismatchError
 
 Region = tuple[tuple[int, int], ...]
 
 # The dtypes that zarr, the storage format of orbax, has a name for.
-_STORED = (
+STORED = (
     *("bool", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
@@ -62,19 +63,20 @@ def arrays_of(state: Any) -> dict[str, Any]:
                 f"{name}: expected an array, got {tree.spell(leaf)}; keep functions and settings "
                 "out of the state, or give them as extra=…"
             )
-        arrays[name] = _numbers(name, leaf)
-        if str(arrays[name].dtype) not in _STORED:
+        arrays[name] = _as_array(name, leaf)
+        if str(arrays[name].dtype) not in STORED:
             raise ConfigError(
-                f"{name}: expected a dtype that can be stored ({', '.join(_STORED)}), got "
+                f"{name}: expected a dtype that can be stored ({', '.join(STORED)}), got "
                 f"{tree.spell(leaf)}; cast it"
             )
-    _check_branches(arrays)
+    _check_not_branches(arrays)
     if not any(array.size for array in arrays.values()):
         raise ConfigError("state: expected arrays to save, got none with elements")
     return arrays
 
 
-def _check_branches(arrays: Mapping[str, Any]) -> None:
+def _check_not_branches(arrays: Mapping[str, Any]) -> None:
+    """Check that no leaf has the path of a branch, as `a` and `a/b` would."""
     for name in arrays:
         for branch in accumulate(name.split("/")[:-1], "{}/{}".format):
             if branch in arrays:
@@ -94,14 +96,14 @@ def stored_name(name: str) -> str:
     return name.replace("/", ".")
 
 
-def _numbers(name: str, leaf: Any) -> Any:
+def _as_array(name: str, leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         if isinstance(leaf, np.ma.MaskedArray):
             raise ConfigError(
                 f"{name}: expected an array, got a masked one; save its data and its mask"
             )
-        made = np.array(leaf)  # a copy: numpy arrays may change while they are written
-        return made.astype(made.dtype.newbyteorder("="), copy=False)
+        array = np.array(leaf)  # a copy: numpy arrays may change while they are written
+        return array.astype(array.dtype.newbyteorder("="), copy=False)
     if jax.process_count() > 1 and leaf.is_fully_addressable:
         raise ConfigError(
             f"{name}: expected an array that all {jax.process_count()} processes have their part "
@@ -150,6 +152,102 @@ def region(index: Sequence[slice], shape: Sequence[int]) -> Region:
     return tuple(part.indices(size)[:2] for part, size in zip(full, shape, strict=True))
 
 
+def as_slices(part: Region) -> tuple[slice, ...]:
+    """Convert a region to an index."""
+    return tuple(slice(*ends) for ends in part)
+
+
 def checksum(array: np.ndarray) -> int:
     """Compute the CRC-32 of an array's elements in C order."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+# Making leaves again
+
+
+def regions_of(name: str, saved: Leaf, like: Any) -> list[Region]:
+    """List the distinct regions of a leaf that this process needs."""
+    sharding = _sharding_of(like)
+    if sharding is None:
+        return [region((), saved.shape)]
+    return list(dict.fromkeys(_by_device(name, saved, sharding).values()))
+
+
+def make_leaf(name: str, saved: Leaf, like: Any, parts: Mapping[Region, np.ndarray]) -> Any:
+    """Make a leaf with the kind, sharding and dtype of `like`.
+
+    `like` is an array, an abstract array with or without a sharding, or a number. `parts` holds the
+    data of each of `regions_of`, and may be used without a copy.
+    """
+    if is_key(like):
+        like_data: Any
+        if isinstance(like, jax.Array):
+            like_data = jax.random.key_data(like)
+        else:
+            dtype = jnp.dtype(saved.dtype)
+            like_data = jax.ShapeDtypeStruct(saved.shape, dtype, sharding=like.sharding)
+        data = make_leaf(name, saved._replace(key=None), like_data, parts)
+        return jax.random.wrap_key_data(data, impl=impl_of(like))
+    parts = {part: _converted(name, saved, like, array) for part, array in parts.items()}
+    sharding = _sharding_of(like)
+    if sharding is not None:
+        return _shard(_by_device(name, saved, sharding), sharding, saved.shape, parts)
+    (array,) = parts.values()
+    if isinstance(like, np.ndarray):
+        return array
+    if not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
+        return type(like)(array.item())
+    weak = like.weak_type and not array.ndim  # keep weak types: without, a step would retrace
+    return jnp.asarray(array.item()) if weak else jax.device_put(array)
+
+
+def _sharding_of(like: Any) -> Sharding | None:
+    # Keep uncommitted arrays uncommitted: otherwise a step would recompile.
+    committed = getattr(like, "committed", True)
+    return getattr(like, "sharding", None) if committed else None
+
+
+def _by_device(name: str, saved: Leaf, sharding: Sharding) -> dict[Any, Region]:
+    try:
+        index = sharding.addressable_devices_indices_map(saved.shape)
+    except ValueError as error:
+        raise ShardingError(
+            f"{name}: expected a sharding that fits {saved}, got {sharding}: {error}"
+        ) from error
+    return {device: region(slices or (), saved.shape) for device, slices in index.items()}
+
+
+def _converted(name: str, saved: Leaf, like: Any, array: np.ndarray) -> np.ndarray:
+    wanted = leaf_of(like)
+    dtype = jnp.dtype(wanted.dtype)
+    on_device = isinstance(like, jax.Array | jax.ShapeDtypeStruct)
+    if on_device and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise TreeMismatchError(
+            f"{name}: wanted {wanted}, which jax makes only with jax_enable_x64; turn it on, or "
+            "use a narrower dtype with cast=True"
+        )
+    converted = array.astype(dtype, copy=False)
+    if jnp.issubdtype(dtype, jnp.integer) and not np.array_equal(converted, array):
+        raise TreeMismatchError(
+            f"{name}: saved {saved}, wanted {wanted}, but not every value fits; use the dtype that "
+            "was saved"
+        )
+    return converted
+
+
+def _shard(
+    regions: Mapping[Any, Region],
+    sharding: Sharding,
+    shape: tuple[int, ...],
+    parts: Mapping[Region, np.ndarray],
+) -> jax.Array:
+    # jax may alias numpy memory, and a step may write into it: every device needs its own copy.
+    first = {part: device for device, part in reversed(list(regions.items()))}
+    arrays = [
+        jax.device_put(
+            parts[part] if first[part] == device else parts[part].copy(),
+            SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
+        )
+        for device, part in regions.items()
+    ]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)

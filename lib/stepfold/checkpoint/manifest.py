@@ -1,25 +1,45 @@
 """The manifest of a checkpoint: every leaf, the checksum of every shard, and the step's metadata.
 
 Each process writes its own manifest, since only it holds its shards. orbax stores no checksums of
-values, so a flipped bit is restored as a different number. The manifests detect it.
+values, so a flipped bit is restored as a different number. The manifests detect it. They are JSON
+files, preceded by a line with their own checksum.
 """
 
+import base64
+import errno
+import json
+import math
 import os
-from collections.abc import Mapping
+import stat
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from stepfold.checkpoint.leaves import Leaf, Region, checksum
-from stepfold.checkpoint.sealed import DamageError, opened, seal, unreadable, unseal
-from stepfold.checkpoint.syncing import sync
-from stepfold.errors import CheckpointError
+from stepfold import tree
+from stepfold.checkpoint.leaves import STORED, Leaf, Region, checksum
+from stepfold.checkpoint.steps import check_regular, sync, unreadable
+from stepfold.errors import CheckpointError, ConfigError
 
 FORMAT = 1
 STATE = "state"  # the subdirectory of a step that holds everything, as an orbax item
 _LEAVES, _FILES = "leaves-{}.json", "files.json"
 _LATER = "later.json"  # metrics and extra added after the commit; not listed in files.json
+_CHECKSUM = b"stepfold crc32 "
+_UPGRADE = "it was saved by a newer stepfold: upgrade with pip install -U stepfold"
+_BYTES = "bytes in base64"  # the JSON encoding of bytes, which grain's positions consist of
+_DEPTH = 100  # levels of JSON, within Python's limit of recursion
+_LARGEST = 1 << 30  # bytes of a manifest
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+_KEY_SIZES = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}  # of jax; others are the user's own
+
+
+class DamageError(CheckpointError):
+    """The stored data is damaged or incomplete; another step may be valid."""
 
 
 class NewerError(CheckpointError):
@@ -30,7 +50,7 @@ class ForeignError(CheckpointError):
     """The directory is not, or no longer, a stepfold checkpoint; it is left unchanged."""
 
 
-class Words(NamedTuple):
+class StepMetadata(NamedTuple):
     """Metadata of a checkpoint, as plain JSON values."""
 
     step: int
@@ -43,37 +63,54 @@ class Words(NamedTuple):
 class Manifest(NamedTuple):
     """The merged manifests of all processes of a step."""
 
-    words: Words
+    metadata: StepMetadata
     leaves: dict[str, Leaf]
     shards: dict[str, dict[Region, int]]
     data: list[Any]
     bytes: int
+    parts: Any = None  # in object storage: where each shard is
+
+    @property
+    def has_position(self) -> bool:
+        """Whether `position` returns one, on this number of processes."""
+        is_shared = all(position == self.data[0] for position in self.data)
+        return is_shared or len(self.data) == jax.process_count()
 
     def position(self) -> Any:
         """Return the data position of this process, or the one that all processes share."""
-        if all(position == self.data[0] for position in self.data):
-            return opened(self.data[0])
-        if len(self.data) != jax.process_count():
+        if not self.has_position:
             raise CheckpointError(
                 f"data: expected {len(self.data)} processes, each with the position it saved, got "
                 f"{jax.process_count()}; resume on as many, or use batches whose position does not "
                 "depend on the process (stepfold.batches)"
             )
-        return opened(self.data[jax.process_index()])
+        # Shared by all if the number of processes differs.
+        return from_json(self.data[jax.process_index() % len(self.data)])
 
 
 def write_leaves(
     folder: Path,
-    words: Words,
+    metadata: StepMetadata,
     leaves: Mapping[str, Leaf],
     shards: Mapping[str, Mapping[Region, Any]],
 ) -> None:
     """Write the manifest of this process, with the checksums of its shards."""
+    content = process_manifest(metadata, leaves, shards)
+    write_checked(folder / _LEAVES.format(jax.process_index()), content)
+
+
+def process_manifest(
+    metadata: StepMetadata,
+    leaves: Mapping[str, Leaf],
+    shards: Mapping[str, Mapping[Region, Any]],
+) -> dict[str, Any]:
+    """Describe the part of this process, with the checksums of its shards."""
     process = jax.process_index()
-    content = {
+    own = {"step": metadata.step, "data": metadata.data}
+    return {
         "format": FORMAT,
         "processes": jax.process_count(),
-        "words": words._asdict() if process == 0 else {"step": words.step, "data": words.data},
+        "words": metadata._asdict() if process == 0 else own,  # the name on disk of the metadata
         "leaves": leaves if process == 0 else {},
         "shards": [
             [name, part, checksum(array)]
@@ -81,7 +118,6 @@ def write_leaves(
             for part, array in parts.items()
         ],
     }
-    (folder / _LEAVES.format(process)).write_bytes(seal(content))
 
 
 def write_files(folder: Path) -> None:
@@ -90,7 +126,7 @@ def write_files(folder: Path) -> None:
     files = {
         path.relative_to(folder).as_posix(): path.stat().st_size for path in found if path.is_file()
     }
-    (folder / _FILES).write_bytes(seal(files))
+    write_checked(folder / _FILES, files)
     for path in (*found, folder / _FILES, folder):
         sync(path)
 
@@ -98,17 +134,14 @@ def write_files(folder: Path) -> None:
 def write_later(step: Path, metrics: Mapping[str, Any], extra: Any) -> None:
     """Atomically add metrics measured after the save, and replace `extra`."""
     folder = step / STATE
-    known = {**(read_words(step).metrics or {}), **metrics}
-    new = folder / f"{_LATER}.new"
-    new.write_bytes(seal({"metrics": known, "extra": extra}))
-    sync(new)
-    os.replace(new, folder / _LATER)
-    sync(folder)
+    known = {**(read_metadata(step).metrics or {}), **metrics}
+    replace_checked(folder / _LATER, {"metrics": known, "extra": extra})
 
 
-def read_words(step: Path) -> Words:
+def read_metadata(step: Path) -> StepMetadata:
     """Read the metadata of a step; raise like `read_manifest`."""
-    return _words(step / STATE, _first(step)[0])
+    with checked_form(step):
+        return _metadata(step, _first(step)[0])
 
 
 def read_manifest(step: Path) -> Manifest:
@@ -118,71 +151,267 @@ def read_manifest(step: Path) -> Manifest:
     checksum. Raises another `CheckpointError` if a file is unreadable, or if another program or a
     newer stepfold wrote the step.
     """
-    first, size = _first(step)
-    others = [_read_process(step / STATE, k) for k in range(1, first["processes"])]
-    shards: dict[str, dict[Region, int]] = {name: {} for name in first["leaves"]}
-    for part in (first, *others):
-        for name, index, crc in part["shards"]:
-            shards[name][tuple(map(tuple, index))] = crc
+    with checked_form(step):
+        first, size = _first(step)
+        metadata = _metadata(step, first)
+        others = [_read_process(step / STATE, k) for k in range(1, first["processes"])]
+        return merge_processes([first, *others], metadata, size)
+
+
+def merge_processes(processes: Sequence[Any], metadata: StepMetadata, size: int) -> Manifest:
+    """Merge the manifests of all processes."""
+    leaves = {name: _leaf(name, *leaf) for name, leaf in processes[0]["leaves"].items()}
+    _expect(leaves, "leaves", leaves)
+    shards: dict[str, dict[Region, int]] = {name: {} for name in leaves}
+    for process in processes:
+        _expect(process["processes"] == len(processes), "processes", process["processes"])
+        _expect(process["words"]["step"] == metadata.step, "step", process["words"]["step"])
+        from_json(process["words"]["data"])
+        for name, index, crc in process["shards"]:
+            part = tuple((start, stop) for start, stop in index)
+            _expect(_is_count(crc) and part not in shards[name], f"a shard of {name}", part)
+            shards[name][part] = crc
+    for name, leaf in leaves.items():
+        _check_coverage(name, leaf, shards[name])
     return Manifest(
-        words=_words(step / STATE, first),
-        leaves={
-            name: Leaf(tuple(shape), *kind) for name, (shape, *kind) in first["leaves"].items()
-        },
+        metadata=metadata,
+        leaves=leaves,
         shards=shards,
-        data=[part["words"]["data"] for part in (first, *others)],
+        data=[process["words"]["data"] for process in processes],
         bytes=size,
     )
+
+
+@contextmanager
+def checked_form(step: Path | str) -> Iterator[None]:
+    """Convert the errors of manifests with an intact checksum but unexpected content."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise DamageError(
+            f"{step}: expected manifests as stepfold writes them, got others: {error!r}"
+        ) from error
 
 
 def _first(step: Path) -> tuple[Any, int]:
     """Check that all files exist; return the manifest of process 0 and the total bytes."""
     folder = step / STATE
-    if not is_ours(step):
+    try:
+        is_ours = any(name.endswith(".json") for name in os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        is_ours = False
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    if not is_ours:
         raise ForeignError(
             f"{step}: expected a checkpoint that stepfold saved, got a folder without a manifest; "
             "what orbax saved by itself is read with orbax, and saved again with stepfold.save"
         )
     first = _read_process(folder, 0)
-    return first, _whole(folder)
+    files = read_checked(folder / _FILES)
+    sizes = _sizes(folder)
+    for name, size in files.items():
+        name.encode()
+        _expect(_is_count(size), "a recorded size", size)
+        if sizes.get(name) != size:
+            got = f"{sizes[name]:,}" if name in sizes else "none"
+            raise DamageError(f"{name}: expected {size:,} bytes, got {got}")
+    return first, sum(files.values())
 
 
-def is_ours(step: Path) -> bool:
-    """Return whether stepfold saved a step, rather than orbax on its own."""
-    try:
-        return any(name.endswith(".json") for name in os.listdir(step / STATE))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise unreadable(step / STATE, error) from error
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return the sizes of the files below a folder; refuse what blocks or never ends when read."""
+    sizes = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        try:
+            status = path.stat()
+        except OSError as error:
+            if error.errno in _MISSING:  # a link to nothing, or deleted meanwhile
+                continue
+            raise unreadable(path, error) from error
+        if stat.S_ISREG(status.st_mode):
+            sizes[name] = status.st_size
+            if path.name == "manifest.ocdbt" and status.st_size > _LARGEST:  # read as a whole
+                raise DamageError(f"{name}: expected at most {_LARGEST:,} bytes, got more")
+        elif not stat.S_ISDIR(status.st_mode) or path.is_symlink():
+            raise DamageError(f"{name}: expected a regular file, got another kind of file")
+    return sizes
 
 
-def _words(folder: Path, content: Any) -> Words:
-    words = Words(**content["words"])
-    later = unseal(folder / _LATER) if (folder / _LATER).exists() else {}
-    return words._replace(best=words.best and (words.best[0], words.best[1]), **later)
+def _metadata(step: Path, content: Any) -> StepMetadata:
+    path = step / STATE / _LATER
+    later = read_checked(path) if path.exists() else {}
+    return metadata_of(content, later, step, step.name)
+
+
+def metadata_of(content: Any, later: Any, where: Path | str, number: str) -> StepMetadata:
+    """Return the metadata of the manifest of process 0, with the values added after the commit."""
+    fields = content["words"] | later
+    if unknown := fields.keys() - set(StepMetadata._fields):
+        raise NewerError(
+            f"{where}: expected metadata of {', '.join(StepMetadata._fields)}, got "
+            f"{', '.join(sorted(unknown))} as well; {_UPGRADE}"
+        )
+    _expect(not later.keys() - {"metrics", "extra"}, _LATER, later)
+    _expect(_is_count(fields["step"]), "step", fields["step"])
+    if number.isdecimal() and fields["step"] != int(number):
+        raise ForeignError(
+            f"{where}: expected the checkpoint of step {number}, got a copy of that of step "
+            f"{fields['step']}; give the directory its number, or move it elsewhere"
+        )
+    metrics, best = fields["metrics"], fields["best"]
+    for name, value in (metrics or {}).items():
+        name.encode()
+        _expect(type(value) in (int, float), "a metric", value)
+        float(value)  # raises for an integer beyond the range of floats
+    is_best = isinstance(best, list) and [type(item) for item in best] == [str, str]
+    _expect(best is None or (is_best and best[1] in ("min", "max")), "best", best)
+    from_json(fields["extra"])
+    return StepMetadata(**fields | {"best": best and (best[0], best[1])})
 
 
 def _read_process(folder: Path, process: int) -> Any:
-    content = unseal(folder / _LEAVES.format(process))
+    content = check_format(read_checked(folder / _LEAVES.format(process)), folder.parent)
+    _expect(_is_count(content["processes"]), "processes", content["processes"])
+    return content
+
+
+def check_format(content: Any, where: Path | str) -> Any:
+    """Return content whose format this version knows."""
+    _expect(_is_count(content["format"]), "format", content["format"])
     if content["format"] > FORMAT:
         raise NewerError(
-            f"{folder.parent}: expected format {FORMAT} or older, got {content['format']}; it was "
-            "saved by a newer stepfold: upgrade with pip install -U stepfold"
+            f"{where}: expected format {FORMAT} or older, got {content['format']}; {_UPGRADE}"
         )
     return content
 
 
-def _whole(folder: Path) -> int:
-    """Check the names and sizes of all files; return the total bytes."""
-    files = unseal(folder / _FILES)
-    for name, size in files.items():
-        path = folder / name
-        try:
-            found = path.stat().st_size if path.is_file() else None
-        except OSError as error:
-            raise unreadable(path, error) from error
-        if found != size:
-            got = "none" if found is None else f"{found:,}"
-            raise DamageError(f"{name}: expected {size:,} bytes, got {got}")
-    return sum(files.values())
+# A checksum that fits does not make the content valid: it may have been written by other software.
+
+
+def _expect(is_valid: object, what: str, got: Any) -> None:
+    if not is_valid:
+        raise ValueError(f"{what} cannot be {tree.spell(got)}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _leaf(name: str, shape: Any, dtype: Any, key: Any) -> Leaf:
+    leaf = Leaf(tuple(shape), dtype, key)
+    size = math.prod(n or 1 for n in leaf.shape) if all(map(_is_count, leaf.shape)) else None
+    is_valid: Any = size is not None and size < 1 << 58 and dtype in STORED
+    name.encode()  # raises for a lone surrogate, which cannot be printed
+    if is_valid and key is not None:  # its last axis holds the words of one key
+        is_valid = isinstance(key, str) and dtype == "uint32" and leaf.shape
+        is_valid = is_valid and _KEY_SIZES.get(key, leaf.shape[-1]) == leaf.shape[-1]
+    _expect(is_valid, f"leaf {name}", [shape, dtype, key])
+    return leaf
+
+
+def _check_coverage(name: str, leaf: Leaf, parts: Mapping[Region, int]) -> None:
+    """Check that the shards of a leaf form a grid, which covers every element exactly once."""
+    if 0 in leaf.shape:  # nothing is stored
+        return
+    cells = 1
+    for axis, size in enumerate(leaf.shape):
+        intervals = sorted({part[axis] for part in parts})
+        cells *= len(intervals)
+        ends = [0, *(end for interval in intervals for end in interval), size]
+        is_exact = all(map(_is_count, ends)) and ends[::2] == ends[1::2]
+        _expect(is_exact and len(set(ends)) == len(intervals) + 1, f"shards of {name}", intervals)
+    is_exact = len(parts) == cells and all(len(part) == len(leaf.shape) for part in parts)
+    _expect(is_exact, f"shards of {name}", list(parts))
+
+
+# JSON files with a checksum
+
+
+def write_checked(path: Path, content: Any) -> None:
+    """Write plain content as JSON, preceded by a line with its checksum."""
+    path.write_bytes(encode_checked(content))
+
+
+def replace_checked(path: Path, content: Any) -> None:
+    """Write plain content as `write_checked` does, atomically, and return when it is on disk."""
+    new = path.with_name(f"{path.name}.new")
+    write_checked(new, content)
+    sync(new)
+    os.replace(new, path)
+    sync(path.parent)
+
+
+def encode_checked(content: Any) -> bytes:
+    """Encode plain content as JSON, preceded by a line with its checksum."""
+    text = json.dumps(content).encode()
+    return _checksum_line(text) + text
+
+
+def read_checked(path: Path) -> Any:
+    """Read what `write_checked` wrote; raise `DamageError` if it is missing or was changed."""
+    try:
+        check_regular(path, DamageError, _LARGEST)
+        content = path.read_bytes()
+    except DamageError:
+        raise
+    except OSError as error:
+        if error.errno in _MISSING:
+            raise DamageError(f"{path.name}: missing") from None
+        raise unreadable(path, error) from error
+    return decode_checked(content, path.name)
+
+
+def decode_checked(content: bytes, name: str) -> Any:
+    """Invert `encode_checked`; raise `DamageError` if it was changed."""
+    text = content.partition(b"\n")[2]
+    if content != _checksum_line(text) + text:
+        raise DamageError(f"{name}: its checksum does not fit its content")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamageError(f"{name}: expected JSON of stepfold, got {error!r}") from error
+
+
+def _checksum_line(text: bytes) -> bytes:
+    return _CHECKSUM + f"{zlib.crc32(text):08x}\n".encode()
+
+
+def to_json(value: Any, name: str, depth: int = _DEPTH) -> Any:
+    """Convert a value to plain JSON, or raise with the path of what JSON cannot hold.
+
+    Tuples become lists, numpy scalars Python numbers, and bytes a dict that `from_json` decodes.
+    """
+    if not depth:
+        raise ConfigError(f"{name}: expected at most {_DEPTH} levels, got more; flatten it")
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, list | tuple):
+        return [to_json(item, f"{name}/{i}", depth - 1) for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        if value.keys() == {_BYTES}:
+            raise ConfigError(f"{name}: expected another key than {_BYTES!r}, which is taken")
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigError(f"{name}: expected keys of text, got {key!r}; JSON has no others")
+        return {key: to_json(item, f"{name}/{key}", depth - 1) for key, item in value.items()}
+    raise ConfigError(
+        f"{name}: expected what JSON can hold, got {tree.spell(value)}; arrays belong into the "
+        "state, and anything else is written as text or numbers"
+    )
+
+
+def from_json(value: Any, depth: int = _DEPTH) -> Any:
+    """Invert `to_json`, except that tuples stay lists."""
+    if not depth:
+        raise ValueError(f"JSON of more than {_DEPTH} levels")
+    if isinstance(value, dict):
+        if value.keys() == {_BYTES}:
+            return base64.b64decode(value[_BYTES])
+        return {key: from_json(item, depth - 1) for key, item in value.items()}
+    return [from_json(item, depth - 1) for item in value] if isinstance(value, list) else value

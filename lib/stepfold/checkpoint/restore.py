@@ -1,21 +1,26 @@
 """Restore a checkpoint: the newest valid step, exactly, onto any devices."""
 
+import os
+import re
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from stepfold import tree
 from stepfold.checkpoint import steps
-from stepfold.checkpoint.agreement import worst_of
-from stepfold.checkpoint.choosing import candidates
-from stepfold.checkpoint.manifest import ForeignError, Manifest, read_manifest
-from stepfold.checkpoint.matching import Rename, match
-from stepfold.checkpoint.placing import placed, regions_of
-from stepfold.checkpoint.sealed import DamageError, opened
-from stepfold.errors import CheckpointError, StepfoldError
+from stepfold.checkpoint.leaves import Leaf, leaf_of, make_leaf, regions_of
+from stepfold.checkpoint.manifest import DamageError, ForeignError, from_json
+from stepfold.checkpoint.store import Store, complete_steps, metrics_of, open_store
+from stepfold.core.processes import agreement, broadcast_from_first, max_over_processes
+from stepfold.core.validation import check_flags
+from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError
+from stepfold.table import table
+
+Step = int | Literal["latest", "best"]
+Rename = Mapping[str, str] | Callable[[str], str]
 
 
 class Restored(NamedTuple):
@@ -24,19 +29,20 @@ class Restored(NamedTuple):
     Attributes:
       state: a tree like `like`.
       step: the step at which it was saved.
-      data: the data position, for `set_state` of the batches; None if none was saved.
+      data: the data position, for `set_state` of the batches; None if none was saved. With `parts`
+        it is also None if each process saved its own, and their number was another.
       extra: the `extra` that was saved.
       metrics: the `metrics` that were saved.
       loaded: the paths that were loaded.
-      left: saved or wanted paths that were not loaded, with the reason; empty without `parts` or
-        `partial`.
+      not_loaded: saved or wanted paths that were not loaded, with the reason; empty without `parts`
+        or `partial`.
       damaged: the problems of steps that were skipped, by step.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
     >>> sf.save(folder, {"w": jnp.ones(2), "b": jnp.zeros(2)}, step=1)
     >>> restored = sf.restore(folder, {"w": jnp.zeros(2), "b": jnp.ones(2)}, parts=("w",))
-    >>> restored.loaded, restored.left, restored.state
+    >>> restored.loaded, restored.not_loaded, restored.state
     (['w'], {'b': 'not among the parts'}, {'b': Array([1., 1.], ...), 'w': Array([1., 1.], ...)})
     """
 
@@ -46,15 +52,15 @@ class Restored(NamedTuple):
     extra: Any
     metrics: dict[str, float]
     loaded: list[str]
-    left: dict[str, str]
+    not_loaded: dict[str, str]
     damaged: dict[int, list[str]]
 
 
 def restore(
-    directory: str | Path,
+    directory: str | os.PathLike[str],
     like: Any,
     *,
-    step: int | Literal["latest", "best"] = "latest",
+    step: Step = "latest",
     best: tuple[str, str] | str | None = None,
     parts: Sequence[str] | None = None,
     rename: Rename | None = None,
@@ -64,29 +70,34 @@ def restore(
 ) -> Restored:
     """Restore a state, with every value verified against its checksum.
 
-    A damaged step is never returned. With "latest" and "best", a damaged step is renamed
-    (`12.damaged`) with a warning, and the next older or the next best step is restored instead.
-    With several processes, all of them call this and restore the same step.
+    The saved state has to match `like`. Without one of the options below, no leaf is cast,
+    truncated, padded or skipped.
+
+    A damaged step is never returned. With "latest" the next older step is restored instead, and
+    with "best" the next best one. The damaged step is renamed to `12.damaged`, with a warning.
+    With a number as the `step`, or with `fall_back=False`, a damaged step raises an error and keeps
+    its name.
+
+    With several processes, all of them call this. They restore the same step.
 
     Args:
-      directory: the directory of the series.
-      like: the wanted state, concrete or abstract (`jax.eval_shape`), with shardings for leaves
-        that belong on a mesh. The mesh may differ from the one at save time. The saved state has to
-        match: no leaf is cast, truncated, padded or skipped without an option below.
+      directory: the directory of the series, or its URL in object storage.
+      like: the wanted state, concrete or abstract (`jax.eval_shape`). Each leaf gets the sharding
+        of its counterpart in `like`. The mesh may differ from the one at save time.
       step: "latest", "best", or a number.
       best: the metric that ranks steps for "best", or (metric, "min" or "max"). None uses the
         metric recorded at save time.
       parts: regular expressions of paths, such as `("params",)`: restore only these paths, and keep
-        the rest of `like`.
+        the rest of `like`. Each has to match a path.
       rename: saved paths to new paths, of leaves or branches, such as
         `{"params/old": "params/new"}`; or a function of the saved path.
       cast: whether float dtypes may be converted to other float dtypes, and integer to integer
-        dtypes.
+        dtypes. A float beyond the range of the wanted dtype becomes inf; an integer is an error.
       partial: whether to restore the leaves that match and keep the rest of `like`.
       fall_back: whether to fall back to another step if one is damaged, instead of raising.
 
     Returns:
-      The state and the metadata saved with it; `loaded` and `left` list which paths were loaded.
+      The state, and the values saved next to it; `loaded` and `not_loaded` list the paths.
 
     Raises:
       CheckpointError: if there is no such step, or no valid one.
@@ -100,82 +111,379 @@ def restore(
     >>> restored.step, restored.data, restored.extra, restored.state.params["w"].shape
     (0, {'step': 0}, {'lr': 0.001}, (4, 2))
     """
-    place = steps.read_directory(directory)
-    go_on = fall_back and isinstance(step, str)
+    options: Any = {"parts": parts, "rename": rename, "cast": cast, "partial": partial}
+    stores = [open_store(directory)]
+    return restore_from(stores, like, step=step, best=best, fall_back=fall_back, **options)[0]
+
+
+def restore_from(
+    stores: Sequence[Store],
+    like: Any,
+    *,
+    step: Step = "latest",
+    best: tuple[str, str] | str | None = None,
+    fall_back: bool = True,
+    **options: Any,
+) -> tuple[Restored, Store]:
+    """Restore from one of several stores as `restore` does; return the store too.
+
+    "latest" is the newest step of all stores, "best" the best of the first one. A step that several
+    stores have is taken from the first of them.
+    """
+    options = {"parts": None, "cast": False, "partial": False, **options}
+    check_flags(cast=options["cast"], partial=options["partial"], fall_back=fall_back)
     damaged: dict[int, list[str]] = {}
-    for number in candidates(place, step, best):
-        path = steps.path_of(place, number)
-        error: StepfoldError | None = None
-        try:
-            found = _read(path, like, parts=parts, rename=rename, cast=cast, partial=partial)
-        except StepfoldError as caught:
-            error = caught
+    deleted: dict[int, list[str]] = {}
+    tried = set()
+    remaining = _candidates_in(stores, step, best)
+    while remaining:
+        (number, store), *remaining = remaining
+        tried.add((number, store.location))
+        outcome, result = _try_step(store, number, like, **options)
         # All processes have to agree on the outcome before any of them continues.
-        worst = worst_of(_severity(error))
-        if worst == _GOOD:
-            return found._replace(damaged=damaged)
-        if worst == _WRONG:
-            raise error or CheckpointError(f"{path}: another process could not restore it")
+        outcome = max_over_processes(outcome)
+        error = result if isinstance(result, Exception) else None
+        if outcome == _FAILED:
+            raise error or CheckpointError(
+                f"{store.path_of(number)}: another process could not restore it"
+            )
+        if outcome == _DELETED:
+            deleted.setdefault(number, []).append("it was deleted while it was read")
+            listed = _candidates_in(stores, step, best)
+            remaining = [item for item in listed if (item[0], item[1].location) not in tried]
+            continue
+        if outcome == _GOOD and isinstance(result, Restored):
+            return result._replace(damaged=damaged), store
         problem = str(error or "another process found it damaged")
-        damaged[number] = [problem]
-        if not go_on:
+        damaged.setdefault(number, []).append(problem)
+        if not fall_back or not isinstance(step, str):
             break
         if not isinstance(error, ForeignError):
-            _pass_over(place, number, problem)
-    told = "; ".join(f"step {number}: {lines[0]}" for number, lines in damaged.items())
-    raise CheckpointError(f"{place}: expected a good checkpoint, got none: {told}")
+            _set_aside(store, number, step, problem)
+    skipped = damaged | deleted
+    problems = "; ".join(f"step {number}: {lines[0]}" for number, lines in skipped.items())
+    raise CheckpointError(f"{stores[0].location}: expected a good checkpoint, got none: {problems}")
 
 
-_GOOD, _DAMAGED, _WRONG = range(3)
+_GOOD, _DELETED, _DAMAGED, _FAILED = range(4)
 
 
-def _severity(error: StepfoldError | None) -> int:
-    if error is None:
-        return _GOOD
-    return _DAMAGED if isinstance(error, DamageError | ForeignError) else _WRONG
+def _try_step(
+    store: Store, step: int, like: Any, **options: Any
+) -> tuple[int, Restored | Exception]:
+    """Restore a step; return the outcome, and the error if there is one."""
+    try:
+        try:
+            return _GOOD, _restore_step(store, step, like, **options)
+        except (DamageError, ForeignError) as error:
+            # Another run may have deleted the step while it was read.
+            return (_DAMAGED if store.has_step(step) else _DELETED), error
+    except Exception as error:  # noqa: BLE001  raised once all processes know of it
+        return _FAILED, error
 
 
-def _read(path: Path, like: Any, **options: Any) -> Restored:
-    """Read one step."""
-    manifest = read_manifest(path)
-    words = manifest.words
-    chosen = match(manifest.leaves, like, where=str(path), **options)
-    return Restored(
-        state=_load(path, manifest, chosen.sources, like),
-        step=words.step,
-        data=manifest.position(),
-        extra=opened(words.extra),
-        metrics=dict(words.metrics or {}),
-        loaded=list(chosen.sources),
-        left=chosen.left,
-        damaged={},
-    )
-
-
-def _load(path: Path, manifest: Manifest, sources: dict[str, str], like: Any) -> Any:
-    """Read the matched leaves; keep the others from `like`."""
-    from stepfold.checkpoint.arrays import Reader  # lazy: imports tensorstore
-
-    reader = Reader(path, manifest.leaves, manifest.shards)
+def _restore_step(store: Store, step: int, like: Any, **options: Any) -> Restored:
+    """Read the leaves that match; keep the others from `like`."""
+    manifest = store.read_manifest(step)
+    metadata = manifest.metadata
+    matched = match(manifest.leaves, like, where=store.path_of(step), **options)
+    sources = matched.sources
+    # Parts, such as the parameters for evaluation, can be restored on any number of processes.
+    needs_data = options["parts"] is None or manifest.has_position
+    data = manifest.position() if needs_data else None
+    reader = store.open_arrays(step, manifest)
     structure: Any = jax.tree.structure(like)
     wanted = {name: leaf for name, leaf in tree.named_leaves(like) if name in sources}
     saved = {name: manifest.leaves[sources[name]] for name in wanted}
     regions = {name: regions_of(name, saved[name], leaf) for name, leaf in wanted.items()}
-    # Read in threads, placed in this one: jax contexts, such as a default device, are thread-local.
+    # Read in threads, but made in this one: jax's contexts, such as a default device, are
+    # thread-local.
     parts = reader.map(lambda name: reader.parts(sources[name], regions[name]), list(wanted))
     loaded = {
-        name: placed(name, saved[name], wanted[name], dict(zip(regions[name], read, strict=True)))
+        name: make_leaf(
+            name, saved[name], wanted[name], dict(zip(regions[name], read, strict=True))
+        )
         for name, read in zip(wanted, parts, strict=True)
     }
-    return structure.unflatten([loaded.get(name, leaf) for name, leaf in tree.named_leaves(like)])
-
-
-def _pass_over(place: Path, number: int, problem: str) -> None:
-    """Warn about a damaged step, and set it aside."""
-    kept = steps.set_aside(place, number) if jax.process_index() == 0 else None
-    where = f"kept as {kept.name}" if kept else "left where it is"
-    warnings.warn(
-        f"{place}: step {number} is damaged, {where}, and an older one is taken: {problem}",
-        RuntimeWarning,
-        stacklevel=3,
+    leaves = [loaded.get(name, leaf) for name, leaf in tree.named_leaves(like)]
+    return Restored(
+        state=structure.unflatten(leaves),
+        step=metadata.step,
+        data=data,
+        extra=from_json(metadata.extra),
+        metrics=dict(metadata.metrics or {}),
+        loaded=list(sources),
+        not_loaded=matched.not_loaded,
+        damaged={},
     )
+
+
+def _set_aside(store: Store, number: int, step: Step, problem: str) -> None:
+    """Warn about a damaged step, and set it aside; only process 0 knows what becomes of it."""
+    where = ""
+    if jax.process_index() == 0:
+        kept = store.set_aside(number)
+        where = f", kept as {kept}" if kept else ", left where it is"
+    other = "the next best" if step == "best" else "an older one"
+    warnings.warn(
+        f"{store.location}: step {number} is damaged{where}, and {other} is taken: {problem}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+# Which step
+
+
+def _candidates_in(stores: Sequence[Store], step: Step, best: Any) -> list[tuple[int, Store]]:
+    """List the steps of several stores as `candidates` does."""
+    if len(stores) == 1 or step == "best":
+        return [(number, stores[0]) for number in candidates(stores[0], step, best)]
+    listed = [(number, store) for store in stores for number in _list_steps(store, step, best)[0]]
+    if not listed:  # raise the error of the first
+        return [(number, stores[0]) for number in candidates(stores[0], step, best)]
+    return sorted(listed, key=lambda item: -item[0])  # stable: the first store comes first
+
+
+def candidates(store: Store, step: Step, best: Any = None) -> list[int]:
+    """List the steps to try, the preferred one first, as process 0 sees them."""
+    numbers, present = _list_steps(store, step, best)
+    if numbers:
+        return numbers
+    wanted = "a checkpoint" if isinstance(step, str) else f"step {step}"
+    got = f"steps {', '.join(map(str, present))}" if present else "none"
+    advice = "look at the path, or save first"
+    parent, inner = steps.split_location(store.location)
+    if inner is not None and open_store(parent).has_step(inner):
+        advice = f"this is one of the steps in {parent}: give that, with step={inner}"
+    raise CheckpointError(f"{store.location}: expected {wanted} to restore, got {got}; {advice}")
+
+
+def _list_steps(store: Store, step: Step, best: Any) -> tuple[list[int], list[int]]:
+    """Return the steps to try as process 0 sees them, and all that this process sees."""
+    number = None if isinstance(step, str) else steps.as_integer(step)
+    if number is None and (not isinstance(step, str) or step not in ("latest", "best")):
+        raise ConfigError(f"step: expected 'latest', 'best' or a number, got {step!r}")
+    numbers: list[int] = []
+    present: list[int] = []
+    with agreement(f"{store.location}: cannot be listed"):
+        present = store.steps()
+        if step == "latest":
+            numbers = present[::-1]
+        elif step == "best":
+            numbers = rank_steps(store, best)
+        else:
+            numbers = [number] if number in present else []
+    return broadcast_from_first(numbers), present
+
+
+def rank_steps(store: Store, best: Any) -> list[int]:
+    """List the steps from best to worst, by `best` or by the metric recorded in the newest step.
+
+    Incomplete and unreadable steps come first: one of them may be the best, and is not skipped
+    silently.
+    """
+    complete = complete_steps(store)
+    broken = [step for step in store.steps() if step not in complete]
+    if best is None:
+        newest_first = reversed(complete.values())
+        best = next((metadata.best for metadata in newest_first if metadata.best), None)
+    elif isinstance(best, tuple | list) and len(best) == 2:
+        best = steps.read_best(*best)
+    else:
+        best = steps.read_best(best)
+    if complete and best is None and not broken:
+        raise CheckpointError(
+            f"{store.location}: expected to know which metric is best, but none was given when it "
+            "was saved; give best='eval/loss', or the step"
+        )
+    ranked = steps.order_by(best, metrics_of(complete)) if best else []
+    if complete and not ranked and not broken:
+        raise CheckpointError(
+            f"{store.location}: expected a step with a finite number as the metric {best[0]!r}, "
+            f"got none; save with metrics={{{best[0]!r}: …}}, or give the step"
+        )
+    return broken + ranked
+
+
+# Which leaves
+
+# For a difference that `_specific_advice` does not explain.
+_ADVICE = "; rename=, cast=, parts= or partial= load what differs, and list what was not loaded"
+
+
+class Match(NamedTuple):
+    """The saved path for each wanted path, and the reason why other paths are not loaded."""
+
+    sources: dict[str, str]
+    not_loaded: dict[str, str]
+
+
+def match(
+    saved: Mapping[str, Leaf],
+    like: Any,
+    *,
+    where: str = "restore",
+    advice: str = _ADVICE,
+    parts: Sequence[str] | None = None,
+    rename: Rename | None = None,
+    cast: bool = False,
+    partial: bool = False,
+) -> Match:
+    """Find the saved leaf for each wanted leaf: all of them exactly, unless the caller opts out.
+
+    `where` and `advice` are the first and the last words of error messages; the other arguments
+    are those of `restore`.
+
+    Raises:
+      TreeMismatchError: with every path that does not match, or if no path matches.
+      ConfigError: if an argument is invalid.
+    """
+    is_inside = _part_predicate(parts)
+    wanted = {name: leaf_of(leaf) for name, leaf in tree.named_leaves(like)}
+    old_names = _old_names(saved, rename)
+    differences, sources, not_loaded = [], {}, {}
+    for name in dict.fromkeys((*wanted, *old_names)):
+        have = saved[old_names[name]] if name in old_names else None
+        want = wanted.get(name)
+        if not is_inside(name):
+            not_loaded[name] = "not among the parts"
+        elif have is not None and want is not None and _fits(have, want, cast):
+            sources[name] = old_names[name]
+        else:
+            differences.append((name, have, want))
+            not_loaded[name] = f"saved {have or 'nothing'}, wanted {want or 'nothing'}"
+    if differences and not partial:
+        raise TreeMismatchError(f"{where}: {_describe(differences, like, advice)}")
+    if not sources and (wanted or old_names):
+        raise TreeMismatchError(
+            f"{where}: expected paths to load, got none that fits; saved are {_some(saved)}, "
+            f"wanted {_some(wanted)}, parts {parts}"
+        )
+    if parts is not None:
+        _check_parts_match(parts, [*wanted, *old_names, *_empty_branches(like)])
+    return Match(sources, not_loaded)
+
+
+def _part_predicate(parts: Sequence[str] | None) -> Callable[[str], bool]:
+    """Return a predicate for paths that match one of `parts`, or lie below a match."""
+    if parts is None:
+        return lambda _: True
+    if not isinstance(parts, list | tuple | set) or not all(
+        isinstance(part, str) for part in parts
+    ):
+        raise ConfigError(f"parts: expected a tuple of paths such as ('params',), got {parts!r}")
+    try:
+        patterns = [re.compile(f"(?:{part})(?:/.*)?", re.DOTALL) for part in parts]
+    except re.error as error:
+        raise ConfigError(
+            f"parts: expected regular expressions, got {error.pattern!r}: {error}"
+        ) from error
+    return lambda name: any(pattern.fullmatch(name) for pattern in patterns)
+
+
+def _check_parts_match(parts: Sequence[str], names: Sequence[str]) -> None:
+    for part in parts:
+        if not any(map(_part_predicate([part]), names)):
+            raise ConfigError(
+                f"parts: expected patterns of paths, got {part!r}, which matches none of "
+                f"{_some(names)}; correct it, or leave it out"
+            )
+
+
+def _empty_branches(like: Any) -> list[str]:
+    """List the paths of branches without leaves, such as the model state of a stateless model."""
+    branches = jax.tree_util.tree_leaves_with_path(like, is_leaf=_is_empty)
+    return [tree.path_name(path) for path, branch in branches if _is_empty(branch)]
+
+
+def _is_empty(branch: Any) -> bool:
+    return not jax.tree.leaves(branch)
+
+
+def _old_names(saved: Mapping[str, Leaf], rename: Rename | None) -> dict[str, str]:
+    """Map each new path to its saved path."""
+    if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
+        raise ConfigError(f"rename: expected a dict or a function of a path, got {rename!r:.80}")
+    if isinstance(rename, Mapping):
+        for old in rename:
+            if not any(f"{name}/".startswith(f"{old}/") for name in saved):
+                raise ConfigError(
+                    f"rename: expected a saved path, got {old!r}; saved are {_some(saved)}"
+                )
+    new_name = rename if callable(rename) else lambda name: _rename_branch(name, rename or {})
+    old_names: dict[str, str] = {}
+    for name in saved:
+        new = new_name(name)
+        if not isinstance(new, str):
+            raise ConfigError(f"rename: expected a path for {name!r}, got {new!r}")
+        other = old_names.setdefault(new, name)
+        if other is not name:
+            raise ConfigError(
+                f"rename: expected one path each, got {new!r} for {other!r} and {name!r}"
+            )
+    return old_names
+
+
+def _rename_branch(name: str, rename: Mapping[str, str]) -> Any:
+    """Rename by the longest matching branch."""
+    keys = name.split("/")
+    for length in range(len(keys), 0, -1):
+        branch = "/".join(keys[:length])
+        if branch in rename:
+            new = rename[branch]
+            return "/".join([new, *keys[length:]]) if isinstance(new, str) else new
+    return name
+
+
+def _fits(have: Leaf, want: Leaf, cast: bool) -> bool:
+    if have == want or not cast or have.key or want.key or have.shape != want.shape:
+        return have == want
+    return any(
+        jnp.issubdtype(jnp.dtype(have.dtype), kind) and jnp.issubdtype(jnp.dtype(want.dtype), kind)
+        for kind in (jnp.floating, jnp.integer)
+    )
+
+
+_Differences = Sequence[tuple[str, Leaf | None, Leaf | None]]
+
+
+def _describe(differences: _Differences, like: Any, advice: str) -> str:
+    """Format one message that lists every difference, with advice."""
+    leaves = jax.tree_util.tree_leaves_with_path(like, is_leaf=lambda leaf: leaf is None)
+    nones = {tree.path_name(path) for path, leaf in leaves if leaf is None}
+    rows = [
+        (name, have or "nothing", want or ("None" if name in nones else "nothing"))
+        for name, have, want in differences
+    ]
+    paths = f"{len(rows)} path" + ("s" if len(rows) > 1 else "")
+    return (
+        f"expected the tree that was saved, got one that differs at {paths}"
+        f"{_specific_advice(differences) or advice}\n{table(('path', 'saved', 'wanted'), rows)}"
+    )
+
+
+def _specific_advice(differences: _Differences) -> str | None:
+    """Return advice if all differences have one likely cause."""
+    gone = {name: have for name, have, want in differences if want is None}
+    new = {name: want for name, have, want in differences if have is None}
+    if all(name.startswith("opt_state") for name, _, _ in differences):
+        return (
+            ": it was saved with another optimizer; make the state with the same, or leave its "
+            "own state new with parts=('params', 'model_state', 'step', 'key')"
+        )
+    if all(have and want and _fits(have, want, cast=True) for _, have, want in differences):
+        return "; only dtypes differ: cast=True converts them"
+    pairs = {
+        name: [other for other, want in new.items() if want == have] for name, have in gone.items()
+    }
+    is_renaming = gone and len(gone) == len(new) == len(differences) / 2
+    if is_renaming and all(len(others) == 1 for others in pairs.values()):
+        names = {name: others[0] for name, others in pairs.items()}
+        return f"; if they were renamed, give rename={names}"
+    return None
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")

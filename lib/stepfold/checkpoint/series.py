@@ -1,94 +1,356 @@
-"""An open series of checkpoints: background saves, retention, and waiting on close."""
+"""A series of checkpoints: when to save, background saves, and which steps to keep."""
 
+import atexit
+import dataclasses
+import hashlib
 import os
-import sys
 import threading
 import time
-import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 
 from stepfold import tree
-from stepfold.checkpoint import steps
-from stepfold.checkpoint.agreement import same_as_first
-from stepfold.checkpoint.manifest import Words, write_later
-from stepfold.checkpoint.restore import Restored, restore
-from stepfold.checkpoint.retention import Best, expendable, metrics_in
-from stepfold.checkpoint.sealed import integer, plain
+from stepfold.checkpoint.manifest import DamageError, StepMetadata, from_json, to_json
+from stepfold.checkpoint.restore import Restored, restore, restore_from
+from stepfold.checkpoint.steps import (
+    Best,
+    already_exists,
+    as_integer,
+    check_shared,
+    expendable,
+    is_url,
+    order_by,
+    read_best,
+    read_directory,
+)
+from stepfold.checkpoint.store import Store, complete_steps, metrics_of, open_store
+from stepfold.checkpoint.verify import newest_complete
+from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
+from stepfold.core.validation import check_count, check_flags, check_positive
 from stepfold.errors import CheckpointError, ConfigError
 
 
-class Series:
-    """Save states into one directory, one after another; opened by `Checkpoints`.
+def save(
+    directory: str | os.PathLike[str],
+    state: Any,
+    *,
+    step: int | None = None,
+    data: Any = None,
+    metrics: Mapping[str, Any] | None = None,
+    extra: Any = None,
+) -> None:
+    """Save a state, and return when it is on disk.
 
-    Close it, or use a `with` block: closing waits for the pending save and raises its error. If it
-    is not closed, the interpreter waits for the save at exit, and exits with an error if the save
-    failed. Under Python 3.12.0 to 3.12.2 it does fail, since they cannot start threads by then.
+    The save is atomic: after a crash or a power loss the step is either complete or absent. To save
+    in the background and to delete old checkpoints, open a series (`Checkpoints`). With several
+    processes, all of them call this, on a shared file system or a bucket. The step is on disk when
+    process 0 returns; the others may return a moment earlier.
+
+    Args:
+      directory: the directory of the series, with one subdirectory per step; or, for object
+        storage, a URL such as `s3://bucket/run` (see `Checkpoints`).
+      state: any tree of arrays, on any devices.
+      step: the step number; defaults to `state.step`.
+      data: the data position, or the batches themselves, whose `get_state` is called.
+      metrics: numbers by name, one of which may rank the steps.
+      extra: any JSON-serializable value, such as arguments or versions.
+
+    Raises:
+      CheckpointError: if the state cannot be saved, or the step already exists.
+      ConfigError: if a leaf of the state is not an array, or the rest is not JSON-serializable.
+
+    >>> import jax.numpy as jnp, stepfold as sf, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> batches = sf.batches(jnp.arange(10), 2, seed=0)
+    >>> _ = next(batches)
+    >>> sf.save(folder, {"w": jnp.ones(2)}, step=1, data=batches, metrics={"eval/loss": 0.5})
+    >>> restored = sf.restore(folder, {"w": jnp.zeros(2)})
+    >>> batches.set_state(restored.data)
+    >>> restored.state["w"], restored.metrics
+    (Array([1., 1.], dtype=float32), {'eval/loss': 0.5})
+    """
+    with Checkpoints(directory, keep=None, async_=False) as series:
+        series.save(state, step=step, data=data, metrics=metrics, extra=extra)
+
+
+class _Session:
+    """The state of an opened series."""
+
+    def __init__(self, store: Store, temporary: Store | None) -> None:
+        self.store: Store | None = store  # None once closed
+        self.temporary = temporary
+        self.saved: int | None = None
+        self.saved_at = self.any_saved_at = time.monotonic()  # the second in either directory
+        self.saving: int | None = None  # the last step of which a save began
+        self.saving_in = store
+        self.temporary_due: int | None = None  # the step for which a temporary save alone is due
+        self.restored_temporary = False
+        self.is_requested = False
+        self.notify: Callable[[], None] | None = None  # at a request
+        self.thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Temporary:
+    """A directory for frequent saves, such as a local disk: `Checkpoints(temporary=Temporary(…))`.
+
+    A permanent save, one in the directory of the series, deletes the temporary steps up to its own.
+    Saves by request, at a signal, and at the end are permanent; `best`, `keep_best` and
+    `keep_every` act on permanent steps alone. A resume takes the newest good step of either.
+
+    Each series has a folder in the directory, named by a hash of its own path or URL, so that runs
+    can share the directory. To start a series over, delete both. Several processes need to see the
+    same directory: a disk of one host serves the processes on that host only.
 
     Attributes:
-      directory: the directory of the series.
-      every: steps between checkpoints.
-      every_epochs: epochs between checkpoints.
-      best: the metric that ranks steps, and "min" or "max".
-      saved: the step that this series saved last.
+      directory: the directory, which is not a URL.
+      every: steps between temporary saves.
+      every_minutes: minutes since the last save of either kind, checked as in `Checkpoints`.
+      keep: number of latest temporary steps to keep.
+
+    >>> import jax.numpy as jnp, stepfold as sf, tempfile
+    >>> folder, local = tempfile.mkdtemp(), tempfile.mkdtemp()
+    >>> checkpoints = sf.Checkpoints(folder, every=10, temporary=sf.Temporary(local, every=2))
+    >>> with checkpoints as series:
+    ...     for step in range(1, 14):
+    ...         if series.due(step):
+    ...             series.save({"w": jnp.full(2, step)}, step=step)
+    >>> series.steps(), sf.latest_step(folder), series.restore({"w": jnp.zeros(2, int)}).step
+    ([10, 12], 10, 12)
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        every: int | None = None,
-        every_epochs: int | None = None,
-        every_minutes: float | None = None,
-        keep: int | None = None,
-        keep_every: int | None = None,
-        best: Best | None = None,
-        keep_best: int = 1,
-        background: bool = True,
-    ) -> None:
-        # Lazy: orbax takes longer to import than everything else together.
-        from stepfold.checkpoint.store import Store
+    directory: str | os.PathLike[str]
+    _: KW_ONLY
+    every: int | None = None
+    every_minutes: float | None = None
+    keep: int = 1
+    every_epochs: ClassVar[None] = None
 
-        self.directory = directory
-        self.every, self.every_epochs, self.best = every, every_epochs, best
-        self.saved: int | None = None
-        self._keep, self._keep_every, self._keep_best = keep, keep_every, keep_best
-        self._minutes, self._background = every_minutes, background
-        self._saved_at = time.monotonic()
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        if jax.process_index() == 0:
-            steps.clean(directory)
-        self._store = Store(directory)
-        self._open = [self]
-        # `atexit` is too late: by then no thread can start the threads that a save needs.
-        threading._register_atexit(_leave, self._open)  # type: ignore[attr-defined]
+    def __post_init__(self) -> None:
+        read_directory(self.directory)
+        Checkpoints(every=self.every, every_minutes=self.every_minutes)  # checks them
+        check_count("keep", self.keep)
+        if self.every is None and self.every_minutes is None:
+            raise ConfigError("temporary: expected every=… or every_minutes=…, got neither")
+
+    def folder_of(self, series: Store) -> Path:
+        """Return the folder of a series."""
+        digest = hashlib.sha256(series.location.encode()).hexdigest()[:16]
+        return read_directory(self.directory) / f"series-{digest}"
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """A series of checkpoints in one directory.
+
+    It does nothing on disk until it is opened: by `fit`, by a `with` block, or by `open`, which
+    return an opened copy. The same `Checkpoints` can be opened again.
+
+    Leave the `with` block, or call `close`: it waits for the pending save and raises its error. A
+    save that is pending when the interpreter exits cannot be finished. It leaves nothing, and its
+    error is printed to stderr.
+
+    In object storage, a step is one object that is written last, so that the step is complete or
+    absent there too. Credentials come from the environment or a profile, as tensorstore finds them.
+    `s3://bucket/run?endpoint=https://host` names another server; `file:///a/folder` has the layout
+    of a bucket. A request that fails is repeated for about one minute, and one without an answer
+    fails after five. What a killed run leaves there is deleted once it is a day old.
+
+    Attributes:
+      directory: the directory of the series, or a URL such as `s3://bucket/run` or
+        `gs://bucket/run`; None in `fit` means `run_dir/checkpoints`.
+      every: steps between checkpoints.
+      every_epochs: epochs between checkpoints.
+      every_minutes: minutes between checkpoints; `fit` checks it at log points, and where it
+        evaluates or ends an epoch.
+      keep: number of latest checkpoints to keep; None keeps all.
+      keep_every: keep every step that is a multiple of this number permanently.
+      best: the metric that ranks checkpoints, such as `eval/loss`; the best ones are kept as well.
+      mode: whether the "min" or the "max" of the metric is the best. If None, "min" where the last
+        part of the metric's name contains "loss", otherwise "max".
+      keep_best: number of best checkpoints to keep.
+      async_: whether to write in a background thread. A save then blocks only for the copy off the
+        device and for the previous save.
+      temporary: a second directory for more frequent saves, `Temporary(directory, every=…)`.
+
+    >>> import jax.numpy as jnp, stepfold as sf, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> with sf.Checkpoints(folder, every=10, keep=2) as series:
+    ...     for step in range(1, 51):
+    ...         if series.due(step):
+    ...             series.save({"w": jnp.ones(2)}, step=step, metrics={"eval/loss": 1 / step})
+    >>> sf.verify(folder)
+    {40: [], 50: []}
+    """
+
+    directory: str | os.PathLike[str] | None = None
+    _: KW_ONLY
+    every: int | None = None
+    every_epochs: int | None = None
+    every_minutes: float | None = None
+    keep: int | None = 3
+    keep_every: int | None = None
+    best: str | None = None
+    mode: str | None = None
+    keep_best: int = 1
+    async_: bool = True
+    temporary: Temporary | None = None
+    _session: _Session | None = field(default=None, init=False, repr=False, compare=False)
+    _entered: "list[Checkpoints]" = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    # Of the open copies. They share the list, so that a request to any reaches them.
+    _sessions: list[_Session] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("every", "every_epochs", "keep", "keep_every", "keep_best"):
+            value = getattr(self, name)
+            if value is not None or name == "keep_best":
+                check_count(name, value)
+        check_flags(async_=self.async_)
+        if self.every_minutes is not None:
+            check_positive("every_minutes", self.every_minutes)
+        if self.mode is not None and self.best is None:
+            raise ConfigError(f"mode: expected best=… to go with it, got mode={self.mode!r} alone")
+        read_best(self.best, self.mode)
+        if self.temporary is not None and not isinstance(self.temporary, Temporary):
+            got = tree.spell(self.temporary)
+            raise ConfigError(f"temporary: expected sf.Temporary('path', every=…), got {got}")
+
+    @property
+    def ranking(self) -> Best | None:
+        """The metric that ranks steps, and "min" or "max"; None without `best`."""
+        return read_best(self.best, self.mode)
+
+    # Opening and closing
+
+    def open(self, directory: str | os.PathLike[str] | None = None) -> Self:
+        """Return an opened copy, after cleaning up what killed runs left behind.
+
+        Args:
+          directory: used if the series has no directory of its own.
+
+        Raises:
+          CheckpointError: if the path is not a directory, is not writable, or, with several
+            processes, is not the same for all of them.
+        """
+        path = self.directory if self.directory is not None else directory
+        if path is None:
+            raise ConfigError("directory: expected a path, got None; give Checkpoints('runs/a', …)")
+        store, temporary = _open_to_save(path), None
+        if self.temporary is not None:
+            temporary = _open_to_save(self.temporary.folder_of(store))
+        # A path becomes absolute; a URL stays as given.
+        opened = dataclasses.replace(self, directory=path if is_url(path) else Path(store.location))
+        session = _Session(store, temporary)
+        object.__setattr__(opened, "_session", session)
+        object.__setattr__(opened, "_sessions", self._sessions)
+        self._sessions.append(session)
+        # Without `close`: print the error of the last save. Threads were joined by then.
+        atexit.register(opened.close)
+        return opened
+
+    def close(self) -> None:
+        """Wait for the pending save and close the series; idempotent."""
+        session = self._session
+        if session is None or session.store is None:
+            return
+        atexit.unregister(self.close)
+        store = session.store
+        self._sessions.remove(session)
+        try:
+            self.wait()
+        finally:
+            session.store = None
+            store.close()
+            if session.temporary is not None:
+                session.temporary.close()
+
+    def __enter__(self) -> Self:
+        is_open = self._session is not None and self._session.store is not None
+        opened = self if is_open else self.open()
+        self._entered.append(opened)
+        return opened
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._entered.pop().close()
+
+    # Saving
 
     def due(self, step: int, *, epoch: int | None = None) -> bool:
-        """Return whether a save is due after `step` steps.
+        """Return whether a save is due after `step` steps, permanent or temporary.
 
         `epoch` is the number of finished epochs, if the last step ended one. `every_minutes` is
         measured by the clock of process 0. With several processes, each call then synchronizes all
         of them.
         """
+        session = self._session
+        if session is not None:
+            session.temporary_due = None
         if step == self.saved or step < 1:
             return False
         by_step = self.every is not None and step % self.every == 0
         by_epoch = bool(epoch and self.every_epochs and epoch % self.every_epochs == 0)
-        return by_step or by_epoch or self.is_late()
+        is_requested = session is not None and session.is_requested
+        if by_step or by_epoch or is_requested or self.is_late():
+            return True
+        temporary = self.temporary
+        if temporary is None or session is None or step == session.saving:
+            return False
+        by_step = temporary.every is not None and step % temporary.every == 0
+        if by_step or _is_late(temporary.every_minutes, session.any_saved_at):
+            session.temporary_due = step
+        return session.temporary_due == step
 
     def is_late(self) -> bool:
         """Return whether `every_minutes` have passed since the last save; `due` checks this too."""
-        if self._minutes is None:
-            return False
-        late = time.monotonic() - self._saved_at >= 60 * self._minutes
-        return same_as_first([int(late)]) == [1]
+        return self._session is not None and _is_late(self.every_minutes, self._session.saved_at)
+
+    def request(self) -> None:
+        """Request a permanent save, in a hook, another thread or a signal handler.
+
+        `fit` saves after the step or call that is running, and continues. With several processes, a
+        request in one of them saves in all, at the same step, within about half a second or two
+        steps. In a loop of your own, `due` is True until the next permanent save; there, all
+        processes request it before the same step.
+
+        Call it on the `Checkpoints` that you gave to `fit`: it reaches the copies that are open.
+        Without an open copy it raises a `CheckpointError`.
+
+        >>> import jax.numpy as jnp, stepfold as sf, tempfile
+        >>> checkpoints = sf.Checkpoints(tempfile.mkdtemp(), every=1000)
+        >>> with checkpoints as series:
+        ...     checkpoints.request()
+        ...     series.due(5)
+        True
+        """
+        if not self._sessions:
+            raise CheckpointError(
+                f"{self.directory}: expected an open series to save in, got none; request a save "
+                "while fit runs, or in a `with` block"
+            )
+        for session in [*self._sessions]:
+            session.is_requested = session.notify is None
+            if session.notify is not None:
+                session.notify()
+
+    def on_request(self, notify: Callable[[], None]) -> None:
+        """Call a function at each request, instead of making `due` True."""
+        self._opened()[0].notify = notify
 
     def save(
         self,
@@ -99,181 +361,275 @@ class Series:
         metrics: Mapping[str, Any] | None = None,
         extra: Any = None,
         before_commit: Callable[[], None] | None = None,
+        permanent: bool = False,
     ) -> None:
         """Save a state; the arguments are those of `stepfold.save`.
 
-        Blocks for the previous save, and in background mode only until the state is copied off the
+        Blocks for the previous save, and with `async_` only until the state is copied off the
         devices. Afterwards the state may be donated to a step, and its numpy arrays may be
         modified. `before_commit` is called in a background thread before the step is committed.
+
+        The save is a temporary one only if `due` found nothing else due for this step;
+        `permanent=True` makes it permanent then too.
 
         Raises:
           CheckpointError: if the previous save failed, this one cannot begin, or the step exists.
         """
-        self.wait()
-        if not self._open:
-            raise CheckpointError(f"{self.directory}: expected an open series, got a closed one")
-        check_not_donated(state)
-        words = words_of(state, step=step, data=data, metrics=metrics, extra=extra, best=self.best)
-        if steps.path_of(self.directory, words.step).exists():
-            raise CheckpointError(
-                f"{self.directory}: expected a new step, got {words.step}, which is there already; "
-                "delete it, or save into another directory"
+        with agreement(f"{self.directory}: not saved"):
+            self.wait()
+            session, store = self._opened()
+            check_not_donated(state)
+            metadata = step_metadata(
+                state, step=step, data=data, metrics=metrics, extra=extra, best=self.ranking
             )
-        self._lock = steps.Lock(self.directory)
-        try:
-            self._store.begin(state, words, before_commit)
-        except BaseException:
-            self._lock.release()
-            self._clean()
-            raise
-        self.saved, self._saved_at = words.step, time.monotonic()
-        self._thread = threading.Thread(
-            target=self._finish, args=(words.step,), name="stepfold-save"
+        number, temporary = metadata.step, session.temporary
+        is_temporary = session.temporary_due == number and not permanent
+        if is_temporary and temporary is not None:
+            store = temporary
+        else:
+            session.is_requested = False
+        _check_is_new(store, number)
+        store.begin(state, metadata, before_commit)
+        session.saving, session.saving_in = number, store
+        session.any_saved_at = time.monotonic()
+        if store is not temporary:
+            session.saved, session.saved_at = number, session.any_saved_at
+        session.thread = threading.Thread(
+            target=self._finish, args=(number,), name="stepfold-save", daemon=False
         )
-        self._thread.start()
-        if not self._background:
+        session.thread.start()
+        if not self.async_:
             self.wait()
 
     def add_later(self, step: int, *, metrics: Mapping[str, Any], extra: Any) -> None:
         """Add metrics measured after the save to an existing step, and replace its `extra`."""
         self.wait()
+        session, store = self._opened()
         if jax.process_index() == 0:
-            words = words_of({}, step=step, data=None, metrics=metrics, extra=extra)
-            write_later(steps.path_of(self.directory, step), words.metrics or {}, words.extra)
+            if session.temporary is not None and not store.has_step(step):
+                store = session.temporary
+            metadata = step_metadata({}, step=step, data=None, metrics=metrics, extra=extra)
+            store.add_metadata(step, metadata.metrics or {}, metadata.extra)
+
+    def read_note(self, name: str) -> Any:
+        """Return the JSON that `write_note` wrote next to the steps, or None."""
+        return self._opened()[1].read_note(name)
+
+    def write_note(self, name: str, content: Any) -> None:
+        """Atomically write JSON next to the steps, on process 0, and return when it is durable."""
+        self._opened()[1].write_note(name, content)
+
+    def delete_after(self, step: int, is_expendable: Callable[[Any], bool] | None = None) -> None:
+        """Delete later steps, on process 0: all, or those whose `extra` the function accepts."""
+        session, store = self._opened()
+        session.saved = session.saving = None  # their numbers may be saved again
+        stores = [store] if session.temporary is None else [store, session.temporary]
+        for each in stores if jax.process_index() == 0 else []:
+            for number in reversed([number for number in each.steps() if number > step]):
+                with suppress(DamageError):  # it is never restored
+                    if is_expendable is None or is_expendable(
+                        from_json(each.read_metadata(number).extra)
+                    ):
+                        each.delete(number)
+
+    def _opened(self) -> tuple[_Session, Store]:
+        if self._session is None or self._session.store is None:
+            got = "one that is not open" if self._session is None else "a closed one"
+            raise CheckpointError(
+                f"{self.directory}: expected an open series, got {got}; use a `with` block or open"
+            )
+        return self._session, self._session.store
 
     def _finish(self, step: int) -> None:
+        """Commit a step and apply the retention policy, in the background."""
+        session, _ = self._opened()
+        store = session.saving_in
         try:
-            self._store.wait(step)
-            if self._keep is not None and jax.process_index() == 0:
-                self._prune(self._keep)
+            store.commit(step)
+            if jax.process_index() == 0:
+                self._prune(store, step)
         except BaseException as error:  # noqa: BLE001  raised by `wait`, in the caller's thread
-            self._failure = error
-        finally:
-            self._lock.release()
+            session.failure = error
 
-    def _prune(self, keep: int) -> None:
-        """Delete steps by the retention policy, but keep the step just saved as a valid one."""
-        metrics = metrics_in(self.directory)
-        for step in expendable(
-            metrics,
-            keep=keep,
-            last=self.saved,
-            keep_every=self._keep_every,
-            best=self.best,
-            keep_best=self._keep_best,
+    def _prune(self, store: Store, step: int) -> None:
+        """Delete steps by the retention policy, except for the step that was just saved."""
+        temporary = None if self._session is None else self._session.temporary
+        if self.temporary is not None and store is temporary:
+            complete = metrics_of(complete_steps(store))
+            for old in expendable(complete, keep=self.temporary.keep, last=step):
+                store.delete(old)
+            return
+        for old in [] if temporary is None else temporary.steps():
+            if temporary is not None and old <= step:
+                temporary.delete(old)
+        if self.keep is None:  # do not read all steps
+            return
+        for old in expendable(
+            metrics_of(complete_steps(store)),
+            keep=self.keep,
+            last=step,
+            keep_every=self.keep_every,
+            best=self.ranking,
+            keep_best=self.keep_best,
         ):
-            try:
-                steps.delete(self.directory, step)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{self.directory}: step {step} was to make room and cannot be deleted: {error}"
-                ) from error
+            store.delete(old)
+
+    def wait(self) -> None:
+        """Wait until the pending save is on disk, and raise its error."""
+        session = self._session
+        if session is None:
+            return
+        if session.thread is not None:
+            session.thread.join()
+            session.thread = None
+        if session.failure is not None:
+            failure, session.failure = session.failure, None
+            raise failure
+
+    # Reading
+
+    @property
+    def saved(self) -> int | None:
+        """The step that was saved last since the series was opened; a permanent one."""
+        return None if self._session is None else self._session.saved
 
     @property
     def saving(self) -> int | None:
         """The step that is being written, if any."""
-        return self.saved if self._thread is not None and self._thread.is_alive() else None
+        session = self._session
+        if session is None or session.thread is None or not session.thread.is_alive():
+            return None
+        return session.saving
 
-    def wait(self) -> None:
-        """Wait until the pending save is on disk, and raise its error."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            self._clean()
-            raise failure
+    @property
+    def restored_temporary(self) -> bool:
+        """Whether the step that was restored last is a temporary one."""
+        return self._session is not None and self._session.restored_temporary
 
-    def _clean(self) -> None:
-        """Remove the files of a failed save; retry, since orbax threads may still write."""
-        for _ in range(40 if jax.process_index() == 0 else 0):
-            if not steps.clean(self.directory):
-                return
-            time.sleep(0.05)
+    def steps(self) -> list[int]:
+        """List the steps, permanent and temporary, whether or not they are valid."""
+        return sorted({step for store in self._readable() for step in store.steps()})
+
+    def latest_step(self) -> int | None:
+        """Return the newest complete step, permanent or temporary, or None."""
+        newest = map(newest_complete, self._readable())
+        return max((step for step in newest if step is not None), default=None)
+
+    def best_step(self) -> int | None:
+        """Return the permanent step with the best metric, or None."""
+        stores = self._readable()
+        if self.ranking is None or not stores:
+            return None
+        metrics = metrics_of(complete_steps(stores[0]))
+        return next(iter(order_by(self.ranking, metrics)), None)
+
+    def _readable(self) -> list[Store]:
+        """Return the store of the series, and that of the temporary steps if there is one."""
+        session = self._session
+        if session is not None and session.store is not None:
+            return [session.store, *([] if session.temporary is None else [session.temporary])]
+        if self.directory is None:
+            return []
+        stores = [open_store(self.directory)]
+        if self.temporary is not None:
+            stores.append(open_store(self.temporary.folder_of(stores[0])))
+        return stores
 
     def restore(self, like: Any, **options: Any) -> Restored:
-        """Wait for the pending save, then restore as `stepfold.restore` does."""
-        self.wait()
-        return restore(self.directory, like, **options)
+        """Wait for the pending save, then restore as `stepfold.restore` does.
 
-    def close(self) -> None:
-        """Wait for the pending save and close the series; idempotent."""
-        if not self._open:
+        With `temporary`, the newest step and a step by its number may be a temporary one.
+        """
+        self.wait()
+        if self.temporary is None or self.directory is None:
+            return restore(self.directory, like, **options)  # type: ignore[arg-type]
+        stores = self._readable()
+        restored, store = restore_from(stores, like, **options)
+        if self._session is not None:
+            self._session.restored_temporary = store is not stores[0]
+        return restored
+
+
+def _open_to_save(path: Any) -> Store:
+    """Open the store of a directory that all processes share, and clean it; collective."""
+    with agreement(f"{path}: not opened"):
+        store = open_store(path, save=True)
+    if not is_url(path):
+        check_shared(Path(store.location))
+    with agreement(f"{path}: not opened"):
+        if jax.process_index() == 0:
+            store.clean()
+    return store
+
+
+def _is_late(minutes: float | None, since: float) -> bool:
+    """Return whether minutes have passed by the clock of process 0; collective unless None."""
+    if minutes is None:
+        return False
+    return broadcast_from_first([int(time.monotonic() - since >= 60 * minutes)]) == [1]
+
+
+def _check_is_new(store: Store, step: int) -> None:
+    """Check on process 0 that a step does not exist, and set aside an incomplete one; collective.
+
+    An incomplete step is never restored, so a run that starts again comes to its number.
+    """
+    message = already_exists(store.location, step)
+    with agreement(message):
+        if jax.process_index() > 0 or not store.has_step(step):
             return
         try:
-            self.wait()
-        finally:
-            self._open.clear()
-            self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+            store.read_metadata(step)
+        except DamageError as error:
+            if kept := store.set_aside(step):
+                warnings.warn(
+                    f"{store.location}: step {step} is incomplete, kept as {kept}, and saved "
+                    f"again: {error}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+                return
+        except CheckpointError:
+            pass  # unreadable, or of another program: it is there
+        raise CheckpointError(message)
 
 
-def _leave(opened: list[Series]) -> None:
-    """Close an unclosed series at exit, and exit with an error if its save failed."""
-    for series in opened[:]:
-        try:
-            series.close()
-        except BaseException:  # noqa: BLE001  there is no caller at exit
-            with suppress(AttributeError, OSError, ValueError):  # stderr is missing or closed
-                traceback.print_exc()
-                sys.stderr.flush()
-            with suppress(AttributeError, OSError, ValueError):
-                sys.stdout.flush()
-            os._exit(1)
-
-
-def words_of(
+def step_metadata(
     state: Any,
     *,
     step: int | None,
     data: Any,
     metrics: Mapping[str, Any] | None,
     extra: Any,
-    best: tuple[str, str] | None = None,
-) -> Words:
-    """Validate the metadata of a step."""
+    best: Best | None = None,
+) -> StepMetadata:
+    """Validate the values saved next to a state, and return them as JSON."""
     if hasattr(data, "get_state"):
         data = data.get_state()
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ConfigError(f"metrics: expected numbers by name, got {tree.spell(metrics)}")
+    if step is None and getattr(state, "step", None) is None:
+        raise ConfigError(
+            "step: expected a number, since the state has no `step` of its own; give step=…"
+        )
+    step = state.step if step is None else step
+    number = as_integer(step)
+    if number is None or number < 0:
+        raise ConfigError(f"step: expected an integer of at least 0, got {tree.spell(step)}")
     numbers = {name: _number(f"metrics/{name}", value) for name, value in (metrics or {}).items()}
-    return Words(
-        step=_step(state, step),
-        data=plain(data, "data"),
-        metrics=plain(numbers, "metrics"),
-        extra=plain(extra, "extra"),
+    return StepMetadata(
+        step=number,
+        data=to_json(data, "data"),
+        metrics=to_json(numbers, "metrics"),
+        extra=to_json(extra, "extra"),
         best=best,
     )
 
 
-def _step(state: Any, step: Any) -> int:
-    if step is None:
-        step = getattr(state, "step", None)
-        if step is None:
-            raise ConfigError(
-                "step: expected a number, since the state has no `step` of its own; give step=…"
-            )
-    number = integer(step)
-    if number is None or number < 0:
-        raise ConfigError(f"step: expected an integer of at least 0, got {tree.spell(step)}")
-    return number
-
-
 def _number(name: str, value: Any) -> float:
-    try:
-        made = None if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
-        made = None
-    if made is None:
-        raise ConfigError(f"{name}: expected a number, got {tree.spell(value)}")
-    return made
+    if not isinstance(value, str | bytes):  # float("1") is a number
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            pass
+    raise ConfigError(f"{name}: expected a number, got {tree.spell(value)}")

@@ -1,55 +1,70 @@
-"""The step directories of a series: listing, deletion, locking and cleanup.
+"""The directory of a series: its lock, durability, which steps to keep, and agreement on steps."""
 
-A step directory is named by its number. Removing a step renames it first, so that no reader finds a
-partial step: `12.deleted` is being deleted, and `12.damaged` is kept for inspection.
-"""
-
+import errno
+import math
+import operator
 import os
 import re
-import shutil
+import secrets
+import stat
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
+
+import jax
 
 try:
     import fcntl
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-from stepfold.checkpoint.manifest import ForeignError, NewerError, Words, read_words
-from stepfold.checkpoint.sealed import DamageError, unreadable
+from stepfold.core.processes import (
+    KeyValues,
+    agreement,
+    broadcast_from_first,
+    spell_processes,
+)
 from stepfold.errors import CheckpointError, ConfigError
 
-# What a killed process leaves behind. orbax writes a step into `orbax-checkpoint-tmp`; `saving`
-# reserves the step for one run.
-_LEFT_OVER = re.compile(r"\d+\.(deleted|saving|orbax-checkpoint-tmp)(\W.*)?")
+Best = tuple[str, str]  # a metric, and "min" or "max"
 
 
 def read_directory(directory: Any, *, make: bool = False) -> Path:
-    """Validate the path of a series' directory, and create it if `make` is set."""
-    if not isinstance(directory, str | Path) or not str(directory):
+    """Validate the path of a directory, and create the directory if `make` is set."""
+    text = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigError(f"directory: expected a path, got {directory!r}")
-    if re.match(r"\w{2,}:/", str(directory)):
+    if re.match(r"\w{2,}:/", text):
         raise ConfigError(
-            f"directory: expected a path on a file system, got {str(directory)!r}; mount the bucket"
+            f"directory: expected a path on a file system, got {text!r}; mount the bucket, or give "
+            "it to Checkpoints, as a str such as 's3://bucket/run'"
         )
-    path = Path(directory).absolute()
+    path = Path(text).absolute()
     if os.sep == "/" and "\\" in str(path):
         raise ConfigError(
             "directory: expected a path without a backslash, which tensorstore takes for a slash, "
             f"got {str(path)!r}; rename it"
         )
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"{path}: expected a directory, got a file; give another path")
     try:
-        if make:
-            path.mkdir(parents=True, exist_ok=True)
+        is_file = path.exists() and not path.is_dir()
+    except OSError as error:  # such as a name that is too long
+        raise CheckpointError(
+            f"{path}: expected a directory, but the path is invalid: {error.strerror}; give another"
+        ) from error
+    if is_file:
+        raise CheckpointError(f"{path}: expected a directory, got a file; give another path")
+    if not make:
+        return path
+    try:
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(
             f"{path}: expected a directory to save in, but it cannot be made: {error.strerror}; "
             "change the permission, or give another"
         ) from error
-    if make and not os.access(path, os.W_OK | os.X_OK):
+    if not os.access(path, os.W_OK | os.X_OK):
         raise CheckpointError(
             f"{path}: expected a directory to save in, but there is no permission to write there; "
             "change it, or give another"
@@ -57,83 +72,62 @@ def read_directory(directory: Any, *, make: bool = False) -> Path:
     return path
 
 
-def path_of(directory: Path, step: int) -> Path:
-    """Return the directory of a step."""
-    return directory / str(step)
+def is_url(directory: Any) -> TypeGuard[str]:
+    """Return whether a series is in object storage, as in `s3://bucket/run`."""
+    return isinstance(directory, str) and re.match(r"\w{2,}://", directory) is not None
 
 
-def steps_in(directory: Path) -> list[int]:
-    """List the steps that have a directory, in order, whether or not they are valid."""
-    names = [path.name for path in _folders(directory)]
-    return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+def split_location(location: str) -> tuple[str, int | None]:
+    """Split the path or the URL of a step into that of the series and its number.
+
+    The number is None if it is not the path of a step. The parent keeps the query of a URL.
+    """
+    base, mark, query = location.partition("?") if is_url(location) else (location, "", "")
+    parent, _, name = base.rstrip("/").rpartition("/")
+    is_root = not parent.strip("/") or parent.endswith("/")  # of a file system, or a bucket
+    number = int(name) if name.isdecimal() and not is_root else None
+    return f"{parent}{mark}{query}", number
 
 
-def words_in(directory: Path) -> dict[int, Words]:
-    """Read the metadata of all complete steps, in order."""
-    found = {}
-    for step in steps_in(directory):
-        with suppress(DamageError, ForeignError, NewerError):
-            found[step] = read_words(path_of(directory, step))
-    return found
+def already_exists(location: Any, step: int) -> str:
+    """Return the message for a step that is saved twice."""
+    return (
+        f"{location}: expected a new step, got {step}, which is there already; delete it, or save "
+        "into another directory"
+    )
 
 
-def whole_steps(directory: Path) -> list[int]:
-    """List the complete steps, in order, by the names and sizes of their files."""
-    return list(words_in(directory))
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for a path that may be intact, but cannot be read."""
+    return CheckpointError(f"{path}: cannot be read: {error.strerror}; change the permission")
 
 
-def is_whole(step: Path) -> bool:
-    """Return whether all files of a step exist, by name and size."""
-    try:
-        read_words(step)
-    except (DamageError, ForeignError):
-        return False
-    return True
-
-
-def delete(directory: Path, step: int) -> None:
-    """Rename a step, then delete it; a no-op if another run has deleted it."""
-    try:
-        path = _rename(path_of(directory, step), "deleted")
-    except FileNotFoundError:
-        return
-    if path.is_symlink():  # a link to another disk
-        path.unlink()
-    else:
-        shutil.rmtree(path)
-
-
-def set_aside(directory: Path, step: int) -> Path | None:
-    """Rename a damaged step, so that no reader finds it; return None if that fails."""
-    try:
-        return _rename(path_of(directory, step), "damaged")
-    except OSError:
-        return None
-
-
-def is_aside(path: Path) -> bool:
-    """Return whether a directory is a damaged step, or left over from an interrupted operation."""
-    return bool(_LEFT_OVER.fullmatch(path.name) or re.fullmatch(r"\d+\.damaged(-\d+)?", path.name))
-
-
-def _rename(path: Path, kind: str) -> Path:
-    new = path.with_name(f"{path.name}.{kind}")
-    count = 1
-    while new.exists():
-        count += 1
-        new = path.with_name(f"{path.name}.{kind}-{count}")
-    return path.rename(new)
+def check_regular(
+    path: Path, kind: type[CheckpointError] = CheckpointError, limit: float = math.inf
+) -> None:
+    """Refuse a file that may block or never end when read: a pipe, a device, or a huge one."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        got = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
+        raise kind(f"{path}: expected a regular file, got {got}; give another path")
+    if status.st_size > limit:
+        raise kind(f"{path}: expected at most {limit:,} bytes, got {status.st_size:,}")
 
 
 class Lock:
-    """Protect unfinished saves from cleanup; the system releases the lock if the process is killed.
+    """A lock on a directory, which protects unfinished saves and deletions from `Store.clean`.
 
-    The lock is an `flock` on the directory itself. It needs no lock file, and saves share it.
+    Saves and deletions share it; `clean` needs it alone. It is an `flock` on the directory itself,
+    without a lock file, and the system releases it if the process is killed.
     """
 
     def __init__(self, directory: Path, *, alone: bool = False) -> None:
-        """Acquire the lock, exclusively if `alone`; `held` is False if it is taken."""
-        self.held, self._file = True, -1
+        """Acquire the lock; with `alone`, `held` is False if another process has it.
+
+        `held` is None if the system cannot tell, as on a file system without locks.
+        """
+        self.held: bool | None = None
+        self._file = -1
         if fcntl is None or not directory.is_dir():
             return
         try:
@@ -142,13 +136,14 @@ class Lock:
             raise unreadable(directory, error) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+            self.held = True
         except BlockingIOError:
             self.held = False
-        except OSError:  # a file system without locks
-            self.held = True
+        except OSError:  # no locks, or, as on NFS, no exclusive lock of a directory
+            self.held = None
 
     def release(self) -> None:
-        """Release the lock."""
+        """Idempotent."""
         if self._file >= 0:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(self._file, fcntl.LOCK_UN)  # forked processes have the file open too
@@ -156,25 +151,111 @@ class Lock:
             self._file = -1
 
 
-def clean(directory: Path) -> bool:
-    """Remove what interrupted saves and deletions left, and return whether there was anything.
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a directory, are on disk, where the system supports it.
 
-    A no-op while any process saves into the directory.
+    Neither orbax nor a rename waits for that. Without it, a power loss may leave a step with a name
+    but an empty manifest, after the older steps were deleted.
     """
-    lock = Lock(directory, alone=True)
+    if os.name == "nt":  # Windows cannot open directories
+        return
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        left = [path for path in _folders(directory) if _LEFT_OVER.fullmatch(path.name)]
-        for path in left if lock.held else []:
-            shutil.rmtree(path, ignore_errors=True)
-        return bool(left) and lock.held
-    finally:
-        lock.release()
-
-
-def _folders(directory: Path) -> list[Path]:
-    try:
-        return [path for path in directory.iterdir() if path.is_dir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+        os.fsync(descriptor)
     except OSError as error:
-        raise unreadable(directory, error) from error
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # unsupported by the file system
+            raise
+    finally:
+        os.close(descriptor)
+
+
+# Retention
+
+
+def read_best(best: Any, mode: str | None = None) -> Best | None:
+    """Validate the metric that ranks checkpoints, and infer its mode.
+
+    Without a mode, a metric whose last part contains "loss" is minimized; any other is maximized.
+    """
+    if best is None:
+        return None
+    if not isinstance(best, str) or not best:
+        raise ConfigError(f"best: expected the name of a metric, got {best!r}")
+    if mode is None:
+        mode = "min" if "loss" in best.rsplit("/", 1)[-1].lower() else "max"
+    if mode not in ("min", "max"):
+        raise ConfigError(f"mode: expected 'min' or 'max', got {mode!r}")
+    return best, mode
+
+
+def order_by(best: Best, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """List the steps that have a finite metric, the best first; ties keep the older step first."""
+    name, mode = best
+    sign = 1 if mode == "min" else -1
+    ranked = []
+    for step, known in metrics.items():
+        value: Any = known.get(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and math.isfinite(value):
+            ranked.append((sign * value, step))
+    return [step for _, step in sorted(ranked)]
+
+
+def expendable(
+    metrics: Mapping[int, Mapping[str, Any]],
+    *,
+    keep: int | None,
+    last: int | None = None,
+    keep_every: int | None = None,
+    best: Best | None = None,
+    keep_best: int = 1,
+) -> list[int]:
+    """List the steps that the retention policy deletes.
+
+    `last`, the step saved last, is always kept: after a rollback it may not be the newest.
+    """
+    if keep is None:
+        return []
+    steps = sorted(metrics)
+    kept = {*steps[-keep:], last}
+    if keep_every is not None:
+        kept |= {step for step in steps if step % keep_every == 0}
+    if best is not None:
+        kept |= set(order_by(best, metrics)[:keep_best])
+    return [step for step in steps if step not in kept]
+
+
+def as_integer(value: Any) -> int | None:
+    """Convert an integer of Python, numpy or jax; return None for anything else."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+# Shared by processes
+
+_VISIBLE_SECONDS = 3.0  # for a new file to show on the other hosts
+
+
+def check_shared(directory: Path) -> None:
+    """Check that all processes see the same directory; collective."""
+    if jax.process_count() == 1:
+        return
+    number = secrets.randbits(62)
+    probe = directory / f".visible-{broadcast_from_first([number])[0]:x}"
+    with agreement(f"{directory}: cannot be written"):
+        if jax.process_index() == 0:
+            probe.touch()
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while not (is_visible := probe.exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    visible = KeyValues("directory").gather(is_visible, "an answer", where=str(directory))
+    if jax.process_index() == 0:
+        probe.unlink(missing_ok=True)
+    if blind := [process for process, sees in enumerate(visible) if not sees]:
+        raise CheckpointError(
+            f"{directory}: expected a directory that all {jax.process_count()} processes share, "
+            f"but {spell_processes(blind)} cannot see the files of process 0; give one on a shared "
+            "file system"
+        )

@@ -1,178 +1,313 @@
-"""Write steps with orbax in the background; the only module that knows orbax.
+"""The store of a series: everything that is read and written goes through one class.
 
-The arrays are stored by orbax, so that its tools can read them: `params/w` of step 12 is `params.w`
-under `12/state`. The manifests (`manifest.py`) are written next to the arrays and committed
-together with them. A directory without a manifest, or without one of its files, is not a
-checkpoint.
+`Checkpoints`, `restore` and `verify` use the methods of `Store` and nothing below them. The path
+decides between `DirectoryStore` and, for object storage, `bucket.BucketStore`.
 
-`AsyncCheckpointer` is used instead of `CheckpointManager`, which caches the list of steps: it keeps
-offering a step that was removed, and silently refuses to save below a damaged one.
-
-Compression is off: it costs time, and as much additional memory as the state.
+A step directory is named by its number. A step is renamed before it is removed, so that no reader
+finds a part of it: `12.deleted` is being deleted, and `12.damaged` is kept for inspection.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import jax
-import orbax.checkpoint as ocp
-from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stepfold.checkpoint import manifest
-from stepfold.checkpoint.leaves import Leaf, arrays_of, leaves_of, shards_of
-from stepfold.checkpoint.manifest import Words
-from stepfold.checkpoint.syncing import sync
+from stepfold.checkpoint.manifest import DamageError, ForeignError, NewerError, StepMetadata
+from stepfold.checkpoint.steps import Lock, is_url, read_directory, unreadable
 from stepfold.errors import CheckpointError
 
-_NO_WORDS = Words(0)
-_PATIENCE = 60.0
+if TYPE_CHECKING:
+    from stepfold.checkpoint.arrays import ArrayReader
+    from stepfold.checkpoint.writer import OrbaxWriter
+
+# What a killed process leaves behind. orbax writes a step into `orbax-checkpoint-tmp`; `saving`
+# reserves the step for one run.
+_LEFT_OVER = re.compile(r"\d+\.(saving|(deleted|orbax-checkpoint-tmp)(-\d+)?)")
+_DAMAGED = re.compile(r"\d+\.damaged(-\d+)?")
+_DAY = 24 * 60 * 60.0
 
 
-@dataclass
-class _Save(ocp.args.PyTreeSave):  # type: ignore[misc]
-    arrays: Mapping[str, Any] = field(default_factory=dict)
-    leaves: Mapping[str, Leaf] = field(default_factory=dict)
-    words: Words = _NO_WORDS
-    before_commit: Callable[[], None] | None = None
+class Store(Protocol):
+    """Where the steps of a series are.
 
+    With several processes, only process 0 changes anything, except for `begin` and `commit`.
 
-class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
-    """Write the arrays with orbax, and the manifests next to them."""
+    Of the errors of the system, its methods raise only `CheckpointError`.
 
-    writing: Sequence[Any] = ()
+    Attributes:
+      location: the directory or the URL, as `open_store` takes it.
+    """
 
-    async def async_save(self, directory: Any, args: _Save) -> list[Any]:
-        """Start to write, once the data is on the host, where it can no longer change."""
-        # Views if the device is the host: they keep the arrays valid, even if a step donates them.
-        shards = {name: shards_of(array) for name, array in args.arrays.items()}
-        futures = await super().async_save(directory, args=args)
+    location: str
 
-        async def write() -> None:
-            if args.before_commit is not None:
-                args.before_commit()
-            manifest.write_leaves(Path(directory), args.words, args.leaves, shards)
+    # Reading
 
-        manifests = CommitFutureAwaitingContractedSignals(write(), name="manifest")
-        self.writing = [*(futures or []), manifests]
-        return self.writing
+    def steps(self) -> list[int]:
+        """List the steps in order, whether or not they are valid."""
 
-    def settle(self) -> None:
-        """Wait for pending writes of a failed save, so that its files can be removed."""
-        for future in self.writing:
-            with suppress(Exception):  # the first error was raised; orbax ignores the others
-                future.result(_PATIENCE)
-        self.writing = []
+    def has_step(self, step: int) -> bool:
+        """Return whether a step is there; unlike a list of steps, never out of date."""
 
-    def finalize(self, directory: Any) -> None:
-        """Merge what the processes wrote, and record the files."""
-        folder = Path(directory)  # its `glob` takes a `[` in its own path literally
-        super().finalize(folder)
-        manifest.write_files(folder)
+    def path_of(self, step: int) -> str:
+        """Return the path of a step, for messages."""
 
+    def other_names(self) -> list[str]:
+        """List the names of damaged steps, and of what interrupted operations left behind."""
 
-ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)(_Save)
+    def saved_at(self, step: int) -> float:
+        """Return the time of a save, in seconds since the epoch."""
 
+    def read_metadata(self, step: int) -> StepMetadata:
+        """Check that a step is complete, and return its metadata; raise like `read_manifest`."""
 
-class Store:
-    """Write steps into a directory, one at a time."""
+    def read_manifest(self, step: int) -> manifest.Manifest:
+        """Read the manifest of a step.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._claim: Path | None = None
-        self._renew()
+        Raises `DamageError` if the step is incomplete or was changed, `ForeignError` if another
+        program wrote it, and `NewerError` if a newer version did.
+        """
 
-    def _renew(self) -> None:
-        self._handler = _Handler(use_compression=False)
-        options = ocp.AsyncOptions(create_directories_asynchronously=False)
-        handler = ocp.CompositeCheckpointHandler(
-            composite_options=ocp.CompositeOptions(async_options=options),
-            **{manifest.STATE: self._handler},
-        )
-        self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
+    def open_arrays(self, step: int, contents: manifest.Manifest) -> "ArrayReader":
+        """Return a reader of the arrays of a step."""
+
+    def read_note(self, name: str) -> Any:
+        """Return what `write_note` wrote next to the steps, or None; raise `DamageError`."""
+
+    # Saving
 
     def begin(
-        self, state: Any, words: Words, before_commit: Callable[[], None] | None = None
+        self, state: Any, metadata: StepMetadata, before_commit: Callable[[], None] | None = None
     ) -> None:
-        """Copy the state off the devices and start to write it."""
-        arrays = arrays_of(state)
-        stored = _nested({name: array for name, array in arrays.items() if array.size})
-        save = _Save(
-            stored,
-            arrays=arrays,
-            leaves=leaves_of(state),
-            words=words,
-            before_commit=before_commit,
-        )
-        path = self._directory / str(words.step)
-        with self._telling(path):
-            if jax.process_index() == 0:
-                # orbax would remove another run's unfinished save of the step, and mix the two.
-                claim = path.with_name(f"{path.name}.saving")
-                claim.mkdir(parents=True)
-                self._claim = claim
-            self._orbax.save(path, args=ocp.args.Composite(**{manifest.STATE: save}))
+        """Copy the state off the devices, and start to save it as a step in the background.
 
-    def wait(self, step: int) -> None:
-        """Wait until the pending step is committed and synced."""
-        path = self._directory / str(step)
-        with self._telling(path):
-            self._orbax.wait_until_finished()
-        if jax.process_index() > 0:
-            return
-        if not path.is_dir():  # orbax drops errors that it cannot log, as with a closed stderr
-            raise CheckpointError(f"{path}: not saved: it is not there, and nobody said why")
-        with self._telling(path):
-            sync(path)
-            sync(self._directory)
-        self._let_go()
+        On failure, its files are removed.
+        """
 
-    def _let_go(self) -> None:
-        if self._claim is not None:
-            with suppress(FileNotFoundError):  # the whole directory was removed
-                self._claim.rmdir()
-            self._claim = None
+    def commit(self, step: int) -> None:
+        """Wait until the step is durable. Readers do not see it before.
+
+        On failure, its files are removed.
+        """
+
+    def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
+        """Atomically add metrics to a step, and replace its `extra`."""
+
+    def write_note(self, name: str, content: Any) -> None:
+        """Atomically write JSON next to the steps, and return when it is durable."""
 
     def close(self) -> None:
-        """Shut down the threads."""
-        self._orbax.close()
+        """End the threads that save."""
+
+    # Removing
+
+    def delete(self, step: int) -> None:
+        """Delete a step so that no reader finds a part; a no-op if another run has deleted it."""
+
+    def set_aside(self, step: int) -> str | None:
+        """Rename a damaged step, so that no reader finds it; return None if that fails."""
+
+    def clean(self) -> None:
+        """Delete what killed processes left behind: unfinished saves and deletions.
+
+        Steps, damaged steps, files of others and the unfinished saves of live runs are never
+        deleted.
+        """
+
+
+def open_store(directory: Any, *, save: bool = False) -> Store:
+    """Open the store at a path or a URL; `save` creates the directory, and prepares for saving.
+
+    Raises:
+      ConfigError: if there is no store for such a path.
+      CheckpointError: if the path is not a directory, or is not writable.
+    """
+    if is_url(directory):
+        from stepfold.checkpoint.bucket import BucketStore  # lazy: imports tensorstore
+
+        return BucketStore(directory, save=save)
+    path = read_directory(directory, make=save)
+    if not save:
+        return DirectoryStore(path)
+    # Lazy: orbax takes longer to import than everything else together.
+    from stepfold.checkpoint.writer import OrbaxWriter
+
+    return DirectoryStore(path, OrbaxWriter())
+
+
+class DirectoryStore:
+    """Steps in a directory of a file system, in the layout of orbax."""
+
+    def __init__(self, directory: Path, writer: "OrbaxWriter | None" = None) -> None:
+        self.directory, self._writer = directory, writer
+        self.location = str(directory)
+        self._lock: Lock | None = None  # while a step is saved
+
+    # Reading
+
+    def steps(self) -> list[int]:
+        names = [path.name for path in self._folders()]
+        return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+
+    def has_step(self, step: int) -> bool:
+        return step in self.steps()
+
+    def path_of(self, step: int) -> str:
+        return str(self._path(step))
+
+    def other_names(self) -> list[str]:
+        names = sorted(path.name for path in self._folders())
+        return [name for name in names if _LEFT_OVER.fullmatch(name) or _DAMAGED.fullmatch(name)]
+
+    def saved_at(self, step: int) -> float:
+        with self._converted_errors(step, "cannot be read"):
+            return self._path(step).stat().st_mtime
+
+    def read_metadata(self, step: int) -> StepMetadata:
+        return manifest.read_metadata(self._path(step))
+
+    def read_manifest(self, step: int) -> manifest.Manifest:
+        return manifest.read_manifest(self._path(step))
+
+    def open_arrays(self, step: int, contents: manifest.Manifest) -> "ArrayReader":
+        from stepfold.checkpoint.arrays import ArrayReader  # lazy: imports tensorstore
+
+        return ArrayReader(self._path(step), contents)
+
+    def read_note(self, name: str) -> Any:
+        path = self.directory / name
+        return manifest.read_checked(path) if path.exists() else None
+
+    # Saving
+
+    def begin(
+        self, state: Any, metadata: StepMetadata, before_commit: Callable[[], None] | None = None
+    ) -> None:
+        self._lock = Lock(self.directory)
+        try:
+            self._open_writer().begin(self._path(metadata.step), state, metadata, before_commit)
+        except BaseException:
+            self._release_lock()
+            raise
+
+    def commit(self, step: int) -> None:
+        try:
+            self._open_writer().wait(self._path(step))
+        finally:
+            self._release_lock()
+
+    def _release_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _open_writer(self) -> "OrbaxWriter":
+        if self._writer is None:
+            raise ValueError("expected a store that was opened with save=True")
+        return self._writer
+
+    def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
+        with self._converted_errors(step, "cannot be changed"):
+            manifest.write_later(self._path(step), metrics, extra)
+
+    def write_note(self, name: str, content: Any) -> None:
+        try:
+            manifest.replace_checked(self.directory / name, content)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.directory / name}: cannot be written: {error.strerror or error}; make "
+                "room, or change the permission"
+            ) from error
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    # Removing
+
+    def delete(self, step: int) -> None:
+        lock = Lock(self.directory)
+        try:
+            with self._converted_errors(step, "cannot be deleted"), suppress(FileNotFoundError):
+                _remove(_rename(self._path(step), "deleted"))
+        finally:
+            lock.release()
+
+    def set_aside(self, step: int) -> str | None:
+        try:
+            return _rename(self._path(step), "damaged").name
+        except OSError:
+            return None
+
+    def clean(self) -> None:
+        # Does nothing while a process saves into the directory, since its save is not finished
+        # either. On a file system without locks, deletes leftovers older than a day.
+        lock = Lock(self.directory, alone=True)
+        try:
+            for path in self._folders():
+                if lock.held is not False and _LEFT_OVER.fullmatch(path.name):
+                    with suppress(OSError):  # another run may delete it as well
+                        if lock.held or time.time() - path.lstat().st_mtime > _DAY:
+                            _remove(path)
+        finally:
+            lock.release()
+
+    def _path(self, step: int) -> Path:
+        return self.directory / str(step)
+
+    def _folders(self) -> list[Path]:
+        try:
+            return [path for path in self.directory.iterdir() if path.is_dir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise unreadable(self.directory, error) from error
 
     @contextmanager
-    def _telling(self, path: Path) -> Iterator[None]:
-        """Convert any error of orbax to a `CheckpointError` for this step."""
+    def _converted_errors(self, step: int, problem: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
-            self._handler.settle()
-            self._let_go()
-            self._renew()  # a failed checkpointer may raise its error again at the next save
-            raise CheckpointError(f"{path}: not saved: {_cause(error)}") from error
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path(step)}: {problem}: {error.strerror or error}; check the permissions"
+            ) from error
 
 
-def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert paths to nested dicts, the structure that orbax restores on its own."""
-    made: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *folders, last = name.split("/")
-        inner = made
-        for folder in folders:
-            inner = inner.setdefault(folder, {})
-        inner[last] = array
-    return made
+def complete_steps(store: Store) -> dict[int, StepMetadata]:
+    """Read the metadata of all complete steps, in order; warn about those that cannot be read."""
+    complete = {}
+    for step in store.steps():
+        try:
+            complete[step] = store.read_metadata(step)
+        except (DamageError, ForeignError, NewerError):
+            continue
+        except CheckpointError as error:
+            warnings.warn(f"step {step} is left out: {error}", RuntimeWarning, stacklevel=2)
+    return complete
 
 
-def _cause(error: Exception) -> str:
-    text = str(error)
-    if isinstance(error, FileExistsError):
-        return "another run is saving it, or was killed then; end all but one, and open it anew"
-    if "interpreter shutdown" in text:
-        return "the program was at its end; close the series before, as a `with` block does"
-    if "Too many open files" in text:
-        return "too many open files; allow more of them, with ulimit -n"
-    if "No space left" in text or "quota exceeded" in text:
-        return "no space left on the device; make room, or keep fewer checkpoints"
-    if isinstance(error, PermissionError) or "PERMISSION_DENIED" in text:
-        return "no permission to write there; change it, or give another directory"
-    return f"{type(error).__name__}: {text.splitlines()[0][:300] if text else ''}"
+def _remove(path: Path) -> None:
+    if path.is_symlink():  # to a directory on another disk, which is not ours
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def metrics_of(complete: Mapping[int, StepMetadata]) -> dict[int, Mapping[str, Any]]:
+    """Return the metrics of each step."""
+    return {step: metadata.metrics or {} for step, metadata in complete.items()}
+
+
+def _rename(path: Path, kind: str) -> Path:
+    new = path.with_name(f"{path.name}.{kind}")
+    count = 1
+    while new.exists():
+        count += 1
+        new = path.with_name(f"{path.name}.{kind}-{count}")
+    return path.rename(new)

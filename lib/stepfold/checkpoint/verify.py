@@ -1,17 +1,17 @@
 """Inspect checkpoints without restoring them: list, describe and verify steps."""
 
-from pathlib import Path
+import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from stepfold.checkpoint import steps
-from stepfold.checkpoint.choosing import Step, candidates
 from stepfold.checkpoint.leaves import Leaf
-from stepfold.checkpoint.manifest import read_manifest
-from stepfold.checkpoint.sealed import opened
+from stepfold.checkpoint.manifest import DamageError, ForeignError, from_json
+from stepfold.checkpoint.restore import Step, candidates
+from stepfold.checkpoint.store import Store, open_store
 from stepfold.errors import CheckpointError
 
 
-def latest_step(directory: str | Path) -> int | None:
+def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """Return the newest complete step, by the names and sizes of its files, or None.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
@@ -21,9 +21,18 @@ def latest_step(directory: str | Path) -> int | None:
     >>> sf.latest_step(folder)
     3
     """
-    place = steps.read_directory(directory)
-    newest_first = reversed(steps.steps_in(place))
-    return next((step for step in newest_first if steps.is_whole(steps.path_of(place, step))), None)
+    return newest_complete(open_store(directory))
+
+
+def newest_complete(store: Store) -> int | None:
+    """Return the newest complete step of a store, or None."""
+    for step in reversed(store.steps()):
+        try:
+            store.read_manifest(step)
+        except (DamageError, ForeignError):
+            continue
+        return step
+    return None
 
 
 class Contents(NamedTuple):
@@ -33,7 +42,8 @@ class Contents(NamedTuple):
       step: the step at which it was saved.
       leaves: the metadata of each array, by path: its `shape`, `dtype`, and `key`, the
         implementation of a typed PRNG key, which is stored as its key data.
-      data: the data position.
+      data: the data position; a list, with that of each process, if each saved its own and their
+        number was another.
       extra: the `extra` that was saved.
       metrics: the `metrics` that were saved.
       bytes: its size on disk.
@@ -53,7 +63,7 @@ class Contents(NamedTuple):
     bytes: int
 
 
-def contents(directory: str | Path, *, step: Step = "latest") -> Contents:
+def contents(directory: str | os.PathLike[str], *, step: Step = "latest") -> Contents:
     """Describe a checkpoint, without reading its arrays.
 
     Args:
@@ -66,35 +76,39 @@ def contents(directory: str | Path, *, step: Step = "latest") -> Contents:
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
     >>> sf.save(folder, {"w": jnp.ones(2)}, step=3, extra={"lr": 0.1})
-    >>> found = sf.contents(folder)
-    >>> found.step, found.extra, {path: str(leaf) for path, leaf in found.leaves.items()}
-    (3, {'lr': 0.1}, {'w': 'float32[2]'})
+    >>> contents = sf.contents(folder)
+    >>> contents.step, contents.extra
+    (3, {'lr': 0.1})
+    >>> {path: str(leaf) for path, leaf in contents.leaves.items()}
+    {'w': 'float32[2]'}
     """
-    place = steps.read_directory(directory)
-    found = candidates(place, step)
-    whole = [number for number in found if steps.is_whole(steps.path_of(place, number))]
-    if step != "latest" or not whole:  # let read_manifest raise the problem
-        whole = found
-    manifest = read_manifest(steps.path_of(place, whole[0]))
-    words = manifest.words
+    store = open_store(directory)
+    number = candidates(store, step)[0]
+    if step == "latest":
+        # Without a complete step, read_manifest raises the problem of the newest.
+        complete = newest_complete(store)
+        number = number if complete is None else complete
+    manifest = store.read_manifest(number)
+    metadata = manifest.metadata
     return Contents(
-        step=words.step,
+        step=metadata.step,
         leaves=manifest.leaves,
-        data=manifest.position(),
-        extra=opened(words.extra),
-        metrics=dict(words.metrics or {}),
+        data=manifest.position() if manifest.has_position else from_json(manifest.data),
+        extra=from_json(metadata.extra),
+        metrics=dict(metadata.metrics or {}),
         bytes=manifest.bytes,
     )
 
 
-def verify(directory: str | Path) -> dict[int, list[str]]:
+def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
     """Read every step and verify all of its values against their checksums.
 
     Needs no device and changes nothing. Files that only orbax reads, such as `_METADATA`, are
     compared by size alone; `restore` does not need their content.
 
     Returns:
-      The problems of each step, one line per part of a leaf; an empty list for a valid step.
+      The problems of each step, one line per part of a leaf; an empty list for a valid step. What
+        cannot be read is a problem as well.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -102,18 +116,24 @@ def verify(directory: str | Path) -> dict[int, list[str]]:
     >>> sf.verify(folder)
     {3: []}
     """
-    place = steps.read_directory(directory)
-    return {step: problems_of(steps.path_of(place, step)) for step in steps.steps_in(place)}
+    verified = problems_by_step(open_store(directory))
+    return {step: [str(problem) for problem in problems] for step, problems in verified}
 
 
-def problems_of(path: Path) -> list[str]:
-    """List what is wrong with one step."""
-    from stepfold.checkpoint.arrays import Reader  # lazy: imports tensorstore
+def problems_by_step(store: Store) -> Iterator[tuple[int, list[CheckpointError]]]:
+    """Verify one step after the other; leave out those that are deleted meanwhile."""
+    for step in store.steps():
+        problems = problems_of(store, step)
+        if not problems or store.has_step(step):
+            yield step, problems
 
+
+def problems_of(store: Store, step: int) -> list[CheckpointError]:
+    """List the problems of one step."""
     try:
-        manifest = read_manifest(path)
+        manifest = store.read_manifest(step)
     except CheckpointError as error:
-        return [str(error)]
-    reader = Reader(path, manifest.leaves, manifest.shards)
+        return [error]
+    reader = store.open_arrays(step, manifest)
     stored = [name for name, leaf in manifest.leaves.items() if 0 not in leaf.shape]
-    return [line for lines in reader.map(reader.problems, stored) for line in lines]
+    return [problem for problems in reader.map(reader.problems, stored) for problem in problems]

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from stepfold import tree
-from stepfold.core.optimizer import apply_updates, as_optimizer
+from stepfold.core.optimizer import apply_updates, as_optimizer, find_nodes
 from stepfold.core.state import TrainState
+from stepfold.core.validation import check_flags
 from stepfold.errors import ConfigError
 
 
@@ -50,9 +51,10 @@ def ema_params(
     (3.0, 3.5)
     >>> smooth = state._replace(params=sf.get_ema(state))  # to evaluate with
     """
+    check_flags(debias=debias)
     try:
-        fits = callable(decay) or 0 <= decay < 1
-    except TypeError:
+        fits = callable(decay) or bool(0 <= decay < 1)
+    except (TypeError, ValueError):  # of an array, for example
         fits = False
     if not fits:
         raise ConfigError(f"ema_params: expected 0 <= decay < 1 or a schedule, got {decay!r}")
@@ -110,14 +112,13 @@ def get_ema(state: Any) -> Any:
     [1.0, 1.0]
     """
     opt_state = state.opt_state if isinstance(state, TrainState) else state
-    nodes = jax.tree.leaves(opt_state, is_leaf=_is_ema)
-    found = [node for node in nodes if _is_ema(node)]
-    if len(found) != 1:
+    nodes = find_nodes(opt_state, EmaParamsState)
+    if len(nodes) != 1:
         raise ConfigError(
-            f"get_ema: expected one average in the optimizer's state, found {len(found)}; "
+            f"get_ema: expected one average in the optimizer's state, got {len(nodes)}; "
             "wrap the optimizer once, tx = sf.ema_params(tx, decay), before init_state"
         )
-    (node,) = found
+    (node,) = nodes
     ema = jax.tree.map(jnp.copy, node.ema)  # the state may be donated
     if node.mass is not None:
         mass = jnp.where(node.mass == 0, 1, node.mass)
@@ -126,17 +127,10 @@ def get_ema(state: Any) -> Any:
         return ema
 
     def like(ema: Any, param: Any) -> Any:
-        if _is_masked(ema):
+        if isinstance(ema, optax.MaskedNode):
             return jax.tree.map(jnp.copy, param)
         ema = ema.astype(param.dtype)
         return ema if node.mass is None else jnp.where(node.mass == 0, param, ema)
 
-    return jax.tree.map(like, ema, state.params, is_leaf=_is_masked)
-
-
-def _is_ema(node: object) -> bool:
-    return isinstance(node, EmaParamsState)
-
-
-def _is_masked(node: object) -> bool:
-    return isinstance(node, optax.MaskedNode)
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)
+    return jax.tree.map(like, ema, state.params, is_leaf=is_masked)

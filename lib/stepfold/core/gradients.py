@@ -6,19 +6,29 @@ microbatch's share of `total / weight`, and adds the gradients into one buffer. 
 next to nothing: where the weights depend on the batch alone, XLA eliminates its forward pass.
 """
 
-import operator
+import inspect
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from stepfold import tree
-from stepfold.core.contract import checked
-from stepfold.core.loss import LossFn, Metrics, Terms, share_of, total_of
+from stepfold.core.loss import (
+    LossFn,
+    Metrics,
+    Terms,
+    checked,
+    read_metrics,
+    read_terms,
+    share_of,
+    total_of,
+)
 from stepfold.core.state import check_params
-from stepfold.errors import ConfigError, DataError
+from stepfold.core.validation import check_flags, read_integer, takes_any_keyword
+from stepfold.errors import ConfigError, DataError, LossError, TreeMismatchError
 
 GradFn = Callable[[Any, Any, Any, Any], tuple[Any, Terms, Metrics, Any]]
 """`(params, batch, key, model_state) -> (grads, loss terms, metrics, model_state)`."""
@@ -65,11 +75,12 @@ def value_and_grad(
     4.6667 3.6667
     4.6667 3.6667
     """
+    check_flags(stateful=stateful)
     if accumulator_dtype is not None and tree.floating(accumulator_dtype) is None:
         raise ConfigError(
             f"accumulator_dtype: expected a floating dtype or None, got {accumulator_dtype!r}"
         )
-    if _count(accumulate) > 1:
+    if read_integer("accumulate", accumulate) > 1:
         return gradients_in_parts(
             loss_fn, accumulate, stateful=stateful, accumulator_dtype=accumulator_dtype
         )
@@ -81,7 +92,7 @@ def value_and_grad(
             return total_of(aux[0]), aux
 
         check_params(params)
-        grads, aux = jax.grad(loss, has_aux=True)(params)
+        grads, aux = _differentiate(loss, params, stateful)
         return grads, *aux
 
     return at_once
@@ -101,10 +112,12 @@ def gradients_in_parts(
     and metrics are then those of the whole batch. The gradients are the local share, in the dtype
     of the accumulator; their sum over the axes is the gradient of the whole batch.
     """
-    count = _count(count)
+    count = read_integer("accumulate", count)
     objective = _objective(loss_fn, stateful)
 
     def in_parts(params: Any, batch: Any, key: Any, model_state: Any) -> Any:
+        from stepfold.core.metrics import merged  # lazy: clu imports flax
+
         check_params(params)
         params = jax.tree.map(jnp.asarray, params)
         take = _microbatches(batch, count)
@@ -122,19 +135,19 @@ def gradients_in_parts(
             def share(params: Any) -> Any:
                 micro = take(i), jax.random.fold_in(key, i)
                 aux = objective(params, *micro, before)
-                return share_of(aux[0], whole), aux
+                return share_of(aux[0], batch_terms), aux
 
-            grads, (terms, metrics, after) = jax.grad(share, has_aux=True)(params)
+            grads, (terms, metrics, after) = _differentiate(share, params, stateful)
             total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
             return (total, after), (terms, metrics)
 
-        parts = jnp.arange(count)
-        whole = _merged(jax.lax.scan(forward, model_state, parts)[1], axes)
-        start = jax.tree.map(lambda p: _buffer(p, accumulator_dtype), params)
-        (grads, model_state), seen = jax.lax.scan(backward, (start, model_state), parts)
+        indices = jnp.arange(count)
+        batch_terms = merged(jax.lax.scan(forward, model_state, indices)[1], axes)
+        zeros = jax.tree.map(lambda p: _buffer(p, accumulator_dtype), params)
+        (grads, model_state), stacked = jax.lax.scan(backward, (zeros, model_state), indices)
         if not axes:  # with axes, the caller casts their sum
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        return grads, *_merged(seen, axes), model_state
+        return grads, *merged(stacked, axes), model_state
 
     return in_parts
 
@@ -153,32 +166,43 @@ def _objective(loss_fn: LossFn, stateful: bool) -> Callable[..., tuple[Any, Any,
     return objective
 
 
-def _count(accumulate: Any) -> int:
-    try:
-        count = 0 if isinstance(accumulate, bool) else operator.index(accumulate)
-    except TypeError:
-        count = 0
-    if count < 1:
-        raise ConfigError(f"accumulate: expected an integer of at least 1, got {accumulate!r}")
-    return count
+def _differentiate(loss: Callable[..., Any], params: Any, stateful: bool) -> tuple[Any, Any]:
+    """Apply `jax.grad` with auxiliary output; refuse a loss that does not depend on the parameters.
+
+    A stateful loss may: it may only update its model state, such as batch statistics.
+    """
+    reached = []
+
+    def backward(_: None, grads: Any) -> tuple[Any]:
+        reached.append(True)  # jax calls this only if a gradient may be other than zero
+        return (grads,)
+
+    probe = jax.custom_vjp(lambda params: params)
+    probe.defvjp(lambda params: (params, None), backward)
+    grads, aux = jax.grad(lambda params: loss(probe(params)), has_aux=True)(params)
+    if not (reached or stateful):
+        raise LossError(
+            "loss: expected a function of the parameters, got one whose gradient is zero for "
+            "every parameter; compute it from `params`, and not from other arrays of the model"
+        )
+    return grads, aux
 
 
 def _microbatches(batch: Any, n: int) -> Callable[[Any], Any]:
     """Check that `n` divides the batch, and return a function that slices microbatch i."""
     leaves = tree.named_leaves(batch, "batch")
-    sizes = {name: jnp.shape(leaf)[:1] for name, leaf in leaves}
-    if len(set(sizes.values())) != 1 or () in sizes.values():
-        got = ", ".join(f"{name} {tree.spell(leaf)}" for name, leaf in leaves) or "an empty batch"
+    sizes = {jnp.shape(leaf)[:1] for _, leaf in leaves}
+    got = ", ".join(f"{name} {tree.spell(leaf)}" for name, leaf in leaves) or "an empty batch"
+    if len(sizes) != 1 or () in sizes:
         raise DataError(
-            f"accumulate={n} splits the leading axis, which must be there and have one size on "
-            f"every leaf of the batch; got {got}"
+            f"accumulate={n}: expected every leaf to have the same leading size, got {got}"
         )
-    ((size,),) = set(sizes.values())
+    ((size,),) = sizes
     if size % n or size == 0:
         fits = [k for k in range(1, size + 1) if size % k == 0]
+        advice = f"use one of {fits}" if fits else "drop the empty batch"
         raise DataError(
-            f"accumulate={n} does not divide the leading axis of {size} "
-            f"({', '.join(sizes)}); what would: {fits or 'nothing, the batch is empty'}"
+            f"accumulate={n}: expected a divisor of the batch size {size}, got {got}; {advice}"
         )
     split = jax.tree.map(lambda x: jnp.reshape(x, (size // n, n, *x.shape[1:])), batch)
     return lambda i: jax.tree.map(
@@ -192,15 +216,81 @@ def _buffer(param: Any, dtype: DTypeLike | None) -> jax.Array:
     return jnp.zeros_like(param, dtype=dtype if narrow else None)
 
 
-def _merged(stacked: Any, axes: tuple[str, ...] = ()) -> Any:
-    """Merge the metrics stacked by a scan, and those of mapped axes; an `Average` is summed."""
-    from clu.metrics import Average, Metric
+RematPolicy = Literal[
+    "nothing_saveable",
+    "everything_saveable",
+    "dots_saveable",
+    "checkpoint_dots",
+    "dots_with_no_batch_dims_saveable",
+    "checkpoint_dots_with_no_batch_dims",
+]
+"""The names of the policies of `jax.checkpoint_policies` that take no arguments."""
 
-    def merge(metric: Any) -> Any:
-        if type(metric) is Average:
-            total = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), metric)
-            return jax.lax.psum(total, axes) if axes else total
-        merged = metric.reduce()
-        return jax.lax.all_gather(merged, axes).reduce() if axes else merged
 
-    return jax.tree.map(merge, stacked, is_leaf=lambda x: isinstance(x, Metric))
+def rematerialized(loss_fn: LossFn, remat: str | bool | Callable[..., bool] | None) -> LossFn:
+    """Wrap a loss function in `jax.checkpoint`; the backward pass recomputes the other values."""
+    if remat is None or remat is False:
+        return loss_fn
+    names = get_args(RematPolicy)
+    if isinstance(remat, str) and remat in names:
+        remat = getattr(jax.checkpoint_policies, remat)
+    # A policy takes any keyword, since jax passes a primitive's parameters; its factory does not.
+    if remat is not True and not (callable(remat) and takes_any_keyword(remat)):
+        raise ConfigError(
+            f"remat: expected None, True, a policy of jax.checkpoint_policies, or the name of one "
+            f"({', '.join(names)}), got {remat!r}"
+            + ("; did you mean to call it?" * callable(remat))
+        )
+    return jax.checkpoint(loss_fn, policy=None if remat is True else remat)
+
+
+def options_of(grad: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Select the options that `grad` accepts; refuse a non-default one that it does not.
+
+    The options of a step are those of `make_train_step`. A `functools.partial` that sets another
+    value is refused: the loss function is checked for this one.
+    """
+    if not callable(grad):
+        raise ConfigError(f"grad: expected a function of a loss function, got {tree.spell(grad)}")
+    bound = grad.keywords if isinstance(grad, partial) else {}
+    for name, value in options.items():
+        if name in bound and bound[name] != value:
+            raise ConfigError(
+                f"grad: expected a partial without {name}=, got {name}={bound[name]!r}; "
+                f"pass it as make_train_step(…, {name}={bound[name]!r})"
+            )
+    if takes_any_keyword(grad):
+        return options
+    defaults = inspect.signature(value_and_grad).parameters
+    parameters = inspect.signature(grad).parameters
+    for name, value in options.items():
+        if name not in parameters and value != defaults[name].default:
+            raise ConfigError(
+                f"grad: expected a function that accepts {name}=, got "
+                f"{getattr(grad, '__name__', grad)}; add the keyword, as sf.value_and_grad has"
+            )
+    return {name: value for name, value in options.items() if name in parameters}
+
+
+def read_gradients(
+    returned: Any, params: Any, *, per_example: bool = False
+) -> tuple[Any, Terms, Metrics, Any]:
+    """Check and normalize the result of a `GradFn`; `per_example` expects a leading axis."""
+    if not isinstance(returned, tuple) or len(returned) != 4:
+        got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else tree.spell(returned)
+        raise ConfigError(f"grad: expected (grads, loss, metrics, model_state), got {got}")
+    grads, loss, metrics, model_state = returned
+    first = lambda grad: grad[0] if jnp.ndim(grad) else None
+    lines = tree.diff(params, jax.tree.map(first, grads) if per_example else grads, "grads")
+    if lines and per_example:
+        raise ConfigError(
+            "tx: optax.contrib.differentially_private_aggregate expects the gradient of each "
+            "example, stacked along a leading axis, got one gradient of the whole batch; give "
+            "make_train_step(…, grad=…) a function that maps the loss over the examples, as in "
+            "examples/per_example_gradients.py"
+        )
+    if lines:
+        raise TreeMismatchError(
+            "grad: expected gradients in the form of the parameters, got\n  " + "\n  ".join(lines)
+        )
+    return jax.tree.map(jnp.asarray, grads), read_terms(loss), read_metrics(metrics), model_state

@@ -5,21 +5,26 @@ A loss function is `(params, batch, key) -> loss` or `-> (loss, metrics)`. A sta
 `Average` (a total and a weight), or a dict of these, each with *its own* denominator. Totals and
 weights stay separate until the whole batch is reduced. This makes the loss exact under gradient
 accumulation, on several devices and with ragged batches; dividing earlier would not.
+
+The contract is checked when a step is made and while jax traces it, so that the checks cost nothing
+in a compiled step.
 """
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.errors import ConcretizationTypeError, TracerArrayConversionError
 
 from stepfold import tree
-from stepfold.errors import LossError
+from stepfold.core.validation import mismatch, spell_call, takes
+from stepfold.errors import LossError, StepfoldError
 
 if TYPE_CHECKING:
-    from clu.metrics import Average, Metric
+    from clu.metrics import Average, Metric  # imports flax, a quarter of jax's import time
 
 LossFn = Callable[..., Any]
 """`(params, batch, key) -> loss | (loss, metrics)`; stateful with `model_state` in and out."""
@@ -41,7 +46,9 @@ def mean(values: Any, where: Any = None) -> "Average":
       values: an array, or a scalar.
       where: a mask or weights. Its shape is that of the values, with size 1 for axes to broadcast,
         or that of their leading axes (for example one mask per example). Elements of weight zero
-        are ignored, even NaN.
+        do not contribute to the mean, even if they are NaN. The gradient may still be NaN, since
+        zero times an infinite derivative (of `log(0)`, for example) is NaN: replace the inputs of
+        such elements with `jnp.where` too.
 
     Returns:
       A `clu.metrics.Average`; `.compute()` divides, `.merge(other)` adds.
@@ -52,38 +59,186 @@ def mean(values: Any, where: Any = None) -> "Average":
     >>> float(some.compute()), float(some.merge(rest).compute())
     (1.5, 3.0)
     """
-    from clu.metrics import Average  # lazy: imports flax, a quarter of jax's import time
+    from clu.metrics import Average
 
     values = jnp.asarray(values)
-    if where is None:
-        where = jnp.ones(values.shape, bool)
-    where = jnp.asarray(where)
-    _check_mean(values, where)
+    where = jnp.ones(values.shape, bool) if where is None else jnp.asarray(where)
+    for name, array in (("values", values), ("where", where)):
+        if not tree.is_real(array):
+            raise LossError(mismatch("mean", f"real numbers as {name}", array))
+    sizes = zip(where.shape, values.shape, strict=False)
+    repeats = where.ndim == values.ndim and all(size in (1, wanted) for size, wanted in sizes)
+    if not repeats and where.shape != values.shape[: where.ndim]:
+        raise LossError(
+            "mean: expected where in the shape of the values or of their leading axes, "
+            f"got {tree.spell(where)} for values {tree.spell(values)}"
+        )
     where = where.reshape(where.shape + (1,) * (values.ndim - where.ndim))
     where = jnp.broadcast_to(where, values.shape)
+    floats = [x.dtype for x in (values, where) if tree.is_float(x)]
     counting = values.dtype == bool and not tree.is_float(where)
-    dtype = jnp.int32 if counting else tree.widen(_float_dtype(values, where))
+    dtype = jnp.int32 if counting else tree.widen(floats[0] if floats else jnp.float32)
     weight = where.astype(dtype)
     total = jnp.where(weight != 0, values.astype(dtype) * weight, 0)
     return Average(total=total.sum(dtype=dtype), count=weight.sum(dtype=dtype))
 
 
-def _float_dtype(values: jax.Array, where: jax.Array) -> DTypeLike:
-    return next((x.dtype for x in (values, where) if tree.is_float(x)), jnp.float32)
+def checked(loss_fn: LossFn, *, stateful: bool = False) -> LossFn:
+    """Wrap a loss function to check the contract and normalize its result.
+
+    The result returns `(terms, metrics)`, or `(terms, metrics, model_state)` if stateful; `terms`
+    is a dict of `Average`s in at least float32. A wrong signature raises here, a wrong result while
+    tracing. Idempotent.
+    """
+    names = ["params", "batch", "key", "model_state"]
+    wanted = f"loss_fn({', '.join(names[: 3 + stateful])})"
+    if not callable(loss_fn):
+        raise LossError(f"expected a function {wanted}, got {tree.spell(loss_fn)}")
+    if not takes(loss_fn, 3 + stateful):
+        other = "leave out stateful=True" if stateful else "give stateful=True, for a model state"
+        advice = f"; {other}" if takes(loss_fn, 4 - stateful) else ""
+        raise LossError(f"expected {wanted}, got {spell_call(loss_fn)}{advice}")
+
+    def checked_loss(params: Any, batch: Any, key: Any, *model_state: Any) -> tuple[Any, ...]:
+        try:
+            returned = loss_fn(params, batch, key, *model_state)
+        except StepfoldError:
+            raise
+        except Exception as error:
+            _check_axis_names(error)
+            advice = _advice_on(error, batch)
+            if advice not in getattr(error, "__notes__", ()):  # a function may be checked twice
+                error.add_note(advice)
+            raise
+        loss, metrics, *new_state = _parts(returned, stateful)
+        if stateful:
+            _check_model_state(model_state[0], new_state[0])
+        return read_terms(loss), read_metrics(metrics), *new_state
+
+    return checked_loss
 
 
-def _check_mean(values: jax.Array, where: jax.Array) -> None:
-    for name, array in (("values", values), ("where", where)):
-        if not tree.is_real(array):
-            raise LossError(f"mean: expected real numbers as {name}, got {tree.spell(array)}")
-    repeats = where.ndim == values.ndim and all(
-        size in (1, wanted) for size, wanted in zip(where.shape, values.shape, strict=True)
-    )
-    if not repeats and where.shape != values.shape[: where.ndim]:
+def _check_axis_names(error: Exception) -> None:
+    """Replace jax's error on a collective over an axis that is not mapped."""
+    match = re.search(r"unbound axis name:? ([^.]+)", str(error))
+    if isinstance(error, NameError) and match:
+        axis = match[1]
         raise LossError(
-            f"mean: where must have the shape of the values or of their leading axes, "
-            f"got {tree.spell(where)} for values {tree.spell(values)}"
+            f"loss_fn: expected collectives over axes of shard_map or vmap, got axis {axis!r}, "
+            "which is not mapped; under jit leave it out (axis_name=None in a BatchNorm), since "
+            "the mean over a sharded batch is global already, or run the step in jax.shard_map "
+            f"over a mesh with the axis {axis!r}"
+        ) from error
+
+
+def _advice_on(error: Exception, batch: Any) -> str:
+    """Return advice on an exception in a loss function."""
+    if isinstance(error, ConcretizationTypeError | TracerArrayConversionError):
+        return (
+            "loss_fn: it is traced, and its arrays have no values yet; keep to jax.numpy, return "
+            "arrays without float() or .item(), and choose by jnp.where instead of if"
         )
+    if isinstance(error, TypeError) and "'Average'" in str(error):
+        return (
+            "loss_fn: sf.mean gives a total and a weight, to be divided when the whole batch is "
+            'seen; scale the values in it, and return several as {"a": sf.mean(…), "b": sf.mean(…)}'
+        )
+    leaves = [f"{name} {tree.spell(leaf)}" for name, leaf in tree.named_leaves(batch, "batch")]
+    got = ", ".join(leaves[:8]) + ", …" * (len(leaves) > 8)
+    no_mask = isinstance(error, KeyError) and "mask" in error.args
+    advice = '; sf.batches(…, remainder="pad") and sf.collate add a mask' * no_mask
+    return f"loss_fn was called with {got}{advice}"
+
+
+def _parts(returned: Any, stateful: bool) -> tuple[Any, ...]:
+    """Split what a loss function returned into loss, metrics and model state."""
+    count = len(returned) if isinstance(returned, tuple) else None
+    got = tree.spell(returned) if count is None else f"a tuple of {count}"
+    if stateful and count != 3:
+        raise LossError(f"stateful=True: expected (loss, metrics, model_state), got {got}")
+    if not stateful and count not in (None, 2):
+        advice = "; a loss that returns model_state needs stateful=True" * (count == 3)
+        raise LossError(f"expected the loss or (loss, metrics), got {got}{advice}")
+    return (returned, {}) if count is None else tuple(returned)
+
+
+def _check_model_state(old: Any, new: Any) -> None:
+    lines = tree.diff(old, new, "model_state")
+    if not lines:
+        return
+    structures: list[Any] = [jax.tree.structure(old), jax.tree.structure(new)]
+    shapes = [[getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(s)] for s in (old, new)]
+    if structures[0] != structures[1]:
+        advice = "Return every leaf that went in, in the same containers, and no other."
+    elif shapes[0] != shapes[1]:
+        advice = "A state keeps its shapes: make room in init for what grows."
+    else:
+        advice = "Cast each leaf back to its dtype before returning it."
+    raise LossError(
+        "model_state: expected the structure, shapes and dtypes that went in, got\n  "
+        + "\n  ".join(lines)
+        + f"\n{advice}"
+    )
+
+
+def read_terms(loss: Any) -> Terms:
+    """Convert a loss of any allowed form to a dict of terms."""
+    if not isinstance(loss, Mapping):
+        return {"loss": _read_term("loss", loss)}
+    if not loss:
+        raise LossError("loss: expected at least one term, got an empty dict")
+    bad = [name for name in loss if not isinstance(name, str)]
+    if bad:
+        raise LossError(f"loss: expected the terms' names as strings, got {bad}")
+    return {name: _read_term(f"loss/{name}", term) for name, term in loss.items()}
+
+
+def _read_term(path: str, term: Any) -> "Average":
+    from clu.metrics import Average
+
+    if not isinstance(term, Average):
+        total = _read_scalar(path, term)
+        return Average(total=total, count=jnp.ones_like(total))
+    total = _read_scalar(f"{path}.total", term.total)
+    if not tree.is_real(term.count) or jnp.shape(term.count) != ():
+        raise LossError(mismatch(f"{path}.count", "a real scalar", term.count))
+    return Average(total=total, count=jnp.asarray(term.count).astype(total.dtype))
+
+
+def _read_scalar(path: str, value: Any) -> Any:
+    advice = "return sf.mean(values, mask), a floating scalar, or a dict of those"
+    if not tree.is_data(value):
+        raise LossError(mismatch(path, "a number", value, advice))
+    value = jnp.asarray(value)
+    if value.shape != ():
+        raise LossError(mismatch(path, "a scalar", value, advice))
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise LossError(mismatch(path, "a floating number", value, advice))
+    return value.astype(tree.widen(value.dtype))
+
+
+def read_metrics(metrics: Any) -> Metrics:
+    """Check the metrics of a loss function, and return them as a dict."""
+    from clu.metrics import Collection, Metric
+
+    if isinstance(metrics, Collection):
+        # Its counter of merges has no value of its own.
+        metrics = {name: m for name, m in vars(metrics).items() if name != "_reduction_counter"}
+    if not isinstance(metrics, Mapping):
+        advice = 'return (loss, metrics) in this order, as in loss, {"accuracy": sf.mean(hit)}'
+        raise LossError(mismatch("metrics", "a dict of clu.metrics.Metric", metrics, advice))
+    for name, metric in metrics.items():
+        if not isinstance(name, str):
+            raise LossError(f"metrics: expected names as strings, got {name!r}")
+        if not isinstance(metric, Metric):
+            advice = "wrap values as sf.mean(values, mask), so that they merge exactly"
+            raise LossError(mismatch(f"metrics/{name}", "a clu.metrics.Metric", metric, advice))
+        if jax.tree_util.all_leaves([metric]):
+            advice = "make its class a flax.struct.dataclass, or register it with jax"
+            raise LossError(
+                mismatch(f"metrics/{name}", "a metric that is a pytree", metric, advice)
+            )
+    return dict(metrics)
 
 
 def total_of(terms: Terms) -> jax.Array:
@@ -95,20 +250,21 @@ def total_of(terms: Terms) -> jax.Array:
     return _add(term.total / _nonzero(term.count) for term in terms.values())
 
 
-def share_of(part: Terms, whole: Terms) -> jax.Array:
-    """Return a scalar whose gradients, summed over the parts, are those of `total_of(whole)`.
+def share_of(terms: Terms, batch_terms: Terms) -> jax.Array:
+    """Return a microbatch's share of the loss; the gradients of all shares sum to the batch's.
 
     By the quotient rule d(T / W) = dT / W - T / W^2 dW, with the totals T and weights W of the
-    whole batch held constant. If a weight does not depend on the parameters, the second summand has
+    full batch held constant. If a weight does not depend on the parameters, the second summand has
     no gradient, and the compiler eliminates it with everything that only it needs.
     """
 
     def share(name: str) -> Any:
-        weight = _nonzero(whole[name].count)
-        slope = jnp.where(whole[name].count == 0, 0, whole[name].total / weight**2)
-        return part[name].total / weight - slope * part[name].count
+        total, count = batch_terms[name].total, batch_terms[name].count
+        weight = _nonzero(count)
+        slope = jnp.where(count == 0, 0, total / weight**2)
+        return terms[name].total / weight - slope * terms[name].count
 
-    return _add(share(name) for name in part)
+    return _add(share(name) for name in terms)
 
 
 def _add(values: Iterable[Any]) -> jax.Array:

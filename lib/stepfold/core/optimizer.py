@@ -1,4 +1,8 @@
-"""Requirements on optimizers: optax transformations, or objects with the same methods."""
+"""Requirements on optimizers (optax transformations, or objects with the same methods), skipping.
+
+optax does not support `jax_numpy_dtype_promotion="strict"` (its bias correction raises a float to
+an integer), so optimizers run with standard promotion.
+"""
 
 import inspect
 import re
@@ -7,21 +11,16 @@ from functools import wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from stepfold import tree
+from stepfold.core.validation import mismatch, takes_any_keyword
 from stepfold.errors import ConfigError
 
 
 def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Validate an optimizer; make it accept any keyword and run under strict promotion.
-
-    `update` receives the keywords in its signature. Its type is not reliable: `optax.MultiSteps`
-    takes any keyword without declaring it, `optax.contrib.sam` declares it and takes one.
-
-    optax does not support `jax_numpy_dtype_promotion="strict"` (its bias correction raises a float
-    to an integer), so optimizers run with standard promotion.
-    """
+    """Validate an optimizer; make it accept any keyword and run with standard promotion."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         advice = (
             "did you mean to call it, as in optax.adam(1e-3), or is it the rate, as in "
@@ -29,19 +28,18 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
             if callable(tx)
             else "give the optimizer itself, such as optax.adam(1e-3); init_state makes its state"
         )
-        raise ConfigError(f"tx: expected an optax transformation, got {tree.spell(tx)}; {advice}")
+        raise ConfigError(mismatch("tx", "an optax transformation", tx, advice))
     if not isinstance(tx, optax.GradientTransformationExtraArgs):
         tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
     return tx._replace(init=_promoting(tx.init), update=_promoting(_taking_any(tx.update)))
 
 
-def takes_any_keyword(function: Callable[..., Any]) -> bool:
-    """Whether a function takes `**kwargs`."""
-    parameters = inspect.signature(function).parameters.values()
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-
-
 def _taking_any(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Pass on the keywords in the signature of `update`.
+
+    The type of an optimizer is not reliable: `optax.MultiSteps` takes any keyword without declaring
+    it, `optax.contrib.sam` declares it and takes one.
+    """
     if takes_any_keyword(update):
         return update
     names = inspect.signature(update).parameters
@@ -65,10 +63,6 @@ def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 apply_updates = _promoting(optax.apply_updates)
 
-# Messages of optax and Python if `update` lacks an argument, or does not take `value`.
-_MISSING = re.compile("missing .*keyword-only argument|(obj|grad|value)_fn must be provided")
-_UNWANTED = re.compile("unexpected keyword argument 'value'")
-
 
 def update(
     tx: optax.GradientTransformationExtraArgs, grads: Any, state: Any, params: Any, loss: Any
@@ -80,17 +74,21 @@ def update(
     try:
         updates, state = tx.update(grads, state, params, value=loss)
     except (TypeError, ValueError) as error:
-        if _MISSING.search(str(error)):
+        # What optax and Python say if `update` lacks an argument, or does not take `value`.
+        message = str(error)
+        if re.search(
+            "missing .*keyword-only argument|(obj|grad|value)_fn must be provided", message
+        ):
             raise ConfigError(
-                f"tx: expected an optimizer that makes do with the gradients and the loss, got one "
-                f"that evaluates the loss itself ({error}); do without its line search or estimate,"
-                " as optax.lbfgs(…, linesearch=None), or write the step by hand, around "
+                f"tx: expected an optimizer that needs only the gradients and the loss, got one "
+                f"that evaluates the loss itself ({message}); turn off its line search or "
+                "estimate, as optax.lbfgs(…, linesearch=None), or write the step by hand, around "
                 "sf.value_and_grad"
             ) from error
-        if _UNWANTED.search(str(error)):
+        if "unexpected keyword argument 'value'" in message:
             raise ConfigError(
-                f"tx: expected every part of the optimizer to take value=loss, got one that says "
-                f"that it takes any keyword, and does not ({error}); put "
+                f"tx: expected every part of the optimizer to take value=loss, got one that "
+                f"declares any keyword and does not take it ({message}); put "
                 "optax.GradientTransformation(part.init, part.update) in its place"
             ) from error
         raise
@@ -99,8 +97,7 @@ def update(
 
 def check_lookahead(params: Any, opt_state: Any) -> None:
     """Refuse parameters without the slow copy that `optax.lookahead` needs."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=_is_lookahead)
-    if any(map(_is_lookahead, nodes)) and not hasattr(params, "fast"):
+    if find_nodes(opt_state, optax.LookaheadState) and not hasattr(params, "fast"):
         raise ConfigError(
             "tx: optax.lookahead expects optax.LookaheadParams.init_synced(params), got "
             f"{type(params).__name__}; its loss is one of params.fast, and its gradients are too: "
@@ -108,5 +105,24 @@ def check_lookahead(params: Any, opt_state: Any) -> None:
         )
 
 
-def _is_lookahead(node: object) -> bool:
-    return isinstance(node, optax.LookaheadState)
+def takes_examples(opt_state: Any) -> bool:
+    """Whether an optimizer aggregates the gradients of single examples, as `dpsgd` does."""
+    return bool(find_nodes(opt_state, optax.contrib.DifferentiallyPrivateAggregateState))
+
+
+def find_nodes(opt_state: Any, kind: type) -> list[Any]:
+    """List the nodes of a type in an optimizer state, at any depth, but not inside each other."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]
+
+
+def still_finite(old: Any, new: Any) -> jax.Array:
+    """Whether no value became NaN or inf; one that was so before (a running minimum) may stay."""
+
+    def still(old: Any, new: Any) -> Any:
+        if not (tree.is_array(new) and jnp.issubdtype(new.dtype, jnp.inexact)):
+            return True
+        same = (new == old) | (jnp.isnan(new) & jnp.isnan(old))
+        return (jnp.isfinite(new) | same).all()
+
+    return jnp.array(jax.tree.leaves(jax.tree.map(still, old, new)), bool).all()

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
 from stepfold.core.optimizer import as_optimizer, check_lookahead
-from stepfold.core.validation import spell_call, takes
+from stepfold.core.validation import check_flags, mismatch, spell_call, takes
 from stepfold.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,29 +88,49 @@ def init_state(
     >>> jax.eval_shape(lambda key: sf.init_state(init, optax.adam(1e-3), key), state.key).params
     {'b': ShapeDtypeStruct(shape=(2,), dtype=float32), 'w': ShapeDtypeStruct(shape=(4, 2), ...)}
     """
+    check_flags(stateful=stateful)
     _check_key(key)
     tx = as_optimizer(tx)
-    _check_sharding(sharding)
+    has_plan = isinstance(sharding, TrainState)
+    is_single = sharding is None or jax.tree_util.all_leaves([sharding])
+    if isinstance(sharding, Mesh) or not (is_single or has_plan):
+        advice = (
+            "give sf.make_sharding(jax.eval_shape(lambda k: sf.init_state(init, tx, k), key), mesh)"
+        )
+        raise ConfigError(mismatch("sharding", "one for the whole state", sharding, advice))
     if _is_function(init):
         _check_init(init)
-        return _born(lambda key: _finish(_parts(init(key), stateful), tx, key), sharding)(key)
+        return _jit(lambda key: _finish(_parts(init(key), stateful), tx, key), sharding)(key)
     parts = _parts(init, stateful)
-    if sharding is None and not any(map(_has_place, jax.tree.leaves((parts, key)))):
-        return _born(lambda parts, key: _finish(parts, tx, key), None)(_copied(parts), key)
-    if sharding is None:
+
+    def build(parts: Any, key: Any) -> TrainState:
+        return _finish(parts, tx, key)
+
+    if sharding is not None:
+        # Shard before jit, which would first put a host array on one device.
+        shardings = (sharding.params, sharding.model_state) if has_plan else sharding
+        parts = jax.device_put(parts, shardings)
+    elif any(map(_is_committed, jax.tree.leaves((parts, key)))):
         # Not jitted: `zeros_like` inherits the sharding of the parameters only outside of jit. In
         # jit, the optimizer state would be replicated on every device.
-        return _beside(_finish(parts, tx, key), (parts, key))
-    # Shard before jit, which would first put a host array on one device.
-    planned = isinstance(sharding, TrainState)
-    places = (sharding.params, sharding.model_state) if planned else (sharding, sharding)
-    parts = jax.device_put(parts, places)
-    return _born(lambda parts, key: _finish(parts, tx, key), sharding)(parts, key)
+        return _commit_like(build(parts, key), (parts, key))
+    else:
+        # Copied, since `jit` would pass the buffers through to the state.
+        own = jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, parts)
+        parts = jax.device_put(own, may_alias=False)
+    return _jit(build, sharding)(parts, key)
+
+
+def _check_key(key: Any) -> None:
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    raw = tree.is_array(key) and key.dtype == jnp.uint32 and jnp.ndim(key) == 1
+    if not (typed and key.shape == ()) and not raw:
+        raise ConfigError(mismatch("key", "one PRNG key", key, "try jax.random.key(0)"))
 
 
 def _is_function(init: Any) -> bool:
     # A callable that is a pytree (an equinox module) is a tree of parameters, not a function.
-    is_leaf = jax.tree_util.all_leaves([init])
+    is_leaf = jax.tree_util.all_leaves([init]) and not _library(init)
     return callable(init) and (is_leaf or isinstance(init, partial))
 
 
@@ -127,34 +147,59 @@ def _check_init(init: Any) -> None:
         )
 
 
-def _check_sharding(sharding: Any) -> None:
-    is_one = sharding is None or jax.tree_util.all_leaves([sharding])
-    if isinstance(sharding, Mesh) or not (is_one or isinstance(sharding, TrainState)):
+def _parts(initial: Any, stateful: bool) -> tuple[Any, Any]:
+    """Split what `init` is or returned into parameters and model state, and check them."""
+    if stateful and not (isinstance(initial, tuple) and len(initial) == 2):
+        count = f" of {len(initial)}" if isinstance(initial, tuple) else ""
         raise ConfigError(
-            f"sharding: expected one for the whole state, got {tree.spell(sharding)}; give "
-            "sf.make_sharding(jax.eval_shape(lambda k: sf.init_state(init, tx, k), key), mesh)"
+            f"stateful=True: expected (params, model_state), got {type(initial).__name__}{count}"
         )
-
-
-def _parts(made: Any, stateful: bool) -> tuple[Any, Any]:
-    if not stateful:
-        params, model_state = made, ()
-    elif isinstance(made, tuple) and len(made) == 2:
-        params, model_state = made
-    else:
-        raise ConfigError(
-            f"stateful=True: expected (params, model_state), got {type(made).__name__}"
-            + (f" of {len(made)}" if isinstance(made, tuple) else "")
-        )
+    params, model_state = initial if stateful else (initial, ())
     if not jax.tree.leaves(params):
         raise ConfigError(
-            f"params: expected at least one array, got {tree.spell(params)}; does init return them?"
+            mismatch("params", "at least one array", params, "does init return them?")
         )
+    _check_modules(params)
     check_params(params)
     for name, leaf in tree.named_leaves(model_state, "model_state"):
         if not tree.is_data(leaf):
-            raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}; {_PARTITION}")
+            raise ConfigError(mismatch(name, "an array", leaf, _PARTITION))
     return params, model_state
+
+
+def _check_modules(params: Any) -> None:
+    """Refuse whole modules of equinox with leaves that are not trained, and of flax.nnx."""
+    is_module = lambda node: bool(_library(node))
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_module):
+        library = _library(node)
+        if library == "flax.nnx":
+            advice = (
+                "split it, as graphdef, params, rest = nnx.split(model, nnx.Param, ...), give "
+                "(params, rest) with stateful=True, and use nnx.merge(graphdef, params, rest, "
+                "copy=True) in the loss function"
+            )
+        elif library and not all(map(tree.is_float, jax.tree.leaves(node))):
+            advice = (
+                "partition it, as params, static = eqx.partition(model, eqx.is_inexact_array), "
+                "give params, and use eqx.combine(params, static) in the loss function"
+            )
+        else:
+            continue
+        name = "/".join(filter(None, ("params", tree.path_name(path))))
+        kind = type(node).__name__
+        raise ConfigError(
+            f"{name}: expected a pytree of arrays to train, got {kind}, a whole module of "
+            f"{library}; {advice}"
+        )
+
+
+def _library(node: Any) -> str:
+    """Return the library of a module, which need not be installed; empty for anything else."""
+    for base in type(node).__mro__:
+        for library in ("equinox", "flax.nnx"):
+            if base.__name__ == "Module" and base.__module__.startswith(library):
+                return library
+    return ""
 
 
 _PARTITION = "keep functions and settings out of the state (equinox.partition, nnx.split do it)"
@@ -164,78 +209,58 @@ def check_params(params: Any) -> None:
     """Refuse parameters that are not floating arrays, with the path of the leaf."""
     for name, leaf in tree.named_leaves(params, "params"):
         if not tree.is_data(leaf):
-            raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}; {_PARTITION}")
+            raise ConfigError(mismatch(name, "an array", leaf, _PARTITION))
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise ConfigError(
-                f"{name}: expected floating numbers, got {tree.spell(leaf)}; what is not trained "
-                "by gradients belongs into model_state (stateful=True) or into the loss function"
+            advice = (
+                "arrays that are not trained by gradients belong into model_state (stateful=True) "
+                "or into the loss function"
             )
+            raise ConfigError(mismatch(name, "floating numbers", leaf, advice))
 
 
-def _check_key(key: Any) -> None:
-    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    raw = tree.is_array(key) and key.dtype == jnp.uint32 and jnp.ndim(key) == 1
-    if not (typed and key.shape == ()) and not raw:
-        raise ConfigError(
-            f"key: expected one PRNG key, got {tree.spell(key)}; try jax.random.key(0)"
-        )
+def _jit(build: Callable[..., TrainState], sharding: Any) -> Callable[..., TrainState]:
+    return jax.jit(build, **({} if sharding is None else {"out_shardings": sharding}))
 
 
 def _finish(parts: tuple[Any, Any], tx: optax.GradientTransformation, key: Any) -> TrainState:
-    params, model_state = jax.tree.map(_fresh, parts)
+    # Copies, with strong dtypes: an optimizer may keep the parameters that it is given.
+    fresh = lambda leaf: tree.strong(jnp.array(leaf, copy=True))
+    params, model_state = jax.tree.map(fresh, parts)
     opt_state = tx.init(params)
     check_lookahead(params, opt_state)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=jax.tree.map(_fresh, opt_state),
+        opt_state=jax.tree.map(fresh, opt_state),
         model_state=model_state,
         key=jax.random.fold_in(key, _STEP_BRANCH),
     )
 
 
-def _has_place(leaf: Any) -> bool:
-    """Whether a leaf is traced, or committed to devices."""
+def _is_committed(leaf: Any) -> bool:
+    """Whether a leaf is committed to devices, or traced, so that it may be."""
     return isinstance(leaf, jax.core.Tracer) or bool(getattr(leaf, "committed", False))
 
 
-def _copied(parts: Any) -> Any:
-    """Copy arrays, since `jit` would pass their buffers through to the state."""
-    own = jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, parts)
-    return jax.device_put(own, may_alias=False)
-
-
-def _fresh(leaf: Any) -> jax.Array:
-    """Copy a leaf, with a strong dtype instead of a weak one."""
-    return tree.strong(jnp.array(leaf, copy=True))  # type: ignore[no-any-return]
-
-
-def _born(build: Callable[..., TrainState], sharding: Any) -> Callable[..., TrainState]:
-    return jax.jit(build, **({} if sharding is None else {"out_shardings": sharding}))
-
-
-def _beside(state: TrainState, given: Any) -> TrainState:
-    """Put uncommitted leaves (counts, for example) on the devices of the committed inputs.
+def _commit_like(state: TrainState, inputs: Any) -> TrainState:
+    """Commit uncommitted leaves (counts, for example) to the devices of the committed inputs.
 
     A scalar on one device, with parameters on a mesh, would come back from the first step
     replicated over the mesh, and the second step would compile again.
     """
-    concrete = [leaf for leaf in jax.tree.leaves(given) if not isinstance(leaf, jax.core.Tracer)]
-    homes = {_home(leaf.sharding) for leaf in concrete if getattr(leaf, "committed", False)}
-    if len(homes) != 1:
+    concrete = [leaf for leaf in jax.tree.leaves(inputs) if not isinstance(leaf, jax.core.Tracer)]
+    shardings = {
+        NamedSharding(leaf.sharding.mesh, PartitionSpec())
+        if isinstance(leaf.sharding, NamedSharding)
+        else leaf.sharding
+        for leaf in concrete
+        if _is_committed(leaf)
+    }
+    if len(shardings) != 1:
         return state
-    (home,) = homes
-
-    def beside(leaf: Any) -> Any:
-        is_traced = isinstance(leaf, jax.core.Tracer)  # `committed` is unknown for tracers
-        has_place = is_traced or getattr(leaf, "committed", True)
-        return leaf if has_place else jax.device_put(leaf, home)
-
-    return TrainState(*jax.tree.map(beside, state))
-
-
-def _home(place: Sharding) -> Sharding:
-    return NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
+    (sharding,) = shardings
+    commit = lambda leaf: leaf if _is_committed(leaf) else jax.device_put(leaf, sharding)
+    return TrainState(*jax.tree.map(commit, state))
 
 
 def step_of(state: Any) -> int:
@@ -294,7 +319,7 @@ def _any_nan(leaves: list[Any]) -> jax.Array:
 
 def check_not_donated(state: Any) -> None:
     """Refuse a state with donated arrays, with the path of the first one."""
-    for name, leaf in tree.named_leaves(state):
+    for name, leaf in tree.named_leaves(state, "state"):
         is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
         if is_concrete and leaf.is_deleted():
             raise ConfigError(

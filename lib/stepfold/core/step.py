@@ -1,6 +1,7 @@
 """Train and eval steps: pure functions, not jitted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -8,11 +9,25 @@ import jax.numpy as jnp
 import optax
 
 from stepfold import tree
-from stepfold.core.contract import checked, options_of, read_gradients
-from stepfold.core.gradients import GradFn, value_and_grad
-from stepfold.core.loss import LossFn, Metrics, mean, total_of
-from stepfold.core.loss_scale import (
+from stepfold.core.gradients import (
+    GradFn,
+    options_of,
+    read_gradients,
+    rematerialized,
+    value_and_grad,
+)
+from stepfold.core.loss import LossFn, Metrics, checked, mean, total_of
+from stepfold.core.optimizer import (
+    apply_updates,
+    as_optimizer,
+    still_finite,
+    takes_examples,
+    update,
+)
+from stepfold.core.precision import (
     LossScaled,
+    Precision,
+    as_precision,
     check_outermost,
     norm,
     rescale,
@@ -20,12 +35,9 @@ from stepfold.core.loss_scale import (
     skipped,
     unscale,
 )
-from stepfold.core.optimizer import apply_updates, as_optimizer, update
-from stepfold.core.precision import Precision, as_precision
-from stepfold.core.remat import rematerialized
-from stepfold.core.skipping import still_finite, without_weight
-from stepfold.core.state import TrainState
-from stepfold.errors import ConfigError, TreeMismatchError
+from stepfold.core.state import TrainState, strengthen
+from stepfold.core.validation import check_flags, mismatch
+from stepfold.errors import ConfigError, ShardingError, TreeMismatchError
 
 StepFn = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 """`(state, batch) -> (state, metrics)`, pure and not jitted."""
@@ -60,16 +72,19 @@ def make_train_step(
         computes. If small gradients underflow in it, `tx` must be a `dynamic_loss_scale(…)`.
       remat: what to save for the backward pass: the name of one of `jax.checkpoint_policies`, such
         a policy itself, or True to save nothing.
-      skip_nonfinite: whether to skip a step whose loss or gradients are not finite, or whose new
-        parameters or model state would not be. A skipped step keeps parameters, optimizer state and
-        model state bit for bit. It counts in `step` and in `skipped`; its loss and averages have
-        weight zero when merged.
+      skip_nonfinite: whether to skip a step whose loss, gradients or gradient norm (it may
+        overflow) are not finite, or whose new parameters or model state would not be. A skipped
+        step keeps parameters, optimizer state and model state bit for bit, except for the loss
+        scale and its count of finite updates. It counts in `step` and in `skipped`; its loss and
+        averages have weight zero when merged.
       stateful: whether the loss function carries a model state.
       grad: a function from a loss function to a `GradFn`. It gets those of the keywords
-        `accumulate=` and `stateful=` that it accepts. It returns the gradients of the loss, also
+        `accumulate=` and `stateful=` that it accepts. Set others by a `functools.partial`, such as
+        `accumulator_dtype=` of `value_and_grad`. It returns the gradients of the loss, also
         with `dynamic_loss_scale`: the loss function applies and removes the scale in its backward
         pass (and then supports no forward mode). It must propagate NaN and inf, since they signal
-        an overflow.
+        an overflow. For `optax.contrib.dpsgd` it returns the gradients of the examples, stacked
+        along a leading axis; `grad_norm` is then the norm of their mean.
 
     Raises:
       ConfigError, LossError: if the arguments do not fit together.
@@ -107,7 +122,8 @@ def make_train_step(
     >>> float(state.params["b"]), bool((state.params["w"] != 0).all())
     (0.0, True)
     """
-    from stepfold.core.report import report  # lazy: clu imports flax
+    check_flags(skip_nonfinite=skip_nonfinite, stateful=stateful)
+    from stepfold.core.metrics import report, without_weight  # lazy: clu imports flax
 
     if not isinstance(skip_nonfinite, bool):
         raise ConfigError(f"skip_nonfinite: expected True or False, got {skip_nonfinite!r}")
@@ -125,16 +141,17 @@ def make_train_step(
 
     def gradients(state: TrainState, batch: Any) -> Any:
         key = jax.random.fold_in(state.key, state.step)
-        inputs = state.params, batch, key, state.model_state
-        if not scaling:
-            grads, *rest = read_gradients(grad_fn(*inputs), state.params)
-            return grads, norm(grads), *rest
-        scale = state.opt_state.scale
-        scaled_fn = grad(scaled(loss_fn, scale), **options)
-        grads, *rest = read_gradients(scaled_fn(*inputs), state.params)
-        grads = rescale(grads, scale)  # the optimizer expects scaled gradients
-        return grads, unscale(norm(grads), scale), *rest
+        per_example = takes_examples(state.opt_state)
+        scale: Any = state.opt_state.scale if scaling else None
+        fn = grad(scaled(loss_fn, scale), **options) if scaling else grad_fn
+        returned = fn(state.params, batch, key, state.model_state)
+        grads, *rest = read_gradients(returned, state.params, per_example=per_example)
+        if scaling:  # the optimizer expects scaled gradients
+            grads = rescale(grads, scale)
+        grad_norm = norm(jax.tree.map(lambda g: g.mean(0), grads) if per_example else grads)
+        return grads, unscale(grad_norm, scale) if scaling else grad_norm, *rest
 
+    @_explain_explicit_axes()
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         _check_state(state, tx)
         grads, grad_norm, terms, metrics, model_state = gradients(state, batch)
@@ -142,10 +159,13 @@ def make_train_step(
         updates, opt_state = update(tx, grads, state.opt_state, state.params, loss)
         params = apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, opt_state, model_state, state.key)
-        new = _settled(state, new)
+        _check_unchanged_structure(state, new)
+        new = strengthen(new)
         if not (skip_nonfinite or scaling):
             return new, report(terms, metrics, grad_norm=mean(grad_norm))
-        good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & still_finite(state, new)
+        # The norm is finite only if every gradient is; an update may still not be.
+        still = still_finite((state.params, state.model_state), (new.params, new.model_state))
+        good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & still
         kept = skipped(state.opt_state, opt_state) if scaling else state.opt_state
         old = state._replace(step=new.step, opt_state=kept)
         metrics = report(terms, metrics, grad_norm=mean(grad_norm), skipped=mean(~good))
@@ -175,10 +195,12 @@ def make_eval_step(
     >>> float(some["loss"].merge(rest["loss"]).compute())
     6.0
     """
-    from stepfold.core.report import report
+    check_flags(stateful=stateful)
+    from stepfold.core.metrics import report
 
     loss_fn = as_precision(precision).applied_to(checked(loss_fn, stateful=stateful))
 
+    @_explain_explicit_axes()
     def eval_step(state: TrainState, batch: Any) -> Metrics:
         _check_kind(state)
         key = jax.random.fold_in(state.key, state.step)
@@ -187,6 +209,77 @@ def make_eval_step(
         return report(terms, metrics)
 
     return eval_step
+
+
+def observe(
+    step: Callable[[Any, Any], tuple[Any, Any]], /, **functions: Callable[[Any], Any]
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Add metrics of the new state to a step, such as the learning rate or the weight norm.
+
+    The metrics are computed within the step: they belong to exactly that step, and the host does
+    not wait for them. A schedule counts from zero, so the learning rate that led to a state is
+    `schedule(state.step - 1)`, unless steps were skipped, which optimizers do not count.
+    `optax.inject_hyperparams` stores the rate that it used:
+    `optax.tree.get(state.opt_state, "hyperparams")["learning_rate"]`.
+
+    Args:
+      step: a `StepFn`.
+      **functions: functions of the state that return a number, by metric name.
+
+    Raises:
+      ConfigError: if an argument is not callable; while tracing, if a function does not return a
+        number, or the step already has a metric of that name.
+
+    >>> import jax, jax.numpy as jnp, optax, stepfold as sf
+    >>> schedule = optax.linear_schedule(1.0, 0.0, 10)
+    >>> tx = optax.sgd(schedule)
+    >>> step = sf.make_train_step(lambda params, batch, key: (params * batch).mean(), tx)
+    >>> step = sf.observe(
+    ...     step,
+    ...     learning_rate=lambda state: schedule(state.step - 1),
+    ...     weight_norm=lambda state: optax.tree.norm(state.params),
+    ... )
+    >>> state = sf.init_state(jnp.ones(4), tx, jax.random.key(0))
+    >>> state, metrics = step(state, jnp.ones(4))
+    >>> {name: float(metric.compute()) for name, metric in metrics.items()}
+    {'loss': 1.0, 'grad_norm': 0.5, 'learning_rate': 1.0, 'weight_norm': 1.5}
+    """
+    if not callable(step):
+        raise ConfigError(mismatch("observe", "a step (state, batch) -> …", step))
+    for name, function in functions.items():
+        if not callable(function):
+            raise ConfigError(mismatch(name, "a function of the state", function))
+
+    def observed(state: Any, batch: Any) -> tuple[Any, Any]:
+        state, metrics = step(state, batch)
+        taken = sorted(functions.keys() & metrics.keys())
+        if taken:
+            raise ConfigError(
+                f"observe: expected other names than the step's own metrics, got {', '.join(taken)}"
+            )
+        values = {name: function(state) for name, function in functions.items()}
+        for name, value in values.items():
+            if not tree.is_real(value) or jnp.shape(value) != ():
+                raise ConfigError(mismatch(name, "one number of the state", value))
+        return state, {**metrics, **{name: mean(value) for name, value in values.items()}}
+
+    return observed
+
+
+@contextmanager
+def _explain_explicit_axes() -> Iterator[None]:
+    """Add advice to jax's error about a function that was not written for Explicit axes."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != "ShardingTypeError":  # jax does not export the class
+            raise
+        raise ShardingError(
+            f"step: expected functions that are written for the Explicit axes of the mesh, got "
+            f"this error of jax: {error}\nMake the mesh with sf.make_mesh, whose axes are Auto; or "
+            "keep the mesh, and give the step as jax.sharding.auto_axes(step, "
+            "out_sharding=(plan, PartitionSpec())) under jax.set_mesh(mesh)"
+        ) from error
 
 
 def _check_kind(state: Any) -> None:
@@ -211,12 +304,11 @@ def _check_state(state: Any, tx: optax.GradientTransformation) -> None:
         )
 
 
-def _settled(old: TrainState, new: TrainState) -> TrainState:
-    """Check that the new state has the same structure, shapes and dtypes; remove weak types."""
-    lines = tree.diff(old, new)
+def _check_unchanged_structure(old: TrainState, new: TrainState) -> None:
+    """Refuse a step that changes its state's structure, shapes or dtypes, and so compiles again."""
+    lines = tree.diff(old, new, "state")
     if lines:
         raise TreeMismatchError(
-            "the step would change the form of its state, and so compile again each time:\n  "
+            "state: expected the same structure, shapes and dtypes from the step, got\n  "
             + "\n  ".join(lines)
         )
-    return TrainState(*jax.tree.map(tree.strong, new))

@@ -1,22 +1,43 @@
-"""Resumable batches of a source or a stream, sharded over processes."""
+"""Resumable batches of a source or a stream, sharded over processes.
 
+A batch takes one path: `Batches._rows` computes which rows the step needs, the source reads them,
+and `BatchBuilder` transforms the examples, collates or stacks them into new arrays, and adds the
+mask. A stream has no rows to choose from: `StreamBatches` buffers its next examples, and hands them
+to the same `BatchBuilder`.
+"""
+
+import copy
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
+
+import jax
+import numpy as np
 
 from stepfold import tree
-from stepfold.data.cuts import Cuts, read_share, read_sizes
-from stepfold.data.indexed import Batches
-from stepfold.data.integers import read_integer
-from stepfold.data.order import Order
-from stepfold.data.reading import Making, Reading
-from stepfold.data.sources.kinds import is_stream, read_source
-from stepfold.data.sources.rows import ENDLESS
-from stepfold.data.sources.streams import Stream
-from stepfold.data.streamed import Streamed
-from stepfold.data.transforming import read_transform
-from stepfold.errors import ConfigError
+from stepfold.core.validation import read_integer
+from stepfold.data.epochs import EpochEnds, Epochs, Shard, Skips, Span, read_sizes
+from stepfold.data.order import Indices, Order, make_key
+from stepfold.data.sources import (
+    ENDLESS,
+    Rows,
+    Source,
+    is_stream,
+    read_source,
+    row_list,
+    stack,
+)
+from stepfold.data.stream import (
+    SkippableBatches,
+    Stream,
+    StreamBatches,
+    check_state,
+    refuse_stop_iteration,
+)
+from stepfold.errors import ConfigError, DataError
 
-_REMAINDERS = ("drop", "pad", "keep")
+_AHEAD = 32768  # rows to shuffle in one call: amortizes numpy's overhead, and still fits a cache
+_TRANSFORM_STREAM = (1 << 32) - 1  # a stream of the seed that no shuffle order uses
 
 
 def batches(
@@ -31,35 +52,48 @@ def batches(
     collate: Callable[[list[Any]], Any] | None = None,
     process_index: int | None = None,
     process_count: int | None = None,
-) -> Batches | Streamed:
+) -> "Batches | StreamBatches":
     """Make batches of a source, where the batch at step i depends only on i.
 
     Starting at step 10,000,000 is as fast as starting at step 0, and a resumed run sees the same
     batches as an uninterrupted one. So does a run on another number of processes: each process gets
     its shard of the rows of the same global batch. In-order batches of arrays are read-only views
-    of the source.
+    of the source; all others are new arrays.
+
+    By default, the batches have no end: the source is repeated, and the loop decides when to stop,
+    as `sf.fit(…, steps=…)` does. For one pass, such as an evaluation, give `epochs=1`, and
+    `remainder="pad"` or `"keep"`: the default, "drop", leaves out up to `batch_size - 1` examples
+    of every epoch. With a seed these are others in each epoch.
 
     A stream supports only sequential reads. It is an iterator, an iterable without `[i]` (a grain
     `IterDataset`, a streaming Hugging Face dataset, a `tf.data.Dataset`), or a function that
     returns either. Every process reads the whole stream and keeps its shard of the rows. `batches`
     neither shuffles a stream nor seeks in it. A stream resumes from its own state, if it has one.
 
+    Batches that are generated, rather than read, need no source and no `batches`: `sf.fit` and
+    `sf.prefetch` take any iterable of batches, such as a generator. To resume, it needs
+    `get_state()` and `set_state()`. A source that computes example i from i has both, and a seed
+    makes its random numbers reproducible, as in
+    `sf.batches(range(n), 64, seed=0, transform=lambda i, rng: {"x": rng.normal(size=8)})`.
+
     Args:
       source: an object with `len()` and `[i]`, a tree of arrays that share their leading axis, or a
         stream of examples.
       batch_size: the global batch size; or a ramp, pairs of a step and the size from that step on,
-        such as `[(0, 64), (1000, 256)]`. It cannot be a function of the step, because finding the
-        rows of step i would take a call for every earlier step.
+        such as `[(0, 64), (1000, 256)]`. `fit` compiles its step for each size in advance. It
+        cannot be a function of the step, because finding the rows of step i would take a call for
+        every earlier step.
       seed: the seed of the shuffle order, which differs in every epoch, and of the generators for
         `transform`. None keeps the source's order. Streams and infinite sources have their own
         order, and use a seed only for `transform`.
       start: the first step.
-      epochs: the number of epochs. None repeats the source forever, or reads it once if it cannot
-        be read again. No batch spans two epochs. A resumed run may use another number.
-      remainder: how to handle the examples at the end of an epoch that do not fill a batch. "drop"
-        skips them, "keep" makes a smaller batch of them, and "pad" repeats them until the batch is
-        full. "pad" also adds a `mask` to every batch, which is false for the repeated rows; a
-        `mask` in the examples is set to zero there instead.
+      epochs: the number of epochs. None repeats the source without end, or reads it once if it
+        cannot be read again. No batch spans two epochs. A resumed run may use another number.
+      remainder: how to handle the examples at the end of an epoch that do not fill a batch. "drop",
+        the default, skips them, "keep" makes a smaller batch of them, for which a jitted step
+        compiles again, and "pad" repeats them until the batch is full. "pad" also adds a `mask` to
+        every batch, which is false for the repeated rows; a `mask` in the examples is set to zero
+        there instead.
       transform: a function of an example, applied before batching; or of an example and a
         `numpy.random.Generator`, if it has two arguments without a default. The random numbers
         depend only on the seed, the epoch and the index of the example.
@@ -95,12 +129,15 @@ def batches(
     seed = None if seed is None else read_integer("seed", seed, 0)
     start = read_integer("start", start, 0)
     epochs = None if epochs is None else read_integer("epochs", epochs, 1)
-    if remainder not in _REMAINDERS:
+    if remainder not in ("drop", "pad", "keep"):
         raise ConfigError(f"remainder: expected 'drop', 'pad' or 'keep', got {remainder!r}")
     if collate is not None and not callable(collate):
         raise ConfigError(f"collate: expected a function, got {tree.spell(collate)}")
-    making = Making(read_transform(transform, seed), collate, remainder == "pad")
-    share = read_share(process_index, process_count)
+    transform_seed = seed if _takes_generator(transform, seed) else None
+    # A seed that no transform uses. It is refused for sources that have their own order.
+    unused_seed = seed if transform_seed is None else None
+    builder = BatchBuilder(transform, transform_seed, collate, remainder == "pad")
+    shard = Shard(process_index, process_count)
     # A saved position is only valid for these settings. The number of epochs does not matter.
     pipeline: dict[str, Any] = {
         "seed": seed,
@@ -109,43 +146,328 @@ def batches(
     }
     if is_stream(source):
         stream = Stream(source)
-        _check_stream(stream, making, seed, start, epochs)
+        _check_stream(stream, unused_seed, start, epochs)
         pipeline["stream"] = stream.package
-        return Streamed(stream, making, sizes, share, pipeline, epochs)
+        reuses_buffers = collate is not None
+        return StreamBatches(
+            stream, builder.build, sizes, shard, pipeline, epochs, reuses_buffers=reuses_buffers
+        )
     rows = read_source(source)
     if rows.length == ENDLESS:
-        _check_endless(making, seed, epochs)
+        if epochs is not None or unused_seed is not None:
+            raise ConfigError(
+                "source: expected no seed and no epochs for an infinite source, which has its own "
+                f"order, got seed={seed}, epochs={epochs}; leave both out, and give the seed "
+                "to the function that made the source"
+            )
+        seed = None
     pipeline |= {"length": rows.length, "source": rows.fingerprint}
-    cuts = Cuts(rows.length, sizes, whole=remainder == "drop", epochs=epochs)
-    order = Order(rows.length, None if rows.length == ENDLESS else seed)
-    return Batches(Reading(rows, making), cuts, order, share, pipeline, start)
+    steps = Epochs(rows.length, sizes, drop=remainder == "drop", epochs=epochs)
+    return Batches(rows, builder, steps, Order(rows.length, seed), shard, pipeline, start)
 
 
-def _check_endless(making: Making, seed: int | None, epochs: int | None) -> None:
-    if epochs is not None or (seed is not None and not making.draws):
+def _check_stream(stream: Stream, seed: int | None, start: int, epochs: int | None) -> None:
+    if seed is not None:
         raise ConfigError(
-            f"source: an endless one has no epochs and an order of its own, got seed={seed}, "
-            f"epochs={epochs}; leave both out, and give the seed to what made the source"
-        )
-
-
-def _check_stream(
-    stream: Stream, making: Making, seed: int | None, start: int, epochs: int | None
-) -> None:
-    if seed is not None and not making.draws:
-        raise ConfigError(
-            f"seed: a stream has an order of its own, got seed={seed}; shuffle it where it is made,"
-            " or give a source with len() and [i], such as a list of it"
+            f"seed: expected none for a stream, which has its own order, got {seed}; shuffle it "
+            "where it is made, or give a source with len() and [i], such as a list of it"
         )
     if start:
         raise ConfigError(
-            f"start: a stream is not read from elsewhere than its beginning, got start={start}; "
-            "resume with set_state() what has a state of its own, as grain's have, give a source "
-            "with len() and [i], or leave out examples by hand, as in "
+            f"start: expected 0 for a stream, which is read from its beginning, got {start}; "
+            "resume a stream that has a state, such as grain's, with set_state(), give a source "
+            "with len() and [i], or skip examples by hand, as in "
             "sf.batches(itertools.islice(stream, n, None), …)"
         )
-    if stream.once and epochs is not None and epochs > 1:
+    if stream.is_iterator and epochs is not None and epochs > 1:
         raise ConfigError(
-            f"epochs: what can be read only once has one epoch, got epochs={epochs}; give a list "
-            "of it, or a function that makes it anew, such as lambda: read(path)"
+            f"epochs: expected 1 for an iterator, which can be read only once, got {epochs}; give "
+            "a list of it, or a function that makes it, such as lambda: read(path)"
         )
+
+
+class Batches(SkippableBatches):
+    """An iterator over batches with random access by step; returned by `batches`.
+
+    It is resumable by grain's protocol, `get_state` and `set_state`. With `epochs`, its `len` is
+    the number of steps in all epochs, including those already iterated.
+
+    >>> import numpy as np, stepfold as sf
+    >>> stream = sf.batches(np.arange(10), 3, seed=0, epochs=2)
+    >>> len(stream), np.array_equal(stream.at(1), list(stream)[1])
+    (6, True)
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        builder: "BatchBuilder",
+        epochs: Epochs,
+        order: Order,
+        shard: Shard,
+        pipeline: dict[str, Any],
+        step: int,
+    ) -> None:
+        self._source, self._builder, self._epochs = source, builder, epochs
+        self._order, self._shard, self._pipeline, self._step = order, shard, pipeline, step
+        self._sizes, self._skips, self._total = epochs.sizes, Skips(), epochs.total
+        self._is_checked = False
+        self._ahead: _Ahead | None = None
+        # Stacking makes new arrays, and views of a source are of memory that it keeps.
+        self.reuses_buffers = builder.collate is not None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self._total is not None and self._step >= self._total:
+            raise StopIteration
+        batch = self._make(self._step)
+        self._step += 1
+        return batch
+
+    def at(self, step: int) -> Any:
+        """Return the batch of a step, without changing the position.
+
+        Raises:
+          IndexError: if the step is past the last epoch.
+        """
+        step = read_integer("step", step, 0)
+        if self._total is not None and step >= self._total:
+            raise IndexError(f"batches: expected a step below {self._total}, got {step}")
+        return self._make(step)
+
+    def _make(self, step: int) -> Any:
+        builder = self._builder
+        index = self._skips.index(step) if self._skips.ranges else step
+        try:
+            rows, epoch, mask = self._rows(index)
+            self._source.check_length()
+            if builder.transform is None and builder.collate is None:
+                batch = self._source.take(rows)
+                return batch if mask is None else _with_mask(batch, mask)
+            return builder.build(self._source.examples(rows), row_list(rows), epoch, mask)
+        except Exception as error:
+            span, first, last = self._own_rows(index)
+            last = min(span.start + last, span.stop) - 1
+            error.add_note(
+                f"making the batch of step {step}: positions {span.start + first} to {last} of "
+                f"epoch {span.epoch}"
+            )
+            refuse_stop_iteration(error, step)
+            raise
+
+    def _rows(self, index: int) -> tuple[Rows, int, Any]:
+        """Return the rows of this process, their epoch, and the mask, false at repeated rows."""
+        pads, ahead = self._builder.pads, self._ahead  # read once: another thread may replace it
+        if ahead is not None and 0 <= index - ahead.first < len(ahead.indices):
+            indices = ahead.indices[index - ahead.first]
+            return indices, ahead.epoch, np.ones(len(indices), bool) if pads else None
+        if not self._is_checked:
+            self._shard.check_sizes(self._epochs.sizes)
+            for short in [] if pads else self._epochs.incomplete_steps():
+                span = self._epochs.span(short)
+                self._shard.check_incomplete(short, span.stop - span.start)
+            self._is_checked = True
+        span, first, last = self._own_rows(index)
+        count = span.stop - span.start
+        mask = np.arange(first, last) < count if pads else None
+        if last > count:  # pad the batch by repeating its own rows
+            positions = span.start + np.arange(first, last) % count
+            return self._order(span.epoch, positions), span.epoch, mask
+        if self._order.seed is None:
+            return slice(span.start + first, span.start + last), span.epoch, mask
+        steps = max(1, min(_AHEAD // (last - first), span.full_batches_left))
+        starts = np.arange(span.start, span.start + steps * span.size, span.size)
+        positions = (starts[:, None] + np.arange(first, last)).ravel()
+        indices = self._order(span.epoch, positions).reshape(steps, -1)
+        self._ahead = _Ahead(index, span.epoch, indices)
+        return indices[0], span.epoch, mask
+
+    def _own_rows(self, index: int) -> tuple[Span, int, int]:
+        """Return the rows of a global batch, and the start and stop of this process's rows."""
+        span = self._epochs.span(index)
+        size = span.size if self._builder.pads else span.stop - span.start
+        return span, *self._shard.rows(size)
+
+    def without(self, ranges: Sequence[tuple[int, int]]) -> Self:
+        """Return batches at the same step that skip further ranges.
+
+        A range is a half-open pair of batch indices, which count the batches without any skip. A
+        step counts the batches that are returned, so a skip moves later batches to earlier steps.
+        The ranges are part of the position: one that was saved after other skips is refused.
+
+        >>> import numpy as np, stepfold as sf
+        >>> stream = sf.batches(np.arange(10), 2, epochs=1).without([(1, 3)])
+        >>> [batch.tolist() for batch in stream], stream.skipped, stream.batch_index(1)
+        ([[0, 1], [6, 7], [8, 9]], [(1, 3)], 3)
+        """
+        new = copy.copy(self)
+        new._skips = self._skips.add(ranges)
+        if self._epochs.total is not None:
+            new._total = new._skips.step(self._epochs.total)
+            if not new._total:
+                raise ConfigError(
+                    f"without: expected ranges that leave one of the {self._epochs.total} batches, "
+                    f"got {new._skips.ranges}"
+                )
+        return new
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position and the pipeline's settings, serializable as JSON."""
+        return self.state_at(self._step)
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """Return the state whose next batch is that of `step`."""
+        state = {"step": step, "pipeline": dict(self._pipeline)}
+        return state | self._skipped_state() if self._skips.ranges else state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restore a position from `get_state`, saved on any number of processes.
+
+        Raises:
+          DataError: if the state was saved by a different pipeline, or after other skips.
+        """
+        check_state(state, self.get_state(), ", or make new ones with start={step}")
+        step = read_integer("state: step", state["step"], 0)
+        self._check_skipped(state)
+        self._step = step
+
+    def __len__(self) -> int:
+        if self._total is None:
+            # list() and progress bars treat a TypeError as an unknown length.
+            raise TypeError("batches: there is no length without epochs; give epochs=…")
+        return self._total
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def endless(self) -> bool:
+        """Whether the iterator never ends."""
+        return self._total is None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """The number of batches per epoch; None without epochs, or if it changes."""
+        is_constant = self._epochs.length != ENDLESS and not self._skips.ranges
+        return self._epochs.steps_per_epoch if is_constant else None
+
+    @property
+    def epoch_ends(self) -> EpochEnds | None:
+        """Where epochs end, also if their number of batches changes; None without epochs."""
+        return None if self._epochs.length == ENDLESS else EpochEnds(self._epochs, self._skips)
+
+
+class _Ahead(NamedTuple):
+    """The indices of this process's rows for consecutive batches, one row of `indices` for each."""
+
+    first: int
+    epoch: int
+    indices: Indices
+
+
+class BatchBuilder(NamedTuple):
+    """Make a batch of examples: transform them, collate or stack them, and add the mask."""
+
+    transform: Callable[..., Any] | None
+    transform_seed: int | None  # None if the transform takes no generator
+    collate: Callable[[list[Any]], Any] | None
+    pads: bool
+
+    def build(self, examples: list[Any], indices: list[int], epoch: int, mask: Any) -> Any:
+        """Make a batch; `indices` are those of the examples in the source."""
+        if self.transform is not None:
+            examples = _transformed(self.transform, self.transform_seed, examples, indices, epoch)
+        batch = stack(examples, indices) if self.collate is None else self.collate(examples)
+        if batch is None:
+            raise DataError("collate: expected a batch, got None; return the batch")
+        return batch if mask is None else _with_mask(batch, mask)
+
+
+def _transformed(
+    function: Callable[..., Any],
+    seed: int | None,
+    examples: list[Any],
+    indices: list[int],
+    epoch: int,
+) -> list[Any]:
+    key = None if seed is None else make_key(seed, epoch, _TRANSFORM_STREAM)[0, :2]
+    transformed: list[Any] = []
+    for row, (index, example) in enumerate(zip(indices, examples, strict=True)):
+        arguments = (example,) if key is None else (example, _generator(key, index))
+        try:
+            new = function(*arguments)
+        except Exception as error:
+            error.add_note(
+                f"transforming index {index} of the source, row {row} of those requested"
+            )
+            raise
+        if new is None:
+            raise DataError(
+                f"transform: expected an example, got None for index {index} of the source; "
+                "return the example, and filter the source before batching"
+            )
+        transformed.append(new)
+    return transformed
+
+
+def _generator(key: Any, index: int) -> np.random.Generator:
+    # The index is the highest word of the counter, so the streams of two examples never overlap.
+    counter = np.zeros(4, np.uint64)
+    counter[3] = index
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+def _with_mask(batch: Any, valid: Any) -> Any:
+    """Add the mask `valid` to a batch, or combine it with the `mask` that is there."""
+    if not isinstance(batch, dict):
+        raise DataError(
+            "remainder='pad': expected batches that are a dict, to add a mask to, got "
+            f"{tree.spell(batch)}; give a source such as {{'x': …}}"
+        )
+    mask = batch.get("mask")
+    if mask is None:
+        if all(np.shape(leaf)[:1] != valid.shape for leaf in jax.tree.leaves(batch)):
+            raise DataError(
+                f"remainder='pad': expected batches of {len(valid)} rows, to add a mask to, got "
+                "none in what collate makes; use 'keep' or 'drop' where it changes their number"
+            )
+        return {**batch, "mask": valid}
+    if not tree.is_array(mask) or mask.shape[:1] != valid.shape or not tree.is_data(mask):
+        raise DataError(
+            f"remainder='pad': expected a mask of {len(valid)} rows to combine with, got "
+            f"{tree.spell(mask)}; call it something else than `mask`, or leave the padding to "
+            "collate with remainder='keep'"
+        )
+    valid = valid.reshape(-1, *[1] * (mask.ndim - 1))
+    return {**batch, "mask": np.where(valid, mask, np.zeros((), mask.dtype))}
+
+
+def _takes_generator(transform: Any, seed: int | None) -> bool:
+    """Whether a transform takes a random generator: whether it has two required arguments."""
+    if transform is None:
+        return False
+    if not callable(transform):
+        raise ConfigError(f"transform: expected a function, got {tree.spell(transform)}")
+    try:
+        parameters = inspect.signature(transform).parameters.values()
+    except ValueError:  # some C functions have no signature
+        return False
+    count = sum(
+        parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        for parameter in parameters
+    )
+    if count > 2:
+        raise ConfigError(
+            "transform: expected a function of an example, or of an example and a random generator,"
+            f" got {tree.spell(transform)} of {count} arguments; give the others by "
+            "functools.partial or a default"
+        )
+    if count == 2 and seed is None:
+        raise ConfigError(
+            "transform: expected a seed for the random generator that is its second argument, got "
+            "seed=None; give seed=…, or the argument a default"
+        )
+    return count == 2

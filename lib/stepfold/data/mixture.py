@@ -3,22 +3,26 @@
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.data.integers import read_integer
+from stepfold.core.validation import read_integer
 from stepfold.data.order import Indices, Order
-from stepfold.data.sources.kinds import read_source
-from stepfold.data.sources.rows import ENDLESS, Rows, Where, numbers
+from stepfold.data.sources import ENDLESS, Rows, Source, read_source, row_list
 from stepfold.errors import ConfigError, DataError
 
 _PERIOD = 1 << 30  # the product of two numbers below it fits an int64
 
 
-def mix(sources: Sequence[tuple[Any, float]], *, seed: int | None = None) -> "Mixture":
+def mix(
+    sources: Sequence[tuple[Any, float]],
+    *,
+    seed: int | None = None,
+    stages: Sequence[tuple[int, Sequence[float]]] = (),
+) -> "Mixture":
     """Mix sources by weight into an infinite source.
 
     Example i depends only on i, not on earlier reads. Sources alternate as evenly as their weights
@@ -26,15 +30,21 @@ def mix(sources: Sequence[tuple[Any, float]], *, seed: int | None = None) -> "Mi
     of the second. Each source is iterated at its own pace. With a seed, it is reshuffled on every
     pass.
 
+    With `stages`, the weights change at given examples. A source continues in each stage where the
+    stage before left it.
+
     Args:
       sources: pairs (source, weight). Weights are relative. A source may itself be a mixture.
       seed: the shuffle seed; None keeps the order of the sources.
+      stages: pairs (first example, weights) in ascending order: the weights of all sources from
+        that example on. With stages, weights may be 0, to start or end a source.
 
     Returns:
       A source of length `sys.maxsize`, which stands for infinite. It has no epochs.
 
     Raises:
-      ConfigError: if `sources` is empty, or a weight is not a positive finite number.
+      ConfigError: if `sources` is empty, or a weight or a stage is not as described. A weight is
+        a positive finite number.
       DataError: if a source is invalid or empty.
 
     >>> import numpy as np
@@ -43,48 +53,61 @@ def mix(sources: Sequence[tuple[Any, float]], *, seed: int | None = None) -> "Mi
     >>> stream = sf.batches(mixture, 8)
     >>> next(stream), next(stream)
     (array([ 0,  1, -1,  2,  3,  4, -2,  5]), array([ 6,  7, -3,  8,  9, 10, -4, 11]))
+    >>> parts = [(np.arange(100), 1), (-np.arange(1, 9), 0)]
+    >>> next(sf.batches(sf.mix(parts, stages=[(4, (1, 1)), (8, (0, 1))]), 12))
+    array([ 0,  1,  2,  3,  4, -1,  5, -2, -3, -4, -5, -6])
     """
     if not isinstance(sources, list | tuple) or not sources:
         raise ConfigError(
             f"mix: expected pairs (source, weight), at least one, got {tree.spell(sources)}"
         )
-    for position, pair in enumerate(sources):
+    seed = None if seed is None else read_integer("mix: seed", seed, 0)
+    parts, weights = [], []
+    for number, pair in enumerate(sources):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise ConfigError(
-                f"mix: expected a pair (source, weight) at {position}, got {tree.spell(pair)}"
+                f"mix: expected a pair (source, weight) at {number}, got {tree.spell(pair)}"
             )
-    weights = [_weight(position, weight) for position, (_, weight) in enumerate(sources)]
-    seed = None if seed is None else read_integer("mix: seed", seed, 0)
-    return Mixture([_read(k, source) for k, (source, _) in enumerate(sources)], weights, seed)
+        weights.append(_read_weight(f"at {number}", pair[1], zero=bool(stages)))
+        try:
+            parts.append(read_source(pair[0]))
+        except DataError as error:
+            error.add_note(f"reading source {number} of the mixture")
+            raise
+    return Mixture(parts, [(0, weights), *_read_stages(stages, len(parts))], seed)
 
 
-def _weight(position: int, weight: Any) -> Fraction:
-    number = isinstance(weight, int | float | np.number | Fraction) and not isinstance(weight, bool)
-    if not number or not math.isfinite(weight) or weight <= 0:
+def _read_stages(stages: Any, count: int) -> list[tuple[int, list[Fraction]]]:
+    def has_length(value: Any, length: int) -> bool:
+        return isinstance(value, list | tuple) and len(value) == length
+
+    is_list = isinstance(stages, list | tuple)
+    if not is_list or not all(has_length(s, 2) and has_length(s[1], count) for s in stages):
         raise ConfigError(
-            f"mix: expected a finite weight above 0 at {position}, got {weight!r}; leave the "
-            "source out if it shall give nothing"
+            f"mix: stages: expected pairs (first example, weights), with {count} weights as there "
+            f"are sources, got {stages!r}"
+        )
+    read: list[tuple[int, list[Fraction]]] = []
+    for first, weights in stages:
+        minimum = read[-1][0] + 1 if read else 1
+        first = read_integer("mix: stages: first example", first, minimum)
+        where = f"in the stage from {first} on"
+        read.append((first, [_read_weight(where, weight, zero=True) for weight in weights]))
+    return read
+
+
+def _read_weight(where: str, weight: Any, *, zero: bool) -> Fraction:
+    is_number = isinstance(weight, int | float | np.number | Fraction) and weight is not True
+    if not is_number or not math.isfinite(weight) or weight < 0 or (weight == 0 and not zero):
+        raise ConfigError(
+            f"mix: expected a finite weight {'of at least' if zero else 'above'} 0 {where}, got "
+            f"{weight!r}; to use nothing of a source, leave it out"
         )
     # From the decimal form: 0.1 is exactly 1/10, not the nearest binary fraction.
     return weight if isinstance(weight, Fraction) else Fraction(str(weight))
 
 
-def _read(position: int, source: Any) -> Rows:
-    try:
-        return read_source(source)
-    except DataError as error:
-        error.add_note(f"reading source {position} of the mixture")
-        raise
-
-
-def _whole(weights: Sequence[Fraction]) -> list[int]:
-    """Scale weights to integers; rounded to about 1e-9 if their common period is too long."""
-    parts = [weight / sum(weights) for weight in weights]
-    period = min(_PERIOD, math.lcm(*(part.denominator for part in parts)))
-    return [max(1, round(part * period)) for part in parts]
-
-
-class Mixture(Rows):
+class Mixture(Source):
     """An infinite source, returned by `mix`.
 
     >>> import numpy as np, stepfold as sf
@@ -98,15 +121,29 @@ class Mixture(Rows):
 
     length = ENDLESS
 
-    def __init__(self, parts: Sequence[Rows], weights: Sequence[Fraction], seed: int | None):
-        self._parts, self._weights = parts, _whole(weights)
+    def __init__(
+        self,
+        parts: Sequence[Source],
+        stages: Sequence[tuple[int, Sequence[Fraction]]],
+        seed: int | None,
+    ) -> None:
+        self._parts = parts
         self._orders = [Order(part.length, seed, stream) for stream, part in enumerate(parts)]
+        drawn, self._stages = [0] * len(parts), list[_Stage]()
+        for first, shares in stages:
+            if self._stages:
+                drawn = self._stages[-1].drawn_before(first)
+            self._stages.append(_Stage(first, _scale(first, shares), drawn))
+        self._firsts = [stage.first for stage in self._stages]
         self.fingerprint = {
             "seed": seed,
-            "weights": self._weights,
+            "weights": self._stages[0].weights,
             "lengths": [part.length for part in parts],
             "sources": [part.fingerprint for part in parts],
         }
+        if len(stages) > 1:
+            later = [[stage.first, stage.weights] for stage in self._stages[1:]]
+            self.fingerprint["stages"] = later
 
     def __len__(self) -> int:
         return ENDLESS
@@ -116,10 +153,9 @@ class Mixture(Rows):
             raise IndexError(f"mix: expected an index of at least 0, got {index}: there is no end")
         return self.examples(slice(index, index + 1))[0]
 
-    def check(self) -> None:
-        """Raise if one of the sources has changed."""
+    def check_length(self) -> None:
         for part in self._parts:
-            part.check()
+            part.check_length()
 
     def locate(self, positions: Indices) -> tuple[Indices, Indices]:
         """Return the source number and the index in that source of examples of the mixture.
@@ -127,15 +163,21 @@ class Mixture(Rows):
         Each source in turn is separated from all later ones by a rule for two sources: of the first
         i examples, it provides its share by weight, rounded.
         """
+        positions = np.asarray(positions)
         which, index = np.zeros_like(positions), np.empty_like(positions)
-        left, ahead = np.arange(len(positions)), np.asarray(positions)
-        for number, weight in enumerate(self._weights):
-            total = sum(self._weights[number:])
-            before = _due(ahead, weight, total)
-            mine = _due(ahead + 1, weight, total) > before
-            index[left[mine]] = self._index(number, before[mine])
-            which[left[mine]] = number
-            left, ahead = left[~mine], (ahead - before)[~mine]
+        numbers = np.searchsorted(self._firsts, positions, "right") - 1
+        for present in np.unique(numbers).tolist():
+            stage, left = self._stages[present], np.flatnonzero(numbers == present)
+            ahead = positions[left] - stage.first
+            for number, weight in enumerate(stage.weights):
+                if not weight:
+                    continue
+                total = sum(stage.weights[number:])
+                before = _due(ahead, weight, total)
+                mine = _due(ahead + 1, weight, total) > before
+                index[left[mine]] = self._index(number, before[mine] + stage.drawn[number])
+                which[left[mine]] = number
+                left, ahead = left[~mine], (ahead - before)[~mine]
         return which, index
 
     def _index(self, number: int, count: Indices) -> Indices:
@@ -149,47 +191,73 @@ class Mixture(Rows):
             index[here] = order(epoch, positions[here])
         return index
 
-    def examples(self, where: Where) -> list[Any]:
-        """Return the examples as a list."""
-        asked = self._ask(where, lambda part, index: part.examples(index))
-        found = {
-            row: example for rows, some in asked for row, example in zip(rows, some, strict=True)
+    def examples(self, rows: Rows) -> list[Any]:
+        read = self._read(rows, lambda part, index: part.examples(index))
+        by_row = {
+            row: example for own, some in read for row, example in zip(own, some, strict=True)
         }
-        return [found[row] for row in range(len(found))]
+        return [by_row[row] for row in range(len(by_row))]
 
-    def take(self, where: Where) -> Any:
-        """Return the examples as one batch."""
-        asked = self._ask(where, lambda part, index: part.take(index))
-        wanted, *others = (jax.tree.map(lambda leaf: leaf[0], batch) for _, batch in asked)
+    def take(self, rows: Rows) -> Any:
+        read = self._read(rows, lambda part, index: part.take(index))
+        first, *others = (jax.tree.map(lambda leaf: leaf[0], batch) for _, batch in read)
         for other in others:
-            lines = tree.diff(wanted, other, "example")
+            lines = tree.diff(first, other, "example")
             if lines:
                 raise DataError(
                     "mix: expected examples of one structure, shape and dtype from all sources, "
                     f"got {'; '.join(lines)}; make them the same with transform=…"
                 )
-        back = np.argsort(np.concatenate([rows for rows, _ in asked]))
+        order = np.argsort(np.concatenate([own for own, _ in read]))
         return jax.tree.map(
-            lambda *leaves: np.concatenate(leaves).take(back, 0), *(batch for _, batch in asked)
+            lambda *leaves: np.concatenate(leaves).take(order, 0), *(batch for _, batch in read)
         )
 
-    def _ask(
-        self, where: Where, read: Callable[[Rows, Indices], Any]
+    def _read(
+        self, rows: Rows, read: Callable[[Source, Indices], Any]
     ) -> list[tuple[list[int], Any]]:
-        """Read from each source; return its row numbers and what `read` returned for them."""
-        which, index = self.locate(np.asarray(numbers(where), np.int64))
-        found = []
+        """Read from each source; return the positions in `rows` and what `read` returned."""
+        which, index = self.locate(np.asarray(row_list(rows), np.int64))
+        results = []
         for number, part in enumerate(self._parts):
-            rows = np.flatnonzero(which == number)
+            own = np.flatnonzero(which == number)
             try:
-                if rows.size:
-                    found.append((rows.tolist(), read(part, index[rows])))
+                if own.size:
+                    results.append((own.tolist(), read(part, index[own])))
             except Exception as error:
                 error.add_note(f"reading from source {number} of the mixture")
                 raise
-        return found
+        return results
+
+
+class _Stage(NamedTuple):
+    """The integer weights from an example on, and how many of each source were drawn before it."""
+
+    first: int
+    weights: list[int]
+    drawn: list[int]
+
+    def drawn_before(self, example: int) -> list[int]:
+        """Return how many of each source are drawn before an example of this stage."""
+        left: Any = np.int64(example - self.first)
+        drawn: list[int] = []
+        for number, (weight, before) in enumerate(zip(self.weights, self.drawn, strict=True)):
+            due = _due(left, weight, sum(self.weights[number:])) if weight else 0
+            drawn.append(before + int(due))
+            left -= due
+        return drawn
+
+
+def _scale(first: int, weights: Sequence[Fraction]) -> list[int]:
+    """Scale weights to integers, rounded to about 1e-9 if their period is too long."""
+    if not any(weights):
+        raise ConfigError(f"mix: expected a weight above 0 from example {first} on, got only 0")
+    shares = [weight / sum(weights) for weight in weights]
+    period = min(_PERIOD, math.lcm(*(share.denominator for share in shares)))
+    return [max(int(share > 0), round(share * period)) for share in shares]
 
 
 def _due(count: Indices, weight: int, total: int) -> Indices:
+    """Return how many of the first `count` examples are of a source, by its share of `total`."""
     periods, count = np.divmod(count, total)
     return periods * weight + (count * weight + total // 2) // total

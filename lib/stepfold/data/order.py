@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
-Words = np.ndarray[Any, Any]
+Uints = np.ndarray[Any, Any]
 
 _ROUNDS = 6
-_FEW = np.uint64(1 << 14)  # a power of two, so that the low bits can hold a position
+_SORTED_UP_TO = np.uint64(1 << 14)  # a power of two, so that the low bits can hold a position
 
 
-def make_key(seed: int, epoch: int, stream: int = 0) -> Words:
+def make_key(seed: int, epoch: int, stream: int = 0) -> Uints:
     """Make the key of an epoch's order; `stream` separates sources that share a seed."""
     words = _sequence(seed, epoch, stream).generate_state(3 * _ROUNDS, np.uint64)
     return words.reshape(_ROUNDS, 3)
@@ -28,7 +28,7 @@ def _sequence(seed: int, epoch: int, stream: int) -> np.random.SeedSequence:
     return np.random.SeedSequence(seed, spawn_key=(stream, epoch))
 
 
-def permute(positions: Indices, length: int, key: Words) -> Indices:
+def permute(positions: Indices, length: int, key: Uints) -> Indices:
     """Map positions in an epoch to indices of the source, a bijection on [0, length).
 
     `length` is at most 2**63 - 1. The key selects a permutation, about uniformly. The permutation
@@ -55,10 +55,10 @@ def _sides(length: int) -> tuple[int, int]:
     return min(pairs, key=lambda pair: pair[0] * pair[1])
 
 
-def _scramble(numbers: Words, sides: tuple[int, int], keys: Words) -> Words:
+def _scramble(numbers: Uints, sides: tuple[int, int], keys: Uints) -> Uints:
     word, half = numbers.dtype.type, numbers.dtype.type(numbers.dtype.itemsize * 4)
     sizes = word(sides[0]), word(sides[1])
-    high: Words = numbers // sizes[1]
+    high: Uints = numbers // sizes[1]
     halves = [high, numbers - high * sizes[1]]
     for turn, (factor, addend, mixer) in enumerate(keys):
         moved, size = halves[turn % 2], sizes[turn % 2]
@@ -80,10 +80,10 @@ def _scramble(numbers: Words, sides: tuple[int, int], keys: Words) -> Words:
 class Order:
     """The order of every epoch: shuffled differently in each epoch with a seed, sequential without.
 
-    An epoch of up to `_FEW` examples is sorted by random numbers, so that every order is equally
-    likely. Longer epochs use `permute`, without storing the order. Both use only integer streams
-    that numpy keeps stable across versions, unlike its shuffling, so that a run can resume with
-    another version of numpy.
+    An epoch of up to `_SORTED_UP_TO` examples is sorted by random numbers, so that every order is
+    equally likely. Longer epochs use `permute`, without storing the order. Both use only integer
+    streams that numpy keeps stable across versions, unlike its shuffling, so that a run can resume
+    with another version of numpy.
     """
 
     def __init__(self, length: int, seed: int | None, stream: int = 0) -> None:
@@ -100,13 +100,13 @@ class Order:
         return last[1](positions)
 
     def _of(self, seed: int, epoch: int) -> Callable[[Indices], Indices]:
-        if self.length > _FEW:
+        if self.length > _SORTED_UP_TO:
             key = make_key(seed, epoch, self.stream)
             return partial(permute, length=self.length, key=key)
         # The low bits of each number hold its position, which also breaks ties. Everything is in
         # place and on bits, because short epochs need a new order after a few batches.
-        draws: Words = np.random.Philox(_sequence(seed, epoch, self.stream)).random_raw(self.length)
-        carried = _FEW - np.uint64(1)
+        draws: Uints = np.random.Philox(_sequence(seed, epoch, self.stream)).random_raw(self.length)
+        carried = _SORTED_UP_TO - np.uint64(1)
         draws &= ~carried
         draws |= np.arange(self.length, dtype=np.uint64)
         draws.sort()

@@ -8,24 +8,30 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from stepfold.data.columns import Path, at, columns_of, lengths_of, nested
-from stepfold.data.fitting import plan_rows
-from stepfold.data.integers import read_integer
-from stepfold.data.leaves import (
+from stepfold.core.validation import check_flags, read_integer
+from stepfold.data.collate import (
+    KeyPath,
     Pad,
     Truncate,
-    arrays_of,
+    check_longest,
+    check_pad,
     check_truncate,
-    joined,
-    pad_value,
-    pads_of,
+    columns_of,
+    concatenate,
+    lengths_of,
+    locate,
+    nested,
+    pad_values,
+    to_arrays,
 )
 from stepfold.errors import ConfigError, DataError
 
 _ADDED = ("segment_ids", "positions", "mask")
-Rows = dict[Path, Any]
+PackedRows = dict[KeyPath, Any]
+"""Packed rows: for each path, an array of shape (rows, length, …)."""
 
 
 def pack(
@@ -45,10 +51,9 @@ def pack(
     padding. Use `block_diagonal_mask` to restrict attention to within an example.
 
     Each window of examples is packed by best-fit decreasing, or by first-fit decreasing if that
-    takes fewer rows. Rows are in the input order of their longest examples. Only the last row of a
-    window stays rather empty, so choose a window of many rows: the default fills rows of 1,024
-    tokens to more than 99.5 % with sequences of about 200. Without `truncate` no token is dropped,
-    and no sequence is split that fits into a row.
+    takes fewer rows. Rows are in the input order of their longest examples. A larger window packs
+    more tightly: the default fills rows of 1,024 tokens to more than 99.5 % with sequences of about
+    200. Without `truncate` no token is dropped, and no sequence is split that fits into a row.
 
     Args:
       examples: an iterable of any length, of dicts with the same keys, whose leaves are sequences
@@ -86,15 +91,15 @@ def pack(
     >>> batch["labels"].tolist()
     [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, -100, -100]]
     """
-    read_integer("pack: length", length, 1)
-    read_integer("pack: window", window, 1)
-    if rows is not None:
-        read_integer("pack: rows", rows, 1)
+    check_flags(split=split)
+    length = read_integer("pack: length", length, 1)
+    window = read_integer("pack: window", window, 1)
+    rows = None if rows is None else read_integer("pack: rows", rows, 1)
     check_truncate("pack", truncate)
     if split and truncate is not None:
         raise ConfigError(
-            f"pack: expected split=True or truncate={truncate!r}, got both; what is longer than a "
-            "row is either kept in pieces or cut"
+            f"pack: expected split=True or truncate={truncate!r}, got both; an example longer "
+            "than a row is either kept in pieces or cut"
         )
     if isinstance(examples, Mapping):
         raise DataError("pack: expected an iterable of examples, got a dict of columns")
@@ -102,99 +107,116 @@ def pack(
     return map(nested, _single(windows) if rows is None else _batches(windows, rows, pad))
 
 
+def block_diagonal_mask(segment_ids: Any, *, causal: bool = False) -> Any:
+    """Make the attention mask that keeps the examples of packed rows apart.
+
+    A token attends to the tokens of its own segment. Padding, segment 0, attends only to itself, so
+    that no softmax is empty, and no other token attends to it.
+
+    Args:
+      segment_ids: integers of shape (…, length), as from `pack`.
+      causal: whether a token attends only to itself and to earlier tokens.
+
+    Returns:
+      Booleans of shape (…, length, length), where `mask[…, i, j]` is true if position i attends to
+      position j. A numpy array if `segment_ids` is one, otherwise a JAX array. Add an axis for the
+      heads with `mask[:, None]`, as `jax.nn.dot_product_attention` expects.
+
+    >>> import numpy as np
+    >>> import stepfold as sf
+    >>> sf.block_diagonal_mask(np.array([1, 1, 2, 0]), causal=True).astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [0, 0, 1, 0],
+           [0, 0, 0, 1]])
+    """
+    check_flags(causal=causal)
+    xp: Any = np if isinstance(segment_ids, np.ndarray) else jnp
+    ids = xp.asarray(segment_ids)
+    if ids.ndim == 0 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise DataError(
+            "block_diagonal_mask: expected integers of shape (…, length), got "
+            f"{ids.dtype}{list(ids.shape)}; give the segment_ids that pack adds"
+        )
+    length = ids.shape[-1]
+    within = (ids[..., :, None] == ids[..., None, :]) & (ids != 0)[..., None]
+    if causal:
+        within = within & xp.tri(length, dtype=bool)
+    return within | xp.eye(length, dtype=bool)
+
+
+# Windows
+
+
 def _windows(
     examples: Iterator[Any], length: int, window: int, split: bool, truncate: Truncate, pad: Pad
-) -> Iterator[Rows]:
-    """Yield the packed rows of each window, one array per key."""
-    start, seen = 0, None
-    while taken := list(islice(examples, window)):
-        columns = columns_of(taken, start, reserved=_ADDED)
-        pads = pads_of("pack", pad, columns)
+) -> Iterator[PackedRows]:
+    """Yield the packed rows of each window."""
+    start, kinds = 0, None
+    while buffered := list(islice(examples, window)):
+        columns = columns_of(buffered, start, reserved=_ADDED)
+        pads = pad_values("pack", pad, columns)
         lengths = lengths_of(columns, start)
-        _check_lengths(lengths, length, split or truncate is not None, start)
-        owners: Sequence[int] = range(start, start + len(taken))
-        arrays = {path: arrays_of(path, column, start) for path, column in columns.items()}
+        if 0 in lengths:
+            raise DataError(
+                f"example {lengths.index(0) + start}: expected at least one token, got none; leave "
+                "empty examples out"
+            )
+        if not split and truncate is None:
+            check_longest(lengths, length, start, "split=True, ")
+        arrays = {path: to_arrays(path, column, start) for path, column in columns.items()}
+        owners: Sequence[int] = range(start, start + len(buffered))
         if max(lengths) > length:
-            cuts = _pieces_of(lengths, length) if split else _ends_of(lengths, length, truncate)
-            arrays = {path: [x[i][a:b] for i, a, b in cuts] for path, x in arrays.items()}
-            owners, lengths = [start + i for i, _, _ in cuts], [b - a for _, a, b in cuts]
+            pieces = _pieces(lengths, length, split, truncate)
+            arrays = {path: [x[i][a:b] for i, a, b in pieces] for path, x in arrays.items()}
+            owners, lengths = [start + i for i, _, _ in pieces], [b - a for _, a, b in pieces]
         plan = plan_rows(lengths, length)
-        packed: Rows = {
-            path: _filled(path, column, lengths, plan, length, pads[path], owners)
-            for path, column in arrays.items()
-        }
+        packed: PackedRows = {}
+        for path, column in arrays.items():
+            dtype, rest = column[0].dtype, column[0].shape[1:]
+            padding = np.full((length, *rest), check_pad(path, pads[path], dtype), dtype)
+            parts = _in_rows(column, padding, lengths, plan)
+            flat = concatenate(path, parts, len(plan) * length, column, owners)
+            packed[path] = flat.reshape(len(plan), length, *rest)
         packed.update(_segments(lengths, plan, length))
-        seen = _as_before(packed, seen, start)
+        kinds = _check_kinds(packed, kinds, start)
         yield packed
-        start += len(taken)
-
-
-def _check_lengths(lengths: list[int], length: int, shorten: bool, start: int) -> None:
-    if 0 in lengths:
-        raise DataError(
-            f"example {lengths.index(0) + start}: expected at least one token, got none; leave "
-            "empty examples out"
-        )
-    if not shorten and max(lengths) > length:
-        index = next(i for i, n in enumerate(lengths) if n > length)
-        raise DataError(
-            f"example {index + start}: expected at most length={length} tokens, got "
-            f"{lengths[index]}; give split=True, truncate='keep_end' or 'keep_start', or a greater "
-            "length"
-        )
-
-
-def _pieces_of(lengths: list[int], length: int) -> list[tuple[int, int, int]]:
-    """Split sequences into pieces of at most `length`, as (index, start, stop)."""
-    return [
-        (i, start, min(start + length, n))
-        for i, n in enumerate(lengths)
-        for start in range(0, n, length)
-    ]
-
-
-def _ends_of(lengths: list[int], length: int, truncate: Truncate) -> list[tuple[int, int, int]]:
-    """Truncate sequences to `length`, as (index, start, stop)."""
-    starts = [max(n - length, 0) if truncate == "keep_end" else 0 for n in lengths]
-    return [
-        (i, a, min(a + length, n)) for i, (a, n) in enumerate(zip(starts, lengths, strict=True))
-    ]
-
-
-def _filled(
-    path: Path,
-    arrays: list[Any],
-    lengths: list[int],
-    plan: list[list[int]],
-    length: int,
-    pad: Any,
-    owners: Sequence[int],
-) -> Any:
-    """Fill all rows with one concatenation of sequences and padding."""
-    dtype, rest = arrays[0].dtype, arrays[0].shape[1:]
-    padding = np.full((length, *rest), pad_value(path, pad, dtype), dtype)
-    pieces = _pieces(arrays, padding, lengths, plan)
-    packed = joined(path, pieces, (len(plan) * length, *rest), arrays, owners)
-    return packed.reshape(len(plan), length, *rest)
+        start += len(buffered)
 
 
 def _pieces(
-    arrays: list[Any], padding: Any, lengths: list[int], plan: list[list[int]]
-) -> list[Any]:
+    lengths: list[int], length: int, split: bool, truncate: Truncate
+) -> list[tuple[int, int, int]]:
+    """Split or truncate sequences to at most `length`, as (index, start, stop)."""
     pieces = []
-    for row in plan:
-        pieces += [arrays[i] for i in row]
-        pieces.append(padding[sum([lengths[i] for i in row]) :])
+    for index, n in enumerate(lengths):
+        if split:
+            starts = range(0, n, length)
+        else:
+            starts = range(max(n - length, 0) if truncate == "keep_end" else 0, n, n)
+        pieces += [(index, start, min(start + length, n)) for start in starts]
     return pieces
 
 
-def _segments(lengths: list[int], plan: list[list[int]], length: int) -> Rows:
+def _in_rows(
+    arrays: list[Any], padding: Any, lengths: list[int], plan: list[list[int]]
+) -> list[Any]:
+    """List the sequences of each row, followed by its padding."""
+    parts = []
+    for row in plan:
+        parts += [arrays[i] for i in row]
+        parts.append(padding[sum([lengths[i] for i in row]) :])
+    return parts
+
+
+def _segments(lengths: list[int], plan: list[list[int]], length: int) -> PackedRows:
+    """Make the `segment_ids`, `positions` and `mask` of rows."""
     shape = len(plan), length
     ramp = np.arange(length, dtype=np.int32)
     ramps = [ramp[:n] for n in lengths]
-    positions = np.concatenate(_pieces(ramps, np.zeros(length, np.int32), lengths, plan))
-    counts = [[lengths[i] for i in row] for row in plan]
+    positions = np.concatenate(_in_rows(ramps, np.zeros(length, np.int32), lengths, plan))
     ids = [[*range(1, len(row) + 1), 0] for row in plan]
+    counts = [[lengths[i] for i in row] for row in plan]
     repeats = [[*row, length - sum(row)] for row in counts]
     flat: Any = np.fromiter(chain.from_iterable(ids), np.int32)
     segment_ids = flat.repeat(np.fromiter(chain.from_iterable(repeats), np.intp)).reshape(shape)
@@ -202,57 +224,116 @@ def _segments(lengths: list[int], plan: list[list[int]], length: int) -> Rows:
     return {(name,): array for name, array in zip(_ADDED, added, strict=True)}
 
 
-def _as_before(packed: Rows, seen: Rows | None, start: int) -> Rows:
+def _check_kinds(packed: PackedRows, seen: PackedRows | None, start: int) -> PackedRows:
     """Raise if the keys, shapes or dtypes of a window differ from those of earlier windows."""
-    kinds: Rows = {path: (array.dtype, array.shape[1:]) for path, array in packed.items()}
-    for path in {**(seen or kinds), **kinds}:
-        before, now = (seen or kinds).get(path), kinds.get(path)
-        if before != now:
-            told = [f"{k[0]} in rows of shape {k[1]}" if k else "nothing" for k in (before, now)]
+    kinds: PackedRows = {path: (array.dtype, array.shape[1:]) for path, array in packed.items()}
+    seen = seen or kinds
+    for path in {**seen, **kinds}:
+        if seen.get(path) != kinds.get(path):
+            before, now = (
+                f"{kind[0]} in rows of shape {kind[1]}" if kind else "nothing"
+                for kind in (seen.get(path), kinds.get(path))
+            )
             raise DataError(
-                f"{at(start, path)}: expected {told[0]} as in the windows before, got {told[1]}; "
+                f"{locate(start, path)}: expected {before} as in the windows before, got {now}; "
                 "give all examples the same keys, dtypes and shapes"
             )
     return kinds
 
 
-def _single(windows: Iterator[Rows]) -> Iterator[Rows]:
+def _single(windows: Iterator[PackedRows]) -> Iterator[PackedRows]:
     for packed in windows:
         for i in range(len(packed["mask",])):
             yield {path: array[i] for path, array in packed.items()}
 
 
-def _batches(windows: Iterator[Rows], rows: int, pad: Pad) -> Iterator[Rows]:
-    held: list[Rows] = []  # rows of earlier windows, fewer than a batch
+def _batches(windows: Iterator[PackedRows], rows: int, pad: Pad) -> Iterator[PackedRows]:
+    parts: list[PackedRows] = []  # rows of earlier windows, fewer than a batch
     missing = rows
     for packed in windows:
         start, count = 0, len(packed["mask",])
-        while count - start >= missing:
-            held.append(_some(packed, start, start + missing))
-            yield _together(held)
-            start, held, missing = start + missing, [], rows
-        if start < count:
-            held.append(_some(packed, start, count))
-            missing -= count - start
-    if held:
-        yield _together([*held, _empty(held[0], missing, pad)])
+        while start < count:
+            stop = min(start + missing, count)
+            parts.append({path: array[start:stop] for path, array in packed.items()})
+            missing -= stop - start
+            start = stop
+            if not missing:
+                yield _join(parts)
+                parts, missing = [], rows
+    if parts:
+        yield _join([*parts, _padding_rows(parts[0], missing, pad)])
 
 
-def _some(packed: Rows, start: int, stop: int) -> Rows:
-    return {path: array[start:stop] for path, array in packed.items()}
-
-
-def _together(parts: list[Rows]) -> Rows:
+def _join(parts: list[PackedRows]) -> PackedRows:
     if len(parts) == 1:
         return parts[0]
     return {path: np.concatenate([part[path] for part in parts]) for path in parts[0]}
 
 
-def _empty(like: Rows, rows: int, pad: Pad) -> Rows:
-    """Make rows of padding."""
-    own = [path for path in like if path[0] not in _ADDED]
-    pads = {**pads_of("pack", pad, own), **{(name,): 0 for name in _ADDED}}
+def _padding_rows(like: PackedRows, rows: int, pad: Pad) -> PackedRows:
+    pads = pad_values("pack", pad, [path for path in like if path[0] not in _ADDED])
     return {
-        path: np.full((rows, *array.shape[1:]), pads[path], array.dtype)
+        path: np.full((rows, *array.shape[1:]), pads.get(path, 0), array.dtype)
         for path, array in like.items()
     }
+
+
+# Bin packing
+
+
+def plan_rows(lengths: list[int], length: int) -> list[list[int]]:
+    """Assign sequences to rows by best-fit decreasing, or first-fit decreasing if it needs fewer.
+
+    No sequence may be longer than a row.
+
+    Returns:
+      The indices of the sequences in each row, ascending. Rows are in the input order of their
+      longest sequences.
+    """
+    order = np.argsort(-np.array(lengths), kind="stable").tolist()
+    plan = _best_fit(order, lengths, length)
+    if len(plan) > -(-sum(lengths) // length):  # above the lower bound: first-fit may need fewer
+        other = _first_fit(order, lengths, length)
+        plan = plan if len(plan) <= len(other) else other
+    plan.sort()  # by the index of the longest sequence, which comes first in each row
+    return [sorted(row) for row in plan]
+
+
+def _best_fit(order: list[int], lengths: list[int], length: int) -> list[list[int]]:
+    """Put each sequence into the fullest row with room.
+
+    Bit n of `rooms` is set if a row has room for exactly n more tokens.
+    """
+    plan: list[list[int]] = []
+    rows_with: list[list[int]] = [[] for _ in range(length + 1)]  # rows by their room
+    rooms = 0
+    for index in order:
+        size = lengths[index]
+        fitting = rooms >> size
+        if fitting:
+            room = size + (fitting & -fitting).bit_length() - 1
+            row = rows_with[room].pop()
+            plan[row].append(index)
+            if not rows_with[room]:
+                rooms ^= 1 << room
+        else:
+            room, row = length, len(plan)
+            plan.append([index])
+        room -= size
+        if room:
+            rows_with[room].append(row)
+            rooms |= 1 << room
+    return plan
+
+
+def _first_fit(order: list[int], lengths: list[int], length: int) -> list[list[int]]:
+    """Put each sequence into the first row with room."""
+    plan: list[list[int]] = []
+    room = np.full(len(order), length)
+    for index in order:
+        row = int(np.argmax(room[: len(plan) + 1] >= lengths[index]))
+        if row == len(plan):
+            plan.append([])
+        plan[row].append(index)
+        room[row] -= lengths[index]
+    return plan

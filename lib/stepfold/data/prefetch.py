@@ -1,27 +1,25 @@
 """Prefetch batches in a background thread, preserving their order and position."""
 
+import atexit
+import pickle
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Self
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from stepfold import tree
-from stepfold.data.copying import Copying
-from stepfold.data.integers import read_integer
-from stepfold.data.shelf import (
-    PATIENCE,
-    Item,
-    Place,
-    Shelf,
-    can_resume,
-    load_state,
-    start_thread,
-    state_of,
-)
+from stepfold.core.validation import read_integer
 from stepfold.errors import ConfigError, DataError
+
+Place = Callable[[Any], Any]
+
+_JOIN_SECONDS = 0.5  # to wait for a stopped thread; one blocked in its source ends later
+_END = object()
 
 
 def prefetch(batches: Any, *, sharding: Any = None, size: int = 2) -> "Prefetch":
@@ -35,18 +33,18 @@ def prefetch(batches: Any, *, sharding: Any = None, size: int = 2) -> "Prefetch"
     Prefetching changes neither the batches nor their order, and an error is raised at the batch
     that caused it. A saved position is that of the last batch returned; prefetched batches do not
     count. The thread starts with the first `next`. It stops after the last batch, an error,
-    `close()` or the `with` block, when the iterator is garbage collected, and at exit. A source may
-    reuse its buffers: the first batches are copied, and if they share memory, all later ones too.
+    `close()` or the `with` block, when the iterator is garbage collected, and at exit. Batches of
+    numpy arrays are copied, because their source may reuse its buffers while they wait; only those
+    of `sf.batches` without `collate` never share memory that is written again.
 
     Args:
       batches: an iterable of batches. Do not use it elsewhere while it is prefetched. If it has
         `get_state()` and `set_state()`, as `sf.batches` and grain's iterators do, so does the
-        result.
+        result. The same holds for `without`.
       sharding: where to place batches: a sharding, a tree of shardings, or a function from a batch
         to a batch. For a mesh, pass `lambda batch: sf.shard_batch(batch, mesh)`; with several
-        processes this is the only option. `shard_batch` communicates with the other processes for
-        every new number of rows. The loop is waiting when it does so for the first batch, so use
-        batches of one size. None does not place batches, which is as fast on one device.
+        processes this is the only option. None does not place batches, which is as fast on one
+        device.
       size: the number of batches to buffer.
 
     Raises:
@@ -67,24 +65,9 @@ def prefetch(batches: Any, *, sharding: Any = None, size: int = 2) -> "Prefetch"
     """
     size = read_integer("size", size, 1)
     place = _read_sharding(sharding)
-    advice = _no_batches(batches)
-    if advice:
-        raise DataError(
-            f"batches: expected an iterable of batches, got {tree.spell(batches)}; {advice}"
-        )
+    _check_batches(batches)
     iterator = iter(batches)
-    return (_Resumable if can_resume(iterator) else Prefetch)(batches, iterator, place, size)
-
-
-def _no_batches(batches: Any) -> str | None:
-    """Return advice for an error if `batches` is not an iterable of batches, otherwise None."""
-    if isinstance(batches, str | bytes):
-        return "give batches of numbers, as sf.batches makes them"
-    if isinstance(batches, Mapping) or tree.is_array(batches):
-        return "make batches of it with sf.batches, or put one batch in a list"
-    if hasattr(type(batches), "__iter__") or hasattr(type(batches), "__getitem__"):
-        return None
-    return "give what the function returns" if callable(batches) else "give a list of batches"
+    return (_Resumable if _can_resume(iterator) else Prefetch)(batches, iterator, place, size)
 
 
 def _read_sharding(sharding: Any) -> Place | None:
@@ -97,9 +80,8 @@ def _read_sharding(sharding: Any) -> Place | None:
             # device_put would take the local rows for the global batch, and contact the other
             # processes.
             raise ConfigError(
-                "sharding: expected one over the devices of this process, got one over others' "
-                "too; give a function that knows the rows here for a part of the batch: "
-                "lambda batch: sf.shard_batch(batch, mesh)"
+                "sharding: expected one over the devices of this process, got one that spans other "
+                "processes; give lambda batch: sf.shard_batch(batch, mesh)"
             )
         return lambda batch: jax.device_put(batch, sharding)
     if isinstance(sharding, Mesh) or not callable(sharding):  # a Mesh is callable
@@ -108,6 +90,21 @@ def _read_sharding(sharding: Any) -> Place | None:
             f"{tree.spell(sharding)}; for a mesh give lambda batch: sf.shard_batch(batch, mesh)"
         )
     return sharding  # type: ignore[no-any-return]
+
+
+def _check_batches(batches: Any) -> None:
+    if isinstance(batches, str | bytes):
+        advice = "give batches of numbers, as sf.batches makes them"
+    elif isinstance(batches, Mapping) or tree.is_array(batches):
+        advice = "make batches of it with sf.batches, or put one batch in a list"
+    elif hasattr(type(batches), "__iter__") or hasattr(type(batches), "__getitem__"):
+        return
+    else:
+        is_function = callable(batches)
+        advice = "give what the function returns" if is_function else "give a list of batches"
+    raise DataError(
+        f"batches: expected an iterable of batches, got {tree.spell(batches)}; {advice}"
+    )
 
 
 class _CannotResumeError(DataError, AttributeError):
@@ -125,29 +122,29 @@ class Prefetch:
     ([1, 2, 3], False)
     """
 
+    reuses_buffers = False
+
     def __init__(self, batches: Any, iterator: Any, place: Place | None, size: int) -> None:
         self._batches, self._iterator, self._place, self._size = batches, iterator, place, size
-        self._taking = threading.Lock()
-        self._over = False
-        self._state: bytes | int | None = (
-            None  # after the last batch returned; None before the thread starts
-        )
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._state: bytes | int | None = None  # after the last batch returned; None if none was
         self._thread: threading.Thread | None = None
-        self._shelf: Shelf | None = None
+        self._queue: PrefetchQueue | None = None
         self._stop: Callable[[], object] = lambda: None
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        with self._taking:
-            if self._over:
+        with self._lock:
+            if self._is_over:
                 raise StopIteration
-            shelf = self._shelf or self._start()
-            item = shelf.ready.get()
-            if isinstance(item, Item):
+            queue = self._queue or self._start()
+            item = queue.ready.get()
+            if isinstance(item, _Item):
                 self._state = item.state
-                shelf.room.put(None)
+                queue.free.put(None)
                 return item.batch
             self._end()
             error = StopIteration() if item.error is None else item.error
@@ -169,6 +166,16 @@ class Prefetch:
         """The number of steps per epoch, or None if unknown."""
         return getattr(self._batches, "steps_per_epoch", None)
 
+    @property
+    def epoch_ends(self) -> Any:
+        """Where epochs end, as of `Batches`, or None if unknown."""
+        return getattr(self._batches, "epoch_ends", None)
+
+    @property
+    def batch_sizes(self) -> Sequence[tuple[int, int]]:
+        """The global batch sizes, pairs (from step, size), or nothing if unknown."""
+        return getattr(self._batches, "batch_sizes", ())
+
     def __bool__(self) -> bool:
         return True
 
@@ -179,8 +186,11 @@ class Prefetch:
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "state_at":  # only of batches that are a function of the step
+        # Only of batches that are a function of the step, or that can skip some.
+        if name in ("state_at", "skipped", "batch_index"):
             return getattr(self._iterator, name)
+        if name == "without" and hasattr(self._iterator, name):
+            return self._skip
         if name in ("get_state", "set_state"):
             raise _CannotResumeError(
                 f"prefetch: expected batches with get_state() and set_state(), to be resumed, got "
@@ -195,25 +205,24 @@ class Prefetch:
         next batch; `close` waits for it only briefly.
         """
         self._end()
-        self._wait(PATIENCE)
+        self._join(_JOIN_SECONDS)
 
-    def _start(self) -> Shelf:
-        shelf = Shelf(self._size)
-        self._state = state_of(self._iterator)
-        own = Copying(few=self._size + 2)  # plus one being read and one in use
-        self._thread = start_thread(shelf, self._iterator, self._place, own)
-        self._stop = weakref.finalize(self, shelf.stop)
-        self._shelf = shelf
-        if self._over:  # another thread called close() in the meantime
+    def _start(self) -> "PrefetchQueue":
+        queue = PrefetchQueue(self._size)
+        self._state = _copy_state(self._iterator)
+        self._thread = _start_thread(queue, self._iterator, self._place)
+        self._stop = weakref.finalize(self, queue.stop)
+        self._queue = queue
+        if self._is_over:  # another thread called close() in the meantime
             self._end()
-        return shelf
+        return queue
 
-    def _wait(self, timeout: float | None = None) -> None:
+    def _join(self, timeout: float | None = None) -> None:
         if self._thread is not None:
             self._thread.join(timeout)
 
     def _end(self) -> None:
-        self._over, self._shelf = True, None
+        self._is_over, self._queue = True, None
         self._stop()
 
 
@@ -228,7 +237,7 @@ class _Resumable(Prefetch):
         """
         if self._state is None:
             return self._iterator.get_state()
-        return load_state(self._iterator, self._state)
+        return _load_state(self._iterator, self._state)
 
     def set_state(self, state: Any) -> None:
         """Restore a state from `get_state`, of this iterator or its source.
@@ -237,15 +246,143 @@ class _Resumable(Prefetch):
         for a batch that is being read. If the source refuses the state, the position does not
         change; if a source that can only be read once cannot be rewound, the iterator is exhausted.
         """
-        with self._taking:
-            over = self._over
+        with self._lock:
+            was_over = self._is_over
             self._end()
-            self._wait()
+            self._join()
             try:
                 self._iterator.set_state(state)
             except BaseException:
                 if self._state is not None:
-                    self._iterator.set_state(load_state(self._iterator, self._state))
-                self._over = over
+                    self._iterator.set_state(_load_state(self._iterator, self._state))
+                self._is_over = was_over
                 raise
-            self._over, self._state = False, None
+            self._is_over, self._state = False, None
+
+    def _skip(self, ranges: Any) -> Prefetch:
+        """Return prefetched batches without some of these, after the last batch returned."""
+        if self._thread is not None:
+            self.set_state(self.get_state())  # stop the thread, and drop prefetched batches
+        return prefetch(self._iterator.without(ranges), sharding=self._place, size=self._size)
+
+
+# States
+
+
+def _can_resume(iterator: Any) -> bool:
+    """Return whether an iterator has grain's protocol, `get_state` and `set_state`."""
+    return hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
+
+
+def _copy_state(iterator: Any) -> bytes | int | None:
+    """Copy an iterator's state for `_load_state`; only the step if batches depend on it alone."""
+    if hasattr(iterator, "state_at"):
+        step: int = iterator.get_state()["step"]
+        return step
+    # A copy, because iterators may mutate the dict they returned. Pickled, because deepcopy takes
+    # twenty times as long, and most of these states are never read.
+    return pickle.dumps(iterator.get_state()) if _can_resume(iterator) else None
+
+
+def _load_state(iterator: Any, state: bytes | int) -> Any:
+    return iterator.state_at(state) if isinstance(state, int) else pickle.loads(state)
+
+
+# The thread and its queue
+
+
+class _Item(NamedTuple):
+    """A batch, and the state of the source right after it."""
+
+    batch: Any
+    state: bytes | int | None
+
+
+class _End(NamedTuple):
+    """The end of the batches, and the error that caused it, if any."""
+
+    error: BaseException | None
+
+
+class PrefetchQueue:
+    """The bounded queue that the thread shares with the iterator.
+
+    The thread has no other reference to the iterator. So an unused iterator is garbage collected,
+    and its finalizer stops the thread. Ready batches and free slots are each a `SimpleQueue`. It is
+    the fastest queue, and its `put` is reentrant: a finalizer may run in any thread at any time.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.ready: SimpleQueue[_Item | _End] = SimpleQueue()
+        self.free: SimpleQueue[None] = SimpleQueue()
+        self.is_stopped = False
+        for _ in range(size):
+            self.free.put(None)
+
+    def wait_for_slot(self) -> bool:
+        """Wait for a free slot; return False once stopped."""
+        self.free.get()
+        return not self.is_stopped
+
+    def stop(self) -> None:
+        """Ask the thread to end, and wake both sides."""
+        self.is_stopped = True
+        self.free.put(None)
+        self.ready.put(_End(None))
+
+
+def _start_thread(queue: PrefetchQueue, iterator: Any, place: Place | None) -> threading.Thread:
+    def run() -> None:
+        nonlocal iterator, place
+        try:
+            _fill(queue, iterator, place)
+        finally:
+            iterator = place = None  # they may hold arrays, which must not be freed after `leave`
+            atexit.unregister(leave)
+
+    def leave() -> None:
+        queue.stop()
+        thread.join(_JOIN_SECONDS)
+
+    # A daemon, so that a blocked source cannot prevent exit. But a thread inside JAX must not
+    # outlive JAX, so `leave` waits for it briefly. `leave` runs before JAX shuts down, because
+    # atexit calls the last registered function first.
+    thread = threading.Thread(target=run, name="prefetch", daemon=True)
+    atexit.register(leave)
+    thread.start()
+    return thread
+
+
+def _fill(queue: PrefetchQueue, iterator: Any, place: Place | None) -> None:
+    """Fill the queue until it is stopped or the batches end."""
+    # A source may write into its buffers again while its batches wait, and jax on CPU uses the
+    # memory of numpy arrays without copying it.
+    copies = getattr(iterator, "reuses_buffers", True)
+    try:
+        while queue.wait_for_slot():
+            batch = next(iterator, _END)
+            if batch is _END:
+                break
+            state = _copy_state(iterator)
+            if copies:
+                batch = jax.tree.map(_copy_array, batch)
+            queue.ready.put(_Item(batch if place is None else _place(place, batch), state))
+            del batch  # free its memory while the source reads the next one
+    except BaseException as error:  # noqa: BLE001  raised by the iterator instead
+        queue.ready.put(_End(error))
+    else:
+        queue.ready.put(_End(None))
+
+
+def _copy_array(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def _place(place: Place, batch: Any) -> Any:
+    try:
+        placed = place(batch)
+    except StopIteration as error:  # would silently end the iteration
+        raise DataError("sharding: StopIteration came up while a batch was placed") from error
+    if placed is None:
+        raise DataError("sharding: expected a batch, got None; return what the function makes")
+    return placed

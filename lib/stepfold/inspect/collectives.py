@@ -62,7 +62,7 @@ def collectives(program: "Program", mesh: Mesh | None = None) -> list[Collective
     >>> text = "all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add"
     >>> line = "%x = f32[256]{0} parameter(0)\n  ROOT %y = f32[256]{0} " + text
     >>> program = parse("ENTRY %main (x: f32[256]) -> f32[256] {\n  " + line + "\n}")
-    >>> [(found.kind, found.count, found.bytes, found.moved) for found in collectives(program)]
+    >>> [(entry.kind, entry.count, entry.bytes, entry.moved) for entry in collectives(program)]
     [('all-reduce', 1, 1024, 1024)]
     """
     sizes = {str(name): size for name, size in mesh.shape.items()} if mesh is not None else {}
@@ -75,9 +75,9 @@ def collectives(program: "Program", mesh: Mesh | None = None) -> list[Collective
     return sorted((entry for entry in merged if entry.devices > 1), key=lambda entry: -entry.moved)
 
 
-def moved_bytes(found: Iterable[Collective]) -> int:
+def moved_bytes(entries: Iterable[Collective]) -> int:
     """Sum the bytes that one device sends in one step."""
-    return sum(entry.moved for entry in found)
+    return sum(entry.moved for entry in entries)
 
 
 def unknown_loops(program: "Program") -> list[str]:
@@ -154,12 +154,22 @@ def replica_groups(attributes: str, replicas: int = 1, partitions: int = 1) -> t
         return _mesh_groups(*match.groups())
     if match := _IOTA_GROUPS.search(attributes):
         return tuple(map(frozenset, _iota(match[2]).reshape(_numbers(match[1])).tolist()))
-    if match := _LISTED_GROUPS.search(attributes):
-        groups = [frozenset(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", match[1])]
-        return _device_groups(groups, attributes, replicas, partitions)
-    raise ConfigError(
-        "replica_groups: expected lists, an iota or a mesh in HLO text, got "
-        f"{attributes[:200]!r}; this version of XLA prints a form that is not supported"
+    match = _LISTED_GROUPS.search(attributes)
+    if match is None:
+        raise ConfigError(
+            "replica_groups: expected lists, an iota or a mesh in HLO text, got "
+            f"{attributes[:200]!r}; this version of XLA prints a form that is not supported"
+        )
+    groups = [frozenset(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", match[1])]
+    if not groups:  # no list means all
+        return (frozenset(range(replicas * partitions)),)
+    is_cross_replica = "channel_id=" in attributes and "to_apply=" in attributes
+    has_device_ids = "use_global_device_ids=true" in attributes or not is_cross_replica
+    if has_device_ids or max(frozenset.union(*groups)) >= replicas:
+        return tuple(groups)
+    return tuple(  # an id is that of a replica
+        frozenset(replica * partitions + i for replica in group for i in range(partitions))
+        for group in groups
     )
 
 
@@ -208,22 +218,6 @@ def _groups_along(
     for key, device in zip(keys, range(keys.size) if order is None else order, strict=True):
         groups[int(key)].append(int(device))
     return tuple(map(frozenset, groups.values()))
-
-
-def _device_groups(
-    groups: list[Group], attributes: str, replicas: int, partitions: int
-) -> tuple[Group, ...]:
-    """Translate listed ids to devices. No list means all; an id may be of a replica."""
-    if not groups:
-        return (frozenset(range(replicas * partitions)),)
-    ids = frozenset.union(*groups)
-    is_cross_replica = "channel_id=" in attributes and "to_apply=" in attributes
-    if not is_cross_replica or "use_global_device_ids=true" in attributes or max(ids) >= replicas:
-        return tuple(groups)
-    return tuple(
-        frozenset(replica * partitions + i for replica in group for i in range(partitions))
-        for group in groups
-    )
 
 
 def group_axes(groups: Sequence[Group], sizes: dict[str, int]) -> tuple[str, ...] | None:
@@ -302,7 +296,7 @@ class Program:
       partitions: devices that share the work of one copy.
     """
 
-    computations: Mapping[str, tuple[Instruction, ...]]
+    computations: Mapping[str, Sequence[Instruction]]
     entry: str
     replicas: int = 1
     partitions: int = 1
@@ -326,7 +320,11 @@ def parse(text: str) -> Program:
             lines = computations.setdefault(head[2], [])
             entry = head[2] if head[1] else entry
         elif match := _LINE.match(line):
-            lines.append(_instruction(match[1], line[match.end() :]))
+            name, result, op, operands, attributes = match.groups()
+            names = tuple(re.findall(r"%([\w.-]+)", operands))
+            lines.append(Instruction(name, op, arrays(result), names, attributes))
+        elif re.match(r"\s+(ROOT )?%[\w.-]+ = ", line):
+            raise ConfigError(f"hlo: expected `%name = type op(operands)`, got {line[:80]!r}")
     if entry is None:
         raise ConfigError(
             f"hlo: expected text with an ENTRY computation, got {text[:80]!r}; "
@@ -335,44 +333,17 @@ def parse(text: str) -> Program:
     keys = "replica_count", "num_partitions"
     counts = [re.search(rf"^HloModule.*\b{key}=(\d+)", text) for key in keys]
     replicas, partitions = (int(count[1]) if count else 1 for count in counts)
-    return Program({k: tuple(v) for k, v in computations.items()}, entry, replicas, partitions)
+    return Program(computations, entry, replicas, partitions)
 
 
 _HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{$")
-_LINE = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = ")
+_LINE = re.compile(r"\s+(?:ROOT )?%([\w.-]+) = (.+?) ([a-z][\w-]*)\((.*?)\)((?:, .*)?)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
-_NO_OPERAND = re.compile(r"/\*.*?\*/|\[[^\]]*\]|\{[^}]*\}")
-
-
-def _instruction(name: str, text: str) -> Instruction:
-    result, text = _split_call(text) if text.startswith("(") else text.split(" ", 1)
-    call, attributes = _split_call(text)
-    op, _, operands = call.strip().partition("(")
-    return Instruction(name, op, arrays(result), _operands(op, operands[:-1]), attributes)
 
 
 def arrays(text: str) -> tuple[Array, ...]:
     """Read every array type in a text, such as `(f32[8,64]{1,0}, /*index=1*/(pred[], token[]))`."""
     return tuple(Array(dtype, tuple(_numbers(dims))) for dtype, dims in _ARRAY.findall(text))
-
-
-def _split_call(text: str) -> tuple[str, str]:
-    """Split a text behind the parenthesis that closes its first one."""
-    depth = 0
-    for match in re.finditer(r'"(?:\\.|[^"\\])*"|[()]', text):
-        depth += {"(": 1, ")": -1}.get(match[0], 0)
-        if match[0] == ")" and depth == 0:
-            return text[: match.end()], text[match.end() :]
-    raise ConfigError(f"hlo: expected `type op(operands)`, got {text[:80]!r}")
-
-
-def _operands(op: str, text: str) -> tuple[str, ...]:
-    if op in ("constant", "parameter"):
-        return ()
-    if "%" in text:
-        return tuple(re.findall(r"%([\w.-]+)", text))
-    pieces = _NO_OPERAND.sub("", text).split(",")
-    return tuple(piece.split()[-1] for piece in pieces if piece.strip())
 
 
 def walk(program: Program) -> Iterator[Run]:
@@ -381,16 +352,6 @@ def walk(program: Program) -> Iterator[Run]:
     All branches of a conditional count, and a loop of unknown length counts once. The computations
     that reductions apply to pairs of elements are not followed.
     """
-    times = _times(program)
-    for name, lines in program.computations.items():
-        results = {line.name: line.arrays for line in lines}
-        for line in lines if times[name] else ():
-            inputs = sum((results.get(operand, ()) for operand in line.operands), ())
-            yield Run(line, times[name], inputs, name)
-
-
-def _times(program: Program) -> Counter[str]:
-    """Count how often each computation runs."""
     times: Counter[str] = Counter()
 
     def visit(name: str, count: int) -> None:
@@ -400,7 +361,11 @@ def _times(program: Program) -> Counter[str]:
                 visit(called, count * trips)
 
     visit(program.entry, 1)
-    return times
+    for name, lines in program.computations.items():
+        results = {line.name: line.arrays for line in lines}
+        for line in lines if times[name] else ():
+            inputs = sum((results.get(operand, ()) for operand in line.operands), ())
+            yield Run(line, times[name], inputs, name)
 
 
 def _calls(line: Instruction) -> list[tuple[str, int]]:

@@ -7,25 +7,36 @@ call that would trace again enters Python, where its arguments are compared with
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from stepfold import tree
+from stepfold.core.state import strengthen
+from stepfold.core.validation import check_flags
 from stepfold.errors import ConfigError, RetraceError, ShardingError
 from stepfold.inspect.memory import exhausted, is_exhausted
-from stepfold.sharding.placement import shard_batch
-from stepfold.sharding.plan import places_of
+from stepfold.sharding.place import committed_sharding, place_batch
+from stepfold.sharding.plan import shardings_of
 
 
 class _WouldTraceError(Exception):
     """Raised inside jax when a call is about to trace the step again."""
 
 
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class CompiledStep:
-    """A step compiled for one form of state and batch; `compile_step` makes it.
+    """A step compiled for given shapes and dtypes of state and batch, by `compile_step`.
 
     Attributes:
       step: the step itself, not compiled.
@@ -43,25 +54,18 @@ class CompiledStep:
     ((3,), True)
     """
 
-    __slots__ = (
-        *("__weakref__", "_call", "_jitted"),
-        *("batch", "compiled", "jaxpr", "state", "step", "trains"),
-    )
+    step: Callable[[Any, Any], Any]
+    _jitted: Any
+    compiled: jax.stages.Compiled
+    jaxpr: Any
+    state: Any
+    batch: Any
+    _: KW_ONLY
+    trains: bool
+    _call: Any = field(init=False)
 
-    def __init__(
-        self,
-        step: Callable[[Any, Any], Any],
-        jitted: Any,
-        compiled: jax.stages.Compiled,
-        jaxpr: Any,
-        state: Any,
-        batch: Any,
-        *,
-        trains: bool,
-    ) -> None:
-        self.step, self.compiled, self.jaxpr = step, compiled, jaxpr
-        self.state, self.batch, self.trains = state, batch, trains
-        self._call = self._jitted = jitted
+    def __post_init__(self) -> None:
+        self._call = self._jitted
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Run the step."""
@@ -72,6 +76,9 @@ class CompiledStep:
                 raise exhausted(error, self.state, self.batch, self.compiled) from error
             if _runs_uncompiled(state, batch):
                 return self.step(state, batch)
+            if any(map(is_weak, jax.tree.leaves(state))) and not tree.diff(self.state, state):
+                # A hand-made state may have Python numbers. The state that a step returns has none.
+                return self(strengthen(state), batch)
             self._check_arguments(state, batch, error)
             if not isinstance(error, _WouldTraceError):
                 raise
@@ -99,7 +106,7 @@ class CompiledStep:
 
     def _check_arguments(self, state: Any, batch: Any, error: Exception) -> None:
         """Explain a failed call, if its arguments are the cause."""
-        leaves = [*tree.named_leaves(state), *tree.named_leaves(batch, "batch")]
+        leaves = [*tree.named_leaves(state, "state"), *tree.named_leaves(batch, "batch")]
         donated = [
             name for name, leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_deleted()
         ]
@@ -109,15 +116,21 @@ class CompiledStep:
                 "an earlier call and are gone; go on with the state that it returned, or compile "
                 "with donate=False"
             ) from None
-        batch_changes = argument_changes(self.batch, batch, "batch")
-        changes = argument_changes(self.state, state, "") + batch_changes
+        changes = argument_changes(self.state, state, "state")
+        changes += argument_changes(self.batch, batch, "batch")
         if changes:
             advice = '\nKeep the batch shape: give sf.batches remainder="drop" or "pad".'
             raise RetraceError(
                 "the step was compiled for other arguments, and would have to compile again:\n  "
                 + "\n  ".join(changes)
-                + advice * bool(batch_changes)
+                + advice * _has_other_shapes(self.batch, batch)
             ) from None
+
+
+def _has_other_shapes(wanted: Any, got: Any) -> bool:
+    """Whether a batch has the same leaves with other shapes."""
+    shapes = [{name: np.shape(leaf) for name, leaf in tree.named_leaves(x)} for x in (wanted, got)]
+    return shapes[0].keys() == shapes[1].keys() and shapes[0] != shapes[1]
 
 
 def _runs_uncompiled(*arguments: Any) -> bool:
@@ -135,7 +148,7 @@ def compile_step(
     sharding: Any = None,
     donate: bool = True,
 ) -> CompiledStep:
-    """Compile a step ahead of time, for one form of state and batch.
+    """Compile a step ahead of time, for given shapes and dtypes of state and batch.
 
     The result is called like the step, costs what a jitted step costs, and never compiles again. A
     call that would need it raises a `RetraceError` that names what changed. The state is returned
@@ -151,15 +164,17 @@ def compile_step(
 
     Args:
       step: a `StepFn`, or an `EvalFn`, un-jitted.
-      state: the state, or an abstract one.
+      state: the state, or an abstract one. Python numbers in it, and other leaves of a weak type,
+        get strong types, as in the states that the step returns.
       batch: a batch, or an abstract one.
       sharding: the state's plan, or one sharding for all of it; by default the shardings of its
-        arrays. A batch without shardings is split over the mesh's data axes, as by `shard_batch`.
+        arrays. A batch that is not placed is split over the mesh's axes "dp" and "fsdp", as by
+        `shard_batch`; for other axes, place it.
       donate: whether the state's memory is used for the new state. An `EvalFn`'s never is.
 
     Raises:
       LossError, TreeMismatchError, …: what tracing the step raises.
-      ShardingError: if parts of the state are on different devices.
+      ShardingError: if state and batch are on different devices or kinds of mesh.
       OutOfMemoryError: if the compiler finds that a device cannot hold it. A call raises it too.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
@@ -175,6 +190,7 @@ def compile_step(
       batch: expected float32[8,3], got float32[4,3]
     Keep the batch shape: ...
     """
+    check_flags(donate=donate)
     if not callable(step) or hasattr(step, "lower") or isinstance(step, CompiledStep):
         raise ConfigError(
             "compile_step: expected a step (state, batch) -> ..., neither jitted nor compiled, got "
@@ -183,7 +199,11 @@ def compile_step(
     example_batch = batch
     state, batch = abstract_arguments(state, batch, sharding)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (state, batch))
-    example_batch = drop_uncommitted_shardings(batch, example_batch)
+    meshes = [getattr(leaf.sharding, "mesh", None) for leaf in jax.tree.leaves(batch)]
+    if any(mesh is not None and AxisType.Explicit in mesh.axis_types for mesh in meshes):
+        example_batch = batch  # shardings are part of the types that are traced
+    else:
+        example_batch = _drop_uncommitted_shardings(batch, example_batch)
     is_compiled = False
 
     def step_once(state: Any, batch: Any) -> Any:
@@ -227,22 +247,21 @@ def abstract_arguments(state: Any, batch: Any, sharding: Any = None) -> tuple[An
     """Return the arguments of `compile_step` as abstract arrays with shardings."""
     _check_arrays(state, "state", "pass the state of sf.init_state, or one that a step returned")
     _check_arrays(batch, "batch", "pass a tree of arrays and numbers, such as next(batches)")
-    shardings = _committed_shardings(state)
+    shardings: list[Any] = [committed_sharding(leaf) for leaf in jax.tree.leaves(state)]
     if sharding is not None:
-        shardings = [*places_of(state, sharding)]
+        shardings = [*shardings_of(state, sharding)]
     default = _default_sharding(shardings)
-    _check_devices(state, shardings, default)
+    names = [name for name, _ in tree.named_leaves(state, "state")]
+    _check_devices("state", [*zip(names, shardings, strict=True)], default)
     state = _abstract(state, [sharding or default for sharding in shardings])
     state = jax.tree.map(lambda leaf: leaf.update(weak_type=False), state)  # as steps return it
-    own = _committed_shardings(batch)
+    batch = _abstract(batch, [committed_sharding(leaf) for leaf in jax.tree.leaves(batch)])
     mesh = default.mesh if isinstance(default, NamedSharding) else None
-    defaults: list[Any] = [default] * len(own)
     if isinstance(mesh, Mesh) and mesh.size > 1:
-        split = shard_batch(_abstract(batch, [None] * len(own)), mesh)
-        defaults = [leaf.sharding for leaf in jax.tree.leaves(split)]
-        batch = batch if any(own) else split  # the batch has the rows of one process, split of all
-    chosen = [sharding or default for sharding, default in zip(own, defaults, strict=True)]
-    return state, _abstract(batch, chosen)
+        return state, place_batch(batch, mesh)
+    named = [(name, leaf.sharding) for name, leaf in tree.named_leaves(batch, "batch")]
+    _check_devices("batch", named, default)
+    return state, jax.tree.map(lambda leaf: leaf.update(sharding=leaf.sharding or default), batch)
 
 
 def _check_arrays(arrays: Any, root: str, advice: str) -> None:
@@ -251,15 +270,7 @@ def _check_arrays(arrays: Any, root: str, advice: str) -> None:
             raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}; {advice}")
 
 
-def _committed_shardings(arrays: Any) -> list[Sharding | None]:
-    """List the shardings of leaves that are committed to devices; None for others."""
-    return [
-        getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
-        for leaf in jax.tree.leaves(arrays)
-    ]
-
-
-def _default_sharding(shardings: list[Sharding | None]) -> Sharding:
+def _default_sharding(shardings: list[Any]) -> Sharding:
     """Choose the sharding of uncommitted leaves: replicated, if others are on a mesh."""
     meshes = {sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)}
     if len(meshes) > 1:
@@ -272,18 +283,15 @@ def _default_sharding(shardings: list[Sharding | None]) -> Sharding:
     return next(filter(None, shardings), SingleDeviceSharding(jax.local_devices()[0]))
 
 
-def _check_devices(state: Any, shardings: list[Sharding | None], default: Sharding) -> None:
-    named = zip(tree.named_leaves(state, "state"), shardings, strict=True)
-    elsewhere = [
-        name
-        for (name, _), sharding in named
-        if sharding and sharding.device_set != default.device_set
-    ]
+def _check_devices(root: str, named: list[tuple[str, Any]], default: Sharding) -> None:
+    devices = default.device_set
+    elsewhere = [name for name, sharding in named if sharding and sharding.device_set != devices]
     if elsewhere:
+        batch = "place the batch with jax.device_put (on a mesh with sf.shard_batch), or "
         raise ShardingError(
-            f"state: expected all of it on the devices of {_spell(default)}, got elsewhere "
-            f"{', '.join(elsewhere[:4])}{', …' * (len(elsewhere) > 4)}; move it with "
-            "sf.place(state, plan)"
+            f"{root}: expected all of it on the devices of {_spell(default)}, got elsewhere "
+            f"{', '.join(elsewhere[:4])}{', …' * (len(elsewhere) > 4)}; "
+            f"{batch * (root == 'batch')}move the state with sf.place(state, plan)"
         )
 
 
@@ -297,15 +305,14 @@ def _abstract(arrays: Any, shardings: Sequence[Sharding | None]) -> Any:
     return jax.tree.unflatten(structure, abstract)
 
 
-def drop_uncommitted_shardings(batch: Any, example: Any) -> Any:
+def _drop_uncommitted_shardings(batch: Any, example: Any) -> Any:
     """Remove the shardings from an abstract batch that the arrays of an example do not have.
 
     jit traces committed arrays and arrays of the host separately, although both run the same
     program. Its fast path is for arguments like those that were traced.
     """
-    pairs = zip(jax.tree.leaves(batch), _committed_shardings(example), strict=True)
-    leaves = [leaf if sharding else leaf.update(sharding=None) for leaf, sharding in pairs]
-    return jax.tree.unflatten(jax.tree.structure(example), leaves)
+    drop = lambda leaf, array: leaf if committed_sharding(array) else leaf.update(sharding=None)
+    return jax.tree.map(drop, batch, example)
 
 
 # Arguments of calls
@@ -315,12 +322,10 @@ def argument_changes(wanted: Any, got: Any, root: str) -> list[str]:
     """List how an argument differs from the abstract one, a line for each path."""
     lines = tree.diff(wanted, jax.tree.map(_canonical, got), root)
     if lines:
-        return [line if line[0] != ":" else f"state{line}" for line in lines]
+        return lines
     pairs = zip(tree.named_leaves(wanted, root), jax.tree.leaves(got), strict=True)
     return [
-        f"{name or 'state'}: {change}"
-        for (name, form), leaf in pairs
-        if (change := _leaf_change(form, leaf))
+        f"{name}: {change}" for (name, form), leaf in pairs if (change := _leaf_change(form, leaf))
     ]
 
 

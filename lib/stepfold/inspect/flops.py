@@ -142,9 +142,9 @@ def _flops(equation: Any) -> int | None:
 
 def _dot_flops(equation: Any) -> int:
     (contracted, _), _ = equation.params["dimension_numbers"]
-    left: tuple[int, ...] = equation.invars[0].aval.shape
+    lhs_shape: tuple[int, ...] = equation.invars[0].aval.shape
     out: tuple[int, ...] = equation.outvars[0].aval.shape
-    depth: int = math.prod(left[dim] for dim in contracted)
+    depth: int = math.prod(lhs_shape[dim] for dim in contracted)
     return 2 * depth * math.prod(out)
 
 

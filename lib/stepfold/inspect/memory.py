@@ -75,11 +75,11 @@ class Memory:
         return table(("on each device", "bytes", "share"), cells)
 
 
-def memory_of(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Memory:
+def memory_of(compiled: jax.stages.Compiled | None, state: Any, batch: Any) -> Memory:
     """Return the memory of a compiled step.
 
     Args:
-      compiled: the executable.
+      compiled: the executable; None to leave out temporaries and outputs.
       state: the abstract state, with shardings.
       batch: the abstract batch, with shardings.
 
@@ -91,18 +91,16 @@ def memory_of(compiled: jax.stages.Compiled, state: Any, batch: Any) -> Memory:
     >>> memory.params, memory.opt_state, memory.batch
     (8192, 16388, 2048)
     """
-    program: Any = compiled.memory_analysis()
-    output = program.output_size_in_bytes - program.alias_size_in_bytes
-    return _memory(state, batch, program.temp_size_in_bytes, output)
-
-
-def _memory(state: Any, batch: Any, temporaries: int, output: int) -> Memory:
     parts: tuple[Any, ...] = state, (), (), ()
     if isinstance(state, TrainState):
         parts = state.params, state.opt_state, state.model_state, (state.step, state.key)
-    params, opt_state, model_state, rest = map(bytes_per_device, parts)
-    of_batch = bytes_per_device(batch)
-    return Memory(params, opt_state, model_state, rest, of_batch, temporaries, output)
+    temporaries = output = 0
+    if compiled is not None:
+        program: Any = compiled.memory_analysis()
+        temporaries = program.temp_size_in_bytes
+        output = program.output_size_in_bytes - program.alias_size_in_bytes
+    params, opt_state, model_state, rest, batch = map(bytes_per_device, (*parts, batch))
+    return Memory(params, opt_state, model_state, rest, batch, temporaries, output)
 
 
 def bytes_per_device(arrays: Any) -> int:
@@ -135,12 +133,11 @@ def exhausted(
       batch: the abstract batch, with shardings.
       compiled: the executable; None if compiling failed.
     """
+    memory = memory_of(compiled, state, batch)
     if compiled is None:
-        memory = _memory(state, batch, 0, 0)
         failure = "compiled for this device's memory; without temporaries it needs"
         advice = f"If most {_ADVICE['temporaries']}. If most {_ADVICE['state']}."
     else:
-        memory = memory_of(compiled, state, batch)
         failure, advice = "run in this device's memory; it needs", memory.advice
     match = re.search(f"({_EXHAUSTED.pattern}).*", str(error))  # the cause, without what led to it
     cause = match[0] if match else error

@@ -12,12 +12,14 @@ from jax.sharding import NamedSharding
 
 from stepfold import tree
 from stepfold.core.state import TrainState
+from stepfold.core.validation import check_flags
 from stepfold.errors import ConfigError
 from stepfold.inspect import peaks
 from stepfold.inspect.collectives import Collective, collectives, moved_bytes, parse, unknown_loops
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.inspect.flops import Flops, Product, count, estimate, products
 from stepfold.inspect.memory import Memory, bytes_per_device, memory_of
+from stepfold.sharding.plan import shardings_of
 from stepfold.table import amount, size, table
 
 
@@ -182,6 +184,7 @@ def describe(
     ...
     stepfold.errors.ConfigError: the step needs ... on each device, and the limit is 1.00 MiB: ...
     """
+    check_flags(donate=donate)
     if not isinstance(step, CompiledStep):
         with warnings.catch_warnings():  # the report says it
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
@@ -304,3 +307,48 @@ def gradient_remarks(trained: Any, sent: Sequence[Collective]) -> list[str]:
         "compiled for a CPU, which reduces the gradients of sharded parameters with an all-reduce; "
         "a GPU or TPU uses a reduce-scatter, and sends half as much"
     ]
+
+
+# A table of parameters
+
+
+def parameter_table(params: Any, plan: Any = None, *, stats: bool = False) -> str:
+    """Format parameters as a table: name, shape, dtype, size, and their total.
+
+    Parameters with shardings on a mesh also show their partition specs.
+
+    Args:
+      params: a tree of arrays, or of abstract ones.
+      plan: their shardings, if the arrays do not have them yet.
+      stats: whether to add mean and standard deviation. The arrays must not be abstract.
+
+    >>> import jax.numpy as jnp, stepfold as sf
+    >>> print(sf.parameter_table({"layers": [{"w": jnp.ones((2, 3))}]}))
+    +------------+--------+---------+------+
+    | Name       | Shape  | Dtype   | Size |
+    +------------+--------+---------+------+
+    | layers/0/w | (2, 3) | float32 | 6    |
+    +------------+--------+---------+------+
+    Total: 6 -- 24 bytes
+    """
+    check_flags(stats=stats)
+    from clu.parameter_overview import get_parameter_overview  # it imports flax
+
+    flat = dict(tree.named_leaves(params))
+    for name, leaf in flat.items():
+        if not tree.is_array(leaf):
+            raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}")
+        if stats and (plan is not None or isinstance(leaf, jax.ShapeDtypeStruct)):
+            got = "a plan" if plan is not None else f"the abstract {name} {tree.spell(leaf)}"
+            raise ConfigError(
+                f"stats=True: expected arrays in their shardings, got {got}; place the arrays first"
+            )
+    if plan is not None:
+        flat = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for (name, leaf), sharding in zip(flat.items(), shardings_of(params, plan), strict=True)
+        }
+    is_sharded = any(isinstance(getattr(x, "sharding", None), NamedSharding) for x in flat.values())
+    columns = ("global" if is_sharded else True) if stats else is_sharded and "sharding"
+    overview: str = get_parameter_overview(flat, include_stats=columns)
+    return overview

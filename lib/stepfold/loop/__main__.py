@@ -1,8 +1,62 @@
 """`python -m stepfold.loop report RUN_DIR [RUN_DIR…]`: write the page of a run, or compare runs."""
 
+import argparse
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from stepfold.loop.command import main
+from stepfold.errors import ConfigError, DataError
+from stepfold.loop.report.read import read_run
+from stepfold.loop.report.render import render
+from stepfold.loop.writers.base import replace_file
+from stepfold.loop.writers.jsonl import write_csv
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; return 1 if a file is damaged, 2 if an argument is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m stepfold.loop", description="Look at runs of fit."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    text = "write report.html and metrics.csv of a run, or one page that compares several runs"
+    report = verbs.add_parser("report", help=text, description=text)
+    report.add_argument("runs", nargs="+", metavar="RUN_DIR", help="a run_dir of fit")
+    report.add_argument(
+        "--out",
+        metavar="FILE",
+        help="the page to write, and nothing else (default: report.html in the directory of the "
+        "run or, for several runs, in the parent directory of the first)",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        print(_report(options.runs, options.out))  # noqa: T201  this is a command
+    except (ConfigError, DataError, OSError) as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 1 if isinstance(error, DataError) else 2
+    return 0
+
+
+def _report(runs: Sequence[str], out: str | None) -> Path:
+    directories = list(dict.fromkeys(map(_run_directory, runs)))
+    is_single = len(directories) == 1
+    default = (directories[0] if is_single else directories[0].parent) / "report.html"
+    path = default if out is None else Path(out)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--out: expected a file in an existing directory, got {path}")
+    page = render([read_run(directory) for directory in directories])
+    replace_file(path, page.encode(errors="replace"))
+    if out is None and is_single:
+        write_csv(directories[0] / "metrics.jsonl", directories[0] / "metrics.csv")
+    return path
+
+
+def _run_directory(name: str) -> Path:
+    path = Path(name).resolve()
+    if not path.is_dir():
+        kind = "a file" if path.exists() else "a path that does not exist"
+        raise ConfigError(f"{name}: expected the directory of a run, got {kind}; check the path")
+    return path
+
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

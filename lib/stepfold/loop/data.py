@@ -2,12 +2,15 @@
 
 import copy
 import itertools
+import math
 import time
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from stepfold import tree
+from stepfold.checkpoint.manifest import to_json
 from stepfold.errors import ConfigError, DataError
 
 # Seconds between reads of the position, besides those at log points and saves. After a failed pull
@@ -26,7 +29,8 @@ class BatchFeed:
     """Pull batches, epoch after epoch, and know their position.
 
     `used` counts the batches that steps have used since the first batch of the data; the caller
-    increments it. `epoch_steps` and `total`, over all epochs, are None if unknown.
+    increments it. `epoch_steps` and `total`, over all epochs, are None if unknown. Where epochs
+    differ in length, `epoch_ends` knows where they end.
     """
 
     def __init__(self, batches: Any, epochs: int | None = None) -> None:
@@ -38,19 +42,48 @@ class BatchFeed:
         self.is_resumable = hasattr(self._iterator, "get_state") and hasattr(
             self._iterator, "set_state"
         )
-        self.epoch_steps = _epoch_steps(batches, self.is_iterator)
-        if epochs is not None and self.is_iterator and self.epoch_steps is None:
+        self._read_lengths()
+        knows_epochs = self.epoch_steps is not None or self.epoch_ends is not None
+        if epochs is not None and self.is_iterator and not knows_epochs:
             raise ConfigError(
                 f"epochs={epochs}: expected batches that can be iterated again, or that know their "
                 f"epochs, got {tree.spell(batches)}; give steps=…, or sf.batches(data, …)"
             )
-        self.total = epochs * self.epoch_steps if epochs and self.epoch_steps else None
         self.wait_seconds = 0.0
+        self._checks_position = False
         self.used = self._pulled = 0
         self._known: tuple[int, Any] = (-1, None)  # batches used by then, and the position
         self._known_at = time.perf_counter()
         self.used = self._pulled = _count_in(self.position()) or 0
         self._known = (self.used, self._known[1])
+        self._epochs, self._first_used = epochs, self.used
+
+    @property
+    def total(self) -> int | None:
+        """The number of batches of all epochs to do, from the start of the run."""
+        if self._epochs and self.epoch_ends is not None:
+            steps: int = self.epoch_ends.count_steps(self._epochs, self._first_used)
+            return steps
+        return self._epochs * self.epoch_steps if self._epochs and self.epoch_steps else None
+
+    def _read_lengths(self) -> None:
+        batches = self.batches
+        self.epoch_steps = _epoch_steps(batches, self.is_iterator)
+        self.epoch_ends = None if self.epoch_steps else getattr(batches, "epoch_ends", None)
+        self.batch_sizes: Sequence[tuple[int, int]] = getattr(batches, "batch_sizes", ())
+
+    @property
+    def batches_left(self) -> float | None:
+        """The number of batches left, inf if they are endless, or None if it is not certain."""
+        if self.endless:
+            return math.inf
+        length = None
+        if isinstance(self.batches, list | tuple):
+            length = (self._epochs_left or 1) * len(self.batches)
+        elif hasattr(self._iterator, "state_at"):  # the length of others may be an estimate
+            with suppress(TypeError):
+                length = len(self.batches)
+        return None if length is None else max(0, length - self.used)
 
     def next_batch(self, step: int) -> Any:
         """Pull the next batch, or raise StopIteration; `step` is for error messages."""
@@ -59,15 +92,35 @@ class BatchFeed:
             self.position()
         self._pulled += 1  # until it is used, the position is not certain
         try:
-            return self._pull()
+            batch = self._pull()
+            if self._checks_position:
+                self._check_position()
         except StopIteration:
             self._pulled -= 1
             raise
         except Exception as error:
             error.add_note(f"pulling the batch of step {step}")
             raise
+        else:
+            return batch
         finally:
             self.wait_seconds += time.perf_counter() - start
+
+    def check_after_first_pull(self) -> None:
+        """Check the position of the second batch too; that of the first may hold less."""
+        self._checks_position = self.is_resumable
+
+    def _check_position(self) -> None:
+        self._checks_position = False  # once, so that later pulls cost nothing
+        position = self._state()
+        to_json(position, "batches: get_state()")
+        if reason := _find_lost(position):
+            warnings.warn(
+                f"batches: expected a position to resume at from a checkpoint, got none: {reason}; "
+                "the state is saved, but a resume will be refused: give sf.batches a source with "
+                "len() and [i], which seed=… shuffles, or a stream with a state of its own",
+                stacklevel=6,
+            )
 
     def _pull(self) -> Any:
         try:
@@ -131,9 +184,32 @@ class BatchFeed:
             )
         known = copy.deepcopy(position)
         self._set(position)
+        self.set_position(known, step, used)
+
+    def set_position(self, position: Any, step: int, used: int | None = None) -> None:
+        """Set the position and the batches used as `seek` does, without moving the batches."""
         count = _count_in(position)
         self.used = self._pulled = next(n for n in (count, used, step) if n is not None)
-        self._known = (self.used, known)
+        self._known = (self.used, position)
+
+    def batch_index(self, number: int) -> int:
+        """Return the batch index of the batch that this number of batches came before."""
+        return self.skippable().batch_index(number)  # type: ignore[no-any-return]
+
+    def skip(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Skip ranges of batch indices, which begin after the position."""
+        self.batches = self._iterator = self.skippable().without(ranges)
+        self._known = (-1, None)
+        self._read_lengths()
+
+    def skippable(self) -> Any:
+        """Return the iterator; raise if it cannot skip batches."""
+        if not self.is_iterator or not hasattr(self._iterator, "without"):
+            raise ConfigError(
+                "batches: expected some that can skip a part, for a run that goes back, got "
+                f"{tree.spell(self.batches)}; give sf.batches(data, …)"
+            )
+        return self._iterator
 
     def _set(self, position: Any) -> None:
         if not self.is_iterator:
@@ -158,6 +234,15 @@ def _count_in(position: Any) -> int | None:
     """Return the number of batches before a position, as `sf.batches` stores it, or None."""
     count = position.get("step") if isinstance(position, dict) else None
     return count if type(count) is int else None
+
+
+def _find_lost(position: Any) -> str | None:
+    """Return why a position of `sf.batches` over a stream cannot be restored, if that is so."""
+    if not isinstance(position, dict):
+        return None
+    if position.keys() == {"lost"}:
+        return str(position["lost"])
+    return next(filter(None, map(_find_lost, position.values())), None)
 
 
 def _epoch_steps(batches: Any, is_iterator: bool) -> int | None:

@@ -1,24 +1,29 @@
 """Evaluate a state on a whole dataset, exactly, however it is batched."""
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from stepfold import tree
+from stepfold.core.processes import KeyValues, spell_processes
 from stepfold.core.state import check_not_donated
-from stepfold.core.validation import check_count, spell_call, takes
+from stepfold.core.validation import check_count, mismatch, spell_call, takes
 from stepfold.errors import ConfigError, DataError
 from stepfold.inspect.compiled import CompiledStep
-from stepfold.loop.data import check_batches
+from stepfold.loop.data import BatchFeed, check_batches
 from stepfold.loop.metrics import are_metrics, merge_metrics, metric_values
-from stepfold.sharding.placement import shard_batch
+from stepfold.loop.preemption import Gather
+from stepfold.sharding.place import place_batch
 
 if TYPE_CHECKING:
     from clu.metrics import Metric
 
+_END = object()
 _MERGE_EVERY = 64  # results that are kept on the device before they are fetched together
 
 
@@ -33,13 +38,14 @@ def evaluate(
     Args:
       eval_step: what `make_eval_step` returns, jitted or not. It compiles once for each shape of
         batch: once in all if the last batch is padded.
-      state: the state. If it is on a mesh, batches on the host are sharded over the mesh.
+      state: the state. If it is on a mesh, batches on the host are sharded over its axes "dp" and
+        "fsdp"; for other axes, place the batches.
       batches: the batches; all of them are used.
 
     Raises:
       ConfigError: if `batches` is not an iterable of batches or has no end, if the state was
         donated, or if the step does not return metrics.
-      DataError: if there is no batch.
+      DataError: if there is no batch, or if processes that share the state have unequal numbers.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> state = sf.init_state({"w": jnp.ones(())}, optax.sgd(0.1), jax.random.key(0))
@@ -49,6 +55,8 @@ def evaluate(
     {'loss': 4.5}
     """
     check_batches(batches)
+    if not callable(eval_step):
+        raise ConfigError(mismatch("eval_step", "a function of a state and a batch", eval_step))
     ready = isinstance(eval_step, CompiledStep) or hasattr(eval_step, "lower")
     step = eval_step if ready else jax.jit(eval_step)
     check_not_donated(state)
@@ -58,13 +66,19 @@ def evaluate(
             "sf.batches(…, epochs=1)"
         )
     mesh = mesh_of(state)
+    if mesh is not None and mesh.is_multi_process:
+        batches = _in_step(batches)
     metrics: list[Any] = []
-    for batch in batches:
-        if mesh is not None and not is_placed(batch):
-            batch = shard_batch(batch, mesh)
-        metrics.append(_check_metrics(step(state, batch)))
-        if len(metrics) == _MERGE_EVERY:
-            metrics = [merge_metrics(metrics)]
+    try:
+        for batch in batches:
+            if mesh is not None:
+                batch = place_batch(batch, mesh)
+            metrics.append(_check_metrics(step(state, batch)))
+            if len(metrics) == _MERGE_EVERY:
+                metrics = [merge_metrics(metrics)]
+    except DataError:
+        jax.block_until_ready(metrics)  # others would wait in these steps for a process that ended
+        raise
     if not metrics:
         raise DataError(
             "evaluate: expected at least one batch, got none; an iterator that was used up has to "
@@ -73,17 +87,51 @@ def evaluate(
     return metric_values(merge_metrics(metrics))
 
 
+def _in_step(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches, and raise on every process if some have fewer, instead of a hang.
+
+    If their numbers are unknown, the processes vote on each batch. A vote is read after the next
+    batch is pulled, and dispatched before the step of the batch before, so that the device has work
+    while a process waits for it.
+    """
+    counts = KeyValues("evaluate").gather(BatchFeed(batches).batches_left, "the start of it")
+    if None not in counts:
+        if len(set(counts)) > 1:
+            raise DataError(
+                f"evaluate: expected as many batches in every process, got {counts}; give as many "
+                "to each, as sf.batches does with the same arguments"
+            )
+        yield from batches
+        return
+    iterator, gather = itertools.chain(batches, itertools.repeat(_END)), Gather()
+
+    def pull() -> tuple[Any, jax.Array]:
+        batch = next(iterator)
+        return batch, gather(np.array([batch is not _END]))
+
+    following = pull()
+    for number in itertools.count():
+        (batch, votes), following = following, pull()
+        has_batch = np.asarray(votes.addressable_data(0))[:, 0]
+        if not has_batch.all():
+            following[1].block_until_ready()  # as in `evaluate`
+        if not has_batch.any():
+            return
+        if not has_batch.all():
+            ended = spell_processes(np.flatnonzero(~has_batch).tolist())
+            raise DataError(
+                f"evaluate: expected as many batches in every process, got {number} in {ended}, "
+                "and more in the others; give as many to each"
+            )
+        yield batch
+
+
 def mesh_of(state: Any) -> Mesh | None:
     """Return the mesh of several devices that a state is on, or None."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
     meshes = {sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)}
     large = [mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size > 1]
     return large[0] if large else None
-
-
-def is_placed(batch: Any) -> bool:
-    """Whether a batch is committed to devices."""
-    return any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(batch))
 
 
 def _check_metrics(metrics: Any) -> Any:

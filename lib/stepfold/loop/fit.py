@@ -5,31 +5,40 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from stepfold import tree
-from stepfold.checkpoint.checkpoints import Checkpoints
-from stepfold.checkpoint.retention import metrics_in, order_by, read_best
-from stepfold.checkpoint.sealed import plain
-from stepfold.checkpoint.series import Series
-from stepfold.checkpoint.steps import read_directory, steps_in
-from stepfold.checkpoint.verify import latest_step
+from stepfold.checkpoint.manifest import to_json
+from stepfold.checkpoint.series import Checkpoints
+from stepfold.checkpoint.steps import check_shared, read_directory
+from stepfold.core.processes import agreement, broadcast_from_first, report_failed_peer
 from stepfold.core.state import check_not_donated, is_available, strengthen
-from stepfold.core.validation import check_count, check_positive, spell_call, takes
+from stepfold.core.validation import check_count, check_flags, check_positive, spell_call, takes
 from stepfold.errors import ConfigError
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.hooks.base import Hook, HookDispatcher, Stop, may_stop
+from stepfold.loop.hooks.base import (
+    Hook,
+    HookDispatcher,
+    Stop,
+    call_optional,
+    hook_name,
+    may_stop,
+)
 from stepfold.loop.hooks.stop import Nonfinite, stop_after, stop_on_nonfinite
+from stepfold.loop.metrics import History
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
 from stepfold.loop.report.report_writer import ReportWriter
-from stepfold.loop.result import FitResult
+from stepfold.loop.rollback import Rollbacks
 from stepfold.loop.run_info import move_previous_run, run_metadata
+from stepfold.loop.run_lock import RunLock
 from stepfold.loop.step_runner import StepRunner
 from stepfold.loop.train_loop import TrainLoop
+from stepfold.loop.upload import Upload
 from stepfold.loop.writers.combinators import async_writer, log_to
 from stepfold.loop.writers.jsonl import jsonl_writer, read_rows
 
@@ -43,6 +52,7 @@ def fit(
     epochs: int | None = None,
     more_steps: int | None = None,
     run_dir: str | Path | None = None,
+    upload: str | None = None,
     evaluation: Evaluation | Sequence[Evaluation] = (),
     checkpoints: Checkpoints | None = None,
     hooks: Hook | Sequence[Hook] = (),
@@ -50,7 +60,7 @@ def fit(
     resume: bool = True,
     steps_per_call: int = 1,
     time_limit: float | None = None,
-) -> FitResult:
+) -> "FitResult":
     """Train: fold batches into a state, log, evaluate, and save checkpoints.
 
     The order of operations: a step is dispatched. Where it is due, metrics are logged, then the
@@ -61,11 +71,21 @@ def fit(
     With `checkpoints`, a run resumes from the newest good one, with the same state, data order,
     metrics and hooks as if it had not been interrupted. SIGINT and SIGTERM let the current step
     finish, save, and then raise `KeyboardInterrupt` or `SystemExit(143)`; a second signal leaves at
-    once, except for a save that is being written. An exception reaches the caller after a save
-    (with several processes, without one). Each of these has the result so far as its `.result`.
+    once, except for a save that is being written. SIGUSR1 saves after the current step without
+    stopping, as `Checkpoints.request` does; a handler that the program has for it stays in place.
+    An exception reaches the caller after a save. With several processes, all save if a hook raised
+    it, or batches of unknown number. Otherwise there is no save, since the others are in a step;
+    they print the exception, and end within the time given to `start_distributed`. Each of these
+    has the result so far as its `.result`, if the state is still available.
+
+    With several processes, a signal or a reason to stop in one of them ends the run in all, at the
+    same step, within about a second or five steps. They also stop together where the batches of one
+    end. If the number of batches is not known, as of a generator, the processes wait for each other
+    before each step to agree on it; `sf.batches` and lists know it.
 
     Args:
-      step: a `StepFn`. It is compiled once; a jitted or compiled one is used as it is.
+      step: a `StepFn`. It is compiled once, before the first step; for each batch size, if that
+        changes. A jitted or compiled one is used as it is.
       state: the initial state. It is donated to the step: do not use it again.
       batches: any iterable of batches. With `get_state` and `set_state`, as `sf.batches` has, it
         can be resumed.
@@ -78,7 +98,12 @@ def fit(
       run_dir: the directory of the run: `metrics.jsonl` and `metrics.csv`, `run.json` (arguments,
         versions, how it ended), `report.html`, checkpoints unless they have a directory, and the
         capsule of a step that went wrong. A resumed run appends. Files of an earlier run that is
-        not resumed are moved to `run_dir/previous-1` and so on, with a warning.
+        not resumed are moved to `run_dir/previous-1` and so on, with a warning. One run at a time
+        may use it: while its process lives, another run raises. If that was on another host, the
+        new run waits for up to a minute to find out.
+      upload: a URL in object storage, such as `s3://bucket/run`, to which metrics, `run.json` and
+        the report are copied at each checkpoint and at the end. A run that resumes without
+        `metrics.jsonl` in its `run_dir`, as on another host, gets it from there.
       evaluation: an `Evaluation`, or several.
       checkpoints: a `Checkpoints`.
       hooks: functions of an `Event`. Unless one of them is `stop_on_nonfinite`, a NaN or inf in
@@ -87,14 +112,17 @@ def fit(
       resume: whether to resume from a checkpoint; if False, an existing one is an error.
       steps_per_call: how many steps are dispatched in one call at most, with the same bits. No call
         goes past a log point, an evaluation or a save.
-      time_limit: the number of seconds after which to stop.
+      time_limit: the number of seconds after which to stop, checked at log points and after
+        evaluations.
 
     Returns:
       The state, the history of metrics, and why the run stopped.
 
     Raises:
-      ConfigError: if an argument is not as described.
+      ConfigError: if an argument is not as described, or another run uses `run_dir`.
+      CheckpointError: if not all processes can see the same directory.
       DataError: if there is no batch, or the batches cannot be resumed.
+      StepfoldError: if a hook raised an error in another process; all have saved at the same step.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> tx = optax.sgd(0.1)
@@ -105,11 +133,12 @@ def fit(
     >>> result.steps, str(result.stop_reason), result.history["train/loss"].steps
     (20, 'all 20 steps were done', [10, 20])
     """
+    check_flags(resume=resume)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
     set_lengths = {name: check_count(name, n) for name, n in lengths.items() if n is not None}
     if len(set_lengths) > 1:
-        given = " and ".join(map(str, set_lengths.values()))
-        raise ConfigError(f"{', '.join(set_lengths)}: expected one of them, got {given}")
+        values = " and ".join(map(str, set_lengths.values()))
+        raise ConfigError(f"{', '.join(set_lengths)}: expected one of them, got {values}")
     check_count("log_every", log_every)
     runner = StepRunner(step)
     if check_count("steps_per_call", steps_per_call) > 1 and runner.is_compiled:
@@ -127,35 +156,45 @@ def fit(
     _check_epochs(feed, [*evaluations, checkpoints], all_hooks)
     may_end = set_lengths or time_limit is not None or any(map(may_stop, user_hooks))
     if feed.endless and not may_end:
+        length = f" or epochs=… (an epoch has {feed.epoch_steps} steps)" if feed.epoch_steps else ""
         raise ConfigError(
             "steps, epochs: expected one of them for batches without an end, got neither; give "
-            f"steps=…, or epochs=… of {feed.epoch_steps or 'so many'} steps each"
+            f"steps=…{length}"
         )
     watched = _check_metric_names(user_hooks, checkpoints, evaluations)
     check_not_donated(state)
     state = strengthen(state)
     _check_resumable(checkpoints, feed, all_hooks)
 
-    directory = None if run_dir is None else read_directory(run_dir, make=True)
-    series = _open_checkpoints(checkpoints, directory)
+    directory = None
+    with agreement("fit: not started"):
+        if run_dir is not None:
+            directory = read_directory(run_dir, make=True)
+    if directory is not None:
+        check_shared(directory)
+    series = None
+    if checkpoints is not None:
+        if checkpoints.directory is None and directory is None:
+            raise ConfigError(
+                "checkpoints: expected a directory, got none; give run_dir=…, or "
+                "sf.Checkpoints('path')"
+            )
+        series = checkpoints.open(directory and directory / "checkpoints")
     metrics_path = None
     if directory is not None and not any(getattr(h, "writes_metrics", False) for h in user_hooks):
         metrics_path = directory / "metrics.jsonl"
         metrics_writer = jsonl_writer(metrics_path, csv=directory / "metrics.csv")
         all_hooks.append(log_to(async_writer(metrics_writer)))
-    report = None
+    report, uploader, metadata = None, None, dict[str, Any]()
+    if upload is not None:
+        uploader = Upload(directory, upload)
     if directory is not None:
-        arguments = {**lengths, "log_every": log_every, "steps_per_call": steps_per_call}
-        metadata = run_metadata(
-            state,
-            batches,
-            arguments={**arguments, "time_limit": time_limit},
-            evaluations=evaluations,
-            checkpoints=checkpoints,
-            hooks=all_hooks,
-        )
+        arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
+        arguments |= {"steps_per_call": steps_per_call, "upload": upload}
+        metadata = run_metadata(state, batches, arguments, evaluations, checkpoints, all_hooks)
         report = ReportWriter(directory, metadata)
-        all_hooks.append(report)
+        all_hooks += [report, *([] if uploader is None else [uploader])]  # flushed in order
+    rollbacks = None if series is None else Rollbacks(series, feed)
     loop = TrainLoop(
         runner,
         state,
@@ -169,38 +208,123 @@ def fit(
         log_every=log_every,
         steps_per_call=steps_per_call,
         save_history=metrics_path is None,
+        rollbacks=rollbacks,
     )
     del state  # so that a restored one can take its memory
+    lock = None if directory is None else RunLock(directory, loop.request_stop)
     with _attach_result(loop), ExitStack() as stack:
-        if report is not None:  # first in, last out: its last page shows everything
-            stack.enter_context(report)
-        for hook in all_hooks:
-            if hasattr(hook, "close"):
-                stack.callback(hook.close)
-        if report is not None:
-            stack.callback(lambda: report.finish(loop.step, _stop_reason(loop, all_hooks)))
-        stack.enter_context(loop.preemption.handle_signals())  # until the last save is on disk
         if series is not None:
+            stack.callback(series.close)  # also if another run has the directory
+        if lock is not None:
+            stack.callback(lock.release)
+            with agreement(f"run_dir: {directory}: not opened"):
+                if jax.process_index() == 0:
+                    lock.acquire()
+        if uploader is not None:  # first in, last out: after the last page
+            stack.callback(uploader.finish)
+        if report is not None:  # its last page shows everything
+            stack.push(
+                lambda _, error, __: report.finish(loop.step, _stop_reason(loop, all_hooks), error)
+            )
+        for hook in all_hooks:
+            stack.callback(call_optional, hook, "close")
+        stack.enter_context(loop.preemption.handle_signals())  # until the last save is on disk
+        if series is not None and rollbacks is not None:
             stack.enter_context(series)
             stack.callback(_print_waiting, loop)
-            if latest_step(series.directory) is not None:
-                _check_resume(resume, series)
-                loop.restore()
-        if loop.resumed is not None and metrics_path is not None:
-            _continue_metrics(loop, metrics_path)
-        elif loop.resumed is None and directory is not None and jax.process_index() == 0:
-            move_previous_run(directory, loop.step)
-        loop.run()
-    capsule = _make_capsule(all_hooks, loop, batches, directory)
+            if _has_checkpoint(series):
+                if not resume:
+                    raise ConfigError(
+                        "resume=False: expected a directory without checkpoints to start in, got "
+                        f"steps {', '.join(map(str, series.steps()))} in {series.directory}; "
+                        "delete them, or give another directory"
+                    )
+                rollbacks.resume()
+                if rollbacks.done:
+                    loop.skip([rollback.skipped for rollback in rollbacks.done])
+                    metadata["rollbacks"] = rollbacks.as_json()
+                with agreement(f"{series.directory}: not resumed"):
+                    loop.restore(series)
+            else:
+                rollbacks.restart()
+        with agreement("upload: not read"):
+            if loop.resumed is not None and uploader is not None:
+                uploader.fetch()
+        with agreement(f"run_dir: {directory}: not opened"):
+            if loop.resumed is not None and metrics_path is not None:
+                _continue_metrics(loop, metrics_path)
+            elif loop.resumed is None and directory is not None and jax.process_index() == 0:
+                move_previous_run(directory, loop.step)
+        with report_failed_peer():
+            loop.run()
+            while loop.go_back is not None and series is not None and rollbacks is not None:
+                loop.hooks.flush()  # rows that wait in a thread are of later steps
+                rollback = rollbacks.go_back(loop.go_back, loop.step)
+                if report is not None:
+                    report.end_attempt(loop.step, Stop("go_back", str(rollback)))
+                metadata["rollbacks"] = rollbacks.as_json()
+                loop.restore(series)
+                loop.skip([rollback.skipped])
+                if metrics_path is not None:
+                    _continue_metrics(loop, metrics_path)
+                loop.run()
+    capsule, nonfinite = None, _find_nonfinite(loop, all_hooks)
+    if nonfinite is not None:
+        saved_in = None if series is None else series.directory
+        capsule = take_capsule(
+            nonfinite, loop.state, feed.batches, positions=loop.positions, directory=saved_in
+        )
+        if rollbacks is not None:
+            capsule = replace(capsule, rollbacks=tuple(map(str, rollbacks.done)))
+        capsule = capsule if directory is None else save_capsule(capsule, directory)
     result = _result(loop, _stop_reason(loop, all_hooks), capsule)
     _raise_signal(loop, result)
-    if result.stop_reason.kind == "already_completed" and result.resumed is not None:
+    if loop.was_complete and result.steps == result.resumed:
         warnings.warn(
-            f"nothing was trained: {result.stop_reason}; give more_steps=…, a larger steps=…, or "
-            "another directory",
+            f"nothing was trained: {result.stop_reason}; give more_steps=…, a larger steps=…, more "
+            "batches, or another directory",
             stacklevel=2,
         )
     return result
+
+
+class FitResult(NamedTuple):
+    """The result of `fit`.
+
+    Attributes:
+      state: the state after the last step.
+      steps: the number of steps done, with those before a resume.
+      history: the values of each metric; `history["train/loss"].steps` are their steps.
+      stop_reason: why it stopped, a `Stop` with `kind` and `message`.
+      best: the step of the best checkpoint, if `Checkpoints(best=…)` ranks them.
+      resumed: the step of the checkpoint that it resumed from, or last went back to; or None.
+      capsule: if a NaN or inf ended the run, the inputs of that step for `replay`.
+
+    >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
+    >>> tx = optax.sgd(0.1)
+    >>> state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    >>> step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b), tx)
+    >>> result = sf.fit(step, state, [np.ones(4, np.float32)] * 3)
+    >>> result.stop_reason.kind, str(result.stop_reason)
+    ('exhausted', 'the batches ended at step 3')
+    """
+
+    state: Any
+    steps: int
+    history: History
+    stop_reason: Stop
+    best: int | None
+    resumed: int | None
+    capsule: Capsule | None = None
+
+    def __repr__(self) -> str:
+        last = {name: curve[-1] for name, curve in self.history.items() if curve}
+        metrics = ", ".join(f"{name}: {value:.4g}" for name, value in list(last.items())[:6])
+        more = ", …" if len(last) > 6 else ""
+        return (
+            f"FitResult(steps={self.steps}, stop_reason={str(self.stop_reason)!r}, "
+            f"history={{{metrics}{more}}}, best={self.best}, resumed={self.resumed})"
+        )
 
 
 def _check_evaluations(evaluation: Any) -> list[Evaluation]:
@@ -244,7 +368,7 @@ def _default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:
 
 def _check_epochs(feed: BatchFeed, recurring: Sequence[Any], hooks: Sequence[Hook]) -> None:
     """Refuse schedules by epoch if the batches do not know the length of an epoch."""
-    if feed.epoch_steps:
+    if feed.epoch_steps or feed.epoch_ends is not None:
         return
     got = tree.spell(feed.batches)
     if any(item is not None and item.every_epochs for item in recurring):
@@ -264,19 +388,17 @@ def _check_metric_names(
 ) -> dict[str, str]:
     """Map each metric that an argument depends on to it; refuse one that nothing measures."""
     watched = {hook.metric: "hooks" for hook in hooks if getattr(hook, "metric", None)}  # type: ignore[attr-defined]
-    best = None if checkpoints is None else read_best(checkpoints.best, checkpoints.mode)
-    if best is not None:
-        watched[best[0]] = "Checkpoints(best=…)"
+    if checkpoints is not None and checkpoints.best is not None:
+        watched[checkpoints.best] = "Checkpoints(best=…)"
     provided = [getattr(hook, "provides", None) for hook in hooks]
     kinds = ["train", *(item.name for item in evaluations)]
     prefixes = [*(f"{kind}/" for kind in kinds), *(p for names in provided for p in names or ())]
-    for metric in watched:
+    for metric, argument in watched.items():
         if None not in provided and not metric.startswith(tuple(prefixes)):
+            advice = "" if evaluations else "; add evaluation=sf.Evaluation(…) for eval/…"
             raise ConfigError(
-                f"{metric}: expected a metric that is measured; they are called "
-                f"{', '.join(f'{prefix}…' for prefix in prefixes)}"
-                + "; evaluation=sf.Evaluation(…) measures eval/…"
-                * (not evaluations)
+                f"{argument}: expected one of {', '.join(f'{prefix}…' for prefix in prefixes)}, "
+                f"got {metric}{advice}"
             )
     return watched
 
@@ -285,6 +407,14 @@ def _check_resumable(
     checkpoints: Checkpoints | None, feed: BatchFeed, hooks: Sequence[Hook]
 ) -> None:
     """Check before the first step that a checkpoint can hold the data position and hook state."""
+    for hook in hooks:
+        if getattr(hook, "goes_back", False) and may_stop(hook):
+            feed.skippable()
+            if checkpoints is None:
+                raise ConfigError(
+                    f"hooks: {hook_name(hook)}: expected checkpoints=… to go back to, got none; "
+                    "give sf.Checkpoints(every=…)"
+                )
     if checkpoints is None:
         return
     if not feed.is_resumable:
@@ -294,68 +424,51 @@ def _check_resumable(
             "sf.batches(data, …)",
             stacklevel=3,
         )
-    plain(feed.position(), "batches: get_state()")
-    for name, value in HookDispatcher(hooks).get_state():
-        plain(value, f"hooks: {name}: get_state()")
+    to_json(feed.position(), "batches: get_state()")
+    feed.check_after_first_pull()
+    for hook in hooks:
+        state, name = call_optional(hook, "get_state"), hook_name(hook)
+        to_json(state, f"hooks: {name}: get_state()")
+        if state is not None and not callable(getattr(hook, "set_state", None)):
+            raise ConfigError(
+                f"hooks: {name}: expected set_state next to get_state, to be resumed, got "
+                f"{tree.spell(getattr(hook, 'set_state', None))}; add it, or drop get_state"
+            )
 
 
-def _open_checkpoints(checkpoints: Checkpoints | None, run_dir: Path | None) -> Series | None:
-    if checkpoints is None:
-        return None
-    if checkpoints.directory is None and run_dir is None:
-        raise ConfigError(
-            "checkpoints: expected a directory, got none; give run_dir=…, or sf.Checkpoints('path')"
-        )
-    return checkpoints.open(None if run_dir is None else run_dir / "checkpoints")
-
-
-def _check_resume(resume: bool, series: Series) -> None:
-    if not resume:
-        raise ConfigError(
-            "resume=False: expected a directory without checkpoints to start in, got steps "
-            f"{', '.join(map(str, steps_in(series.directory)))} in {series.directory}; delete "
-            "them, or give another directory"
-        )
+def _has_checkpoint(series: Checkpoints) -> bool:
+    """Whether process 0 sees a checkpoint to resume from; collective."""
+    exists = False
+    with agreement(f"{series.directory}: not resumed"):
+        if jax.process_index() == 0:
+            exists = series.latest_step() is not None
+    return broadcast_from_first([int(exists)]) == [1]
 
 
 def _continue_metrics(loop: TrainLoop, path: Path) -> None:
     """Load the history of the resumed run; drop later rows, which will be logged again."""
-    before = loop.logged_step - bool(loop.logged_metrics)
-    for step, metrics in read_rows(path, until=before):
+    # The checkpoint has the row of `logged_step`; later events may have changed it in the file.
+    last_row = loop.logged_step - 1 if loop.logged_metrics else loop.logged_step
+    for step, metrics in read_rows(path, until=last_row):
         loop.history.add(step, metrics)
     loop.history.add(loop.logged_step, loop.logged_metrics)
     if path.exists() and jax.process_index() == 0:
         writer = jsonl_writer(path)
-        writer.resume(before)
+        writer.resume(last_row)
         writer.write_scalars(loop.logged_step, loop.logged_metrics)
         writer.close()
 
 
-def _make_capsule(
-    hooks: Sequence[Hook], loop: TrainLoop, batches: Any, run_dir: Path | None
-) -> Capsule | None:
-    """Capture the inputs of the step for `replay`, if a NaN or inf ended the run."""
-    nonfinite = _find_nonfinite(hooks)
-    if nonfinite is None:
+def _find_nonfinite(loop: TrainLoop, hooks: Sequence[Hook]) -> Nonfinite | None:
+    if not loop.positions:  # hooks were not opened, and may have that of an earlier run
         return None
-    capsule = take_capsule(
-        nonfinite,
-        state=loop.state,
-        positions=loop.positions,
-        batches=batches,
-        directory=None if loop.series is None else loop.series.directory,
-    )
-    return capsule if run_dir is None else save_capsule(capsule, run_dir)
-
-
-def _find_nonfinite(hooks: Sequence[Hook]) -> Nonfinite | None:
-    found = [getattr(hook, "found", None) for hook in hooks if may_stop(hook)]
-    return next((item for item in found if isinstance(item, Nonfinite)), None)
+    results = [getattr(hook, "found", None) for hook in hooks if may_stop(hook)]
+    return next((result for result in results if isinstance(result, Nonfinite)), None)
 
 
 def _stop_reason(loop: TrainLoop, hooks: Sequence[Hook]) -> Stop | None:
     """Return why the run stopped; a NaN or inf takes precedence over other reasons."""
-    nonfinite = _find_nonfinite(hooks)
+    nonfinite = _find_nonfinite(loop, hooks)
     if nonfinite is None or loop.stop is None:
         return loop.stop
     why = f"{nonfinite.metric} is {nonfinite.metrics[nonfinite.metric]} in step {nonfinite.step}"
@@ -364,21 +477,11 @@ def _stop_reason(loop: TrainLoop, hooks: Sequence[Hook]) -> Stop | None:
 
 
 def _result(loop: TrainLoop, stop: Stop | None, capsule: Capsule | None = None) -> FitResult:
-    best, series = None, loop.series
-    if series is not None and series.best is not None:
-        best = next(iter(order_by(series.best, metrics_in(series.directory))), None)
+    best = None if loop.series is None else loop.series.best_step()
     stop = stop or Stop("error", "")
     if capsule is not None and capsule.path is not None:
         stop = stop._replace(message=f"{stop.message}; see {capsule.path}")
-    return FitResult(
-        state=loop.state,
-        steps=loop.step,
-        history=loop.history,
-        stop_reason=stop,
-        best=best,
-        resumed=loop.resumed,
-        capsule=capsule,
-    )
+    return FitResult(loop.state, loop.step, loop.history, stop, best, loop.resumed, capsule)
 
 
 @contextmanager
@@ -408,12 +511,14 @@ def _print_waiting(loop: TrainLoop) -> None:
 def _raise_signal(loop: TrainLoop, result: FitResult) -> None:
     """Raise the exception for the signal, with the result attached."""
     error: Any
-    if loop.preemption.signal == signal.SIGINT:
+    # One that came after the last vote is raised too, now that everything is saved.
+    number = loop.preemption.agreed or loop.preemption.received
+    if number == signal.SIGINT:
         error = KeyboardInterrupt(
             f"{result.stop_reason}; the trained state is in this exception: in a notebook or "
             "console, type: import sys; result = sys.last_value.result"
         )
-    elif loop.preemption.signal == signal.SIGTERM:
+    elif number == signal.SIGTERM:
         error = SystemExit(128 + signal.SIGTERM)
     else:
         return

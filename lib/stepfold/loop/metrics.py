@@ -20,6 +20,7 @@ from stepfold.errors import ConfigError
 if TYPE_CHECKING:
     from clu.metrics import Metric
 
+_SAVED_POINTS = 5000  # of each curve in a checkpoint
 _SUM_DTYPES = {"i": np.int64, "u": np.uint64, "b": np.int64}
 
 
@@ -87,8 +88,8 @@ class MetricBuffer:
         if restored is None:
             return self._unpack(packed)
         leaves, structure = jax.tree.flatten(self._unpack(packed))
-        whole = [np.concatenate(pair) for pair in zip(restored, leaves, strict=True)]
-        return jax.tree.unflatten(structure, whole)
+        joined = [np.concatenate(pair) for pair in zip(restored, leaves, strict=True)]
+        return jax.tree.unflatten(structure, joined)
 
     def get_state(self) -> dict[str, Any]:
         leaves, values = self._restored or [], self._restored_values
@@ -149,7 +150,7 @@ def read_interval(stacked: Mapping[str, Any]) -> tuple[dict[str, float], Any, An
     """Read train metrics with a leading axis of steps: merged, per step, and their weights."""
     merged = {
         name: _mean(metric, _sum)
-        if _keeps(metric, "compute") and _keeps(metric, "merge")
+        if _inherits_from_average(metric, "compute") and _inherits_from_average(metric, "merge")
         else _merge(metric)
         for name, metric in stacked.items()
     }
@@ -159,11 +160,13 @@ def read_interval(stacked: Mapping[str, Any]) -> tuple[dict[str, float], Any, An
 
 
 def per_step_values(stacked: Any) -> np.ndarray | None:
-    """Read a metric of totals and weights step by step; None for other metrics."""
-    from clu.metrics import Average
+    """Read a metric of totals and weights, or of bits, step by step; None for other metrics."""
+    from stepfold.core.metrics import DifferentLeaves
 
-    additive = _is_term_sum(stacked) or type(stacked) is Average
-    return np.asarray(metric_value(stacked)) if additive else None
+    if isinstance(stacked, DifferentLeaves):
+        return np.asarray(stacked.words)
+    is_mean = _inherits_from_average(stacked, "compute")
+    return np.asarray(metric_value(stacked)) if is_mean else None
 
 
 def per_step_weights(stacked: Any) -> np.ndarray | None:
@@ -191,7 +194,7 @@ def merge_metrics(metrics: Sequence[Mapping[str, "Metric"]]) -> dict[str, Any]:
 
 
 def _merge(stacked: Any) -> Any:
-    if _keeps(stacked, "merge"):
+    if _inherits_from_average(stacked, "merge"):
         return jax.tree.map(_sum, stacked)
     count = len(jax.tree.leaves(stacked)[0])
     steps = [jax.tree.map(lambda leaf, k=k: leaf[k], stacked) for k in range(count)]
@@ -216,23 +219,23 @@ def metric_value(metric: Any) -> Any:
     """Read one metric; NaN if it has seen nothing."""
     from clu.metrics import Metric
 
-    if _keeps(metric, "compute"):
+    if _inherits_from_average(metric, "compute"):
         return _mean(metric)
     return metric.compute() if isinstance(metric, Metric) else metric
 
 
 def _is_term_sum(metric: Any) -> bool:
-    from stepfold.core.report import TermSum
+    from stepfold.core.metrics import TermSum
 
     return isinstance(metric, TermSum)
 
 
-def _keeps(metric: Any, method: str) -> bool:
-    """Whether a metric is a sum of terms or an `Average` that inherits `method`: both just add."""
+def _inherits_from_average(metric: Any, method: str) -> bool:
+    """Whether a method of a metric just adds or divides totals and weights, as in `Average`."""
     from clu.metrics import Average
 
-    kind = type(metric)
-    is_average = isinstance(metric, Average) and getattr(kind, method) is getattr(Average, method)
+    cls = type(metric)
+    is_average = isinstance(metric, Average) and getattr(cls, method) is getattr(Average, method)
     return _is_term_sum(metric) or is_average
 
 
@@ -301,12 +304,12 @@ class History(dict[str, Curve]):
                 curve = self[name] = Curve()
             curve.add(step, float(value))
 
-    def get_state(self, points: int = 5000) -> dict[str, list[bytes]]:
+    def get_state(self) -> dict[str, list[bytes]]:
         """Return the last points of each curve, as bytes of steps and values."""
         return {
             name: [
-                np.array(curve.steps[-points:], np.int64).tobytes(),
-                np.array(curve[-points:], np.float64).tobytes(),
+                np.array(curve.steps[-_SAVED_POINTS:], np.int64).tobytes(),
+                np.array(curve[-_SAVED_POINTS:], np.float64).tobytes(),
             ]
             for name, curve in self.items()
         }

@@ -17,15 +17,17 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.checkpoints import Checkpoints
 from stepfold.checkpoint.leaves import is_key
+from stepfold.checkpoint.series import Checkpoints
+from stepfold.checkpoint.steps import is_url
 from stepfold.core.state import params_of
-from stepfold.data.indexed import Batches
+from stepfold.data.batches import Batches
 from stepfold.data.prefetch import Prefetch
-from stepfold.data.streamed import Streamed
+from stepfold.data.stream import StreamBatches
 from stepfold.errors import DataError
 from stepfold.loop.evaluate import Evaluation, mesh_of
 from stepfold.loop.hooks.base import Hook, hook_name
+from stepfold.loop.writers.base import replace_file
 from stepfold.loop.writers.jsonl import last_csv_step, last_step
 
 NAME = "run.json"
@@ -38,11 +40,10 @@ _ADVICE = "move it away, and the rest of the run is shown without it"
 def run_metadata(
     state: Any,
     batches: Any,
-    *,
     arguments: Mapping[str, Any],
-    evaluations: Sequence[Evaluation],
-    checkpoints: Checkpoints | None,
-    hooks: Sequence[Hook],
+    evaluations: Sequence[Evaluation] = (),
+    checkpoints: Checkpoints | None = None,
+    hooks: Sequence[Hook] = (),
 ) -> dict[str, Any]:
     """Describe a run as JSON: its arguments, versions, devices, seeds and parameters.
 
@@ -50,15 +51,23 @@ def run_metadata(
     no reference to the state.
     """
     # Only of stepfold's own batches, since `get_state` of others may be expensive.
-    is_own = isinstance(batches, Batches | Streamed | Prefetch) and hasattr(batches, "get_state")
+    is_own = isinstance(batches, Batches | StreamBatches | Prefetch) and hasattr(
+        batches, "get_state"
+    )
     position = batches.get_state() if is_own else None
     pipeline = (position.get("pipeline") if isinstance(position, Mapping) else None) or {}
+    if skipped := getattr(batches, "skipped", None):
+        pipeline = {**pipeline, "skipped": skipped}
     settings = None
     if checkpoints is not None:
         names = [field.name for field in fields(checkpoints) if field.init]
         settings = {name.rstrip("_"): getattr(checkpoints, name) for name in names}
+        if (temporary := checkpoints.temporary) is not None:
+            settings["temporary"] = {**vars(temporary), "directory": str(temporary.directory)}
         if directory := checkpoints.directory:
-            settings["directory"] = str(Path(directory).absolute())
+            settings["directory"] = (
+                directory if is_url(directory) else str(Path(directory).absolute())
+            )
     key: Any = getattr(state, "key", None)
     if not isinstance(key, jax.Array) or not key.is_fully_replicated:
         key = None
@@ -169,6 +178,16 @@ _is_number = lambda value: type(value) in (int, float) and abs(value) < 1e300
 _is_mode = lambda value: value in ("min", "max")
 # The entries that the report reads; others may hold anything. One with `?` may be missing or null.
 # `[form]` is a list of any length, and a tuple is a list of exactly these.
+_ATTEMPT = {
+    **dict.fromkeys(("began", "updated?", "ended?"), _is_time),
+    **dict.fromkeys(("from", "to", "total?"), _is_count),
+    "stop?": {"kind": str, "message": str},
+    "stopped?": str,
+    "error?": {"type": str, "message": str},  # of format 1
+    "pause?": _is_number,
+    "clock?": [(_is_number, _is_number, _is_number)],
+}
+_LEAF = (str, [_is_count], str, _is_count)
 _FORM = {
     "format": lambda value: type(value) is int and value >= 1,
     "program?": str,
@@ -177,26 +196,8 @@ _FORM = {
         "checkpoints?": {"directory?": str, "best?": str, "mode?": _is_mode},
     },
     "devices?": {},
-    "parameters?": {
-        "count": _is_count,
-        "bytes": _is_count,
-        "leaves?": [(str, [_is_count], str, _is_count)],
-    },
-    "attempts": [
-        {
-            "began": _is_time,
-            "from": _is_count,
-            "to": _is_count,
-            "total?": _is_count,
-            "updated?": _is_time,
-            "ended?": _is_time,
-            "stop?": {"kind": str, "message": str},
-            "stopped?": str,
-            "error?": {"type": str, "message": str},
-            "pause?": _is_number,
-            "clock?": [(_is_number, _is_number, _is_number)],
-        }
-    ],
+    "parameters?": {"count": _is_count, "bytes": _is_count, "leaves?": [_LEAF]},
+    "attempts": [_ATTEMPT],
 }
 
 
@@ -204,19 +205,7 @@ def write_run_info(run_dir: Path, info: Mapping[str, Any]) -> None:
     """Write `run.json` atomically, with a line for each entry."""
     entries = {**info, "format": FORMAT}.items()
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in entries]
-    replace_file(run_dir / NAME, "{\n " + ",\n ".join(lines) + "\n}\n")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file atomically; if it cannot be written, the old content stays."""
-    new = path.with_name(path.name + ".new")
-    try:
-        # The name of a run's directory need not be UTF-8, and the page shows it.
-        new.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(new, path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+    replace_file(run_dir / NAME, ("{\n " + ",\n ".join(lines) + "\n}\n").encode())
 
 
 def move_previous_run(directory: Path, step: int) -> None:
@@ -238,5 +227,5 @@ def move_previous_run(directory: Path, step: int) -> None:
     warnings.warn(
         f"run_dir: expected no metrics after step {step}, got those of an earlier run, up to step "
         f"{last}; its files are now in {aside}. To resume a run, keep its checkpoints",
-        stacklevel=4,
+        stacklevel=3,
     )

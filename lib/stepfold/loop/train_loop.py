@@ -1,26 +1,31 @@
 """The training loop: the order of operations, and the state of a run in its checkpoints."""
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 import jax
 
-from stepfold.checkpoint.series import Series
+from stepfold import tree
+from stepfold.checkpoint.series import Checkpoints
+from stepfold.core.processes import KeyValues, agreement, spell_processes
 from stepfold.core.state import has_nan, is_available, step_of
-from stepfold.errors import ConfigError, DataError, StepfoldError
+from stepfold.data.epochs import size_at
+from stepfold.errors import CheckpointError, ConfigError, DataError, StepfoldError
 from stepfold.loop.data import BatchFeed, DataPosition
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.hooks.base import Event, HookDispatcher, Stop, check_spelling
+from stepfold.loop.hooks.base import Event, GoBack, HookDispatcher, Stop, check_spelling
 from stepfold.loop.metrics import History, Interval, MetricBuffer
 from stepfold.loop.preemption import Preemption, WaitInterrupted
+from stepfold.loop.rollback import Rollbacks
 from stepfold.loop.step_runner import StepRunner
 
 _MAX_DELAY = 4  # steps that are dispatched before the metrics of a log point are read
 _FORMAT = 2  # of the run state in a checkpoint; incremented when its meaning changes
-_NOT_SAVED = "; not saved, because a parameter is NaN"
 _END = object()
 
 
@@ -57,6 +62,8 @@ class Schedule:
 
     Steps count from step 0 of the state, epochs from the first batch of the data, after
     `first_step`. Objects in `recurring` have `every` and `every_epochs`, each an integer or None.
+    Epochs have `epoch_steps`, or end as `epoch_ends` knows. The batch size changes after the steps
+    `size_changes`, across which no call of several steps may go.
     """
 
     def __init__(
@@ -66,8 +73,10 @@ class Schedule:
         *,
         total: int | None,
         epoch_steps: int | None = None,
+        epoch_ends: Any = None,
         first_step: int = 0,
         log_epochs: bool = False,
+        size_changes: Sequence[int] = (),
     ) -> None:
         self._log_every, self._total = log_every, total
         self._epoch_steps, self._first_step, self._log_epochs = epoch_steps, first_step, log_epochs
@@ -75,11 +84,16 @@ class Schedule:
         epochs = [item.every_epochs for item in recurring if item.every_epochs]
         epochs += [1] if log_epochs else []
         self._every_epochs = [count * epoch_steps for count in epochs] if epoch_steps else []
+        self._epoch_ends, self._needs_ends = epoch_ends, bool(epochs)
+        self._size_changes = size_changes
 
     def next_after(self, step: int) -> int:
         first = self._first_step
         steps: list[int] = [(step // every + 1) * every for every in self._every]
         steps += [((step - first) // every + 1) * every + first for every in self._every_epochs]
+        if self._epoch_ends is not None and self._needs_ends:
+            steps.append(first + self._epoch_ends.end(self._epoch_ends.done(step - first) + 1))
+        steps += [change for change in self._size_changes if change > step]
         return min(steps if self._total is None else [*steps, self._total])
 
     def is_log_point(self, step: int) -> bool:
@@ -94,7 +108,13 @@ class Schedule:
 
     def epochs_done(self, step: int) -> int | None:
         """Return the number of epochs done if one ends with a step, else None."""
-        if not self._epoch_steps or step <= self._first_step:
+        if step <= self._first_step:
+            return None
+        if self._epoch_ends is not None:
+            used = step - self._first_step
+            before, done = self._epoch_ends.done(used - 1), self._epoch_ends.done(used)
+            return done if done > before else None
+        if not self._epoch_steps:
             return None
         epochs, rest = divmod(step - self._first_step, self._epoch_steps)
         return epochs if rest == 0 else None
@@ -113,21 +133,23 @@ class TrainLoop:
         state: Any,
         feed: BatchFeed,
         *,
-        steps: int | None = None,
-        more_steps: int | None = None,
-        evaluations: Sequence[Evaluation] = (),
-        series: Series | None = None,
+        steps: int | None,
+        more_steps: int | None,
+        evaluations: Sequence[Evaluation],
+        series: Checkpoints | None,
         hooks: HookDispatcher,
         watched: Mapping[str, str],
-        log_every: int = 10,
-        steps_per_call: int = 1,
-        save_history: bool = True,
+        log_every: int,
+        steps_per_call: int,
+        save_history: bool,
+        rollbacks: Rollbacks | None = None,
     ) -> None:
         self.state, self.step = state, step_of(state)
         self.preemption, self.hooks, self.series = Preemption(), hooks, series
         self.history, self._batch = History(), None
         self.stop: Stop | None = None
         self.resumed: int | None = None  # the step of the checkpoint that it resumed from
+        self.was_complete = False  # whether that checkpoint was the last of a complete run
         self.positions: list[DataPosition] = []  # at the start and at the last log points
         self._run_step, self._feed, self._evaluations = runner, feed, evaluations
         self._buffer = MetricBuffer(runner.unpack)
@@ -136,9 +158,13 @@ class TrainLoop:
         # Metrics are read this many steps late, so that the device has work while hooks run. At a
         # log point that evaluates or saves, and at the end, they are read at once.
         self._delay = min(_MAX_DELAY, max(1, log_every // 2))
-        self._more_steps, new_steps = more_steps, more_steps or feed.total
-        self.total = self.step + new_steps if steps is None and new_steps else steps
-        self._first_step = self.step  # of this call
+        self._more_steps = more_steps
+        self.total = steps
+        if steps is None and (new_steps := more_steps or feed.total):
+            self.total = self.step + new_steps
+        self._counts_epochs = self.total is not None and steps is None and more_steps is None
+        self._start = self.step
+        self._first_step = self.step  # of this call, or since it went back
         self._unseen_metrics = dict(watched)
         self._provides_any = any(getattr(h, "provides", None) is None for h in hooks.hooks)
         # Saved in checkpoints, so that a resume finishes what an exception interrupted.
@@ -147,16 +173,27 @@ class TrainLoop:
         self._is_complete = self.total is not None and self.step >= self.total
         self.logged_step = self.step  # of the last event
         self.logged_metrics: dict[str, float] = {}  # all of that step
-        self._has_news = False  # whether hooks have seen an event
+        self._saw_event = False  # whether hooks saw an event that the restored checkpoint lacks
+        self._votes_on_batches = False  # whether one of several processes may have fewer of them
+        self._deferred_error: Exception | None = None  # of user code, see `_defer_error`
+        self._warned_of_save = False
+        if series is not None:
+            series.on_request(self.preemption.request_save)
+        self._rollbacks = rollbacks
+        self._request: GoBack | None = None  # of a hook of this process
+        self.go_back: GoBack | None = None  # agreed on, if `run` returned for the run to go back
 
     def run(self) -> None:
-        """Run to the end; save before an exception propagates."""
+        """Run to the end, or until `go_back` is set; save before an exception propagates."""
+        if not self.preemption.is_alone:
+            self._compare_lengths()
         if self._is_complete and self.total is not None and self.step >= self.total:
             message = f"step {self.step} of {self.total} was done before"
             self.stop = Stop("already_completed", message)
             return
         try:
-            self.hooks.open(self.step, self.total)
+            with agreement("hooks: not opened"):
+                self.hooks.open(self.step, self.total)
             self._finish_boundary()
             while self.stop is None:
                 batches = self._next_batches(min(self._steps_per_call, self._due - self.step))
@@ -170,30 +207,59 @@ class TrainLoop:
                     self._boundary()
                 if self._buffer.closed:
                     self._log(self.step - self._delay)
-                if self.preemption.signal is not None and self.preemption.is_alone:
-                    self._stop_by_signal()
+                if not self.preemption.is_alone:
+                    self._vote()
+                if self.preemption.has_agreed:
+                    self._act_on_agreement()
             self._finish()
+            self._raise_deferred_error()
         except BaseException as error:
             if not self.preemption.was_repeated:
                 self._rescue(error)
             raise
 
+    def _compare_lengths(self) -> None:
+        """Check that all processes have equally many batches; if unknown, vote on each batch."""
+        left = self._feed.batches_left
+        if left is not None and self.total is not None:
+            left = min(left, max(0, self.total - self.step))
+        lengths = KeyValues("fit").gather([self.total, left], "the start of the run")
+        totals, counts = ([length[i] for length in lengths] for i in range(2))
+        self._votes_on_batches = None in counts
+        if len(set(totals)) > 1 or (not self._votes_on_batches and len(set(counts)) > 1):
+            counts = totals if len(set(totals)) > 1 else [self.step + count for count in counts]
+            known = [count for count in counts if count is not None]
+            raise DataError(
+                f"batches: expected as many steps in every process, got {counts}; give "
+                f"steps={min(known)}, or as many batches to each"
+            )
+
+    def _vote(self) -> None:
+        """Let the processes vote on whether to stop, and stop if they have agreed to."""
+        if self.stop is None and not self._votes_on_batches:
+            self.preemption.vote(self.step)
+        self._stop_by_hook(self.preemption.agreed_stop)
+
     def _finish_boundary(self) -> None:
         """Start the schedule, and finish what an exception interrupted before a resume."""
+        first_step = self.step - self._feed.used
+        saves = [] if self.series is None else [self.series, self.series.temporary]
         self._schedule = Schedule(
             self._log_every,
-            [*self._evaluations, *([] if self.series is None else [self.series])],
+            [*self._evaluations, *filter(None, saves)],
             total=self.total,
             epoch_steps=self._feed.epoch_steps,
-            first_step=self.step - self._feed.used,
+            epoch_ends=self._feed.epoch_ends,
+            first_step=first_step,
             log_epochs=self.hooks.wants_epochs,
+            size_changes=[first_step + start for start, _ in self._feed.batch_sizes[1:]],
         )
-        self._due = self._schedule.next_after(self.step)
+        self._find_due()
         self._log()
         if self.resumed and self.step != self.total:
             self._evaluate([e for e in self._evaluations if self._schedule.is_due(e, self.step)])
             self._end_epoch()
-        self._save()
+        self._save(permanent=False)
         self.positions.append(self._position())
         if self.total is not None and self.step >= self.total and self.stop is None:
             self.stop = Stop("completed", f"all {self.total} steps were done")
@@ -201,27 +267,51 @@ class TrainLoop:
     def _next_batches(self, count: int) -> list[Any]:
         """Pull up to `count` batches; if there are none, set the reason to stop."""
         batches: list[Any] = []
-        while len(batches) < count:
-            batch = self._interruptible(self._feed.next_batch, self.step + len(batches))
-            if batch is _END:
-                break
-            batches.append(batch)
+        try:
+            while len(batches) < count:
+                batch = self._interruptible(self._feed.next_batch, self.step + len(batches))
+                if batch is _END:
+                    break
+                batches.append(batch)
+        except Exception as error:
+            if not self._votes_on_batches:  # the others may have dispatched this step already
+                raise
+            self._defer(error)
+        if self._votes_on_batches:
+            batches = self._agree_on_batches(batches)
         if batches:
             self._batch, self._is_complete = batches[-1], False
-        elif self.preemption.signal is not None:
-            self._stop_by_signal()
         else:
-            self._stop_exhausted()
+            self._stop_by_signal()
+            self._stop_by_hook(self.preemption.agreed_stop)
+            if self.stop is None:
+                self._stop_exhausted()
         return batches
+
+    def _agree_on_batches(self, batches: list[Any]) -> list[Any]:
+        """Keep as many batches as all processes have, so that all stop at the same step."""
+        if self.step == self._first_step:  # a process may be minutes late
+            KeyValues("fit").gather(None, "a first batch")
+        counts = self.preemption.agree(len(batches))
+        if min(counts) == 0 < max(counts) and self.preemption.failed_process is None:
+            ended = [process for process, count in enumerate(counts) if not count]
+            warnings.warn(
+                f"batches: expected as many in every process, got {self.step} in "
+                f"{spell_processes(ended)}, and more in the others, which stop there too; give "
+                "steps=…, or as many batches to each",
+                stacklevel=5,
+            )
+        return batches[: min(counts)]
 
     def _interruptible(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that may block; return `_END` on StopIteration or a signal."""
         preemption = self.preemption
-        if preemption.signal is not None and preemption.is_alone:
+        if preemption.agreed is not None and preemption.is_alone:
             return _END
         try:
             preemption.is_waiting = preemption.is_alone
             value = function(*args)
+            # Not only in `finally`, where a signal would raise outside of this `try`.
             preemption.is_waiting = False
         except (StopIteration, WaitInterrupted):
             return _END
@@ -230,12 +320,44 @@ class TrainLoop:
         return value
 
     def _stop_by_signal(self) -> None:
-        if self.preemption.signal is not None:
-            name = self.preemption.signal.name
+        if self.preemption.agreed is not None:
+            name = self.preemption.agreed.name
             self.stop = self.stop or Stop("signal", f"{name} at step {self.step}")
 
+    def _act_on_agreement(self) -> None:
+        """Stop by a signal, or save by request."""
+        preemption = self.preemption
+        preemption.has_agreed = False  # first, since a thread or a signal may set it again
+        self._stop_by_signal()
+        if not preemption.agreed_save:
+            return
+        preemption.agreed_save = False
+        if self.series is None:
+            if not self._warned_of_save:
+                warnings.warn(
+                    "SIGUSR1: expected a series to save in, got none; give checkpoints=…",
+                    stacklevel=4,
+                )
+            self._warned_of_save = True
+        elif self.stop is None:
+            self._log()
+            if self.stop is None:
+                self._save_or_stop(permanent=True)
+
+    def request_stop(self, stop: Stop) -> None:
+        """Stop after this step or, with several processes, once they agree; for any thread."""
+        if self.preemption.is_alone:
+            self._stop_by_hook(stop)
+        else:
+            self.preemption.request(stop)
+
+    def _stop_by_hook(self, stop: Stop | None) -> None:
+        is_corrupt = stop is not None and stop.kind == "corrupt"  # also if all steps are done
+        if stop is not None and (self.stop is None or (is_corrupt and self.stop.kind != "corrupt")):
+            self.stop = stop._replace(message=f"{stop.message}; stopped at step {self.step}")
+
     def _stop_exhausted(self) -> None:
-        if not self.step:
+        if self.step == self._first_step and self.resumed is None:
             raise DataError("batches: expected at least one, got none")
         self.stop = Stop("exhausted", f"the batches ended at step {self.step}")
         self._is_complete = True
@@ -247,12 +369,13 @@ class TrainLoop:
             )
 
     def _boundary(self) -> None:
-        """Do what is due after a step: log, then evaluate, then save."""
+        """Log, then evaluate, then save, each if it is due after this step."""
         step, is_last = self.step, self.step == self.total
         if is_last:
             self.stop = Stop("completed", f"all {step} steps were done")
         if self._schedule.is_log_point(step):
             self._buffer.close_interval(step)
+            # The start and three log points: one is before any step whose metrics are not read yet.
             self.positions = [*self.positions[:1], *self.positions[1:][-2:], self._position()]
         epochs = self._schedule.epochs_done(step)
         saves = self.series is not None and self.series.due(step, epoch=epochs)
@@ -265,29 +388,80 @@ class TrainLoop:
         if self.stop is None:
             self._end_epoch()
         if saves and self.stop is None:
-            broken = has_nan(self.state)
-            if broken:  # hooks see the metrics first: one may know where the NaN comes from
-                self._buffer.close_interval(step)
-                self._log()
-            self._save(broken)
-        self._due = self._schedule.next_after(step)
+            self._save_or_stop(permanent=False)
+        self._find_due()
+
+    def _find_due(self) -> None:
+        """Find the next step after which something is due, and use the programs of its batches."""
+        self._due = self._schedule.next_after(self.step)
+        if len(sizes := self._feed.batch_sizes) > 1:
+            used, total = self._feed.used, math.inf if self.total is None else self.total
+            end = total - self.step + used
+            later = [size for start, size in sizes if used < start < end]
+            self._run_step.set_batch_size(size_at(sizes, used), later)
+
+    def _save_or_stop(self, *, permanent: bool) -> None:
+        """Save the state; if a parameter is NaN, stop once hooks have seen the metrics."""
+        if has_nan(self.state):  # `_finish` refuses to save it
+            self._buffer.close_interval(self.step)
+            self._log()
+            self.stop = self.stop or Stop("nonfinite", f"stopped at step {self.step}")
+        else:
+            self._save(is_checked=True, permanent=permanent)
 
     def _finish(self) -> None:
         """Log the rest, evaluate a last time, and save."""
-        self._is_complete = self._is_complete or self.step == self.total
-        if not self._is_complete:  # a resume continues the open interval, and logs it whole
+        if not self.preemption.is_alone:
+            self.preemption.agree()
+        has_failed = self.preemption.failed_process is not None
+        is_interrupted = has_failed or self.preemption.agreed is not None
+        self._is_complete = (self._is_complete or self.step == self.total) and not has_failed
+        self._log()
+        if self._is_complete and not is_interrupted:
+            self._buffer.close_interval(self.step)
             self._log()
+        if self._agree_to_go_back():
+            return
+        if not self._is_complete:  # a resume continues the open interval, and logs it whole
             self._save()
-        if self.preemption.signal is None:
+        if not is_interrupted:
             self._buffer.close_interval(self.step)
             self._log()
             self._evaluate(self._evaluations)
             self._end_epoch()
-            self._warn_of_unseen_metrics()
+            for metric, argument in self._unseen_metrics.items() if self._saw_event else ():
+                warnings.warn(
+                    f"{metric}: expected a metric that is measured, got "
+                    f"{', '.join(sorted(self.history))}; {argument} had no effect",
+                    stacklevel=4,
+                )
         if self._is_complete:
-            self._log()
-            self._is_complete = self.preemption.signal is None
+            self._is_complete = self.preemption.agreed is None
             self._save()
+
+    def _agree_to_go_back(self) -> bool:
+        """Whether a hook of any process lets the run go back; if it cannot, stop instead."""
+        # Not if the state is corrupt, or if another run may use the directory.
+        kind = None if self.stop is None else self.stop.kind
+        may_go_back = kind not in ("corrupt", "error") or self.preemption.failed_process is not None
+        votes: list[Any] = [[self._request, may_go_back]]
+        if not self.preemption.is_alone:
+            votes = KeyValues("fit").gather(votes[0], "the end of its steps")
+        request = next((GoBack(*request) for request, _ in votes if request is not None), None)
+        if request is None or not all(may_go_back for _, may_go_back in votes):
+            return False
+        if self._rollbacks is None:
+            raise ConfigError(
+                "hooks: expected checkpoints=… for a hook that lets the run go back, got none; "
+                f"give sf.Checkpoints(every=…): {request.why}"
+            )
+        stop = self._rollbacks.refuse(request)
+        if stop is None:
+            self.go_back = request
+        else:
+            self.stop = None
+            self._stop_by_hook(stop)
+        return stop is None
 
     def _rescue(self, error: BaseException) -> None:
         """Save after an exception, but not with several processes: the others do not take part."""
@@ -298,15 +472,50 @@ class TrainLoop:
                 raise explanation from error
         elif jax.process_count() == 1:
             try:
-                self._save()
+                try:
+                    self._save()
+                except ConfigError as failure:  # a position or hook state that JSON cannot hold
+                    error.add_note(
+                        f"the state is saved alone, for sf.restore, not for a resume: {failure}"
+                    )
+                    self._save(alone=True)
             except (StepfoldError, OSError) as failure:
                 error.add_note(f"the state could not be saved: {type(failure).__name__}: {failure}")
 
+    @contextmanager
+    def _defer_error(self) -> Iterator[None]:
+        """With several processes, keep an error of hooks in one until all have stopped and saved.
+
+        Until they have agreed to, this process takes part in the steps of the others. Its hooks see
+        no more events; the checkpoint keeps these.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.preemption.is_alone:
+                raise
+            self._defer(error)
+
+    def _defer(self, error: Exception) -> None:
+        self._deferred_error, self.preemption.has_failed = error, True
+        self.preemption.add_event(None)  # so that the next vote is soon
+
+    def _raise_deferred_error(self) -> None:
+        if self._deferred_error is not None:
+            raise self._deferred_error
+        if self.preemption.failed_process is not None:
+            raise StepfoldError(
+                f"fit: expected no error in any process, got one in process "
+                f"{self.preemption.failed_process}, which shows it; all stopped at step {self.step}"
+            )
+
     def _log(self, until: int | None = None) -> None:
         """Send hooks the intervals that ended at or before a step, by default all."""
-        for interval in self._buffer.take(self.step if until is None else until):
-            with self.hooks.transaction():
-                self._dispatch(interval, "train")
+        if self._deferred_error is None:
+            with self._defer_error():
+                for interval in self._buffer.take(self.step if until is None else until):
+                    with self.hooks.transaction():
+                        self._dispatch(interval, "train")
 
     def _evaluate(self, evaluations: Sequence[Evaluation]) -> None:
         for evaluation in evaluations:
@@ -315,16 +524,18 @@ class TrainLoop:
             metrics = self._interruptible(functools.partial(_evaluate, evaluation), self.state)
             if metrics is _END:
                 return
+            if self._deferred_error is not None:
+                continue
             interval = Interval(self.step, metrics, {}, {}, perf_counter())
-            with self.hooks.transaction():
+            with self._defer_error(), self.hooks.transaction():
                 self._dispatch(interval, evaluation.name)
                 self._evaluated[evaluation.name] = self.step
 
     def _end_epoch(self) -> None:
         """Call hooks at the end of an epoch, after all events of its last step."""
         epochs = self._schedule.epochs_done(self.step)
-        if epochs is not None and self.step > self._epoch_ended_at:
-            with self.hooks.transaction():
+        if epochs is not None and self.step > self._epoch_ended_at and not self._deferred_error:
+            with self._defer_error(), self.hooks.transaction():
                 self.hooks.end_epoch(epochs - 1)
                 self._epoch_ended_at = self.step
 
@@ -340,20 +551,22 @@ class TrainLoop:
             weights=interval.weights,
             time=interval.time,
             kind=kind,
+            hook_seconds=self.hooks.seconds,
         )
-        if self._unseen_metrics:
-            self._check_watched(event)
+        self._check_watched(event)
         event, stop = self.hooks.dispatch(event)
         self.history.add(event.step, event.metrics)
-        if self._unseen_metrics:
-            self._mark_seen(event)
+        unseen = self._unseen_metrics.items()
+        self._unseen_metrics = {name: arg for name, arg in unseen if name not in event.metrics}
         is_new = event.step != self.logged_step
         self.logged_metrics = {**({} if is_new else self.logged_metrics), **event.metrics}
-        self.logged_step, self._has_news = event.step, True
-        if not self.preemption.is_alone:
-            stop = self.preemption.agree(stop)
-        if stop is not None and self.stop is None:
-            self.stop = stop._replace(message=f"{stop.message} at step {self.step}")
+        self.logged_step, self._saw_event = event.step, True
+        if isinstance(stop, GoBack):
+            self._request, stop = self._request or stop, Stop("go_back", stop.why)
+        if self.preemption.is_alone:
+            self._stop_by_hook(stop)
+        else:
+            self.preemption.add_event(stop)
 
     def _check_watched(self, event: Event) -> None:
         for metric, argument in self._unseen_metrics.items():
@@ -366,47 +579,67 @@ class TrainLoop:
                     "one of them"
                 )
 
-    def _mark_seen(self, event: Event) -> None:
-        unseen = self._unseen_metrics.items()
-        self._unseen_metrics = {name: arg for name, arg in unseen if name not in event.metrics}
-
-    def _warn_of_unseen_metrics(self) -> None:
-        for metric, argument in self._unseen_metrics.items():
-            if self._has_news:
-                warnings.warn(
-                    f"{metric}: expected a metric that is measured, got "
-                    f"{', '.join(sorted(self.history))}; {argument} had no effect",
-                    stacklevel=5,
-                )
-
-    def restore(self) -> None:
+    def restore(self, series: Checkpoints) -> None:
         """Restore the newest good checkpoint."""
-        if self.series is None:
-            return
-        restored = self.series.restore(self.state)
-        self.state = restored.state
+        restored = series.restore(self.state)
+        self.state, self.stop = restored.state, None
+        self._request = self.go_back = None
+        self.history.clear()
+        self._buffer, self._saw_event = MetricBuffer(self._run_step.unpack), False
+        self.positions = []
+        self.preemption.restart(restored.step)
         self.step = self._first_step = self.resumed = self.logged_step = restored.step
         extra = restored.extra if isinstance(restored.extra, dict) else {}
-        saved = extra.get("fit") or {}
-        if saved and saved.get("format") != _FORMAT:
+        saved: Any = extra.get("fit") or {}
+        if saved and (not isinstance(saved, dict) or saved.get("format") != _FORMAT):
             warnings.warn(
-                f"{self.series.directory}: step {self.step} was saved by another version of "
+                f"{series.directory}: step {self.step} was saved by another version of "
                 "stepfold: its state and data position are restored, but not its metrics and hooks",
-                stacklevel=4,
+                stacklevel=3,
             )
             saved = {}
+        if saved:
+            self._check_form(series, saved)
         if self._more_steps is not None:  # an interrupted run keeps its target
             complete = saved.get("is_complete", True) or saved["total"] is None
             self.total = self.step + self._more_steps if complete else saved["total"]
-        self._is_complete = saved.get("is_complete", self._is_complete)
-        if self.total is None or self.step < self.total:
-            self._feed.seek(restored.data, self.step, saved.get("batches_used"))
+        self._is_complete = self.was_complete = saved.get("is_complete", self._is_complete)
+        # If no batch is needed, batches that cannot be resumed are not refused.
+        needs_batches = self.total is None or self.step < self.total
+        set_position = self._feed.seek if needs_batches else self._feed.set_position
+        set_position(restored.data, self.step, saved.get("batches_used"))
         if saved:
             self._evaluated, self._epoch_ended_at = saved["evaluated"], saved["epoch_ended_at"]
             self.logged_step, self.logged_metrics = saved["logged_step"], saved["logged_metrics"]
-            self.history.set_state(saved["history"])
-            self._buffer.set_state(saved["buffer"])
-            self.hooks.set_state(saved["hooks"])
+            try:
+                self.history.set_state(saved["history"])
+                self._buffer.set_state(saved["buffer"])
+                self.hooks.set_state(saved["hooks"])
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                if isinstance(error, StepfoldError):
+                    raise
+                raise CheckpointError(
+                    f"{series.directory}: expected metrics and hooks as fit saves them in step "
+                    f"{self.step}, got {error!r}; restore the state with sf.restore instead"
+                ) from error
+
+    def skip(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Skip ranges of batch indices, which begin after the position of the batches."""
+        self._feed.skip(ranges)
+        if self._counts_epochs and self._feed.total is not None:  # they are shorter now
+            self.total = self._start + self._feed.total
+
+    def _check_form(self, series: Checkpoints, saved: Mapping[str, Any]) -> None:
+        """Check the types of a saved run state, which may have been written by others."""
+        for name, value in self.get_state().items():
+            is_optional = name == "total" and saved.get(name) is None
+            if not is_optional and type(saved.get(name)) is not (
+                int if value is None else type(value)
+            ):
+                raise CheckpointError(
+                    f"{series.directory}: expected {name} as fit saves it in step {self.step}, got "
+                    f"{tree.spell(saved.get(name))}; restore the state with sf.restore instead"
+                )
 
     def get_state(self) -> dict[str, Any]:
         """Return the run state for a checkpoint; its size does not grow with the run."""
@@ -427,31 +660,45 @@ class TrainLoop:
     def _position(self) -> DataPosition:
         return DataPosition(self.step, self._feed.position())
 
-    def _save(self, broken: bool | None = None) -> None:
-        """Save the state, unless it is saved already or a parameter is NaN (`broken`)."""
+    def _save(
+        self, *, is_checked: bool = False, alone: bool = False, permanent: bool = True
+    ) -> None:
+        """Save the state, unless it is saved already, corrupt or, if not checked before, has a NaN.
+
+        `alone` leaves out what user code provides: the data position and the state of hooks.
+        `permanent` is for saves that are not made by the schedule of the temporary directory.
+        """
         if self.series is None or self.step == self.series.saved:
             return
-        if self.step == self._first_step and (self.resumed is None or not self._has_news):
+        if self.stop is not None and self.stop.kind == "corrupt":
             return
-        if has_nan(self.state) if broken is None else broken:
+        # A checkpoint in the temporary directory is saved again, since that may be lost.
+        is_promoted = permanent and self.series.restored_temporary
+        at_start = self.step == self._first_step and not is_promoted
+        if at_start and (self.resumed is None or not self._saw_event):
+            return
+        if not is_checked and has_nan(self.state):
             stop = self.stop or Stop("nonfinite", f"stopped at step {self.step}")
-            message = stop.message.removesuffix(_NOT_SAVED) + _NOT_SAVED
+            message = f"{stop.message}; not saved, because a parameter is NaN"
             self.stop = stop._replace(message=message)
             return
         metrics = self.logged_metrics if self.logged_step == self.step else {}
-        extra = {"fit": self.get_state()}
-        if self.step == self._first_step:  # resumed from it: add what was measured since
+        extra: dict[str, Any] = {"fit": {**self.get_state(), **({"hooks": []} if alone else {})}}
+        if self._rollbacks is not None and self._rollbacks.done:
+            extra["rollbacks"] = len(self._rollbacks.done)
+        if at_start:  # add metrics to the checkpoint that the run resumed from
             self.hooks.flush()
             self.series.add_later(self.step, metrics=metrics, extra=extra)
-            self._has_news = False
+            self._saw_event = False
             return
         self.series.save(
             self.state,
             step=self.step,
-            data=self._feed.position(),
+            data=None if alone else self._feed.position(),
             metrics=metrics,
             extra=extra,
             before_commit=self.hooks.flush,
+            permanent=permanent,
         )
 
 

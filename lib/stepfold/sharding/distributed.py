@@ -1,21 +1,29 @@
 """Start jax's distributed runtime with the settings of the launcher.
 
 This is the only module of stepfold that reads the environment, in which mpirun and srun describe
-the job.
+the job. jax's own detection does not support Open MPI 5 (jax 0.10), or only with mpi4py (0.12). It
+assigns one GPU to a process that has its host to itself, and mistakes one SLURM task for several.
+Kubernetes and TPU pods are left to jax, which asks their services.
 """
 
+import importlib.util
 import os
 import re
 import threading
+import time
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from socket import create_connection, create_server
 from typing import Any
 
 import jax
 
+from stepfold.core.processes import DEFAULT_TIMEOUT, KeyValues
 from stepfold.errors import ConfigError
-from stepfold.sharding.launchers import launched
+
+# A coordinator that has answered before counts as ended after this many failed connections.
+_POLL_SECONDS, _MAX_FAILURES = 2.0, 3
 
 
 @dataclass(frozen=True)
@@ -23,14 +31,15 @@ class Distributed:
     """This process among those of a job, and how they were found; `str()` describes it.
 
     Attributes:
-      how: "alone", "Open MPI", "SLURM", "explicit coordinator" or "already started".
+      how: "alone", "Open MPI", "SLURM", "Kubernetes", "TPU pod", "explicit coordinator" or
+        "already started".
       process: the index of this process.
       processes: the number of processes.
       coordinator: the address of the coordinator, if known.
 
     >>> import stepfold as sf
-    >>> found = sf.start_distributed()
-    >>> found.how, found.process, found.processes
+    >>> job = sf.start_distributed()
+    >>> job.how, job.process, job.processes
     ('alone', 0, 1)
     """
 
@@ -45,13 +54,14 @@ class Distributed:
         devices = f"{every} {jax.default_backend()} device{'s' if every > 1 else ''}"
         if self.how == "alone":
             return f"alone: one process with {devices}"
-        said = {
+        phrases = {
             "explicit coordinator": " with an explicit coordinator",
             "already started": ", already started",
+            "TPU pod": " on a TPU pod",
         }
-        how = said.get(self.how, f" under {self.how}")
-        where = f", coordinator {self.coordinator}" if self.coordinator else ""
-        return f"process {self.process} of {self.processes}{how}: {own} of {devices}{where}"
+        how = phrases.get(self.how, f" under {self.how}")
+        address = f", coordinator {self.coordinator}" if self.coordinator else ""
+        return f"process {self.process} of {self.processes}{how}: {own} of {devices}{address}"
 
 
 def start_distributed(
@@ -60,17 +70,26 @@ def start_distributed(
     process: int | None = None,
     *,
     devices: Sequence[int] | None = None,
-    timeout: int = 300,
+    timeout: int = DEFAULT_TIMEOUT,
     heartbeat: int = 100,
-    shutdown: int = 300,
+    shutdown: int | None = None,
 ) -> Distributed:
     """Join the processes of a job in one jax runtime; a no-op in a single process.
 
     Call it before anything uses a jax device. The same script then runs alone, under Open MPI
     (`mpirun -n 2 python script.py`), under SLURM (`srun`; a single task runs alone), and without a
-    launcher if given `coordinator`, `processes` and `process`. Idempotent. For environments that it
-    does not detect (TPU pods, Kubernetes, MPICH), call `jax.distributed.initialize` first; this
-    function then returns the index and the number of processes of that runtime.
+    launcher if given `coordinator`, `processes` and `process`. In an indexed Kubernetes job and on
+    a TPU pod, jax finds the other processes. Idempotent. For environments that it does not detect
+    (MPICH), call `jax.distributed.initialize` first; this function then returns the index and the
+    number of processes of that runtime.
+
+    When one process ends early, the others end too:
+
+    - before all are connected: `ConfigError` at most half a minute after process 0 ended, otherwise
+      `timeout` seconds after the start of this call;
+    - killed or frozen later: jax terminates the others after `heartbeat` seconds;
+    - an exception: that process waits for the others at its exit. They fail in their next
+      collective, or jax terminates all of them after `shutdown` seconds.
 
     Args:
       coordinator: "host:port", the same in all processes: the host of process 0 and any free port.
@@ -80,11 +99,13 @@ def start_distributed(
       devices: the ids of the GPUs of its host that this process uses, `[]` for all visible ones. By
         default it uses all, or one by local rank if a launcher started several processes on the
         host.
-      timeout: seconds to wait for all processes to connect.
+      timeout: seconds to wait for all processes to connect, and later for a process that is late
+        at the start of a run, or with its first batch of a new number of rows.
       heartbeat: seconds without a heartbeat after which a process counts as dead; jax then
         terminates the others.
       shutdown: seconds that a process waits at its exit, also after an exception, for the others to
-        exit; jax then terminates them all.
+        exit; jax then terminates them all. By default as long as `heartbeat`; give more if process
+        0 works alone for longer at the end of the script.
 
     Raises:
       ConfigError: if the arguments or the environment do not fit together, if jax has already
@@ -95,45 +116,105 @@ def start_distributed(
     >>> print(sf.start_distributed())
     alone: one process with ... cpu device...
     """
+    shutdown = heartbeat if shutdown is None else shutdown
     for name, seconds in (("timeout", timeout), ("heartbeat", heartbeat), ("shutdown", shutdown)):
         if not isinstance(seconds, int) or seconds < 1:
             raise ConfigError(f"{name}: expected a whole number of seconds, got {seconds!r}")
-    found, local = _find(coordinator, processes, process, os.environ)
+    job, local = _find_job(coordinator, processes, process, os.environ)
     if jax.distributed.is_initialized():
-        return _held_against_what_runs(found, explicit=process is not None)
-    if found.how != "alone":
-        options = {
-            "local_device_ids": list(local if devices is None else devices) or None,
-            "cluster_detection_method": "deactivate",
-            "heartbeat_timeout_seconds": heartbeat,
-            "shutdown_timeout_seconds": shutdown,
-        }
-        _start(found, timeout, options)
-    return found
+        running = Distributed("already started", jax.process_index(), jax.process_count())
+        if job.how != "alone" and replace(job, how=running.how, coordinator=None) == running:
+            return job
+        if process is not None:
+            raise ConfigError(
+                f"process: expected process {job.process} of {job.processes}, but jax already runs "
+                f"as process {running.process} of {running.processes}; start it once, or drop the "
+                "arguments"
+            )
+        return running
+    options: dict[str, Any] = {
+        "local_device_ids": list(local if devices is None else devices) or None,
+        "heartbeat_timeout_seconds": heartbeat,
+        "shutdown_timeout_seconds": shutdown,
+    }
+    if job.how in _DETECTED_BY_JAX:
+        job = _start_by_detection(job.how, timeout, options)
+    elif job.how != "alone":
+        _start(job, timeout, {**options, "cluster_detection_method": "deactivate"})
+    if job.processes > 1 and (settings := KeyValues("start_distributed")):
+        settings.set(f"timeout/{job.process}", timeout)
+    return job
 
 
-def _start(found: Distributed, timeout: int, options: dict[str, Any]) -> None:
+_DETECTED_BY_JAX = {  # with what to do where jax fails
+    "Kubernetes": "pip install 'jax[k8s]' and let the service account read jobs, pods and services",
+    "TPU pod": "start the same script on every host of the pod",
+}
+
+
+def _start_by_detection(how: str, timeout: int, options: dict[str, Any]) -> Distributed:
+    """Start jax's runtime as jax detects it; how many processes there are is known afterwards."""
+    try:
+        jax.distributed.initialize(initialization_timeout=timeout, **options)
+    except Exception as error:
+        raise ConfigError(
+            f"{how}: expected jax to find the processes, got {type(error).__name__}: {error}; "
+            f"{_DETECTED_BY_JAX[how]}, or give coordinator, processes and process"
+        ) from error
+    return Distributed(how, jax.process_index(), jax.process_count())
+
+
+def _start(job: Distributed, timeout: int, options: dict[str, Any]) -> None:
     """Start jax's runtime in a thread, since jax aborts the process when it times out."""
-    address, outcome = found.coordinator or "", list[Exception | None]()
-    if found.process == 0:
-        _check_port(address)
+    address, outcome = job.coordinator or "", list[Exception | None]()
+    host, _, port = address.rpartition(":")
+    if job.process == 0:
+        try:  # jax would crash on a port that is in use
+            create_server(("", int(port))).close()
+        except OSError as error:
+            raise ConfigError(
+                f"coordinator: expected a free port, got {address}: {error}; "
+                "end what listens there, or give another, coordinator='host:port'"
+            ) from None
 
     def start() -> None:
         try:
-            place = (address, found.processes, found.process)
-            jax.distributed.initialize(*place, initialization_timeout=timeout + 60, **options)
+            arguments = (address, job.processes, job.process)
+            jax.distributed.initialize(*arguments, initialization_timeout=timeout + 60, **options)
             outcome.append(None)
         except (RuntimeError, ValueError, OSError) as error:
             outcome.append(error)
 
     thread = threading.Thread(target=start, name="start_distributed", daemon=True)
     thread.start()
-    thread.join(timeout)
-    me = f"process {found.process} of {found.processes} ({found.how})"
+    deadline = time.monotonic() + timeout
+    has_answered, failures, problem = False, 0, None
+    while thread.is_alive() and time.monotonic() < deadline and failures < _MAX_FAILURES:
+        thread.join(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+        if thread.is_alive() and job.process > 0:
+            problem = _connection_problem(host.strip("[]"), int(port))
+            has_answered = has_answered or problem is None
+            failures = failures + 1 if has_answered and problem is not None else 0
+    me = f"process {job.process} of {job.processes} ({job.how})"
     if thread.is_alive():
+        if failures == _MAX_FAILURES:
+            raise ConfigError(
+                f"{me}: expected process 0 at the coordinator {address} until all are connected, "
+                f"but it has ended ({problem}); see its output, and start all of them again"
+            )
+        if problem is None:
+            advice = (
+                "it answers, so another process was not started, or was given another address or "
+                "count"
+            )
+        else:
+            advice = (
+                f"nothing answers there ({problem}). Does process 0 run on that host, with the "
+                "same address, and can its port be reached? Else give another, "
+                "coordinator='host:port'"
+            )
         raise ConfigError(
-            f"{me}: expected all of them at the coordinator {address} within {timeout} s;"
-            f" {_who_is_missing(address)}"
+            f"{me}: expected all of them at the coordinator {address} within {timeout} s; {advice}"
         )
     if outcome != [None]:
         raise ConfigError(
@@ -142,46 +223,16 @@ def _start(found: Distributed, timeout: int, options: dict[str, Any]) -> None:
         )
 
 
-def _check_port(address: str) -> None:
-    """Refuse a port that is in use, on which jax would crash."""
+def _connection_problem(host: str, port: int) -> OSError | None:
+    """Return why there is no connection to an address, or None if there is one."""
     try:
-        create_server(("", _split(address)[1])).close()
+        create_connection((host, port), timeout=5).close()
     except OSError as error:
-        raise ConfigError(
-            f"coordinator: expected a free port, got {address}: {error}; "
-            "end what listens there, or give another, coordinator='host:port'"
-        ) from None
+        return error
+    return None
 
 
-def _who_is_missing(address: str) -> str:
-    try:
-        create_connection(_split(address), timeout=5).close()
-    except OSError as error:
-        return (
-            f"nothing answers there ({error}). Does process 0 run on that host, with the same "
-            "address, and can its port be reached? Else give another, coordinator='host:port'"
-        )
-    return "it answers, so another process was not started, or was given another address or count"
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def _held_against_what_runs(found: Distributed, *, explicit: bool) -> Distributed:
-    process, processes = jax.process_index(), jax.process_count()
-    if found.how != "alone" and (found.process, found.processes) == (process, processes):
-        return found
-    if explicit:
-        raise ConfigError(
-            f"expected process {found.process} of {found.processes}, as asked for, but jax already "
-            f"runs as process {process} of {processes}; start it once, or drop the arguments"
-        )
-    return Distributed("already started", process, processes)
-
-
-def _find(
+def _find_job(
     coordinator: str | None, processes: int | None, process: int | None, environ: Mapping[str, str]
 ) -> tuple[Distributed, list[int]]:
     """Find out which process this is, and which local devices it uses ([] for all)."""
@@ -192,33 +243,104 @@ def _find(
             f"{coordinator!r}; any free port on the host of process 0 will do"
         )
     if coordinator is not None and processes is not None and process is not None:
-        return _checked(Distributed("explicit coordinator", process, processes, coordinator)), []
-    told = launched(environ)
-    if (processes, process) != (None, None) or (coordinator and not told):
+        job = Distributed("explicit coordinator", process, processes, coordinator)
+        _check_index(job)
+        return job, []
+    launched = read_launcher(environ)
+    if (processes, process) != (None, None) or (coordinator and launched is None):
         raise ConfigError(
             f"expected coordinator, processes and process together, or under mpirun or srun the "
             f"coordinator alone, or nothing; got coordinator={coordinator!r}, "
             f"processes={processes!r}, process={process!r}, "
-            f"and {told.how if told else 'no launcher'} around"
+            f"and {launched[0].how if launched else 'no launcher'} around"
         )
-    if not told:
+    if launched is None:
+        return Distributed(_jax_environment(environ) or "alone"), []
+    job, devices = launched
+    _check_index(job)
+    if job.processes == 1:
         return Distributed("alone"), []
-    found = Distributed(told.how, told.process, told.processes, coordinator or told.coordinator)
-    if _checked(found).processes == 1:
-        return Distributed("alone"), []
-    if not found.coordinator:
+    job = replace(job, coordinator=coordinator or job.coordinator)
+    if not job.coordinator:
         raise ConfigError(
-            f"{found.how}: expected the environment to tell on which host process 0 of "
-            f"{found.processes} runs, got nothing; give coordinator='host:port'"
+            f"{job.how}: expected the environment to tell on which host process 0 of "
+            f"{job.processes} runs, got nothing; give coordinator='host:port'"
         )
-    return found, told.devices
+    return job, devices
 
 
-def _checked(found: Distributed) -> Distributed:
-    process, processes = found.process, found.processes
+def _check_index(job: Distributed) -> None:
+    process, processes = job.process, job.processes
     if not (isinstance(process, int) and isinstance(processes, int) and 0 <= process < processes):
         raise ConfigError(
-            f"{found.how}: expected 0 <= process < processes, got process={process!r} and "
+            f"{job.how}: expected 0 <= process < processes, got process={process!r} and "
             f"processes={processes!r}; the first process is 0"
         )
-    return found
+
+
+def read_launcher(environ: Mapping[str, str]) -> tuple[Distributed, list[int]] | None:
+    """Read the variables of a launcher, and the ids of the local devices ([] for all)."""
+    if "OMPI_COMM_WORLD_SIZE" in environ:
+        return _open_mpi(environ)
+    # srun sets all of these for a task; a batch script or the shell of an allocation lacks some.
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    names = (tasks, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_NODELIST")
+    return _slurm(environ, tasks) if all(name in environ for name in names) else None
+
+
+def _jax_environment(environ: Mapping[str, str]) -> str | None:
+    """Name the environment of several hosts that is left to jax, if this is one."""
+    if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environ.keys():
+        return "Kubernetes"
+    if "," in environ.get("TPU_WORKER_HOSTNAMES", ""):
+        return "TPU pod"
+    # On a TPU host without these variables, jax asks the metadata server of the cloud.
+    has_chips = os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0")
+    is_tpu_host = has_chips and importlib.util.find_spec("libtpu") is not None
+    return "TPU pod" if is_tpu_host and "TPU_SKIP_MDS_QUERY" not in environ else None
+
+
+def _open_mpi(environ: Mapping[str, str]) -> tuple[Distributed, list[int]]:
+    environ = {"OMPI_COMM_WORLD_LOCAL_SIZE": environ["OMPI_COMM_WORLD_SIZE"], **environ}
+    size, rank, local_rank, local_size = (
+        _number(environ, f"OMPI_COMM_WORLD_{name}", "Open MPI")
+        for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    # The host of mpirun: Open MPI 4 passes its addresses, 5 its name as a part of the job's.
+    job, uri = environ.get("PMIX_NAMESPACE", ""), environ.get("OMPI_MCA_orte_hnp_uri", "")
+    host = re.search(r"tcp://([^,:]+)", uri) or re.match(r"prte(?:run)?-(.+)-\d+@", job)
+    address = _address(host and host[1], job or uri, alone=local_size == size)
+    devices = [local_rank] if local_size > 1 else []
+    return Distributed("Open MPI", rank, size, address), devices
+
+
+def _slurm(environ: Mapping[str, str], tasks: str) -> tuple[Distributed, list[int]]:
+    environ = {"SLURM_STEP_NUM_NODES": "1", **environ}
+    size, rank, local_rank, nodes = (
+        _number(environ, name, "SLURM")
+        for name in (tasks, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES")
+    )
+    hosts = environ["SLURM_STEP_NODELIST"]  # "node[001-003,7],other" begins with node001
+    host = re.sub(r"\[(\d+)[^]]*\]", r"\1", hosts).split(",")[0]
+    job = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID')}"
+    address = _address(host, job, alone=not re.search(r"[\[,]", hosts))
+    return Distributed("SLURM", rank, size, address), [local_rank] if size > nodes else []
+
+
+def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
+    text = environ.get(name)
+    if text is None or not text.isdecimal():
+        raise ConfigError(
+            f"{launcher}: expected a number in the environment variable {name}, got {text!r}; "
+            "start through the launcher, or give coordinator, processes and process"
+        )
+    return int(text)
+
+
+def _address(host: str | None, job: str, *, alone: bool) -> str | None:
+    """Derive the port from the job, since processes cannot ask each other.
+
+    It is above the range from which systems assign ephemeral ports.
+    """
+    host = "127.0.0.1" if alone else host
+    return host and f"{host}:{61440 + zlib.crc32(job.encode()) % 4096}"

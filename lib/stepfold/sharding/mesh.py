@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -10,33 +10,11 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from stepfold.core.validation import mismatch
 from stepfold.errors import ShardingError
 
 DATA_AXES = ("dp", "fsdp")
 """The mesh axes over which batches are sharded by default."""
-
-
-def axes_of(entry: Any) -> tuple[Any, ...]:
-    """Return the axes that an entry of a PartitionSpec names: none, one, or several."""
-    return () if entry is None else tuple(entry) if isinstance(entry, tuple | list) else (entry,)
-
-
-def data_axes(mesh: Mesh, axes: str | Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the axes to shard batches over: `axes`, or those of `DATA_AXES` in the mesh."""
-    wanted = DATA_AXES if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-    names = tuple(name for name in wanted if name in mesh.shape)
-    if not names or (axes is not None and len(names) < len(wanted)):
-        raise ShardingError(
-            f"axes: expected axes of the mesh to spread examples over, got {wanted}; the mesh has "
-            f"{mesh.axis_names}, so give axes=…"
-        )
-    return names
-
-
-def check_mesh(mesh: Any) -> None:
-    """Refuse anything but a mesh."""
-    if not isinstance(mesh, Mesh):
-        raise ShardingError(f"mesh: expected one, as sf.make_mesh() makes it, got {mesh!r:.80}")
 
 
 def make_mesh(
@@ -70,71 +48,93 @@ def make_mesh(
     >>> sf.make_mesh((-1,), ("data",), devices=jax.devices()[:1]).shape["data"]
     1
     """
-    devices = list(jax.devices() if devices is None else devices)
+    try:
+        devices = list(jax.devices() if devices is None else devices)
+    except TypeError:
+        raise ShardingError(mismatch("devices", "a list of jax devices", devices)) from None
     if not devices:
         raise ShardingError("make_mesh: expected at least one device, got none")
-    names = tuple(names)
+    if not all(hasattr(device, "process_index") for device in devices):
+        raise ShardingError(mismatch("devices", "a list of jax devices", devices))
+    try:
+        names = tuple(names)
+    except TypeError:
+        raise ShardingError(mismatch("names", "names of axes", names)) from None
+    if not all(isinstance(name, str) for name in names):
+        raise ShardingError(mismatch("names", "names of axes", names))
     if len(set(names)) != len(names):
         raise ShardingError(f"make_mesh: expected names that differ, got {names}")
-    dims = _sizes(dims, names, "dims")
     if dcn_dims is None:
-        shape = _solved(dims, len(devices), names, "dims", "devices")
+        shape = _shape(dims, len(devices), names, "dims", "devices")
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     else:
-        dcn_dims = _sizes(dcn_dims, names, "dcn_dims")
         by_slice = len({getattr(device, "slice_index", 0) for device in devices}) > 1
-        slices = _slices(devices, "slice_index" if by_slice else "process_index")
-        outer = _solved(dcn_dims, len(slices), names, "dcn_dims", "slices")
-        inner = _solved(dims, len(slices[0]), names, "dims", "devices of a slice")
+        granule = "slice_index" if by_slice else "process_index"
+        indices = [getattr(device, granule) for device in devices]
+        sizes = [indices.count(index) for index in dict.fromkeys(indices)]
+        if len(set(sizes)) > 1:
+            raise ShardingError(
+                f"dcn_dims: expected slices of one size, got slices of {sizes} devices"
+            )
+        outer = _shape(dcn_dims, len(sizes), names, "dcn_dims", "slices")
+        inner = _shape(dims, sizes[0], names, "dims", "devices of a slice")
         grid = mesh_utils.create_hybrid_device_mesh(
             inner, outer, devices, process_is_granule=not by_slice, allow_split_physical_axes=True
         )
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def _sizes(dims: Sequence[int], names: tuple[str, ...], what: str) -> tuple[int, ...]:
+def _shape(
+    dims: Sequence[int], count: int, names: tuple[str, ...], argument: str, counted: str
+) -> tuple[int, ...]:
+    """Replace the -1 by a size, such that the product is the count."""
     try:
         sizes = tuple(map(operator.index, dims))
     except TypeError:
         sizes = ()
     if not sizes or any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
-        raise ShardingError(f"{what}: expected positive sizes, one at most -1, got {dims!r}")
+        raise ShardingError(f"{argument}: expected positive sizes, one at most -1, got {dims!r}")
     if len(sizes) != len(names):
-        raise ShardingError(f"{what}: expected one size for each of {names}, got {sizes}")
-    return sizes
+        raise ShardingError(f"{argument}: expected one size for each of {names}, got {sizes}")
+    fixed = math.prod(size for size in sizes if size != -1)
+    shape = tuple(count // fixed if size == -1 else size for size in sizes)
+    if math.prod(shape) == count:
+        return shape
 
+    def distance(shape: tuple[int, ...]) -> float:
+        pairs = zip(shape, sizes, strict=True)
+        return sum(abs(math.log(size / wanted)) for size, wanted in pairs if wanted != -1)
 
-def _slices(devices: list[Any], attribute: str) -> list[list[Any]]:
-    slices: dict[int, list[Any]] = {}
-    for device in devices:
-        slices.setdefault(getattr(device, attribute), []).append(device)
-    sizes = [len(members) for members in slices.values()]
-    if len(set(sizes)) != 1:
-        raise ShardingError(f"dcn_dims: expected slices of one size, got slices of {sizes} devices")
-    return list(slices.values())
-
-
-def _solved(
-    dims: Sequence[int], count: int, names: tuple[str, ...], what: str, of: str
-) -> tuple[int, ...]:
-    """Replace the -1 by a size, such that the product is the count."""
-    fixed = math.prod(size for size in dims if size != -1)
-    solved = tuple(count // fixed if size == -1 else size for size in dims)
-    if math.prod(solved) == count:
-        return solved
-    nearest = sorted(_factorizations(count, len(dims)), key=lambda shape: _distance(shape, dims))
+    divisors = [size for size in range(1, count + 1) if count % size == 0]
+    shapes = product(divisors, repeat=len(sizes))
+    nearest = sorted((s for s in shapes if math.prod(s) == count), key=distance)
     raise ShardingError(
-        f"{what}={tuple(dims)} over {names} does not fit the {count} {of} there are; "
+        f"{argument}={sizes} over {names} does not fit the {count} {counted} there are; "
         f"nearest that do: {', '.join(map(str, nearest[:3]))}, or give other devices="
     )
 
 
-def _factorizations(count: int, parts: int) -> Iterator[tuple[int, ...]]:
-    divisors = [size for size in range(1, count + 1) if count % size == 0]
-    return (shape for shape in product(divisors, repeat=parts) if math.prod(shape) == count)
+def check_mesh(mesh: Any) -> None:
+    """Refuse anything but a mesh."""
+    if not isinstance(mesh, Mesh):
+        raise ShardingError(
+            f"mesh: expected a jax.sharding.Mesh, got {mesh!r:.80}; sf.make_mesh() makes one"
+        )
 
 
-def _distance(shape: Sequence[int], dims: Sequence[int]) -> float:
-    """Measure the distance of a shape to the requested sizes, by their ratios."""
-    pairs = zip(shape, dims, strict=True)
-    return sum(abs(math.log(size / wanted)) for size, wanted in pairs if wanted != -1)
+def data_axes(mesh: Mesh, axes: str | Sequence[str] | None = None) -> tuple[str, ...]:
+    """Return the axes to shard batches over: `axes`, or those of `DATA_AXES` in the mesh."""
+    wanted = DATA_AXES if axes is None else axes_of(axes)
+    names = tuple(name for name in wanted if name in mesh.axis_names)
+    if not names or (axes is not None and len(names) < len(wanted)):
+        raise ShardingError(
+            f"axes: expected axes of the mesh {mesh.axis_names} to shard the batch over, got "
+            f"{wanted}; place each batch with sf.shard_batch(batch, mesh, axes=…), or let "
+            "sf.prefetch(batches, sharding=…) do it"
+        )
+    return names
+
+
+def axes_of(entry: Any) -> tuple[Any, ...]:
+    """Return the axes that an entry of a PartitionSpec names, as a tuple."""
+    return () if entry is None else tuple(entry) if isinstance(entry, tuple | list) else (entry,)

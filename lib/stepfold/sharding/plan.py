@@ -1,8 +1,13 @@
-"""Sharding plans: trees of shardings, derived from rules and checked before any placement."""
+"""Sharding plans: trees of shardings, derived from rules and checked before any placement.
+
+A rule maps the path of a leaf to the mesh axes that shard its dimensions.
+"""
 
 import math
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -10,10 +15,69 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold.core.state import TrainState
 from stepfold.errors import ShardingError, TreeMismatchError
-from stepfold.sharding.mesh import axes_of, check_mesh
-from stepfold.sharding.rules import Rules, fsdp, read_rules
+from stepfold.sharding.mesh import DATA_AXES, axes_of, check_mesh
 from stepfold.table import size, table
 from stepfold.tree import is_array, named_leaves, path_name, spell
+
+RuleFn = Callable[[str, Any], PartitionSpec | None]
+"""`(path, leaf) -> spec`, or None to defer to the next rule."""
+
+
+@dataclass(frozen=True)
+class Fsdp:
+    """The automatic rule; see `fsdp`."""
+
+    axis: str | tuple[str, ...]
+    min_size: int
+
+    def on(self, mesh: Mesh) -> RuleFn:
+        """Return the rule function for a mesh."""
+        wanted = axes_of(self.axis)
+        names = tuple(name for name in wanted if name in mesh.shape)
+        # A mesh may lack "fsdp", the default, and either of the default axes of a batch.
+        may_lack = self.axis == "fsdp" or (wanted == DATA_AXES and names)
+        if names != wanted and not may_lack:
+            raise ShardingError(
+                f"fsdp: expected axes of the mesh {tuple(mesh.shape)}, got {self.axis!r}"
+            )
+        parts = math.prod(mesh.shape[name] for name in names)
+
+        def spec(_path: str, leaf: Any) -> PartitionSpec:
+            divisible = [dim for dim in range(leaf.ndim) if leaf.shape[dim] % parts == 0]
+            if parts == 1 or math.prod(leaf.shape) < self.min_size or not divisible:
+                return PartitionSpec()
+            longest = max(divisible, key=lambda dim: leaf.shape[dim])
+            return PartitionSpec(*[None] * longest, names if len(names) > 1 else names[0])
+
+        return spec
+
+
+Rule = tuple[str, PartitionSpec] | RuleFn | Fsdp
+Rules = Rule | Sequence[Rule]
+
+
+def fsdp(axis: str | tuple[str, ...] = "fsdp", *, min_size: int = 4096) -> Fsdp:
+    """Make the rule for fully sharded data parallelism (FSDP).
+
+    Every leaf is sharded along its longest dimension that the size of the axis divides. Leaves that
+    are smaller than `min_size`, or have no such dimension, are replicated. So are all leaves with
+    the default axis if the mesh has no "fsdp".
+
+    Args:
+      axis: the mesh axis, or several to be used as one. Of `("dp", "fsdp")` a mesh needs only one.
+      min_size: the number of elements below which a leaf is not sharded.
+
+    >>> import jax, jax.numpy as jnp, stepfold as sf
+    >>> mesh = sf.make_mesh((1, -1, 1, 1))
+    >>> shapes = jax.eval_shape(lambda: {"w": jnp.ones((1024, 4096)), "b": jnp.ones(64)})
+    >>> plan = sf.make_sharding(shapes, mesh, sf.fsdp(min_size=1024))
+    >>> plan["b"].is_fully_replicated
+    True
+    """
+    if not isinstance(min_size, int) or min_size < 0:
+        raise ShardingError(f"fsdp: expected min_size of at least 0 elements, got {min_size!r}")
+    return Fsdp(axis, min_size)
+
 
 _AUTOMATIC = fsdp()
 
@@ -30,7 +94,8 @@ def make_sharding(
     A rule is a pair `(regex, PartitionSpec)`, a function `(path, leaf) -> spec` that may return
     None, or `fsdp(…)`. The first rule that matches wins; `fsdp()` applies to leaves that none
     matches. A regular expression is searched in the path of the leaf, such as
-    `params/layers/0/kernel`.
+    `params/layers/0/kernel`. The axis names in boxes of flax (`nn.with_partitioning`) are a rule
+    too, before the first `fsdp(…)`.
 
     In a `TrainState` the leaves of the optimizer state follow the parameters that they mirror:
     their path ends in that of the parameter, and their shape is the same, lacks one dimension
@@ -64,32 +129,42 @@ def make_sharding(
     check_mesh(mesh)
     named = named_leaves(tree)
     _check_leaves(named)
-    rule = read_rules(rules, mesh, [path for path, _ in named])
-    wrong: list[str] = []
+    boxed = _boxed_specs(tree)
+    rule = _read_rules(rules, mesh, [path for path, _ in named], boxed)
+    problems: list[str] = []
     uneven: list[str] = []
 
-    def asked(path: str, leaf: Any) -> PartitionSpec:
+    def spec_of(path: str, leaf: Any) -> PartitionSpec:
         if math.prod(leaf.shape) <= 1:
             return PartitionSpec()
         spec: Any = rule(path, leaf)
-        problem = _problem(leaf.shape, spec, mesh)
-        if problem:
-            wrong.append(f"{path}: {problem}")
+        if problem := _problem(leaf.shape, spec, mesh):
+            advice = f"; {_UNBOX}" if spec is boxed.get(path) else ""
+            problems.append(f"{path}: {problem}{advice}")
             return PartitionSpec()
         entries = list(spec)
-        for dim, parts in _uneven(leaf.shape, spec, mesh):
-            uneven.append(
-                f"{path}: {spec} for the shape {leaf.shape}, and dimension {dim} of "
-                f"{leaf.shape[dim]} does not divide by {parts}"
-            )
-            entries[dim] = None
+        for dim, entry in enumerate(spec):
+            parts = math.prod(mesh.shape[name] for name in axes_of(entry))
+            if leaf.shape[dim] % parts:
+                uneven.append(
+                    f"{path}: {spec} for the shape {leaf.shape}, and dimension {dim} of "
+                    f"{leaf.shape[dim]} does not divide by {parts}"
+                )
+                entries[dim] = None
         return PartitionSpec(*entries)
 
     if isinstance(tree, TrainState):
-        specs = _state_specs(tree, asked)
+        specs = _state_specs(tree, spec_of)
     else:
-        specs = [asked(path, leaf) for path, leaf in named]
-    _report(wrong, uneven, mesh, misfit)
+        specs = [spec_of(path, leaf) for path, leaf in named]
+    if uneven and misfit == "error":
+        problems += [*uneven, "pass misfit='replicate' to leave such dimensions unsharded"]
+    if problems:
+        title = f"the rules do not fit the mesh {dict(mesh.shape)}:"
+        raise ShardingError("\n  ".join([title, *problems]))
+    if uneven:
+        title = "misfit='replicate' left these dimensions unsharded:"
+        warnings.warn("\n  ".join([title, *uneven]), stacklevel=2)
     return jax.tree.unflatten(jax.tree.structure(tree), [NamedSharding(mesh, s) for s in specs])
 
 
@@ -101,32 +176,114 @@ def _check_leaves(named: list[tuple[str, Any]]) -> None:
             )
 
 
+_UNBOX = (
+    "these are the names of its nn.Partitioned: give the mesh such axes, give the leaf a rule, or "
+    "unbox the parameters with nn.unbox"
+)
+
+
+def _boxed_specs(tree: Any) -> dict[str, PartitionSpec]:
+    """Map the paths of arrays in boxes of flax, such as `nn.Partitioned`, to the boxes' specs."""
+    if isinstance(tree, TrainState):  # the optimizer state follows the parameters
+        tree = {"params": tree.params, "model_state": tree.model_state}
+
+    def is_box(node: Any) -> bool:
+        return hasattr(node, "get_partition_spec") and hasattr(node, "unbox")
+
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
+    return {
+        path: node.get_partition_spec()
+        for key_path, node in nodes
+        if is_box(node)
+        for path, _ in named_leaves(node, path_name(key_path))
+    }
+
+
+def _read_rules(
+    rules: Rules, mesh: Mesh, paths: Sequence[str], boxed: dict[str, PartitionSpec]
+) -> RuleFn:
+    """Combine rules into one function: the first match wins, and `fsdp()` takes the rest."""
+    is_list = isinstance(rules, Sequence) and not _is_pair(rules)
+    sequence: Any = [*rules, _AUTOMATIC] if is_list else [rules, _AUTOMATIC]  # type: ignore[misc]
+    automatic = next(i for i, rule in enumerate(sequence) if isinstance(rule, Fsdp))
+    functions = [_rule_function(rule, mesh, paths) for rule in sequence]
+    functions.insert(automatic, lambda path, _leaf: boxed.get(path))
+
+    def first_match(path: str, leaf: Any) -> PartitionSpec:
+        specs = (function(path, leaf) for function in functions)
+        return next(spec for spec in specs if spec is not None)
+
+    return first_match
+
+
+def _is_pair(rule: Any) -> bool:
+    return isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str)
+
+
+def _rule_function(rule: Any, mesh: Mesh, paths: Sequence[str]) -> RuleFn:
+    if isinstance(rule, Fsdp):
+        return rule.on(mesh)
+    if not _is_pair(rule):
+        if callable(rule):
+            return rule  # type: ignore[no-any-return]
+        raise ShardingError(
+            f"rules: expected (regex, PartitionSpec), a function (path, leaf) -> spec, or "
+            f"sf.fsdp(), got {spell(rule)}"
+        )
+    try:
+        pattern = re.compile(rule[0])
+    except re.error as error:
+        raise ShardingError(
+            f"rules: expected a regular expression, got {rule[0]!r}: {error}"
+        ) from None
+    if not any(map(pattern.search, paths)):
+        raise ShardingError(
+            f"rules: {rule[0]!r} matches no path; there are {', '.join(paths[:8])}"
+            + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
+        )
+    return lambda path, _leaf: rule[1] if pattern.search(path) else None
+
+
+def _problem(shape: tuple[int, ...], spec: Any, mesh: Mesh) -> str | None:
+    if not isinstance(spec, PartitionSpec):
+        return f"expected a PartitionSpec from the rule, got {spell(spec)}"
+    if len(spec) > len(shape):
+        return f"{spec} has {len(spec)} entries, and the shape {shape} {len(shape)} dimensions"
+    used = [name for entry in spec for name in axes_of(entry)]
+    unknown = [name for name in used if name not in mesh.shape]
+    if unknown:
+        return f"{spec} for the shape {shape} names {unknown}, and the axes are {mesh.axis_names}"
+    twice = sorted({name for name in used if used.count(name) > 1})
+    return f"{spec} for the shape {shape} uses {twice} more than once" if twice else None
+
+
 def _state_specs(
-    state: TrainState, asked: Callable[[str, Any], PartitionSpec]
+    state: TrainState, spec_of: Callable[[str, Any], PartitionSpec]
 ) -> list[PartitionSpec]:
     """Apply the rules to parameters and model state; the optimizer state follows."""
 
-    def specs_of(part: Any, root: str) -> list[Any]:
-        return [asked(path, leaf) for path, leaf in named_leaves(part, root)]
+    def specs(part: Any, root: str) -> list[Any]:
+        return [spec_of(path, leaf) for path, leaf in named_leaves(part, root)]
 
     params = jax.tree_util.tree_leaves_with_path(state.params)
-    param_specs = specs_of(state.params, "params")
+    param_specs = specs(state.params, "params")
     owners = {
         path: (leaf.shape, spec) for (path, leaf), spec in zip(params, param_specs, strict=True)
     }
 
-    def following(path: tuple[Any, ...], leaf: Any) -> Any:
+    def follow(path: tuple[Any, ...], leaf: Any) -> Any:
         for start in range(len(path) + 1):
             if path[start:] in owners and math.prod(leaf.shape) > 1:
                 spec = _mirrored(leaf.shape, *owners[path[start:]])
                 if spec is not None:
                     return spec
-        return asked(f"opt_state/{path_name(path)}", leaf)
+        return spec_of(f"opt_state/{path_name(path)}", leaf)
 
     opt_leaves = jax.tree_util.tree_leaves_with_path(state.opt_state)
-    opt_specs = [following(path, leaf) for path, leaf in opt_leaves]
-    whole = PartitionSpec()
-    return [whole, *param_specs, *opt_specs, *specs_of(state.model_state, "model_state"), whole]
+    opt_specs = [follow(path, leaf) for path, leaf in opt_leaves]
+    replicated = PartitionSpec()
+    model_specs = specs(state.model_state, "model_state")
+    return [replicated, *param_specs, *opt_specs, *model_specs, replicated]
 
 
 def _mirrored(
@@ -146,46 +303,15 @@ def _mirrored(
     return PartitionSpec(*entries) if any(entries) else PartitionSpec()
 
 
-def _report(wrong: list[str], uneven: list[str], mesh: Mesh, misfit: str) -> None:
-    """Raise or warn about all problems at once."""
-    advice = "misfit='replicate' leaves such a dimension whole"
-    lines = wrong + (uneven if misfit == "error" else [])
-    if lines:
-        lines += [advice] if uneven and misfit == "error" else []
-        fault = f"the rules do not fit the mesh {dict(mesh.shape)}:"
-        raise ShardingError("\n  ".join([fault, *lines]))
-    if uneven:
-        warnings.warn("\n  ".join(["left whole, as asked for:", *uneven]), stacklevel=3)
-
-
-def _problem(shape: tuple[int, ...], spec: Any, mesh: Mesh) -> str | None:
-    if not isinstance(spec, PartitionSpec):
-        return f"expected a PartitionSpec from the rule, got {spell(spec)}"
-    if len(spec) > len(shape):
-        return f"{spec} has {len(spec)} entries, and the shape {shape} {len(shape)} dimensions"
-    used = [name for entry in spec for name in axes_of(entry)]
-    unknown = [name for name in used if name not in mesh.shape]
-    if unknown:
-        return f"{spec} for the shape {shape} names {unknown}, and the axes are {mesh.axis_names}"
-    twice = sorted({name for name in used if used.count(name) > 1})
-    return f"{spec} for the shape {shape} uses {twice} more than once" if twice else None
-
-
-def _uneven(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> list[tuple[int, int]]:
-    """List the dimensions that do not divide, each with the number of its shards."""
-    parts = [math.prod(mesh.shape[name] for name in axes_of(entry)) for entry in spec]
-    return [(dim, count) for dim, count in enumerate(parts) if shape[dim] % count]
-
-
-def places_of(tree: Any, plan: Any) -> list[Sharding]:
+def shardings_of(tree: Any, plan: Any) -> list[Sharding]:
     """List the sharding of each leaf; `plan` is a tree like it, or one sharding for all."""
     if isinstance(plan, Sharding):
         return [plan for _ in jax.tree.leaves(tree)]
-    for name, place in named_leaves(plan):
-        if not isinstance(place, Sharding):
+    for name, sharding in named_leaves(plan):
+        if not isinstance(sharding, Sharding):
             raise ShardingError(
                 f"plan{'/' * bool(name)}{name}: expected shardings, as sf.make_sharding makes "
-                f"them, got {spell(place)}"
+                f"them, got {spell(sharding)}"
             )
     have, want = ([name for name, _ in named_leaves(x)] for x in (tree, plan))
     lines = [f"{name}: has no sharding" for name in have if name not in set(want)]
@@ -217,23 +343,23 @@ def sharding_table(tree: Any, plan: Any = None) -> str:
     """
     named = named_leaves(tree)
     _check_leaves(named)
-    places: list[Any] = [getattr(leaf, "sharding", None) for _, leaf in named]
+    shardings: list[Any] = [getattr(leaf, "sharding", None) for _, leaf in named]
     if plan is not None:
-        places = [*places_of(tree, plan)]
+        shardings = [*shardings_of(tree, plan)]
     rows: list[tuple[str, ...]] = []
-    total = whole = 0
-    for (path, leaf), place in zip(named, places, strict=True):
-        if not isinstance(place, Sharding):
-            raise ShardingError(f"{path}: expected a sharding, got {place!r}; give plan=…")
-        own = math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        total, whole = total + own, whole + math.prod(leaf.shape)
-        rows.append((path, spell(leaf), _spell_spec(place), size(own)))
-    rows.append(("total", f"{whole} elements", "", size(total)))
+    total = elements = 0
+    for (path, leaf), sharding in zip(named, shardings, strict=True):
+        if not isinstance(sharding, Sharding):
+            raise ShardingError(f"{path}: expected a sharding, got {sharding!r}; give plan=…")
+        own = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        total, elements = total + own, elements + math.prod(leaf.shape)
+        rows.append((path, spell(leaf), _spell_spec(sharding), size(own)))
+    rows.append(("total", f"{elements} elements", "", size(total)))
     return table(("path", "shape", "spec", "bytes per device"), rows)
 
 
-def _spell_spec(place: Any) -> str:
-    spec = getattr(place, "spec", None)
+def _spell_spec(sharding: Any) -> str:
+    spec = getattr(sharding, "spec", None)
     if spec is None:
-        return "one device" if len(place.device_set) == 1 else type(place).__name__
+        return "one device" if len(sharding.device_set) == 1 else type(sharding).__name__
     return ", ".join("·" if e is None else "+".join(axes_of(e)) for e in spec) or "replicated"

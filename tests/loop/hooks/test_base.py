@@ -1,10 +1,8 @@
 """Events, stop reasons, and the order in which hooks are called."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from tests.loop.small import STEP, start
 
 import stepfold as sf
 from stepfold.loop.hooks.base import (
@@ -283,12 +281,9 @@ class Recorder:
 
 
 def run(tmp_path, steps, *hooks):
-    tx = optax.sgd(0.1)
-    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
-    step = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b["x"]) ** 2), tx)
     batches = sf.batches({"x": np.zeros(8, np.float32)}, 4, seed=0)
     checkpoints = sf.Checkpoints(tmp_path, every=10)
-    return sf.fit(step, state, batches, steps=steps, checkpoints=checkpoints, hooks=hooks)
+    return sf.fit(STEP, start(), batches, steps=steps, checkpoints=checkpoints, hooks=hooks)
 
 
 def test_hooks_are_opened_called_and_closed_and_a_resume_restores_their_state(tmp_path):

@@ -3,17 +3,26 @@
 import itertools
 import json
 import math
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from tests.loop.small import STEP, TX, start
 
 import stepfold as sf
 from stepfold.loop.hooks import stop
 from stepfold.loop.hooks.base import Event, Stop
-from stepfold.loop.hooks.stop import stop_after, stop_early, stop_on_nonfinite, stop_on_spike
+from stepfold.loop.hooks.stop import (
+    stop_after,
+    stop_early,
+    stop_on_corruption,
+    stop_on_nonfinite,
+    stop_on_spike,
+    watchdog,
+)
 
 
 def train(step, values=None, **metrics):
@@ -97,21 +106,19 @@ def test_an_evaluation_is_not_its_concern():
 
 def fit(losses, hook, **options):
     """Run a step whose losses and masks are given."""
-    tx = optax.sgd(0.1)
 
     def loss_fn(params, batch, key):
         return sf.mean(params["w"] * batch["x"], batch["mask"])
 
-    step = sf.make_train_step(loss_fn, tx, **options)
-    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    step = sf.make_train_step(loss_fn, TX, **options)
     batches = [{"x": np.float32([x]), "mask": np.array([mask])} for x, mask in losses]
-    return sf.fit(step, state, batches, log_every=2, hooks=hook)
+    return sf.fit(step, start(), batches, log_every=2, hooks=hook)
 
 
 def test_it_stops_a_run_with_a_nan():
     result = fit([(0.0, True)] * 3 + [(np.nan, True)] + [(0.0, True)] * 4, stop_on_nonfinite())
     assert result.stop_reason.kind == "nonfinite"
-    assert str(result.stop_reason).startswith("train/loss is nan in step 4 at step 5")
+    assert str(result.stop_reason).startswith("train/loss is nan in step 4; stopped at step 5")
 
 
 def test_a_masked_batch_is_no_reason_to_stop():
@@ -133,12 +140,9 @@ def test_a_metric_that_is_not_per_step_is_refused():
 
 @pytest.mark.parametrize("make", [stop_on_nonfinite, stop_on_spike])
 def test_a_misspelt_train_metric_is_refused_and_does_not_leave_the_loss_unwatched(make):
-    tx = optax.sgd(0.1)
-    step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b), tx)
-    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
-    batches = [np.full(4, np.nan, np.float32)] * 20
+    batches = [{"x": np.full(4, np.nan, np.float32)}] * 20
     with pytest.raises(sf.ConfigError, match="train/los.*train/loss"):
-        sf.fit(step, state, batches, hooks=[make("train/los")])
+        sf.fit(STEP, start(), batches, hooks=[make("train/los")])
 
 
 # stop_early
@@ -211,13 +215,12 @@ def test_it_keeps_a_copy_of_the_best_state_on_the_host_if_asked_to():
 
 
 def test_the_best_state_can_be_trained_further():
-    tx = optax.adam(0.1)
-    step = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b) ** 2), tx)
-    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    state = start()
     hook = stop_early("eval/loss", patience=3, keep_state=True)
     hook(evaluation(0, 1.0, state=state))
-    batch = np.zeros(4, np.float32)
-    before, after = step(state, batch)[0], step(hook.best_state, batch)[0]
+    batch = {"x": np.zeros(4, np.float32)}
+    train = jax.jit(STEP)
+    before, after = train(state, batch)[0], train(hook.best_state, batch)[0]
     jax.tree.map(np.testing.assert_array_equal, before.params, after.params)
 
 
@@ -321,13 +324,11 @@ def test_arguments_of_stop_early_are_checked(options, message):
 
 
 def test_a_metric_that_is_never_measured_is_refused():
-    tx = optax.sgd(0.1)
-    step = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b) ** 2), tx)
-    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
     measure = sf.Evaluation(lambda state: {"loss": 1.0}, every=5)
     hook = stop_early("eval/los", patience=1)
+    batches = [{"x": np.zeros(4, np.float32)}] * 20
     with pytest.raises(sf.ConfigError, match="eval/los.*eval/loss"):
-        sf.fit(step, state, [np.zeros(4, np.float32)] * 20, evaluation=measure, hooks=[hook])
+        sf.fit(STEP, start(), batches, evaluation=measure, hooks=[hook])
 
 
 # stop_on_spike
@@ -449,3 +450,149 @@ def test_stop_on_spike_ignores_evaluations():
 def test_arguments_of_stop_on_spike_are_checked(options, message):
     with pytest.raises(sf.ConfigError, match=message):
         stop_on_spike(**options)
+
+
+# watchdog
+
+EVENT = Event(1, None, {}, None)
+
+
+@pytest.fixture
+def stacks(tmp_path):
+    """A file for stacks."""
+    with (tmp_path / "stacks").open("w+") as file:
+        yield file
+
+
+def text_of(file):
+    file.seek(0)
+    return file.read()
+
+
+def deep_in_the_data():
+    time.sleep(0.4)
+
+
+def stuck_in_a_step():
+    time.sleep(0.4)
+
+
+def test_a_watchdog_provides_no_numbers_and_cannot_stop():
+    assert watchdog(60).provides == ()
+    assert not watchdog(60).can_stop
+
+
+def test_all_stacks_are_dumped_and_the_run_continues(stacks):
+    thread = threading.Thread(target=deep_in_the_data)
+    hook = watchdog(0.1, file=stacks)
+    hook(EVENT)
+    thread.start()
+    stuck_in_a_step()
+    hook.close()
+    thread.join()
+    text = text_of(stacks)
+    assert "Timeout (0:00:00.1" in text
+    assert "in stuck_in_a_step" in text
+    assert "in deep_in_the_data" in text
+
+
+def hang(aborts_after):
+    import time
+
+    from stepfold.loop.hooks.stop import watchdog
+
+    hook = watchdog(aborts_after, abort=True)
+    hook.open(0, 9)
+    time.sleep(60)
+
+
+def test_with_abort_the_process_exits(forks):
+    end = forks.run(hang, 0.2)
+    assert end.code == 1
+    assert "in hang" in end.errors
+
+
+def test_a_watchdog_is_silent_while_events_come(stacks):
+    hook = watchdog(0.5, file=stacks)
+    hook.open(0, None)
+    for _ in range(16):
+        time.sleep(0.05)
+        hook(EVENT)
+    hook.close()
+    assert text_of(stacks) == ""
+
+
+@pytest.mark.parametrize("use", [lambda hook: None, lambda hook: (hook(EVENT), hook.close())])
+def test_nothing_is_watched_before_the_run_nor_after_it(use, stacks):
+    use(watchdog(0.05, file=stacks))
+    time.sleep(0.2)
+    assert text_of(stacks) == ""
+
+
+def test_arguments_of_watchdog_are_checked():
+    for wrong in (0, -1, True, "60", float("nan")):
+        with pytest.raises(sf.ConfigError, match="expected seconds, a number above 0, got "):
+            watchdog(wrong)
+    with pytest.raises(sf.ConfigError, match="abort: expected True or False, got int 1"):
+        watchdog(60, 1)
+
+
+# stop_on_corruption
+
+
+def corrupt(words, step):
+    words = np.array(words, np.uint32)
+    state = {f"{i:02}": np.ones(1) for i in range(40)}
+    return Event(step, None, {"train/corrupt": float(words.any())}, state, {"train/corrupt": words})
+
+
+def test_it_names_the_first_corrupt_step_and_its_leaves():
+    hook = stop_on_corruption()
+    assert hook(corrupt([[0, 0]] * 4, 4)) is None
+    reason = hook(corrupt([[0, 0], [1 << 3, 1 << 7], [0, 1], [0, 0]], 8))
+    assert reason.kind == "corrupt"
+    assert str(reason).startswith("step 6 was run twice, and 2 of 40 leaves differ: 03, 39; do not")
+
+
+def test_a_long_list_of_leaves_is_cut():
+    reason = stop_on_corruption()(corrupt([[2**32 - 1, 0]], 1))
+    assert "32 of 40 leaves differ: 00, 01, 02, 03, 04, 05, 06, 07, …; do not" in str(reason)
+
+
+def test_evaluations_are_not_the_concern_of_stop_on_corruption():
+    assert stop_on_corruption()(evaluation(1, 9.0)) is None
+
+
+def test_a_run_without_check_step_is_refused():
+    batches = [{"x": np.zeros(4, np.float32)}] * 4
+    with pytest.raises(sf.ConfigError, match="train/corrupt: expected a metric that is measured"):
+        sf.fit(STEP, start(), batches, hooks=[stop_on_corruption()])
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_call": 4}, {"steps": 7}])
+def test_a_corrupt_run_stops_in_the_right_step_and_is_not_saved(options, tmp_path):
+    calls = itertools.count()
+
+    def step(state, batch):
+        def add(x):
+            return np.asarray(x) + np.spacing(np.float32(1)) * (next(calls) == 9)
+
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        loss = jax.pure_callback(add, shape, state["loss"])
+        return {"step": state["step"] + 1, "loss": loss}, {"loss": sf.mean(loss)}
+
+    # Steps 1, 3, 5 and 7 run twice, so calls 9 and 10 are those of step 7.
+    result = sf.fit(
+        sf.check_step(step, every=2),
+        {"step": jnp.int32(0), "loss": jnp.float32(1)},
+        sf.batches(np.zeros(16, np.float32), 1, epochs=1),
+        run_dir=tmp_path,
+        checkpoints=sf.Checkpoints(every=4),
+        log_every=4,
+        hooks=[stop_on_corruption()],
+        **options,
+    )
+    assert result.stop_reason.kind == "corrupt"
+    assert "step 7 was run twice, and 1 of 2 leaves differs: loss; do" in str(result.stop_reason)
+    assert result.history["train/corrupt"][-1] == 1
+    assert sf.latest_step(tmp_path / "checkpoints") == 4

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.loop.small import STEP, start
 
 import stepfold as sf
 from stepfold.loop.hooks.base import Event
@@ -108,12 +109,9 @@ def test_it_compiles_once(compiles):
 
 
 def test_the_history_has_the_numbers():
-    tx = optax.sgd(0.1)
-    state = sf.init_state({"w": jnp.ones(4)}, tx, jax.random.key(0))
-    step = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b) ** 2), tx)
-    batches = sf.batches(np.zeros((8, 4), np.float32), 4, seed=0)
+    batches = sf.batches({"x": np.zeros(8, np.float32)}, 4, seed=0)
     hook = every(10, weight_statistics())
-    result = sf.fit(step, state, batches, steps=20, log_every=5, hooks=[hook])
+    result = sf.fit(STEP, start(), batches, steps=20, log_every=5, hooks=[hook])
     assert result.history["weights/w/mean"].steps == [10, 20]
     assert 0 < result.history["weights/w/mean"][0] < 1
 

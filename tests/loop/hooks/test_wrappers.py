@@ -4,11 +4,9 @@ import copy
 import json
 import pickle
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from tests.loop.small import STEP, start
 
 import stepfold as sf
 from stepfold.loop.hooks.base import BaseHook, Event, HookDispatcher, Stop, hook_name
@@ -245,7 +243,7 @@ class Epochs:
 
     def __init__(self):
         data = np.arange(4.0 * STEPS_PER_EPOCH, dtype=np.float32)
-        self._batches = sf.batches(data, 4, seed=0)
+        self._batches = sf.batches({"x": data}, 4, seed=0)
         self.get_state, self.set_state = self._batches.get_state, self._batches.set_state
 
     def __iter__(self):
@@ -256,12 +254,9 @@ class Epochs:
 
 
 def run(*hooks, epochs=3, log_every=4, **options):
-    tx = optax.sgd(0.1)
-    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
-    step = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b) ** 2), tx)
     evaluation = sf.Evaluation(lambda state: {"w": state.params["w"]}, every_epochs=1)
     return sf.fit(
-        *(step, state, Epochs()),
+        *(STEP, start(), Epochs()),
         epochs=epochs,
         log_every=log_every,
         evaluation=evaluation,
@@ -344,12 +339,9 @@ def test_an_exception_reaches_the_user_after_a_save_and_the_epoch_is_repeated(tm
 
 
 def test_batches_without_epochs_are_refused():
-    endless = iter([np.zeros(4, np.float32)])
-    tx = optax.sgd(0.1)
-    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
-    step = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b) ** 2), tx)
+    endless = iter([{"x": np.zeros(4, np.float32)}])
     with pytest.raises(sf.ConfigError, match="hooks: expected batches that know how many steps an"):
-        sf.fit(step, state, endless, steps=1, hooks=[callback(print)])
+        sf.fit(STEP, start(), endless, steps=1, hooks=[callback(print)])
 
 
 def test_a_callback_needs_a_function():

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stepfold as sf
-from stepfold.checkpoint.sealed import DamageError, seal, unseal
+from stepfold.checkpoint.manifest import DamageError, read_checked, write_checked
 from stepfold.loop.data import DataPosition
 from stepfold.loop.hooks.stop import Nonfinite
 from stepfold.loop.replay.capsule import (
@@ -29,8 +29,11 @@ STEP = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b), TX)
 DATA = np.arange(40, dtype=np.float32)
 
 
+INITIAL = sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(5))
+
+
 def start():
-    return sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(5))
+    return jax.tree.map(jnp.copy, INITIAL)
 
 
 def with_nan(step):
@@ -48,9 +51,9 @@ def run(batches, folder=None, steps=10, **options):
 def take(step, batches, position=None, state=None, directory=None):
     return take_capsule(
         Nonfinite(step, "train/loss", {}),
-        state=start() if state is None else state,
+        start() if state is None else state,
+        batches,
         positions=[position or DataPosition(0, None)],
-        batches=batches,
         directory=directory,
     )
 
@@ -446,7 +449,7 @@ def test_a_missing_batch_is_detected(tmp_path):
 @pytest.mark.parametrize("version", [1, 3])
 def test_another_version_is_refused(tmp_path, version):
     file = write(tmp_path) / "capsule.json"
-    file.write_bytes(seal({**unseal(file), "version": version}))
+    write_checked(file, {**read_checked(file), "version": version})
     with pytest.raises(sf.CheckpointError, match=f"expected a capsule of version 2, got {version}"):
         read_capsule(file.parent)
 

@@ -18,8 +18,11 @@ def loss(params, batch, key):
 STEP = sf.make_train_step(loss, TX)
 
 
+INITIAL = sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
+
+
 def start():
-    return sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
+    return jax.tree.map(jnp.copy, INITIAL)
 
 
 def good(count=3):

@@ -8,15 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stepfold as sf
-from stepfold.loop.report.read import Curve, Tail, read_run, thin
+from stepfold.loop.report.read import Curve, read_metrics, read_run, thin
 
 from .run_files import write_run
 
 
 def read(path):
-    return {
-        name: [*zip(*map(list, curve), strict=True)] for name, curve in Tail(path).read().items()
-    }
+    curves, _, _ = read_metrics(path)
+    return {name: [*zip(*map(list, curve), strict=True)] for name, curve in curves.items()}
 
 
 @pytest.fixture
@@ -32,54 +31,18 @@ def test_a_missing_or_empty_file_has_no_curves(path):
 
 def test_a_growing_file_is_read_as_the_writer_leaves_it(path):
     """The writer replaces the last line by one that has more, and a resume drops lines."""
-    writer, tail = sf.jsonl_writer(path), Tail(path)
+    writer = sf.jsonl_writer(path)
     for step in range(10, 60, 10):
-        writer.write_scalars(step, {"train/loss": 1 / step})
-        assert tail.read()["train/loss"].steps.tolist() == list(range(10, step + 1, 10))
+        writer.write_scalars(step, {"train/loss": step / 4})
+        assert read(path) == {"train/loss": [(n, n / 4) for n in range(10, step + 1, 10)]}
     writer.write_scalars(50, {"eval/loss": 3.0})
-    assert tail.read()["eval/loss"] == (np.array([50.0]), np.array([3.0]))
-    assert tail.read()["train/loss"].steps.tolist() == [10, 20, 30, 40, 50]
+    assert read(path)["eval/loss"] == [(50, 3.0)]
+    assert [step for step, _ in read(path)["train/loss"]] == [10, 20, 30, 40, 50]
     writer.resume(20)
-    assert {name: curve.steps.tolist() for name, curve in tail.read().items()} == {
-        "train/loss": [10, 20]
-    }
+    assert read(path) == {"train/loss": [(10, 2.5), (20, 5.0)]}
     writer.write_scalars(30, {"train/loss": math.nan})
-    assert np.isnan(tail.read()["train/loss"].values[-1])
+    assert np.isnan(read(path)["train/loss"][-1][1])
     writer.close()
-
-
-def test_lines_are_parsed_once(path, monkeypatch):
-    path.write_text("".join(f'{{"step": {step}, "a": 1.0}}\n' for step in range(1000)))
-    tail, parsed = Tail(path), []
-    tail.read()
-    parse = json.loads
-    monkeypatch.setattr(json, "loads", lambda line: parsed.append(line) or parse(line))
-    with path.open("a") as file:
-        file.write('{"step": 1000, "a": 1.0}\n')
-    assert len(tail.read()["a"].steps) == 1001
-    assert len(parsed) <= 3
-
-
-@given(cuts=st.lists(st.integers(0, 100), max_size=8), damaged=st.booleans())
-def test_a_file_read_in_pieces_gives_the_same_as_at_once(tmp_path_factory, cuts, damaged):
-    path = tmp_path_factory.mktemp("tail") / "metrics.jsonl"
-    lines = [
-        '{"step": 1, "a": 1.0}\n',
-        '{"step": 2, "a": NaN, "b": 2}\n',
-        '{"step": 3, "b": 1.5}\n',
-    ]
-    text = "".join([*lines[:2], "{]\n" * damaged, *lines[2:]])
-    tail = Tail(path)
-    for cut in sorted(cuts):
-        path.write_text(text[:cut])
-        tail.read()
-    path.write_text(text)
-    whole = Tail(path)
-    expected = whole.read()
-    for name, curve in tail.read().items():
-        np.testing.assert_array_equal(curve, expected[name])
-    assert (tail.damaged_lines, whole.damaged_lines) == (damaged, damaged)
-    assert list(expected) == ["a", "b"]
 
 
 def test_a_line_cut_off_by_a_kill_is_left_out(path):
@@ -90,21 +53,18 @@ def test_a_line_cut_off_by_a_kill_is_left_out(path):
 def test_damaged_lines_are_counted_and_left_out(path):
     lines = ['{"step": 1, "a": 1.0}', "\x00\x00", "[1]", '{"a": 3.0}', '{"step": 2, "a": 2.0}']
     path.write_text("\n".join([*lines, '{"step": 3, "a": 3.0}', ""]))
-    tail = Tail(path)
-    assert tail.read()["a"].values.tolist() == [1, 2, 3]
-    assert tail.damaged_lines == 3
+    curves, _, damaged_lines = read_metrics(path)
+    assert (curves["a"].values.tolist(), damaged_lines) == ([1, 2, 3], 3)
     with path.open("a") as file:
         file.write("the last one\n")
-    assert [len(tail.read()["a"].steps), tail.damaged_lines] == [3, 4]
-    assert [len(tail.read()["a"].steps), tail.damaged_lines] == [3, 4]
+    assert (len(read(path)["a"]), read_metrics(path)[2]) == (3, 4)
 
 
 def test_only_numbers_are_curves_and_hyper_parameters_are_kept(path):
     row = {"step": 1, "hparams": {"lr": 0.1}, "text": "a", "on": True, "image": {"shape": [1]}}
     path.write_text(json.dumps({**row, "a": 2}) + "\n" + json.dumps({"step": 2, "a": 3}) + "\n")
-    tail = Tail(path)
-    assert list(tail.read()) == ["a"]
-    assert tail.hparams == {"lr": 0.1}
+    curves, hparams, _ = read_metrics(path)
+    assert (list(curves), hparams) == (["a"], {"lr": 0.1})
 
 
 def test_steps_out_of_order_are_sorted(path):
@@ -115,7 +75,7 @@ def test_steps_out_of_order_are_sorted(path):
 def test_a_file_that_cannot_be_read_is_an_error(path):
     path.mkdir()
     with pytest.raises(OSError, match=os.strerror(21)):
-        Tail(path).read()
+        read_metrics(path)
 
 
 VALUES = st.one_of(st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, -math.inf]))

@@ -1,22 +1,20 @@
 import json
 import os
-import subprocess
-import sys
+import signal
 import threading
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from tests.loop.small import STEP, start
 
 import stepfold as sf
 from stepfold.loop.hooks.base import Event, HookDispatcher
-from stepfold.loop.writers.base import Writer
+from stepfold.loop.writers.base import Writer, console_writer
 from stepfold.loop.writers.combinators import async_writer, log_to, multi_writer
-from stepfold.loop.writers.console import console_writer
-from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer
+from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer, last_step
 
 
 class Recorder(Writer):
@@ -317,68 +315,72 @@ def test_rows_queued_before_a_flush_are_durable_when_it_returns(tmp_path, monkey
     writer.close()
 
 
-SLOW = """
-import sys, time
-from stepfold.loop.writers.combinators import async_writer
-from stepfold.loop.writers.console import console_writer
-class Slow(type(console_writer())):
-    def write_scalars(self, step, scalars):
+def write_slowly(fails, bug):
+    """Write from a thread that takes longer than the script."""
+    import time
+
+    from stepfold.loop.writers.base import Writer
+    from stepfold.loop.writers.combinators import async_writer
+
+    class Slow(Writer):
+        def write_scalars(self, step, scalars):
+            time.sleep(0.01)
+            if step in fails:
+                raise OSError("the disk is full")
+            print(step)
+
+        def close(self):
+            print("closed")
+
+    writer = async_writer(Slow())
+    for step in range(20):
+        writer.write_scalars(step, {"a": step})
+    if bug:
+        raise KeyError(bug)
+
+
+def test_a_process_that_ends_without_close_writes_all_that_is_queued(forks):
+    end = forks.run(write_slowly, [], None)
+    assert end.output.split() == [*map(str, range(20)), "closed"]
+    assert (end.code, end.errors) == (0, "")
+
+
+def test_a_process_that_fails_writes_all_that_is_queued_and_prints_errors(forks):
+    end = forks.run(write_slowly, [19], "a bug")
+    assert end.code == 1
+    assert "KeyError: 'a bug'" in end.errors
+    assert "OSError: the disk is full" in end.errors
+    assert "in write_scalars of step 19" in end.errors
+    assert end.output.split()[-2:] == ["18", "closed"]
+
+
+def write_until_killed(folder):
+    """Flush after every fiftieth step, and note it in a file."""
+    import pathlib
+
+    from stepfold.loop.writers.combinators import async_writer, multi_writer
+    from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer
+
+    folder, step = pathlib.Path(folder), 0
+    files = csv_writer(folder / "m.csv"), jsonl_writer(folder / "m.jsonl")
+    writer = async_writer(multi_writer(*files))
+    while True:
+        writer.write_scalars(step, {"loss": step / 3, f"m{step // 500}": step})
+        if step % 50 == 0:
+            writer.flush()
+            print(step, flush=True)
+        step += 1
+
+
+def test_a_kill_loses_nothing_that_was_flushed(forks, tmp_path):
+    process = forks.start(write_until_killed, str(tmp_path))
+    jsonl = tmp_path / "m.jsonl"
+    until = time.monotonic() + 60
+    while (last_step(jsonl) or 0) < 1500:
+        assert time.monotonic() < until
         time.sleep(0.01)
-        if step in FAILS:
-            raise OSError("the disk is full")
-        super().write_scalars(step, scalars)
-    def close(self):
-        print("closed")
-writer = async_writer(Slow(None))
-for step in range(20):
-    writer.write_scalars(step, {"a": step})
-"""
-
-
-def run_script(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
-def test_a_process_that_ends_without_close_writes_all_that_is_queued():
-    done = run_script("FAILS = []" + SLOW)
-    steps = [line.split()[0] for line in done.stdout.splitlines()]
-    assert steps == [*map(str, range(20)), "closed"]
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_process_that_fails_writes_all_that_is_queued_and_prints_errors():
-    done = run_script("FAILS = [19]" + SLOW + "raise KeyError('a bug')")
-    assert done.returncode == 1
-    assert "KeyError: 'a bug'" in done.stderr
-    assert "OSError: the disk is full" in done.stderr
-    assert "in write_scalars of step 19" in done.stderr
-    assert done.stdout.splitlines()[-2:] == ["      18  a 18", "closed"]
-
-
-KILLED = """
-import pathlib, sys
-from stepfold.loop.writers.combinators import async_writer, multi_writer
-from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer
-folder = pathlib.Path(sys.argv[1])
-writer = async_writer(multi_writer(csv_writer(folder / "m.csv"), jsonl_writer(folder / "m.jsonl")))
-step = 0
-while True:
-    writer.write_scalars(step, {"loss": step / 3, f"m{step // 500}": step})
-    if step % 50 == 0:
-        writer.flush()
-        print(step, flush=True)
-    step += 1
-"""
-
-
-def test_a_kill_loses_nothing_that_was_flushed(tmp_path):
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            if int(line) >= 1500:
-                break
-        process.kill()
-        last = [int(line), *map(int, process.stdout.read().split())][-1]
+    os.kill(process, signal.SIGKILL)
+    last = [*map(int, forks.wait().output.split())][-1]
     csv_file, jsonl_file = tmp_path / "m.csv", tmp_path / "m.jsonl"
     table = [line.split(",") for line in csv_file.read_text().splitlines()]
     assert [int(row[0]) for row in table[1 : last + 2]] == list(range(last + 1))
@@ -493,12 +495,9 @@ def test_every_continues_after_a_resume():
 
 
 def run(directory, writer, steps=40):
-    tx = optax.sgd(0.1)
-    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
-    step = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b["x"]) ** 2), tx)
     batches = sf.batches({"x": np.arange(8, dtype=np.float32)}, 4, seed=0)
     sf.fit(
-        *(step, state, batches),
+        *(STEP, start(), batches),
         steps=steps,
         checkpoints=sf.Checkpoints(directory, every=15),
         evaluation=sf.Evaluation(lambda state: {"w": state.params["w"]}, every=5),
@@ -617,29 +616,32 @@ def test_other_writers_are_not_called_by_two_threads_at_once():
     assert writer.clashes == 0
 
 
-CUT_OFF = """
-import os, pathlib, signal, sys, threading, time
-from stepfold.loop.hooks.base import Event, HookDispatcher
-from stepfold.loop.writers.base import Writer
-from stepfold.loop.writers.combinators import async_writer, log_to, multi_writer
-from stepfold.loop.writers.jsonl import jsonl_writer
-class Slow(Writer):
-    def write_scalars(self, step, scalars):
-        if step == 20:
-            time.sleep(1)
-hook = log_to(async_writer(multi_writer(Slow(), jsonl_writer(sys.argv[1]))))
-hooks = HookDispatcher([hook])
-hooks.open(0, None)
-for step in (10, 20, 30, 40, 50):
-    hooks.dispatch(Event(step, None, {"train/loss": 1.0}, None))
-hooks.flush()  # and then the checkpoint of step 50 commits
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def be_killed_after_a_flush(path):
+    import os
+    import signal
+    import time
+
+    from stepfold.loop.hooks.base import Event, HookDispatcher
+    from stepfold.loop.writers.base import Writer
+    from stepfold.loop.writers.combinators import async_writer, log_to, multi_writer
+    from stepfold.loop.writers.jsonl import jsonl_writer
+
+    class Slow(Writer):
+        def write_scalars(self, step, scalars):
+            if step == 20:
+                time.sleep(0.5)
+
+    hooks = HookDispatcher([log_to(async_writer(multi_writer(Slow(), jsonl_writer(path))))])
+    hooks.open(0, None)
+    for step in (10, 20, 30, 40, 50):
+        hooks.dispatch(Event(step, None, {"train/loss": 1.0}, None))
+    hooks.flush()  # and then the checkpoint of step 50 commits
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_rows_are_there_after_a_checkpoint_and_a_kill_despite_a_slow_sibling(tmp_path):
+def test_rows_are_there_after_a_checkpoint_and_a_kill_despite_a_slow_sibling(forks, tmp_path):
     path = tmp_path / "metrics.jsonl"
-    subprocess.run([sys.executable, "-c", CUT_OFF, str(path)], check=False)
+    assert forks.run(be_killed_after_a_flush, str(path)).code == -signal.SIGKILL
     hook = log_to(async_writer(jsonl_writer(path)))
     hook.open(50, None)
     for step in (60, 70, 80):

@@ -1,5 +1,6 @@
 """Events, reasons to stop, and the dispatch of hooks."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stepfold import tree
+from stepfold.checkpoint.steps import as_integer
+from stepfold.core.validation import check_count
 from stepfold.errors import ConfigError
 from stepfold.loop.metrics import metric_values
 
@@ -18,7 +21,7 @@ class Stop(NamedTuple):
 
     A string that a hook returns is short for `Stop("hook", string)`. The other kinds are
     `completed` (all steps are done), `exhausted` (the batches ended), `already_completed`,
-    `nonfinite`, `early_stop`, `spike`, `time_limit`, `signal` and `error`.
+    `nonfinite`, `early_stop`, `spike`, `corrupt`, `time_limit`, `signal` and `error`.
 
     >>> import stepfold as sf
     >>> str(sf.Stop("plateau", "the loss is flat"))
@@ -32,6 +35,36 @@ class Stop(NamedTuple):
         return self.message
 
 
+class GoBack(NamedTuple):
+    """A request of a hook: restore an earlier checkpoint, skip some batches, and continue.
+
+    The run then has the bits and the history of one that has skipped these batches from the start.
+    It needs `checkpoints`, and batches with `without`, such as those of `sf.batches`. Later
+    checkpoints are deleted, writers with `resume` drop the metrics of later steps, and hooks
+    continue as after a resume. The skipped batches are noted next to the checkpoints, so that a
+    resume skips them too, in `run.json` and in the report. With several processes, all go back.
+
+    Attributes:
+      skip: the steps whose batches to skip, a half-open pair (first, stop) of numbers as in
+        `Event.step`; or a number n, for the last n steps up to the event.
+      to: the latest step to go back to; None for the newest checkpoint before those steps.
+      why: a sentence for people.
+      limit: how often a run goes back before it stops with the reason instead.
+
+    >>> import stepfold as sf
+    >>> def hook(event):
+    ...     if event.metrics.get("eval/loss", 0.0) > 10:
+    ...         return sf.GoBack(skip=100, why=f"eval/loss is too high at step {event.step}")
+    >>> hook(sf.Event(1000, None, {"eval/loss": 12.0}, state=None)).skip
+    100
+    """
+
+    to: int | None = None
+    skip: int | tuple[int, int] = 1
+    why: str = "a hook let the run go back"
+    limit: int = 3
+
+
 class Event(NamedTuple):
     """What a hook sees at a log point and after an evaluation.
 
@@ -42,6 +75,7 @@ class Event(NamedTuple):
         while later steps run; a hook with `needs_exact_state = True` gets the state of `step`.
       per_step: the train metrics of each step since the last log point; empty for an evaluation.
       data_wait_seconds: the seconds spent waiting for batches since `fit` was called.
+      hook_seconds: those spent in hooks, measured for hooks with `needs_hook_seconds = True`.
       weights: the weights of `per_step`; 0 for a skipped step, whose value is NaN.
       time: when the step was done, on the clock of `time.perf_counter`, or None.
       kind: `"train"`, or the name of the evaluation.
@@ -61,6 +95,7 @@ class Event(NamedTuple):
     weights: Mapping[str, np.ndarray] = {}
     time: float | None = None
     kind: str = "train"
+    hook_seconds: float = 0.0
 
     @property
     def is_train(self) -> bool:
@@ -71,8 +106,11 @@ class Event(NamedTuple):
         return f"Event({self.kind!r}, step={self.step}, total={self.total}, metrics={{{metrics}}})"
 
 
-Hook = Callable[[Event], str | Stop | Mapping[str, Any] | None]
-"""A function that may also have attributes of `BaseHook`; it may return numbers or a reason."""
+Returned = str | Stop | GoBack | Mapping[str, Any] | None
+"""What a hook may return: a reason to stop, a request to go back, or numbers by name."""
+
+Hook = Callable[[Event], Returned]
+"""A function that may also have attributes of `BaseHook`."""
 
 
 class BaseHook:
@@ -83,13 +121,15 @@ class BaseHook:
     # called after those that may, so it sees all numbers.
     provides: Sequence[str] | None = ()
     can_stop: bool = False  # whether it may return a reason to stop
+    goes_back: bool = False  # whether it returns GoBack; `fit` checks at the start that it can
     # Whether `event.state` has to be that of `event.step`. Each log point then waits for the device
     # before the next step is dispatched.
     needs_exact_state: bool = False
+    needs_hook_seconds: bool = False  # whether it reads `event.hook_seconds`
     replaces_nonfinite_stop: bool = False  # whether `fit` leaves out its own `stop_on_nonfinite`
     writes_metrics: bool = False  # whether it writes `metrics.jsonl`, so that `fit` does not
 
-    def __call__(self, event: Event) -> str | Stop | Mapping[str, Any] | None:
+    def __call__(self, event: Event) -> Returned:
         raise NotImplementedError
 
     def open(self, step: int, total: int | None) -> None:
@@ -170,6 +210,8 @@ class HookDispatcher:
         self._snapshot: list[Any] | None = None
         self.wants_epochs = any(hasattr(hook, "end_epoch") for hook in hooks)
         self.needs_exact_state = any(getattr(h, "needs_exact_state", False) for h in hooks)
+        self._is_timed = any(getattr(h, "needs_hook_seconds", False) for h in hooks)
+        self.seconds = 0.0  # spent in events and ends of epochs, if timed
 
     def open(self, step: int, total: int | None) -> None:
         for hook in self.hooks:
@@ -183,9 +225,9 @@ class HookDispatcher:
         for hook in self.hooks:
             call_optional(hook, "end_epoch", epoch)
 
-    def dispatch(self, event: Event) -> tuple[Event, Stop | None]:
+    def dispatch(self, event: Event) -> tuple[Event, Stop | GoBack | None]:
         """Return the event with the numbers of all hooks, and the first reason in their list."""
-        reasons: dict[int, Stop] = {}
+        reasons: dict[int, Stop | GoBack] = {}
         for index in self._order:
             returned = self.hooks[index](event)
             if isinstance(returned, str):
@@ -193,6 +235,8 @@ class HookDispatcher:
             if isinstance(returned, Stop):
                 if returned.message:
                     reasons[index] = returned
+            elif isinstance(returned, GoBack):
+                reasons[index] = _check_request(returned, event.step, self.hooks[index])
             elif isinstance(returned, Mapping):
                 event = event._replace(metrics={**event.metrics, **metric_values(returned)})
             elif returned is not None:
@@ -206,7 +250,10 @@ class HookDispatcher:
     def transaction(self) -> Iterator[None]:
         """Snapshot hook state until every hook has seen the event, so that a resume replays it."""
         self._snapshot = self._states()
+        start = time.perf_counter() if self._is_timed else 0.0
         yield
+        if self._is_timed:
+            self.seconds += time.perf_counter() - start
         self._snapshot = None
 
     def get_state(self) -> list[Any]:
@@ -221,6 +268,28 @@ class HookDispatcher:
     def _states(self) -> list[Any]:
         states = [[name, call_optional(hook, "get_state")] for name, hook in self._named.items()]
         return [state for state in states if state[1] is not None]
+
+
+def _check_request(request: GoBack, step: int, hook: Hook) -> GoBack:
+    """Check a request to go back, convert `skip` to a pair of steps, and fill in `to`."""
+    name, (to, skip, why, limit) = hook_name(hook), request
+    count = as_integer(skip)
+    pair: Any = skip if count is None else (step - count + 1, step + 1)
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        pair = None, None
+    first, stop = map(as_integer, pair)
+    if first is None or stop is None or not 0 < first < stop:
+        raise ConfigError(
+            f"{name}: GoBack(skip=…): expected a number of steps up to {step}, or a pair (first, "
+            f"stop) of steps from 1, got {skip!r}"
+        )
+    target = first - 1 if to is None else as_integer(to)
+    if target is None or not 0 <= target < first:
+        raise ConfigError(
+            f"{name}: GoBack(to=…): expected a step before {first}, the first whose batch is "
+            f"skipped, got {to!r}"
+        )
+    return GoBack(target, (first, stop), str(why), check_count("GoBack(limit=…)", limit))
 
 
 def check_spelling(metric: str, event: Event) -> None:

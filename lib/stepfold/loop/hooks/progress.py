@@ -15,7 +15,7 @@ from stepfold import tree
 from stepfold.core.validation import check_count
 from stepfold.errors import ConfigError
 from stepfold.loop.hooks.base import Event, StatefulHook
-from stepfold.loop.hooks.throughput import Pace
+from stepfold.loop.hooks.performance import Pace
 
 
 class progress(StatefulHook):  # noqa: N801
@@ -46,7 +46,7 @@ class progress(StatefulHook):  # noqa: N801
         over: int = 100,
         file: TextIO | None = None,
     ) -> None:
-        if kind not in _BARS:
+        if not isinstance(kind, str) or kind not in _BARS:
             raise ConfigError(f"progress: expected 'tqdm', 'rich' or 'json', got {kind!r}")
         if kind != "json" and find_spec(kind) is None:
             raise ConfigError(
@@ -60,6 +60,7 @@ class progress(StatefulHook):  # noqa: N801
         self._kind, self._metrics, self._file = kind, metrics, file
         self._average, self._over = average, check_count("over", over)
         self._is_open = False
+        self._draw, self._close_bar = _HIDDEN
         self.reset(0)
 
     def reset(self, step: int) -> None:
@@ -68,6 +69,8 @@ class progress(StatefulHook):  # noqa: N801
 
     def open(self, step: int, total: int | None) -> None:
         super().open(step, total)
+        if self._is_open:  # the run goes back
+            self._close_bar()
         bar = _HIDDEN if jax.process_index() else _BARS[self._kind](self._file, step, total)
         self._draw, self._close_bar = bar
         self._is_open, self._step, self._drawn_at = True, step, -math.inf

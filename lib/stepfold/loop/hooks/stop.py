@@ -1,17 +1,20 @@
-"""Hooks that stop a run: out of time, a NaN or inf, no progress, a loss spike."""
+"""Hooks that stop a run: out of time, a NaN or inf, no progress, a spike, corruption, a hang."""
 
+import faulthandler
 import math
+import sys
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stepfold.checkpoint.retention import read_best
-from stepfold.core.validation import check_count, check_positive
+from stepfold import tree
+from stepfold.checkpoint.steps import read_best
+from stepfold.core.validation import check_count, check_flags, check_positive
 from stepfold.errors import ConfigError
-from stepfold.loop.hooks.base import BaseHook, Event, StatefulHook, Stop
+from stepfold.loop.hooks.base import BaseHook, Event, GoBack, StatefulHook, Stop
 
 
 class stop_after(BaseHook):  # noqa: N801
@@ -83,6 +86,37 @@ class stop_on_nonfinite(BaseHook):  # noqa: N801
         return Stop("nonfinite", f"{self.metric} is {values[bad]} in step {step}")
 
 
+class stop_on_corruption(BaseHook):  # noqa: N801
+    """Stop when both runs of a step that `check_step` checked differ, and name the leaves.
+
+    The state since that step may be wrong, so `fit` does not save it when it stops. A checkpoint
+    that was saved between that step and the log point may be wrong too: go back to an earlier one.
+
+    >>> import numpy as np, stepfold as sf
+    >>> words = {"train/corrupt": np.array([[0], [0b10]])}  # a bit for each leaf, and step
+    >>> state = {"step": np.array(12), "w": np.ones(2)}
+    >>> str(sf.stop_on_corruption()(sf.Event(12, None, {"train/corrupt": 1.0}, state, words)))
+    'step 12 was run twice, and 1 of 2 leaves differs: w; do not trust the states since then'
+    """
+
+    can_stop = True
+    metric = "train/corrupt"
+
+    def __call__(self, event: Event) -> Stop | None:
+        if not event.metrics.get(self.metric):
+            return None
+        words = event.per_step[self.metric]
+        bad = int(np.flatnonzero(words.any(1))[0])
+        paths = tree.marked_paths(event.state, words[bad])
+        names = ", ".join(paths[:8]) + ", …" * (len(paths) > 8)
+        step, leaves = event.step - len(words) + 1 + bad, len(jax.tree.leaves(event.state))
+        differ = "differs" if len(paths) == 1 else "differ"
+        message = (
+            f"step {step} was run twice, and {len(paths)} of {leaves} leaves {differ}: {names}"
+        )
+        return Stop("corrupt", f"{message}; do not trust the states since then")
+
+
 class stop_early(StatefulHook):  # noqa: N801
     """Stop when a metric, such as `eval/loss`, has not improved for `patience` evaluations.
 
@@ -114,6 +148,7 @@ class stop_early(StatefulHook):  # noqa: N801
         min_delta: float = 0.0,
         keep_state: bool = False,
     ) -> None:
+        check_flags(keep_state=keep_state)
         self._patience = check_count("patience", patience)
         self._min_delta = check_positive("min_delta", min_delta, allow_zero=True)
         if not isinstance(metric, str):
@@ -144,6 +179,13 @@ class stop_early(StatefulHook):  # noqa: N801
             return None
         message = f"{self.metric} has not become better than {self.best:g} for {self._num_worse}"
         return Stop("early_stop", f"{message} evaluations, since step {self.best_step}")
+
+
+class Spike(NamedTuple):
+    """A step with a spike, and a sentence about it."""
+
+    step: int
+    message: str
 
 
 class stop_on_spike(StatefulHook):  # noqa: N801
@@ -177,6 +219,11 @@ class stop_on_spike(StatefulHook):  # noqa: N801
         self._latest: list[float] = []
 
     def __call__(self, event: Event) -> Stop | None:
+        spike = self.find(event)
+        return None if spike is None else Stop("spike", spike.message)
+
+    def find(self, event: Event) -> Spike | None:
+        """Add the values of an event to the window, and return the first spike among them."""
         values = np.asarray(event.per_step.get(self.metric, ()), np.float64)
         (indices,) = np.nonzero(np.isfinite(values))
         latest = self._latest[-self._window :]
@@ -196,7 +243,109 @@ class stop_on_spike(StatefulHook):  # noqa: N801
         step = event.step - len(values) + 1 + indices[i + self._window - len(latest)]
         before = f"the median of the {self._window} before it is {medians[i]:.4g}"
         message = f"{self.metric} is {judged[i]:.4g} in step {step}, and {before}"
-        return Stop("spike", f"{message} ± {deviations[i]:.4g}")
+        return Spike(int(step), f"{message} ± {deviations[i]:.4g}")
+
+
+class roll_back_on_spike(stop_on_spike):  # noqa: N801
+    """Go back to a checkpoint before a spike, skip the batches of it, and continue; see `GoBack`.
+
+    A spike is what `stop_on_spike` finds with `deviations=sigma`. `skip` batches are left out: that
+    of the spike, and those that follow it. After `limit` times the run stops at the next spike.
+
+    >>> import numpy as np, stepfold as sf
+    >>> losses = {"train/loss": np.array([2.0, 2.1, 1.9, 2.0, 9.0])}
+    >>> request = sf.roll_back_on_spike(window=4, skip=3)(sf.Event(5, None, {}, None, losses))
+    >>> request.skip, request.limit
+    ((5, 8), 3)
+    """
+
+    goes_back = True
+
+    def __init__(
+        self,
+        metric: str = "train/loss",
+        *,
+        window: int = 100,
+        sigma: float = 10.0,
+        skip: int = 1,
+        limit: int = 3,
+    ) -> None:
+        check_positive("sigma", sigma)
+        super().__init__(metric, window=window, deviations=sigma)
+        self._skip, self._limit = check_count("skip", skip), check_count("limit", limit)
+
+    def __call__(self, event: Event) -> GoBack | None:  # type: ignore[override]
+        spike = self.find(event)
+        if spike is None:
+            return None
+        return GoBack(None, (spike.step, spike.step + self._skip), spike.message, self._limit)
+
+
+class roll_back_on_nonfinite(stop_on_nonfinite):  # noqa: N801
+    """Go back to a checkpoint before a NaN or inf, skip its batch, and continue; see `GoBack`.
+
+    `fit` then leaves out its own `stop_on_nonfinite`. `skip` batches are left out: that of the NaN,
+    and those that follow it. After `limit` times the run stops at the next one, with a capsule.
+
+    >>> import numpy as np, stepfold as sf
+    >>> losses = {"train/loss": np.array([1.0, np.nan, np.nan])}
+    >>> event = sf.Event(12, None, {"train/loss": np.nan}, None, losses)
+    >>> sf.roll_back_on_nonfinite()(event).skip
+    (11, 12)
+    """
+
+    goes_back = True
+
+    def __init__(self, pattern: str = "train/loss", *, skip: int = 1, limit: int = 3) -> None:
+        super().__init__(pattern)
+        self._skip, self._limit = check_count("skip", skip), check_count("limit", limit)
+
+    def __call__(self, event: Event) -> GoBack | None:  # type: ignore[override]
+        stop = super().__call__(event)
+        if stop is None or self.found is None:
+            return None
+        step = self.found.step
+        return GoBack(None, (step, step + self._skip), stop.message, self._limit)
+
+
+class watchdog(BaseHook):  # noqa: N801
+    """Dump the stacks of all threads when no event has come for some seconds, or abort.
+
+    The time starts with the run, and has to cover everything between two events: compiling, an
+    evaluation, a save. The timer may fire up to a tenth later. It is the one of `faulthandler`,
+    of which a process has one, and fires even if a library hangs while it holds the GIL. With
+    `abort` the process exits with code 1 and saves nothing: a launcher that starts it again resumes
+    from the last checkpoint. Stacks go to stderr, or to a `file` that has a descriptor.
+
+    >>> import stepfold as sf
+    >>> hook = sf.watchdog(600)
+    >>> hook.open(0, None)
+    >>> hook.close()
+    """
+
+    def __init__(self, seconds: float, abort: bool = False, *, file: TextIO | None = None) -> None:
+        check_flags(abort=abort)
+        self._seconds = check_positive("watchdog", seconds, unit="seconds")
+        if not isinstance(abort, bool):
+            raise ConfigError(f"abort: expected True or False, got {tree.spell(abort)}")
+        self._abort, self._file = abort, file
+        self._started: float | None = None
+
+    def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
+        self._started = time.monotonic()
+        file = self._file or sys.__stderr__ or sys.stderr
+        seconds, repeat = 1.1 * self._seconds, not self._abort
+        faulthandler.dump_traceback_later(seconds, repeat=repeat, file=file, exit=self._abort)
+
+    def __call__(self, event: Event) -> None:
+        # Restarting the timer costs a thread, so not at every event.
+        if self._started is None or time.monotonic() - self._started > 0.1 * self._seconds:
+            self.open(event.step, event.total)
+
+    def close(self) -> None:
+        if self._started is not None:
+            self._started = None
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _check_train_metric(name: str, metric: Any) -> None:

@@ -9,7 +9,16 @@ import numpy as np
 from stepfold import tree
 from stepfold.core.validation import check_count
 from stepfold.errors import ConfigError
-from stepfold.loop.hooks.base import Event, Hook, StatefulHook, Stop, call_optional, hook_name
+from stepfold.loop.hooks.base import (
+    Event,
+    GoBack,
+    Hook,
+    Returned,
+    StatefulHook,
+    Stop,
+    call_optional,
+    hook_name,
+)
 
 
 class HookWrapper:
@@ -34,7 +43,7 @@ class HookWrapper:
             raise AttributeError(name)
         return getattr(self._hook, name)
 
-    def __call__(self, event: Event) -> str | Stop | Mapping[str, Any] | None:
+    def __call__(self, event: Event) -> Returned:
         return self._hook(event)
 
     def get_state(self) -> dict[str, Any]:
@@ -63,7 +72,7 @@ class every(HookWrapper):  # noqa: N801
         self._n = check_count("every", n)
         self._multiple: int | None = None  # reached so far; None outside of a run
 
-    def __call__(self, event: Event) -> str | Stop | Mapping[str, Any] | None:
+    def __call__(self, event: Event) -> Returned:
         previous, self._multiple = self._multiple or 0, event.step // self._n
         return super().__call__(event) if self._multiple > previous else None
 
@@ -85,7 +94,7 @@ class every(HookWrapper):  # noqa: N801
 
 
 class only_warn(HookWrapper):  # noqa: N801
-    """Warn of a hook's reason to stop instead of stopping.
+    """Warn of a hook's reason to stop or to go back, instead of doing so.
 
     >>> import warnings, stepfold as sf
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
@@ -98,10 +107,11 @@ class only_warn(HookWrapper):  # noqa: N801
 
     def __call__(self, event: Event) -> Mapping[str, Any] | None:
         returned = super().__call__(event)
-        if not isinstance(returned, str | Stop):
+        if not isinstance(returned, str | Stop | GoBack):
             return returned
-        if str(returned):
-            warnings.warn(f"step {event.step}: {returned}", stacklevel=2)
+        reason = returned.why if isinstance(returned, GoBack) else str(returned)
+        if reason:
+            warnings.warn(f"step {event.step}: {reason}", stacklevel=2)
         return None
 
 

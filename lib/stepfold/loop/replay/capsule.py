@@ -19,11 +19,17 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.leaves import is_key
-from stepfold.checkpoint.manifest import read_manifest
-from stepfold.checkpoint.save import save
-from stepfold.checkpoint.sealed import DamageError, opened, plain, seal, unseal
-from stepfold.checkpoint.steps import path_of, whole_steps
-from stepfold.checkpoint.syncing import sync
+from stepfold.checkpoint.manifest import (
+    DamageError,
+    ForeignError,
+    from_json,
+    read_checked,
+    to_json,
+    write_checked,
+)
+from stepfold.checkpoint.series import save
+from stepfold.checkpoint.steps import is_url, sync
+from stepfold.checkpoint.store import complete_steps, open_store
 from stepfold.errors import CheckpointError, ConfigError
 from stepfold.loop.data import DataPosition, reread
 from stepfold.loop.hooks.stop import Nonfinite
@@ -36,7 +42,7 @@ _PLAIN = ("step", "metric", "metrics", "began")  # fields that are written as th
 class CheckpointReference(NamedTuple):
     """The checkpoint from which a replay reaches the step."""
 
-    directory: Path
+    directory: Path | str  # a URL is a str
     step: int
 
 
@@ -55,6 +61,7 @@ class Capsule:
       began: the step after which the run started.
       like: the abstract state, with its shardings.
       notes: what else could not be written.
+      rollbacks: why the run went back before, and which batches it skipped.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> tx = optax.sgd(0.1)
@@ -77,6 +84,7 @@ class Capsule:
     like: Any = field(default=None, repr=False)
     batches: Any = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
+    rollbacks: tuple[str, ...] = ()
 
     @property
     def distance(self) -> int:
@@ -91,26 +99,34 @@ class Capsule:
             f"step {self.step}: {self.metric} is {value}; replay begins with {start} of step "
             f"{self.mark.step}{steps if self.distance > 0 else ''}"
             + "".join(f"; not kept: {reason}" for reason in self.lost[:1])
+            + "".join(f"; before, {rollback}" for rollback in self.rollbacks)
         )
 
 
 def take_capsule(
     nonfinite: Nonfinite,
-    *,
     state: Any,
-    positions: Sequence[DataPosition],
     batches: Any,
-    directory: Path | None,
+    *,
+    positions: Sequence[DataPosition],
+    directory: str | os.PathLike[str] | None,
 ) -> Capsule:
     """Make a capsule after a run has ended and its checkpoints in `directory` are written.
 
     The first of `positions` is that at the start of the run.
     """
     step, start, checkpoint = nonfinite.step, positions[0], None
-    saved = [n for n in whole_steps(directory) if n < step] if directory else []
-    if directory and saved:
-        checkpoint = CheckpointReference(directory, saved[-1])
-        start = DataPosition(saved[-1], read_manifest(path_of(directory, saved[-1])).position())
+    if directory is not None:
+        store = open_store(directory)
+        location = store.location if is_url(store.location) else Path(store.location)
+        for number in reversed([n for n in complete_steps(store) if n < step]):
+            try:
+                position = store.read_manifest(number).position()
+            except (DamageError, ForeignError):  # process 0 may delete old ones meanwhile
+                continue
+            start = DataPosition(number, position)
+            checkpoint = CheckpointReference(location, number)
+            break
     batch, lost = _read_batch(batches, step, [start, *positions], began=positions[0].step)
     key: Any = getattr(state, "key", None)
     has_key = isinstance(key, jax.Array) and is_key(key)
@@ -172,7 +188,7 @@ def save_capsule(capsule: Capsule, run_dir: str | Path) -> Capsule:
             f"{run_dir}: the capsule of step {capsule.step} cannot be written, and is only on the "
             f"result: {reason}; free disk space, or change the permission",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
         return capsule
 
@@ -187,10 +203,11 @@ def _write(capsule: Capsule, run_dir: Path) -> Path:
         key = str(jax.random.key_impl(capsule.key)), data
     if capsule.checkpoint is not None:
         directory, step = capsule.checkpoint
-        inside = directory.is_relative_to(run_dir)  # a run can be moved
-        checkpoint = str(directory.relative_to(run_dir) if inside else directory), step
+        if isinstance(directory, Path) and directory.is_relative_to(run_dir):  # a run can be moved
+            directory = directory.relative_to(run_dir)
+        checkpoint = str(directory), step
     try:
-        position = plain(capsule.mark.position, "position")
+        position = to_json(capsule.mark.position, "position")
     except ConfigError as error:
         notes.append(f"the position in the data: {error}")
     content = {name: getattr(capsule, name) for name in _PLAIN} | {
@@ -202,6 +219,7 @@ def _write(capsule: Capsule, run_dir: Path) -> Path:
         "arrays": len(arrays),
         "lost": lost,
         "notes": notes,
+        "rollbacks": capsule.rollbacks,
     }
     path = run_dir / "capsules" / str(capsule.step)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +229,7 @@ def _write(capsule: Capsule, run_dir: Path) -> Path:
         if arrays:
             # The step, since a checkpoint has to have an element, and arrays may be empty.
             save(new / _BATCH, {"step": capsule.step, "batch": arrays}, step=capsule.step)
-        (new / _JSON).write_bytes(seal(content))
+        write_checked(new / _JSON, content)
         sync(new / _JSON)
         sync(new)
         if path.exists():
@@ -273,7 +291,7 @@ def read_capsule(path: str | Path) -> Capsule:
             f"{path}: expected the directory of a capsule, such as run_dir/capsules/120, with "
             f"{_JSON} in it, got none"
         )
-    content = unseal(path / _JSON)
+    content = read_checked(path / _JSON)
     if content["version"] != _VERSION:
         raise CheckpointError(
             f"{path}: expected a capsule of version {_VERSION}, got {content['version']}; read it "
@@ -283,26 +301,27 @@ def read_capsule(path: str | Path) -> Capsule:
     if key is not None:
         key = jax.random.wrap_key_data(jnp.array(key[1], jnp.uint32), impl=key[0])
     if checkpoint is not None:
-        checkpoint = CheckpointReference(path.parent.parent / checkpoint[0], checkpoint[1])
+        directory, saved = checkpoint
+        if not is_url(directory):
+            directory = path.parent.parent / directory
+        checkpoint = CheckpointReference(directory, saved)
     reader = None
     if content["arrays"]:
         # Without `restore`, which waits for all processes and needs dtypes and shapes.
-        from stepfold.checkpoint.arrays import Reader  # imported when first used, for tensorstore
-
-        folder = path_of(path / _BATCH, content["step"])
-        if not folder.is_dir():
-            raise DamageError(f"{folder}: missing; the capsule was copied in part")
-        manifest = read_manifest(folder)
-        reader = Reader(folder, manifest.leaves, manifest.shards)
+        store, step = open_store(path / _BATCH), content["step"]
+        if step not in store.steps():
+            raise DamageError(f"{store.path_of(step)}: missing; the capsule was copied in part")
+        reader = store.open_arrays(step, store.read_manifest(step))
     return Capsule(
         **{name: content[name] for name in _PLAIN},
         key=key,
         batch=_rebuild(content["batch"], reader),
         lost=tuple(content["lost"]),
         checkpoint=checkpoint,
-        mark=DataPosition(mark, opened(position)),
+        mark=DataPosition(mark, from_json(position)),
         path=path,
         notes=tuple(content["notes"]),
+        rollbacks=tuple(content.get("rollbacks", ())),
     )
 
 

@@ -1,7 +1,6 @@
 """Read a run from its directory: finished, running, killed, or written by an older stepfold."""
 
 import json
-import os
 from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stepfold.checkpoint import steps
-from stepfold.checkpoint.manifest import read_words
+from stepfold.checkpoint.steps import is_url
+from stepfold.checkpoint.store import open_store
 from stepfold.errors import CheckpointError
 from stepfold.loop.run_info import read_run_info
 
@@ -52,80 +51,58 @@ class Run(NamedTuple):
         return (self.info.get("arguments") or {}).get(name)
 
 
-def read_run(path: Path, tail: "Tail | None" = None) -> Run:
-    """Read a run from its directory; with a `tail`, parse only new lines of its metrics."""
-    tail = tail or Tail(path / "metrics.jsonl")
+def read_run(path: Path, *, remote: bool = True) -> Run:
+    """Read a run from its directory; `remote` reads checkpoints in object storage as well."""
+    curves, hparams, damaged_lines = read_metrics(path / "metrics.jsonl")
     saved: list[SavedStep] = []
-    run = Run(path, read_run_info(path), tail.read(), tail.hparams, saved, tail.damaged_lines)
+    run = Run(path, read_run_info(path), curves, hparams, saved, damaged_lines)
     directory = (run.argument("checkpoints") or {}).get("directory") or path / "checkpoints"
+    if is_url(directory) and not remote:
+        return run
     with suppress(CheckpointError, ValueError):  # the directory cannot be read
-        for step in steps.steps_in(Path(directory)):
-            folder, metrics = steps.path_of(Path(directory), step), None
-            with suppress(FileNotFoundError):  # it was deleted meanwhile
-                time = folder.stat().st_mtime
+        store = open_store(directory)
+        for step in store.steps():
+            metrics = None
+            with suppress(CheckpointError):  # it was deleted meanwhile
+                time = store.saved_at(step)
                 with suppress(CheckpointError):
-                    metrics = read_words(folder).metrics or {}
+                    metrics = store.read_metadata(step).metrics or {}
                 saved.append(SavedStep(step, time, metrics))
     return run
 
 
-class Tail:
-    """An incremental reader of `metrics.jsonl`, which parses each line only once.
+def read_metrics(path: Path) -> tuple[dict[str, Curve], dict[str, Any], int]:
+    """Read a `jsonl_writer` file: curves, hyper-parameters, and the number of damaged lines.
 
-    Only the last line is read again, since the writer may replace it by one with more metrics of
-    the same step. A line that is still being written is left for later.
+    A last line that is still being written is left out. Without a file, all are empty.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._reset()
-
-    def _reset(self) -> None:
-        self._columns = defaultdict[str, Any](lambda: (array("d"), array("d")))  # steps, values
-        self._last_start = 0  # where the last line begins
-        self._last: Mapping[str, float] | None = {}  # its metrics; None if it is damaged
-        self.hparams: dict[str, Any] = {}
-        self.damaged_lines = 0
-
-    def read(self) -> dict[str, Curve]:
-        """Return all curves as they are now; empty if there is no file yet."""
-        try:
-            with self._path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._last_start:
-                    self._reset()
-                self.damaged_lines -= self._last is None
-                for name in self._last or ():
-                    for column in self._columns[name]:
-                        column.pop()
-                self._last = {}
-                end = file.seek(self._last_start)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._last_start, end = end, end + len(line)
-                    self._append(line)
-        except FileNotFoundError:
-            self._reset()
-        curves = {}
-        for name, columns in self._columns.items():
-            order = np.argsort(columns[0], kind="stable")  # a file may be assembled by hand
-            if len(order):
-                curves[name] = Curve(*(np.array(column)[order] for column in columns))
-        return curves
-
-    def _append(self, line: bytes) -> None:
-        self._last = None
-        with suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError):
-            row = json.loads(line)
-            step = float(row.pop("step"))
-            numbers = {n: float(v) for n, v in row.items() if n and type(v) in (float, int)}
-            if 0 <= step < 2**63:
-                self._last = numbers
-                self.hparams |= row["hparams"] if isinstance(row.get("hparams"), dict) else {}
-        self.damaged_lines += self._last is None
-        for name, value in (self._last or {}).items():
-            for column, number in zip(self._columns[name], (step, value), strict=True):
-                column.append(number)
+    columns = defaultdict[str, Any](lambda: (array("d"), array("d")))  # steps, values
+    hparams: dict[str, Any] = {}
+    damaged_lines = 0
+    if not path.exists():
+        return {}, hparams, damaged_lines
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                row = json.loads(line)
+                step = float(row.pop("step"))
+                numbers = {n: float(v) for n, v in row.items() if n and type(v) in (float, int)}
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+                step = -1.0
+            if not 0 <= step < 2**63:
+                damaged_lines += 1
+                continue
+            hparams |= row["hparams"] if isinstance(row.get("hparams"), dict) else {}
+            for name, value in numbers.items():
+                columns[name][0].append(step)
+                columns[name][1].append(value)
+    curves = {}
+    for name, (at, values) in columns.items():
+        order = np.argsort(at, kind="stable")  # a file may be assembled by hand
+        curves[name] = Curve(np.array(at)[order], np.array(values)[order])
+    return curves, hparams, damaged_lines
 
 
 def thin(curve: Curve, columns: int, span: tuple[float, float]) -> Curve:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.retention import order_by, read_best
+from stepfold.checkpoint.steps import order_by, read_best
 from stepfold.loop.report.read import Curve, Run, thin
 from stepfold.table import amount, size
 

@@ -8,15 +8,16 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 
 from stepfold.errors import StepfoldError
 from stepfold.loop.hooks.base import BaseHook, Event, Stop
-from stepfold.loop.report.read import Tail, read_run
+from stepfold.loop.report.read import read_run
 from stepfold.loop.report.render import render
-from stepfold.loop.run_info import NAME, read_run_info, replace_file, write_run_info
+from stepfold.loop.run_info import NAME, read_run_info, write_run_info
+from stepfold.loop.writers.base import replace_file
 
 _SHARE = 0.01  # the largest share of the time to spend on pages
 _MIN_PAUSE, _MAX_PAUSE = 2.0, 30.0  # seconds between pages, early and late in a run
@@ -26,15 +27,13 @@ _CLOCK_ROWS = 400  # samples of the clock; beyond that every second one is dropp
 class ReportWriter(BaseHook):
     """Write `run.json` and `report.html` of a run from a thread, on process 0 only.
 
-    `fit` enters it first, so that the last page shows how everything ended. A file that cannot be
-    written causes one warning, and the run continues.
+    A file that cannot be written causes one warning, and the run continues.
     """
 
     provides = ()
 
     def __init__(self, run_dir: Path, metadata: Mapping[str, Any]) -> None:
         self._run_dir, self._metadata = run_dir, metadata
-        self._tail = Tail(run_dir / "metrics.jsonl")
         self._attempts: list[dict[str, Any]] = []
         self._attempt: dict[str, Any] = {}  # the last of them, once it is open
         self._opened_at = time.perf_counter()
@@ -43,31 +42,36 @@ class ReportWriter(BaseHook):
         self._pause = _MIN_PAUSE
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="stepfold-report", daemon=True)
+        self._lock = threading.RLock()  # of the attempts and the files: the thread writes both
         self._failure: Exception | None = None
         self._has_warned = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def open(self, step: int, total: int | None) -> None:
         if jax.process_index() != 0:
             return
+        with self._lock:
+            self._open_attempt(step, total)
+        self._warn()
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def _open_attempt(self, step: int, total: int | None) -> None:
+        if self._attempt:  # the run went back
+            self._try(self._write_info)
         try:
-            self._attempts = list(read_run_info(self._run_dir).get("attempts", []))
+            self._attempts = self._attempts or [*read_run_info(self._run_dir).get("attempts", [])]
         except (StepfoldError, OSError) as error:
             path = self._run_dir / NAME
             names = (path.with_name(f"{NAME}.aside{number or ''}") for number in count())
             aside = next(name for name in names if not name.exists())
             warnings.warn(f"{error}; it is now {aside}", stacklevel=2)
             self._try(lambda: os.replace(path, aside))
-        self._opened_at = time.perf_counter()
+        self._opened_at, self._clock, self._row_count, self._stride = time.perf_counter(), [], 0, 1
         self._sample(step, 0.0)
         self._attempt = {"began": _utc_now(), "from": step, "to": step, "total": total}
         self._attempt |= {"updated": self._attempt["began"], "ended": None, "stop": None}
         self._attempts.append(self._attempt)
         self._try(self._write_info)
-        self._warn()
-        self._thread.start()
 
     def __call__(self, event: Event) -> None:
         if self._attempt:
@@ -75,21 +79,21 @@ class ReportWriter(BaseHook):
             self._sample(event.step, event.data_wait_seconds)
             self._warn()
 
-    def finish(self, step: int, stop: Stop | None) -> None:
-        """Record the last step, and why the run stopped; None if an exception ended it."""
+    def end_attempt(self, step: int, stop: Stop | None) -> None:
+        """Describe how the attempt ended; another one follows if the run goes back."""
         if self._attempt:
-            self._attempt |= {"to": step, "stop": None if stop is None else stop._asdict()}
+            self._attempt |= {"to": step, "stop": stop and stop._asdict(), "ended": _utc_now()}
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def finish(self, step: int, stop: Stop | None, error: BaseException | None = None) -> None:
+        """Write the last page, with the last step and the reason why the run ended."""
         if not self._attempt:
             return
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join()
-        self._attempt["ended"] = _utc_now()
         if error is not None:
-            message = f"{type(error).__name__}: {error}".removesuffix(": ")
-            self._attempt["stop"] = Stop("error", message)._asdict()
+            stop = Stop("error", f"{type(error).__name__}: {error}".removesuffix(": "))
+        self.end_attempt(step, stop)
         self._try(self._write_page)
         self._warn()
 
@@ -114,8 +118,9 @@ class ReportWriter(BaseHook):
 
     def _write_page(self) -> None:
         self._write_info()
-        page = render([read_run(self._run_dir, self._tail)], refresh_seconds=round(self._pause))
-        replace_file(self._run_dir / "report.html", page)
+        # Without requests to a server, for each of which a page might have to wait.
+        page = render([read_run(self._run_dir, remote=False)], refresh_seconds=round(self._pause))
+        replace_file(self._run_dir / "report.html", page.encode(errors="replace"))
 
     def _write_info(self) -> None:
         clock = [*self._clock]
@@ -125,10 +130,11 @@ class ReportWriter(BaseHook):
         write_run_info(self._run_dir, {**self._metadata, "attempts": self._attempts})
 
     def _try(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except Exception as error:  # noqa: BLE001  a page must not end a run; see _warn
-            self._failure = error
+        with self._lock:
+            try:
+                write()
+            except Exception as error:  # noqa: BLE001  a page must not end a run; see _warn
+                self._failure = error
 
     def _warn(self) -> None:
         if self._failure is not None and not self._has_warned:

@@ -1,13 +1,15 @@
-"""The base classes of metric writers, with their checks and conversions."""
+"""The base classes of metric writers, with their checks and conversions, and the console."""
 
 import operator
 import os
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import jax.numpy as jnp
 import numpy as np
@@ -184,6 +186,49 @@ def _setting(name: str, value: Any) -> float | str:
     return _number(name, value) if tree.is_data(value) and np.size(value) == 1 else repr(value)
 
 
+class console_writer(ConvertingWriter):  # noqa: N801
+    """Write a line for each call, with numbers aligned in columns and rounded to five digits.
+
+    Histograms are written as a count and a range, images as their shape. Without a `stream`, lines
+    go to `sys.stdout` at the time of the call.
+
+    >>> import stepfold as sf
+    >>> writer = sf.console_writer()
+    >>> writer.write_scalars(8, {"train/loss": 0.6931472, "train/accuracy": 0.5})
+           8  train/loss 0.69315      train/accuracy 0.5
+    >>> writer.write_scalars(16, {"train/loss": 0.0125, "train/accuracy": 0.984375})
+          16  train/loss 0.0125       train/accuracy 0.98438
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        if stream is not None and not callable(getattr(stream, "write", None)):
+            raise ConfigError(f"stream: expected an open text file or None, got {stream!r}")
+        self._stream = stream
+
+    def _write(self, step: int, values: Mapping[str, Value]) -> None:
+        self._print(str(step), {name: _describe(value) for name, value in values.items()})
+
+    def _write_settings(self, settings: Mapping[str, float | str]) -> None:
+        self._print("", settings)
+
+    def _print(self, step: str, values: Mapping[str, float | str]) -> None:
+        stream = sys.stdout if self._stream is None else self._stream
+        line = "  ".join(f"{name} {value}" for name, value in values.items())
+        stream.write(f"{step:>8}  {line}".rstrip() + "\n")
+        stream.flush()
+
+
+def _describe(value: Value) -> str:
+    if isinstance(value, Histogram):
+        nonfinite = f", {value.nonfinite} not finite" if value.nonfinite else ""
+        return f"{sum(value.counts)} from {value.edges[0]:.5g} to {value.edges[-1]:.5g}{nonfinite}"
+    if isinstance(value, np.ndarray):
+        return tree.spell(value)
+    if isinstance(value, float):
+        return f"{value:<11.5g}"
+    return f"{value:<11}" if isinstance(value, int) else value
+
+
 class FileWriter(ConvertingWriter):
     """Base of the backends that append to a file, at a path or in a folder."""
 
@@ -208,7 +253,7 @@ class FileWriter(ConvertingWriter):
 
 def check_path(argument: str, path: Any, kind: str = "file") -> Path:
     """Check that a file or a folder can be written to, without touching it."""
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in f"{path}":
         raise ConfigError(f"{argument}: expected the path of a {kind}, got {tree.spell(path)}")
     target = Path(path).absolute()
     existing = next(each for each in (target, *target.parents) if each.exists())
@@ -258,3 +303,20 @@ def append(file: int, data: bytes, *, replaced: bytes = b"") -> None:
         if replaced:
             append(file, replaced)
         raise
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file atomically; if it cannot be written, the old content stays."""
+    path = path.resolve()
+    new = path.with_name(path.name + ".new")
+    with explain_os_errors(path):
+        try:
+            with new.open("wb", buffering=0) as file:
+                append(file.fileno(), data)
+                os.fsync(file.fileno())
+            if path.exists():
+                shutil.copymode(path, new)
+            os.replace(new, path)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise

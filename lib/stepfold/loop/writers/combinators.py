@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.core.validation import check_count
+from stepfold.core.validation import check_count, check_flags
 from stepfold.errors import ConfigError
-from stepfold.loop.hooks.base import BaseHook, Event, call_optional
+from stepfold.loop.hooks.base import Event, StatefulHook, call_optional
 from stepfold.loop.writers.base import Writer
 
 
@@ -168,7 +168,7 @@ def _raise_first(errors: list[BaseException]) -> None:
         raise raised[0]
 
 
-class log_to(BaseHook):  # noqa: N801  it is used like a function
+class log_to(StatefulHook):  # noqa: N801  it is used like a function
     """Write metrics with a writer of stepfold, of clu, or your own.
 
     When a run starts or resumes, the writer's `resume(step)` drops rows of later steps, so that
@@ -190,7 +190,11 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
           20  train/loss 2
     """
 
+    run_state = ("_multiple",)
+    state_key = ("_every",)
+
     def __init__(self, writer: Any, every: int | None = None, *, everywhere: bool = False) -> None:
+        check_flags(everywhere=everywhere)
         if not callable(getattr(writer, "write_scalars", None)) or isinstance(writer, type):
             raise ConfigError(
                 "log_to: expected a writer, with write_scalars(step, metrics), got "
@@ -199,16 +203,18 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
         if every is not None:
             check_count("log_to: every", every)
         self._writer, self._every, self._everywhere = writer, every, everywhere
-        self._multiple, self._is_restored = 0, False
+        self._multiple = 0
         self._errors: list[BaseException] = []
         # An `async_writer` is thread-safe, and a lock would stall the loop while it is flushed.
         self._lock: AbstractContextManager[Any] = (
             nullcontext() if isinstance(writer, async_writer) else threading.Lock()
         )
 
-    def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
-        if self._every and not self._is_restored:
-            self._multiple = step // self._every
+    def reset(self, step: int) -> None:
+        self._multiple = step // self._every if self._every else 0
+
+    def open(self, step: int, total: int | None) -> None:
+        super().open(step, total)
         call_optional(self._active_writer(), "resume", step)
 
     def __call__(self, event: Event) -> None:
@@ -230,18 +236,12 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
             self._errors.append(error)
 
     def close(self) -> None:
+        super().close()
         self.flush()
         try:
             call_optional(self._active_writer(), "close")
         finally:
             _raise_first(self._errors)
-
-    def get_state(self) -> dict[str, Any]:
-        return {"multiple": self._multiple, "every": self._every}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        if state.get("every", self._every) == self._every:
-            self._multiple, self._is_restored = state["multiple"], True
 
     def _active_writer(self) -> Any:
         return self._writer if self._everywhere or jax.process_index() == 0 else Writer()

@@ -6,7 +6,6 @@ import json
 import math
 import mmap
 import os
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -59,7 +58,8 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
 
     def resume(self, step: int) -> None:
         self._start = base.check_step(step)
-        if self._file is not None and not _is_file_of(self._path, self._file):
+        here = self._path.stat() if self._path.exists() else None
+        if self._file is not None and not (here and os.path.samestat(here, os.fstat(self._file))):
             os.close(self._file)  # it was moved aside, and must not be truncated there
             self._file, self._last_line, self._last_step = None, b"", -1
         self._pending = [row for row in self._pending if row[0] <= self._start]
@@ -72,6 +72,8 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
     def close(self) -> None:
         """Flush, close the file and derive the CSV. A later write opens the file again."""
         is_used = self._file is not None or bool(self._pending)
+        if self._file is not None:
+            self._open()  # notices a deletion
         super().close()
         if is_used and self._csv is not None:
             write_csv(self._path, self._csv)
@@ -102,6 +104,15 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
                 raise
 
     def _open(self) -> int:
+        if self._file is not None and os.fstat(self._file).st_nlink == 0:
+            warnings.warn(
+                f"{self._path}: it was deleted with the rows up to step {self._last_step} while it "
+                "was written; later rows are in a new file",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            os.close(self._file)
+            self._file, self._last_line, self._last_step = None, b"", -1
         if self._file is None:
             with base.explain_os_errors(self._path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +132,11 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
         """Remove an incomplete last line, and those of steps after the last to keep."""
         size, last_line, last_step = os.fstat(file).st_size, b"", -1
         for line in _lines_backwards(file):
-            if line.endswith(b"\n") and (step := _parse(self._path, line)[0]) <= last:
+            if (
+                line.strip()
+                and line.endswith(b"\n")
+                and (step := _parse(self._path, line)[0]) <= last
+            ):
                 last_line, last_step = line, step
                 break
             size -= len(line)
@@ -140,6 +155,8 @@ def read_rows(
             for line in file:
                 if not line.endswith(b"\n"):
                     return
+                if not line.strip():  # left by an editor
+                    continue
                 step, row = _parse(path, line)
                 if step > until:
                     return
@@ -152,17 +169,18 @@ def last_step(path: base.PathLike) -> int | None:
     if not path.exists():
         return None
     with path.open("rb") as file:
-        lines = (line for line in _lines_backwards(file.fileno()) if line.endswith(b"\n"))
+        lines = (
+            line
+            for line in _lines_backwards(file.fileno())
+            if line.endswith(b"\n") and line.strip()
+        )
         return next((_parse(path, line)[0] for line in lines), None)
 
 
 def last_csv_step(path: base.PathLike) -> int | None:
     """Return the last step in a `csv_writer` file, or None."""
-    return (
-        max((step for step, _ in _read_csv(Path(path))), default=None)
-        if Path(path).exists()
-        else None
-    )
+    rows = _read_csv(Path(path)) if Path(path).exists() else ()
+    return max((step for step, _ in rows), default=None)
 
 
 def write_csv(jsonl_path: base.PathLike, csv_path: base.PathLike) -> None:
@@ -181,7 +199,7 @@ def write_csv(jsonl_path: base.PathLike, csv_path: base.PathLike) -> None:
             if row:
                 cells = (repr(row[name]) if name in row else "" for name in names)
                 lines.append(",".join([str(step), *cells]))
-        _replace(Path(csv_path), "".join(line + "\n" for line in lines).encode())
+        base.replace_file(Path(csv_path), "".join(line + "\n" for line in lines).encode())
 
 
 class csv_writer(jsonl_writer):  # noqa: N801
@@ -219,7 +237,9 @@ class csv_writer(jsonl_writer):  # noqa: N801
 
     def _open(self) -> int:
         if self._file is None and self._table.exists() and not self._path.exists():
-            _replace(self._path, b"".join(_to_line(*row) for row in _read_csv(self._table)))
+            base.replace_file(
+                self._path, b"".join(_to_line(*row) for row in _read_csv(self._table))
+            )
         return super()._open()
 
     def _write(self, step: int, values: Mapping[str, base.Value]) -> None:
@@ -265,10 +285,6 @@ def _read_csv(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
         yield step, row
 
 
-def _is_file_of(path: Path, file: int) -> bool:
-    return path.exists() and os.path.samestat(path.stat(), os.fstat(file))
-
-
 def _to_json(value: base.Value) -> Any:
     if isinstance(value, base.Histogram):
         return {"counts": value.counts, "edges": value.edges, "nonfinite": value.nonfinite}
@@ -310,20 +326,3 @@ def _check_kind(path: Path, start: bytes) -> None:
                 f"{path}: expected a file that begins with {start.decode()!r}, or none, got one "
                 f"that begins with {head!r}; give another path"
             )
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Replace a file atomically."""
-    path = path.resolve()
-    new = path.with_name(path.name + ".new")
-    with base.explain_os_errors(path):
-        try:
-            with new.open("wb", buffering=0) as file:
-                base.append(file.fileno(), data)
-                os.fsync(file.fileno())
-            if path.exists():
-                shutil.copymode(path, new)
-            os.replace(new, path)
-        except OSError:
-            new.unlink(missing_ok=True)
-            raise

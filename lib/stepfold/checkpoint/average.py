@@ -1,0 +1,153 @@
+"""Average the parameters of several checkpoints, leaf by leaf."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stepfold import tree
+from stepfold.checkpoint.leaves import Leaf, Region, make_leaf, regions_of
+from stepfold.checkpoint.restore import candidates, match
+from stepfold.checkpoint.store import open_store
+from stepfold.core.processes import agreement
+from stepfold.core.validation import mismatch, read_integer
+from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError
+
+if TYPE_CHECKING:
+    from stepfold.checkpoint.arrays import ArrayReader
+
+
+def average(
+    directory: str | os.PathLike[str],
+    steps: Sequence[int],
+    like: Any = None,
+    *,
+    part: str = "params",
+) -> Any:
+    """Average the parameters of several steps of a series.
+
+    Every value is verified against its checksum. Leaves are read one after the other, added in
+    float64, and rounded to their dtype. The host holds the result, and one leaf of one step at a
+    time. Integers, booleans and PRNG keys have no mean; they have to be equal in all steps.
+
+    With several processes, all of them call this, and each reads what its devices need.
+
+    Args:
+      directory: the directory of the series, or its URL in object storage.
+      steps: the steps to average.
+      like: the wanted parameters, concrete or abstract. Each leaf gets the sharding of its
+        counterpart in `like`. None returns nested dicts of numpy arrays, by their paths.
+      part: the path of the branch of the state to average. An empty one is that of the whole state.
+
+    Returns:
+      The average, a tree like `like`. The rest of the checkpoints is not read.
+
+    Raises:
+      CheckpointError: if a step is missing or damaged.
+      TreeMismatchError: if the steps or `like` have different leaves, or a leaf that has no mean
+        differs; with its path.
+
+    >>> import jax.numpy as jnp, stepfold as sf, tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> for step in (1, 2, 3):
+    ...     sf.save(folder, {"params": {"w": jnp.full(2, float(step))}}, step=step)
+    >>> sf.average(folder, [1, 3], {"w": jnp.zeros(2)})
+    {'w': Array([2., 2.], dtype=float32)}
+    """
+    if isinstance(steps, str | bytes | Mapping) or not isinstance(steps, Sequence | np.ndarray):
+        raise ConfigError(mismatch("steps", "a list of steps", steps))
+    numbers = [read_integer("steps", step, minimum=0) for step in steps]
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ConfigError(f"steps: expected different steps, at least one, got {numbers}")
+    if not isinstance(part, str):
+        raise ConfigError(mismatch("part", "the path of a branch, as 'params'", part))
+    store = open_store(directory)
+    for number in numbers:
+        candidates(store, number)  # raises if the step is missing
+    with agreement(f"{store.location}: the average cannot be read"):
+        manifests = [store.read_manifest(number) for number in numbers]
+        first, *others = [_branch(manifest.leaves, part) for manifest in manifests]
+        for number, other in zip(numbers[1:], others, strict=True):
+            _check_equal(first, other, f"{store.path_of(number)}: {part}", numbers[0])
+        if like is None:
+            like = _nested({name: np.empty(0, leaf.dtype) for name, leaf in first.items()})
+        else:
+            match(first, like, where=f"{store.path_of(numbers[0])}: {part}", advice="")
+        readers = {
+            store.path_of(number): store.open_arrays(number, manifest)
+            for number, manifest in zip(numbers, manifests, strict=True)
+        }
+        leaves = []
+        for name, wanted in tree.named_leaves(like):
+            path, leaf = f"{part}/{name}".strip("/"), first[name]
+            means = _means(readers, path, leaf, regions_of(path, leaf, wanted))
+            leaves.append(make_leaf(path, leaf, wanted, means))
+    structure: Any = jax.tree.structure(like)
+    return structure.unflatten(leaves)
+
+
+def _branch(leaves: Mapping[str, Leaf], part: str) -> dict[str, Leaf]:
+    """Return the leaves below a path, by their paths from there."""
+    prefix = part and f"{part}/"
+    below = {n[len(prefix) :]: leaf for n, leaf in leaves.items() if f"{n}/".startswith(prefix)}
+    if not below:
+        names = ", ".join(sorted({name.partition("/")[0] for name in leaves}))
+        raise ConfigError(f"part: expected a path that was saved, got {part!r}; there are {names}")
+    return below
+
+
+def _check_equal(
+    first: Mapping[str, Leaf], leaves: Mapping[str, Leaf], where: str, number: int
+) -> None:
+    if lines := [
+        f"{name}: expected {first.get(name) or 'nothing'}, got {leaves.get(name) or 'nothing'}"
+        for name in dict.fromkeys((*first, *leaves))
+        if first.get(name) != leaves.get(name)
+    ]:
+        raise TreeMismatchError(
+            f"{where}: expected the leaves of step {number}, got others:\n  " + "\n  ".join(lines)
+        )
+
+
+def _means(
+    readers: Mapping[str, "ArrayReader"], name: str, leaf: Leaf, regions: list[Region]
+) -> dict[Region, np.ndarray]:
+    """Read regions of a leaf from one step after the other, and return their means."""
+    dtype = jnp.dtype(leaf.dtype)
+    has_mean = jnp.issubdtype(dtype, jnp.inexact)
+    wide = np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64
+    totals: list[Any] = []
+    for path, reader in readers.items():
+        try:
+            arrays = reader.parts(name, regions)
+        except CheckpointError as error:
+            raise type(error)(f"{path}: {error}") from error
+        if not totals:
+            totals = [array.astype(wide) for array in arrays] if has_mean else arrays
+        elif has_mean:
+            totals = [np.add(*pair, out=pair[0]) for pair in zip(totals, arrays, strict=True)]
+        elif not all(map(np.array_equal, totals, arrays)):
+            raise TreeMismatchError(
+                f"{path}: {name}: expected equal values in all steps, since {leaf} has no mean; "
+                "average a part without it"
+            )
+    if has_mean:
+        totals = [(total / len(readers)).astype(dtype) for total in totals]
+    return dict(zip(regions, totals, strict=True))
+
+
+def _nested(leaves: Mapping[str, Any]) -> Any:
+    """Arrange leaves in nested dicts by their paths."""
+    nested: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        if not name:
+            return leaf
+        *branches, last = name.split("/")
+        node = nested
+        for branch in branches:
+            node = node.setdefault(branch, {})
+        node[last] = leaf
+    return nested

@@ -1,0 +1,529 @@
+"""Steps in object storage, through the key-value stores of tensorstore.
+
+Object storage has no atomic rename. A save writes everything below a folder with a unique name, and
+last one object that makes it a step. That write succeeds only if there is no such object yet:
+
+    12.commit        the folder, the size of its objects, and the checksums of its manifests
+    12.damaged       the former commit of a damaged step
+    saves/12-67f0c1aa-5d…/0.json        the manifest of process 0 (`manifest.py`)
+    saves/12-67f0c1aa-5d…/0.000017      its shards, one after the other, cut into objects
+
+Each process writes its own shards and its manifest. Process 0 waits for all manifests before it
+commits. Every byte that is read has a checksum. A step is deleted by deleting its commit first; a
+folder without a commit is the rest of a save or a deletion that was interrupted.
+"""
+
+import math
+import re
+import secrets
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import jax
+import numpy as np
+import tensorstore
+
+from stepfold.checkpoint import manifest
+from stepfold.checkpoint.arrays import ArrayReader
+from stepfold.checkpoint.leaves import Leaf, Region, arrays_of, leaves_of, shards_of
+from stepfold.checkpoint.manifest import DamageError, NewerError, StepMetadata
+from stepfold.checkpoint.steps import already_exists
+from stepfold.core.processes import agreement, broadcast_from_first
+from stepfold.errors import CheckpointError, ConfigError
+
+_SCHEMES = {"s3": "s3", "gs": "gcs", "file": "file"}
+_OPTIONS = ("endpoint", "aws_region")  # members of tensorstore's s3 driver, given in the query
+# A request that fails is repeated after 0.5, 1, 2, … seconds, and fails after about one minute.
+_RETRIES = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s"}
+_TIMEOUT = 300.0  # seconds to wait for the answer to one request, its repetitions included
+_PATIENCE = 600.0  # seconds that process 0 waits for the manifests of the other processes
+_OBJECT = 1 << 24  # bytes of an object with shards; Python waits while one is copied
+_AT_ONCE = 16  # objects that are written, or kept while reading: bounds the memory
+_DAY = 24 * 60 * 60.0
+
+_COMMIT = re.compile(r"(0|[1-9]\d*)\.commit")
+_MARKER = re.compile(r"(\d+)\.damaged(-\d+)?")
+_FOLDER = re.compile(r"saves/(\d+)-([0-9a-f]+)-[0-9a-f]+/")
+
+
+class _Save(NamedTuple):
+    """A step that is being saved."""
+
+    folder: str
+    metadata: StepMetadata
+    leaves: Mapping[str, Leaf]
+    shards: Mapping[str, Mapping[Region, np.ndarray]]
+    before_commit: Callable[[], None] | None
+
+
+class Bucket:
+    """Objects below a URL such as `s3://bucket/run`.
+
+    Credentials are those that tensorstore finds, in the environment or a profile. The query may
+    have an `endpoint` and an `aws_region`, as in `s3://bucket/run?endpoint=https://host`. Requests
+    end within a limited time, and their errors name the object.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.location = url
+        self._base, spec = _read_url(url)
+        retries = {f"{name}_request_retries": _RETRIES for name in ("s3", "gcs")}
+        try:
+            self._kv = tensorstore.KvStore.open(spec, context=tensorstore.Context(retries)).result()
+        except ValueError as error:
+            raise ConfigError(
+                f"directory: expected a URL such as 's3://bucket/run', got {url!r}: "
+                f"{_reason(error)}"
+            ) from error
+
+    def read(self, name: str) -> bytes | None:
+        """Read an object; None if it is missing."""
+        return self._start_read(name)()
+
+    def _start_read(self, name: str) -> Callable[[], bytes | None]:
+        """Start to read an object; the result waits for it, and is None if it is missing."""
+        wait = self._find(name)
+        return lambda: found.value if (found := wait()).state == "value" else None
+
+    def _find(self, name: str) -> Callable[[], Any]:
+        return self._start(name, "read", self._kv.read(name))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write an object, or replace it."""
+        self._start_write(name, content)()
+
+    def _start_write(self, name: str, content: bytes) -> Callable[[], Any]:
+        return self._start(name, "written", self._kv.write(name, content))
+
+    def _replace(self, name: str, found: Any, content: bytes | None) -> bool:
+        """Write or delete an object if it is still as it was found; return whether it was."""
+        verb = "deleted" if content is None else "written"
+        future = self._kv.write(name, content, if_equal=found.stamp.generation)
+        return bool(self._start(name, verb, future)().generation)
+
+    def _start(self, name: str, verb: str, future: Any) -> Callable[[], Any]:
+        """Return a function that waits for the answer to a request."""
+        deadline = time.monotonic() + _TIMEOUT
+
+        def wait() -> Any:
+            try:
+                return future.result(max(0.0, deadline - time.monotonic()))
+            except (ValueError, RuntimeError, OSError) as error:
+                reason = _reason(error)
+                if isinstance(error, TimeoutError):
+                    reason = f"the server did not answer in {_TIMEOUT:.0f} s"
+                raise CheckpointError(f"{self._base}{name}: cannot be {verb}: {reason}") from error
+
+        return wait
+
+
+class BucketStore(Bucket):
+    """Steps at a URL; see `store.Store` for the methods."""
+
+    def __init__(self, url: str, *, save: bool = False) -> None:
+        super().__init__(url)
+        self._save: _Save | None = None
+        self._undeleted: list[str] = []  # folders of own saves that failed
+        if save and jax.process_index() == 0:  # find out whether it is writable, before step 1
+            self.write("stepfold.json", manifest.encode_checked({"format": manifest.FORMAT}))
+
+    # Reading
+
+    def steps(self) -> list[int]:
+        matches = (_COMMIT.fullmatch(name) for name in self._names())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def has_step(self, step: int) -> bool:
+        return self.read(f"{step}.commit") is not None
+
+    def path_of(self, step: int) -> str:
+        base, mark, query = self.location.partition("?")
+        return f"{base.rstrip('/')}/{step}{mark}{query}"
+
+    def other_names(self) -> list[str]:
+        folders = self._folders()
+        names = self._names()
+        markers = [name for name in names if _MARKER.fullmatch(name)]
+        commits = [name for name in names if _COMMIT.fullmatch(name)]
+        kept = {self._parse_folder(name, self.read(name) or b"") for name in commits + markers}
+        return markers + [folder for folder in folders if folder not in kept]
+
+    def saved_at(self, step: int) -> float:
+        return _time_of(self._read_commit(step)["folder"])
+
+    def read_metadata(self, step: int) -> StepMetadata:
+        with manifest.checked_form(self.path_of(step)):
+            commit = self._read_commit(step)
+            (first,) = self._read_processes(step, {**commit, "manifests": commit["manifests"][:1]})
+            return self._metadata(step, commit, first)
+
+    def read_manifest(self, step: int) -> manifest.Manifest:
+        with manifest.checked_form(self.path_of(step)):
+            commit = self._read_commit(step)
+            processes = self._read_processes(step, commit)
+            metadata = self._metadata(step, commit, processes[0])
+            merged = manifest.merge_processes(processes, metadata, 0)
+            parts, size = _locate(commit["folder"], processes, merged.leaves)
+            return merged._replace(parts=(commit["object_bytes"], parts), bytes=size)
+
+    def open_arrays(self, step: int, contents: manifest.Manifest) -> ArrayReader:  # noqa: ARG002
+        return BucketReader(self._start_read, contents)
+
+    def _read_commit(self, step: int) -> Any:
+        name = f"{step}.commit"
+        content = self.read(name)
+        if content is None:
+            raise DamageError(f"{name}: missing")
+        with manifest.checked_form(self.path_of(step)):
+            commit = manifest.decode_checked(content, name)
+            manifest.check_format(commit, self.path_of(step))
+            size, checksums = commit["object_bytes"], commit["manifests"]
+            is_valid = type(size) is int and size > 0 and isinstance(checksums, list) and checksums
+            if not (_FOLDER.fullmatch(commit["folder"]) and is_valid):
+                raise DamageError(f"{name}: expected the commit of a save, got {commit!r:.200}")
+        return commit
+
+    def _read_processes(self, step: int, commit: Any) -> list[Any]:
+        names = [f"{commit['folder']}{k}.json" for k in range(len(commit["manifests"]))]
+        reads = list(map(self._start_read, names))
+        processes = []
+        for name, crc, read in zip(names, commit["manifests"], reads, strict=True):
+            content = read()
+            if content is None:
+                raise DamageError(f"{name}: missing")
+            if zlib.crc32(content) != crc:
+                raise DamageError(f"{name}: its checksum does not fit its content")
+            process = manifest.decode_checked(content, name)
+            processes.append(manifest.check_format(process, self.path_of(step)))
+        return processes
+
+    def _metadata(self, step: int, commit: Any, first: Any) -> StepMetadata:
+        name = f"{commit['folder']}later.json"
+        content = self.read(name)
+        later = {} if content is None else manifest.decode_checked(content, name)
+        return manifest.metadata_of(first, later, self.path_of(step), str(step))
+
+    # Saving
+
+    def begin(
+        self, state: Any, metadata: StepMetadata, before_commit: Callable[[], None] | None = None
+    ) -> None:
+        with agreement(f"{self.path_of(metadata.step)}: not saved"):
+            arrays, leaves = arrays_of(state), leaves_of(state)
+            for array in arrays.values():  # all copies at once, then wait for each
+                if isinstance(array, jax.Array):
+                    for shard in array.addressable_shards:
+                        if shard.replica_id == 0:
+                            shard.data.copy_to_host_async()
+            # Views if the device is the host: they keep the arrays valid, even if a step donates
+            # them.
+            shards = {name: shards_of(array) for name, array in arrays.items() if array.size}
+        seconds, number = broadcast_from_first([int(time.time()), secrets.randbits(62)])
+        folder = f"saves/{metadata.step}-{seconds:x}-{number:016x}/"
+        self._save = _Save(folder, metadata, leaves, shards, before_commit)
+
+    def commit(self, step: int) -> None:
+        if self._save is None:
+            raise ValueError("expected a call of begin first")
+        save, self._save = self._save, None
+        try:
+            self._write_shards(save)
+            if save.before_commit is not None:
+                save.before_commit()
+            content = manifest.process_manifest(save.metadata, save.leaves, save.shards)
+            own = manifest.encode_checked(content)
+            self.write(f"{save.folder}{jax.process_index()}.json", own)
+            if jax.process_index() > 0:
+                return
+            commit = {
+                "format": manifest.FORMAT,
+                "folder": save.folder,
+                "object_bytes": _OBJECT,
+                "manifests": [zlib.crc32(own), *self._wait_for_others(save.folder)],
+            }
+        except Exception as error:
+            self._give_up(save.folder, error)
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{self.path_of(step)}: not saved: {type(error).__name__}: {error}"
+            ) from error
+        self._publish(step, save.folder, manifest.encode_checked(commit))
+        self._delete_undeleted()
+
+    def _write_shards(self, save: _Save) -> None:
+        """Write the shards of this process as one stream of bytes, a few objects at once."""
+        writes: deque[Callable[[], bytes]] = deque()
+        prefix = f"{save.folder}{jax.process_index()}"
+        try:
+            for number, content in enumerate(_cut(save.shards)):
+                if len(writes) == _AT_ONCE:
+                    writes.popleft()()
+                writes.append(self._start_write(f"{prefix}.{number:06d}", content))
+            while writes:
+                writes.popleft()()
+        finally:  # after an error, so that nothing arrives after the folder is deleted
+            for write in writes:
+                with suppress(CheckpointError):
+                    write()
+
+    def _wait_for_others(self, folder: str) -> Iterator[int]:
+        """Wait for the manifests of the other processes, and yield their checksums."""
+        deadline, pause = time.monotonic() + _PATIENCE, 0.02
+        for process in range(1, jax.process_count()):
+            while (content := self.read(f"{folder}{process}.json")) is None:
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"{self._base}{folder}: expected the part of process {process} within "
+                        f"{_PATIENCE:.0f} s of that of process 0, got none; it may have been killed"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, 2.0)
+            if reason := manifest.decode_checked(content, f"{process}.json").get("failed"):
+                raise CheckpointError(f"process {process} cannot save its part: {reason}")
+            yield zlib.crc32(content)
+
+    def _give_up(self, folder: str, error: Exception) -> None:
+        """Delete the folder of a save or, on the other processes, report the error to process 0."""
+        if jax.process_index() == 0:
+            self._undeleted.append(folder)
+            self._delete_undeleted()
+            return
+        note = manifest.encode_checked({"failed": str(error)})
+        with suppress(CheckpointError):  # process 0 waits for a limited time
+            self.write(f"{folder}{jax.process_index()}.json", note)
+
+    def _publish(self, step: int, folder: str, commit: bytes) -> None:
+        """Make a folder the step, unless another run was faster."""
+        name, is_written = f"{step}.commit", False
+        try:
+            found = self._find(name)()
+            if found.state == "missing":
+                is_written = self._replace(name, found, commit)
+        except CheckpointError:
+            # It may have been written, and may still be: its folder has to stay.
+            if self.read(name) != commit:
+                raise
+            return
+        # A request that was repeated after its answer was lost finds its own commit.
+        if not is_written and self.read(name) != commit:
+            self._give_up(folder, CheckpointError("the step exists"))
+            raise CheckpointError(already_exists(self.location, step))
+
+    def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
+        known = self.read_metadata(step).metrics or {}
+        later = manifest.encode_checked({"metrics": {**known, **metrics}, "extra": extra})
+        self.write(f"{self._read_commit(step)['folder']}later.json", later)
+
+    def read_note(self, name: str) -> Any:
+        content = self.read(name)
+        return None if content is None else manifest.decode_checked(content, name)
+
+    def write_note(self, name: str, content: Any) -> None:
+        self.write(name, manifest.encode_checked(content))
+
+    def close(self) -> None:
+        self._delete_undeleted()
+
+    # Removing
+
+    def delete(self, step: int) -> None:
+        name = f"{step}.commit"
+        found = self._find(name)()
+        folder = self._parse_folder(name, found.value)
+        is_deleted = found.state == "missing" or self._replace(name, found, None)
+        if folder is not None and (is_deleted or self.read(name) is None):
+            self._delete_folder(folder)
+
+    def set_aside(self, step: int) -> str | None:
+        """Copy the commit of a damaged step to a marker, and delete it; keep the folder."""
+        name, count = f"{step}.commit", 1
+        try:
+            found = self._find(name)()
+            if found.state == "missing":
+                return None
+            commit = found.value
+            marker = f"{step}.damaged"
+            while (other := self.read(marker)) is not None and other != commit:
+                count += 1
+                marker = f"{step}.damaged-{count}"
+            self.write(marker, commit)
+            self._replace(name, found, None)
+        except CheckpointError:
+            return None
+        return marker
+
+    def clean(self) -> None:
+        # The age tells whether the save may be that of another run, which is not finished.
+        old = [name for name in self._folders() if time.time() - _time_of(name) > _DAY]
+        markers = [name for name in self._names() if _MARKER.fullmatch(name)] if old else []
+        for folder in old:
+            step = folder.partition("/")[2].partition("-")[0]
+            # A commit is read by its name, since a list may be out of date. One that cannot be
+            # read may belong to any folder of its step.
+            names = [f"{step}.commit", *(name for name in markers if name.startswith(f"{step}."))]
+            contents = {name: self.read(name) for name in names}
+            owned = {
+                self._parse_folder(name, text)
+                for name, text in contents.items()
+                if text is not None
+            }
+            if owned.isdisjoint((folder, None)):
+                self._delete_folder(folder)
+
+    def _parse_folder(self, name: str, content: bytes) -> str | None:
+        """Return the folder that a commit or a marker names; None if it cannot be read."""
+        try:
+            commit = manifest.decode_checked(content, name)
+            folder = str(manifest.check_format(commit, name)["folder"])
+        except (DamageError, NewerError, LookupError, TypeError, ValueError):
+            return None
+        return folder if _FOLDER.fullmatch(folder) else None
+
+    def _delete_undeleted(self) -> None:
+        """Delete the folders of own saves that failed; try again later if that fails too."""
+        for folder in list(self._undeleted):
+            with suppress(CheckpointError):
+                self._delete_folder(folder)
+                self._undeleted.remove(folder)
+
+    def _delete_folder(self, folder: str) -> None:
+        prefix = tensorstore.KvStore.KeyRange(folder, f"{folder[:-1]}0")  # "0" comes after "/"
+        self._start(folder, "deleted", self._kv.delete_range(prefix))()
+
+    def _names(self) -> list[str]:
+        """List the commits and the markers."""
+        # By their first digit, since a list has a common prefix: folders may have many objects.
+        ranges = [tensorstore.KvStore.KeyRange(f"{i}", chr(ord("1") + i)) for i in range(10)]
+        lists = [self._start("", "listed", self._kv.list(prefix)) for prefix in ranges]
+        return sorted(name.decode(errors="replace") for wait in lists for name in wait())
+
+    def _folders(self) -> list[str]:
+        prefix = tensorstore.KvStore.KeyRange("saves/", "saves0")
+        names = self._start("saves/", "listed", self._kv.list(prefix))()
+        folders = {name.decode(errors="replace").rpartition("/")[0] + "/" for name in names}
+        return sorted(folder for folder in folders if _FOLDER.fullmatch(folder))
+
+
+class BucketReader(ArrayReader):
+    """Read the arrays of one step from its objects."""
+
+    def __init__(self, read: Callable[[str], Any], contents: manifest.Manifest) -> None:
+        self._leaves, self._shards = contents.leaves, contents.shards
+        self._object: int = contents.parts[0]
+        self._parts: Mapping[tuple[str, Region], tuple[str, int]] = contents.parts[1]
+        self._start_read = read
+        self._recent: dict[str, Callable[[], bytes | None]] = {}
+        self._lock = threading.Lock()
+
+    def _open_array(self, name: str, leaf: Leaf) -> tuple[str, Leaf]:
+        return name, leaf
+
+    def _read_part(self, store: tuple[str, Leaf], part: Region) -> np.ndarray:
+        name, leaf = store
+        array = np.empty([stop - start for start, stop in part], jax.numpy.dtype(leaf.dtype))
+        memory = array.reshape(-1).view(np.uint8)
+        prefix, offset = self._parts[name, part]
+        last, filled = (offset + memory.size - 1) // self._object, 0
+        for number in range(offset // self._object, last + 1):
+            start = max(0, offset - number * self._object)
+            content = np.frombuffer(self._read_object(prefix, number, last), np.uint8)
+            piece = content[start : start + memory.size - filled]
+            memory[filled : filled + piece.size] = piece
+            filled += piece.size
+        if filled < memory.size:
+            raise DamageError(f"{prefix}.{last:06d}: it is shorter than when it was saved")
+        return array
+
+    def _read_object(self, prefix: str, number: int, last: int) -> bytes:
+        """Read an object, and the next one of a leaf ahead; neighbors share the recent ones."""
+        with self._lock:
+            names = [f"{prefix}.{k:06d}" for k in range(number, min(number + 1, last) + 1)]
+            for name in names:
+                if name not in self._recent:
+                    self._recent[name] = self._start_read(name)
+            wait = self._recent[names[0]]
+            for name in list(self._recent)[: max(0, len(self._recent) - _AT_ONCE)]:
+                del self._recent[name]
+        content = wait()
+        if content is None:
+            raise DamageError(f"{names[0]}: missing")
+        return content
+
+
+def _read_url(url: str) -> tuple[str, dict[str, Any]]:
+    """Return the URL without its query, and the specification for tensorstore."""
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if "@" in parts.netloc:
+        raise ConfigError(
+            "directory: expected a URL without a secret, got one with a user and a password; give "
+            "credentials in the environment or a profile"
+        )
+    is_file, is_s3 = parts.scheme == "file", parts.scheme == "s3"
+    has_place = bool(parts.path) and not parts.netloc if is_file else bool(parts.netloc)
+    has_options = parts.fragment or set(options) - set(_OPTIONS if is_s3 else ())
+    if parts.scheme not in _SCHEMES or not has_place or has_options:
+        raise ConfigError(
+            f"directory: expected a URL such as 's3://bucket/run', got {url!r}; the scheme is s3, "
+            f"gs or file (file:///a/folder), and s3 takes {' and '.join(_OPTIONS)} in the query"
+        )
+    path = unquote(parts.path).strip("/")
+    base = f"{parts.scheme}://{parts.netloc}/{path}".rstrip("/") + "/"
+    spec = {"driver": _SCHEMES[parts.scheme], "path": f"{path}/" if path else "", **options}
+    spec |= {"path": f"/{path}/"} if is_file else {"bucket": parts.netloc}
+    return base, spec
+
+
+def _cut(shards: Mapping[str, Mapping[Region, np.ndarray]]) -> Iterator[bytes]:
+    """Join the bytes of all shards, and cut them into objects."""
+    pieces: list[memoryview] = []
+    size = 0
+    for parts in shards.values():
+        for array in parts.values():
+            rest = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            while rest:
+                pieces.append(rest[: _OBJECT - size])
+                rest = rest[_OBJECT - size :]
+                size += len(pieces[-1])
+                if size == _OBJECT:
+                    yield b"".join(pieces)
+                    pieces, size = [], 0
+    if pieces:
+        yield b"".join(pieces)
+
+
+def _locate(
+    folder: str, processes: list[Any], leaves: Mapping[str, Leaf]
+) -> tuple[dict[tuple[str, Region], tuple[str, int]], int]:
+    """Find the objects and the offset of each shard; return them, and the size of all."""
+    parts: dict[tuple[str, Region], tuple[str, int]] = {}
+    total = 0
+    for number, process in enumerate(processes):
+        offset = 0
+        for name, index, _ in process["shards"]:
+            part = tuple(map(tuple, index))
+            parts[name, part] = (f"{folder}{number}", offset)
+            count = math.prod(stop - start for start, stop in part)
+            offset += count * jax.numpy.dtype(leaves[name].dtype).itemsize
+        total += offset
+    return parts, total
+
+
+def _time_of(folder: str) -> float:
+    match = _FOLDER.fullmatch(folder)
+    return int(match[2], 16) if match else math.inf  # not ours: never old
+
+
+def _reason(error: Exception) -> str:
+    """Return the message of tensorstore without its details, which repeat the server's answer."""
+    message = str(error).partition(" [")[0].strip()
+    if "PERMISSION_DENIED" in message or "UNAUTHENTICATED" in message:
+        message += "; check the credentials and what they permit"
+    return message or type(error).__name__

@@ -1,0 +1,549 @@
+"""Parameters as safetensors, the format of torch and Hugging Face.
+
+There is one file, or several with an index.
+
+An export replaces the one before atomically. Files are written to a temporary directory, synced and
+renamed, the index last. Shards never reuse the name of an existing file: the old index, still in
+place, would refer to the new bytes.
+"""
+
+import errno
+import glob
+import itertools
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from stepfold import tree
+from stepfold.checkpoint.leaves import Leaf, Region, as_slices, leaf_of, make_leaf, regions_of
+from stepfold.checkpoint.restore import match
+from stepfold.checkpoint.steps import check_regular, sync
+from stepfold.core.validation import check_count, check_flags
+from stepfold.errors import CheckpointError, ConfigError
+
+_SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
+_CODES = {
+    "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64",
+}  # fmt: skip
+_DTYPES = {code: name for name, code in _CODES.items()}
+
+
+def export_params(
+    path: str | os.PathLike[str],
+    params: Any,
+    *,
+    names: Callable[[str], str] | None = None,
+    shard_size: int = 5_000_000_000,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Export parameters as safetensors, for torch, Hugging Face and other readers.
+
+    Files follow the layout and names of Hugging Face. Up to `shard_size` there is one file; beyond,
+    there are files `model-00001-of-00003.safetensors` and so on, and an index
+    `model.safetensors.index.json`. The host holds the arrays of one file at a time. Arrays sharded
+    over several processes are gathered one after another. In that case every process has to call
+    this: process 0 writes, and all processes return, or raise, when it has finished. Otherwise
+    process 0 writes its own arrays and no process waits for it.
+
+    The export is atomic: after an interruption a reader finds the previous export or this one,
+    never a mix. Shards never take the name of an existing file (they become
+    `model-00001-of-00003.2.safetensors`). Files of an earlier export to the same path are removed
+    at the end.
+
+    safetensors has no checksums: a byte that changes on disk changes a parameter.
+
+    Args:
+      path: a file ending in `.safetensors`, or a directory, which gets a `model.safetensors`.
+      params: a tree of arrays, without PRNG keys and functions; filter an equinox module by
+        `eqx.is_array` first.
+      names: maps the path of an array, such as `layers/0/kernel`, to its name in the file. By
+        default `/` becomes `.`, as in torch. It changes only names. Change values beforehand, such
+        as the kernel below, which torch expects transposed.
+      shard_size: maximum bytes of arrays per file, and in memory; a larger array gets its own file.
+      metadata: text for the header of each file. `format` defaults to "pt": transformers rejects
+        files without a format that it knows, and loads this one into torch.
+
+    Raises:
+      ConfigError: if an argument is invalid, two arrays have the same name, safetensors does not
+        support a dtype, or the safetensors package is not installed.
+      CheckpointError: if the files cannot be written.
+
+    >>> import jax.numpy as jnp, os, safetensors.numpy, stepfold as sf, tempfile
+    >>> params = {"kernel": jnp.arange(6.0).reshape(3, 2), "bias": jnp.zeros(2)}
+    >>> as_torch = params | {"kernel": params["kernel"].T}
+    >>> file = os.path.join(tempfile.mkdtemp(), "linear.safetensors")
+    >>> sf.export_params(file, as_torch, names=lambda path: path.replace("kernel", "weight"))
+    >>> {name: array.shape for name, array in sorted(safetensors.numpy.load_file(file).items())}
+    {'bias': (2,), 'weight': (2, 3)}
+
+    which `torch.nn.Linear(3, 2).load_state_dict(safetensors.torch.load_file(file))` takes.
+    """
+    _import_safetensors()
+    target = _file_of(path)
+    check_count("shard_size", shard_size)
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise ConfigError(f"metadata: expected text by name, got {tree.spell(metadata)}")
+    header = {"format": "pt", **(metadata or {})}
+    for item in header.items():
+        if not all(isinstance(text, str) for text in item):
+            raise ConfigError(f"metadata: expected text for text, got {item[0]!r}: {item[1]!r}")
+    leaves = _named_leaves("export_params: params", params, names)
+    for leaf in leaves:
+        _check_exportable(leaf)
+    shards = _split(leaves, shard_size)
+    # Lazy: every process has to take part in every gather, even if the write fails on process 0.
+    # A `map` continues after an error, unlike a generator.
+    arrays = map(_on_host, [leaf.value for shard in shards for leaf in shard])
+    together = not all(getattr(leaf.value, "is_fully_addressable", True) for leaf in leaves)
+    problem = ""
+    cause: Exception | None = None
+    if jax.process_index() == 0:
+        try:
+            _replace_files(target, shards, arrays, header)
+        except Exception as error:  # noqa: BLE001  raised once all processes know of it
+            problem = f"export_params: {target} cannot be written: {_advice(error)}"
+            cause = error
+    if together:
+        for _ in arrays:  # the rest if the write failed; on other processes, all of them
+            pass
+        problem = _broadcast_text(problem)
+    if cause is not None and not isinstance(cause, OSError):
+        raise cause
+    if problem:
+        raise CheckpointError(problem) from cause
+
+
+def load_params(
+    path: str | os.PathLike[str],
+    like: Any,
+    *,
+    names: Callable[[str], str] | None = None,
+    cast: bool = False,
+) -> Any:
+    """Load parameters from safetensors, directly into their sharding.
+
+    The files have to hold exactly the leaves of `like`. Each process reads only the parts that the
+    shardings of `like` assign to it, and of files with float8 arrays everything, one file at a
+    time. Leaves without a sharding go to the default device. Files are checked for completeness,
+    but not for changed bytes, since safetensors has no checksums.
+
+    Args:
+      path: a file, an index, or a directory with `model.safetensors` or
+        `model.safetensors.index.json`. `model.safetensors` takes precedence, as in
+        Hugging Face.
+      like: a tree of arrays or `jax.ShapeDtypeStruct`s.
+      names: maps the path of an array to its name in the file, as for `export_params`.
+      cast: convert between float dtypes, and from integers to integer dtypes that hold the values.
+        Without it, a different dtype is an error.
+
+    Returns:
+      A tree like `like`, with numpy arrays where `like` has numpy arrays and jax arrays elsewhere.
+      They share no memory with the files.
+
+    Raises:
+      ConfigError: if an argument is invalid, a dtype needs `jax_enable_x64`, or the safetensors
+        package is not installed.
+      CheckpointError: if a file is missing, unreadable or incomplete.
+      TreeMismatchError: if the files do not match `like`; lists every difference.
+
+    >>> import jax, jax.numpy as jnp, stepfold as sf, tempfile
+    >>> directory = tempfile.mkdtemp()
+    >>> sf.export_params(directory, {"w": jnp.arange(3.0), "b": jnp.ones(())})
+    >>> like = jax.eval_shape(lambda: {"w": jnp.zeros(3), "b": jnp.zeros(())})
+    >>> sf.load_params(directory, like)["w"]
+    Array([0., 1., 2.], dtype=float32)
+    """
+    check_flags(cast=cast)
+    _import_safetensors()
+    leaves = _named_leaves("load_params: like", like, names)
+    for leaf in leaves:
+        _check_wanted(leaf)
+    files = _list_files(path)
+    saved = {name: leaf for entries in files.values() for name, leaf in entries.items()}
+    paths = {leaf.name: leaf.path for leaf in leaves}
+
+    def path_of(name: str) -> str:
+        return paths.get(name, name)
+
+    match(
+        saved,
+        like,
+        where=str(path),
+        advice="; names=… says what arrays are called there, and cast=True converts dtypes",
+        rename=path_of,
+        cast=cast,
+    )
+    loaded: dict[str, Any] = {}
+    for file, entries in files.items():
+        with _open(file) as tensors:
+            for leaf in (leaf for leaf in leaves if leaf.name in entries):
+                name, entry = leaf.name, entries[leaf.name]
+                regions = regions_of(leaf.path, entry, leaf.value)
+                parts = {part: tensors.read(name, entry, part) for part in regions}
+                loaded[name] = make_leaf(leaf.path, entry, leaf.value, parts)
+    structure: Any = jax.tree.structure(like)
+    return structure.unflatten([loaded[leaf.name] for leaf in leaves])
+
+
+def _import_safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ConfigError(
+            "safetensors files need the package of that name, which is not installed: "
+            'pip install "stepfold[safetensors]"'
+        ) from error
+    return safetensors
+
+
+# Names and arguments
+
+
+class _NamedLeaf(NamedTuple):
+    """An array, concrete or abstract, with its path in the tree and its name in the file."""
+
+    path: str
+    name: str
+    value: Any
+
+    @property
+    def bytes(self) -> int:
+        return leaf_of(self.value).bytes
+
+
+def _named_leaves(
+    argument: str, params: Any, names: Callable[[str], str] | None
+) -> list[_NamedLeaf]:
+    """List the leaves of a tree with their names, which have to be unique, in the order of jax."""
+    if names is not None and not callable(names):
+        raise ConfigError(f"names: expected a function of a path, got {tree.spell(names)}")
+    leaves: dict[str, _NamedLeaf] = {}
+    for path, value in tree.named_leaves(params):
+        name = path.replace("/", ".") if names is None else names(path)
+        if not isinstance(name, str) or name in ("", "__metadata__"):
+            raise ConfigError(
+                f"{argument}: expected a name for the array at {path!r}, got {name!r}, which "
+                "safetensors does not allow; put the array into a dict, or give names=…"
+            )
+        if name in leaves:
+            raise ConfigError(
+                f"{argument}: {leaves[name].path} and {path} would both be called {name!r}; give "
+                "names=… that tells them apart"
+            )
+        leaves[name] = _NamedLeaf(path or "params", name, value)
+    if not leaves:
+        raise ConfigError(f"{argument}: expected arrays, got none: {tree.spell(params)}")
+    return list(leaves.values())
+
+
+def _check_exportable(leaf: _NamedLeaf) -> None:
+    value = leaf.value
+    if isinstance(value, jax.core.Tracer):
+        raise ConfigError(f"{leaf.path}: expected an array, got a tracer; export outside of jit")
+    is_numpy = isinstance(value, np.ndarray | np.generic)
+    if not (is_numpy or isinstance(value, jax.Array)) or isinstance(value, np.ma.MaskedArray):
+        raise ConfigError(
+            f"{leaf.path}: expected an array, got {tree.spell(value)}; drop it, "
+            "or make an array of it"
+        )
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        raise ConfigError(
+            f"{leaf.path}: expected a parameter, got the random key {tree.spell(value)}; leave it "
+            "out"
+        )
+    if value.dtype.name not in _CODES:
+        raise ConfigError(
+            f"{leaf.path}: expected a dtype that safetensors has ({', '.join(_CODES)}), got "
+            f"{tree.spell(value)}; cast it, or leave it out"
+        )
+
+
+def _check_wanted(leaf: _NamedLeaf) -> None:
+    value = leaf.value
+    if not tree.is_array(value):
+        raise ConfigError(
+            f"{leaf.path}: expected an array or a jax.ShapeDtypeStruct, got {tree.spell(value)}"
+        )
+    mesh = getattr(getattr(value, "sharding", None), "mesh", None)
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        raise ConfigError(
+            f"{leaf.path}: expected a sharding over devices, got one over {mesh}; give the "
+            "shardings of a mesh, as make_sharding does"
+        )
+
+
+def _file_of(path: str | os.PathLike[str]) -> Path:
+    """Resolve a path to a file; a directory means the `model.safetensors` in it."""
+    if not isinstance(path, str | os.PathLike) or not f"{path}" or "\0" in f"{path}":
+        raise ConfigError(f"path: expected a path, got {path!r}")
+    if "://" in os.fspath(path):
+        raise ConfigError(
+            f"path: expected one on a disk, got {os.fspath(path)}; copy between there and a disk"
+        )
+    file = Path(path)
+    return file if file.suffix == _SUFFIX else file / f"model{_SUFFIX}"
+
+
+def _index_of(target: Path) -> Path:
+    return target.with_name(target.stem + _INDEX)
+
+
+# Writing
+
+
+def _split(leaves: Iterable[_NamedLeaf], limit: int) -> list[list[_NamedLeaf]]:
+    """Fill files in the order of the tree."""
+    shards: list[list[_NamedLeaf]] = [[]]
+    room = limit
+    for leaf in leaves:
+        if leaf.bytes > room and shards[-1]:
+            shards.append([])
+            room = limit
+        shards[-1].append(leaf)
+        room -= leaf.bytes
+    return shards
+
+
+def _on_host(value: Any) -> np.ndarray[Any, Any]:
+    """Fetch an array, contiguous: safetensors writes other arrays in the wrong order."""
+    if not isinstance(value, jax.Array):
+        return np.asarray(value, order="C")
+    if not value.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(value, tiled=True), order="C")
+    # np.asarray caches the host copy in the jax.Array; the cache of a temporary copy is freed here.
+    return np.asarray(jnp.copy(value), order="C")
+
+
+def _replace_files(
+    target: Path,
+    shards: Sequence[Sequence[_NamedLeaf]],
+    arrays: Iterator[np.ndarray[Any, Any]],
+    metadata: Mapping[str, str],
+) -> None:
+    """Atomically replace the previous export to `target`; `arrays` yields those of all shards."""
+    folder = target.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    prefix = f".{target.name}.stepfold-"
+    for killed in folder.glob(f"{glob.escape(prefix)}*"):
+        if killed.is_dir() and not killed.is_symlink():
+            shutil.rmtree(killed)
+    names = [target.name] if len(shards) == 1 else _free_names(target, len(shards))
+    with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as temporary:
+        for name, shard in zip(names, shards, strict=True):
+            _write(Path(temporary, name), {leaf.name: next(arrays) for leaf in shard}, metadata)
+        if len(shards) > 1:
+            index = Path(temporary, _index_of(target).name)
+            content = {
+                "metadata": {"total_size": sum(leaf.bytes for shard in shards for leaf in shard)},
+                "weight_map": {
+                    leaf.name: name
+                    for name, shard in zip(names, shards, strict=True)
+                    for leaf in shard
+                },
+            }
+            index.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+            sync(index)
+            names.append(index.name)
+        for name in names:
+            if name.endswith(_INDEX):
+                sync(folder)  # persist the new shards before the index that refers to them
+            os.replace(Path(temporary, name), folder / name)
+    sync(folder)  # persist the new names before the old files are deleted
+    for outdated in _exported(target):
+        if outdated.name not in names:
+            outdated.unlink()
+
+
+def _free_names(target: Path, count: int) -> list[str]:
+    for attempt in itertools.count(1):
+        end = f".{attempt}{_SUFFIX}" if attempt > 1 else _SUFFIX
+        names = [f"{target.stem}-{i + 1:05d}-of-{count:05d}{end}" for i in range(count)]
+        if not any(target.with_name(name).exists() for name in names):
+            break
+    return names
+
+
+def _write(
+    file: Path, arrays: dict[str, np.ndarray[Any, Any]], metadata: Mapping[str, str]
+) -> None:
+    safetensors = _import_safetensors()
+    file.touch()
+    mode = file.stat().st_mode  # the package replaces the file by one that only its owner reads
+    try:
+        safetensors.numpy.save_file(arrays, file, metadata=dict(metadata))
+    except safetensors.SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code)) from error
+    file.chmod(mode)
+    sync(file)
+
+
+def _exported(target: Path) -> list[Path]:
+    """List the files of all exports to a target, the index before the shards it refers to."""
+    shard = re.compile(rf"{re.escape(target.stem)}-\d{{5}}-of-\d{{5}}(\.\d+)?{re.escape(_SUFFIX)}")
+    shards = [file for file in target.parent.iterdir() if shard.fullmatch(file.name)]
+    return [file for file in (target, _index_of(target)) if file.exists()] + shards
+
+
+def _advice(error: Exception) -> str:
+    if not isinstance(error, OSError):
+        return repr(error)
+    advice = "give a path that can be written to"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = "make room there"
+    elif error.errno == errno.EISDIR:
+        advice = "give a name in it that ends in .safetensors"
+    elif error.errno in (errno.EEXIST, errno.ENOTDIR):
+        advice = "give a directory, or a file that ends in .safetensors"
+    return f"{error.strerror or error}; {advice}"
+
+
+def _broadcast_text(text: str) -> str:
+    """Return the text of process 0 on every process; collective."""
+    sent = np.zeros(1000, np.uint8)
+    content = np.frombuffer(text.encode()[: sent.size], np.uint8)
+    sent[: content.size] = content
+    received = np.asarray(multihost_utils.broadcast_one_to_all(sent))
+    return received.tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+# Reading
+
+
+class _Tensors:
+    """An open file."""
+
+    def __init__(self, file: Path, handle: Any) -> None:
+        self._file, self._handle = file, handle
+        self._buffers: dict[str, Any] | None = None
+
+    def entries(self) -> dict[str, Leaf]:
+        """Return the shape and dtype of every array."""
+        entries = {}
+        for name in self._handle.keys():  # noqa: SIM118  it is no dict
+            entry = self._handle.get_slice(name)
+            if entry.get_dtype() not in _DTYPES:
+                raise CheckpointError(
+                    f"{self._file}: {name}: expected a dtype of {', '.join(_DTYPES)}, got "
+                    f"{entry.get_dtype()}; convert it with what wrote the file"
+                )
+            entries[name] = Leaf(tuple(entry.get_shape()), _DTYPES[entry.get_dtype()])
+        return entries
+
+    def read(self, name: str, leaf: Leaf, part: Region) -> np.ndarray[Any, Any]:
+        """Read a region of an array into memory of its own."""
+        if 0 in leaf.shape:
+            return np.zeros([stop - start for start, stop in part], jnp.dtype(leaf.dtype))
+        if not leaf.dtype.startswith("float8"):
+            return np.array(self._handle.get_slice(name)[as_slices(part)], order="C")
+        # The package gives numpy no slices of float8, but it gives the bytes of all arrays.
+        if self._buffers is None:
+            buffers = _import_safetensors().deserialize(self._file.read_bytes())
+            self._buffers = {key: tensor["data"] for key, tensor in buffers}
+        array = np.frombuffer(self._buffers[name], jnp.dtype(leaf.dtype)).reshape(leaf.shape)
+        return np.array(array[as_slices(part)], order="C")
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[_Tensors]:
+    """Open a file that the package finds complete."""
+    safetensors = _import_safetensors()
+    try:
+        check_regular(file)
+        with safetensors.safe_open(file, framework="numpy") as handle:
+            yield _Tensors(file, handle)
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(
+            f"{file}: expected a whole safetensors file, got one of {file.stat().st_size} bytes of "
+            f"which the safetensors package says: {error}; export or copy it again"
+        ) from error
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file}: cannot be read: No such file or directory") from error
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+
+
+def _list_files(path: str | os.PathLike[str]) -> dict[Path, dict[str, Leaf]]:
+    """Return the arrays of a file, of all files of an index, or of those of a directory."""
+    file = _file_of(path)
+    if os.fspath(path).endswith(".json"):
+        return _list_indexed(Path(path))
+    if file.exists():
+        with _open(file) as tensors:
+            return {file: tensors.entries()}
+    if _index_of(file).exists():
+        return _list_indexed(_index_of(file))
+    raise CheckpointError(
+        f"{os.fspath(path)}: expected {file}, or {_index_of(file).name}, got neither; "
+        "give a file that ends in .safetensors, its index, or the directory of a model.safetensors"
+    )
+
+
+def _list_indexed(index: Path) -> dict[Path, dict[str, Leaf]]:
+    weight_map = _read_index(index)
+    again = "export or copy all of them again"
+    files = {}
+    for name in sorted(set(weight_map.values())):
+        file = index.with_name(name)
+        if not file.exists():
+            raise CheckpointError(
+                f"{index}: expected {name} in its directory, got no such file; {again}"
+            )
+        with _open(file) as tensors:
+            files[file] = tensors.entries()
+        listed = {tensor for tensor, holder in weight_map.items() if holder == name}
+        if differing := files[file].keys() ^ listed:
+            raise CheckpointError(
+                f"{index}: expected in {name} what the index says, got a difference in "
+                f"{', '.join(sorted(differing))}; {again}"
+            )
+    return files
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        check_regular(index, limit=1 << 30)
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{index}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{index}: expected an index in JSON, got {error}; export or copy it again"
+        ) from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    # A plain file name, so that every file is in the directory of the index.
+    is_map = isinstance(weight_map, dict) and all(
+        isinstance(file, str)
+        and file.endswith(_SUFFIX)
+        and Path(file).name == file
+        and len(file) < 256
+        and file.isprintable()
+        for file in weight_map.values()
+    )
+    if not is_map:
+        raise CheckpointError(
+            f"{index}: expected a weight_map of names to files in its directory, got "
+            f"{tree.spell(content)}; export or copy it again"
+        )
+    return weight_map  # type: ignore[return-value]

@@ -1,0 +1,178 @@
+"""Agreement between the processes of a run, through the service that started them.
+
+Values travel through jax's coordination service instead of devices. Unlike a collective, this works
+in any thread, and waits as long as `start_distributed(timeout=…)` says; gloo gives up after 30
+seconds. It is for rare events: a call takes about a millisecond.
+"""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import jax
+
+from stepfold.errors import CheckpointError, PeerTimeoutError
+
+T = TypeVar("T")
+DEFAULT_TIMEOUT = 300  # seconds
+_WATCH_SECONDS = 3.0
+_LONGEST_TEXT = 1000  # characters of an error
+
+
+class KeyValues:
+    """JSON values by key, which all processes see; false if jax runs without its service."""
+
+    def __init__(self, name: str) -> None:
+        # Private, since jax has no public access to the service; orbax uses the same. If it goes,
+        # processes can only meet in collectives, which all have to enter in order and in time.
+        from jax._src.distributed import global_state
+
+        self._name = name
+        self._client: Any = global_state.client
+
+    def __bool__(self) -> bool:
+        return self._client is not None
+
+    def set(self, key: str, value: Any) -> None:
+        """Set the value of a key."""
+        self._client.key_value_set(self._path(key), json.dumps(value), allow_overwrite=True)
+
+    def get(self, folder: str) -> dict[str, Any]:
+        """Return all values whose keys are in a folder, without it."""
+        prefix = self._path(f"{folder}/")
+        pairs = self._client.key_value_dir_get(prefix)
+        return {path.removeprefix(prefix): json.loads(value) for path, value in pairs}
+
+    def count_call(self) -> int:
+        """Return how often this process has called this, with this one."""
+        path = self._path(f"calls/{jax.process_index()}")
+        return int(self._client.key_value_increment(path, 1))
+
+    def gather(self, value: Any, waiting_for: str, *, where: str = "") -> list[Any]:
+        """Return the values of all processes, each of which calls this equally often.
+
+        Raises:
+          PeerTimeoutError: if a process does not call it in time; it begins with `where`.
+        """
+        if not self or jax.process_count() == 1:
+            return [value]
+        call, me, processes = self.count_call(), jax.process_index(), range(jax.process_count())
+        values: dict[int, Any] = {}
+        self.set(f"{call}/{me}", value)
+
+        def are_all_there() -> bool:
+            values.update({int(key): value for key, value in self.get(str(call)).items()})
+            return len(values) == len(processes)
+
+        if not self.wait(are_all_there):
+            late = sorted(set(processes) - set(values))
+            raise PeerTimeoutError(
+                f"{where or self._name}: expected {waiting_for} from every process, got none from "
+                f"{spell_processes(late)} in {self.timeout} s; see what that does, or wait longer "
+                "with start_distributed(timeout=…)"
+            )
+        # All have returned from the call before this one, so its value is not needed any more.
+        self._client.key_value_delete(self._path(f"{call - 1}/{me}"))
+        return [values[process] for process in sorted(values)]
+
+    @property
+    def timeout(self) -> int:
+        """The longest timeout that a process has given to `start_distributed`."""
+        timeouts = KeyValues("start_distributed").get("timeout")
+        return max(timeouts.values(), default=DEFAULT_TIMEOUT)
+
+    def wait(self, is_over: Callable[[], bool]) -> bool:
+        """Poll until a condition holds; return False if it does not in time."""
+        start, pause = time.monotonic(), 0.002
+        while not is_over():
+            if pause > 0.1 and time.monotonic() - start > self.timeout:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)  # hundreds of processes ask one server
+        return True
+
+    def _path(self, key: str) -> str:
+        return f"stepfold/{self._name}/{key}"
+
+
+def spell_processes(processes: Sequence[int]) -> str:
+    """List processes for an error message."""
+    named = ", ".join(map(str, processes[:8])) + (", …" if len(processes) > 8 else "")
+    return f"process {named}" if len(processes) == 1 else f"processes {named}"
+
+
+def max_over_processes(value: int) -> int:
+    """Return the maximum over all processes, all of which call this."""
+    return int(max(KeyValues("agreement").gather(value, "an answer")))
+
+
+def broadcast_from_first(values: list[T]) -> list[T]:
+    """Return the list of process 0, of JSON, on every process, all of which call this."""
+    first: list[T] = KeyValues("agreement").gather(values, "an answer")[0]
+    return first
+
+
+@contextmanager
+def agreement(message: str) -> Iterator[None]:
+    """Raise on every process if the block raises on any of them; all of them enter it.
+
+    The others raise a `CheckpointError` with this message, and with the error of the first process
+    that failed. Otherwise they would wait for it in their next collective.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001  raised below
+        error = caught
+    try:
+        problems = KeyValues("agreement").gather(_spell_error(error), "an answer", where=message)
+    except PeerTimeoutError as timeout:
+        raise error or timeout from None
+    if error is not None:
+        raise error
+    for process, problem in enumerate(problems):
+        if message in problem:
+            raise CheckpointError(message)
+        if problem:
+            raise CheckpointError(f"{message}: process {process} raised {problem}")
+
+
+@contextmanager
+def report_failed_peer() -> Iterator[None]:
+    """Print the error of another process that raised one inside the block.
+
+    This process waits for it in a collective then, until jax ends all of them.
+    """
+    errors = KeyValues("failed")
+    if not errors or jax.process_count() == 1:
+        yield
+        return
+    block, is_over = str(errors.count_call()), threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_WATCH_SECONDS):
+            for process, error in errors.get(block).items():
+                print(  # noqa: T201  the main thread may never come back
+                    f"stepfold: process {process} raised {error}; this process waits for it until "
+                    "jax ends all, see start_distributed(shutdown=…)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                return
+
+    threading.Thread(target=watch, name="stepfold-peers", daemon=True).start()
+    try:
+        yield
+    except Exception as error:
+        errors.set(f"{block}/{jax.process_index()}", _spell_error(error))
+        raise
+    finally:
+        is_over.set()
+
+
+def _spell_error(error: Exception | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]

@@ -1,0 +1,265 @@
+"""Compute which rows of which epoch make up the batch of a step, without the steps before it."""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from stepfold.core.validation import read_integer
+from stepfold.errors import ConfigError, DataError
+
+Sizes = Sequence[tuple[int, int]]
+"""Batch sizes: pairs (from step, size) in ascending order, the first from step 0."""
+
+
+class Skips:
+    """Half-open ranges of batch indices that are left out, merged and sorted.
+
+    A batch index counts all batches, a step only those that are left.
+    """
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        self.ranges: list[tuple[int, int]] = []
+        for first, stop in sorted(ranges):
+            if self.ranges and first <= self.ranges[-1][1]:
+                first, last = self.ranges.pop()
+                stop = max(last, stop)
+            self.ranges.append((first, stop))
+        # The batches skipped before each range and after the last, and the step of each range.
+        self._before = [0, *accumulate(stop - first for first, stop in self.ranges)]
+        self._steps = [first - self._before[i] for i, (first, _) in enumerate(self.ranges)]
+
+    def index(self, step: int) -> int:
+        """Return the batch index of a step."""
+        return step + self._before[bisect_right(self._steps, step)]
+
+    def end(self, step: int) -> int:
+        """Return the batch index after the last of the first `step` batches that are left."""
+        return self.index(step - 1) + 1 if step else 0
+
+    def step(self, index: int) -> int:
+        """Return how many batches are left before a batch index."""
+        count = bisect_right(self.ranges, index, key=lambda pair: pair[0])
+        return max(self._steps[count - 1], index - self._before[count]) if count else index
+
+    def before(self, index: int) -> list[tuple[int, int]]:
+        """Return the ranges that begin before a batch index."""
+        return self.ranges[: bisect_left(self.ranges, index, key=lambda pair: pair[0])]
+
+    def add(self, ranges: Any) -> "Skips":
+        """Add the ranges of an argument or of a saved position."""
+        is_number = lambda value: isinstance(value, int | np.integer) and value is not True
+        if not isinstance(ranges, list | tuple) or not all(
+            isinstance(pair, list | tuple)
+            and len(pair) == 2
+            and all(map(is_number, pair))
+            and 0 <= pair[0] < pair[1]
+            for pair in ranges
+        ):
+            raise ConfigError(
+                "without: expected a list of pairs (first, stop) of batch indices, each first at "
+                f"least 0 and below its stop, such as [(9000, 9040)], got {ranges!r}"
+            )
+        return Skips([*self.ranges, *((int(first), int(stop)) for first, stop in ranges)])
+
+
+class Span(NamedTuple):
+    """The rows of a batch: positions [start, stop) of an epoch, fewer than `size` at its end."""
+
+    epoch: int
+    start: int
+    stop: int
+    size: int
+    full_batches_left: int
+    """The number of consecutive full batches of this size and epoch, from this one on."""
+
+
+class _Segment(NamedTuple):
+    """Consecutive steps with one batch size, from position `offset` of `epoch` on."""
+
+    start: int
+    end: float  # infinite for the last segment
+    size: int
+    epoch: int
+    offset: int
+    first_epoch_steps: int  # those left in `epoch`
+    epoch_steps: int  # those of every later epoch
+
+
+class Epochs:
+    """The division of epochs into batches, none of which spans two epochs.
+
+    `drop` drops the remainder of every epoch. `total` is the number of steps in all epochs, or None
+    if they have no end.
+    """
+
+    def __init__(self, length: int, sizes: Sizes, *, drop: bool, epochs: int | None) -> None:
+        self.length, self.sizes, self._drop = length, sizes, drop
+        self._segments: list[_Segment] = []
+        self._starts = [start for start, _ in sizes]
+        epoch = offset = 0
+        for (start, size), end in zip(sizes, [*self._starts[1:], math.inf], strict=True):
+            steps = self._steps(length, size)
+            if not steps:
+                raise DataError(
+                    f"batch_size: expected at most the {length} examples of the source, got {size},"
+                    " and remainder='drop' would leave out every epoch; give a smaller batch_size, "
+                    "or remainder='pad'"
+                )
+            steps_left = self._steps(length - offset, size)
+            self._segments.append(_Segment(start, end, size, epoch, offset, steps_left, steps))
+            if end < math.inf:  # the next segment starts where this one would continue
+                epoch, offset, *_ = self._span(self._segments[-1], int(end))
+        self.total = None if epochs is None else self.count_steps(epochs)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """The number of batches per epoch, or None if their size changes."""
+        return self._segments[0].epoch_steps if len(self._segments) == 1 else None
+
+    def span(self, step: int) -> Span:
+        """Return the rows of a step, without checking it against `total`."""
+        return self._span(self._segments[bisect_right(self._starts, step) - 1], step)
+
+    def incomplete_steps(self) -> list[int]:
+        """List steps of incomplete batches, at least one for every size that they have."""
+        steps = []
+        for segment in self._segments:
+            end = segment.end if self.total is None else min(segment.end, self.total)
+            epoch_end = segment.start + segment.first_epoch_steps - 1
+            for step in (epoch_end, epoch_end + segment.epoch_steps):
+                if segment.start <= step < end:
+                    span = self._span(segment, step)
+                    if span.stop - span.start < span.size:
+                        steps.append(step)
+        return steps
+
+    def _steps(self, rows: int, size: int) -> int:
+        return rows // size if self._drop else -(-rows // size)
+
+    def _span(self, segment: _Segment, step: int) -> Span:
+        start, end, size, epoch, offset, first_epoch_steps, epoch_steps = segment
+        steps = step - start
+        if steps >= first_epoch_steps:
+            epochs, steps = divmod(steps - first_epoch_steps, epoch_steps)
+            epoch, offset = epoch + 1 + epochs, 0
+        offset += steps * size
+        full = int(min((self.length - offset) // size, end - step))
+        return Span(epoch, offset, min(offset + size, self.length), size, full)
+
+    def count_steps(self, epochs: int) -> int:
+        """Return the number of steps in the first epochs."""
+        for segment in self._segments:
+            if segment.epoch >= epochs:
+                return segment.start
+            later = (epochs - segment.epoch - 1) * segment.epoch_steps
+            total = segment.start + segment.first_epoch_steps + later
+            if total <= segment.end:
+                return total
+        raise AssertionError  # the last segment has no end
+
+
+class EpochEnds(NamedTuple):
+    """Where epochs end that may have unequal numbers of steps, since some batches are skipped."""
+
+    epochs: Epochs
+    skips: Skips
+
+    def done(self, step: int) -> int:
+        """Return how many epochs have no batch left after `step` steps."""
+        return self.epochs.span(self.skips.index(step)).epoch
+
+    def end(self, epochs: int) -> int:
+        """Return the number of steps in the first epochs."""
+        return self.skips.step(self.epochs.count_steps(epochs))
+
+    def count_steps(self, epochs: int, start: int) -> int:
+        """Return the number of steps in epochs, counted from that of the batch at `start`."""
+        return self.end((self.done(start) if start else 0) + epochs) - start
+
+
+def read_sizes(batch_size: Any) -> Sizes:
+    """Read a batch size, or a ramp of batch sizes."""
+    if callable(batch_size):
+        raise ConfigError(
+            "batch_size: expected an integer or pairs (from step, size), got a function; finding "
+            "the rows of a step would take a call for every earlier step: give pairs such as "
+            "[(0, 64), (1000, 256)]"
+        )
+    if not isinstance(batch_size, list | tuple):
+        return [(0, read_integer("batch_size", batch_size, 1))]
+    pairs = [pair for pair in batch_size if isinstance(pair, list | tuple) and len(pair) == 2]
+    sizes = [
+        (read_integer("batch_size: from step", step, 0), read_integer("batch_size: size", size, 1))
+        for step, size in pairs
+    ]
+    steps = [step for step, _ in sizes]
+    if len(pairs) < len(batch_size) or steps[:1] != [0] or sorted(set(steps)) != steps:
+        raise ConfigError(
+            "batch_size: expected pairs (from step, size), the first from step 0 and each from a "
+            f"later step than the one before, got {batch_size!r}"
+        )
+    return sizes
+
+
+def size_at(sizes: Sizes, step: int) -> int:
+    """Return the batch size of a step."""
+    return sizes[bisect_right(sizes, step, key=lambda pair: pair[0]) - 1][1]
+
+
+class Shard:
+    """The rows of this process in each global batch; in process order, shards form the batch.
+
+    If `index` and `count` are None, they are JAX's, read at the first batch.
+    """
+
+    def __init__(self, index: Any, count: Any) -> None:
+        if (index is None) != (count is None):
+            raise ConfigError(
+                "process_index, process_count: expected both or neither, got "
+                f"{index!r} and {count!r}"
+            )
+        self._given: tuple[int, int] | None = None
+        if count is not None:
+            count = read_integer("process_count", count, 1)
+            index = read_integer("process_index", index, 0)
+            if index >= count:
+                raise ConfigError(
+                    f"process_index: expected one below process_count={count}, got {index}"
+                )
+            self._given = index, count
+
+    @cached_property
+    def _process(self) -> tuple[int, int]:
+        return self._given or (jax.process_index(), jax.process_count())
+
+    def rows(self, size: int) -> tuple[int, int]:
+        """Return the start and stop of this process's rows in a global batch of `size`."""
+        index, count = self._process
+        return index * size // count, (index + 1) * size // count
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        """Raise if a batch size is not a multiple of the process count."""
+        count = self._process[1]
+        for step, size in sizes:
+            if size % count:
+                below = size // count * count
+                raise DataError(
+                    f"batch_size: expected a multiple of the {count} processes, got {size} from "
+                    f"step {step} on; give {below or count} or {below + count}"
+                )
+
+    def check_incomplete(self, step: int, rows: int) -> None:
+        """Raise if the size of an incomplete batch is not a multiple of the process count."""
+        count = self._process[1]
+        if rows % count:
+            raise DataError(
+                "remainder='keep': expected incomplete batches to divide evenly over "
+                f"{count} processes, got {rows} rows at step {step}; use remainder='pad', "
+                "which gives every batch the same size and a mask, or 'drop'"
+            )

@@ -1,0 +1,310 @@
+"""Sources with random access: arrays, sequences of examples, and grain's reading of them.
+
+A source is anything with a length and rows by index. `read_source` finds out which kind it is.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from types import NoneType
+from typing import Any
+
+import jax
+import numpy as np
+
+from stepfold import tree
+from stepfold.data.order import Indices
+from stepfold.errors import ConfigError, DataError
+
+ENDLESS = sys.maxsize
+"""The length of an infinite source, as in grain."""
+
+Rows = slice | Indices
+"""Rows of a source: a range or an array of indices."""
+
+
+class Source:
+    """Base class of sources, with a subclass for each kind."""
+
+    length: int
+    fingerprint: Any = None
+    """A JSON value that identifies the source in saved positions, together with its length."""
+
+    def check_length(self) -> None:
+        """Raise if the source has changed its length since this object was created."""
+
+    def examples(self, rows: Rows) -> list[Any]:
+        """Return the examples as a list."""
+        raise NotImplementedError
+
+    def take(self, rows: Rows) -> Any:
+        """Return the examples as one batch, each leaf with a new leading axis."""
+        return stack(self.examples(rows), row_list(rows))
+
+
+def row_list(rows: Rows) -> list[int]:
+    """Convert a range or an array of indices to a list."""
+    if isinstance(rows, slice):
+        return list(range(rows.start, rows.stop))
+    return rows.tolist()  # type: ignore[no-any-return]
+
+
+def read_source(source: Any) -> Source:
+    """Wrap a source.
+
+    A source is an array, a tree of arrays (a tuple is a tree, a list is not), or any object with
+    `len()` and `[i]`: a list of examples, `tfds.data_source`, a Hugging Face or grain dataset.
+    """
+    if isinstance(source, Source):
+        return source
+    if _is_arrays(source):
+        return ArraySource(source)
+    if isinstance(source, str | bytes):
+        advice = "cut the text into a list of examples"
+    elif isinstance(source, set | frozenset):
+        advice = "a set has no order: give a list of it, sorted"
+    elif isinstance(source, Mapping):
+        advice = f"give one of its values, which are called {', '.join(map(repr, source))}"
+    elif is_stream(source):
+        advice = "a stream has no random access: give a list of it"
+    elif not _is_indexed(source):
+        advice = "give it __len__ and __getitem__"
+    else:
+        return SequenceSource(source)
+    raise DataError(
+        "source: expected an array, a tree of arrays, or something with len() and [i], got "
+        f"{tree.spell(source)}; {advice}"
+    )
+
+
+def is_stream(source: Any) -> bool:
+    """Return whether `source` is an iterator, or an iterable or function without `[i]`."""
+    if isinstance(source, Source | str | bytes | set | frozenset) or _is_arrays(source):
+        return False
+    kind = type(source)
+    if hasattr(kind, "__next__"):
+        return True
+    return not _is_indexed(source) and (hasattr(kind, "__iter__") or callable(source))
+
+
+def _is_arrays(source: Any) -> bool:
+    if isinstance(source, list | NoneType):
+        return False
+    is_array = isinstance(source, np.ndarray | jax.Array)
+    return is_array or not jax.tree_util.all_leaves([source])
+
+
+def _is_indexed(source: Any) -> bool:
+    return hasattr(type(source), "__getitem__") and hasattr(type(source), "__len__")
+
+
+class ArraySource(Source):
+    """A tree of arrays that share their leading axis."""
+
+    def __init__(self, source: Any) -> None:
+        named = tree.named_leaves(source, "source")
+        self._leaves = [_read_only(name, leaf) for name, leaf in named]
+        if len({len(leaf) for leaf in self._leaves}) > 1:
+            got = ", ".join(f"{name} {tree.spell(leaf)}" for name, leaf in named)
+            raise DataError(
+                f"source: expected as many rows in every array, got {got}; give arrays that share "
+                "their leading axis"
+            )
+        self.length = len(self._leaves[0]) if named else 0
+        if not self.length:
+            raise DataError(f"source: expected examples, got none: {tree.spell(source)}")
+        self._structure: Any = jax.tree.structure(source)
+        self._text = next((name for name, leaf in named if not tree.is_data(leaf)), None)
+        # numpy's `take` is faster than indexing, but first copies an array that is not in C order.
+        self._takes = [
+            leaf.take if leaf.flags.c_contiguous and leaf.flags.aligned else None
+            for leaf in self._leaves
+        ]
+
+    def take(self, rows: Rows) -> Any:
+        """Return a batch: a read-only view for a range of rows, otherwise a copy."""
+        if self._text is not None:
+            raise DataError(
+                f"{self._text}: expected numbers to make batches of; make numbers of it with "
+                "transform=… or collate=…, or leave it out"
+            )
+        if isinstance(rows, slice):
+            return self._structure.unflatten([leaf[rows] for leaf in self._leaves])
+        return self._structure.unflatten(
+            [
+                take(rows, 0) if take else leaf[rows]
+                for leaf, take in zip(self._leaves, self._takes, strict=True)
+            ]
+        )
+
+    def examples(self, rows: Rows) -> list[Any]:
+        return [self[i] for i in row_list(rows)]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self._structure.unflatten([leaf[index] for leaf in self._leaves])
+
+
+def _read_only(name: str, leaf: Any) -> Any:
+    """Return a read-only view, so that writing to a batch cannot change the source."""
+    if not isinstance(leaf, np.ndarray | jax.Array) or isinstance(leaf, np.ma.MaskedArray):
+        raise DataError(
+            f"{name}: expected an array whose leading axis counts the examples, got "
+            f"{tree.spell(leaf)}; convert it with np.asarray, or give a list of examples, or one "
+            "source alone"
+        )
+    if not leaf.ndim:
+        raise DataError(
+            f"{name}: expected an array whose leading axis counts the examples, got the scalar "
+            f"{tree.spell(leaf)}; give every example its own"
+        )
+    array = np.asarray(leaf).view()
+    array.flags.writeable = False
+    return array
+
+
+class SequenceSource(Source):
+    """Any object with `len()` and `[i]`, read in one call if it has `__getitems__`."""
+
+    def __init__(self, source: Any) -> None:
+        self._source, self.length = source, len(source)
+        if not self.length:
+            raise DataError(f"source: expected examples, got none: {tree.spell(source)}")
+
+    def check_length(self) -> None:
+        if len(self._source) != self.length:
+            raise DataError(
+                f"source: expected the {self.length} examples it had when the batches were made, "
+                f"got {len(self._source)}; make new batches when the source has changed"
+            )
+
+    def examples(self, rows: Rows) -> list[Any]:
+        indices = row_list(rows)
+        is_batched = hasattr(self._source, "__getitems__")
+        examples = self._read_at_once(indices) if is_batched else self._read_one_by_one(indices)
+        for index, example in zip(indices, examples, strict=True):
+            if example is None:
+                raise DataError(
+                    f"source: expected an example at index {index}, got None; filter out "
+                    "missing examples first (of a filtered grain dataset, give "
+                    "dataset.to_iter_dataset())"
+                )
+        return examples
+
+    def _read_one_by_one(self, indices: list[int]) -> list[Any]:
+        examples: list[Any] = []
+        try:
+            for index in indices:
+                examples.append(self._source[index])  # noqa: PERF401  the note needs the position
+        except Exception as error:
+            row = len(examples)
+            error.add_note(
+                f"reading index {indices[row]} of the source, row {row} of those requested"
+            )
+            raise
+        return examples
+
+    def _read_at_once(self, indices: list[int]) -> list[Any]:
+        listed = str(indices) if len(indices) <= 8 else f"[{str(indices[:8])[1:-1]}, …]"
+        try:
+            examples = list(self._source.__getitems__(indices))
+        except Exception as error:
+            error.add_note(f"reading indices {listed} of the source at once")
+            raise
+        if len(examples) != len(indices):
+            raise DataError(
+                f"source: expected {len(indices)} examples of __getitems__({listed}), got "
+                f"{len(examples)}"
+            )
+        return examples
+
+
+class GrainStream:
+    """A stream for `batches` that reads a source with `len` and `[i]` through grain.
+
+    Grain's threads prefetch examples. With a seed, the order is reshuffled in every epoch. The
+    position is grain's state, so a run can resume mid-epoch.
+    """
+
+    def __init__(self, source: Any, *, seed: int | None = None, threads: int = 0) -> None:
+        """Create the stream; `seed=None` keeps the source's order, `threads=0` reads on demand."""
+        if find_spec("grain") is None:
+            raise ConfigError(
+                "grain: expected the package, which is not installed; install it with "
+                "pip install 'stepfold[grain]'"
+            )
+        if not _is_indexed(source):
+            raise ConfigError(
+                "source: expected a source with len and [i] for grain to read, got "
+                f"{type(source).__name__}; give a list of it, or read it without grain"
+            )
+        # Of a tree of arrays, grain would take the arrays themselves for examples.
+        self._source = ArraySource(source) if _is_arrays(source) else source
+        self._seed, self._threads, self._epoch = seed, threads, 0
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iterator."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        import grain
+
+        examples = grain.MapDataset.source(self._source)
+        if self._seed is not None:
+            # grain takes 32-bit seeds; an odd factor separates the seeds of different runs.
+            examples = examples.shuffle(seed=(self._seed + 0x9E3779B1 * self._epoch) % 2**32)
+        reading = grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=32)
+        return iter(examples.to_iter_dataset(reading))
+
+
+def stack(examples: Sequence[Any], indices: Sequence[int]) -> Any:
+    """Stack examples leaf by leaf into new arrays.
+
+    A list in an example is a row of numbers, as in Hugging Face datasets, not a container.
+    `indices` locate the examples in error messages.
+    """
+    is_row = lambda node: isinstance(node, list)
+    flat: list[Any] = [jax.tree.flatten(example, is_leaf=is_row) for example in examples]
+    structure = flat[0][1]
+    for (_, other), index in zip(flat, indices, strict=True):
+        if other != structure:
+            raise DataError(
+                f"source: expected examples of one structure, got {structure} at index {indices[0]}"
+                f" and {other} at index {index}; make them the same with transform=…"
+            )
+    paths, _ = jax.tree_util.tree_flatten_with_path(examples[0], is_leaf=is_row)
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    stacked = [
+        _stack_leaf(tree.path_name(path) or "example", column, indices)
+        for (path, _), column in zip(paths, columns, strict=True)
+    ]
+    return structure.unflatten(stacked)
+
+
+def _stack_leaf(name: str, values: Sequence[Any], indices: Sequence[int]) -> Any:
+    try:
+        arrays = [np.asarray(value) for value in values]
+    except ValueError:  # ragged nested lists
+        raise DataError(
+            f"{name}: expected rows of one length, got {tree.spell(values[0])} at index "
+            f"{indices[0]}; pad or cut them with collate=…"
+        ) from None
+    for value, array, index in zip(values, arrays, indices, strict=True):
+        if not tree.is_data(array):
+            raise DataError(
+                f"{name}: expected numbers, got {tree.spell(value)} at index {index}; make numbers "
+                "of it with transform=… or collate=…"
+            )
+        # Type promotion here would vary the dtypes of batches, and compile the step for each.
+        if (array.shape, array.dtype) != (arrays[0].shape, arrays[0].dtype):
+            raise DataError(
+                f"{name}: expected one shape and dtype to stack, got {tree.spell(arrays[0])} at "
+                f"index {indices[0]} and {tree.spell(array)} at index {index}; make them the same "
+                "with transform=… or collate=…"
+            )
+    return np.stack(arrays)

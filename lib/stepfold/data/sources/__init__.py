@@ -1,1 +1,0 @@
-"""Data sources, one kind per module."""

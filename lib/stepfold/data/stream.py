@@ -1,0 +1,408 @@
+"""Batches of streams, which are sources without random access, and their positions."""
+
+import copy
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from stepfold import tree
+from stepfold.core.validation import read_integer
+from stepfold.data.epochs import Shard, Sizes, Skips, size_at
+from stepfold.errors import ConfigError, DataError
+
+# Of an iterator or of its iterable. Grain's iterators have the first protocol. Hugging Face's
+# streaming datasets and torch's stateful loaders have the second.
+_PROTOCOLS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+
+
+class SkippableBatches:
+    """Base class of batches of which ranges can be skipped."""
+
+    _skips: Skips
+    _sizes: Sizes
+
+    @property
+    def skipped(self) -> list[tuple[int, int]]:
+        """The ranges of batch indices that are left out, merged and sorted."""
+        return list(self._skips.ranges)
+
+    def batch_index(self, step: int) -> int:
+        """Return the index of the batch of a step among all batches, with those skipped."""
+        return self._skips.index(read_integer("step", step, 0))
+
+    @property
+    def batch_sizes(self) -> Sizes:
+        """The global batch sizes: pairs of a step and the size from that step on."""
+        return [*{self._skips.step(index): size for index, size in self._sizes}.items()]
+
+    def _skipped_state(self) -> dict[str, Any]:
+        return {"skipped": [list(pair) for pair in self._skips.ranges]}
+
+    def _check_skipped(self, state: Mapping[str, Any]) -> None:
+        """Raise if other batches were skipped before a saved position; later ones may differ."""
+        saved = Skips().add(state.get("skipped", []))
+        index = state.get("index", saved.end(state["step"]))
+        was, now = saved.before(index), self._skips.before(index)
+        if was != now:
+            raise DataError(
+                f"batches: expected those that skip {was} before batch {index}, as when the "
+                f"position was saved, got some that skip {now}; give the same ranges to "
+                "batches.without, or go back to a position before the first that differs"
+            )
+
+
+class StreamBatches(SkippableBatches):
+    """An iterator over batches of a stream, returned by `batches`.
+
+    Each process reads the whole stream, and keeps its shard of the rows of each batch. After a
+    batch has failed, the next call to `next` tries it again with the same examples.
+
+    >>> import stepfold as sf
+    >>> stream = sf.batches(lambda: range(5), 2, epochs=1, remainder="keep")
+    >>> [batch.tolist() for batch in stream]
+    [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(
+        self,
+        stream: "Stream",
+        build: Callable[[list[Any], list[int], int, Any], Any],
+        sizes: Sizes,
+        shard: Shard,
+        pipeline: dict[str, Any],
+        epochs: int | None,
+        *,
+        reuses_buffers: bool,
+    ) -> None:
+        self._stream, self._build, self._sizes, self._shard = stream, build, sizes, shard
+        self._pipeline, self._remainder = pipeline, pipeline["remainder"]
+        self._epochs = 1 if stream.is_iterator else epochs
+        # The position after the last batch. Examples of the next one may be buffered already.
+        self._step = self._index = self._epoch = self._row = 0
+        self._skips = Skips()
+        self._position = stream.position() if stream.is_iterator else "null"
+        self._buffer: list[Any] = []
+        self._is_open = stream.is_iterator  # whether the epoch has been started
+        self._read_error: Exception | None = None
+        self.reuses_buffers = reuses_buffers
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        self._shard.check_sizes(self._sizes)
+        while self._epochs is None or self._epoch < self._epochs:
+            size = size_at(self._sizes, self._index)
+            self._read(size)
+            count = len(self._buffer)
+            if not count or (count < size and self._remainder == "drop"):
+                self._end_epoch(size)
+                continue
+            is_skipped = self._index != self._skips.index(self._step)
+            batch = None if is_skipped else self._make(size)
+            self._position = self._stream.position()
+            self._step += not is_skipped
+            self._index += 1
+            self._row += count
+            self._buffer = []
+            if not is_skipped:
+                return batch
+        raise StopIteration
+
+    def _read(self, size: int) -> None:
+        """Buffer examples until there are enough for a batch, or the epoch ends."""
+        try:
+            if not self._is_open:
+                self._stream.start_epoch(self._epoch)
+                self._is_open = True
+            while len(self._buffer) < size:
+                self._buffer.append(self._stream.read())
+                self._read_error = None
+        except StopIteration:
+            if self._read_error is not None:  # a generator that has raised ends silently
+                raise DataError(
+                    "source: expected a stream that continues after an error, got one that ended "
+                    f"after raising {self._read_error!r}; create the stream again, and restore the "
+                    "last position"
+                ) from self._read_error
+        except Exception as error:
+            self._read_error = error
+            error.add_note(
+                f"reading example {self._row + len(self._buffer)} of epoch {self._epoch} of the "
+                f"stream, for the batch of step {self._step}"
+            )
+            raise
+
+    def _make(self, size: int) -> Any:
+        count, row, pads = len(self._buffer), self._row, self._remainder == "pad"
+        if not pads:
+            self._shard.check_incomplete(self._step, count)
+        first, last = self._shard.rows(size if pads else count)
+        own = [index % count for index in range(first, last)]  # pad by repeating own rows
+        mask = np.arange(first, last) < count if pads else None
+        try:
+            self._check_buffer()
+            examples = [self._buffer[index] for index in own]
+            return self._build(examples, [row + index for index in own], self._epoch, mask)
+        except Exception as error:
+            error.add_note(
+                f"making the batch of step {self._step}: examples {row} to {row + count - 1} of "
+                f"epoch {self._epoch}"
+            )
+            refuse_stop_iteration(error, self._step)
+            raise
+
+    def _check_buffer(self) -> None:
+        for index, example in enumerate(self._buffer, self._row):
+            if example is None:
+                raise DataError(
+                    f"source: expected an example, got None as example {index} of the stream; "
+                    "filter out missing examples first"
+                )
+
+    def _end_epoch(self, size: int) -> None:
+        if not self._row:
+            if self._buffer:
+                raise DataError(
+                    f"batch_size: expected at most the {len(self._buffer)} examples of the stream, "
+                    f"got {size}, and remainder='drop' would leave out every epoch; give a smaller "
+                    "batch_size, or remainder='pad'"
+                )
+            raise DataError(
+                f"source: expected examples, got none in epoch {self._epoch} of the stream; if it "
+                "can be read only once, give epochs=1, or a function that makes it"
+            )
+        self._epoch += 1
+        self._row, self._position, self._buffer, self._is_open = 0, "null", [], False
+
+    def without(self, ranges: Sequence[tuple[int, int]]) -> Self:
+        """Return batches that skip ranges of these, as `Batches.without` does.
+
+        The examples of a skipped batch are read. Both read one stream: use only the new batches.
+        """
+        new = copy.copy(self)
+        new._skips, new._buffer = self._skips.add(ranges), [*self._buffer]
+        if new._skips.before(self._index) != self._skips.before(self._index):
+            raise ConfigError(
+                f"without: expected ranges from batch {self._index} on, because those before it "
+                f"have been read from the stream, got {ranges}; make the batches again"
+            )
+        return new
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position and the pipeline's settings, serializable as JSON.
+
+        The position includes the stream's own state. A stream without a state can be saved, but not
+        resumed.
+        """
+        state = {
+            "step": self._step,
+            "epoch": self._epoch,
+            "row": self._row,
+            "stream": json.loads(self._position),
+            "pipeline": dict(self._pipeline),
+        }
+        if self._skips.ranges:
+            state |= {"index": self._index, **self._skipped_state()}
+        return state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restore a position from `get_state`, saved on any number of processes.
+
+        Raises:
+          DataError: if the state was saved by a different pipeline or after other skips, or the
+            stream has no state of its own. `set_state` does not seek by reading the stream again.
+        """
+        check_state(state, self.get_state())
+        step, epoch, row, index = (
+            read_integer(f"state: {name}", state.get(name, state["step"]), 0)
+            for name in ("step", "epoch", "row", "index")
+        )
+        self._check_skipped(state)
+        position = state["stream"]
+        if position is not None and "lost" not in position:
+            self._stream.restore(epoch, position)
+            self._is_open = True
+        elif position is None and (epoch or not self._stream.is_iterator):
+            self._is_open = False  # start of an epoch, or an iterator that has ended
+        elif position is not None and step:
+            raise DataError(
+                f"batches: expected a position that can be restored, got step {step} of a stream, "
+                f"but {position['lost']}; give a source with len() and [i], or skip by hand the "
+                f"{row} examples of epoch {epoch} that were read, as in "
+                f"sf.batches(itertools.islice(stream, {row}, None), …)"
+            )
+        elif step or self._step or self._buffer:  # if nothing was read, there is nothing to do
+            raise DataError(
+                "batches: expected an iterator that has not been read, got one that has been read "
+                f"up to step {self._step}; an iterator can be read only once: create it again"
+            )
+        self._step, self._index, self._epoch, self._row = step, index, epoch, row
+        self._position, self._buffer = json.dumps(position), []
+        self._read_error = None
+
+    @property
+    def endless(self) -> bool:
+        """Whether the stream is repeated forever."""
+        return self._epochs is None
+
+
+class Stream:
+    """A source that is read in sequence, restarts in every epoch, and may have a position.
+
+    An iterator can be read only once. All other streams can restart: an iterable, such as a grain
+    `IterDataset`, a Hugging Face `IterableDataset` or a `tf.data.Dataset`, or a function that
+    returns an iterator or an iterable. If it has `set_epoch`, this is called before each epoch, so
+    that it can reshuffle.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self.is_iterator = hasattr(type(source), "__next__")
+        self.package = type(source).__module__.partition(".")[0]
+        self._iterator: Any = source  # of the current epoch
+        self._state = _find_state(source)  # of the current epoch, if it has one
+        # Only the type: a repr can be long, and contain an address that differs per process.
+        self._no_state = f"a stream of type {type(source).__name__} has no state of its own"
+        self._restored_epoch: int | None = None
+
+    def start_epoch(self, epoch: int) -> None:
+        """Start an epoch from its beginning."""
+        if self._restored_epoch == epoch:  # it would resume from the restored position
+            raise DataError(
+                f"source: expected a stream that starts epoch {epoch} from its beginning, got one "
+                f"that was restored to a position in it: {tree.spell(self._source)}; create the "
+                "stream and its batches again"
+            )
+        _, self._iterator, self._state = self._open(epoch)
+
+    def read(self) -> Any:
+        """Return the next example, or raise StopIteration."""
+        return next(self._iterator)
+
+    def position(self) -> str:
+        """Return the position in the epoch as JSON text, or the reason why it is unknown.
+
+        The text is a copy, so advancing the stream does not change it.
+        """
+        if self._state is None:
+            reason = self._no_state
+        elif _has_shuffle_buffer(self._state.holder):
+            reason = "the examples in its shuffle buffer are no part of its state"
+        else:
+            state = getattr(self._state.holder, self._state.getter)()
+            try:  # grain's DataLoader returns bytes that hold text
+                known = {"text": state.decode()} if type(state) is bytes else {"json": state}
+                return json.dumps(known)
+            except (TypeError, ValueError) as error:
+                reason = f"its state cannot be written as JSON: {error}"
+        return json.dumps({"lost": reason})
+
+    def restore(self, epoch: int, position: dict[str, Any]) -> None:
+        """Restore a position in an epoch that `position` returned, parsed from JSON."""
+        iterable, iterator, state = self._source, self._iterator, self._state
+        if not self.is_iterator:
+            iterable, iterator, state = self._open(epoch)
+        if state is None:
+            raise DataError(
+                "source: expected a stream with a state of its own, like the one whose position "
+                f"was saved, got {tree.spell(self._source)}; give the same one"
+            )
+        value = position["text"].encode() if "text" in position else position["json"]
+        try:
+            getattr(state.holder, state.setter)(value)
+        except Exception as error:
+            error.add_note(f"setting the state of the stream with its own {state.setter}()")
+            raise
+        if state.holder is not iterator:  # the iterable has it: iterate it after restoring
+            iterator = _iterate(iterable)
+            self._restored_epoch = epoch if iterable is self._source else None
+        self._iterator, self._state = iterator, state
+
+    def _open(self, epoch: int) -> tuple[Any, Any, "_State | None"]:
+        """Start iterating an epoch; return the iterable, its iterator, and the state of either."""
+        is_function = not hasattr(type(self._source), "__iter__")
+        iterable = self._source() if is_function else self._source
+        if hasattr(iterable, "set_epoch"):
+            iterable.set_epoch(epoch)
+        iterator = _iterate(iterable)
+        return iterable, iterator, _find_state(iterator, iterable)
+
+
+class _State(NamedTuple):
+    """The object that has a stream's state, and the names of its getter and setter."""
+
+    holder: Any
+    getter: str
+    setter: str
+
+
+def _find_state(*objects: Any) -> _State | None:
+    """Find the first object that has a state."""
+    for holder in objects:
+        for getter, setter in _PROTOCOLS:
+            if hasattr(holder, getter) and hasattr(holder, setter):
+                return _State(holder, getter, setter)
+    return None
+
+
+def _iterate(iterable: Any) -> Any:
+    # Iterating a tf.data pipeline directly would yield tensors.
+    if hasattr(iterable, "as_numpy_iterator"):
+        return iterable.as_numpy_iterator()
+    if not hasattr(type(iterable), "__iter__"):
+        raise DataError(
+            "source: expected a function that makes an iterator or an iterable, got one that "
+            f"makes {tree.spell(iterable)}; return an iterable, or yield the examples"
+        )
+    return iter(iterable)
+
+
+def _has_shuffle_buffer(dataset: Any) -> bool:
+    """Return whether a Hugging Face stream has a shuffle buffer, which is empty after a resume.
+
+    The examples in the buffer would be missing from the epoch; Hugging Face only logs a warning.
+    """
+    parts = [getattr(dataset, "_ex_iterable", None)]
+    while parts:
+        part = parts.pop()
+        if type(part).__name__.startswith("BufferShuffled"):
+            return True
+        inner = [getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ())]
+        parts += [one for one in inner if one is not None]
+    return False
+
+
+def refuse_stop_iteration(error: Exception, step: int) -> None:
+    """Convert StopIteration, which would silently end the iteration."""
+    if isinstance(error, StopIteration):
+        raise DataError(f"batches: StopIteration came up at step {step}") from error
+
+
+def check_state(state: Any, current: Mapping[str, Any], advice: str = "") -> None:
+    """Raise if `state` is not a position, or was saved by a different pipeline.
+
+    `current` is a position of the current batches. Its "pipeline" holds only the settings that a
+    position depends on, so that all others may change.
+    """
+    skips = {"skipped", "index"}  # only in a position of batches that skip some
+    is_position = isinstance(state, dict) and state.keys() | skips == current.keys() | skips
+    if not is_position or not isinstance(state["pipeline"], dict):
+        raise DataError(
+            "batches: expected a state that get_state() of such batches gave, with "
+            f"{', '.join(current)}, got {tree.spell(state)}; it was saved by another kind of "
+            "iterator"
+        )
+    saved, now = state["pipeline"], current["pipeline"]
+    differing = [
+        f"{name} was {saved.get(name)!r} and is {now.get(name)!r}"
+        for name in {**now, **saved}
+        if saved.get(name) != now.get(name)
+    ]
+    if differing:
+        raise DataError(
+            "batches: expected the batches that the position was saved in, got others: "
+            f"{'; '.join(differing)}; make them as they were{advice.format(step=state['step'])}"
+        )

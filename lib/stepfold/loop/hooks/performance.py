@@ -1,0 +1,282 @@
+"""The speed of a run, the memory it takes, and profiler traces of some steps."""
+
+import os
+import socket
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from stepfold import tree
+from stepfold.core.processes import KeyValues
+from stepfold.core.validation import check_count, check_positive
+from stepfold.errors import ConfigError
+from stepfold.inspect.peaks import mfu, peak_flops
+from stepfold.loop.hooks.base import BaseHook, Event, StatefulHook
+
+_REPORT_SECONDS = 0.5  # between reports of `stragglers`, each of which takes about a millisecond
+
+
+class throughput(StatefulHook):  # noqa: N801
+    """Measure the speed of training.
+
+    Each train event but the first, whose interval includes compiling, gets
+
+    - `throughput/step_seconds`: the time of a step, without evaluations;
+    - `throughput/examples_per_second`, by the leading axis of the last batch, and other units;
+    - `throughput/waiting`: the share of the time spent waiting for batches;
+    - `throughput/mfu`: model FLOPs utilization, where `flops` and the peak are known;
+    - `throughput/goodput`: the share of the time since the run first started that went into steps
+      that count. Pauses before a resume and steps done twice lower it.
+
+    `flops` are the operations of one device in one step, as `describe` reports them. `peak` are
+    those per second, by default looked up for `dtype`. `units` are functions that count something
+    in the last batch by its shapes; reading values of a batch on devices would wait for them.
+
+    >>> import numpy as np, stepfold as sf
+    >>> hook = sf.throughput(tokens=lambda batch: batch.size)
+    >>> for n in (1, 2):
+    ...     speed = hook(sf.Event(10 * n, None, {}, None, batch=np.zeros((8, 512)), time=n))
+    >>> speed["throughput/tokens_per_second"]
+    40960.0
+    """
+
+    provides = ("throughput/",)
+    run_state = ("_started", "_useful_seconds")
+
+    def __init__(
+        self,
+        *,
+        flops: float | None = None,
+        peak: float | None = None,
+        dtype: str = "bfloat16",
+        **units: Callable[[Any], Any],
+    ) -> None:
+        for name, value in {"flops": flops, "peak": peak}.items():
+            if value is not None:
+                check_positive(name, value)
+        for name, unit in units.items():
+            if not callable(unit):
+                raise ConfigError(f"{name}: expected a function of a batch, got {tree.spell(unit)}")
+        self._flops, self._peak, self._dtype = flops, peak, dtype
+        self._units = {"examples": _num_examples, **units}
+        self.reset(0)
+
+    def reset(self, step: int) -> None:  # noqa: ARG002
+        self._started, self._useful_seconds = time.time(), 0.0
+        self._pace, self._data_wait = Pace(), 0.0
+
+    def __call__(self, event: Event) -> dict[str, float] | None:
+        interval = self._pace.add(event)
+        waited = event.data_wait_seconds - self._data_wait
+        self._data_wait = event.data_wait_seconds
+        if interval is None:
+            return None
+        steps, seconds = interval
+        self._useful_seconds += seconds
+        speed = {
+            "step_seconds": seconds / steps,
+            "waiting": min(waited / seconds, 1.0),
+            "goodput": min(self._useful_seconds / max(time.time() - self._started, seconds), 1.0),
+        }
+        if event.batch is not None:
+            for name, unit in self._units.items():
+                speed[f"{name}_per_second"] = float(unit(event.batch)) * steps / seconds
+        if self._flops is not None:
+            peak = self._peak or peak_flops(jax.devices()[0].device_kind, self._dtype)
+            if peak:
+                speed["mfu"] = mfu(self._flops, seconds / steps, peak=peak)
+        return {f"throughput/{name}": value for name, value in speed.items()}
+
+
+def _num_examples(batch: Any) -> int:
+    """Count the examples of a batch over all processes, whose shares are equal."""
+    for leaf in jax.tree.leaves(batch):
+        if np.ndim(leaf):
+            is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+            return int(np.shape(leaf)[0]) * (1 if is_global else jax.process_count())
+    return 0
+
+
+class Pace:
+    """The pace of train steps, by the times of events."""
+
+    def __init__(self) -> None:
+        self.rate: float | None = None  # steps per second, smoothed
+        self._step = 0
+        self._time: float | None = None
+
+    def add(self, event: Event) -> tuple[int, float] | None:
+        """Return the steps since the last event and their seconds; None unless they are known."""
+        now = time.perf_counter() if event.time is None else event.time
+        steps, before = event.step - self._step, self._time
+        self._step, self._time = event.step, now
+        if before is None or not event.is_train or steps < 1 or now <= before:
+            return None
+        seconds = (now - before) / steps
+        self.rate = 1 / (seconds if self.rate is None else 0.7 / self.rate + 0.3 * seconds)
+        return steps, now - before
+
+
+class stragglers(BaseHook):  # noqa: N801
+    """Find the process whose host the others wait for, and warn of it.
+
+    Collectives make the steps of all processes take equally long. What differs is the host time of
+    a process: waiting for batches, and in hooks. Its step time is that or, if longer, the time that
+    the slowest process leaves for its devices. Process 0 reports at log points
+
+    - `throughput/slowest_process`: the process with the longest host time;
+    - `throughput/slowest_ratio`: its step time relative to the median process, 1 if the devices
+      take longer.
+
+    Once the ratio exceeds `threshold`, it warns of the process and its host, and again after it was
+    below, or of another process. Slow devices and networks, and callbacks inside the step, do not
+    show: they delay all processes alike. A hook that waits for devices has a long host time.
+    Processes do not wait for each other's numbers. Give the hook to all; a single one is a no-op.
+
+    >>> import stepfold as sf
+    >>> sf.stragglers(threshold=2.0)(sf.Event(10, None, {"train/loss": 1.0}, None))
+    """
+
+    provides = ("throughput/",)
+    needs_hook_seconds = True
+
+    def __init__(self, *, threshold: float = 1.5) -> None:
+        self._threshold = check_positive("threshold", threshold)
+        self._folder = ""  # of the values of this run; empty in a single process
+
+    def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
+        self._values = KeyValues("stragglers")
+        several = jax.process_count() > 1 and bool(self._values)
+        self._folder = f"{self._values.count_call()}" if several else ""
+        self._mark: np.ndarray | None = None  # steps and seconds at the last event
+        self._sums = np.zeros(4)  # of the time since the last report
+        self._warned_of: str | None = None  # the process, until it is fast again
+
+    def __call__(self, event: Event) -> dict[str, float] | None:
+        if not self._folder:
+            return None
+        now = time.perf_counter()
+        mark = np.array([event.step, event.data_wait_seconds, event.hook_seconds, now])
+        before, self._mark = self._mark, mark
+        if before is None or not event.is_train or event.step <= before[0]:
+            return None  # compiling, and evaluations
+        self._sums += mark - before
+        if self._sums[3] < _REPORT_SECONDS:
+            return None
+        means, self._sums = (self._sums[1:] / self._sums[0]).tolist(), np.zeros(4)
+        # Those of others are from their last report: no process waits for another.
+        rows = self._values.get(self._folder) if jax.process_index() == 0 else {}
+        key = f"{self._folder}/{jax.process_index()}"
+        self._values.set(key, [socket.gethostname(), *means])
+        return self._compare(event.step, rows) if len(rows) == jax.process_count() else None
+
+    def _compare(self, step: int, rows: Mapping[str, Any]) -> dict[str, float]:
+        own = {process: data + hooks for process, (_, data, hooks, _) in rows.items()}
+        on_devices = min(total - own[process] for process, (*_, total) in rows.items())
+        slowest = max(own, key=own.__getitem__)
+        typical = max(statistics.median_low(own.values()), on_devices, 1e-9)
+        ratio = max(own[slowest], on_devices) / typical
+        host, data, hooks, total = rows[slowest]
+        if ratio <= self._threshold:
+            self._warned_of = None
+        elif slowest != self._warned_of:
+            self._warned_of = slowest
+            warnings.warn(
+                f"step {step}: process {slowest} on {host} takes {ratio:.3g} times as long as the "
+                f"median process: in a step of {total:.2g} s, it waits {data:.2g} s for batches "
+                f"and spends {hooks:.2g} s in hooks",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return {"throughput/slowest_process": float(slowest), "throughput/slowest_ratio": ratio}
+
+
+def memory_use(_: Event) -> dict[str, float]:
+    """Measure memory in GiB.
+
+    `memory/device` is the memory in use on the fullest of this process's devices and
+    `memory/device_peak` the highest so far; CPUs do not report them. `memory/host` is the resident
+    memory of this process, on Linux.
+
+    >>> import stepfold as sf
+    >>> 0 < sf.memory_use(sf.Event(10, None, {}, None))["memory/host"] < 1024
+    True
+    """
+    memory = {}
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    for name, key in (("device", "bytes_in_use"), ("device_peak", "peak_bytes_in_use")):
+        if sizes := [device[key] for device in stats if key in device]:
+            memory[f"memory/{name}"] = max(sizes) / 2**30
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        pages = int(statm.read_text().split()[1])
+        memory["memory/host"] = pages * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return memory
+
+
+memory_use.provides = ("memory/",)  # type: ignore[attr-defined]
+memory_use.can_stop = False  # type: ignore[attr-defined]
+
+
+class profile(StatefulHook):  # noqa: N801
+    """Trace some steps with jax's profiler, for TensorBoard, xprof or Perfetto.
+
+    The trace starts at the first train event at or after step `first` and ends at the first one
+    `count` steps later: with `log_every=10`, both `profile(100, 10, folder)` and `profile(100, 3,
+    folder)` trace 10 steps. It waits for the device at both ends, so no step is traced in part. At
+    an event the next step has been dispatched, so the trace starts with the one after that. An
+    evaluation or a save at only one end makes it a step longer or shorter. `begun` and `ended` are
+    the steps done at both ends, or None. The end of the run ends an open trace. A resumed run
+    does not trace the same steps again. Of several processes the first is traced.
+
+    >>> import stepfold as sf, tempfile
+    >>> hook = sf.profile(100, 10, tempfile.mkdtemp())
+    >>> hook(sf.Event(90, None, {"train/loss": 1.0}, None))
+    """
+
+    run_state = ("_is_done",)
+    state_key = ("_first",)
+
+    def __init__(self, first: int, count: int, folder: str | os.PathLike[str]) -> None:
+        self._first = check_count("first", first, minimum=0)
+        self._count = check_count("count", count)
+        if not isinstance(folder, str | os.PathLike) or Path(folder).is_file():
+            raise ConfigError(f"folder: expected one for the trace, got {tree.spell(folder)}")
+        self._folder = os.fspath(folder)
+        self._end: int | None = None  # the step of the event that ends the trace, while it is open
+        self.reset(0)
+
+    def reset(self, step: int) -> None:  # noqa: ARG002
+        self._is_done = False
+        self.begun: int | None = None
+        self.ended: int | None = None
+
+    def __call__(self, event: Event) -> None:
+        is_due = event.is_train and event.step >= self._first
+        if not is_due or self._is_done or jax.process_index() > 0:
+            return
+        if self._end is None:
+            self.begun = _steps_done(event.state)
+            jax.profiler.start_trace(self._folder)
+            self._end = event.step + self._count
+        elif event.step >= self._end:
+            self.ended = _steps_done(event.state)
+            self.close()
+
+    def close(self) -> None:
+        super().close()
+        if self._end is not None:
+            self._end, self._is_done = None, True
+            jax.profiler.stop_trace()
+
+
+def _steps_done(state: Any) -> int | None:
+    """Wait for a state and return its step."""
+    step = getattr(jax.block_until_ready(state), "step", None)
+    return None if step is None else int(step)

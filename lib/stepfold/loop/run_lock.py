@@ -1,0 +1,180 @@
+"""The lock of a run on its directory, also on file systems without locks, such as NFS.
+
+Each run that wants the directory creates a claim, a file of a unique name, and then looks at those
+of others. It has the lock if no other claim belongs to a process that lives. Of two runs, at least
+the one that came second sees the other, so that both never have it. A claim of a dead process needs
+no take-over that could be raced: it is ignored, and deleted under a name that is never used again.
+"""
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from stepfold.errors import ConfigError
+from stepfold.loop.hooks.base import Stop
+
+_PREFIX = ".lock-"
+_BEAT = 5.0  # seconds between signs of life, by which processes of other hosts are judged
+_STALE = 60.0  # seconds without a sign of life, after which a process counts as dead
+_TIE = 2.0  # seconds to wait for a run that began at the same time to give way
+
+
+class RunLock:
+    """A lock on a directory, held by one run at a time.
+
+    If a claim is from this host and PID namespace, its PID and start time say whether its run
+    lives. Any other claim is watched for up to `_STALE` seconds for a sign of life, a newer
+    modification time. `stop` is called, in a thread, if the own claim was deleted, since another
+    run may have the directory then.
+    """
+
+    def __init__(self, directory: Path, stop: Callable[[Stop], None]) -> None:
+        self._directory = directory
+        self._path = directory / f"{_PREFIX}{secrets.token_hex(8)}"
+        self._pid = os.getpid()
+        self._is_released = threading.Event()
+        self._stop = stop
+        self._thread = threading.Thread(target=self._beat, name="stepfold-lock", daemon=True)
+
+    def acquire(self) -> None:
+        """Acquire the lock, or raise ConfigError with the process that holds it."""
+        claim = {
+            "host": socket.gethostname(),
+            "pid": self._pid,
+            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": _machine(),
+            "started": _start_time(self._pid) if _machine() else "",
+        }
+        try:
+            with self._path.open("x") as file:
+                json.dump(claim, file)
+            self._wait_for_others()
+        except OSError as error:
+            self.release()
+            raise ConfigError(
+                f"run_dir: expected a directory to write in, got {self._directory}: "
+                f"{error.strerror}; make room, change the permission, or give another"
+            ) from error
+        except BaseException:
+            self.release()
+            raise
+        self._thread.start()
+
+    def release(self) -> None:
+        """Idempotent; a no-op in a child that a hook forked."""
+        if os.getpid() == self._pid:
+            self._is_released.set()
+            if self._thread.ident is not None:
+                # `stop` refers to the run and its arrays, and a thread that frees an array while
+                # the interpreter exits aborts the process. The timeout is for a blocked server.
+                self._thread.join(_BEAT)
+            with suppress(OSError):  # if it stays, its process is known to be dead later
+                self._path.unlink()
+
+    def _beat(self) -> None:
+        while not self._is_released.wait(_BEAT):
+            try:
+                os.utime(self._path)
+            except FileNotFoundError:
+                message = f"another run may use {self._directory}: {self._path.name} was deleted"
+                self._stop(Stop("error", message))
+                return
+            except OSError:  # such as a file server that does not answer for a while
+                continue
+
+    def _wait_for_others(self) -> None:
+        """Return once no other run lives; raise if one does."""
+        first_beats: dict[Path, float] = {}
+        live_since: dict[Path, float] = {}
+        while True:
+            with suppress(OSError):  # not every file system lets one set times
+                os.utime(self._path)
+            now = self._path.stat().st_mtime  # by the clock of the file server
+            waits = False
+            names = [name for name in os.listdir(self._directory) if name.startswith(_PREFIX)]
+            for path in map(self._directory.joinpath, names):
+                if path == self._path or (read := _read_claim(path)) is None:
+                    continue
+                claim, beat = read
+                is_live = _is_live(claim)
+                if is_live is None and first_beats.setdefault(path, beat) != beat:
+                    is_live = True
+                if is_live is False or (is_live is None and now - beat > _STALE):
+                    path.unlink(missing_ok=True)
+                    continue
+                if is_live:
+                    start = live_since.setdefault(path, time.monotonic())
+                    # Of two runs that wait for each other, one gives way at once.
+                    if path.name < self._path.name or time.monotonic() - start > _TIE:
+                        raise ConfigError(_describe(self._directory, path, claim))
+                waits = True
+            if not waits:
+                return
+            time.sleep(0.1)
+
+
+def _read_claim(path: Path) -> tuple[dict[str, Any], float] | None:
+    """Return a claim and the time of its last sign of life; None if the file is missing.
+
+    To open the file makes NFS ask the server, rather than use cached attributes.
+    """
+    try:
+        with path.open("rb") as file:
+            text, beat = file.read(), os.fstat(file.fileno()).st_mtime
+    except FileNotFoundError:
+        return None
+    try:
+        claim = json.loads(text)
+    except ValueError:  # it is being written
+        claim = None
+    return (claim if isinstance(claim, dict) else {}), beat
+
+
+def _is_live(claim: dict[str, Any]) -> bool | None:
+    """Whether the process of a claim lives; None if only its signs of life can tell."""
+    pid, machine = claim.get("pid"), _machine()
+    if machine is None or claim.get("machine") != machine or type(pid) is not int:
+        return None
+    start = _start_time(pid)
+    return None if start == "" else start == claim.get("started")
+
+
+def _machine() -> str | None:
+    """Identify the host since its boot, and the namespace of its PIDs; None if PIDs say nothing."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return socket.gethostname() if os.name == "posix" else None
+
+
+def _start_time(pid: int) -> str | None:
+    """Return when a process started: None if it is dead, "" if the system does not tell."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except (PermissionError, OverflowError):  # of another user
+        pass
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return None if fields[0] in "ZX" else fields[19]  # a zombie is dead
+
+
+def _describe(directory: Path, path: Path, claim: dict[str, Any]) -> str:
+    holder = f"process {claim.get('pid')} on {claim.get('host')} since {claim.get('since')}"
+    return (
+        f"run_dir: expected a directory that no other run uses, got {directory}, in use by "
+        f"{holder if claim else 'a run'} ({path.name}); wait for its end, end it, or give another "
+        "directory"
+    )

@@ -1,0 +1,838 @@
+"""Parameters go out as safetensors and come back as they were, in whole or not at all."""
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import textwrap
+
+import equinox as eqx
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from hypothesis import given
+from hypothesis.extra import numpy as hnp
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import stepfold as sf
+
+CODES = {
+    "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "uint8": "U8",
+    "uint16": "U16", "uint32": "U32", "uint64": "U64", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "float16": "F16", "bfloat16": "BF16",
+    "float32": "F32", "float64": "F64", "complex64": "C64",
+}  # fmt: skip
+DTYPES = [jnp.dtype(name) for name in CODES]
+# What jax holds without jax_enable_x64.
+NARROW = [dtype for dtype in DTYPES if jax.dtypes.canonicalize_dtype(dtype) == dtype]
+
+
+def params():
+    return {
+        "layers": [
+            {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3, jnp.bfloat16)},
+            {"kernel": jnp.arange(12).reshape(3, 4), "bias": jnp.zeros((), bool)},
+        ],
+        "empty": jnp.zeros((0, 4), jnp.float8_e4m3fn),
+        "none": None,
+    }
+
+
+def abstract(tree):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def same(got, wanted):
+    """Assert that two trees have the same structure, dtypes, shapes and bits."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert not getattr(one, "weak_type", False)
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.fixture
+def mesh():
+    return sf.make_mesh((2, 4), ("dp", "fsdp"))
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("shard_size", [1, 30, 10**9])
+def test_what_was_exported_is_loaded(tmp_path, shard_size):
+    sf.export_params(tmp_path, params(), shard_size=shard_size)
+    same(sf.load_params(tmp_path, params()), params())
+    same(sf.load_params(tmp_path, abstract(params())), params())
+
+
+def test_names_and_metadata_are_as_torch_has_them(tmp_path):
+    sf.export_params(tmp_path / "m.safetensors", params(), metadata={"step": "3"})
+    with safetensors.safe_open(tmp_path / "m.safetensors", framework="numpy") as file:
+        assert set(file.keys()) == {
+            *("layers.0.kernel", "layers.0.bias", "layers.1.kernel", "layers.1.bias", "empty"),
+        }
+        assert file.metadata() == {"format": "pt", "step": "3"}
+        kernel = file.get_tensor("layers.0.kernel")
+    assert kernel.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_the_format_can_be_another(tmp_path):
+    sf.export_params(tmp_path, params(), metadata={"format": "flax"})
+    with safetensors.safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"format": "flax"}
+
+
+def test_files_have_at_most_shard_size_and_keep_the_order_of_the_tree(tmp_path):
+    tree = {f"{i:02d}": jnp.ones(size, jnp.int8) for i, size in enumerate([5, 5, 6, 30, 1, 9, 0])}
+    sf.export_params(tmp_path, tree, shard_size=10)
+    held = [
+        sorted(safetensors.numpy.load_file(file)) for file in sorted(tmp_path.glob("*.safetensors"))
+    ]
+    assert held == [["00", "01"], ["02"], ["03"], ["04", "05", "06"]]
+
+
+def test_arrays_of_a_file_are_aligned(tmp_path):
+    sf.export_params(tmp_path, {"a": jnp.ones(3, jnp.int8), "b": jnp.ones(3), "c": jnp.ones(2)})
+    content = (tmp_path / "model.safetensors").read_bytes()
+    starts = [content.index(np.ones(2, np.float32).tobytes()), content.index(b"\1\1\1")]
+    assert starts[0] % 8 == 0
+    assert starts[1] == len(content) - 3
+
+
+def test_names_rename_both_ways(tmp_path):
+    names = lambda path: path.replace("/", ".").replace("kernel", "weight")
+    sf.export_params(tmp_path, params(), names=names)
+    with safetensors.safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
+        assert "layers.1.weight" in file.keys()  # noqa: SIM118  it is no dict
+    same(sf.load_params(tmp_path, params(), names=names), params())
+
+
+def test_what_another_program_wrote_is_loaded(tmp_path):
+    arrays = {
+        "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "b": np.array(7, np.int32),
+    }
+    safetensors.numpy.save_file(arrays, tmp_path / "m.safetensors")
+    like = {"a": {"weight": jnp.zeros((2, 3))}, "b": jnp.int32(0)}
+    same(
+        sf.load_params(tmp_path / "m.safetensors", like),
+        {"a": {"weight": arrays["a.weight"]}, "b": arrays["b"]},
+    )
+
+
+@pytest.mark.torch
+def test_torch_loads_it_into_a_layer_of_its_own(tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    rng = np.random.default_rng(0)
+    layer = {"kernel": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32), "bias": jnp.ones(2)}
+    as_torch = layer | {"kernel": layer["kernel"].T}
+    names = lambda path: path.replace("kernel", "weight")
+    sf.export_params(tmp_path / "linear.safetensors", as_torch, names=names)
+    linear = torch.nn.Linear(3, 2)
+    linear.load_state_dict(load_file(tmp_path / "linear.safetensors"))
+    x = rng.normal(size=(4, 3)).astype(np.float32)
+    wanted = x @ np.asarray(layer["kernel"]) + 1
+    np.testing.assert_allclose(linear(torch.from_numpy(x)).detach().numpy(), wanted, rtol=1e-5)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_torch_reads_every_dtype(tmp_path, dtype):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    sf.export_params(tmp_path, {"a": jnp.arange(4).astype(dtype)})
+    got = load_file(tmp_path / "model.safetensors")["a"]
+    wanted = jnp.arange(4).astype(dtype)
+    assert str(got.dtype).removeprefix("torch.") == dtype.name
+    assert bytes(got.view(torch.uint8).tolist()) == np.asarray(wanted).tobytes()
+
+
+def test_an_equinox_module_goes_out_and_in(tmp_path, key):
+    model = eqx.nn.Linear(2, 3, key=key)
+    arrays, rest = eqx.partition(model, eqx.is_array)
+    sf.export_params(tmp_path, arrays)
+    back = eqx.combine(sf.load_params(tmp_path, arrays), rest)
+    assert type(back) is eqx.nn.Linear
+    same(eqx.filter(back, eqx.is_array), arrays)
+
+
+# Laws
+
+
+def orders(array):
+    """Give the same values, laid out in memory in other ways."""
+    wide = np.repeat(array[..., None], 2, axis=-1)[..., 0] if array.ndim else array
+    turned = np.ascontiguousarray(array.T).T
+    backwards = np.ascontiguousarray(array[::-1])[::-1] if array.ndim else array
+    return [array, wide, turned, backwards, np.asfortranarray(array)]
+
+
+shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
+
+
+@st.composite
+def leaves(draw):
+    dtype, shape = draw(st.sampled_from(NARROW)), draw(shapes)
+    size = int(np.prod(shape))
+    bits = np.frombuffer(draw(st.binary(min_size=size * 8, max_size=size * 8)), np.uint8)
+    kept = bits[: size * dtype.itemsize]
+    array = (kept & 1 if dtype.name == "bool" else kept).view(dtype).reshape(shape)
+    array = draw(st.sampled_from(orders(array)))
+    if draw(st.booleans()) and array.dtype.newbyteorder(">") != array.dtype:
+        array = array.astype(array.dtype.newbyteorder(">"))
+    return array
+
+
+trees = st.recursive(
+    leaves(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text("abcé.", min_size=1, max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(
+    tree=st.dictionaries(st.sampled_from("abc"), trees, min_size=1), shard_size=st.integers(1, 99)
+)
+def test_any_tree_round_trips_and_the_package_reads_the_same(tmp_path_factory, tree, shard_size):
+    paths = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        paths[jax.tree_util.keystr(path, simple=True, separator=".")] = leaf
+    if len(paths) != len(jax.tree.leaves(tree)) or not paths:
+        with pytest.raises(sf.ConfigError, match="would both be called|expected arrays, got none"):
+            sf.export_params("nowhere", tree, shard_size=shard_size)
+        return
+    folder = tmp_path_factory.mktemp("law")
+    sf.export_params(folder, tree, shard_size=shard_size)
+    native = jax.tree.map(lambda leaf: leaf.astype(leaf.dtype.newbyteorder("=")), tree)
+    same(sf.load_params(folder, native), native)
+    for file in folder.glob("*.safetensors"):
+        with safetensors.safe_open(file, framework="numpy") as opened:
+            for name in opened.keys():  # noqa: SIM118  it is no dict
+                part, leaf = opened.get_slice(name), paths.pop(name)
+                assert part.get_shape() == list(leaf.shape)
+                if not leaf.dtype.name.startswith("float8"):
+                    np.testing.assert_array_equal(opened.get_tensor(name), leaf)
+    assert not paths
+
+
+# Where arrays come from and go to
+
+
+@pytest.mark.parametrize(
+    "spec", [(), ("dp",), ("dp", "fsdp"), (None, "fsdp"), (("dp", "fsdp"),)], ids=str
+)
+def test_sharded_arrays_go_out_and_come_in_sharded(tmp_path, mesh, spec):
+    place = NamedSharding(mesh, PartitionSpec(*spec))
+    wanted = {"w": jnp.arange(128.0).reshape(16, 8)}
+    sf.export_params(tmp_path, jax.device_put(wanted, place))
+    like = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=place)}
+    back = sf.load_params(tmp_path, like)
+    same(back, wanted)
+    assert back["w"].sharding == place
+    assert back["w"].committed
+
+
+def test_without_a_sharding_arrays_may_move_as_jax_likes(tmp_path):
+    sf.export_params(tmp_path, params())
+    back = sf.load_params(tmp_path, jax.tree.map(np.asarray, params()))
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(back))
+    for like in (params(), abstract(params())):
+        back = jax.tree.leaves(sf.load_params(tmp_path, like))
+        assert not any(leaf.committed for leaf in back)
+        assert {leaf.sharding for leaf in back} == {SingleDeviceSharding(jax.devices()[0])}
+    one = jax.device_put(params(), jax.devices()[3])
+    back = jax.tree.leaves(sf.load_params(tmp_path, one))
+    assert {leaf.devices().pop() for leaf in back} == {jax.devices()[3]}
+
+
+@pytest.mark.parametrize("spec", [None, (), ("dp",), (("dp", "fsdp"),)], ids=str)
+def test_nothing_is_shared_with_the_file(tmp_path, mesh, spec):
+    place = None if spec is None else NamedSharding(mesh, PartitionSpec(*spec))
+    like = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=place)}
+    # jax uses numpy's memory where it lies if that is aligned by 64 bytes, as in this file.
+    entry = b'{"w":{"dtype":"F32","shape":[64,64],"data_offsets":[0,16384]}}'.ljust(120)
+    ones = np.ones((64, 64), np.float32).tobytes()
+    (tmp_path / "model.safetensors").write_bytes((120).to_bytes(8, "little") + entry + ones)
+    back = sf.load_params(tmp_path, like)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.write(b"\xff" * size)
+    assert (back["w"] == 1).all()
+    shards = [shard.data for shard in back["w"].addressable_shards]
+    assert len({shard.unsafe_buffer_pointer() for shard in shards}) == len(shards)
+    twice = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 2, tree), donate_argnums=0)
+    doubled = twice(back)["w"]
+    assert all((np.asarray(shard.data) == 2).all() for shard in doubled.addressable_shards)
+
+
+def test_a_sharded_array_is_read_in_its_parts(tmp_path, mesh, monkeypatch):
+    sf.export_params(tmp_path, {"w": jnp.arange(128.0).reshape(16, 8)})
+    read, original = [], np.array
+    spy = lambda part, **options: (read.append(np.shape(part)), original(part, **options))[1]
+    monkeypatch.setattr("stepfold.checkpoint.safetensors.np.array", spy)
+    place = NamedSharding(mesh, PartitionSpec("dp", "fsdp"))
+    sf.load_params(tmp_path, {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=place)})
+    assert set(read) == {(8, 2)}
+
+
+def test_the_host_holds_one_shard_at_a_time(tmp_path):
+    code = """
+        import resource, sys, jax, jax.numpy as jnp, stepfold as sf
+        jax.config.update("jax_num_cpu_devices", 8)
+        place = jax.sharding.NamedSharding(sf.make_mesh(), jax.sharding.PartitionSpec("fsdp"))
+        make = jax.jit(lambda i: jnp.full((8, 1 << 18), i, jnp.float32), out_shardings=place)
+        tree = jax.block_until_ready({f"{i}": make(float(i)) for i in range(16)})
+        sf.export_params(sys.argv[1], {"first": make(0.0)})
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        sf.export_params(sys.argv[1], tree, shard_size=1 << 24)
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    mebibytes = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert mebibytes < 64  # of 128 in all, in shards of 16
+
+
+# What is refused before anything is written
+
+
+@pytest.mark.parametrize(
+    ("tree", "options", "words"),
+    [
+        ({}, {}, "export_params: params: expected arrays, got none: dict {}"),
+        ({"a": {"b": 1}, "a.b": 2}, {}, "a/b and a.b would both be called 'a.b'"),
+        ({"a": [1.0]}, {}, "a/0: expected an array, got float 1.0; drop it, or make an"),
+        ({"a": jax.nn.relu}, {}, "a: expected an array, got "),
+        ({"a": np.ma.ones(2)}, {}, "a: expected an array, got float64[2]"),
+        ({"a": np.ones(2, "c16")}, {}, "a: expected a dtype that safetensors has (bool, int8,"),
+        ({"a": jnp.ones(2, jnp.int4)}, {}, "got int4[2]; cast it, or leave it out"),
+        ({"a": np.array(["x"])}, {}, "got <U1[1]; cast it, or leave it out"),
+        ({"a": np.ones(2)}, {"shard_size": 0}, "shard_size: expected an integer of at least"),
+        ({"a": np.ones(2)}, {"shard_size": "5GB"}, "shard_size: expected an integer of at least"),
+        ({"a": np.ones(2)}, {"metadata": {"step": 3}}, "metadata: expected text for text, got"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_exported_is_refused(tmp_path, tree, options, words):
+    with pytest.raises(sf.ConfigError, match=re.escape(words)):
+        sf.export_params(tmp_path / "new", tree, **options)
+    assert not (tmp_path / "new").exists()
+
+
+def test_random_keys_are_no_parameters(tmp_path, key):
+    with pytest.raises(sf.ConfigError, match=r"b: .*, got the random key key<fry>\[\]; leave it"):
+        sf.export_params(tmp_path, {"a": jnp.ones(2), "b": key})
+
+
+def test_export_is_no_part_of_a_jitted_function(tmp_path):
+    with pytest.raises(sf.ConfigError, match="a: expected an array, got a tracer; export outside"):
+        jax.jit(lambda a: sf.export_params(tmp_path, {"a": a}))(jnp.ones(2))
+
+
+# What the disk refuses
+
+
+def listing(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("shard_size", [3_000, 10**9])
+def test_a_full_disk_leaves_what_was_there(tmp_path, shard_size):
+    sf.export_params(tmp_path, {"a": jnp.ones(3)})
+    before = listing(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    tree = {f"{i}": jnp.ones(500) for i in range(4)} | {"last": jnp.ones(2_000)}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, limits[1]))
+    try:
+        with pytest.raises(sf.CheckpointError) as caught:
+            sf.export_params(tmp_path, tree, shard_size=shard_size)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(caught.value) == (
+        f"export_params: {tmp_path}/model.safetensors cannot be written: File too large; give a "
+        "path that can be written to"
+    )
+    assert isinstance(caught.value.__cause__, OSError)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [(errno.ENOSPC, "make room there"), (errno.EROFS, "give a path that can be written to")],
+)
+def test_it_is_said_what_to_do(tmp_path, monkeypatch, code, advice):
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(
+        sf.CheckpointError, match=f"cannot be written: {os.strerror(code)}; {advice}"
+    ):
+        sf.export_params(tmp_path, params())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_paths_that_are_something_else_are_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "x.safetensors").mkdir()
+    for path, words in (
+        ("file", "File exists; give a directory, or a file that ends in .safetensors"),
+        ("file/x", "Not a directory; give a directory, or a file that ends in .safetensors"),
+        ("x.safetensors", "Is a directory; give a name in it that ends in .safetensors"),
+    ):
+        with pytest.raises(sf.CheckpointError, match=words):
+            sf.export_params(tmp_path / path, params())
+    with pytest.raises(sf.ConfigError, match="path: expected one on a disk, got gs://b/x"):
+        sf.export_params("gs://b/x", params())
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_may_not_be_written_to_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(sf.CheckpointError, match="Permission denied; give a path that can be"):
+        sf.export_params(tmp_path, params())
+
+
+# Files as one thing
+
+
+def names(folder):
+    return sorted(file.name for file in folder.iterdir())
+
+
+def save(target, values):
+    """Export small arrays, each of them in the file of its number."""
+    tree = {name: np.full(10, value, np.float32) for name, value in values.items()}
+    sf.export_params(target, tree, shard_size=40)
+
+
+def loaded(path, names="abc"):
+    like = {name: np.zeros(10, np.float32) for name in names}
+    return {float(value) for leaf in sf.load_params(path, like).values() for value in leaf}
+
+
+def test_files_are_called_as_hugging_face_does(tmp_path):
+    tree = {"a": np.float32([1, 2]), "b": np.float32(3), "c": np.float32([4])}
+    sf.export_params(tmp_path / "new" / "m.safetensors", tree)
+    assert names(tmp_path / "new") == ["m.safetensors"]
+    sf.export_params(tmp_path / "d", tree, shard_size=12)
+    assert names(tmp_path / "d") == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    index = tmp_path / "d" / "model.safetensors.index.json"
+    assert json.loads(index.read_text()) == {
+        "metadata": {"total_size": 16},
+        "weight_map": {
+            "a": "model-00001-of-00002.safetensors",
+            "b": "model-00001-of-00002.safetensors",
+            "c": "model-00002-of-00002.safetensors",
+        },
+    }
+    for path in (tmp_path / "d", tmp_path / "d" / "model.safetensors", index):
+        same(sf.load_params(path, tree), tree)
+
+
+class Stopped(BaseException):
+    """What no handler of errors catches, as a kill."""
+
+
+@contextlib.contextmanager
+def stopped_at(number, calls):
+    """Stop before a change of the file system; list the changes before."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("replace", "unlink", "fsync"):
+            original = getattr(os, name)
+
+            def counted(*args, original=original, **options):
+                calls.append(args)
+                if len(calls) == number:
+                    raise Stopped
+                return original(*args, **options)
+
+            patch.setattr(os, name, counted)
+        with contextlib.suppress(Stopped):
+            yield
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (3, 1), (3, 3)])
+def test_a_reader_finds_the_old_or_the_new_wherever_it_is_stopped(tmp_path, before, after):
+    tree = lambda value: {name: np.full(10, value, np.float32) for name in "abc"}
+    size = {1: 1000, 3: 40}
+    found = []
+    for number in itertools.count(1):
+        folder, calls = tmp_path / str(number), []
+        sf.export_params(folder, tree(1), shard_size=size[before])
+        with stopped_at(number, calls):
+            sf.export_params(folder, tree(2), shard_size=size[after])
+        values = loaded(folder)
+        assert values in ({1}, {2})
+        found += values
+        if len(calls) < number:
+            break
+        # The next export leaves itself, and nothing of those before.
+        sf.export_params(folder, tree(3), shard_size=size[after])
+        assert loaded(folder) == {3}
+        assert len(names(folder)) == (1 if after == 1 else 4)
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == (1, 2)
+    assert number > 3
+
+
+def test_shards_do_not_take_the_name_of_one_that_is_there(tmp_path):
+    for value, end in ((1, ""), (2, ".2"), (3, "")):
+        save(tmp_path, {"a": value, "b": value})
+        assert names(tmp_path) == [
+            f"model-00001-of-00002{end}.safetensors",
+            f"model-00002-of-00002{end}.safetensors",
+            "model.safetensors.index.json",
+        ]
+        assert loaded(tmp_path, "ab") == {value}
+
+
+def test_files_of_others_stay(tmp_path):
+    others = ["config.json", "model-ema.safetensors", "other-00001-of-00002.safetensors", ".x"]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    for tree in ("abc", "a", "ab"):
+        save(tmp_path, dict.fromkeys(tree, 1))
+        assert set(others) < set(names(tmp_path))
+        assert {(tmp_path / name).read_text() for name in others} == {"mine"}
+
+
+def test_what_a_killed_export_left_is_removed(tmp_path):
+    (tmp_path / ".model.safetensors.stepfold-abc").mkdir()
+    (tmp_path / ".model.safetensors.stepfold-abc" / "model.safetensors").write_text("half")
+    others = [".model.safetensors.backup", ".model.safetensors.stepfold-notes"]
+    (tmp_path / others[0]).mkdir()
+    (tmp_path / others[1]).write_text("a file")
+    save(tmp_path, {"a": 1})
+    assert names(tmp_path) == sorted([*others, "model.safetensors"])
+
+
+def test_shards_are_on_the_disk_before_their_index(tmp_path, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+    folder = tmp_path.stat().st_ino
+
+    def note_sync(file):
+        calls.append("sync" if os.fstat(file).st_ino == folder else "sync of a file")
+        fsync(file)
+
+    def note_replace(old, new):
+        calls.append(os.path.basename(new))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    save(tmp_path, {"a": 1, "b": 1})
+    index = calls.index("model.safetensors.index.json")
+    assert calls[index - 2 : index] == ["model-00002-of-00002.safetensors", "sync"]
+
+
+def test_any_error_of_an_export_is_raised_on_all_processes(tmp_path, monkeypatch):
+    """The other processes wait for what process 0 sends."""
+    sent = []
+
+    def fail(*_):
+        raise RuntimeError("of any kind")
+
+    monkeypatch.setattr("stepfold.checkpoint.safetensors._replace_files", fail)
+    monkeypatch.setattr(
+        "stepfold.checkpoint.safetensors._broadcast_text", lambda text: sent.append(text) or text
+    )
+    monkeypatch.setattr(type(jnp.ones(1)), "is_fully_addressable", False)
+    monkeypatch.setattr("stepfold.checkpoint.safetensors._on_host", np.asarray)
+    with pytest.raises(RuntimeError, match="of any kind"):
+        sf.export_params(tmp_path, {"a": jnp.ones(1)})
+    assert "of any kind" in sent[0]
+
+
+def test_others_may_read_the_files(tmp_path):
+    mask = os.umask(0o022)
+    try:
+        save(tmp_path, {"a": 1, "b": 1})
+    finally:
+        os.umask(mask)
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o644}
+
+
+def test_the_single_file_is_taken_before_the_index(tmp_path):
+    save(tmp_path, {"a": 1, "b": 1})
+    sf.export_params(tmp_path / "aside", {name: np.full(10, 2, np.float32) for name in "ab"})
+    (tmp_path / "aside" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert loaded(tmp_path, "ab") == {2}
+    assert loaded(tmp_path / "model.safetensors.index.json", "ab") == {1}
+
+
+def refused(path, words):
+    with pytest.raises(sf.CheckpointError, match=re.escape(words)) as caught:
+        sf.load_params(path, {"a": np.zeros(2, np.float32)})
+    return str(caught.value)
+
+
+def test_nothing_there_is_an_error(tmp_path):
+    words = f"{tmp_path}: expected {tmp_path}/model.safetensors, or model.safetensors.index.json"
+    refused(tmp_path, words)
+    refused(tmp_path / "m.json", "m.json: cannot be read: No such file")
+    (tmp_path / "x.safetensors").mkdir()
+    refused(tmp_path / "x.safetensors", "expected a regular file, got a directory")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "expected an index in JSON, got Expecting value"),
+        ("\udc80", "expected an index in JSON, got 'utf-8' codec"),
+        (
+            "[]",
+            "expected a weight_map of names to files in its directory, got list []; export or copy",
+        ),
+        (
+            '{"weight_map": {"a": 1}}',
+            "expected a weight_map of names to files in its directory, got dict",
+        ),
+        ('{"weight_map": {"a": "../x.safetensors"}}', "expected a weight_map of names to files"),
+        (
+            '{"weight_map": {"a": "x.safetensors"}}',
+            "expected x.safetensors in its directory, got no such",
+        ),
+    ],
+)
+def test_a_broken_index_is_refused_with_its_name(tmp_path, text, words):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_bytes(text.encode(errors="surrogateescape"))
+    refused(tmp_path, f"{index}: {words}")
+
+
+def test_an_index_and_files_of_different_exports_are_refused(tmp_path):
+    save(tmp_path, {"a": 1, "b": 2})
+    arrays = {"a": np.ones(10, np.float32), "x": np.ones(10, np.float32)}
+    safetensors.numpy.save_file(arrays, tmp_path / "model-00001-of-00002.safetensors")
+    refused(
+        tmp_path,
+        "expected in model-00001-of-00002.safetensors what the index says, got a difference in x;",
+    )
+
+
+# One file
+
+
+def raw(file, header, data=b"", length=None):
+    """Write any bytes as a header, and any length of it."""
+    header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    length = len(header) if length is None else length
+    file.write_bytes(length.to_bytes(8, "little") + header + data)
+
+
+def entry(start, stop, shape=(2,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+
+
+def test_every_dtype_comes_back_bit_for_bit(tmp_path):
+    file = tmp_path / "t.safetensors"
+    arrays = {name: np.arange(6).reshape(2, 3).astype(jnp.dtype(name)) for name in CODES}
+    sf.export_params(file, arrays)
+    with safetensors.safe_open(file, framework="numpy") as handle:
+        for name, code in CODES.items():
+            part = handle.get_slice(name)
+            assert (part.get_dtype(), part.get_shape()) == (code, [2, 3])
+            if not name.startswith("float8"):  # which the package cannot give numpy
+                assert handle.get_tensor(name).tobytes() == arrays[name].tobytes()
+    same(sf.load_params(file, arrays), arrays)
+
+
+def test_arrays_that_are_not_aligned_are_read(tmp_path):
+    raw(tmp_path / "t.safetensors", b'{"a":%s} ' % json.dumps(entry(0, 8)).encode(), b"\0" * 8)
+    found = sf.load_params(tmp_path / "t.safetensors", {"a": np.ones(2, np.float32)})
+    assert found["a"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "length", "words"),
+    [
+        ({"a": entry(0, 8)}, b"x" * 7, None, "got one of 76 bytes of which the safetensors"),
+        ({"a": entry(0, 8)}, b"x" * 9, None, "file not fully covered"),
+        ({"a": entry(0, 8), "b": entry(4, 12)}, b"x" * 12, None, "invalid offset for tensor `b`"),
+        ({"a": entry(0, 8), "b": entry(12, 20)}, b"x" * 20, None, "invalid offset for tensor `b`"),
+        ({"a": entry(8, 0)}, b"x" * 8, None, "invalid offset for tensor `a`"),
+        ({"a": entry(0, 80)}, b"x" * 8, None, "invalid shape, data type, or offset"),
+        ({"a": entry(0, 8, shape=(2**40, 2**40))}, b"x" * 8, None, "overflow"),
+        ({"a": entry(0, 8, dtype="F99")}, b"x" * 8, None, "unknown variant `F99`"),
+        ({}, b"", 1 << 60, "header too large"),
+        ({}, b"", 50, "invalid header length"),
+        (b"no json {", b"", None, "invalid JSON in header"),
+        (b"\xff\xff", b"", None, "invalid UTF-8 in header"),
+        (b"[1]", b"", None, "invalid JSON in header"),
+    ],
+)
+def test_what_is_broken_is_refused_with_its_name(tmp_path, header, data, length, words):
+    file = tmp_path / "t.safetensors"
+    raw(file, header, data, length)
+    text = refused(file, words)
+    assert text.startswith(f"{file}: expected a whole safetensors file, got one of ")
+
+
+def test_no_beginning_of_a_file_is_taken_for_one(tmp_path):
+    file = tmp_path / "t.safetensors"
+    sf.export_params(file, {"a": np.arange(4.0), "b": np.ones((), np.int8)})
+    content = file.read_bytes()
+    for size in range(0, len(content), 9):
+        file.write_bytes(content[:size])
+        refused(file, "expected a whole safetensors file")
+
+
+def test_a_dtype_that_jax_has_not_is_refused_by_name(tmp_path):
+    raw(tmp_path / "t.safetensors", {"a": entry(0, 4, (8,), "F4")}, b"x" * 4)
+    refused(tmp_path / "t.safetensors", "a: expected a dtype of BOOL, ")
+
+
+def test_without_the_package_it_is_said_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    for use in (
+        lambda: sf.export_params(tmp_path, {"a": np.ones(2)}),
+        lambda: sf.load_params(tmp_path, {"a": np.ones(2)}),
+    ):
+        with pytest.raises(sf.ConfigError, match=r'pip install "stepfold\[safetensors\]"'):
+            use()
+    assert list(tmp_path.iterdir()) == []
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("params", "names", "words"),
+    [
+        ({"a": {"b": 1}, "a.b": 2}, None, "params: a/b and a.b would both be called 'a.b'; give"),
+        ({"a": 1, "b": 2}, lambda path: "x", "params: a and b would both be called 'x'"),
+        (np.ones(3), None, "expected a name for the array at '', got '', which safetensors does"),
+        ({"__metadata__": 1}, None, "expected a name for the array at '__metadata__', got"),
+        ({"a": 1}, {}.get, "expected a name for the array at 'a', got None"),
+        ({"a": 1}, {"a": "b"}, "names: expected a function of a path, got dict {'a': 'b'}"),
+        ({"a": None}, None, "params: expected arrays, got none: dict {'a': None}"),
+    ],
+)
+def test_what_has_no_name_is_refused(tmp_path, params, names, words):
+    with pytest.raises(sf.ConfigError, match=re.escape(words)):
+        sf.export_params(tmp_path, params, names=names)
+    with pytest.raises(sf.ConfigError, match=re.escape(words.removeprefix("params: "))):
+        sf.load_params(tmp_path, params, names=names)
+
+
+# What is loaded has to be what is wanted
+
+
+def test_every_difference_is_listed(tmp_path, key):
+    sf.export_params(tmp_path, params())
+    like = params()
+    like["layers"][0] = {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(3), "scale": jnp.ones(3)}
+    like |= {"empty": None, "key": key}
+    with pytest.raises(sf.TreeMismatchError) as caught:
+        sf.load_params(tmp_path, like)
+    head, *lines = str(caught.value).splitlines()
+    assert head == (
+        f"{tmp_path}: expected the tree that was saved, got one that differs at 5 paths; names=… "
+        "says what arrays are called there, and cast=True converts dtypes"
+    )
+    assert {tuple(line.split()) for line in lines[2:]} == {
+        ("key", "nothing", "key<threefry2x32>[]"),
+        ("layers/0/scale", "nothing", "float32[3]"),
+        ("empty", "float8_e4m3fn[0,4]", "None"),
+        ("layers/0/bias", "bfloat16[3]", "float32[3]"),
+        ("layers/0/kernel", "float32[2,3]", "float32[3,2]"),
+    }
+
+
+def test_a_key_is_not_made_of_numbers(tmp_path, key):
+    sf.export_params(tmp_path, {"a": jax.random.key_data(key)})
+    for cast in (False, True):
+        with pytest.raises(sf.TreeMismatchError, match=r"a +uint32\[2\] +key<threefry2x32>\[\]"):
+            sf.load_params(tmp_path, {"a": key}, cast=cast)
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float8_e5m2"),
+     ("int8", "int32"), ("int32", "uint8"), ("float32", "float32")],
+)  # fmt: skip
+def test_dtypes_are_converted_only_if_asked(tmp_path, mesh, saved, wanted):
+    values = jnp.arange(8.0).astype(saved)
+    sf.export_params(tmp_path, {"a": values})
+    for place in (None, NamedSharding(mesh, PartitionSpec("fsdp"))):
+        like = {"a": jax.ShapeDtypeStruct((8,), jnp.dtype(wanted), sharding=place)}
+        if saved != wanted:
+            with pytest.raises(sf.TreeMismatchError, match=rf"a +{saved}\[8\] +{wanted}\[8\]"):
+                sf.load_params(tmp_path, like)
+        back = sf.load_params(tmp_path, like, cast=True)["a"]
+        assert back.dtype == wanted
+        assert back.tobytes() == values.astype(wanted).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"), [("float32", "int32"), ("int32", "float32"), ("bool", "int32")]
+)
+def test_kinds_of_numbers_are_not_converted(tmp_path, saved, wanted):
+    sf.export_params(tmp_path, {"a": jnp.ones(3, saved)})
+    with pytest.raises(sf.TreeMismatchError, match=rf"a +{saved}\[3\] +{wanted}\[3\]"):
+        sf.load_params(tmp_path, {"a": jnp.ones(3, wanted)}, cast=True)
+
+
+@pytest.mark.parametrize("values", [[0, 300], [-1, 5]])
+def test_integers_that_do_not_fit_are_refused(tmp_path, values):
+    sf.export_params(tmp_path, {"a": np.int64(values)})
+    words = r"a: saved int64\[2\], wanted uint8\[2\], but not every value fits"
+    with pytest.raises(sf.TreeMismatchError, match=words):
+        sf.load_params(tmp_path, {"a": jnp.zeros(2, jnp.uint8)}, cast=True)
+
+
+def test_what_jax_would_narrow_is_refused(tmp_path):
+    sf.export_params(tmp_path, {"a": np.float64([1, 1e300])})
+    like = {"a": jax.ShapeDtypeStruct((2,), np.float64)}
+    words = r"a: wanted float64\[2\], which jax makes only with jax_enable_x64"
+    with pytest.raises(sf.TreeMismatchError, match=words):
+        sf.load_params(tmp_path, like)
+    with jax.enable_x64(True):
+        back = sf.load_params(tmp_path, like)
+    assert back["a"].dtype == np.float64
+    assert np.asarray(back["a"]).tolist() == [1, 1e300]
+
+
+def test_what_says_no_shape_or_no_device_is_refused(tmp_path):
+    sf.export_params(tmp_path, {"a": jnp.ones(3)})
+    with pytest.raises(
+        sf.ConfigError, match=r"a: expected an array or a jax.ShapeDtypeStruct, got"
+    ):
+        sf.load_params(tmp_path, {"a": 1.0})
+    mesh = jax.sharding.AbstractMesh((8,), ("x",))
+    place = NamedSharding(mesh, PartitionSpec("x"))
+    like = {"a": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=place)}
+    with pytest.raises(sf.ConfigError, match="a: expected a sharding over devices, got one over"):
+        sf.load_params(tmp_path, like)
+
+
+def test_what_is_broken_is_a_checkpoint_error(tmp_path):
+    sf.export_params(tmp_path, params())
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(sf.CheckpointError, match="expected a whole safetensors file"):
+        sf.load_params(tmp_path, params())
+    missing = "expected .*, or x.safetensors.index.json, got neither"
+    with pytest.raises(sf.CheckpointError, match=missing):
+        sf.load_params(tmp_path / "x.safetensors", params())

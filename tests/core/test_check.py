@@ -1,0 +1,80 @@
+"""What `check_step` refuses, and the dtypes whose bits it compares. Its laws are in tests/laws."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stepfold as sf
+from stepfold.core.check import _hash
+
+
+def step(state, batch):
+    return {**state, "step": state["step"] + 1}, {}
+
+
+STATE = {"step": jnp.int32(0), "w": jnp.ones(2)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"step": None}, "check_step: expected a step .state, batch. -> …, got NoneType None"),
+        ({"step": step, "every": 0}, "every: expected an integer of at least 1, got 0"),
+        ({"step": step, "every": 2.0}, "every: expected an integer of at least 1, got 2.0"),
+    ],
+)
+def test_arguments_are_checked_when_it_is_built(arguments, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        sf.check_step(**arguments)
+
+
+@pytest.mark.parametrize(
+    "state", [{"w": jnp.ones(2)}, (jnp.ones(2),), {"step": jnp.arange(2)}, {"step": jnp.ones(())}]
+)
+def test_a_state_without_a_step_is_refused(state):
+    with pytest.raises(sf.ConfigError, match="state.step: expected the integer step of one state"):
+        jax.eval_shape(sf.check_step(step), state, None)
+
+
+def test_a_metric_of_the_same_name_is_refused():
+    taken = lambda state, batch: (step(state, batch)[0], {"corrupt": sf.mean(1.0)})
+    with pytest.raises(sf.ConfigError, match="the step has a metric 'corrupt' already; rename it"):
+        jax.eval_shape(sf.check_step(taken), STATE, None)
+
+
+def test_a_step_that_changes_the_form_of_its_state_is_refused():
+    changes = lambda state, batch: ({**state, "w": jnp.ones(3)}, {})
+    with pytest.raises(sf.TreeMismatchError, match=r"state/w: expected float32\[2\], got float32"):
+        jax.eval_shape(sf.check_step(changes), STATE, None)
+
+
+def test_a_hand_made_state_and_a_weak_result_are_taken():
+    weak = lambda state, batch: ({"step": state["step"] + 1, "rate": 0.5 * state["rate"]}, {})
+    state, metrics = jax.jit(sf.check_step(weak))({"step": 0, "rate": 1.0}, None)
+    assert (int(state["step"]), float(state["rate"])) == (1, 0.5)
+    assert metrics["corrupt"].paths(state) == []
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["bool", "int4", "int8", "uint16", "int32", "float8_e5m2", "float16", "bfloat16", "complex64"],
+)
+def test_every_dtype_has_a_hash_that_any_element_changes(dtype):
+    zeros = np.zeros((3, 4), jnp.dtype(dtype))
+    hashes = {int(_hash(jnp.asarray(zeros)))}
+    for i in range(zeros.size):
+        changed = zeros.copy()
+        changed.flat[i] = 1
+        hashes.add(int(_hash(jnp.asarray(changed))))
+    assert len(hashes) == 1 + zeros.size
+
+
+def test_wide_and_empty_leaves_and_keys_have_hashes():
+    with jax.enable_x64(True):
+        for dtype in ("int64", "float64", "complex128"):
+            low = np.zeros(2, dtype)
+            low.view(np.uint8)[0] = 1
+            assert _hash(jnp.zeros(2, dtype)) != _hash(jnp.asarray(low))
+    assert _hash(jax.random.key(0)) != _hash(jax.random.key(1))
+    assert _hash(jnp.zeros((0, 3))) == 0

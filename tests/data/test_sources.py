@@ -1,0 +1,376 @@
+"""Sources: arrays, sequences, datasets of Hugging Face and grain, and how they are told apart."""
+
+import itertools
+import sys
+import tracemalloc
+from collections import OrderedDict
+from types import MappingProxyType
+from typing import NamedTuple
+
+import datasets
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stepfold as sf
+from stepfold import tree
+from stepfold.data import sources
+from stepfold.data.sources import (
+    ArraySource,
+    GrainStream,
+    SequenceSource,
+    is_stream,
+    read_source,
+    stack,
+)
+
+X = np.arange(24).reshape(8, 3)
+
+
+INDICES = np.array([6, 0, 6])
+
+
+# Kinds
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("text", "got str 'text'; cut the text into a list of examples"),
+        (b"text", "cut the text"),
+        ({1, 2}, "got set {1, 2}; a set has no order: give a list of it, sorted"),
+        ((x for x in X), "got generator .* a stream has no random access: give a list of it"),
+        ({"a": 1}.keys(), "got dict_keys .* give a list of it"),
+        (lambda: X, "got function .* give a list of it"),
+        (MappingProxyType({"train": X, "test": X}), "one of its values, .* called 'train', 'test'"),
+        ({"train": [1, 2], "test": 3}, "or give a list of examples, or one source alone"),
+        (3, "got int 3; give it __len__ and __getitem__"),
+        (None, "got NoneType None; give it"),
+        ([], r"source: expected examples, got none: list \[\]"),
+        ({}, "source: expected examples, got none: dict {}"),
+        (X[:0], r"source: expected examples, got none: int64\[0,3\]"),
+        ({"x": X, "y": X[:5]}, r"got source/x int64\[8,3\], source/y int64\[5,3\]; give arrays"),
+        ({"x": X, "y": 3}, "source/y: expected an array .* got int 3; convert it with np.asarray"),
+        ({"x": X, "y": np.array(3)}, r"source/y: .* got the scalar int64\[\]; give every example"),
+        ({"x": np.ma.masked_array(X)}, "source/x: expected an array whose leading axis"),
+        ({"x": "text"}, "source/x: .* got str 'text'"),
+    ],
+)
+def test_invalid_sources_are_refused(source, says):
+    with pytest.raises(sf.DataError, match=says):
+        read_source(source)
+
+
+class Indexed:
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return index
+
+    def __iter__(self):
+        return iter(range(3))
+
+
+class InOrder:
+    """A stream that has `[i]` but no length, like a streaming Hugging Face dataset."""
+
+    def __getitem__(self, index):
+        return index
+
+    def __iter__(self):
+        return iter(range(3))
+
+
+def test_arrays_and_indexed_objects_are_sources():
+    for source in (X, jnp.asarray(X), {"x": X}, (X, X)):
+        assert isinstance(read_source(source), ArraySource)
+        assert not is_stream(source)
+    for source in ([1, 2], range(3), Indexed()):
+        assert isinstance(read_source(source), SequenceSource)
+        assert not is_stream(source)
+    mixture = sf.mix([(X, 1)])
+    assert read_source(mixture) is mixture
+    assert not is_stream(mixture)
+
+
+@pytest.mark.parametrize(
+    ("thing", "expected"),
+    [
+        (iter([1]), True),
+        ((x for x in [1]), True),
+        ({"a": 1}.values(), True),
+        (InOrder(), True),
+        (lambda: [1], True),
+        (Indexed, True),
+        ("text", False),
+        (b"text", False),
+        ({1, 2}, False),
+        (None, False),
+        (3, False),
+    ],
+)
+def test_iterators_iterables_and_functions_are_streams(thing, expected):
+    assert is_stream(thing) is expected
+
+
+# Arrays
+
+
+class Pair(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+
+
+@pytest.mark.parametrize(
+    "array",
+    [X, jnp.asarray(X), np.asfortranarray(X), X[::-1], np.arange(48).reshape(8, 6)[:, ::2]],
+    ids=["numpy", "jax", "fortran", "reversed", "strided"],
+)
+def test_arrays_of_any_layout_have_rows(array):
+    rows = ArraySource(array)
+    assert rows.length == 8
+    np.testing.assert_array_equal(rows.take(INDICES), np.asarray(array)[INDICES])
+    np.testing.assert_array_equal(rows.take(slice(2, 4)), np.asarray(array)[2:4])
+    np.testing.assert_array_equal(rows.examples(INDICES), np.asarray(array)[INDICES])
+
+
+def test_rows_of_an_array_in_fortran_order_do_not_copy_it():
+    rows = ArraySource(np.ones((1000, 1000), order="F"))
+    tracemalloc.start()
+    rows.take(INDICES)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1_000_000  # of the eight million bytes
+
+
+def test_rows_in_order_are_read_only_views():
+    source = {"x": X.copy()}
+    batch = ArraySource(source).take(slice(1, 3))
+    assert np.shares_memory(batch["x"], source["x"])
+    with pytest.raises(ValueError, match="read-only"):
+        batch["x"][0] = 0
+    source["x"][0] = 1  # the source itself is as it was
+    shuffled = ArraySource(source).take(INDICES)
+    shuffled["x"][0] = 0
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"x": X, "y": {"z": X[:, 0]}},
+        (X, X[:, 0]),
+        Pair(X, X[:, 0]),
+        OrderedDict(b=X, a=X[:, 0]),
+        {"x": X, "nothing": None},
+    ],
+    ids=lambda source: type(source).__name__,
+)
+def test_batch_has_the_structure_of_the_source(source):
+    batch = ArraySource(source).take(INDICES)
+    assert type(batch) is type(source)
+    assert tree.diff(batch, jax.tree.map(lambda leaf: leaf[INDICES], source)) == []
+
+
+def test_text_is_read_but_not_batched():
+    rows = ArraySource({"text": np.array(["a", "b"])})
+    assert rows.examples(slice(0, 1)) == [{"text": "a"}]
+    with pytest.raises(sf.DataError, match=r"source/text: expected numbers .* with transform=…"):
+        rows.take(slice(0, 1))
+
+
+# Sequences
+
+
+class Loaded:
+    """A source with `len()` and `[i]`, as `tfds.data_source` is one."""
+
+    def __init__(self, examples):
+        self.examples, self.requested = examples, []
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, index):
+        self.requested.append(index)
+        return self.examples[index]
+
+
+class AtOnce(Loaded):
+    def __getitems__(self, indices):
+        self.requested.append(indices)
+        return [self.examples[index] for index in indices]
+
+
+@pytest.mark.parametrize("kind", [list, Loaded, AtOnce])
+def test_examples_are_stacked(kind):
+    source = kind([{"x": row, "y": (int(row[0]), 0.5), "ids": row.tolist()} for row in X])
+    batch = SequenceSource(source).take(INDICES)
+    np.testing.assert_array_equal(batch["x"], X[INDICES])
+    np.testing.assert_array_equal(batch["ids"], X[INDICES])
+    np.testing.assert_array_equal(batch["y"][0], X[INDICES, 0])
+    assert batch["y"][1].dtype == np.float64
+
+
+def test_indices_are_python_integers_and_are_read_at_once_if_possible():
+    one, several = Loaded(list(X)), AtOnce(list(X))
+    SequenceSource(one).take(INDICES)
+    SequenceSource(several).take(slice(2, 5))
+    assert (one.requested, several.requested) == ([6, 0, 6], [[2, 3, 4]])
+    assert {type(index) for index in one.requested + several.requested[0]} == {int}
+
+
+def test_missing_examples_are_refused():
+    with pytest.raises(
+        sf.DataError, match="expected an example at index 6, got None; filter out .*to_iter_dataset"
+    ):
+        SequenceSource([0, 1, 2, 3, 4, 5, None]).take(INDICES)
+
+
+def test_too_few_examples_are_refused():
+    source = AtOnce(list(X))
+    source.__class__ = type("Short", (AtOnce,), {"__getitems__": lambda self, indices: [X[0]]})
+    says = r"expected 3 examples of __getitems__\(\[6, 0, 6\]\), got 1"
+    with pytest.raises(sf.DataError, match=says):
+        SequenceSource(source).take(INDICES)
+
+
+def test_changed_length_is_detected():
+    examples = list(X)
+    rows = SequenceSource(examples)
+    rows.check_length()
+    examples.append(X[0])
+    with pytest.raises(sf.DataError, match="expected the 8 examples .* got 9; make new batches"):
+        rows.check_length()
+
+
+def test_error_of_the_source_names_the_example():
+    with pytest.raises(KeyError) as caught:
+        SequenceSource(Loaded({0: X[0], 1: X[1]})).take(np.array([1, 5]))
+    assert caught.value.__notes__ == ["reading index 5 of the source, row 1 of those requested"]
+    with pytest.raises(KeyError) as caught:
+        SequenceSource(AtOnce({0: X[0], 1: X[1]})).take(np.arange(20))
+    assert caught.value.__notes__ == [
+        "reading indices [0, 1, 2, 3, 4, 5, 6, 7, …] of the source at once"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("examples", "says"),
+    [
+        ([{"x": 1}, {"y": 1}], r"of one structure, got .*'x'.* at index 7 and .*'y'.* at index 9"),
+        ([{"x": [1]}, {"x": [1, 2]}], r"x: .* got int64\[1\] at index 7 and int64\[2\] at index 9"),
+        ([{"x": 1}, {"x": 1.5}], r"x: .* dtype to stack, got int64\[\] at index 7 and float64\[\]"),
+        ([{"x": "a"}, {"x": "b"}], "x: expected numbers, got str 'a' at index 7; make numbers"),
+        ([[[1], [1, 2]], [[1], [1]]], r"example: expected rows of one length, got list \[\[1\], "),
+        ([1, object()], "example: expected numbers, got object .* at index 9"),
+    ],
+)
+def test_examples_that_do_not_stack_are_refused(examples, says):
+    with pytest.raises(sf.DataError, match=says):
+        stack(examples, [7, 9])
+
+
+def test_lists_in_examples_are_rows_of_numbers():
+    batch = stack([{"x": [1, 2], "y": ([1.5], 2)}, {"x": [3, 4], "y": ([2.5], 3)}], [0, 1])
+    assert batch["x"].tolist() == [[1, 2], [3, 4]]
+    assert batch["y"][0].tolist() == [[1.5], [2.5]]
+    np.testing.assert_array_equal(batch["y"][1], [2, 3])
+
+
+# Hugging Face and grain
+
+
+FACES = datasets.Dataset.from_dict(
+    {"x": list(range(8)), "ids": [[i, i + 1] for i in range(8)], "text": list("abcdefgh")}
+)
+
+
+@pytest.mark.parametrize("form", [None, "numpy", "jax"])
+def test_dataset_of_hugging_face_is_a_source(form):
+    source = FACES.select_columns(["x", "ids"]).with_format(form)
+    batch = SequenceSource(source).take(INDICES)
+    assert batch["x"].tolist() == [6, 0, 6]
+    assert batch["ids"].tolist() == [[6, 7], [0, 1], [6, 7]]
+    assert type(batch["ids"]) is np.ndarray
+    stream = sf.batches(source, 3, seed=0, epochs=1, remainder="pad")
+    assert sorted(x for b in stream for x in b["x"][b["mask"]].tolist()) == list(range(8))
+
+
+def test_text_of_hugging_face_is_encoded_by_a_transform():
+    encode = lambda example: {"code": ord(example["text"])}
+    assert next(sf.batches(FACES, 3, transform=encode))["code"].tolist() == [97, 98, 99]
+    with pytest.raises(sf.DataError, match="text: expected numbers, got str 'a' at index 0"):
+        next(sf.batches(FACES, 3))
+    splits = datasets.DatasetDict(train=FACES, test=FACES)
+    with pytest.raises(sf.DataError, match="give one of its values, which are called 'train', 't"):
+        sf.batches(splits, 3)
+
+
+def test_dataset_of_grain_is_a_source():
+    squares = grain.MapDataset.range(10).map(lambda x: {"x": x * x})
+    assert SequenceSource(squares).take(INDICES)["x"].tolist() == [36, 0, 36]
+    assert len(list(sf.batches(squares, 4, seed=0, epochs=2, remainder="keep"))) == 6
+    mixture = sf.mix([(squares, 1), (squares, 1)], seed=1)
+    assert next(sf.batches(mixture, 4))["x"].shape == (4,)
+
+
+def test_infinite_dataset_of_grain_has_its_own_order():
+    endless = grain.MapDataset.range(10).shuffle(seed=4).repeat()
+    assert SequenceSource(endless).length == sys.maxsize
+    stream = sf.batches(endless, 5, start=10**9)
+    assert next(stream).tolist() == [endless[5 * 10**9 + i] for i in range(5)]
+    with pytest.raises(
+        sf.ConfigError, match="no seed and no epochs for an infinite source, .* got seed=0"
+    ):
+        sf.batches(endless, 5, seed=0)
+    noisy = sf.batches(endless, 5, seed=0, transform=lambda x, rng: rng.normal(x))
+    assert next(noisy).shape == (5,)
+
+
+def test_filtered_dataset_of_grain_is_refused():
+    even = grain.MapDataset.range(10).filter(lambda x: x % 2 == 0)
+    with pytest.raises(sf.DataError, match="example at index 1, got None; .*to_iter_dataset"):
+        next(sf.batches(even, 4))
+    assert next(sf.batches(even.to_iter_dataset(), 4)).tolist() == [0, 2, 4, 6]
+
+
+def epochs(stream, count=2, steps=3):
+    return [[next(stream).tolist() for _ in range(steps)] for _ in range(count)]
+
+
+def test_grain_stream_reads_every_example_once_per_epoch():
+    first, second = epochs(sf.batches(GrainStream(range(6), seed=0), 2))
+    for epoch in (first, second):
+        assert sorted(itertools.chain(*epoch)) == list(range(6))
+    assert first != second
+    assert epochs(sf.batches(GrainStream(range(6), seed=0, threads=2), 2)) == [first, second]
+
+
+def test_grain_stream_without_a_seed_keeps_the_order():
+    assert epochs(sf.batches(GrainStream(range(6)), 2)) == [[[0, 1], [2, 3], [4, 5]]] * 2
+    assert len(GrainStream(range(6))) == 6
+
+
+def test_grain_stream_resumes_in_mid_epoch():
+    stream = sf.batches(GrainStream(range(6), seed=0), 2)
+    seen = [next(stream).tolist() for _ in range(4)]
+    saved = stream.get_state()
+    rest = [next(stream).tolist() for _ in range(4)]
+    resumed = sf.batches(GrainStream(range(6), seed=0), 2)
+    resumed.set_state(saved)
+    assert [next(resumed).tolist() for _ in range(4)] == rest
+    assert len(seen) == 4
+
+
+def test_grain_stream_refuses_a_stream():
+    with pytest.raises(sf.ConfigError, match="source: expected a source with len and"):
+        GrainStream(iter(range(6)))
+
+
+def test_missing_grain_is_refused_with_advice(monkeypatch):
+    monkeypatch.setattr(sources, "find_spec", lambda name: None)
+    with pytest.raises(sf.ConfigError, match=r"pip install 'stepfold\[grain\]'"):
+        GrainStream(range(6))

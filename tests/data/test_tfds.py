@@ -1,0 +1,213 @@
+"""Datasets written and read by tensorflow_datasets without TensorFlow."""
+
+import pydoc_data.topics
+import sys
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+from sklearn.datasets import load_digits
+
+import stepfold as sf
+
+DIGITS = load_digits()
+
+
+MANUAL = sorted(pydoc_data.topics.topics.items())
+
+
+class Digits(tfds.core.GeneratorBasedBuilder):
+    """The handwritten digits that scikit-learn brings along."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    SUPPORTED_VERSIONS: ClassVar = [tfds.core.Version("1.1.0")]
+
+    def _info(self):
+        image = tfds.features.Tensor(shape=(8, 8), dtype=np.float32)
+        features = {"image": image, "label": tfds.features.ClassLabel(num_classes=10)}
+        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+    def _split_generators(self, manager):
+        return {"train": self._generate_examples(0, 1500), "test": self._generate_examples(1500)}
+
+    def _generate_examples(self, start, stop=None):
+        for index in range(len(DIGITS.target))[start:stop]:
+            image, label = np.float32(DIGITS.images[index]), int(DIGITS.target[index])
+            yield index, {"image": image, "label": label}
+
+
+class Manual(tfds.core.GeneratorBasedBuilder):
+    """Python's manual, in the shapes that text comes in."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        text = tfds.features.Text()
+        features = {
+            "topic": text,
+            "page": {"text": text, "length": np.int64},
+            "words": tfds.features.Sequence(text),
+            "lines": tfds.features.Sequence({"text": text, "length": np.int64}),
+            "raw": tfds.features.Tensor(shape=(), dtype=np.object_),
+        }
+        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+    def _split_generators(self, manager):
+        return {"pages": self._generate_examples()}
+
+    def _generate_examples(self):
+        for topic, text in MANUAL:
+            lines = [{"text": line, "length": len(line)} for line in text.splitlines()[:5]]
+            yield (
+                topic,
+                {
+                    "topic": topic,
+                    "page": {"text": text, "length": len(text)},
+                    "words": text.split()[:3],
+                    "lines": lines,
+                    "raw": text.encode(),
+                },
+            )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tfds")
+    for builder in (Digits, Manual):
+        builder(data_dir=folder, file_format="array_record").download_and_prepare()
+    Digits(data_dir=folder, version="1.1.0", file_format="array_record").download_and_prepare()
+    assert "tensorflow" not in sys.modules
+    return folder
+
+
+def test_every_example_is_read_once_per_epoch(folder):
+    source = sf.tfds_source("digits", "train", data_dir=folder)
+    assert len(source) == 1500
+    assert repr(source) == "tfds_source(digits/1.1.0 train: 1500 examples)"
+    stream = sf.batches(source, 128, seed=0, epochs=1, remainder="pad")
+    found = [
+        (label, image.tobytes())
+        for batch in stream
+        for label, image, real in zip(batch["label"], batch["image"], batch["mask"], strict=True)
+        if real
+    ]
+    images = np.float32(DIGITS.images)
+    wanted = [(DIGITS.target[i], images[i].tobytes()) for i in range(1500)]
+    assert sorted(found) == sorted(wanted)
+
+
+def test_text_features_are_decoded(folder):
+    source = sf.tfds_source("manual", "pages", data_dir=folder)
+    pages = dict(MANUAL)
+    assert len(source) == len(pages)
+    for example in source:
+        text = pages.pop(example["topic"])
+        assert example["page"] == {"text": text, "length": len(text)}
+        assert example["words"] == text.split()[:3]
+        assert example["lines"]["text"] == text.splitlines()[:5]
+        assert list(example["lines"]["length"]) == [len(x) for x in text.splitlines()[:5]]
+        assert example["raw"] == text.encode()
+    assert not pages
+
+
+def test_text_is_batched_after_encoding(folder):
+    source = sf.tfds_source("manual", "pages", data_dir=folder)
+    encode = lambda example: {"bytes": np.frombuffer(example["page"]["text"].encode(), np.uint8)}
+    join = lambda examples: sf.collate(examples, length=64)
+    batch = next(sf.batches(source, 8, seed=0, transform=encode, collate=join))
+    assert batch["bytes"].shape == batch["mask"].shape == (8, 64)
+    with pytest.raises(sf.DataError, match="topic: expected numbers, got str"):
+        next(sf.batches(source, 2, transform=lambda example: {"topic": example["topic"]}))
+
+
+def test_source_is_a_sequence(folder):
+    source = sf.tfds_source("digits", "test", data_dir=folder)
+    assert (source[-1]["image"] == source[len(source) - 1]["image"]).all()
+    assert sum(1 for _ in source) == 297
+    with pytest.raises(IndexError, match="digits/1.1.0 test: expected an index below 297, got 297"):
+        source[297]
+    mixture = sf.mix([(source, 1), (sf.tfds_source("digits", "train", data_dir=folder), 2)])
+    assert next(sf.batches(mixture, 6))["image"].shape == (6, 8, 8)
+
+
+def test_versions_splits_and_builders(folder):
+    old = sf.tfds_source("digits:1.0.0", "train[:10%]", data_dir=str(folder))
+    assert repr(old) == "tfds_source(digits/1.0.0 train[:10%]: 150 examples)"
+    builder = tfds.builder_from_directory(folder / "digits" / "1.0.0")
+    assert (sf.tfds_source(builder, "train")[7]["image"] == old[7]["image"]).all()
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (("digits:1.0.0", "train"), "source was {'tfds': 'digits/1.1.0', .* 'digits/1.0.0'"),
+        (("digits", "train[:1500]"), r"'split': 'train'} and is .*'split': 'train\[:1500\]'}"),
+    ],
+)
+def test_position_of_another_version_or_split_is_refused(folder, other, says):
+    saved = sf.batches(sf.tfds_source("digits", "train", data_dir=folder), 32).get_state()
+    sf.batches(sf.tfds_source("digits:1.1.0", "train", data_dir=folder), 32).set_state(saved)
+    with pytest.raises(sf.DataError, match=says):
+        sf.batches(sf.tfds_source(*other, data_dir=folder), 32).set_state(saved)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "mnist",
+            "'mnist' to be prepared in .*, found no .*; prepare it once, with builder",
+        ),
+        ("digits:9.0.0", "'digits:9.0.0' to be prepared in .* found no such dataset or version"),
+    ],
+)
+def test_missing_dataset_is_refused_and_not_prepared(folder, name, says):
+    with pytest.raises(sf.DataError, match=says):
+        sf.tfds_source(name, "train", data_dir=folder)
+    assert not (folder / "mnist").exists()
+
+
+def test_unprepared_builder_is_refused(tmp_path):
+    builder = Digits(data_dir=tmp_path)
+    with pytest.raises(sf.DataError, match="digits/1.0.0 to be prepared in .*, found nothing"):
+        sf.tfds_source(builder, "train")
+
+
+def test_parquet_is_refused(tmp_path):
+    builder = Digits(data_dir=tmp_path, file_format="parquet")
+    shards = tfds.download.DownloadConfig(num_shards=2)
+    builder.download_and_prepare(download_config=shards)
+    assert len(builder.as_data_source("train")) < 1500  # why
+    says = "expected digits/1.0.0 as array_record, got parquet, of which .* reads only a part"
+    for dataset in ("digits", builder):
+        options = {"data_dir": tmp_path} if dataset == "digits" else {}
+        with pytest.raises(sf.DataError, match=says):
+            sf.tfds_source(dataset, "train", **options)
+
+
+def test_tfrecord_is_refused(folder, tmp_path):
+    # It cannot be written without TensorFlow, but its metadata can be.
+    copy = tmp_path / "digits" / "1.0.0"
+    copy.mkdir(parents=True)
+    for path in (folder / "digits" / "1.0.0").iterdir():
+        text = path.read_bytes().replace(b"array_record", b"tfrecord")
+        (copy / path.name.replace("array_record", "tfrecord")).write_bytes(text)
+    says = "got tfrecord, which only TensorFlow reads, .* the pipeline that tfds.load makes"
+    with pytest.raises(sf.DataError, match=says):
+        sf.tfds_source("digits", "train", data_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("digits", "validation"), "split of digits/1.1.0 .*, of train, test, got 'validation'"),
+        (("digits", "train[5:5]"), "that is not empty, .* got 'train.5:5.'"),
+        (("digits", ["train"]), r"expected one split, such as 'train.:90%.', got list \['train'\]"),
+        (("digits", None), "expected one split, .* got NoneType None; open each split by itself"),
+        ((3, "train"), "expected the name of a dataset, or a builder and no data_dir, got int 3"),
+    ],
+)
+def test_invalid_arguments_are_refused(folder, arguments, says):
+    with pytest.raises(sf.ConfigError, match=says):
+        sf.tfds_source(*arguments, data_dir=folder)

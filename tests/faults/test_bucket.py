@@ -1,0 +1,259 @@
+"""Object storage: killed clients, a killed server, and a run that resumes as if it was not cut."""
+
+import os
+import signal
+import time
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests import s3
+from tests.laws import course, network
+
+import stepfold as sf
+from stepfold.checkpoint.store import open_store
+
+from .forks import Forks
+
+
+@pytest.fixture(scope="module")
+def server():
+    with pytest.MonkeyPatch.context() as patch, s3.Server() as server:
+        s3.use_credentials(patch)
+        yield server
+
+
+def tree(step):
+    return {"w": np.arange(40, dtype=np.float32) + step, "n": np.full(3, step)}
+
+
+def restored(url, **options):
+    found = sf.restore(url, tree(0), **options)
+    for name, leaf in tree(found.step).items():
+        assert np.array_equal(found.state[name], leaf)
+    return found
+
+
+def saves(url, credentials):
+    """Save steps 3 and 4, each of which deletes an older one."""
+    import os
+
+    import numpy as np
+
+    import stepfold as sf
+    from stepfold.checkpoint import bucket
+
+    os.environ.update(credentials)
+    bucket._OBJECT = 100  # several objects for each step
+    bucket._RETRIES = {"max_retries": 2, "initial_delay": "50ms", "max_delay": "100ms"}
+    with sf.Checkpoints(url, keep=2) as series:
+        for step in (3, 4):
+            tree = {"w": np.arange(40, dtype=np.float32) + step, "n": np.full(3, step)}
+            series.save(tree, step=step)
+            series.wait()
+            print("saved", step)
+
+
+def test_a_kill_at_any_request_leaves_whole_steps(server, forks, tmp_path, count):
+    def attempt(path, at):
+        """Kill the client when the server gets a request, or after it has answered it."""
+
+        def fault(number, method, name):
+            kill = lambda: os.kill(pid, signal.SIGKILL)
+            if number != at // 2:
+                return None
+            return kill if at % 2 else kill()
+
+        for step in (1, 2):
+            sf.save(server.url(path), tree(step), step=step)
+        with s3.Proxy(server, fault) as proxy:
+            pid = forks.start(saves, proxy.url(path), s3.CREDENTIALS)
+            end = forks.wait()
+            return end, len(proxy.log)
+
+    end, requests = attempt(f"{tmp_path.name}-whole", -1)
+    assert end.output == "saved 3\nsaved 4\n", end
+    points = range(2 * requests)
+    for at in points[:: max(1, len(points) // count(3, len(points)))]:
+        path = f"{tmp_path.name}-{at}"
+        end, _ = attempt(path, at)
+        assert end.code == -signal.SIGKILL or at >= 2 * requests - 2, (at, end)
+        url = server.url(path)
+        done = [int(line.split()[1]) for line in end.output.splitlines()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert restored(url).step >= max([2, *done])
+        problems = sf.verify(url)
+        assert len(problems) >= 2
+        assert not any(problems.values())
+        # The next run goes on from there, and removes the rest once it is old.
+        newest = max(problems)
+        with sf.Checkpoints(url, keep=2) as series:
+            for step in (newest + 1, newest + 2):
+                series.save(tree(step), step=step)
+        assert sf.verify(url) == {newest + 1: [], newest + 2: []}
+        left = open_store(url).other_names()
+        assert len(left) <= 2
+        with pytest.MonkeyPatch.context() as patch:
+            now = time.time()
+            patch.setattr(time, "time", lambda now=now: now + 90000)
+            open_store(url).clean()
+        assert open_store(url).other_names() == []
+        assert restored(url).step == newest + 2
+
+
+def test_a_killed_server_is_an_error_within_bounds(forks, tmp_path, count):
+    for at in range(3, 33, 30 // count(2, 30)):
+        with s3.Server() as server:
+
+            def fault(number, method, name, server=server, at=at):
+                if number == at:
+                    server.process.kill()
+                    server.process.wait()
+
+            with s3.Proxy(server, fault) as proxy:
+                begun = time.monotonic()
+                end = forks.run(saves, proxy.url("run"), s3.CREDENTIALS)
+                assert time.monotonic() - begun < 15
+        assert end.code == 1, (at, end)
+        last = end.errors.strip().splitlines()[-1]
+        assert last.startswith("stepfold.errors.CheckpointError: s3://checkpoints/run/"), (at, end)
+        assert s3.CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in last
+
+
+def test_a_slow_server_makes_a_save_slow_and_no_worse(server, forks, tmp_path):
+    slow = lambda number, method, name: time.sleep(0.1)
+    with s3.Proxy(server, slow) as proxy:
+        end = forks.run(saves, proxy.url(tmp_path.name), s3.CREDENTIALS)
+    assert end.output == "saved 3\nsaved 4\n", end
+    assert sf.verify(server.url(tmp_path.name)) == {3: [], 4: []}
+
+
+def races(url, credentials, go, value):
+    """Save a step at the moment that another process does."""
+    import os
+    import time
+
+    import numpy as np
+
+    import stepfold as sf
+
+    os.environ.update(credentials)
+    os.mkdir(f"{go}.{value}")
+    while not os.path.exists(go):
+        time.sleep(0.005)
+    for step in range(5):
+        try:
+            sf.save(url, {"value": np.full(3, value)}, step=step)
+            print(step)
+        except sf.CheckpointError as error:
+            if f"expected a new step, got {step}, which is there already" not in str(error):
+                raise
+
+
+def test_of_two_processes_that_save_a_step_exactly_one_wins(server, tmp_path):
+    url, go = server.url(tmp_path.name), tmp_path / "go"
+    with Forks() as first, Forks() as second:
+        for number, forks in enumerate((first, second)):
+            forks.start(races, url, s3.CREDENTIALS, str(go), number)
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        go.touch()
+        ends = [first.wait(), second.wait()]
+    assert [end.code for end in ends] == [0, 0], ends
+    won = [[int(line) for line in end.output.splitlines()] for end in ends]
+    assert sorted(won[0] + won[1]) == [0, 1, 2, 3, 4]
+    for number, steps in enumerate(won):
+        for step in steps:
+            found = sf.restore(url, {"value": np.zeros(3, int)}, step=step)
+            assert (found.state["value"] == number).all()
+    assert open_store(url).other_names() == []
+
+
+def saves_at_google(endpoint):
+    import os
+
+    # tensorstore's own variables for tests.
+    os.environ["TENSORSTORE_GCS_HTTP_URL"] = endpoint
+    os.environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"] = "a-secret"
+    import numpy as np
+
+    import stepfold as sf
+    from stepfold.checkpoint.store import open_store
+
+    url = "gs://checkpoints/run"
+    with sf.Checkpoints(url, keep=2) as series:
+        for step in range(1, 5):
+            series.save({"w": np.full(3, step)}, step=step)
+    try:
+        sf.save(url, {"w": np.zeros(3)}, step=4)
+    except sf.CheckpointError as error:
+        print(str(error).partition("; ")[0])
+    store = open_store(url)
+    assert store.set_aside(4) == "4.damaged"
+    restored = sf.restore(url, {"w": np.zeros(3, int)})
+    print(sf.verify(url), restored.state, store.other_names())
+
+
+def test_google_cloud_storage_takes_the_same_requests(forks):
+    with s3.GoogleServer() as server:
+        end = forks.run(saves_at_google, server.endpoint)
+    assert end.code == 0, end
+    assert end.output.splitlines() == [
+        "gs://checkpoints/run: expected a new step, got 4, which is there already",
+        "{3: []} {'w': array([3, 3, 3])} ['4.damaged']",
+    ]
+    commits = [query for method, name, query in server.requests if name == "run/4.commit"]
+    assert sum("ifGenerationMatch" in query for query in commits) == 2  # written once, deleted once
+    kept = {name.split("/")[1] for name in server.objects}
+    assert kept == {"3.commit", "4.damaged", "saves", "stepfold.json"}
+    assert len({name.split("/")[2] for name in server.objects if "/saves/" in name}) == 2
+
+
+# Runs
+
+
+def run(url, run_dir, **options):
+    checkpoints = sf.Checkpoints(url, every=course.SAVE, keep=2, best="eval/loss")
+    return course.run(run_dir, checkpoints=checkpoints, **options)
+
+
+def test_a_run_resumes_from_a_bucket_as_if_it_was_not_cut(server, tmp_path):
+    url, whole = server.url(tmp_path.name), course.run(tmp_path / "whole")
+
+    def cut(event):
+        if event.step == 25:
+            raise OSError("cut here")
+
+    with pytest.raises(OSError, match="cut here"):
+        run(url, tmp_path / "run", hooks=cut)
+    cut_at = sf.latest_step(url)
+    result = run(url, tmp_path / "run")
+    assert (result.resumed, result.steps) == (cut_at, course.STEPS)
+    assert network.bits(result.state) == network.bits(whole.state)
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert rows == (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+    assert sf.verify(url).keys() >= {35, course.STEPS}
+    assert result.best in sf.verify(url)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    with pytest.raises(
+        sf.ConfigError, match=r"resume=False: expected a directory without .* s3://"
+    ):
+        run(url, tmp_path / "new", resume=False)
+
+
+def test_the_capsule_of_a_run_in_a_bucket_is_replayed(server, tmp_path):
+    url = server.url(tmp_path.name)
+
+    def step(state, batch):
+        state, metrics = course.STEP(state, batch)
+        bad = jnp.where(state.step == 16, jnp.nan, 0.0)
+        return state._replace(params={"w": state.params["w"] + bad}), metrics
+
+    result = run(url, tmp_path / "run", step=step)
+    assert result.stop_reason.kind == "nonfinite"
+    capsule = sf.read_capsule(tmp_path / "run" / "capsules" / str(result.capsule.step))
+    assert capsule.checkpoint == (url, 14)
+    found = sf.replay(capsule, step, state=course.start(), batches=course.batches())
+    assert (found.reproduced, found.origin) == (True, 16)

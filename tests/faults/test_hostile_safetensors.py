@@ -1,0 +1,170 @@
+"""Malformed safetensors files and indexes raise a CheckpointError, and never give wrong numbers."""
+
+import json
+import os
+import random
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stepfold as sf
+
+PARAMS = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.arange(4, dtype=jnp.int32)}
+LIKE = jax.eval_shape(lambda: PARAMS)
+ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+HEADER = {"a": ENTRY, "b": {"dtype": "I32", "shape": [4], "data_offsets": [24, 40]}}
+DATA = b"".join(np.asarray(leaf).tobytes() for leaf in PARAMS.values())
+
+
+def load(path):
+    """Load in a thread that has 20 seconds; return the parameters or the error."""
+    found = []
+
+    def call():
+        try:
+            found.append(sf.load_params(path, LIKE))
+        except BaseException as error:  # noqa: BLE001  compared by the caller
+            found.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found, "still running after 20 s"
+    return found[0]
+
+
+def as_bytes(header, data=DATA, length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(**changed):
+    return as_bytes(HEADER | {"a": ENTRY | changed})
+
+
+FILES = {
+    "empty": b"",
+    "seven bytes": b"\0" * 7,
+    "zeros": b"\0" * 1000,
+    "a header longer than the file": as_bytes(HEADER, length=10**6),
+    "a header of 2**63 bytes": as_bytes(HEADER, length=2**63),
+    "a header of all ones": as_bytes(HEADER, length=2**64 - 1),
+    "no json": as_bytes(b"{"),
+    "no utf-8": as_bytes(b"\xff\xfe"),
+    "deep": as_bytes(b"[" * 100_000 + b"]" * 100_000),
+    "deep in an entry": as_bytes(b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "a list": as_bytes([HEADER]),
+    "null": as_bytes(b"null"),
+    "no entries": as_bytes({}),
+    "an entry of null": as_bytes(HEADER | {"a": None}),
+    "an entry of text": as_bytes(HEADER | {"a": "F32"}),
+    "metadata of numbers": as_bytes(HEADER | {"__metadata__": {"step": 3}}),
+    "metadata in a list": as_bytes(HEADER | {"__metadata__": [1]}),
+    "an unknown dtype": entry(dtype="F31"),
+    "a dtype that is null": entry(dtype=None),
+    "a negative shape": entry(shape=[-2, -3]),
+    "a fractional shape": entry(shape=[2.0, 3.0]),
+    "a shape of text": entry(shape="23"),
+    "a huge shape": entry(shape=[2**62, 2**62]),
+    "a shape that overflows to the size": entry(shape=[2**62 + 3, 4, 1]),
+    "a larger shape": entry(shape=[3, 3]),
+    "negative offsets": entry(data_offsets=[-24, 0]),
+    "offsets backwards": entry(data_offsets=[24, 0]),
+    "offsets beyond the end": entry(data_offsets=[24, 48]),
+    "overlapping offsets": as_bytes(
+        HEADER | {"b": {"dtype": "I32", "shape": [4], "data_offsets": [8, 24]}}
+    ),
+    "a hole": as_bytes(
+        {"a": ENTRY, "b": {"dtype": "I32", "shape": [4], "data_offsets": [28, 44]}}, DATA + b"1234"
+    ),
+    "fewer bytes": as_bytes(HEADER, DATA[:-1]),
+    "more bytes": as_bytes(HEADER, DATA + b"\0"),
+    "a name with a surrogate": as_bytes(
+        b'{"\\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}', b""
+    ),
+}
+
+
+@pytest.mark.parametrize("content", FILES)
+def test_malformed_file_is_an_error(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(FILES[content])
+    error = load(tmp_path)
+    assert isinstance(error, sf.CheckpointError), repr(error)
+
+
+def index(weight_map):
+    return json.dumps({"weight_map": weight_map}).encode()
+
+
+FULL = dict.fromkeys(PARAMS, "part.safetensors")
+INDEXES = {
+    "empty": b"",
+    "no utf-8": b"\xff",
+    "deep": b"[" * 100_000 + b"]" * 100_000,
+    "a number of 5,000 digits": b"1" * 5000,
+    "a list": b"[]",
+    "null": b"null",
+    "no map": b"{}",
+    "a map of null": index(None),
+    "a map in a list": index(["part.safetensors"]),
+    "a file of null": index(FULL | {"a": None}),
+    "a file in a list": index(FULL | {"a": ["part.safetensors"]}),
+    "a file elsewhere": index(FULL | {"a": "../part.safetensors"}),
+    "an absolute file": index(FULL | {"a": "/part.safetensors"}),
+    "a file with a null": index(FULL | {"a": "\0.safetensors"}),
+    "a file with a long name": index(FULL | {"a": "a" * 5000 + ".safetensors"}),
+    "a file with a surrogate": index(FULL | {"a": "\ud800.safetensors"}),
+    "a file that is missing": index(FULL | {"a": "gone.safetensors"}),
+    "a name too few": index({"a": "part.safetensors"}),
+    "a name too many": index(FULL | {"c": "part.safetensors"}),
+}
+
+
+@pytest.mark.parametrize("content", INDEXES)
+def test_malformed_index_is_an_error(tmp_path, content):
+    (tmp_path / "part.safetensors").write_bytes(as_bytes(HEADER))
+    (tmp_path / "model.safetensors.index.json").write_bytes(INDEXES[content])
+    error = load(tmp_path)
+    assert isinstance(error, sf.CheckpointError), repr(error)
+    str(error).encode()
+
+
+SPECIAL = {
+    "a pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a full device": lambda path: path.symlink_to("/dev/full"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a directory": lambda path: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "part"])
+def test_special_file_is_an_error(tmp_path, name, kind):
+    if name == "part":
+        (tmp_path / "model.safetensors.index.json").write_bytes(index(FULL))
+        name = "part.safetensors"
+    SPECIAL[kind](tmp_path / name)
+    error = load(tmp_path)
+    assert isinstance(error, sf.CheckpointError), repr(error)
+
+
+def test_no_random_change_gives_a_raw_error(tmp_path, count):
+    good = as_bytes(HEADER)
+    path = tmp_path / "model.safetensors"
+    header_end = len(good) - len(DATA)
+    for seed in range(count(100, 5000)):
+        draw = random.Random(seed)
+        bad = bytearray(good)
+        for _ in range(draw.randint(1, 4)):
+            bad[draw.randrange(header_end)] = draw.choice(b'0123456789[]{}",:ab\xff\0')
+        path.write_bytes(bad)
+        found = load(path)
+        if not isinstance(found, sf.StepfoldError):
+            assert not isinstance(found, BaseException), repr(found)
+            # The order of names may change, but not what is read for a name.
+            for name, leaf in found.items():
+                assert leaf.shape == PARAMS[name].shape

@@ -1,0 +1,185 @@
+"""A run whose batches change their size: the same bits, and each size compiled before step 1."""
+
+import itertools
+import json
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from clu.metrics import Average
+
+import stepfold as sf
+
+from . import course, network
+from .test_leaving_out import CutError
+
+RAMP = [(0, 8), (7, 16), (20, 8), (90, 32)]
+
+
+def ramp(sizes=RAMP, **options):
+    return sf.batches(course.data(), sizes, **{"seed": 0, **options})
+
+
+def by_hand(batches):
+    step, state = jax.jit(course.STEP, donate_argnums=0), course.start()
+    for batch in itertools.islice(batches, course.STEPS):
+        state, _ = step(state, batch)
+    return network.bits(state)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    return by_hand(ramp())
+
+
+WAYS = {
+    "alone": (lambda batches: batches, {}),
+    "prefetched": (sf.prefetch, {}),
+    "placed": (lambda batches: sf.prefetch(batches, sharding=jax.device_put), {}),
+    "several in a call": (lambda batches: batches, {"steps_per_call": 3}),
+    "jitted": (lambda batches: batches, {"step": jax.jit(course.STEP)}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_has_the_bits_of_a_loop_by_hand(wanted, way):
+    wrap, options = WAYS[way]
+    assert network.bits(course.run(data=wrap(ramp()), **options).state) == wanted
+
+
+def test_a_run_resumes_with_the_same_bits(tmp_path):
+    examples = itertools.count()
+
+    def cut_in_step_14(example):
+        if next(examples) == 7 * 8 + 5 * 16 + 4:
+            raise CutError
+        return example
+
+    with pytest.raises(CutError):
+        course.run(tmp_path, data=ramp(transform=cut_in_step_14))
+    resumed = course.run(tmp_path, data=ramp())
+    assert resumed.resumed == 12
+    assert course.told(resumed) == course.told(course.run(data=ramp()))
+
+
+def test_a_run_that_leaves_some_out_changes_the_size_with_the_batch():
+    ranges = [(2, 5), (10, 14)]
+    result = course.run(data=ramp().without(ranges))
+    assert network.bits(result.state) == by_hand(ramp().without(ranges))
+
+
+def make_step(events, tx=course.TX):
+    def loss(params, batch, key):
+        events.append(len(batch["y"]))  # when it is traced
+        return course.loss(params, batch, key)
+
+    return sf.make_train_step(loss, tx, accumulate=2)
+
+
+def noted(events):
+    """Note the first steps of a run."""
+    return lambda event: events.append("step") if "step" not in events else None
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_each_size_is_compiled_once_before_the_first_step(compiles, caplog, tmp_path, on_mesh):
+    events, state = [], course.start()
+    sizes, data, wrap = RAMP, course.data(), lambda batches: batches
+    if on_mesh:
+        mesh = sf.make_mesh()
+        sizes = [(start, 2 * len(mesh.devices.flat) * size) for start, size in RAMP]
+        data = {name: np.tile(leaf, (16, *[1] * (leaf.ndim - 1))) for name, leaf in data.items()}
+        plan = sf.make_sharding(jax.eval_shape(course.start), mesh, sf.fsdp(min_size=1))
+        state = sf.place(state, plan)
+        wrap = lambda batches: sf.prefetch(batches, sharding=lambda b: sf.shard_batch(b, mesh))
+    batches = wrap(sf.batches(data, sizes, seed=0))
+    caplog.set_level(logging.INFO, "stepfold")
+    step = make_step(events)
+    sf.fit(step, state, batches, steps=30, log_every=5, run_dir=tmp_path, hooks=[noted(events)])
+    traced = events[: events.index("step")]
+    assert {2 * rows for rows in traced} == {size for _, size in sizes[:3]}
+    assert events == [*traced, "step"]
+    used = ", ".join(str(size) for _, size in sizes[:2])
+    assert [r.getMessage() for r in caplog.records if r.name == "stepfold"] == [
+        f"compiled the step for batches of {used}"
+    ]
+    info = json.loads((tmp_path / "run.json").read_text())
+    assert info["arguments"]["batches"]["batch_size"] == [list(pair) for pair in sizes]
+    if not on_mesh:  # another run of the step compiles nothing
+        state = course.start()
+        compiles.clear()
+        sf.fit(step, state, sf.batches(data, sizes, seed=0), steps=30, log_every=5)
+        assert compiles == []
+
+
+def test_a_single_size_compiles_and_logs_nothing_else(caplog):
+    events = []
+    caplog.set_level(logging.INFO, "stepfold")
+    sf.fit(make_step(events), course.start(), ramp(RAMP[:2]), steps=7)
+    sf.fit(make_step(events), course.start(), ramp(8), steps=7)
+    assert set(events) == {4}
+    assert [r for r in caplog.records if r.name == "stepfold"] == []
+
+
+def test_an_array_with_as_many_rows_by_chance_is_compiled_when_it_comes():
+    """The table of eight rows is not of the batch, whose first size is eight."""
+    events = []
+
+    def collate(examples):
+        x, y = (np.stack([example[name] for example in examples]) for name in ("x", "y"))
+        return {"x": x, "y": y, "table": np.arange(8, dtype=np.float32)}
+
+    def loss(params, batch, key):
+        events.append((len(batch["x"]), len(batch["table"])))
+        error = (batch["x"] @ params["w"] - batch["y"]) ** 2
+        size = 1e-3 * (batch["table"].sum() * params["w"] ** 2).sum()
+        return {"fit": sf.mean(error), "size": size}
+
+    step, batches = sf.make_train_step(loss, course.TX), ramp([(0, 8), (3, 16)], collate=collate)
+    result = sf.fit(step, course.start(), batches, steps=6)
+    assert list(dict.fromkeys(events)) == [(8, 8), (16, 16), (16, 8)]
+    run, state = jax.jit(step), course.start()
+    for batch in itertools.islice(ramp([(0, 8), (3, 16)], collate=collate), 6):
+        state, _ = run(state, batch)
+    assert network.bits(result.state) == network.bits(state)
+
+
+def each_row(params, batch, key):
+    rows = (batch["x"] @ params["w"] - batch["y"]) ** 2
+    return sf.mean(rows), {"rows": Average(total=rows, count=jnp.ones_like(rows))}
+
+
+@pytest.mark.parametrize(
+    ("step", "size", "says"),
+    [
+        (course.STEP, 15, "accumulate=2: expected a divisor of the batch size 15"),
+        (sf.make_train_step(each_row, course.TX), 16, "expected metrics of the same shapes"),
+    ],
+)
+def test_what_a_later_size_breaks_is_an_error_before_the_first_step(step, size, says):
+    seen, batches = [], ramp([(0, 8), (12, size)])
+    with pytest.raises(sf.StepfoldError, match=says) as caught:
+        sf.fit(step, course.start(), batches, steps=20, hooks=[seen.append], log_every=1)
+    assert seen == []
+    assert f"compiling ahead for the batches of {size}" in "".join(caught.value.__notes__)
+
+
+def test_a_compiled_step_is_refused_for_sizes_that_it_does_not_take():
+    step = sf.compile_step(course.STEP, course.start(), next(ramp()))
+    with pytest.raises(sf.ConfigError, match="for batches of 8 and later of 16, got CompiledStep"):
+        course.run(step=step, data=ramp(), steps=10)
+    assert course.run(step=step, data=ramp(), steps=7).steps == 7
+
+
+def test_another_shape_within_a_size_is_still_refused():
+    with pytest.raises(sf.RetraceError, match=r"batch/x: expected float32\[8,3\], got"):
+        course.run(data=ramp([(0, 8), (30, 16)], remainder="keep"))
+
+
+def test_epochs_of_changing_sizes_end_after_their_last_batch():
+    """Of 70 rows, the first epoch has 4 batches of 8 and 2 of 16, and each later one 4."""
+    evaluation = course.evaluation(every=None, every_epochs=1)
+    result = course.run(data=ramp([(0, 8), (4, 16)]), epochs=2, evaluation=evaluation)
+    assert (result.steps, result.history["eval/loss"].steps) == (10, [6, 10])

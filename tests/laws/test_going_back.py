@@ -1,0 +1,349 @@
+"""A run that goes back equals one that has skipped the same batches from the start, bit for bit."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+from stepfold.loop import rollback
+from stepfold.loop.data import BatchFeed
+from stepfold.loop.hooks.base import HookDispatcher, StatefulHook
+from stepfold.loop.metrics import History, MetricBuffer
+from stepfold.loop.writers.jsonl import jsonl_writer
+
+STEPS, EVERY = 60, 10
+SOURCE = np.random.default_rng(0).normal(size=(512, 8)).astype(np.float32)
+
+
+def loss_fn(params, batch, key):
+    target = batch["x"].sum(-1) + batch["poison"]
+    noise = 0.01 * jax.random.normal(key, target.shape)
+    return sf.mean((batch["x"] @ params["w"] - target + noise) ** 2)
+
+
+TX = optax.adam(0.02)
+STEP = jax.jit(sf.make_train_step(loss_fn, TX))
+
+
+def init():
+    return sf.init_state({"w": jnp.zeros(8)}, TX, jax.random.key(0))
+
+
+def batches(poison=(), value=1e4):
+    """Batches of 8; those with these batch indices are poisoned."""
+    bad = np.zeros(512, np.float32)
+    plain = sf.batches(np.arange(512), 8, seed=0)
+    for index in poison:
+        bad[plain.at(index)] = value
+    return sf.batches({"x": SOURCE, "poison": bad}, 8, seed=0)
+
+
+def fit(data, folder, hooks=(), **options):
+    options = {"steps": STEPS, "log_every": 4, "checkpoints": sf.Checkpoints(every=EVERY)} | options
+    return sf.fit(STEP, init(), data, run_dir=folder, hooks=hooks, **options)
+
+
+def spike(**options):
+    return sf.roll_back_on_spike(**{"window": 8, "sigma": 100.0, **options})
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def same(run, other, folder, other_folder):
+    equal = jax.tree.map(
+        lambda a, b: np.array_equal(np.asarray(a), np.asarray(b)),
+        jax.tree.map(lambda x: jax.random.key_data(x) if x.dtype == run.state.key.dtype else x,
+                     (run.state.params, run.state.opt_state, run.state.step)),
+        (other.state.params, other.state.opt_state, other.state.step),
+    )  # fmt: skip
+    assert all(jax.tree.leaves(equal))
+    assert run.history == other.history
+    assert {n: c.steps for n, c in run.history.items()} == {
+        n: c.steps for n, c in other.history.items()
+    }
+    assert rows(folder) == rows(other_folder)
+
+
+@pytest.mark.parametrize("per_call", [1, 3])
+@pytest.mark.parametrize("log_every", [1, 4, 7, 20])
+def test_two_poisoned_batches_are_skipped(tmp_path, per_call, log_every):
+    folder, other = tmp_path / "a", tmp_path / "b"
+    step = sf.make_train_step(loss_fn, TX)
+    options = {"steps_per_call": per_call, "log_every": log_every, "steps": STEPS}
+    run = sf.fit(
+        step, init(), batches([23, 41]), run_dir=folder, hooks=spike(),
+        checkpoints=sf.Checkpoints(every=EVERY), **options,
+    )  # fmt: skip
+    want = sf.fit(
+        step, init(), batches([23, 41]).without([(23, 24), (41, 42)]), run_dir=other,
+        checkpoints=sf.Checkpoints(every=EVERY), **options,
+    )  # fmt: skip
+    assert (run.steps, run.stop_reason.kind) == (STEPS, "completed")
+    same(run, want, folder, other)
+    info = json.loads((folder / "run.json").read_text())
+    assert [entry["skipped"] for entry in info["rollbacks"]] == [[23, 24], [41, 42]]
+    assert [entry["to"] for entry in info["rollbacks"]] == [20, 40]
+    assert "train/loss is" in info["rollbacks"][0]["why"]
+    ends = [attempt["stop"]["kind"] for attempt in info["attempts"]]
+    assert ends == ["go_back", "go_back", "completed"]
+    assert "went back from step" in (folder / "report.html").read_text()
+
+
+class Stream:
+    """Examples in order, with a state."""
+
+    def __init__(self, poison):
+        bad = np.isin(np.arange(512) // 8, poison) * np.float32(1e4)
+        self._data, self._next = {"x": SOURCE, "poison": bad}, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self._next += 1
+        return {name: values[self._next - 1] for name, values in self._data.items()}
+
+    def get_state(self):
+        return {"next": self._next}
+
+    def set_state(self, state):
+        self._next = state["next"]
+
+
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_batches_of_a_stream_are_skipped(tmp_path, prefetched):
+    read = (lambda x: sf.prefetch(x)) if prefetched else (lambda x: x)
+    folder, other = tmp_path / "a", tmp_path / "b"
+    fit(read(sf.batches(Stream([23, 41]), 8)), folder, spike(), steps=50)
+    run = fit(read(sf.batches(Stream([23, 41]), 8)), folder, spike())
+    skips = [(23, 24), (41, 42)]
+    fit(read(sf.batches(Stream([23, 41]), 8).without(skips)), other, steps=50)
+    want = fit(read(sf.batches(Stream([23, 41]), 8).without(skips)), other)
+    same(run, want, folder, other)
+
+
+@pytest.mark.parametrize("kind", ["bucket", "temporary"])
+def test_checkpoints_in_a_bucket_and_temporary_ones_are_left_too(tmp_path, kind):
+    folder, other = tmp_path / "a", tmp_path / "b"
+    checkpoints = {
+        "bucket": sf.Checkpoints(f"file://{tmp_path}/bucket", every=3),
+        "temporary": sf.Checkpoints(every=10, temporary=sf.Temporary(tmp_path / "t", every=3)),
+    }[kind]
+    options = {"log_every": 8, "checkpoints": checkpoints}
+    fit(batches([18, 41]), folder, spike(), **options | {"steps": 50})
+    run = fit(batches([18, 41]), folder, spike(), **options)
+    fit(batches([18, 41]).without([(18, 19), (41, 42)]), other, log_every=8, steps=50)
+    want = fit(batches([18, 41]).without([(18, 19), (41, 42)]), other, log_every=8)
+    same(run, want, folder, other)
+    entries = json.loads((folder / "run.json").read_text())["rollbacks"]
+    assert [entry["to"] for entry in entries] == {"bucket": [18, 39], "temporary": [10, 40]}[kind]
+
+
+def test_without_the_hook_the_poison_does_damage(tmp_path):
+    run = fit(batches([23, 41]), tmp_path / "a")
+    plain = fit(batches(), tmp_path / "b")
+    assert run.history["train/loss"][-1] > 2 * plain.history["train/loss"][-1]
+
+
+def test_a_nan_is_skipped(tmp_path):
+    folder, other = tmp_path / "a", tmp_path / "b"
+    run = fit(batches([23, 24], np.nan), folder, sf.roll_back_on_nonfinite(skip=2))
+    want = fit(batches([23, 24], np.nan).without([(23, 25)]), other)
+    same(run, want, folder, other)
+
+
+def test_it_stops_with_the_reason_after_the_limit(tmp_path):
+    run = fit(batches([13, 23, 33]), tmp_path, spike(limit=2))
+    assert run.stop_reason.kind == "spike"
+    assert str(run.stop_reason).startswith("train/loss is ")
+    assert "; went back 2 times before; stopped at step " in str(run.stop_reason)
+    run = fit(batches([13, 23], np.nan), tmp_path / "nan", sf.roll_back_on_nonfinite(limit=1))
+    assert run.stop_reason.kind == "nonfinite"
+    assert run.capsule.step == 23
+    assert run.capsule.rollbacks == sf.read_capsule(run.capsule.path).rollbacks
+    assert "without batch 13" in str(run.capsule)
+
+
+def test_a_corrupt_state_is_not_a_reason_to_go_back(tmp_path):
+    def hook(event):
+        if event.step == 16:
+            return sf.GoBack(skip=1) if event.is_train else sf.Stop("corrupt", "bits differ")
+        return None
+
+    evaluation = sf.Evaluation(lambda state: {"one": 1.0}, every=16)
+    run = fit(batches(), tmp_path, hook, evaluation=evaluation)
+    assert (run.steps, run.stop_reason.kind) == (16, "corrupt")
+    assert "rollbacks" not in json.loads((tmp_path / "run.json").read_text())
+
+
+def test_it_stops_if_there_is_no_checkpoint_before(tmp_path):
+    run = fit(batches([9]), tmp_path, spike())
+    assert run.stop_reason.kind == "spike"
+    assert "; there is no checkpoint before it to go back to; stopped at step" in str(
+        run.stop_reason
+    )
+
+
+def test_a_spike_in_the_last_interval_is_not_saved(tmp_path):
+    folder, other = tmp_path / "a", tmp_path / "b"
+    run = fit(batches([58]), folder, spike())
+    same(run, fit(batches([58]).without([(58, 59)]), other), folder, other)
+
+
+def test_epochs_end_where_they_do_without_the_skipped_batches(tmp_path):
+    ends, folder, other = [[], []], tmp_path / "a", tmp_path / "b"
+    seen = [sf.callback(lambda _, epoch, metrics, i=i: ends[i].append(metrics)) for i in range(2)]
+    options = {"steps": None, "epochs": 2, "checkpoints": sf.Checkpoints(every_epochs=1, every=20)}
+    bad = np.zeros(512, np.float32)
+    bad[23 * 8 : 24 * 8] = 1e4  # in both epochs, since they are in order
+    data = {"x": SOURCE, "poison": bad}
+    run = fit(sf.batches(data, 8), folder, [spike(), seen[0]], **options)
+    skips = [(23, 24), (64 + 23, 64 + 24)]
+    same(run, fit(sf.batches(data, 8).without(skips), other, seen[1], **options), folder, other)
+    assert (run.steps, run.stop_reason.kind, len(ends[0])) == (126, "completed", 2)
+    assert ends[0] == ends[1]
+
+
+def test_a_hook_chooses_how_far_to_go_back_and_what_to_skip(tmp_path):
+    def hook(event):
+        if event.step == 36 and not done:
+            done.append(True)
+            return sf.GoBack(to=25, skip=(28, 31), why="as I like")
+        return None
+
+    done, folder, other = [], tmp_path / "a", tmp_path / "b"
+    run = fit(batches(), folder, hook)
+    same(run, fit(batches().without([(27, 30)]), other), folder, other)
+    note = json.loads((folder / "run.json").read_text())["rollbacks"]
+    assert note == [{"at": 38, "to": 20, "skipped": [27, 30], "why": "as I like"}]
+
+
+@pytest.mark.parametrize("cut", [35, 45])
+def test_a_run_that_went_back_resumes_with_what_it_skipped(tmp_path, cut):
+    folder, other = tmp_path / "a", tmp_path / "b"
+    fit(batches([23, 41]), folder, spike(), steps=cut)
+    run = fit(batches([23, 41]), folder, spike())
+    want = fit(batches([23, 41]).without([(23, 24), (41, 42)]), other, steps=cut)
+    want = fit(batches([23, 41]).without([(23, 24), (41, 42)]), other)
+    same(run, want, folder, other)
+
+
+def skip_the_next(feed, ranges, whole=BatchFeed.skip):
+    whole(feed, [(first + 1, stop + 1) for first, stop in ranges])
+
+
+MUTANTS = {
+    "skips the batch after": (BatchFeed, "skip", skip_the_next),
+    "keeps the history": (History, "clear", lambda history: None),
+    "keeps the rows": (jsonl_writer, "resume", lambda writer, step: None),
+    "keeps the open interval": (MetricBuffer, "set_state", lambda buffer, state: None),
+    "keeps the state of hooks": (HookDispatcher, "set_state", lambda hooks, state: None),
+    "keeps later checkpoints": (sf.Checkpoints, "delete_after", lambda series, step, _=None: None),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.filterwarnings("ignore")
+def test_one_that_goes_back_almost_right_is_found(tmp_path, monkeypatch, name):
+    owner, method, mutant = MUTANTS[name]
+    folder, other = tmp_path / "a", tmp_path / "b"
+    run = lambda data, place: fit(
+        data, place, [running_mean(), spike()], log_every=8, checkpoints=sf.Checkpoints(every=3)
+    )
+    want = run(batches([18]).without([(18, 19)]), other)
+    same(run(batches([18]), tmp_path / "c"), want, tmp_path / "c", other)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, method, mutant)
+        with pytest.raises((AssertionError, sf.StepfoldError, ValueError, KeyError)):
+            same(run(batches([18]), folder), want, folder, other)
+
+
+class running_mean(StatefulHook):
+    """Log the mean of the loss over the run."""
+
+    provides, can_stop, run_state = ("mean/",), False, ("_total", "_count")
+    _total, _count = 0.0, 0
+
+    def reset(self, step):
+        self._total, self._count = 0.0, 0
+
+    def __call__(self, event):
+        self._total += float(np.sum(event.per_step["train/loss"]))
+        self._count += len(event.per_step["train/loss"])
+        return {"mean/loss": self._total / self._count}
+
+
+@pytest.mark.parametrize("at", ["_write", "delete_after", "restore"])
+def test_an_exception_at_any_moment_of_going_back_loses_nothing(tmp_path, monkeypatch, at):
+    folder, other = tmp_path / "a", tmp_path / "b"
+    owner = rollback.Rollbacks if at == "_write" else sf.Checkpoints
+    whole, calls = getattr(owner, at), []
+
+    def cut(self, *args, **options):
+        calls.append(at)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return whole(self, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, at, cut)
+        with pytest.raises(KeyboardInterrupt):
+            fit(batches([23]), folder, spike())
+    run = fit(batches([23]), folder, spike())
+    same(run, fit(batches([23]).without([(23, 24)]), other), folder, other)
+
+
+def test_a_new_run_in_the_directory_does_not_skip(tmp_path):
+    series = sf.Checkpoints(every=EVERY)
+    fit(batches([23]), tmp_path, spike())
+    for path in (tmp_path / "checkpoints").iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+    with pytest.warns(UserWarning, match="previous-1"):
+        run = fit(batches(), tmp_path, checkpoints=series)
+    same(run, fit(batches(), tmp_path / "other"), tmp_path, tmp_path / "other")
+
+
+class Own:
+    """Batches that can be resumed, but not skip some."""
+
+    def __init__(self):
+        self._inner = batches()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self._inner)
+
+    def get_state(self):
+        return self._inner.get_state()
+
+    def set_state(self, state):
+        self._inner.set_state(state)
+
+
+def test_what_cannot_go_back_is_refused(tmp_path):
+    hook = lambda event: sf.GoBack(skip=1)
+    with pytest.raises(sf.ConfigError, match=r"hooks: expected checkpoints=… .* got none"):
+        fit(batches(), tmp_path / "a", hook, checkpoints=None)
+    with pytest.raises(sf.ConfigError, match="batches: expected some that can skip a part"):
+        fit(Own(), tmp_path / "b", lambda event: sf.GoBack(skip=1) if event.step > 12 else None)
+    with pytest.raises(sf.ConfigError, match="roll_back_on_spike: expected checkpoints=… to go"):
+        fit(batches(), tmp_path / "e", spike(), checkpoints=None)
+    with pytest.raises(sf.ConfigError, match="batches: expected some that can skip a part"):
+        fit(Own(), tmp_path / "f", sf.roll_back_on_nonfinite())
+    fit(batches(), tmp_path / "g", sf.only_warn(spike()), checkpoints=None, steps=2)
+    for skip in (0, "x", (3,), (0, 2), (5, 5), 1.5):
+        with pytest.raises(sf.ConfigError, match=r"GoBack\(skip=…\): expected a number of steps"):
+            fit(batches(), tmp_path / f"c{skip}", lambda event, skip=skip: sf.GoBack(skip=skip))
+    for to in (-1, 40, "x"):
+        with pytest.raises(sf.ConfigError, match=r"GoBack\(to=…\): expected a step before 4"):
+            fit(batches(), tmp_path / f"d{to}", lambda event, to=to: sf.GoBack(to=to))

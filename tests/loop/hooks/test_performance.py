@@ -1,0 +1,295 @@
+"""The speed of a run, the memory it takes, and traces of some steps."""
+
+import gzip
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.loop.small import STEP, start
+
+import stepfold as sf
+from stepfold.loop.hooks.base import Event, may_stop
+from stepfold.loop.hooks.performance import Pace, memory_use, profile, throughput
+
+BATCH = {"step": np.array(3), "x": np.zeros((8, 16))}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("time.time", lambda: now[0])
+    return now
+
+
+def train(step, data_wait=0.0, batch=BATCH):
+    metrics = {"train/loss": 1.0}
+    return Event(step, None, metrics, None, batch=batch, data_wait_seconds=data_wait)
+
+
+def evaluation(step):
+    # A hook may add numbers of any name to an evaluation.
+    return Event(step, None, {"eval/loss": 1.0, "train/lr": 0.1}, None, kind="eval")
+
+
+def measure(hook, clock, seconds=5.0, data_wait=0.0):
+    hook.open(0, None)
+    assert hook(train(10)) is None
+    clock[0] += seconds
+    speed = hook(train(20, data_wait))
+    hook.close()
+    return {name.removeprefix("throughput/"): value for name, value in speed.items()}
+
+
+def test_what_is_declared():
+    assert throughput().provides == ("throughput/",)
+    assert memory_use.provides == ("memory/",)
+    assert not may_stop(throughput())
+    assert not may_stop(memory_use)
+
+
+# throughput
+
+
+def test_time_examples_and_other_units(clock):
+    hook = throughput(tokens=lambda batch: batch["x"].size)
+    assert measure(hook, clock, 5.0, data_wait=1.0) == {
+        "step_seconds": 0.5,
+        "waiting": 0.2,
+        "goodput": 1.0,
+        "examples_per_second": 16.0,
+        "tokens_per_second": 256.0,
+    }
+
+
+def test_an_evaluation_takes_no_time_of_steps_and_lowers_the_goodput(clock):
+    hook = throughput()
+    hook(train(10))
+    clock[0] += 30.0
+    assert hook(evaluation(10)) is None
+    clock[0] += 10.0
+    speed = hook(train(20))
+    assert speed["throughput/step_seconds"] == 1.0
+    assert speed["throughput/goodput"] == 0.25
+
+
+def test_examples_of_all_processes_are_counted(clock, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    assert measure(throughput(), clock)["examples_per_second"] == 64.0
+
+
+def test_mfu_where_the_peak_is_known(clock):
+    assert measure(throughput(flops=1e12, peak=4e12), clock)["mfu"] == 0.5
+    assert "mfu" not in measure(throughput(flops=1e12), clock)  # unknown for a CPU
+
+
+def test_goodput_counts_pauses_and_lost_steps(clock):
+    hook = throughput()
+    measure(hook, clock, 10.0)
+    state = hook.get_state()
+    clock[0] += 20.0
+    hook(train(30))  # lost: the checkpoint is older
+    clock[0] += 10.0
+    resumed = throughput()
+    resumed.set_state(state)
+    resumed.open(20, None)
+    resumed(train(20))
+    clock[0] += 10.0
+    speed = resumed(train(30))
+    assert speed["throughput/goodput"] == 20.0 / 50.0
+
+
+def test_the_next_run_of_a_hook_is_measured_afresh(clock):
+    hook = throughput()
+    first = measure(hook, clock, 5.0, data_wait=4.0)
+    clock[0] += 100.0
+    assert measure(hook, clock, 5.0, data_wait=4.0) == first
+
+
+def test_fit_measures_a_slow_source():
+    class Slow:
+        def __iter__(self):
+            for _ in range(20):
+                time.sleep(0.02)
+                yield {"x": np.zeros(4, np.float32)}
+
+    result = sf.fit(STEP, start(), Slow(), steps=20, log_every=5, hooks=[throughput()])
+    assert result.history["throughput/waiting"].steps == [10, 15, 20]
+    assert min(result.history["throughput/waiting"]) > 0.5
+    assert min(result.history["throughput/step_seconds"]) >= 0.015
+
+
+def test_arguments_are_checked():
+    with pytest.raises(sf.ConfigError, match="flops: expected a number above 0, got 0"):
+        throughput(flops=0)
+    with pytest.raises(sf.ConfigError, match="peak: expected a number above 0, got -1"):
+        throughput(peak=-1)
+    with pytest.raises(sf.ConfigError, match="tokens: expected a function of a batch, got int 9"):
+        throughput(tokens=9)
+
+
+# Pace
+
+
+def test_the_first_interval_which_compiles_is_left_out(clock):
+    pace = Pace()
+    assert pace.add(train(10)) is None
+    assert pace.rate is None
+    clock[0] += 5
+    assert pace.add(train(20)) == (10, 5.0)
+    assert pace.rate == 2.0
+
+
+def test_the_time_of_an_evaluation_does_not_count(clock):
+    pace = Pace()
+    pace.add(train(10))
+    clock[0] += 60
+    assert pace.add(evaluation(15)) is None
+    clock[0] += 1
+    assert pace.add(train(25)) == (10, 1.0)
+    assert pace.rate == 10.0
+
+
+def test_the_rate_is_smoothed_over_times(clock):
+    pace = Pace()
+    for number, seconds in enumerate((0, 1, 2), 1):
+        clock[0] += seconds
+        pace.add(train(10 * number))
+    assert pace.rate == pytest.approx(10 / (0.7 * 1 + 0.3 * 2))
+
+
+# memory_use
+
+EVENT = Event(10, None, {}, None)
+
+
+def test_host_memory_is_that_of_the_process():
+    before = memory_use(EVENT)["memory/host"]
+    more = np.ones(2**27, np.int8)  # an eighth of a GiB
+    assert memory_use(EVENT)["memory/host"] - before > 0.12
+    assert more[0] == 1
+
+
+def test_the_fullest_device_counts(monkeypatch):
+    class Device:
+        def __init__(self, use, peak):
+            self._stats = {"bytes_in_use": use * 2**30, "peak_bytes_in_use": peak * 2**30}
+
+        def memory_stats(self):
+            return self._stats
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(1, 4), Device(2, 3)])
+    memory = memory_use(EVENT)
+    assert (memory["memory/device"], memory["memory/device_peak"]) == (2.0, 4.0)
+
+
+def test_a_device_without_statistics_is_left_out():
+    assert set(memory_use(EVENT)) == {"memory/host"}
+
+
+# profile
+
+
+def run(*hooks, steps=12, log_every=2, **options):
+    batches = sf.batches({"x": np.zeros(8, np.float32)}, 4, seed=0)
+    return sf.fit(STEP, start(), batches, steps=steps, log_every=log_every, hooks=hooks, **options)
+
+
+def traces(folder):
+    return sorted(folder.rglob("*.trace.json.gz"))
+
+
+def executions(folder):
+    """Count how often the device ran a step in the only trace."""
+    (path,) = traces(folder)
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return sum(str(event.get("name")).startswith("ThunkExecutor::Execute") for event in events)
+
+
+@pytest.mark.parametrize(("count", "traced"), [(6, 6), (5, 6), (1, 2)])
+def test_a_trace_holds_the_given_steps_exact_to_the_log_points(tmp_path, count, traced):
+    hook = profile(3, count, tmp_path)
+    run(hook, steps=20)
+    assert (hook.begun, hook.ended) == (5, 5 + traced)
+    assert executions(tmp_path) == traced
+
+
+def test_a_run_that_ends_earlier_closes_the_trace(tmp_path):
+    hook = profile(4, 1000, tmp_path)
+    run(hook)
+    assert len(traces(tmp_path)) == 1
+    assert hook.ended is None
+    jax.profiler.start_trace(tmp_path / "another")  # raises while one is open
+    jax.profiler.stop_trace()
+
+
+def test_an_exception_closes_the_trace(tmp_path):
+    def fail(event):
+        if event.step == 8:
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        run(profile(4, 1000, tmp_path), fail)
+    assert len(traces(tmp_path)) == 1
+
+
+def test_steps_that_were_traced_before_a_resume_are_not_traced_again(tmp_path):
+    checkpoints = sf.Checkpoints(tmp_path / "checkpoints", every=6)
+    run(profile(2, 2, tmp_path / "a"), steps=8, checkpoints=checkpoints)
+    run(profile(2, 2, tmp_path / "b"), steps=20, checkpoints=checkpoints)
+    assert len(traces(tmp_path / "a")) == 1
+    assert not (tmp_path / "b").exists()
+
+
+def test_other_steps_are_traced_after_a_resume(tmp_path):
+    first, second = profile(2, 2, tmp_path / "a"), profile(20, 2, tmp_path / "b")
+    first(train(2))
+    first.close()
+    second.set_state(first.get_state())
+    second.open(10, None)
+    second(train(20))
+    second.close()
+    assert len(traces(tmp_path / "b")) == 1
+
+
+def test_the_next_run_of_a_hook_is_traced_too(tmp_path):
+    hook = profile(2, 2, tmp_path)
+    state = sf.TrainState(jnp.array(3), {}, (), (), jax.random.key(0))
+    for _ in range(2):
+        hook.open(0, None)
+        assert (hook.begun, hook.ended) == (None, None)
+        hook(train(2)._replace(state=state))
+        hook(train(4)._replace(state=state))
+        hook(train(6)._replace(state=state))
+        hook.close()
+        assert (hook.begun, hook.ended) == (3, 3)
+        for trace in traces(tmp_path):
+            trace.unlink()  # the folder of a trace is named by the second
+    assert traces(tmp_path) == []
+
+
+def test_an_evaluation_does_not_start_a_trace(tmp_path):
+    hook = profile(2, 2, tmp_path / "a")
+    hook(Event(2, None, {"eval/loss": 1.0, "train/lr": 0.1}, None, kind="eval"))
+    hook.close()
+    assert not (tmp_path / "a").exists()
+
+
+def test_of_several_processes_the_first_is_traced(tmp_path, monkeypatch):
+    hook = profile(2, 2, tmp_path / "a")
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    hook(train(2))
+    hook.close()
+    assert not (tmp_path / "a").exists()
+
+
+def test_arguments_of_profile_are_checked(tmp_path):
+    with pytest.raises(sf.ConfigError, match="first: expected an integer of at least 0, got -1"):
+        profile(-1, 1, tmp_path)
+    with pytest.raises(sf.ConfigError, match="count: expected an integer of at least 1, got 0"):
+        profile(1, 0, tmp_path)
+    with pytest.raises(sf.ConfigError, match="folder: expected one for the trace, got None"):
+        profile(1, 1, None)

@@ -1,0 +1,152 @@
+"""`stragglers`: the arithmetic and the warnings; `tests/processes` has the real processes."""
+
+import time
+import warnings
+
+import jax
+import pytest
+
+import stepfold as sf
+from stepfold.loop.hooks import performance
+
+
+class Values(dict):
+    """What the processes publish, without a service between them."""
+
+    def __init__(self, name):
+        super().__init__()
+
+    def __bool__(self):
+        return True
+
+    def count_call(self):
+        return 1
+
+    def set(self, key, value):
+        self[key.split("/")[1]] = value
+
+    def get(self, folder):
+        return dict(self)
+
+
+class Others:
+    """The clock and the reports of the other two of three processes."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.step, self.data, self.hooks = 0.0, 0, 0.0, 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(jax, "process_count", lambda: 3)
+        monkeypatch.setattr(performance, "KeyValues", Values)
+        self.hook = sf.stragglers()
+        self.hook.open(0, None)
+
+    def report(self, own, other, total=0.1, *, kind="train"):
+        """Report the seconds in a step of this process, for data and hooks, and of another."""
+        steps = 10
+        self.now, self.step = self.now + steps * total, self.step + steps
+        self.data, self.hooks = self.data + steps * own[0], self.hooks + steps * own[1]
+        self.hook._values["1"] = ["there", *other, total]
+        self.hook._values["2"] = ["elsewhere", 0.001, 0.0, total]
+        return self.hook(
+            sf.Event(
+                self.step, None, {}, None, kind=kind,
+                data_wait_seconds=self.data, hook_seconds=self.hooks,
+            )
+        )  # fmt: skip
+
+
+@pytest.fixture
+def others(monkeypatch):
+    others = Others(monkeypatch)
+    assert others.report((0, 0), (0, 0)) is None  # compiles
+    others.hook._values["0"] = ["here", 0.0, 0.0, 0.1]
+    return others
+
+
+def test_the_slowest_is_compared_with_the_median(others):
+    assert others.report((0.001, 0), (0.001, 0)) is not None
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        others.report((0.01, 0.01), (0.07, 0.02))
+        metrics = others.report((0.01, 0.01), (0.07, 0.02))  # own numbers are one report late
+    assert metrics["throughput/slowest_process"] == 1
+    # Devices take 0.01 s, the median process 0.02.
+    assert metrics["throughput/slowest_ratio"] == pytest.approx(0.09 / 0.02)
+    assert str(caught[0].message) == (
+        "step 30: process 1 on there takes 9 times as long as the median process: in a step of "
+        "0.1 s, it waits 0.07 s for batches and spends 0.02 s in hooks"
+    )
+
+
+def test_a_process_that_is_slower_than_others_but_not_than_its_devices_is_none(others, recwarn):
+    for _ in range(3):
+        metrics = others.report((0.001, 0), (0.04, 0))
+    assert metrics == {"throughput/slowest_process": 1.0, "throughput/slowest_ratio": 1.0}
+    assert not recwarn
+
+
+def test_it_warns_once_in_an_episode(others):
+    def warned(own, other):
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            others.report(own, other)
+        return [str(warning.message).split(" on ")[0].split(": ")[1] for warning in caught]
+
+    fast, slow = (0.001, 0), (0.09, 0)
+    assert warned(fast, slow) == ["process 1"]
+    assert warned(fast, slow) == []
+    assert warned(fast, fast) == []
+    assert warned(slow, slow) == ["process 1"]
+    assert warned(slow, fast) == ["process 0"]
+    assert warned(slow, fast) == []
+
+
+def test_evaluations_do_not_count(others):
+    assert others.report((5.0, 0), (0.001, 0), kind="eval") is None
+    metrics = others.report((0.001, 0), (0.001, 0))
+    metrics = others.report((0.001, 0), (0.001, 0))
+    assert metrics["throughput/slowest_ratio"] == 1
+
+
+def test_reports_are_not_more_frequent_than_twice_a_second(others):
+    events = [others.report((0.001, 0), (0.001, 0), total=0.02) for _ in range(7)]
+    assert [event is not None for event in events] == [False, False, True] * 2 + [False]
+
+
+def test_without_the_report_of_a_process_it_has_nothing_to_report(others):
+    del others.hook._values["0"]
+    assert others.report((0.001, 0), (0.09, 0)) is None
+
+
+def test_in_a_single_process_it_does_nothing():
+    hook = sf.stragglers()
+    hook.open(0, None)
+    for step in (10, 20, 30):
+        assert hook(sf.Event(step, None, {"train/loss": 1.0}, None)) is None
+
+
+@pytest.mark.parametrize("threshold", [0, -1, "a", None])
+def test_a_threshold_is_positive(threshold):
+    with pytest.raises(sf.ConfigError, match="threshold: expected"):
+        sf.stragglers(threshold=threshold)
+
+
+def test_hook_seconds_are_measured_if_a_hook_needs_them():
+    seconds = []
+
+    def slow(event):
+        time.sleep(0.02)
+
+    def needs(event):
+        seconds.append(event.hook_seconds)
+
+    def step(state, batch):
+        return state + 1, {"loss": sf.mean(batch)}
+
+    batches = [jax.numpy.zeros(2)] * 3
+    for is_needed in (False, True):
+        needs.needs_hook_seconds = is_needed
+        sf.fit(step, jax.numpy.int32(0), batches, hooks=[slow, needs], log_every=1)
+    unmeasured, measured = seconds[:3], seconds[3:]
+    assert unmeasured == [0, 0, 0]
+    assert measured[0] == 0
+    assert measured[1] >= 0.02
+    assert measured[2] >= 0.04

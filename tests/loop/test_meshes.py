@@ -1,0 +1,276 @@
+"""Any mesh that a user has: axes of other names, replicated batches, Explicit axes, flax boxes."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import stepfold as sf
+
+TX = optax.adamw(0.1)
+DATA = {"x": np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)}
+BATCH = {"x": DATA["x"][:16]}
+RULES = [("in$", P(None, "model")), ("out$", P("model"))]
+
+
+def init(key):
+    return {"in": jax.random.normal(key, (8, 4)), "out": jnp.ones((4, 2))}
+
+
+def loss_fn(params, batch, key):
+    return sf.mean((jnp.tanh(batch["x"] @ params["in"]) @ params["out"]).sum(-1) ** 2)
+
+
+def explicit_loss(params, batch, key):
+    hidden = jnp.tanh(jnp.einsum("bi,ij->bj", batch["x"], params["in"]))
+    out = jnp.einsum("bj,jk->bk", hidden, params["out"], out_sharding=P("data"))
+    return sf.mean(out.sum(-1) ** 2)
+
+
+def make(kind):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    shape = jax.eval_shape(lambda: sf.init_state(init, TX, jax.random.key(0)))
+    return mesh, sf.make_sharding(shape, mesh, RULES)
+
+
+AUTO, AUTO_PLAN = make(AxisType.Auto)
+EXPLICIT, EXPLICIT_PLAN = make(AxisType.Explicit)
+
+
+def born(plan):
+    return sf.init_state(init, TX, jax.random.key(0), sharding=plan)
+
+
+def on(mesh, batch=BATCH):
+    return sf.shard_batch(batch, mesh, axes="data")
+
+
+def batches(mesh):
+    return sf.prefetch(sf.batches(DATA, 16, seed=0), sharding=lambda batch: on(mesh, batch))
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """The losses of six steps, the parameters after them, and their evaluation."""
+    state = sf.init_state(init, TX, jax.random.key(0))
+    step = sf.make_train_step(loss_fn, TX)
+    result = sf.fit(step, state, sf.batches(DATA, 16, seed=0), steps=6, log_every=2)
+    score = sf.evaluate(sf.make_eval_step(loss_fn), result.state, [BATCH])
+    return result.history["train/loss"], result.state.params, score["loss"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "loss"),
+    [(AUTO, AUTO_PLAN, loss_fn), (EXPLICIT, EXPLICIT_PLAN, explicit_loss)],
+    ids=["Auto", "Explicit"],
+)
+def test_axes_of_other_names_train_save_resume_and_evaluate(mesh, plan, loss, one_device, tmp_path):
+    curve, params, score = one_device
+    step, measure = sf.make_train_step(loss, TX, accumulate=2), sf.make_eval_step(loss)
+    evaluation = sf.Evaluation(measure, lambda: [on(mesh)], every=2)
+
+    def run(steps):
+        return sf.fit(
+            step,
+            born(plan),
+            batches(mesh),
+            steps=steps,
+            log_every=2,
+            run_dir=tmp_path,
+            evaluation=evaluation,
+            checkpoints=sf.Checkpoints(every=4),
+        )
+
+    with jax.set_mesh(mesh):
+        first = run(4)
+        result = run(6)
+        assert (first.resumed, result.resumed) == (None, 4)
+        np.testing.assert_allclose(result.history["train/loss"], curve, rtol=1e-5)
+        for name, wanted in params.items():
+            np.testing.assert_allclose(result.state.params[name], wanted, rtol=1e-5, atol=1e-6)
+            assert result.state.params[name].sharding == plan.params[name]
+        found = sf.evaluate(measure, result.state, [on(mesh)])["loss"]
+        assert found == result.history["eval/loss"][-1] == pytest.approx(score, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "loss"),
+    [(AUTO, AUTO_PLAN, loss_fn), (EXPLICIT, EXPLICIT_PLAN, explicit_loss)],
+    ids=["Auto", "Explicit"],
+)
+def test_a_placed_batch_is_compiled_for_as_it_is(mesh, plan, loss):
+    step = sf.make_train_step(loss, TX)
+    with jax.set_mesh(mesh):
+        compiled = sf.compile_step(step, born(plan), on(mesh))
+        state, _ = compiled(born(plan), on(mesh))
+        assert jax.tree.map(lambda leaf: leaf.sharding, state) == plan
+        assert compiled.batch["x"].sharding == NamedSharding(mesh, P(("data",)))
+        report = sf.describe(compiled, state, None)
+        assert report.mesh == {"data": 4, "model": 2}
+        abstract = sf.shard_batch(jax.eval_shape(lambda: BATCH), mesh, axes="data")
+        shape = jax.eval_shape(lambda: state)
+        again = sf.describe(step, shape, abstract, sharding=plan)
+        assert again.collectives == report.collectives != ()
+
+
+def test_several_steps_in_a_call_take_placed_batches(one_device):
+    step = sf.make_train_step(explicit_loss, TX)
+    with jax.set_mesh(EXPLICIT):
+        result = sf.fit(
+            step, born(EXPLICIT_PLAN), batches(EXPLICIT), steps=6, log_every=2, steps_per_call=2
+        )
+    np.testing.assert_allclose(result.history["train/loss"], one_device[0], rtol=1e-5)
+
+
+def test_host_batches_are_typed_by_their_rows_on_explicit_data_axes():
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Explicit,))
+    plan = sf.make_sharding(jax.eval_shape(lambda: born(None)), mesh)
+    seen = []
+
+    def loss(params, batch, key):
+        seen.append(jax.typeof(batch["x"]).sharding.spec)
+        return loss_fn(params, batch, key)
+
+    with jax.set_mesh(mesh):
+        result = sf.fit(sf.make_train_step(loss, TX), born(plan), [BATCH] * 2)
+        sf.evaluate(sf.make_eval_step(loss), result.state, [BATCH])
+    assert set(seen) <= {P("dp", None), P(("dp",), None)}
+    assert result.steps == 2
+
+
+def test_a_replicated_batch_need_not_divide():
+    mesh = sf.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    plan = sf.make_sharding(jax.eval_shape(lambda: born(None)), mesh)
+    rows = {"x": DATA["x"][:3]}
+    batch = jax.device_put(rows, NamedSharding(mesh, P()))
+    step, measure = sf.make_train_step(loss_fn, TX), sf.make_eval_step(loss_fn)
+    result = sf.fit(step, born(plan), [batch] * 2, log_every=1)
+    alone = sf.fit(step, born(None), [rows] * 2, log_every=1)
+    np.testing.assert_allclose(result.history["train/loss"], alone.history["train/loss"], rtol=1e-5)
+    assert result.state.params["in"].sharding.is_equivalent_to(plan.params["in"], 2)
+    found = sf.evaluate(measure, result.state, [batch])["loss"]
+    assert found == pytest.approx(sf.evaluate(measure, alone.state, [rows])["loss"], rel=1e-5)
+    assert sf.describe(step, born(plan), batch).memory.batch == 3 * 8 * 4
+
+
+def test_scalars_and_placed_arrays_may_be_mixed():
+    def loss(params, batch, key):
+        return loss_fn(params, {"x": batch["x"] * batch["scale"]}, key)
+
+    batch = on(AUTO) | {"scale": np.float32(1.0)}
+    state = born(AUTO_PLAN)
+    found = sf.evaluate(sf.make_eval_step(loss), state, [batch])
+    assert found == pytest.approx(sf.evaluate(sf.make_eval_step(loss_fn), state, [on(AUTO)]))
+    assert sf.fit(sf.make_train_step(loss, TX), state, [batch]).steps == 1
+
+
+CALLS = {
+    "fit": lambda loss, state, batch: sf.fit(sf.make_train_step(loss, TX), state, [batch]),
+    "compile_step": lambda loss, state, batch: sf.compile_step(
+        sf.make_train_step(loss, TX), state, batch
+    ),
+    "describe": lambda loss, state, batch: sf.describe(sf.make_train_step(loss, TX), state, batch),
+    "evaluate": lambda loss, state, batch: sf.evaluate(sf.make_eval_step(loss), state, [batch]),
+}
+calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+@calls
+def test_host_batches_for_axes_of_other_names_are_refused(call):
+    words = (
+        r"axes: expected axes of the mesh \('data', 'model'\) to shard the batch over, got "
+        r"\('dp', 'fsdp'\); place each batch with sf.shard_batch\(batch, mesh, axes=…\), or"
+    )
+    with pytest.raises(sf.ShardingError, match=words):
+        call(loss_fn, born(AUTO_PLAN), BATCH)
+
+
+@calls
+def test_a_batch_on_a_mesh_of_other_axis_types_is_refused(call):
+    words = "batch/x: expected it on a mesh with axes of the type {}, as that of the state, got {};"
+    with pytest.raises(sf.ShardingError, match=words.format("Auto", "Explicit")):
+        call(loss_fn, born(AUTO_PLAN), on(EXPLICIT))
+    with pytest.raises(sf.ShardingError, match=words.format("Explicit", "Auto")):
+        call(explicit_loss, born(EXPLICIT_PLAN), on(AUTO))
+
+
+@calls
+def test_a_batch_on_other_devices_is_refused(call):
+    words = "batch/x: expected it on the 8 devices of the state's mesh, got it on 1; place each"
+    with pytest.raises(sf.ShardingError, match=words):
+        call(loss_fn, born(AUTO_PLAN), jax.device_put(BATCH, jax.devices()[3]))
+
+
+def test_a_placed_batch_for_a_state_that_is_not_placed_is_refused():
+    words = (
+        "batch: expected all of it on the devices of .*0, got elsewhere batch/x; place the batch "
+        "with .* or move the state with sf.place"
+    )
+    for call in (CALLS["fit"], CALLS["compile_step"], CALLS["describe"]):
+        with pytest.raises(sf.ShardingError, match=words):
+            call(loss_fn, born(None), on(AUTO))
+
+
+@calls
+def test_an_ordinary_loss_on_explicit_axes_gets_advice(call):
+    words = "(?s)written for the Explicit axes .* ambiguous .*sf.make_mesh.*jax.sharding.auto_axes"
+    with pytest.raises(sf.ShardingError, match=words) as caught, jax.set_mesh(EXPLICIT):
+        call(loss_fn, born(EXPLICIT_PLAN), on(EXPLICIT))
+    assert type(caught.value.__cause__).__name__ == "ShardingTypeError"
+
+
+def test_auto_axes_run_an_ordinary_loss_on_explicit_axes(one_device):
+    step = sf.make_train_step(loss_fn, TX)
+    step = jax.sharding.auto_axes(step, out_sharding=(EXPLICIT_PLAN, P()))
+    with jax.set_mesh(EXPLICIT):
+        result = sf.fit(step, born(EXPLICIT_PLAN), batches(EXPLICIT), steps=6, log_every=2)
+    np.testing.assert_allclose(result.history["train/loss"], one_device[0], rtol=1e-5)
+
+
+def test_reduce_once_on_explicit_axes_takes_replicated_parameters_only(one_device):
+    plan = jax.tree.map(lambda _: NamedSharding(EXPLICIT, P()), EXPLICIT_PLAN)
+    grad = sf.reduce_once(plan, axes="data")
+    step = sf.make_train_step(loss_fn, TX, accumulate=2, grad=grad)
+    with jax.set_mesh(EXPLICIT):
+        result = sf.fit(step, born(plan), batches(EXPLICIT), steps=6, log_every=2)
+    np.testing.assert_allclose(result.history["train/loss"], one_device[0], rtol=1e-5)
+    words = r"reduce_once: expected replicated parameters on .* Explicit axes, got params/in with P"
+    with pytest.raises(sf.ShardingError, match=words):
+        sf.reduce_once(EXPLICIT_PLAN, axes="data")
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        boxed = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        return nn.Dense(1)(nn.Dense(16, kernel_init=boxed, name="up")(x))
+
+
+def test_flax_boxes_train_save_and_resume_as_they_are_annotated(tmp_path):
+    model = Mlp()
+
+    def boxed_loss(params, batch, key):
+        return sf.mean(model.apply(params, batch["x"])[..., 0] ** 2)
+
+    init = lambda key: model.init(key, jnp.ones((1, 8)))
+    shape = jax.eval_shape(lambda: sf.init_state(init, TX, jax.random.key(0)))
+    plan = sf.make_sharding(shape, AUTO)
+    assert plan.params["params"]["up"]["kernel"].value.spec == P(None, "model")
+    assert plan.opt_state[0].mu["params"]["up"]["kernel"].value.spec == P(None, "model")
+    step = sf.make_train_step(boxed_loss, TX)
+
+    def run(steps, sharding, source, **options):
+        state = sf.init_state(init, TX, jax.random.key(0), sharding=sharding)
+        return sf.fit(step, state, source, steps=steps, log_every=2, **options)
+
+    options = {"run_dir": tmp_path, "checkpoints": sf.Checkpoints(every=2)}
+    run(2, plan, batches(AUTO), **options)
+    result = run(4, plan, batches(AUTO), **options)
+    assert result.resumed == 2
+    assert jax.tree.map(lambda leaf: leaf.sharding, result.state) == plan
+    alone = run(4, None, sf.batches(DATA, 16, seed=0))
+    np.testing.assert_allclose(result.history["train/loss"], alone.history["train/loss"], rtol=1e-5)

@@ -1,0 +1,204 @@
+"""Saves on demand: by `Checkpoints.request`, from hooks, threads and loops, and by SIGUSR1."""
+
+import os
+import signal
+import threading
+import time
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.laws import course
+from tests.loop.small import STEP, start
+
+import stepfold as sf
+from stepfold.errors import CheckpointError
+
+
+def requests_at(checkpoints, steps):
+    """Request a save at some log points."""
+    return lambda event: checkpoints.request() if event.is_train and event.step in steps else None
+
+
+def never(**options):
+    return sf.Checkpoints(every=10_000, keep=None, **options)
+
+
+def steps_in(folder):
+    return [*sf.verify(folder / "checkpoints")]
+
+
+def test_a_hook_requests_a_save_which_changes_nothing(tmp_path):
+    checkpoints = never()
+    result = course.run(
+        tmp_path, checkpoints=checkpoints, hooks=requests_at(checkpoints, (5, 25)), log_every=5
+    )
+    assert course.told(result) == course.whole()
+    # Metrics of a log point are read two steps later, unless an evaluation comes first.
+    first, second, last = steps_in(tmp_path)
+    assert 5 <= first <= 7
+    assert 25 <= second <= 27
+    assert last == course.STEPS
+
+
+@pytest.mark.parametrize("number", [1, 5, 6, 13])
+def test_a_resume_from_a_requested_save_ends_as_if_there_had_been_no_cut(tmp_path, number):
+    """The step is the first, at a log point, at an evaluation, and inside an interval."""
+    checkpoints = sf.Checkpoints(every=7, keep=None)
+
+    class Asks:
+        def __init__(self):
+            self.inner = course.batches()
+            self.get_state, self.set_state = self.inner.get_state, self.inner.set_state
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            step = self.get_state()["step"]
+            if step == number - 1:
+                checkpoints.request()
+            if step == 20:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return next(self.inner)
+
+    with pytest.raises(SystemExit):
+        course.run(tmp_path, checkpoints=checkpoints, data=Asks())
+    saved = steps_in(tmp_path)
+    assert number in saved
+    folder = tmp_path / "checkpoints"
+    for step in saved:
+        if step > number:  # resume from the requested one
+            (folder / f"{step}").rename(tmp_path / f"later-{step}")
+    result = course.run(tmp_path)
+    assert result.resumed == number
+    assert course.told(result) == course.whole()
+
+
+def test_with_several_steps_in_a_call_it_saves_after_the_call(tmp_path):
+    checkpoints = never()
+    data = [{"x": np.full(4, i, np.float32)} for i in range(12)]
+
+    def pulled():
+        for i, batch in enumerate(data):
+            if i == 5:
+                checkpoints.request()
+            yield batch
+
+    with pytest.warns(UserWarning, match="get_state"):
+        sf.fit(
+            STEP, start(), pulled(), steps_per_call=4, log_every=100, run_dir=tmp_path,
+            checkpoints=checkpoints, steps=12,
+        )  # fmt: skip
+    assert steps_in(tmp_path) == [8, 12]
+
+
+def test_a_thread_requests_a_save(tmp_path):
+    checkpoints = never()
+
+    def hook(event):
+        if event.step == 10:
+            thread = threading.Thread(target=checkpoints.request)
+            thread.start()
+            thread.join()
+
+    course.run(tmp_path, checkpoints=checkpoints, hooks=hook)
+    first, last = steps_in(tmp_path)
+    assert (10 <= first <= 12, last) == (True, course.STEPS)
+
+
+def test_a_save_that_was_made_at_the_step_is_not_repeated(tmp_path):
+    checkpoints = sf.Checkpoints(every=5, keep=None)
+    hook = lambda event: checkpoints.request() if event.step == 10 else None
+    course.run(tmp_path, checkpoints=checkpoints, hooks=hook)
+    assert steps_in(tmp_path) == [*range(5, 41, 5)]
+
+
+def test_sigusr1_saves_and_the_run_goes_on(tmp_path):
+    def hook(event):
+        if event.step == 10:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.getsignal(signal.SIGUSR1)
+    result = course.run(tmp_path, checkpoints=never(), hooks=hook)
+    assert course.told(result) == course.whole()
+    first, last = steps_in(tmp_path)
+    assert (10 <= first <= 12, last) == (True, course.STEPS)
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_sigusr1_without_checkpoints_warns_once():
+    hook = lambda event: os.kill(os.getpid(), signal.SIGUSR1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert course.told(course.run(hooks=hook)) == course.whole()
+    messages = [str(warning.message) for warning in caught]
+    assert messages == ["SIGUSR1: expected a series to save in, got none; give checkpoints=…"]
+
+
+def test_a_nan_is_not_saved_by_request(tmp_path):
+    checkpoints = never()
+    data = [{"x": np.full(4, value, np.float32)} for value in [1, 1, 1, np.nan, 1, 1, 1]]
+
+    def pulled():
+        for i, batch in enumerate(data):
+            if i == 4:
+                checkpoints.request()
+            yield batch
+
+    with pytest.warns(UserWarning, match="get_state"):
+        result = sf.fit(
+            STEP, start(), pulled(), log_every=100, run_dir=tmp_path, checkpoints=checkpoints
+        )
+    assert (result.stop_reason.kind, result.steps) == ("nonfinite", 5)
+    assert result.capsule.step == 4
+    assert steps_in(tmp_path) == []
+
+
+def test_a_loop_of_its_own_saves_at_the_next_due(tmp_path):
+    checkpoints, state = sf.Checkpoints(tmp_path, every=100), {"w": jnp.ones(2)}
+    with checkpoints as series, checkpoints.open(tmp_path) as other:
+        assert not series.due(3)
+        checkpoints.request()  # reaches every open copy
+        assert series.due(4)
+        assert series.due(4)  # until it is saved
+        series.save(state, step=4)
+        assert not series.due(5)
+        assert other.due(4)
+        series.request()
+        assert series.due(5)
+
+
+def test_a_request_without_an_open_series_is_an_error(tmp_path):
+    checkpoints = sf.Checkpoints(tmp_path, every=100)
+    with pytest.raises(CheckpointError, match="expected an open series to save in, got none"):
+        checkpoints.request()
+    with checkpoints as series:
+        checkpoints.request()
+    for closed in (checkpoints, series):
+        with pytest.raises(CheckpointError, match="expected an open series"):
+            closed.request()
+
+
+def test_requests_from_a_thread_during_a_run_change_nothing(tmp_path):
+    checkpoints, is_over, requests = sf.Checkpoints(every=7, keep=2), threading.Event(), []
+
+    def ask():
+        while not is_over.wait(0.002):
+            try:
+                checkpoints.request()
+                requests.append(time.monotonic())
+            except CheckpointError:  # not opened yet, or closed
+                pass
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        result = course.run(tmp_path, checkpoints=checkpoints)
+    finally:
+        is_over.set()
+        thread.join()
+    assert requests
+    assert course.told(result) == course.whole()
+    assert not any(sf.verify(tmp_path / "checkpoints").values())

@@ -1,0 +1,94 @@
+"""`fit(upload=URL)` copies the files of a run to object storage."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+
+TX = optax.sgd(0.1)
+STEP = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b) ** 2), TX)
+FILES = ("run.json", "metrics.jsonl", "metrics.csv", "report.html")
+
+
+@pytest.fixture
+def bucket(tmp_path):
+    return tmp_path / "bucket"
+
+
+def run(tmp_path, bucket, steps, **options):
+    state = sf.init_state({"w": jnp.zeros(())}, TX, jax.random.key(0))
+    batches = sf.batches(np.arange(8, dtype=np.float32), 4, seed=0)
+    options.setdefault("checkpoints", sf.Checkpoints(f"file://{bucket}", every=4))
+    return sf.fit(
+        STEP, state, batches, steps=steps, log_every=2, run_dir=tmp_path / "run",
+        upload=f"file://{bucket}", **options,
+    )  # fmt: skip
+
+
+def test_the_files_of_a_run_are_copied(tmp_path, bucket):
+    run(tmp_path, bucket, 6)
+    for name in FILES:
+        assert (bucket / name).read_bytes() == (tmp_path / "run" / name).read_bytes(), name
+
+
+def test_at_a_checkpoint_the_copy_has_the_rows_up_to_it(tmp_path, bucket):
+    copied_rows = []
+
+    class Look(sf.Writer):
+        def flush(self):  # before the files are copied
+            path = bucket / "metrics.jsonl"
+            copied_rows.append(path.read_text().count("\n") if path.exists() else 0)
+
+    checkpoints = sf.Checkpoints(f"file://{bucket}", every=4, async_=False)
+    run(tmp_path, bucket, 8, hooks=sf.log_to(Look()), checkpoints=checkpoints)
+    assert copied_rows[:2] == [0, 2]  # the rows of steps 2 and 4, with the checkpoint of step 4
+    assert (bucket / "metrics.jsonl").read_text().count("\n") == 4
+
+
+def test_a_run_that_resumes_elsewhere_continues_the_metrics(tmp_path, bucket):
+    run(tmp_path, bucket, 4)
+    shutil.rmtree(tmp_path / "run")
+    result = run(tmp_path, bucket, 8)
+    assert result.resumed == 4
+    assert result.history["train/loss"].steps == [2, 4, 6, 8]
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert rows.count('"train/loss"') == 4
+    assert (bucket / "metrics.jsonl").read_text() == rows
+
+
+def test_a_bucket_that_is_not_writable_is_found_out_before_the_first_step(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(sf.CheckpointError, match="cannot be written"):
+        sf.fit(
+            STEP, sf.init_state({"w": jnp.zeros(())}, TX, jax.random.key(0)), [np.ones(4)],
+            run_dir=tmp_path / "run", upload=f"file://{tmp_path}/file",
+        )  # fmt: skip
+
+
+def test_a_copy_that_fails_later_causes_a_warning(tmp_path, bucket):
+    def remove(event):
+        if event.step == 2:
+            for name in FILES:
+                (bucket / name).unlink(missing_ok=True)
+                (bucket / name).mkdir(parents=True)
+
+    with pytest.warns(RuntimeWarning, match="upload: the files of the run are not up to date"):
+        result = run(tmp_path, bucket, 8, hooks=remove)
+    assert result.steps == 8
+
+
+@pytest.mark.parametrize("url", ["runs/a", 3, b"s3://a", ""])
+def test_another_value_than_a_url_is_refused(tmp_path, url):
+    with pytest.raises(sf.ConfigError, match="upload: expected a URL such as 's3://bucket/run', g"):
+        sf.fit(STEP, None, [], steps=1, run_dir=tmp_path, upload=url)
+
+
+def test_it_needs_a_directory():
+    state = sf.init_state({"w": jnp.zeros(())}, TX, jax.random.key(0))
+    with pytest.raises(sf.ConfigError, match="upload: expected run_dir=… to go with it"):
+        sf.fit(STEP, state, [np.ones(4)], upload="s3://bucket/run")
