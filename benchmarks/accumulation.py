@@ -1,10 +1,10 @@
-"""Accumulation costs the memory of one microbatch and the arithmetic of the full batch.
+"""Accumulation needs the memory of one microbatch and the FLOPs of the full batch.
 
-A small decoder takes one update on a batch of ragged, masked sequences, with a second term in its
-loss, in 1, 4, 16 and 64 microbatches. Shown are the compiled step's temporaries; its floating
-operations, counted in the optimized HLO; the CPU time of tracing and compiling it; and the wall
-time of the update, against a scan by hand and against `optax.MultiSteps` in a Python loop. These
-two take the plain mean of the microbatches' means, which is another number where masks are ragged.
+A small decoder takes one update on a batch of masked sequences, with an auxiliary loss term, in 1,
+4, 16 and 64 microbatches. The table shows the temporaries of the compiled step, its FLOPs, the CPU
+time of tracing and compiling, and the wall time of an update, compared with a hand-written scan and
+with `optax.MultiSteps` in a Python loop. These two average the means of the microbatches, which is
+not the mean of the batch where masks differ.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from stepfold.inspect.flops import count
 
 
 def scanned_step(n, tx, state, batch):
-    """Take an update as usually written by hand: means of the microbatches' means."""
+    """Take an update with the usual hand-written scan: the mean of the microbatch means."""
 
     def body(total, micro):
         return jax.tree.map(jnp.add, total, _plain_grad(state.params, micro)), None
@@ -32,7 +32,7 @@ def scanned_step(n, tx, state, batch):
 
 
 def micro_step(tx, state, batch):
-    """Take one of the small steps that `optax.MultiSteps` makes an update of."""
+    """Take one microbatch step of `optax.MultiSteps`."""
     return _updated(tx, state, *_plain_grad(state.params, batch))
 
 
@@ -55,10 +55,10 @@ def _split(batch, n):
 
 
 def measure(counts, size, rounds, compiles):
-    """Measure updates in several numbers of microbatches, the first of them one, a row each.
+    """Measure an update for each number of microbatches, the first of them one.
 
-    `foreseen` is what the claim makes of the full batch's temporaries, and what `MultiSteps` needs
-    includes the gradients that it keeps from step to step.
+    `expected` is the number of temporaries according to the claim. The number of `MultiSteps`
+    includes the gradients that it keeps between steps.
     """
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     batch, built, runs = make_batch(size), {}, {}
@@ -89,7 +89,7 @@ def measure(counts, size, rounds, compiles):
         {
             "microbatches": n,
             "temp MiB": temporaries["ours", n],
-            "foreseen": (temporaries["ours", 1] - gradient) / n + min(n, 2) * gradient,
+            "expected": (temporaries["ours", 1] - gradient) / n + min(n, 2) * gradient,
             "gradient": gradient,
             "scan's": temporaries["scan", n],
             "MultiSteps'": temporaries["multi", n] + gradient,
@@ -116,15 +116,15 @@ def _runner(step, state, batches):
 
 
 def judge(rows):
-    """Say what is claimed of the rows, each with what was measured and its limit."""
+    """Return the claims about the rows."""
     most = {name: max(row[name] for row in rows[1:]) for name in rows[0]}
     least = {name: min(row[name] for row in rows[1:]) for name in rows[0]}
     text = most["HLO/full"] / least["HLO/full"]
     return [
         Claim(
-            "temporaries are 1/n of the full batch's activations, a microbatch's gradient, and one "
-            "buffer of gradients; relative to that",
-            max(row["temp MiB"] / row["foreseen"] for row in rows[1:]),
+            "temporaries, relative to 1/n of the activations of the full batch, the gradient of a "
+            "microbatch and one gradient buffer",
+            max(row["temp MiB"] / row["expected"] for row in rows[1:]),
             1.05,
             clock=False,
         ),
@@ -139,11 +139,11 @@ def judge(rows):
 
 
 def main(argv=None):
-    """Measure, print the table and the claims, and return the rows."""
+    """Measure, print the tables and claims, and return the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a small batch, for seconds")
+    parser.add_argument("--quick", action="store_true", help="a small batch and few rounds")
     quick = parser.parse_args(argv).quick
-    if quick:  # what is counted stays the same, and compiles in half the time
+    if quick:  # the counted numbers stay the same, and compiling takes half the time
         jax.config.update("jax_disable_most_optimizations", True)
     rows = measure((1, 4), 8, 1, 1) if quick else measure((1, 4, 16, 64), 64, 11, 3)
     show(rows, judge(rows))

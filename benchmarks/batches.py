@@ -1,10 +1,10 @@
-"""A shuffled batch costs what indexing costs, a far one what a near one does; waiting is hidden.
+"""Shuffled batches cost as much as indexing, at any step, and prefetching hides waiting sources.
 
-Batches of rows of 64 float32 are drawn from sets of several sizes, against numpy's indexing with an
-order that is made once an epoch, and against grain's shuffled batches, where grain can be imported.
-The first batch of a run that begins at step ten million is timed against that of one that begins at
-step 0. Batches are read ahead of a step, from sources that wait and that compute: what is hidden is
-the share of the shorter one's time that the two no longer take.
+Batches of rows of 64 float32 are drawn from datasets of several sizes, compared with numpy indexing
+with one permutation per epoch, and with shuffled batches of grain, if installed. The first batch of
+a run that starts at step ten million is compared with that of a run that starts at step 0. Batches
+are prefetched from sources that wait and from sources that compute: "hidden" is the share of the
+shorter of both times that prefetching saves.
 """
 
 import argparse
@@ -25,11 +25,11 @@ SETS = [(2_000, 64), (2_000, 256), (20_000, 64), (20_000, 256), (200_000, 64), (
 
 
 def shuffling(sizes, rounds, steps):
-    """Measure examples a second of shuffled batches, a row a size of the set."""
+    """Measure the throughput of shuffled batches for each size of the dataset."""
     rows = []
     for size, batch in sizes:
         source = np.random.default_rng(3).random((size, 64), np.float32)
-        # Whole epochs, so that each pays for as many orders as every other.
+        # Whole epochs, so that both draw the same number of permutations.
         count = -(-steps // (size // batch)) * (size // batch)
         streams = {"ours": batches(source, batch, seed=0), "numpy": indexed(source, batch)}
         runs = {name: partial(_take, stream, count) for name, stream in streams.items()}
@@ -50,7 +50,7 @@ def shuffling(sizes, rounds, steps):
 
 
 def indexed(source, batch):
-    """Give batches by numpy's indexing alone, in an order that is made once an epoch."""
+    """Yield batches by numpy indexing with one permutation per epoch."""
     generator = np.random.default_rng(0)
     while True:
         order = generator.permutation(len(source))
@@ -59,12 +59,12 @@ def indexed(source, batch):
 
 
 def has_grain():
-    """Tell whether there is grain to compare with."""
+    """Whether grain is installed."""
     return importlib.util.find_spec("grain") is not None
 
 
 def grain_seconds(source, batch, count=20):
-    """Time one of grain's batches, without its threads, which are for sources that wait."""
+    """Time a batch of grain without its threads, which only help sources that wait."""
     import grain
 
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -79,7 +79,7 @@ def _take(stream, count):
 
 
 def seeking(rounds):
-    """Measure the time to the first batch at a far step and at step 0, a row a size of the set."""
+    """Measure the time to the first batch at a late step and at step 0."""
     rows = []
     for size in (20_000, 1_000_000):
         source = np.zeros((size, 4), np.float32)
@@ -97,17 +97,17 @@ def seeking(rounds):
 
 
 def python():
-    """Compute in Python, which one thread does at a time."""
+    """Compute in Python, holding the GIL."""
     sum(range(1000))
 
 
-def numpy(large=np.ones(1 << 16)):  # noqa: B008  it stays what it is
-    """Compute in numpy, which leaves Python to others while it does."""
+def numpy(large=np.ones(1 << 16)):  # noqa: B008  made once
+    """Compute in numpy, which releases the GIL."""
     np.sqrt(large, out=large)
 
 
 def lasting(kind, seconds):
-    """Give a function that waits, or does as much work as takes so long when nothing else runs."""
+    """Make a function that waits, or computes as long as that takes on an idle machine."""
     if kind == "waiting":
         return partial(time.sleep, seconds)
     work = {"python": python, "numpy": numpy}[kind]
@@ -133,13 +133,13 @@ KINDS = [
 
 
 def hiding(count, rounds):
-    """Measure how much of the shorter time is hidden, a row a kind of source and of step."""
+    """Measure how much of the shorter time prefetching hides, for kinds of source and step."""
     rows = []
     for reads, read, steps, step in KINDS:
         run = partial(_loop, count, lasting(reads, read / 1e3), lasting(steps, step / 1e3))
         times = take_turns({wrap: partial(run, wrap) for wrap in (iter, prefetch)}, rounds)
         alone, ahead = (min(wall for _, wall in times[wrap]) / count for wrap in (iter, prefetch))
-        # The shorter one's share of what both took; the first batch has no step to hide behind.
+        # The share of the shorter time in both; nothing hides the first batch.
         most = alone * min(read, step) / (read + step) * (count - 1) / count
         rows.append(
             {
@@ -159,7 +159,7 @@ def _loop(count, read, step, wrap):
 
 
 def handing_over(count, rounds):
-    """Measure what a batch costs on its way from one thread to the other."""
+    """Measure the cost of passing a batch between threads."""
     runs = {
         size: (lambda size=size: _take(prefetch(itertools.repeat(0, count), size=size), count))
         for size in (1, 2, 16)
@@ -175,7 +175,7 @@ def handing_over(count, rounds):
 
 
 def judge(rows):
-    """Say what is claimed of the rows, each with what was measured and its limit."""
+    """Return the claims about the rows."""
     claims = [
         Claim(
             f"time of {row['batch']} of {row['shuffled rows']} rows shuffled, relative to numpy's",
@@ -199,9 +199,9 @@ def judge(rows):
 
 
 def main(argv=None):
-    """Measure, print the tables and the claims, and return the rows."""
+    """Measure, print the tables and claims, and return the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few batches, for seconds")
+    parser.add_argument("--quick", action="store_true", help="few batches and rounds")
     quick = parser.parse_args(argv).quick
     shuffled = shuffling(SETS[1:4:2], 3, 50) if quick else shuffling(SETS, 31, 700)
     sought = seeking(3 if quick else 101)

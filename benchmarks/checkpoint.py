@@ -1,8 +1,8 @@
-"""Saving stops a run for little longer than it takes to hand the state over, and is checked.
+"""A save blocks the run only while the state is copied, and verifies what it writes.
 
-A state of random numbers is saved and restored: by stepfold in the background and waited for, with
-checksums and without, by orbax with its defaults, and by numpy into a file that is synced. All take
-turns in one process; the memory is that of processes of their own.
+A state of random numbers is saved and restored: by stepfold in the background and synchronously,
+with and without checksums, by orbax with its defaults, and by numpy into a file with fsync. All
+take turns in one process; memory is measured in separate processes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ MIB = 2**20
 
 
 def make_state(mebibytes):
-    """Make a tree of 24 arrays of random numbers, as Adam's are: none of them compresses well."""
+    """Make 24 arrays of random numbers, which compress as badly as moments of Adam."""
     rows = max(1, mebibytes * MIB // 24 // 4 // 1024)
     keys = jax.random.split(jax.random.key(0), 24)
     tree = {f"layer{i}": jax.random.normal(keys[i], (rows, 1024)) for i in range(24)}
@@ -39,25 +39,25 @@ def make_state(mebibytes):
 
 
 def bytes_of(state):
-    """Count the bytes of a tree."""
+    """Return the size of a tree in bytes."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
 def timed(run):
-    """Give the seconds that a function takes."""
+    """Return the seconds that a function takes."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
 class Folder:
-    """Count steps up in a folder, and keep only what the last run left."""
+    """A folder that holds only the newest step."""
 
     def __init__(self, path):
         self.path, self.step = Path(path), 0
 
     def next(self):
-        """Empty the folder, and give the number of the next step."""
+        """Empty the folder, and return the number of the next step."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
         self.step += 1
@@ -65,7 +65,7 @@ class Folder:
 
 
 def saves(state, place):
-    """Give the ways to save, by name; each gives seconds by name of its own."""
+    """List functions that save, each of which returns seconds by name."""
     ours, bare, plain = (Folder(place / name) for name in ("ours", "orbax", "numpy"))
 
     def save():
@@ -115,7 +115,7 @@ def saves(state, place):
 
 
 def restores(state, folders):
-    """Give the ways to restore what was saved last, by name."""
+    """List functions that restore the last save, each of which returns seconds by name."""
     ours, bare, plain = folders
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     placed = jax.tree.map(
@@ -144,7 +144,7 @@ def restores(state, folders):
 
 
 def take_turns(runs, rounds):
-    """Collect the seconds of each round, by name, in an order that is drawn anew."""
+    """Run all functions in each round in a random order, and collect their seconds by name."""
     found, order = {}, random.Random(0)
     for _ in range(rounds + 1):
         for run in order.sample(runs, len(runs)):
@@ -154,12 +154,12 @@ def take_turns(runs, rounds):
 
 
 def over(times, these, those):
-    """Give the median of the ratios, round by round."""
+    """Return the median over rounds of the ratio of two times."""
     return statistics.median(a / b for a, b in zip(times[these], times[those], strict=True))
 
 
 def timing(mebibytes, rounds, place):
-    """Measure a state of one size; a row."""
+    """Measure a state of one size."""
     state = make_state(mebibytes)
     runs, folders = saves(state, place)
     times = take_turns(runs, rounds)
@@ -180,7 +180,7 @@ def timing(mebibytes, rounds, place):
 
 
 def memory(kind, mebibytes, place):
-    """Give the memory that a kind of use takes beyond the state, over the state."""
+    """Return the memory beyond the state, relative to the state."""
     state = make_state(mebibytes)
     whole = bytes_of(state)
     if kind == "orbax":
@@ -190,7 +190,7 @@ def memory(kind, mebibytes, place):
         checkpointer.wait_until_finished()
         return (most_resident() - before) / whole
     with sf.Checkpoints(place, keep=2) as series:
-        series.save({"w": jnp.ones(3)}, step=1)  # what is loaded once
+        series.save({"w": jnp.ones(3)}, step=1)  # loads the packages
         series.wait()
         series.restore({"w": jnp.ones(3)})
         if kind == "fifty saves":
@@ -217,26 +217,26 @@ def memory(kind, mebibytes, place):
 
 
 def make_like(mebibytes):
-    """Give zeros like the state, to be evaluated abstractly."""
+    """Make zeros like the state, for `jax.eval_shape`."""
     rows = max(1, mebibytes * MIB // 24 // 4 // 1024)
     return {f"layer{i}": jnp.zeros((rows, 1024)) for i in range(24)}
 
 
 def in_child(kind, mebibytes):
-    """Measure the memory of one kind of use in a process of its own."""
+    """Measure the memory of one operation in a process of its own."""
     command = [sys.executable, __file__, f"--kind={kind}", f"--mebibytes={mebibytes}"]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def judge(rows):
-    """Say what is claimed of the rows, each with what was measured and its limit."""
+    """Return the claims about the rows."""
     claims = [
         Claim(f"{what}, at {row['MiB']} MiB", row[column], limit)
         for row in rows
         if "MiB" in row
         for what, column, limit in (
             (
-                "what a background save stops a run for, over a sync one",
+                "time that a background save blocks, over a synchronous save",
                 "stopped/sync",
                 0.05,
             ),
@@ -247,7 +247,7 @@ def judge(rows):
     ]
     taken = {row["memory"]: row["taken"] for row in rows if "memory" in row}
     limits = {"save": 0.1, "restore": 0.5, "fifty saves": 0.05}
-    # How much of what is read at once lies in memory depends on which thread is the faster.
+    # How much of a restore is in memory at once depends on the timing of threads.
     return claims + [
         Claim(f"memory beyond the state: {kind}", taken[kind], limit, clock=kind == "restore")
         for kind, limit in limits.items()
@@ -255,9 +255,9 @@ def judge(rows):
 
 
 def main(argv=None):
-    """Measure, print the tables and the claims, and return the rows."""
+    """Measure, print the tables and claims, and return the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a small state, for seconds")
+    parser.add_argument("--quick", action="store_true", help="a small state and one round")
     parser.add_argument("--full", action="store_true", help="1.6 GB too")
     parser.add_argument("--kind", help="measure the memory of one kind in this process")
     parser.add_argument("--mebibytes", type=int, default=100)

@@ -1,10 +1,11 @@
-"""What devices send each other in a step, against the least that a layout needs.
+"""Bytes that devices send in a step, relative to the minimum for the layout.
 
-A decoder of 12 layers is compiled, not run, for 8 and for 64 virtual devices. Of its parameters' P
-bytes, replicated ones ("dp") need one all-reduce of gradients a step, which sends 2 (n-1)/n P from
-each device; cut ones ("fsdp") two all-gathers and one reduce-scatter, 3 (n-1)/n P. The gradient is
-the compiler's own, or `sf.reduce_once`'s. "as kept" counts the all-reduces of gradients that are
-cut afterwards as reduce-scatters, which GPU and TPU compilers make of them and the CPU's does not.
+A decoder of 12 layers is compiled, but not run, for 8 and for 64 virtual devices. With parameters
+of P bytes, replication ("dp") needs one all-reduce of gradients per step, which sends 2 (n-1)/n P
+from each device. Sharding ("fsdp") needs two all-gathers and one reduce-scatter, 3 (n-1)/n P.
+Gradients come from the compiler or from `sf.reduce_once`. "as scatter" counts all-reduces of
+sharded gradients as reduce-scatters, which GPU and TPU compilers emit and the CPU compiler does
+not.
 """
 
 import argparse
@@ -25,9 +26,9 @@ LAYOUTS = {"dp": ((-1, 1), lambda path, leaf: PartitionSpec()), "fsdp": ((1, -1)
 
 
 def measure(layers, width, counts, everything=True):
-    """Compile each layout, with and without accumulation, in both ways; a row each.
+    """Compile each layout, with and without accumulation, with both gradients.
 
-    `everything` is also that of which nothing is claimed.
+    `everything` includes cases without a claim.
     """
     return [
         compiled(layout, n, way, layers, width)
@@ -39,7 +40,7 @@ def measure(layers, width, counts, everything=True):
 
 
 def compiled(layout, n, way, layers, width):
-    """Compile one step, and add up what it sends."""
+    """Compile one step, and add up the bytes that it sends."""
     dims, rules = LAYOUTS[layout]
     mesh, tx = sf.make_mesh(dims, ("dp", "fsdp")), optax.adamw(1e-3)
     start = partial(init, layers=layers, width=width)
@@ -48,7 +49,7 @@ def compiled(layout, n, way, layers, width):
     if way == "reduce_once":
         loss, grad = loss_fn, sf.reduce_once(plan)
     else:
-        # Without a word about activations the compiler may cut them like the parameters.
+        # Without a constraint the compiler may shard activations like the parameters.
         rows = NamedSharding(mesh, PartitionSpec(("dp", "fsdp")))
         spread = partial(jax.lax.with_sharding_constraint, shardings=rows)
         loss, grad = partial(loss_fn, spread=spread), sf.value_and_grad
@@ -67,20 +68,20 @@ def compiled(layout, n, way, layers, width):
         "sent MiB": report.moved / 2**20,
         "least MiB": least / 2**20,
         "sent/least": report.moved / least,
-        "as kept": kept / least,
+        "as scatter": kept / least,
         "state/ideal": report.memory.state / (ideal(report, layout) or 1),
         "temp MiB": report.memory.temporaries / 2**20,
     }
 
 
 def ideal(report, layout):
-    """Give what a device would hold of the state, were all of it cut evenly, or none of it."""
+    """Return the bytes of state per device, if sharded evenly or replicated."""
     whole = 3 * 4 * report.parameters  # parameters and adam's two moments
     return whole / report.devices if layout == "fsdp" else whole
 
 
 def judge(rows):
-    """Say what is claimed of the rows, each with what was measured and its limit."""
+    """Return the claims about the rows."""
 
     def most(key, **wanted):
         return max(row[key] for row in rows if wanted.items() <= row.items())
@@ -93,8 +94,8 @@ def judge(rows):
         "dp, reduce_once, with and without accumulation": most(
             "sent/least", layout="dp", gradient="reduce_once"
         ),
-        "fsdp, compiler's gradient without accumulation, sums counted as kept": most(
-            "as kept", layout="fsdp", gradient="compiler", **once
+        "fsdp, compiler's gradient without accumulation, counted as reduce-scatter": most(
+            "as scatter", layout="fsdp", gradient="compiler", **once
         ),
         "fsdp, reduce_once, with and without accumulation": most(
             "sent/least", layout="fsdp", gradient="reduce_once"
@@ -108,14 +109,16 @@ def judge(rows):
 
 
 def main(argv=None):
-    """Measure, print the table and the claims, and return the rows."""
+    """Measure, print the tables and claims, and return the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="8 devices and 2 layers, for seconds")
-    parser.add_argument("--devices", type=int, help="print the rows for so many devices, as JSON")
+    parser.add_argument("--quick", action="store_true", help="8 devices and 2 layers")
+    parser.add_argument(
+        "--devices", type=int, help="print the rows for this number of devices as JSON"
+    )
     options = parser.parse_args(argv)
-    if options.devices:  # a process of its own, since devices are counted when jax starts
+    if options.devices:  # in a process of its own, since jax counts its devices when it starts
         jax.config.update("jax_num_cpu_devices", options.devices)
-        # Nothing is run, so that code need not be fast.
+        # Nothing runs, so the code need not be fast.
         jax.config.update("jax_disable_most_optimizations", True)
         size = (2, 128, (1, 2), False) if options.quick else (12, 256, (1, 4))
         print(json.dumps(measure(*size)))

@@ -1,9 +1,9 @@
-"""A batch costs what copying it by hand costs, and packing keeps rows full at a small price.
+"""Collating costs as much as copying by hand, and packing fills rows quickly.
 
-64 ragged sequences, cut and padded to 1,024, are collated from rows of numpy's and from Python
-lists, against the best loop by hand: an assignment a row into zeros, and a broadcast mask. 20,000
-sequences of about 200 tokens are packed into rows of 1,024, in windows of several sizes, against
-grain's first-fit packing, where grain can be imported.
+64 sequences, truncated and padded to 1,024, are collated from numpy rows and from Python lists,
+compared with the best hand-written loop: one assignment per row, and a broadcast mask. 20,000
+sequences of about 200 tokens are packed into rows of 1,024 with several window sizes, compared with
+the first-fit packing of grain, if installed.
 """
 
 import argparse
@@ -19,7 +19,7 @@ LENGTH = 1024
 
 
 def by_hand(examples):
-    """Collate as somebody does who knows the one key and its dtype."""
+    """Collate with a loop that knows the key and its dtype."""
     tokens = np.zeros((len(examples), LENGTH), np.int32)
     lengths = []
     for row, example in zip(tokens, examples, strict=True):
@@ -31,13 +31,13 @@ def by_hand(examples):
 
 
 def sequences(lengths):
-    """Make examples of tokens in rows of numpy's."""
+    """Make examples of random tokens."""
     draw = np.random.default_rng(0).integers
     return [{"tokens": draw(0, 50_000, n, np.int32)} for n in lengths]
 
 
 def collating(rounds, repeats):
-    """Measure the throughput of `collate` over that of the loop by hand, a row a kind of input."""
+    """Measure `collate` against the hand-written loop for each kind of input."""
     short, long = (
         sequences(np.random.default_rng(1).integers(*ends, 64))
         for ends in ((100, 1024), (100, 1300))
@@ -53,7 +53,7 @@ def collating(rounds, repeats):
         ours, theirs = partial(collate, length=LENGTH), by_hand
         wanted, made = theirs(examples), ours(examples)
         if not all(np.array_equal(made[name], wanted[name]) for name in wanted):
-            raise SystemExit(f"{kind}: collate and the loop by hand make different batches")
+            raise SystemExit(f"{kind}: collate and the hand-written loop return different batches")
         runs[kind, "ours"] = _repeated(partial(ours, examples), repeats)
         runs[kind, "theirs"] = _repeated(partial(theirs, examples), repeats)
     times = take_turns(runs, rounds)
@@ -77,7 +77,7 @@ def _repeated(run, repeats):
 
 
 def packing(count, windows, rounds):
-    """Measure tokens a second and how full the rows are, a row a window, and one for grain."""
+    """Measure the throughput and the fill of packed rows for each window, and for grain."""
     lengths = np.random.default_rng(2).exponential(200, count).clip(1, LENGTH).astype(int)
     examples, total = sequences(lengths), int(lengths.sum())
     ours = {
@@ -111,14 +111,14 @@ def _drain(make):
 
 
 def ids_of(row):
-    """Give the segment ids, which grain calls otherwise."""
+    """Return the segment IDs, which have another name in grain."""
     if isinstance(row, tuple):
         row = row[0]
     return row["segment_ids"] if "segment_ids" in row else row["tokens_segment_ids"]
 
 
 def grain_packing(examples):
-    """Give grain's first-fit packing by its name, or nothing where there is no grain."""
+    """Return the first-fit packing of grain by name, or nothing without grain."""
     try:
         import grain
         from grain.experimental import FirstFitPackIterDataset
@@ -126,7 +126,7 @@ def grain_packing(examples):
         print(f"grain is left out: {error}\n")
         return {}
 
-    # Its threads, which are for sources that wait, make it five times slower here.
+    # The threads of grain are for sources that wait, and make this five times slower.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
     def make():
@@ -140,7 +140,7 @@ def grain_packing(examples):
 
 
 def judge(rows):
-    """Say what is claimed of the rows, each with what was measured and its limit."""
+    """Return the claims about the rows."""
     slowest = {row["collate"]: 1 / row["hand/ours"] for row in rows if "collate" in row}
     packed = {row["pack"]: row for row in rows if "pack" in row}
     default = packed["window 2048"]
@@ -161,9 +161,9 @@ def judge(rows):
 
 
 def main(argv=None):
-    """Measure, print the tables and the claims, and return the rows."""
+    """Measure, print the tables and claims, and return the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few sequences, for seconds")
+    parser.add_argument("--quick", action="store_true", help="few sequences and rounds")
     quick = parser.parse_args(argv).quick
     collated = collating(3, 2) if quick else collating(101, 10)
     packed = packing(4096, (2048,), 1) if quick else packing(20_000, (512, 1024, 2048), 7)

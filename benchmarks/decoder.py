@@ -1,4 +1,4 @@
-"""A small decoder of masked sequences with a second term in its loss, for the benchmarks."""
+"""A small decoder of masked sequences with an auxiliary loss, for the benchmarks."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ VOCAB, LENGTH, HEADS = 512, 64, 4
 
 
 def init(key, *, layers=3, width=128):
-    """Draw the decoder's parameters, its layers stacked."""
+    """Initialize the parameters, with stacked layers."""
     shapes = {"qkv": (width, 3 * width), "proj": (width, width)}
     shapes |= {"up": (width, 4 * width), "down": (4 * width, width)}
     shapes = {name: (layers, *shape) for name, shape in shapes.items()}
@@ -23,9 +23,9 @@ def init(key, *, layers=3, width=128):
 
 
 def loss_fn(params, batch, key, spread=lambda x: x):
-    """Give the masked token loss and a penalty on all logits, each with its own denominator.
+    """Return the masked token loss and a penalty on all logits, with separate denominators.
 
-    `spread` is done to what goes from layer to layer: a sharding constraint, on a mesh.
+    `spread` is applied to the activations between layers, as a sharding constraint.
     """
     del key
     layers = {name: params[name] for name in ("qkv", "proj", "up", "down")}
@@ -49,7 +49,7 @@ def _normed(x):
 
 
 def make_batch(size):
-    """Draw random sequences, each masked from a random length on."""
+    """Draw random sequences, each masked after a random length."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCAB, (size, LENGTH + 1)).astype(np.int32)
     mask = np.arange(LENGTH) < rng.integers(1, LENGTH + 1, (size, 1))

@@ -1,12 +1,12 @@
-"""`fit` comes to a loss as soon as a loop by hand does, in jax and in other libraries.
+"""`fit` reaches a target loss as fast as a hand-written loop, and as other libraries.
 
-A byte-level GPT (`gpt`) learns Python's manual until the mean loss of ten steps is below a number:
-in a jitted loop by hand, through `fit`, in flax with clu, in Keras on jax, and in torch, eager and
-compiled; those that are not installed are left out. Model, initial weights, batches and AdamW are
-the same; before anything is timed, the losses of three steps have to agree. Each run is a process
-of its own, in turns. Time counts from when the data, the weights and the library are there: until
-the loss is reached, with all compiling, and, without it, as the time of a step after the first ten
-times the steps. The ratios are medians of those in a round.
+A byte-level GPT (`gpt`) learns Python's manual until the mean loss of ten steps is below a target:
+in a hand-written jitted loop, with `fit`, in flax with clu, in Keras on jax, and in torch, eager
+and compiled. Libraries that are not installed are skipped. Model, initial weights, batches and
+AdamW are the same, and the losses of the first three steps have to agree. Each run has a process of
+its own. Time starts when data, weights and libraries are loaded. It ends when the loss is reached,
+with compilation; and without it, it is the time of a step after the first ten times the number of
+steps. Ratios are medians over rounds.
 """
 
 import argparse
@@ -34,7 +34,7 @@ import stepfold as sf
 
 
 def by_hand(weights, batches, every, log):
-    """Train as one does with no library but optax: a jitted step, its memory donated."""
+    """Train with only jax and optax: a jitted step that donates its state."""
     tx = optax.adamw(gpt.RATE, **gpt.ADAMW)
     params = jax.tree.map(jnp.asarray, weights)
     opt_state, total = tx.init(params), jnp.zeros(())
@@ -78,7 +78,7 @@ WAYS = {  # what needs to be installed, and the loop
 
 
 def installed(names):
-    """Give those ways that can be run here, and say why others cannot."""
+    """Return the ways whose packages are installed, and print why others are skipped."""
     found = []
     for name in names:
         package = WAYS[name][0]
@@ -92,12 +92,12 @@ def installed(names):
 
 
 def run(name, steps, every, target):
-    """Train in this process, and give `(mean loss, seconds since the start)` at each log point."""
+    """Train in this process, and return `(mean loss, seconds)` of each log point."""
     package, way = WAYS[name]
     os.environ["KERAS_BACKEND"] = "jax"
-    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # jax keeps nothing on the disk either
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # jax has no cache on the disk either
     import_module(package)
-    if name == "fit":  # stepfold imports it when it is first used; the others import all they need
+    if name == "fit":  # stepfold imports it on first use
         import_module("clu.metrics")
     weights, batches, points = gpt.draw(), list(gpt.batches(steps)), []
     start = time.perf_counter()
@@ -119,7 +119,7 @@ def in_child(name, steps, every, target):
 
 
 def check_alike(found):
-    """Leave, if the first losses differ: the same weights' by 1e-5, those after updates by 1e-4."""
+    """Exit if the first losses differ: by 1e-5 before an update, and by 1e-4 after it."""
     wanted = [loss for loss, _ in found["by hand"][:3]]
     for name, points in found.items():
         for number, (loss, _) in enumerate(points[:3]):
@@ -131,7 +131,7 @@ def check_alike(found):
 
 
 def measure(names, rounds, steps, every, target):
-    """Train in each way in turns; a row each."""
+    """Train in each way in turns."""
     if every > 1:
         check_alike({name: in_child(name, 3, 1, 0.0) for name in names})
     times, order, last_round = {name: [] for name in names}, random.Random(0), {}
@@ -145,13 +145,13 @@ def measure(names, rounds, steps, every, target):
             each = (last - first) / (done - every)
             times[name].append((done, last, done * each, 1e3 * each))
             print(f"{name}: {done} steps in {last:.1f} s", flush=True)
-    if every == 1:  # the runs themselves show it
+    if every == 1:  # the runs themselves have all losses
         check_alike(last_round)
     return [row(name, times) for name in names]
 
 
 def row(name, times):
-    """Make a row of one way's rounds, against those of the loop by hand, and of `fit`."""
+    """Make the row of one way, relative to the hand-written loop and to `fit`."""
     found, package = times[name], WAYS[name][0]
     steps, whole, warm, each = (statistics.median(column) for column in zip(*found, strict=True))
 
@@ -172,7 +172,7 @@ def row(name, times):
 
 
 def judge(rows):
-    """Say what is claimed of the rows, each with what was measured and its limit."""
+    """Return the claims about the rows."""
     hand, fit = rows[:2]
     steps = max(row["steps"] for row in rows) - min(row["steps"] for row in rows)
     return [
@@ -188,9 +188,9 @@ def judge(rows):
 
 
 def main(argv=None):
-    """Measure, print the table and the claims, and return the rows."""
+    """Measure, print the tables and claims, and return the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three of them, for seconds")
+    parser.add_argument("--quick", action="store_true", help="three ways and one round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--target", type=float, default=2.7, help="the loss to come to")
     parser.add_argument("--way", choices=list(WAYS), help="train in this process, for JSON")

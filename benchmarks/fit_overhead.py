@@ -1,10 +1,10 @@
-"""`fit` with everything switched on costs what the bare jitted loop over the same batches costs.
+"""`fit` with every feature enabled costs as much as the bare jitted loop over the same batches.
 
-Everything is: progress, JSON lines, CSV and TensorBoard every ten steps, throughput, the stop at
-what is not finite, a watchdog, the report, and checkpoints that are armed but not due. Both run the
-same step on the same batches of numpy's in turns, and are timed from one pull of a batch to a later
-one, so that neither compiling nor the end counts. Beside them are other libraries' loops, where
-they are installed, and what the memory of the process grows by in a long run.
+The features are progress, JSON lines, CSV and TensorBoard every ten steps, throughput, the stop at
+a NaN or inf, a watchdog, the report, and checkpoints that are not due. Both loops run the same step
+on the same numpy batches in turns. They are timed from one batch to a later one, which excludes
+compilation and the end of the run. The tables also show loops of other libraries, if installed, and
+the growth of memory in a long run.
 """
 
 import argparse
@@ -30,7 +30,7 @@ WARM = 50
 
 
 def mlp():
-    """Make a step of some tens of microseconds."""
+    """Make a step that takes tens of microseconds."""
     rng = np.random.default_rng(0)
     batch = {
         "x": rng.normal(size=(64, 64)).astype(np.float32),
@@ -56,7 +56,7 @@ def transformer():
 
 
 def leaves(count=500):
-    """Make a step over many small arrays: with Adam's two, three times as many."""
+    """Make a step over many small arrays. Adam adds two for each."""
 
     def start(key):
         del key
@@ -72,19 +72,19 @@ def leaves(count=500):
 
 
 class Terminal(io.StringIO):
-    """A terminal that nobody looks at, for a bar to be drawn on."""
+    """A terminal that discards a progress bar."""
 
     def isatty(self):
-        """Say that it is one."""
+        """Return True."""
         return True
 
     def write(self, text):
-        """Forget what is drawn."""
+        """Discard the text."""
         return len(text)
 
 
 class Clock:
-    """Give the same batch again and again, and note when two of the pulls were."""
+    """Yield the same batch repeatedly, and record the time of two of the batches."""
 
     def __init__(self, batch, steps):
         self.batch, self.steps, self.pulled, self.marks = batch, steps, 0, []
@@ -101,11 +101,11 @@ class Clock:
         return self.batch
 
     def get_state(self):
-        """Give its position, which is asked for before a checkpoint."""
+        """Return the position."""
         return {"step": self.pulled}
 
     def set_state(self, state):
-        """Go to a position."""
+        """Set the position."""
         self.pulled = state["step"]
 
     def microseconds(self):
@@ -124,12 +124,12 @@ def bare(step, state, batches):
 
 
 def plain(step, state, batches, **options):
-    """Fold with `fit` alone."""
+    """Run `fit` without options."""
     sf.fit(step, state, batches, **options)
 
 
 def all_on(step, state, batches, **options):
-    """Fold with everything."""
+    """Run `fit` with every feature."""
     with tempfile.TemporaryDirectory() as folder:
         tensorboard = sf.async_writer(sf.tensorboard_writer(Path(folder) / "events"))
         hooks = [
@@ -158,7 +158,7 @@ WAYS = {
 
 
 def measure(model, steps, rounds, loops):
-    """Measure each way, and other libraries' loops, in turns; a row each."""
+    """Measure each loop in turns."""
     start, loss, batch = model()
     tx = optax.adam(1e-3)
     train = sf.make_train_step(loss, tx)
@@ -191,7 +191,7 @@ def measure(model, steps, rounds, loops):
 
 
 def grown(steps, since):
-    """Give the bytes by which the process grows in a long run, from a step on."""
+    """Return the growth of the process in bytes over a long run, after a first part."""
     start, loss, batch = mlp()
     tx = optax.sgd(1e-3)
     seen = {}
@@ -210,7 +210,7 @@ LIMITS = {"mlp": 1.0, "transformer": 1.01, "leaves": 1.01}
 
 
 def judge(rows):
-    """Say what is claimed of the rows, each with what was measured and its limit."""
+    """Return the claims about the rows."""
     found = {(row["model"], row["loop"]): row for row in rows if "loop" in row}
     claims = [
         Claim(f"wall time of fit with everything on, over the bare loop, {model}", over, limit)
@@ -229,11 +229,11 @@ def judge(rows):
 
 
 def main(argv=None):
-    """Measure, print the tables and the claims, and return the rows."""
+    """Measure, print the tables and claims, and return the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the small model, for seconds")
+    parser.add_argument("--quick", action="store_true", help="the small model and one round")
     quick = parser.parse_args(argv).quick
-    if quick:  # of the other libraries the first, which is imported already
+    if quick:  # only the first of the other libraries
         runs = [(mlp, 100, 1, dict(list(installed().items())[:1]))]
     else:
         runs = [(mlp, 4000, 9, installed()), (transformer, 120, 5, {}), (leaves, 250, 5, {})]

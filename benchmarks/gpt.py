@@ -1,4 +1,4 @@
-"""A small byte-level GPT in plain jax, its weights and its batches, for `end_to_end`."""
+"""A small byte-level GPT in plain jax, with weights and batches, for `end_to_end`."""
 
 import math
 from pydoc_data import topics
@@ -9,14 +9,14 @@ import numpy as np
 import optax
 
 LAYERS, WIDTH, HEADS, LENGTH, BATCH = 2, 128, 4, 64, 16
-# Keras adds epsilon before it corrects the second moment, and the others after: with one as small
-# as this all compute the same.
+# Keras adds epsilon before the bias correction of the second moment, and the others add it after.
+# With a small epsilon all results agree.
 ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-12, "weight_decay": 0.1}
 RATE = 3e-3
 
 
 def draw():
-    """Draw the weights, once for all libraries, as numpy's arrays."""
+    """Draw the weights for all libraries as numpy arrays."""
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -34,7 +34,7 @@ def draw():
 
 
 def batches(steps):
-    """Cut pieces out of Python's manual, the same ones each time."""
+    """Yield the same random pieces of Python's manual every time."""
     text = np.frombuffer("".join(topics.topics.values()).encode(), np.uint8)
     rng = np.random.default_rng(1)
     for _ in range(steps):
@@ -44,13 +44,13 @@ def batches(steps):
 
 
 def norm(x, scale):
-    """Take the mean away, and divide by the deviation."""
+    """Apply layer norm."""
     x = x - x.mean(-1, keepdims=True)
     return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
 
 
 def nll(params, batch):
-    """Give the loss of each byte, in jax."""
+    """Return the loss of each byte."""
     x = params["embed"][batch["x"]] + params["place"]
     for p in params["layers"]:
         qkv = norm(x, p["norm_in"]) @ p["qkv"]

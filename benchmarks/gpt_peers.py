@@ -1,7 +1,7 @@
-"""The model of `gpt` in other libraries' own layers and loops, as their documents write them.
+"""The model of `gpt` in the layers and loops of other libraries, as in their documentation.
 
-Each function is given the weights, the batches, how often to log, and a log: a function that is
-told the mean loss since it was told the last one, and says whether that is enough.
+Each function takes the weights, the batches, the steps between logs, and `log`: a function of the
+mean loss since its last call that returns whether to stop.
 """
 
 from functools import partial
@@ -11,7 +11,7 @@ from gpt import ADAMW, BATCH, HEADS, LAYERS, LENGTH, RATE, WIDTH
 
 
 def flax_and_clu(weights, batches, every, log):
-    """Train as flax's tutorials do: a `TrainState`, a jitted step, metrics merged after each."""
+    """Train as in the tutorials of flax: a `TrainState`, and metrics merged after each step."""
     import flax.linen as nn
     import flax.struct
     import optax
@@ -76,7 +76,7 @@ def flax_and_clu(weights, batches, every, log):
 
 
 def keras_on_jax(weights, batches, every, log):
-    """Train with Keras's `fit`, an epoch from log to log."""
+    """Train with `fit` of Keras, with one epoch per log."""
     import keras
     from keras import layers, ops
 
@@ -132,16 +132,16 @@ def keras_on_jax(weights, batches, every, log):
 
 
 def gelu(x):
-    """Give Keras's, as the others approximate it."""
+    """Use the approximation that the others use."""
     import keras
 
     return keras.ops.gelu(x, approximate=True)
 
 
 def torch_loop(weights, batches, every, log, *, compiled=False):
-    """Train as torch's tutorials do, with its fused AdamW."""
+    """Train as in the tutorials of torch, with its fused AdamW."""
     import torch
-    import torch.nn.functional as F  # noqa: N812  as everybody calls it
+    import torch.nn.functional as F  # noqa: N812  the usual name
     from torch import nn
 
     dense = partial(nn.Linear, bias=False)

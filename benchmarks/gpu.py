@@ -1,18 +1,16 @@
-"""A decoder of a billion parameters keeps an accelerator busy, in the memory that was predicted.
+"""A decoder of a billion parameters uses an accelerator well, within the predicted memory.
 
-A transformer in bfloat16, its layers scanned and computed again in the backward pass, takes batches
-in microbatches, with cuDNN's fused attention on a GPU of NVIDIA's that has it, its state cut over
-all devices; and then without each of these in turn, every case in a process of its own, since a
-device counts its most memory from the start of one. Without an accelerator the model is tiny, and
-nothing is claimed of speed; a CPU counts no memory, so that "taken" is "-" there.
+A transformer in bfloat16 with scanned layers and rematerialization takes batches in microbatches,
+with fused cuDNN attention on NVIDIA GPUs that support it, and its state sharded over all devices;
+then without each of these in turn. Every case runs in a process of its own, since a device counts
+its peak memory from the start of a process. Without an accelerator the model is tiny, and there are
+no claims about speed. A CPU does not count memory, so "taken" is "-" there.
 
-Arithmetic is counted by hand: for each token 6 operations a parameter that is multiplied (all but
-the embedding), and for attention 6 a layer, a position and a channel, which is half of 12, since a
-causal mask leaves half. What is computed twice to save memory is not counted. The MFU is this over
-what the devices could do in the time, taken from a product of bfloat16 matrices that is timed in
-the same process. Beside it, over the same, are the products in the compiled program, loops as often
-as they run: these have attention whole, and the layers twice, but not what cuDNN computes. XLA's
-own count, which has a loop's body once, is left to `cost_analysis`.
+FLOPs are counted by hand: per token 6 for each parameter of a product (all but the embedding), and
+for attention 6 for each layer, position and channel, half of 12 because of the causal mask.
+Recomputation does not count. The MFU divides this by the peak, which is measured with products of
+bfloat16 matrices in the same process. "dots/by hand" counts the products of the compiled program,
+with loops as often as they run: it includes full attention and recomputation, but not cuDNN calls.
 """
 
 import argparse
@@ -44,7 +42,7 @@ class Size(NamedTuple):
     vocab: int
     rows: int
     product: int
-    steps: int  # in each of the blocks that are timed
+    steps: int  # in each timed block
 
 
 LARGE = Size(18, 2048, 16, 2048, 32_768, rows=32, product=8192, steps=5)
@@ -58,7 +56,7 @@ CASES = {
 
 
 def init(size, key):
-    """Draw the parameters, those of the layers stacked."""
+    """Initialize the parameters, with stacked layers."""
     wide = size.width
     shapes = {"qkv": (wide, 3 * wide), "proj": (wide, wide)}
     shapes |= {"up": (wide, 4 * wide), "down": (4 * wide, wide)}
@@ -69,7 +67,7 @@ def init(size, key):
 
 
 def loss_fn(size, remat, attention, params, batch, key):
-    """Give the loss of each next token."""
+    """Return the loss of next-token prediction."""
     del key
 
     def layer(x, p):
@@ -87,25 +85,25 @@ def loss_fn(size, remat, attention, params, batch, key):
 
 
 def normed(x):
-    """Divide by the root of the mean square, which is taken in float32."""
+    """Apply RMS norm, with the mean square in float32."""
     square = jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True)
     return x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype)
 
 
 def flops(size, tokens):
-    """Count the operations of a step by hand, as said above."""
+    """Count the FLOPs of a step by hand, as described above."""
     products = 12 * size.width**2 * size.layers + size.width * size.vocab
     return tokens * (6 * products + 6 * size.layers * size.length * size.width)
 
 
 def fused_on(device):
-    """Name cuDNN's attention where it can be had: on GPUs of NVIDIA's, from Ampere on."""
+    """Return the fused attention of the device: cuDNN on NVIDIA GPUs since Ampere."""
     nvidia = device.platform == "gpu" and "cuda" in device.client.platform_version
     return "cudnn" if nvidia and float(device.compute_capability) >= 8 else None
 
 
 def peak_of(device, width, times=8, rounds=7):
-    """Time products of bfloat16 matrices on one device, and give the operations a second."""
+    """Time products of bfloat16 matrices on one device, and return FLOPs per second."""
     rng = np.random.default_rng(0)
     matrix = rng.normal(size=(width, width)).astype(np.float32) / math.sqrt(width)
     matrix = jax.device_put(jnp.asarray(matrix, jnp.bfloat16), device)
@@ -124,7 +122,7 @@ def peak_of(device, width, times=8, rounds=7):
 
 
 def timed(step, state, batch, steps, blocks=5):
-    """Give the seconds of a step, the median of some blocks, after two that are not timed."""
+    """Return the median seconds of a step over blocks, after two steps of warm-up."""
     for _ in range(2):
         state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics))
@@ -139,7 +137,7 @@ def timed(step, state, batch, steps, blocks=5):
 
 
 def measure(name, quick=False):
-    """Compile and run one case in this process; a row."""
+    """Compile and run one case in this process."""
     device, count = jax.devices()[0], jax.device_count()
     size = TINY if quick or device.platform == "cpu" else LARGE
     options = {"accumulate": 4, "remat": True, "fused": True} | CASES[name]
@@ -193,7 +191,7 @@ def in_child(name):
 
 
 def judge(rows):
-    """Say what is claimed of the rows, each with what was measured and its limit."""
+    """Return the claims about the rows."""
     found = {row["case"]: row for row in rows}
     whole = found["everything"]
     claims = [
@@ -218,7 +216,7 @@ def judge(rows):
 
 
 def main(argv=None):
-    """Measure, print the table and the claims, and return the rows."""
+    """Measure, print the tables and claims, and return the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="three cases in this process")
     parser.add_argument("--case", choices=list(CASES), help="run one case here, for JSON")
@@ -226,7 +224,7 @@ def main(argv=None):
     if options.case:
         print(json.dumps(measure(options.case)))
         return None
-    if options.quick:  # what is counted stays the same, and compiles in half the time
+    if options.quick:  # the counted numbers stay the same, and compiling takes half the time
         jax.config.update("jax_disable_most_optimizations", True)
         rows = [measure(name, quick=True) for name in list(CASES)[:3]]
     else:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: taking turns, what a claim is, and saying what was found."""
+"""Time functions in turns, judge claims, print tables, and read the memory of the process."""
 
 import itertools
 import random
@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 
 class Claim(NamedTuple):
-    """What is said, and whether it is so.
+    """A measured number and its limit.
 
     Attributes:
-      what: the claim, in words.
-      measured: the number that was measured.
+      what: the claim in words.
+      measured: the measured number.
       limit: the largest number for which the claim holds.
-      clock: whether it hangs on the clock, which a busy machine upsets. Any other has to hold
-        wherever it is measured.
+      clock: whether the number depends on time, and so on the load of the machine. Other claims
+        have to hold on every machine.
     """
 
     what: str
@@ -26,22 +26,22 @@ class Claim(NamedTuple):
 
     @property
     def verdict(self):
-        """Say whether it holds."""
+        """Whether the claim holds."""
         if self.measured <= self.limit:
             return "holds"
         return "does not hold by this clock" if self.clock else "does not hold"
 
 
 def take_turns(runs, rounds, *, warm=True):
-    """Time functions against each other, each once a round, in an order that is drawn anew.
+    """Time functions in turns: in each round, each one once, in a random order.
 
     Args:
       runs: functions without arguments, by name.
-      rounds: how often each runs.
-      warm: whether each runs once before that, and is not timed.
+      rounds: the number of timed runs of each function.
+      warm: whether each runs once before that, without being timed.
 
     Returns:
-      For each name a list of `(CPU seconds of the whole process, wall seconds)`, one a round.
+      For each name a list of `(CPU seconds of the process, wall seconds)`, one per round.
     """
     times = {name: [] for name in runs}
     for run in runs.values() if warm else ():
@@ -57,16 +57,16 @@ def take_turns(runs, rounds, *, warm=True):
 
 
 def ratios(these, those):
-    """Give the medians of CPU and of wall time's ratios, each taken within one round."""
+    """Return the medians over rounds of the ratios of CPU time and of wall time."""
     pairs = list(zip(these, those, strict=True))
     return [statistics.median(a[i] / b[i] for a, b in pairs) for i in (0, 1)]
 
 
 def show(rows, claims):
-    """Print rows as tables, and below them each claim with whether it holds.
+    """Print rows as tables, and below them the verdict of each claim.
 
     Args:
-      rows: dicts. Those with the same keys one after the other become one table.
+      rows: dicts. Consecutive rows with the same keys become one table.
       claims: `Claim`s of these rows.
     """
     for columns, alike in itertools.groupby(rows, key=tuple):
@@ -80,13 +80,13 @@ def show(rows, claims):
 
 
 def resident():
-    """Read how many bytes are resident, and let the most that were so begin here."""
+    """Return the resident bytes, and reset their maximum."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
 def most_resident():
-    """Read how many bytes were resident at most, since `resident` was called."""
+    """Return the maximum of resident bytes since `resident` was called."""
     return _status("VmHWM")
 
 

@@ -1,8 +1,8 @@
-"""The peak that a report predicts is what a step then takes, and a cut state is 1/n of the whole.
+"""The predicted peak memory is what a step uses, and a sharded state takes 1/n per device.
 
-Each model takes one step in a process of its own. Where the backend counts its memory, that is
-compared; on a CPU it is how much the process grows at most from before the state was there. Beside
-it: what one of 8 virtual devices holds of the state under `sf.fsdp()`, over an eighth of it.
+Each model takes one step in a process of its own. If the backend counts its memory, that number is
+compared; on CPU it is the largest growth of the process since before the state was created. The
+table also shows the state on one of 8 virtual devices under `sf.fsdp()`, relative to an eighth.
 """
 
 import argparse
@@ -32,7 +32,7 @@ WIDE = "one wide layer"
 
 
 def make(name):
-    """Give a model's step, its abstract state, the function that makes it, and a batch."""
+    """Return the step of a model, a function that makes its state, and a batch."""
     tx = optax.adamw(1e-3)
     if name == WIDE:
         start, batch = _wide_init, np.ones((256, 4096), np.float32)
@@ -42,7 +42,7 @@ def make(name):
         start = partial(init, layers=layers, width=width)
         batch, step = make_batch(size), sf.make_train_step(loss_fn, tx, **options)
 
-    def zeros():  # drawing random numbers would need more memory than the step
+    def zeros():  # random numbers would need more memory than the step
         shape = jax.eval_shape(start, jax.random.key(0))
         params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shape)
         return sf.init_state(params, tx, jax.random.key(0))
@@ -60,14 +60,14 @@ def _wide_loss(params, batch, key):
 
 
 def in_process(name):
-    """Take one step, and give what was predicted and what it took, in bytes."""
+    """Take one step, and return the predicted and the used memory in bytes."""
     step, zeros, batch = make(name)
     device = jax.devices()[0]
-    born = jax.jit(zeros).lower().compile()
+    make_state = jax.jit(zeros).lower().compile()
     compiled = sf.compile_step(step, jax.eval_shape(zeros), batch)
     memory = sf.describe(compiled, None, None).memory
     before, counted = resident(), device.memory_stats()
-    state = born()
+    state = make_state()
     made = jax.block_until_ready(compiled(state, batch))
     if counted:
         taken = device.memory_stats()["peak_bytes_in_use"] - counted["bytes_in_use"]
@@ -78,8 +78,8 @@ def in_process(name):
     return parts | {"taken": taken}
 
 
-def cut(name):
-    """Give what a device holds of a state that is born cut, over its even share of the whole."""
+def shard(name):
+    """Return the bytes of a sharded state on a device, relative to an even share."""
     _, zeros, _ = make(name)
     mesh, shape = sf.make_mesh((1, -1, 1, 1)), jax.eval_shape(zeros)
     plan = sf.make_sharding(shape, mesh)
@@ -90,7 +90,7 @@ def cut(name):
 
 
 def measure(quick):
-    """Run each model in a process of its own; a row each."""
+    """Run each model in a process of its own."""
     rows = []
     for name in ["decoder", WIDE] if quick else [*DECODERS, WIDE]:
         command = [sys.executable, __file__, f"--model={name}"]
@@ -103,7 +103,7 @@ def measure(quick):
 
 
 def judge(rows):
-    """Say what is claimed of the rows, each with what was measured and its limit."""
+    """Return the claims about the rows."""
     most = {key: max(row[key] for row in rows) for key in ("taken/peak", "state/ideal")}
     least = min(row["taken/peak"] for row in rows)
     claims = {
@@ -115,14 +115,14 @@ def judge(rows):
 
 
 def main(argv=None):
-    """Measure, print the table and the claims, and return the rows."""
+    """Measure, print the tables and claims, and return the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two small models, for seconds")
+    parser.add_argument("--quick", action="store_true", help="two small models")
     parser.add_argument("--model", help="measure one model in this process, as JSON")
     options = parser.parse_args(argv)
     if options.model:
         jax.config.update("jax_num_cpu_devices", 8)
-        print(json.dumps([in_process(options.model), cut(options.model)]))
+        print(json.dumps([in_process(options.model), shard(options.model)]))
         return None
     rows = measure(options.quick)
     show(rows, judge(rows))

@@ -1,6 +1,6 @@
-"""Other libraries' loops over the model of `fit_overhead`, as their own documents write them.
+"""Loops of other libraries over the model of `fit_overhead`, as in their documentation.
 
-Those that are not installed are left out: `pip install keras` adds Keras; flax comes with clu.
+Libraries that are not installed are skipped.
 """
 
 import os
@@ -24,7 +24,7 @@ class Metrics(clu.Collection):
 
 
 def flax_and_clu(init, batches):
-    """Fold as flax's tutorials do: a jitted step, and metrics that are merged after each."""
+    """Train as in the tutorials of flax: a jitted step, and metrics merged after each."""
 
     def apply_fn(params, x):
         return jax.nn.relu(x @ params["a"]) @ params["b"]
@@ -53,7 +53,7 @@ def flax_and_clu(init, batches):
 
 
 def keras_on_jax(init, batches):
-    """Fold with Keras's `fit`, its bar switched off."""
+    """Train with `fit` of Keras, without its progress bar."""
     os.environ["KERAS_BACKEND"] = "jax"
     import keras
 
@@ -74,7 +74,7 @@ def keras_on_jax(init, batches):
 
 
 def installed():
-    """Give the loops by name and version, those that can be run here."""
+    """Return the loops of installed libraries by name and version."""
     found = {f"flax {version('flax')} + clu": flax_and_clu}
     if find_spec("keras") is not None:
         found[f"Keras {version('keras')}"] = keras_on_jax

@@ -1,7 +1,7 @@
-"""Importing costs little more than jax and optax do.
+"""Importing stepfold costs little more than importing jax and optax.
 
-Each import is that of a process of its own, in turns; that with clu is there to show what is put
-off until the first metric is made. All of it is CPU time.
+Each import has a process of its own, in turns. The import with clu shows the part that is
+deferred until the first metric is created. All times are CPU times.
 """
 
 import argparse
@@ -23,9 +23,9 @@ IMPORTS = {
 
 
 def imported(code):
-    """Import in a process of its own; give the CPU seconds that it took."""
+    """Import in a process of its own, and return its CPU seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # As everywhere else, what Python has read once it need not read again.
+    # Bytecode is cached, as usual.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -33,7 +33,7 @@ def imported(code):
 
 
 def measure(names, rounds):
-    """Import in turns; return a row for each way."""
+    """Measure each import in turns."""
     order = random.Random(0)
     imported(IMPORTS[names[-1]])
     turns = [
@@ -51,7 +51,7 @@ def measure(names, rounds):
 
 
 def judge(rows):
-    """Say what is claimed of the rows, each with what was measured and its limit."""
+    """Return the claims about the rows."""
     return [
         (f"CPU time of import {row['import']}, over jax and optax", row["over the first"], 1.2)
         for row in rows
@@ -60,9 +60,9 @@ def judge(rows):
 
 
 def main(argv=None):
-    """Measure, print the table and the claims, and return the rows."""
+    """Measure, print the tables and claims, and return the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a round of some, for seconds")
+    parser.add_argument("--quick", action="store_true", help="one round of two imports")
     quick = parser.parse_args(argv).quick
     names = list(IMPORTS)
     rows = measure(names[:2], 1) if quick else measure(names, 15)

@@ -1,11 +1,11 @@
-"""A train step costs the host no more than one written by hand.
+"""A train step costs the host no more than a hand-written step.
 
 The same model and optimizer (many tiny leaves, `optax.adamw`) in the same container, with the
 state donated: through `make_train_step`, called by `jax.jit` and by `compile_step`, and by hand,
 returning loss and gradient norm as the same metrics, as plain totals and weights, or as bare
-scalars, which cannot be merged exactly. One state passes from step to step, so that its place in
-memory favours none; and since what is compiled first runs up to some percent faster, each step is
-there twice, in the order a b c d e e d c b a, and counts with the mean. Times are per step, over
+scalars, which cannot be merged exactly. All steps share one state, so that its address in
+memory favors none. Programs that are compiled earlier run a few percent faster, so each step occurs
+twice, in the order a b c d e e d c b a, and counts with the mean. Times are per step, over
 blocks of steps, the ratios medians of those in a round; the ratio of the two copies shows how far
 to trust them.
 """
@@ -27,13 +27,13 @@ WIDTH, EXAMPLES = 8, 8
 
 
 def squares(params, batch):
-    """Give each example's squared error, with every leaf a unit of one layer."""
+    """Return the squared error of each example. Every leaf is a unit of one layer."""
     units = jnp.tanh(batch["x"] @ jnp.stack(params).T)
     return (units.mean(-1) - batch["y"]) ** 2
 
 
 def by_hand(tx, report):
-    """Write the step out, as one would without a library."""
+    """Make a step without a library."""
 
     def step(state, batch):
         def loss(params):
@@ -54,18 +54,18 @@ def scalars(loss, norm):
 
 
 def averages(loss, norm):
-    """Report the metrics that our step reports."""
+    """Report the same metrics as stepfold."""
     return {name: Average(**parts) for name, parts in totals(loss, norm).items()}
 
 
 def totals(loss, norm):
-    """Report what can be merged exactly over steps: totals, and the weights that they have."""
+    """Report totals and weights, which can be merged exactly over steps."""
     loss = {"total": loss * EXAMPLES, "count": jnp.full((), EXAMPLES, jnp.float32)}
     return {"loss": loss, "grad_norm": {"total": norm, "count": jnp.ones(())}}
 
 
 def measure(leaves, rounds, block):
-    """Measure our step on a state of about so many leaves against the others, a row each."""
+    """Measure all steps on a state with about this number of leaves."""
     tx, rng = optax.adamw(1e-3), np.random.default_rng(0)
     params = [rng.normal(size=WIDTH).astype(np.float32) for _ in range(round(leaves / 3) - 1)]
     x = rng.normal(size=(EXAMPLES, WIDTH)).astype(np.float32)
@@ -119,7 +119,7 @@ def _fold(step, held, batch, times):
 
 
 def _built(name, step, state, batch):
-    """Compile a step, and give what is called, and the FLOPs of it."""
+    """Compile a step, and return the callable and its FLOPs."""
     if name.endswith("compile_step"):
         step = sf.compile_step(step, state, batch)
         return step, step.compiled.cost_analysis()["flops"]
@@ -128,7 +128,7 @@ def _built(name, step, state, batch):
 
 
 def _python_calls(step, held, batch):
-    """Count the Python functions that one call runs once compiled, the least of a few times."""
+    """Count the Python function calls of one compiled call, the minimum of a few runs."""
     counts = []
     for _ in range(5):
         seen = []
@@ -142,7 +142,7 @@ def _python_calls(step, held, batch):
 
 
 def judge(rows):
-    """Say what is claimed of the rows, each with what was measured and its limit."""
+    """Return the claims about the rows."""
     others = [row for row in rows if row["step"].startswith("by hand")]
     flops = max(row["FLOPs, ours/it"] for row in others)
     claims = [Claim("FLOPs against a step by hand", flops, 1.001, clock=False)]
@@ -157,9 +157,9 @@ def judge(rows):
 
 
 def main(argv=None):
-    """Measure, print the table and the claims, and return the rows."""
+    """Measure, print the tables and claims, and return the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few leaves and rounds, for seconds")
+    parser.add_argument("--quick", action="store_true", help="few leaves and rounds")
     quick = parser.parse_args(argv).quick
     sizes = [(20, 1, 20)] if quick else [(20, 100, 300), (1_500, 30, 4)]
     rows = [row for size in sizes for row in measure(*size)]

@@ -34,7 +34,7 @@ DEFAULTS = {
 
 
 def init(key):
-    """Make the parameters of a network with one hidden layer."""
+    """Initialize a network with one hidden layer."""
     keys = jax.random.split(key)
     glorot = jax.nn.initializers.glorot_uniform()
     return {
@@ -74,7 +74,7 @@ def main(*words):
     digits = load_digits()
     data = {"image": np.float32(digits.data / 16), "label": np.int32(digits.target)}
     rows = np.split(np.random.default_rng(0).permutation(len(digits.target)), [1437])
-    train, test = ({name: values[some] for name, values in data.items()} for some in rows)
+    train, test = ({name: values[split] for name, values in data.items()} for split in rows)
 
     trainer = Trainer(
         parse(words),

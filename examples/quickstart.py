@@ -1,7 +1,7 @@
-"""Train a classifier of handwritten digits with `fit`: a bar, evaluations, checkpoints, metrics.
+"""Train a classifier of handwritten digits with `fit`: progress, evaluation, checkpoints, metrics.
 
-Run it with `python examples/quickstart.py`; it takes some seconds on two cores. Interrupt it, and
-run it again. What it prints and keeps is in `runs/digits`, or in the folder given.
+Run it with `python examples/quickstart.py`; it takes a few seconds on two cores. Interrupt it and
+run it again to see it resume. It writes to `runs/digits`, or to the directory given.
 """
 
 import sys
@@ -18,7 +18,7 @@ HIDDEN, BATCH, EPOCHS = 256, 128, 40
 
 
 def init(key):
-    """Make the parameters of a network with one hidden layer."""
+    """Initialize a network with one hidden layer."""
     keys = jax.random.split(key)
     glorot = jax.nn.initializers.glorot_uniform()
     return {
@@ -28,7 +28,7 @@ def init(key):
 
 
 def loss_fn(params, batch, key, *, dropout=0.0):
-    """Take the masked mean of the cross-entropy, and of what is right as the accuracy."""
+    """Return the masked mean of the cross-entropy, with the accuracy as a metric."""
     hidden = jax.nn.relu(batch["image"] @ params["hidden"]["w"] + params["hidden"]["b"])
     kept = jax.random.bernoulli(key, 1 - dropout, hidden.shape)
     logits = (hidden * kept / (1 - dropout)) @ params["output"]["w"] + params["output"]["b"]
@@ -38,13 +38,13 @@ def loss_fn(params, batch, key, *, dropout=0.0):
 
 
 def smooth_step(loss):
-    """Make a step that measures the average of the parameters, which the optimizer keeps."""
+    """Make a step that evaluates the moving average of the parameters."""
     measure = sf.make_eval_step(loss)
     return lambda state, batch: measure(state._replace(params=sf.get_ema(state)), batch)
 
 
-def tell(event):
-    """Print what an evaluation found: a hook is a function of an event."""
+def print_evaluation(event):
+    """Print the metrics of an evaluation. A hook is a function of an event."""
     if "test/loss" in event.metrics:
         loss, accuracy = (event.metrics[f"test/{name}"] for name in ("loss", "accuracy"))
         print(
@@ -53,19 +53,19 @@ def tell(event):
 
 
 def main(run_dir="runs/digits"):
-    """Train, evaluate and save; interrupted, or killed, and run again, it goes on where it was."""
+    """Train, evaluate and save, or resume after an interrupt or a kill."""
     digits = load_digits()
     data = {"image": np.float32(digits.data / 16), "label": np.int32(digits.target)}
     rows = np.split(np.random.default_rng(0).permutation(len(digits.target)), [1437])
-    train, test = ({name: values[some] for name, values in data.items()} for some in rows)
+    train, test = ({name: values[split] for name, values in data.items()} for split in rows)
 
     batches = sf.batches(train, BATCH, seed=0, epochs=EPOCHS, remainder="pad")
     tx = optax.adamw(optax.cosine_decay_schedule(3e-3, len(batches)))
     tx = sf.ema_params(tx, decay=0.99)
-    dropping = lambda *args: loss_fn(*args, dropout=0.2)
+    train_loss = lambda *args: loss_fn(*args, dropout=0.2)
 
     result = sf.fit(
-        sf.make_train_step(dropping, tx, accumulate=2),
+        sf.make_train_step(train_loss, tx, accumulate=2),
         sf.init_state(init, tx, jax.random.key(0)),
         batches,
         run_dir=run_dir,
@@ -76,9 +76,9 @@ def main(run_dir="runs/digits"):
             name="test",
         ),
         checkpoints=sf.Checkpoints(every_epochs=5, keep=2, best="test/accuracy", mode="max"),
-        hooks=[sf.progress(), tell],
+        hooks=[sf.progress(), print_evaluation],
     )
-    print(f"{result.stop_reason}; look at {run_dir}/report.html")
+    print(f"{result.stop_reason}; see {run_dir}/report.html")
 
 
 if __name__ == "__main__":

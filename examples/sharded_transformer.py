@@ -1,11 +1,13 @@
-"""A byte-level transformer, cut over eight devices by four rules, read before it runs.
+"""Shard a byte-level transformer over eight devices with four rules, and inspect its step.
 
-It trains on Python's own manual, on eight virtual devices of the CPU; the same lines run on eight
-real ones. Parameters are cut over "fsdp" (every device has a part) and over "tp" (each device
-computes its part of every layer), and activations over the examples and "tp", by one constraint.
+It trains on Python's own manual, on eight virtual CPU devices; the same code runs on eight real
+devices. Parameters are sharded over "fsdp" (each device stores a part) and over "tp" (each device
+computes a part of every layer). One constraint shards activations over examples. The number of
+steps can be given: `python examples/sharded_transformer.py 100`.
 """
 
 import math
+import sys
 from functools import partial
 from pydoc_data import topics
 
@@ -21,14 +23,14 @@ LAYERS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 4, 128, 4, 128, 32, 40
 
 RULES = [
     ("embed", P("tp", None)),
-    ("(query|key|value|up)$", P(None, "fsdp", "tp")),  # the leading axis counts the layers
+    ("(query|key|value|up)$", P(None, "fsdp", "tp")),  # the leading axis is that of the layers
     ("(out|down)$", P(None, "tp", "fsdp")),
-    sf.fsdp(),  # the rest: norms are too small to be worth cutting
+    sf.fsdp(),  # all others; norms are below its minimum size and stay replicated
 ]
 
 
 def init(key):
-    """Draw the parameters, those of the layers stacked along a leading axis."""
+    """Initialize the parameters, with those of the layers stacked along a leading axis."""
 
     def normal(key, *shape):
         return jax.random.normal(key, shape) / math.sqrt(shape[-2])
@@ -43,29 +45,29 @@ def init(key):
 
 
 def norm(x, scale):
-    """Divide by the root of the mean square."""
+    """Apply RMS norm."""
     return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
 
 
-def layer(spread, x, w):
-    """Attend, and then compute, each added to what came in."""
+def layer(constrain, x, w):
+    """Apply attention and an MLP, both with residual connections."""
     split = (*x.shape[:2], HEADS, WIDTH // HEADS)
     h = norm(x, w["norm_in"])
     q, k, v = ((h @ w[name]).reshape(split) for name in ("query", "key", "value"))
     x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ w["out"]
     x = x + jax.nn.gelu(norm(x, w["norm_mid"]) @ w["up"]) @ w["down"]
-    return spread(x), None
+    return constrain(x), None
 
 
 def make_loss(mesh):
-    """Give the loss of predicting each next byte, with activations that stay spread by rows."""
-    place = jax.sharding.NamedSharding(mesh, P(("dp", "fsdp"), None, None))
-    spread = partial(jax.lax.with_sharding_constraint, shardings=place)
+    """Make the loss of next-byte prediction, with activations sharded over examples."""
+    sharding = jax.sharding.NamedSharding(mesh, P(("dp", "fsdp"), None, None))
+    constrain = partial(jax.lax.with_sharding_constraint, shardings=sharding)
 
     def loss_fn(params, batch, key):
         del key
-        x = spread(params["embed"][batch["text"]])
-        x, _ = jax.lax.scan(partial(layer, spread), x, params["layers"])
+        x = constrain(params["embed"][batch["text"]])
+        x, _ = jax.lax.scan(partial(layer, constrain), x, params["layers"])
         logits, targets = (x @ params["embed"].T)[:, :-1], batch["text"][:, 1:]
         return sf.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 
@@ -73,7 +75,7 @@ def make_loss(mesh):
 
 
 def batches(seed):
-    """Cut pieces of one length out of Python's manual, for ever."""
+    """Draw random pieces of Python's manual forever."""
     text = np.frombuffer("".join(topics.topics.values()).encode(), np.uint8)
     rng = np.random.default_rng(seed)
     while True:
@@ -81,8 +83,8 @@ def batches(seed):
         yield {"text": text[starts[:, None] + np.arange(LENGTH)].astype(np.int32)}
 
 
-def main():
-    """Plan, read the step, and train."""
+def main(steps=STEPS):
+    """Plan, inspect the step, and train."""
     if jax.config.jax_num_cpu_devices < 2:
         jax.config.update("jax_num_cpu_devices", 8)
     mesh = sf.make_mesh((1, -1, 2, 1))
@@ -96,15 +98,15 @@ def main():
     batch = sf.shard_batch(next(data), mesh)
     print(sf.describe(step, shape, batch, sharding=plan, tokens=BATCH * LENGTH), "\n")
 
-    state = sf.init_state(init, tx, jax.random.key(0), sharding=plan)  # never whole on a device
+    state = sf.init_state(init, tx, jax.random.key(0), sharding=plan)  # created sharded
     step = sf.compile_step(step, state, batch)
-    for i in range(STEPS):
+    for i in range(steps):
         state, metrics = step(state, sf.shard_batch(next(data), mesh))
-        loss = float(metrics["loss"].compute())  # waits: virtual devices share few threads
-        if i % 10 == 0 or i == STEPS - 1:
+        loss = float(metrics["loss"].compute())  # waits, since virtual devices share few threads
+        if i % 10 == 0 or i == steps - 1:
             print(f"step {i:3}  loss {loss:.3f}")
     return loss
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

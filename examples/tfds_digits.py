@@ -1,7 +1,7 @@
-"""Write a dataset of tensorflow_datasets, read it at once, and train on it, without TensorFlow.
+"""Prepare a dataset of tensorflow_datasets, and train on it without TensorFlow.
 
-Run it with `python examples/tfds_digits.py`; it takes some seconds on two cores. Any dataset of
-the catalogue is read in the same way, once it was prepared with `file_format="array_record"`.
+Run it with `python examples/tfds_digits.py`; it takes a few seconds on two cores. Any dataset of
+the catalog is read in the same way if it was prepared with `file_format="array_record"`.
 """
 
 import sys
@@ -20,7 +20,7 @@ BATCH, EPOCHS = 128, 40
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-    """The 1,797 handwritten digits that scikit-learn brings along."""
+    """The 1,797 handwritten digits of scikit-learn."""
 
     VERSION = tfds.core.Version("1.0.0")
 
@@ -40,13 +40,13 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
 
 def noisy(example, rng):
-    """Add noise that follows from the seed, the epoch and the example's index alone."""
+    """Add noise that depends only on the seed, the epoch and the index of the example."""
     noise = rng.normal(scale=0.1, size=(8, 8)).astype(np.float32)
     return {**example, "image": example["image"] + noise}
 
 
 def init(key):
-    """Make the parameters of a network with one hidden layer."""
+    """Initialize a network with one hidden layer."""
     keys = jax.random.split(key)
     glorot = jax.nn.initializers.glorot_uniform()
     return {
@@ -56,7 +56,7 @@ def init(key):
 
 
 def loss_fn(params, batch, key):
-    """Take the mean of the cross-entropy over the digits that are no filling."""
+    """Return the mean of the cross-entropy over rows that are not padding."""
     del key
     image = batch["image"].reshape(len(batch["image"]), 64)
     hidden = jax.nn.relu(image @ params["hidden"]["w"] + params["hidden"]["b"])
@@ -67,7 +67,7 @@ def loss_fn(params, batch, key):
 
 
 def main():
-    """Prepare once, train in another order each epoch, and measure on every digit of the test."""
+    """Prepare the dataset, train in a new order each epoch, and evaluate on every test digit."""
     with tempfile.TemporaryDirectory() as folder:
         Digits(data_dir=folder, file_format="array_record").download_and_prepare()
         train = sf.tfds_source("digits", "train", data_dir=folder)
