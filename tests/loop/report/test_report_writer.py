@@ -151,7 +151,8 @@ def test_a_run_that_goes_back_does_not_write_while_its_thread_writes(tmp_path, m
         writer.end_attempt(step, None)
         writer.open(step, 20)
     writer.finish(20, COMPLETED)
-    assert overlaps and not any(overlaps)
+    assert overlaps
+    assert not any(overlaps)
     assert [attempt["from"] for attempt in attempts(tmp_path)] == [0, 1, 2, 3, 4]
 
 
