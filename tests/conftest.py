@@ -17,6 +17,9 @@ SLOW = ("test_examples.py", "test_benchmarks.py")
 # A process that a shell starts in the background ignores SIGINT, and so do its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# XLA aborts if a collective waits longer than this for a virtual device, by default 40 s, which a
+# loaded machine may need.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=600")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

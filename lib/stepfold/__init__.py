@@ -60,6 +60,7 @@ from stepfold.loop.writers.tensorboard import tensorboard_writer
 from stepfold.loop.writers.wandb import wandb_writer
 from stepfold.sharding.distributed import start_distributed
 from stepfold.sharding.mesh import make_mesh
+from stepfold.sharding.ordered import clip_by_ordered_norm, ordered, ordered_norm
 from stepfold.sharding.place import place, shard_batch
 from stepfold.sharding.plan import fsdp, make_sharding, sharding_table
 from stepfold.sharding.reduce import reduce_once
@@ -97,6 +98,7 @@ __all__ = [
     "block_diagonal_mask",
     "callback",
     "check_step",
+    "clip_by_ordered_norm",
     "collate",
     "compile_step",
     "console_writer",
@@ -127,6 +129,8 @@ __all__ = [
     "multi_writer",
     "observe",
     "only_warn",
+    "ordered",
+    "ordered_norm",
     "pack",
     "parameter_table",
     "place",

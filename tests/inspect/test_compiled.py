@@ -1025,3 +1025,26 @@ def test_without_its_caches_jax_runs_what_was_compiled(mesh, compiles):
     seen = step(state, batch)[1]
     assert compiles == []
     chex.assert_trees_all_equal(wanted, seen)
+
+
+def test_options_of_the_compiler_change_the_program():
+    """Without optimization, a product and a sum are not fused: both round."""
+
+    def add_product(state, batch):
+        return state, {"sum": state * batch + batch}
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=4096), jnp.float32)
+    exact = jax.block_until_ready(x * x) + x
+    for options, rounds_twice in ((None, False), ({"xla_backend_optimization_level": 0}, True)):
+        step = sf.compile_step(add_product, x, x, donate=False, compiler_options=options)
+        for compiled in (step, step.compiled):
+            assert np.array_equal(compiled(x, x)[1]["sum"], exact) == rounds_twice
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"xla_no_such_option": 1}, {"xla_allow_excess_precision": "maybe"}, ["x"], {1: 2}, {"a": []}],
+)
+def test_other_options_of_the_compiler_are_refused(options):
+    with pytest.raises(sf.ConfigError, match=r"^compiler_options: expected "):
+        sf.compile_step(STEP, SHAPE, on_host(), compiler_options=options)

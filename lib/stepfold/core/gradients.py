@@ -84,7 +84,7 @@ def value_and_grad(
         return gradients_in_parts(
             loss_fn, accumulate, stateful=stateful, accumulator_dtype=accumulator_dtype
         )
-    objective = _objective(loss_fn, stateful)
+    objective = objective_of(loss_fn, stateful)
 
     def at_once(params: Any, batch: Any, key: Any, model_state: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -92,7 +92,7 @@ def value_and_grad(
             return total_of(aux[0]), aux
 
         check_params(params)
-        grads, aux = _differentiate(loss, params, stateful)
+        grads, aux = differentiate(loss, params, stateful)
         return grads, *aux
 
     return at_once
@@ -113,7 +113,7 @@ def gradients_in_parts(
     of the accumulator; their sum over the axes is the gradient of the whole batch.
     """
     count = read_integer("accumulate", count)
-    objective = _objective(loss_fn, stateful)
+    objective = objective_of(loss_fn, stateful)
 
     def in_parts(params: Any, batch: Any, key: Any, model_state: Any) -> Any:
         from stepfold.core.metrics import merged  # lazy: clu imports flax
@@ -137,7 +137,7 @@ def gradients_in_parts(
                 aux = objective(params, *micro, before)
                 return share_of(aux[0], batch_terms), aux
 
-            grads, (terms, metrics, after) = _differentiate(share, params, stateful)
+            grads, (terms, metrics, after) = differentiate(share, params, stateful)
             total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
             return (total, after), (terms, metrics)
 
@@ -152,7 +152,7 @@ def gradients_in_parts(
     return in_parts
 
 
-def _objective(loss_fn: LossFn, stateful: bool) -> Callable[..., tuple[Any, Any, Any]]:
+def objective_of(loss_fn: LossFn, stateful: bool) -> Callable[..., tuple[Any, Any, Any]]:
     """Adapt a loss function to always take and return a model state."""
     loss_fn = checked(loss_fn, stateful=stateful)
 
@@ -166,7 +166,7 @@ def _objective(loss_fn: LossFn, stateful: bool) -> Callable[..., tuple[Any, Any,
     return objective
 
 
-def _differentiate(loss: Callable[..., Any], params: Any, stateful: bool) -> tuple[Any, Any]:
+def differentiate(loss: Callable[..., Any], params: Any, stateful: bool) -> tuple[Any, Any]:
     """Apply `jax.grad` with auxiliary output; refuse a loss that does not depend on the parameters.
 
     A stateful loss may: it may only update its model state, such as batch statistics.

@@ -84,7 +84,8 @@ def make_train_step(
         with `dynamic_loss_scale`: the loss function applies and removes the scale in its backward
         pass (and then supports no forward mode). It must propagate NaN and inf, since they signal
         an overflow. For `optax.contrib.dpsgd` it returns the gradients of the examples, stacked
-        along a leading axis; `grad_norm` is then the norm of their mean.
+        along a leading axis; `grad_norm` is then the norm of their mean. If the `GradFn` has an
+        attribute `norm`, a function of the gradients, it computes `grad_norm`.
 
     Raises:
       ConfigError, LossError: if the arguments do not fit together.
@@ -148,7 +149,8 @@ def make_train_step(
         grads, *rest = read_gradients(returned, state.params, per_example=per_example)
         if scaling:  # the optimizer expects scaled gradients
             grads = rescale(grads, scale)
-        grad_norm = norm(jax.tree.map(lambda g: g.mean(0), grads) if per_example else grads)
+        norm_of = getattr(fn, "norm", norm)
+        grad_norm = norm_of(jax.tree.map(lambda g: g.mean(0), grads) if per_example else grads)
         return grads, unscale(grad_norm, scale) if scaling else grad_norm, *rest
 
     @_explain_explicit_axes()

@@ -6,7 +6,7 @@ call that would trace again enters Python, where its arguments are compared with
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from jax.sharding import (
 
 from stepfold import tree
 from stepfold.core.state import strengthen
-from stepfold.core.validation import check_flags
+from stepfold.core.validation import check_flags, mismatch
 from stepfold.errors import ConfigError, RetraceError, ShardingError
 from stepfold.inspect.memory import exhausted, is_exhausted
 from stepfold.sharding.place import committed_sharding, place_batch
@@ -147,6 +147,7 @@ def compile_step(
     *,
     sharding: Any = None,
     donate: bool = True,
+    compiler_options: Mapping[str, str | bool | int | float] | None = None,
 ) -> CompiledStep:
     """Compile a step ahead of time, for given shapes and dtypes of state and batch.
 
@@ -171,6 +172,8 @@ def compile_step(
         arrays. A batch that is not placed is split over the mesh's axes "dp" and "fsdp", as by
         `shard_batch`; for other axes, place it.
       donate: whether the state's memory is used for the new state. An `EvalFn`'s never is.
+      compiler_options: options of XLA for this program, as `jax.jit` takes them, such as
+        `{"xla_allow_excess_precision": False}`.
 
     Raises:
       LossError, TreeMismatchError, …: what tracing the step raises.
@@ -191,6 +194,7 @@ def compile_step(
     Keep the batch shape: ...
     """
     check_flags(donate=donate)
+    options = _read_options(compiler_options)
     if not callable(step) or hasattr(step, "lower") or isinstance(step, CompiledStep):
         raise ConfigError(
             "compile_step: expected a step (state, batch) -> ..., neither jitted nor compiled, got "
@@ -220,17 +224,33 @@ def compile_step(
             in_shardings=shardings,
             out_shardings=(shardings[0], None) if trains else None,
             donate_argnums=0 if trains and donate else (),
+            compiler_options=options,
         )
         traced = jitted.trace(state, example_batch)
         lowered = traced.lower()
     try:
         compiled = lowered.compile()
     except RuntimeError as error:
+        if options and re.search("(compile|setting) option", str(error)):
+            raise ConfigError(
+                f"compiler_options: expected options of XLA, got {options}: {error}"
+            ) from None
         if not is_exhausted(error):
             raise
         raise exhausted(error, state, batch) from error
     is_compiled = True
     return CompiledStep(step, jitted, compiled, traced.jaxpr, state, batch, trains=trains)
+
+
+def _read_options(options: Any) -> dict[str, Any] | None:
+    if options is None:
+        return None
+    if not isinstance(options, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, str | bool | int | float)
+        for name, value in options.items()
+    ):
+        raise ConfigError(mismatch("compiler_options", "a dict of options of XLA by name", options))
+    return dict(options)
 
 
 def _is_state(state: Any, output: Any) -> bool:

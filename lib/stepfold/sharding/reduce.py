@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from stepfold.core.gradients import GradFn, gradients_in_parts
 from stepfold.core.loss import LossFn
@@ -49,15 +49,7 @@ def reduce_once(
     >>> float(metrics["loss"].compute())
     4096.0
     """
-    shardings = jax.tree.leaves(plan)
-    if not isinstance(plan, TrainState) or not all(
-        isinstance(sharding, NamedSharding) for sharding in shardings
-    ):
-        raise ShardingError(
-            "reduce_once: expected the plan of a TrainState, as sf.make_sharding makes it, got "
-            f"{type(plan).__name__}"
-        )
-    mesh = shardings[0].mesh
+    mesh = mesh_of_plan(plan, "reduce_once")
     if AxisType.Explicit in mesh.axis_types:
         # A parameter would have to be gathered by hand: constraints are for Auto axes.
         for name, sharding in named_leaves(plan.params, "params"):
@@ -71,8 +63,8 @@ def reduce_once(
     num_shards = math.prod(mesh.shape[name] for name in batch_axes)
     sum_axes = tuple(name for name in batch_axes if mesh.shape[name] > 1)
     other_axes = {name for name in mesh.axis_names if mesh.shape[name] > 1} - set(batch_axes)
-    batch_specs = jax.tree.map(lambda sharding: _keep_axes(sharding.spec, batch_axes), plan.params)
-    other_specs = jax.tree.map(lambda sharding: _keep_axes(sharding.spec, other_axes), plan.params)
+    batch_specs = jax.tree.map(lambda sharding: keep_axes(sharding.spec, batch_axes), plan.params)
+    other_specs = jax.tree.map(lambda sharding: keep_axes(sharding.spec, other_axes), plan.params)
     # A reduce-scatter would gather a leaf that other axes shard; all-reduce such a leaf.
     grad_specs = jax.tree.map(
         lambda spec, other: PartitionSpec() if any(other) else spec, batch_specs, other_specs
@@ -90,7 +82,7 @@ def reduce_once(
             return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), terms, metrics
 
         def grad_fn(params: Any, batch: Any, key: Any, model_state: Any) -> Any:
-            _check_rows(batch, batch_axes, num_shards)
+            check_rows(batch, num_shards, f"the {num_shards} devices along {batch_axes}")
             over_devices = jax.shard_map(
                 sum_over_devices,
                 mesh=mesh,
@@ -107,16 +99,31 @@ def reduce_once(
     return grad
 
 
-def _check_rows(batch: Any, axes: tuple[str, ...], num_shards: int) -> None:
+def mesh_of_plan(plan: Any, argument: str) -> Mesh:
+    """Return the mesh of the plan of a state, and refuse anything else."""
+    shardings = jax.tree.leaves(plan)
+    if not isinstance(plan, TrainState) or not all(
+        isinstance(sharding, NamedSharding) for sharding in shardings
+    ):
+        raise ShardingError(
+            f"{argument}: expected the plan of a TrainState, as sf.make_sharding makes it, got "
+            f"{type(plan).__name__}"
+        )
+    mesh: Mesh = shardings[0].mesh
+    return mesh
+
+
+def check_rows(batch: Any, count: int, divisor: str) -> None:
+    """Refuse a batch whose rows `count`, described by `divisor`, does not divide."""
     for name, leaf in named_leaves(batch, "batch"):
-        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] % num_shards:
+        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] % count:
             raise DataError(
-                f"{name}: expected a leading size that the {num_shards} devices along {axes} "
-                f"divide, got {spell(leaf)}; drop or pad the last batch"
+                f"{name}: expected a leading size that {divisor} divide, got {spell(leaf)}; drop "
+                "or pad the last batch"
             )
 
 
-def _keep_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+def keep_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """Keep only these axes of a spec."""
     return PartitionSpec(
         *(tuple(name for name in axes_of(entry) if name in axes) or None for entry in spec)
