@@ -113,7 +113,9 @@ def main():
             sizes = f"{report.memory.temporaries:11,}  {report.moved:10,}"
             errors = jax.tree.map(lambda x, y: abs(x - y).max(), got, expected)
             error = max(jax.tree.leaves(errors))
-            print(f"{n:12}  {flops:5.3f}  {(n + mesh.shape['pp'] - 1) / n:9.3f}  {sizes}  {error:.1e}")
+            print(
+                f"{n:12}  {flops:5.3f}  {(n + mesh.shape['pp'] - 1) / n:9.3f}  {sizes}  {error:.1e}"
+            )
 
 
 if __name__ == "__main__":
