@@ -110,12 +110,10 @@ def main():
         for n in (1, 4, 16):
             got, report = train(params, mesh, partial(pipeline, mesh=mesh, microbatches=n))
             flops = report.flops.dots * report.devices / alone.flops.dots
-            sizes = f"{report.memory.temporaries:11,}  {report.moved:10,}"
+            ticks = f"{(n + mesh.shape['pp'] - 1) / n:9.3f}  {report.memory.temporaries:11,}"
             errors = jax.tree.map(lambda x, y: abs(x - y).max(), got, expected)
-            error = max(jax.tree.leaves(errors))
-            print(
-                f"{n:12}  {flops:5.3f}  {(n + mesh.shape['pp'] - 1) / n:9.3f}  {sizes}  {error:.1e}"
-            )
+            row = f"{n:12}  {flops:5.3f}  {ticks}  {report.moved:10,}"
+            print(f"{row}  {max(jax.tree.leaves(errors)):10.1e}")
 
 
 if __name__ == "__main__":

@@ -191,3 +191,43 @@ def test_silent_corruption_finds_the_rows_of_the_wrong_device_and_of_the_next(ex
         ["[]"],
         ["[3, 4]"],
     ]
+
+
+def rows(printed):
+    """Read the numbers in each row of a table, without its head."""
+    lines = [line.replace(",", "").split() for line in printed.splitlines()[1:]]
+    is_number = re.compile(r"\d+(\.\d+)?(e[+-]\d+)?").fullmatch
+    return [[float(word) for word in line if is_number(word)] for line in lines]
+
+
+def test_a_pipeline_equals_one_device_and_its_bubble_shrinks(examples):
+    table = rows(examples.printed("pipeline"))
+    assert [row[0] for row in table] == [1, 4, 16]
+    for _, flops, ticks, _, _, error in table:
+        assert flops == pytest.approx(ticks, rel=0.02)
+        assert error < 1e-12
+
+
+def test_diloco_sends_a_tenth_and_learns(examples):
+    (sent, memory, accuracy), (_, less, more, worse) = rows(examples.printed("diloco"))
+    assert less == pytest.approx(sent / 10, rel=0.01)
+    assert memory < more < 2 * memory
+    assert min(accuracy, worse) > 0.9
+
+
+def test_stacked_muon_costs_less_and_changes_nothing(examples):
+    plain, stacked, plain_fsdp, stacked_fsdp = rows(examples.printed("sharded_muon"))
+    for (flops, _, _, _), (fewer, _, _, error) in ((plain, stacked), (plain_fsdp, stacked_fsdp)):
+        assert fewer < flops
+        assert error < 1e-5
+    assert stacked[0] < plain[0] / 2
+    assert stacked[2] < plain[2] / 2
+    assert stacked_fsdp[1] < plain_fsdp[1]
+
+
+def test_under_mup_the_logits_of_wide_networks_change_as_those_of_narrow_ones(examples):
+    table = rows(examples.printed("mup"))
+    widths, standard, _, mup, _ = zip(*table, strict=True)
+    assert widths[-1] == 8 * widths[0]
+    assert standard[-1] > 5 * standard[0]
+    assert max(mup) < 2 * min(mup)
