@@ -31,6 +31,7 @@ from stepfold.errors import (
     StepfoldError,
     TreeMismatchError,
 )
+from stepfold.inspect.choose import choose
 from stepfold.inspect.compiled import compile_step
 from stepfold.inspect.report import describe, parameter_table
 from stepfold.loop.evaluate import Evaluation, evaluate
@@ -64,6 +65,7 @@ from stepfold.sharding.ordered import clip_by_ordered_norm, ordered, ordered_nor
 from stepfold.sharding.place import place, shard_batch
 from stepfold.sharding.plan import fsdp, make_sharding, sharding_table
 from stepfold.sharding.reduce import reduce_once
+from stepfold.sharding.topology import devices_of
 
 __version__ = "0.1.0"
 
@@ -98,6 +100,7 @@ __all__ = [
     "block_diagonal_mask",
     "callback",
     "check_step",
+    "choose",
     "clip_by_ordered_norm",
     "collate",
     "compile_step",
@@ -105,6 +108,7 @@ __all__ = [
     "contents",
     "csv_writer",
     "describe",
+    "devices_of",
     "dynamic_loss_scale",
     "ema_params",
     "evaluate",

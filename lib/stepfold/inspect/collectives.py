@@ -68,7 +68,7 @@ def collectives(program: "Program", mesh: Mesh | None = None) -> list[Collective
     sizes = {str(name): size for name, size in mesh.shape.items()} if mesh is not None else {}
     alike = defaultdict(list)
     for run in walk(program):
-        if _is_collective(run.instruction):
+        if _is_collective(run.instruction) and not _is_continued(run, program):
             entry = _collective(run, program, sizes)
             alike[entry.kind, entry.axes, entry.devices, entry.dtype].append(entry)
     merged = [_merge(entries) for entries in alike.values()]
@@ -85,13 +85,21 @@ def unknown_loops(program: "Program") -> list[str]:
     return [
         scope(line) or line.name
         for line in (run.instruction for run in walk(program))
-        if line.op == "while" and _trip_count(line) is None
+        if line.op == "while" and line.trips is None
         if any(_is_collective(inner) for inner in _called_instructions(program, line))
     ]
 
 
 def _is_collective(line: "Instruction") -> bool:
     return _KINDS.fullmatch(line.op) is not None
+
+
+def _is_continued(run: "Run", program: "Program") -> bool:
+    """Whether a TPU's fusion of a collective with other work only continues that collective."""
+    return "chain_id=" in run.instruction.attributes and not any(
+        "AsyncCollectiveStart" in line.attributes and run.instruction.name in line.operands
+        for line in program.computations[run.computation]
+    )
 
 
 def _called_instructions(program: "Program", line: "Instruction") -> Iterator["Instruction"]:
@@ -128,7 +136,7 @@ def _collective(run: "Run", program: "Program", sizes: dict[str, int]) -> Collec
         axes=axes,
         devices=devices,
         dtype="+".join(sorted({array.dtype for array in inputs})),
-        where=scope(run.instruction),
+        where=scope(run.instruction) or scope(run.caller),
     )
 
 
@@ -276,13 +284,19 @@ class Array(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """A line of HLO. Tuples of results are flattened, and attributes are left as text."""
+    """A line of HLO. Tuples of results are flattened, and attributes are left as text.
+
+    `literal` is the text in parentheses: a constant's value, or a parameter's number. `trips` is
+    how often the body of a while loop runs, if that is known.
+    """
 
     name: str
     op: str
     arrays: tuple[Array, ...]
     operands: tuple[str, ...]
     attributes: str
+    literal: str = ""
+    trips: int | None = None
 
 
 @dataclass(frozen=True)
@@ -303,26 +317,31 @@ class Program:
 
 
 class Run(NamedTuple):
-    """An instruction with how often it runs, its inputs, and the name of its computation."""
+    """An instruction with how often it runs, its inputs, its computation, and what calls that."""
 
     instruction: Instruction
     times: int
     inputs: tuple[Array, ...]
     computation: str
+    caller: Instruction
 
 
 def parse(text: str) -> Program:
     """Read optimized HLO text."""
     computations: dict[str, list[Instruction]] = {}
-    entry, lines = None, []
+    roots: dict[str, str] = {}
+    entry, within = None, ""
     for line in text.splitlines():
         if head := _HEAD.match(line):
-            lines = computations.setdefault(head[2], [])
-            entry = head[2] if head[1] else entry
+            within = head[2]
+            computations.setdefault(within, [])
+            entry = within if head[1] else entry
         elif match := _LINE.match(line):
-            name, result, op, operands, attributes = match.groups()
+            is_root, name, result, op, operands, attributes = match.groups()
             names = tuple(re.findall(r"%([\w.-]+)", operands))
-            lines.append(Instruction(name, op, arrays(result), names, attributes))
+            instruction = Instruction(name, op, arrays(result), names, attributes, operands)
+            computations[within].append(instruction)
+            roots |= {within: name} if is_root else {}
         elif re.match(r"\s+(ROOT )?%[\w.-]+ = ", line):
             raise ConfigError(f"hlo: expected `%name = type op(operands)`, got {line[:80]!r}")
     if entry is None:
@@ -333,11 +352,14 @@ def parse(text: str) -> Program:
     keys = "replica_count", "num_partitions"
     counts = [re.search(rf"^HloModule.*\b{key}=(\d+)", text) for key in keys]
     replicas, partitions = (int(count[1]) if count else 1 for count in counts)
+    loops = _Loops(computations, roots)
+    for name, lines in computations.items():
+        lines[:] = [each._replace(trips=loops.trips(name, each)) for each in lines]
     return Program(computations, entry, replicas, partitions)
 
 
 _HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{$")
-_LINE = re.compile(r"\s+(?:ROOT )?%([\w.-]+) = (.+?) ([a-z][\w-]*)\((.*?)\)((?:, .*)?)$")
+_LINE = re.compile(r"\s+(ROOT )?%([\w.-]+) = (.+?) ([a-z][\w-]*)\((.*?)\)((?:, .*)?)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 
 
@@ -353,11 +375,13 @@ def walk(program: Program) -> Iterator[Run]:
     that reductions apply to pairs of elements are not followed.
     """
     times: Counter[str] = Counter()
+    callers: dict[str, Instruction] = {}
 
     def visit(name: str, count: int) -> None:
         times[name] += count
         for line in program.computations.get(name, ()):
             for called, trips in _calls(line):
+                callers[called] = line
                 visit(called, count * trips)
 
     visit(program.entry, 1)
@@ -365,7 +389,7 @@ def walk(program: Program) -> Iterator[Run]:
         results = {line.name: line.arrays for line in lines}
         for line in lines if times[name] else ():
             inputs = sum((results.get(operand, ()) for operand in line.operands), ())
-            yield Run(line, times[name], inputs, name)
+            yield Run(line, times[name], inputs, name, callers.get(name, line))
 
 
 def _calls(line: Instruction) -> list[tuple[str, int]]:
@@ -373,7 +397,7 @@ def _calls(line: Instruction) -> list[tuple[str, int]]:
     op = line.op.removesuffix("-start")
     if op not in ("fusion", "call", "while", "conditional", "async"):
         return []
-    trips = _trip_count(line) if op == "while" else 1
+    trips = line.trips if op == "while" else 1
     return [
         (name.strip(" %"), 1 if trips is None else trips + (key == "condition"))
         for key, several, single in _CALLED.findall(line.attributes)
@@ -387,10 +411,80 @@ _CALLED = re.compile(
 )
 
 
-def _trip_count(line: Instruction) -> int | None:
-    """Read how often the body of a while loop runs, if XLA knows it."""
-    match = re.search(r"known_trip_count\W+n\W+(\d+)", line.attributes)
-    return int(match[1]) if match else None
+class _Loops:
+    """Reads how often loops run from their counters, which a TPU's program does not say.
+
+    Values are followed through copies, tuples, fusions and loops that do not change them.
+    """
+
+    def __init__(
+        self, computations: Mapping[str, Sequence[Instruction]], roots: Mapping[str, str]
+    ) -> None:
+        self._roots = roots
+        self._lines = {name: {x.name: x for x in lines} for name, lines in computations.items()}
+        self._callers: dict[str, list[tuple[str, Instruction]]] = defaultdict(list)
+        for name, lines in computations.items():
+            for line in lines:
+                for called, _ in _calls(line):
+                    self._callers[called].append((name, line))
+
+    def trips(self, within: str, loop: Instruction) -> int | None:
+        """Return how often the body of a while loop runs, if that can be read."""
+        if loop.op != "while":
+            return None
+        if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes):
+            return int(known[1])
+        condition, body = _LOOP.findall(loop.attributes)[0]
+        place, compare, _ = self._origin(condition, self._roots[condition])
+        if "direction=LT" not in compare.attributes:
+            return None
+        counted, counter, index = self._origin(place, compare.operands[0])
+        added, add, _ = self._origin(body, self._roots[body], index, stop=body)
+        if (counted, counter.op, add.op) != (condition, "parameter", "add"):
+            return None
+        terms = [self._origin(added, name, stop=body) for name in add.operands]
+        steps = [term for term in terms if (term[1].op, term[2]) != ("parameter", index)]
+        start = self._origin(within, loop.operands[0], index)
+        values = [start, self._origin(place, compare.operands[1]), *steps]
+        numbers = [int(line.literal) for _, line, _ in values if line.op == "constant"]
+        is_known = len(numbers) == len(values) == 3 and numbers[2] > 0
+        return len(range(*numbers)) if is_known else None
+
+    def _origin(
+        self, within: str, name: str, index: int | None = None, stop: str = ""
+    ) -> tuple[str, Instruction, int | None]:
+        """Find what makes a value, or an element of a tuple; never look outside of `stop`."""
+        while True:
+            line = self._lines[within][name]
+            callers = self._callers[within] if within != stop else []
+            if line.op in ("copy", "bitcast", "convert", "copy-start", "copy-done"):
+                name = line.operands[0]
+            elif line.op == "get-tuple-element" and index is None:
+                name, index = (
+                    line.operands[0],
+                    int(line.attributes.split("index=")[1].split(",")[0]),
+                )
+            elif line.op == "tuple" and index is not None:
+                name, index = line.operands[index], None
+            elif line.op in ("fusion", "call"):
+                ((within, _),) = _calls(line)
+                name = self._roots[within]
+            elif line.op == "while" and self._keeps(line, index):
+                name = line.operands[0]
+            elif line.op == "parameter" and len(callers) == 1 and self._keeps(callers[0][1], index):
+                within, name = callers[0][0], callers[0][1].operands[int(line.literal)]
+            else:
+                return within, line, index
+
+    def _keeps(self, caller: Instruction, index: int | None) -> bool:
+        """Whether an element of a loop's tuple stays as it is. Other callers change nothing."""
+        for _, body in _LOOP.findall(caller.attributes):
+            within, line, element = self._origin(body, self._roots[body], index, stop=body)
+            return (within, line.op, element) == (body, "parameter", index)
+        return True
+
+
+_LOOP = re.compile(r"\bcondition=%?([\w.-]+), body=%?([\w.-]+)")
 
 
 def scope(line: Instruction) -> str:

@@ -28,6 +28,7 @@ from stepfold.errors import ConfigError, RetraceError, ShardingError
 from stepfold.inspect.memory import exhausted, is_exhausted
 from stepfold.sharding.place import committed_sharding, place_batch
 from stepfold.sharding.plan import shardings_of
+from stepfold.sharding.topology import check_here
 
 
 class _WouldTraceError(Exception):
@@ -71,11 +72,12 @@ class CompiledStep:
         """Run the step."""
         try:
             return self._call(state, batch)
-        except (_WouldTraceError, TypeError, ValueError, RuntimeError) as error:
+        except (_WouldTraceError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             if is_exhausted(error):
                 raise exhausted(error, self.state, self.batch, self.compiled) from error
             if _runs_uncompiled(state, batch):
                 return self.step(state, batch)
+            check_here(jax.tree.leaves(self.state)[0].sharding.device_set)
             if any(map(is_weak, jax.tree.leaves(state))) and not tree.diff(self.state, state):
                 # A hand-made state may have Python numbers. The state that a step returns has none.
                 return self(strengthen(state), batch)

@@ -33,8 +33,11 @@ class Memory:
       model_state: the model's state.
       rest: step and key.
       batch: the batch.
-      temporaries: what the program allocates while it runs.
+      temporaries: what the program allocates while it runs, and on a GPU or TPU its code. A TPU's
+        compiler may count buffers in on-chip memory too.
       output: the outputs, except those that reuse the donated state.
+      host: bytes in the memory of the host, of arrays in the memory kind "pinned_host" and the
+        program's buffers there. They are in no other category.
     """
 
     params: int
@@ -44,10 +47,11 @@ class Memory:
     batch: int
     temporaries: int
     output: int
+    host: int = 0
 
     @property
     def state(self) -> int:
-        """The bytes that are in use between steps."""
+        """The bytes of a device that are in use between steps."""
         return self.params + self.opt_state + self.model_state + self.rest
 
     @property
@@ -72,6 +76,7 @@ class Memory:
             ("peak, predicted", self.peak),
         ]
         cells = [(n, size(x), f"{x / max(self.peak, 1):.0%}") for n, x in rows if x]
+        cells += [("in the host's memory", size(self.host), "")] if self.host else []
         return table(("on each device", "bytes", "share"), cells)
 
 
@@ -94,13 +99,24 @@ def memory_of(compiled: jax.stages.Compiled | None, state: Any, batch: Any) -> M
     parts: tuple[Any, ...] = state, (), (), ()
     if isinstance(state, TrainState):
         parts = state.params, state.opt_state, state.model_state, (state.step, state.key)
-    temporaries = output = 0
+    temporaries = output = host = 0
     if compiled is not None:
         program: Any = compiled.memory_analysis()
-        temporaries = program.temp_size_in_bytes
         output = program.output_size_in_bytes - program.alias_size_in_bytes
-    params, opt_state, model_state, rest, batch = map(bytes_per_device, (*parts, batch))
-    return Memory(params, opt_state, model_state, rest, batch, temporaries, output)
+        held = program.argument_size_in_bytes + output
+        temporaries = program.temp_size_in_bytes + program.generated_code_size_in_bytes
+        temporaries = max(temporaries, program.peak_memory_in_bytes - held)
+        host = program.host_temp_size_in_bytes
+    leaves = jax.tree.leaves((state, batch))
+    host += bytes_per_device([leaf for leaf in leaves if _is_on_host(leaf)])
+    parts = jax.tree.map(lambda leaf: () if _is_on_host(leaf) else leaf, (*parts, batch))
+    params, opt_state, model_state, rest, batch = map(bytes_per_device, parts)
+    return Memory(params, opt_state, model_state, rest, batch, temporaries, output, host)
+
+
+def _is_on_host(leaf: Any) -> bool:
+    device = next(iter(leaf.sharding.device_set))
+    return leaf.sharding.memory_kind not in (None, device.default_memory().kind)
 
 
 def bytes_per_device(arrays: Any) -> int:

@@ -1,6 +1,6 @@
 """Start jax's distributed runtime with the settings of the launcher.
 
-This is the only module of stepfold that reads the environment, in which mpirun and srun describe
+This is the only module that reads settings from the environment, where mpirun and srun describe
 the job. jax's own detection does not support Open MPI 5 (jax 0.10), or only with mpi4py (0.12). It
 assigns one GPU to a process that has its host to itself, and mistakes one SLURM task for several.
 Kubernetes and TPU pods are left to jax, which asks their services.

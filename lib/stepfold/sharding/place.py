@@ -17,6 +17,7 @@ from stepfold.core.processes import KeyValues, spell_processes
 from stepfold.errors import DataError, PeerTimeoutError, ShardingError
 from stepfold.sharding.mesh import check_mesh, data_axes
 from stepfold.sharding.plan import shardings_of
+from stepfold.sharding.topology import can_run, check_here
 
 
 def shard_batch(batch: Any, mesh: Mesh, *, axes: str | Sequence[str] | None = None) -> Any:
@@ -25,7 +26,8 @@ def shard_batch(batch: Any, mesh: Mesh, *, axes: str | Sequence[str] | None = No
     The leading axis of every leaf is sharded over the data axes of the mesh; scalars are
     replicated. With several processes each passes its own rows, equally many, and the global batch
     holds all of them, in the order of the mesh. An abstract batch returns an abstract one with its
-    shardings, for `describe` and `compile_step`. As in jax itself, the result may alias a NumPy
+    shardings, for `describe` and `compile_step`; on a mesh of `devices_of` its rows are those of
+    the global batch. As in jax itself, the result may alias a NumPy
     array: do not write to that array afterwards.
 
     Args:
@@ -82,6 +84,8 @@ def _multiple(mesh: Mesh, names: tuple[str, ...], rows: int) -> int:
     sharding = NamedSharding(mesh, PartitionSpec(names))
     indices = sharding.addressable_devices_indices_map((num_shards,)).values()
     num_local = len({index[0].start for index in indices if index is not None})
+    if not can_run(mesh.devices.flat):
+        num_local = num_shards  # no process runs there: the rows are those of the global batch
     if rows % num_local or rows == 0:
         raise ShardingError(
             f"shard_batch: expected a multiple of {num_local} rows, one for each shard of this "
@@ -100,6 +104,7 @@ def _check_equal_rows(mesh: Mesh, rows: int) -> None:
     Runs once for each number of rows, without a collective, so that it may run in a thread: a
     collective there would run in another order in each process.
     """
+    check_here(mesh.devices.flat)
     processes = sorted({device.process_index for device in mesh.devices.flat})
     seen = KeyValues("shard_batch")
     if len(processes) == 1 or not seen:
@@ -225,6 +230,7 @@ def place(state: Any, plan: Any) -> Any:
 
 
 def _copied(leaf: Any, sharding: Sharding) -> jax.Array:
+    check_here(sharding.device_set)
     # jax ignores may_alias=False for NumPy memory, and where the sharding changes: an array spread
     # from one device to several would share the buffer of the first.
     moves = isinstance(leaf, jax.Array) and leaf.sharding != sharding

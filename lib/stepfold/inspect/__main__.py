@@ -1,0 +1,67 @@
+"""`python -m stepfold.inspect script.py:make --on v5e:4x4`: describe a step for other hardware."""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from stepfold.core.validation import mismatch
+from stepfold.errors import ConfigError, OutOfMemoryError, StepfoldError
+from stepfold.inspect.report import describe
+from stepfold.sharding.topology import devices_of
+
+_EXAMPLE = """\
+example:
+  def make(devices):
+      plan = sf.make_sharding(abstract_state, sf.make_mesh(devices=devices))
+      return sf.make_train_step(loss_fn, tx), abstract_state, abstract_batch, plan
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; return 1 if the step does not fit, 2 if an argument is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m stepfold.inspect",
+        description="Describe what a step costs, without running it.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    text = "a function of the devices that returns (step, state, batch, plan or None)"
+    parser.add_argument("function", metavar="script.py:make", help=text)
+    text = "a TPU slice such as v5e:4x4 (default: the devices that are here)"
+    parser.add_argument("--on", metavar="SLICE", help=text)
+    options = parser.parse_args(arguments)
+    try:
+        make = _load(options.function)
+        parts = make(jax.devices() if options.on is None else devices_of(options.on))
+        if not isinstance(parts, tuple) or len(parts) != 4:
+            expected = "(step, state, batch, plan or None) from it"
+            raise ConfigError(mismatch(options.function, expected, parts))
+        step, state, batch, plan = parts
+        print(describe(step, state, batch, sharding=plan))  # noqa: T201  this is a command
+    except StepfoldError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 1 if isinstance(error, OutOfMemoryError) else 2
+    return 0
+
+
+def _load(spelled: str) -> Callable[..., Any]:
+    path, _, name = spelled.rpartition(":")
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise ConfigError(f"expected script.py:make, got {spelled}; name a file and its function")
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
+    spec: Any = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{path}: expected a function {name}(devices), got {function!r:.80}")
+    return function  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

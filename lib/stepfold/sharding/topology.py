@@ -1,0 +1,78 @@
+"""Devices of TPUs that are not here, to compile for."""
+
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from stepfold.errors import ConfigError, ShardingError
+
+# libtpu reads these when it is loaded. The first lets several processes load it. Without the others
+# it looks for the metadata of a TPU host, and prints that there is none.
+_ENVIRONMENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+
+def devices_of(topology: str) -> list[jax.Device]:
+    """Return the devices of a TPU slice that is not here, to compile steps for.
+
+    Make a mesh of them for `make_sharding`, `describe`, `compile_step` and `choose`, with abstract
+    state and batch: the TPU's compiler reports memory and collectives, and refuses what does not
+    fit. The devices hold no arrays and run nothing. GPUs are not supported: their compiler needs
+    one, so describe a GPU's step on a GPU.
+
+    Args:
+      topology: the generation and the chips along each axis. A chip is one device, or two in the
+        generations v2, v3 and 7x.
+
+    Raises:
+      ConfigError: if libtpu is not installed, or does not know the topology.
+
+    >>> import stepfold as sf
+    >>> sf.devices_of("h100:8")
+    Traceback (most recent call last):
+    ...
+    stepfold.errors.ConfigError: topology: expected a TPU slice such as "v5e:4x4", ..., got 'h100:8'
+    """
+    expected = 'a TPU slice such as "v5e:4x4", "v6e:2x4", "v5p:2x2x2", "v4:2x2x1" or "tpu7x:2x2x1"'
+    message = f"topology: expected {expected}, got {topology!r}"
+    if not re.fullmatch(r"(tpu ?)?v?\d\w*:\d+(x\d+)*", str(topology), re.IGNORECASE):
+        raise ConfigError(message)
+    # The two cores of a TPU v4 are one device, as they are on its hosts by default.
+    options = {"chip_config_name": "megacore"} if topology.lower().startswith("v4:") else {}
+    # jax sets this variable when it is imported, if there is no TPU. Where there is one, the
+    # process may go on to use it, and libtpu must find the environment of the host.
+    missing = set(_ENVIRONMENT) - set(os.environ) if "TPU_SKIP_MDS_QUERY" in os.environ else set()
+    os.environ.update({name: _ENVIRONMENT[name] for name in missing})
+    try:
+        return list(topologies.get_topology_desc(topology, "tpu", **options).devices)
+    except RuntimeError as error:
+        if "not installed" in str(error):
+            advice = 'pip install "stepfold[tpu]"'
+            raise ConfigError(f"topology: expected libtpu, got none; {advice}") from None
+        if not re.match("INVALID_ARGUMENT|NOT_FOUND", str(error)):
+            raise
+        raise ConfigError(f"{message}; libtpu reports: {error}") from None
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
+
+
+def can_run(devices: Iterable[Any]) -> bool:
+    """Whether the devices hold arrays and run programs, as those of `devices_of` do not."""
+    return bool(next(iter(devices)).client.runtime_type != "compile_only_runtime")
+
+
+def check_here(devices: Iterable[Any]) -> None:
+    """Refuse devices of `devices_of`, where arrays must be held or a program must run."""
+    if not can_run(devices):
+        raise ShardingError(
+            "devices: expected devices that are here, got those of sf.devices_of, which hold no "
+            "arrays and run nothing; describe and compile steps for them, with abstract arrays"
+        )
