@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -663,6 +665,93 @@ def test_the_condition_of_a_loop_runs_once_more_than_its_body(quote):
         "ENTRY %main (x: f32[]) -> f32[] {\n  ROOT %w = f32[] " + loop + "\n}"
     )
     assert (times(found, "sine"), times(found, "constant")) == ([12], [13])
+
+
+# How often, read from a loop's counter
+
+
+def loops(turn):
+    """Functions of an array that call `turn` in loops, and how often."""
+
+    def scan(x, length, **options):
+        return lax.scan(lambda x, _: (turn(x), None), x, None, length=length, **options)[0]
+
+    def nested(x):
+        return lax.scan(lambda x, _: (scan(x, 5), None), x, None, length=3)[0]
+
+    def strided(x):
+        body = lambda at: (at[0] + 3, turn(at[1]))
+        return lax.while_loop(lambda at: at[0] < 20, body, (jnp.int32(1), x))[1]
+
+    return {
+        "scan": (lambda x: scan(x, 7), 7),
+        "one turn": (lambda x: scan(x, 1), 1),
+        "reverse": (lambda x: scan(x, 6, reverse=True), 6),
+        "unrolled": (lambda x: scan(x, 8, unroll=2), 8),
+        "nested": (nested, 15),
+        "fori": (lambda x: lax.fori_loop(2, 11, lambda _, x: turn(x), x), 9),
+        "strided": (strided, 7),
+        "twice": (lambda x: scan(scan(x, 4), 3), 7),
+    }
+
+
+@pytest.mark.parametrize("name", loops(jnp.tanh))
+def test_lengths_are_read_from_the_counter_where_xla_does_not_say_them(name):
+    function, count = loops(lambda x: x @ x)[name]
+    compiled = jax.jit(function).lower(jnp.ones((8, 8))).compile().as_text()
+    found = [sum(times(parse(text), "dot")) for text in (compiled, without_trip_counts(compiled))]
+    assert found == [count, count]
+
+
+def without_trip_counts(text):
+    return re.sub(r"known_trip_count", "hidden", text)
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_lengths_that_depend_on_data_stay_unknown(is_counted):
+    def loop(n, x):
+        more = (lambda at: at[0] < n) if is_counted else (lambda at: at[1].sum() > 0)
+        return lax.while_loop(more, lambda at: (at[0] + 1, jnp.sin(at[1])), (0, x))
+
+    found = program(loop, 3, jnp.ones((8, 8)))
+    assert [x.trips for lines in found.computations.values() for x in lines if x.op == "while"] == [
+        None
+    ]
+
+
+ASYNCHRONOUS = """
+%start (p: f32[8]) -> (f32[64], u32[]) {
+  %p = f32[8]{0} parameter(0)
+  %gather = f32[64]{0} all-gather(%p), channel_id=3, replica_groups=[1,8]<=[8], chain
+  ROOT %go = (f32[64]{0}, u32[]) custom-call(%gather), custom_call_target="AsyncCollectiveStart"
+}
+
+%work (p: f32[8], q: u32[]) -> f32[64] {
+  %p = f32[8]{0} parameter(0)
+  %q = u32[] parameter(1)
+  ROOT %gather.1 = f32[64]{0} all-gather(%p), channel_id=3, replica_groups=[1,8]<=[8], chain
+}
+
+%all-reduce-scatter.1 (p: f32[64]) -> f32[8] {
+  %p = f32[64]{0} parameter(0)
+  %sum = f32[64]{0} all-reduce(%p), channel_id=4, replica_groups={}, to_apply=%add
+  ROOT %share = f32[8]{0} dynamic-slice(%sum), dynamic_slice_sizes={8}
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %first = (f32[64]{0}, u32[]) fusion(%x), kind=kCustom, calls=%start
+  %on = u32[] get-tuple-element(%first), index=1
+  %second = f32[64]{0} fusion(%x, %on), kind=kCustom, calls=%work
+  ROOT %r = f32[8]{0} fusion(%second), calls=%all-reduce-scatter.1, metadata={op_name="mlp/dot"}
+}
+""".replace("chain", 'frontend_attributes={chain_id="0"}')
+
+
+def test_fused_collectives_of_a_tpu_count_once_with_the_scope_of_their_fusion():
+    text = "HloModule m, replica_count=1, num_partitions=8\n" + ASYNCHRONOUS
+    found = [(x.kind, x.count, x.bytes, x.where) for x in collectives(parse(text))]
+    assert sorted(found) == [("all-gather", 1, 256, ""), ("reduce-scatter", 1, 256, "mlp/dot")]
 
 
 # Where

@@ -1,3 +1,4 @@
+import dataclasses
 import re
 
 import jax
@@ -131,6 +132,57 @@ def test_what_is_cut_unevenly_is_what_a_share_is():
     arrays = {"a": place((16, 3), "x"), "b": place((5,)), "c": place(())}
     assert bytes_per_device(arrays) == 2 * 3 + 5 + 1
     assert bytes_per_device(()) == 0
+
+
+# In the memory of the host
+
+
+@pytest.mark.parametrize("dims", [None, (1, 8, 1, 1)], ids=str)
+def test_what_is_on_the_host_is_apart(dims):
+    shape = jax.eval_shape(lambda: sf.init_state(init, TX, jax.random.key(0)))
+    mesh = sf.make_mesh(dims) if dims else sf.make_mesh(devices=jax.devices()[:1])
+    here = sf.make_sharding(shape, mesh)
+    host = jax.tree.map(lambda to: to.with_memory_kind("pinned_host"), here.opt_state)
+    plan = here._replace(opt_state=host)
+
+    def step(state, batch):
+        opt_state = jax.device_put(state.opt_state, here.opt_state)
+        state, metrics = STEP(state._replace(opt_state=opt_state), batch)
+        return state._replace(opt_state=jax.device_put(state.opt_state, host)), metrics
+
+    report, plain = (
+        sf.describe(step, shape, BATCH, sharding=plan),
+        sf.describe(STEP, shape, BATCH, sharding=here),
+    )
+    assert (report.memory.host, report.memory.opt_state) == (plain.memory.opt_state, 0)
+    assert report.memory.state + report.memory.host == plain.memory.state
+    assert plain.memory.host == 0
+    assert re.search(r"\nin the host's memory +\d+(\.\d+)? KiB$", str(report.memory))
+    assert "host" not in str(plain.memory)
+    assert report.to_dict()["memory"]["host"] == report.memory.host
+
+
+@dataclasses.dataclass
+class Program:
+    """What a compiler says of a program's memory."""
+
+    argument_size_in_bytes: int = 1000
+    output_size_in_bytes: int = 1200
+    alias_size_in_bytes: int = 900
+    temp_size_in_bytes: int = 50
+    generated_code_size_in_bytes: int = 7
+    peak_memory_in_bytes: int = 0
+    host_temp_size_in_bytes: int = 3
+
+    def memory_analysis(self):
+        return self
+
+
+def test_the_compilers_own_peak_counts_where_it_is_higher():
+    memory = memory_of_program(Program(), (), ())
+    assert (memory.temporaries, memory.output, memory.host) == (57, 300, 3)
+    memory = memory_of_program(Program(peak_memory_in_bytes=2000), (), ())
+    assert (memory.temporaries, memory.peak) == (700, 1000)
 
 
 # What does not fit

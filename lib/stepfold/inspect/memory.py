@@ -115,8 +115,7 @@ def memory_of(compiled: jax.stages.Compiled | None, state: Any, batch: Any) -> M
 
 
 def _is_on_host(leaf: Any) -> bool:
-    device = next(iter(leaf.sharding.device_set))
-    return leaf.sharding.memory_kind not in (None, device.default_memory().kind)
+    return leaf.sharding.memory_kind in ("pinned_host", "unpinned_host")
 
 
 def bytes_per_device(arrays: Any) -> int:

@@ -1,0 +1,117 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import stepfold as sf
+
+TX = optax.adam(0.1)
+BATCH = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+
+
+def init(key):
+    return {"in": jnp.ones((64, 512)), "out": jnp.ones((512, 64))}
+
+
+def loss_fn(params, batch, key):
+    for _ in range(3):
+        batch = jnp.tanh(batch @ params["in"]) @ params["out"]
+    return sf.mean(batch.mean(-1) ** 2)
+
+
+SHAPE = jax.eval_shape(lambda: sf.init_state(init, TX, jax.random.key(0)))
+make_step = functools.partial(sf.make_train_step, loss_fn, TX)
+PLAIN, SPLIT, AGAIN = {}, {"accumulate": 16}, {"accumulate": 16, "remat": True}
+
+
+@functools.cache
+def peak(**options):
+    return sf.describe(make_step(**options), SHAPE, BATCH).memory.peak
+
+
+def test_the_cheapest_is_the_one_with_the_fewest_flops_that_fits():
+    """Rematerialization costs FLOPs; among equals the one with less memory is cheaper."""
+    assert peak(**SPLIT) < peak()
+    choice = sf.choose(make_step, SHAPE, BATCH, [AGAIN, PLAIN, SPLIT])
+    assert choice.arguments == SPLIT
+    assert choice.report.memory.peak == peak(**SPLIT)
+    only = sf.choose(make_step, SHAPE, BATCH, [AGAIN, PLAIN], limit=peak() - 1)
+    assert only.arguments == AGAIN
+    both = sf.choose(make_step, SHAPE, BATCH, [AGAIN, PLAIN], limit=peak())
+    assert both.arguments == PLAIN
+    assert both.report.flops.dots < only.report.flops.dots
+
+
+def test_the_table_has_all():
+    choice = sf.choose(make_step, SHAPE, BATCH, [PLAIN, SPLIT], limit=peak() - 1)
+    head, _, plain, split, _, last = str(choice).splitlines()
+    assert head.split() == ["on", "each", "device", "memory", "FLOPs", "sent", "fits"]
+    assert plain.startswith("no arguments  ")
+    assert plain.endswith("  no")
+    assert split.startswith("accumulate=16 ")
+    assert split.endswith("  yes")
+    assert last == "the cheapest that fits: accumulate=16"
+
+
+def test_layouts_are_compared_by_what_they_send_and_hold():
+    plans = [sf.make_sharding(SHAPE, sf.make_mesh(dims)) for dims in ((8, 1, 1, 1), (1, 8, 1, 1))]
+    reports = [sf.describe(make_step(), SHAPE, BATCH, sharding=plan) for plan in plans]
+    assert reports[0].moved < reports[1].moved
+    layouts = [{"sharding": plan} for plan in plans]
+    choice = sf.choose(make_step, SHAPE, BATCH, layouts)
+    assert choice.arguments is layouts[0]
+    limit = reports[0].memory.peak - 1
+    choice = sf.choose(make_step, SHAPE, BATCH, [*layouts, SPLIT], limit=limit, sharding=plans[1])
+    assert choice.arguments in (layouts[1], SPLIT)
+    assert choice.report.devices == 8
+    assert "\nsharding 0  " in str(choice)
+
+
+def test_if_none_fits_the_error_lists_all():
+    words = r"(?s)^candidates: expected one that fits into 1.00 KiB, got none; .*\n\non each device"
+    with pytest.raises(sf.OutOfMemoryError, match=words) as caught:
+        sf.choose(make_step, SHAPE, BATCH, [PLAIN, SPLIT], limit=1024)
+    assert "\nno arguments " in str(caught.value)
+    assert "\naccumulate=16 " in str(caught.value)
+
+
+def refusing(**options):
+    """Make a step whose compilation fails with accumulate=1, as for a device with less memory."""
+
+    def step(state, batch):
+        if options["accumulate"] == 1:
+            raise sf.OutOfMemoryError("no room\nXLA reports: RESOURCE_EXHAUSTED: Used 19G of 15G")
+        return make_step(**options)(state, batch)
+
+    return step
+
+
+def test_what_the_compiler_refuses_does_not_fit():
+    choice = sf.choose(refusing, SHAPE, BATCH, [{"accumulate": 1}, {"accumulate": 4}])
+    assert choice.arguments == {"accumulate": 4}
+    assert "no: RESOURCE_EXHAUSTED: Used 19G of 15G" in str(choice)
+    with pytest.raises(
+        sf.OutOfMemoryError, match=r"(?s)fits into a device, .*accumulate=1 .*no: R"
+    ):
+        sf.choose(refusing, SHAPE, BATCH, [{"accumulate": 1}])
+
+
+def test_other_errors_name_the_candidate():
+    with pytest.raises(sf.DataError, match="accumulate=7: expected a divisor") as caught:
+        sf.choose(make_step, SHAPE, BATCH, [PLAIN, {"accumulate": 7}])
+    assert caught.value.__notes__[-1:] == ["candidates: raised for accumulate=7"]
+
+
+@pytest.mark.parametrize("candidates", [[], {}, {"accumulate": 1}, [1], None, "no"])
+def test_what_is_no_list_of_arguments_is_refused(candidates):
+    words = r'candidates: expected a list of arguments, got .*; pass \[\{"accumulate": 1\}, '
+    with pytest.raises(sf.ConfigError, match=words):
+        sf.choose(make_step, SHAPE, BATCH, candidates)
+
+
+@pytest.mark.parametrize("limit", [0, -1, "16G", True])
+def test_a_limit_is_a_number_of_bytes(limit):
+    with pytest.raises(sf.ConfigError, match="limit: expected bytes, a number above 0, got"):
+        sf.choose(make_step, SHAPE, BATCH, [PLAIN], limit=limit)
