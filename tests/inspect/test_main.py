@@ -61,7 +61,7 @@ def test_a_step_that_does_not_fit_is_exit_code_1(script, capsys):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (":step_only", ":step_only: expected (step, state, batch, plan or None) from it, got "),
+        (":step_only", ":step_only: expected (step, state, batch, plan), got "),
         (":number", ": expected a function number(devices), got 3"),
         (":nothing", ": expected a function nothing(devices), got None"),
         ("", "expected script.py:make, got "),

@@ -1,4 +1,9 @@
-"""`python -m stepfold.inspect script.py:make --on v5e:4x4`: describe a step for other hardware."""
+"""`python -m stepfold.inspect script.py:make --on v5e:4x4`: describe a step for other hardware.
+
+def make(devices):
+    plan = sf.make_sharding(abstract_state, sf.make_mesh(devices=devices))
+    return sf.make_train_step(loss_fn, tx), abstract_state, abstract_batch, plan
+"""
 
 import argparse
 import importlib.util
@@ -14,33 +19,23 @@ from stepfold.errors import ConfigError, OutOfMemoryError, StepfoldError
 from stepfold.inspect.report import describe
 from stepfold.sharding.topology import devices_of
 
-_EXAMPLE = """\
-example:
-  def make(devices):
-      plan = sf.make_sharding(abstract_state, sf.make_mesh(devices=devices))
-      return sf.make_train_step(loss_fn, tx), abstract_state, abstract_batch, plan
-"""
-
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line; return 1 if the step does not fit, 2 if an argument is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m stepfold.inspect",
-        description="Describe what a step costs, without running it.",
-        epilog=_EXAMPLE,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     text = "a function of the devices that returns (step, state, batch, plan or None)"
     parser.add_argument("function", metavar="script.py:make", help=text)
-    text = "a TPU slice such as v5e:4x4 (default: the devices that are here)"
-    parser.add_argument("--on", metavar="SLICE", help=text)
+    parser.add_argument("--on", help="a TPU slice such as v5e:4x4 (default: the devices here)")
     options = parser.parse_args(arguments)
     try:
         make = _load(options.function)
         parts = make(jax.devices() if options.on is None else devices_of(options.on))
         if not isinstance(parts, tuple) or len(parts) != 4:
-            expected = "(step, state, batch, plan or None) from it"
-            raise ConfigError(mismatch(options.function, expected, parts))
+            raise ConfigError(mismatch(options.function, "(step, state, batch, plan)", parts))
         step, state, batch, plan = parts
         print(describe(step, state, batch, sharding=plan))  # noqa: T201  this is a command
     except StepfoldError as error:

@@ -31,17 +31,15 @@ def choose(
 ) -> Choice:
     """Compile a step in several ways, and choose the cheapest that fits.
 
-    The cheapest has the fewest FLOPs; among equals the fewest bytes sent, and then the least
-    memory. Nothing runs, so the devices may be those of `devices_of`.
+    The cheapest has the fewest FLOPs on all devices; among equals the fewest bytes sent, and then
+    the least memory. Nothing runs, so the devices may be those of `devices_of`.
 
     Args:
       make_step: returns a step for the arguments of a candidate, passed by keyword.
       state: the state, or an abstract one.
       batch: a batch, or an abstract one.
-      candidates: the arguments of each. `sharding` is its plan, to compare layouts, and is not
-        passed to `make_step`.
-      limit: the bytes that a device may need; by default what the compiler accepts, which on a CPU
-        is everything.
+      candidates: the arguments of each. `sharding` is its plan, and not passed to `make_step`.
+      limit: the bytes that a device may need; by default all that the compiler accepts.
       sharding: the plan of candidates that have none.
 
     Raises:
@@ -58,8 +56,7 @@ def choose(
     """
     if limit is not None:
         check_positive("limit", limit, unit="bytes")
-    is_list = isinstance(candidates, Sequence) and len(candidates) > 0
-    if not is_list or not all(isinstance(each, Mapping) for each in candidates):
+    if not candidates or not all(isinstance(each, Mapping) for each in candidates):
         advice = 'pass [{"accumulate": 1}, {"accumulate": 4, "remat": True}]'
         raise ConfigError(mismatch("candidates", "a list of arguments", candidates, advice))
     rows, fitting = [], []
@@ -77,18 +74,17 @@ def choose(
         except Exception as error:
             error.add_note(f"candidates: raised for {name}")
             raise
-        memory, flops, moved = report.memory.peak, report.flops.dots, report.moved
+        flops, moved, memory = report.flops.dots, report.moved, report.memory.peak
         fits = limit is None or memory <= limit
         rows.append((name, size(memory), amount(flops), size(moved), "yes" if fits else "no"))
         if fits:
-            cost = flops * report.devices, moved * report.devices, memory, index
-            fitting.append((cost, arguments, report))
+            total = flops * report.devices, moved * report.devices
+            fitting.append((*total, memory, index, name, report))
     text = table(("on each device", "memory", "FLOPs", "sent", "fits"), rows)
     if not fitting:
-        most = "a device" if limit is None else size(limit)
         raise OutOfMemoryError(
-            f"candidates: expected one that fits into {most}, got none; accumulate over more "
-            f"microbatches, use remat=True or shard over more devices\n\n{text}"
+            f"candidates: expected one that fits into {size(limit) if limit else 'a device'}, "
+            f"got none; use accumulate=n, remat=True or more devices\n\n{text}"
         )
-    (*_, index), arguments, report = min(fitting, key=lambda entry: entry[0])
-    return Choice(arguments, report, f"{text}\n\nthe cheapest that fits: {rows[index][0]}")
+    *_, index, name, report = min(fitting)  # no two have the same index
+    return Choice(candidates[index], report, f"{text}\n\nthe cheapest that fits: {name}")

@@ -284,11 +284,7 @@ class Array(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """A line of HLO. Tuples of results are flattened, and attributes are left as text.
-
-    `literal` is the text in parentheses: a constant's value, or a parameter's number. `trips` is
-    how often the body of a while loop runs, if that is known.
-    """
+    """A line of HLO. Tuples of results are flattened; attributes and literals are left as text."""
 
     name: str
     op: str
@@ -328,19 +324,18 @@ class Run(NamedTuple):
 
 def parse(text: str) -> Program:
     """Read optimized HLO text."""
-    computations: dict[str, list[Instruction]] = {}
+    computations: dict[str, list[Instruction]] = defaultdict(list)
     roots: dict[str, str] = {}
     entry, within = None, ""
     for line in text.splitlines():
         if head := _HEAD.match(line):
             within = head[2]
-            computations.setdefault(within, [])
             entry = within if head[1] else entry
         elif match := _LINE.match(line):
             is_root, name, result, op, operands, attributes = match.groups()
             names = tuple(re.findall(r"%([\w.-]+)", operands))
-            instruction = Instruction(name, op, arrays(result), names, attributes, operands)
-            computations[within].append(instruction)
+            made = Instruction(name, op, arrays(result), names, attributes, literal=operands)
+            computations[within].append(made)
             roots |= {within: name} if is_root else {}
         elif re.match(r"\s+(ROOT )?%[\w.-]+ = ", line):
             raise ConfigError(f"hlo: expected `%name = type op(operands)`, got {line[:80]!r}")
@@ -409,17 +404,13 @@ _CALLED = re.compile(
     r"\b(body|condition|calls|to_apply|true_computation|false_computation|branch_computations)="
     r"(?:\{([^}]*)\}|(%?[\w.-]+))"
 )
+_LOOP = re.compile(r"\bcondition=%?([\w.-]+), body=%?([\w.-]+)")
 
 
 class _Loops:
-    """Reads how often loops run from their counters, which a TPU's program does not say.
+    """Reads the lengths of loops from their counters, since a TPU's program does not state them."""
 
-    Values are followed through copies, tuples, fusions and loops that do not change them.
-    """
-
-    def __init__(
-        self, computations: Mapping[str, Sequence[Instruction]], roots: Mapping[str, str]
-    ) -> None:
+    def __init__(self, computations: dict[str, list[Instruction]], roots: dict[str, str]) -> None:
         self._roots = roots
         self._lines = {name: {x.name: x for x in lines} for name, lines in computations.items()}
         self._callers: dict[str, list[tuple[str, Instruction]]] = defaultdict(list)
@@ -430,40 +421,37 @@ class _Loops:
 
     def trips(self, within: str, loop: Instruction) -> int | None:
         """Return how often the body of a while loop runs, if that can be read."""
-        if loop.op != "while":
-            return None
-        if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes):
-            return int(known[1])
+        known = re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes)
+        if loop.op != "while" or known:
+            return int(known[1]) if known else None
         condition, body = _LOOP.findall(loop.attributes)[0]
         place, compare, _ = self._origin(condition, self._roots[condition])
         if "direction=LT" not in compare.attributes:
             return None
         counted, counter, index = self._origin(place, compare.operands[0])
         added, add, _ = self._origin(body, self._roots[body], index, stop=body)
-        if (counted, counter.op, add.op) != (condition, "parameter", "add"):
-            return None
         terms = [self._origin(added, name, stop=body) for name in add.operands]
         steps = [term for term in terms if (term[1].op, term[2]) != ("parameter", index)]
-        start = self._origin(within, loop.operands[0], index)
-        values = [start, self._origin(place, compare.operands[1]), *steps]
-        numbers = [int(line.literal) for _, line, _ in values if line.op == "constant"]
-        is_known = len(numbers) == len(values) == 3 and numbers[2] > 0
+        ends = (within, loop.operands[0], index), (place, compare.operands[1])
+        values = [*(self._origin(*end) for end in ends), *steps]
+        constants = [line.literal for _, line, _ in values if line.op == "constant"]
+        numbers = [int(text) for text in constants if re.fullmatch(r"-?\d+", text)]
+        is_counted = (counted, counter.op, add.op) == (condition, "parameter", "add")
+        is_known = is_counted and len(numbers) == len(values) == 3 and numbers[2] > 0
         return len(range(*numbers)) if is_known else None
 
     def _origin(
         self, within: str, name: str, index: int | None = None, stop: str = ""
     ) -> tuple[str, Instruction, int | None]:
-        """Find what makes a value, or an element of a tuple; never look outside of `stop`."""
+        """Follow a value, or an element of a tuple, to what makes it; not out of `stop`."""
         while True:
             line = self._lines[within][name]
             callers = self._callers[within] if within != stop else []
             if line.op in ("copy", "bitcast", "convert", "copy-start", "copy-done"):
                 name = line.operands[0]
             elif line.op == "get-tuple-element" and index is None:
-                name, index = (
-                    line.operands[0],
-                    int(line.attributes.split("index=")[1].split(",")[0]),
-                )
+                name = line.operands[0]
+                index = int(line.attributes.split("index=")[1].split(",")[0])
             elif line.op == "tuple" and index is not None:
                 name, index = line.operands[index], None
             elif line.op in ("fusion", "call"):
@@ -477,14 +465,11 @@ class _Loops:
                 return within, line, index
 
     def _keeps(self, caller: Instruction, index: int | None) -> bool:
-        """Whether an element of a loop's tuple stays as it is. Other callers change nothing."""
+        """Whether what a computation is called with stays as it is: in loops, an element may."""
         for _, body in _LOOP.findall(caller.attributes):
             within, line, element = self._origin(body, self._roots[body], index, stop=body)
             return (within, line.op, element) == (body, "parameter", index)
-        return True
-
-
-_LOOP = re.compile(r"\bcondition=%?([\w.-]+), body=%?([\w.-]+)")
+        return caller.op in ("fusion", "call")
 
 
 def scope(line: Instruction) -> str:

@@ -33,11 +33,10 @@ class Memory:
       model_state: the model's state.
       rest: step and key.
       batch: the batch.
-      temporaries: what the program allocates while it runs, and on a GPU or TPU its code. A TPU's
-        compiler may count buffers in on-chip memory too.
+      temporaries: what the program allocates while it runs, and its code. A TPU's compiler counts
+        buffers in on-chip memory too.
       output: the outputs, except those that reuse the donated state.
-      host: bytes in the memory of the host, of arrays in the memory kind "pinned_host" and the
-        program's buffers there. They are in no other category.
+      host: bytes in the host's memory, as of arrays on "pinned_host"; not in the other categories.
     """
 
     params: int
@@ -107,8 +106,7 @@ def memory_of(compiled: jax.stages.Compiled | None, state: Any, batch: Any) -> M
         temporaries = program.temp_size_in_bytes + program.generated_code_size_in_bytes
         temporaries = max(temporaries, program.peak_memory_in_bytes - held)
         host = program.host_temp_size_in_bytes
-    leaves = jax.tree.leaves((state, batch))
-    host += bytes_per_device([leaf for leaf in leaves if _is_on_host(leaf)])
+    host += bytes_per_device([x for x in jax.tree.leaves((state, batch)) if _is_on_host(x)])
     parts = jax.tree.map(lambda leaf: () if _is_on_host(leaf) else leaf, (*parts, batch))
     params, opt_state, model_state, rest, batch = map(bytes_per_device, parts)
     return Memory(params, opt_state, model_state, rest, batch, temporaries, output, host)

@@ -155,10 +155,9 @@ def describe(
 ) -> Report:
     """Report what a step costs, without running it.
 
-    The step is compiled for the devices of its mesh. The state may be abstract and larger than any
-    memory here, on a mesh of virtual CPU devices (`jax_num_cpu_devices`, set before anything else),
-    or of a TPU that is not here (`devices_of`). Memory and collectives are those of these devices:
-    describe a GPU's step on a GPU.
+    The step is compiled for the devices of its mesh, and their memory and collectives are reported.
+    The state may be abstract and larger than any memory here, on a mesh of a TPU that is not here
+    (`devices_of`), or of virtual CPU devices (`jax_num_cpu_devices`, set before anything else).
 
     Args:
       step: a `StepFn` or an `EvalFn`, or the result of `compile_step`.

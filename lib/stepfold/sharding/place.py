@@ -26,9 +26,8 @@ def shard_batch(batch: Any, mesh: Mesh, *, axes: str | Sequence[str] | None = No
     The leading axis of every leaf is sharded over the data axes of the mesh; scalars are
     replicated. With several processes each passes its own rows, equally many, and the global batch
     holds all of them, in the order of the mesh. An abstract batch returns an abstract one with its
-    shardings, for `describe` and `compile_step`; on a mesh of `devices_of` its rows are those of
-    the global batch. As in jax itself, the result may alias a NumPy
-    array: do not write to that array afterwards.
+    shardings, for `describe` and `compile_step`; for `devices_of` its rows are all rows. As in jax
+    itself, the result may alias a NumPy array: do not write to that array afterwards.
 
     Args:
       batch: a tree of arrays: the rows of this process.

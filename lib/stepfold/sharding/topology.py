@@ -22,14 +22,12 @@ _ENVIRONMENT = {
 def devices_of(topology: str) -> list[jax.Device]:
     """Return the devices of a TPU slice that is not here, to compile steps for.
 
-    Make a mesh of them for `make_sharding`, `describe`, `compile_step` and `choose`, with abstract
-    state and batch: the TPU's compiler reports memory and collectives, and refuses what does not
-    fit. The devices hold no arrays and run nothing. GPUs are not supported: their compiler needs
-    one, so describe a GPU's step on a GPU.
+    `describe`, `compile_step` and `choose` take a mesh of them, with abstract state and batch. The
+    devices hold no arrays and run nothing. Their compiler is libtpu, of the extra `stepfold[tpu]`.
+    GPUs are not supported, since their compiler needs one.
 
     Args:
-      topology: the generation and the chips along each axis. A chip is one device, or two in the
-        generations v2, v3 and 7x.
+      topology: the generation and the chips along each axis. A chip of v2, v3 or 7x is two devices.
 
     Raises:
       ConfigError: if libtpu is not installed, or does not know the topology.
@@ -70,7 +68,7 @@ def can_run(devices: Iterable[Any]) -> bool:
 
 
 def check_here(devices: Iterable[Any]) -> None:
-    """Refuse devices of `devices_of`, where arrays must be held or a program must run."""
+    """Refuse devices of `devices_of`."""
     if not can_run(devices):
         raise ShardingError(
             "devices: expected devices that are here, got those of sf.devices_of, which hold no "
