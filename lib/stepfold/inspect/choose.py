@@ -51,7 +51,7 @@ def choose(
     >>> state = jax.eval_shape(lambda: sf.init_state(jnp.ones((64, 64)), tx, jax.random.key(0)))
     >>> make_step = functools.partial(sf.make_train_step, loss_fn, tx)
     >>> candidates = [{}, {"accumulate": 8}, {"accumulate": 8, "remat": True}]
-    >>> sf.choose(make_step, state, batch, candidates, limit=2**20).arguments
+    >>> sf.choose(make_step, state, batch, candidates, limit=2**21).arguments
     {'accumulate': 8}
     """
     if limit is not None:

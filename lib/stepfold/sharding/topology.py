@@ -44,8 +44,7 @@ def devices_of(topology: str) -> list[jax.Device]:
         raise ConfigError(message)
     # The two cores of a TPU v4 are one device, as they are on its hosts by default.
     options = {"chip_config_name": "megacore"} if topology.lower().startswith("v4:") else {}
-    # jax sets this variable when it is imported, if there is no TPU. Where there is one, the
-    # process may go on to use it, and libtpu must find the environment of the host.
+    # jax sets this variable if there is no TPU. If there is one, it must find its host's settings.
     missing = set(_ENVIRONMENT) - set(os.environ) if "TPU_SKIP_MDS_QUERY" in os.environ else set()
     os.environ.update({name: _ENVIRONMENT[name] for name in missing})
     try:
