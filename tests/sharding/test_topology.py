@@ -46,6 +46,8 @@ class TestTopologies:
         [
             ("v5e:4x4", "TPU v5 lite", 16),
             ("v5e:1x1", "TPU v5 lite", 1),
+            ("v5p:1x1x1", "TPU v5", 1),
+            ("v4:1x1x1", "TPU v4", 1),
             ("v6e:2x4", "TPU v6 lite", 8),
             ("v5p:2x2x2", "TPU v5", 8),
             ("v4:2x2x2", "TPU v4", 8),  # two cores of a chip are one device

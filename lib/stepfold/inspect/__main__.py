@@ -2,7 +2,7 @@
 
 def make(devices):
     plan = sf.make_sharding(abstract_state, sf.make_mesh(devices=devices))
-    return sf.make_train_step(loss_fn, tx), abstract_state, abstract_batch, plan
+    return sf.make_train_step(loss_fn, tx), abstract_state, abstract_batch, plan  # or None
 """
 
 import argparse
@@ -27,8 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    text = "a function of the devices that returns (step, state, batch, plan or None)"
-    parser.add_argument("function", metavar="script.py:make", help=text)
+    parser.add_argument("function", metavar="script.py:make", help="where to find make(devices)")
     parser.add_argument("--on", help="a TPU slice such as v5e:4x4 (default: the devices here)")
     options = parser.parse_args(arguments)
     try:

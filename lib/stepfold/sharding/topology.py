@@ -10,8 +10,7 @@ from jax.experimental import topologies
 
 from stepfold.errors import ConfigError, ShardingError
 
-# libtpu reads these when it is loaded. The first lets several processes load it. Without the others
-# it looks for the metadata of a TPU host, and prints that there is none.
+# libtpu reads these when it is loaded: to load it in several processes, and away from a TPU host.
 _ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
@@ -43,7 +42,9 @@ def devices_of(topology: str) -> list[jax.Device]:
     if not re.fullmatch(r"(tpu ?)?v?\d\w*:\d+(x\d+)*", str(topology), re.IGNORECASE):
         raise ConfigError(message)
     # The two cores of a TPU v4 are one device, as they are on its hosts by default.
-    options = {"chip_config_name": "megacore"} if topology.lower().startswith("v4:") else {}
+    options: Any = {"chip_config_name": "megacore"} if topology.lower().startswith("v4:") else {}
+    if set(re.split("[:x]", topology)[1:]) == {"1"}:  # a host has four chips, unless told otherwise
+        options["chips_per_host_bounds"] = [1, 1, 1]
     # jax sets this variable if there is no TPU. If there is one, it must find its host's settings.
     missing = set(_ENVIRONMENT) - set(os.environ) if "TPU_SKIP_MDS_QUERY" in os.environ else set()
     os.environ.update({name: _ENVIRONMENT[name] for name in missing})
