@@ -226,8 +226,8 @@ def _axis_sizes(mesh: Mesh, blocks: int, axes: str | Sequence[str] | None) -> di
     others = [name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in sizes]
     if others or AxisType.Explicit in mesh.axis_types:
         raise ShardingError(
-            f"ordered: expected a mesh of Auto axes that all shard the batch, got {mesh}; the "
-            "results would depend on the sizes of the others"
+            f"ordered: expected a mesh of Auto axes that all shard the batch, got {mesh}; results "
+            "would depend on the sizes of others, so use another mesh, or another grad="
         )
     num_shards = math.prod(sizes.values())
     blocks = read_integer("blocks", blocks)
@@ -264,11 +264,15 @@ def _widen(arrays: Any) -> Any:
     return tree.cast_floats(arrays, jnp.float32)
 
 
+def _is_inexact(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
 def _sum_in_tree(function: Callable[[Any], Any], first: Any, count: int, like: Any) -> Any:
     """Sum the first output of a function of i in a binary tree, and stack the second.
 
     One call runs at a time, so log2(count) + 1 sums exist at once. They have the structure and
-    dtypes of `like`. Of leaves that are not floating the first is taken.
+    dtypes of `like`. Of integers, booleans and keys the first is taken.
     """
     if count == 1:
         total, other = function(first)
@@ -277,7 +281,7 @@ def _sum_in_tree(function: Callable[[Any], Any], first: Any, count: int, like: A
     def body(total: Any, i: Any) -> Any:
         half, other = _sum_in_tree(function, first + i * (count // 2), count // 2, like)
         # Adding to zero would turn -0.0 into 0.0.
-        add = lambda t, h: t + h if tree.is_float(h) else t
+        add = lambda t, h: t + h if _is_inexact(h) else t
         return tree.select(i == 0, half, jax.tree.map(add, total, half)), other
 
     total, other = lax.scan(body, like, jnp.arange(2, dtype=jnp.int32))
@@ -346,7 +350,7 @@ def _longest_dim(shape: Sequence[int], divisor: int) -> int | None:
 
 def _merge_state(x: jax.Array, dtype: Any, sizes: Mapping[str, int], blocks: int) -> Any:
     """Merge a leaf of the model state: the mean of the blocks, or the first if not floating."""
-    if tree.is_float(x):
+    if _is_inexact(x):
         return (_sum_leaf(x, _REPLICATED, sizes) / blocks).astype(dtype)
     if not sizes:
         return x
