@@ -45,7 +45,8 @@ def test_it_costs_what_accumulation_costs(dims):
     assert got.flops.dots == want.flops.dots
     assert got.moved <= 1.25 * want.moved + 4096
     gathered = 4 * (2 * 64 * 256 + 7)
-    assert got.memory.temporaries <= want.memory.temporaries + 3.5 * gathered
+    sums = 3.5 if jax.__version_info__ >= (0, 11) else 6  # with copies in place of barriers
+    assert got.memory.temporaries <= want.memory.temporaries + sums * gathered
 
 
 def test_more_blocks_need_less_memory():
