@@ -77,6 +77,16 @@ def test_blocks_are_a_power_of_two_that_the_devices_divide(blocks):
         sf.ordered_norm(jnp.ones(8), plan.step.mesh, blocks=blocks)
 
 
+def test_the_number_of_devices_is_a_power_of_two():
+    _, plan, _ = start((2, 1, 1, 1))
+    mesh = sf.make_mesh((6, 1, 1, 1), devices=jax.devices()[:6])
+    plan = jax.tree.map(lambda _: jax.sharding.NamedSharding(mesh, P()), plan)
+    with pytest.raises(
+        sf.ShardingError, match=r"^ordered: expected 1, 2, 4, 8, … devices .* got 6"
+    ):
+        sf.ordered(plan)
+
+
 def test_meshes_that_shard_computations_are_refused():
     _, plan, _ = start((2, 2, 2, 1), rules=[("up$", P("fsdp", "tp"))])
     with pytest.raises(sf.ShardingError, match=r"^ordered: expected a mesh .*'tp': 2"):

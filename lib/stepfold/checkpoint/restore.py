@@ -309,7 +309,9 @@ def rank_steps(store: Store, best: Any) -> list[int]:
 # Which leaves
 
 # For a difference that `_specific_advice` does not explain.
-_ADVICE = "; rename=, cast=, parts= or partial= load what differs, and list what was not loaded"
+_ADVICE = (
+    "; rename=, cast=, parts= or partial= load what differs; Restored.not_loaded lists the rest"
+)
 
 
 class Match(NamedTuple):

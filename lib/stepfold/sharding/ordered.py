@@ -231,10 +231,15 @@ def _axis_sizes(mesh: Mesh, blocks: int, axes: str | Sequence[str] | None) -> di
         )
     num_shards = math.prod(sizes.values())
     blocks = read_integer("blocks", blocks)
-    if blocks & (blocks - 1) or blocks % num_shards:
+    if num_shards & (num_shards - 1):
+        raise ShardingError(
+            f"ordered: expected 1, 2, 4, 8, … devices to share a batch, got {num_shards}; make a "
+            "mesh of fewer devices, or use another grad="
+        )
+    if blocks & (blocks - 1) or blocks < num_shards:
         raise ConfigError(
-            f"blocks: expected a power of two that the {num_shards} devices along "
-            f"{tuple(sizes)} divide, got {blocks}"
+            f"blocks: expected a power of two of at least {num_shards}, the number of devices that "
+            f"share a batch, got {blocks}"
         )
     return sizes
 

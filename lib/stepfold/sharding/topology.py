@@ -43,7 +43,7 @@ def devices_of(topology: str) -> list[jax.Device]:
         raise ConfigError(message)
     # The two cores of a TPU v4 are one device, as they are on its hosts by default.
     options: Any = {"chip_config_name": "megacore"} if topology.lower().startswith("v4:") else {}
-    if set(re.split("[:x]", topology)[1:]) == {"1"}:  # a host has four chips, unless told otherwise
+    if set(re.split("[:x]", topology)[1:]) == {"1"}:  # libtpu assumes four chips per host
         options["chips_per_host_bounds"] = [1, 1, 1]
     # jax sets this variable if there is no TPU. If there is one, it must find its host's settings.
     missing = set(_ENVIRONMENT) - set(os.environ) if "TPU_SKIP_MDS_QUERY" in os.environ else set()
