@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 
 import stepfold as sf
 
-BASE, WIDTHS, RATE, STEPS, BATCH = 64, (64, 128, 256, 512), 0.004, 8, 256
+BASE, WIDTHS, RATE, STEPS, BATCH = 64, (64, 128, 512), 0.004, 8, 256
 WIDE = ("hidden", "output")  # the matrices whose input grows with the width
 
 

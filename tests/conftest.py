@@ -36,6 +36,12 @@ if not IS_WORKER:  # in a worker, jax reads these settings from the environment
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
 
+# Without most optimizations XLA compiles in half the time. The laws, the examples and the tests of
+# compiled programs see what users run; the tests in these folders do not depend on it.
+NOT_OPTIMIZED = {
+    "adapter", "checkpoint", "clients", "core", "data", "faults", "loop", "processes"
+}  # fmt: skip
+
 # Drawing examples slowly on a loaded machine is no failure.
 hypothesis.settings.register_profile(
     "law",
@@ -61,6 +67,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the slowest files first, so that the workers end at about the same time."""
     items.sort(key=lambda item: not item.path.is_relative_to(TESTS / "processes"))
     items.sort(key=lambda item: item.path.name not in SLOW)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_fast(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile without most optimizations in the folders that do not depend on them."""
+    folder = request.path.relative_to(TESTS).parts[0]
+    jax.config.update("jax_disable_most_optimizations", folder in NOT_OPTIMIZED)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(params=["jit", "eager"])

@@ -230,4 +230,5 @@ def test_under_mup_the_logits_of_wide_networks_change_as_those_of_narrow_ones(ex
     widths, standard, _, mup, _ = zip(*table, strict=True)
     assert widths[-1] == 8 * widths[0]
     assert standard[-1] > 5 * standard[0]
+    assert mup[0] == standard[0]
     assert max(mup) < 2 * min(mup)

@@ -71,8 +71,7 @@ def same(run, other, folder, other_folder):
     assert rows(folder) == rows(other_folder)
 
 
-@pytest.mark.parametrize("per_call", [1, 3])
-@pytest.mark.parametrize("log_every", [1, 4, 7, 20])
+@pytest.mark.parametrize(("log_every", "per_call"), [(1, 1), (4, 3), (7, 1), (20, 3)])
 def test_two_poisoned_batches_are_skipped(tmp_path, per_call, log_every):
     folder, other = tmp_path / "a", tmp_path / "b"
     step = sf.make_train_step(loss_fn, TX)
@@ -249,20 +248,27 @@ MUTANTS = {
 }
 
 
+def go_back(data, folder):
+    hooks = [running_mean(), spike()]
+    return fit(data, folder, hooks, log_every=8, checkpoints=sf.Checkpoints(every=6), steps=40)
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory):
+    """A run that skips a batch from the start, which one that goes back equals."""
+    folder, other = tmp_path_factory.mktemp("a"), tmp_path_factory.mktemp("b")
+    want = go_back(batches([18]).without([(18, 19)]), other)
+    same(go_back(batches([18]), folder), want, folder, other)
+    return want, other
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.filterwarnings("ignore")
-def test_one_that_goes_back_almost_right_is_found(tmp_path, monkeypatch, name):
+def test_one_that_goes_back_almost_right_is_found(tmp_path, wanted, monkeypatch, name):
     owner, method, mutant = MUTANTS[name]
-    folder, other = tmp_path / "a", tmp_path / "b"
-    run = lambda data, place: fit(
-        data, place, [running_mean(), spike()], log_every=8, checkpoints=sf.Checkpoints(every=3)
-    )
-    want = run(batches([18]).without([(18, 19)]), other)
-    same(run(batches([18]), tmp_path / "c"), want, tmp_path / "c", other)
-    with monkeypatch.context() as patched:
-        patched.setattr(owner, method, mutant)
-        with pytest.raises((AssertionError, sf.StepfoldError, ValueError, KeyError)):
-            same(run(batches([18]), folder), want, folder, other)
+    monkeypatch.setattr(owner, method, mutant)
+    with pytest.raises((AssertionError, sf.StepfoldError, ValueError, KeyError)):
+        same(go_back(batches([18]), tmp_path), wanted[0], tmp_path, wanted[1])
 
 
 class running_mean(StatefulHook):
