@@ -36,11 +36,9 @@ if not IS_WORKER:  # in a worker, jax reads these settings from the environment
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
 
-# Without most optimizations XLA compiles in half the time. The laws, the examples and the tests of
-# compiled programs see what users run; the tests in these folders do not depend on it.
-NOT_OPTIMIZED = {
-    "adapter", "checkpoint", "clients", "core", "data", "faults", "loop", "processes"
-}  # fmt: skip
+# Without most optimizations XLA compiles in half the time. The tests in these folders, and those
+# marked so, do not depend on it. All others, as the examples and most laws, see what users run.
+NOT_OPTIMIZED = ("adapter", "checkpoint", "clients", "core", "data", "faults", "loop", "processes")
 
 # Drawing examples slowly on a loaded machine is no failure.
 hypothesis.settings.register_profile(
@@ -70,10 +68,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compile_fast(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compile without most optimizations in the folders that do not depend on them."""
+def optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile without most optimizations where tests do not depend on them."""
     folder = request.path.relative_to(TESTS).parts[0]
-    jax.config.update("jax_disable_most_optimizations", folder in NOT_OPTIMIZED)
+    is_marked = request.node.get_closest_marker("not_optimized") is not None
+    jax.config.update("jax_disable_most_optimizations", is_marked or folder in NOT_OPTIMIZED)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 

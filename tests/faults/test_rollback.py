@@ -39,7 +39,7 @@ def trains(folder, poison, skips, out):
         sf.init_state({"w": jnp.zeros(8)}, tx, jax.random.key(0)),
         sf.batches({"x": x, "bad": bad}, 8, seed=0).without(skips) if skips
         else sf.batches({"x": x, "bad": bad}, 8, seed=0),
-        steps=60, log_every=8, run_dir=folder, checkpoints=sf.Checkpoints(every=3, keep=6),
+        steps=44, log_every=8, run_dir=folder, checkpoints=sf.Checkpoints(every=4, keep=6),
         hooks=[] if skips else sf.roll_back_on_spike(window=8, sigma=100.0, limit=4),
     )  # fmt: skip
     rows = Path(folder, "metrics.jsonl").read_text()

@@ -18,6 +18,8 @@ from tests.checkpoint.sameness import check_same
 
 import stepfold as sf
 
+pytestmark = pytest.mark.not_optimized
+
 DTYPES = (
     *("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "bool"),
     *("int4", "int8", "int16", "int32", "uint8", "uint16", "uint32"),

@@ -16,6 +16,8 @@ from stepfold.loop.hooks.base import HookDispatcher, StatefulHook
 from stepfold.loop.metrics import History, MetricBuffer
 from stepfold.loop.writers.jsonl import jsonl_writer
 
+pytestmark = pytest.mark.not_optimized
+
 STEPS, EVERY = 60, 10
 SOURCE = np.random.default_rng(0).normal(size=(512, 8)).astype(np.float32)
 
@@ -250,7 +252,7 @@ MUTANTS = {
 
 def go_back(data, folder):
     hooks = [running_mean(), spike()]
-    return fit(data, folder, hooks, log_every=8, checkpoints=sf.Checkpoints(every=6), steps=40)
+    return fit(data, folder, hooks, log_every=8, checkpoints=sf.Checkpoints(every=4), steps=32)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ import pytest
 
 import stepfold as sf
 
+pytestmark = pytest.mark.not_optimized
+
 TOTAL = 36
 
 

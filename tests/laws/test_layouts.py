@@ -45,14 +45,8 @@ LAYOUTS = {
 }
 # Every axis, alone or with others.
 EACH_KIND = ("dp 8", "tp 8", "dp 2 x fsdp 2 x tp 2", "dp 2 x sp 4")
-
-
-@pytest.fixture(autouse=True)
-def compile_fast():
-    """Compile in half the time: what is asked here is where things are and what comes out."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+# Not what compiles, but where arrays are and what comes out.
+pytestmark = pytest.mark.not_optimized
 
 
 def optimizer():

@@ -16,6 +16,8 @@ from .test_replay import check as check_replay
 from .test_replay import logarithm, planted, start
 from .test_replay import run as run_loss
 
+pytestmark = pytest.mark.not_optimized
+
 MOST = 40  # batches of an endless pipeline that are looked at
 
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 import stepfold as sf
 
+pytestmark = pytest.mark.not_optimized
+
 SOURCES = 3
 
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 import stepfold as sf
 
+pytestmark = pytest.mark.not_optimized
+
 SIZES = st.integers(1, 20)
 
 

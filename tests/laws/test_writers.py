@@ -14,6 +14,8 @@ from hypothesis import given, settings
 
 from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer, last_step, read_rows, write_csv
 
+pytestmark = pytest.mark.not_optimized
+
 names = st.sampled_from(["train/loss", "train/acc", "eval/loss", 'odd, "name"', "x"])
 values = st.floats(allow_nan=False) | st.integers(-(2**70), 2**70)
 # For each write: how far its step is from the one before, its numbers, and whether a flush follows.

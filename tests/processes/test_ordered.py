@@ -57,9 +57,7 @@ def trains(start, alone, dims):
     print(json.dumps(bits))
 
 
-@pytest.mark.parametrize(
-    "dims", [(2, 2, 1, 1), pytest.param((4, 1, 1, 1), marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("dims", [(2, 2, 1, 1), pytest.param((4, 1, 1, 1), marks=pytest.mark.full)])
 def test_two_processes_compute_the_bits_of_one_device(dims):
     (alone,) = launch.run_processes(trains, 1, args=(True, (1, 1, 1, 1)))
     both = launch.run_processes(trains, 2, args=(False, dims))
