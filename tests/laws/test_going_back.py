@@ -252,7 +252,7 @@ MUTANTS = {
 
 def go_back(data, folder):
     hooks = [running_mean(), spike()]
-    return fit(data, folder, hooks, log_every=8, checkpoints=sf.Checkpoints(every=4), steps=32)
+    return fit(data, folder, hooks, log_every=6, checkpoints=sf.Checkpoints(every=4), steps=32)
 
 
 @pytest.fixture(scope="module")
