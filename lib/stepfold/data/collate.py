@@ -7,6 +7,7 @@ the step compiles once. `pack` uses the same columns, dtypes and padding values.
 
 from array import array as c_array
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -162,9 +163,8 @@ def _pad(
     rest = arrays[0].shape[1:]
     padding = np.full((length, *rest), value, arrays[0].dtype)
     fills = [padding[n:] for n in lengths]
-    pieces: list[Any] = [None] * (2 * len(arrays))
-    pieces[side == "left" :: 2], pieces[side != "left" :: 2] = arrays, fills
-    batch = concatenate(path, pieces, len(arrays) * length, arrays, range(len(arrays)))
+    pairs = zip(arrays, fills, strict=True) if side == "right" else zip(fills, arrays, strict=True)
+    batch = concatenate(path, [*chain.from_iterable(pairs)], len(arrays) * length, arrays)
     return batch.reshape(len(arrays), length, *rest)
 
 
@@ -184,10 +184,9 @@ def _stack(path: KeyPath, arrays: list[Any]) -> Any:
         index = next(i for i, array in enumerate(arrays) if array.shape != arrays[0].shape)
         raise DataError(
             f"{locate(index, path)}: expected the shape {arrays[0].shape} of example 0, got "
-            f"{arrays[index].shape}; name the keys to pad in keys=, and give the rest one "
-            "shape"
+            f"{arrays[index].shape}; name the keys to pad in keys=, and give the rest one shape"
         ) from None
-    return _narrow(path, batch, arrays, range(len(arrays)))
+    return _narrow(path, batch, arrays)
 
 
 # Columns
@@ -354,17 +353,18 @@ def to_arrays(path: KeyPath, leaves: list[Any], start: int = 0) -> list[Any]:
     dtypes = [array.dtype for array in arrays]
     if dtypes.count(dtypes[0]) == len(dtypes) and is_numeric(dtypes[0]):
         return arrays
+    narrowed: list[Any] = []
     for index, array in enumerate(arrays, start):
         if not is_numeric(array.dtype):
             raise _not_numbers(path, index, leaves[index - start])
-    arrays = [_narrow(path, array, [array], [i]) for i, array in enumerate(arrays, start)]
-    for index, array in enumerate(arrays, start):
-        if array.dtype != arrays[0].dtype:
+        narrowed.append(_narrow(path, array, [array], index))
+        if narrowed[-1].dtype != narrowed[0].dtype:
             raise DataError(
-                f"{locate(index, path)}: expected the dtype {arrays[0].dtype} of example {start}, "
-                f"got {array.dtype}; a dtype that changes makes a step compile again: cast to one"
+                f"{locate(index, path)}: expected the dtype {narrowed[0].dtype} of example {start},"
+                f" got {narrowed[-1].dtype}; a dtype that changes makes a step compile again: cast "
+                "to one"
             )
-    return arrays
+    return narrowed
 
 
 def _to_array(path: KeyPath, index: int, leaf: Any) -> Any:
@@ -396,39 +396,40 @@ def _not_numbers(path: KeyPath, index: int, leaf: Any) -> DataError:
 
 
 def concatenate(
-    path: KeyPath, pieces: list[Any], rows: int, arrays: list[Any], owners: Sequence[int]
+    path: KeyPath, pieces: list[Any], rows: int, arrays: list[Any], start: int = 0
 ) -> Any:
-    """Concatenate `pieces`: `arrays`, of the examples with indices `owners`, and their padding."""
+    """Concatenate pieces of the arrays of one column, and their padding."""
     rest = arrays[0].shape[1:]
     batch = np.empty((rows, *rest), arrays[0].dtype)
     try:
         np.concatenate(pieces, out=batch)
     except ValueError:
-        pairs = zip(owners, arrays, strict=True)
-        index, array = next((i, x) for i, x in pairs if x.ndim == 0 or x.shape[1:] != rest)
+        shapes = [array.shape for array in arrays]
+        index = next(i for i, shape in enumerate(shapes) if not shape or shape[1:] != rest)
+        wanted = ", ".join(map(str, ("n", *rest)))
         raise DataError(
-            f"{locate(index, path)}: expected the shape ({', '.join(map(str, ('n', *rest)))}) as "
-            f"example {owners[0]} has, got {array.shape}; only the first axis may differ"
+            f"{locate(start + index, path)}: expected the shape ({wanted}) as example {start} has, "
+            f"got {shapes[index]}; only the first axis may differ"
         ) from None
-    return _narrow(path, batch, arrays, owners)
+    return _narrow(path, batch, arrays, start)
 
 
-def _narrow(path: KeyPath, array: Any, parts: list[Any], owners: Sequence[int]) -> Any:
+def _narrow(path: KeyPath, batch: Any, arrays: list[Any], start: int = 0) -> Any:
     """Cast 64-bit integers to 32 bits, as JAX does by default; raise if a value does not fit."""
-    if array.dtype.kind not in "iu" or array.dtype.itemsize < 8:
-        return array
-    target = np.dtype(f"{array.dtype.kind}4")
+    if batch.dtype.kind not in "iu" or batch.dtype.itemsize < 8:
+        return batch
+    target = np.dtype(f"{batch.dtype.kind}4")
     limits = np.iinfo(target)
     # Negative integers are large when viewed as unsigned: one pass is enough for most batches.
-    suspect = array.size and array.view(f"u{array.itemsize}").max() > limits.max
-    if suspect and (array.min() < limits.min or array.max() > limits.max):
-        for index, part in zip(owners, parts, strict=True):
-            if wide := part[(part < limits.min) | (part > limits.max)].tolist():
+    suspect = batch.size and batch.view(f"u{batch.itemsize}").max() > limits.max
+    if suspect and (batch.min() < limits.min or batch.max() > limits.max):
+        for index, array in enumerate(arrays, start):
+            if wide := array[(array < limits.min) | (array > limits.max)].tolist():
                 raise DataError(
                     f"{locate(index, path)}: expected integers that fit {target}, which is what "
                     f"jax takes, got {wide[0]}; make them smaller, or floats"
                 )
-    return array.astype(target)
+    return batch.astype(target)
 
 
 def pad_values(role: str, pad: Pad, paths: Iterable[KeyPath]) -> dict[KeyPath, Any]:

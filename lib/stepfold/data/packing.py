@@ -4,7 +4,7 @@ Each window of examples is packed independently. So packing is deterministic, th
 depend only on its examples, and only one window is held in memory.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -104,7 +104,10 @@ def pack(
     if isinstance(examples, Mapping):
         raise DataError("pack: expected an iterable of examples, got a dict of columns")
     windows = _windows(iter(examples), length, window, split, truncate, pad)
-    return map(nested, _single(windows) if rows is None else _batches(windows, rows, pad))
+    batches = _batches(windows, rows or 1, pad)
+    if rows is None:
+        batches = ({path: array[0] for path, array in batch.items()} for batch in batches)
+    return map(nested, batches)
 
 
 def block_diagonal_mask(segment_ids: Any, *, causal: bool = False) -> Any:
@@ -165,18 +168,18 @@ def _windows(
         if not split and truncate is None:
             check_longest(lengths, length, start, "split=True, ")
         arrays = {path: to_arrays(path, column, start) for path, column in columns.items()}
-        owners: Sequence[int] = range(start, start + len(buffered))
+        parts = arrays
         if max(lengths) > length:
             pieces = _pieces(lengths, length, split, truncate)
-            arrays = {path: [x[i][a:b] for i, a, b in pieces] for path, x in arrays.items()}
-            owners, lengths = [start + i for i, _, _ in pieces], [b - a for _, a, b in pieces]
+            parts = {path: [x[i][a:b] for i, a, b in pieces] for path, x in arrays.items()}
+            lengths = [b - a for _, a, b in pieces]
         plan = plan_rows(lengths, length)
         packed: PackedRows = {}
         for path, column in arrays.items():
             dtype, rest = column[0].dtype, column[0].shape[1:]
             padding = np.full((length, *rest), check_pad(path, pads[path], dtype), dtype)
-            parts = _in_rows(column, padding, lengths, plan)
-            flat = concatenate(path, parts, len(plan) * length, column, owners)
+            in_rows = _in_rows(parts[path], padding, lengths, plan)
+            flat = concatenate(path, in_rows, len(plan) * length, column, start)
             packed[path] = flat.reshape(len(plan), length, *rest)
         packed.update(_segments(lengths, plan, length))
         kinds = _check_kinds(packed, kinds, start)
@@ -241,27 +244,17 @@ def _check_kinds(packed: PackedRows, seen: PackedRows | None, start: int) -> Pac
     return kinds
 
 
-def _single(windows: Iterator[PackedRows]) -> Iterator[PackedRows]:
-    for packed in windows:
-        for i in range(len(packed["mask",])):
-            yield {path: array[i] for path, array in packed.items()}
-
-
 def _batches(windows: Iterator[PackedRows], rows: int, pad: Pad) -> Iterator[PackedRows]:
-    parts: list[PackedRows] = []  # rows of earlier windows, fewer than a batch
-    missing = rows
-    for packed in windows:
-        start, count = 0, len(packed["mask",])
-        while start < count:
-            stop = min(start + missing, count)
-            parts.append({path: array[start:stop] for path, array in packed.items()})
-            missing -= stop - start
-            start = stop
-            if not missing:
-                yield _join(parts)
-                parts, missing = [], rows
-    if parts:
-        yield _join([*parts, _padding_rows(parts[0], missing, pad)])
+    left: list[PackedRows] = []  # the rows after the last batch
+    for window in windows:
+        packed = _join([*left, window])
+        count = len(packed["mask",])
+        last = count - count % rows
+        for start in range(0, last, rows):
+            yield {path: array[start : start + rows] for path, array in packed.items()}
+        left = [{path: array[last:] for path, array in packed.items()}] if last < count else []
+    for packed in left:
+        yield _join([packed, _padding_rows(packed, rows - len(packed["mask",]), pad)])
 
 
 def _join(parts: list[PackedRows]) -> PackedRows:
