@@ -4,7 +4,7 @@ import atexit
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Self
 
@@ -66,8 +66,7 @@ def prefetch(batches: Any, *, sharding: Any = None, size: int = 2) -> "Prefetch"
     size = read_integer("size", size, 1)
     place = _read_sharding(sharding)
     _check_batches(batches)
-    iterator = iter(batches)
-    return (_Resumable if _can_resume(iterator) else Prefetch)(batches, iterator, place, size)
+    return Prefetch(batches, iter(batches), place, size)
 
 
 def _read_sharding(sharding: Any) -> Place | None:
@@ -114,7 +113,8 @@ class _CannotResumeError(DataError, AttributeError):
 class Prefetch:
     """An iterator over prefetched batches, returned by `prefetch`.
 
-    It is thread-safe: each batch goes to one of the threads that iterate.
+    It is thread-safe: each batch goes to one of the threads that iterate. It has `get_state`,
+    `set_state` and `without` if the batches have them.
 
     >>> import stepfold as sf
     >>> stream = sf.prefetch([1, 2, 3], size=1)
@@ -128,9 +128,9 @@ class Prefetch:
         self._batches, self._iterator, self._place, self._size = batches, iterator, place, size
         self._lock = threading.Lock()
         self._is_over = False
-        self._state: bytes | int | None = None  # after the last batch returned; None if none was
+        self._state: bytes | None = None  # after the last batch returned; None if none was
+        self._queue: _Queue | None = None
         self._thread: threading.Thread | None = None
-        self._queue: PrefetchQueue | None = None
         self._stop: Callable[[], object] = lambda: None
 
     def __iter__(self) -> Self:
@@ -147,34 +147,20 @@ class Prefetch:
                 queue.free.put(None)
                 return item.batch
             self._end()
-            error = StopIteration() if item.error is None else item.error
             try:
-                raise error
+                raise item
             finally:
-                del item, error  # avoid a reference cycle: the traceback refers to this frame
+                del item  # avoid a reference cycle: the traceback refers to this frame
+
+    def _start(self) -> "_Queue":
+        queue = _Queue(self._size)
+        self._state = _copy_state(self._iterator)
+        self._queue, self._stop = queue, weakref.finalize(self, queue.stop)
+        self._thread = _start_thread(queue, self._iterator, self._place)
+        return queue
 
     def __len__(self) -> int:
         return len(self._batches)
-
-    @property
-    def endless(self) -> bool:
-        """Whether the batches are known to be infinite."""
-        return bool(getattr(self._batches, "endless", False))
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """The number of steps per epoch, or None if unknown."""
-        return getattr(self._batches, "steps_per_epoch", None)
-
-    @property
-    def epoch_ends(self) -> Any:
-        """Where epochs end, as of `Batches`, or None if unknown."""
-        return getattr(self._batches, "epoch_ends", None)
-
-    @property
-    def batch_sizes(self) -> Sequence[tuple[int, int]]:
-        """The global batch sizes, pairs (from step, size), or nothing if unknown."""
-        return getattr(self._batches, "batch_sizes", ())
 
     def __bool__(self) -> bool:
         return True
@@ -186,11 +172,13 @@ class Prefetch:
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        # Only of batches that are a function of the step, or that can skip some.
+        if name in _DEFAULTS:
+            return getattr(self._batches, name, _DEFAULTS[name])
+        # Only of batches that are a function of the step, that can skip some, or can resume.
         if name in ("state_at", "skipped", "batch_index"):
             return getattr(self._iterator, name)
-        if name == "without" and hasattr(self._iterator, name):
-            return self._skip
+        if name in ("get_state", "set_state", "without") and hasattr(self._iterator, name):
+            return getattr(self, f"_{name}")
         if name in ("get_state", "set_state"):
             raise _CannotResumeError(
                 f"prefetch: expected batches with get_state() and set_state(), to be resumed, got "
@@ -205,41 +193,22 @@ class Prefetch:
         next batch; `close` waits for it only briefly.
         """
         self._end()
-        self._join(_JOIN_SECONDS)
-
-    def _start(self) -> "PrefetchQueue":
-        queue = PrefetchQueue(self._size)
-        self._state = _copy_state(self._iterator)
-        self._thread = _start_thread(queue, self._iterator, self._place)
-        self._stop = weakref.finalize(self, queue.stop)
-        self._queue = queue
-        if self._is_over:  # another thread called close() in the meantime
-            self._end()
-        return queue
-
-    def _join(self, timeout: float | None = None) -> None:
         if self._thread is not None:
-            self._thread.join(timeout)
+            self._thread.join(_JOIN_SECONDS)
 
     def _end(self) -> None:
         self._is_over, self._queue = True, None
         self._stop()
 
-
-class _Resumable(Prefetch):
-    """A `Prefetch` of resumable batches, resumable by the same protocol."""
-
-    def get_state(self) -> Any:
+    def _get_state(self) -> Any:
         """Return the state of the source after the last batch returned.
 
         Before the first batch, this is the initial state. After the end, an error or `close()`, it
         is still the state after the last batch returned, so that a run can resume from there.
         """
-        if self._state is None:
-            return self._iterator.get_state()
-        return _load_state(self._iterator, self._state)
+        return self._iterator.get_state() if self._state is None else pickle.loads(self._state)
 
-    def set_state(self, state: Any) -> None:
+    def _set_state(self, state: Any) -> None:
         """Restore a state from `get_state`, of this iterator or its source.
 
         This also works after the end, an error or `close()`. It drops prefetched batches, and waits
@@ -249,62 +218,36 @@ class _Resumable(Prefetch):
         with self._lock:
             was_over = self._is_over
             self._end()
-            self._join()
+            if self._thread is not None:
+                self._thread.join()
             try:
                 self._iterator.set_state(state)
             except BaseException:
                 if self._state is not None:
-                    self._iterator.set_state(_load_state(self._iterator, self._state))
+                    self._iterator.set_state(pickle.loads(self._state))
                 self._is_over = was_over
                 raise
             self._is_over, self._state = False, None
 
-    def _skip(self, ranges: Any) -> Prefetch:
+    def _without(self, ranges: Any) -> "Prefetch":
         """Return prefetched batches without some of these, after the last batch returned."""
         if self._thread is not None:
-            self.set_state(self.get_state())  # stop the thread, and drop prefetched batches
+            self._set_state(self._get_state())  # stop the thread, and drop prefetched batches
         return prefetch(self._iterator.without(ranges), sharding=self._place, size=self._size)
 
 
-# States
-
-
-def _can_resume(iterator: Any) -> bool:
-    """Return whether an iterator has grain's protocol, `get_state` and `set_state`."""
-    return hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
-
-
-def _copy_state(iterator: Any) -> bytes | int | None:
-    """Copy an iterator's state for `_load_state`; only the step if batches depend on it alone."""
-    if hasattr(iterator, "state_at"):
-        step: int = iterator.get_state()["step"]
-        return step
-    # A copy, because iterators may mutate the dict they returned. Pickled, because deepcopy takes
-    # twenty times as long, and most of these states are never read.
-    return pickle.dumps(iterator.get_state()) if _can_resume(iterator) else None
-
-
-def _load_state(iterator: Any, state: bytes | int) -> Any:
-    return iterator.state_at(state) if isinstance(state, int) else pickle.loads(state)
-
-
-# The thread and its queue
+_DEFAULTS = {"endless": False, "steps_per_epoch": None, "epoch_ends": None, "batch_sizes": ()}
+"""Attributes of the batches, with what they are if unknown."""
 
 
 class _Item(NamedTuple):
     """A batch, and the state of the source right after it."""
 
     batch: Any
-    state: bytes | int | None
+    state: bytes | None
 
 
-class _End(NamedTuple):
-    """The end of the batches, and the error that caused it, if any."""
-
-    error: BaseException | None
-
-
-class PrefetchQueue:
+class _Queue:
     """The bounded queue that the thread shares with the iterator.
 
     The thread has no other reference to the iterator. So an unused iterator is garbage collected,
@@ -313,7 +256,7 @@ class PrefetchQueue:
     """
 
     def __init__(self, size: int) -> None:
-        self.ready: SimpleQueue[_Item | _End] = SimpleQueue()
+        self.ready: SimpleQueue[_Item | BaseException] = SimpleQueue()  # ends with an error
         self.free: SimpleQueue[None] = SimpleQueue()
         self.is_stopped = False
         for _ in range(size):
@@ -328,14 +271,16 @@ class PrefetchQueue:
         """Ask the thread to end, and wake both sides."""
         self.is_stopped = True
         self.free.put(None)
-        self.ready.put(_End(None))
+        self.ready.put(StopIteration())
 
 
-def _start_thread(queue: PrefetchQueue, iterator: Any, place: Place | None) -> threading.Thread:
+def _start_thread(queue: _Queue, iterator: Any, place: Place | None) -> threading.Thread:
     def run() -> None:
         nonlocal iterator, place
         try:
             _fill(queue, iterator, place)
+        except BaseException as error:  # noqa: BLE001  raised by the iterator instead
+            queue.ready.put(error)
         finally:
             iterator = place = None  # they may hold arrays, which must not be freed after `leave`
             atexit.unregister(leave)
@@ -353,25 +298,27 @@ def _start_thread(queue: PrefetchQueue, iterator: Any, place: Place | None) -> t
     return thread
 
 
-def _fill(queue: PrefetchQueue, iterator: Any, place: Place | None) -> None:
+def _fill(queue: _Queue, iterator: Any, place: Place | None) -> None:
     """Fill the queue until it is stopped or the batches end."""
     # A source may write into its buffers again while its batches wait, and jax on CPU uses the
     # memory of numpy arrays without copying it.
     copies = getattr(iterator, "reuses_buffers", True)
-    try:
-        while queue.wait_for_slot():
-            batch = next(iterator, _END)
-            if batch is _END:
-                break
-            state = _copy_state(iterator)
-            if copies:
-                batch = jax.tree.map(_copy_array, batch)
-            queue.ready.put(_Item(batch if place is None else _place(place, batch), state))
-            del batch  # free its memory while the source reads the next one
-    except BaseException as error:  # noqa: BLE001  raised by the iterator instead
-        queue.ready.put(_End(error))
-    else:
-        queue.ready.put(_End(None))
+    while queue.wait_for_slot():
+        batch = next(iterator, _END)
+        if batch is _END:
+            queue.ready.put(StopIteration())
+            return
+        state = _copy_state(iterator)
+        if copies:
+            batch = jax.tree.map(_copy_array, batch)
+        queue.ready.put(_Item(batch if place is None else _place(place, batch), state))
+        del batch  # free its memory while the source reads the next one
+
+
+def _copy_state(iterator: Any) -> bytes | None:
+    """Copy the state of an iterator, if it has one, since it may mutate what it returned."""
+    # Pickled, because deepcopy takes twenty times as long, and most states are never read.
+    return pickle.dumps(iterator.get_state()) if hasattr(iterator, "get_state") else None
 
 
 def _copy_array(leaf: Any) -> Any:
