@@ -15,25 +15,11 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.core.validation import read_integer
-from stepfold.data.epochs import EpochEnds, Epochs, Shard, Skips, Span, read_sizes
+from stepfold.core.validation import mismatch, read_integer
+from stepfold.data.epochs import EpochEnds, Epochs, Shard, Span, read_sizes
 from stepfold.data.order import Indices, Order, make_key
-from stepfold.data.sources import (
-    ENDLESS,
-    Rows,
-    Source,
-    is_stream,
-    read_source,
-    row_list,
-    stack,
-)
-from stepfold.data.stream import (
-    SkippableBatches,
-    Stream,
-    StreamBatches,
-    check_state,
-    refuse_stop_iteration,
-)
+from stepfold.data.sources import ENDLESS, Rows, Source, is_stream, read_source, row_list, stack
+from stepfold.data.stream import BatchIterator, Stream, StreamBatches, refuse_stop_iteration
 from stepfold.errors import ConfigError, DataError
 
 _AHEAD = 32768  # rows to shuffle in one call: amortizes numpy's overhead, and still fits a cache
@@ -132,10 +118,10 @@ def batches(
     if remainder not in ("drop", "pad", "keep"):
         raise ConfigError(f"remainder: expected 'drop', 'pad' or 'keep', got {remainder!r}")
     if collate is not None and not callable(collate):
-        raise ConfigError(f"collate: expected a function, got {tree.spell(collate)}")
+        raise ConfigError(mismatch("collate", "a function", collate))
     transform_seed = seed if _takes_generator(transform, seed) else None
-    # A seed that no transform uses. It is refused for sources that have their own order.
-    unused_seed = seed if transform_seed is None else None
+    # A seed that no transform uses is refused for sources that have their own order.
+    order_seed = seed if transform_seed is None else None
     builder = BatchBuilder(transform, transform_seed, collate, remainder == "pad")
     shard = Shard(process_index, process_count)
     # A saved position is only valid for these settings. The number of epochs does not matter.
@@ -146,15 +132,12 @@ def batches(
     }
     if is_stream(source):
         stream = Stream(source)
-        _check_stream(stream, unused_seed, start, epochs)
+        _check_stream(stream, order_seed, start, epochs)
         pipeline["stream"] = stream.package
-        reuses_buffers = collate is not None
-        return StreamBatches(
-            stream, builder.build, sizes, shard, pipeline, epochs, reuses_buffers=reuses_buffers
-        )
+        return StreamBatches(stream, builder, sizes, shard, pipeline, epochs)
     rows = read_source(source)
     if rows.length == ENDLESS:
-        if epochs is not None or unused_seed is not None:
+        if epochs is not None or order_seed is not None:
             raise ConfigError(
                 "source: expected no seed and no epochs for an infinite source, which has its own "
                 f"order, got seed={seed}, epochs={epochs}; leave both out, and give the seed "
@@ -186,7 +169,7 @@ def _check_stream(stream: Stream, seed: int | None, start: int, epochs: int | No
         )
 
 
-class Batches(SkippableBatches):
+class Batches(BatchIterator):
     """An iterator over batches with random access by step; returned by `batches`.
 
     It is resumable by grain's protocol, `get_state` and `set_state`. With `epochs`, its `len` is
@@ -208,16 +191,12 @@ class Batches(SkippableBatches):
         pipeline: dict[str, Any],
         step: int,
     ) -> None:
-        self._source, self._builder, self._epochs = source, builder, epochs
-        self._order, self._shard, self._pipeline, self._step = order, shard, pipeline, step
-        self._sizes, self._skips, self._total = epochs.sizes, Skips(), epochs.total
+        super().__init__(builder, epochs.sizes, shard, pipeline)
+        self._source, self._epochs, self._order, self._step = source, epochs, order, step
+        self._total = epochs.total
         self._is_checked = False
-        self._ahead: _Ahead | None = None
-        # Stacking makes new arrays, and views of a source are of memory that it keeps.
-        self.reuses_buffers = builder.collate is not None
-
-    def __iter__(self) -> Self:
-        return self
+        # The index of a batch, and this process's rows of it and of the batches after it.
+        self._ahead: tuple[int, Sequence[Indices]] = (0, ())
 
     def __next__(self) -> Any:
         if self._total is not None and self._step >= self._total:
@@ -238,17 +217,20 @@ class Batches(SkippableBatches):
         return self._make(step)
 
     def _make(self, step: int) -> Any:
-        builder = self._builder
-        index = self._skips.index(step) if self._skips.ranges else step
+        builder, index = self._builder, self._skips.index(step)
+        if not self._is_checked:
+            self._check_shards()
+        span = self._epochs.span(index)
+        count = span.stop - span.start
+        first, last = self._shard.rows(span.size if builder.pads else count)
+        mask = np.arange(first, last) < count if builder.pads else None
         try:
-            rows, epoch, mask = self._rows(index)
             self._source.check_length()
+            rows = self._rows(index, span, first, last)
             if builder.transform is None and builder.collate is None:
-                batch = self._source.take(rows)
-                return batch if mask is None else _with_mask(batch, mask)
-            return builder.build(self._source.examples(rows), row_list(rows), epoch, mask)
+                return _with_mask(self._source.take(rows), mask)
+            return builder.build(self._source.examples(rows), row_list(rows), span.epoch, mask)
         except Exception as error:
-            span, first, last = self._own_rows(index)
             last = min(span.start + last, span.stop) - 1
             error.add_note(
                 f"making the batch of step {step}: positions {span.start + first} to {last} of "
@@ -257,38 +239,30 @@ class Batches(SkippableBatches):
             refuse_stop_iteration(error, step)
             raise
 
-    def _rows(self, index: int) -> tuple[Rows, int, Any]:
-        """Return the rows of this process, their epoch, and the mask, false at repeated rows."""
-        pads, ahead = self._builder.pads, self._ahead  # read once: another thread may replace it
-        if ahead is not None and 0 <= index - ahead.first < len(ahead.indices):
-            indices = ahead.indices[index - ahead.first]
-            return indices, ahead.epoch, np.ones(len(indices), bool) if pads else None
-        if not self._is_checked:
-            self._shard.check_sizes(self._epochs.sizes)
-            for short in [] if pads else self._epochs.incomplete_steps():
-                span = self._epochs.span(short)
-                self._shard.check_incomplete(short, span.stop - span.start)
-            self._is_checked = True
-        span, first, last = self._own_rows(index)
+    def _check_shards(self) -> None:
+        """Raise if a batch, also a later one, does not divide over the processes."""
+        self._shard.check_sizes(self._sizes)
+        for step in [] if self._builder.pads else self._epochs.incomplete_steps():
+            span = self._epochs.span(step)
+            self._shard.check_incomplete(step, span.stop - span.start)
+        self._is_checked = True
+
+    def _rows(self, index: int, span: Span, first: int, last: int) -> Rows:
+        """Return the rows of this process: those from `first` to `last` of a batch."""
+        start, ahead = self._ahead  # read once: another thread may replace it
+        if 0 <= index - start < len(ahead):
+            return ahead[index - start]
         count = span.stop - span.start
-        mask = np.arange(first, last) < count if pads else None
         if last > count:  # pad the batch by repeating its own rows
-            positions = span.start + np.arange(first, last) % count
-            return self._order(span.epoch, positions), span.epoch, mask
+            return self._order(span.epoch, span.start + np.arange(first, last) % count)
         if self._order.seed is None:
-            return slice(span.start + first, span.start + last), span.epoch, mask
+            return slice(span.start + first, span.start + last)
         steps = max(1, min(_AHEAD // (last - first), span.full_batches_left))
         starts = np.arange(span.start, span.start + steps * span.size, span.size)
         positions = (starts[:, None] + np.arange(first, last)).ravel()
-        indices = self._order(span.epoch, positions).reshape(steps, -1)
-        self._ahead = _Ahead(index, span.epoch, indices)
-        return indices[0], span.epoch, mask
-
-    def _own_rows(self, index: int) -> tuple[Span, int, int]:
-        """Return the rows of a global batch, and the start and stop of this process's rows."""
-        span = self._epochs.span(index)
-        size = span.size if self._builder.pads else span.stop - span.start
-        return span, *self._shard.rows(size)
+        indices: Any = self._order(span.epoch, positions).reshape(steps, -1)
+        self._ahead = index, indices
+        return indices[0]  # type: ignore[no-any-return]
 
     def without(self, ranges: Sequence[tuple[int, int]]) -> Self:
         """Return batches at the same step that skip further ranges.
@@ -319,8 +293,7 @@ class Batches(SkippableBatches):
 
     def state_at(self, step: int) -> dict[str, Any]:
         """Return the state whose next batch is that of `step`."""
-        state = {"step": step, "pipeline": dict(self._pipeline)}
-        return state | self._skipped_state() if self._skips.ranges else state
+        return self._with_skips({"step": step, "pipeline": dict(self._pipeline)})
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore a position from `get_state`, saved on any number of processes.
@@ -328,10 +301,7 @@ class Batches(SkippableBatches):
         Raises:
           DataError: if the state was saved by a different pipeline, or after other skips.
         """
-        check_state(state, self.get_state(), ", or make new ones with start={step}")
-        step = read_integer("state: step", state["step"], 0)
-        self._check_skipped(state)
-        self._step = step
+        self._step, _ = self._read_state(state, ", or make new ones with start={step}")
 
     def __len__(self) -> int:
         if self._total is None:
@@ -359,14 +329,6 @@ class Batches(SkippableBatches):
         return None if self._epochs.length == ENDLESS else EpochEnds(self._epochs, self._skips)
 
 
-class _Ahead(NamedTuple):
-    """The indices of this process's rows for consecutive batches, one row of `indices` for each."""
-
-    first: int
-    epoch: int
-    indices: Indices
-
-
 class BatchBuilder(NamedTuple):
     """Make a batch of examples: transform them, collate or stack them, and add the mask."""
 
@@ -378,38 +340,33 @@ class BatchBuilder(NamedTuple):
     def build(self, examples: list[Any], indices: list[int], epoch: int, mask: Any) -> Any:
         """Make a batch; `indices` are those of the examples in the source."""
         if self.transform is not None:
-            examples = _transformed(self.transform, self.transform_seed, examples, indices, epoch)
+            examples = self._transformed(examples, indices, epoch)
         batch = stack(examples, indices) if self.collate is None else self.collate(examples)
         if batch is None:
             raise DataError("collate: expected a batch, got None; return the batch")
-        return batch if mask is None else _with_mask(batch, mask)
+        return _with_mask(batch, mask)
 
-
-def _transformed(
-    function: Callable[..., Any],
-    seed: int | None,
-    examples: list[Any],
-    indices: list[int],
-    epoch: int,
-) -> list[Any]:
-    key = None if seed is None else make_key(seed, epoch, _TRANSFORM_STREAM)[0, :2]
-    transformed: list[Any] = []
-    for row, (index, example) in enumerate(zip(indices, examples, strict=True)):
-        arguments = (example,) if key is None else (example, _generator(key, index))
-        try:
-            new = function(*arguments)
-        except Exception as error:
-            error.add_note(
-                f"transforming index {index} of the source, row {row} of those requested"
-            )
-            raise
-        if new is None:
-            raise DataError(
-                f"transform: expected an example, got None for index {index} of the source; "
-                "return the example, and filter the source before batching"
-            )
-        transformed.append(new)
-    return transformed
+    def _transformed(self, examples: list[Any], indices: list[int], epoch: int) -> list[Any]:
+        function: Any = self.transform
+        if self.transform_seed is not None:
+            key = make_key(self.transform_seed, epoch, _TRANSFORM_STREAM)[0, :2]
+        transformed: list[Any] = []
+        for row, (index, example) in enumerate(zip(indices, examples, strict=True)):
+            draws = () if self.transform_seed is None else (_generator(key, index),)
+            try:
+                new = function(example, *draws)
+            except Exception as error:
+                error.add_note(
+                    f"transforming index {index} of the source, row {row} of those requested"
+                )
+                raise
+            if new is None:
+                raise DataError(
+                    f"transform: expected an example, got None for index {index} of the source; "
+                    "return the example, and filter the source before batching"
+                )
+            transformed.append(new)
+        return transformed
 
 
 def _generator(key: Any, index: int) -> np.random.Generator:
@@ -420,7 +377,9 @@ def _generator(key: Any, index: int) -> np.random.Generator:
 
 
 def _with_mask(batch: Any, valid: Any) -> Any:
-    """Add the mask `valid` to a batch, or combine it with the `mask` that is there."""
+    """Add the mask `valid`, unless it is None, or combine it with the `mask` of the batch."""
+    if valid is None:
+        return batch
     if not isinstance(batch, dict):
         raise DataError(
             "remainder='pad': expected batches that are a dict, to add a mask to, got "
@@ -449,7 +408,7 @@ def _takes_generator(transform: Any, seed: int | None) -> bool:
     if transform is None:
         return False
     if not callable(transform):
-        raise ConfigError(f"transform: expected a function, got {tree.spell(transform)}")
+        raise ConfigError(mismatch("transform", "a function", transform))
     try:
         parameters = inspect.signature(transform).parameters.values()
     except ValueError:  # some C functions have no signature

@@ -1,10 +1,9 @@
 """Compute which rows of which epoch make up the batch of a step, without the steps before it."""
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -30,26 +29,22 @@ class Skips:
                 first, last = self.ranges.pop()
                 stop = max(last, stop)
             self.ranges.append((first, stop))
-        # The batches skipped before each range and after the last, and the step of each range.
-        self._before = [0, *accumulate(stop - first for first, stop in self.ranges)]
-        self._steps = [first - self._before[i] for i, (first, _) in enumerate(self.ranges)]
 
     def index(self, step: int) -> int:
         """Return the batch index of a step."""
-        return step + self._before[bisect_right(self._steps, step)]
-
-    def end(self, step: int) -> int:
-        """Return the batch index after the last of the first `step` batches that are left."""
-        return self.index(step - 1) + 1 if step else 0
+        index = step
+        for first, stop in self.ranges:
+            if index >= first:
+                index += stop - first
+        return index
 
     def step(self, index: int) -> int:
         """Return how many batches are left before a batch index."""
-        count = bisect_right(self.ranges, index, key=lambda pair: pair[0])
-        return max(self._steps[count - 1], index - self._before[count]) if count else index
+        return index - sum(min(stop, index) - first for first, stop in self.before(index))
 
     def before(self, index: int) -> list[tuple[int, int]]:
         """Return the ranges that begin before a batch index."""
-        return self.ranges[: bisect_left(self.ranges, index, key=lambda pair: pair[0])]
+        return [pair for pair in self.ranges if pair[0] < index]
 
     def add(self, ranges: Any) -> "Skips":
         """Add the ranges of an argument or of a saved position."""
@@ -104,17 +99,18 @@ class Epochs:
         self._starts = [start for start, _ in sizes]
         epoch = offset = 0
         for (start, size), end in zip(sizes, [*self._starts[1:], math.inf], strict=True):
-            steps = self._steps(length, size)
-            if not steps:
+            epoch_steps = self._steps(length, size)
+            if not epoch_steps:
                 raise DataError(
                     f"batch_size: expected at most the {length} examples of the source, got {size},"
                     " and remainder='drop' would leave out every epoch; give a smaller batch_size, "
                     "or remainder='pad'"
                 )
             steps_left = self._steps(length - offset, size)
-            self._segments.append(_Segment(start, end, size, epoch, offset, steps_left, steps))
+            segment = _Segment(start, end, size, epoch, offset, steps_left, epoch_steps)
+            self._segments.append(segment)
             if end < math.inf:  # the next segment starts where this one would continue
-                epoch, offset, *_ = self._span(self._segments[-1], int(end))
+                epoch, offset, *_ = self._span(segment, int(end))
         self.total = None if epochs is None else self.count_steps(epochs)
 
     @property
@@ -154,14 +150,13 @@ class Epochs:
 
     def count_steps(self, epochs: int) -> int:
         """Return the number of steps in the first epochs."""
-        for segment in self._segments:
-            if segment.epoch >= epochs:
-                return segment.start
-            later = (epochs - segment.epoch - 1) * segment.epoch_steps
-            total = segment.start + segment.first_epoch_steps + later
-            if total <= segment.end:
-                return total
-        raise AssertionError  # the last segment has no end
+
+        def count(segment: _Segment) -> int:  # if its batch size did not change
+            later_epochs = epochs - segment.epoch - 1
+            first_epoch_end = segment.start + segment.first_epoch_steps
+            return first_epoch_end + later_epochs * segment.epoch_steps
+
+        return next(count(each) for each in self._segments if count(each) <= each.end)
 
 
 class EpochEnds(NamedTuple):

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from stepfold import tree
+from stepfold.core.validation import mismatch
 from stepfold.data.order import Indices
 from stepfold.errors import ConfigError, DataError
 
@@ -71,10 +72,8 @@ def read_source(source: Any) -> Source:
         advice = "give it __len__ and __getitem__"
     else:
         return SequenceSource(source)
-    raise DataError(
-        "source: expected an array, a tree of arrays, or something with len() and [i], got "
-        f"{tree.spell(source)}; {advice}"
-    )
+    expected = "an array, a tree of arrays, or something with len() and [i]"
+    raise DataError(mismatch("source", expected, source, advice))
 
 
 def is_stream(source: Any) -> bool:
@@ -115,11 +114,6 @@ class ArraySource(Source):
             raise DataError(f"source: expected examples, got none: {tree.spell(source)}")
         self._structure: Any = jax.tree.structure(source)
         self._text = next((name for name, leaf in named if not tree.is_data(leaf)), None)
-        # numpy's `take` is faster than indexing, but first copies an array that is not in C order.
-        self._takes = [
-            leaf.take if leaf.flags.c_contiguous and leaf.flags.aligned else None
-            for leaf in self._leaves
-        ]
 
     def take(self, rows: Rows) -> Any:
         """Return a batch: a read-only view for a range of rows, otherwise a copy."""
@@ -128,14 +122,7 @@ class ArraySource(Source):
                 f"{self._text}: expected numbers to make batches of; make numbers of it with "
                 "transform=… or collate=…, or leave it out"
             )
-        if isinstance(rows, slice):
-            return self._structure.unflatten([leaf[rows] for leaf in self._leaves])
-        return self._structure.unflatten(
-            [
-                take(rows, 0) if take else leaf[rows]
-                for leaf, take in zip(self._leaves, self._takes, strict=True)
-            ]
-        )
+        return self._structure.unflatten([_take(leaf, rows) for leaf in self._leaves])
 
     def examples(self, rows: Rows) -> list[Any]:
         return [self[i] for i in row_list(rows)]
@@ -147,19 +134,21 @@ class ArraySource(Source):
         return self._structure.unflatten([leaf[index] for leaf in self._leaves])
 
 
+def _take(leaf: Any, rows: Rows) -> Any:
+    # numpy's `take` is faster than indexing, but first copies an array that is not in C order.
+    is_plain = leaf.flags.c_contiguous and leaf.flags.aligned
+    return leaf.take(rows, 0) if is_plain and not isinstance(rows, slice) else leaf[rows]
+
+
 def _read_only(name: str, leaf: Any) -> Any:
     """Return a read-only view, so that writing to a batch cannot change the source."""
+    expected = "an array whose leading axis counts the examples"
     if not isinstance(leaf, np.ndarray | jax.Array) or isinstance(leaf, np.ma.MaskedArray):
-        raise DataError(
-            f"{name}: expected an array whose leading axis counts the examples, got "
-            f"{tree.spell(leaf)}; convert it with np.asarray, or give a list of examples, or one "
-            "source alone"
-        )
+        advice = "convert it with np.asarray, or give a list of examples, or one source alone"
+        raise DataError(mismatch(name, expected, leaf, advice))
     if not leaf.ndim:
-        raise DataError(
-            f"{name}: expected an array whose leading axis counts the examples, got the scalar "
-            f"{tree.spell(leaf)}; give every example its own"
-        )
+        got = f"the scalar {tree.spell(leaf)}"
+        raise DataError(f"{name}: expected {expected}, got {got}; give every example its own")
     array = np.asarray(leaf).view()
     array.flags.writeable = False
     return array
@@ -181,9 +170,27 @@ class SequenceSource(Source):
             )
 
     def examples(self, rows: Rows) -> list[Any]:
-        indices = row_list(rows)
+        indices, examples = row_list(rows), list[Any]()
         is_batched = hasattr(self._source, "__getitems__")
-        examples = self._read_at_once(indices) if is_batched else self._read_one_by_one(indices)
+        try:
+            if is_batched:
+                examples = list(self._source.__getitems__(indices))
+            else:
+                for index in indices:
+                    examples.append(self._source[index])
+        except Exception as error:
+            if is_batched:
+                error.add_note(f"reading indices {_abridge(indices)} of the source at once")
+            else:
+                row = len(examples)
+                note = f"reading index {indices[row]} of the source, row {row} of those requested"
+                error.add_note(note)
+            raise
+        if len(examples) != len(indices):
+            raise DataError(
+                f"source: expected {len(indices)} examples of __getitems__({_abridge(indices)}), "
+                f"got {len(examples)}"
+            )
         for index, example in zip(indices, examples, strict=True):
             if example is None:
                 raise DataError(
@@ -193,32 +200,9 @@ class SequenceSource(Source):
                 )
         return examples
 
-    def _read_one_by_one(self, indices: list[int]) -> list[Any]:
-        examples: list[Any] = []
-        try:
-            for index in indices:
-                examples.append(self._source[index])  # noqa: PERF401  the note needs the position
-        except Exception as error:
-            row = len(examples)
-            error.add_note(
-                f"reading index {indices[row]} of the source, row {row} of those requested"
-            )
-            raise
-        return examples
 
-    def _read_at_once(self, indices: list[int]) -> list[Any]:
-        listed = str(indices) if len(indices) <= 8 else f"[{str(indices[:8])[1:-1]}, …]"
-        try:
-            examples = list(self._source.__getitems__(indices))
-        except Exception as error:
-            error.add_note(f"reading indices {listed} of the source at once")
-            raise
-        if len(examples) != len(indices):
-            raise DataError(
-                f"source: expected {len(indices)} examples of __getitems__({listed}), got "
-                f"{len(examples)}"
-            )
-        return examples
+def _abridge(indices: list[int]) -> str:
+    return str(indices) if len(indices) <= 8 else f"[{str(indices[:8])[1:-1]}, …]"
 
 
 class GrainStream:

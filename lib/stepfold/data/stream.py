@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -17,11 +17,20 @@ from stepfold.errors import ConfigError, DataError
 _PROTOCOLS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
-class SkippableBatches:
-    """Base class of batches of which ranges can be skipped."""
+class BatchIterator:
+    """Base class of the iterators that `batches` returns.
 
-    _skips: Skips
-    _sizes: Sizes
+    `pipeline` holds the settings that a saved position depends on, so that all others may change.
+    """
+
+    def __init__(self, builder: Any, sizes: Sizes, shard: Shard, pipeline: dict[str, Any]) -> None:
+        self._builder, self._sizes, self._shard = builder, sizes, shard
+        self._pipeline, self._skips = pipeline, Skips()
+        # Stacking makes new arrays, and views of a source are of memory that it keeps.
+        self.reuses_buffers = builder.collate is not None
+
+    def __iter__(self) -> Self:
+        return self
 
     @property
     def skipped(self) -> list[tuple[int, int]]:
@@ -37,23 +46,53 @@ class SkippableBatches:
         """The global batch sizes: pairs of a step and the size from that step on."""
         return [*{self._skips.step(index): size for index, size in self._sizes}.items()]
 
-    def _skipped_state(self) -> dict[str, Any]:
-        return {"skipped": [list(pair) for pair in self._skips.ranges]}
+    def get_state(self) -> dict[str, Any]:
+        """Return the position and the pipeline's settings, serializable as JSON."""
+        raise NotImplementedError
 
-    def _check_skipped(self, state: Mapping[str, Any]) -> None:
-        """Raise if other batches were skipped before a saved position; later ones may differ."""
-        saved = Skips().add(state.get("skipped", []))
-        index = state.get("index", saved.end(state["step"]))
-        was, now = saved.before(index), self._skips.before(index)
-        if was != now:
+    def _with_skips(self, state: dict[str, Any]) -> dict[str, Any]:
+        skipped = [list(pair) for pair in self._skips.ranges]
+        return {**state, "skipped": skipped} if skipped else state
+
+    def _read_state(self, state: Any, advice: str = "") -> tuple[int, int]:
+        """Return the step and the batch index of a position; raise if it is of other batches."""
+        current = self.get_state()
+        optional = {"skipped", "index"}  # only in a position of batches that skip some
+        keys = current.keys() | optional
+        is_position = isinstance(state, dict) and state.keys() | optional == keys
+        if not is_position or not isinstance(state["pipeline"], dict):
+            raise DataError(
+                "batches: expected a state that get_state() of such batches gave, with "
+                f"{', '.join(current)}, got {tree.spell(state)}; it was saved by another kind of "
+                "iterator"
+            )
+        saved, now = state["pipeline"], self._pipeline
+        differing = [
+            f"{name} was {saved.get(name)!r} and is {now.get(name)!r}"
+            for name in {**now, **saved}
+            if saved.get(name) != now.get(name)
+        ]
+        if differing:
+            raise DataError(
+                "batches: expected the batches that the position was saved in, got others: "
+                f"{'; '.join(differing)}; make them as they were{advice.format(step=state['step'])}"
+            )
+        step = read_integer("state: step", state["step"], 0)
+        skips = Skips().add(state.get("skipped", []))
+        # The index after the last batch: later ranges may differ.
+        after = skips.index(step - 1) + 1 if step else 0
+        index = read_integer("state: index", state.get("index", after), 0)
+        was, is_now = skips.before(index), self._skips.before(index)
+        if was != is_now:
             raise DataError(
                 f"batches: expected those that skip {was} before batch {index}, as when the "
-                f"position was saved, got some that skip {now}; give the same ranges to "
+                f"position was saved, got some that skip {is_now}; give the same ranges to "
                 "batches.without, or go back to a position before the first that differs"
             )
+        return step, index
 
 
-class StreamBatches(SkippableBatches):
+class StreamBatches(BatchIterator):
     """An iterator over batches of a stream, returned by `batches`.
 
     Each process reads the whole stream, and keeps its shard of the rows of each batch. After a
@@ -68,28 +107,21 @@ class StreamBatches(SkippableBatches):
     def __init__(
         self,
         stream: "Stream",
-        build: Callable[[list[Any], list[int], int, Any], Any],
+        builder: Any,
         sizes: Sizes,
         shard: Shard,
         pipeline: dict[str, Any],
         epochs: int | None,
-        *,
-        reuses_buffers: bool,
     ) -> None:
-        self._stream, self._build, self._sizes, self._shard = stream, build, sizes, shard
-        self._pipeline, self._remainder = pipeline, pipeline["remainder"]
+        super().__init__(builder, sizes, shard, pipeline)
+        self._stream, self._drops = stream, pipeline["remainder"] == "drop"
         self._epochs = 1 if stream.is_iterator else epochs
         # The position after the last batch. Examples of the next one may be buffered already.
         self._step = self._index = self._epoch = self._row = 0
-        self._skips = Skips()
         self._position = stream.position() if stream.is_iterator else "null"
         self._buffer: list[Any] = []
         self._is_open = stream.is_iterator  # whether the epoch has been started
         self._read_error: Exception | None = None
-        self.reuses_buffers = reuses_buffers
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Any:
         self._shard.check_sizes(self._sizes)
@@ -97,7 +129,7 @@ class StreamBatches(SkippableBatches):
             size = size_at(self._sizes, self._index)
             self._read(size)
             count = len(self._buffer)
-            if not count or (count < size and self._remainder == "drop"):
+            if not count or (count < size and self._drops):
                 self._end_epoch(size)
                 continue
             is_skipped = self._index != self._skips.index(self._step)
@@ -136,7 +168,7 @@ class StreamBatches(SkippableBatches):
             raise
 
     def _make(self, size: int) -> Any:
-        count, row, pads = len(self._buffer), self._row, self._remainder == "pad"
+        count, row, pads = len(self._buffer), self._row, self._builder.pads
         if not pads:
             self._shard.check_incomplete(self._step, count)
         first, last = self._shard.rows(size if pads else count)
@@ -145,7 +177,7 @@ class StreamBatches(SkippableBatches):
         try:
             self._check_buffer()
             examples = [self._buffer[index] for index in own]
-            return self._build(examples, [row + index for index in own], self._epoch, mask)
+            return self._builder.build(examples, [row + index for index in own], self._epoch, mask)
         except Exception as error:
             error.add_note(
                 f"making the batch of step {self._step}: examples {row} to {row + count - 1} of "
@@ -204,9 +236,7 @@ class StreamBatches(SkippableBatches):
             "stream": json.loads(self._position),
             "pipeline": dict(self._pipeline),
         }
-        if self._skips.ranges:
-            state |= {"index": self._index, **self._skipped_state()}
-        return state
+        return self._with_skips({**state, "index": self._index} if self._skips.ranges else state)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore a position from `get_state`, saved on any number of processes.
@@ -215,12 +245,8 @@ class StreamBatches(SkippableBatches):
           DataError: if the state was saved by a different pipeline or after other skips, or the
             stream has no state of its own. `set_state` does not seek by reading the stream again.
         """
-        check_state(state, self.get_state())
-        step, epoch, row, index = (
-            read_integer(f"state: {name}", state.get(name, state["step"]), 0)
-            for name in ("step", "epoch", "row", "index")
-        )
-        self._check_skipped(state)
+        step, index = self._read_state(state)
+        epoch, row = (read_integer(f"state: {name}", state[name], 0) for name in ("epoch", "row"))
         position = state["stream"]
         if position is not None and "lost" not in position:
             self._stream.restore(epoch, position)
@@ -240,8 +266,7 @@ class StreamBatches(SkippableBatches):
                 f"up to step {self._step}; an iterator can be read only once: create it again"
             )
         self._step, self._index, self._epoch, self._row = step, index, epoch, row
-        self._position, self._buffer = json.dumps(position), []
-        self._read_error = None
+        self._position, self._buffer, self._read_error = json.dumps(position), [], None
 
     @property
     def endless(self) -> bool:
@@ -264,8 +289,6 @@ class Stream:
         self.package = type(source).__module__.partition(".")[0]
         self._iterator: Any = source  # of the current epoch
         self._state = _find_state(source)  # of the current epoch, if it has one
-        # Only the type: a repr can be long, and contain an address that differs per process.
-        self._no_state = f"a stream of type {type(source).__name__} has no state of its own"
         self._restored_epoch: int | None = None
 
     def start_epoch(self, epoch: int) -> None:
@@ -288,7 +311,8 @@ class Stream:
         The text is a copy, so advancing the stream does not change it.
         """
         if self._state is None:
-            reason = self._no_state
+            # Only the type: a repr can be long, and contain an address that differs per process.
+            reason = f"a stream of type {type(self._source).__name__} has no state of its own"
         elif _has_shuffle_buffer(self._state.holder):
             reason = "the examples in its shuffle buffer are no part of its state"
         else:
@@ -365,44 +389,14 @@ def _has_shuffle_buffer(dataset: Any) -> bool:
 
     The examples in the buffer would be missing from the epoch; Hugging Face only logs a warning.
     """
-    parts = [getattr(dataset, "_ex_iterable", None)]
-    while parts:
-        part = parts.pop()
-        if type(part).__name__.startswith("BufferShuffled"):
-            return True
-        inner = [getattr(part, "ex_iterable", None), *(getattr(part, "ex_iterables", None) or ())]
-        parts += [one for one in inner if one is not None]
-    return False
+    if type(dataset).__name__.startswith("BufferShuffled"):
+        return True
+    inner = [getattr(dataset, name, None) for name in ("_ex_iterable", "ex_iterable")]
+    inner += getattr(dataset, "ex_iterables", None) or ()
+    return any(_has_shuffle_buffer(part) for part in inner if part is not None)
 
 
 def refuse_stop_iteration(error: Exception, step: int) -> None:
     """Convert StopIteration, which would silently end the iteration."""
     if isinstance(error, StopIteration):
         raise DataError(f"batches: StopIteration came up at step {step}") from error
-
-
-def check_state(state: Any, current: Mapping[str, Any], advice: str = "") -> None:
-    """Raise if `state` is not a position, or was saved by a different pipeline.
-
-    `current` is a position of the current batches. Its "pipeline" holds only the settings that a
-    position depends on, so that all others may change.
-    """
-    skips = {"skipped", "index"}  # only in a position of batches that skip some
-    is_position = isinstance(state, dict) and state.keys() | skips == current.keys() | skips
-    if not is_position or not isinstance(state["pipeline"], dict):
-        raise DataError(
-            "batches: expected a state that get_state() of such batches gave, with "
-            f"{', '.join(current)}, got {tree.spell(state)}; it was saved by another kind of "
-            "iterator"
-        )
-    saved, now = state["pipeline"], current["pipeline"]
-    differing = [
-        f"{name} was {saved.get(name)!r} and is {now.get(name)!r}"
-        for name in {**now, **saved}
-        if saved.get(name) != now.get(name)
-    ]
-    if differing:
-        raise DataError(
-            "batches: expected the batches that the position was saved in, got others: "
-            f"{'; '.join(differing)}; make them as they were{advice.format(step=state['step'])}"
-        )
