@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -48,20 +48,12 @@ def make_mesh(
     >>> sf.make_mesh((-1,), ("data",), devices=jax.devices()[:1]).shape["data"]
     1
     """
-    try:
-        devices = list(jax.devices() if devices is None else devices)
-    except TypeError:
-        raise ShardingError(mismatch("devices", "a list of jax devices", devices)) from None
+    devices = jax.devices() if devices is None else devices
+    is_device = lambda device: hasattr(device, "process_index")
+    devices = [*_items("devices", "a list of jax devices", devices, is_device)]
     if not devices:
         raise ShardingError("make_mesh: expected at least one device, got none")
-    if not all(hasattr(device, "process_index") for device in devices):
-        raise ShardingError(mismatch("devices", "a list of jax devices", devices))
-    try:
-        names = tuple(names)
-    except TypeError:
-        raise ShardingError(mismatch("names", "names of axes", names)) from None
-    if not all(isinstance(name, str) for name in names):
-        raise ShardingError(mismatch("names", "names of axes", names))
+    names = _items("names", "names of axes", names, lambda name: isinstance(name, str))
     if len(set(names)) != len(names):
         raise ShardingError(f"make_mesh: expected names that differ, got {names}")
     if dcn_dims is None:
@@ -82,6 +74,14 @@ def make_mesh(
             inner, outer, devices, process_is_granule=not by_slice, allow_split_physical_axes=True
         )
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _items(argument: str, expected: str, values: Any, is_valid: Callable[[Any], bool]) -> Any:
+    """Return the items of an iterable as a tuple, if all are valid."""
+    items = tuple(values) if isinstance(values, Iterable) else None
+    if items is None or not all(map(is_valid, items)):
+        raise ShardingError(mismatch(argument, expected, values))
+    return items
 
 
 def _shape(
