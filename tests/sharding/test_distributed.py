@@ -125,15 +125,6 @@ def test_it_leaves_kubernetes_and_tpu_pods_to_jax(monkeypatch, environ, variable
     assert len(calls) == 1
 
 
-def test_a_kubernetes_job_that_jax_cannot_ask_about_is_refused(environ):
-    environ(KUBERNETES)
-    program = "import stepfold as sf; sf.start_distributed(timeout=5)"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert "Kubernetes: expected jax to find the processes, got " in ended.stderr
-    assert "pip install 'jax[k8s]'" in ended.stderr
-
-
 def test_explicit_arguments_go_before_kubernetes(environ, started):
     environ(KUBERNETES)
     assert start_distributed("other:1234", 2, 1).how == "explicit coordinator"
@@ -299,50 +290,65 @@ def free_address():
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def run_alone(code, environ=None):
-    """Run code in a process of its own, as starting jax's runtime cannot be taken back."""
-    code = (
-        "import jax\nfrom stepfold.sharding.distributed import start_distributed\n"
-        + textwrap.dedent(code)
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **(environ or {})},
-    )  # fmt: skip
-
-
-def test_a_coordinator_that_does_not_answer_is_named():
-    address = free_address()
-    run = run_alone(f"start_distributed({address!r}, 2, 1, timeout=1)")
-    assert run.returncode == 1
-    assert (
-        "ConfigError: process 1 of 2 (explicit coordinator): expected all of them at the "
-        f"coordinator {address} within 1 s; nothing answers there ([Errno 111] Connection refused)"
-    ) in run.stderr
-
-
-def test_processes_that_do_not_come_are_missed():
-    address = free_address()
-    run = run_alone(f"start_distributed({address!r}, 2, 0, timeout=1)")
-    assert run.returncode == 1
-    assert (
-        "ConfigError: process 0 of 2 (explicit coordinator): expected all of them at the "
-        f"coordinator {address} within 1 s; it answers, so another process was not started, or was"
-    ) in run.stderr
-
-
-def test_alone_jax_is_untouched_and_one_process_with_a_coordinator_is_started():
-    address = free_address()
-    run = run_alone(
-        f"""
+NOBODY, FIRST, ONLY = (free_address() for _ in range(3))
+PROGRAMS = {
+    "kubernetes": "start_distributed(timeout=5)",
+    "no answer": f"start_distributed({NOBODY!r}, 2, 1, timeout=1)",
+    "no peer": f"start_distributed({FIRST!r}, 2, 0, timeout=1)",
+    "one process": f"""
         start_distributed()
         jax.config.update("jax_num_cpu_devices", 3)  # refused once there is a backend
-        found = start_distributed({address!r}, 1, 0)
-        assert jax.distributed.is_initialized() and found == start_distributed({address!r}, 1, 0)
+        found = start_distributed({ONLY!r}, 1, 0)
+        assert jax.distributed.is_initialized() and found == start_distributed({ONLY!r}, 1, 0)
         print(start_distributed())
-        """
-    )
-    assert "process 0 of 1, already started: 3 of 3 cpu devices\n" in run.stdout, run.stderr
+        """,
+}
+
+
+@pytest.fixture(scope="module")
+def ended():
+    """Run programs side by side, each in a process, as starting jax cannot be taken back."""
+    first = "import jax\nfrom stepfold.sharding.distributed import start_distributed\n"
+    pipe, environ = subprocess.PIPE, os.environ | {"JAX_PLATFORMS": "cpu"}
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", first + textwrap.dedent(code)], stdout=pipe, stderr=pipe,
+            text=True, env=environ | KUBERNETES if name == "kubernetes" else environ,
+        )
+        for name, code in PROGRAMS.items()
+    }  # fmt: skip
+    outputs = {name: process.communicate(timeout=120) for name, process in running.items()}
+    return {name: (running[name].returncode, *outputs[name]) for name in running}
+
+
+def test_a_kubernetes_job_that_jax_cannot_ask_about_is_refused(ended):
+    code, _, errors = ended["kubernetes"]
+    assert code == 1
+    assert "Kubernetes: expected jax to find the processes, got " in errors
+    assert "pip install 'jax[k8s]'" in errors
+
+
+def test_a_coordinator_that_does_not_answer_is_named(ended):
+    code, _, errors = ended["no answer"]
+    assert code == 1
+    assert (
+        "ConfigError: process 1 of 2 (explicit coordinator): expected all of them at the "
+        f"coordinator {NOBODY} within 1 s; nothing answers there ([Errno 111] Connection refused)"
+    ) in errors
+
+
+def test_processes_that_do_not_come_are_missed(ended):
+    code, _, errors = ended["no peer"]
+    assert code == 1
+    assert (
+        "ConfigError: process 0 of 2 (explicit coordinator): expected all of them at the "
+        f"coordinator {FIRST} within 1 s; it answers, so another process was not started, or was"
+    ) in errors
+
+
+def test_alone_jax_is_untouched_and_one_process_with_a_coordinator_is_started(ended):
+    _, output, errors = ended["one process"]
+    assert "process 0 of 1, already started: 3 of 3 cpu devices\n" in output, errors
 
 
 # The variables that launchers set
