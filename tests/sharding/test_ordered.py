@@ -122,7 +122,7 @@ def test_other_arguments_are_refused():
 
 
 def test_float16_with_a_loss_scale_skips_an_overflow():
-    tx = sf.dynamic_loss_scale(TX)
+    tx = sf.dynamic_loss_scale(optax.sgd(0.1))
     mesh = sf.make_mesh((2, 4, 1, 1))
     params = {"up": jnp.ones((64, 16)), "down": jnp.ones((16, 8))}
     state = sf.init_state(params, tx, jax.random.key(0))

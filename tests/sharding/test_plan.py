@@ -522,7 +522,7 @@ def test_a_plan_of_specs_that_fit_is_where_arrays_can_be_put(pairs, dtype):
 def test_the_state_of_any_optimizer_is_born_as_planned(pairs):
     found = jax.tree_util.tree_leaves_with_path(pairs, is_leaf=is_pair)
     given_specs = {f"params/{tree.path_name(path)}": pair[1] for path, pair in found}
-    params = jax.tree.map(lambda pair: jnp.ones(pair[0]), pairs, is_leaf=is_pair)
+    params = jax.tree.map(lambda pair: np.ones(pair[0], np.float32), pairs, is_leaf=is_pair)
     tx = optax.chain(
         optax.scale_by_factored_rms(min_dim_size_to_factor=2),
         optax.scale_by_lbfgs(memory_size=2),
