@@ -7,7 +7,6 @@ the step compiles once. `pack` uses the same columns, dtypes and padding values.
 
 from array import array as c_array
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -163,8 +162,9 @@ def _pad(
     rest = arrays[0].shape[1:]
     padding = np.full((length, *rest), value, arrays[0].dtype)
     fills = [padding[n:] for n in lengths]
-    pairs = zip(arrays, fills, strict=True) if side == "right" else zip(fills, arrays, strict=True)
-    batch = concatenate(path, [*chain.from_iterable(pairs)], len(arrays) * length, arrays)
+    pieces: list[Any] = [None] * (2 * len(arrays))
+    pieces[side == "left" :: 2], pieces[side != "left" :: 2] = arrays, fills
+    batch = concatenate(path, pieces, len(arrays) * length, arrays)
     return batch.reshape(len(arrays), length, *rest)
 
 
