@@ -85,7 +85,7 @@ def _items(argument: str, expected: str, values: Any, is_valid: Callable[[Any], 
 
 
 def _shape(
-    dims: Sequence[int], count: int, names: tuple[str, ...], argument: str, counted: str
+    dims: Sequence[int], count: int, names: Sequence[str], argument: str, counted: str
 ) -> tuple[int, ...]:
     """Replace the -1 by a size, such that the product is the count."""
     try:
