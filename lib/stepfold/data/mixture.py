@@ -169,10 +169,7 @@ class Mixture(Source):
         for present in np.unique(numbers).tolist():
             stage, left = self._stages[present], np.flatnonzero(numbers == present)
             ahead = positions[left] - stage.first
-            for number, weight in enumerate(stage.weights):
-                if not weight:
-                    continue
-                total = sum(stage.weights[number:])
+            for number, weight, total in stage.splits():
                 before = _due(ahead, weight, total)
                 mine = _due(ahead + 1, weight, total) > before
                 index[left[mine]] = self._index(number, before[mine] + stage.drawn[number])
@@ -192,10 +189,9 @@ class Mixture(Source):
         return index
 
     def examples(self, rows: Rows) -> list[Any]:
-        read = self._read(rows, lambda part, index: part.examples(index))
-        by_row = {
-            row: example for own, some in read for row, example in zip(own, some, strict=True)
-        }
+        by_row: dict[int, Any] = {}
+        for own, some in self._read(rows, lambda part, index: part.examples(index)):
+            by_row.update(zip(own, some, strict=True))
         return [by_row[row] for row in range(len(by_row))]
 
     def take(self, rows: Rows) -> Any:
@@ -237,14 +233,18 @@ class _Stage(NamedTuple):
     weights: list[int]
     drawn: list[int]
 
+    def splits(self) -> list[tuple[int, int, int]]:
+        """List the sources in use: number, weight, and the sum of this and all later weights."""
+        weights = enumerate(self.weights)
+        return [(number, w, sum(self.weights[number:])) for number, w in weights if w]
+
     def drawn_before(self, example: int) -> list[int]:
         """Return how many of each source are drawn before an example of this stage."""
-        left: Any = np.int64(example - self.first)
-        drawn: list[int] = []
-        for number, (weight, before) in enumerate(zip(self.weights, self.drawn, strict=True)):
-            due = _due(left, weight, sum(self.weights[number:])) if weight else 0
-            drawn.append(before + int(due))
-            left -= due
+        left, drawn = np.asarray(example - self.first, np.int64), [*self.drawn]
+        for number, weight, total in self.splits():
+            due = _due(left, weight, total)
+            drawn[number] += int(due)
+            left = left - due
         return drawn
 
 
