@@ -1,13 +1,13 @@
 """Compute which rows of which epoch make up the batch of a step, without the steps before it."""
 
 import math
+import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from stepfold.core.validation import read_integer
 from stepfold.errors import ConfigError, DataError
@@ -48,19 +48,17 @@ class Skips:
 
     def add(self, ranges: Any) -> "Skips":
         """Add the ranges of an argument or of a saved position."""
-        is_number = lambda value: isinstance(value, int | np.integer) and value is not True
-        if not isinstance(ranges, list | tuple) or not all(
-            isinstance(pair, list | tuple)
-            and len(pair) == 2
-            and all(map(is_number, pair))
-            and 0 <= pair[0] < pair[1]
-            for pair in ranges
-        ):
+        try:
+            pairs = [(operator.index(first), operator.index(stop)) for first, stop in ranges]
+            are_valid = all(0 <= first < stop for first, stop in pairs)
+        except (TypeError, ValueError):
+            are_valid = False
+        if not are_valid:
             raise ConfigError(
                 "without: expected a list of pairs (first, stop) of batch indices, each first at "
                 f"least 0 and below its stop, such as [(9000, 9040)], got {ranges!r}"
             )
-        return Skips([*self.ranges, *((int(first), int(stop)) for first, stop in ranges)])
+        return Skips([*self.ranges, *pairs])
 
 
 class Span(NamedTuple):
