@@ -182,7 +182,7 @@ def _start(job: Distributed, timeout: int, options: dict[str, Any]) -> None:
             arguments = (address, job.processes, job.process)
             jax.distributed.initialize(*arguments, initialization_timeout=timeout + 60, **options)
             outcome.append(None)
-        except (RuntimeError, ValueError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  raised below
             outcome.append(error)
 
     thread = threading.Thread(target=start, name="start_distributed", daemon=True)
@@ -202,12 +202,8 @@ def _start(job: Distributed, timeout: int, options: dict[str, Any]) -> None:
                 f"{me}: expected process 0 at the coordinator {address} until all are connected, "
                 f"but it has ended ({problem}); see its output, and start all of them again"
             )
-        if problem is None:
-            advice = (
-                "it answers, so another process was not started, or was given another address or "
-                "count"
-            )
-        else:
+        advice = "it answers, so another process was not started, or has another address or count"
+        if problem is not None:
             advice = (
                 f"nothing answers there ({problem}). Does process 0 run on that host, with the "
                 "same address, and can its port be reached? Else give another, "
@@ -216,11 +212,11 @@ def _start(job: Distributed, timeout: int, options: dict[str, Any]) -> None:
         raise ConfigError(
             f"{me}: expected all of them at the coordinator {address} within {timeout} s; {advice}"
         )
-    if outcome != [None]:
+    if error := outcome[0]:
         raise ConfigError(
-            f"{me}: jax did not start: {outcome[0] if outcome else 'see the traceback above'}\n"
+            f"{me}: jax did not start: {type(error).__name__}: {error}\n"
             "Call start_distributed() first thing in the script, before jax.devices() or an array."
-        )
+        ) from error
 
 
 def _connection_problem(host: str, port: int) -> OSError | None:
