@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from stepfold.core.validation import read_integer
+from stepfold.core.validation import mismatch, read_integer
 from stepfold.errors import ConfigError, DataError
 from stepfold.tree import is_numeric, spell
 
@@ -292,10 +292,9 @@ def lengths_of(columns: Mapping[KeyPath, list[Any]], start: int = 0) -> list[int
             is_valid = False
         if not is_valid:
             index = next(i for i, leaf in enumerate(leaves) if not _is_sequence(leaf))
-            raise DataError(
-                f"{locate(index + start, path)}: expected a sequence, got {spell(leaves[index])}; "
-                "give every example one, or (in collate) name in keys= the sequences alone"
-            )
+            advice = "give every example one, or (in collate) name in keys= the sequences alone"
+            where = locate(index + start, path)
+            raise DataError(mismatch(where, "a sequence", leaves[index], advice))
         lengths = lengths or own
         if own != lengths:
             index = next(i for i, n in enumerate(own) if n != lengths[i])
@@ -389,10 +388,8 @@ def _to_array(path: KeyPath, index: int, leaf: Any) -> Any:
 
 
 def _not_numbers(path: KeyPath, index: int, leaf: Any) -> DataError:
-    return DataError(
-        f"{locate(index, path)}: expected numbers in one shape, got {spell(leaf)}; encode it as "
-        "integers or floats, or leave the key out"
-    )
+    advice = "encode it as integers or floats, or leave the key out"
+    return DataError(mismatch(locate(index, path), "numbers in one shape", leaf, advice))
 
 
 def concatenate(

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.core.validation import read_integer
+from stepfold.core.validation import mismatch, read_integer
 from stepfold.data.order import Indices, Order
 from stepfold.data.sources import ENDLESS, Rows, Source, read_source, row_list
 from stepfold.errors import ConfigError, DataError
@@ -58,16 +58,12 @@ def mix(
     array([ 0,  1,  2,  3,  4, -1,  5, -2, -3, -4, -5, -6])
     """
     if not isinstance(sources, list | tuple) or not sources:
-        raise ConfigError(
-            f"mix: expected pairs (source, weight), at least one, got {tree.spell(sources)}"
-        )
+        raise ConfigError(mismatch("mix", "pairs (source, weight), at least one", sources))
     seed = None if seed is None else read_integer("mix: seed", seed, 0)
     parts, weights = [], []
     for number, pair in enumerate(sources):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise ConfigError(
-                f"mix: expected a pair (source, weight) at {number}, got {tree.spell(pair)}"
-            )
+            raise ConfigError(mismatch("mix", f"a pair (source, weight) at {number}", pair))
         weights.append(_read_weight(f"at {number}", pair[1], zero=bool(stages)))
         try:
             parts.append(read_source(pair[0]))

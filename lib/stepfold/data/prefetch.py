@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from stepfold import tree
-from stepfold.core.validation import read_integer
+from stepfold.core.validation import mismatch, read_integer
 from stepfold.errors import ConfigError, DataError
 
 Place = Callable[[Any], Any]
@@ -98,12 +98,11 @@ def _check_batches(batches: Any) -> None:
         advice = "make batches of it with sf.batches, or put one batch in a list"
     elif hasattr(type(batches), "__iter__") or hasattr(type(batches), "__getitem__"):
         return
+    elif callable(batches):
+        advice = "give what the function returns"
     else:
-        is_function = callable(batches)
-        advice = "give what the function returns" if is_function else "give a list of batches"
-    raise DataError(
-        f"batches: expected an iterable of batches, got {tree.spell(batches)}; {advice}"
-    )
+        advice = "give a list of batches"
+    raise DataError(mismatch("batches", "an iterable of batches", batches, advice))
 
 
 class _CannotResumeError(DataError, AttributeError):
@@ -180,10 +179,9 @@ class Prefetch:
         if name in ("get_state", "set_state", "without") and hasattr(self._iterator, name):
             return getattr(self, f"_{name}")
         if name in ("get_state", "set_state"):
-            raise _CannotResumeError(
-                f"prefetch: expected batches with get_state() and set_state(), to be resumed, got "
-                f"{tree.spell(self._batches)}; give sf.batches or an iterator of grain's"
-            )
+            expected = "batches with get_state() and set_state(), to be resumed"
+            advice = "give sf.batches or an iterator of grain's"
+            raise _CannotResumeError(mismatch("prefetch", expected, self._batches, advice))
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stepfold import tree
+from stepfold.core.validation import mismatch
 from stepfold.data.sources import Rows, SequenceSource
 from stepfold.errors import ConfigError, DataError
 
@@ -38,10 +39,8 @@ def tfds_source(dataset: Any, split: str, *, data_dir: Any = None) -> "TfdsSourc
     stepfold.errors.DataError: tfds_source: expected 'mnist' to be prepared in /nowhere, ...
     """
     if not isinstance(split, str):
-        raise ConfigError(
-            f"tfds_source: expected one split, such as 'train[:90%]', got {tree.spell(split)}; "
-            "open each split by itself"
-        )
+        expected = "one split, such as 'train[:90%]'"
+        raise ConfigError(mismatch("tfds_source", expected, split, "open each split by itself"))
     if isinstance(dataset, str):
         builder = _find(dataset, data_dir)
     else:

@@ -212,11 +212,11 @@ def _start(job: Distributed, timeout: int, options: dict[str, Any]) -> None:
         raise ConfigError(
             f"{me}: expected all of them at the coordinator {address} within {timeout} s; {advice}"
         )
-    if error := outcome[0]:
+    if failure := outcome[0]:
         raise ConfigError(
-            f"{me}: jax did not start: {type(error).__name__}: {error}\n"
+            f"{me}: jax did not start: {type(failure).__name__}: {failure}\n"
             "Call start_distributed() first thing in the script, before jax.devices() or an array."
-        ) from error
+        ) from failure
 
 
 def _connection_problem(host: str, port: int) -> OSError | None:

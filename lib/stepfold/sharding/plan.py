@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold.core.state import TrainState
+from stepfold.core.validation import mismatch
 from stepfold.errors import ShardingError, TreeMismatchError
 from stepfold.sharding.mesh import DATA_AXES, axes_of, check_mesh
 from stepfold.table import size, table
@@ -171,9 +172,7 @@ def make_sharding(
 def _check_leaves(named: list[tuple[str, Any]]) -> None:
     for path, leaf in named:
         if not is_array(leaf):
-            raise ShardingError(
-                f"{path or 'tree'}: expected an array or an abstract one, got {spell(leaf)}"
-            )
+            raise ShardingError(mismatch(path or "tree", "an array or an abstract one", leaf))
 
 
 _UNBOX = (
@@ -226,10 +225,8 @@ def _rule_function(rule: Any, mesh: Mesh, paths: Sequence[str]) -> RuleFn:
     if not _is_pair(rule):
         if callable(rule):
             return rule  # type: ignore[no-any-return]
-        raise ShardingError(
-            f"rules: expected (regex, PartitionSpec), a function (path, leaf) -> spec, or "
-            f"sf.fsdp(), got {spell(rule)}"
-        )
+        expected = "(regex, PartitionSpec), a function (path, leaf) -> spec, or sf.fsdp()"
+        raise ShardingError(mismatch("rules", expected, rule))
     try:
         pattern = re.compile(rule[0])
     except re.error as error:
@@ -307,12 +304,10 @@ def shardings_of(tree: Any, plan: Any) -> list[Sharding]:
     """List the sharding of each leaf; `plan` is a tree like it, or one sharding for all."""
     if isinstance(plan, Sharding):
         return [plan for _ in jax.tree.leaves(tree)]
-    for name, sharding in named_leaves(plan):
+    for name, sharding in named_leaves(plan, "plan"):
         if not isinstance(sharding, Sharding):
-            raise ShardingError(
-                f"plan{'/' * bool(name)}{name}: expected shardings, as sf.make_sharding makes "
-                f"them, got {spell(sharding)}"
-            )
+            expected = "shardings, as sf.make_sharding makes them"
+            raise ShardingError(mismatch(name, expected, sharding))
     have, want = ([name for name, _ in named_leaves(x)] for x in (tree, plan))
     lines = [f"{name}: has no sharding" for name in have if name not in set(want)]
     lines += [f"{name}: has a sharding and no array" for name in want if name not in set(have)]

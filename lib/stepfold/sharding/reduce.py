@@ -12,9 +12,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from stepfold.core.gradients import GradFn, gradients_in_parts
 from stepfold.core.loss import LossFn
 from stepfold.core.state import TrainState
+from stepfold.core.validation import mismatch
 from stepfold.errors import DataError, ShardingError
 from stepfold.sharding.mesh import axes_of, data_axes
-from stepfold.tree import named_leaves, spell
+from stepfold.tree import named_leaves
 
 
 def reduce_once(
@@ -117,10 +118,8 @@ def check_rows(batch: Any, count: int, divisor: str) -> None:
     """Refuse a batch whose rows `count`, described by `divisor`, does not divide."""
     for name, leaf in named_leaves(batch, "batch"):
         if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] % count:
-            raise DataError(
-                f"{name}: expected a leading size that {divisor} divide, got {spell(leaf)}; drop "
-                "or pad the last batch"
-            )
+            expected = f"a leading size that {divisor} divide"
+            raise DataError(mismatch(name, expected, leaf, "drop or pad the last batch"))
 
 
 def keep_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
