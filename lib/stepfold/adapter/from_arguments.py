@@ -553,6 +553,9 @@ def writers(arguments: TrainingArguments) -> Writer | None:
         "csv": lambda: csv_writer(logs / "metrics.csv"),
         "tensorboard": lambda: tensorboard_writer(logs / "tensorboard"),
     }
+    if {"jsonl", "csv"} <= {*kinds}:  # the table is derived from the same JSON lines
+        files["jsonl"] = lambda: jsonl_writer(logs / "metrics.jsonl", csv=logs / "metrics.csv")
+        kinds = tuple(kind for kind in kinds if kind != "csv")
     all_writers = [files[kind]() for kind in dict.fromkeys(kinds)]
     if arguments.use_wandb:
         all_writers.append(wandb_writer(**wandb_options(arguments)))

@@ -28,7 +28,7 @@ from stepfold.errors import DataError
 from stepfold.loop.evaluate import Evaluation, mesh_of
 from stepfold.loop.hooks.base import Hook, hook_name
 from stepfold.loop.writers.base import replace_file
-from stepfold.loop.writers.jsonl import last_csv_step, last_step
+from stepfold.loop.writers.jsonl import last_step
 
 NAME = "run.json"
 FORMAT = 2  # in format 1, of stepfold 0.1, an attempt has `stopped` and `error` instead of `stop`
@@ -213,7 +213,7 @@ def move_previous_run(directory: Path, step: int) -> None:
 
     Call it before a run that is not resumed writes to them.
     """
-    steps = last_step(directory / "metrics.jsonl"), last_csv_step(directory / "metrics.csv")
+    steps = last_step(directory / "metrics.jsonl"), last_step(directory / "metrics.csv.jsonl")
     last = max((number for number in steps if number is not None), default=step)
     if last <= step:
         return

@@ -101,6 +101,6 @@ def test_values_that_are_not_numbers_are_refused_by_name(tmp_path):
     writer = offline(tmp_path)
     with pytest.raises(TypeError, match="loss: expected one real number"):
         writer.write_scalars(1, {"loss": "x"})
-    with pytest.raises(ValueError, match="step: expected an integer of at least 0, got int -1"):
+    with pytest.raises(ValueError, match="step: expected an integer of at least 0, got -1"):
         writer.write_scalars(-1, {"loss": 1})
     writer.close()

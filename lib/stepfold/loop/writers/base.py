@@ -1,6 +1,5 @@
 """The base classes of metric writers, with their checks and conversions, and the console."""
 
-import operator
 import os
 import shutil
 import sys
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
+from stepfold.core.validation import read_integer
 from stepfold.errors import ConfigError
 
 PathLike = str | os.PathLike[str]
@@ -96,31 +96,20 @@ class ConvertingWriter(Writer):
         """Write hyper-parameters: numbers as they are, anything else as text."""
 
     def write_scalars(self, step: int, scalars: Values) -> None:
-        self._write(check_step(step), _convert("scalars", scalars, _number))
+        self._write(read_integer("step", step, 0), _convert("scalars", scalars, _number))
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        self._write(check_step(step), _convert("texts", texts, _text))
+        self._write(read_integer("step", step, 0), _convert("texts", texts, _text))
 
     def write_histograms(self, step: int, arrays: Values, num_buckets: Buckets = None) -> None:
         convert = partial(_histogram, num_buckets or {})
-        self._write(check_step(step), _convert("arrays", arrays, convert))
+        self._write(read_integer("step", step, 0), _convert("arrays", arrays, convert))
 
     def write_images(self, step: int, images: Values) -> None:
-        self._write(check_step(step), _convert("images", images, _pixels))
+        self._write(read_integer("step", step, 0), _convert("images", images, _pixels))
 
     def write_hparams(self, hparams: Values) -> None:
         self._write_settings(_convert("hparams", hparams, _setting))
-
-
-def check_step(step: Any) -> int:
-    """Convert a step, an integer of any library, to a Python int."""
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ValueError(f"step: expected an integer of at least 0, got {tree.spell(step)}")
-    return number
 
 
 def _convert(kind: str, values: Values, convert: Callable[[str, Any], Any]) -> dict[str, Any]:
@@ -246,9 +235,12 @@ class FileWriter(ConvertingWriter):
         try:
             self.flush()
         finally:
-            file, self._file = self._file, None
-            if file is not None:
-                os.close(file)
+            self._close_file()
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
 
 
 def check_path(argument: str, path: Any, kind: str = "file") -> Path:

@@ -1,7 +1,5 @@
 """JSON lines that survive a kill at any byte, and CSV files derived from them."""
 
-import csv
-import io
 import json
 import math
 import mmap
@@ -13,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from stepfold.core.validation import read_integer
 from stepfold.errors import ConfigError
 from stepfold.loop.writers import base
 
@@ -48,21 +47,32 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
     def _write(self, step: int, values: Mapping[str, base.Value]) -> None:
         if "step" in values:
             raise ValueError(f"{self._path}: expected names other than 'step'; rename the metric")
-        self._pending.append((step, {name: _to_json(value) for name, value in values.items()}))
-        self._write_pending()
+        self._open()
+        last = self._newest_step()
+        if step < last:
+            raise ValueError(
+                f"{self._path}: expected step {last}, the last in the file, or a later one, got "
+                f"{step}; call resume({step}) first if the run resumes there, or write to another "
+                "path"
+            )
+        self._append(step, {name: _to_json(value) for name, value in values.items()})
 
     def _write_settings(self, settings: Mapping[str, float | str]) -> None:
         self._open()
-        self._pending.append((max(self._start, self._last_step), {"hparams": settings}))
+        self._append(max(self._start, self._newest_step()), {"hparams": settings})
+
+    def _newest_step(self) -> int:
+        return self._pending[-1][0] if self._pending else self._last_step
+
+    def _append(self, step: int, row: dict[str, Any]) -> None:
+        if row:
+            self._pending.append((step, row))
         self._write_pending()
 
     def resume(self, step: int) -> None:
-        self._start = base.check_step(step)
-        here = self._path.stat() if self._path.exists() else None
-        if self._file is not None and not (here and os.path.samestat(here, os.fstat(self._file))):
-            os.close(self._file)  # it was moved aside, and must not be truncated there
-            self._file, self._last_line, self._last_step = None, b"", -1
+        self._start = read_integer("step", step, 0)
         self._pending = [row for row in self._pending if row[0] <= self._start]
+        self._close_file()  # it may have been moved aside
         self._truncate(self._open(), self._start)
 
     def flush(self) -> None:
@@ -72,36 +82,28 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
     def close(self) -> None:
         """Flush, close the file and derive the CSV. A later write opens the file again."""
         is_used = self._file is not None or bool(self._pending)
-        if self._file is not None:
-            self._open()  # notices a deletion
         super().close()
         if is_used and self._csv is not None:
             write_csv(self._path, self._csv)
 
     def _write_pending(self) -> None:
         while self._pending:
-            step, row = self._pending.pop(0)
+            file = self._open()
+            step, row = self._pending[0]
+            replaced = b""
+            if step == self._last_step:  # only the last line ever changes
+                replaced = self._last_line
+                row = {**_parse(self._path, replaced)[1], **row}
+                self._pending[0] = step, row  # since a full disk may lose the line
+            line = json.dumps({"step": step, **row}).encode() + b"\n"
             try:
-                file = self._open()
-                if step < self._last_step:
-                    raise ValueError(
-                        f"{self._path}: expected step {self._last_step}, the last in the file, or "
-                        f"a later one, got {step}; call resume({step}) first if the run resumes "
-                        "there, or write to another path"
-                    )
-                if row:  # only the last line ever changes, when its step gets more values
-                    replaced = self._last_line if step == self._last_step else b""
-                    if replaced:
-                        row = {**_parse(self._path, replaced)[1], **row}
-                    line = _to_line(step, row)
-                    with base.explain_os_errors(self._path):
-                        base.append(file, line, replaced=replaced)
-                    self._last_line, self._last_step = line, step
+                with base.explain_os_errors(self._path):
+                    base.append(file, line, replaced=replaced)
             except OSError:
-                self._pending.insert(0, (step, row))
-                if self._file is not None:  # the last line may be lost, but is part of the row
-                    self._truncate(self._file)
+                self._truncate(file)
                 raise
+            del self._pending[0]
+            self._last_line, self._last_step = line, step
 
     def _open(self) -> int:
         if self._file is not None and os.fstat(self._file).st_nlink == 0:
@@ -111,8 +113,7 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
                 RuntimeWarning,
                 stacklevel=4,
             )
-            os.close(self._file)
-            self._file, self._last_line, self._last_step = None, b"", -1
+            self._close_file()
         if self._file is None:
             with base.explain_os_errors(self._path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,19 +131,45 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
 
     def _truncate(self, file: int, last: float = math.inf) -> None:
         """Remove an incomplete last line, and those of steps after the last to keep."""
-        size, last_line, last_step = os.fstat(file).st_size, b"", -1
-        for line in _lines_backwards(file):
-            if (
-                line.strip()
-                and line.endswith(b"\n")
-                and (step := _parse(self._path, line)[0]) <= last
-            ):
-                last_line, last_step = line, step
-                break
-            size -= len(line)
+        lines = (line for line in _lines_backwards(self._path, file) if line[2] <= last)
+        end, self._last_line, self._last_step = next(lines, (0, b"", -1))
         with base.explain_os_errors(self._path):
-            os.ftruncate(file, size)
-        self._last_line, self._last_step = last_line, last_step
+            os.ftruncate(file, end)
+
+
+class csv_writer(jsonl_writer):  # noqa: N801
+    r"""Write the numbers of each step as a row of a CSV file, with a column for each metric.
+
+    The CSV file is derived at `flush` and `close` from JSON lines, which are written to `path` +
+    `.jsonl` as by `jsonl_writer`. So a kill loses nothing: the next writer for the same path
+    continues from there. Texts, histograms, images and hyper-parameters are in the JSON lines only.
+
+    >>> import pathlib, stepfold as sf, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.csv"
+    >>> writer = sf.csv_writer(path)
+    >>> writer.write_scalars(10, {"train/loss": 0.5})
+    >>> writer.close()
+    >>> path.read_text()
+    'step,train/loss\n10,0.5\n'
+    """
+
+    def __init__(self, path: base.PathLike) -> None:
+        self._table = base.check_path("csv_writer", path)
+        super().__init__(f"{self._table}.jsonl")
+
+    def flush(self) -> None:
+        super().flush()
+        write_csv(self._path, self._table)
+
+    def _open(self) -> int:
+        if self._file is None:
+            _check_kind(self._table, b"step,")
+            if self._table.exists() and not self._path.exists():
+                raise ConfigError(
+                    f"csv_writer: expected {self._path}, from which {self._table} is derived, got "
+                    "no such file; move the table away, or give another path"
+                )
+        return super()._open()
 
 
 def read_rows(
@@ -169,18 +196,7 @@ def last_step(path: base.PathLike) -> int | None:
     if not path.exists():
         return None
     with path.open("rb") as file:
-        lines = (
-            line
-            for line in _lines_backwards(file.fileno())
-            if line.endswith(b"\n") and line.strip()
-        )
-        return next((_parse(path, line)[0] for line in lines), None)
-
-
-def last_csv_step(path: base.PathLike) -> int | None:
-    """Return the last step in a `csv_writer` file, or None."""
-    rows = _read_csv(Path(path)) if Path(path).exists() else ()
-    return max((step for step, _ in rows), default=None)
+        return next((step for *_, step in _lines_backwards(path, file.fileno())), None)
 
 
 def write_csv(jsonl_path: base.PathLike, csv_path: base.PathLike) -> None:
@@ -202,103 +218,16 @@ def write_csv(jsonl_path: base.PathLike, csv_path: base.PathLike) -> None:
         base.replace_file(Path(csv_path), "".join(line + "\n" for line in lines).encode())
 
 
-class csv_writer(jsonl_writer):  # noqa: N801
-    r"""Write the numbers of each step as a row of a CSV file, with a column for each metric.
-
-    The CSV file is up to date after `flush` and `close`. Until `close`, rows are appended to
-    `path` + `.jsonl`, as by `jsonl_writer`, so that a kill loses nothing: the next writer for the
-    same path continues from there. An existing CSV file of increasing steps and numbers is
-    continued; any other is refused. Texts, histograms, images and hyper-parameters are left out,
-    with a warning for each kind.
-
-    >>> import pathlib, stepfold as sf, tempfile
-    >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.csv"
-    >>> writer = sf.csv_writer(path)
-    >>> writer.write_scalars(10, {"train/loss": 0.5})
-    >>> writer.close()
-    >>> path.read_text()
-    'step,train/loss\n10,0.5\n'
-    """
-
-    def __init__(self, path: base.PathLike) -> None:
-        self._table, self._warned = base.check_path("csv_writer", path), set[str]()
-        super().__init__(f"{self._table}.jsonl")
-
-    def flush(self) -> None:
-        super().flush()
-        if self._file is not None:
-            write_csv(self._path, self._table)
-
-    def close(self) -> None:
-        if self._path.exists():  # maybe from a process that was killed
-            self._open()
-        super().close()
-        self._path.unlink(missing_ok=True)
-
-    def _open(self) -> int:
-        if self._file is None and self._table.exists() and not self._path.exists():
-            base.replace_file(
-                self._path, b"".join(_to_line(*row) for row in _read_csv(self._table))
-            )
-        return super()._open()
-
-    def _write(self, step: int, values: Mapping[str, base.Value]) -> None:
-        kinds = {str: "texts", base.Histogram: "histograms", np.ndarray: "images"}
-        kind = next((kinds[type(value)] for value in values.values() if type(value) in kinds), None)
-        if kind is None:
-            super()._write(step, values)
-        else:
-            self._leave_out(kind)
-
-    def _write_settings(self, settings: Mapping[str, float | str]) -> None:  # noqa: ARG002
-        self._leave_out("hyper-parameters")
-
-    def _leave_out(self, kind: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(
-                f"csv_writer: {self._table} leaves out {kind}, since a table of numbers has no "
-                "place for them; jsonl_writer has",
-                stacklevel=4,
-            )
-
-
-def _read_csv(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield the rows of a CSV file, without an incomplete last one."""
-    _check_kind(path, b"step,")
-    text = path.read_bytes().decode()
-    rows = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
-    names, last = next(rows, ["step"])[1:], -1
-    for cells in rows:
-        try:
-            step, named = int(cells[0]), zip(names, cells[1:], strict=True)
-            row = {n: float(x) if x.strip("-0123456789") else int(x) for n, x in named if x}
-            is_valid = step > last
-        except (ValueError, IndexError):
-            is_valid = False
-        if not is_valid:
-            raise ConfigError(
-                f"csv_writer: expected {path} to hold rows of increasing steps and numbers, got "
-                f"{','.join(cells)!r}; correct it, or give another path"
-            )
-        last = step
-        yield step, row
-
-
 def _to_json(value: base.Value) -> Any:
     if isinstance(value, base.Histogram):
         return {"counts": value.counts, "edges": value.edges, "nonfinite": value.nonfinite}
     return {"shape": list(value.shape)} if isinstance(value, np.ndarray) else value
 
 
-def _to_line(step: int, row: Mapping[str, Any]) -> bytes:
-    return json.dumps({"step": step, **row}).encode() + b"\n"
-
-
 def _parse(path: Path, line: bytes) -> tuple[int, dict[str, Any]]:
     try:
         row = json.loads(line)
-        return base.check_step(row.pop("step")), row
+        return read_integer("step", row.pop("step"), 0), row
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(
             f'jsonl_writer: expected {path} to hold lines like {{"step": 10, …}}, got '
@@ -306,13 +235,16 @@ def _parse(path: Path, line: bytes) -> tuple[int, dict[str, Any]]:
         ) from None
 
 
-def _lines_backwards(file: int) -> Iterator[bytes]:
+def _lines_backwards(path: Path, file: int) -> Iterator[tuple[int, bytes, int]]:
+    """Yield the end, the bytes and the step of each complete line, from the last one on."""
     end = os.fstat(file).st_size
     if end:
         with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as view:
             while end:
                 start = view.rfind(b"\n", 0, end - 1) + 1
-                yield view[start:end]
+                line = view[start:end]
+                if line.endswith(b"\n") and line.strip():
+                    yield end, line, _parse(path, line)[0]
                 end = start
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from stepfold.core.validation import read_integer
 from stepfold.loop.writers import base
 
 
@@ -56,7 +57,7 @@ class tensorboard_writer(base.FileWriter):  # noqa: N801
         from tensorboardX.proto.event_pb2 import SessionLog
 
         start = SessionLog(status=SessionLog.START)
-        self._write_event(step=base.check_step(step) + 1, session_log=start)
+        self._write_event(step=read_integer("step", step, 0) + 1, session_log=start)
 
     def _write_event(self, **content: Any) -> None:
         with base.explain_os_errors(self._path):
