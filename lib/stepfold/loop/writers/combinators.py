@@ -78,77 +78,63 @@ class async_writer(Writer):  # noqa: N801
     def __init__(self, writer: Any, *, depth: int = 256) -> None:
         _check_writer("writer", writer)
         self._writer, self._depth = writer, check_count("depth", depth)
-        self._calls: deque[tuple[str, tuple[Any, ...], threading.Event | None]] = deque()
+        self._calls: deque[tuple[str, tuple[Any, ...], threading.Event]] = deque()
         self._errors: list[BaseException] = []
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()  # guards all of the above
+        self._lock = threading.Lock()  # so that no call is added for a thread that ends
         self._wake = threading.Event()
-
-    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        self._forward("write_scalars", step, scalars)
 
     def _forward(self, method: str, *arguments: Any) -> None:
         while len(self._calls) >= self._depth:
             self._wake.set()
             time.sleep(_POLL_SECONDS / 10)
-        done = None if method.startswith("write_") else threading.Event()
+        done = threading.Event()
         call = method, tuple(map(_snapshot, arguments)), done
         with self._lock:
-            self._calls.append(call)
             if self._thread is None:
                 # Not a daemon, so the interpreter waits for the thread before it exits.
                 self._thread = threading.Thread(target=self._run, name="stepfold-write")
                 self._thread.start()
-        if done:  # `resume` and `flush` return when they are done
+            thread = self._thread
+            self._calls.append(call)
+        if not method.startswith("write_"):
             self._wake.set()
             done.wait()
-        self._raise_errors()
+        if method == "close":
+            thread.join()
+        with self._lock:
+            _raise_first(self._errors)
 
     def close(self) -> None:
         """Finish all queued calls, close the writer, and end the thread. Idempotent."""
-        with self._lock:
-            thread = self._thread
-            if thread is not None:
-                self._calls.append(("close", (), None))
-        if thread is None:
-            self._writer.close()
-        else:
-            self._wake.set()
-            thread.join()
-        self._raise_errors()
+        self._forward("close")
 
     def _run(self) -> None:
         main_thread, is_closed = threading.main_thread(), False
         while True:
             while self._calls:
                 method, arguments, done = self._calls[0]
-                self._call(method, *arguments)
+                try:
+                    call_optional(self._writer, method, *arguments)
+                except BaseException as error:  # noqa: BLE001  raised by the next call
+                    step = f" of step {arguments[0]}" if len(arguments) > 1 else ""
+                    error.add_note(
+                        f"in the background, in {method}{step}: not in the call that raises it"
+                    )
+                    self._errors.append(error)
                 self._calls.popleft()  # only now, since a call in progress counts for the depth
                 is_closed = is_closed or method == "close"
-                if done:
-                    done.set()
+                done.set()
             with self._lock:
-                if not self._calls and (is_closed or not main_thread.is_alive()):
+                if is_closed and not self._calls:
                     self._thread = None
                     break
+                if not (self._calls or main_thread.is_alive()):  # the process ends without `close`
+                    self._calls.append(("close", (), threading.Event()))
             self._wake.wait(_POLL_SECONDS)
             self._wake.clear()
-        if not is_closed:  # the main thread ended without `close`; the interpreter prints errors
-            self.close()
-
-    def _call(self, method: str, *arguments: Any) -> None:
-        try:
-            call_optional(self._writer, method, *arguments)
-        except BaseException as error:  # noqa: BLE001  raised by the next call
-            step = f" of step {arguments[0]}" if len(arguments) > 1 else ""
-            error.add_note(f"in the background, in {method}{step}: not in the call that raises it")
-            with self._lock:
-                self._errors.append(error)
-
-    def _raise_errors(self) -> None:
-        if self._errors:
-            with self._lock:
-                _raise_first(self._errors)
+        if not main_thread.is_alive():
+            _raise_first(self._errors)  # for the interpreter to print
 
 
 def _snapshot(argument: Any) -> Any:
@@ -200,15 +186,14 @@ class log_to(StatefulHook):  # noqa: N801  it is used like a function
                 "log_to: expected a writer, with write_scalars(step, metrics), got "
                 f"{tree.spell(writer)}; sf.jsonl_writer(path) is one"
             )
-        if every is not None:
-            check_count("log_to: every", every)
-        self._writer, self._every, self._everywhere = writer, every, everywhere
-        self._multiple = 0
+        self._writer, self._everywhere = writer, everywhere
+        self._every = None if every is None else check_count("log_to: every", every)
         self._errors: list[BaseException] = []
         # An `async_writer` is thread-safe, and a lock would stall the loop while it is flushed.
         self._lock: AbstractContextManager[Any] = (
             nullcontext() if isinstance(writer, async_writer) else threading.Lock()
         )
+        self.reset(0)
 
     def reset(self, step: int) -> None:
         self._multiple = step // self._every if self._every else 0
