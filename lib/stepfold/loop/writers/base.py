@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
-from stepfold.core.validation import read_integer
+from stepfold.checkpoint.steps import sync
+from stepfold.core.validation import mismatch, read_integer
 from stepfold.errors import ConfigError
 
 PathLike = str | os.PathLike[str]
@@ -115,7 +116,7 @@ class ConvertingWriter(Writer):
 def _convert(kind: str, values: Values, convert: Callable[[str, Any], Any]) -> dict[str, Any]:
     for name in values:
         if not isinstance(name, str):
-            raise TypeError(f"{kind}: expected names that are strings, got {tree.spell(name)}")
+            raise TypeError(mismatch(kind, "names that are strings", name))
     return {name: convert(name, value) for name, value in values.items()}
 
 
@@ -130,16 +131,14 @@ def _number(name: str, value: Any) -> float:
 def _real_array(
     name: str, value: Any, expected: str = "an array of real numbers", size: int | None = None
 ) -> np.ndarray:
-    array = np.asarray(value if tree.is_data(value) else None)
-    is_real = array.dtype != object and not jnp.issubdtype(array.dtype, jnp.complexfloating)
-    if not is_real or size not in (None, array.size):
-        raise TypeError(f"{name}: expected {expected}, got {tree.spell(value)}")
-    return array
+    if not tree.is_real(value) or size not in (None, np.size(value)):
+        raise TypeError(mismatch(name, expected, value))
+    return np.asarray(value)
 
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name}: expected text, got {tree.spell(value)}")
+        raise TypeError(mismatch(name, "text", value))
     return value
 
 
@@ -160,10 +159,8 @@ def _pixels(name: str, value: Any) -> np.ndarray:
     is_float = jnp.issubdtype(array.dtype, jnp.floating)
     is_batch = array.ndim == 4 and array.shape[-1] in (1, 3, 4) and array.size > 0
     if not is_batch or not (is_float or array.dtype == np.uint8):
-        raise ValueError(
-            f"{name}: expected images [H, W, C] or [N, H, W, C] of 1, 3 or 4 channels, uint8 or "
-            f"floats from 0 to 1, got {tree.spell(value)}"
-        )
+        kind = "[H, W, C] or [N, H, W, C] of 1, 3 or 4 channels, uint8 or floats from 0 to 1"
+        raise ValueError(mismatch(name, f"images {kind}", value))
     if is_float:
         array = np.round(np.nan_to_num(array.astype(np.float32)).clip(0, 1) * 255).astype(np.uint8)
     return array
@@ -195,12 +192,12 @@ class console_writer(ConvertingWriter):  # noqa: N801
         self._stream = stream
 
     def _write(self, step: int, values: Mapping[str, Value]) -> None:
-        self._print(str(step), {name: _describe(value) for name, value in values.items()})
+        self._print(step, {name: _describe(value) for name, value in values.items()})
 
     def _write_settings(self, settings: Mapping[str, float | str]) -> None:
         self._print("", settings)
 
-    def _print(self, step: str, values: Mapping[str, float | str]) -> None:
+    def _print(self, step: int | str, values: Mapping[str, float | str]) -> None:
         stream = sys.stdout if self._stream is None else self._stream
         line = "  ".join(f"{name} {value}" for name, value in values.items())
         stream.write(f"{step:>8}  {line}".rstrip() + "\n")
@@ -246,7 +243,7 @@ class FileWriter(ConvertingWriter):
 def check_path(argument: str, path: Any, kind: str = "file") -> Path:
     """Check that a file or a folder can be written to, without touching it."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in f"{path}":
-        raise ConfigError(f"{argument}: expected the path of a {kind}, got {tree.spell(path)}")
+        raise ConfigError(mismatch(argument, f"the path of a {kind}", path))
     target = Path(path).absolute()
     existing = next(each for each in (target, *target.parents) if each.exists())
     if existing.is_dir() != (kind == "folder" or existing != target):
@@ -303,9 +300,8 @@ def replace_file(path: Path, data: bytes) -> None:
     new = path.with_name(path.name + ".new")
     with explain_os_errors(path):
         try:
-            with new.open("wb", buffering=0) as file:
-                append(file.fileno(), data)
-                os.fsync(file.fileno())
+            new.write_bytes(data)
+            sync(new)
             if path.exists():
                 shutil.copymode(path, new)
             os.replace(new, path)
