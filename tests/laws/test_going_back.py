@@ -12,7 +12,7 @@ import pytest
 import stepfold as sf
 from stepfold.loop import rollback
 from stepfold.loop.data import BatchFeed
-from stepfold.loop.hooks.base import HookDispatcher, StatefulHook
+from stepfold.loop.hooks.base import BaseHook, HookDispatcher
 from stepfold.loop.metrics import History, MetricBuffer
 from stepfold.loop.writers.jsonl import jsonl_writer
 
@@ -273,7 +273,7 @@ def test_one_that_goes_back_almost_right_is_found(tmp_path, wanted, monkeypatch,
         same(go_back(batches([18]), tmp_path), wanted[0], tmp_path, wanted[1])
 
 
-class running_mean(StatefulHook):
+class running_mean(BaseHook):
     """Log the mean of the loss over the run."""
 
     provides, can_stop, run_state = ("mean/",), False, ("_total", "_count")

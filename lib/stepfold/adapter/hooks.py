@@ -11,7 +11,7 @@ import numpy as np
 from stepfold.core.validation import check_count, mismatch
 from stepfold.errors import ConfigError, OutOfMemoryError
 from stepfold.inspect.memory import is_exhausted
-from stepfold.loop.hooks.base import BaseHook, Event, StatefulHook, Stop, call_optional
+from stepfold.loop.hooks.base import BaseHook, Event, Stop, call_optional
 from stepfold.loop.hooks.progress import progress
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class StopTraining(Exception):  # noqa: N818  not an error, as StopIteration is 
         self.kind = kind
 
 
-class StopOnSkipped(StatefulHook):
+class StopOnSkipped(BaseHook):
     """Stop after `limit` steps in a row that were skipped for a NaN or inf.
 
     A dynamic loss scale skips several steps in a row while it shrinks, and needs a higher limit.

@@ -267,7 +267,7 @@ def test_of_several_processes_the_first_one_shows(monkeypatch):
 
 @pytest.mark.parametrize("kind", BARS)
 def test_a_missing_package_is_named_with_the_command_that_installs_it(kind, monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr("stepfold.loop.writers.base.find_spec", lambda name: None)
     message = rf"expected {kind}, which is not installed; .* pip install 'stepfold\[{kind}\]'"
     with pytest.raises(sf.ConfigError, match=message):
         progress(kind)

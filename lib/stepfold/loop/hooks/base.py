@@ -114,7 +114,10 @@ Hook = Callable[[Event], Returned]
 
 
 class BaseHook:
-    """Defaults for hooks. Any callable with some of these or `end_epoch(epoch)` is a hook too."""
+    """Defaults for hooks. Any callable with some of these or `end_epoch(epoch)` is a hook too.
+
+    Each run starts afresh, unless `set_state` restored the hook before.
+    """
 
     metric: str | None = None  # the metric it watches; `fit` refuses a name that nothing measures
     # Prefixes of the names of the numbers it returns; None if unknown. A hook that provides none is
@@ -128,50 +131,36 @@ class BaseHook:
     needs_hook_seconds: bool = False  # whether it reads `event.hook_seconds`
     replaces_nonfinite_stop: bool = False  # whether `fit` leaves out its own `stop_on_nonfinite`
     writes_metrics: bool = False  # whether it writes `metrics.jsonl`, so that `fit` does not
+    run_state: Sequence[str] = ()  # attributes that a checkpoint keeps, with JSON values
+    state_key: Sequence[str] = ()  # attributes that must be unchanged for a state to be restored
+    _is_restored = False
 
     def __call__(self, event: Event) -> Returned:
         raise NotImplementedError
 
-    def open(self, step: int, total: int | None) -> None:
+    def reset(self, step: int) -> None:
+        """Initialize all that belongs to one run, which begins after `step`."""
+
+    def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
         """Prepare for a run that begins after `step`; called after `set_state`."""
+        if not self._is_restored:
+            self.reset(step)
+        self._is_restored = False
 
     def flush(self) -> None:
         """Make what was written durable; called in a thread before a checkpoint commits."""
 
     def close(self) -> None:
         """Release resources; called once, however the run ends."""
+        self._is_restored = False
 
     def get_state(self) -> Any:
         """Return what a checkpoint has to keep, as JSON, or None."""
+        names = (*self.state_key, *self.run_state)
+        return {name.lstrip("_"): copy(getattr(self, name)) for name in names} or None
 
     def set_state(self, state: Any) -> None:
         """Continue from what `get_state` returned; called only when a run is resumed."""
-
-
-class StatefulHook(BaseHook):
-    """Base class of hooks with state. A run starts afresh, unless `set_state` restored the hook."""
-
-    run_state: Sequence[str] = ()  # attributes that a checkpoint keeps, with JSON values
-    state_key: Sequence[str] = ()  # attributes that must be unchanged for a state to be restored
-    _is_restored = False
-
-    def reset(self, step: int) -> None:
-        """Initialize all that belongs to one run, which begins after `step`."""
-        raise NotImplementedError
-
-    def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
-        if not self._is_restored:
-            self.reset(step)
-        self._is_restored = False
-
-    def close(self) -> None:
-        self._is_restored = False
-
-    def get_state(self) -> dict[str, Any]:
-        names = (*self.state_key, *self.run_state)
-        return {name.lstrip("_"): copy(getattr(self, name)) for name in names}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
         if all(state[name.lstrip("_")] == getattr(self, name) for name in self.state_key):
             self.reset(0)
             vars(self).update({name: copy(state[name.lstrip("_")]) for name in self.run_state})

@@ -12,17 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from stepfold import tree
 from stepfold.core.processes import KeyValues
-from stepfold.core.validation import check_count, check_positive
+from stepfold.core.validation import check_count, check_positive, mismatch
 from stepfold.errors import ConfigError
 from stepfold.inspect.peaks import mfu, peak_flops
-from stepfold.loop.hooks.base import BaseHook, Event, StatefulHook
+from stepfold.loop.hooks.base import BaseHook, Event
 
 _REPORT_SECONDS = 0.5  # between reports of `stragglers`, each of which takes about a millisecond
 
 
-class throughput(StatefulHook):  # noqa: N801
+class throughput(BaseHook):  # noqa: N801
     """Measure the speed of training.
 
     Each train event but the first, whose interval includes compiling, gets
@@ -62,7 +61,7 @@ class throughput(StatefulHook):  # noqa: N801
                 check_positive(name, value)
         for name, unit in units.items():
             if not callable(unit):
-                raise ConfigError(f"{name}: expected a function of a batch, got {tree.spell(unit)}")
+                raise ConfigError(mismatch(name, "a function of a batch", unit))
         self._flops, self._peak, self._dtype = flops, peak, dtype
         self._units = {"examples": _num_examples, **units}
         self.reset(0)
@@ -224,7 +223,7 @@ memory_use.provides = ("memory/",)  # type: ignore[attr-defined]
 memory_use.can_stop = False  # type: ignore[attr-defined]
 
 
-class profile(StatefulHook):  # noqa: N801
+class profile(BaseHook):  # noqa: N801
     """Trace some steps with jax's profiler, for TensorBoard, xprof or Perfetto.
 
     The trace starts at the first train event at or after step `first` and ends at the first one
@@ -248,7 +247,7 @@ class profile(StatefulHook):  # noqa: N801
         self._first = check_count("first", first, minimum=0)
         self._count = check_count("count", count)
         if not isinstance(folder, str | os.PathLike) or Path(folder).is_file():
-            raise ConfigError(f"folder: expected one for the trace, got {tree.spell(folder)}")
+            raise ConfigError(mismatch("folder", "one for the trace", folder))
         self._folder = os.fspath(folder)
         self._end: int | None = None  # the step of the event that ends the trace, while it is open
         self.reset(0)

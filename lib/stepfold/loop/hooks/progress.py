@@ -6,19 +6,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import jax
 
-from stepfold import tree
-from stepfold.core.validation import check_count
+from stepfold.core.validation import check_count, mismatch
 from stepfold.errors import ConfigError
-from stepfold.loop.hooks.base import Event, StatefulHook
+from stepfold.loop.hooks.base import BaseHook, Event
 from stepfold.loop.hooks.performance import Pace
+from stepfold.loop.writers.base import require
 
 
-class progress(StatefulHook):  # noqa: N801
+class progress(BaseHook):  # noqa: N801
     """Show the step, the remaining time, a running average of the loss, and metrics.
 
     The average is over about the last `over` steps of the metric `average`, those before a resume
@@ -48,19 +47,13 @@ class progress(StatefulHook):  # noqa: N801
     ) -> None:
         if not isinstance(kind, str) or kind not in _BARS:
             raise ConfigError(f"progress: expected 'tqdm', 'rich' or 'json', got {kind!r}")
-        if kind != "json" and find_spec(kind) is None:
-            raise ConfigError(
-                f"progress: expected {kind}, which is not installed; run pip install "
-                f"'stepfold[{kind}]', or use 'json'"
-            )
+        if kind != "json":
+            require(kind, "progress", kind)
         if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics or ()):
-            raise ConfigError(
-                f"metrics: expected names or patterns, as ('eval/*',), got {tree.spell(metrics)}"
-            )
+            raise ConfigError(mismatch("metrics", "names or patterns, as ('eval/*',)", metrics))
         self._kind, self._metrics, self._file = kind, metrics, file
         self._average, self._over = average, check_count("over", over)
-        self._is_open = False
-        self._draw, self._close_bar = _HIDDEN
+        self._bar: _Bar | None = None  # of the run that is open
         self.reset(0)
 
     def reset(self, step: int) -> None:
@@ -69,15 +62,15 @@ class progress(StatefulHook):  # noqa: N801
 
     def open(self, step: int, total: int | None) -> None:
         super().open(step, total)
-        if self._is_open:  # the run goes back
-            self._close_bar()
-        bar = _HIDDEN if jax.process_index() else _BARS[self._kind](self._file, step, total)
-        self._draw, self._close_bar = bar
-        self._is_open, self._step, self._drawn_at = True, step, -math.inf
+        if self._bar is not None:  # the run goes back
+            self._bar.close()
+        is_first = jax.process_index() == 0
+        self._bar = _BARS[self._kind](self._file, step, total) if is_first else _HIDDEN
+        self._step, self._drawn_at = step, -math.inf
         self._pending: dict[str, float] | None = None  # values that are not drawn yet
 
     def __call__(self, event: Event) -> None:
-        if not self._is_open:
+        if self._bar is None:
             self.open(event.step, event.total)
         self._pace.add(event)
         self._step = event.step
@@ -93,7 +86,11 @@ class progress(StatefulHook):  # noqa: N801
             self._pending[self._average.rsplit("/", 1)[-1]] = self._sum / self._weight
         self._pending |= {name: x for name, x in event.metrics.items() if self._is_shown(name)}
         if self._kind == "json" or time.monotonic() - self._drawn_at >= _PAUSE:
-            self._draw(self._step, self._pending, self._pace.rate)
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._bar is not None and self._pending is not None:
+            self._bar.draw(self._step, self._pending, self._pace.rate)
             self._pending, self._drawn_at = None, time.monotonic()
 
     def _is_shown(self, name: str) -> bool:
@@ -103,17 +100,20 @@ class progress(StatefulHook):  # noqa: N801
 
     def close(self) -> None:
         super().close()
-        if self._is_open:
-            if self._pending is not None:
-                self._draw(self._step, self._pending, self._pace.rate)
-            self._close_bar()
-            self._is_open = False
+        if self._bar is not None:
+            self._draw()
+            self._bar.close()
+            self._bar = None
 
 
-# Draws a step, metrics and steps per second; a bar also keeps the metrics of earlier calls.
-_Draw = Callable[[int, Mapping[str, float], float | None], None]
-_Bar = tuple[_Draw, Callable[[], None]]  # the second closes the bar
-_HIDDEN: _Bar = (lambda *_: None, lambda: None)
+class _Bar(NamedTuple):
+    """What draws a step, metrics and steps per second; a bar keeps the metrics of earlier calls."""
+
+    draw: Callable[[int, Mapping[str, float], float | None], None]
+    close: Callable[[], None]
+
+
+_HIDDEN = _Bar(lambda *_: None, lambda: None)
 _PAUSE = 0.25  # least seconds between two drawings of a bar
 
 
@@ -134,7 +134,7 @@ def _tqdm_bar(file: TextIO | None, step: int, total: int | None) -> _Bar:
         if not bar.update(step - bar.n):
             bar.refresh()
 
-    return draw, bar.close
+    return _Bar(draw, bar.close)
 
 
 def _rich_bar(file: TextIO | None, step: int, total: int | None) -> _Bar:
@@ -158,7 +158,7 @@ def _rich_bar(file: TextIO | None, step: int, total: int | None) -> _Bar:
         text = "  ".join([speed, *texts.values()])
         bar.update(task, completed=step, description=text, refresh=True)
 
-    return draw, bar.stop
+    return _Bar(draw, bar.stop)
 
 
 def _json_lines(file: TextIO | None, _: int, total: int | None) -> _Bar:
@@ -171,7 +171,7 @@ def _json_lines(file: TextIO | None, _: int, total: int | None) -> _Bar:
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
         print(json.dumps(line | numbers), file=file, flush=True)
 
-    return draw, lambda: None
+    return _Bar(draw, lambda: None)
 
 
 _BARS = {"tqdm": _tqdm_bar, "rich": _rich_bar, "json": _json_lines}

@@ -14,7 +14,7 @@ from stepfold import tree
 from stepfold.checkpoint.steps import read_best
 from stepfold.core.validation import check_count, check_flags, check_positive
 from stepfold.errors import ConfigError
-from stepfold.loop.hooks.base import BaseHook, Event, GoBack, StatefulHook, Stop
+from stepfold.loop.hooks.base import BaseHook, Event, GoBack, Stop
 
 
 class stop_after(BaseHook):  # noqa: N801
@@ -28,8 +28,8 @@ class stop_after(BaseHook):  # noqa: N801
     can_stop = True
 
     def __init__(self, seconds: float) -> None:
-        check_positive("stop_after", seconds, allow_zero=True, unit="seconds")
-        self._seconds, self._end = seconds, time.monotonic() + seconds
+        self._seconds = check_positive("stop_after", seconds, allow_zero=True, unit="seconds")
+        self._end = time.monotonic() + seconds
 
     def __call__(self, event: Event) -> Stop | None:  # noqa: ARG002
         if time.monotonic() < self._end:
@@ -65,7 +65,7 @@ class stop_on_nonfinite(BaseHook):  # noqa: N801
         self.metric: str = pattern
         self.found: Nonfinite | None = None
 
-    def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
+    def reset(self, step: int) -> None:  # noqa: ARG002
         self.found = None
 
     def __call__(self, event: Event) -> Stop | None:
@@ -109,15 +109,16 @@ class stop_on_corruption(BaseHook):  # noqa: N801
         bad = int(np.flatnonzero(words.any(1))[0])
         paths = tree.marked_paths(event.state, words[bad])
         names = ", ".join(paths[:8]) + ", …" * (len(paths) > 8)
-        step, leaves = event.step - len(words) + 1 + bad, len(jax.tree.leaves(event.state))
-        differ = "differs" if len(paths) == 1 else "differ"
+        leaves = f"{len(paths)} of {len(jax.tree.leaves(event.state))} leaves"
         message = (
-            f"step {step} was run twice, and {len(paths)} of {leaves} leaves {differ}: {names}"
+            f"step {event.step - len(words) + 1 + bad} was run twice, and {leaves} "
+            f"{'differs' if len(paths) == 1 else 'differ'}: {names}; do not trust the states since "
+            "then"
         )
-        return Stop("corrupt", f"{message}; do not trust the states since then")
+        return Stop("corrupt", message)
 
 
-class stop_early(StatefulHook):  # noqa: N801
+class stop_early(BaseHook):  # noqa: N801
     """Stop when a metric, such as `eval/loss`, has not improved for `patience` evaluations.
 
     A value improves if it is better than the best one by more than `min_delta`. With `mode="min"`,
@@ -181,14 +182,7 @@ class stop_early(StatefulHook):  # noqa: N801
         return Stop("early_stop", f"{message} evaluations, since step {self.best_step}")
 
 
-class Spike(NamedTuple):
-    """A step with a spike, and a sentence about it."""
-
-    step: int
-    message: str
-
-
-class stop_on_spike(StatefulHook):  # noqa: N801
+class stop_on_spike(BaseHook):  # noqa: N801
     """Stop when a train metric of one step is far above the `window` finite values before it.
 
     A value is too high if it is more than `deviations` median absolute deviations above the median
@@ -219,11 +213,11 @@ class stop_on_spike(StatefulHook):  # noqa: N801
         self._latest: list[float] = []
 
     def __call__(self, event: Event) -> Stop | None:
-        spike = self.find(event)
-        return None if spike is None else Stop("spike", spike.message)
+        found = self._find(event)
+        return None if found is None else Stop("spike", found[1])
 
-    def find(self, event: Event) -> Spike | None:
-        """Add the values of an event to the window, and return the first spike among them."""
+    def _find(self, event: Event) -> tuple[int, str] | None:
+        """Add values to the window; return the step of the first spike, and a sentence."""
         values = np.asarray(event.per_step.get(self.metric, ()), np.float64)
         (indices,) = np.nonzero(np.isfinite(values))
         latest = self._latest[-self._window :]
@@ -240,10 +234,9 @@ class stop_on_spike(StatefulHook):  # noqa: N801
         if not spikes.size:
             return None
         i = spikes[0]
-        step = event.step - len(values) + 1 + indices[i + self._window - len(latest)]
-        before = f"the median of the {self._window} before it is {medians[i]:.4g}"
-        message = f"{self.metric} is {judged[i]:.4g} in step {step}, and {before}"
-        return Spike(int(step), f"{message} ± {deviations[i]:.4g}")
+        step = event.step - len(values) + 1 + int(indices[i + self._window - len(latest)])
+        message = f"{self.metric} is {judged[i]:.4g} in step {step}, and the median of the "
+        return step, message + f"{self._window} before it is {medians[i]:.4g} ± {deviations[i]:.4g}"
 
 
 class roll_back_on_spike(stop_on_spike):  # noqa: N801
@@ -275,10 +268,11 @@ class roll_back_on_spike(stop_on_spike):  # noqa: N801
         self._skip, self._limit = check_count("skip", skip), check_count("limit", limit)
 
     def __call__(self, event: Event) -> GoBack | None:  # type: ignore[override]
-        spike = self.find(event)
-        if spike is None:
+        found = self._find(event)
+        if found is None:
             return None
-        return GoBack(None, (spike.step, spike.step + self._skip), spike.message, self._limit)
+        step, message = found
+        return GoBack(None, (step, step + self._skip), message, self._limit)
 
 
 class roll_back_on_nonfinite(stop_on_nonfinite):  # noqa: N801
@@ -326,8 +320,6 @@ class watchdog(BaseHook):  # noqa: N801
     def __init__(self, seconds: float, abort: bool = False, *, file: TextIO | None = None) -> None:
         check_flags(abort=abort)
         self._seconds = check_positive("watchdog", seconds, unit="seconds")
-        if not isinstance(abort, bool):
-            raise ConfigError(f"abort: expected True or False, got {tree.spell(abort)}")
         self._abort, self._file = abort, file
         self._started: float | None = None
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from stepfold import tree
 from stepfold.core.state import params_of
-from stepfold.core.validation import check_count
+from stepfold.core.validation import check_count, mismatch
 from stepfold.errors import ConfigError
 from stepfold.loop.hooks.base import BaseHook, Event
 
@@ -40,8 +40,7 @@ class weight_statistics(BaseHook):  # noqa: N801
             message = f"pattern: expected a regular expression, got {pattern!r}: {error}"
             raise ConfigError(message) from None
         if writer is not None and not callable(getattr(writer, "write_histograms", None)):
-            got = tree.spell(writer)
-            raise ConfigError(f"writer: expected one with write_histograms, got {got}")
+            raise ConfigError(mismatch("writer", "one with write_histograms", writer))
         self._samples = check_count("samples", samples)
         self._writer, self._name = writer, name
         self.provides = (f"{name}/",)

@@ -6,15 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from stepfold import tree
-from stepfold.core.validation import check_count
+from stepfold.core.validation import check_count, mismatch
 from stepfold.errors import ConfigError
 from stepfold.loop.hooks.base import (
+    BaseHook,
     Event,
     GoBack,
     Hook,
     Returned,
-    StatefulHook,
     Stop,
     call_optional,
     hook_name,
@@ -30,12 +29,10 @@ class HookWrapper:
     def __init__(self, hook: Hook) -> None:
         name = type(self).__name__
         if not callable(hook) or isinstance(hook, type):
-            raise ConfigError(f"{name}: expected a hook, (event) -> …, got {tree.spell(hook)}")
+            raise ConfigError(mismatch(name, "a hook, (event) -> …", hook))
         if hasattr(hook, "end_epoch"):
-            raise ConfigError(
-                f"{name}: expected a hook that is called with events, got {tree.spell(hook)}, "
-                "which is called after epochs; give it to fit directly"
-            )
+            advice = "give one that is called after epochs to fit directly"
+            raise ConfigError(mismatch(name, "a hook that is called with events", hook, advice))
         self._hook = hook
 
     def __getattr__(self, name: str) -> Any:
@@ -115,7 +112,7 @@ class only_warn(HookWrapper):  # noqa: N801
         return None
 
 
-class callback(StatefulHook):  # noqa: N801
+class callback(BaseHook):  # noqa: N801
     """Call a function `(trainer, epoch, metrics)` after each epoch, including one the run stops at.
 
     Epochs count from 0. Metrics are named `train_loss`, `eval_loss` and so on. Those of train steps
@@ -135,8 +132,8 @@ class callback(StatefulHook):  # noqa: N801
         self, function: Callable[[Any, int, dict[str, float]], Any], trainer: Any = None
     ) -> None:
         if not callable(function):
-            got = tree.spell(function)
-            raise ConfigError(f"callback: expected a function (trainer, epoch, metrics), got {got}")
+            wanted = "a function (trainer, epoch, metrics)"
+            raise ConfigError(mismatch("callback", wanted, function))
         self._function, self._trainer = function, trainer
         self.reset(0)
 

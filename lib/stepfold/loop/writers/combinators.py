@@ -13,7 +13,7 @@ import numpy as np
 from stepfold import tree
 from stepfold.core.validation import check_count, check_flags
 from stepfold.errors import ConfigError
-from stepfold.loop.hooks.base import Event, StatefulHook, call_optional
+from stepfold.loop.hooks.base import BaseHook, Event, call_optional
 from stepfold.loop.writers.base import Writer
 
 
@@ -154,7 +154,7 @@ def _raise_first(errors: list[BaseException]) -> None:
         raise raised[0]
 
 
-class log_to(StatefulHook):  # noqa: N801  it is used like a function
+class log_to(BaseHook):  # noqa: N801  it is used like a function
     """Write metrics with a writer of stepfold, of clu, or your own.
 
     When a run starts or resumes, the writer's `resume(step)` drops rows of later steps, so that
