@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stepfold import tree
 from stepfold.checkpoint.steps import as_integer
-from stepfold.core.validation import check_count
+from stepfold.core.validation import check_count, mismatch
 from stepfold.errors import ConfigError
 from stepfold.loop.metrics import metric_values
 
@@ -229,10 +228,8 @@ class HookDispatcher:
             elif isinstance(returned, Mapping):
                 event = event._replace(metrics={**event.metrics, **metric_values(returned)})
             elif returned is not None:
-                raise ConfigError(
-                    f"{hook_name(self.hooks[index])}: expected a hook to return None, a reason to "
-                    f"stop, or numbers by name, got {tree.spell(returned)}"
-                )
+                wanted = "a hook to return None, a reason to stop, or numbers by name"
+                raise ConfigError(mismatch(hook_name(self.hooks[index]), wanted, returned))
         return event, reasons[min(reasons)] if reasons else None
 
     @contextmanager

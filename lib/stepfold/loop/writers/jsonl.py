@@ -47,24 +47,21 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
     def _write(self, step: int, values: Mapping[str, base.Value]) -> None:
         if "step" in values:
             raise ValueError(f"{self._path}: expected names other than 'step'; rename the metric")
+        self._write_row(step, {name: _to_json(value) for name, value in values.items()})
+
+    def _write_settings(self, settings: Mapping[str, float | str]) -> None:
+        self._write_row(None, {"hparams": settings})
+
+    def _write_row(self, step: int | None, row: dict[str, Any]) -> None:
         self._open()
-        last = self._newest_step()
+        last = self._pending[-1][0] if self._pending else self._last_step
+        step = max(self._start, last) if step is None else step
         if step < last:
             raise ValueError(
                 f"{self._path}: expected step {last}, the last in the file, or a later one, got "
                 f"{step}; call resume({step}) first if the run resumes there, or write to another "
                 "path"
             )
-        self._append(step, {name: _to_json(value) for name, value in values.items()})
-
-    def _write_settings(self, settings: Mapping[str, float | str]) -> None:
-        self._open()
-        self._append(max(self._start, self._newest_step()), {"hparams": settings})
-
-    def _newest_step(self) -> int:
-        return self._pending[-1][0] if self._pending else self._last_step
-
-    def _append(self, step: int, row: dict[str, Any]) -> None:
         if row:
             self._pending.append((step, row))
         self._write_pending()
@@ -179,15 +176,13 @@ def read_rows(
     path = Path(path)
     if path.exists():
         with path.open("rb") as file:
+            # A kill may leave the last line incomplete, and an editor blank lines.
             for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                if not line.strip():  # left by an editor
-                    continue
-                step, row = _parse(path, line)
-                if step > until:
-                    return
-                yield step, {name: x for name, x in row.items() if type(x) in (int, float)}
+                if line.endswith(b"\n") and line.strip():
+                    step, row = _parse(path, line)
+                    if step > until:
+                        return
+                    yield step, {name: x for name, x in row.items() if type(x) in (int, float)}
 
 
 def last_step(path: base.PathLike) -> int | None:
@@ -207,15 +202,15 @@ def write_csv(jsonl_path: base.PathLike, csv_path: base.PathLike) -> None:
     """
     if Path(jsonl_path).exists():
         _check_kind(Path(csv_path), b"step,")
-        names = list(dict.fromkeys(name for _, row in read_rows(jsonl_path) for name in row))
+        rows = [(step, row) for step, row in read_rows(jsonl_path) if row]
+        names = list(dict.fromkeys(name for _, row in rows for name in row))
         # Not by `csv.writer`, which leaves a carriage return in a name unquoted.
         quoted = ('"' + n.replace('"', '""') + '"' if set(n) & set(',"\r\n') else n for n in names)
-        lines = [",".join(["step", *quoted])] if names else []
-        for step, row in read_rows(jsonl_path):
-            if row:
-                cells = (repr(row[name]) if name in row else "" for name in names)
-                lines.append(",".join([str(step), *cells]))
-        base.replace_file(Path(csv_path), "".join(line + "\n" for line in lines).encode())
+        lines = [["step", *quoted]] if names else []
+        for step, row in rows:
+            lines.append([str(step), *(repr(row[name]) if name in row else "" for name in names)])
+        text = "".join(",".join(cells) + "\n" for cells in lines)
+        base.replace_file(Path(csv_path), text.encode())
 
 
 def _to_json(value: base.Value) -> Any:
