@@ -113,13 +113,13 @@ def test_fit_measures_a_slow_source():
     class Slow:
         def __iter__(self):
             for _ in range(20):
-                time.sleep(0.02)
+                time.sleep(0.01)
                 yield {"x": np.zeros(4, np.float32)}
 
     result = sf.fit(STEP, start(), Slow(), steps=20, log_every=5, hooks=[throughput()])
     assert result.history["throughput/waiting"].steps == [10, 15, 20]
     assert min(result.history["throughput/waiting"]) > 0.5
-    assert min(result.history["throughput/step_seconds"]) >= 0.015
+    assert min(result.history["throughput/step_seconds"]) >= 0.0075
 
 
 def test_arguments_are_checked():
@@ -168,8 +168,8 @@ EVENT = Event(10, None, {}, None)
 
 def test_host_memory_is_that_of_the_process():
     before = memory_use(EVENT)["memory/host"]
-    more = np.ones(2**27, np.int8)  # an eighth of a GiB
-    assert memory_use(EVENT)["memory/host"] - before > 0.12
+    more = np.ones(2**26, np.int8)  # a sixteenth of a GiB
+    assert memory_use(EVENT)["memory/host"] - before > 0.06
     assert more[0] == 1
 
 
@@ -209,7 +209,7 @@ def executions(folder):
     return sum(str(event.get("name")).startswith("ThunkExecutor::Execute") for event in events)
 
 
-@pytest.mark.parametrize(("count", "traced"), [(6, 6), (5, 6), (1, 2)])
+@pytest.mark.parametrize(("count", "traced"), [(6, 6), (1, 2)])
 def test_a_trace_holds_the_given_steps_exact_to_the_log_points(tmp_path, count, traced):
     hook = profile(3, count, tmp_path)
     run(hook, steps=20)

@@ -1,5 +1,6 @@
 """Hooks that stop a run."""
 
+import functools
 import itertools
 import json
 import math
@@ -104,15 +105,18 @@ def test_an_evaluation_is_not_its_concern():
     assert stop_on_nonfinite()(evaluation(1, np.nan)) is None
 
 
-def fit(losses, hook, **options):
-    """Run a step whose losses and masks are given."""
-
+@functools.cache
+def masked_step(**options):
     def loss_fn(params, batch, key):
         return sf.mean(params["w"] * batch["x"], batch["mask"])
 
-    step = sf.make_train_step(loss_fn, TX, **options)
+    return sf.make_train_step(loss_fn, TX, **options)
+
+
+def fit(losses, hook, **options):
+    """Run a step whose losses and masks are given."""
     batches = [{"x": np.float32([x]), "mask": np.array([mask])} for x, mask in losses]
-    return sf.fit(step, start(), batches, log_every=2, hooks=hook)
+    return sf.fit(masked_step(**options), start(), batches, log_every=2, hooks=hook)
 
 
 def test_it_stops_a_run_with_a_nan():
@@ -569,21 +573,27 @@ def test_a_run_without_check_step_is_refused():
         sf.fit(STEP, start(), batches, hooks=[stop_on_corruption()])
 
 
+CALLS = []  # of the function inside the step below
+
+
+def corruptible_step(state, batch):
+    def add(x):
+        CALLS.append(x)
+        return np.asarray(x) + np.spacing(np.float32(1)) * (len(CALLS) == 10)
+
+    loss = jax.pure_callback(add, jax.ShapeDtypeStruct((), jnp.float32), state["loss"])
+    return {"step": state["step"] + 1, "loss": loss}, {"loss": sf.mean(loss)}
+
+
+CHECKED_STEP = sf.check_step(corruptible_step, every=2)
+
+
 @pytest.mark.parametrize("options", [{}, {"steps_per_call": 4}, {"steps": 7}])
 def test_a_corrupt_run_stops_in_the_right_step_and_is_not_saved(options, tmp_path):
-    calls = itertools.count()
-
-    def step(state, batch):
-        def add(x):
-            return np.asarray(x) + np.spacing(np.float32(1)) * (next(calls) == 9)
-
-        shape = jax.ShapeDtypeStruct((), jnp.float32)
-        loss = jax.pure_callback(add, shape, state["loss"])
-        return {"step": state["step"] + 1, "loss": loss}, {"loss": sf.mean(loss)}
-
+    CALLS.clear()
     # Steps 1, 3, 5 and 7 run twice, so calls 9 and 10 are those of step 7.
     result = sf.fit(
-        sf.check_step(step, every=2),
+        CHECKED_STEP,
         {"step": jnp.int32(0), "loss": jnp.float32(1)},
         sf.batches(np.zeros(16, np.float32), 1, epochs=1),
         run_dir=tmp_path,

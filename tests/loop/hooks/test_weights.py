@@ -84,10 +84,10 @@ def test_sharded_parameters_give_the_same_numbers():
 
 def test_a_writer_gets_the_values_or_evenly_spaced_ones():
     params, writer = make_params(), Memory()
-    weight_statistics(writer=writer)(event(params))
+    weight_statistics("layers/0", writer=writer)(event(params))
     kernel = np.asarray(params["layers"][0]["kernel"])
     np.testing.assert_array_equal(writer.rows[10]["weights/layers/0/kernel"], kernel.ravel())
-    weight_statistics(writer=writer, samples=3)(event(params, 20))
+    weight_statistics("layers/0", writer=writer, samples=3)(event(params, 20))
     values = writer.rows[20]["weights/layers/0/kernel"]
     np.testing.assert_array_equal(values, kernel.ravel()[[0, 1024, 2047]])
 
@@ -95,7 +95,7 @@ def test_a_writer_gets_the_values_or_evenly_spaced_ones():
 def test_of_several_processes_the_first_writes(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     writer = Memory()
-    assert weight_statistics(writer=writer)(event(make_params()))
+    assert weight_statistics("layers/0", writer=writer)(event(make_params()))
     assert writer.rows == {}
 
 

@@ -317,9 +317,9 @@ def test_the_rest_of_an_epoch_does_not_leak_into_the_next_run():
 @pytest.mark.parametrize("save_every", [4, STEPS_PER_EPOCH])
 def test_a_resumed_run_calls_once_for_each_epoch(tmp_path, save_every):
     uncut, seen = [], []
-    run(recorder(uncut), epochs=4)
+    run(recorder(uncut))
     checkpoints = sf.Checkpoints(tmp_path, every=save_every)
-    for epochs in (1, 2, 4):
+    for epochs in (1, 3):
         run(recorder(seen), epochs=epochs, checkpoints=checkpoints)
     assert seen == uncut
 

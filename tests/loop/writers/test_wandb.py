@@ -52,7 +52,10 @@ def history(folder):
 def offline(folder, **options):
     from wandb import Settings
 
-    quiet = Settings(silent=True, console="off", x_disable_stats=True)
+    quiet = Settings(
+        silent=True, console="off", disable_git=True, x_disable_meta=True, x_disable_stats=True,
+        x_disable_machine_info=True, x_save_requirements=False,
+    )  # fmt: skip
     return wandb_writer(project="tests", mode="offline", dir=str(folder), settings=quiet, **options)
 
 
