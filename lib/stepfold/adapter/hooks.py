@@ -248,7 +248,7 @@ class ProgressBar:
             self._hook.close()
         self._is_open = False
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> Any:
         """Return the running average, for a resumed run."""
         return self._hook.get_state()
 
