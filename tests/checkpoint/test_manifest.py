@@ -13,21 +13,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stepfold as sf
-from stepfold.checkpoint.leaves import (
-    leaves_of,
-)
+from stepfold.checkpoint.leaves import leaves_of
 from stepfold.checkpoint.manifest import (
     DamageError,
     ForeignError,
     NewerError,
     from_json,
     read_checked,
-    read_manifest,
-    read_metadata,
     to_json,
     write_checked,
 )
+from stepfold.checkpoint.store import open_store
 from stepfold.errors import CheckpointError, ConfigError
+
+
+def read_metadata(step):
+    return open_store(step.parent).read_metadata(int(step.name))
+
+
+def read_manifest(step):
+    return open_store(step.parent).read_manifest(int(step.name))
+
 
 STATE = {"params": {"w": jnp.arange(8.0)}, "key": jax.random.key(3)}
 

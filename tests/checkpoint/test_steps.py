@@ -85,21 +85,21 @@ def test_a_directory_that_may_not_be_read_is_told(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "open", fail)
-    with pytest.raises(CheckpointError, match="cannot be read: Permission denied; change the perm"):
-        steps.Lock(tmp_path)
+    words = "cannot be read: Permission denied; change the permission"
+    with pytest.raises(CheckpointError, match=words), steps.locked(tmp_path):
+        pass
 
 
-def test_a_lock_that_a_forked_process_has_inherited_is_let_go(tmp_path):
-    lock = steps.Lock(tmp_path)
-    inherited = os.dup(lock._file)
-    held = []
-    for let_go in (lambda: None, lock.release):
-        let_go()
-        alone = steps.Lock(tmp_path, alone=True)
-        held.append(alone.held)
-        alone.release()
+def test_a_lock_that_a_forked_process_has_inherited_is_let_go(tmp_path, monkeypatch):
+    opened, real = [], os.open
+    monkeypatch.setattr(os, "open", lambda *args: opened.append(real(*args)) or opened[-1])
+    with steps.locked(tmp_path):
+        inherited = os.dup(opened[0])
+        with steps.locked(tmp_path, alone=True) as held:
+            assert held is False
+    with steps.locked(tmp_path, alone=True) as held:
+        assert held is True
     os.close(inherited)
-    assert held == [False, True]
 
 
 @pytest.fixture

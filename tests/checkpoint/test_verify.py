@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 import stepfold as sf
-from stepfold.checkpoint import manifest
 from stepfold.checkpoint.store import DirectoryStore, open_store
 from stepfold.checkpoint.verify import problems_of
 from stepfold.errors import CheckpointError, ConfigError
@@ -122,10 +121,9 @@ def test_arrays_that_cannot_be_read_are_a_problem(folder, monkeypatch):
 
 def test_contents_and_parts_of_another_number_of_processes(folder, monkeypatch):
     """Parts and contents need no position, which only as many processes can use."""
-    read = manifest.read_manifest
-    monkeypatch.setattr(
-        manifest, "read_manifest", lambda step: read(step)._replace(data=[{"at": 1}, {"at": 2}])
-    )
+    read, data = DirectoryStore.read_manifest, [{"at": 1}, {"at": 2}]
+    change = lambda store, step: read(store, step)._replace(data=data)
+    monkeypatch.setattr(DirectoryStore, "read_manifest", change)
     assert sf.contents(folder).data == [{"at": 1}, {"at": 2}]
     found = sf.restore(folder, state(0), parts=("w",))
     assert (found.step, found.data) == (10, None)

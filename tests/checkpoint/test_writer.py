@@ -114,7 +114,6 @@ def test_a_step_is_written_as_a_whole(tmp_path):
     store.commit(3)
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
     assert sf.verify(tmp_path) == {3: []}
-    store.close()
 
 
 def test_a_step_that_another_run_is_saving_is_refused_and_left(tmp_path):
@@ -127,8 +126,6 @@ def test_a_step_that_another_run_is_saving_is_refused_and_left(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
     second.begin(STATE, StepMetadata(4))
     second.commit(4)
-    for store in (first, second):
-        store.close()
 
 
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
@@ -154,7 +151,6 @@ def test_what_goes_wrong_is_told_with_the_step(tmp_path, monkeypatch, place, err
     with pytest.raises(CheckpointError, match=f"{tmp_path}/3: not saved: {words}") as caught:
         store.commit(3)
     assert caught.value.__cause__ is not None
-    store.close()
     assert sf.latest_step(tmp_path) is None
 
 
@@ -164,7 +160,6 @@ def test_what_cannot_begin_is_told_with_the_step(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file/3: not saved: NotADirectoryError: "):
         store.begin(STATE, StepMetadata(3))
-    store.close()
 
 
 def test_a_save_does_not_wait_for_the_disk(tmp_path, monkeypatch):
@@ -182,4 +177,3 @@ def test_a_save_does_not_wait_for_the_disk(tmp_path, monkeypatch):
     assert sf.latest_step(tmp_path) is None
     store.commit(3)
     assert sf.latest_step(tmp_path) == 3
-    store.close()

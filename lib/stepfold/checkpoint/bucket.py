@@ -13,15 +13,14 @@ commits. Every byte that is read has a checksum. A step is deleted by deleting i
 folder without a commit is the rest of a save or a deletion that was interrupted.
 """
 
-import math
 import re
 import secrets
-import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -32,7 +31,7 @@ import tensorstore
 from stepfold.checkpoint import manifest
 from stepfold.checkpoint.arrays import ArrayReader
 from stepfold.checkpoint.leaves import Leaf, Region, arrays_of, leaves_of, shards_of
-from stepfold.checkpoint.manifest import DamageError, NewerError, StepMetadata
+from stepfold.checkpoint.manifest import DamageError, Manifest, NewerError, Shards, StepMetadata
 from stepfold.checkpoint.steps import already_exists
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.errors import CheckpointError, ConfigError
@@ -58,7 +57,7 @@ class _Save(NamedTuple):
     folder: str
     metadata: StepMetadata
     leaves: Mapping[str, Leaf]
-    shards: Mapping[str, Mapping[Region, np.ndarray]]
+    shards: Shards
     before_commit: Callable[[], None] | None
 
 
@@ -124,12 +123,11 @@ class Bucket:
 
 
 class BucketStore(Bucket):
-    """Steps at a URL; see `store.Store` for the methods."""
+    """Steps at a URL; the methods are those of `store.DirectoryStore`."""
 
     def __init__(self, url: str, *, save: bool = False) -> None:
         super().__init__(url)
-        self._save: _Save | None = None
-        self._undeleted: list[str] = []  # folders of own saves that failed
+        self._saves: dict[int, _Save] = {}
         if save and jax.process_index() == 0:  # find out whether it is writable, before step 1
             self.write("stepfold.json", manifest.encode_checked({"format": manifest.FORMAT}))
 
@@ -147,11 +145,10 @@ class BucketStore(Bucket):
         return f"{base.rstrip('/')}/{step}{mark}{query}"
 
     def other_names(self) -> list[str]:
-        folders = self._folders()
-        names = self._names()
+        folders, names = self._folders(), self._names()
+        kept = self._folders_of(name for name in names if _COMMIT.fullmatch(name))
         markers = [name for name in names if _MARKER.fullmatch(name)]
-        commits = [name for name in names if _COMMIT.fullmatch(name)]
-        kept = {self._parse_folder(name, self.read(name) or b"") for name in commits + markers}
+        kept |= self._folders_of(markers)
         return markers + [folder for folder in folders if folder not in kept]
 
     def saved_at(self, step: int) -> float:
@@ -160,19 +157,18 @@ class BucketStore(Bucket):
     def read_metadata(self, step: int) -> StepMetadata:
         with manifest.checked_form(self.path_of(step)):
             commit = self._read_commit(step)
-            (first,) = self._read_processes(step, {**commit, "manifests": commit["manifests"][:1]})
+            (first,) = self._read_processes(step, commit, 1)
             return self._metadata(step, commit, first)
 
-    def read_manifest(self, step: int) -> manifest.Manifest:
+    def read_manifest(self, step: int) -> Manifest:
         with manifest.checked_form(self.path_of(step)):
             commit = self._read_commit(step)
-            processes = self._read_processes(step, commit)
+            processes = self._read_processes(step, commit, len(commit["manifests"]))
             metadata = self._metadata(step, commit, processes[0])
-            merged = manifest.merge_processes(processes, metadata, 0)
-            parts, size = _locate(commit["folder"], processes, merged.leaves)
-            return merged._replace(parts=(commit["object_bytes"], parts), bytes=size)
+            merged = manifest.merge_processes(processes, metadata)
+            return merged._replace(source=(commit["folder"], commit["object_bytes"]))
 
-    def open_arrays(self, step: int, contents: manifest.Manifest) -> ArrayReader:  # noqa: ARG002
+    def open_arrays(self, step: int, contents: Manifest) -> ArrayReader:  # noqa: ARG002
         return BucketReader(self._start_read, contents)
 
     def _read_commit(self, step: int) -> Any:
@@ -189,11 +185,11 @@ class BucketStore(Bucket):
                 raise DamageError(f"{name}: expected the commit of a save, got {commit!r:.200}")
         return commit
 
-    def _read_processes(self, step: int, commit: Any) -> list[Any]:
-        names = [f"{commit['folder']}{k}.json" for k in range(len(commit["manifests"]))]
+    def _read_processes(self, step: int, commit: Any, count: int) -> list[Any]:
+        names = [f"{commit['folder']}{process}.json" for process in range(count)]
         reads = list(map(self._start_read, names))
         processes = []
-        for name, crc, read in zip(names, commit["manifests"], reads, strict=True):
+        for name, crc, read in zip(names, commit["manifests"], reads, strict=False):
             content = read()
             if content is None:
                 raise DamageError(f"{name}: missing")
@@ -204,10 +200,12 @@ class BucketStore(Bucket):
         return processes
 
     def _metadata(self, step: int, commit: Any, first: Any) -> StepMetadata:
-        name = f"{commit['folder']}later.json"
+        later = self.read_note(f"{commit['folder']}{manifest.LATER}") or {}
+        return manifest.metadata_of(first, later, self.path_of(step), step)
+
+    def read_note(self, name: str) -> Any:
         content = self.read(name)
-        later = {} if content is None else manifest.decode_checked(content, name)
-        return manifest.metadata_of(first, later, self.path_of(step), str(step))
+        return None if content is None else manifest.decode_checked(content, name)
 
     # Saving
 
@@ -217,52 +215,55 @@ class BucketStore(Bucket):
         with agreement(f"{self.path_of(metadata.step)}: not saved"):
             arrays, leaves = arrays_of(state), leaves_of(state)
             for array in arrays.values():  # all copies at once, then wait for each
-                if isinstance(array, jax.Array):
-                    for shard in array.addressable_shards:
-                        if shard.replica_id == 0:
-                            shard.data.copy_to_host_async()
+                for shard in getattr(array, "addressable_shards", ()):
+                    if shard.replica_id == 0:
+                        shard.data.copy_to_host_async()
             # Views if the device is the host: they keep the arrays valid, even if a step donates
             # them.
             shards = {name: shards_of(array) for name, array in arrays.items() if array.size}
         seconds, number = broadcast_from_first([int(time.time()), secrets.randbits(62)])
         folder = f"saves/{metadata.step}-{seconds:x}-{number:016x}/"
-        self._save = _Save(folder, metadata, leaves, shards, before_commit)
+        self._saves[metadata.step] = _Save(folder, metadata, leaves, shards, before_commit)
 
     def commit(self, step: int) -> None:
-        if self._save is None:
-            raise ValueError("expected a call of begin first")
-        save, self._save = self._save, None
+        save = self._saves.pop(step)
+        own_name = f"{save.folder}{jax.process_index()}"
         try:
-            self._write_shards(save)
+            self._write_shards(own_name, save.shards)
             if save.before_commit is not None:
                 save.before_commit()
             content = manifest.process_manifest(save.metadata, save.leaves, save.shards)
             own = manifest.encode_checked(content)
-            self.write(f"{save.folder}{jax.process_index()}.json", own)
+            self.write(f"{own_name}.json", own)
             if jax.process_index() > 0:
                 return
-            commit = {
-                "format": manifest.FORMAT,
-                "folder": save.folder,
-                "object_bytes": _OBJECT,
-                "manifests": [zlib.crc32(own), *self._wait_for_others(save.folder)],
-            }
+            checksums = [zlib.crc32(own), *self._wait_for_others(save.folder)]
         except Exception as error:
-            self._give_up(save.folder, error)
+            with suppress(CheckpointError):
+                if jax.process_index() == 0:
+                    self._delete_folder(save.folder)
+                else:  # process 0 waits for the manifest
+                    self.write_note(f"{own_name}.json", {"failed": str(error)})
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(
                 f"{self.path_of(step)}: not saved: {type(error).__name__}: {error}"
             ) from error
-        self._publish(step, save.folder, manifest.encode_checked(commit))
-        self._delete_undeleted()
+        self._publish(
+            step,
+            {
+                "format": manifest.FORMAT,
+                "folder": save.folder,
+                "object_bytes": _OBJECT,
+                "manifests": checksums,
+            },
+        )
 
-    def _write_shards(self, save: _Save) -> None:
+    def _write_shards(self, prefix: str, shards: Shards) -> None:
         """Write the shards of this process as one stream of bytes, a few objects at once."""
         writes: deque[Callable[[], bytes]] = deque()
-        prefix = f"{save.folder}{jax.process_index()}"
         try:
-            for number, content in enumerate(_cut(save.shards)):
+            for number, content in enumerate(_cut(shards)):
                 if len(writes) == _AT_ONCE:
                     writes.popleft()()
                 writes.append(self._start_write(f"{prefix}.{number:06d}", content))
@@ -289,71 +290,53 @@ class BucketStore(Bucket):
                 raise CheckpointError(f"process {process} cannot save its part: {reason}")
             yield zlib.crc32(content)
 
-    def _give_up(self, folder: str, error: Exception) -> None:
-        """Delete the folder of a save or, on the other processes, report the error to process 0."""
-        if jax.process_index() == 0:
-            self._undeleted.append(folder)
-            self._delete_undeleted()
-            return
-        note = manifest.encode_checked({"failed": str(error)})
-        with suppress(CheckpointError):  # process 0 waits for a limited time
-            self.write(f"{folder}{jax.process_index()}.json", note)
-
-    def _publish(self, step: int, folder: str, commit: bytes) -> None:
+    def _publish(self, step: int, content: Mapping[str, Any]) -> None:
         """Make a folder the step, unless another run was faster."""
-        name, is_written = f"{step}.commit", False
+        name, commit, problem = f"{step}.commit", manifest.encode_checked(content), None
         try:
             found = self._find(name)()
-            if found.state == "missing":
-                is_written = self._replace(name, found, commit)
-        except CheckpointError:
-            # It may have been written, and may still be: its folder has to stay.
-            if self.read(name) != commit:
-                raise
-            return
+            if found.state == "missing" and self._replace(name, found, commit):
+                return
+        except CheckpointError as error:
+            problem = error
         # A request that was repeated after its answer was lost finds its own commit.
-        if not is_written and self.read(name) != commit:
-            self._give_up(folder, CheckpointError("the step exists"))
-            raise CheckpointError(already_exists(self.location, step))
+        if self.read(name) == commit:
+            return
+        if problem is not None:  # the commit may still arrive: its folder has to stay
+            raise problem
+        with suppress(CheckpointError):
+            self._delete_folder(content["folder"])
+        raise CheckpointError(already_exists(self.location, step))
 
     def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
         known = self.read_metadata(step).metrics or {}
-        later = manifest.encode_checked({"metrics": {**known, **metrics}, "extra": extra})
-        self.write(f"{self._read_commit(step)['folder']}later.json", later)
-
-    def read_note(self, name: str) -> Any:
-        content = self.read(name)
-        return None if content is None else manifest.decode_checked(content, name)
+        name = f"{self._read_commit(step)['folder']}{manifest.LATER}"
+        self.write_note(name, {"metrics": {**known, **metrics}, "extra": extra})
 
     def write_note(self, name: str, content: Any) -> None:
         self.write(name, manifest.encode_checked(content))
-
-    def close(self) -> None:
-        self._delete_undeleted()
 
     # Removing
 
     def delete(self, step: int) -> None:
         name = f"{step}.commit"
         found = self._find(name)()
-        folder = self._parse_folder(name, found.value)
+        folder = _folder_in(name, found.value)
         is_deleted = found.state == "missing" or self._replace(name, found, None)
         if folder is not None and (is_deleted or self.read(name) is None):
             self._delete_folder(folder)
 
     def set_aside(self, step: int) -> str | None:
         """Copy the commit of a damaged step to a marker, and delete it; keep the folder."""
-        name, count = f"{step}.commit", 1
+        name, marker, count = f"{step}.commit", f"{step}.damaged", 1
         try:
             found = self._find(name)()
             if found.state == "missing":
                 return None
-            commit = found.value
-            marker = f"{step}.damaged"
-            while (other := self.read(marker)) is not None and other != commit:
+            while self.read(marker) not in (None, found.value):
                 count += 1
                 marker = f"{step}.damaged-{count}"
-            self.write(marker, commit)
+            self.write(marker, found.value)
             self._replace(name, found, None)
         except CheckpointError:
             return None
@@ -361,37 +344,22 @@ class BucketStore(Bucket):
 
     def clean(self) -> None:
         # The age tells whether the save may be that of another run, which is not finished.
-        old = [name for name in self._folders() if time.time() - _time_of(name) > _DAY]
+        old = [folder for folder in self._folders() if time.time() - _time_of(folder) > _DAY]
         markers = [name for name in self._names() if _MARKER.fullmatch(name)] if old else []
         for folder in old:
-            step = folder.partition("/")[2].partition("-")[0]
+            step = folder.removeprefix("saves/").partition("-")[0]
             # A commit is read by its name, since a list may be out of date. One that cannot be
             # read may belong to any folder of its step.
-            names = [f"{step}.commit", *(name for name in markers if name.startswith(f"{step}."))]
-            contents = {name: self.read(name) for name in names}
-            owned = {
-                self._parse_folder(name, text)
-                for name, text in contents.items()
-                if text is not None
-            }
-            if owned.isdisjoint((folder, None)):
+            kept = self._folders_of(
+                [f"{step}.commit", *(name for name in markers if name.startswith(f"{step}."))]
+            )
+            if kept.isdisjoint((folder, None)):
                 self._delete_folder(folder)
 
-    def _parse_folder(self, name: str, content: bytes) -> str | None:
-        """Return the folder that a commit or a marker names; None if it cannot be read."""
-        try:
-            commit = manifest.decode_checked(content, name)
-            folder = str(manifest.check_format(commit, name)["folder"])
-        except (DamageError, NewerError, LookupError, TypeError, ValueError):
-            return None
-        return folder if _FOLDER.fullmatch(folder) else None
-
-    def _delete_undeleted(self) -> None:
-        """Delete the folders of own saves that failed; try again later if that fails too."""
-        for folder in list(self._undeleted):
-            with suppress(CheckpointError):
-                self._delete_folder(folder)
-                self._undeleted.remove(folder)
+    def _folders_of(self, names: Iterable[str]) -> set[str | None]:
+        """Return the folders that commits and markers name, with None if one cannot be read."""
+        contents = {name: self.read(name) for name in names}
+        return {_folder_in(name, text) for name, text in contents.items() if text is not None}
 
     def _delete_folder(self, folder: str) -> None:
         prefix = tensorstore.KvStore.KeyRange(folder, f"{folder[:-1]}0")  # "0" comes after "/"
@@ -414,13 +382,10 @@ class BucketStore(Bucket):
 class BucketReader(ArrayReader):
     """Read the arrays of one step from its objects."""
 
-    def __init__(self, read: Callable[[str], Any], contents: manifest.Manifest) -> None:
+    def __init__(self, start_read: Callable[[str], Any], contents: Manifest) -> None:
         self._leaves, self._shards = contents.leaves, contents.shards
-        self._object: int = contents.parts[0]
-        self._parts: Mapping[tuple[str, Region], tuple[str, int]] = contents.parts[1]
-        self._start_read = read
-        self._recent: dict[str, Callable[[], bytes | None]] = {}
-        self._lock = threading.Lock()
+        self._places, (self._folder, self._object) = contents.places, contents.source
+        self._start_read = lru_cache(_AT_ONCE)(start_read)  # small leaves share objects
 
     def _open_array(self, name: str, leaf: Leaf) -> tuple[str, Leaf]:
         return name, leaf
@@ -429,32 +394,21 @@ class BucketReader(ArrayReader):
         name, leaf = store
         array = np.empty([stop - start for start, stop in part], jax.numpy.dtype(leaf.dtype))
         memory = array.reshape(-1).view(np.uint8)
-        prefix, offset = self._parts[name, part]
-        last, filled = (offset + memory.size - 1) // self._object, 0
-        for number in range(offset // self._object, last + 1):
-            start = max(0, offset - number * self._object)
-            content = np.frombuffer(self._read_object(prefix, number, last), np.uint8)
-            piece = content[start : start + memory.size - filled]
-            memory[filled : filled + piece.size] = piece
-            filled += piece.size
-        if filled < memory.size:
-            raise DamageError(f"{prefix}.{last:06d}: it is shorter than when it was saved")
+        process, offset = self._places[name, part]
+        first, start = divmod(offset, self._object)
+        stop = -(-(offset + memory.size) // self._object)
+        names = [f"{self._folder}{process}.{number:06d}" for number in range(first, stop)]
+        for i, object_name in enumerate(names):
+            reads = [self._start_read(each) for each in names[i : i + 2]]  # one ahead
+            content = reads[0]()
+            if content is None:
+                raise DamageError(f"{object_name}: missing")
+            piece = np.frombuffer(content, np.uint8)[start : start + memory.size]
+            memory[: piece.size] = piece
+            memory, start = memory[piece.size :], 0
+        if memory.size:
+            raise DamageError(f"{names[-1]}: it is shorter than when it was saved")
         return array
-
-    def _read_object(self, prefix: str, number: int, last: int) -> bytes:
-        """Read an object, and the next one of a leaf ahead; neighbors share the recent ones."""
-        with self._lock:
-            names = [f"{prefix}.{k:06d}" for k in range(number, min(number + 1, last) + 1)]
-            for name in names:
-                if name not in self._recent:
-                    self._recent[name] = self._start_read(name)
-            wait = self._recent[names[0]]
-            for name in list(self._recent)[: max(0, len(self._recent) - _AT_ONCE)]:
-                del self._recent[name]
-        content = wait()
-        if content is None:
-            raise DamageError(f"{names[0]}: missing")
-        return content
 
 
 def _read_url(url: str) -> tuple[str, dict[str, Any]]:
@@ -481,44 +435,36 @@ def _read_url(url: str) -> tuple[str, dict[str, Any]]:
     return base, spec
 
 
-def _cut(shards: Mapping[str, Mapping[Region, np.ndarray]]) -> Iterator[bytes]:
+def _cut(shards: Shards) -> Iterator[bytes]:
     """Join the bytes of all shards, and cut them into objects."""
-    pieces: list[memoryview] = []
-    size = 0
+    content = bytearray()
     for parts in shards.values():
         for array in parts.values():
             rest = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             while rest:
-                pieces.append(rest[: _OBJECT - size])
-                rest = rest[_OBJECT - size :]
-                size += len(pieces[-1])
-                if size == _OBJECT:
-                    yield b"".join(pieces)
-                    pieces, size = [], 0
-    if pieces:
-        yield b"".join(pieces)
+                size = _OBJECT - len(content)
+                content += rest[:size]
+                rest = rest[size:]
+                if len(content) == _OBJECT:
+                    yield bytes(content)
+                    content.clear()
+    if content:
+        yield bytes(content)
 
 
-def _locate(
-    folder: str, processes: list[Any], leaves: Mapping[str, Leaf]
-) -> tuple[dict[tuple[str, Region], tuple[str, int]], int]:
-    """Find the objects and the offset of each shard; return them, and the size of all."""
-    parts: dict[tuple[str, Region], tuple[str, int]] = {}
-    total = 0
-    for number, process in enumerate(processes):
-        offset = 0
-        for name, index, _ in process["shards"]:
-            part = tuple(map(tuple, index))
-            parts[name, part] = (f"{folder}{number}", offset)
-            count = math.prod(stop - start for start, stop in part)
-            offset += count * jax.numpy.dtype(leaves[name].dtype).itemsize
-        total += offset
-    return parts, total
+def _folder_in(name: str, content: bytes) -> str | None:
+    """Return the folder that a commit or a marker names; None if it cannot be read."""
+    try:
+        with manifest.checked_form(name):
+            commit = manifest.check_format(manifest.decode_checked(content, name), name)
+            folder: str = commit["folder"]
+            return folder if _FOLDER.fullmatch(folder) else None
+    except (DamageError, NewerError):
+        return None
 
 
 def _time_of(folder: str) -> float:
-    match = _FOLDER.fullmatch(folder)
-    return int(match[2], 16) if match else math.inf  # not ours: never old
+    return int(folder.split("-")[1], 16)
 
 
 def _reason(error: Exception) -> str:

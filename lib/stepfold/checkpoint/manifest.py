@@ -9,8 +9,6 @@ import base64
 import errno
 import json
 import math
-import os
-import stat
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,20 +20,22 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.leaves import STORED, Leaf, Region, checksum
-from stepfold.checkpoint.steps import check_regular, sync, unreadable
+from stepfold.checkpoint.steps import check_regular, converted_errors, sync
 from stepfold.errors import CheckpointError, ConfigError
 
 FORMAT = 1
 STATE = "state"  # the subdirectory of a step that holds everything, as an orbax item
-_LEAVES, _FILES = "leaves-{}.json", "files.json"
-_LATER = "later.json"  # metrics and extra added after the commit; not listed in files.json
+LEAVES, FILES = "leaves-{}.json", "files.json"
+LATER = "later.json"  # metrics and extra added after the commit; not listed in files.json
 _CHECKSUM = b"stepfold crc32 "
 _UPGRADE = "it was saved by a newer stepfold: upgrade with pip install -U stepfold"
 _BYTES = "bytes in base64"  # the JSON encoding of bytes, which grain's positions consist of
 _DEPTH = 100  # levels of JSON, within Python's limit of recursion
-_LARGEST = 1 << 30  # bytes of a manifest
-_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+LARGEST = 1 << 30  # bytes of a manifest
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 _KEY_SIZES = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}  # of jax; others are the user's own
+
+Shards = Mapping[str, Mapping[Region, Any]]
 
 
 class DamageError(CheckpointError):
@@ -68,7 +68,8 @@ class Manifest(NamedTuple):
     shards: dict[str, dict[Region, int]]
     data: list[Any]
     bytes: int
-    parts: Any = None  # in object storage: where each shard is
+    places: dict[tuple[str, Region], tuple[int, int]]  # the process, and its bytes before a shard
+    source: Any = None  # in object storage: the folder, and the size of its objects
 
     @property
     def has_position(self) -> bool:
@@ -88,21 +89,11 @@ class Manifest(NamedTuple):
         return from_json(self.data[jax.process_index() % len(self.data)])
 
 
-def write_leaves(
-    folder: Path,
-    metadata: StepMetadata,
-    leaves: Mapping[str, Leaf],
-    shards: Mapping[str, Mapping[Region, Any]],
-) -> None:
-    """Write the manifest of this process, with the checksums of its shards."""
-    content = process_manifest(metadata, leaves, shards)
-    write_checked(folder / _LEAVES.format(jax.process_index()), content)
+# Writing
 
 
 def process_manifest(
-    metadata: StepMetadata,
-    leaves: Mapping[str, Leaf],
-    shards: Mapping[str, Mapping[Region, Any]],
+    metadata: StepMetadata, leaves: Mapping[str, Leaf], shards: Shards
 ) -> dict[str, Any]:
     """Describe the part of this process, with the checksums of its shards."""
     process = jax.process_index()
@@ -120,66 +111,29 @@ def process_manifest(
     }
 
 
+def write_leaves(
+    folder: Path, metadata: StepMetadata, leaves: Mapping[str, Leaf], shards: Shards
+) -> None:
+    """Write the manifest of this process."""
+    content = process_manifest(metadata, leaves, shards)
+    write_checked(folder / LEAVES.format(jax.process_index()), content)
+
+
 def write_files(folder: Path) -> None:
     """Record and sync all files once written; a step without this record is incomplete."""
     found = sorted(folder.rglob("*"))
     files = {
         path.relative_to(folder).as_posix(): path.stat().st_size for path in found if path.is_file()
     }
-    write_checked(folder / _FILES, files)
-    for path in (*found, folder / _FILES, folder):
+    write_checked(folder / FILES, files)
+    for path in (*found, folder / FILES, folder):
         sync(path)
 
 
-def write_later(step: Path, metrics: Mapping[str, Any], extra: Any) -> None:
-    """Atomically add metrics measured after the save, and replace `extra`."""
-    folder = step / STATE
-    known = {**(read_metadata(step).metrics or {}), **metrics}
-    replace_checked(folder / _LATER, {"metrics": known, "extra": extra})
+# Reading
 
 
-def read_metadata(step: Path) -> StepMetadata:
-    """Read the metadata of a step; raise like `read_manifest`."""
-    with checked_form(step):
-        return _metadata(step, _first(step)[0])
-
-
-def read_manifest(step: Path) -> Manifest:
-    """Read the manifest of a step, without its arrays.
-
-    Raises `DamageError` if a file is missing or has the wrong size, or if a manifest fails its
-    checksum. Raises another `CheckpointError` if a file is unreadable, or if another program or a
-    newer stepfold wrote the step.
-    """
-    with checked_form(step):
-        first, size = _first(step)
-        metadata = _metadata(step, first)
-        others = [_read_process(step / STATE, k) for k in range(1, first["processes"])]
-        return merge_processes([first, *others], metadata, size)
-
-
-def merge_processes(processes: Sequence[Any], metadata: StepMetadata, size: int) -> Manifest:
-    """Merge the manifests of all processes."""
-    leaves = {name: _leaf(name, *leaf) for name, leaf in processes[0]["leaves"].items()}
-    _expect(leaves, "leaves", leaves)
-    shards: dict[str, dict[Region, int]] = {name: {} for name in leaves}
-    for process in processes:
-        _expect(process["processes"] == len(processes), "processes", process["processes"])
-        _expect(process["words"]["step"] == metadata.step, "step", process["words"]["step"])
-        from_json(process["words"]["data"])
-        for name, index, crc in process["shards"]:
-            part = tuple((start, stop) for start, stop in index)
-            _expect(_is_count(crc) and part not in shards[name], f"a shard of {name}", part)
-            shards[name][part] = crc
-    for name, leaf in leaves.items():
-        _check_coverage(name, leaf, shards[name])
-    return Manifest(
-        metadata=metadata,
-        leaves=leaves,
-        shards=shards,
-        data=[process["words"]["data"] for process in processes],
-        bytes=size,
-    )
+# A checksum that fits does not make the content valid: it may have been written by other software.
 
 
 @contextmanager
@@ -193,71 +147,38 @@ def checked_form(step: Path | str) -> Iterator[None]:
         ) from error
 
 
-def _first(step: Path) -> tuple[Any, int]:
-    """Check that all files exist; return the manifest of process 0 and the total bytes."""
-    folder = step / STATE
-    try:
-        is_ours = any(name.endswith(".json") for name in os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        is_ours = False
-    except OSError as error:
-        raise unreadable(folder, error) from error
-    if not is_ours:
-        raise ForeignError(
-            f"{step}: expected a checkpoint that stepfold saved, got a folder without a manifest; "
-            "what orbax saved by itself is read with orbax, and saved again with stepfold.save"
+def check_format(content: Any, where: Path | str) -> Any:
+    """Return content whose format this version knows."""
+    _expect(_is_count(content["format"]), "format", content["format"])
+    if content["format"] > FORMAT:
+        raise NewerError(
+            f"{where}: expected format {FORMAT} or older, got {content['format']}; {_UPGRADE}"
         )
-    first = _read_process(folder, 0)
-    files = read_checked(folder / _FILES)
-    sizes = _sizes(folder)
+    return content
+
+
+def check_sizes(files: Any) -> dict[str, int]:
+    """Return the sizes that were recorded for the files of a step."""
     for name, size in files.items():
-        name.encode()
+        name.encode()  # raises for a lone surrogate, which cannot be printed
         _expect(_is_count(size), "a recorded size", size)
-        if sizes.get(name) != size:
-            got = f"{sizes[name]:,}" if name in sizes else "none"
-            raise DamageError(f"{name}: expected {size:,} bytes, got {got}")
-    return first, sum(files.values())
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """Return the sizes of the files below a folder; refuse what blocks or never ends when read."""
-    sizes = {}
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix()
-        try:
-            status = path.stat()
-        except OSError as error:
-            if error.errno in _MISSING:  # a link to nothing, or deleted meanwhile
-                continue
-            raise unreadable(path, error) from error
-        if stat.S_ISREG(status.st_mode):
-            sizes[name] = status.st_size
-            if path.name == "manifest.ocdbt" and status.st_size > _LARGEST:  # read as a whole
-                raise DamageError(f"{name}: expected at most {_LARGEST:,} bytes, got more")
-        elif not stat.S_ISDIR(status.st_mode) or path.is_symlink():
-            raise DamageError(f"{name}: expected a regular file, got another kind of file")
+    sizes: dict[str, int] = files
     return sizes
 
 
-def _metadata(step: Path, content: Any) -> StepMetadata:
-    path = step / STATE / _LATER
-    later = read_checked(path) if path.exists() else {}
-    return metadata_of(content, later, step, step.name)
-
-
-def metadata_of(content: Any, later: Any, where: Path | str, number: str) -> StepMetadata:
+def metadata_of(first: Any, later: Any, where: Path | str, step: int) -> StepMetadata:
     """Return the metadata of the manifest of process 0, with the values added after the commit."""
-    fields = content["words"] | later
+    fields = first["words"] | later
     if unknown := fields.keys() - set(StepMetadata._fields):
         raise NewerError(
             f"{where}: expected metadata of {', '.join(StepMetadata._fields)}, got "
             f"{', '.join(sorted(unknown))} as well; {_UPGRADE}"
         )
-    _expect(not later.keys() - {"metrics", "extra"}, _LATER, later)
+    _expect(not later.keys() - {"metrics", "extra"}, LATER, later)
     _expect(_is_count(fields["step"]), "step", fields["step"])
-    if number.isdecimal() and fields["step"] != int(number):
+    if fields["step"] != step:
         raise ForeignError(
-            f"{where}: expected the checkpoint of step {number}, got a copy of that of step "
+            f"{where}: expected the checkpoint of step {step}, got a copy of that of step "
             f"{fields['step']}; give the directory its number, or move it elsewhere"
         )
     metrics, best = fields["metrics"], fields["best"]
@@ -271,39 +192,36 @@ def metadata_of(content: Any, later: Any, where: Path | str, number: str) -> Ste
     return StepMetadata(**fields | {"best": best and (best[0], best[1])})
 
 
-def _read_process(folder: Path, process: int) -> Any:
-    content = check_format(read_checked(folder / _LEAVES.format(process)), folder.parent)
-    _expect(_is_count(content["processes"]), "processes", content["processes"])
-    return content
+def merge_processes(processes: Sequence[Any], metadata: StepMetadata) -> Manifest:
+    """Merge the manifests of all processes."""
+    leaves = {name: _read_leaf(name, *leaf) for name, leaf in processes[0]["leaves"].items()}
+    _expect(leaves, "leaves", leaves)
+    shards: dict[str, dict[Region, int]] = {name: {} for name in leaves}
+    places, total = {}, 0
+    for number, process in enumerate(processes):
+        _expect(process["processes"] == len(processes), "processes", process["processes"])
+        _expect(process["words"]["step"] == metadata.step, "step", process["words"]["step"])
+        from_json(process["words"]["data"])
+        offset = 0
+        for name, index, crc in process["shards"]:
+            part = tuple((start, stop) for start, stop in index)
+            _expect(_is_count(crc) and part not in shards[name], f"a shard of {name}", part)
+            shards[name][part] = crc
+            places[name, part] = number, offset
+            size = math.prod(stop - start for start, stop in part)
+            offset += size * jax.numpy.dtype(leaves[name].dtype).itemsize
+        total += offset
+    for name, leaf in leaves.items():
+        _check_coverage(name, leaf, shards[name])
+    data = [process["words"]["data"] for process in processes]
+    return Manifest(metadata, leaves, shards, data, total, places)
 
 
-def check_format(content: Any, where: Path | str) -> Any:
-    """Return content whose format this version knows."""
-    _expect(_is_count(content["format"]), "format", content["format"])
-    if content["format"] > FORMAT:
-        raise NewerError(
-            f"{where}: expected format {FORMAT} or older, got {content['format']}; {_UPGRADE}"
-        )
-    return content
-
-
-# A checksum that fits does not make the content valid: it may have been written by other software.
-
-
-def _expect(is_valid: object, what: str, got: Any) -> None:
-    if not is_valid:
-        raise ValueError(f"{what} cannot be {tree.spell(got)}")
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def _leaf(name: str, shape: Any, dtype: Any, key: Any) -> Leaf:
+def _read_leaf(name: str, shape: Any, dtype: Any, key: Any) -> Leaf:
     leaf = Leaf(tuple(shape), dtype, key)
-    size = math.prod(n or 1 for n in leaf.shape) if all(map(_is_count, leaf.shape)) else None
-    is_valid: Any = size is not None and size < 1 << 58 and dtype in STORED
-    name.encode()  # raises for a lone surrogate, which cannot be printed
+    name.encode()
+    is_valid: Any = all(map(_is_count, leaf.shape)) and dtype in STORED
+    is_valid = is_valid and math.prod(size or 1 for size in leaf.shape) < 1 << 58
     if is_valid and key is not None:  # its last axis holds the words of one key
         is_valid = isinstance(key, str) and dtype == "uint32" and leaf.shape
         is_valid = is_valid and _KEY_SIZES.get(key, leaf.shape[-1]) == leaf.shape[-1]
@@ -326,6 +244,15 @@ def _check_coverage(name: str, leaf: Leaf, parts: Mapping[Region, int]) -> None:
     _expect(is_exact, f"shards of {name}", list(parts))
 
 
+def _expect(is_valid: object, what: str, got: Any) -> None:
+    if not is_valid:
+        raise ValueError(f"{what} cannot be {tree.spell(got)}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
 # JSON files with a checksum
 
 
@@ -334,39 +261,28 @@ def write_checked(path: Path, content: Any) -> None:
     path.write_bytes(encode_checked(content))
 
 
-def replace_checked(path: Path, content: Any) -> None:
-    """Write plain content as `write_checked` does, atomically, and return when it is on disk."""
-    new = path.with_name(f"{path.name}.new")
-    write_checked(new, content)
-    sync(new)
-    os.replace(new, path)
-    sync(path.parent)
+def read_checked(path: Path) -> Any:
+    """Read what `write_checked` wrote; raise `DamageError` if it is missing or was changed."""
+    with converted_errors(path, "cannot be read"):
+        try:
+            check_regular(path, DamageError, LARGEST)
+            content = path.read_bytes()
+        except OSError as error:
+            if error.errno in MISSING:
+                raise DamageError(f"{path.name}: missing") from None
+            raise
+    return decode_checked(content, path.name)
 
 
 def encode_checked(content: Any) -> bytes:
     """Encode plain content as JSON, preceded by a line with its checksum."""
-    text = json.dumps(content).encode()
-    return _checksum_line(text) + text
-
-
-def read_checked(path: Path) -> Any:
-    """Read what `write_checked` wrote; raise `DamageError` if it is missing or was changed."""
-    try:
-        check_regular(path, DamageError, _LARGEST)
-        content = path.read_bytes()
-    except DamageError:
-        raise
-    except OSError as error:
-        if error.errno in _MISSING:
-            raise DamageError(f"{path.name}: missing") from None
-        raise unreadable(path, error) from error
-    return decode_checked(content, path.name)
+    return _with_checksum(json.dumps(content).encode())
 
 
 def decode_checked(content: bytes, name: str) -> Any:
     """Invert `encode_checked`; raise `DamageError` if it was changed."""
     text = content.partition(b"\n")[2]
-    if content != _checksum_line(text) + text:
+    if content != _with_checksum(text):
         raise DamageError(f"{name}: its checksum does not fit its content")
     try:
         return json.loads(text)
@@ -374,8 +290,8 @@ def decode_checked(content: bytes, name: str) -> Any:
         raise DamageError(f"{name}: expected JSON of stepfold, got {error!r}") from error
 
 
-def _checksum_line(text: bytes) -> bytes:
-    return _CHECKSUM + f"{zlib.crc32(text):08x}\n".encode()
+def _with_checksum(text: bytes) -> bytes:
+    return _CHECKSUM + f"{zlib.crc32(text):08x}\n".encode() + text
 
 
 def to_json(value: Any, name: str, depth: int = _DEPTH) -> Any:

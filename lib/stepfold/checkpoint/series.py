@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -84,13 +84,12 @@ def save(
 class _Session:
     """The state of an opened series."""
 
-    def __init__(self, store: Store, temporary: Store | None) -> None:
-        self.store: Store | None = store  # None once closed
-        self.temporary = temporary
+    def __init__(self, stores: list[Store]) -> None:
+        self.stores = stores  # the permanent one, and the temporary one if there is one
+        self.is_open = True
         self.saved: int | None = None
         self.saved_at = self.any_saved_at = time.monotonic()  # the second in either directory
         self.saving: int | None = None  # the last step of which a save began
-        self.saving_in = store
         self.temporary_due: int | None = None  # the step for which a temporary save alone is due
         self.restored_temporary = False
         self.is_requested = False
@@ -246,12 +245,13 @@ class Checkpoints:
         path = self.directory if self.directory is not None else directory
         if path is None:
             raise ConfigError("directory: expected a path, got None; give Checkpoints('runs/a', …)")
-        store, temporary = _open_to_save(path), None
+        stores = [_open_to_save(path)]
         if self.temporary is not None:
-            temporary = _open_to_save(self.temporary.folder_of(store))
+            stores.append(_open_to_save(self.temporary.folder_of(stores[0])))
         # A path becomes absolute; a URL stays as given.
-        opened = dataclasses.replace(self, directory=path if is_url(path) else Path(store.location))
-        session = _Session(store, temporary)
+        directory = path if is_url(path) else Path(stores[0].location)
+        opened = dataclasses.replace(self, directory=directory)
+        session = _Session(stores)
         object.__setattr__(opened, "_session", session)
         object.__setattr__(opened, "_sessions", self._sessions)
         self._sessions.append(session)
@@ -262,21 +262,17 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for the pending save and close the series; idempotent."""
         session = self._session
-        if session is None or session.store is None:
+        if session is None or not session.is_open:
             return
         atexit.unregister(self.close)
-        store = session.store
         self._sessions.remove(session)
         try:
             self.wait()
         finally:
-            session.store = None
-            store.close()
-            if session.temporary is not None:
-                session.temporary.close()
+            session.is_open = False
 
     def __enter__(self) -> Self:
-        is_open = self._session is not None and self._session.store is not None
+        is_open = self._session is not None and self._session.is_open
         opened = self if is_open else self.open()
         self._entered.append(opened)
         return opened
@@ -350,7 +346,7 @@ class Checkpoints:
 
     def on_request(self, notify: Callable[[], None]) -> None:
         """Call a function at each request, instead of making `due` True."""
-        self._opened()[0].notify = notify
+        self._opened().notify = notify
 
     def save(
         self,
@@ -377,25 +373,23 @@ class Checkpoints:
         """
         with agreement(f"{self.directory}: not saved"):
             self.wait()
-            session, store = self._opened()
+            session = self._opened()
             check_not_donated(state)
             metadata = step_metadata(
                 state, step=step, data=data, metrics=metrics, extra=extra, best=self.ranking
             )
-        number, temporary = metadata.step, session.temporary
+        number = metadata.step
         is_temporary = session.temporary_due == number and not permanent
-        if is_temporary and temporary is not None:
-            store = temporary
-        else:
+        store = session.stores[-1 if is_temporary else 0]
+        if not is_temporary:
             session.is_requested = False
         _check_is_new(store, number)
         store.begin(state, metadata, before_commit)
-        session.saving, session.saving_in = number, store
-        session.any_saved_at = time.monotonic()
-        if store is not temporary:
+        session.saving, session.any_saved_at = number, time.monotonic()
+        if not is_temporary:
             session.saved, session.saved_at = number, session.any_saved_at
         session.thread = threading.Thread(
-            target=self._finish, args=(number,), name="stepfold-save", daemon=False
+            target=self._finish, args=(store, number), name="stepfold-save", daemon=False
         )
         session.thread.start()
         if not self.async_:
@@ -404,75 +398,69 @@ class Checkpoints:
     def add_later(self, step: int, *, metrics: Mapping[str, Any], extra: Any) -> None:
         """Add metrics measured after the save to an existing step, and replace its `extra`."""
         self.wait()
-        session, store = self._opened()
+        stores = self._opened().stores
         if jax.process_index() == 0:
-            if session.temporary is not None and not store.has_step(step):
-                store = session.temporary
+            store = next((store for store in stores if store.has_step(step)), stores[0])
             metadata = step_metadata({}, step=step, data=None, metrics=metrics, extra=extra)
             store.add_metadata(step, metadata.metrics or {}, metadata.extra)
 
     def read_note(self, name: str) -> Any:
         """Return the JSON that `write_note` wrote next to the steps, or None."""
-        return self._opened()[1].read_note(name)
+        return self._opened().stores[0].read_note(name)
 
     def write_note(self, name: str, content: Any) -> None:
         """Atomically write JSON next to the steps, on process 0, and return when it is durable."""
-        self._opened()[1].write_note(name, content)
+        self._opened().stores[0].write_note(name, content)
 
     def delete_after(self, step: int, is_expendable: Callable[[Any], bool] | None = None) -> None:
         """Delete later steps, on process 0: all, or those whose `extra` the function accepts."""
-        session, store = self._opened()
+        session = self._opened()
         session.saved = session.saving = None  # their numbers may be saved again
-        stores = [store] if session.temporary is None else [store, session.temporary]
-        for each in stores if jax.process_index() == 0 else []:
-            for number in reversed([number for number in each.steps() if number > step]):
+        for store in session.stores if jax.process_index() == 0 else []:
+            for number in reversed([number for number in store.steps() if number > step]):
                 with suppress(DamageError):  # it is never restored
                     if is_expendable is None or is_expendable(
-                        from_json(each.read_metadata(number).extra)
+                        from_json(store.read_metadata(number).extra)
                     ):
-                        each.delete(number)
+                        store.delete(number)
 
-    def _opened(self) -> tuple[_Session, Store]:
-        if self._session is None or self._session.store is None:
+    def _opened(self) -> _Session:
+        if self._session is None or not self._session.is_open:
             got = "one that is not open" if self._session is None else "a closed one"
             raise CheckpointError(
                 f"{self.directory}: expected an open series, got {got}; use a `with` block or open"
             )
-        return self._session, self._session.store
+        return self._session
 
-    def _finish(self, step: int) -> None:
+    def _finish(self, store: Store, step: int) -> None:
         """Commit a step and apply the retention policy, in the background."""
-        session, _ = self._opened()
-        store = session.saving_in
+        session = self._opened()
         try:
             store.commit(step)
             if jax.process_index() == 0:
-                self._prune(store, step)
+                self._prune(session.stores, store, step)
         except BaseException as error:  # noqa: BLE001  raised by `wait`, in the caller's thread
             session.failure = error
 
-    def _prune(self, store: Store, step: int) -> None:
+    def _prune(self, stores: Sequence[Store], store: Store, step: int) -> None:
         """Delete steps by the retention policy, except for the step that was just saved."""
-        temporary = None if self._session is None else self._session.temporary
-        if self.temporary is not None and store is temporary:
-            complete = metrics_of(complete_steps(store))
-            for old in expendable(complete, keep=self.temporary.keep, last=step):
+        policy: dict[str, Any] = {
+            "keep": self.keep,
+            "keep_every": self.keep_every,
+            "best": self.ranking,
+            "keep_best": self.keep_best,
+        }
+        if store is stores[0]:
+            for temporary in stores[1:]:
+                for old in temporary.steps():
+                    if old <= step:
+                        temporary.delete(old)
+        elif self.temporary is not None:
+            policy = {"keep": self.temporary.keep}
+        if policy["keep"] is not None:  # otherwise, do not read all steps
+            metrics = metrics_of(complete_steps(store))
+            for old in expendable(metrics, last=step, **policy):
                 store.delete(old)
-            return
-        for old in [] if temporary is None else temporary.steps():
-            if temporary is not None and old <= step:
-                temporary.delete(old)
-        if self.keep is None:  # do not read all steps
-            return
-        for old in expendable(
-            metrics_of(complete_steps(store)),
-            keep=self.keep,
-            last=step,
-            keep_every=self.keep_every,
-            best=self.ranking,
-            keep_best=self.keep_best,
-        ):
-            store.delete(old)
 
     def wait(self) -> None:
         """Wait until the pending save is on disk, and raise its error."""
@@ -525,9 +513,8 @@ class Checkpoints:
 
     def _readable(self) -> list[Store]:
         """Return the store of the series, and that of the temporary steps if there is one."""
-        session = self._session
-        if session is not None and session.store is not None:
-            return [session.store, *([] if session.temporary is None else [session.temporary])]
+        if self._session is not None and self._session.is_open:
+            return self._session.stores
         if self.directory is None:
             return []
         stores = [open_store(self.directory)]

@@ -8,8 +8,8 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -20,12 +20,7 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-from stepfold.core.processes import (
-    KeyValues,
-    agreement,
-    broadcast_from_first,
-    spell_processes,
-)
+from stepfold.core.processes import KeyValues, agreement, broadcast_from_first, spell_processes
 from stepfold.errors import CheckpointError, ConfigError
 
 Best = tuple[str, str]  # a metric, and "min" or "max"
@@ -55,20 +50,19 @@ def read_directory(directory: Any, *, make: bool = False) -> Path:
         ) from error
     if is_file:
         raise CheckpointError(f"{path}: expected a directory, got a file; give another path")
-    if not make:
-        return path
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: expected a directory to save in, but it cannot be made: {error.strerror}; "
-            "change the permission, or give another"
-        ) from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise CheckpointError(
-            f"{path}: expected a directory to save in, but there is no permission to write there; "
-            "change it, or give another"
-        )
+    if make:
+        problem = ""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"it cannot be made: {error.strerror}"
+        if not problem and not os.access(path, os.W_OK | os.X_OK):
+            problem = "there is no permission to write there"
+        if problem:
+            raise CheckpointError(
+                f"{path}: expected a directory to save in, but {problem}; change the permission, "
+                "or give another"
+            )
     return path
 
 
@@ -97,9 +91,17 @@ def already_exists(location: Any, step: int) -> str:
     )
 
 
-def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """Return the error for a path that may be intact, but cannot be read."""
-    return CheckpointError(f"{path}: cannot be read: {error.strerror}; change the permission")
+@contextmanager
+def converted_errors(path: Path, problem: str) -> Iterator[None]:
+    """Convert errors of the system, which do not mean that a step is damaged."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: {problem}: {error.strerror or error}; change the permission, or make room"
+        ) from error
 
 
 def check_regular(
@@ -114,41 +116,32 @@ def check_regular(
         raise kind(f"{path}: expected at most {limit:,} bytes, got {status.st_size:,}")
 
 
-class Lock:
-    """A lock on a directory, which protects unfinished saves and deletions from `Store.clean`.
+@contextmanager
+def locked(directory: Path, *, alone: bool = False) -> Iterator[bool | None]:
+    """Hold a lock on a directory, which protects unfinished saves and deletions from `Store.clean`.
 
     Saves and deletions share it; `clean` needs it alone. It is an `flock` on the directory itself,
-    without a lock file, and the system releases it if the process is killed.
+    without a lock file, and the system releases it if the process is killed. Yields False if
+    another process has it, and None if the system cannot tell, as on a file system without locks.
     """
-
-    def __init__(self, directory: Path, *, alone: bool = False) -> None:
-        """Acquire the lock; with `alone`, `held` is False if another process has it.
-
-        `held` is None if the system cannot tell, as on a file system without locks.
-        """
-        self.held: bool | None = None
-        self._file = -1
-        if fcntl is None or not directory.is_dir():
-            return
+    if fcntl is None or not directory.is_dir():
+        yield None
+        return
+    with converted_errors(directory, "cannot be read"):
+        file = os.open(directory, os.O_RDONLY)
+    try:
         try:
-            self._file = os.open(directory, os.O_RDONLY)
-        except OSError as error:
-            raise unreadable(directory, error) from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
-            self.held = True
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+            held: bool | None = True
         except BlockingIOError:
-            self.held = False
+            held = False
         except OSError:  # no locks, or, as on NFS, no exclusive lock of a directory
-            self.held = None
-
-    def release(self) -> None:
-        """Idempotent."""
-        if self._file >= 0:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # forked processes have the file open too
-            os.close(self._file)
-            self._file = -1
+            held = None
+        yield held
+    finally:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_UN)  # forked processes have the file open too
+        os.close(file)
 
 
 def sync(path: Path) -> None:

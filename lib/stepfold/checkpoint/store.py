@@ -1,29 +1,39 @@
 """The store of a series: everything that is read and written goes through one class.
 
-`Checkpoints`, `restore` and `verify` use the methods of `Store` and nothing below them. The path
+`Checkpoints`, `restore` and `verify` use the methods of a `Store` and nothing below them. The path
 decides between `DirectoryStore` and, for object storage, `bucket.BucketStore`.
 
 A step directory is named by its number. A step is renamed before it is removed, so that no reader
 finds a part of it: `12.deleted` is being deleted, and `12.damaged` is kept for inspection.
 """
 
+import importlib
+import os
 import re
 import shutil
+import stat
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Union
 
 from stepfold.checkpoint import manifest
-from stepfold.checkpoint.manifest import DamageError, ForeignError, NewerError, StepMetadata
-from stepfold.checkpoint.steps import Lock, is_url, read_directory, unreadable
+from stepfold.checkpoint.manifest import (
+    DamageError,
+    ForeignError,
+    Manifest,
+    NewerError,
+    StepMetadata,
+)
+from stepfold.checkpoint.steps import converted_errors, is_url, locked, read_directory, sync
 from stepfold.errors import CheckpointError
 
 if TYPE_CHECKING:
     from stepfold.checkpoint.arrays import ArrayReader
-    from stepfold.checkpoint.writer import OrbaxWriter
+    from stepfold.checkpoint.bucket import BucketStore
+    from stepfold.checkpoint.writer import OrbaxSave
 
 # What a killed process leaves behind. orbax writes a step into `orbax-checkpoint-tmp`; `saving`
 # reserves the step for one run.
@@ -32,51 +42,101 @@ _DAMAGED = re.compile(r"\d+\.damaged(-\d+)?")
 _DAY = 24 * 60 * 60.0
 
 
-class Store(Protocol):
-    """Where the steps of a series are.
+class DirectoryStore:
+    """Steps in a directory of a file system, in the layout of orbax.
 
-    With several processes, only process 0 changes anything, except for `begin` and `commit`.
-
-    Of the errors of the system, its methods raise only `CheckpointError`.
+    Its methods are those of every store. With several processes, only process 0 changes anything,
+    except for `begin` and `commit`. Of the errors of the system, they raise only `CheckpointError`.
 
     Attributes:
       location: the directory or the URL, as `open_store` takes it.
     """
 
-    location: str
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.location = str(directory)
+        self._saves: dict[int, OrbaxSave] = {}
 
     # Reading
 
     def steps(self) -> list[int]:
         """List the steps in order, whether or not they are valid."""
+        names = [path.name for path in self._folders()]
+        return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
     def has_step(self, step: int) -> bool:
         """Return whether a step is there; unlike a list of steps, never out of date."""
+        return step in self.steps()
 
     def path_of(self, step: int) -> str:
         """Return the path of a step, for messages."""
+        return str(self._path(step))
 
     def other_names(self) -> list[str]:
         """List the names of damaged steps, and of what interrupted operations left behind."""
+        names = sorted(path.name for path in self._folders())
+        return [name for name in names if _LEFT_OVER.fullmatch(name) or _DAMAGED.fullmatch(name)]
 
     def saved_at(self, step: int) -> float:
         """Return the time of a save, in seconds since the epoch."""
+        with converted_errors(self._path(step), "cannot be read"):
+            return self._path(step).stat().st_mtime
 
     def read_metadata(self, step: int) -> StepMetadata:
         """Check that a step is complete, and return its metadata; raise like `read_manifest`."""
+        with manifest.checked_form(self.path_of(step)):
+            return self._read_first(step)[0]
 
-    def read_manifest(self, step: int) -> manifest.Manifest:
-        """Read the manifest of a step.
+    def read_manifest(self, step: int) -> Manifest:
+        """Read the manifest of a step, without its arrays.
 
         Raises `DamageError` if the step is incomplete or was changed, `ForeignError` if another
         program wrote it, and `NewerError` if a newer version did.
         """
+        with manifest.checked_form(self.path_of(step)):
+            metadata, first, size = self._read_first(step)
+            others = [self._read_process(step, process) for process in range(1, first["processes"])]
+            return manifest.merge_processes([first, *others], metadata)._replace(bytes=size)
 
-    def open_arrays(self, step: int, contents: manifest.Manifest) -> "ArrayReader":
+    def _read_first(self, step: int) -> tuple[StepMetadata, Any, int]:
+        """Check that all files exist; return the metadata, first manifest and number of bytes."""
+        folder, names = self._path(step) / manifest.STATE, list[str]()
+        with (
+            converted_errors(folder, "cannot be read"),
+            suppress(FileNotFoundError, NotADirectoryError),
+        ):
+            names = os.listdir(folder)
+        if not any(name.endswith(".json") for name in names):
+            raise ForeignError(
+                f"{self.path_of(step)}: expected a checkpoint that stepfold saved, got a folder "
+                "without a manifest; what orbax saved by itself is read with orbax, and saved "
+                "again with stepfold.save"
+            )
+        first = self._read_process(step, 0)
+        recorded, sizes = manifest.read_checked(folder / manifest.FILES), _sizes(folder)
+        for name, size in manifest.check_sizes(recorded).items():
+            if sizes.get(name) != size:
+                got = f"{sizes[name]:,}" if name in sizes else "none"
+                raise DamageError(f"{name}: expected {size:,} bytes, got {got}")
+        path = folder / manifest.LATER
+        later = manifest.read_checked(path) if path.exists() else {}
+        metadata = manifest.metadata_of(first, later, self.path_of(step), step)
+        return metadata, first, sum(recorded.values())
+
+    def _read_process(self, step: int, process: int) -> Any:
+        path = self._path(step) / manifest.STATE / manifest.LEAVES.format(process)
+        return manifest.check_format(manifest.read_checked(path), self.path_of(step))
+
+    def open_arrays(self, step: int, contents: Manifest) -> "ArrayReader":
         """Return a reader of the arrays of a step."""
+        from stepfold.checkpoint.arrays import ArrayReader  # lazy: imports tensorstore
+
+        return ArrayReader(self._path(step), contents)
 
     def read_note(self, name: str) -> Any:
         """Return what `write_note` wrote next to the steps, or None; raise `DamageError`."""
+        path = self.directory / name
+        return manifest.read_checked(path) if path.exists() else None
 
     # Saving
 
@@ -87,36 +147,81 @@ class Store(Protocol):
 
         On failure, its files are removed.
         """
+        from stepfold.checkpoint.writer import OrbaxSave  # lazy: imports orbax
+
+        path = self._path(metadata.step)
+        self._saves[metadata.step] = OrbaxSave(path, state, metadata, before_commit)
 
     def commit(self, step: int) -> None:
         """Wait until the step is durable. Readers do not see it before.
 
         On failure, its files are removed.
         """
+        self._saves.pop(step).commit()
 
     def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
         """Atomically add metrics to a step, and replace its `extra`."""
+        known = self.read_metadata(step).metrics or {}
+        later = {"metrics": {**known, **metrics}, "extra": extra}
+        self._replace(self._path(step) / manifest.STATE / manifest.LATER, later)
 
     def write_note(self, name: str, content: Any) -> None:
         """Atomically write JSON next to the steps, and return when it is durable."""
+        self._replace(self.directory / name, content)
 
-    def close(self) -> None:
-        """End the threads that save."""
+    def _replace(self, path: Path, content: Any) -> None:
+        new = path.with_name(f"{path.name}.new")
+        with converted_errors(path, "cannot be written"):
+            manifest.write_checked(new, content)
+            sync(new)
+            new.replace(path)
+            sync(path.parent)
 
     # Removing
 
     def delete(self, step: int) -> None:
         """Delete a step so that no reader finds a part; a no-op if another run has deleted it."""
+        with (
+            locked(self.directory),
+            converted_errors(self._path(step), "cannot be deleted"),
+            suppress(FileNotFoundError),
+        ):
+            _remove(_rename(self._path(step), "deleted"))
 
     def set_aside(self, step: int) -> str | None:
         """Rename a damaged step, so that no reader finds it; return None if that fails."""
+        try:
+            return _rename(self._path(step), "damaged").name
+        except OSError:
+            return None
 
     def clean(self) -> None:
         """Delete what killed processes left behind: unfinished saves and deletions.
 
         Steps, damaged steps, files of others and the unfinished saves of live runs are never
-        deleted.
+        deleted. It does nothing while a process saves into the directory. On a file system without
+        locks, it deletes leftovers older than a day.
         """
+        with locked(self.directory, alone=True) as held:
+            for path in self._folders():
+                if held is not False and _LEFT_OVER.fullmatch(path.name):
+                    with suppress(OSError):  # another run may delete it as well
+                        if held or time.time() - path.lstat().st_mtime > _DAY:
+                            _remove(path)
+
+    def _path(self, step: int) -> Path:
+        return self.directory / str(step)
+
+    def _folders(self) -> list[Path]:
+        with (
+            converted_errors(self.directory, "cannot be read"),
+            suppress(FileNotFoundError, NotADirectoryError),
+        ):
+            return [path for path in self.directory.iterdir() if path.is_dir()]
+        return []
+
+
+Store = Union[DirectoryStore, "BucketStore"]
 
 
 def open_store(directory: Any, *, save: bool = False) -> Store:
@@ -130,153 +235,9 @@ def open_store(directory: Any, *, save: bool = False) -> Store:
         from stepfold.checkpoint.bucket import BucketStore  # lazy: imports tensorstore
 
         return BucketStore(directory, save=save)
-    path = read_directory(directory, make=save)
-    if not save:
-        return DirectoryStore(path)
-    # Lazy: orbax takes longer to import than everything else together.
-    from stepfold.checkpoint.writer import OrbaxWriter
-
-    return DirectoryStore(path, OrbaxWriter())
-
-
-class DirectoryStore:
-    """Steps in a directory of a file system, in the layout of orbax."""
-
-    def __init__(self, directory: Path, writer: "OrbaxWriter | None" = None) -> None:
-        self.directory, self._writer = directory, writer
-        self.location = str(directory)
-        self._lock: Lock | None = None  # while a step is saved
-
-    # Reading
-
-    def steps(self) -> list[int]:
-        names = [path.name for path in self._folders()]
-        return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
-
-    def has_step(self, step: int) -> bool:
-        return step in self.steps()
-
-    def path_of(self, step: int) -> str:
-        return str(self._path(step))
-
-    def other_names(self) -> list[str]:
-        names = sorted(path.name for path in self._folders())
-        return [name for name in names if _LEFT_OVER.fullmatch(name) or _DAMAGED.fullmatch(name)]
-
-    def saved_at(self, step: int) -> float:
-        with self._converted_errors(step, "cannot be read"):
-            return self._path(step).stat().st_mtime
-
-    def read_metadata(self, step: int) -> StepMetadata:
-        return manifest.read_metadata(self._path(step))
-
-    def read_manifest(self, step: int) -> manifest.Manifest:
-        return manifest.read_manifest(self._path(step))
-
-    def open_arrays(self, step: int, contents: manifest.Manifest) -> "ArrayReader":
-        from stepfold.checkpoint.arrays import ArrayReader  # lazy: imports tensorstore
-
-        return ArrayReader(self._path(step), contents)
-
-    def read_note(self, name: str) -> Any:
-        path = self.directory / name
-        return manifest.read_checked(path) if path.exists() else None
-
-    # Saving
-
-    def begin(
-        self, state: Any, metadata: StepMetadata, before_commit: Callable[[], None] | None = None
-    ) -> None:
-        self._lock = Lock(self.directory)
-        try:
-            self._open_writer().begin(self._path(metadata.step), state, metadata, before_commit)
-        except BaseException:
-            self._release_lock()
-            raise
-
-    def commit(self, step: int) -> None:
-        try:
-            self._open_writer().wait(self._path(step))
-        finally:
-            self._release_lock()
-
-    def _release_lock(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-
-    def _open_writer(self) -> "OrbaxWriter":
-        if self._writer is None:
-            raise ValueError("expected a store that was opened with save=True")
-        return self._writer
-
-    def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
-        with self._converted_errors(step, "cannot be changed"):
-            manifest.write_later(self._path(step), metrics, extra)
-
-    def write_note(self, name: str, content: Any) -> None:
-        try:
-            manifest.replace_checked(self.directory / name, content)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.directory / name}: cannot be written: {error.strerror or error}; make "
-                "room, or change the permission"
-            ) from error
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-    # Removing
-
-    def delete(self, step: int) -> None:
-        lock = Lock(self.directory)
-        try:
-            with self._converted_errors(step, "cannot be deleted"), suppress(FileNotFoundError):
-                _remove(_rename(self._path(step), "deleted"))
-        finally:
-            lock.release()
-
-    def set_aside(self, step: int) -> str | None:
-        try:
-            return _rename(self._path(step), "damaged").name
-        except OSError:
-            return None
-
-    def clean(self) -> None:
-        # Does nothing while a process saves into the directory, since its save is not finished
-        # either. On a file system without locks, deletes leftovers older than a day.
-        lock = Lock(self.directory, alone=True)
-        try:
-            for path in self._folders():
-                if lock.held is not False and _LEFT_OVER.fullmatch(path.name):
-                    with suppress(OSError):  # another run may delete it as well
-                        if lock.held or time.time() - path.lstat().st_mtime > _DAY:
-                            _remove(path)
-        finally:
-            lock.release()
-
-    def _path(self, step: int) -> Path:
-        return self.directory / str(step)
-
-    def _folders(self) -> list[Path]:
-        try:
-            return [path for path in self.directory.iterdir() if path.is_dir()]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise unreadable(self.directory, error) from error
-
-    @contextmanager
-    def _converted_errors(self, step: int, problem: str) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._path(step)}: {problem}: {error.strerror or error}; check the permissions"
-            ) from error
+    if save:  # orbax takes longer to import than everything else: not at the first save
+        importlib.import_module("stepfold.checkpoint.writer")
+    return DirectoryStore(read_directory(directory, make=save))
 
 
 def complete_steps(store: Store) -> dict[int, StepMetadata]:
@@ -292,16 +253,37 @@ def complete_steps(store: Store) -> dict[int, StepMetadata]:
     return complete
 
 
+def metrics_of(complete: Mapping[int, StepMetadata]) -> dict[int, Mapping[str, Any]]:
+    """Return the metrics of each step."""
+    return {step: metadata.metrics or {} for step, metadata in complete.items()}
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return the sizes of the files below a folder; refuse what blocks or never ends when read."""
+    sizes = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        with converted_errors(path, "cannot be read"):
+            try:
+                status = path.stat()
+            except OSError as error:
+                if error.errno in manifest.MISSING:  # a link to nothing, or deleted meanwhile
+                    continue
+                raise
+        if stat.S_ISREG(status.st_mode):
+            sizes[name] = status.st_size
+            if path.name == "manifest.ocdbt" and status.st_size > manifest.LARGEST:
+                raise DamageError(f"{name}: expected at most {manifest.LARGEST:,} bytes, got more")
+        elif not stat.S_ISDIR(status.st_mode) or path.is_symlink():
+            raise DamageError(f"{name}: expected a regular file, got another kind of file")
+    return sizes
+
+
 def _remove(path: Path) -> None:
     if path.is_symlink():  # to a directory on another disk, which is not ours
         path.unlink()
     else:
         shutil.rmtree(path)
-
-
-def metrics_of(complete: Mapping[int, StepMetadata]) -> dict[int, Mapping[str, Any]]:
-    """Return the metrics of each step."""
-    return {step: metadata.metrics or {} for step, metadata in complete.items()}
 
 
 def _rename(path: Path, kind: str) -> Path:
