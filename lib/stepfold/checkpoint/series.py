@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import jax
 
 from stepfold import tree
 from stepfold.checkpoint.manifest import DamageError, StepMetadata, from_json, to_json
-from stepfold.checkpoint.restore import Restored, restore, restore_from
+from stepfold.checkpoint.restore import Restored, restore_from
 from stepfold.checkpoint.steps import (
     Best,
     already_exists,
@@ -81,21 +80,22 @@ def save(
         series.save(state, step=step, data=data, metrics=metrics, extra=extra)
 
 
+@dataclass
 class _Session:
-    """The state of an opened series."""
+    """The state of a series, used once it is opened."""
 
-    def __init__(self, stores: list[Store]) -> None:
-        self.stores = stores  # the permanent one, and the temporary one if there is one
-        self.is_open = True
-        self.saved: int | None = None
-        self.saved_at = self.any_saved_at = time.monotonic()  # the second in either directory
-        self.saving: int | None = None  # the last step of which a save began
-        self.temporary_due: int | None = None  # the step for which a temporary save alone is due
-        self.restored_temporary = False
-        self.is_requested = False
-        self.notify: Callable[[], None] | None = None  # at a request
-        self.thread: threading.Thread | None = None
-        self.failure: BaseException | None = None
+    # The permanent one, and the temporary one if there is one; None before, and empty once closed.
+    stores: Sequence[Store] | None = None
+    saved: int | None = None
+    saved_at: float = 0.0
+    any_saved_at: float = 0.0  # in either directory
+    saving: int | None = None  # the last step of which a save began
+    temporary_due: int | None = None  # the step for which a temporary save alone is due
+    restored_temporary: bool = False
+    is_requested: bool = False
+    notify: Callable[[], None] | None = None  # at a request
+    thread: threading.Thread | None = None
+    failure: BaseException | None = None
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Checkpoints:
     keep_best: int = 1
     async_: bool = True
     temporary: Temporary | None = None
-    _session: _Session | None = field(default=None, init=False, repr=False, compare=False)
+    _session: _Session = field(default_factory=_Session, init=False, repr=False, compare=False)
     _entered: "list[Checkpoints]" = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -251,7 +251,8 @@ class Checkpoints:
         # A path becomes absolute; a URL stays as given.
         directory = path if is_url(path) else Path(stores[0].location)
         opened = dataclasses.replace(self, directory=directory)
-        session = _Session(stores)
+        now = time.monotonic()
+        session = _Session(stores, saved_at=now, any_saved_at=now)
         object.__setattr__(opened, "_session", session)
         object.__setattr__(opened, "_sessions", self._sessions)
         self._sessions.append(session)
@@ -262,27 +263,20 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for the pending save and close the series; idempotent."""
         session = self._session
-        if session is None or not session.is_open:
-            return
-        atexit.unregister(self.close)
-        self._sessions.remove(session)
-        try:
-            self.wait()
-        finally:
-            session.is_open = False
+        if session.stores:
+            atexit.unregister(self.close)
+            self._sessions.remove(session)
+            try:
+                self.wait()
+            finally:
+                session.stores = ()
 
     def __enter__(self) -> Self:
-        is_open = self._session is not None and self._session.is_open
-        opened = self if is_open else self.open()
+        opened = self if self._session.stores else self.open()
         self._entered.append(opened)
         return opened
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._entered.pop().close()
 
     # Saving
@@ -294,18 +288,15 @@ class Checkpoints:
         measured by the clock of process 0. With several processes, each call then synchronizes all
         of them.
         """
-        session = self._session
-        if session is not None:
-            session.temporary_due = None
-        if step == self.saved or step < 1:
+        session, temporary = self._session, self.temporary
+        session.temporary_due = None
+        if step == session.saved or step < 1:
             return False
         by_step = self.every is not None and step % self.every == 0
         by_epoch = bool(epoch and self.every_epochs and epoch % self.every_epochs == 0)
-        is_requested = session is not None and session.is_requested
-        if by_step or by_epoch or is_requested or self.is_late():
+        if by_step or by_epoch or session.is_requested or self.is_late():
             return True
-        temporary = self.temporary
-        if temporary is None or session is None or step == session.saving:
+        if temporary is None or not session.stores or step == session.saving:
             return False
         by_step = temporary.every is not None and step % temporary.every == 0
         if by_step or _is_late(temporary.every_minutes, session.any_saved_at):
@@ -314,7 +305,7 @@ class Checkpoints:
 
     def is_late(self) -> bool:
         """Return whether `every_minutes` have passed since the last save; `due` checks this too."""
-        return self._session is not None and _is_late(self.every_minutes, self._session.saved_at)
+        return bool(self._session.stores) and _is_late(self.every_minutes, self._session.saved_at)
 
     def request(self) -> None:
         """Request a permanent save, in a hook, another thread or a signal handler.
@@ -346,7 +337,8 @@ class Checkpoints:
 
     def on_request(self, notify: Callable[[], None]) -> None:
         """Call a function at each request, instead of making `due` True."""
-        self._opened().notify = notify
+        self._opened()
+        self._session.notify = notify
 
     def save(
         self,
@@ -373,14 +365,14 @@ class Checkpoints:
         """
         with agreement(f"{self.directory}: not saved"):
             self.wait()
-            session = self._opened()
+            stores, session = self._opened(), self._session
             check_not_donated(state)
             metadata = step_metadata(
                 state, step=step, data=data, metrics=metrics, extra=extra, best=self.ranking
             )
         number = metadata.step
         is_temporary = session.temporary_due == number and not permanent
-        store = session.stores[-1 if is_temporary else 0]
+        store = stores[-1 if is_temporary else 0]
         if not is_temporary:
             session.is_requested = False
         _check_is_new(store, number)
@@ -398,7 +390,7 @@ class Checkpoints:
     def add_later(self, step: int, *, metrics: Mapping[str, Any], extra: Any) -> None:
         """Add metrics measured after the save to an existing step, and replace its `extra`."""
         self.wait()
-        stores = self._opened().stores
+        stores = self._opened()
         if jax.process_index() == 0:
             store = next((store for store in stores if store.has_step(step)), stores[0])
             metadata = step_metadata({}, step=step, data=None, metrics=metrics, extra=extra)
@@ -406,17 +398,17 @@ class Checkpoints:
 
     def read_note(self, name: str) -> Any:
         """Return the JSON that `write_note` wrote next to the steps, or None."""
-        return self._opened().stores[0].read_note(name)
+        return self._opened()[0].read_note(name)
 
     def write_note(self, name: str, content: Any) -> None:
         """Atomically write JSON next to the steps, on process 0, and return when it is durable."""
-        self._opened().stores[0].write_note(name, content)
+        self._opened()[0].write_note(name, content)
 
     def delete_after(self, step: int, is_expendable: Callable[[Any], bool] | None = None) -> None:
         """Delete later steps, on process 0: all, or those whose `extra` the function accepts."""
-        session = self._opened()
-        session.saved = session.saving = None  # their numbers may be saved again
-        for store in session.stores if jax.process_index() == 0 else []:
+        stores = self._opened()
+        self._session.saved = self._session.saving = None  # their numbers may be saved again
+        for store in stores if jax.process_index() == 0 else []:
             for number in reversed([number for number in store.steps() if number > step]):
                 with suppress(DamageError):  # it is never restored
                     if is_expendable is None or is_expendable(
@@ -424,25 +416,25 @@ class Checkpoints:
                     ):
                         store.delete(number)
 
-    def _opened(self) -> _Session:
-        if self._session is None or not self._session.is_open:
-            got = "one that is not open" if self._session is None else "a closed one"
+    def _opened(self) -> Sequence[Store]:
+        stores = self._session.stores
+        if not stores:
+            got = "one that is not open" if stores is None else "a closed one"
             raise CheckpointError(
                 f"{self.directory}: expected an open series, got {got}; use a `with` block or open"
             )
-        return self._session
+        return stores
 
     def _finish(self, store: Store, step: int) -> None:
         """Commit a step and apply the retention policy, in the background."""
-        session = self._opened()
         try:
             store.commit(step)
             if jax.process_index() == 0:
-                self._prune(session.stores, store, step)
+                self._prune(store, step)
         except BaseException as error:  # noqa: BLE001  raised by `wait`, in the caller's thread
-            session.failure = error
+            self._session.failure = error
 
-    def _prune(self, stores: Sequence[Store], store: Store, step: int) -> None:
+    def _prune(self, store: Store, step: int) -> None:
         """Delete steps by the retention policy, except for the step that was just saved."""
         policy: dict[str, Any] = {
             "keep": self.keep,
@@ -450,13 +442,14 @@ class Checkpoints:
             "best": self.ranking,
             "keep_best": self.keep_best,
         }
-        if store is stores[0]:
-            for temporary in stores[1:]:
+        if self.temporary is not None:
+            _, temporary = self._opened()
+            if store is temporary:
+                policy = {"keep": self.temporary.keep}
+            else:
                 for old in temporary.steps():
                     if old <= step:
                         temporary.delete(old)
-        elif self.temporary is not None:
-            policy = {"keep": self.temporary.keep}
         if policy["keep"] is not None:  # otherwise, do not read all steps
             metrics = metrics_of(complete_steps(store))
             for old in expendable(metrics, last=step, **policy):
@@ -465,8 +458,6 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until the pending save is on disk, and raise its error."""
         session = self._session
-        if session is None:
-            return
         if session.thread is not None:
             session.thread.join()
             session.thread = None
@@ -479,20 +470,18 @@ class Checkpoints:
     @property
     def saved(self) -> int | None:
         """The step that was saved last since the series was opened; a permanent one."""
-        return None if self._session is None else self._session.saved
+        return self._session.saved
 
     @property
     def saving(self) -> int | None:
         """The step that is being written, if any."""
-        session = self._session
-        if session is None or session.thread is None or not session.thread.is_alive():
-            return None
-        return session.saving
+        thread = self._session.thread
+        return self._session.saving if thread is not None and thread.is_alive() else None
 
     @property
     def restored_temporary(self) -> bool:
         """Whether the step that was restored last is a temporary one."""
-        return self._session is not None and self._session.restored_temporary
+        return self._session.restored_temporary
 
     def steps(self) -> list[int]:
         """List the steps, permanent and temporary, whether or not they are valid."""
@@ -511,12 +500,10 @@ class Checkpoints:
         metrics = metrics_of(complete_steps(stores[0]))
         return next(iter(order_by(self.ranking, metrics)), None)
 
-    def _readable(self) -> list[Store]:
+    def _readable(self) -> Sequence[Store]:
         """Return the store of the series, and that of the temporary steps if there is one."""
-        if self._session is not None and self._session.is_open:
-            return self._session.stores
-        if self.directory is None:
-            return []
+        if self._session.stores or self.directory is None:
+            return self._session.stores or ()
         stores = [open_store(self.directory)]
         if self.temporary is not None:
             stores.append(open_store(self.temporary.folder_of(stores[0])))
@@ -528,12 +515,9 @@ class Checkpoints:
         With `temporary`, the newest step and a step by its number may be a temporary one.
         """
         self.wait()
-        if self.temporary is None or self.directory is None:
-            return restore(self.directory, like, **options)  # type: ignore[arg-type]
-        stores = self._readable()
+        stores = self._readable() or [open_store(self.directory)]
         restored, store = restore_from(stores, like, **options)
-        if self._session is not None:
-            self._session.restored_temporary = store is not stores[0]
+        self._session.restored_temporary = store is not stores[0]
         return restored
 
 
@@ -595,11 +579,11 @@ def step_metadata(
         data = data.get_state()
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ConfigError(f"metrics: expected numbers by name, got {tree.spell(metrics)}")
-    if step is None and getattr(state, "step", None) is None:
+    step = getattr(state, "step", None) if step is None else step
+    if step is None:
         raise ConfigError(
             "step: expected a number, since the state has no `step` of its own; give step=…"
         )
-    step = state.step if step is None else step
     number = as_integer(step)
     if number is None or number < 0:
         raise ConfigError(f"step: expected an integer of at least 0, got {tree.spell(step)}")
