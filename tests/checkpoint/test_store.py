@@ -5,6 +5,7 @@ import fcntl
 import math
 import os
 import shutil
+import threading
 import time
 
 import jax.numpy as jnp
@@ -100,10 +101,12 @@ def test_without_locks_only_old_leftovers_are_cleaned_up(tmp_path, no_exclusive_
 def test_a_refused_save_leaves_the_save_of_another_run(tmp_path, no_exclusive_locks):
     state = {"w": jnp.ones(3)}
     first, second = (sf.Checkpoints(tmp_path).open() for _ in range(2))
-    first.save(state, step=3, before_commit=lambda: time.sleep(0.3))
+    may_commit = threading.Event()
+    first.save(state, step=3, before_commit=lambda: may_commit.wait(60))
     with pytest.raises(CheckpointError, match="3: not saved: another run is saving it"):
         second.save(state, step=3)
     sf.Checkpoints(tmp_path).open().close()
+    may_commit.set()
     first.close()
     second.close()
     assert sf.verify(tmp_path) == {3: []}

@@ -83,14 +83,10 @@ class Bucket:
 
     def read(self, name: str) -> bytes | None:
         """Read an object; None if it is missing."""
-        return self._start_read(name)()
+        found = self._start_read(name)()
+        return None if found.state == "missing" else found.value
 
-    def _start_read(self, name: str) -> Callable[[], bytes | None]:
-        """Start to read an object; the result waits for it, and is None if it is missing."""
-        wait = self._find(name)
-        return lambda: found.value if (found := wait()).state == "value" else None
-
-    def _find(self, name: str) -> Callable[[], Any]:
+    def _start_read(self, name: str) -> Callable[[], Any]:
         return self._start(name, "read", self._kv.read(name))
 
     def write(self, name: str, content: bytes) -> None:
@@ -107,7 +103,7 @@ class Bucket:
         return bool(self._start(name, verb, future)().generation)
 
     def _start(self, name: str, verb: str, future: Any) -> Callable[[], Any]:
-        """Return a function that waits for the answer to a request."""
+        """Return a function that waits for the answer to a request, and raises its error."""
         deadline = time.monotonic() + _TIMEOUT
 
         def wait() -> Any:
@@ -172,30 +168,22 @@ class BucketStore(Bucket):
         return BucketReader(self._start_read, contents)
 
     def _read_commit(self, step: int) -> Any:
-        name = f"{step}.commit"
-        content = self.read(name)
+        content = self.read(f"{step}.commit")
         if content is None:
-            raise DamageError(f"{name}: missing")
-        with manifest.checked_form(self.path_of(step)):
-            commit = manifest.decode_checked(content, name)
-            manifest.check_format(commit, self.path_of(step))
-            size, checksums = commit["object_bytes"], commit["manifests"]
-            is_valid = type(size) is int and size > 0 and isinstance(checksums, list) and checksums
-            if not (_FOLDER.fullmatch(commit["folder"]) and is_valid):
-                raise DamageError(f"{name}: expected the commit of a save, got {commit!r:.200}")
-        return commit
+            raise DamageError(f"{step}.commit: missing")
+        return _decode_commit(f"{step}.commit", content, self.path_of(step))
 
     def _read_processes(self, step: int, commit: Any, count: int) -> list[Any]:
         names = [f"{commit['folder']}{process}.json" for process in range(count)]
         reads = list(map(self._start_read, names))
         processes = []
         for name, crc, read in zip(names, commit["manifests"], reads, strict=False):
-            content = read()
-            if content is None:
+            found = read()
+            if found.state == "missing":
                 raise DamageError(f"{name}: missing")
-            if zlib.crc32(content) != crc:
+            if zlib.crc32(found.value) != crc:
                 raise DamageError(f"{name}: its checksum does not fit its content")
-            process = manifest.decode_checked(content, name)
+            process = manifest.decode_checked(found.value, name)
             processes.append(manifest.check_format(process, self.path_of(step)))
         return processes
 
@@ -294,7 +282,7 @@ class BucketStore(Bucket):
         """Make a folder the step, unless another run was faster."""
         name, commit, problem = f"{step}.commit", manifest.encode_checked(content), None
         try:
-            found = self._find(name)()
+            found = self._start_read(name)()
             if found.state == "missing" and self._replace(name, found, commit):
                 return
         except CheckpointError as error:
@@ -320,7 +308,7 @@ class BucketStore(Bucket):
 
     def delete(self, step: int) -> None:
         name = f"{step}.commit"
-        found = self._find(name)()
+        found = self._start_read(name)()
         folder = _folder_in(name, found.value)
         is_deleted = found.state == "missing" or self._replace(name, found, None)
         if folder is not None and (is_deleted or self.read(name) is None):
@@ -330,7 +318,7 @@ class BucketStore(Bucket):
         """Copy the commit of a damaged step to a marker, and delete it; keep the folder."""
         name, marker, count = f"{step}.commit", f"{step}.damaged", 1
         try:
-            found = self._find(name)()
+            found = self._start_read(name)()
             if found.state == "missing":
                 return None
             while self.read(marker) not in (None, found.value):
@@ -400,10 +388,10 @@ class BucketReader(ArrayReader):
         names = [f"{self._folder}{process}.{number:06d}" for number in range(first, stop)]
         for i, object_name in enumerate(names):
             reads = [self._start_read(each) for each in names[i : i + 2]]  # one ahead
-            content = reads[0]()
-            if content is None:
+            found = reads[0]()
+            if found.state == "missing":
                 raise DamageError(f"{object_name}: missing")
-            piece = np.frombuffer(content, np.uint8)[start : start + memory.size]
+            piece = np.frombuffer(found.value, np.uint8)[start : start + memory.size]
             memory[: piece.size] = piece
             memory, start = memory[piece.size :], 0
         if memory.size:
@@ -452,13 +440,20 @@ def _cut(shards: Shards) -> Iterator[bytes]:
         yield bytes(content)
 
 
+def _decode_commit(name: str, content: bytes, where: str) -> Any:
+    with manifest.checked_form(where):
+        commit = manifest.check_format(manifest.decode_checked(content, name), where)
+        size, checksums = commit["object_bytes"], commit["manifests"]
+        is_valid = type(size) is int and size > 0 and isinstance(checksums, list) and checksums
+        if not (is_valid and _FOLDER.fullmatch(commit["folder"])):
+            raise DamageError(f"{name}: expected the commit of a save, got {commit!r:.200}")
+        return commit
+
+
 def _folder_in(name: str, content: bytes) -> str | None:
     """Return the folder that a commit or a marker names; None if it cannot be read."""
     try:
-        with manifest.checked_form(name):
-            commit = manifest.check_format(manifest.decode_checked(content, name), name)
-            folder: str = commit["folder"]
-            return folder if _FOLDER.fullmatch(folder) else None
+        return str(_decode_commit(name, content, name)["folder"])
     except (DamageError, NewerError):
         return None
 
