@@ -15,7 +15,7 @@ import pytest
 
 import stepfold as sf
 from stepfold.checkpoint import manifest
-from stepfold.checkpoint.series import step_metadata
+from stepfold.checkpoint.manifest import step_metadata
 from stepfold.checkpoint.store import DirectoryStore
 from stepfold.errors import CheckpointError, ConfigError
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.leaves import STORED, Leaf, Region, checksum
-from stepfold.checkpoint.steps import check_regular, converted_errors, sync
+from stepfold.checkpoint.steps import Best, as_integer, check_regular, converted_errors, sync
 from stepfold.errors import CheckpointError, ConfigError
 
 FORMAT = 1
@@ -57,7 +57,7 @@ class StepMetadata(NamedTuple):
     data: Any = None
     metrics: Mapping[str, Any] | None = None
     extra: Any = None
-    best: tuple[str, str] | None = None
+    best: Best | None = None
 
 
 class Manifest(NamedTuple):
@@ -90,6 +90,47 @@ class Manifest(NamedTuple):
 
 
 # Writing
+
+
+def step_metadata(
+    state: Any,
+    *,
+    step: int | None,
+    data: Any,
+    metrics: Mapping[str, Any] | None,
+    extra: Any,
+    best: Best | None = None,
+) -> StepMetadata:
+    """Validate the values saved next to a state, and return them as JSON."""
+    if hasattr(data, "get_state"):
+        data = data.get_state()
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics: expected numbers by name, got {tree.spell(metrics)}")
+    step = getattr(state, "step", None) if step is None else step
+    if step is None:
+        raise ConfigError(
+            "step: expected a number, since the state has no `step` of its own; give step=…"
+        )
+    number = as_integer(step)
+    if number is None or number < 0:
+        raise ConfigError(f"step: expected an integer of at least 0, got {tree.spell(step)}")
+    numbers = {name: _number(f"metrics/{name}", value) for name, value in (metrics or {}).items()}
+    return StepMetadata(
+        step=number,
+        data=to_json(data, "data"),
+        metrics=to_json(numbers, "metrics"),
+        extra=to_json(extra, "extra"),
+        best=best,
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, str | bytes):  # float("1") is a number
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            pass
+    raise ConfigError(f"{name}: expected a number, got {tree.spell(value)}")
 
 
 def process_manifest(

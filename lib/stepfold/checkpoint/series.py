@@ -6,7 +6,6 @@ import hashlib
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -16,20 +15,17 @@ from typing import Any, ClassVar, Self
 import jax
 
 from stepfold import tree
-from stepfold.checkpoint.manifest import DamageError, StepMetadata, from_json, to_json
+from stepfold.checkpoint.manifest import DamageError, from_json, step_metadata
 from stepfold.checkpoint.restore import Restored, restore_from
-from stepfold.checkpoint.steps import (
-    Best,
-    already_exists,
-    as_integer,
-    check_shared,
-    expendable,
-    is_url,
-    order_by,
-    read_best,
-    read_directory,
+from stepfold.checkpoint.steps import Best, expendable, is_url, order_by, read_best, read_directory
+from stepfold.checkpoint.store import (
+    Store,
+    check_is_new,
+    complete_steps,
+    metrics_of,
+    open_store,
+    open_to_save,
 )
-from stepfold.checkpoint.store import Store, complete_steps, metrics_of, open_store
 from stepfold.checkpoint.verify import newest_complete
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
@@ -245,9 +241,9 @@ class Checkpoints:
         path = self.directory if self.directory is not None else directory
         if path is None:
             raise ConfigError("directory: expected a path, got None; give Checkpoints('runs/a', …)")
-        stores = [_open_to_save(path)]
+        stores = [open_to_save(path)]
         if self.temporary is not None:
-            stores.append(_open_to_save(self.temporary.folder_of(stores[0])))
+            stores.append(open_to_save(self.temporary.folder_of(stores[0])))
         # A path becomes absolute; a URL stays as given.
         directory = path if is_url(path) else Path(stores[0].location)
         opened = dataclasses.replace(self, directory=directory)
@@ -375,7 +371,7 @@ class Checkpoints:
         store = stores[-1 if is_temporary else 0]
         if not is_temporary:
             session.is_requested = False
-        _check_is_new(store, number)
+        check_is_new(store, number)
         store.begin(state, metadata, before_commit)
         session.saving, session.any_saved_at = number, time.monotonic()
         if not is_temporary:
@@ -521,86 +517,8 @@ class Checkpoints:
         return restored
 
 
-def _open_to_save(path: Any) -> Store:
-    """Open the store of a directory that all processes share, and clean it; collective."""
-    with agreement(f"{path}: not opened"):
-        store = open_store(path, save=True)
-    if not is_url(path):
-        check_shared(Path(store.location))
-    with agreement(f"{path}: not opened"):
-        if jax.process_index() == 0:
-            store.clean()
-    return store
-
-
 def _is_late(minutes: float | None, since: float) -> bool:
     """Return whether minutes have passed by the clock of process 0; collective unless None."""
     if minutes is None:
         return False
     return broadcast_from_first([int(time.monotonic() - since >= 60 * minutes)]) == [1]
-
-
-def _check_is_new(store: Store, step: int) -> None:
-    """Check on process 0 that a step does not exist, and set aside an incomplete one; collective.
-
-    An incomplete step is never restored, so a run that starts again comes to its number.
-    """
-    message = already_exists(store.location, step)
-    with agreement(message):
-        if jax.process_index() > 0 or not store.has_step(step):
-            return
-        try:
-            store.read_metadata(step)
-        except DamageError as error:
-            if kept := store.set_aside(step):
-                warnings.warn(
-                    f"{store.location}: step {step} is incomplete, kept as {kept}, and saved "
-                    f"again: {error}",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-                return
-        except CheckpointError:
-            pass  # unreadable, or of another program: it is there
-        raise CheckpointError(message)
-
-
-def step_metadata(
-    state: Any,
-    *,
-    step: int | None,
-    data: Any,
-    metrics: Mapping[str, Any] | None,
-    extra: Any,
-    best: Best | None = None,
-) -> StepMetadata:
-    """Validate the values saved next to a state, and return them as JSON."""
-    if hasattr(data, "get_state"):
-        data = data.get_state()
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise ConfigError(f"metrics: expected numbers by name, got {tree.spell(metrics)}")
-    step = getattr(state, "step", None) if step is None else step
-    if step is None:
-        raise ConfigError(
-            "step: expected a number, since the state has no `step` of its own; give step=…"
-        )
-    number = as_integer(step)
-    if number is None or number < 0:
-        raise ConfigError(f"step: expected an integer of at least 0, got {tree.spell(step)}")
-    numbers = {name: _number(f"metrics/{name}", value) for name, value in (metrics or {}).items()}
-    return StepMetadata(
-        step=number,
-        data=to_json(data, "data"),
-        metrics=to_json(numbers, "metrics"),
-        extra=to_json(extra, "extra"),
-        best=best,
-    )
-
-
-def _number(name: str, value: Any) -> float:
-    if not isinstance(value, str | bytes):  # float("1") is a number
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            pass
-    raise ConfigError(f"{name}: expected a number, got {tree.spell(value)}")

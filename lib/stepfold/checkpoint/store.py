@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
+import jax
+
 from stepfold.checkpoint import manifest
 from stepfold.checkpoint.manifest import (
     DamageError,
@@ -27,7 +29,16 @@ from stepfold.checkpoint.manifest import (
     NewerError,
     StepMetadata,
 )
-from stepfold.checkpoint.steps import converted_errors, is_url, locked, read_directory, sync
+from stepfold.checkpoint.steps import (
+    already_exists,
+    check_shared,
+    converted_errors,
+    is_url,
+    locked,
+    read_directory,
+    sync,
+)
+from stepfold.core.processes import agreement
 from stepfold.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -238,6 +249,43 @@ def open_store(directory: Any, *, save: bool = False) -> Store:
     if save:  # orbax takes longer to import than everything else: not at the first save
         importlib.import_module("stepfold.checkpoint.writer")
     return DirectoryStore(read_directory(directory, make=save))
+
+
+def open_to_save(path: Any) -> Store:
+    """Open the store of a directory that all processes share, and clean it; collective."""
+    with agreement(f"{path}: not opened"):
+        store = open_store(path, save=True)
+    if not is_url(path):
+        check_shared(Path(store.location))
+    with agreement(f"{path}: not opened"):
+        if jax.process_index() == 0:
+            store.clean()
+    return store
+
+
+def check_is_new(store: Store, step: int) -> None:
+    """Check on process 0 that a step does not exist, and set aside an incomplete one; collective.
+
+    An incomplete step is never restored, so a run that starts again comes to its number.
+    """
+    message = already_exists(store.location, step)
+    with agreement(message):
+        if jax.process_index() > 0 or not store.has_step(step):
+            return
+        try:
+            store.read_metadata(step)
+        except DamageError as error:
+            if kept := store.set_aside(step):
+                warnings.warn(
+                    f"{store.location}: step {step} is incomplete, kept as {kept}, and saved "
+                    f"again: {error}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+                return
+        except CheckpointError:
+            pass  # unreadable, or of another program: it is there
+        raise CheckpointError(message)
 
 
 def complete_steps(store: Store) -> dict[int, StepMetadata]:

@@ -15,7 +15,7 @@ awaitable also writes the manifest of this process, `save_checkpointables_async`
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,8 @@ class OrbaxSave:
     ) -> None:
         """Copy the state off the devices and start to write it to the directory `path`."""
         arrays, leaves = arrays_of(state), leaves_of(state)
-        nested = _nest({name: array for name, array in arrays.items() if array.size})
+        stored = {name: array for name, array in arrays.items() if array.size}
+        nested = ocp.tree.from_flat_dict(stored, sep="/")  # what orbax restores on its own
         # Compression costs time, and as much additional memory as the state.
         self._path, self._handler = path, _Handler(use_compression=False)
         options = ocp.AsyncOptions(create_directories_asynchronously=False)
@@ -64,7 +65,7 @@ class OrbaxSave:
                 claim = path.with_name(f"{path.name}.saving")
                 claim.mkdir(parents=True)
                 self._owns_files = True
-                self._reservation.callback(_remove_empty, claim)
+                self._reservation.callback(shutil.rmtree, claim, ignore_errors=True)
             # Views if the device is the host: they keep the arrays valid, even if a step donates
             # them.
             shards = {name: shards_of(array) for name, array in arrays.items()}
@@ -138,23 +139,6 @@ class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 @dataclass(kw_only=True)
 class _Save(ocp.args.PyTreeSave):  # type: ignore[misc]
     write_manifest: Callable[[Path], None]
-
-
-def _nest(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert paths to nested dicts, the structure that orbax restores on its own."""
-    nested: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *branches, last = name.split("/")
-        inner = nested
-        for branch in branches:
-            inner = inner.setdefault(branch, {})
-        inner[last] = array
-    return nested
-
-
-def _remove_empty(folder: Path) -> None:
-    with suppress(FileNotFoundError):  # the whole directory was removed
-        folder.rmdir()
 
 
 def _remove_unfinished(path: Path) -> None:
