@@ -65,7 +65,9 @@ class OrbaxSave:
                 claim = path.with_name(f"{path.name}.saving")
                 claim.mkdir(parents=True)
                 self._owns_files = True
-                self._reservation.callback(shutil.rmtree, claim, ignore_errors=True)
+                # If the whole directory was removed, the claim is gone too.
+                self._reservation.enter_context(suppress(FileNotFoundError))
+                self._reservation.callback(claim.rmdir)
             # Views if the device is the host: they keep the arrays valid, even if a step donates
             # them.
             shards = {name: shards_of(array) for name, array in arrays.items()}
