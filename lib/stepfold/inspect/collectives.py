@@ -68,30 +68,26 @@ def collectives(program: "Program", mesh: Mesh | None = None) -> list[Collective
     sizes = {str(name): size for name, size in mesh.shape.items()} if mesh is not None else {}
     alike = defaultdict(list)
     for run in walk(program):
-        if _is_collective(run.instruction) and not _is_continued(run, program):
+        if _KINDS.fullmatch(run.instruction.op) and not _is_continued(run, program):
             entry = _collective(run, program, sizes)
             alike[entry.kind, entry.axes, entry.devices, entry.dtype].append(entry)
     merged = [_merge(entries) for entries in alike.values()]
     return sorted((entry for entry in merged if entry.devices > 1), key=lambda entry: -entry.moved)
 
 
-def moved_bytes(entries: Iterable[Collective]) -> int:
-    """Sum the bytes that one device sends in one step."""
-    return sum(entry.moved for entry in entries)
-
-
 def unknown_loops(program: "Program") -> list[str]:
     """List the scopes of loops whose collectives count once, since their length is not known."""
-    return [
-        scope(line) or line.name
-        for line in (run.instruction for run in walk(program))
-        if line.op == "while" and line.trips is None
-        if any(_is_collective(inner) for inner in _called_instructions(program, line))
-    ]
 
+    def contains_collective(line: Instruction) -> bool:
+        return any(
+            _KINDS.fullmatch(inner.op) or contains_collective(inner)
+            for name, _ in _calls(line)
+            for inner in program.computations.get(name, ())
+        )
 
-def _is_collective(line: "Instruction") -> bool:
-    return _KINDS.fullmatch(line.op) is not None
+    loops = [run.instruction for run in walk(program) if run.instruction.op == "while"]
+    unknown = [loop for loop in loops if loop.trips is None and contains_collective(loop)]
+    return [scope(loop) or loop.name for loop in unknown]
 
 
 def _is_continued(run: "Run", program: "Program") -> bool:
@@ -102,31 +98,22 @@ def _is_continued(run: "Run", program: "Program") -> bool:
     )
 
 
-def _called_instructions(program: "Program", line: "Instruction") -> Iterator["Instruction"]:
-    for name, _ in _calls(line):
-        for inner in program.computations.get(name, ()):
-            yield inner
-            yield from _called_instructions(program, inner)
-
-
 def _collective(run: "Run", program: "Program", sizes: dict[str, int]) -> Collective:
     kind, text = run.instruction.op.removesuffix("-start"), run.instruction.attributes
     if kind == "all-reduce" and run.computation.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # a TPU fuses it with the slice that keeps one share
-    if kind == "collective-permute":
-        pairs = permute_pairs(text)
-        groups, axes = connected_groups(pairs), differing_axes(pairs, sizes)
-    else:
-        groups = replica_groups(text, program.replicas, program.partitions)
-        axes = group_axes(groups, sizes)
-    devices = max(map(len, groups), default=1)
     # The other operands of these are buffers for the result, sizes and offsets.
     has_one_input = kind == "ragged-all-to-all" or "slice_sizes=" in text
     inputs = run.inputs[:1] if has_one_input else run.inputs
-    size = sum(array.bytes for array in inputs) * (devices if kind == "all-gather" else 1)
+    size = sum(array.bytes for array in inputs)
     if kind == "collective-permute":
+        pairs = permute_pairs(text)
+        devices, axes = largest_group(pairs), differing_axes(pairs, sizes)
         moved = size if devices > 1 else 0
     else:
+        groups = replica_groups(text, program.replicas, program.partitions)
+        devices, axes = max(map(len, groups)), group_axes(groups, sizes)
+        size *= devices if kind == "all-gather" else 1
         moved = (2 if kind == "all-reduce" else 1) * (devices - 1) * size // devices
     return Collective(
         kind,
@@ -251,20 +238,19 @@ def differing_axes(
 
 def permute_pairs(attributes: str) -> list[tuple[int, int]]:
     """Read the sources and targets of a permute, without those that send to themselves."""
-    match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
-    numbers = _numbers(match[1]) if match else []
-    pairs = zip(numbers[::2], numbers[1::2], strict=True)
-    return [(source, target) for source, target in pairs if source != target]
+    _, _, listed = attributes.partition("source_target_pairs={")
+    pairs = re.findall(r"\{(\d+),(\d+)\}", listed.partition("}}")[0] + "}")
+    return [(int(source), int(target)) for source, target in pairs if source != target]
 
 
-def connected_groups(pairs: list[tuple[int, int]]) -> tuple[Group, ...]:
-    """Group the devices that are connected by pairs."""
+def largest_group(pairs: Sequence[tuple[int, int]]) -> int:
+    """Count the devices in the largest group that pairs connect."""
     groups: list[Group] = []
     for pair in pairs:
         joined = [group for group in groups if group & set(pair)]
         groups = [group for group in groups if group not in joined]
         groups.append(frozenset(pair).union(*joined))
-    return tuple(groups)
+    return max(map(len, groups), default=1)
 
 
 # HLO text
@@ -344,12 +330,11 @@ def parse(text: str) -> Program:
             f"hlo: expected text with an ENTRY computation, got {text[:80]!r}; "
             "pass what jax.jit(f).lower(...).compile().as_text() returns"
         )
-    keys = "replica_count", "num_partitions"
-    counts = [re.search(rf"^HloModule.*\b{key}=(\d+)", text) for key in keys]
-    replicas, partitions = (int(count[1]) if count else 1 for count in counts)
     loops = _Loops(computations, roots)
     for name, lines in computations.items():
         lines[:] = [each._replace(trips=loops.trips(name, each)) for each in lines]
+    found = dict(re.findall(r"\b(replica_count|num_partitions)=(\d+)", text.partition("\n")[0]))
+    replicas, partitions = (int(found.get(x, 1)) for x in ("replica_count", "num_partitions"))
     return Program(computations, entry, replicas, partitions)
 
 

@@ -8,10 +8,12 @@ import math
 import re
 import sysconfig
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+import jax
+from jax import lax
 from jax.interpreters import partial_eval
 
 
@@ -45,26 +47,35 @@ def count(jaxpr: Any) -> Flops:
     >>> count(jax.make_jaxpr(jnp.matmul)(jnp.ones((8, 4)), jnp.ones((4, 16))))
     Flops(dots=1024, unknown=())
     """
+    dots = sum(product.flops for product in products(jaxpr))
+    return Flops(dots, uncounted(jaxpr))
+
+
+def uncounted(jaxpr: Any) -> tuple[str, ...]:
+    """Describe what may contain products that `products` does not count."""
     unknown = []
     for equation, _ in _equations(jaxpr):
         name, line = equation.primitive.name, _line(equation)
         if _OPAQUE.fullmatch(name):
-            target = equation.params.get("target_name", name)
-            unknown.append(f"{target}: {line}")
-        elif name == "while" and any(map(_has_products, _inner_jaxprs(equation))):
+            unknown.append(f"{equation.params.get('target_name', name)}: {line}")
+        elif name == "while" and any(
+            inner.primitive.name in _PRODUCTS
+            for jaxpr in _inner_jaxprs(equation)
+            for inner, _ in _nested_equations(jaxpr, 1)
+        ):
             unknown.append(f"a loop of unknown length, counted once: {line}")
-    return Flops(sum(product.flops for product in products(jaxpr)), tuple(dict.fromkeys(unknown)))
+    return tuple(dict.fromkeys(unknown))
 
 
 def products(jaxpr: Any) -> list[Product]:
     """List the matrix products and convolutions by dtype and line, the largest first."""
     totals: dict[tuple[str, str], int] = {}
     for equation, times in _equations(jaxpr):
-        if (flops := _flops(equation)) is not None:
+        if flops_of := _PRODUCTS.get(equation.primitive.name):
             dtypes = [variable.aval.dtype for variable in equation.invars]
             widest = max(dtypes, key=lambda dtype: dtype.itemsize).name
             key = widest, _line(equation)
-            totals[key] = totals.get(key, 0) + times * flops
+            totals[key] = totals.get(key, 0) + times * flops_of(equation)
     listed = [Product(dtype, flops, where) for (dtype, where), flops in totals.items()]
     return sorted(listed, key=lambda product: -product.flops)
 
@@ -118,10 +129,6 @@ def _inner_jaxprs(equation: Any) -> list[Any]:
     return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]
 
 
-def _has_products(jaxpr: Any) -> bool:
-    return any(_flops(equation) is not None for equation, _ in _nested_equations(jaxpr, 1))
-
-
 def _trips(equation: Any) -> int:
     """How often the body of an equation runs: each turn of a scan, or once on each device."""
     if equation.primitive.name == "scan":
@@ -132,62 +139,21 @@ def _trips(equation: Any) -> int:
     return 1
 
 
-def _flops(equation: Any) -> int | None:
-    if equation.primitive.name == "dot_general":
-        return _dot_flops(equation)
-    if equation.primitive.name == "conv_general_dilated":
-        return _conv_flops(equation)
-    return None
-
-
 def _dot_flops(equation: Any) -> int:
     (contracted, _), _ = equation.params["dimension_numbers"]
-    lhs_shape: tuple[int, ...] = equation.invars[0].aval.shape
-    out: tuple[int, ...] = equation.outvars[0].aval.shape
-    depth: int = math.prod(lhs_shape[dim] for dim in contracted)
-    return 2 * depth * math.prod(out)
+    depth = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+    return 2 * depth * math.prod(equation.outvars[0].aval.shape)
 
 
-def _conv_flops(equation: Any) -> int:
-    params = equation.params
-    image_dims, kernel_dims, out_dims = params["dimension_numbers"]
-    image, kernel = (variable.aval.shape for variable in equation.invars)
-    out = equation.outvars[0].aval.shape
-    windows = zip(
-        image_dims[2:],
-        kernel_dims[2:],
-        out_dims[2:],
-        params["window_strides"],
-        params["padding"],
-        params["lhs_dilation"],
-        params["rhs_dilation"],
-        strict=True,
-    )
-    multiplied = math.prod(
-        _multiplied_pairs(image[i], kernel[k], out[o], *window) for i, k, o, *window in windows
-    )
-    batch = image[image_dims[0]] // params["batch_group_count"]
-    # The kernel's input features are those of one group.
-    return int(2 * batch * kernel[kernel_dims[1]] * out[out_dims[1]] * multiplied)
+def _convolution_flops(equation: Any) -> int:
+    """Let XLA count, which leaves out products with padding and between dilated values."""
+    options = {name: x for name, x in equation.params.items() if name != "out_sharding"}
+    convolve = jax.jit(partial(lax.conv_general_dilated, **options))
+    forms = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
+    return int(convolve.lower(*forms).cost_analysis()["flops"])
 
 
-def _multiplied_pairs(
-    image: int,
-    kernel: int,
-    out: int,
-    stride: int,
-    padding: tuple[int, int],
-    image_dilation: int,
-    kernel_dilation: int,
-) -> int:
-    """Count the products of one dimension, without those with padding or between dilated values."""
-    starts, pairs = np.arange(out) * stride - padding[0], 0
-    for offset in range(0, kernel * kernel_dilation, kernel_dilation):
-        at = starts + offset
-        is_inside = (at >= 0) & (at <= (image - 1) * image_dilation)
-        pairs += int(np.sum(is_inside & (at % image_dilation == 0)))
-    return pairs
-
+_PRODUCTS = {"dot_general": _dot_flops, "conv_general_dilated": _convolution_flops}
 
 _LIBRARIES = tuple({f"{sysconfig.get_paths()[key]}/" for key in ("purelib", "platlib", "stdlib")})
 _STEPFOLD = f"{Path(__file__).parents[1]}/"

@@ -3,6 +3,7 @@
 import re
 import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,9 +16,9 @@ from stepfold.core.state import TrainState
 from stepfold.core.validation import check_flags
 from stepfold.errors import ConfigError
 from stepfold.inspect import peaks
-from stepfold.inspect.collectives import Collective, collectives, moved_bytes, parse, unknown_loops
+from stepfold.inspect.collectives import Collective, collectives, parse, unknown_loops
 from stepfold.inspect.compiled import CompiledStep, compile_step
-from stepfold.inspect.flops import Flops, Product, count, estimate, products
+from stepfold.inspect.flops import Flops, Product, estimate, products, uncounted
 from stepfold.inspect.memory import Memory, bytes_per_device, memory_of
 from stepfold.sharding.plan import shardings_of
 from stepfold.table import amount, size, table
@@ -67,7 +68,7 @@ class Report:
     @property
     def moved(self) -> int:
         """The bytes that one device sends in one step."""
-        return moved_bytes(self.collectives)
+        return sum(entry.moved for entry in self.collectives)
 
     def mfu(self, seconds: float, peak: float | None = None, dtype: str = "bfloat16") -> float:
         """Return the model FLOPs utilization of a measured step time.
@@ -100,48 +101,50 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""
-        data = asdict(self) | {"moved": self.moved, "remarks": list(self.remarks)}
-        data["memory"] |= {"state": self.memory.state, "peak": self.memory.peak}
-        data["flops"] = {"dots": self.flops.dots, "unknown": list(self.flops.unknown)}
-        data["products"] = [product._asdict() for product in self.products]
-        sent = [asdict(entry) for entry in self.collectives]
-        data["collectives"] = [x | {"axes": x["axes"] and list(x["axes"])} for x in sent]
-        for key in ("not_reused", "whole"):
-            data[key] = [{"path": path, "bytes": count} for path, count in data[key]]
-        return data
+        memory = asdict(self.memory) | {"state": self.memory.state, "peak": self.memory.peak}
+        return asdict(self) | {
+            "flops": {"dots": self.flops.dots, "unknown": list(self.flops.unknown)},
+            "products": [product._asdict() for product in self.products],
+            "memory": memory,
+            "collectives": [
+                asdict(entry) | {"axes": entry.axes and list(entry.axes)}
+                for entry in self.collectives
+            ],
+            "not_reused": [{"path": path, "bytes": count} for path, count in self.not_reused],
+            "whole": [{"path": path, "bytes": count} for path, count in self.whole],
+            "remarks": list(self.remarks),
+            "moved": self.moved,
+        }
 
     def __str__(self) -> str:
         axes = " x ".join(f"{name} {count}" for name, count in self.mesh.items() if count > 1)
-        dtypes = dict.fromkeys((product.dtype for product in self.products), 0)
+        dtypes = Counter[str]()
         for product in self.products:
             dtypes[product.dtype] += product.flops
-        total = sum(dtypes.values()) or 1
+        total = dtypes.total() or 1
         shares = ", ".join(f"{name} {flops / total:.0%}" for name, flops in dtypes.items())
+        device = f"{self.device_kind} device{'s' * (self.devices > 1)}"
         lines = [
-            f"a step on {self.devices} {self.device_kind} device{'s' * (self.devices > 1)}"
-            + (f" ({axes})" if axes else ""),
+            f"a step on {self.devices} {device}{axes and f' ({axes})'}",
             f"{amount(self.parameters)} parameters, {amount(self.flops.dots)} FLOPs in products"
-            + (f" ({shares})" if shares else "")
-            + " on each device"
-            + ("" if self.estimate is None else f"; estimate by tokens: {amount(self.estimate)}"),
+            f"{shares and f' ({shares})'} on each device",
             "",
             str(self.memory),
         ]
+        if self.estimate is not None:
+            lines[1] += f"; estimate by tokens: {amount(self.estimate)}"
         if self.collectives:
-            lines += ["", _collectives_table(self.collectives)]
+            head = ("collective", "along", "times", "dtype", "buffers", "sent", "where")
+            total_row = ("total", "", "", "", "", size(self.moved), "")
+            lines += ["", table(head, [*map(_collective_row, self.collectives), total_row])]
         remarks = [textwrap.fill(f"! {text}", 100, subsequent_indent="  ") for text in self.remarks]
         return "\n".join([*lines, *([""] if remarks else []), *remarks])
 
 
-def _collectives_table(sent: tuple[Collective, ...]) -> str:
-    def row(entry: Collective) -> tuple[object, ...]:
-        axes = "+".join(entry.axes) if entry.axes else f"{entry.devices} devices"
-        where = entry.where if len(entry.where) <= 40 else entry.where[:39] + "…"
-        sizes = size(entry.bytes), size(entry.moved)
-        return entry.kind, axes, entry.count, entry.dtype, *sizes, where
-
-    head = ("collective", "along", "times", "dtype", "buffers", "sent", "where")
-    return table(head, [*map(row, sent), ("total", "", "", "", "", size(moved_bytes(sent)), "")])
+def _collective_row(entry: Collective) -> tuple[object, ...]:
+    axes = "+".join(entry.axes) if entry.axes else f"{entry.devices} devices"
+    where = entry.where if len(entry.where) <= 40 else entry.where[:39] + "…"
+    return entry.kind, axes, entry.count, entry.dtype, size(entry.bytes), size(entry.moved), where
 
 
 def describe(
@@ -197,16 +200,17 @@ def describe(
     share = estimate(parameters, tokens or 0, training=step.trains) // devices
     program = parse(step.compiled.as_text() or "")
     sent = collectives(program, mesh)
-    multiplied, flops = products(step.jaxpr), count(step.jaxpr)
+    listed, uncounted_products = products(step.jaxpr), uncounted(step.jaxpr)
     unused, replicated = not_reused(step), whole_leaves(step)
+    loops = "not in the communication: a loop of unknown length, counted once"
     return Report(
         devices=devices,
         device_kind=min(sharding.device_set, key=lambda device: device.id).device_kind,
         mesh=dict(mesh.shape) if mesh is not None else {},
         parameters=parameters,
-        flops=flops._replace(dots=flops.dots // devices),
+        flops=Flops(sum(product.flops for product in listed) // devices, uncounted_products),
         estimate=None if tokens is None else share,
-        products=tuple(multiplied),
+        products=tuple(listed),
         memory=memory_of(step.compiled, step.state, step.batch),
         collectives=tuple(sent),
         not_reused=tuple(unused),
@@ -214,13 +218,10 @@ def describe(
         remarks=(
             *leaf_remarks("donated, but not reused", unused),
             *leaf_remarks(f"replicated on each of {devices} devices", replicated),
-            *product_remarks(multiplied),
+            *product_remarks(listed),
             *(gradient_remarks(trained, sent) if step.trains else ()),
-            *(f"not in the FLOPs: {text}" for text in flops.unknown),
-            *(
-                f"not in the communication: a loop of unknown length, counted once: {text}"
-                for text in unknown_loops(program)
-            ),
+            *(f"not in the FLOPs: {text}" for text in uncounted_products),
+            *(f"{loops}: {text}" for text in unknown_loops(program)),
         ),
     )
 
@@ -231,23 +232,17 @@ def describe(
 def not_reused(step: CompiledStep) -> list[tuple[str, int]]:
     """List the donated leaves, with their bytes, whose memory no output reuses."""
     donated, _ = jax.tree.map(lambda info: info.donated, step.compiled.args_info[0])
-    text = step.compiled.as_text() or ""
-    aliases = re.search(r"input_output_alias=\{(.*?)\}, \w+=", text[: text.find("\n")])
-    reused = {int(number) for number in re.findall(r": \((\d+),", aliases[1] if aliases else "")}
-    numbers = _parameter_numbers(text)
-    named = jax.tree_util.tree_leaves_with_path(step.state)
+    head, _, entry = (step.compiled.as_text() or "").partition("\nENTRY ")
+    aliases = re.search(r"input_output_alias=\{(.*?)\}, \w+=", head.partition("\n")[0])
+    reused = set(re.findall(r": \((\d+),", aliases[1] if aliases else ""))
+    named = re.findall(r" parameter\((\d+)\)[^\n]*op_name=\"((?:\\.|[^\"\\])*)\"", entry)
+    numbers = {_unescape(name): number for number, name in named}  # unused arguments have none
+    leaves = jax.tree_util.tree_leaves_with_path(step.state)
     return [
         (tree.path_name(path), bytes_per_device(leaf))
-        for (path, leaf), is_donated in zip(named, jax.tree.leaves(donated), strict=True)
+        for (path, leaf), is_donated in zip(leaves, jax.tree.leaves(donated), strict=True)
         if is_donated and numbers.get("state" + jax.tree_util.keystr(path)) not in reused
     ]
-
-
-def _parameter_numbers(text: str) -> dict[str, int]:
-    """Read the numbers of a program's parameters by name; unused arguments have none."""
-    entry = text[text.find("\nENTRY ") :]
-    named = re.findall(r" parameter\((\d+)\)[^\n]*op_name=\"((?:\\.|[^\"\\])*)\"", entry)
-    return {_unescape(name): int(number) for number, name in named}
 
 
 def _unescape(name: str) -> str:
@@ -282,11 +277,10 @@ def leaf_remarks(problem: str, leaves: Sequence[tuple[str, int]]) -> list[str]:
 
 def product_remarks(listed: Sequence[Product]) -> list[str]:
     """Point out products in wider dtypes: float64, and float32 among narrower ones."""
-    listed = [product for product in listed if product.flops]  # an empty batch has none
     narrow = ("bfloat16", "float16", "float8")
     is_mixed = any(product.dtype.startswith(narrow) for product in listed)
     too_wide = {"float64", "float32"} if is_mixed else {"float64"}
-    wide = [product for product in listed if product.dtype in too_wide]
+    wide = [product for product in listed if product.dtype in too_wide and product.flops]
     if not wide:
         return []
     total = sum(product.flops for product in listed)
