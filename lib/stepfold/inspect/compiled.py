@@ -6,7 +6,7 @@ call that would trace again enters Python, where its arguments are compared with
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -99,40 +99,38 @@ class CompiledStep:
         return True
 
     def _call_executable(self, state: Any, batch: Any) -> Any:
-        forms, leaves = jax.tree.leaves((self.state, self.batch)), jax.tree.leaves((state, batch))
-        pairs = zip(forms, leaves, strict=False)
-        has_weak_types_changed = any(is_weak(leaf) != form.weak_type for form, leaf in pairs)
-        if has_weak_types_changed or _runs_uncompiled(state, batch):
+        leaves, forms = jax.tree.leaves((state, batch)), jax.tree.leaves((self.state, self.batch))
+        are_weak = [is_weak(leaf) for leaf in leaves]
+        if are_weak != [form.weak_type for form in forms] or _runs_uncompiled(state, batch):
             raise _WouldTraceError
         return self.compiled(state, batch)
 
     def _check_arguments(self, state: Any, batch: Any, error: Exception) -> None:
         """Explain a failed call, if its arguments are the cause."""
         leaves = [*tree.named_leaves(state, "state"), *tree.named_leaves(batch, "batch")]
-        donated = [
-            name for name, leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_deleted()
-        ]
+        arrays = [(name, leaf) for name, leaf in leaves if isinstance(leaf, jax.Array)]
+        donated = [name for name, leaf in arrays if leaf.is_deleted()]
         if donated and re.search(r"Array has been deleted|deleted or donated", str(error)):
             raise ConfigError(
-                f"{', '.join(donated[:4])}{', …' * (len(donated) > 4)}: the arrays were donated to "
-                "an earlier call and are gone; go on with the state that it returned, or compile "
-                "with donate=False"
+                f"{_some(donated)}: the arrays were donated to an earlier call and are gone; go on "
+                "with the state that it returned, or compile with donate=False"
             ) from None
         changes = argument_changes(self.state, state, "state")
         changes += argument_changes(self.batch, batch, "batch")
         if changes:
-            advice = '\nKeep the batch shape: give sf.batches remainder="drop" or "pad".'
+            sizes = [
+                {name: np.shape(leaf) for name, leaf in tree.named_leaves(arrays)}
+                for arrays in (self.batch, batch)
+            ]
+            if sizes[0].keys() == sizes[1].keys() and sizes[0] != sizes[1]:
+                advice = '\nKeep the batch shape: give sf.batches remainder="drop" or "pad".'
+            else:
+                advice = ""
             raise RetraceError(
                 "the step was compiled for other arguments, and would have to compile again:\n  "
                 + "\n  ".join(changes)
-                + advice * _has_other_shapes(self.batch, batch)
+                + advice
             ) from None
-
-
-def _has_other_shapes(wanted: Any, got: Any) -> bool:
-    """Whether a batch has the same leaves with other shapes."""
-    shapes = [{name: np.shape(leaf) for name, leaf in tree.named_leaves(x)} for x in (wanted, got)]
-    return shapes[0].keys() == shapes[1].keys() and shapes[0] != shapes[1]
 
 
 def _runs_uncompiled(*arguments: Any) -> bool:
@@ -196,7 +194,13 @@ def compile_step(
     Keep the batch shape: ...
     """
     check_flags(donate=donate)
-    options = _read_options(compiler_options)
+    if compiler_options is not None and not (
+        isinstance(compiler_options, Mapping)
+        and all(isinstance(name, str) for name in compiler_options)
+        and all(isinstance(x, str | bool | int | float) for x in compiler_options.values())
+    ):
+        expected = "a dict of options of XLA by name"
+        raise ConfigError(mismatch("compiler_options", expected, compiler_options))
     if not callable(step) or hasattr(step, "lower") or isinstance(step, CompiledStep):
         raise ConfigError(
             "compile_step: expected a step (state, batch) -> ..., neither jitted nor compiled, got "
@@ -226,33 +230,22 @@ def compile_step(
             in_shardings=shardings,
             out_shardings=(shardings[0], None) if trains else None,
             donate_argnums=0 if trains and donate else (),
-            compiler_options=options,
+            compiler_options=compiler_options and dict(compiler_options),
         )
         traced = jitted.trace(state, example_batch)
         lowered = traced.lower()
     try:
         compiled = lowered.compile()
     except RuntimeError as error:
-        if options and re.search("(compile|setting) option", str(error)):
+        if compiler_options and re.search("(compile|setting) option", str(error)):
             raise ConfigError(
-                f"compiler_options: expected options of XLA, got {options}: {error}"
+                f"compiler_options: expected options of XLA, got {compiler_options}: {error}"
             ) from None
         if not is_exhausted(error):
             raise
         raise exhausted(error, state, batch) from error
     is_compiled = True
     return CompiledStep(step, jitted, compiled, traced.jaxpr, state, batch, trains=trains)
-
-
-def _read_options(options: Any) -> dict[str, Any] | None:
-    if options is None:
-        return None
-    if not isinstance(options, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, str | bool | int | float)
-        for name, value in options.items()
-    ):
-        raise ConfigError(mismatch("compiler_options", "a dict of options of XLA by name", options))
-    return dict(options)
 
 
 def _is_state(state: Any, output: Any) -> bool:
@@ -267,29 +260,43 @@ def _is_state(state: Any, output: Any) -> bool:
 
 def abstract_arguments(state: Any, batch: Any, sharding: Any = None) -> tuple[Any, Any]:
     """Return the arguments of `compile_step` as abstract arrays with shardings."""
-    _check_arrays(state, "state", "pass the state of sf.init_state, or one that a step returned")
-    _check_arrays(batch, "batch", "pass a tree of arrays and numbers, such as next(batches)")
-    shardings: list[Any] = [committed_sharding(leaf) for leaf in jax.tree.leaves(state)]
+    state = _abstract(
+        state, "state", "pass the state of sf.init_state, or one that a step returned"
+    )
+    batch = _abstract(batch, "batch", "pass a tree of arrays and numbers, such as next(batches)")
+    leaves, structure = jax.tree.flatten(state)
+    shardings: list[Any] = [leaf.sharding for leaf in leaves]
     if sharding is not None:
         shardings = [*shardings_of(state, sharding)]
     default = _default_sharding(shardings)
-    names = [name for name, _ in tree.named_leaves(state, "state")]
-    _check_devices("state", [*zip(names, shardings, strict=True)], default)
-    state = _abstract(state, [sharding or default for sharding in shardings])
-    state = jax.tree.map(lambda leaf: leaf.update(weak_type=False), state)  # as steps return it
-    batch = _abstract(batch, [committed_sharding(leaf) for leaf in jax.tree.leaves(batch)])
+    placed = [  # with strong types, as steps return it
+        leaf.update(sharding=own or default, weak_type=False)
+        for leaf, own in zip(leaves, shardings, strict=True)
+    ]
+    state = jax.tree.unflatten(structure, placed)
+    _check_devices(state, "state", default, "")
     mesh = default.mesh if isinstance(default, NamedSharding) else None
     if isinstance(mesh, Mesh) and mesh.size > 1:
         return state, place_batch(batch, mesh)
-    named = [(name, leaf.sharding) for name, leaf in tree.named_leaves(batch, "batch")]
-    _check_devices("batch", named, default)
-    return state, jax.tree.map(lambda leaf: leaf.update(sharding=leaf.sharding or default), batch)
+    batch = jax.tree.map(lambda leaf: leaf.update(sharding=leaf.sharding or default), batch)
+    advice = "place the batch with jax.device_put (on a mesh with sf.shard_batch), or "
+    _check_devices(batch, "batch", default, advice)
+    return state, batch
 
 
-def _check_arrays(arrays: Any, root: str, advice: str) -> None:
+def _abstract(arrays: Any, root: str, advice: str) -> Any:
+    """Return abstract arrays; those that are not committed to devices have no sharding."""
     for name, leaf in tree.named_leaves(arrays, root):
         if not tree.is_data(leaf, abstract=True):
             raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}; {advice}")
+
+    def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+        aval, sharding = jax.typeof(leaf), committed_sharding(leaf)
+        return jax.ShapeDtypeStruct(
+            aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type
+        )
+
+    return jax.tree.map(abstract, arrays)
 
 
 def _default_sharding(shardings: list[Any]) -> Sharding:
@@ -305,26 +312,18 @@ def _default_sharding(shardings: list[Any]) -> Sharding:
     return next(filter(None, shardings), SingleDeviceSharding(jax.local_devices()[0]))
 
 
-def _check_devices(root: str, named: list[tuple[str, Any]], default: Sharding) -> None:
-    devices = default.device_set
-    elsewhere = [name for name, sharding in named if sharding and sharding.device_set != devices]
+def _check_devices(arrays: Any, root: str, default: Sharding, advice: str) -> None:
+    named, devices = tree.named_leaves(arrays, root), default.device_set
+    elsewhere = [name for name, leaf in named if leaf.sharding.device_set != devices]
     if elsewhere:
-        batch = "place the batch with jax.device_put (on a mesh with sf.shard_batch), or "
         raise ShardingError(
             f"{root}: expected all of it on the devices of {_spell(default)}, got elsewhere "
-            f"{', '.join(elsewhere[:4])}{', …' * (len(elsewhere) > 4)}; "
-            f"{batch * (root == 'batch')}move the state with sf.place(state, plan)"
+            f"{_some(elsewhere)}; {advice}move the state with sf.place(state, plan)"
         )
 
 
-def _abstract(arrays: Any, shardings: Sequence[Sharding | None]) -> Any:
-    leaves, structure = jax.tree.flatten(arrays)
-    forms = jax.eval_shape(lambda *leaves: leaves, *leaves)
-    abstract = [
-        jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=sharding, weak_type=form.weak_type)
-        for form, sharding in zip(forms, shardings, strict=True)
-    ]
-    return jax.tree.unflatten(structure, abstract)
+def _some(names: list[str]) -> str:
+    return ", ".join([*names[:4], "…"] if len(names) > 4 else names)
 
 
 def _drop_uncommitted_shardings(batch: Any, example: Any) -> Any:
@@ -342,33 +341,29 @@ def _drop_uncommitted_shardings(batch: Any, example: Any) -> Any:
 
 def argument_changes(wanted: Any, got: Any, root: str) -> list[str]:
     """List how an argument differs from the abstract one, a line for each path."""
-    lines = tree.diff(wanted, jax.tree.map(_canonical, got), root)
-    if lines:
+    # jax takes numpy's int64 as int32 without x64.
+    numpy_type = np.ndarray | np.generic
+    canonical = lambda leaf: (
+        jax.typeof(leaf) if isinstance(leaf, numpy_type) and tree.is_data(leaf) else leaf
+    )
+    if lines := tree.diff(wanted, jax.tree.map(canonical, got), root):
         return lines
-    pairs = zip(tree.named_leaves(wanted, root), jax.tree.leaves(got), strict=True)
-    return [
-        f"{name}: {change}" for (name, form), leaf in pairs if (change := _leaf_change(form, leaf))
-    ]
-
-
-def _canonical(leaf: Any) -> Any:
-    """Return the form in which jax takes a numpy array: without x64 an int64 is an int32."""
-    if not isinstance(leaf, np.ndarray | np.generic) or not tree.is_data(leaf):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-
-def _leaf_change(form: Any, leaf: Any) -> str | None:
-    expected = tree.spell(form)
-    if not tree.is_array(leaf) and is_weak(leaf) and not form.weak_type:
-        return f"expected {expected}, got the Python number {leaf!r}, which is weakly typed"
-    if is_weak(leaf) != form.weak_type:
-        kinds = {True: "a weak type, as Python numbers have", False: "a strong type"}
-        return f"expected {expected} with {kinds[form.weak_type]}, got {kinds[is_weak(leaf)]}"
-    sharding = leaf.sharding if getattr(leaf, "committed", False) else None
-    if sharding is None or sharding.is_equivalent_to(form.sharding, len(form.shape)):
-        return None
-    return f"expected it on {_spell(form.sharding)}, got it on {_spell(sharding)}"
+    for (name, form), leaf in zip(
+        tree.named_leaves(wanted, root), jax.tree.leaves(got), strict=True
+    ):
+        sharding = leaf.sharding if getattr(leaf, "committed", False) else form.sharding
+        if not tree.is_array(leaf) and is_weak(leaf) and not form.weak_type:
+            expected, seen = tree.spell(form), f"the Python number {leaf!r}, which is weakly typed"
+        elif is_weak(leaf) != form.weak_type:
+            kinds = {True: "a weak type, as Python numbers have", False: "a strong type"}
+            expected = f"{tree.spell(form)} with {kinds[form.weak_type]}"
+            seen = kinds[not form.weak_type]
+        elif not sharding.is_equivalent_to(form.sharding, len(form.shape)):
+            expected, seen = f"it on {_spell(form.sharding)}", f"it on {_spell(sharding)}"
+        else:
+            continue
+        lines.append(f"{name}: expected {expected}, got {seen}")
+    return lines
 
 
 def is_weak(leaf: Any) -> bool:
