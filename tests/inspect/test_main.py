@@ -37,8 +37,7 @@ def script(tmp_path, monkeypatch):
     path = tmp_path / "a_script.py"
     path.write_text(SCRIPT)
     yield path
-    for name in ("sizes", "a_script"):
-        sys.modules.pop(name, None)
+    sys.modules.pop("sizes", None)
 
 
 def test_it_describes_the_step_for_the_devices_here(script, capsys):

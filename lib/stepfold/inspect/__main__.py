@@ -6,7 +6,7 @@ def make(devices):
 """
 
 import argparse
-import importlib.util
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,13 +48,10 @@ def _load(spelled: str) -> Callable[..., Any]:
     if not path.endswith(".py") or not Path(path).is_file():
         raise ConfigError(f"expected script.py:make, got {spelled}; name a file and its function")
     sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
-    spec: Any = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
+    function = runpy.run_path(path).get(name)
     if not callable(function):
         raise ConfigError(f"{path}: expected a function {name}(devices), got {function!r:.80}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 if __name__ == "__main__":

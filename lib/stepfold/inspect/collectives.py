@@ -7,7 +7,7 @@ where every backend shows them: `cost_analysis` does not, and counts the body of
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -187,53 +187,39 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _mesh_groups(mesh: str, devices: str | None, axes: str) -> tuple[Group, ...]:
-    named = re.findall(r"([^,=]+)=(\d+)", mesh)
-    sizes = [int(size) for _, size in named]
-    order = None if not devices else _iota(devices) if "[" in devices else _numbers(devices)
-    parts = []
+    sizes = {name: int(size) for name, size in re.findall(r"([^,=]+)=(\d+)", mesh)}
+    shape = tuple(sizes.values())
+    coordinates = dict(zip(sizes, np.indices(shape).reshape(len(shape), -1), strict=True))
     for name, before, part in re.findall(r"([^,:]+)(?::\((\d+)\)(\d+))?(?:,|$)", axes):
-        axis = [other for other, _ in named].index(name)
         # 'a':(2)4 is the part of size 4 of axis 'a', after a part of size 2.
-        span = int(part) if part else sizes[axis]
-        parts.append((axis, span, sizes[axis] // (span * int(before or 1))))
-    return _groups_along(sizes, parts, order)
-
-
-def _groups_along(
-    sizes: Sequence[int],
-    parts: Sequence[tuple[int, int, int]],
-    order: Sequence[int] | np.ndarray | None = None,
-) -> tuple[Group, ...]:
-    """Group the devices that differ only along parts of axes: axis, size, and stride within it."""
-    positions = np.indices(tuple(sizes))
-    for axis, size, stride in parts:
-        positions[axis] -= positions[axis] // stride % size * stride
-    keys = np.ravel_multi_index(tuple(positions), tuple(sizes)).reshape(-1)
-    groups = defaultdict(list)
-    for key, device in zip(keys, range(keys.size) if order is None else order, strict=True):
-        groups[int(key)].append(int(device))
+        span = int(part or sizes[name])
+        stride = sizes[name] // (span * int(before or 1))
+        coordinates[name] -= coordinates[name] // stride % span * stride
+    order = _iota(devices) if devices and "[" in devices else _numbers(devices or "")
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for position, others in enumerate(zip(*coordinates.values(), strict=True)):
+        groups[others].append(int(order[position]) if devices else position)
     return tuple(map(frozenset, groups.values()))
 
 
 def group_axes(groups: Sequence[Group], sizes: dict[str, int]) -> tuple[str, ...] | None:
     """Name the mesh axes whose groups these are, or None."""
-    first = sorted(groups[0])
-    names = differing_axes([(first[0], other) for other in first], sizes)
-    if names is None:
+    names = differing_axes(groups, sizes) if len(set(map(len, groups))) == 1 else None
+    if names is None or len(frozenset.union(*groups)) < math.prod(sizes.values()):
         return None
-    parts = [(list(sizes).index(name), sizes[name], 1) for name in names]
-    return names if set(groups) == set(_groups_along(list(sizes.values()), parts)) else None
+    return names if len(groups[0]) == math.prod(sizes[name] for name in names) else None
 
 
 def differing_axes(
-    pairs: Iterable[tuple[int, int]], sizes: dict[str, int]
+    groups: Sequence[Collection[int]], sizes: dict[str, int]
 ) -> tuple[str, ...] | None:
-    """Name the mesh axes along which some pair of devices differs."""
-    shape, ends = tuple(sizes.values()), np.array(list(pairs), int).reshape(-1, 2)
-    if not sizes or np.any(ends >= np.prod(shape)):
+    """Name the mesh axes along which devices of a group differ; None for those of other meshes."""
+    shape, devices = tuple(sizes.values()), np.array([*map(list, groups)], int)
+    if not sizes or np.any(devices >= math.prod(shape)):
         return None
-    start, end = (np.array(np.unravel_index(side, shape)) for side in ends.T)
-    return tuple(name for name, differ in zip(sizes, start != end, strict=True) if differ.any())
+    coordinates = np.array(np.unravel_index(devices, shape))
+    differ = coordinates != coordinates[..., :1]
+    return tuple(name for name, axis in zip(sizes, differ, strict=True) if axis.any())
 
 
 def permute_pairs(attributes: str) -> list[tuple[int, int]]:
