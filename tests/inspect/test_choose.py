@@ -27,8 +27,13 @@ PLAIN, SPLIT, AGAIN = {}, {"accumulate": 16}, {"accumulate": 16, "remat": True}
 
 
 @functools.cache
+def compiled(**options):
+    return sf.compile_step(make_step(**options), SHAPE, BATCH)
+
+
+@functools.cache
 def peak(**options):
-    return sf.describe(make_step(**options), SHAPE, BATCH).memory.peak
+    return sf.describe(compiled(**options), SHAPE, BATCH).memory.peak
 
 
 def test_the_cheapest_is_the_one_with_the_fewest_flops_that_fits():
@@ -37,15 +42,15 @@ def test_the_cheapest_is_the_one_with_the_fewest_flops_that_fits():
     choice = sf.choose(make_step, SHAPE, BATCH, [AGAIN, PLAIN, SPLIT])
     assert choice.arguments == SPLIT
     assert choice.report.memory.peak == peak(**SPLIT)
-    only = sf.choose(make_step, SHAPE, BATCH, [AGAIN, PLAIN], limit=peak() - 1)
+    only = sf.choose(compiled, SHAPE, BATCH, [AGAIN, PLAIN], limit=peak() - 1)
     assert only.arguments == AGAIN
-    both = sf.choose(make_step, SHAPE, BATCH, [AGAIN, PLAIN], limit=peak())
+    both = sf.choose(compiled, SHAPE, BATCH, [AGAIN, PLAIN], limit=peak())
     assert both.arguments == PLAIN
     assert both.report.flops.dots < only.report.flops.dots
 
 
 def test_the_table_has_all():
-    choice = sf.choose(make_step, SHAPE, BATCH, [PLAIN, SPLIT], limit=peak() - 1)
+    choice = sf.choose(compiled, SHAPE, BATCH, [PLAIN, SPLIT], limit=peak() - 1)
     head, _, plain, split, _, last = str(choice).splitlines()
     assert head.split() == ["on", "each", "device", "memory", "FLOPs", "sent", "fits"]
     assert plain.startswith("no arguments  ")
@@ -72,7 +77,7 @@ def test_layouts_are_compared_by_what_they_send_and_hold():
 def test_if_none_fits_the_error_lists_all():
     words = r"(?s)^candidates: expected one that fits into 1.00 KiB, got none; .*\n\non each device"
     with pytest.raises(sf.OutOfMemoryError, match=words) as caught:
-        sf.choose(make_step, SHAPE, BATCH, [PLAIN, SPLIT], limit=1024)
+        sf.choose(compiled, SHAPE, BATCH, [PLAIN, SPLIT], limit=1024)
     assert "\nno arguments " in str(caught.value)
     assert "\naccumulate=16 " in str(caught.value)
 
@@ -100,7 +105,7 @@ def test_what_the_compiler_refuses_does_not_fit():
 
 def test_other_errors_name_the_candidate():
     with pytest.raises(sf.DataError, match="accumulate=7: expected a divisor") as caught:
-        sf.choose(make_step, SHAPE, BATCH, [PLAIN, {"accumulate": 7}])
+        sf.choose(make_step, SHAPE, BATCH, [{"accumulate": 7}])
     assert caught.value.__notes__[-1:] == ["candidates: raised for accumulate=7"]
 
 

@@ -1,5 +1,6 @@
 import dataclasses
 import re
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +28,20 @@ def loss_fn(params, batch, key):
 
 
 STEP, EVAL = sf.make_train_step(loss_fn, TX), sf.make_eval_step(loss_fn)
-BATCH = {"x": np.ones((16, 64), np.float32), "y": np.ones(16, np.float32)}
 
 
-def compiled(dims=None, step=STEP, build=init, batch=BATCH, tx=TX, **options):
+def make_batch(rows):
+    return {"x": np.ones((rows, 64), np.float32), "y": np.ones(rows, np.float32)}
+
+
+BATCH = make_batch(16)
+
+
+@cache
+def compiled(dims=None, step=STEP, build=init, rows=16, tx=TX, **options):
     shape = jax.eval_shape(lambda: sf.init_state(build, tx, jax.random.key(0)))
     plan = dims and sf.make_sharding(shape, sf.make_mesh(dims))
-    return sf.compile_step(step, shape, batch, sharding=plan, **options)
+    return sf.compile_step(step, shape, make_batch(rows), sharding=plan, **options)
 
 
 def memory_of(step):
@@ -117,10 +125,7 @@ def test_accumulation_lowers_the_temporaries():
             hidden = jnp.tanh(hidden @ params["w"] @ params["w"].T)
         return sf.mean(hidden.mean(-1) * batch["y"])
 
-    batch = {"x": np.ones((1024, 64), np.float32), "y": np.ones(1024, np.float32)}
-    of = lambda n: memory_of(
-        compiled(None, sf.make_train_step(deep, TX, accumulate=n), batch=batch)
-    )
+    of = lambda n: memory_of(compiled(None, sf.make_train_step(deep, TX, accumulate=n), rows=1024))
     assert of(16).temporaries < of(1).temporaries / 4
 
 

@@ -498,10 +498,11 @@ AFFINE, AFFINE_EVAL = sf.make_train_step(affine_loss, TX), sf.make_eval_step(aff
 PAIRS = {"x": np.ones((16, 64), np.float32), "y": np.ones(16, np.float32)}
 
 
-def compiled(dims=None, step=AFFINE, build=init_affine, batch=PAIRS, tx=TX, **options):
+@cache
+def compiled(dims=None, step=AFFINE, build=init_affine, tx=TX, **options):
     shape = jax.eval_shape(lambda: sf.init_state(build, tx, jax.random.key(0)))
     plan = dims and sf.make_sharding(shape, sf.make_mesh(dims))
-    return sf.compile_step(step, shape, batch, sharding=plan, **options)
+    return sf.compile_step(step, shape, PAIRS, sharding=plan, **options)
 
 
 # What is donated and not used again
