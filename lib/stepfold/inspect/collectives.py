@@ -52,12 +52,8 @@ _KINDS = re.compile(
 def collectives(program: "Program", mesh: Mesh | None = None) -> list[Collective]:
     r"""List the collectives of a program, those with the most traffic first.
 
-    Args:
-      program: the optimized program of one device, as `parse` returns it.
-      mesh: the mesh it was compiled for, to name the axes.
-
-    Returns:
-      One entry for each kind, axes and dtype, without those within a single device.
+    There is one entry for each kind, axes and dtype, without those within a single device. The mesh
+    is that for which the program was compiled, to name the axes.
 
     >>> text = "all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add"
     >>> line = "%x = f32[256]{0} parameter(0)\n  ROOT %y = f32[256]{0} " + text
@@ -224,8 +220,8 @@ def differing_axes(
 
 def permute_pairs(attributes: str) -> list[tuple[int, int]]:
     """Read the sources and targets of a permute, without those that send to themselves."""
-    _, _, listed = attributes.partition("source_target_pairs={")
-    pairs = re.findall(r"\{(\d+),(\d+)\}", listed.partition("}}")[0] + "}")
+    listed = re.search(r"source_target_pairs=([\d,{}]*)", attributes)
+    pairs = re.findall(r"\{(\d+),(\d+)\}", listed[1] if listed else "")
     return [(int(source), int(target)) for source, target in pairs if source != target]
 
 
@@ -401,14 +397,17 @@ class _Loops:
             return None
         counted, counter, index = self._origin(place, compare.operands[0])
         added, add, _ = self._origin(body, self._roots[body], index, stop=body)
-        terms = [self._origin(added, name, stop=body) for name in add.operands]
+        if (counted, counter.op, add.op) != (condition, "parameter", "add"):
+            return None
+        terms = [self._origin(added, name) for name in add.operands]
         steps = [term for term in terms if (term[1].op, term[2]) != ("parameter", index)]
-        ends = (within, loop.operands[0], index), (place, compare.operands[1])
-        values = [*(self._origin(*end) for end in ends), *steps]
-        constants = [line.literal for _, line, _ in values if line.op == "constant"]
+        ends = (
+            self._origin(within, loop.operands[0], index),
+            self._origin(place, compare.operands[1]),
+        )
+        constants = [line.literal for _, line, _ in (*ends, *steps) if line.op == "constant"]
         numbers = [int(text) for text in constants if re.fullmatch(r"-?\d+", text)]
-        is_counted = (counted, counter.op, add.op) == (condition, "parameter", "add")
-        is_known = is_counted and len(numbers) == len(values) == 3 and numbers[2] > 0
+        is_known = len(numbers) == len(ends) + len(steps) == 3 and numbers[2] > 0
         return len(range(*numbers)) if is_known else None
 
     def _origin(

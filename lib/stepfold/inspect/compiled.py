@@ -206,14 +206,20 @@ def compile_step(
             "compile_step: expected a step (state, batch) -> ..., neither jitted nor compiled, got "
             f"{tree.spell(step)}; pass the result of sf.make_train_step as it is"
         )
-    example_batch = batch
+    example = batch
     state, batch = abstract_arguments(state, batch, sharding)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (state, batch))
     meshes = [getattr(leaf.sharding, "mesh", None) for leaf in jax.tree.leaves(batch)]
     if any(mesh is not None and AxisType.Explicit in mesh.axis_types for mesh in meshes):
-        example_batch = batch  # shardings are part of the types that are traced
+        example = batch  # shardings are part of the types that are traced
     else:
-        example_batch = _drop_uncommitted_shardings(batch, example_batch)
+        # jit traces committed arrays and arrays of the host separately, although both run the same
+        # program. Its fast path is for arguments like those that were traced.
+        example = jax.tree.map(
+            lambda leaf, array: leaf if committed_sharding(array) else leaf.update(sharding=None),
+            batch,
+            example,
+        )
     is_compiled = False
 
     def step_once(state: Any, batch: Any) -> Any:
@@ -223,7 +229,7 @@ def compile_step(
 
     with jax.disable_jit(False):  # calls under disable_jit run eagerly, but this compiles
         # jax caches the trace of a function, so that jitted.trace reuses that of eval_shape.
-        output = jax.eval_shape(step_once, state, example_batch)
+        output = jax.eval_shape(step_once, state, example)
         trains = isinstance(output, tuple) and len(output) == 2 and _is_state(state, output[0])
         jitted = jax.jit(
             step_once,
@@ -232,7 +238,7 @@ def compile_step(
             donate_argnums=0 if trains and donate else (),
             compiler_options=compiler_options and dict(compiler_options),
         )
-        traced = jitted.trace(state, example_batch)
+        traced = jitted.trace(state, example)
         lowered = traced.lower()
     try:
         compiled = lowered.compile()
@@ -326,31 +332,18 @@ def _some(names: list[str]) -> str:
     return ", ".join([*names[:4], "…"] if len(names) > 4 else names)
 
 
-def _drop_uncommitted_shardings(batch: Any, example: Any) -> Any:
-    """Remove the shardings from an abstract batch that the arrays of an example do not have.
-
-    jit traces committed arrays and arrays of the host separately, although both run the same
-    program. Its fast path is for arguments like those that were traced.
-    """
-    drop = lambda leaf, array: leaf if committed_sharding(array) else leaf.update(sharding=None)
-    return jax.tree.map(drop, batch, example)
-
-
 # Arguments of calls
 
 
 def argument_changes(wanted: Any, got: Any, root: str) -> list[str]:
     """List how an argument differs from the abstract one, a line for each path."""
+    is_numpy = lambda leaf: isinstance(leaf, np.ndarray | np.generic) and tree.is_data(leaf)
     # jax takes numpy's int64 as int32 without x64.
-    numpy_type = np.ndarray | np.generic
-    canonical = lambda leaf: (
-        jax.typeof(leaf) if isinstance(leaf, numpy_type) and tree.is_data(leaf) else leaf
-    )
-    if lines := tree.diff(wanted, jax.tree.map(canonical, got), root):
+    canonical = jax.tree.map(lambda leaf: jax.typeof(leaf) if is_numpy(leaf) else leaf, got)
+    if lines := tree.diff(wanted, canonical, root):
         return lines
-    for (name, form), leaf in zip(
-        tree.named_leaves(wanted, root), jax.tree.leaves(got), strict=True
-    ):
+    named = tree.named_leaves(wanted, root)
+    for (name, form), leaf in zip(named, jax.tree.leaves(got), strict=True):
         sharding = leaf.sharding if getattr(leaf, "committed", False) else form.sharding
         if not tree.is_array(leaf) and is_weak(leaf) and not form.weak_type:
             expected, seen = tree.spell(form), f"the Python number {leaf!r}, which is weakly typed"

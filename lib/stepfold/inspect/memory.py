@@ -64,37 +64,23 @@ class Memory:
         return f"Most of it {_ADVICE[max(_ADVICE, key=lambda name: getattr(self, name))]}."
 
     def __str__(self) -> str:
-        rows = [
-            ("parameters", self.params),
-            ("optimizer's state", self.opt_state),
-            ("model's state", self.model_state),
-            ("step and key", self.rest),
-            ("batch", self.batch),
-            ("temporaries", self.temporaries),
-            ("output besides the state", self.output),
-            ("peak, predicted", self.peak),
-        ]
-        cells = [(n, size(x), f"{x / max(self.peak, 1):.0%}") for n, x in rows if x]
+        rows = {
+            "parameters": self.params,
+            "optimizer's state": self.opt_state,
+            "model's state": self.model_state,
+            "step and key": self.rest,
+            "batch": self.batch,
+            "temporaries": self.temporaries,
+            "output besides the state": self.output,
+            "peak, predicted": self.peak,
+        }
+        cells = [(n, size(x), f"{x / max(self.peak, 1):.0%}") for n, x in rows.items() if x]
         cells += [("in the host's memory", size(self.host), "")] if self.host else []
         return table(("on each device", "bytes", "share"), cells)
 
 
 def memory_of(compiled: jax.stages.Compiled | None, state: Any, batch: Any) -> Memory:
-    """Return the memory of a compiled step.
-
-    Args:
-      compiled: the executable; None to leave out temporaries and outputs.
-      state: the abstract state, with shardings.
-      batch: the abstract batch, with shardings.
-
-    >>> import jax, jax.numpy as jnp, optax, stepfold as sf
-    >>> state = sf.init_state(jnp.ones((64, 32)), optax.adam(0.1), jax.random.key(0))
-    >>> step = sf.make_train_step(lambda p, x, key: sf.mean((x @ p) ** 2), optax.adam(0.1))
-    >>> step = sf.compile_step(step, state, jnp.ones((8, 64)))
-    >>> memory = memory_of(step.compiled, step.state, step.batch)
-    >>> memory.params, memory.opt_state, memory.batch
-    (8192, 16388, 2048)
-    """
+    """Return the memory of a step; without a program, that of its abstract arguments."""
     parts: tuple[Any, ...] = state, (), (), ()
     if isinstance(state, TrainState):
         parts = state.params, state.opt_state, state.model_state, (state.step, state.key)
@@ -117,13 +103,7 @@ def _is_on_host(leaf: Any) -> bool:
 
 
 def bytes_per_device(arrays: Any) -> int:
-    """Count the bytes of abstract arrays with shardings on one device.
-
-    >>> import jax, jax.numpy as jnp, stepfold as sf
-    >>> rows = jax.ShapeDtypeStruct((64, 4), jnp.float32)
-    >>> bytes_per_device(sf.shard_batch(rows, sf.make_mesh()))
-    128
-    """
+    """Count the bytes of abstract arrays with shardings on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(arrays)
@@ -140,11 +120,7 @@ def exhausted(
 ) -> OutOfMemoryError:
     """Return an error that says what takes the memory, and how to reduce it.
 
-    Args:
-      error: the exception of XLA.
-      state: the abstract state, with shardings.
-      batch: the abstract batch, with shardings.
-      compiled: the executable; None if compiling failed.
+    `compiled` is None if compiling failed.
     """
     memory = memory_of(compiled, state, batch)
     if compiled is None:
@@ -152,8 +128,7 @@ def exhausted(
         advice = f"If most {_ADVICE['temporaries']}. If most {_ADVICE['state']}."
     else:
         failure, advice = "run in this device's memory; it needs", memory.advice
-    match = re.search(f"({_EXHAUSTED.pattern}).*", str(error))  # the cause, without what led to it
-    cause = match[0] if match else error
+    (cause,) = re.findall(f"(?:{_EXHAUSTED.pattern}).*", str(error))[:1]  # without what led to it
     return OutOfMemoryError(
         f"the step cannot be {failure}\n\n{memory}\n\n{advice}\nXLA reports: {cause}"
     )

@@ -198,19 +198,20 @@ def _initial_state(capsule: Capsule, state: Any) -> Any:
 def _batches_since_checkpoint(capsule: Capsule, batches: Any) -> Generator[Any, None, None]:
     """Yield the batches from the checkpoint on; the capsule may have the last one."""
     first, last = capsule.mark.step + 1, capsule.step
-    count = last - first + bool(capsule.lost)
+    count = capsule.distance + bool(capsule.lost)
     if count and batches is None:
         raise ConfigError(
             f"batches: expected those of the run, for steps {first} to {last}, got None; "
             f"{'; '.join(capsule.lost) or 'the capsule has none'}"
         )
     if count:
-        iterator = iter(batches)
-        can_move = isinstance(batches, list | tuple) or hasattr(iterator, "set_state")
-        is_ready = not can_move and batches is not capsule.batches
-        reader: Any = reread(batches, capsule.mark, capsule.began)
-        with nullcontext(iterator) if is_ready else reader as iterator:
-            number = first
+        can_move = isinstance(batches, list | tuple) or hasattr(iter(batches), "set_state")
+        is_at_start = not can_move and batches is not capsule.batches
+        reader: Any = (
+            nullcontext(batches) if is_at_start else reread(batches, capsule.mark, capsule.began)
+        )
+        number = first
+        with reader as iterator:
             for batch in itertools.islice(iterator, count):
                 yield batch
                 number += 1
@@ -237,11 +238,8 @@ _are_finite = jax.jit(lambda leaves: jax.tree.map(lambda leaf: jnp.isfinite(leaf
 
 
 def _nonfinite_leaves(state: Any) -> list[str]:
-    floats = {
-        name: leaf
-        for name, leaf in tree.named_leaves(state)
-        if tree.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    }
+    arrays = {name: leaf for name, leaf in tree.named_leaves(state) if tree.is_array(leaf)}
+    floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
     finite = jax.device_get(_are_finite(floats))
     return [name for name in floats if not finite[name]]
 
@@ -271,15 +269,14 @@ def _find_cause(
     # Imported when first used, since it imports jax.extend and with it Pallas.
     from stepfold.loop.replay.origin import find_origin
 
-    function, cause = step.step if isinstance(step, CompiledStep) else step, None
+    function = step.step if isinstance(step, CompiledStep) else step
     note = "no single operation makes NaN or inf out of finite numbers"
     try:
         cause = find_origin(function, (state, batch), None if good is None else (state, good))
+        causes += [] if cause is None else [str(cause)]
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         note = f"the step cannot be evaluated operation by operation: {reason}"
-    if cause is not None:
-        causes.append(str(cause))
-    elif not causes:
+    if not causes:
         notes.append(f"where: {note}")
     return examples, leaves, "; ".join(causes), notes
