@@ -7,7 +7,7 @@ import pytest
 
 import stepfold as sf
 
-TX = optax.adam(0.1)
+TX = optax.sgd(0.1)
 BATCH = jax.ShapeDtypeStruct((512, 64), jnp.float32)
 
 
