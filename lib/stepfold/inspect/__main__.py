@@ -51,7 +51,7 @@ def _load(spelled: str) -> Callable[..., Any]:
     function = runpy.run_path(path).get(name)
     if not callable(function):
         raise ConfigError(f"{path}: expected a function {name}(devices), got {function!r:.80}")
-    return function
+    return function  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ def compile_step(
             in_shardings=shardings,
             out_shardings=(shardings[0], None) if trains else None,
             donate_argnums=0 if trains and donate else (),
-            compiler_options=compiler_options and dict(compiler_options),
+            compiler_options=dict(compiler_options) if compiler_options else None,
         )
         traced = jitted.trace(state, example)
         lowered = traced.lower()
@@ -337,10 +337,12 @@ def _some(names: list[str]) -> str:
 
 def argument_changes(wanted: Any, got: Any, root: str) -> list[str]:
     """List how an argument differs from the abstract one, a line for each path."""
-    is_numpy = lambda leaf: isinstance(leaf, np.ndarray | np.generic) and tree.is_data(leaf)
-    # jax takes numpy's int64 as int32 without x64.
-    canonical = jax.tree.map(lambda leaf: jax.typeof(leaf) if is_numpy(leaf) else leaf, got)
-    if lines := tree.diff(wanted, canonical, root):
+
+    def as_jax(leaf: Any) -> Any:  # takes numpy's int64: without x64 as int32
+        is_numpy = isinstance(leaf, np.ndarray | np.generic) and tree.is_data(leaf)
+        return jax.typeof(leaf) if is_numpy else leaf
+
+    if lines := tree.diff(wanted, jax.tree.map(as_jax, got), root):
         return lines
     named = tree.named_leaves(wanted, root)
     for (name, form), leaf in zip(named, jax.tree.leaves(got), strict=True):

@@ -47,8 +47,7 @@ def count(jaxpr: Any) -> Flops:
     >>> count(jax.make_jaxpr(jnp.matmul)(jnp.ones((8, 4)), jnp.ones((4, 16))))
     Flops(dots=1024, unknown=())
     """
-    dots = sum(product.flops for product in products(jaxpr))
-    return Flops(dots, uncounted(jaxpr))
+    return Flops(sum(product.flops for product in products(jaxpr)), uncounted(jaxpr))
 
 
 def uncounted(jaxpr: Any) -> tuple[str, ...]:
@@ -141,8 +140,9 @@ def _trips(equation: Any) -> int:
 
 def _dot_flops(equation: Any) -> int:
     (contracted, _), _ = equation.params["dimension_numbers"]
-    depth = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-    return 2 * depth * math.prod(equation.outvars[0].aval.shape)
+    depth: int = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+    size: int = math.prod(equation.outvars[0].aval.shape)
+    return 2 * depth * size
 
 
 def _convolution_flops(equation: Any) -> int:
@@ -150,7 +150,8 @@ def _convolution_flops(equation: Any) -> int:
     options = {name: x for name, x in equation.params.items() if name != "out_sharding"}
     convolve = jax.jit(partial(lax.conv_general_dilated, **options))
     forms = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
-    return int(convolve.lower(*forms).cost_analysis()["flops"])
+    costs: Any = convolve.lower(*forms).cost_analysis()
+    return int(costs["flops"])
 
 
 _PRODUCTS = {"dot_general": _dot_flops, "conv_general_dilated": _convolution_flops}
