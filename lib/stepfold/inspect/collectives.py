@@ -265,19 +265,12 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """The program of one device.
-
-    Attributes:
-      computations: the instructions of each computation by its name.
-      entry: the name of the computation that runs.
-      replicas: copies of the whole program, of which jit makes one.
-      partitions: devices that share the work of one copy.
-    """
+    """The program of one device."""
 
     computations: Mapping[str, Sequence[Instruction]]
-    entry: str
-    replicas: int = 1
-    partitions: int = 1
+    entry: str  # the name of the computation that runs
+    replicas: int = 1  # copies of the whole program; jit makes one
+    partitions: int = 1  # devices that share the work of a copy
 
 
 class Run(NamedTuple):
@@ -302,9 +295,10 @@ def parse(text: str) -> Program:
         elif match := _LINE.match(line):
             is_root, name, result, op, operands, attributes = match.groups()
             names = tuple(re.findall(r"%([\w.-]+)", operands))
-            made = Instruction(name, op, arrays(result), names, attributes, literal=operands)
-            computations[within].append(made)
-            roots |= {within: name} if is_root else {}
+            instruction = Instruction(name, op, arrays(result), names, attributes, operands)
+            computations[within].append(instruction)
+            if is_root:
+                roots[within] = name
         elif re.match(r"\s+(ROOT )?%[\w.-]+ = ", line):
             raise ConfigError(f"hlo: expected `%name = type op(operands)`, got {line[:80]!r}")
     if entry is None:
