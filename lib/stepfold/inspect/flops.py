@@ -8,12 +8,10 @@ import math
 import re
 import sysconfig
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-from jax import lax
+import numpy as np
 from jax.interpreters import partial_eval
 
 
@@ -146,12 +144,44 @@ def _dot_flops(equation: Any) -> int:
 
 
 def _convolution_flops(equation: Any) -> int:
-    """Let XLA count, which leaves out products with padding and between dilated values."""
-    options = {name: x for name, x in equation.params.items() if name != "out_sharding"}
-    convolve = jax.jit(partial(lax.conv_general_dilated, **options))
-    forms = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
-    costs: Any = convolve.lower(*forms).cost_analysis()
-    return int(costs["flops"])
+    params = equation.params
+    image_dims, kernel_dims, out_dims = params["dimension_numbers"]
+    image, kernel = (variable.aval.shape for variable in equation.invars)
+    out = equation.outvars[0].aval.shape
+    windows = zip(
+        image_dims[2:],
+        kernel_dims[2:],
+        out_dims[2:],
+        params["window_strides"],
+        params["padding"],
+        params["lhs_dilation"],
+        params["rhs_dilation"],
+        strict=True,
+    )
+    multiplied = math.prod(
+        _multiplied_pairs(image[i], kernel[k], out[o], *window) for i, k, o, *window in windows
+    )
+    batch = image[image_dims[0]] // params["batch_group_count"]
+    # The kernel's input features are those of one group.
+    return int(2 * batch * kernel[kernel_dims[1]] * out[out_dims[1]] * multiplied)
+
+
+def _multiplied_pairs(
+    image: int,
+    kernel: int,
+    out: int,
+    stride: int,
+    padding: tuple[int, int],
+    image_dilation: int,
+    kernel_dilation: int,
+) -> int:
+    """Count the products of one dimension, without those with padding or between dilated values."""
+    starts, pairs = np.arange(out) * stride - padding[0], 0
+    for offset in range(0, kernel * kernel_dilation, kernel_dilation):
+        at = starts + offset
+        is_inside = (at >= 0) & (at <= (image - 1) * image_dilation)
+        pairs += int(np.sum(is_inside & (at % image_dilation == 0)))
+    return pairs
 
 
 _PRODUCTS = {"dot_general": _dot_flops, "conv_general_dilated": _convolution_flops}
