@@ -61,9 +61,9 @@ def test_a_card_cannot_go_below_a_file(tmp_path):
 def test_a_card_lists_arguments_parameters_devices_and_curves(reason):
     text = saving.make_card(
         TrainingArguments(model_name="digits", learning_rate=0.1, frozen_parameters="a|b"),
-        params={"w": jnp.ones((3, 2))},
-        mesh=sf.make_mesh(),
-        history={"eval/loss": [2.0, 1.0]},
+        {"w": jnp.ones((3, 2))},
+        sf.make_mesh(),
+        {"eval/loss": [2.0, 1.0]},
         stop_reason=reason,
         notes={"checkpoint": "runs/2"},
     )
@@ -81,7 +81,9 @@ def test_a_card_lists_arguments_parameters_devices_and_curves(reason):
 
 def test_a_card_leaves_empty_sections_out():
     params, history = {"w": jnp.ones(1)}, {"x": [jnp.nan]}
-    text = saving.make_card(TrainingArguments(), params=params, history=history)
+    text = saving.make_card(
+        TrainingArguments(), params, sf.make_mesh(), history, stop_reason=None, notes={}
+    )
     assert "## Notes" not in text
     assert "## Results" not in text
     assert "The run ended" not in text

@@ -8,6 +8,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import stepfold as sf
+from stepfold.adapter import TrainingArguments
 from stepfold.adapter.setup import (
     check_model,
     copy_to,
@@ -21,12 +22,12 @@ from stepfold.adapter.setup import (
 from . import digits
 
 TX = optax.adam(optax.linear_schedule(0.1, 0.0, 100))
-CAST = lambda params: params
 
 
-def begin(model=None, given=None, tx=TX, **options):
-    usual = {"seed": 0, "shardings_of": lambda shape: None, "cast": CAST}
-    return first_state(model, given, tx, **usual | options)
+def begin(model=None, given=None, tx=TX, stateful=False, shardings_of=lambda state: None, **fields):
+    arguments = TrainingArguments(**{"seed": 0, "max_steps": 100, **fields})
+    options = {"shardings_of": shardings_of, "stateful": stateful}
+    return first_state(arguments, model, given, tx, **options)
 
 
 def trained():
@@ -65,16 +66,16 @@ def test_a_state_keeps_its_optimizer_state_if_that_fits():
 
 
 def test_a_new_state_and_its_schedule_start_at_a_step():
-    state = begin(digits.init, step=40)
+    state = begin(digits.init, step_start_point=40)
     assert int(state.step) == int(state.opt_state[1].count) == 40
     assert int(state.opt_state[0].count) == 0
 
 
 def test_parameters_are_cast_wherever_they_come_from():
-    half = lambda params: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     for options in ({"model": digits.init}, {"given": digits.init(jax.random.key(0))}):
-        assert begin(**options, cast=half).params["bias"].dtype == jnp.bfloat16
-    stateful = begin(lambda key: (jnp.ones(2), jnp.zeros(3)), cast=half, stateful=True)
+        assert begin(**options, param_dtype="bf16").params["bias"].dtype == jnp.bfloat16
+    both = lambda key: (jnp.ones(2), jnp.zeros(3))
+    stateful = begin(both, param_dtype="bf16", stateful=True)
     assert (stateful.params.dtype, stateful.model_state.dtype) == (jnp.bfloat16, jnp.float32)
 
 
@@ -94,13 +95,13 @@ def test_a_copy_has_no_weak_types():
 
 def test_models_without_parameters_are_refused():
     with pytest.raises(sf.ConfigError, match="model, model_state: expected a function key -> para"):
-        check_model(None, None, finetune=True)
+        check_model(None, None, True)
     with pytest.raises(sf.ConfigError, match="finetune=False initializes new parameters"):
-        check_model(None, {"w": 1}, finetune=False)
+        check_model(None, {"w": 1}, False)
     with pytest.raises(sf.ConfigError, match="model: Dense makes its parameters of an example"):
-        check_model(linen.Dense(3), None, finetune=True)
-    check_model(linen.Dense(3), {"w": 1}, finetune=True)
-    check_model(eqx.nn.Linear(2, 3, key=jax.random.key(0)), None, finetune=True)
+        check_model(linen.Dense(3), None, True)
+    check_model(linen.Dense(3), {"w": 1}, True)
+    check_model(eqx.nn.Linear(2, 3, key=jax.random.key(0)), None, True)
 
 
 def test_weights_are_loaded_from_safetensors_and_checkpoints(tmp_path):
@@ -113,6 +114,10 @@ def test_weights_are_loaded_from_safetensors_and_checkpoints(tmp_path):
         assert digits.bits(new.params) == digits.bits(state.params)
         assert digits.bits(new.opt_state) == digits.bits(fresh.opt_state)
         assert (loaded, not_loaded) == (["params/bias", "params/kernel"], {})
+    larger = begin(lambda key: {"bias": jnp.zeros(10), "head": jnp.zeros(3)})
+    new, loaded, not_loaded = load_weights(tmp_path / "run", larger)
+    assert (loaded, sorted(not_loaded)) == (["params/bias"], ["params/head", "params/kernel"])
+    assert digits.bits(new.params["bias"]) == digits.bits(state.params["bias"])
     with pytest.raises(sf.TreeMismatchError, match="none that fits"):
         load_weights(tmp_path / "run", begin(lambda key: {"other": jnp.ones(3)}))
 

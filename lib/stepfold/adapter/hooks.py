@@ -35,14 +35,7 @@ class StopTraining(Exception):  # noqa: N818  not an error, as StopIteration is 
 
 
 class StopOnSkipped(BaseHook):
-    """Stop after `limit` steps in a row that were skipped for a NaN or inf.
-
-    A dynamic loss scale skips several steps in a row while it shrinks, and needs a higher limit.
-
-    >>> hook = StopOnSkipped()
-    >>> str(hook(Event(12, None, {}, None, {"train/skipped": np.array([0, 1, 0])})))
-    'the loss or a gradient was not finite in step 11, which was skipped'
-    """
+    """Stop after `limit` steps in a row that were skipped for a NaN or inf."""
 
     can_stop = True
     run_state = ("_in_a_row",)
@@ -109,17 +102,19 @@ class TrainerHook(BaseHook):
         if getattr(trainer.dataloader_train, "steps_per_epoch", None):
             self.end_epoch = self._end_epoch  # which ends an interval of metrics
         self._bar_state: Any = None  # of the resumed run
-        self.needs_exact_state = trainer.has_watchers
+        self.needs_exact_state = bool(trainer.watchers) or trainer.overrides("log_watchers")
 
     def open(self, step: int, total: int | None) -> None:
         trainer = self._trainer
-        bar = trainer.create_progress_bar(
+        bar = trainer.progress_bar = trainer.create_progress_bar(
             total, desc=trainer.arguments.model_name, disabled=not trainer.is_process_zero
         )
         if self._bar_state is not None:
             call_optional(bar, "set_state", self._bar_state)
         call_optional(bar, "open", step)
-        trainer.open_run(bar, step, total)
+        trainer.start_step, trainer.last_step, trainer.watched_step = step, total, step
+        if trainer.is_enable:
+            call_optional(trainer.writer, "resume", step)  # which drops the rows of later steps
 
     def __call__(self, event: Event) -> Mapping[str, float] | Stop | None:
         trainer = self._trainer
@@ -134,7 +129,7 @@ class TrainerHook(BaseHook):
                 metrics = metrics if changed is None else changed
             mode = "train" if event.is_train else "eval"
             trainer.log_metrics(metrics, trainer.progress_bar, event.step, mode)
-            if event.is_train and trainer.has_watchers:
+            if event.is_train and self.needs_exact_state:
                 numbers = trainer.log_watchers(event.state, event.step)
             trainer.on_log(metrics, event.step)
         except StopTraining as reason:
@@ -142,8 +137,8 @@ class TrainerHook(BaseHook):
         return numbers
 
     def flush(self) -> None:
-        if self._trainer.writer is not None and self._trainer.is_enable:
-            self._trainer.writer.flush()
+        if self._trainer.is_enable:
+            call_optional(self._trainer.writer, "flush")
 
     def close(self) -> None:
         call_optional(self._trainer.progress_bar, "close")
@@ -161,13 +156,7 @@ class TrainerHook(BaseHook):
 
 
 def add_advice(error: BaseException) -> None:
-    """Add a note to an out-of-memory error on which arguments to change.
-
-    >>> error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate ...")
-    >>> add_advice(error)
-    >>> error.__notes__[0].split(":")[0]
-    'the device has too little memory for this step'
-    """
+    """Add a note to an out-of-memory error on which arguments to change."""
     if isinstance(error, OutOfMemoryError) or is_exhausted(error):
         error.add_note(
             "the device has too little memory for this step: raise gradient_accumulation_steps, "
@@ -203,7 +192,11 @@ def epoch_means(
 
 
 class ProgressBar:
-    """A bar with the methods of tqdm that trainers use, drawn by `stepfold.progress`."""
+    """A bar with the methods of tqdm that trainers use, drawn by `stepfold.progress`.
+
+    Numbers of `set_postfix` are shown with the next update. A bar that was closed or reset opens
+    again at the next one.
+    """
 
     def __init__(
         self,
@@ -216,20 +209,17 @@ class ProgressBar:
     ) -> None:
         self.total, self.desc, self.step = total, desc, 0
         self._metrics: dict[str, float] = {}
-        self._make = functools.partial(progress, kind, metrics=metrics, file=file)
-        self._hook, self._is_open = self._make(), False
+        self._hook, self._is_open = progress(kind, metrics=metrics, file=file), False
+        self.get_state, self.set_state = self._hook.get_state, self._hook.set_state
 
     def open(self, step: int) -> None:
-        """Start at a step."""
         self.step, self._is_open = step, True
         self._hook.open(step, self.total)
 
     def set_postfix(self, metrics: Mapping[str, float] | None = None, **more: float) -> None:
-        """Set numbers to show with the next update."""
         self._metrics |= {**(metrics or {}), **more}
 
     def update(self, n: int = 1) -> None:
-        """Advance by a number of steps, and draw."""
         if not self._is_open:
             self.open(self.step)
         self.step += n
@@ -238,23 +228,12 @@ class ProgressBar:
         self._metrics = {}
 
     def reset(self) -> None:
-        """Start again at step 0."""
         self.close()
-        self.step, self._metrics, self._hook = 0, {}, self._make()
+        self.step, self._metrics = 0, {}
 
     def close(self) -> None:
-        """Close the bar, and keep its last drawing on the screen. Idempotent."""
-        if self._is_open:
-            self._hook.close()
+        self._hook.close()
         self._is_open = False
-
-    def get_state(self) -> Any:
-        """Return the running average, for a resumed run."""
-        return self._hook.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continue the running average."""
-        self._hook.set_state(state)
 
 
 class NullProgressBar:

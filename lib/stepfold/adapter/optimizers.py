@@ -45,7 +45,7 @@ def _wsd(peak: float, end: float, steps: int, *, decay: float = 0.1) -> optax.Sc
 SCHEDULES: Mapping[str, Callable[..., optax.Schedule]] = MappingProxyType(
     {
         "constant": lambda peak, _end, _steps: optax.constant_schedule(peak),
-        "linear": lambda peak, end, steps: optax.linear_schedule(peak, end, steps),
+        "linear": optax.linear_schedule,
         "cosine": _cosine,
         "polynomial": lambda peak, end, steps, *, power=2.0: optax.polynomial_schedule(
             peak, end, power, steps
@@ -142,8 +142,7 @@ def find_optimizer(name: str) -> Callable[..., optax.GradientTransformation]:
         raise ConfigError(
             f"optimizer: expected one that can be built by name, got {name!r}; {_NOT_BY_NAME[name]}"
         )
-    build = _find(name)
-    if build is None:
+    if (build := _find(name)) is None:
         names = optimizer_names()
         advice = suggest(name, names) or "give tx=… for another optimizer"
         raise ConfigError(f"optimizer: expected one of {', '.join(names)}, got {name!r}; {advice}")
@@ -235,9 +234,8 @@ def with_schedule_at(opt_state: Any, step: int) -> Any:
     """Set the step counts of schedules."""
 
     def move(node: Any) -> Any:
-        if not _is_schedule_state(node):
-            return node
-        return node._replace(count=jnp.full_like(node.count, step))
+        is_schedule = _is_schedule_state(node)
+        return node._replace(count=jnp.full_like(node.count, step)) if is_schedule else node
 
     return jax.tree.map(move, opt_state, is_leaf=_is_schedule_state)
 

@@ -32,7 +32,7 @@ def start(
 
     Returns whether the run may resume from its own checkpoints.
     """
-    loader = trainer.dataloader_train
+    loader, arguments = trainer.dataloader_train, trainer.arguments
     if loader is None:
         raise ConfigError("dataset_train: expected data to train on, got None")
     has_end = trainer.max_training_steps or more_steps or trainer.plan.seconds is not None
@@ -44,15 +44,15 @@ def start(
     num_starts = sum(value is not None for value in (params, state, path))
     if num_starts > 1:
         raise ConfigError("train: expected one of model_parameters, state and ckpt_path, got more")
-    own, folder = trainer.checkpoint_manager, trainer.arguments.checkpoints_dir
-    source, trainer.state_source = trainer.state_source, None
-    resume_from, is_first = trainer.arguments.resume_from_checkpoint, trainer.result is None
-    may_resume = trainer.arguments.resume_if_possible and resume_from is not False
+    own, folder = trainer.checkpoint_manager, arguments.checkpoints_dir
+    resume_from, is_first = arguments.resume_from_checkpoint, trainer.result is None
+    may_resume = not is_first or (arguments.resume_if_possible and resume_from is not False)
     if is_first and num_starts == 0 and isinstance(resume_from, str):
         # A run with checkpoints of its own continues from these, but the path has to exist.
         is_own = setup.is_newest(resume_from, own, folder)
         path = resume_from if is_own or trainer.checkpoint_path is None else None
-    new, data = trainer.model_state, None
+    source, trainer.state_source = trainer.state_source, None
+    new, data = trainer.state, None
     if params is not None:
         new, source = trainer.make_state(None, trainer.tx, params), "model_parameters"
     elif state is not None:
@@ -68,8 +68,8 @@ def start(
     if source is not None:
         setup.check_start(source, own, trainer.abstract_state, new)
         trainer.set_state(new)
-    loading.seek(loader, data, int(getattr(trainer.model_state, "step", 0)))
-    return may_resume or not is_first
+    loading.seek(loader, data, int(getattr(trainer.state, "step", 0)))
+    return may_resume
 
 
 def fit_trainer(trainer: "Trainer", *, more_steps: int | None, resume: bool) -> FitResult:
@@ -83,7 +83,7 @@ def fit_trainer(trainer: "Trainer", *, more_steps: int | None, resume: bool) -> 
     is_resumed = trainer.checkpoint_path is not None
     if not is_resumed and trainer.writer is not None and trainer.is_enable:
         trainer.writer.flush()  # rows logged before this run stay in the earlier run's files
-        move_previous_run(logs, int(getattr(trainer.model_state, "step", 0)))
+        move_previous_run(logs, int(getattr(trainer.state, "step", 0)))
     total = trainer.max_training_steps if more_steps is None else None
     # A loader of a subclass may be one epoch that can be iterated again.
     epochs = arguments.num_train_epochs
@@ -92,7 +92,7 @@ def fit_trainer(trainer: "Trainer", *, more_steps: int | None, resume: bool) -> 
     has_report = trainer.writer is not None and "jsonl" in arguments.report_to
     return fit(
         step,
-        _give_up_state(trainer) if is_resumed else trainer.model_state,
+        _take_state(trainer) if is_resumed else trainer.state,
         loader,
         steps=total,
         epochs=epochs if is_repeated else None,
@@ -108,17 +108,16 @@ def fit_trainer(trainer: "Trainer", *, more_steps: int | None, resume: bool) -> 
     )
 
 
-def _give_up_state(trainer: "Trainer") -> Any:
+def _take_state(trainer: "Trainer") -> Any:
     """Return the state without keeping it, so that its memory is free once another is restored."""
-    state, trainer.state = trainer.model_state, None
+    state, trainer.state = trainer.state, None
     return state
 
 
 def _train_step(trainer: "Trainer") -> Callable[..., Any]:
     own = trainer.sharded_training_step_function
     if trainer.step_with_metrics[0] is not own:  # kept, since `fit` reuses its program
-        is_compiled = isinstance(own, CompiledStep)
-        trainer.step_with_metrics = own, own if is_compiled else steps.as_train_step(own)
+        trainer.step_with_metrics = own, steps.as_train_step(own)
     step: Callable[..., Any] = trainer.step_with_metrics[1]
     if not trainer.overrides("on_step_start") and not trainer.overrides("on_step_end"):
         return step

@@ -116,21 +116,23 @@ def write_card(path: str | os.PathLike[str], text: str) -> None:
 
 def make_card(
     arguments: TrainingArguments,
-    *,
     params: Any,
-    mesh: Mesh | None = None,
-    history: Mapping[str, Sequence[float]] | None = None,
-    stop_reason: Stop | str | None = None,
-    notes: Mapping[str, Any] | None = None,
+    mesh: Mesh,
+    history: Mapping[str, Sequence[float]],
+    *,
+    stop_reason: Stop | str | None,
+    notes: Mapping[str, Any],
 ) -> str:
     """Format the card of a run as markdown, without arguments that are None and empty sections."""
-    devices = jax.devices() if mesh is None else list(mesh.devices.flat)
-    hardware = {"devices": len(devices), "kind": devices[0].device_kind}
-    hardware |= {"processes": jax.process_count()}
-    hardware |= {} if mesh is None else {"mesh": dict(mesh.shape)}
+    hardware = {
+        "devices": mesh.size,
+        "kind": mesh.devices.flat[0].device_kind,
+        "processes": jax.process_count(),
+        "mesh": dict(mesh.shape),
+    }
     sections = {
-        "Notes": _pairs(notes or {}),
-        "Results": _results(history or {}),
+        "Notes": _pairs(notes),
+        "Results": _results(history),
         "Arguments": _pairs({k: v for k, v in arguments.to_dict().items() if v is not None}),
         "Parameters": f"```\n{parameter_table(params)}\n```",
         "Devices": _pairs(hardware),

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from stepfold import tree
-from stepfold.adapter.from_arguments import checkpoints
+from stepfold.adapter.arguments import TrainingArguments
+from stepfold.adapter.from_arguments import cast_params, checkpoints
 from stepfold.adapter.optimizers import schedule_paths, with_schedule_at
 from stepfold.adapter.outputs import (
     TrainerConfigureDataloaderOutput,
@@ -45,8 +46,8 @@ def use_dataloaders(trainer: "Trainer", output: TrainerConfigureDataloaderOutput
     trainer.plan = trainer.plan._replace(steps=trainer.max_training_steps)
 
 
-def use_model(trainer: "Trainer", output: TrainerConfigureModelOutput, own_state: Any) -> None:
-    """Set the optimizer and the state of a trainer; `own_state` is one that needs no copy."""
+def use_model(trainer: "Trainer", output: TrainerConfigureModelOutput) -> None:
+    """Set the optimizer and the state of a trainer."""
     trainer.model, trainer.scheduler = output.model, output.scheduler
     trainer.config = trainer.config if output.config is None else output.config
     state, trainer.tx = output.state, output.tx or getattr(output.state, "tx", None)
@@ -54,8 +55,9 @@ def use_model(trainer: "Trainer", output: TrainerConfigureModelOutput, own_state
         trainer.tx, trainer.scheduler = trainer.make_optimizer(output.scheduler)
     if state is None:
         state = trainer.make_state(output.model, trainer.tx, trainer.initial)
-    elif state is not own_state:  # a subclass's own, which must not be donated
+    elif state is not trainer.own_state:  # a subclass's own, which must not be donated
         state = copy_to(state, trainer.shardings_of(state))
+    trainer.own_state = None
     path = trainer.arguments.init_weights_from
     if path is not None:
         folder = trainer.arguments.checkpoints_dir
@@ -93,9 +95,9 @@ def is_state(value: Any) -> bool:
     return isinstance(value, TrainState) or (hasattr(value, "params") and hasattr(value, "step"))
 
 
-def check_model(model: Any, model_state: Any, *, finetune: bool) -> None:
-    """Check that a state can be made."""
-    if model_state is not None and finetune:
+def check_model(model: Any, initial: Any, finetune: bool) -> None:
+    """Check that a state can be made of `initial` or, without it, of the model."""
+    if initial is not None and finetune:
         return
     if model is None:
         raise ConfigError(
@@ -112,34 +114,36 @@ def check_model(model: Any, model_state: Any, *, finetune: bool) -> None:
 
 
 def first_state(
+    arguments: TrainingArguments,
     model: Any,
-    model_state: Any,
+    initial: Any,
     tx: optax.GradientTransformation,
     *,
-    seed: int,
     shardings_of: Callable[[Any], Any],
-    cast: Callable[[Any], Any],
     stateful: bool = False,
-    init_tx: bool = True,
-    step: int = 0,
 ) -> Any:
     """Make the state of a run from an init function, parameters or a state. All arrays are copied.
 
-    A state keeps its step, its key and, if it fits the optimizer, its optimizer state. If it does
-    not fit, `init_tx` initializes a new one. A new state and its schedule start at `step`.
-    `shardings_of` returns the shardings of an abstract state, or None.
+    A state keeps its step, its key and, if it fits the optimizer, its optimizer state. A new state
+    and its schedule start at `step_start_point`. `shardings_of` returns the shardings of a state,
+    or None.
     """
-    if is_state(model_state):
-        if isinstance(model_state, TrainState):
-            model_state = _fit_optimizer(model_state, tx, cast, init_tx=init_tx)
-        state = jax.tree.map(jnp.asarray, model_state)
-        return copy_to(state, shardings_of(jax.eval_shape(lambda: state)))
-    source = model if model_state is None else model_state
-    convert = functools.partial(_cast_variables, cast, stateful)
+    if is_state(initial):
+        if isinstance(initial, TrainState):
+            initial = _fit_optimizer(arguments, initial, tx)
+        state = jax.tree.map(jnp.asarray, initial)
+        return copy_to(state, shardings_of(state))
+    source = model if initial is None else initial
+
+    def cast(variables: Any) -> Any:
+        if stateful and isinstance(variables, tuple):
+            return cast_params(arguments, variables[0]), *variables[1:]
+        return variables if stateful else cast_params(arguments, variables)
+
     is_function = callable(source) and jax.tree_util.all_leaves([source])
-    variables = (lambda key: convert(source(key))) if is_function else convert(source)
+    variables = (lambda key: cast(source(key))) if is_function else cast(source)
     make = functools.partial(init_state, variables, tx, stateful=stateful)
-    key = jax.random.key(seed)
+    key, step = jax.random.key(arguments.seed), arguments.step_start_point
     state = make(key, sharding=shardings_of(jax.eval_shape(make, key)))
     if step:
         opt_state = with_schedule_at(state.opt_state, step)
@@ -147,25 +151,19 @@ def first_state(
     return state
 
 
-def _fit_optimizer(state: TrainState, tx: Any, cast: Any, *, init_tx: bool) -> TrainState:
-    params = cast(state.params)
+def _fit_optimizer(arguments: TrainingArguments, state: TrainState, tx: Any) -> TrainState:
+    """Cast the parameters, and initialize the optimizer state if it does not fit."""
+    params = cast_params(arguments, state.params)
     differences = tree.diff(jax.eval_shape(tx.init, params), state.opt_state, "opt_state")
     if not differences:
         return state._replace(params=params)
-    if not init_tx:
+    if not arguments.init_tx:
         raise TreeMismatchError(
             "init_tx=False: expected a model_state whose optimizer state fits the optimizer:\n  "
             + "\n  ".join(differences)
         )
     new = init_state(params, tx, jax.random.key(0))
     return state._replace(params=params, opt_state=new.opt_state)
-
-
-def _cast_variables(cast: Callable[[Any], Any], stateful: bool, variables: Any) -> Any:
-    """Cast parameters; with `stateful`, only the first of `(params, model_state)`."""
-    if not stateful:
-        return cast(variables)
-    return (cast(variables[0]), *variables[1:]) if isinstance(variables, tuple) else variables
 
 
 def copy_to(state: Any, shardings: Any) -> Any:
@@ -184,24 +182,14 @@ def load_weights(
     """Load all parameters from safetensors, or those that fit from a checkpoint.
 
     Returns the state, the paths of the loaded parameters, and by path why others were not.
-
-    >>> import stepfold as sf, tempfile
-    >>> folder, start = tempfile.mkdtemp(), {"w": jnp.zeros(2), "head": jnp.zeros(3)}
-    >>> new = lambda params: sf.init_state(params, optax.sgd(0.1), jax.random.key(0))
-    >>> sf.save(folder, new({"w": jnp.ones(2), "old": jnp.ones(3)}))
-    >>> state, loaded, not_loaded = load_weights(folder, new(start))
-    >>> loaded, sorted(not_loaded), state.params["w"].tolist()
-    (['params/w'], ['params/head', 'params/old'], [1.0, 1.0])
     """
-    location = path if is_url(path) else Path(path)
-    if isinstance(location, Path) and (
-        location.suffix == ".safetensors" or any(location.glob("*.safetensors*"))
-    ):
-        params = load_params(location, state.params)
+    directory = None if is_url(path) else Path(path)
+    if directory and (directory.suffix == ".safetensors" or [*directory.glob("*.safetensors*")]):
+        params = load_params(directory, state.params)
         names = [name for name, _ in tree.named_leaves(params, "params")]
         replace = state._replace if hasattr(state, "_replace") else state.replace  # as of flax
         return replace(params=params), names, {}
-    restored = restore_path(location, state, folder, parts=("params",), partial=True)
+    restored = restore_path(path, state, folder, parts=("params",), partial=True)
     reasons = {n: why for n, why in restored.not_loaded.items() if n.split("/")[0] == "params"}
     return restored.state, restored.loaded, reasons
 

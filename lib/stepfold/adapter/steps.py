@@ -88,6 +88,8 @@ def _with_weight(loss: Any, weight: jax.Array) -> Any:
 
 def as_train_step(step: Step) -> Step:
     """Turn the numbers that a training step returns into metrics of weight 1."""
+    if isinstance(step, CompiledStep):  # whose metrics are some already
+        return step
 
     def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, "Metric"]]:
         returned = step(state, batch)

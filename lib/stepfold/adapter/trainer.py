@@ -28,10 +28,10 @@ from stepfold.adapter.outputs import (
     TrainerConfigureModelOutput,
     TrainerOutput,
 )
-from stepfold.adapter.validation import check_field, check_functions, check_list, field_error
+from stepfold.adapter.validation import check_functions, check_list
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import is_available
-from stepfold.core.validation import mismatch, refuse_unknown
+from stepfold.core.validation import check_flags, mismatch, refuse_unknown
 from stepfold.errors import ConfigError
 from stepfold.inspect.flops import count, estimate
 from stepfold.loop.evaluate import Evaluation, evaluate
@@ -144,20 +144,16 @@ class Trainer:
         refuse_unknown(type(self).__name__, deprecated_kwargs, names)
         if not isinstance(arguments, TrainingArguments):
             raise ConfigError(mismatch("arguments", "TrainingArguments", arguments))
-        check_functions(
-            data_collator=data_collator,
-            loss_fn=loss_fn,
-            eval_loss_fn=eval_loss_fn,
-            scheduler=scheduler,
-        )
-        for name, flag in {"finetune": finetune, "stateful": stateful}.items():
-            check_field(name, bool, flag)
+        functions = {"data_collator": data_collator, "scheduler": scheduler}
+        check_functions(loss_fn=loss_fn, eval_loss_fn=eval_loss_fn, **functions)
+        check_flags(finetune=finetune, stateful=stateful)
         self.arguments = arguments
         self._state, self.model, self.config = model_state, model, config
         self.dataset_train, self.dataset_eval = dataset_train, dataset_eval
         self.data_collator, self.finetune, self.stateful = data_collator, finetune, stateful
         self.loss_fn, self.eval_loss_fn = loss_fn, eval_loss_fn
-        self.tx, self.scheduler, self.rules = tx, scheduler, rules
+        self.tx, self.scheduler = tx, scheduler
+        self.rules = from_arguments.sharding_rules(arguments) if rules is None else rules
         self.evaluations = check_list("evaluations", evaluations, "sf.Evaluation(…)", Evaluation)
         self.hooks: list[Hook] = check_list("hooks", hooks, "functions of an event")
         self.callbacks = check_list("callbacks", callbacks, "functions (trainer, epoch, metrics)")
@@ -167,13 +163,12 @@ class Trainer:
         self._optimizer = tx, scheduler
         self.metrics_step: Any = None  # the evaluation step, whose numbers are metrics
         self.eval_jaxpr: Any = None  # of that step, once it is compiled ahead of time
-        self._new_state: Any = None  # made by `configure_model`, so it need not be copied
+        self.own_state: Any = None  # made by `configure_model`, so it need not be copied
         self.own_step: Any = None  # made by `configure_functions`, so it skips a NaN or inf
         self.step_with_metrics: tuple[Any, Any] = None, None  # a step, and what `fit` runs for it
         self.state_source: str | None = None  # what replaced the state since the last run
-        self._watched_at = 0  # the step of the last `log_watchers`
-        self._started_at = 0  # the step before the first one of the run
-        self._last_step: int | None = None  # of the run
+        self.start_step = self.watched_step = 0  # before the run, and of the last `log_watchers`
+        self.last_step: int | None = None  # of the run
         self.pruning_module, self.memory_monitor = arguments.pruning_module, memory_use
         self.dtype = from_arguments.precision(arguments).compute
         self.param_dtype = jnp.dtype(arguments.param_dtype or "float32")
@@ -204,28 +199,27 @@ class Trainer:
         self.writer: Any = from_arguments.writers(self.arguments)
         self.timer = trainer_hooks.Timers()
         setup.use_dataloaders(self, self.configure_dataloaders())
-        setup.use_model(self, self.configure_model(), self._new_state)
-        self._new_state = None
+        setup.use_model(self, self.configure_model())
         setup.use_functions(self, self.configure_functions())
 
     def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
         """Make batches of the datasets, and count the steps."""
-        train = evaluation = None
+        plan, train, evaluation = self.plan, None, None
         if self.dataset_train is not None:
             collect = loading.collect_of(self, self.dataset_train)
-            train = loading.training_batches(self.arguments, self.dataset_train, self.plan, collect)
+            train = loading.training_batches(self.arguments, self.dataset_train, plan, collect)
         if self.dataset_eval is not None:
-            evaluation = self._evaluation_batches(self.dataset_eval, self.plan.eval_steps)
-        return TrainerConfigureDataloaderOutput(
-            train, self.plan.steps, evaluation, self.plan.eval_steps
-        )
+            evaluation = self._evaluation_batches(self.dataset_eval, plan.eval_steps)
+        return TrainerConfigureDataloaderOutput(train, plan.steps, evaluation, plan.eval_steps)
 
     def configure_model(self) -> TrainerConfigureModelOutput:
         """Make the optimizer, its schedule, and the state."""
-        setup.check_model(self.model, self.initial, finetune=self.finetune)
+        setup.check_model(self.model, self.initial, self.finetune)
         tx, scheduler = self.make_optimizer()
-        state = self._new_state = self.make_state(self.model, tx, self.initial)
-        return TrainerConfigureModelOutput(self.model, tx, scheduler, self.config, state=state)
+        self.own_state = self.make_state(self.model, tx, self.initial)
+        return TrainerConfigureModelOutput(
+            self.model, tx, scheduler, self.config, state=self.own_state
+        )
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
         """Make the jitted steps, the mesh, and the description of the checkpoints."""
@@ -245,28 +239,17 @@ class Trainer:
             stateful=self.stateful,
         )
         train_step = self.train_tracker.track(train_step)
-        eval_step = self.evalu_tracker.track(eval_step)
         shardings = (self.state_shardings, None) if self._mesh_if_large else None
         self.own_step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-        return TrainerConfigureFunctionOutput(
-            self.own_step,
-            self.mesh,
-            from_arguments.checkpoints(self.arguments, self.plan),
-            jax.jit(eval_step),
-        )
+        eval_step = jax.jit(self.evalu_tracker.track(eval_step))
+        manager = from_arguments.checkpoints(self.arguments, self.plan)
+        return TrainerConfigureFunctionOutput(self.own_step, self.mesh, manager, eval_step)
 
     def make_state(self, model: Any, tx: Any, initial: Any = None) -> Any:
         """Make a state of a model, parameters or a state, sharded over the mesh."""
+        shardings_of = self.shardings_of
         return setup.first_state(
-            model,
-            initial,
-            tx,
-            seed=self.arguments.seed,
-            shardings_of=self.shardings_of,
-            cast=functools.partial(from_arguments.cast_params, self.arguments),
-            stateful=self.stateful,
-            init_tx=self.arguments.init_tx,
-            step=self.arguments.step_start_point,
+            self.arguments, model, initial, tx, shardings_of=shardings_of, stateful=self.stateful
         )
 
     def create_collect_function(
@@ -435,8 +418,8 @@ class Trainer:
         Raises:
           ConfigError: if a watcher returns something else than numbers.
         """
-        since = self._watched_at if self._watched_at < step else step - 1
-        self._watched_at = step
+        since = self.watched_step if self.watched_step < step else step - 1
+        self.watched_step = step
         due = [w for w in self.watchers if step // w.every > since // w.every]
         values = {watcher.name: watcher.function(state) for watcher in due}
         return self._write(step, metric_values(jax.device_get(values), "watch/"))
@@ -540,15 +523,16 @@ class Trainer:
         path, state = saving.path_and_state(state, save_directory, ckpt_path)
         state = self.model_state if state is None else state
         if gather_fns is not None:
-            expected = "None, since arrays are saved from where they are"
-            raise field_error("gather_fns", expected, gather_fns, "leave it out")
+            raise ConfigError(
+                "gather_fns: expected None, since arrays are saved from where they are, got "
+                f"{tree.spell(gather_fns)}; leave it out"
+            )
         if to_torch:
-            names = dict(easystate_to_huggingface_model_kwargs or {})
-            metadata = dict(torch_save_pretrained_kwargs or {})
+            names = easystate_to_huggingface_model_kwargs or {}
+            metadata = torch_save_pretrained_kwargs or {}
             refuse_unknown("save_pretrained", names, ["names"])
             refuse_unknown("save_pretrained", metadata, ["metadata"])
-            params = getattr(state, "params", state)
-            saving.save_for_torch(path, params, **names, **metadata)
+            saving.save_for_torch(path, getattr(state, "params", state), **names, **metadata)
             return path
         position = loading.position_at(self.dataloader_train, int(getattr(state, "step", 0)))
         metrics = {name: curve[-1] for name, curve in self.history.items() if len(curve)}
@@ -557,13 +541,9 @@ class Trainer:
     def save_information(self, output_path: str | os.PathLike[str]) -> None:
         """Write a card of the run as markdown, to a file or as `README.md` in a folder."""
         notes = {"checkpoint": self.checkpoint_path, "loaded": self.loaded, "not loaded": self.left}
+        params = getattr(self.state_shape, "params", self.state_shape)
         text = saving.make_card(
-            self.arguments,
-            params=getattr(self.state_shape, "params", self.state_shape),
-            mesh=self.mesh,
-            history=self.history,
-            stop_reason=self.stopped,
-            notes=notes,
+            self.arguments, params, self.mesh, self.history, stop_reason=self.stopped, notes=notes
         )
         if self.is_process_zero:
             saving.write_card(output_path, text)
@@ -605,7 +585,7 @@ class Trainer:
     def epoch_history(self) -> dict[str, list[float]]:
         """The metrics as lists with one element for each epoch, with names such as `train_loss`."""
         epoch_steps = self.plan.epoch_steps or self.max_training_steps or 1
-        return trainer_hooks.epoch_means(self.history, epoch_steps, self._started_at)
+        return trainer_hooks.epoch_means(self.history, epoch_steps, self.start_step)
 
     @property
     def state(self) -> Any:
@@ -652,16 +632,12 @@ class Trainer:
         """Replace the state, and describe it."""
         self._state = state
         self.state_shape = self.abstract_state = jax.eval_shape(lambda: state)
-        self.state_shardings = make_sharding(self.state_shape, self.mesh, self._rules)
+        self.state_shardings = make_sharding(self.state_shape, self.mesh, self.rules)
         self.state_named_sharding = self.state_shardings
         self.state_partition_spec = jax.tree.map(lambda x: x.spec, self.state_shardings)
         if self._mesh_if_large is not None:
             make = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
             self.abstract_state = jax.tree.map(make, self.state_shape, self.state_shardings)
-
-    @property
-    def _rules(self) -> Any:
-        return from_arguments.sharding_rules(self.arguments) if self.rules is None else self.rules
 
     @property
     def _mesh_if_large(self) -> Mesh | None:
@@ -671,11 +647,10 @@ class Trainer:
 
     def shardings_of(self, state: Any) -> Any:
         """Return the shardings of a state, or None if it needs none."""
-        return make_sharding(state, self.mesh, self._rules) if self._mesh_if_large else None
+        return make_sharding(state, self.mesh, self.rules) if self._mesh_if_large else None
 
     def _evaluation_batches(self, dataset: Any, steps: int | None) -> Any:
-        collect = loading.collect_of(self, dataset)
-        mesh = self._mesh_if_large
+        collect, mesh = loading.collect_of(self, dataset), self._mesh_if_large
         return loading.evaluation_batches(
             self.arguments, dataset, self.plan, collect, mesh=mesh, steps=steps
         )
@@ -684,22 +659,10 @@ class Trainer:
         """Whether a method is that of a subclass, or was set on the object."""
         return method in vars(self) or getattr(type(self), method) is not getattr(Trainer, method)
 
-    @property
-    def has_watchers(self) -> bool:
-        """Whether `log_watchers` has something to do."""
-        return bool(self.watchers) or self.overrides("log_watchers")
-
-    def open_run(self, bar: Any, step: int, total: int | None) -> None:
-        """Prepare for a run that starts after `step`: drop the rows of later steps."""
-        self.progress_bar, self._last_step = bar, total
-        self._started_at = self._watched_at = step
-        if self.writer is not None and self.is_enable and hasattr(self.writer, "resume"):
-            self.writer.resume(step)
-
     def _is_due(self, step: int, interval: int, mode: str) -> bool:
         """Whether to show or write metrics: those of evaluations always, others at an interval."""
         is_every_log_point = interval == self.plan.log_every
-        is_last = step in (self.plan.steps, self._last_step)
+        is_last = step in (self.plan.steps, self.last_step)
         return mode != "train" or is_every_log_point or step % interval == 0 or is_last
 
     def _eval_step(self) -> Any:

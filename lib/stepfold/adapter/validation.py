@@ -73,16 +73,13 @@ def _dtype(value: Any) -> str | None:
     return None if dtype is None or value is float or str(value) == "float" else str(dtype.name)
 
 
-def _dims(value: Any) -> Any:
+def _dims(value: Any) -> tuple[int, ...] | None:
+    """Return the sizes of a mesh, which may be written as a text with commas."""
     if isinstance(value, str) and re.fullmatch(r"\s*-?\d+(\s*,\s*-?\d+)*\s*", value):
-        return tuple(int(size) for size in value.split(","))
-    return tuple(value) if _is_list(value) else ()
-
-
-def _are_dims(value: Any) -> bool:
-    sizes = _dims(value)
-    are_sizes = len(sizes) > 0 and all(_is_int(size, -1) for size in sizes)
-    return are_sizes and 0 not in sizes and sizes.count(-1) <= 1
+        value = [int(size) for size in value.split(",")]
+    if not _is_list(value) or not value or not all(_is_int(size, -1) and size for size in value):
+        return None
+    return tuple(value) if value.count(-1) <= 1 else None
 
 
 def _policy(value: Any) -> Any:
@@ -144,7 +141,7 @@ _RULES_BY_NAME = {
         "a regular expression", _is_text, lambda v: re.compile(v).pattern
     ),
     "sharding_array sharding_dcn_axis_dims": _Rule(
-        "sizes of at least 1, at most one of them -1, as (1, -1, 1, 1)", _are_dims, _dims
+        "sizes of at least 1, at most one of them -1, as (1, -1, 1, 1)", _dims, _dims
     ),
     "step_partition_spec": _Rule(
         'a PartitionSpec, or a tuple as (("dp", "fsdp"), None, "sp")',
@@ -202,8 +199,7 @@ def check_field(name: str, hint: Any, value: Any) -> Any:
 
 def field_error(name: str, expected: str, value: Any, advice: str = "") -> ConfigError:
     """Make the error of a field with another value."""
-    text = f"{name}: expected {expected}, got {value!r:.80}"
-    return ConfigError(f"{text}; {advice}" if advice else text)
+    return ConfigError(f"{name}: expected {expected}, got {value!r:.80}{advice and '; '}{advice}")
 
 
 # Checks of fields together
@@ -227,9 +223,10 @@ def is_changed(arguments: Any, name: str) -> bool:
 
 _WRITTEN = "use_wandb verbose log_all_workers report_steps report_to"
 _SHOWN = "track_memory weight_distribution_log_steps progress_bar_type"
-_EVALUATION = "eval_batch_size per_device_eval_batch_size max_evaluation_steps"
-_EVALUATION += " per_epoch_evaluation_steps eval_steps"
-_SAVED = "save_steps save_interval_minutes save_total_limit"
+_EVALUATION = (
+    "eval_batch_size per_device_eval_batch_size max_evaluation_steps per_epoch_evaluation_steps "
+    "eval_steps"
+)
 _NO_EFFECT = (  # a field, a value of it, and the fields that have no effect with this value
     ("shuffle_train_dataset", False, "shuffle_seed_train"),
     ("max_length", None, "truncation_mode"),
@@ -237,7 +234,8 @@ _NO_EFFECT = (  # a field, a value of it, and the fields that have no effect wit
     ("evaluation_strategy", "no", _EVALUATION),
     ("evaluation_strategy", "epoch", "eval_steps"),
     ("save_strategy", "no", "save_steps save_interval_minutes"),
-    ("output_dir", None, f"{_SAVED} checkpoints_dir logs_dir"),
+    ("output_dir", None, "save_steps save_interval_minutes save_total_limit"),
+    ("output_dir", None, "checkpoints_dir logs_dir"),
     ("do_last_save", False, "save_total_limit"),
     ("use_wandb", False, "wandb_entity wandb_name trainer_prefix"),
     ("report_metrics", False, _WRITTEN),
@@ -256,36 +254,33 @@ def check_combinations(a: Any) -> None:
                     f"{name}={getattr(a, name)!r:.60} has no effect with {other}={value!r}; "
                     f"change {other}, or leave {name} out"
                 )
-    for name, why in _REFUSED.items():
-        if is_changed(a, name):
-            raise ConfigError(f"{name}={getattr(a, name)}: {why}")
+    if not a.save_optimizer_state:
+        raise ConfigError(
+            "save_optimizer_state=False: a checkpoint holds the whole state, which a resume needs; "
+            "leave it out, and write parameters alone with save_pretrained or sf.export_params"
+        )
+    if a.remove_ckpt_after_load:
+        raise ConfigError(
+            "remove_ckpt_after_load=True: the checkpoint that was loaded is the only one until the "
+            "next is on disk; write save_total_limit=1, which deletes it then"
+        )
     check_scheduler_options(a.scheduler or "none", a.scheduler_kwargs)
     check_optimizer_options(a.optimizer, a.extra_optimizer_kwargs)
-    for conflicts in (_schedule, _optimizer, _devices_and_data, _evaluation, _saving):
-        for first, second, advice in conflicts(a):
-            pair = " and ".join(f"{n}={getattr(a, n)!r:.60}" for n in (first, second))
-            raise ConfigError(f"{pair} do not go together: {advice}")
+    for first, second, advice in _conflicts(a):
+        pair = " and ".join(f"{name}={getattr(a, name)!r:.60}" for name in (first, second))
+        raise ConfigError(f"{pair} do not go together: {advice}")
 
 
-_REFUSED = {
-    "save_optimizer_state": "a checkpoint holds the whole state, which a resume needs; leave it "
-    "out, and write parameters alone with save_pretrained or sf.export_params",
-    "remove_ckpt_after_load": "the checkpoint that was loaded is the only one until the next is on "
-    "disk; write save_total_limit=1, which deletes it then",
-}
-# Functions that yield two fields that do not go together, and what to do.
-Conflicts = Iterator[tuple[str, str, str]]
-
-
-def _schedule(a: Any) -> Conflicts:
+def _conflicts(a: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield two fields that do not go together, and what to do."""
+    # The schedule and the optimizer.
     decay, needs_warmup = parse_scheduler(a.scheduler or "none")
     end = a.learning_rate_end
-    if a.custom_scheduler is not None:
-        names = "scheduler learning_rate learning_rate_end warmup_steps scheduler_kwargs"
-        for name in names.split():
-            if is_changed(a, name):
-                advice = "a custom schedule sets the whole learning rate; leave one out"
-                yield name, "custom_scheduler", advice
+    rate = "scheduler learning_rate learning_rate_end warmup_steps scheduler_kwargs"
+    for name in rate.split() if a.custom_scheduler is not None else ():
+        if is_changed(a, name):
+            advice = "a custom schedule sets the whole learning rate; leave one out"
+            yield name, "custom_scheduler", advice
     if needs_warmup and not a.warmup_steps:
         yield "scheduler", "warmup_steps", "write warmup_steps of at least 1"
     if end is not None and decay == "constant":
@@ -294,23 +289,19 @@ def _schedule(a: Any) -> Conflicts:
         yield "learning_rate", "learning_rate_end", "a rate that rises needs custom_scheduler"
     if decay == "exponential" and not end:
         yield "scheduler", "learning_rate_end", "it never gets to 0; write an end above 0"
-
-
-def _optimizer(a: Any) -> Conflicts:
     options, known = a.extra_optimizer_kwargs, optimizer_options(a.optimizer)
     if a.weight_decay is not None and "weight_decay" in options:
         yield "weight_decay", "extra_optimizer_kwargs", "set the weight decay once"
-    if a.tx_mu_dtype is None:
-        return
-    if known.keys().isdisjoint(MOMENT_DTYPES):
-        yield "optimizer", "tx_mu_dtype", "it takes no dtype for a first moment; leave it out"
-    if not options.keys().isdisjoint(MOMENT_DTYPES):
-        yield "tx_mu_dtype", "extra_optimizer_kwargs", "set the dtype once"
-    if known.get("momentum", 0) is None and options.get("momentum") is None:
-        yield "tx_mu_dtype", "extra_optimizer_kwargs", "without momentum there is no first moment"
+    if a.tx_mu_dtype is not None:
+        if known.keys().isdisjoint(MOMENT_DTYPES):
+            yield "optimizer", "tx_mu_dtype", "it takes no dtype for a first moment; leave it out"
+        if not options.keys().isdisjoint(MOMENT_DTYPES):
+            yield "tx_mu_dtype", "extra_optimizer_kwargs", "set the dtype once"
+        if known.get("momentum", 0) is None and options.get("momentum") is None:
+            advice = "without momentum there is no first moment"
+            yield "tx_mu_dtype", "extra_optimizer_kwargs", advice
 
-
-def _devices_and_data(a: Any) -> Conflicts:
+    # Devices and data.
     axes = [axis for entry in a.step_partition_spec or () for axis in axes_of(entry)]
     if any(axis not in a.sharding_axis_names or axes.count(axis) > 1 for axis in axes):
         yield "step_partition_spec", "sharding_axis_names", "name axes of the mesh, each once"
@@ -326,8 +317,7 @@ def _devices_and_data(a: Any) -> Conflicts:
     if type(a.max_steps) is int and a.step_start_point >= a.max_steps:
         yield "step_start_point", "max_steps", "there would be no step; start earlier"
 
-
-def _evaluation(a: Any) -> Conflicts:
+    # Evaluations.
     strategy, metric = a.evaluation_strategy, a.metric_for_best_model
     if strategy == "steps" and a.eval_steps is None:
         yield "evaluation_strategy", "eval_steps", "write eval_steps"
@@ -342,8 +332,7 @@ def _evaluation(a: Any) -> Conflicts:
     if a.greater_is_better is not None and metric is None and a.early_stopping_patience is None:
         yield "greater_is_better", "metric_for_best_model", "write metric_for_best_model"
 
-
-def _saving(a: Any) -> Conflicts:
+    # Checkpoints.
     has_interval = (a.save_steps, a.save_interval_minutes) != (None, None)
     if a.save_strategy == "steps" and not has_interval:
         yield "save_strategy", "save_steps", "write save_steps"
