@@ -1,5 +1,7 @@
 """Real images, a small model, and trainers of it."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 from sklearn.datasets import load_digits
 
 import stepfold as sf
-from stepfold.adapter import Trainer, TrainingArguments
+from stepfold.adapter import Trainer, TrainingArguments, plan
 
 _DIGITS = load_digits()
 _DATA = {"image": np.float32(_DIGITS.data / 16), "label": np.int32(_DIGITS.target)}
@@ -61,6 +63,15 @@ def trainer(kind=Trainer, given=None, **changes):
 def train_only(kind=Trainer, given=None, **changes):
     """Make a trainer that compiles no evaluation, for tests that do not look at one."""
     return trainer(kind, {"dataset_eval": None, **(given or {})}, **changes)
+
+
+def stub(arguments=None, **given):
+    """Return what the functions of a trainer read of it, for tests of one of them."""
+    arguments = TrainingArguments() if arguments is None else arguments
+    usual = {"loss_fn": plain_loss, "eval_loss_fn": None, "tx": None, "scheduler": None}
+    usual |= {"data_collator": None, "overrides": lambda method: False, "stateful": False}
+    usual |= {"finetune": True, "sharded_mesh": None, "shardings_of": lambda state: None}
+    return SimpleNamespace(arguments=arguments, plan=plan(arguments), **usual | given)
 
 
 def bits(tree):

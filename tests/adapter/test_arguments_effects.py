@@ -94,12 +94,13 @@ def loss(a):
 def gradients(a):
     tx = optax.sgd(0.1)
     state = jax.eval_shape(lambda: sf.init_state(PARAMS, tx, jax.random.key(0)))
-    train_step, _ = steps.make_steps(a, lambda p, batch, key: (p["w"] @ p["w"]).sum(), tx)
+    loss_fn = lambda params, batch, key: (params["w"] @ params["w"]).sum()
+    train_step, _ = steps.make_steps(digits.stub(a, tx=tx, loss_fn=loss_fn))
     return str(jax.make_jaxpr(train_step)(state, None))
 
 
 def order(a):
-    loader = loading.training_batches(a, np.arange(100), numbers(a), None)
+    loader = loading.training_batches(digits.stub(a), np.arange(100))
     return [next(loader).tolist() for _ in range(2)]
 
 

@@ -32,6 +32,8 @@ from stepfold.adapter.from_arguments import (
 from stepfold.adapter.steps import make_steps
 from stepfold.adapter.validation import MIXED
 
+from . import digits
+
 # Processes, mesh and sharding
 
 
@@ -134,7 +136,7 @@ def test_every_remat_policy_is_one_of_make_train_step():
     assert {"none", "nothing_saveable", "checkpoint_dots_with_no_batch_dims"} <= {*policies}
     for policy in policies:
         arguments = TrainingArguments(gradient_checkpointing=policy)
-        make_steps(arguments, lambda p, b, key: p.sum(), optax.sgd(0.1))
+        make_steps(digits.stub(arguments, tx=optax.sgd(0.1)))
 
 
 # The loss

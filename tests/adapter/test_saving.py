@@ -1,12 +1,11 @@
-import json
-
-import jax
 import jax.numpy as jnp
 import pytest
 
 import stepfold as sf
 from stepfold.adapter import saving
 from stepfold.adapter.arguments import TrainingArguments
+
+from . import digits
 
 
 def test_path_and_state_may_come_in_either_order():
@@ -19,27 +18,16 @@ def test_path_and_state_may_come_in_either_order():
             saving.path_and_state(*wrong)
 
 
-def test_a_state_is_saved_with_its_arguments_position_and_metrics(tmp_path, key):
-    import optax
-
-    state = sf.init_state({"w": jnp.ones(2)}, optax.sgd(0.1), key)
-    state = state._replace(step=state.step + 7)
-    arguments = TrainingArguments(learning_rate=1e-3, max_steps=9)
-    path = saving.save_state(
-        tmp_path / "a", state, arguments, data={"step": 7}, metrics={"eval/loss": 0.5}
-    )
+def test_a_state_is_saved_with_its_arguments_position_and_metrics(tmp_path):
+    trainer = digits.train_only(learning_rate=1e-3, max_steps=9)
+    trainer.state = trainer.state._replace(step=trainer.state.step + 7)
+    trainer.history = {"eval/loss": [0.75, 0.5], "eval/none": []}
+    path = trainer.save_pretrained(tmp_path / "a")
     assert path == tmp_path / "a" / "7"
-    restored = sf.restore(path.parent, jax.eval_shape(lambda: state))
-    assert (restored.step, restored.data, restored.metrics) == (7, {"step": 7}, {"eval/loss": 0.5})
-    assert TrainingArguments.from_json(path.parent / "arguments.json") == arguments
-
-
-def test_arguments_without_json_leave_the_reason(tmp_path):
-    arguments = TrainingArguments(custom_scheduler=lambda step: 0.1, learning_rate=5e-5)
-    path = saving.save_state(tmp_path, {"w": jnp.ones(1)}, arguments)
-    reason = json.loads((tmp_path / "arguments.json").read_text())["arguments"]
-    assert reason.startswith("custom_scheduler: expected a value that JSON gives back")
-    assert sf.restore(tmp_path, {"w": jnp.zeros(1)}).step == int(path.name) == 0
+    restored = sf.restore(path.parent, trainer.abstract_state)
+    assert (restored.step, restored.metrics) == (7, {"eval/loss": 0.5})
+    assert restored.data == {**trainer.dataloader_train.get_state(), "step": 7}
+    assert TrainingArguments.from_json(path.parent / "arguments.json") == trainer.arguments
 
 
 def test_a_card_goes_to_a_file_or_into_a_folder(tmp_path):
@@ -55,18 +43,23 @@ def test_a_card_cannot_go_below_a_file(tmp_path):
         saving.write_card(tmp_path / "file" / "card.md", "text")
 
 
+@pytest.fixture(scope="module")
+def trainer():
+    fields = {"model_name": "digits", "learning_rate": 0.1, "frozen_parameters": "a|b"}
+    stub = digits.stub(TrainingArguments(**fields), mesh=sf.make_mesh(), checkpoint_path=None)
+    vars(stub).update(state_shape={"w": jnp.ones((3, 2))}, loaded=[], left={})
+    vars(stub).update(history={}, stopped=None)
+    return stub
+
+
 @pytest.mark.parametrize(
     "reason", ["all 2 steps were done", sf.Stop("completed", "all 2 steps were done")]
 )
-def test_a_card_lists_arguments_parameters_devices_and_curves(reason):
-    text = saving.make_card(
-        TrainingArguments(model_name="digits", learning_rate=0.1, frozen_parameters="a|b"),
-        {"w": jnp.ones((3, 2))},
-        sf.make_mesh(),
-        {"eval/loss": [2.0, 1.0]},
-        stop_reason=reason,
-        notes={"checkpoint": "runs/2"},
-    )
+def test_a_card_lists_arguments_parameters_devices_and_curves(trainer, monkeypatch, reason):
+    monkeypatch.setattr(trainer, "history", {"eval/loss": [2.0, 1.0]})
+    monkeypatch.setattr(trainer, "stopped", reason)
+    monkeypatch.setattr(trainer, "checkpoint_path", "runs/2")
+    text = saving.make_card(trainer)
     assert text.startswith("# digits\n\nThe run ended: all 2 steps were done.\n")
     for part in ("| learning_rate | `0.1` |", "`'a\\|b'`", "| w    | (3, 2)", "'fsdp': 8"):
         assert part in text
@@ -79,12 +72,9 @@ def test_a_card_lists_arguments_parameters_devices_and_curves(reason):
     assert heads == ["Notes", "Results", "Arguments", "Parameters", "Devices", "Versions"]
 
 
-def test_a_card_leaves_empty_sections_out():
-    params, history = {"w": jnp.ones(1)}, {"x": [jnp.nan]}
-    text = saving.make_card(
-        TrainingArguments(), params, sf.make_mesh(), history, stop_reason=None, notes={}
-    )
-    assert "## Notes" not in text
+def test_a_card_leaves_empty_sections_out(trainer, monkeypatch):
+    monkeypatch.setattr(trainer, "history", {"x": [jnp.nan]})
+    text = saving.make_card(trainer)
     assert "## Results" not in text
     assert "The run ended" not in text
 

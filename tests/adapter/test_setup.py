@@ -10,7 +10,6 @@ from flax.training.train_state import TrainState
 import stepfold as sf
 from stepfold.adapter import TrainingArguments
 from stepfold.adapter.setup import (
-    check_model,
     copy_to,
     find_checkpoint,
     first_state,
@@ -21,13 +20,13 @@ from stepfold.adapter.setup import (
 
 from . import digits
 
+STUB = digits.stub()
 TX = optax.adam(optax.linear_schedule(0.1, 0.0, 100))
 
 
-def begin(model=None, given=None, tx=TX, stateful=False, shardings_of=lambda state: None, **fields):
-    arguments = TrainingArguments(**{"seed": 0, "max_steps": 100, **fields})
-    options = {"shardings_of": shardings_of, "stateful": stateful}
-    return first_state(arguments, model, given, tx, **options)
+def begin(model=None, given=None, tx=TX, fields=(), **options):
+    arguments = TrainingArguments(**{"seed": 0, "max_steps": 100, **dict(fields)})
+    return first_state(digits.stub(arguments, **options), model, given, tx)
 
 
 def trained():
@@ -44,7 +43,7 @@ def test_states_are_told_from_parameters():
 
 def test_an_init_function_is_called_with_the_key_of_the_seed():
     wanted = sf.init_state(digits.init, TX, jax.random.key(3))
-    assert digits.bits(begin(digits.init, seed=3)) == digits.bits(wanted)
+    assert digits.bits(begin(digits.init, fields={"seed": 3})) == digits.bits(wanted)
 
 
 def test_parameters_are_copied():
@@ -62,20 +61,21 @@ def test_a_state_keeps_its_optimizer_state_if_that_fits():
     assert digits.bits(other.params) == digits.bits(state.params)
     assert int(other.step) == 7
     with pytest.raises(sf.TreeMismatchError, match="init_tx=False: expected a model_state whose"):
-        begin(given=state, tx=optax.sgd(0.1), init_tx=False)
+        begin(given=state, tx=optax.sgd(0.1), fields={"init_tx": False})
 
 
 def test_a_new_state_and_its_schedule_start_at_a_step():
-    state = begin(digits.init, step_start_point=40)
+    state = begin(digits.init, fields={"step_start_point": 40})
     assert int(state.step) == int(state.opt_state[1].count) == 40
     assert int(state.opt_state[0].count) == 0
 
 
 def test_parameters_are_cast_wherever_they_come_from():
+    half = {"param_dtype": "bf16"}
     for options in ({"model": digits.init}, {"given": digits.init(jax.random.key(0))}):
-        assert begin(**options, param_dtype="bf16").params["bias"].dtype == jnp.bfloat16
+        assert begin(**options, fields=half).params["bias"].dtype == jnp.bfloat16
     both = lambda key: (jnp.ones(2), jnp.zeros(3))
-    stateful = begin(both, param_dtype="bf16", stateful=True)
+    stateful = begin(both, fields=half, stateful=True)
     assert (stateful.params.dtype, stateful.model_state.dtype) == (jnp.bfloat16, jnp.float32)
 
 
@@ -95,31 +95,32 @@ def test_a_copy_has_no_weak_types():
 
 def test_models_without_parameters_are_refused():
     with pytest.raises(sf.ConfigError, match="model, model_state: expected a function key -> para"):
-        check_model(None, None, True)
+        begin()
     with pytest.raises(sf.ConfigError, match="finetune=False initializes new parameters"):
-        check_model(None, {"w": 1}, False)
+        begin(finetune=False)
     with pytest.raises(sf.ConfigError, match="model: Dense makes its parameters of an example"):
-        check_model(linen.Dense(3), None, True)
-    check_model(linen.Dense(3), {"w": 1}, True)
-    check_model(eqx.nn.Linear(2, 3, key=jax.random.key(0)), None, True)
+        begin(linen.Dense(3))
+    begin(linen.Dense(3), {"w": jnp.ones(1)})
+    linear = eqx.nn.Linear(2, 3, key=jax.random.key(0))
+    assert begin(linear).params.weight.shape == (3, 2)
 
 
 def test_weights_are_loaded_from_safetensors_and_checkpoints(tmp_path):
     state = trained()
-    fresh = begin(digits.init, seed=1)
+    fresh = begin(digits.init, fields={"seed": 1})
     sf.export_params(tmp_path / "w.safetensors", state.params)
     sf.save(tmp_path / "run" / "checkpoints", state)
     for path in (tmp_path / "w.safetensors", tmp_path / "run", tmp_path / "run/checkpoints/7"):
-        new, loaded, not_loaded = load_weights(path, fresh)
+        new, loaded, not_loaded = load_weights(STUB, path, fresh)
         assert digits.bits(new.params) == digits.bits(state.params)
         assert digits.bits(new.opt_state) == digits.bits(fresh.opt_state)
         assert (loaded, not_loaded) == (["params/bias", "params/kernel"], {})
     larger = begin(lambda key: {"bias": jnp.zeros(10), "head": jnp.zeros(3)})
-    new, loaded, not_loaded = load_weights(tmp_path / "run", larger)
+    new, loaded, not_loaded = load_weights(STUB, tmp_path / "run", larger)
     assert (loaded, sorted(not_loaded)) == (["params/bias"], ["params/head", "params/kernel"])
     assert digits.bits(new.params["bias"]) == digits.bits(state.params["bias"])
     with pytest.raises(sf.TreeMismatchError, match="none that fits"):
-        load_weights(tmp_path / "run", begin(lambda key: {"other": jnp.ones(3)}))
+        load_weights(STUB, tmp_path / "run", begin(lambda key: {"other": jnp.ones(3)}))
 
 
 def test_weights_are_loaded_into_a_state_of_flax(tmp_path):
@@ -130,7 +131,7 @@ def test_weights_are_loaded_into_a_state_of_flax(tmp_path):
     sf.export_params(tmp_path / "w.safetensors", params)
     sf.save(tmp_path / "run", sf.init_state(params, TX, jax.random.key(0)))
     for path in (tmp_path / "w.safetensors", tmp_path / "run"):
-        new, *_ = load_weights(path, flax_state)
+        new, *_ = load_weights(STUB, path, flax_state)
         assert digits.bits(new.params) == digits.bits(params)
         assert type(new) is TrainState
 
@@ -138,19 +139,19 @@ def test_weights_are_loaded_into_a_state_of_flax(tmp_path):
 def test_a_checkpoint_is_found_by_its_run_its_folder_or_itself(tmp_path):
     sf.save(tmp_path / "checkpoints", {"w": jnp.ones(1)}, step=7)
     folder = tmp_path / "checkpoints"
-    assert find_checkpoint(tmp_path) == (folder, None)
-    assert find_checkpoint(str(folder)) == (folder, None)
-    assert find_checkpoint(folder / "7") == (folder, 7)
+    assert find_checkpoint(STUB, tmp_path) == (folder, None)
+    assert find_checkpoint(STUB, str(folder)) == (folder, None)
+    assert find_checkpoint(STUB, folder / "7") == (folder, 7)
     (folder / "²").mkdir()  # a digit, but no number
     for wrong in (folder / "8", folder / "²", tmp_path / "nowhere"):
         with pytest.raises(sf.CheckpointError, match="expected a checkpoint, a folder of them"):
-            find_checkpoint(wrong)
+            find_checkpoint(STUB, wrong)
 
 
 @pytest.mark.parametrize("path", [5, None, " "])
 def test_what_is_not_a_path_is_refused(path):
     with pytest.raises(sf.ConfigError, match=f"checkpoint: expected a path, got {path!r}; give"):
-        find_checkpoint(path)
+        find_checkpoint(STUB, path)
 
 
 def test_parts_of_a_state_by_path():

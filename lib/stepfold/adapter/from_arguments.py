@@ -98,7 +98,15 @@ def plan(
     if num_devices < 1:
         raise field_error("devices", "at least one", devices)
     train_batch, accumulate = _train_batch(arguments, num_devices)
-    eval_batch = _eval_batch(arguments, train_batch, num_devices)
+    eval_batch = arguments.eval_batch_size or train_batch
+    if arguments.per_device_eval_batch_size is not None:
+        eval_batch = arguments.per_device_eval_batch_size * num_devices
+        if arguments.eval_batch_size not in (None, eval_batch):
+            raise ConfigError(
+                "eval_batch_size: expected per_device_eval_batch_size="
+                f"{arguments.per_device_eval_batch_size} times {num_devices} devices, {eval_batch},"
+                f" got {arguments.eval_batch_size}; give one of them"
+            )
 
     set_epoch = epoch_steps = arguments.per_epoch_training_steps
     if epoch_steps is None and train_examples is not None:
@@ -176,17 +184,6 @@ def _train_batch(arguments: TrainingArguments, num_devices: int) -> tuple[int, i
         advice = f"give one of {', '.join(divisors)}"
         raise field_error("gradient_accumulation_steps", expected, accumulate, advice)
     return total, accumulate
-
-
-def _eval_batch(arguments: TrainingArguments, train_batch: int, num_devices: int) -> int:
-    total, per_device = arguments.eval_batch_size, arguments.per_device_eval_batch_size
-    if per_device is None:
-        return total or train_batch
-    if total not in (None, per_device * num_devices):
-        product = f"per_device_eval_batch_size={per_device} times {num_devices} devices"
-        expected = f"{product}, {per_device * num_devices}"
-        raise field_error("eval_batch_size", expected, total, "give one of them")
-    return per_device * num_devices
 
 
 def _to_steps(arguments: TrainingArguments, name: str, steps: int | None) -> int:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
-from stepfold.adapter.from_arguments import Plan, transform
+from stepfold.adapter.from_arguments import transform
 from stepfold.core.validation import mismatch, read_integer, takes_any_keyword
 from stepfold.data.batches import batches
 from stepfold.data.collate import check_truncate, collate
@@ -95,20 +95,18 @@ class EvaluationLoader:
         return self._steps
 
 
-def training_batches(
-    arguments: TrainingArguments, dataset: Any, plan: Plan, collect: Collect | None
-) -> TrainingLoader:
+def training_batches(trainer: "Trainer", dataset: Any) -> TrainingLoader:
     """Make training batches, reshuffled each epoch; incomplete batches are dropped.
 
     A source repeats without end; a stream is iterated once for each epoch, unless the number of
-    steps is known. Without `collect`, examples are stacked.
+    steps is known.
     """
-    seed = None
-    if arguments.shuffle_train_dataset and not is_stream(dataset):
+    arguments, plan, collect = trainer.arguments, trainer.plan, collect_of(trainer, dataset)
+    workers, streams, seed = arguments.dataloader_num_workers, is_stream(dataset), None
+    if arguments.shuffle_train_dataset and not streams:
         seed = arguments.shuffle_seed_train
         seed = arguments.seed if seed is None else seed
     dataset, drop_columns = without_columns(dataset, arguments)
-    workers, streams = arguments.dataloader_num_workers, is_stream(dataset)
     is_grain = arguments.use_grain and not streams
     if is_grain:
         dataset, seed = GrainStream(dataset, seed=seed, threads=workers), None
@@ -128,15 +126,7 @@ def training_batches(
     return TrainingLoader(loader, _mask_for(arguments), plan.epoch_steps)
 
 
-def evaluation_batches(
-    arguments: TrainingArguments,
-    dataset: Any,
-    plan: Plan,
-    collect: Collect | None,
-    *,
-    mesh: Mesh | None = None,
-    steps: int | None = None,
-) -> EvaluationLoader:
+def evaluation_batches(trainer: "Trainer", dataset: Any, steps: int | None) -> EvaluationLoader:
     """Make evaluation batches: one pass in order, with an incomplete last batch.
 
     With several processes, which need the same number of rows, the last batch is padded. The loss
@@ -146,8 +136,9 @@ def evaluation_batches(
         expected = "data that can be iterated for each evaluation"
         advice = "give a list of it, or a function that makes it"
         raise ConfigError(mismatch("dataset_eval", expected, dataset, advice))
+    arguments, plan, mesh = trainer.arguments, trainer.plan, trainer.sharded_mesh
+    collect, add_mask = collect_of(trainer, dataset), _mask_for(arguments)
     dataset, drop_columns = without_columns(dataset, arguments)
-    add_mask = _mask_for(arguments)
 
     def make() -> Iterator[Any]:
         loader = batches(

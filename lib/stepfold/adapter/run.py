@@ -44,29 +44,28 @@ def start(
     num_starts = sum(value is not None for value in (params, state, path))
     if num_starts > 1:
         raise ConfigError("train: expected one of model_parameters, state and ckpt_path, got more")
-    own, folder = trainer.checkpoint_manager, arguments.checkpoints_dir
     resume_from, is_first = arguments.resume_from_checkpoint, trainer.result is None
     may_resume = not is_first or (arguments.resume_if_possible and resume_from is not False)
     if is_first and num_starts == 0 and isinstance(resume_from, str):
         # A run with checkpoints of its own continues from these, but the path has to exist.
-        is_own = setup.is_newest(resume_from, own, folder)
+        is_own = setup.is_newest(trainer, resume_from)
         path = resume_from if is_own or trainer.checkpoint_path is None else None
     source, trainer.state_source = trainer.state_source, None
     new, data = trainer.state, None
     if params is not None:
-        new, source = trainer.make_state(None, trainer.tx, params), "model_parameters"
+        new, source = setup.first_state(trainer, None, params, trainer.tx), "model_parameters"
     elif state is not None:
         if not setup.is_state(state):
             advice = "give parameters alone as model_parameters"
             raise ConfigError(mismatch("state", "a state, with params and step", state, advice))
-        new, source = trainer.make_state(None, trainer.tx, state), "state"
-    elif path is not None and setup.is_newest(path, own, folder):
+        new, source = setup.first_state(trainer, None, state, trainer.tx), "state"
+    elif path is not None and setup.is_newest(trainer, path):
         may_resume = True
     elif path is not None:
-        restored = setup.restore_path(path, trainer.abstract_state, folder)
+        restored = setup.restore_path(trainer, path, trainer.abstract_state)
         new, data, source = restored.state, restored.data, "ckpt_path"
     if source is not None:
-        setup.check_start(source, own, trainer.abstract_state, new)
+        setup.check_start(trainer, source, new)
         trainer.set_state(new)
     loading.seek(loader, data, int(getattr(trainer.state, "step", 0)))
     return may_resume

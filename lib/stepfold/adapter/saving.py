@@ -5,22 +5,23 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from stepfold import tree
-from stepfold.adapter.arguments import TrainingArguments
+from stepfold.adapter.loading import position_at
 from stepfold.checkpoint.safetensors import export_params
 from stepfold.checkpoint.series import save
 from stepfold.checkpoint.steps import read_directory
 from stepfold.core.validation import mismatch
 from stepfold.errors import ConfigError
 from stepfold.inspect.report import parameter_table
-from stepfold.loop.hooks.base import Stop
 from stepfold.loop.run_info import versions
+
+if TYPE_CHECKING:
+    from stepfold.adapter.trainer import Trainer
 
 
 def path_and_state(*values: Any) -> tuple[Path, Any]:
@@ -35,23 +36,18 @@ def path_and_state(*values: Any) -> tuple[Path, Any]:
     return Path(paths[0]), next(iter(states), None)
 
 
-def save_state(
-    directory: str | Path,
-    state: Any,
-    arguments: TrainingArguments,
-    *,
-    data: Any = None,
-    metrics: Mapping[str, Any] | None = None,
-) -> Path:
+def save_state(trainer: "Trainer", directory: Path, state: Any) -> Path:
     """Save a state in `directory/<step>`, and the arguments as `arguments.json`; return the former.
 
     If an argument has no JSON, such as a custom schedule, the file names it instead.
     """
-    directory, step = Path(directory), int(getattr(state, "step", 0))
+    step = int(getattr(state, "step", 0))
     try:
-        text = arguments.to_json()
+        text = trainer.arguments.to_json()
     except ConfigError as error:
         text = json.dumps({"arguments": str(error)})
+    data = position_at(trainer.dataloader_train, step)
+    metrics = {name: curve[-1] for name, curve in trainer.history.items() if len(curve)}
     save(directory, state, step=step, data=data, metrics=metrics)
     if jax.process_index() == 0:
         (directory / "arguments.json").write_text(text, encoding="utf-8")
@@ -114,31 +110,25 @@ def write_card(path: str | os.PathLike[str], text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def make_card(
-    arguments: TrainingArguments,
-    params: Any,
-    mesh: Mesh,
-    history: Mapping[str, Sequence[float]],
-    *,
-    stop_reason: Stop | str | None,
-    notes: Mapping[str, Any],
-) -> str:
+def make_card(trainer: "Trainer") -> str:
     """Format the card of a run as markdown, without arguments that are None and empty sections."""
-    hardware = {
+    arguments, mesh, shape = trainer.arguments, trainer.mesh, trainer.state_shape
+    path, loaded, left = trainer.checkpoint_path, trainer.loaded, trainer.left
+    devices = {
         "devices": mesh.size,
         "kind": mesh.devices.flat[0].device_kind,
         "processes": jax.process_count(),
         "mesh": dict(mesh.shape),
     }
     sections = {
-        "Notes": _pairs(notes),
-        "Results": _results(history),
+        "Notes": _pairs({"checkpoint": path, "loaded": loaded, "not loaded": left}),
+        "Results": _results(trainer.history),
         "Arguments": _pairs({k: v for k, v in arguments.to_dict().items() if v is not None}),
-        "Parameters": f"```\n{parameter_table(params)}\n```",
-        "Devices": _pairs(hardware),
+        "Parameters": f"```\n{parameter_table(getattr(shape, 'params', shape))}\n```",
+        "Devices": _pairs(devices),
         "Versions": _pairs(versions()),
     }
-    ended = [] if stop_reason is None else [f"The run ended: {stop_reason}."]
+    ended = [] if trainer.stopped is None else [f"The run ended: {trainer.stopped}."]
     body = [f"## {name}\n\n{section}" for name, section in sections.items() if section]
     return "\n\n".join([f"# {arguments.model_name}", *ended, *body]) + "\n"
 

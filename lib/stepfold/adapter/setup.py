@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from stepfold.adapter.outputs import (
 from stepfold.adapter.steps import as_eval_step
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.safetensors import load_params
-from stepfold.checkpoint.series import Checkpoints
 from stepfold.checkpoint.steps import is_url, split_location
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import TrainState, init_state
@@ -54,14 +53,13 @@ def use_model(trainer: "Trainer", output: TrainerConfigureModelOutput) -> None:
     if trainer.tx is None:
         trainer.tx, trainer.scheduler = trainer.make_optimizer(output.scheduler)
     if state is None:
-        state = trainer.make_state(output.model, trainer.tx, trainer.initial)
+        state = first_state(trainer, output.model, trainer.initial, trainer.tx)
     elif state is not trainer.own_state:  # a subclass's own, which must not be donated
         state = copy_to(state, trainer.shardings_of(state))
     trainer.own_state = None
     path = trainer.arguments.init_weights_from
     if path is not None:
-        folder = trainer.arguments.checkpoints_dir
-        state, trainer.loaded, trainer.left = load_weights(path, state, folder)
+        state, trainer.loaded, trainer.left = load_weights(trainer, path, state)
     trainer.set_state(state)
 
 
@@ -95,10 +93,8 @@ def is_state(value: Any) -> bool:
     return isinstance(value, TrainState) or (hasattr(value, "params") and hasattr(value, "step"))
 
 
-def check_model(model: Any, initial: Any, finetune: bool) -> None:
-    """Check that a state can be made of `initial` or, without it, of the model."""
-    if initial is not None and finetune:
-        return
+def _check_model(model: Any, finetune: bool) -> None:
+    """Check that a model makes parameters."""
     if model is None:
         raise ConfigError(
             "model, model_state: expected a function key -> params as model, or parameters or a "
@@ -114,25 +110,21 @@ def check_model(model: Any, initial: Any, finetune: bool) -> None:
 
 
 def first_state(
-    arguments: TrainingArguments,
-    model: Any,
-    initial: Any,
-    tx: optax.GradientTransformation,
-    *,
-    shardings_of: Callable[[Any], Any],
-    stateful: bool = False,
+    trainer: "Trainer", model: Any, initial: Any, tx: optax.GradientTransformation
 ) -> Any:
     """Make the state of a run from an init function, parameters or a state. All arrays are copied.
 
     A state keeps its step, its key and, if it fits the optimizer, its optimizer state. A new state
-    and its schedule start at `step_start_point`. `shardings_of` returns the shardings of a state,
-    or None.
+    and its schedule start at `step_start_point`.
     """
+    arguments, stateful = trainer.arguments, trainer.stateful
     if is_state(initial):
         if isinstance(initial, TrainState):
             initial = _fit_optimizer(arguments, initial, tx)
         state = jax.tree.map(jnp.asarray, initial)
-        return copy_to(state, shardings_of(state))
+        return copy_to(state, trainer.shardings_of(state))
+    if initial is None:
+        _check_model(model, trainer.finetune)
     source = model if initial is None else initial
 
     def cast(variables: Any) -> Any:
@@ -144,7 +136,7 @@ def first_state(
     variables = (lambda key: cast(source(key))) if is_function else cast(source)
     make = functools.partial(init_state, variables, tx, stateful=stateful)
     key, step = jax.random.key(arguments.seed), arguments.step_start_point
-    state = make(key, sharding=shardings_of(jax.eval_shape(make, key)))
+    state = make(key, sharding=trainer.shardings_of(jax.eval_shape(make, key)))
     if step:
         opt_state = with_schedule_at(state.opt_state, step)
         state = state._replace(step=jnp.full_like(state.step, step), opt_state=opt_state)
@@ -177,7 +169,7 @@ def copy_to(state: Any, shardings: Any) -> Any:
 
 
 def load_weights(
-    path: str | Path, state: Any, folder: str = "checkpoints"
+    trainer: "Trainer", path: str | Path, state: Any
 ) -> tuple[Any, list[str], dict[str, str]]:
     """Load all parameters from safetensors, or those that fit from a checkpoint.
 
@@ -189,16 +181,17 @@ def load_weights(
         names = [name for name, _ in tree.named_leaves(params, "params")]
         replace = state._replace if hasattr(state, "_replace") else state.replace  # as of flax
         return replace(params=params), names, {}
-    restored = restore_path(path, state, folder, parts=("params",), partial=True)
+    restored = restore_path(trainer, path, state, parts=("params",), partial=True)
     reasons = {n: why for n, why in restored.not_loaded.items() if n.split("/")[0] == "params"}
     return restored.state, restored.loaded, reasons
 
 
-def find_checkpoint(path: str | Path, folder: str = "checkpoints") -> tuple[Path | str, int | None]:
+def find_checkpoint(trainer: "Trainer", path: str | Path) -> tuple[Path | str, int | None]:
     """Return the directory or URL of the steps, and the step if the path is that of one.
 
     The path is that of a run, of its checkpoints, or of one step.
     """
+    folder = trainer.arguments.checkpoints_dir
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
         raise ConfigError(f"checkpoint: expected a path, got {path!r}; give the folder of a step")
     if is_url(path):
@@ -216,9 +209,9 @@ def find_checkpoint(path: str | Path, folder: str = "checkpoints") -> tuple[Path
     )
 
 
-def restore_path(path: str | Path, like: Any, folder: str, **options: Any) -> Restored:
+def restore_path(trainer: "Trainer", path: str | Path, like: Any, **options: Any) -> Restored:
     """Restore the checkpoint at a path, or the newest one of a run."""
-    directory, step = find_checkpoint(path, folder)
+    directory, step = find_checkpoint(trainer, path)
     return restore(directory, like, step="latest" if step is None else step, **options)
 
 
@@ -235,12 +228,12 @@ def parts_of(state: Any, *, optimizer: bool, scheduler: bool) -> Sequence[str]:
     return ["params", "model_state", *map(re.escape, wanted)]
 
 
-def is_newest(path: str | Path, own: Checkpoints | None, folder: str) -> bool:
+def is_newest(trainer: "Trainer", path: str | Path) -> bool:
     """Whether a path is the newest of a run's own checkpoints.
 
     Refuse an older one of them, since the run would not write the later ones again.
     """
-    directory, step = find_checkpoint(path, folder)
+    own, (directory, step) = trainer.checkpoint_manager, find_checkpoint(trainer, path)
     if own is None or _absolute(directory) != _absolute(own.directory):
         return False
     newest = own.latest_step()
@@ -256,12 +249,13 @@ def _absolute(directory: Any) -> str:
     return directory if is_url(directory) else str(Path(directory).absolute())
 
 
-def check_start(argument: str, own: Checkpoints | None, like: Any, state: Any) -> None:
+def check_start(trainer: "Trainer", argument: str, state: Any) -> None:
     """Check that a state equals the newest checkpoint of its run, if there is one."""
+    own = trainer.checkpoint_manager
     if own is None or (newest := own.latest_step()) is None:
         return
     if newest == int(getattr(state, "step", 0)):
-        saved = own.restore(like).state
+        saved = own.restore(trainer.abstract_state).state
         if not tree.diff(saved, state) and jax.tree.all(jax.tree.map(_are_equal, saved, state)):
             return
     raise ConfigError(

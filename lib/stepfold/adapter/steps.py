@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from stepfold import tree
-from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.from_arguments import make_loss, precision
 from stepfold.adapter.loading import num_rows
 from stepfold.adapter.optimizers import learning_rate_of
@@ -24,37 +22,35 @@ from stepfold.loop.metrics import metric_values
 if TYPE_CHECKING:
     from clu.metrics import Metric
 
+    from stepfold.adapter.trainer import Trainer
+
 Step = Callable[[Any, Any], Any]
 
 
-def make_steps(
-    arguments: TrainingArguments,
-    loss_fn: Callable[..., Any],
-    tx: Any,
-    *,
-    eval_loss_fn: Callable[..., Any] | None = None,
-    scheduler: Callable[..., Any] | None = None,
-    accumulate: int = 1,
-    mesh: Mesh | None = None,
-    stateful: bool = False,
-) -> tuple[Step, Step]:
+def make_steps(trainer: "Trainer") -> tuple[Step, Step]:
     """Make the training step and the evaluation step, neither of them jitted.
 
     A NaN or inf in the loss or the gradients leaves the state unchanged, so that it can be saved.
-    With `scheduler`, the learning rate is a metric.
+    With a schedule, the learning rate is a metric.
     """
-    options: dict[str, Any] = {"precision": precision(arguments), "stateful": stateful}
-    policy = arguments.gradient_checkpointing
+    loss_fn, eval_loss_fn = trainer.loss_fn, trainer.eval_loss_fn
+    if loss_fn is None:
+        raise ConfigError(
+            "loss_fn: expected a loss function (params, batch, key) -> loss, got None; give one, "
+            "or override configure_functions in a subclass"
+        )
+    arguments, policy = trainer.arguments, trainer.arguments.gradient_checkpointing
+    options: dict[str, Any] = {"precision": precision(arguments), "stateful": trainer.stateful}
     train_step = make_train_step(
-        make_loss(arguments, loss_fn, mesh),
-        tx,
-        accumulate=accumulate,
+        make_loss(arguments, loss_fn, trainer.sharded_mesh),
+        trainer.tx,
+        accumulate=trainer.plan.accumulate,
         remat=None if policy == "none" else policy,
         skip_nonfinite=True,
         **options,
     )
-    if scheduler is not None:
-        train_step = observe(train_step, learning_rate=learning_rate_of(scheduler))
+    if trainer.scheduler is not None:
+        train_step = observe(train_step, learning_rate=learning_rate_of(trainer.scheduler))
     # Without the mesh, since the last batch of an evaluation may not divide by its devices.
     eval_loss = make_loss(arguments, loss_fn if eval_loss_fn is None else eval_loss_fn)
     return train_step, make_eval_step(weight_by_rows(eval_loss), **options)

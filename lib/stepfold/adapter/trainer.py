@@ -204,53 +204,33 @@ class Trainer:
 
     def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
         """Make batches of the datasets, and count the steps."""
-        plan, train, evaluation = self.plan, None, None
+        train = evaluation = None
         if self.dataset_train is not None:
-            collect = loading.collect_of(self, self.dataset_train)
-            train = loading.training_batches(self.arguments, self.dataset_train, plan, collect)
+            train = loading.training_batches(self, self.dataset_train)
         if self.dataset_eval is not None:
-            evaluation = self._evaluation_batches(self.dataset_eval, plan.eval_steps)
-        return TrainerConfigureDataloaderOutput(train, plan.steps, evaluation, plan.eval_steps)
+            steps = self.plan.eval_steps
+            evaluation = loading.evaluation_batches(self, self.dataset_eval, steps)
+        return TrainerConfigureDataloaderOutput(
+            train, self.plan.steps, evaluation, self.plan.eval_steps
+        )
 
     def configure_model(self) -> TrainerConfigureModelOutput:
         """Make the optimizer, its schedule, and the state."""
-        setup.check_model(self.model, self.initial, self.finetune)
         tx, scheduler = self.make_optimizer()
-        self.own_state = self.make_state(self.model, tx, self.initial)
+        self.own_state = setup.first_state(self, self.model, self.initial, tx)
         return TrainerConfigureModelOutput(
             self.model, tx, scheduler, self.config, state=self.own_state
         )
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
         """Make the jitted steps, the mesh, and the description of the checkpoints."""
-        if self.loss_fn is None:
-            raise ConfigError(
-                "loss_fn: expected a loss function (params, batch, key) -> loss, got None; give "
-                "one, or override configure_functions in a subclass"
-            )
-        train_step, eval_step = steps.make_steps(
-            self.arguments,
-            self.loss_fn,
-            self.tx,
-            eval_loss_fn=self.eval_loss_fn,
-            scheduler=self.scheduler,
-            accumulate=self.plan.accumulate,
-            mesh=self._mesh_if_large,
-            stateful=self.stateful,
-        )
+        train_step, eval_step = steps.make_steps(self)
         train_step = self.train_tracker.track(train_step)
-        shardings = (self.state_shardings, None) if self._mesh_if_large else None
+        shardings = (self.state_shardings, None) if self.sharded_mesh else None
         self.own_step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
         eval_step = jax.jit(self.evalu_tracker.track(eval_step))
         manager = from_arguments.checkpoints(self.arguments, self.plan)
         return TrainerConfigureFunctionOutput(self.own_step, self.mesh, manager, eval_step)
-
-    def make_state(self, model: Any, tx: Any, initial: Any = None) -> Any:
-        """Make a state of a model, parameters or a state, sharded over the mesh."""
-        shardings_of = self.shardings_of
-        return setup.first_state(
-            self.arguments, model, initial, tx, shardings_of=shardings_of, stateful=self.stateful
-        )
 
     def create_collect_function(
         self, max_sequence_length: int | None, truncation_mode: str = "keep_end"
@@ -459,7 +439,8 @@ class Trainer:
         """Return the batches of an evaluation, after `start_evaluation_hook`."""
         self.start_evaluation_hook()
         if dataset is not None:
-            return iter(self._evaluation_batches(dataset, self.arguments.max_evaluation_steps))
+            limit = self.arguments.max_evaluation_steps
+            return iter(loading.evaluation_batches(self, dataset, limit))
         loader = self.dataloader_eval
         if loader is None:
             raise ConfigError("dataset_eval: expected data to evaluate on, got None")
@@ -534,17 +515,11 @@ class Trainer:
             refuse_unknown("save_pretrained", metadata, ["metadata"])
             saving.save_for_torch(path, getattr(state, "params", state), **names, **metadata)
             return path
-        position = loading.position_at(self.dataloader_train, int(getattr(state, "step", 0)))
-        metrics = {name: curve[-1] for name, curve in self.history.items() if len(curve)}
-        return saving.save_state(path, state, self.arguments, data=position, metrics=metrics)
+        return saving.save_state(self, path, state)
 
     def save_information(self, output_path: str | os.PathLike[str]) -> None:
         """Write a card of the run as markdown, to a file or as `README.md` in a folder."""
-        notes = {"checkpoint": self.checkpoint_path, "loaded": self.loaded, "not loaded": self.left}
-        params = getattr(self.state_shape, "params", self.state_shape)
-        text = saving.make_card(
-            self.arguments, params, self.mesh, self.history, stop_reason=self.stopped, notes=notes
-        )
+        text = saving.make_card(self)
         if self.is_process_zero:
             saving.write_card(output_path, text)
 
@@ -559,9 +534,8 @@ class Trainer:
         loaded and that were not.
         """
         parts = setup.parts_of(self.model_state, optimizer=load_optimizer, scheduler=load_scheduler)
-        folder = self.arguments.checkpoints_dir
         # One pattern, since not every state has all of them.
-        restored = setup.restore_path(path, self.model_state, folder, parts=("|".join(parts),))
+        restored = setup.restore_path(self, path, self.state, parts=("|".join(parts),))
         self._state = restored.state
         self.loaded, self.left = restored.loaded, restored.not_loaded
         self.state_source = "load_checkpoint"
@@ -635,25 +609,19 @@ class Trainer:
         self.state_shardings = make_sharding(self.state_shape, self.mesh, self.rules)
         self.state_named_sharding = self.state_shardings
         self.state_partition_spec = jax.tree.map(lambda x: x.spec, self.state_shardings)
-        if self._mesh_if_large is not None:
+        if self.sharded_mesh is not None:
             make = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
             self.abstract_state = jax.tree.map(make, self.state_shape, self.state_shardings)
 
     @property
-    def _mesh_if_large(self) -> Mesh | None:
+    def sharded_mesh(self) -> Mesh | None:
         """The mesh, or None if it is jax's default device alone, which needs no shardings."""
         is_default = self.mesh.size == 1 and self.mesh.devices.flat[0] == jax.local_devices()[0]
         return None if is_default else self.mesh
 
     def shardings_of(self, state: Any) -> Any:
         """Return the shardings of a state, or None if it needs none."""
-        return make_sharding(state, self.mesh, self.rules) if self._mesh_if_large else None
-
-    def _evaluation_batches(self, dataset: Any, steps: int | None) -> Any:
-        collect, mesh = loading.collect_of(self, dataset), self._mesh_if_large
-        return loading.evaluation_batches(
-            self.arguments, dataset, self.plan, collect, mesh=mesh, steps=steps
-        )
+        return make_sharding(state, self.mesh, self.rules) if self.sharded_mesh else None
 
     def overrides(self, method: str) -> bool:
         """Whether a method is that of a subclass, or was set on the object."""
