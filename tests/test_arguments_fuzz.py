@@ -195,6 +195,7 @@ OWN = {
     "eval_step", "loss_fn", "hook", "init", "key", "grad", "sharding", "source", "sources",
 }  # fmt: skip
 FUNCTIONS = {"names", "rules", "rename", "remat"}  # called: a wrong one raises its own error
+NEED_RUN_DIR = {"run_dir", "checkpoints", "resume"}
 SLOW = {"compile_step", "describe", "evaluate"}  # flags only
 CASES = [
     (name, parameter)
@@ -209,6 +210,8 @@ def raw_error(case, wrong):
     """Call with one wrong value; return the error if it is neither clear nor of stepfold."""
     name, parameter = case
     arguments = VALID[name]()
+    if name == "fit" and parameter not in NEED_RUN_DIR:
+        arguments["run_dir"] = None  # to write the files of a run takes longer than its steps
     arguments[parameter] = WRONG[wrong]
     function = getattr(sf, name)
     try:
