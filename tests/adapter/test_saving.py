@@ -85,3 +85,4 @@ def test_a_long_curve_is_thinned_and_a_flat_one_is_low():
     assert len(saving.sparkline(range(1000))) == 32
     assert saving.sparkline([3.0, 3.0]) == "▁▁"
     assert saving.sparkline([]) == ""
+    assert saving.sparkline([0, 1, 2, float("nan"), 3]) == "▁▃▆ █"

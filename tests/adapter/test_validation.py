@@ -175,6 +175,7 @@ def test_a_size_below_one_is_refused():
 def test_seconds():
     texts = ["90s", "45min", "1h30m", "2d", "1.5h", 7]
     assert [seconds(text) for text in texts] == [90, 2700, 5400, 172800, 5400, 7]
+    assert seconds("soon") == 0.0
 
 
 def test_a_policy_of_jax_is_stored_by_its_name():

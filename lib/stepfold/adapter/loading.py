@@ -76,12 +76,7 @@ class TrainingLoader:
 
 
 class EvaluationLoader:
-    """Call `make` for each iteration, and yield at most `steps` of its batches.
-
-    >>> loader = EvaluationLoader(lambda: iter([1, 2, 3]), steps=2)
-    >>> list(loader), list(loader), len(loader)
-    ([1, 2], [1, 2], 2)
-    """
+    """Call `make` for each iteration, and yield at most `steps` of its batches."""
 
     def __init__(self, make: Callable[[], Iterator[Any]], steps: int | None) -> None:
         self._make, self._steps = make, steps

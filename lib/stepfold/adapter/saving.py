@@ -155,11 +155,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """Draw values as a line of at most `width` blocks; a NaN or inf is a gap.
-
-    >>> sparkline([0, 1, 2, float("nan"), 3])
-    '▁▃▆ █'
-    """
+    """Draw values as a line of at most `width` blocks; a NaN or inf is a gap."""
     if len(values) > width:
         values = [values[i * (len(values) - 1) // (width - 1)] for i in range(width)]
     finite = list(filter(math.isfinite, values))

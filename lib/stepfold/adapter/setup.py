@@ -93,13 +93,13 @@ def is_state(value: Any) -> bool:
     return isinstance(value, TrainState) or (hasattr(value, "params") and hasattr(value, "step"))
 
 
-def _check_model(model: Any, finetune: bool) -> None:
+def _check_model(model: Any) -> None:
     """Check that a model makes parameters."""
     if model is None:
         raise ConfigError(
-            "model, model_state: expected a function key -> params as model, or parameters or a "
-            f"state as model_state, got model={tree.spell(model)}"
-            + ("" if finetune else ", and finetune=False initializes new parameters")
+            "model, model_state: expected a function key -> params as model or, unless "
+            "finetune=False initializes new parameters, parameters or a state as model_state, got "
+            "neither"
         )
     if callable(getattr(model, "init", None)) and callable(getattr(model, "apply", None)):
         raise ConfigError(
@@ -124,7 +124,7 @@ def first_state(
         state = jax.tree.map(jnp.asarray, initial)
         return copy_to(state, trainer.shardings_of(state))
     if initial is None:
-        _check_model(model, trainer.finetune)
+        _check_model(model)
     source = model if initial is None else initial
 
     def cast(variables: Any) -> Any:
@@ -256,16 +256,11 @@ def check_start(trainer: "Trainer", argument: str, state: Any) -> None:
         return
     if newest == int(getattr(state, "step", 0)):
         saved = own.restore(trainer.abstract_state).state
-        if not tree.diff(saved, state) and jax.tree.all(jax.tree.map(_are_equal, saved, state)):
+        are_equal = lambda leaf, other: bool((leaf == other).all())
+        if not tree.diff(saved, state) and jax.tree.all(jax.tree.map(are_equal, saved, state)):
             return
     raise ConfigError(
         f"{argument}: expected an output_dir without checkpoints, or the state of the newest one, "
         f"got another state; the run in {own.directory} resumes from step {newest}: leave "
         f"{argument} out, or give another output_dir"
     )
-
-
-def _are_equal(saved: Any, leaf: Any) -> bool:
-    if jnp.issubdtype(saved.dtype, jax.dtypes.prng_key):
-        saved, leaf = jax.random.key_data(saved), jax.random.key_data(leaf)
-    return bool(jnp.array_equal(saved, leaf))

@@ -90,11 +90,7 @@ def _policy(value: Any) -> Any:
 
 
 def seconds(value: float | str) -> float:
-    """Convert a duration to seconds; 0 if it is not a duration.
-
-    >>> seconds("1h30m"), seconds(20), seconds("soon")
-    (5400.0, 20.0, 0.0)
-    """
+    """Convert a duration, such as 20 or "1h30m", to seconds; 0 if it is not one."""
     if not isinstance(value, str):
         return float(value) if _is_finite(value) else 0.0
     units = {"d": 86400, "h": 3600, "min": 60, "m": 60, "sec": 1, "s": 1}
@@ -212,12 +208,7 @@ def default_of(arguments: Any, name: str) -> Any:
 
 
 def is_changed(arguments: Any, name: str) -> bool:
-    """Whether a field differs from its default.
-
-    >>> from stepfold.adapter import TrainingArguments
-    >>> is_changed(TrainingArguments(seed=3), "seed"), is_changed(TrainingArguments(), "seed")
-    (True, False)
-    """
+    """Whether a field differs from its default."""
     return bool(getattr(arguments, name) != default_of(arguments, name))
 
 
