@@ -1,7 +1,9 @@
 """Batches of the trainer: order, columns, padding, masks and data positions."""
 
+import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -194,7 +196,7 @@ def replicate_if_uneven(batch: Any, mesh: Mesh | None) -> Any:
     """
     if mesh is None or jax.process_count() > 1:
         return batch
-    shards = int(np.prod([mesh.shape[axis] for axis in DATA_AXES if axis in mesh.shape]))
+    shards = math.prod(mesh.shape.get(axis, 1) for axis in DATA_AXES)
     if num_rows(batch) % shards == 0:
         return batch
     return jax.device_put(batch, NamedSharding(mesh, PartitionSpec()))
@@ -239,12 +241,9 @@ def collect_function(max_sequence_length: int | None, truncation_mode: str) -> C
     check_truncate("create_collect_function", truncation_mode)
     if max_sequence_length is None:
         return _stack
-    read_integer("create_collect_function: max_sequence_length", max_sequence_length, 1)
-
-    def pad(examples: Any) -> Any:
-        return collate(examples, length=max_sequence_length, truncate=truncation_mode)  # type: ignore[arg-type]
-
-    return pad
+    length = read_integer("create_collect_function: max_sequence_length", max_sequence_length, 1)
+    options: dict[str, Any] = {"length": length, "truncate": truncation_mode}
+    return functools.partial(collate, **options)
 
 
 def _stack(examples: Any) -> Any:
@@ -261,10 +260,10 @@ def columns(examples: Sequence[Any]) -> Any:
 
 
 def _column(values: list[Any]) -> Any:
-    nested = (len({np.ndim(x) for x in v}) > 1 for v in values if isinstance(v, list))
-    if any(nested) or len({np.shape(value) for value in values}) > 1:
+    try:
+        return np.stack([np.asarray(value) for value in values])
+    except ValueError:  # of unequal shapes
         return values
-    return np.stack([np.asarray(value) for value in values])
 
 
 # Positions

@@ -1,7 +1,7 @@
 """Training and evaluation steps of the trainer."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -58,25 +58,19 @@ def make_steps(trainer: "Trainer") -> tuple[Step, Step]:
 
 def weight_by_rows(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Weight losses that are plain numbers by the examples of the batch."""
+    from clu.metrics import Metric
 
     def weighted(params: Any, batch: Any, *rest: Any) -> Any:
+        def weigh(term: Any) -> Any:
+            is_number = tree.is_data(term) and jnp.shape(term) == ()
+            return mean(term, jnp.float32(num_rows(batch))) if is_number else term
+
         returned = loss_fn(params, batch, *rest)
         loss, *others = returned if isinstance(returned, tuple) else (returned,)
-        weight = jnp.float32(num_rows(batch))
-        if isinstance(loss, Mapping):
-            loss = {name: _with_weight(term, weight) for name, term in loss.items()}
-        else:
-            loss = _with_weight(loss, weight)
+        loss = jax.tree.map(weigh, loss, is_leaf=lambda node: isinstance(node, Metric))
         return (loss, *others) if isinstance(returned, tuple) else loss
 
     return weighted
-
-
-def _with_weight(loss: Any, weight: jax.Array) -> Any:
-    from clu.metrics import Metric
-
-    is_number = tree.is_data(loss) and jnp.shape(loss) == () and not isinstance(loss, Metric)
-    return mean(loss, weight) if is_number else loss
 
 
 # Metrics that are numbers
@@ -113,9 +107,8 @@ def as_metrics(metrics: Any, argument: str, *, weight: int = 1) -> dict[str, "Me
     """Turn a dict, dataclass or NamedTuple of numbers and metrics into metrics; drop None."""
     from clu.metrics import Metric
 
-    if dataclasses.is_dataclass(metrics) and not isinstance(metrics, type | Metric):
-        names = [field.name for field in dataclasses.fields(metrics)]
-        metrics = {name: getattr(metrics, name) for name in names}
+    if is_dataclass(metrics) and not isinstance(metrics, type | Metric):
+        metrics = {field.name: getattr(metrics, field.name) for field in fields(metrics)}
     elif hasattr(metrics, "_asdict"):
         metrics = metrics._asdict()
     if not isinstance(metrics, Mapping):
