@@ -24,6 +24,7 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import stepfold as sf
+from stepfold.core.processes import KeyValues
 
 CODES = {
     "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "uint8": "U8",
@@ -546,21 +547,23 @@ def test_shards_are_on_the_disk_before_their_index(tmp_path, monkeypatch):
 
 
 def test_any_error_of_an_export_is_raised_on_all_processes(tmp_path, monkeypatch):
-    """The other processes wait for what process 0 sends."""
-    sent = []
+    """The other processes wait for the outcome of process 0."""
+    gathered = []
 
     def fail(*_):
         raise RuntimeError("of any kind")
 
+    def gather(_, value, *__, **___):
+        gathered.append(value)
+        return [value]
+
+    monkeypatch.setattr(KeyValues, "gather", gather)
     monkeypatch.setattr("stepfold.checkpoint.safetensors._replace_files", fail)
-    monkeypatch.setattr(
-        "stepfold.checkpoint.safetensors._broadcast_text", lambda text: sent.append(text) or text
-    )
     monkeypatch.setattr(type(jnp.ones(1)), "is_fully_addressable", False)
     monkeypatch.setattr("stepfold.checkpoint.safetensors._on_host", np.asarray)
     with pytest.raises(RuntimeError, match="of any kind"):
         sf.export_params(tmp_path, {"a": jnp.ones(1)})
-    assert "of any kind" in sent[0]
+    assert "of any kind" in gathered[0]
 
 
 def test_others_may_read_the_files(tmp_path):
@@ -605,12 +608,13 @@ def test_nothing_there_is_an_error(tmp_path):
         ),
         (
             '{"weight_map": {"a": 1}}',
-            "expected a weight_map of names to files in its directory, got dict",
+            "expected a weight_map of names to files in its directory, got 1, which is not there",
         ),
         ('{"weight_map": {"a": "../x.safetensors"}}', "expected a weight_map of names to files"),
         (
             '{"weight_map": {"a": "x.safetensors"}}',
-            "expected x.safetensors in its directory, got no such",
+            "expected a weight_map of names to files in its directory, got 'x.safetensors', which "
+            "is not there; export or copy all of them again",
         ),
     ],
 )
@@ -697,8 +701,11 @@ def test_no_beginning_of_a_file_is_taken_for_one(tmp_path):
         refused(file, "expected a whole safetensors file")
 
 
-def test_a_dtype_that_jax_has_not_is_refused_by_name(tmp_path):
-    raw(tmp_path / "t.safetensors", {"a": entry(0, 4, (8,), "F4")}, b"x" * 4)
+@pytest.mark.parametrize(
+    "bad", [entry(0, 4, (8,), "F4"), entry(0, 4, [1] * 70), entry(0, 0, (2**62, 0))]
+)
+def test_what_numpy_has_not_is_refused_by_name(tmp_path, bad):
+    raw(tmp_path / "t.safetensors", {"a": bad}, b"x" * bad["data_offsets"][1])
     refused(tmp_path / "t.safetensors", "a: expected a dtype of BOOL, ")
 
 

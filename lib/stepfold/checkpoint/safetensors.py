@@ -15,8 +15,9 @@ import os
 import re
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +27,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from stepfold import tree
-from stepfold.checkpoint.leaves import Leaf, Region, as_slices, leaf_of, make_leaf, regions_of
+from stepfold.checkpoint.leaves import as_slices, is_key, leaf_of, make_leaf, regions_of
 from stepfold.checkpoint.restore import match
 from stepfold.checkpoint.steps import check_regular, sync
-from stepfold.core.validation import check_count, check_flags
+from stepfold.core.processes import agreement
+from stepfold.core.validation import check_count
 from stepfold.errors import CheckpointError, ConfigError
 
 _SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
@@ -105,26 +107,22 @@ def export_params(
     for leaf in leaves:
         _check_exportable(leaf)
     shards = _split(leaves, shard_size)
-    # Lazy: every process has to take part in every gather, even if the write fails on process 0.
-    # A `map` continues after an error, unlike a generator.
+    # Lazy. A `map` continues after an error, unlike a generator.
     arrays = map(_on_host, [leaf.value for shard in shards for leaf in shard])
     together = not all(getattr(leaf.value, "is_fully_addressable", True) for leaf in leaves)
-    problem = ""
-    cause: Exception | None = None
-    if jax.process_index() == 0:
+    with agreement(f"{target}: not exported") if together else nullcontext():
         try:
-            _replace_files(target, shards, arrays, header)
-        except Exception as error:  # noqa: BLE001  raised once all processes know of it
-            problem = f"export_params: {target} cannot be written: {_advice(error)}"
-            cause = error
-    if together:
-        for _ in arrays:  # the rest if the write failed; on other processes, all of them
-            pass
-        problem = _broadcast_text(problem)
-    if cause is not None and not isinstance(cause, OSError):
-        raise cause
-    if problem:
-        raise CheckpointError(problem) from cause
+            if jax.process_index() == 0:
+                _replace_files(target, shards, arrays, header)
+        except OSError as error:
+            reason = error.strerror or error
+            advice = _ADVICE.get(error.errno or 0, "give a path that can be written to")
+            raise CheckpointError(
+                f"export_params: {target} cannot be written: {reason}; {advice}"
+            ) from error
+        finally:
+            if together:  # every process has to take part in every gather
+                deque(arrays, maxlen=0)
 
 
 def load_params(
@@ -137,9 +135,8 @@ def load_params(
     """Load parameters from safetensors, directly into their sharding.
 
     The files have to hold exactly the leaves of `like`. Each process reads only the parts that the
-    shardings of `like` assign to it, and of files with float8 arrays everything, one file at a
-    time. Leaves without a sharding go to the default device. Files are checked for completeness,
-    but not for changed bytes, since safetensors has no checksums.
+    shardings of `like` assign to it. Leaves without a sharding go to the default device. Files are
+    checked for completeness, but not for changed bytes, since safetensors has no checksums.
 
     Args:
       path: a file, an index, or a directory with `model.safetensors` or
@@ -167,13 +164,12 @@ def load_params(
     >>> sf.load_params(directory, like)["w"]
     Array([0., 1., 2.], dtype=float32)
     """
-    check_flags(cast=cast)
     _import_safetensors()
     leaves = _named_leaves("load_params: like", like, names)
     for leaf in leaves:
         _check_wanted(leaf)
-    files = _list_files(path)
-    saved = {name: leaf for entries in files.values() for name, leaf in entries.items()}
+    arrays = _map_arrays(path)
+    saved = {name: leaf_of(array) for name, array in arrays.items()}
     paths = {leaf.name: leaf.path for leaf in leaves}
 
     def path_of(name: str) -> str:
@@ -187,16 +183,14 @@ def load_params(
         rename=path_of,
         cast=cast,
     )
-    loaded: dict[str, Any] = {}
-    for file, entries in files.items():
-        with _open(file) as tensors:
-            for leaf in (leaf for leaf in leaves if leaf.name in entries):
-                name, entry = leaf.name, entries[leaf.name]
-                regions = regions_of(leaf.path, entry, leaf.value)
-                parts = {part: tensors.read(name, entry, part) for part in regions}
-                loaded[name] = make_leaf(leaf.path, entry, leaf.value, parts)
+    loaded = []
+    for leaf in leaves:
+        regions = regions_of(leaf.path, saved[leaf.name], leaf.value)
+        # Copied, since the file may change.
+        parts = {part: np.array(arrays[leaf.name][as_slices(part)], order="C") for part in regions}
+        loaded.append(make_leaf(leaf.path, saved[leaf.name], leaf.value, parts))
     structure: Any = jax.tree.structure(like)
-    return structure.unflatten([loaded[leaf.name] for leaf in leaves])
+    return structure.unflatten(loaded)
 
 
 def _import_safetensors() -> Any:
@@ -251,24 +245,22 @@ def _named_leaves(
 
 
 def _check_exportable(leaf: _NamedLeaf) -> None:
-    value = leaf.value
+    value, got = leaf.value, tree.spell(leaf.value)
     if isinstance(value, jax.core.Tracer):
         raise ConfigError(f"{leaf.path}: expected an array, got a tracer; export outside of jit")
-    is_numpy = isinstance(value, np.ndarray | np.generic)
-    if not (is_numpy or isinstance(value, jax.Array)) or isinstance(value, np.ma.MaskedArray):
+    is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
+    if not is_array or isinstance(value, np.ma.MaskedArray):
         raise ConfigError(
-            f"{leaf.path}: expected an array, got {tree.spell(value)}; drop it, "
-            "or make an array of it"
+            f"{leaf.path}: expected an array, got {got}; drop it, or make an array of it"
         )
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if is_key(value):
         raise ConfigError(
-            f"{leaf.path}: expected a parameter, got the random key {tree.spell(value)}; leave it "
-            "out"
+            f"{leaf.path}: expected a parameter, got the random key {got}; leave it out"
         )
     if value.dtype.name not in _CODES:
         raise ConfigError(
-            f"{leaf.path}: expected a dtype that safetensors has ({', '.join(_CODES)}), got "
-            f"{tree.spell(value)}; cast it, or leave it out"
+            f"{leaf.path}: expected a dtype that safetensors has ({', '.join(_CODES)}), got {got}; "
+            "cast it, or leave it out"
         )
 
 
@@ -298,8 +290,8 @@ def _file_of(path: str | os.PathLike[str]) -> Path:
     return file if file.suffix == _SUFFIX else file / f"model{_SUFFIX}"
 
 
-def _index_of(target: Path) -> Path:
-    return target.with_name(target.stem + _INDEX)
+def _index_of(file: Path) -> Path:
+    return file.with_name(file.stem + _INDEX)
 
 
 # Writing
@@ -341,14 +333,13 @@ def _replace_files(
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     prefix = f".{target.name}.stepfold-"
     for killed in folder.glob(f"{glob.escape(prefix)}*"):
-        if killed.is_dir() and not killed.is_symlink():
-            shutil.rmtree(killed)
+        shutil.rmtree(killed, ignore_errors=True)  # leaves files and links
     names = [target.name] if len(shards) == 1 else _free_names(target, len(shards))
+    index = _index_of(target)
     with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as temporary:
         for name, shard in zip(names, shards, strict=True):
             _write(Path(temporary, name), {leaf.name: next(arrays) for leaf in shard}, metadata)
         if len(shards) > 1:
-            index = Path(temporary, _index_of(target).name)
             content = {
                 "metadata": {"total_size": sum(leaf.bytes for shard in shards for leaf in shard)},
                 "weight_map": {
@@ -357,17 +348,22 @@ def _replace_files(
                     for leaf in shard
                 },
             }
-            index.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
-            sync(index)
+            new = Path(temporary, index.name)
+            new.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+            sync(new)
             names.append(index.name)
         for name in names:
-            if name.endswith(_INDEX):
+            if name == index.name:
                 sync(folder)  # persist the new shards before the index that refers to them
             os.replace(Path(temporary, name), folder / name)
     sync(folder)  # persist the new names before the old files are deleted
-    for outdated in _exported(target):
-        if outdated.name not in names:
-            outdated.unlink()
+    shard_name = re.compile(
+        rf"{re.escape(target.stem)}-\d{{5}}-of-\d{{5}}(\.\d+)?{re.escape(_SUFFIX)}"
+    )
+    old_shards = sorted(file.name for file in folder.iterdir() if shard_name.fullmatch(file.name))
+    for name in (target.name, index.name, *old_shards):  # the index before the shards in it
+        if name not in names:
+            (folder / name).unlink(missing_ok=True)
 
 
 def _free_names(target: Path, count: int) -> list[str]:
@@ -395,134 +391,55 @@ def _write(
     sync(file)
 
 
-def _exported(target: Path) -> list[Path]:
-    """List the files of all exports to a target, the index before the shards it refers to."""
-    shard = re.compile(rf"{re.escape(target.stem)}-\d{{5}}-of-\d{{5}}(\.\d+)?{re.escape(_SUFFIX)}")
-    shards = [file for file in target.parent.iterdir() if shard.fullmatch(file.name)]
-    return [file for file in (target, _index_of(target)) if file.exists()] + shards
-
-
-def _advice(error: Exception) -> str:
-    if not isinstance(error, OSError):
-        return repr(error)
-    advice = "give a path that can be written to"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        advice = "make room there"
-    elif error.errno == errno.EISDIR:
-        advice = "give a name in it that ends in .safetensors"
-    elif error.errno in (errno.EEXIST, errno.ENOTDIR):
-        advice = "give a directory, or a file that ends in .safetensors"
-    return f"{error.strerror or error}; {advice}"
-
-
-def _broadcast_text(text: str) -> str:
-    """Return the text of process 0 on every process; collective."""
-    sent = np.zeros(1000, np.uint8)
-    content = np.frombuffer(text.encode()[: sent.size], np.uint8)
-    sent[: content.size] = content
-    received = np.asarray(multihost_utils.broadcast_one_to_all(sent))
-    return received.tobytes().rstrip(b"\0").decode(errors="replace")
+_ADVICE = {
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there",
+    errno.EISDIR: "give a name in it that ends in .safetensors",
+    errno.EEXIST: "give a directory, or a file that ends in .safetensors",
+    errno.ENOTDIR: "give a directory, or a file that ends in .safetensors",
+}
 
 
 # Reading
 
 
-class _Tensors:
-    """An open file."""
-
-    def __init__(self, file: Path, handle: Any) -> None:
-        self._file, self._handle = file, handle
-        self._buffers: dict[str, Any] | None = None
-
-    def entries(self) -> dict[str, Leaf]:
-        """Return the shape and dtype of every array."""
-        entries = {}
-        for name in self._handle.keys():  # noqa: SIM118  it is no dict
-            entry = self._handle.get_slice(name)
-            if entry.get_dtype() not in _DTYPES:
-                raise CheckpointError(
-                    f"{self._file}: {name}: expected a dtype of {', '.join(_DTYPES)}, got "
-                    f"{entry.get_dtype()}; convert it with what wrote the file"
-                )
-            entries[name] = Leaf(tuple(entry.get_shape()), _DTYPES[entry.get_dtype()])
-        return entries
-
-    def read(self, name: str, leaf: Leaf, part: Region) -> np.ndarray[Any, Any]:
-        """Read a region of an array into memory of its own."""
-        if 0 in leaf.shape:
-            return np.zeros([stop - start for start, stop in part], jnp.dtype(leaf.dtype))
-        if not leaf.dtype.startswith("float8"):
-            return np.array(self._handle.get_slice(name)[as_slices(part)], order="C")
-        # The package gives numpy no slices of float8, but it gives the bytes of all arrays.
-        if self._buffers is None:
-            buffers = _import_safetensors().deserialize(self._file.read_bytes())
-            self._buffers = {key: tensor["data"] for key, tensor in buffers}
-        array = np.frombuffer(self._buffers[name], jnp.dtype(leaf.dtype)).reshape(leaf.shape)
-        return np.array(array[as_slices(part)], order="C")
-
-
-@contextmanager
-def _open(file: Path) -> Iterator[_Tensors]:
-    """Open a file that the package finds complete."""
-    safetensors = _import_safetensors()
-    try:
-        check_regular(file)
-        with safetensors.safe_open(file, framework="numpy") as handle:
-            yield _Tensors(file, handle)
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(
-            f"{file}: expected a whole safetensors file, got one of {file.stat().st_size} bytes of "
-            f"which the safetensors package says: {error}; export or copy it again"
-        ) from error
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file}: cannot be read: No such file or directory") from error
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
-
-
-def _list_files(path: str | os.PathLike[str]) -> dict[Path, dict[str, Leaf]]:
-    """Return the arrays of a file, of all files of an index, or of those of a directory."""
+def _map_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
+    """Map the arrays of a file, of all files of an index, or of those of a directory."""
     file = _file_of(path)
     if os.fspath(path).endswith(".json"):
-        return _list_indexed(Path(path))
+        return _map_indexed(Path(path))
     if file.exists():
-        with _open(file) as tensors:
-            return {file: tensors.entries()}
-    if _index_of(file).exists():
-        return _list_indexed(_index_of(file))
+        return _map_file(file)
+    index = _index_of(file)
+    if index.exists():
+        return _map_indexed(index)
     raise CheckpointError(
-        f"{os.fspath(path)}: expected {file}, or {_index_of(file).name}, got neither; "
-        "give a file that ends in .safetensors, its index, or the directory of a model.safetensors"
+        f"{os.fspath(path)}: expected {file}, or {index.name}, got neither; give a file that ends "
+        "in .safetensors, its index, or the directory of a model.safetensors"
     )
 
 
-def _list_indexed(index: Path) -> dict[Path, dict[str, Leaf]]:
+def _map_indexed(index: Path) -> dict[str, np.ndarray[Any, Any]]:
     weight_map = _read_index(index)
-    again = "export or copy all of them again"
-    files = {}
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
     for name in sorted(set(weight_map.values())):
-        file = index.with_name(name)
-        if not file.exists():
-            raise CheckpointError(
-                f"{index}: expected {name} in its directory, got no such file; {again}"
-            )
-        with _open(file) as tensors:
-            files[file] = tensors.entries()
+        held = _map_file(index.with_name(name))
         listed = {tensor for tensor, holder in weight_map.items() if holder == name}
-        if differing := files[file].keys() ^ listed:
+        if differing := held.keys() ^ listed:
             raise CheckpointError(
                 f"{index}: expected in {name} what the index says, got a difference in "
-                f"{', '.join(sorted(differing))}; {again}"
+                f"{', '.join(sorted(differing))}; export or copy all of them again"
             )
-    return files
+        arrays |= held
+    return arrays
 
 
 def _read_index(index: Path) -> dict[str, str]:
+    """Return the file of each array, by its name in the directory of the index."""
     try:
         check_regular(index, limit=1 << 30)
         content = json.loads(index.read_text(encoding="utf-8"))
+        present = os.listdir(index.parent)
     except CheckpointError:
         raise
     except OSError as error:
@@ -532,18 +449,50 @@ def _read_index(index: Path) -> dict[str, str]:
             f"{index}: expected an index in JSON, got {error}; export or copy it again"
         ) from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    # A plain file name, so that every file is in the directory of the index.
-    is_map = isinstance(weight_map, dict) and all(
-        isinstance(file, str)
-        and file.endswith(_SUFFIX)
-        and Path(file).name == file
-        and len(file) < 256
-        and file.isprintable()
-        for file in weight_map.values()
-    )
-    if not is_map:
+    if not isinstance(weight_map, dict):
         raise CheckpointError(
             f"{index}: expected a weight_map of names to files in its directory, got "
             f"{tree.spell(content)}; export or copy it again"
         )
-    return weight_map  # type: ignore[return-value]
+    for file in weight_map.values():
+        if file not in present:
+            raise CheckpointError(
+                f"{index}: expected a weight_map of names to files in its directory, got "
+                f"{file!r:.80}, which is not there; export or copy all of them again"
+            )
+    return weight_map
+
+
+def _map_file(file: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Map the arrays of a file that the package finds complete into memory, without reading."""
+    safetensors = _import_safetensors()
+    try:
+        check_regular(file)
+        with safetensors.safe_open(file, framework="numpy"):  # checks the header
+            content = np.memmap(file, np.uint8, "r")
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(
+            f"{file}: expected a whole safetensors file, got one of {file.stat().st_size} bytes of "
+            f"which the safetensors package says: {error}; export or copy it again"
+        ) from error
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+    start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    header = json.loads(content[8:start].tobytes())
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        try:
+            flat = content[start + begin : start + end].view(jnp.dtype(_DTYPES[entry["dtype"]]))
+            arrays[name] = flat.reshape(entry["shape"])
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"{file}: {name}: expected a dtype of {', '.join(_DTYPES)}, and a shape that numpy "
+                f"has, got {entry['dtype']}{entry['shape']!s:.80}; convert it with what wrote "
+                "the file"
+            ) from error
+    return arrays
