@@ -202,7 +202,7 @@ def test_one_leaf_is_read_at_a_time(read, tmp_path, monkeypatch):
         nonlocal most
         most = max(most, sum(array() is not None for array in read_arrays))
         found = parts(reader, name, wanted)
-        read_arrays.extend(map(weakref.ref, found))
+        read_arrays.extend(map(weakref.ref, found.values()))
         return found
 
     monkeypatch.setattr(arrays.ArrayReader, "parts", tracked)

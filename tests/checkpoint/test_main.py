@@ -117,9 +117,9 @@ def test_leaves_that_only_one_has_are_told(folder, says):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("ls", "none"), "expected checkpoints, got none; look at the path"),
-        (("show", ".", 7), "expected step 7, got 1, 2"),
-        (("diff", ".", 1, 3), "expected step 3, got 1, 2"),
+        (("ls", "none"), "expected a checkpoint to restore, got none; look at the path"),
+        (("show", ".", 7), "expected step 7 to restore, got steps 1, 2; look at the path"),
+        (("diff", ".", 1, 3), "expected step 3 to restore, got steps 1, 2; look at the path"),
         (("verify", "hdfs://a"), "expected a URL such as 's3://bucket/run', got 'hdfs://a'"),
     ],
 )

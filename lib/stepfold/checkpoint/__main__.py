@@ -10,6 +10,7 @@ import numpy as np
 
 from stepfold.checkpoint.leaves import Leaf
 from stepfold.checkpoint.manifest import DamageError, ForeignError, Manifest
+from stepfold.checkpoint.restore import candidates
 from stepfold.checkpoint.steps import order_by
 from stepfold.checkpoint.store import Store, open_store
 from stepfold.checkpoint.verify import newest_complete, problems_by_step
@@ -39,17 +40,12 @@ def main(arguments: Sequence[str]) -> int:
     options = vars(parser.parse_args(arguments))
     function, _ = _VERBS[options.pop("verb")]
     try:
-        return function(_open(options.pop("directory")), **options)
+        store = open_store(options.pop("directory"))
+        candidates([store], "latest")  # raises if there are no steps
+        return function(store, **options)
     except (CheckpointError, ConfigError) as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 1 if isinstance(error, DamageError) else 2
-
-
-def _open(directory: str) -> Store:
-    store = open_store(directory)
-    if not store.steps():
-        raise CheckpointError(f"{directory}: expected checkpoints, got none; look at the path")
-    return store
 
 
 def _ls(store: Store) -> int:
@@ -102,50 +98,40 @@ def _show(store: Store, step: int | None) -> int:
 def _verify(store: Store) -> int:
     code = 0
     for step, problems in problems_by_step(store):
-        _print(f"{step}: {_verdict(problems)}")
-        for problem in problems:
-            _print(f"  {problem}")
+        verdict = "good"
+        if any(isinstance(problem, DamageError) for problem in problems):
+            verdict = "damaged"
+        elif problems:
+            is_foreign = isinstance(problems[0], ForeignError)
+            verdict = "not a checkpoint of stepfold" if is_foreign else "cannot be read"
         if any(not isinstance(problem, ForeignError) for problem in problems):
             code = 1
+        _print("\n  ".join([f"{step}: {verdict}", *map(str, problems)]))
     return code
 
 
-def _verdict(problems: Sequence[CheckpointError]) -> str:
-    if not problems:
-        return "good"
-    if any(isinstance(problem, DamageError) for problem in problems):
-        return "damaged"
-    is_foreign = isinstance(problems[0], ForeignError)
-    return "not a checkpoint of stepfold" if is_foreign else "cannot be read"
-
-
 def _diff(store: Store, old: int, new: int) -> int:
-    manifests = [_read(store, step) for step in (old, new)]
-    names = dict.fromkeys([*manifests[0].leaves, *manifests[1].leaves])
+    manifests = {step: _read(store, step) for step in (old, new)}
     rows: list[Sequence[object]] = []
+    names = dict.fromkeys(name for manifest in manifests.values() for name in manifest.leaves)
     for name in names:
-        was, now = (manifest.leaves.get(name) for manifest in manifests)
+        was, now = (manifests[step].leaves.get(name) for step in (old, new))
         if was is None or was != now:
             rows.append((name, f"{was or 'nothing'} to {now or 'nothing'}", "", ""))
-        else:
-            arrays = [
-                _read_leaf(store, step, manifest, name)
-                for step, manifest in zip((old, new), manifests, strict=True)
-            ]
-            if change := _change(was, *arrays):
-                rows.append((name, was, *change))
+            continue
+        arrays = []
+        for step in (old, new):
+            try:
+                arrays.append(store.open_arrays(step, manifests[step]).whole(name))
+            except CheckpointError as error:
+                raise type(error)(f"step {step}: {error}") from error
+        if change := _change(was, *arrays):
+            rows.append((name, was, *change))
     if rows:
         _print(table(("path", "leaf", "greatest change", "relative"), rows))
     same = len(names) - len(rows)
     _print(f"{len(rows)} of {len(names)} leaves differ, {same} have the same bits")
     return 0
-
-
-def _read_leaf(store: Store, step: int, manifest: Manifest, name: str) -> np.ndarray:
-    try:
-        return store.open_arrays(step, manifest).whole(name)
-    except CheckpointError as error:
-        raise type(error)(f"step {step}: {error}") from error
 
 
 def _change(leaf: Leaf, old: np.ndarray, new: np.ndarray) -> tuple[str, str] | None:
@@ -163,9 +149,7 @@ def _change(leaf: Leaf, old: np.ndarray, new: np.ndarray) -> tuple[str, str] | N
 
 
 def _read(store: Store, step: int) -> Manifest:
-    if not store.has_step(step):
-        got = ", ".join(map(str, store.steps()))
-        raise CheckpointError(f"{store.location}: expected step {step}, got {got}")
+    candidates([store], step)  # raises if it is missing
     try:
         return store.read_manifest(step)
     except DamageError as error:

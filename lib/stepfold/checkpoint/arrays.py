@@ -7,7 +7,7 @@ unverified. Each process reads only the stored parts that its devices need.
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +34,18 @@ class ArrayReader:
     def map(self, function: Callable[[str], Any], names: Sequence[str]) -> Iterator[Any]:
         """Call a function for each name, a few concurrently, and yield the results in order."""
         with ThreadPoolExecutor(_AT_ONCE, "stepfold-restore") as threads:
-            running: deque[Any] = deque()
-            try:
-                for name in names:
-                    running.append(threads.submit(function, name))
-                    if len(running) == _AT_ONCE:
-                        yield running.popleft().result()
-                while running:
+            running: deque[Future[Any]] = deque()
+            for name in names:
+                running.append(threads.submit(function, name))
+                if len(running) == _AT_ONCE:
                     yield running.popleft().result()
-            finally:
-                threads.shutdown(cancel_futures=True)
+            while running:
+                yield running.popleft().result()
 
     def problems(self, name: str) -> list[CheckpointError]:
         """List the errors of a leaf, one for each part that is damaged or cannot be read."""
         try:
-            store = self._open(name)
+            store = self._open_array(name, self._leaves[name])
         except CheckpointError as error:
             return [error]
         problems = []
@@ -61,38 +58,31 @@ class ArrayReader:
 
     def whole(self, name: str) -> np.ndarray:
         """Read an entire leaf."""
-        (array,) = self.parts(name, [region((), self._leaves[name].shape)])
+        (array,) = self.parts(name, [region((), self._leaves[name].shape)]).values()
         return array
 
-    def parts(self, name: str, wanted: Sequence[Region]) -> list[np.ndarray]:
+    def parts(self, name: str, wanted: Sequence[Region]) -> dict[Region, np.ndarray]:
         """Read distinct regions of a leaf, each into its own array; raise on damage."""
         leaf = self._leaves[name]
-        dtype = jax.numpy.dtype(leaf.dtype)
         if 0 in leaf.shape:  # orbax stores nothing for empty arrays
-            return [np.zeros([stop - start for start, stop in part], dtype) for part in wanted]
-        store = self._open(name)
-        arrays: list[Any] = [None] * len(wanted)
+            return {part: _empty(part, leaf) for part in wanted}
+        store = self._open_array(name, leaf)
+        arrays: dict[Region, np.ndarray] = {}
         for part, crc in self._shards[name].items():
             overlaps = {
-                i: both
-                for i, target in enumerate(wanted)
-                if (both := _overlap(part, target)) is not None
+                target: both for target in wanted if (both := _overlap(part, target)) is not None
             }
             if not overlaps:
                 continue
             values = self._read(store, name, part, crc)
-            for i, both in overlaps.items():
-                if wanted[i] == part:  # same region as stored: no copy
-                    arrays[i] = values
+            for target, both in overlaps.items():
+                if target == part:  # no copy
+                    arrays[target] = values
                     continue
-                if arrays[i] is None:
-                    arrays[i] = np.empty([stop - start for start, stop in wanted[i]], dtype)
-                arrays[i][_within(both, wanted[i])] = values[_within(both, part)]
+                if target not in arrays:
+                    arrays[target] = _empty(target, leaf)
+                arrays[target][_within(both, target)] = values[_within(both, part)]
         return arrays
-
-    def _open(self, name: str) -> Any:
-        leaf = self._leaves[name]
-        return self._open_array(name, leaf)
 
     def _open_array(self, name: str, leaf: Leaf) -> Any:
         kvstore = {"driver": "ocdbt", "base": self._base, "path": stored_name(name)}
@@ -141,6 +131,10 @@ def _error(label: str, error: Exception) -> CheckpointError:
     is_damage = status[0] in _DAMAGE if status else type(error) is ValueError
     kind = DamageError if is_damage else CheckpointError
     return kind(f"{label}: cannot be read: {message}")
+
+
+def _empty(part: Region, leaf: Leaf) -> np.ndarray:
+    return np.empty([stop - start for start, stop in part], jax.numpy.dtype(leaf.dtype))
 
 
 def _overlap(one: Region, other: Region) -> Region | None:

@@ -66,27 +66,28 @@ def average(
         raise ConfigError(mismatch("part", "the path of a branch, as 'params'", part))
     store = open_store(directory)
     for number in numbers:
-        candidates(store, number)  # raises if the step is missing
+        candidates([store], number)  # raises if the step is missing
     with agreement(f"{store.location}: the average cannot be read"):
-        manifests = [store.read_manifest(number) for number in numbers]
-        first, *others = [_branch(manifest.leaves, part) for manifest in manifests]
-        for number, other in zip(numbers[1:], others, strict=True):
-            _check_equal(first, other, f"{store.path_of(number)}: {part}", numbers[0])
+        manifests = {number: store.read_manifest(number) for number in numbers}
+        branches = {number: _branch(found.leaves, part) for number, found in manifests.items()}
+        first = branches[numbers[0]]
+        for number, leaves in branches.items():
+            _check_equal(first, leaves, f"{store.path_of(number)}: {part}", numbers[0])
         if like is None:
             like = _nested({name: np.empty(0, leaf.dtype) for name, leaf in first.items()})
         else:
             match(first, like, where=f"{store.path_of(numbers[0])}: {part}", advice="")
         readers = {
-            store.path_of(number): store.open_arrays(number, manifest)
-            for number, manifest in zip(numbers, manifests, strict=True)
+            store.path_of(number): store.open_arrays(number, found)
+            for number, found in manifests.items()
         }
-        leaves = []
+        average_leaves = []
         for name, wanted in tree.named_leaves(like):
             path, leaf = f"{part}/{name}".strip("/"), first[name]
             means = _means(readers, path, leaf, regions_of(path, leaf, wanted))
-            leaves.append(make_leaf(path, leaf, wanted, means))
+            average_leaves.append(make_leaf(path, leaf, wanted, means))
     structure: Any = jax.tree.structure(like)
-    return structure.unflatten(leaves)
+    return structure.unflatten(average_leaves)
 
 
 def _branch(leaves: Mapping[str, Leaf], part: str) -> dict[str, Leaf]:
@@ -119,24 +120,25 @@ def _means(
     dtype = jnp.dtype(leaf.dtype)
     has_mean = jnp.issubdtype(dtype, jnp.inexact)
     wide = np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64
-    totals: list[Any] = []
+    totals: dict[Region, np.ndarray] = {}
     for path, reader in readers.items():
         try:
             arrays = reader.parts(name, regions)
         except CheckpointError as error:
             raise type(error)(f"{path}: {error}") from error
-        if not totals:
-            totals = [array.astype(wide) for array in arrays] if has_mean else arrays
-        elif has_mean:
-            totals = [np.add(*pair, out=pair[0]) for pair in zip(totals, arrays, strict=True)]
-        elif not all(map(np.array_equal, totals, arrays)):
-            raise TreeMismatchError(
-                f"{path}: {name}: expected equal values in all steps, since {leaf} has no mean; "
-                "average a part without it"
-            )
+        for region, array in arrays.items():
+            if region not in totals:
+                totals[region] = array.astype(wide) if has_mean else array
+            elif has_mean:
+                totals[region] += array
+            elif not np.array_equal(totals[region], array):
+                raise TreeMismatchError(
+                    f"{path}: {name}: expected equal values in all steps, since {leaf} has no "
+                    "mean; average a part without it"
+                )
     if has_mean:
-        totals = [(total / len(readers)).astype(dtype) for total in totals]
-    return dict(zip(regions, totals, strict=True))
+        return {part: (total / len(readers)).astype(dtype) for part, total in totals.items()}
+    return totals
 
 
 def _nested(leaves: Mapping[str, Any]) -> Any:

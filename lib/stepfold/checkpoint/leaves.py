@@ -50,40 +50,35 @@ def arrays_of(state: Any) -> dict[str, Any]:
     Typed PRNG keys become their key data.
     """
     arrays: dict[str, Any] = {}
-    seen: dict[str, str] = {}
-    for name, leaf in tree.named_leaves(state):
-        other = seen.setdefault(stored_name(name), name)
-        if other is not name:
+    paths: dict[str, str] = {}
+    for path, leaf in tree.named_leaves(state):
+        other = paths.setdefault(stored_name(path), path)
+        if other is not path:
             raise ConfigError(
-                f"state: expected a name of its own for every leaf, got {other!r} and {name!r}, "
+                f"state: expected a name of its own for every leaf, got {other!r} and {path!r}, "
                 "which are stored under one; rename a key"
             )
         if not tree.is_data(leaf):
             raise ConfigError(
-                f"{name}: expected an array, got {tree.spell(leaf)}; keep functions and settings "
+                f"{path}: expected an array, got {tree.spell(leaf)}; keep functions and settings "
                 "out of the state, or give them as extra=…"
             )
-        arrays[name] = _as_array(name, leaf)
-        if str(arrays[name].dtype) not in STORED:
+        arrays[path] = _as_array(path, leaf)
+        if str(arrays[path].dtype) not in STORED:
             raise ConfigError(
-                f"{name}: expected a dtype that can be stored ({', '.join(STORED)}), got "
+                f"{path}: expected a dtype that can be stored ({', '.join(STORED)}), got "
                 f"{tree.spell(leaf)}; cast it"
             )
-    _check_not_branches(arrays)
-    if not any(array.size for array in arrays.values()):
-        raise ConfigError("state: expected arrays to save, got none with elements")
-    return arrays
-
-
-def _check_not_branches(arrays: Mapping[str, Any]) -> None:
-    """Check that no leaf has the path of a branch, as `a` and `a/b` would."""
-    for name in arrays:
-        for branch in accumulate(name.split("/")[:-1], "{}/{}".format):
+    for path in arrays:
+        for branch in accumulate(path.split("/")[:-1], "{}/{}".format):
             if branch in arrays:
                 raise ConfigError(
                     f"state: expected a leaf or a branch at {branch!r}, got both, since there is "
-                    f"{name!r}; rename a key"
+                    f"{path!r}; rename a key"
                 )
+    if not any(array.size for array in arrays.values()):
+        raise ConfigError("state: expected arrays to save, got none with elements")
+    return arrays
 
 
 def leaves_of(state: Any) -> dict[str, Leaf]:
@@ -118,18 +113,17 @@ def is_key(leaf: Any) -> bool:
     return tree.is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def impl_of(key: Any) -> str:
-    """Return the implementation of a key; unlike `jax.random.key_impl`, accepts abstract keys."""
-    impls: list[str] = []
-    jax.eval_shape(lambda key: impls.append(str(jax.random.key_impl(key))), key)
-    return impls[0]
-
-
 def leaf_of(leaf: Any) -> Leaf:
     """Return the metadata of a leaf, concrete or abstract."""
     if is_key(leaf):
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        return Leaf(data.shape, str(data.dtype), impl_of(leaf))
+        impls: list[str] = []  # jax.random.key_impl takes no abstract keys
+
+        def key_data(key: jax.Array) -> jax.Array:
+            impls.append(str(jax.random.key_impl(key)))
+            return jax.random.key_data(key)
+
+        data = jax.eval_shape(key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        return Leaf(data.shape, str(data.dtype), impls[0])
     if not tree.is_array(leaf):
         leaf = np.asarray(leaf)
     return Leaf(tuple(leaf.shape), leaf.dtype.name)
@@ -170,7 +164,12 @@ def regions_of(name: str, saved: Leaf, like: Any) -> list[Region]:
     sharding = _sharding_of(like)
     if sharding is None:
         return [region((), saved.shape)]
-    return list(dict.fromkeys(_by_device(name, saved, sharding).values()))
+    try:
+        return list(dict.fromkeys(_by_device(saved.shape, sharding).values()))
+    except ValueError as error:
+        raise ShardingError(
+            f"{name}: expected a sharding that fits {saved}, got {sharding}: {error}"
+        ) from error
 
 
 def make_leaf(name: str, saved: Leaf, like: Any, parts: Mapping[Region, np.ndarray]) -> Any:
@@ -180,18 +179,15 @@ def make_leaf(name: str, saved: Leaf, like: Any, parts: Mapping[Region, np.ndarr
     data of each of `regions_of`, and may be used without a copy.
     """
     if is_key(like):
-        like_data: Any
-        if isinstance(like, jax.Array):
-            like_data = jax.random.key_data(like)
-        else:
-            dtype = jnp.dtype(saved.dtype)
-            like_data = jax.ShapeDtypeStruct(saved.shape, dtype, sharding=like.sharding)
+        like_data = jax.ShapeDtypeStruct(
+            saved.shape, jnp.dtype(saved.dtype), sharding=_sharding_of(like)
+        )
         data = make_leaf(name, saved._replace(key=None), like_data, parts)
-        return jax.random.wrap_key_data(data, impl=impl_of(like))
+        return jax.random.wrap_key_data(data, impl=saved.key)
     parts = {part: _converted(name, saved, like, array) for part, array in parts.items()}
     sharding = _sharding_of(like)
     if sharding is not None:
-        return _shard(_by_device(name, saved, sharding), sharding, saved.shape, parts)
+        return _shard(saved.shape, sharding, parts)
     (array,) = parts.values()
     if isinstance(like, np.ndarray):
         return array
@@ -203,18 +199,12 @@ def make_leaf(name: str, saved: Leaf, like: Any, parts: Mapping[Region, np.ndarr
 
 def _sharding_of(like: Any) -> Sharding | None:
     # Keep uncommitted arrays uncommitted: otherwise a step would recompile.
-    committed = getattr(like, "committed", True)
-    return getattr(like, "sharding", None) if committed else None
+    return getattr(like, "sharding", None) if getattr(like, "committed", True) else None
 
 
-def _by_device(name: str, saved: Leaf, sharding: Sharding) -> dict[Any, Region]:
-    try:
-        index = sharding.addressable_devices_indices_map(saved.shape)
-    except ValueError as error:
-        raise ShardingError(
-            f"{name}: expected a sharding that fits {saved}, got {sharding}: {error}"
-        ) from error
-    return {device: region(slices or (), saved.shape) for device, slices in index.items()}
+def _by_device(shape: tuple[int, ...], sharding: Sharding) -> dict[Any, Region]:
+    index = sharding.addressable_devices_indices_map(shape)
+    return {device: region(slices or (), shape) for device, slices in index.items()}
 
 
 def _converted(name: str, saved: Leaf, like: Any, array: np.ndarray) -> np.ndarray:
@@ -236,18 +226,15 @@ def _converted(name: str, saved: Leaf, like: Any, array: np.ndarray) -> np.ndarr
 
 
 def _shard(
-    regions: Mapping[Any, Region],
-    sharding: Sharding,
-    shape: tuple[int, ...],
-    parts: Mapping[Region, np.ndarray],
+    shape: tuple[int, ...], sharding: Sharding, parts: Mapping[Region, np.ndarray]
 ) -> jax.Array:
     # jax may alias numpy memory, and a step may write into it: every device needs its own copy.
-    first = {part: device for device, part in reversed(list(regions.items()))}
+    unused = dict(parts)
     arrays = [
         jax.device_put(
-            parts[part] if first[part] == device else parts[part].copy(),
+            unused.pop(part) if part in unused else parts[part].copy(),
             SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
         )
-        for device, part in regions.items()
+        for device, part in _by_device(shape, sharding).items()
     ]
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)

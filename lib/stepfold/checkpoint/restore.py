@@ -8,10 +8,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint import steps
-from stepfold.checkpoint.leaves import Leaf, leaf_of, make_leaf, regions_of
+from stepfold.checkpoint.leaves import Leaf, Region, leaves_of, make_leaf, regions_of
 from stepfold.checkpoint.manifest import DamageError, ForeignError, from_json
 from stepfold.checkpoint.store import Store, complete_steps, metrics_of, open_store
 from stepfold.core.processes import agreement, broadcast_from_first, max_over_processes
@@ -130,38 +131,34 @@ def restore_from(
     "latest" is the newest step of all stores, "best" the best of the first one. A step that several
     stores have is taken from the first of them.
     """
-    options = {"parts": None, "cast": False, "partial": False, **options}
-    check_flags(cast=options["cast"], partial=options["partial"], fall_back=fall_back)
+    check_flags(fall_back=fall_back)
     damaged: dict[int, list[str]] = {}
-    deleted: dict[int, list[str]] = {}
-    tried = set()
-    remaining = _candidates_in(stores, step, best)
+    tried: list[tuple[int, Store]] = []
+    remaining = candidates(stores, step, best)
     while remaining:
-        (number, store), *remaining = remaining
-        tried.add((number, store.location))
+        number, store = remaining[0]
+        tried.append(remaining.pop(0))
         outcome, result = _try_step(store, number, like, **options)
         # All processes have to agree on the outcome before any of them continues.
         outcome = max_over_processes(outcome)
+        if outcome == _GOOD and isinstance(result, Restored):
+            return result._replace(damaged=damaged), store
+        if outcome == _DELETED:
+            listed = candidates(stores, step, best)
+            remaining = [candidate for candidate in listed if candidate not in tried]
+            continue
         error = result if isinstance(result, Exception) else None
         if outcome == _FAILED:
             raise error or CheckpointError(
                 f"{store.path_of(number)}: another process could not restore it"
             )
-        if outcome == _DELETED:
-            deleted.setdefault(number, []).append("it was deleted while it was read")
-            listed = _candidates_in(stores, step, best)
-            remaining = [item for item in listed if (item[0], item[1].location) not in tried]
-            continue
-        if outcome == _GOOD and isinstance(result, Restored):
-            return result._replace(damaged=damaged), store
         problem = str(error or "another process found it damaged")
         damaged.setdefault(number, []).append(problem)
         if not fall_back or not isinstance(step, str):
             break
         if not isinstance(error, ForeignError):
             _set_aside(store, number, step, problem)
-    skipped = damaged | deleted
-    problems = "; ".join(f"step {number}: {lines[0]}" for number, lines in skipped.items())
+    problems = "; ".join(f"step {number}: {lines[0]}" for number, lines in damaged.items())
     raise CheckpointError(f"{stores[0].location}: expected a good checkpoint, got none: {problems}")
 
 
@@ -182,38 +179,41 @@ def _try_step(
         return _FAILED, error
 
 
-def _restore_step(store: Store, step: int, like: Any, **options: Any) -> Restored:
+def _restore_step(
+    store: Store, step: int, like: Any, parts: Sequence[str] | None = None, **options: Any
+) -> Restored:
     """Read the leaves that match; keep the others from `like`."""
     manifest = store.read_manifest(step)
-    metadata = manifest.metadata
-    matched = match(manifest.leaves, like, where=store.path_of(step), **options)
-    sources = matched.sources
+    sources, not_loaded = match(
+        manifest.leaves, like, where=store.path_of(step), parts=parts, **options
+    )
     # Parts, such as the parameters for evaluation, can be restored on any number of processes.
-    needs_data = options["parts"] is None or manifest.has_position
+    needs_data = parts is None or manifest.has_position
     data = manifest.position() if needs_data else None
-    reader = store.open_arrays(step, manifest)
-    structure: Any = jax.tree.structure(like)
     wanted = {name: leaf for name, leaf in tree.named_leaves(like) if name in sources}
     saved = {name: manifest.leaves[sources[name]] for name in wanted}
-    regions = {name: regions_of(name, saved[name], leaf) for name, leaf in wanted.items()}
+    reader = store.open_arrays(step, manifest)
+
+    def read(name: str) -> dict[Region, np.ndarray]:
+        return reader.parts(sources[name], regions_of(name, saved[name], wanted[name]))
+
     # Read in threads, but made in this one: jax's contexts, such as a default device, are
     # thread-local.
-    parts = reader.map(lambda name: reader.parts(sources[name], regions[name]), list(wanted))
     loaded = {
-        name: make_leaf(
-            name, saved[name], wanted[name], dict(zip(regions[name], read, strict=True))
-        )
-        for name, read in zip(wanted, parts, strict=True)
+        name: make_leaf(name, saved[name], wanted[name], arrays)
+        for name, arrays in zip(wanted, reader.map(read, list(wanted)), strict=True)
     }
-    leaves = [loaded.get(name, leaf) for name, leaf in tree.named_leaves(like)]
+    structure: Any = jax.tree.structure(like)
     return Restored(
-        state=structure.unflatten(leaves),
-        step=metadata.step,
+        state=structure.unflatten(
+            [loaded.get(name, leaf) for name, leaf in tree.named_leaves(like)]
+        ),
+        step=manifest.metadata.step,
         data=data,
-        extra=from_json(metadata.extra),
-        metrics=dict(metadata.metrics or {}),
+        extra=from_json(manifest.metadata.extra),
+        metrics=dict(manifest.metadata.metrics or {}),
         loaded=list(sources),
-        not_loaded=matched.not_loaded,
+        not_loaded=not_loaded,
         damaged={},
     )
 
@@ -235,46 +235,31 @@ def _set_aside(store: Store, number: int, step: Step, problem: str) -> None:
 # Which step
 
 
-def _candidates_in(stores: Sequence[Store], step: Step, best: Any) -> list[tuple[int, Store]]:
-    """List the steps of several stores as `candidates` does."""
-    if len(stores) == 1 or step == "best":
-        return [(number, stores[0]) for number in candidates(stores[0], step, best)]
-    listed = [(number, store) for store in stores for number in _list_steps(store, step, best)[0]]
-    if not listed:  # raise the error of the first
-        return [(number, stores[0]) for number in candidates(stores[0], step, best)]
-    return sorted(listed, key=lambda item: -item[0])  # stable: the first store comes first
-
-
-def candidates(store: Store, step: Step, best: Any = None) -> list[int]:
+def candidates(stores: Sequence[Store], step: Step, best: Any = None) -> list[tuple[int, Store]]:
     """List the steps to try, the preferred one first, as process 0 sees them."""
-    numbers, present = _list_steps(store, step, best)
-    if numbers:
-        return numbers
-    wanted = "a checkpoint" if isinstance(step, str) else f"step {step}"
+    number = steps.as_integer(step)
+    if number is None and not (isinstance(step, str) and step in ("latest", "best")):
+        raise ConfigError(f"step: expected 'latest', 'best' or a number, got {step!r}")
+    is_best = number is None and step == "best"
+    listed: list[tuple[int, Store]] = []
+    for store in stores[:1] if is_best else stores:
+        with agreement(f"{store.location}: cannot be listed"):
+            numbers = rank_steps(store, best) if is_best else store.steps()
+        listed += [(each, store) for each in broadcast_from_first(numbers)]
+    if number is not None:
+        listed = [(each, store) for each, store in listed if each == number]
+    if not is_best:
+        listed.sort(key=lambda candidate: -candidate[0])  # stable: the first store comes first
+    if listed:
+        return listed
+    location, present = stores[0].location, stores[0].steps()
+    wanted = "a checkpoint" if number is None else f"step {number}"
     got = f"steps {', '.join(map(str, present))}" if present else "none"
     advice = "look at the path, or save first"
-    parent, inner = steps.split_location(store.location)
+    parent, inner = steps.split_location(location)
     if inner is not None and open_store(parent).has_step(inner):
         advice = f"this is one of the steps in {parent}: give that, with step={inner}"
-    raise CheckpointError(f"{store.location}: expected {wanted} to restore, got {got}; {advice}")
-
-
-def _list_steps(store: Store, step: Step, best: Any) -> tuple[list[int], list[int]]:
-    """Return the steps to try as process 0 sees them, and all that this process sees."""
-    number = None if isinstance(step, str) else steps.as_integer(step)
-    if number is None and (not isinstance(step, str) or step not in ("latest", "best")):
-        raise ConfigError(f"step: expected 'latest', 'best' or a number, got {step!r}")
-    numbers: list[int] = []
-    present: list[int] = []
-    with agreement(f"{store.location}: cannot be listed"):
-        present = store.steps()
-        if step == "latest":
-            numbers = present[::-1]
-        elif step == "best":
-            numbers = rank_steps(store, best)
-        else:
-            numbers = [number] if number in present else []
-    return broadcast_from_first(numbers), present
+    raise CheckpointError(f"{location}: expected {wanted} to restore, got {got}; {advice}")
 
 
 def rank_steps(store: Store, best: Any) -> list[int]:
@@ -292,18 +277,18 @@ def rank_steps(store: Store, best: Any) -> list[int]:
         best = steps.read_best(*best)
     else:
         best = steps.read_best(best)
-    if complete and best is None and not broken:
+    ranked = steps.order_by(best, metrics_of(complete)) if best else []
+    if ranked or broken or not complete:
+        return broken + ranked
+    if best is None:
         raise CheckpointError(
             f"{store.location}: expected to know which metric is best, but none was given when it "
             "was saved; give best='eval/loss', or the step"
         )
-    ranked = steps.order_by(best, metrics_of(complete)) if best else []
-    if complete and not ranked and not broken:
-        raise CheckpointError(
-            f"{store.location}: expected a step with a finite number as the metric {best[0]!r}, "
-            f"got none; save with metrics={{{best[0]!r}: …}}, or give the step"
-        )
-    return broken + ranked
+    raise CheckpointError(
+        f"{store.location}: expected a step with a finite number as the metric {best[0]!r}, "
+        f"got none; save with metrics={{{best[0]!r}: …}}, or give the step"
+    )
 
 
 # Which leaves
@@ -341,16 +326,16 @@ def match(
       TreeMismatchError: with every path that does not match, or if no path matches.
       ConfigError: if an argument is invalid.
     """
-    is_inside = _part_predicate(parts)
-    wanted = {name: leaf_of(leaf) for name, leaf in tree.named_leaves(like)}
-    old_names = _old_names(saved, rename)
+    check_flags(cast=cast, partial=partial)
+    patterns = _compile_parts((".*",) if parts is None else parts)
+    wanted, old_names = leaves_of(like), _old_names(saved, rename)
     differences, sources, not_loaded = [], {}, {}
     for name in dict.fromkeys((*wanted, *old_names)):
         have = saved[old_names[name]] if name in old_names else None
         want = wanted.get(name)
-        if not is_inside(name):
+        if not any(pattern.fullmatch(name) for pattern in patterns.values()):
             not_loaded[name] = "not among the parts"
-        elif have is not None and want is not None and _fits(have, want, cast):
+        elif have and want and _fits(have, want, cast):
             sources[name] = old_names[name]
         else:
             differences.append((name, have, want))
@@ -362,61 +347,46 @@ def match(
             f"{where}: expected paths to load, got none that fits; saved are {_some(saved)}, "
             f"wanted {_some(wanted)}, parts {parts}"
         )
-    if parts is not None:
-        _check_parts_match(parts, [*wanted, *old_names, *_empty_branches(like)])
+    # A branch without leaves, such as the model state of a stateless model, is a part too.
+    branches = jax.tree_util.tree_leaves_with_path(like, is_leaf=lambda x: not jax.tree.leaves(x))
+    names = [*old_names, *(tree.path_name(path) for path, _ in branches)]
+    for part, pattern in patterns.items():
+        if not any(map(pattern.fullmatch, names)):
+            raise ConfigError(
+                f"parts: expected patterns of paths, got {part!r}, which matches none of "
+                f"{_some(dict.fromkeys(names))}; correct it, or leave it out"
+            )
     return Match(sources, not_loaded)
 
 
-def _part_predicate(parts: Sequence[str] | None) -> Callable[[str], bool]:
-    """Return a predicate for paths that match one of `parts`, or lie below a match."""
-    if parts is None:
-        return lambda _: True
-    if not isinstance(parts, list | tuple | set) or not all(
-        isinstance(part, str) for part in parts
-    ):
+def _compile_parts(parts: Sequence[str]) -> dict[str, re.Pattern[str]]:
+    """Compile patterns that match a path, and the paths below it."""
+    is_sequence = isinstance(parts, list | tuple | set)
+    if not is_sequence or not all(isinstance(part, str) for part in parts):
         raise ConfigError(f"parts: expected a tuple of paths such as ('params',), got {parts!r}")
     try:
-        patterns = [re.compile(f"(?:{part})(?:/.*)?", re.DOTALL) for part in parts]
+        return {part: re.compile(f"(?:{part})(?:/.*)?", re.DOTALL) for part in parts}
     except re.error as error:
         raise ConfigError(
             f"parts: expected regular expressions, got {error.pattern!r}: {error}"
         ) from error
-    return lambda name: any(pattern.fullmatch(name) for pattern in patterns)
-
-
-def _check_parts_match(parts: Sequence[str], names: Sequence[str]) -> None:
-    for part in parts:
-        if not any(map(_part_predicate([part]), names)):
-            raise ConfigError(
-                f"parts: expected patterns of paths, got {part!r}, which matches none of "
-                f"{_some(names)}; correct it, or leave it out"
-            )
-
-
-def _empty_branches(like: Any) -> list[str]:
-    """List the paths of branches without leaves, such as the model state of a stateless model."""
-    branches = jax.tree_util.tree_leaves_with_path(like, is_leaf=_is_empty)
-    return [tree.path_name(path) for path, branch in branches if _is_empty(branch)]
-
-
-def _is_empty(branch: Any) -> bool:
-    return not jax.tree.leaves(branch)
 
 
 def _old_names(saved: Mapping[str, Leaf], rename: Rename | None) -> dict[str, str]:
     """Map each new path to its saved path."""
-    if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
-        raise ConfigError(f"rename: expected a dict or a function of a path, got {rename!r:.80}")
+    if rename is None:
+        return {name: name for name in saved}
     if isinstance(rename, Mapping):
         for old in rename:
             if not any(f"{name}/".startswith(f"{old}/") for name in saved):
                 raise ConfigError(
                     f"rename: expected a saved path, got {old!r}; saved are {_some(saved)}"
                 )
-    new_name = rename if callable(rename) else lambda name: _rename_branch(name, rename or {})
+    elif not callable(rename):
+        raise ConfigError(f"rename: expected a dict or a function of a path, got {rename!r:.80}")
     old_names: dict[str, str] = {}
     for name in saved:
-        new = new_name(name)
+        new = rename(name) if callable(rename) else _rename_branch(name, rename)
         if not isinstance(new, str):
             raise ConfigError(f"rename: expected a path for {name!r}, got {new!r}")
         other = old_names.setdefault(new, name)
@@ -439,12 +409,13 @@ def _rename_branch(name: str, rename: Mapping[str, str]) -> Any:
 
 
 def _fits(have: Leaf, want: Leaf, cast: bool) -> bool:
-    if have == want or not cast or have.key or want.key or have.shape != want.shape:
-        return have == want
-    return any(
-        jnp.issubdtype(jnp.dtype(have.dtype), kind) and jnp.issubdtype(jnp.dtype(want.dtype), kind)
-        for kind in (jnp.floating, jnp.integer)
-    )
+    if have == want:
+        return True
+    if not cast or have.key or want.key or have.shape != want.shape:
+        return False
+    dtypes = jnp.dtype(have.dtype), jnp.dtype(want.dtype)
+    kinds = jnp.floating, jnp.integer
+    return any(all(jnp.issubdtype(dtype, kind) for dtype in dtypes) for kind in kinds)
 
 
 _Differences = Sequence[tuple[str, Leaf | None, Leaf | None]]
@@ -458,17 +429,15 @@ def _describe(differences: _Differences, like: Any, advice: str) -> str:
         (name, have or "nothing", want or ("None" if name in nones else "nothing"))
         for name, have, want in differences
     ]
-    paths = f"{len(rows)} path" + ("s" if len(rows) > 1 else "")
     return (
-        f"expected the tree that was saved, got one that differs at {paths}"
-        f"{_specific_advice(differences) or advice}\n{table(('path', 'saved', 'wanted'), rows)}"
+        f"expected the tree that was saved, got one that differs at {len(rows)} path"
+        f"{'s' if len(rows) > 1 else ''}{_specific_advice(differences) or advice}\n"
+        f"{table(('path', 'saved', 'wanted'), rows)}"
     )
 
 
 def _specific_advice(differences: _Differences) -> str | None:
     """Return advice if all differences have one likely cause."""
-    gone = {name: have for name, have, want in differences if want is None}
-    new = {name: want for name, have, want in differences if have is None}
     if all(name.startswith("opt_state") for name, _, _ in differences):
         return (
             ": it was saved with another optimizer; make the state with the same, or leave its "
@@ -476,13 +445,12 @@ def _specific_advice(differences: _Differences) -> str | None:
         )
     if all(have and want and _fits(have, want, cast=True) for _, have, want in differences):
         return "; only dtypes differ: cast=True converts them"
-    pairs = {
-        name: [other for other, want in new.items() if want == have] for name, have in gone.items()
-    }
-    is_renaming = gone and len(gone) == len(new) == len(differences) / 2
-    if is_renaming and all(len(others) == 1 for others in pairs.values()):
-        names = {name: others[0] for name, others in pairs.items()}
-        return f"; if they were renamed, give rename={names}"
+    old = {have: name for name, have, want in differences if have and not want}
+    new = {want: name for name, have, want in differences if want and not have}
+    # Every leaf has another description, so that each has one counterpart.
+    if old.keys() == new.keys() and len(old) + len(new) == len(differences):
+        rename = {name: new[leaf] for leaf, name in old.items()}
+        return f"; if they were renamed, give rename={rename}"
     return None
 
 

@@ -83,7 +83,7 @@ def contents(directory: str | os.PathLike[str], *, step: Step = "latest") -> Con
     {'w': 'float32[2]'}
     """
     store = open_store(directory)
-    number = candidates(store, step)[0]
+    number, _ = candidates([store], step)[0]
     if step == "latest":
         # Without a complete step, read_manifest raises the problem of the newest.
         complete = newest_complete(store)
