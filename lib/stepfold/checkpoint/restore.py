@@ -374,19 +374,17 @@ def _compile_parts(parts: Sequence[str]) -> dict[str, re.Pattern[str]]:
 
 def _old_names(saved: Mapping[str, Leaf], rename: Rename | None) -> dict[str, str]:
     """Map each new path to its saved path."""
-    if rename is None:
-        return {name: name for name in saved}
+    if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
+        raise ConfigError(f"rename: expected a dict or a function of a path, got {rename!r:.80}")
     if isinstance(rename, Mapping):
         for old in rename:
             if not any(f"{name}/".startswith(f"{old}/") for name in saved):
                 raise ConfigError(
                     f"rename: expected a saved path, got {old!r}; saved are {_some(saved)}"
                 )
-    elif not callable(rename):
-        raise ConfigError(f"rename: expected a dict or a function of a path, got {rename!r:.80}")
     old_names: dict[str, str] = {}
     for name in saved:
-        new = rename(name) if callable(rename) else _rename_branch(name, rename)
+        new = rename(name) if callable(rename) else _rename_branch(name, rename or {})
         if not isinstance(new, str):
             raise ConfigError(f"rename: expected a path for {name!r}, got {new!r}")
         other = old_names.setdefault(new, name)

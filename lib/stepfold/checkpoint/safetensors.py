@@ -100,9 +100,9 @@ def export_params(
     if metadata is not None and not isinstance(metadata, Mapping):
         raise ConfigError(f"metadata: expected text by name, got {tree.spell(metadata)}")
     header = {"format": "pt", **(metadata or {})}
-    for item in header.items():
-        if not all(isinstance(text, str) for text in item):
-            raise ConfigError(f"metadata: expected text for text, got {item[0]!r}: {item[1]!r}")
+    for name, text in header.items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ConfigError(f"metadata: expected text for text, got {name!r}: {text!r}")
     leaves = _named_leaves("export_params: params", params, names)
     for leaf in leaves:
         _check_exportable(leaf)
@@ -170,17 +170,13 @@ def load_params(
         _check_wanted(leaf)
     arrays = _map_arrays(path)
     saved = {name: leaf_of(array) for name, array in arrays.items()}
-    paths = {leaf.name: leaf.path for leaf in leaves}
-
-    def path_of(name: str) -> str:
-        return paths.get(name, name)
-
+    paths = {name: name for name in saved} | {leaf.name: leaf.path for leaf in leaves}
     match(
         saved,
         like,
         where=str(path),
         advice="; names=… says what arrays are called there, and cast=True converts dtypes",
-        rename=path_of,
+        rename=lambda name: paths[name],
         cast=cast,
     )
     loaded = []
@@ -336,18 +332,14 @@ def _replace_files(
         shutil.rmtree(killed, ignore_errors=True)  # leaves files and links
     names = [target.name] if len(shards) == 1 else _free_names(target, len(shards))
     index = _index_of(target)
+    weight_map: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as temporary:
         for name, shard in zip(names, shards, strict=True):
             _write(Path(temporary, name), {leaf.name: next(arrays) for leaf in shard}, metadata)
+            weight_map |= {leaf.name: name for leaf in shard}
         if len(shards) > 1:
-            content = {
-                "metadata": {"total_size": sum(leaf.bytes for shard in shards for leaf in shard)},
-                "weight_map": {
-                    leaf.name: name
-                    for name, shard in zip(names, shards, strict=True)
-                    for leaf in shard
-                },
-            }
+            total = sum(leaf.bytes for shard in shards for leaf in shard)
+            content = {"metadata": {"total_size": total}, "weight_map": weight_map}
             new = Path(temporary, index.name)
             new.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
             sync(new)
