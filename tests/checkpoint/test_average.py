@@ -53,41 +53,43 @@ def bits(tree):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Eight steps of each dtype."""
-    made = {}
-    for dtype in DTYPES:
-        made[dtype] = tmp_path_factory.mktemp("steps"), [params(i, dtype) for i in range(8)]
-        save(*made[dtype])
-    return made
+def saved(tmp_path_factory):
+    """Give eight steps that have a branch of each dtype, and the trees of each branch."""
+    folder = tmp_path_factory.mktemp("steps")
+    trees = {dtype: [params(i, dtype) for i in range(8)] for dtype in DTYPES}
+    for step in range(1, 9):
+        sf.save(folder, {dtype: trees[dtype][step - 1] for dtype in DTYPES}, step=step)
+    return folder, trees
 
 
 @given(
     dtype=st.sampled_from(DTYPES),
     steps=st.lists(st.integers(1, 8), min_size=1, max_size=8, unique=True),
 )
-def test_the_average_is_that_of_float64(folders, dtype, steps):
-    folder, trees = folders[dtype]
-    got = sf.average(folder, steps, trees[0])
-    assert bits(got) == bits(mean([trees[step - 1] for step in steps]))
+def test_the_average_is_that_of_float64(saved, dtype, steps):
+    folder, trees = saved
+    got = sf.average(folder, steps, trees[dtype][0], part=dtype)
+    assert bits(got) == bits(mean([trees[dtype][step - 1] for step in steps]))
 
 
 @pytest.mark.parametrize("wrong", [narrow_mean, moving_mean])
-def test_what_is_nearly_right_fails_the_same_law(wrong, folders):
-    folder, trees = folders["bfloat16"]
-    assert bits(sf.average(folder, range(1, 9), trees[0])) != bits(wrong(trees))
+def test_what_is_nearly_right_fails_the_same_law(wrong, saved):
+    folder, trees = saved
+    trees = trees["bfloat16"]
+    assert bits(sf.average(folder, range(1, 9), trees[0], part="bfloat16")) != bits(wrong(trees))
 
 
-def test_without_like_it_is_nested_dicts_of_numpy_arrays(folders):
-    folder, trees = folders["bfloat16"]
-    got = sf.average(folder, [1, 5])
+def test_without_like_it_is_nested_dicts_of_numpy_arrays(saved):
+    folder, trees = saved
+    got = sf.average(folder, [1, 5], part="bfloat16")
     assert got.keys() == {"layers", "scale", "none"}
     assert type(got["layers"]["1"]["w"]) is np.ndarray
-    assert bits(got) == bits(mean([trees[0], trees[4]]))
+    assert bits(got) == bits(mean([trees["bfloat16"][0], trees["bfloat16"][4]]))
 
 
-def test_each_leaf_gets_its_sharding(folders):
-    folder, trees = folders["bfloat16"]
+def test_each_leaf_gets_its_sharding(saved):
+    folder, trees = saved
+    trees = trees["bfloat16"]
     mesh = sf.make_mesh()
     plan = sf.make_sharding(trees[0], mesh, sf.fsdp(min_size=8))
     form = jax.tree.map(
@@ -95,7 +97,7 @@ def test_each_leaf_gets_its_sharding(folders):
         trees[0],
         plan,
     )
-    got = sf.average(folder, [2, 3, 7], form)
+    got = sf.average(folder, [2, 3, 7], form, part="bfloat16")
     assert jax.tree.map(lambda leaf: leaf.sharding, got) == plan
     assert not got["layers"][0]["w"].sharding.is_fully_replicated
     assert bits(jax.device_get(got)) == bits(mean([trees[i] for i in (1, 2, 6)]))
@@ -165,6 +167,15 @@ def test_a_damaged_step_is_refused_and_stays(tmp_path):
     assert bits(sf.average(tmp_path, [1, 3])) == bits(mean([trees[0], trees[2]]))
 
 
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three")
+    for step in (1, 2, 3):
+        tree = {f"{i}": np.full(9, 1.0 * step * i) for i in range(16)}
+        sf.save(folder, {"params": tree, "rest": np.ones(3)}, step=step)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("steps", "options", "message"),
     [
@@ -181,21 +192,19 @@ def test_a_damaged_step_is_refused_and_stays(tmp_path):
         ([1], {"part": None}, "part: expected the path of a branch, as 'params', got NoneType"),
     ],
 )
-def test_wrong_arguments_are_refused(steps, options, message, tmp_path):
-    save(tmp_path, [params(i) for i in range(3)])
+def test_wrong_arguments_are_refused(steps, options, message, three):
     with pytest.raises(sf.StepfoldError, match=message):
-        sf.average(tmp_path, steps, **options)
+        sf.average(three, steps, **options)
 
 
 def restored_at_once(folder, steps):
-    trees = [sf.restore(folder, {f"{i}": np.ones(9) for i in range(16)}, step=s) for s in steps]
-    return jax.tree.map(lambda *leaves: sum(leaves) / 3, *(tree.state for tree in trees))
+    like = {"params": {f"{i}": np.ones(9) for i in range(16)}}
+    trees = [sf.restore(folder, like, step=step, parts=("params",)) for step in steps]
+    return jax.tree.map(lambda *leaves: sum(leaves) / 3, *(tree.state["params"] for tree in trees))
 
 
 @pytest.mark.parametrize("read", [sf.average, restored_at_once])
-def test_one_leaf_is_read_at_a_time(read, tmp_path, monkeypatch):
-    for step in (1, 2, 3):
-        sf.save(tmp_path, {f"{i}": np.full(9, 1.0 * step * i) for i in range(16)}, step=step)
+def test_one_leaf_is_read_at_a_time(read, three, monkeypatch):
     parts, read_arrays, most = arrays.ArrayReader.parts, [], 0
 
     def tracked(reader, name, wanted):
@@ -206,6 +215,5 @@ def test_one_leaf_is_read_at_a_time(read, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(arrays.ArrayReader, "parts", tracked)
-    options = {"part": ""} if read is sf.average else {}
-    assert read(tmp_path, [1, 2, 3], **options)["2"].tolist() == [4.0] * 9
+    assert read(three, [1, 2, 3])["2"].tolist() == [4.0] * 9
     assert (most <= 1) is (read is sf.average)

@@ -22,13 +22,19 @@ def state(value):
     }
 
 
-@pytest.fixture
-def folder(tmp_path):
-    with sf.Checkpoints(tmp_path, best="loss") as series:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
+    with sf.Checkpoints(path, best="loss") as series:
         for step, loss in {1: 0.25, 2: 0.5}.items():
             extra = {"lr": 0.1}
             series.save(state(step), step=step, metrics={"loss": loss}, data={"at": 7}, extra=extra)
-    return tmp_path
+    return path
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.fixture

@@ -55,13 +55,19 @@ def damage(folder, step):
     assert found
 
 
-@pytest.fixture
-def series(tmp_path):
-    """Give a folder with steps 1 to 4, of which 2 has the least loss, and 3 the next."""
-    with sf.Checkpoints(tmp_path, keep=None, best="loss") as opened:
+@pytest.fixture(scope="module")
+def saved_series(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("series")
+    with sf.Checkpoints(folder, keep=None, best="loss") as opened:
         for step, value in {1: 4.0, 2: 1.0, 3: 2.0, 4: 3.0}.items():
             opened.save(numbers(step), step=step, metrics={"loss": value}, data={"at": step})
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def series(saved_series, tmp_path):
+    """Give a folder with steps 1 to 4, of which 2 has the least loss, and 3 the next."""
+    return shutil.copytree(saved_series, tmp_path, dirs_exist_ok=True)
 
 
 def names(folder):
@@ -450,12 +456,13 @@ def test_a_good_step_is_not_blamed_for_what_the_machine_lacks(series, monkeypatc
     assert sf.restore(series, numbers(0)).step == 4
 
 
-@pytest.fixture
-def folder(tmp_path):
-    with sf.Checkpoints(tmp_path, keep=None, best="loss") as series:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("folder")
+    with sf.Checkpoints(path, keep=None, best="loss") as series:
         for step, loss in {2: 3.0, 9: 1.0, 10: 2.0}.items():
-            series.save({"w": jnp.ones(2)}, step=step, metrics={"loss": loss})
-    return tmp_path
+            series.save({"w": np.ones(2)}, step=step, metrics={"loss": loss})
+    return path
 
 
 def test_the_wanted_step_comes_first(folder):

@@ -15,11 +15,17 @@ def state(value):
     return {"w": noise, "none": jnp.zeros((0, 2))}
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
     for step in (1, 2, 10):
-        sf.save(tmp_path, state(step), step=step)
-    return tmp_path
+        sf.save(path, state(step), step=step)
+    return path
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
 
 
 def files(folder):
