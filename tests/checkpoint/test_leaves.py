@@ -40,11 +40,19 @@ def test_leaves_are_called_as_everywhere_else():
     assert leaves["key"] == Leaf((2,), "uint32", "threefry2x32")
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_a_key_is_known_by_its_kind(impl):
-    keys = jax.random.split(jax.random.key(0, impl=impl), 3)
+SIZES = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
+
+
+def keys_of(impl, seed, count=8):
+    """Make keys of any data, without compiling a split."""
+    data = np.random.default_rng(seed).integers(2**32, size=(count, SIZES[impl]), dtype=np.uint32)
+    return jax.random.wrap_key_data(data, impl=impl)
+
+
+@pytest.mark.parametrize(("impl", "size"), SIZES.items())
+def test_a_key_is_known_by_its_kind(impl, size):
+    keys = keys_of(impl, 0, count=3)
     abstract = jax.eval_shape(lambda: keys)
-    size = 2 if impl == "threefry2x32" else 4
     for key in (keys, abstract):
         assert leaf_of(key) == Leaf((3, size), "uint32", impl)
         assert str(leaf_of(key)) == f"key<{impl}>[3]"
@@ -223,8 +231,7 @@ def test_what_numpy_holds_comes_back_to_be_written_to(loaded):
     [("rbg", "uncommitted"), ("threefry2x32", "in rows"), ("unsafe_rbg", "on a device")],
 )
 def test_keys_come_back_as_keys(loaded, impl, place):
-    keys = jax.random.split(jax.random.key(0, impl=impl), 8)
-    like = jax.random.split(jax.random.key(1, impl=impl), 8)
+    keys, like = keys_of(impl, 0), keys_of(impl, 1)
     if place != "uncommitted":
         like = jax.device_put(like, LIKES[place]().sharding)
     got = loaded(keys, like)
@@ -232,7 +239,7 @@ def test_keys_come_back_as_keys(loaded, impl, place):
 
 
 def test_abstract_keys_say_where(loaded):
-    keys = jax.random.split(jax.random.key(0), 8)
+    keys = keys_of("threefry2x32", 0)
     like = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=on(P("fsdp")))
     check_same(loaded(keys, like), jax.device_put(keys, like.sharding))
 
