@@ -136,8 +136,8 @@ def restore_from(
     tried: list[tuple[int, Store]] = []
     remaining = candidates(stores, step, best)
     while remaining:
-        number, store = remaining[0]
         tried.append(remaining.pop(0))
+        number, store = tried[-1]
         outcome, result = _try_step(store, number, like, **options)
         # All processes have to agree on the outcome before any of them continues.
         outcome = max_over_processes(outcome)

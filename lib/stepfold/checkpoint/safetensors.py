@@ -27,7 +27,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from stepfold import tree
-from stepfold.checkpoint.leaves import as_slices, is_key, leaf_of, make_leaf, regions_of
+from stepfold.checkpoint.leaves import as_slices, leaf_of, make_leaf, regions_of
 from stepfold.checkpoint.restore import match
 from stepfold.checkpoint.steps import check_regular, sync
 from stepfold.core.processes import agreement
@@ -248,10 +248,6 @@ def _check_exportable(leaf: _NamedLeaf) -> None:
     if not is_array or isinstance(value, np.ma.MaskedArray):
         raise ConfigError(
             f"{leaf.path}: expected an array, got {got}; drop it, or make an array of it"
-        )
-    if is_key(value):
-        raise ConfigError(
-            f"{leaf.path}: expected a parameter, got the random key {got}; leave it out"
         )
     if value.dtype.name not in _CODES:
         raise ConfigError(

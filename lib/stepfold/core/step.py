@@ -126,8 +126,6 @@ def make_train_step(
     check_flags(skip_nonfinite=skip_nonfinite, stateful=stateful)
     from stepfold.core.metrics import report, without_weight  # lazy: clu imports flax
 
-    if not isinstance(skip_nonfinite, bool):
-        raise ConfigError(f"skip_nonfinite: expected True or False, got {skip_nonfinite!r}")
     loss_fn = checked(loss_fn, stateful=stateful)
     tx = as_optimizer(tx)
     policy = as_precision(precision)
