@@ -47,10 +47,10 @@ def test_a_function_is_called_with_the_key_it_was_given(key):
 
 def test_no_step_draws_what_init_drew(key):
     state = sf.init_state(init, optax.sgd(0.1), key)
-    of_steps = [jax.random.fold_in(state.key, step) for step in range(100)]
-    of_init = [key, *jax.random.split(key, 100)]
-    data = [tuple(jax.random.key_data(k).tolist()) for k in (*of_steps, *of_init)]
-    assert len(set(data)) == len(data)
+    of_steps = jax.vmap(jax.random.fold_in, (None, 0))(state.key, np.arange(100))
+    keys = of_steps, key[None], jax.random.split(key, 100)
+    data = [tuple(words) for each in keys for words in jax.random.key_data(each).tolist()]
+    assert len(set(data)) == len(data) == 201
 
 
 def test_a_stateful_function_gives_a_model_state(key):
