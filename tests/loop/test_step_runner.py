@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import chex
@@ -249,7 +250,7 @@ def test_packed_metrics_are_unpacked_bit_for_bit(packed):
 
 def test_there_is_one_array_for_each_dtype():
     _, row = StepRunner(many)(jnp.float32(1), [vector(1)])
-    assert sorted(str(array.dtype) for array in row) == [
+    assert sorted(str(array.dtype) for array in row.arrays) == [
         *("bfloat16", "bool", "float32", "int32", "uint32")
     ]
 
@@ -282,6 +283,7 @@ def test_from_another_device_all_is_fetched_at_once(monkeypatch):
     here = runner.unpack(rows)
     calls, get = [], jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda x: calls.append(x) or get(x))
-    there = runner.unpack([[Elsewhere(array) for array in row] for row in rows])
+    elsewhere = [replace(row, arrays=[Elsewhere(array) for array in row.arrays]) for row in rows]
+    there = runner.unpack(elsewhere)
     assert len(calls) == 1
     chex.assert_trees_all_equal(here, there)

@@ -7,7 +7,9 @@ array for each dtype, bit for bit, and are unpacked on the host.
 import logging
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ from stepfold.loop.metrics import are_metrics
 from stepfold.sharding.place import committed_sharding, place_batch
 
 _logger = logging.getLogger("stepfold")
+Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
 class StepRunner:
@@ -32,7 +35,7 @@ class StepRunner:
     Programs are kept on the step function, so that another runner of it reuses them, as in `jit`.
     """
 
-    def __init__(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+    def __init__(self, step: Step) -> None:
         if not callable(step):
             raise ConfigError(f"step: expected a step (state, batch) -> …, got {tree.spell(step)}")
         if not takes(step, 2):
@@ -42,17 +45,20 @@ class StepRunner:
             )
         self._step = step
         self.is_compiled = isinstance(step, CompiledStep) or hasattr(step, "lower")
-        self._packed = _PackedStep(step)
-        self._programs: dict[int, Callable[[Any, Any], Any]] = {}  # by the batches in a call
-        self._by_size = {0: self._programs}  # by batch size, if that changes
+        self._programs: dict[tuple[int, int], Step] = {}  # by batch size and batches in a call
+        # All that were compiled, also ahead. Other callables than functions may change.
+        is_function = isinstance(step, types.FunctionType)
+        self._kept: dict[Any, CompiledStep] = (
+            step.__dict__.setdefault("__stepfold_programs__", {}) if is_function else {}
+        )
         self._size, self._later = 0, list[int]()  # the batch size, and those to compile ahead
-        self._ahead: dict[tuple[int, int], _Program] = {}  # by batch size and batches in a call
+        self._output: Any = None  # the structure of what the program of any size returns
         self._mesh: Any = None  # to place batches on, where jax does not
 
     def __call__(self, state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
         """Run the step on each batch; return the state, and metrics for `unpack`."""
         count = len(batches)
-        program = self._programs.get(count)
+        program = self._programs.get((self._size, count))
         if program is None and jax.process_count() > 1:
             self._mesh = mesh_of(state)  # each has its own rows, which jax does not put together
         if self._mesh is not None:
@@ -67,65 +73,67 @@ class StepRunner:
                 f"step: expected one that is not compiled, for batches of {size} and later of "
                 f"{', '.join(map(str, later))}, got {tree.spell(self._step)}; give the step itself"
             )
-        self._size, self._programs = size, self._by_size.setdefault(size, {})
-        is_first = not any(self._by_size.values())
-        self._later = [n for n in dict.fromkeys(later) if n != size] if is_first else []
+        self._size = size
+        self._later = [] if self._programs else [n for n in dict.fromkeys(later) if n != size]
 
     def _run_first(self, count: int, state: Any, batch: Any) -> tuple[Any, Any]:
         """Make the first call with this number of batches, and keep its program."""
         if self.is_compiled:
             output = check_step_output(self._step(state, batch))
-            self._programs[1] = self._step
+            self._programs[self._size, count] = self._step
             return output
         settings: Any = jax.config
         if settings.jax_disable_jit:  # for eager debugging
-            return (self._packed if count == 1 else self._packed.scan)(state, batch)
-        program = self._ahead.pop((self._size, count), None)
-        if program is None or not program.compiled_step.is_current(state, batch):
-            program = self._compile(count, state, batch)
+            return _packed_step(self._step, count)(state, batch)
+        program = self._compile(count, state, batch)
         if self._later:
-            self._compile_ahead(count, state, batch)
-        self._packed.layout = program.layout
-        self._programs[count] = program.compiled_step
-        return program.compiled_step(state, batch)  # type: ignore[no-any-return]
+            for size in self._later:
+                try:
+                    self._compile(count, state, _resize(batch, self._size, size))
+                except Exception as error:
+                    error.add_note(
+                        f"compiling ahead for the batches of {size} that follow those of "
+                        f"{self._size}; to compile when the first comes, give jax.jit(step)"
+                    )
+                    raise
+            sizes = ", ".join(map(str, [self._size, *self._later]))
+            _logger.info("compiled the step for batches of %s", sizes)
+            self._later = []
+        self._programs[self._size, count] = program
+        return program(state, batch)  # type: ignore[no-any-return]
 
-    def _compile_ahead(self, count: int, state: Any, batch: Any) -> None:
-        for size in self._later:
-            try:
-                program = self._compile(count, state, _resize(batch, self._size, size))
-            except Exception as error:
-                error.add_note(
-                    f"compiling ahead for the batches of {size} that follow those of {self._size};"
-                    " to compile when the first comes, give jax.jit(step)"
-                )
-                raise
-            self._ahead[size, count] = program
-        sizes = ", ".join(map(str, [self._size, *self._later]))
-        _logger.info("compiled the step for batches of %s", sizes)
-        self._later = []
-
-    def _compile(self, count: int, state: Any, batch: Any) -> "_Program":
-        """Compile the step, unless an earlier runner has."""
-        step, layout = self._packed if count == 1 else self._packed.scan, self._packed.layout
-        programs, signature = _programs_of(self._step), (count, *_signature(state, batch))
-        program = programs.get(signature)
-        if program is None or not program.compiled_step.is_current(state, batch):
-            compiled = compile_step(step, state, batch)
-            program = programs[signature] = _Program(compiled, self._packed.layout)
-        if self._size and layout is not None and layout[1:] != program.layout[1:]:
+    def _compile(self, count: int, state: Any, batch: Any) -> CompiledStep:
+        """Compile the step, unless this or an earlier runner has for such arguments."""
+        signature = count, *_signature(state, batch)
+        program = self._kept.get(signature)
+        if program is None or not program.is_current(state, batch):
+            program = compile_step(_packed_step(self._step, count), state, batch)
+            self._kept[signature] = program
+        output: Any = program.compiled.out_tree
+        if self._size and self._output is not None and self._output != output:
             raise ConfigError(
                 "step: expected metrics of the same shapes for batches of every size, got other "
                 "shapes for other sizes; return means, as sf.mean(values)"
             )
-        self._packed.layout = program.layout
+        self._output = output
         return program
 
-    def unpack(self, packed: Sequence[Any]) -> Any:
+    @staticmethod
+    def unpack(calls: Sequence[Any]) -> Any:
         """Return the metrics of several calls on the host, with a leading axis of steps."""
-        if not self.is_compiled:
-            return self._packed.unpack(packed)
-        host: Any = jax.device_get(list(packed))
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *host)
+        if not isinstance(calls[0], PackedMetrics):
+            host: Any = jax.device_get(list(calls))
+            return jax.tree.map(lambda *leaves: np.stack(leaves), *host)
+        layout = calls[0].layout
+        columns = [
+            np.concatenate(arrays, axis=None).reshape(-1, width)
+            for arrays, width in zip(zip(*_fetch(calls), strict=True), layout.widths, strict=True)
+        ]
+        leaves = [
+            columns[array][:, start:stop].reshape(-1, *shape)
+            for array, start, stop, shape in layout.slots
+        ]
+        return jax.tree.unflatten(layout.structure, leaves)
 
     def explain(self, error: BaseException) -> OutOfMemoryError | None:
         """Explain an out-of-memory error that appeared only when results were read."""
@@ -148,46 +156,36 @@ def check_step_output(output: Any) -> tuple[Any, dict[str, Any]]:
     return state, dict(metrics)
 
 
-class _Layout(NamedTuple):
+@dataclass(frozen=True)
+class _Layout:
     """Where the leaves of the metrics are in the packed arrays."""
 
     structure: Any
-    widths: list[int]  # of the packed arrays
-    slots: list[tuple[int, slice, tuple[int, ...]]]  # of the leaves: array, columns, shape
+    widths: tuple[int, ...]  # of the packed arrays
+    slots: tuple[tuple[int, int, int, tuple[int, ...]], ...]  # array, first and last column, shape
 
 
-class _Program(NamedTuple):
-    compiled_step: CompiledStep
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["layout"])
+@dataclass(frozen=True)
+class PackedMetrics:
+    """The metrics of a call in one array for each dtype, with a leading axis if of several steps.
+
+    The layout is part of the structure that jax traces and keeps with the program.
+    """
+
+    arrays: list[Any]
     layout: _Layout
 
 
-class _PackedStep:
-    """A step that returns its metrics packed; the layout is known once it has been traced."""
+def _packed_step(step: Step, count: int) -> Step:
+    """Wrap a step to take `count` batches in a call, and to return its metrics packed."""
 
-    def __init__(self, step: Callable[[Any, Any], Any]) -> None:
-        self._step = step
-        self.layout: Any = None
+    def run(state: Any, batch: Any) -> tuple[Any, PackedMetrics]:
+        state, metrics = check_step_output(step(state, batch))
+        return strengthen(state), _pack(metrics)
 
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, list[Any]]:
-        state, metrics = check_step_output(self._step(state, batch))
-        leaves, structure = jax.tree.flatten(metrics)
-        leaves = [jnp.asarray(leaf) for leaf in leaves]
-        dtypes = list(dict.fromkeys(leaf.dtype for leaf in leaves))
-        widths, slots = [0 for _ in dtypes], []
-        for leaf in leaves:
-            array = dtypes.index(leaf.dtype)
-            start = widths[array]
-            widths[array] += leaf.size
-            slots.append((array, slice(start, widths[array]), leaf.shape))
-        self.layout = _Layout(structure, widths, slots)
-        packed = [
-            jnp.concatenate([leaf.reshape(-1) for leaf in leaves if leaf.dtype == dtype])
-            for dtype in dtypes
-        ]
-        return strengthen(state), packed
-
-    def scan(self, state: Any, batches: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Run the step on several batches in one program, bit for bit as in single calls."""
+    def run_several(state: Any, batches: tuple[Any, ...]) -> tuple[Any, PackedMetrics]:
+        """Scan, which returns the bits of single calls."""
         for batch in batches[1:]:
             lines = tree.diff(batches[0], batch, "batch")
             if lines:
@@ -196,30 +194,44 @@ class _PackedStep:
                     + "\n  ".join(lines)
                 )
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
-        return jax.lax.scan(self, state, stacked)
+        return jax.lax.scan(run, state, stacked)
 
-    def unpack(self, packed: Sequence[list[Any]]) -> Any:
-        structure, widths, slots = self.layout
-        columns = [
-            np.concatenate(arrays, axis=None).reshape(-1, width)
-            for arrays, width in zip(zip(*_fetch(packed), strict=True), widths, strict=True)
-        ]
-        leaves = [columns[array][:, part].reshape(-1, *shape) for array, part, shape in slots]
-        return jax.tree.unflatten(structure, leaves)
+    return run if count == 1 else run_several
 
 
-def _fetch(rows: Sequence[list[Any]]) -> list[list[np.ndarray]]:
+def _pack(metrics: dict[str, Any]) -> PackedMetrics:
+    leaves, structure = jax.tree.flatten(metrics)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    dtypes = list(dict.fromkeys(leaf.dtype for leaf in leaves))
+    widths, slots = [0 for _ in dtypes], []
+    for leaf in leaves:
+        array = dtypes.index(leaf.dtype)
+        start = widths[array]
+        widths[array] += leaf.size
+        slots.append((array, start, widths[array], leaf.shape))
+    arrays = [
+        jnp.concatenate([leaf.reshape(-1) for leaf in leaves if leaf.dtype == dtype])
+        for dtype in dtypes
+    ]
+    return PackedMetrics(arrays, _Layout(structure, tuple(widths), tuple(slots)))
+
+
+def _fetch(calls: Sequence[PackedMetrics]) -> list[list[np.ndarray]]:
     """Fetch arrays: all copies from an accelerator start together, a CPU's memory is viewed."""
+    rows = [call.arrays for call in calls]
     if all(device.platform == "cpu" for array in rows[0] for device in array.devices()):
         return [[np.asarray(array) for array in row] for row in rows]
-    return jax.device_get(list(rows))  # type: ignore[no-any-return]
+    return jax.device_get(rows)  # type: ignore[no-any-return]
 
 
-def _programs_of(step: Callable[[Any, Any], Any]) -> dict[Any, _Program]:
-    """Return the programs kept on a function; other callables may change and keep none."""
-    if not isinstance(step, types.FunctionType):
-        return {}
-    return step.__dict__.setdefault("__stepfold_programs__", {})  # type: ignore[no-any-return]
+def _signature(state: Any, batch: Any) -> tuple[Any, ...]:
+    """Return what distinguishes most programs; `is_current` compares the rest."""
+    leaves, structure = jax.tree.flatten((state, batch))
+    if not all(tree.is_data(leaf, abstract=True) for leaf in leaves):
+        return (object(),)  # equal to no other: compiling raises the error
+    shapes = [(form.shape, form.dtype) for form in map(jax.typeof, leaves)]
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
+    return structure, *shapes, *shardings
 
 
 def _resize(batch: Any, size: int, other: int) -> Any:
@@ -235,12 +247,3 @@ def _resize(batch: Any, size: int, other: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=committed_sharding(leaf))
 
     return jax.tree.map(resize, batch)
-
-
-def _signature(state: Any, batch: Any) -> tuple[Any, ...]:
-    """Return structure, types and shardings; arguments of an equal signature share a program."""
-    leaves, structure = jax.tree.flatten((state, batch))
-    if not all(tree.is_data(leaf, abstract=True) for leaf in leaves):
-        return (object(),)  # equal to no other: compiling raises the error
-    avals = [(jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves]
-    return structure, *avals
