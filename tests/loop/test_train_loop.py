@@ -15,6 +15,7 @@ from tests.loop import small
 
 import stepfold as sf
 from stepfold.loop import train_loop
+from stepfold.loop.data import EqualEpochs
 from stepfold.loop.preemption import Preemption
 from stepfold.loop.train_loop import Schedule
 
@@ -520,8 +521,9 @@ def every(steps=None, epochs=None):
     return SimpleNamespace(every=steps, every_epochs=epochs)
 
 
-def schedule_of(*recurring, log_every=10, total=None, **options):
-    return Schedule(log_every, recurring, total=total, **options)
+def schedule_of(*recurring, log_every=10, total=None, epoch_steps=None, **options):
+    ends = epoch_steps and EqualEpochs(epoch_steps)
+    return Schedule(log_every, recurring, total=total, epoch_ends=ends, **options)
 
 
 def steps_of(schedule, until):

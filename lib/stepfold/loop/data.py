@@ -11,11 +11,8 @@ from typing import Any, NamedTuple
 
 from stepfold import tree
 from stepfold.checkpoint.manifest import to_json
+from stepfold.data.epochs import EpochEnds
 from stepfold.errors import ConfigError, DataError
-
-# Seconds between reads of the position, besides those at log points and saves. After a failed pull
-# or step, at most the batches since the last read are pulled again.
-_POSITION_SECONDS = 5.0
 
 
 class DataPosition(NamedTuple):
@@ -29,48 +26,46 @@ class BatchFeed:
     """Pull batches, epoch after epoch, and know their position.
 
     `used` counts the batches that steps have used since the first batch of the data; the caller
-    increments it. `epoch_steps` and `total`, over all epochs, are None if unknown. Where epochs
-    differ in length, `epoch_ends` knows where they end.
+    increments it. `epoch_ends` knows where epochs end, and `epoch_steps` their length if they are
+    equally long. Both are None if unknown, as is `total`, the number of batches of all epochs.
     """
 
     def __init__(self, batches: Any, epochs: int | None = None) -> None:
         check_batches(batches)
-        self.batches, self._iterator = batches, iter(batches)
-        self._epochs_left = epochs
-        self.is_iterator = self._iterator is batches
+        self.batches, self.iterator = batches, iter(batches)
+        self.is_iterator = self.iterator is batches
         self.endless = bool(getattr(batches, "endless", False))
-        self.is_resumable = hasattr(self._iterator, "get_state") and hasattr(
-            self._iterator, "set_state"
-        )
+        methods = "get_state", "set_state"
+        self.is_resumable = all(hasattr(self.iterator, method) for method in methods)
+        self._epochs = self._epochs_left = epochs
         self._read_lengths()
-        knows_epochs = self.epoch_steps is not None or self.epoch_ends is not None
-        if epochs is not None and self.is_iterator and not knows_epochs:
+        if epochs is not None and self.is_iterator and self.epoch_ends is None:
             raise ConfigError(
                 f"epochs={epochs}: expected batches that can be iterated again, or that know their "
                 f"epochs, got {tree.spell(batches)}; give steps=…, or sf.batches(data, …)"
             )
         self.wait_seconds = 0.0
-        self._checks_position = False
-        self.used = self._pulled = 0
-        self._known: tuple[int, Any] = (-1, None)  # batches used by then, and the position
-        self._known_at = time.perf_counter()
-        self.used = self._pulled = _count_in(self.position()) or 0
-        self._known = (self.used, self._known[1])
-        self._epochs, self._first_used = epochs, self.used
+        self.check_next_position = False  # once, so that later pulls cost nothing
+        position = self._state() if self.is_resumable else None
+        self.used = self._pulled = self._first_used = _count_in(position) or 0
+        self._known = (self.used, position)  # batches used by then, and the position
+
+    def _read_lengths(self) -> None:
+        self.epoch_steps: int | None = getattr(self.batches, "steps_per_epoch", None)
+        if self.epoch_steps is None and not self.is_iterator:
+            with suppress(TypeError):  # it has no length
+                self.epoch_steps = len(self.batches)
+        ends: Any = getattr(self.batches, "epoch_ends", None)
+        self.epoch_ends: EpochEnds | EqualEpochs | None = ends
+        if self.epoch_steps:
+            self.epoch_ends = EqualEpochs(self.epoch_steps)
+        self.batch_sizes: Sequence[tuple[int, int]] = getattr(self.batches, "batch_sizes", ())
 
     @property
     def total(self) -> int | None:
-        """The number of batches of all epochs to do, from the start of the run."""
-        if self._epochs and self.epoch_ends is not None:
-            steps: int = self.epoch_ends.count_steps(self._epochs, self._first_used)
-            return steps
-        return self._epochs * self.epoch_steps if self._epochs and self.epoch_steps else None
-
-    def _read_lengths(self) -> None:
-        batches = self.batches
-        self.epoch_steps = _epoch_steps(batches, self.is_iterator)
-        self.epoch_ends = None if self.epoch_steps else getattr(batches, "epoch_ends", None)
-        self.batch_sizes: Sequence[tuple[int, int]] = getattr(batches, "batch_sizes", ())
+        if not self._epochs or self.epoch_ends is None:
+            return None
+        return self.epoch_ends.count_steps(self._epochs, self._first_used)
 
     @property
     def batches_left(self) -> float | None:
@@ -80,7 +75,7 @@ class BatchFeed:
         length = None
         if isinstance(self.batches, list | tuple):
             length = (self._epochs_left or 1) * len(self.batches)
-        elif hasattr(self._iterator, "state_at"):  # the length of others may be an estimate
+        elif hasattr(self.iterator, "state_at"):  # the length of others may be an estimate
             with suppress(TypeError):
                 length = len(self.batches)
         return None if length is None else max(0, length - self.used)
@@ -88,12 +83,10 @@ class BatchFeed:
     def next_batch(self, step: int) -> Any:
         """Pull the next batch, or raise StopIteration; `step` is for error messages."""
         start = time.perf_counter()
-        if start - self._known_at > _POSITION_SECONDS and self._pulled == self.used:
-            self.position()
         self._pulled += 1  # until it is used, the position is not certain
         try:
             batch = self._pull()
-            if self._checks_position:
+            if self.check_next_position:  # that of the first batch may hold less
                 self._check_position()
         except StopIteration:
             self._pulled -= 1
@@ -106,12 +99,8 @@ class BatchFeed:
         finally:
             self.wait_seconds += time.perf_counter() - start
 
-    def check_after_first_pull(self) -> None:
-        """Check the position of the second batch too; that of the first may hold less."""
-        self._checks_position = self.is_resumable
-
     def _check_position(self) -> None:
-        self._checks_position = False  # once, so that later pulls cost nothing
+        self.check_next_position = False
         position = self._state()
         to_json(position, "batches: get_state()")
         if reason := _find_lost(position):
@@ -119,19 +108,19 @@ class BatchFeed:
                 f"batches: expected a position to resume at from a checkpoint, got none: {reason}; "
                 "the state is saved, but a resume will be refused: give sf.batches a source with "
                 "len() and [i], which seed=… shuffles, or a stream with a state of its own",
-                stacklevel=6,
+                stacklevel=7,
             )
 
     def _pull(self) -> Any:
         try:
-            return next(self._iterator)
+            return next(self.iterator)
         except StopIteration:
             if self.is_iterator or self._epochs_left is None or self._epochs_left <= 1:
                 raise
         self._epochs_left -= 1
-        self._iterator = iter(self.batches)
+        self.iterator = iter(self.batches)
         try:
-            return next(self._iterator)
+            return next(self.iterator)
         except StopIteration:
             raise DataError(
                 "batches: expected batches in the next epoch too, got none; give an iterable that "
@@ -149,12 +138,11 @@ class BatchFeed:
             return None
         if self._known[0] != self.used:
             self._known = (self.used, self._current())
-            self._known_at = time.perf_counter()
         return self._known[1]
 
     def _current(self) -> Any:
-        if self._pulled != self.used and hasattr(self._iterator, "state_at"):
-            return self._iterator.state_at(self.used)
+        if self._pulled != self.used and hasattr(self.iterator, "state_at"):
+            return self.iterator.state_at(self.used)
         state = self._state()
         if self._pulled == self.used or _count_in(state) == self.used:
             return state
@@ -166,7 +154,7 @@ class BatchFeed:
         return self._state()
 
     def _state(self) -> Any:
-        state = copy.deepcopy(self._iterator.get_state())  # iterators may reuse what they return
+        state = copy.deepcopy(self.iterator.get_state())  # iterators may reuse what they return
         return state if self.is_iterator else {"left": self._epochs_left, "position": state}
 
     def seek(self, position: Any, step: int, used: int | None = None) -> None:
@@ -192,32 +180,43 @@ class BatchFeed:
         self.used = self._pulled = next(n for n in (count, used, step) if n is not None)
         self._known = (self.used, position)
 
-    def batch_index(self, number: int) -> int:
-        """Return the batch index of the batch that this number of batches came before."""
-        return self.skippable().batch_index(number)  # type: ignore[no-any-return]
-
     def skip(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Skip ranges of batch indices, which begin after the position."""
-        self.batches = self._iterator = self.skippable().without(ranges)
+        self.batches = self.iterator = self.skippable().without(ranges)
         self._known = (-1, None)
         self._read_lengths()
 
     def skippable(self) -> Any:
         """Return the iterator; raise if it cannot skip batches."""
-        if not self.is_iterator or not hasattr(self._iterator, "without"):
+        if not self.is_iterator or not hasattr(self.iterator, "without"):
             raise ConfigError(
                 "batches: expected some that can skip a part, for a run that goes back, got "
                 f"{tree.spell(self.batches)}; give sf.batches(data, …)"
             )
-        return self._iterator
+        return self.iterator
 
     def _set(self, position: Any) -> None:
         if not self.is_iterator:
             left = position["left"]
             if left != self._epochs_left:
-                self._iterator = iter(self.batches)
+                self.iterator = iter(self.batches)
             self._epochs_left, position = left, position["position"]
-        self._iterator.set_state(position)
+        self.iterator.set_state(position)
+
+
+class EqualEpochs(NamedTuple):
+    """Epochs of equally many steps, with the methods of `EpochEnds`."""
+
+    steps: int
+
+    def done(self, step: int) -> int:
+        return step // self.steps
+
+    def end(self, epochs: int) -> int:
+        return epochs * self.steps
+
+    def count_steps(self, epochs: int, start: int) -> int:  # noqa: ARG002
+        return epochs * self.steps
 
 
 def check_batches(batches: Any) -> None:
@@ -245,14 +244,6 @@ def _find_lost(position: Any) -> str | None:
     return next(filter(None, map(_find_lost, position.values())), None)
 
 
-def _epoch_steps(batches: Any, is_iterator: bool) -> int | None:
-    steps: int | None = getattr(batches, "steps_per_epoch", None)
-    if steps is None and not is_iterator:
-        with suppress(TypeError):  # it has no length
-            steps = len(batches)
-    return steps
-
-
 @contextmanager
 def reread(batches: Any, start: DataPosition, began: int) -> Iterator[Iterator[Any]]:
     """Iterate batches again from an earlier position, and restore their position afterwards.
@@ -271,16 +262,6 @@ def reread(batches: Any, start: DataPosition, began: int) -> Iterator[Iterator[A
     before = feed.position()
     try:
         feed.seek(start.position, start.step)
-        yield _rest(feed, start.step)
+        yield feed.iterator
     finally:
         feed.seek(before, start.step)
-
-
-def _rest(feed: BatchFeed, step: int) -> Iterator[Any]:
-    for number in itertools.count(step):
-        try:
-            batch = feed.next_batch(number)
-        except StopIteration:
-            return
-        feed.used += 1
-        yield batch

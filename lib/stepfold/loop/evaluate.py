@@ -198,12 +198,16 @@ class Evaluation:
             )
 
     def __call__(self, state: Any) -> dict[str, float]:
-        if self.batches is None:
-            metrics = self.measure(state)
-            if not isinstance(metrics, Mapping):
-                raise ConfigError(
-                    f"{self.name}: expected numbers by name, got {tree.spell(metrics)}"
-                )
-            return metric_values(metrics, f"{self.name}/")
-        metrics = evaluate(self.measure, state, self.batches())
-        return {f"{self.name}/{name}": value for name, value in metrics.items()}
+        try:
+            if self.batches is not None:
+                metrics = evaluate(self.measure, state, self.batches())
+                return {f"{self.name}/{name}": value for name, value in metrics.items()}
+            numbers = self.measure(state)
+        except StopIteration as error:  # would pass for the end of the training data
+            raise DataError(
+                f"{self.name}: StopIteration came up in the evaluation: what it reads has ended; "
+                "make it again for each evaluation"
+            ) from error
+        if not isinstance(numbers, Mapping):
+            raise ConfigError(f"{self.name}: expected numbers by name, got {tree.spell(numbers)}")
+        return metric_values(numbers, f"{self.name}/")

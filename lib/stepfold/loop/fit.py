@@ -33,7 +33,6 @@ from stepfold.loop.hooks.stop import Nonfinite, stop_after, stop_on_nonfinite
 from stepfold.loop.metrics import History
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
 from stepfold.loop.report.report_writer import ReportWriter
-from stepfold.loop.rollback import Rollbacks
 from stepfold.loop.run_info import move_previous_run, run_metadata
 from stepfold.loop.run_lock import RunLock
 from stepfold.loop.step_runner import StepRunner
@@ -151,7 +150,11 @@ def fit(
             f"checkpoints: expected sf.Checkpoints(every=…), got {tree.spell(checkpoints)}"
         )
     evaluations, user_hooks = _check_evaluations(evaluation), _check_hooks(hooks)
-    all_hooks = _default_hooks(user_hooks, time_limit)
+    is_guarded = any(getattr(hook, "replaces_nonfinite_stop", False) for hook in user_hooks)
+    all_hooks: list[Hook] = [*([] if is_guarded else [stop_on_nonfinite()]), *user_hooks]
+    if time_limit is not None:
+        check_positive("time_limit", time_limit, allow_zero=True, unit="seconds")
+        all_hooks.append(stop_after(time_limit))
     feed = BatchFeed(batches, epochs)
     _check_epochs(feed, [*evaluations, checkpoints], all_hooks)
     may_end = set_lengths or time_limit is not None or any(map(may_stop, user_hooks))
@@ -166,13 +169,12 @@ def fit(
     state = strengthen(state)
     _check_resumable(checkpoints, feed, all_hooks)
 
-    directory = None
+    directory = metrics_path = series = report = uploader = None
     with agreement("fit: not started"):
         if run_dir is not None:
             directory = read_directory(run_dir, make=True)
     if directory is not None:
         check_shared(directory)
-    series = None
     if checkpoints is not None:
         if checkpoints.directory is None and directory is None:
             raise ConfigError(
@@ -180,21 +182,19 @@ def fit(
                 "sf.Checkpoints('path')"
             )
         series = checkpoints.open(directory and directory / "checkpoints")
-    metrics_path = None
-    if directory is not None and not any(getattr(h, "writes_metrics", False) for h in user_hooks):
-        metrics_path = directory / "metrics.jsonl"
-        metrics_writer = jsonl_writer(metrics_path, csv=directory / "metrics.csv")
-        all_hooks.append(log_to(async_writer(metrics_writer)))
-    report, uploader, metadata = None, None, dict[str, Any]()
     if upload is not None:
         uploader = Upload(directory, upload)
+    metadata: dict[str, Any] = {}
     if directory is not None:
+        if not any(getattr(hook, "writes_metrics", False) for hook in user_hooks):
+            metrics_path = directory / "metrics.jsonl"
+            writer = jsonl_writer(metrics_path, csv=directory / "metrics.csv")
+            all_hooks.append(log_to(async_writer(writer)))
         arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
         arguments |= {"steps_per_call": steps_per_call, "upload": upload}
         metadata = run_metadata(state, batches, arguments, evaluations, checkpoints, all_hooks)
         report = ReportWriter(directory, metadata)
         all_hooks += [report, *([] if uploader is None else [uploader])]  # flushed in order
-    rollbacks = None if series is None else Rollbacks(series, feed)
     loop = TrainLoop(
         runner,
         state,
@@ -208,14 +208,14 @@ def fit(
         log_every=log_every,
         steps_per_call=steps_per_call,
         save_history=metrics_path is None,
-        rollbacks=rollbacks,
     )
     del state  # so that a restored one can take its memory
-    lock = None if directory is None else RunLock(directory, loop.request_stop)
+    rollbacks = loop.rollbacks
     with _attach_result(loop), ExitStack() as stack:
         if series is not None:
             stack.callback(series.close)  # also if another run has the directory
-        if lock is not None:
+        if directory is not None:
+            lock = RunLock(directory, loop.preemption.request_stop)
             stack.callback(lock.release)
             with agreement(f"run_dir: {directory}: not opened"):
                 if jax.process_index() == 0:
@@ -232,24 +232,23 @@ def fit(
         if series is not None and rollbacks is not None:
             stack.enter_context(series)
             stack.callback(_print_waiting, loop)
-            if _has_checkpoint(series):
-                if not resume:
-                    raise ConfigError(
-                        "resume=False: expected a directory without checkpoints to start in, got "
-                        f"steps {', '.join(map(str, series.steps()))} in {series.directory}; "
-                        "delete them, or give another directory"
-                    )
+            if not _has_checkpoint(series):
+                rollbacks.restart()
+            elif resume:
                 rollbacks.resume()
                 if rollbacks.done:
                     loop.skip([rollback.skipped for rollback in rollbacks.done])
                     metadata["rollbacks"] = rollbacks.as_json()
                 with agreement(f"{series.directory}: not resumed"):
                     loop.restore(series)
+                    if uploader is not None:
+                        uploader.fetch()
             else:
-                rollbacks.restart()
-        with agreement("upload: not read"):
-            if loop.resumed is not None and uploader is not None:
-                uploader.fetch()
+                raise ConfigError(
+                    "resume=False: expected a directory without checkpoints to start in, got "
+                    f"steps {', '.join(map(str, series.steps()))} in {series.directory}; "
+                    "delete them, or give another directory"
+                )
         with agreement(f"run_dir: {directory}: not opened"):
             if loop.resumed is not None and metrics_path is not None:
                 _continue_metrics(loop, metrics_path)
@@ -268,16 +267,20 @@ def fit(
                 if metrics_path is not None:
                     _continue_metrics(loop, metrics_path)
                 loop.run()
-    capsule, nonfinite = None, _find_nonfinite(loop, all_hooks)
-    if nonfinite is not None:
-        saved_in = None if series is None else series.directory
+    stop, capsule = _stop_reason(loop, all_hooks), None
+    if (nonfinite := _find_nonfinite(loop, all_hooks)) is not None:
         capsule = take_capsule(
-            nonfinite, loop.state, feed.batches, positions=loop.positions, directory=saved_in
+            nonfinite,
+            loop.state,
+            feed.batches,
+            positions=loop.positions,
+            directory=None if series is None else series.directory,
         )
-        if rollbacks is not None:
-            capsule = replace(capsule, rollbacks=tuple(map(str, rollbacks.done)))
+        capsule = replace(capsule, rollbacks=tuple(map(str, rollbacks.done if rollbacks else ())))
         capsule = capsule if directory is None else save_capsule(capsule, directory)
-    result = _result(loop, _stop_reason(loop, all_hooks), capsule)
+        if stop is not None and capsule.path is not None:
+            stop = stop._replace(message=f"{stop.message}; see {capsule.path}")
+    result = _result(loop, stop, capsule)
     _raise_signal(loop, result)
     if loop.was_complete and result.steps == result.resumed:
         warnings.warn(
@@ -355,20 +358,9 @@ def _check_hooks(hooks: Any) -> list[Hook]:
     return checked
 
 
-def _default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:
-    """Add `stop_on_nonfinite` and `stop_after` where they apply."""
-    guarded = any(getattr(hook, "replaces_nonfinite_stop", False) for hook in hooks)
-    default: list[Hook] = [] if guarded else [stop_on_nonfinite()]
-    all_hooks = [*default, *hooks]
-    if time_limit is not None:
-        check_positive("time_limit", time_limit, allow_zero=True, unit="seconds")
-        all_hooks.append(stop_after(time_limit))
-    return all_hooks
-
-
 def _check_epochs(feed: BatchFeed, recurring: Sequence[Any], hooks: Sequence[Hook]) -> None:
     """Refuse schedules by epoch if the batches do not know the length of an epoch."""
-    if feed.epoch_steps or feed.epoch_ends is not None:
+    if feed.epoch_ends is not None:
         return
     got = tree.spell(feed.batches)
     if any(item is not None and item.every_epochs for item in recurring):
@@ -425,7 +417,7 @@ def _check_resumable(
             stacklevel=3,
         )
     to_json(feed.position(), "batches: get_state()")
-    feed.check_after_first_pull()
+    feed.check_next_position = feed.is_resumable
     for hook in hooks:
         state, name = call_optional(hook, "get_state"), hook_name(hook)
         to_json(state, f"hooks: {name}: get_state()")
@@ -438,11 +430,9 @@ def _check_resumable(
 
 def _has_checkpoint(series: Checkpoints) -> bool:
     """Whether process 0 sees a checkpoint to resume from; collective."""
-    exists = False
     with agreement(f"{series.directory}: not resumed"):
-        if jax.process_index() == 0:
-            exists = series.latest_step() is not None
-    return broadcast_from_first([int(exists)]) == [1]
+        latest = series.latest_step() if jax.process_index() == 0 else None
+    return broadcast_from_first([latest]) != [None]
 
 
 def _continue_metrics(loop: TrainLoop, path: Path) -> None:
@@ -479,8 +469,6 @@ def _stop_reason(loop: TrainLoop, hooks: Sequence[Hook]) -> Stop | None:
 def _result(loop: TrainLoop, stop: Stop | None, capsule: Capsule | None = None) -> FitResult:
     best = None if loop.series is None else loop.series.best_step()
     stop = stop or Stop("error", "")
-    if capsule is not None and capsule.path is not None:
-        stop = stop._replace(message=f"{stop.message}; see {capsule.path}")
     return FitResult(loop.state, loop.step, loop.history, stop, best, loop.resumed, capsule)
 
 
@@ -509,18 +497,16 @@ def _print_waiting(loop: TrainLoop) -> None:
 
 
 def _raise_signal(loop: TrainLoop, result: FitResult) -> None:
-    """Raise the exception for the signal, with the result attached."""
-    error: Any
+    """Raise the exception for a signal, with the result attached."""
     # One that came after the last vote is raised too, now that everything is saved.
     number = loop.preemption.agreed or loop.preemption.received
+    if number is None:
+        return
+    error: Any = SystemExit(128 + number)
     if number == signal.SIGINT:
         error = KeyboardInterrupt(
             f"{result.stop_reason}; the trained state is in this exception: in a notebook or "
             "console, type: import sys; result = sys.last_value.result"
         )
-    elif number == signal.SIGTERM:
-        error = SystemExit(128 + signal.SIGTERM)
-    else:
-        return
     error.result = result
     raise error

@@ -109,11 +109,15 @@ class Preemption:
 
     def add_event(self, stop: Stop | None) -> None:
         """Note an event, and the reason to stop that a hook of this process gave, to vote on it."""
-        self._hook_stop, self._has_event = self._hook_stop or stop, True
+        self._has_event = True
+        self.request_stop(stop)
 
-    def request(self, stop: Stop) -> None:
-        """Vote for a reason to stop that came up outside of hooks; may be called in a thread."""
+    def request_stop(self, stop: Stop | None) -> None:
+        """Stop after this step or, with several processes, once they agree; for any thread."""
         self._hook_stop = self._hook_stop or stop
+        if self.is_alone and stop is not None:
+            self.agreed_stop = stop
+            self.has_agreed = True  # last, since the loop clears it first
 
     def request_save(self) -> None:
         """Request a save, or vote for one; may be called in a thread or a signal handler."""
@@ -128,6 +132,8 @@ class Preemption:
         All processes vote at the same steps, because they derive them from the same votes. It is
         sooner after an event, because hooks may have a reason to stop then.
         """
+        if self.is_alone:
+            return
         seconds = _EVENT_VOTE_SECONDS if self._has_event else _VOTE_SECONDS
         steps = step - self._voted_at
         if steps < min(seconds / self._pace if self._pace else 1, self._max_steps):
@@ -144,6 +150,8 @@ class Preemption:
 
     def agree(self, batches: int = 0) -> list[int]:
         """Vote, wait until all have agreed, and return the number of batches of each process."""
+        if self.is_alone:
+            return [batches]
         self._votes = None
         counts: list[int] = self._read(self._dispatch(batches))[:, 3].tolist()
         return counts
@@ -162,14 +170,15 @@ class Preemption:
         self._pace = rows[:, 2].max() / 1e6
         if np.any(rows[:, 4] != self._seen_requests):  # a count, so that no vote has to be read
             self._seen_requests, self.agreed_save, self.has_agreed = rows[:, 4], True, True
-        if rows[:, 1].max() == _FAILED:
-            self.failed_process = int(np.argmax(rows[:, 1]))
-            self.agreed_stop = Stop("error", f"process {self.failed_process} raised an error")
-        elif number := int(rows[:, 0].max()):
-            self.agreed, self.has_agreed = signal.Signals(number), True
-        elif rows[:, 1].any():
-            first = int(np.argmax(rows[:, 1]))
+        reason, number, first = rows[:, 1].max(), int(rows[:, 0].max()), int(np.argmax(rows[:, 1]))
+        if reason == _FAILED:
+            self.failed_process = first
+            self.agreed_stop = Stop("error", f"process {first} raised an error")
+        elif number:
+            self.agreed = signal.Signals(number)
+        elif reason:
             self.agreed_stop = self._hook_stop or Stop("hook", f"process {first} stopped")
+        self.has_agreed = self.has_agreed or bool(reason or number)
         return rows
 
 

@@ -1,6 +1,5 @@
 """The training loop: the order of operations, and the state of a run in its checkpoints."""
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -8,15 +7,13 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-import jax
-
 from stepfold import tree
 from stepfold.checkpoint.series import Checkpoints
 from stepfold.core.processes import KeyValues, agreement, spell_processes
 from stepfold.core.state import has_nan, is_available, step_of
-from stepfold.data.epochs import size_at
+from stepfold.data.epochs import EpochEnds, size_at
 from stepfold.errors import CheckpointError, ConfigError, DataError, StepfoldError
-from stepfold.loop.data import BatchFeed, DataPosition
+from stepfold.loop.data import BatchFeed, DataPosition, EqualEpochs
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import Event, GoBack, HookDispatcher, Stop, check_spelling
 from stepfold.loop.metrics import History, Interval, MetricBuffer
@@ -61,9 +58,9 @@ class Schedule:
     """When something is due: log points, evaluations, saves, the ends of epochs and of the run.
 
     Steps count from step 0 of the state, epochs from the first batch of the data, after
-    `first_step`. Objects in `recurring` have `every` and `every_epochs`, each an integer or None.
-    Epochs have `epoch_steps`, or end as `epoch_ends` knows. The batch size changes after the steps
-    `size_changes`, across which no call of several steps may go.
+    `first_step`; `epoch_ends` knows where they end. Objects in `recurring` have `every` and
+    `every_epochs`, each an integer or None. The batch size changes after the steps `size_changes`,
+    across which no call of several steps may go.
     """
 
     def __init__(
@@ -72,27 +69,24 @@ class Schedule:
         recurring: Sequence[Any],
         *,
         total: int | None,
-        epoch_steps: int | None = None,
-        epoch_ends: Any = None,
+        epoch_ends: EpochEnds | EqualEpochs | None = None,
         first_step: int = 0,
         log_epochs: bool = False,
         size_changes: Sequence[int] = (),
     ) -> None:
-        self._log_every, self._total = log_every, total
-        self._epoch_steps, self._first_step, self._log_epochs = epoch_steps, first_step, log_epochs
+        self._log_every, self._total, self._log_epochs = log_every, total, log_epochs
+        self._epoch_ends, self._first_step = epoch_ends, first_step
         self._every = [log_every, *(item.every for item in recurring if item.every)]
-        epochs = [item.every_epochs for item in recurring if item.every_epochs]
-        epochs += [1] if log_epochs else []
-        self._every_epochs = [count * epoch_steps for count in epochs] if epoch_steps else []
-        self._epoch_ends, self._needs_ends = epoch_ends, bool(epochs)
+        self._every_epochs = [item.every_epochs for item in recurring if item.every_epochs]
+        self._every_epochs += [1] if log_epochs else []
         self._size_changes = size_changes
 
     def next_after(self, step: int) -> int:
-        first = self._first_step
         steps: list[int] = [(step // every + 1) * every for every in self._every]
-        steps += [((step - first) // every + 1) * every + first for every in self._every_epochs]
-        if self._epoch_ends is not None and self._needs_ends:
-            steps.append(first + self._epoch_ends.end(self._epoch_ends.done(step - first) + 1))
+        if self._epoch_ends is not None:
+            done = self._epoch_ends.done(step - self._first_step)
+            epochs = [(done // every + 1) * every for every in self._every_epochs]
+            steps += [self._first_step + self._epoch_ends.end(count) for count in epochs]
         steps += [change for change in self._size_changes if change > step]
         return min(steps if self._total is None else [*steps, self._total])
 
@@ -108,16 +102,11 @@ class Schedule:
 
     def epochs_done(self, step: int) -> int | None:
         """Return the number of epochs done if one ends with a step, else None."""
-        if step <= self._first_step:
+        used = step - self._first_step
+        if self._epoch_ends is None or used <= 0:
             return None
-        if self._epoch_ends is not None:
-            used = step - self._first_step
-            before, done = self._epoch_ends.done(used - 1), self._epoch_ends.done(used)
-            return done if done > before else None
-        if not self._epoch_steps:
-            return None
-        epochs, rest = divmod(step - self._first_step, self._epoch_steps)
-        return epochs if rest == 0 else None
+        done = self._epoch_ends.done(used)
+        return done if done > self._epoch_ends.done(used - 1) else None
 
 
 class TrainLoop:
@@ -142,7 +131,6 @@ class TrainLoop:
         log_every: int,
         steps_per_call: int,
         save_history: bool,
-        rollbacks: Rollbacks | None = None,
     ) -> None:
         self.state, self.step = state, step_of(state)
         self.preemption, self.hooks, self.series = Preemption(), hooks, series
@@ -151,6 +139,9 @@ class TrainLoop:
         self.resumed: int | None = None  # the step of the checkpoint that it resumed from
         self.was_complete = False  # whether that checkpoint was the last of a complete run
         self.positions: list[DataPosition] = []  # at the start and at the last log points
+        self.rollbacks = None if series is None else Rollbacks(series, feed)
+        self.go_back: GoBack | None = None  # agreed on, if `run` returned for the run to go back
+        self._request: GoBack | None = None  # of a hook of this process
         self._run_step, self._feed, self._evaluations = runner, feed, evaluations
         self._buffer = MetricBuffer(runner.unpack)
         self._log_every, self._steps_per_call = log_every, steps_per_call
@@ -163,8 +154,7 @@ class TrainLoop:
         if steps is None and (new_steps := more_steps or feed.total):
             self.total = self.step + new_steps
         self._counts_epochs = self.total is not None and steps is None and more_steps is None
-        self._start = self.step
-        self._first_step = self.step  # of this call, or since it went back
+        self._start = self._first_step = self.step  # of the run; and since it resumed or went back
         self._unseen_metrics = dict(watched)
         self._provides_any = any(getattr(h, "provides", None) is None for h in hooks.hooks)
         # Saved in checkpoints, so that a resume finishes what an exception interrupted.
@@ -179,14 +169,10 @@ class TrainLoop:
         self._warned_of_save = False
         if series is not None:
             series.on_request(self.preemption.request_save)
-        self._rollbacks = rollbacks
-        self._request: GoBack | None = None  # of a hook of this process
-        self.go_back: GoBack | None = None  # agreed on, if `run` returned for the run to go back
 
     def run(self) -> None:
         """Run to the end, or until `go_back` is set; save before an exception propagates."""
-        if not self.preemption.is_alone:
-            self._compare_lengths()
+        self._compare_lengths()
         if self._is_complete and self.total is not None and self.step >= self.total:
             message = f"step {self.step} of {self.total} was done before"
             self.stop = Stop("already_completed", message)
@@ -195,10 +181,7 @@ class TrainLoop:
             with agreement("hooks: not opened"):
                 self.hooks.open(self.step, self.total)
             self._finish_boundary()
-            while self.stop is None:
-                batches = self._next_batches(min(self._steps_per_call, self._due - self.step))
-                if not batches:
-                    break
+            while self.stop is None and (batches := self._next_batches()):
                 self.state, metrics = self._run_step(self.state, batches)
                 self.step += len(batches)
                 self._feed.used += len(batches)
@@ -207,8 +190,8 @@ class TrainLoop:
                     self._boundary()
                 if self._buffer.closed:
                     self._log(self.step - self._delay)
-                if not self.preemption.is_alone:
-                    self._vote()
+                if not self._votes_on_batches:
+                    self.preemption.vote(self.step)
                 if self.preemption.has_agreed:
                     self._act_on_agreement()
             self._finish()
@@ -218,6 +201,8 @@ class TrainLoop:
                 self._rescue(error)
             raise
 
+    # The start
+
     def _compare_lengths(self) -> None:
         """Check that all processes have equally many batches; if unknown, vote on each batch."""
         left = self._feed.batches_left
@@ -225,20 +210,14 @@ class TrainLoop:
             left = min(left, max(0, self.total - self.step))
         lengths = KeyValues("fit").gather([self.total, left], "the start of the run")
         totals, counts = ([length[i] for length in lengths] for i in range(2))
-        self._votes_on_batches = None in counts
-        if len(set(totals)) > 1 or (not self._votes_on_batches and len(set(counts)) > 1):
+        self._votes_on_batches = None in counts and not self.preemption.is_alone
+        if len(set(totals)) > 1 or (None not in counts and len(set(counts)) > 1):
             counts = totals if len(set(totals)) > 1 else [self.step + count for count in counts]
             known = [count for count in counts if count is not None]
             raise DataError(
                 f"batches: expected as many steps in every process, got {counts}; give "
                 f"steps={min(known)}, or as many batches to each"
             )
-
-    def _vote(self) -> None:
-        """Let the processes vote on whether to stop, and stop if they have agreed to."""
-        if self.stop is None and not self._votes_on_batches:
-            self.preemption.vote(self.step)
-        self._stop_by_hook(self.preemption.agreed_stop)
 
     def _finish_boundary(self) -> None:
         """Start the schedule, and finish what an exception interrupted before a resume."""
@@ -248,7 +227,6 @@ class TrainLoop:
             self._log_every,
             [*self._evaluations, *filter(None, saves)],
             total=self.total,
-            epoch_steps=self._feed.epoch_steps,
             epoch_ends=self._feed.epoch_ends,
             first_step=first_step,
             log_epochs=self.hooks.wants_epochs,
@@ -260,12 +238,15 @@ class TrainLoop:
             self._evaluate([e for e in self._evaluations if self._schedule.is_due(e, self.step)])
             self._end_epoch()
         self._save(permanent=False)
-        self.positions.append(self._position())
+        self.positions.append(DataPosition(self.step, self._feed.position()))
         if self.total is not None and self.step >= self.total and self.stop is None:
             self.stop = Stop("completed", f"all {self.total} steps were done")
 
-    def _next_batches(self, count: int) -> list[Any]:
-        """Pull up to `count` batches; if there are none, set the reason to stop."""
+    # The next batches
+
+    def _next_batches(self) -> list[Any]:
+        """Pull batches for a call; if there are none, set the reason to stop."""
+        count = min(self._steps_per_call, self._due - self.step)
         batches: list[Any] = []
         try:
             while len(batches) < count:
@@ -282,26 +263,10 @@ class TrainLoop:
         if batches:
             self._batch, self._is_complete = batches[-1], False
         else:
-            self._stop_by_signal()
-            self._stop_by_hook(self.preemption.agreed_stop)
+            self._stop_by_agreement()
             if self.stop is None:
                 self._stop_exhausted()
         return batches
-
-    def _agree_on_batches(self, batches: list[Any]) -> list[Any]:
-        """Keep as many batches as all processes have, so that all stop at the same step."""
-        if self.step == self._first_step:  # a process may be minutes late
-            KeyValues("fit").gather(None, "a first batch")
-        counts = self.preemption.agree(len(batches))
-        if min(counts) == 0 < max(counts) and self.preemption.failed_process is None:
-            ended = [process for process, count in enumerate(counts) if not count]
-            warnings.warn(
-                f"batches: expected as many in every process, got {self.step} in "
-                f"{spell_processes(ended)}, and more in the others, which stop there too; give "
-                "steps=…, or as many batches to each",
-                stacklevel=5,
-            )
-        return batches[: min(counts)]
 
     def _interruptible(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that may block; return `_END` on StopIteration or a signal."""
@@ -319,42 +284,20 @@ class TrainLoop:
             preemption.is_waiting = False
         return value
 
-    def _stop_by_signal(self) -> None:
-        if self.preemption.agreed is not None:
-            name = self.preemption.agreed.name
-            self.stop = self.stop or Stop("signal", f"{name} at step {self.step}")
-
-    def _act_on_agreement(self) -> None:
-        """Stop by a signal, or save by request."""
-        preemption = self.preemption
-        preemption.has_agreed = False  # first, since a thread or a signal may set it again
-        self._stop_by_signal()
-        if not preemption.agreed_save:
-            return
-        preemption.agreed_save = False
-        if self.series is None:
-            if not self._warned_of_save:
-                warnings.warn(
-                    "SIGUSR1: expected a series to save in, got none; give checkpoints=…",
-                    stacklevel=4,
-                )
-            self._warned_of_save = True
-        elif self.stop is None:
-            self._log()
-            if self.stop is None:
-                self._save_or_stop(permanent=True)
-
-    def request_stop(self, stop: Stop) -> None:
-        """Stop after this step or, with several processes, once they agree; for any thread."""
-        if self.preemption.is_alone:
-            self._stop_by_hook(stop)
-        else:
-            self.preemption.request(stop)
-
-    def _stop_by_hook(self, stop: Stop | None) -> None:
-        is_corrupt = stop is not None and stop.kind == "corrupt"  # also if all steps are done
-        if stop is not None and (self.stop is None or (is_corrupt and self.stop.kind != "corrupt")):
-            self.stop = stop._replace(message=f"{stop.message}; stopped at step {self.step}")
+    def _agree_on_batches(self, batches: list[Any]) -> list[Any]:
+        """Keep as many batches as all processes have, so that all stop at the same step."""
+        if self.step == self._first_step:  # a process may be minutes late
+            KeyValues("fit").gather(None, "a first batch")
+        counts = self.preemption.agree(len(batches))
+        if min(counts) == 0 < max(counts) and self.preemption.failed_process is None:
+            ended = [process for process, count in enumerate(counts) if not count]
+            warnings.warn(
+                f"batches: expected as many in every process, got {self.step} in "
+                f"{spell_processes(ended)}, and more in the others, which stop there too; give "
+                "steps=…, or as many batches to each",
+                stacklevel=5,
+            )
+        return batches[: min(counts)]
 
     def _stop_exhausted(self) -> None:
         if self.step == self._first_step and self.resumed is None:
@@ -368,6 +311,8 @@ class TrainLoop:
                 stacklevel=5,
             )
 
+    # After a step
+
     def _boundary(self) -> None:
         """Log, then evaluate, then save, each if it is due after this step."""
         step, is_last = self.step, self.step == self.total
@@ -376,7 +321,8 @@ class TrainLoop:
         if self._schedule.is_log_point(step):
             self._buffer.close_interval(step)
             # The start and three log points: one is before any step whose metrics are not read yet.
-            self.positions = [*self.positions[:1], *self.positions[1:][-2:], self._position()]
+            position = DataPosition(step, self._feed.position())
+            self.positions = [*self.positions[:1], *self.positions[1:][-2:], position]
         epochs = self._schedule.epochs_done(step)
         saves = self.series is not None and self.series.due(step, epoch=epochs)
         evaluations = [e for e in self._evaluations if self._schedule.is_due(e, step)]
@@ -400,26 +346,48 @@ class TrainLoop:
             later = [size for start, size in sizes if used < start < end]
             self._run_step.set_batch_size(size_at(sizes, used), later)
 
-    def _save_or_stop(self, *, permanent: bool) -> None:
-        """Save the state; if a parameter is NaN, stop once hooks have seen the metrics."""
-        if has_nan(self.state):  # `_finish` refuses to save it
-            self._buffer.close_interval(self.step)
+    def _act_on_agreement(self) -> None:
+        """Stop by a signal or a hook, or save by request."""
+        preemption = self.preemption
+        preemption.has_agreed = False  # first, since a thread or a signal may set it again
+        self._stop_by_agreement()
+        if not preemption.agreed_save:
+            return
+        preemption.agreed_save = False
+        if self.series is None:
+            if not self._warned_of_save:
+                warnings.warn(
+                    "SIGUSR1: expected a series to save in, got none; give checkpoints=…",
+                    stacklevel=4,
+                )
+            self._warned_of_save = True
+        elif self.stop is None:
             self._log()
-            self.stop = self.stop or Stop("nonfinite", f"stopped at step {self.step}")
-        else:
-            self._save(is_checked=True, permanent=permanent)
+            if self.stop is None:
+                self._save_or_stop(permanent=True)
+
+    def _stop_by_agreement(self) -> None:
+        if self.preemption.agreed is not None and self.stop is None:
+            self.stop = Stop("signal", f"{self.preemption.agreed.name} at step {self.step}")
+        self._stop_by_hook(self.preemption.agreed_stop)
+
+    def _stop_by_hook(self, stop: Stop | None) -> None:
+        is_corrupt = stop is not None and stop.kind == "corrupt"  # also if all steps are done
+        if stop is not None and (self.stop is None or (is_corrupt and self.stop.kind != "corrupt")):
+            self.stop = stop._replace(message=f"{stop.message}; stopped at step {self.step}")
+
+    # The end
 
     def _finish(self) -> None:
         """Log the rest, evaluate a last time, and save."""
-        if not self.preemption.is_alone:
-            self.preemption.agree()
-        has_failed = self.preemption.failed_process is not None
-        is_interrupted = has_failed or self.preemption.agreed is not None
+        preemption = self.preemption
+        preemption.agree()
+        has_failed = preemption.failed_process is not None
+        is_interrupted = has_failed or preemption.agreed is not None
         self._is_complete = (self._is_complete or self.step == self.total) and not has_failed
-        self._log()
         if self._is_complete and not is_interrupted:
             self._buffer.close_interval(self.step)
-            self._log()
+        self._log()
         if self._agree_to_go_back():
             return
         if not self._is_complete:  # a resume continues the open interval, and logs it whole
@@ -436,7 +404,7 @@ class TrainLoop:
                     stacklevel=4,
                 )
         if self._is_complete:
-            self._is_complete = self.preemption.agreed is None
+            self._is_complete = preemption.agreed is None
             self._save()
 
     def _agree_to_go_back(self) -> bool:
@@ -444,18 +412,16 @@ class TrainLoop:
         # Not if the state is corrupt, or if another run may use the directory.
         kind = None if self.stop is None else self.stop.kind
         may_go_back = kind not in ("corrupt", "error") or self.preemption.failed_process is not None
-        votes: list[Any] = [[self._request, may_go_back]]
-        if not self.preemption.is_alone:
-            votes = KeyValues("fit").gather(votes[0], "the end of its steps")
+        votes = KeyValues("fit").gather([self._request, may_go_back], "the end of its steps")
         request = next((GoBack(*request) for request, _ in votes if request is not None), None)
         if request is None or not all(may_go_back for _, may_go_back in votes):
             return False
-        if self._rollbacks is None:
+        if self.rollbacks is None:
             raise ConfigError(
                 "hooks: expected checkpoints=… for a hook that lets the run go back, got none; "
                 f"give sf.Checkpoints(every=…): {request.why}"
             )
-        stop = self._rollbacks.refuse(request)
+        stop = self.rollbacks.refuse(request)
         if stop is None:
             self.go_back = request
         else:
@@ -470,7 +436,7 @@ class TrainLoop:
             explanation = self._run_step.explain(error)
             if explanation is not None:
                 raise explanation from error
-        elif jax.process_count() == 1:
+        elif self.preemption.is_alone:
             try:
                 try:
                     self._save()
@@ -481,6 +447,8 @@ class TrainLoop:
                     self._save(alone=True)
             except (StepfoldError, OSError) as failure:
                 error.add_note(f"the state could not be saved: {type(failure).__name__}: {failure}")
+
+    # Events
 
     @contextmanager
     def _defer_error(self) -> Iterator[None]:
@@ -521,7 +489,7 @@ class TrainLoop:
         for evaluation in evaluations:
             if self._evaluated.get(evaluation.name) == self.step:
                 continue
-            metrics = self._interruptible(functools.partial(_evaluate, evaluation), self.state)
+            metrics = self._interruptible(evaluation, self.state)
             if metrics is _END:
                 return
             if self._deferred_error is not None:
@@ -541,15 +509,11 @@ class TrainLoop:
 
     def _dispatch(self, interval: Interval, kind: str) -> None:
         event = Event(
-            step=interval.step,
+            **interval._asdict(),
             total=self.total,
-            metrics=interval.metrics,
             state=self.state,
-            per_step=interval.per_step,
             batch=self._batch,
             data_wait_seconds=self._feed.wait_seconds,
-            weights=interval.weights,
-            time=interval.time,
             kind=kind,
             hook_seconds=self.hooks.seconds,
         )
@@ -563,10 +527,9 @@ class TrainLoop:
         self.logged_step, self._saw_event = event.step, True
         if isinstance(stop, GoBack):
             self._request, stop = self._request or stop, Stop("go_back", stop.why)
-        if self.preemption.is_alone:
+        self.preemption.add_event(stop)
+        if self.preemption.is_alone:  # others have to agree first
             self._stop_by_hook(stop)
-        else:
-            self.preemption.add_event(stop)
 
     def _check_watched(self, event: Event) -> None:
         for metric, argument in self._unseen_metrics.items():
@@ -578,6 +541,8 @@ class TrainLoop:
                     f"{metric}: expected a metric that is measured, got {names}; {argument} needs "
                     "one of them"
                 )
+
+    # Checkpoints
 
     def restore(self, series: Checkpoints) -> None:
         """Restore the newest good checkpoint."""
@@ -599,47 +564,29 @@ class TrainLoop:
             )
             saved = {}
         if saved:
-            self._check_form(series, saved)
-        if self._more_steps is not None:  # an interrupted run keeps its target
-            complete = saved.get("is_complete", True) or saved["total"] is None
-            self.total = self.step + self._more_steps if complete else saved["total"]
-        self._is_complete = self.was_complete = saved.get("is_complete", self._is_complete)
-        # If no batch is needed, batches that cannot be resumed are not refused.
-        needs_batches = self.total is None or self.step < self.total
-        set_position = self._feed.seek if needs_batches else self._feed.set_position
-        set_position(restored.data, self.step, saved.get("batches_used"))
-        if saved:
-            self._evaluated, self._epoch_ended_at = saved["evaluated"], saved["epoch_ended_at"]
-            self.logged_step, self.logged_metrics = saved["logged_step"], saved["logged_metrics"]
             try:
-                self.history.set_state(saved["history"])
-                self._buffer.set_state(saved["buffer"])
-                self.hooks.set_state(saved["hooks"])
+                self._set_state(saved)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 if isinstance(error, StepfoldError):
                     raise
                 raise CheckpointError(
-                    f"{series.directory}: expected metrics and hooks as fit saves them in step "
+                    f"{series.directory}: expected the state of a run as fit saves it in step "
                     f"{self.step}, got {error!r}; restore the state with sf.restore instead"
                 ) from error
+        self.was_complete = self._is_complete
+        if self._more_steps is not None:  # an interrupted run keeps its target
+            is_interrupted = saved.get("total") is not None and not self.was_complete
+            self.total = saved["total"] if is_interrupted else self.step + self._more_steps
+        # If no batch is needed, batches that cannot be resumed are not refused.
+        needs_batches = self.total is None or self.step < self.total
+        set_position = self._feed.seek if needs_batches else self._feed.set_position
+        set_position(restored.data, self.step, saved.get("batches_used"))
 
     def skip(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Skip ranges of batch indices, which begin after the position of the batches."""
         self._feed.skip(ranges)
         if self._counts_epochs and self._feed.total is not None:  # they are shorter now
             self.total = self._start + self._feed.total
-
-    def _check_form(self, series: Checkpoints, saved: Mapping[str, Any]) -> None:
-        """Check the types of a saved run state, which may have been written by others."""
-        for name, value in self.get_state().items():
-            is_optional = name == "total" and saved.get(name) is None
-            if not is_optional and type(saved.get(name)) is not (
-                int if value is None else type(value)
-            ):
-                raise CheckpointError(
-                    f"{series.directory}: expected {name} as fit saves it in step {self.step}, got "
-                    f"{tree.spell(saved.get(name))}; restore the state with sf.restore instead"
-                )
 
     def get_state(self) -> dict[str, Any]:
         """Return the run state for a checkpoint; its size does not grow with the run."""
@@ -657,8 +604,27 @@ class TrainLoop:
             "hooks": self.hooks.get_state(),
         }
 
-    def _position(self) -> DataPosition:
-        return DataPosition(self.step, self._feed.position())
+    def _set_state(self, saved: Mapping[str, Any]) -> None:
+        """Continue from a saved run state, which may have been written by others."""
+        for name, value in self.get_state().items():
+            types = (int, type(None)) if name == "total" else (type(value),)
+            if type(saved[name]) not in types:
+                raise TypeError(f"{name}: {tree.spell(saved[name])}")
+        self._is_complete = saved["is_complete"]
+        self._evaluated, self._epoch_ended_at = saved["evaluated"], saved["epoch_ended_at"]
+        self.logged_step, self.logged_metrics = saved["logged_step"], saved["logged_metrics"]
+        self.history.set_state(saved["history"])
+        self._buffer.set_state(saved["buffer"])
+        self.hooks.set_state(saved["hooks"])
+
+    def _save_or_stop(self, *, permanent: bool) -> None:
+        """Save the state; if a parameter is NaN, stop once hooks have seen the metrics."""
+        if has_nan(self.state):  # `_finish` refuses to save it
+            self._buffer.close_interval(self.step)
+            self._log()
+            self.stop = self.stop or Stop("nonfinite", f"stopped at step {self.step}")
+        else:
+            self._save(is_checked=True, permanent=permanent)
 
     def _save(
         self, *, is_checked: bool = False, alone: bool = False, permanent: bool = True
@@ -668,9 +634,8 @@ class TrainLoop:
         `alone` leaves out what user code provides: the data position and the state of hooks.
         `permanent` is for saves that are not made by the schedule of the temporary directory.
         """
-        if self.series is None or self.step == self.series.saved:
-            return
-        if self.stop is not None and self.stop.kind == "corrupt":
+        is_corrupt = self.stop is not None and self.stop.kind == "corrupt"
+        if self.series is None or self.step == self.series.saved or is_corrupt:
             return
         # A checkpoint in the temporary directory is saved again, since that may be lost.
         is_promoted = permanent and self.series.restored_temporary
@@ -684,8 +649,8 @@ class TrainLoop:
             return
         metrics = self.logged_metrics if self.logged_step == self.step else {}
         extra: dict[str, Any] = {"fit": {**self.get_state(), **({"hooks": []} if alone else {})}}
-        if self._rollbacks is not None and self._rollbacks.done:
-            extra["rollbacks"] = len(self._rollbacks.done)
+        if self.rollbacks is not None and self.rollbacks.done:
+            extra["rollbacks"] = len(self.rollbacks.done)
         if at_start:  # add metrics to the checkpoint that the run resumed from
             self.hooks.flush()
             self.series.add_later(self.step, metrics=metrics, extra=extra)
@@ -700,13 +665,3 @@ class TrainLoop:
             before_commit=self.hooks.flush,
             permanent=permanent,
         )
-
-
-def _evaluate(evaluation: Evaluation, state: Any) -> dict[str, float]:
-    try:
-        return evaluation(state)
-    except StopIteration as error:  # would pass for the end of the batches
-        raise DataError(
-            f"{evaluation.name}: StopIteration came up in the evaluation: what it reads has ended; "
-            "make it again for each evaluation"
-        ) from error
