@@ -31,18 +31,29 @@ def explicit_loss(params, batch, key):
     return sf.mean(out.sum(-1) ** 2)
 
 
+SHAPE = jax.eval_shape(lambda: sf.init_state(init, TX, jax.random.key(0)))
+
+
 def make(kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
-    shape = jax.eval_shape(lambda: sf.init_state(init, TX, jax.random.key(0)))
-    return mesh, sf.make_sharding(shape, mesh, RULES)
+    return mesh, sf.make_sharding(SHAPE, mesh, RULES)
 
 
 AUTO, AUTO_PLAN = make(AxisType.Auto)
 EXPLICIT, EXPLICIT_PLAN = make(AxisType.Explicit)
+STATES = {}
 
 
 def born(plan):
-    return sf.init_state(init, TX, jax.random.key(0), sharding=plan)
+    """Copy the state of a plan, since a run donates it; `init_state` compiles at each call."""
+    if id(plan) not in STATES:
+        STATES[id(plan)] = plan, sf.init_state(init, TX, jax.random.key(0), sharding=plan)
+    return copied(STATES[id(plan)][1])
+
+
+def copied(state):
+    """Copy a state with its shardings; `device_put` does not copy a key."""
+    return jax.device_put(state, may_alias=False)._replace(key=jnp.copy(state.key))
 
 
 def on(mesh, batch=BATCH):
@@ -128,7 +139,7 @@ def test_several_steps_in_a_call_take_placed_batches(one_device):
 
 def test_host_batches_are_typed_by_their_rows_on_explicit_data_axes():
     mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Explicit,))
-    plan = sf.make_sharding(jax.eval_shape(lambda: born(None)), mesh)
+    plan = sf.make_sharding(SHAPE, mesh)
     seen = []
 
     def loss(params, batch, key):
@@ -144,7 +155,7 @@ def test_host_batches_are_typed_by_their_rows_on_explicit_data_axes():
 
 def test_a_replicated_batch_need_not_divide():
     mesh = sf.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    plan = sf.make_sharding(jax.eval_shape(lambda: born(None)), mesh)
+    plan = sf.make_sharding(SHAPE, mesh)
     rows = {"x": DATA["x"][:3]}
     batch = jax.device_put(rows, NamedSharding(mesh, P()))
     step, measure = sf.make_train_step(loss_fn, TX), sf.make_eval_step(loss_fn)
@@ -263,14 +274,14 @@ def test_flax_boxes_train_save_and_resume_as_they_are_annotated(tmp_path):
     assert plan.opt_state[0].mu["params"]["up"]["kernel"].value.spec == P(None, "model")
     step = sf.make_train_step(boxed_loss, TX)
 
-    def run(steps, sharding, source, **options):
-        state = sf.init_state(init, TX, jax.random.key(0), sharding=sharding)
+    def run(steps, state, source, **options):
         return sf.fit(step, state, source, steps=steps, log_every=2, **options)
 
     options = {"run_dir": tmp_path, "checkpoints": sf.Checkpoints(every=2)}
-    run(2, plan, batches(AUTO), **options)
-    result = run(4, plan, batches(AUTO), **options)
+    state = sf.init_state(init, TX, jax.random.key(0), sharding=plan)
+    run(2, copied(state), batches(AUTO), **options)
+    result = run(4, state, batches(AUTO), **options)
     assert result.resumed == 2
     assert jax.tree.map(lambda leaf: leaf.sharding, result.state) == plan
-    alone = run(4, None, sf.batches(DATA, 16, seed=0))
+    alone = run(4, sf.init_state(init, TX, jax.random.key(0)), sf.batches(DATA, 16, seed=0))
     np.testing.assert_allclose(result.history["train/loss"], alone.history["train/loss"], rtol=1e-5)

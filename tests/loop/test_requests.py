@@ -45,7 +45,7 @@ def test_a_hook_requests_a_save_which_changes_nothing(tmp_path):
 @pytest.mark.parametrize("number", [1, 5, 6, 13])
 def test_a_resume_from_a_requested_save_ends_as_if_there_had_been_no_cut(tmp_path, number):
     """The step is the first, at a log point, at an evaluation, and inside an interval."""
-    checkpoints = sf.Checkpoints(every=7, keep=None)
+    checkpoints = never()
 
     class Asks:
         def __init__(self):
@@ -71,7 +71,7 @@ def test_a_resume_from_a_requested_save_ends_as_if_there_had_been_no_cut(tmp_pat
     for step in saved:
         if step > number:  # resume from the requested one
             (folder / f"{step}").rename(tmp_path / f"later-{step}")
-    result = course.run(tmp_path)
+    result = course.run(tmp_path, checkpoints=never())
     assert result.resumed == number
     assert course.told(result) == course.whole()
 
@@ -185,7 +185,7 @@ def test_requests_from_a_thread_during_a_run_change_nothing(tmp_path):
     checkpoints, is_over, requests = sf.Checkpoints(every=7, keep=2), threading.Event(), []
 
     def ask():
-        while not is_over.wait(0.002):
+        while len(requests) < 10 and not is_over.wait(0.02):
             try:
                 checkpoints.request()
                 requests.append(time.monotonic())
