@@ -157,25 +157,27 @@ class BatchFeed:
         state = copy.deepcopy(self.iterator.get_state())  # iterators may reuse what they return
         return state if self.is_iterator else {"left": self._epochs_left, "position": state}
 
-    def seek(self, position: Any, step: int, used: int | None = None) -> None:
-        """Go to a saved position; if it has no batch count, `used` or else `step` is taken."""
-        if self.is_resumable and position is None:
-            raise DataError(
-                f"batches: expected a position to resume at in the checkpoint of step {step}, but "
-                "no position was saved; save with data=batches, or start in another directory"
-            )
-        if not self.is_resumable:
+    def seek(
+        self, position: Any, step: int, used: int | None = None, *, needs_batches: bool = True
+    ) -> None:
+        """Go to a saved position; if it has no batch count, `used` or else `step` is taken.
+
+        If no batch is needed, batches that cannot be resumed are not refused, but stay as they are.
+        """
+        if needs_batches and not self.is_resumable:
             raise DataError(
                 f"batches: expected some that can be resumed at step {step}, got "
                 f"{tree.spell(self.batches)}, which have no get_state and set_state; give "
                 "sf.batches(data, …), or start in another directory"
             )
-        known = copy.deepcopy(position)
-        self._set(position)
-        self.set_position(known, step, used)
-
-    def set_position(self, position: Any, step: int, used: int | None = None) -> None:
-        """Set the position and the batches used as `seek` does, without moving the batches."""
+        if needs_batches:
+            if position is None:
+                raise DataError(
+                    "batches: expected a position to resume at in the checkpoint of step "
+                    f"{step}, but no position was saved; save with data=batches, or start in "
+                    "another directory"
+                )
+            self._set(copy.deepcopy(position))
         count = _count_in(position)
         self.used = self._pulled = next(n for n in (count, used, step) if n is not None)
         self._known = (self.used, position)

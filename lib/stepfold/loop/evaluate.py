@@ -73,7 +73,14 @@ def evaluate(
         for batch in batches:
             if mesh is not None:
                 batch = place_batch(batch, mesh)
-            metrics.append(_check_metrics(step(state, batch)))
+            result = step(state, batch)
+            if not are_metrics(result):
+                raise ConfigError(
+                    "evaluate: expected metrics by name from the step, got "
+                    f"{tree.spell(result)}; make it with make_eval_step, or return "
+                    "{name: sf.mean(values, mask)}"
+                )
+            metrics.append(result)
             if len(metrics) == _MERGE_EVERY:
                 metrics = [merge_metrics(metrics)]
     except DataError:
@@ -132,15 +139,6 @@ def mesh_of(state: Any) -> Mesh | None:
     meshes = {sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)}
     large = [mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size > 1]
     return large[0] if large else None
-
-
-def _check_metrics(metrics: Any) -> Any:
-    if not are_metrics(metrics):
-        raise ConfigError(
-            f"evaluate: expected metrics by name from the step, got {tree.spell(metrics)}; make it "
-            "with make_eval_step, or return {name: sf.mean(values, mask)}"
-        )
-    return metrics
 
 
 @dataclass(frozen=True)

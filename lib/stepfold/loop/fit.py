@@ -22,10 +22,13 @@ from stepfold.errors import ConfigError
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import (
+    BaseHook,
+    Event,
     Hook,
     HookDispatcher,
     Stop,
     call_optional,
+    check_spelling,
     hook_name,
     may_stop,
 )
@@ -164,7 +167,7 @@ def fit(
             "steps, epochs: expected one of them for batches without an end, got neither; give "
             f"steps=…{length}"
         )
-    watched = _check_metric_names(user_hooks, checkpoints, evaluations)
+    watched = _WatchedMetrics(user_hooks, checkpoints, evaluations)
     check_not_donated(state)
     state = strengthen(state)
     _check_resumable(checkpoints, feed, all_hooks)
@@ -203,8 +206,7 @@ def fit(
         more_steps=more_steps,
         evaluations=evaluations,
         series=series,
-        hooks=HookDispatcher(all_hooks),
-        watched=watched,
+        hooks=HookDispatcher([watched, *all_hooks] if watched.unseen else all_hooks),
         log_every=log_every,
         steps_per_call=steps_per_call,
         save_history=metrics_path is None,
@@ -282,6 +284,12 @@ def fit(
             stop = stop._replace(message=f"{stop.message}; see {capsule.path}")
     result = _result(loop, stop, capsule)
     _raise_signal(loop, result)
+    for metric, argument in watched.unseen.items() if watched.saw_event else ():
+        warnings.warn(
+            f"{metric}: expected a metric that is measured, got "
+            f"{', '.join(sorted(result.history))}; {argument} had no effect",
+            stacklevel=2,
+        )
     if loop.was_complete and result.steps == result.resumed:
         warnings.warn(
             f"nothing was trained: {result.stop_reason}; give more_steps=…, a larger steps=…, more "
@@ -375,24 +383,50 @@ def _check_epochs(feed: BatchFeed, recurring: Sequence[Any], hooks: Sequence[Hoo
         )
 
 
-def _check_metric_names(
-    hooks: Sequence[Hook], checkpoints: Checkpoints | None, evaluations: Sequence[Evaluation]
-) -> dict[str, str]:
-    """Map each metric that an argument depends on to it; refuse one that nothing measures."""
-    watched = {hook.metric: "hooks" for hook in hooks if getattr(hook, "metric", None)}  # type: ignore[attr-defined]
-    if checkpoints is not None and checkpoints.best is not None:
-        watched[checkpoints.best] = "Checkpoints(best=…)"
-    provided = [getattr(hook, "provides", None) for hook in hooks]
-    kinds = ["train", *(item.name for item in evaluations)]
-    prefixes = [*(f"{kind}/" for kind in kinds), *(p for names in provided for p in names or ())]
-    for metric, argument in watched.items():
-        if None not in provided and not metric.startswith(tuple(prefixes)):
-            advice = "" if evaluations else "; add evaluation=sf.Evaluation(…) for eval/…"
-            raise ConfigError(
-                f"{argument}: expected one of {', '.join(f'{prefix}…' for prefix in prefixes)}, "
-                f"got {metric}{advice}"
-            )
-    return watched
+class _WatchedMetrics(BaseHook):
+    """Check that the metrics exist on which hooks and `Checkpoints(best=…)` depend."""
+
+    provides = ()
+
+    def __init__(
+        self,
+        hooks: Sequence[Hook],
+        checkpoints: Checkpoints | None,
+        evaluations: Sequence[Evaluation],
+    ) -> None:
+        named: Any = [(getattr(hook, "metric", None), "hooks") for hook in hooks]
+        self.unseen: dict[str, str] = {metric: argument for metric, argument in named if metric}
+        if checkpoints is not None and checkpoints.best is not None:
+            self.unseen[checkpoints.best] = "Checkpoints(best=…)"
+        self.saw_event = False
+        kinds = ["train", *(item.name for item in evaluations)]
+        provided = [getattr(hook, "provides", None) for hook in hooks]
+        self._knows_names = None not in provided
+        prefixes = [
+            *(f"{kind}/" for kind in kinds),
+            *(p for names in provided for p in names or ()),
+        ]
+        for metric, argument in self.unseen.items() if self._knows_names else ():
+            if not metric.startswith(tuple(prefixes)):
+                advice = "" if evaluations else "; add evaluation=sf.Evaluation(…) for eval/…"
+                raise ConfigError(
+                    f"{argument}: expected one of {', '.join(f'{prefix}…' for prefix in prefixes)},"
+                    f" got {metric}{advice}"
+                )
+
+    def __call__(self, event: Event) -> None:
+        self.saw_event = True
+        for metric, argument in self.unseen.items():
+            check_spelling(metric, event)
+            is_own_kind = metric.rpartition("/")[0] == event.kind
+            if is_own_kind and metric not in event.metrics and self._knows_names:
+                names = ", ".join(sorted(event.metrics))
+                raise ConfigError(
+                    f"{metric}: expected a metric that is measured, got {names}; {argument} needs "
+                    "one of them"
+                )
+        unseen = self.unseen.items()
+        self.unseen = {metric: arg for metric, arg in unseen if metric not in event.metrics}
 
 
 def _check_resumable(

@@ -34,11 +34,18 @@ class Interval(NamedTuple):
     time: float
 
 
+class _Restored(NamedTuple):
+    """Metrics of the steps of an interval before a resume."""
+
+    leaves: list[np.ndarray]  # their structure is known once a step has returned
+    values: tuple[Any, Any, Any]  # metrics, per_step and weights of an `Interval`
+
+
 class _Closed(NamedTuple):
     """An interval that is over, but not read from the device."""
 
     step: int
-    restored: list[Any] | None  # metrics of its steps before a resume
+    restored: _Restored | None
     packed: list[Any]  # what its steps returned
     time: float
 
@@ -54,62 +61,65 @@ class MetricBuffer:
     def __init__(self, unpack: Callable[[Sequence[Any]], Any]) -> None:
         self._unpack = unpack
         self._open: list[Any] = []
-        self._restored: list[Any] | None = None  # leaves of the steps before a resume
-        self._restored_values: Any = None  # the same as numbers, while their structure is unknown
-        self.closed: list[_Closed | Interval] = []  # intervals that wait to be logged
+        self._restored: _Restored | None = None  # belongs to the open interval
+        self.closed: list[_Closed] = []  # intervals that wait to be logged
 
     def append(self, packed: Any) -> None:
         self._open.append(packed)
 
     def close_interval(self, step: int) -> None:
         """End the interval at a step; a no-op if it is empty."""
-        now = time.perf_counter()
-        if self._open:
-            self.closed.append(_Closed(step, self._restored, self._open, now))
-        elif self._restored_values is not None:
-            self.closed.append(Interval(step, *_from_json(self._restored_values), now))
-        self._open, self._restored, self._restored_values = [], None, None
+        if self._open or self._restored is not None:
+            self.closed.append(_Closed(step, self._restored, self._open, time.perf_counter()))
+            self._open, self._restored = [], None
 
     def take(self, until: int) -> Iterator[Interval]:
         """Yield the intervals that ended at or before a step."""
         while self.closed and self.closed[0].step <= until:
-            first = self.closed[0]
-            yield first if isinstance(first, Interval) else self._read(first)
+            yield self._read(self.closed[0])
             self.closed.pop(0)  # only now, so that one whose logging fails is yielded again
 
     def _read(self, closed: _Closed) -> Interval:
-        last: list[Any] = [x for x in jax.tree.leaves(closed.packed[-1:]) if hasattr(x, "is_ready")]
+        step, restored, packed, done_at = closed
+        if not packed and restored is not None:
+            return Interval(step, *restored.values, done_at)
+        last: list[Any] = [x for x in jax.tree.leaves(packed[-1:]) if hasattr(x, "is_ready")]
         was_done = all(array.is_ready() for array in last[:1])
-        stacked = self._stack(closed.restored, closed.packed)
-        done_at = closed.time if was_done else time.perf_counter()
-        return Interval(closed.step, *read_interval(stacked), done_at)
+        values = read_interval(self._stack(restored, packed))
+        return Interval(step, *values, done_at if was_done else time.perf_counter())
 
-    def _stack(self, restored: list[Any] | None, packed: list[Any]) -> Any:
+    def _stack(self, restored: _Restored | None, packed: list[Any]) -> Any:
+        stacked = self._unpack(packed)
         if restored is None:
-            return self._unpack(packed)
-        leaves, structure = jax.tree.flatten(self._unpack(packed))
-        joined = [np.concatenate(pair) for pair in zip(restored, leaves, strict=True)]
+            return stacked
+        leaves, structure = jax.tree.flatten(stacked)
+        joined = [np.concatenate(pair) for pair in zip(restored.leaves, leaves, strict=True)]
         return jax.tree.unflatten(structure, joined)
 
     def get_state(self) -> dict[str, Any]:
-        leaves, values = self._restored or [], self._restored_values
+        opened = self._restored
         if self._open:
-            stacked = self._stack(self._restored, self._open)
-            leaves, values = jax.tree.leaves(stacked), _to_json(*read_interval(stacked))
-        closed = [x if isinstance(x, Interval) else self._read(x) for x in self.closed]
+            stacked = self._stack(opened, self._open)
+            opened = _Restored(jax.tree.leaves(stacked), read_interval(stacked))
+        leaves = [] if opened is None else map(np.asarray, opened.leaves)
+        closed = map(self._read, self.closed)
         return {
-            "leaves": [[x.dtype.name, x.shape, x.tobytes()] for x in map(np.asarray, leaves)],
-            "values": values,
+            "leaves": [[x.dtype.name, x.shape, x.tobytes()] for x in leaves],
+            "values": None if opened is None else _to_json(*opened.values),
             "closed": [[interval.step, *_to_json(*interval[1:4])] for interval in closed],
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        self._restored = [
+        leaves = [
             np.frombuffer(content, jnp.dtype(dtype)).reshape(shape)
             for dtype, shape, content in state["leaves"]
-        ] or None
-        self._restored_values, now = state["values"], time.perf_counter()
-        self.closed = [Interval(step, *_from_json(rest), now) for step, *rest in state["closed"]]
+        ]
+        now, values = time.perf_counter(), state["values"]
+        self._restored = None if values is None else _Restored(leaves, _from_json(values))
+        self.closed = [
+            _Closed(step, _Restored([], _from_json(rest)), [], now)
+            for step, *rest in state["closed"]
+        ]
 
 
 def _to_json(*mappings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -299,10 +309,7 @@ class History(dict[str, Curve]):
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            curve = self.get(name)
-            if curve is None:
-                curve = self[name] = Curve()
-            curve.add(step, float(value))
+            self.setdefault(name, Curve()).add(step, float(value))
 
     def get_state(self) -> dict[str, list[bytes]]:
         """Return the last points of each curve, as bytes of steps and values."""

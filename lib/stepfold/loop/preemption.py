@@ -42,20 +42,21 @@ class Preemption:
     """
 
     def __init__(self) -> None:
+        self.is_alone = jax.process_count() == 1  # several processes have to agree to stop
         self.received: signal.Signals | None = None
         self.agreed: signal.Signals | None = None
+        self.agreed_stop: Stop | None = None  # another reason than a signal
         self.agreed_save = False  # until the loop has saved
-        self.has_agreed = False  # on either of them; the one value that the loop reads in each step
+        self.has_agreed = False  # on any of them; the one value that the loop reads in each step
+        self.failed_process: int | None = None  # the first in which user code raised an error
         self.was_repeated = False  # a second signal, to exit at once
-        self.is_alone = jax.process_count() == 1  # several processes have to agree to stop
         self.is_waiting = False  # for data or an evaluation, which a signal may interrupt
         self._pid = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}  # the handlers before these
-        self.agreed_stop: Stop | None = None  # the reason of a hook, with several processes
-        self._hook_stop: Stop | None = None  # of this process
-        self.has_failed = False  # whether user code raised an error in this process
-        self.failed_process: int | None = None  # the first that voted so
-        self._save_requests = 0  # of this process
+        # What this process votes with.
+        self.has_failed = False
+        self._hook_stop: Stop | None = None
+        self._save_requests = 0
         self._seen_requests: Any = 0  # of each process, in the last vote that was read
         self._has_event = False  # since the last vote
         self._gather: Gather | None = None
@@ -132,8 +133,6 @@ class Preemption:
         All processes vote at the same steps, because they derive them from the same votes. It is
         sooner after an event, because hooks may have a reason to stop then.
         """
-        if self.is_alone:
-            return
         seconds = _EVENT_VOTE_SECONDS if self._has_event else _VOTE_SECONDS
         steps = step - self._voted_at
         if steps < min(seconds / self._pace if self._pace else 1, self._max_steps):

@@ -67,8 +67,8 @@ class Rollbacks:
         first, stop = request.skip  # type: ignore[misc]  # a pair, as the dispatcher checks
         # The batch of step n is number n - 1 of the run, which used some of an earlier one.
         offset = 1 + step - self._feed.used
-        last = self._feed.batch_index(stop - 1 - offset)
-        skipped = self._feed.batch_index(first - offset), last + 1
+        index = self._feed.skippable().batch_index
+        skipped = index(first - offset), index(stop - 1 - offset) + 1
         rollback = Rollback(step, self._target(request), skipped, request.why)
         self.done.append(rollback)
         self._write()

@@ -15,7 +15,7 @@ from stepfold.data.epochs import EpochEnds, size_at
 from stepfold.errors import CheckpointError, ConfigError, DataError, StepfoldError
 from stepfold.loop.data import BatchFeed, DataPosition, EqualEpochs
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.hooks.base import Event, GoBack, HookDispatcher, Stop, check_spelling
+from stepfold.loop.hooks.base import Event, GoBack, HookDispatcher, Stop
 from stepfold.loop.metrics import History, Interval, MetricBuffer
 from stepfold.loop.preemption import Preemption, WaitInterrupted
 from stepfold.loop.rollback import Rollbacks
@@ -112,8 +112,8 @@ class Schedule:
 class TrainLoop:
     """Run steps until something stops the run; log, evaluate and save where due.
 
-    The arguments are those of `fit`, checked. `watched` maps each metric that an argument depends
-    on to that argument. `save_history` is for runs without a file of all metrics.
+    The arguments are those of `fit`, checked. `save_history` is for runs without a file of all
+    metrics.
     """
 
     def __init__(
@@ -127,7 +127,6 @@ class TrainLoop:
         evaluations: Sequence[Evaluation],
         series: Checkpoints | None,
         hooks: HookDispatcher,
-        watched: Mapping[str, str],
         log_every: int,
         steps_per_call: int,
         save_history: bool,
@@ -150,13 +149,9 @@ class TrainLoop:
         # log point that evaluates or saves, and at the end, they are read at once.
         self._delay = min(_MAX_DELAY, max(1, log_every // 2))
         self._more_steps = more_steps
-        self.total = steps
-        if steps is None and (new_steps := more_steps or feed.total):
-            self.total = self.step + new_steps
-        self._counts_epochs = self.total is not None and steps is None and more_steps is None
+        new_steps = more_steps or feed.total  # at most one of the three is given
+        self.total = self.step + new_steps if new_steps else steps
         self._start = self._first_step = self.step  # of the run; and since it resumed or went back
-        self._unseen_metrics = dict(watched)
-        self._provides_any = any(getattr(h, "provides", None) is None for h in hooks.hooks)
         # Saved in checkpoints, so that a resume finishes what an exception interrupted.
         self._evaluated: dict[str, int] = {}  # the step of the last evaluation by name
         self._epoch_ended_at = self.step
@@ -164,7 +159,8 @@ class TrainLoop:
         self.logged_step = self.step  # of the last event
         self.logged_metrics: dict[str, float] = {}  # all of that step
         self._saw_event = False  # whether hooks saw an event that the restored checkpoint lacks
-        self._votes_on_batches = False  # whether one of several processes may have fewer of them
+        # With several processes: on each pull, if one of them may have fewer batches, or on stops.
+        self._votes_on_batches = self._votes_on_steps = False
         self._deferred_error: Exception | None = None  # of user code, see `_defer_error`
         self._warned_of_save = False
         if series is not None:
@@ -190,7 +186,7 @@ class TrainLoop:
                     self._boundary()
                 if self._buffer.closed:
                     self._log(self.step - self._delay)
-                if not self._votes_on_batches:
+                if self._votes_on_steps:
                     self.preemption.vote(self.step)
                 if self.preemption.has_agreed:
                     self._act_on_agreement()
@@ -204,13 +200,14 @@ class TrainLoop:
     # The start
 
     def _compare_lengths(self) -> None:
-        """Check that all processes have equally many batches; if unknown, vote on each batch."""
+        """Check that all processes have equally many batches; if unknown, vote on each pull."""
         left = self._feed.batches_left
         if left is not None and self.total is not None:
             left = min(left, max(0, self.total - self.step))
         lengths = KeyValues("fit").gather([self.total, left], "the start of the run")
         totals, counts = ([length[i] for length in lengths] for i in range(2))
-        self._votes_on_batches = None in counts and not self.preemption.is_alone
+        self._votes_on_batches = not self.preemption.is_alone and None in counts
+        self._votes_on_steps = not self.preemption.is_alone and None not in counts
         if len(set(totals)) > 1 or (None not in counts and len(set(counts)) > 1):
             counts = totals if len(set(totals)) > 1 else [self.step + count for count in counts]
             known = [count for count in counts if count is not None]
@@ -397,12 +394,6 @@ class TrainLoop:
             self._log()
             self._evaluate(self._evaluations)
             self._end_epoch()
-            for metric, argument in self._unseen_metrics.items() if self._saw_event else ():
-                warnings.warn(
-                    f"{metric}: expected a metric that is measured, got "
-                    f"{', '.join(sorted(self.history))}; {argument} had no effect",
-                    stacklevel=4,
-                )
         if self._is_complete:
             self._is_complete = preemption.agreed is None
             self._save()
@@ -517,11 +508,8 @@ class TrainLoop:
             kind=kind,
             hook_seconds=self.hooks.seconds,
         )
-        self._check_watched(event)
         event, stop = self.hooks.dispatch(event)
         self.history.add(event.step, event.metrics)
-        unseen = self._unseen_metrics.items()
-        self._unseen_metrics = {name: arg for name, arg in unseen if name not in event.metrics}
         is_new = event.step != self.logged_step
         self.logged_metrics = {**({} if is_new else self.logged_metrics), **event.metrics}
         self.logged_step, self._saw_event = event.step, True
@@ -530,17 +518,6 @@ class TrainLoop:
         self.preemption.add_event(stop)
         if self.preemption.is_alone:  # others have to agree first
             self._stop_by_hook(stop)
-
-    def _check_watched(self, event: Event) -> None:
-        for metric, argument in self._unseen_metrics.items():
-            check_spelling(metric, event)
-            is_own_kind = metric.rpartition("/")[0] == event.kind
-            if is_own_kind and metric not in event.metrics and not self._provides_any:
-                names = ", ".join(sorted(event.metrics))
-                raise ConfigError(
-                    f"{metric}: expected a metric that is measured, got {names}; {argument} needs "
-                    "one of them"
-                )
 
     # Checkpoints
 
@@ -577,15 +554,14 @@ class TrainLoop:
         if self._more_steps is not None:  # an interrupted run keeps its target
             is_interrupted = saved.get("total") is not None and not self.was_complete
             self.total = saved["total"] if is_interrupted else self.step + self._more_steps
-        # If no batch is needed, batches that cannot be resumed are not refused.
         needs_batches = self.total is None or self.step < self.total
-        set_position = self._feed.seek if needs_batches else self._feed.set_position
-        set_position(restored.data, self.step, saved.get("batches_used"))
+        used = saved.get("batches_used")
+        self._feed.seek(restored.data, self.step, used, needs_batches=needs_batches)
 
     def skip(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Skip ranges of batch indices, which begin after the position of the batches."""
         self._feed.skip(ranges)
-        if self._counts_epochs and self._feed.total is not None:  # they are shorter now
+        if self._feed.total is not None:  # the epochs to do are shorter now
             self.total = self._start + self._feed.total
 
     def get_state(self) -> dict[str, Any]:
