@@ -515,9 +515,10 @@ class TrainLoop:
         self.logged_step, self._saw_event = event.step, True
         if isinstance(stop, GoBack):
             self._request, stop = self._request or stop, Stop("go_back", stop.why)
-        self.preemption.add_event(stop)
-        if self.preemption.is_alone:  # others have to agree first
+        if self.preemption.is_alone:
             self._stop_by_hook(stop)
+        else:
+            self.preemption.add_event(stop)
 
     # Checkpoints
 
