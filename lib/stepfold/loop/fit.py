@@ -399,13 +399,10 @@ class _WatchedMetrics(BaseHook):
         if checkpoints is not None and checkpoints.best is not None:
             self.unseen[checkpoints.best] = "Checkpoints(best=…)"
         self.saw_event = False
-        kinds = ["train", *(item.name for item in evaluations)]
         provided = [getattr(hook, "provides", None) for hook in hooks]
         self._knows_names = None not in provided
-        prefixes = [
-            *(f"{kind}/" for kind in kinds),
-            *(p for names in provided for p in names or ()),
-        ]
+        prefixes = ["train/", *(f"{evaluation.name}/" for evaluation in evaluations)]
+        prefixes += [prefix for names in provided for prefix in names or ()]
         for metric, argument in self.unseen.items() if self._knows_names else ():
             if not metric.startswith(tuple(prefixes)):
                 advice = "" if evaluations else "; add evaluation=sf.Evaluation(…) for eval/…"

@@ -53,23 +53,31 @@ class Rollbacks:
         if self._read():
             self._write()
 
-    def refuse(self, request: GoBack) -> Stop | None:
-        """Return why to stop instead of going back, if the run cannot."""
+    def find_target(self, request: GoBack) -> int | Stop:
+        """Return the newest step to go back to, or why to stop instead."""
         if len(self.done) >= request.limit:
             times = "once" if len(self.done) == 1 else f"{len(self.done)} times"
             return Stop("spike", f"{request.why}; went back {times} before")
-        if self._target(request) is None:
-            return Stop("spike", f"{request.why}; there is no checkpoint before it to go back to")
-        return None
+        latest, steps = request.to or 0, list[int]()
+        with agreement(f"{self._series.directory}: not gone back"):
+            self._series.wait()
+            if jax.process_index() == 0:
+                steps = [step for step in self._series.steps() if step <= latest]
+        if steps := broadcast_from_first(steps):
+            return max(steps)
+        return Stop("spike", f"{request.why}; there is no checkpoint before it to go back to")
 
     def go_back(self, request: GoBack, step: int) -> Rollback:
-        """Note what to skip, and delete later checkpoints; the caller restores and then skips."""
+        """Note what to skip, and delete checkpoints later than `request.to`, the target.
+
+        The caller restores it, and then skips.
+        """
         first, stop = request.skip  # type: ignore[misc]  # a pair, as the dispatcher checks
         # The batch of step n is number n - 1 of the run, which used some of an earlier one.
         offset = 1 + step - self._feed.used
         index = self._feed.skippable().batch_index
         skipped = index(first - offset), index(stop - 1 - offset) + 1
-        rollback = Rollback(step, self._target(request), skipped, request.why)
+        rollback = Rollback(step, request.to or 0, skipped, request.why)
         self.done.append(rollback)
         self._write()
         with agreement(f"{self._series.directory}: later steps are not deleted"):
@@ -79,15 +87,6 @@ class Rollbacks:
     def as_json(self) -> list[dict[str, Any]]:
         """Return what `run.json` holds."""
         return [rollback._asdict() for rollback in self.done]
-
-    def _target(self, request: GoBack) -> Any:
-        """Return the newest step to go back to, or None."""
-        limit, steps = request.to or 0, list[int]()
-        with agreement(f"{self._series.directory}: not gone back"):
-            self._series.wait()
-            if jax.process_index() == 0:
-                steps = [step for step in self._series.steps() if step <= limit]
-        return max(broadcast_from_first(steps), default=None)
 
     def _read(self) -> list[Any]:
         note: list[Any] = []

@@ -412,13 +412,13 @@ class TrainLoop:
                 "hooks: expected checkpoints=… for a hook that lets the run go back, got none; "
                 f"give sf.Checkpoints(every=…): {request.why}"
             )
-        stop = self.rollbacks.refuse(request)
-        if stop is None:
-            self.go_back = request
-        else:
+        target = self.rollbacks.find_target(request)
+        if isinstance(target, Stop):
             self.stop = None
-            self._stop_by_hook(stop)
-        return stop is None
+            self._stop_by_hook(target)
+        else:
+            self.go_back = request._replace(to=target)
+        return self.go_back is not None
 
     def _rescue(self, error: BaseException) -> None:
         """Save after an exception, but not with several processes: the others do not take part."""
