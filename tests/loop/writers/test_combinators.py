@@ -345,6 +345,24 @@ def test_a_process_that_fails_writes_all_that_is_queued_and_prints_errors(forks)
     assert end.output.split()[-2:] == ["18", "closed"]
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_writer_may_be_closed_while_the_interpreter_exits(forks, tmp_path, writes):
+    def close_at_exit(path, writes):
+        import atexit
+
+        import stepfold as sf
+
+        writer = sf.async_writer(sf.jsonl_writer(path))
+        atexit.register(writer.close)
+        if writes:
+            writer.write_scalars(1, {"loss": 0.5})
+
+    path = tmp_path / "metrics.jsonl"
+    end = forks.run(close_at_exit, str(path), writes)
+    assert (end.code, end.errors) == (0, "")
+    assert path.exists() == writes
+
+
 def write_until_killed(folder):
     """Flush after every fiftieth step, and note it in a file."""
     import pathlib

@@ -84,6 +84,9 @@ class async_writer(Writer):  # noqa: N801
         self._lock = threading.Lock()  # so that no call is added for a thread that ends
         self._wake = threading.Event()
 
+    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+        self._forward("write_scalars", step, scalars)
+
     def _forward(self, method: str, *arguments: Any) -> None:
         while len(self._calls) >= self._depth:
             self._wake.set()
@@ -107,7 +110,11 @@ class async_writer(Writer):  # noqa: N801
 
     def close(self) -> None:
         """Finish all queued calls, close the writer, and end the thread. Idempotent."""
-        self._forward("close")
+        if self._thread is not None:
+            self._forward("close")
+        else:  # not in a new thread, which cannot start while the interpreter exits
+            self._writer.close()
+            _raise_first(self._errors)
 
     def _run(self) -> None:
         main_thread, is_closed = threading.main_thread(), False
