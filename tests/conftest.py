@@ -78,13 +78,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
+def optimizations(request: pytest.FixtureRequest) -> None:
     """Compile without most optimizations where tests do not depend on them."""
     folder = request.path.relative_to(TESTS).parts[0]
     is_marked = request.node.get_closest_marker("not_optimized") is not None
-    jax.config.update("jax_disable_most_optimizations", is_marked or folder in NOT_OPTIMIZED)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    disables = is_marked or folder in NOT_OPTIMIZED
+    if jax.config.read("jax_disable_most_optimizations") != disables:
+        jax.clear_caches()  # functions that modules share keep what was compiled before
+    jax.config.update("jax_disable_most_optimizations", disables)
 
 
 @pytest.fixture(params=["jit", "eager"])

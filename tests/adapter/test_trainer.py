@@ -131,7 +131,7 @@ def test_early_stopping_without_an_evaluation_is_refused():
 
 
 def test_a_best_metric_that_is_not_measured_is_refused(tmp_path):
-    with pytest.raises(sf.ConfigError, match="eval/los.*eval/loss"):
+    with pytest.raises(sf.ConfigError, match=r"metric_for_best_model: .*eval/loss, .*eval/los$"):
         digits.trainer(
             output_dir=tmp_path, max_steps=10, eval_steps=5, metric_for_best_model="los"
         ).train()

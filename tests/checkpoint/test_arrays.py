@@ -8,7 +8,8 @@ from jax.sharding import PartitionSpec as P
 import stepfold as sf
 from stepfold.checkpoint.arrays import ArrayReader
 from stepfold.checkpoint.leaves import Leaf
-from stepfold.checkpoint.manifest import DamageError, read_manifest
+from stepfold.checkpoint.manifest import DamageError
+from stepfold.checkpoint.store import open_store
 from stepfold.errors import CheckpointError
 
 VALUES = np.arange(48, dtype=np.float32).reshape(8, 6)
@@ -30,7 +31,7 @@ def saved(tmp_path_factory):
 
 
 def reader_of(step, **changes):
-    manifest = read_manifest(step)
+    manifest = open_store(step.parent).read_manifest(int(step.name))
     return ArrayReader(step, manifest._replace(leaves=manifest.leaves | changes))
 
 
@@ -88,7 +89,7 @@ def test_what_is_stored_has_to_be_what_was_saved(saved, leaf, got):
 
 
 def test_a_leaf_that_is_not_there_is_damage(saved):
-    manifest = read_manifest(saved)
+    manifest = open_store(saved.parent).read_manifest(int(saved.name))
     leaves, shards = ({"gone": found["parts"]} for found in (manifest.leaves, manifest.shards))
     reader = ArrayReader(saved, manifest._replace(leaves=leaves, shards=shards))
     with pytest.raises(DamageError, match="gone: cannot be read: "):
@@ -96,7 +97,7 @@ def test_a_leaf_that_is_not_there_is_damage(saved):
 
 
 def test_only_the_part_that_changed_is_named(saved):
-    manifest = read_manifest(saved)
+    manifest = open_store(saved.parent).read_manifest(int(saved.name))
     first, second, *_ = manifest.shards["parts"]
     shards = {"parts": manifest.shards["parts"] | {first: 1, second: 2}}
     reader = ArrayReader(saved, manifest._replace(shards=shards))

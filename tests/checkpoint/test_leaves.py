@@ -24,7 +24,7 @@ from stepfold.checkpoint.leaves import (
     regions_of,
     shards_of,
 )
-from stepfold.checkpoint.manifest import read_manifest
+from stepfold.checkpoint.store import open_store
 from stepfold.errors import ConfigError, TreeMismatchError
 
 from .sameness import check_same
@@ -168,7 +168,7 @@ def loaded(saved_values, tmp_path):
         if leaf is not VALUES:
             sf.save(tmp_path, {"a": leaf}, step=0)
         step = (saved_values if leaf is VALUES else tmp_path) / "0"
-        reader = ArrayReader(step, read_manifest(step))
+        reader = ArrayReader(step, open_store(step.parent).read_manifest(int(step.name)))
         parts = reader.parts("a", regions_of("a", leaf_of(leaf), like))
         return make_leaf("a", leaf_of(leaf), like, parts)
 

@@ -280,7 +280,7 @@ def test_what_a_second_signal_waits_for_is_said(tmp_path, capfd, monkeypatch):
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
 
-    slow = lambda self, step: (written.wait(60), finish(self, step))
+    slow = lambda self, store, step: (written.wait(60), finish(self, store, step))
     monkeypatch.setattr(sf.Checkpoints, "_finish", slow)
     with pytest.raises(KeyboardInterrupt):
         fit(hooks=sf.every(10, interrupt_twice), **saves(tmp_path))
@@ -928,8 +928,8 @@ def test_metrics_are_durable_before_the_checkpoint_is(tmp_path):
     writer = sf.async_writer(sf.multi_writer(Slow(), sf.jsonl_writer(path)))
     finish = sf.Checkpoints._finish
 
-    def look(self, step):
-        finish(self, step)
+    def look(self, store, step):
+        finish(self, store, step)
         seen.append((step, rows(path) if path.exists() else []))
 
     with pytest.MonkeyPatch.context() as patch:

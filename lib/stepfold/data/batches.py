@@ -293,7 +293,8 @@ class Batches(BatchIterator):
 
     def state_at(self, step: int) -> dict[str, Any]:
         """Return the state whose next batch is that of `step`."""
-        return self._with_skips({"step": step, "pipeline": dict(self._pipeline)})
+        state = {"step": step, "pipeline": dict(self._pipeline)}
+        return self._with_skips(state) if self._skips.ranges else state
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore a position from `get_state`, saved on any number of processes.

@@ -51,8 +51,7 @@ class BatchIterator:
         raise NotImplementedError
 
     def _with_skips(self, state: dict[str, Any]) -> dict[str, Any]:
-        skipped = [list(pair) for pair in self._skips.ranges]
-        return {**state, "skipped": skipped} if skipped else state
+        return {**state, "skipped": [list(pair) for pair in self._skips.ranges]}
 
     def _read_state(self, state: Any, advice: str = "") -> tuple[int, int]:
         """Return the step and the batch index of a position; raise if it is of other batches."""
@@ -236,7 +235,7 @@ class StreamBatches(BatchIterator):
             "stream": json.loads(self._position),
             "pipeline": dict(self._pipeline),
         }
-        return self._with_skips({**state, "index": self._index} if self._skips.ranges else state)
+        return self._with_skips({**state, "index": self._index}) if self._skips.ranges else state
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore a position from `get_state`, saved on any number of processes.
