@@ -63,7 +63,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slowest files first, so that the workers end at about the same time."""
+    """Run the slowest files first, so that the workers end at about the same time.
+
+    Files of the same optimization setting follow each other, since a change clears jax's caches.
+    """
+    items.sort(key=is_not_optimized)
     items.sort(key=lambda item: not item.path.is_relative_to(TESTS / "processes"))
     items.sort(key=lambda item: item.path.name not in SLOW)
 
@@ -77,12 +81,15 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
+def is_not_optimized(node: pytest.Item | pytest.Module) -> bool:
+    is_marked = node.get_closest_marker("not_optimized") is not None
+    return is_marked or node.path.relative_to(TESTS).parts[0] in NOT_OPTIMIZED
+
+
 @pytest.fixture(autouse=True, scope="module")
 def optimizations(request: pytest.FixtureRequest) -> None:
     """Compile without most optimizations where tests do not depend on them."""
-    folder = request.path.relative_to(TESTS).parts[0]
-    is_marked = request.node.get_closest_marker("not_optimized") is not None
-    disables = is_marked or folder in NOT_OPTIMIZED
+    disables = is_not_optimized(request.node)
     if jax.config.read("jax_disable_most_optimizations") != disables:
         jax.clear_caches()  # functions that modules share keep what was compiled before
     jax.config.update("jax_disable_most_optimizations", disables)
