@@ -73,6 +73,16 @@ def write(make, path, written):
     writer.close()
 
 
+def test_a_table_outlives_the_lines_that_it_was_derived_from(path, table):
+    writer = jsonl_writer(path, csv=table)
+    writer.write_scalars(10, {"a": 1})
+    writer.close()
+    writer.write_scalars(20, {"a": 2})
+    path.unlink()
+    writer.close()
+    assert table.read_text() == "step,a\n10,1\n"
+
+
 def test_a_step_is_one_line_in_the_order_of_names(path):
     writer = jsonl_writer(path)
     writer.write_scalars(10, {"train/loss": 0.5, "train/accuracy": 1})
