@@ -42,6 +42,7 @@ def start(**options):
     import jax
     from stepfold.sharding.distributed import start_distributed
     jax.config.update("jax_num_cpu_devices", 2)
+    jax.thread_guard(True).__enter__()  # refuse programs of several processes in other threads
     return start_distributed(*{arguments!r}, **options)
 
 """

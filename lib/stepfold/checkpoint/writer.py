@@ -119,6 +119,12 @@ class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 
     writes: Sequence[Any] = ()
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # The name that a step records. orbax's v1 API knows this handler, and warns of others. Only
+        # on the instance, since orbax registers classes by the name.
+        self.typestr = ocp.PyTreeCheckpointHandler.typestr
+
     async def async_save(self, directory: Any, args: "_Save") -> list[Any]:
         """Start to write, once the data is on the host, where it can no longer change."""
         writes = await super().async_save(directory, args=args)

@@ -56,7 +56,7 @@ class DifferentLeaves(Metric):  # type: ignore[misc]
     def from_mask(cls, mask: jax.Array) -> "DifferentLeaves":
         """Pack a mask of the leaves, 32 into a word."""
         bits = jnp.pad(mask, (0, -len(mask) % 32)).reshape(-1, 32).astype(jnp.uint32)
-        return cls((bits << jnp.arange(32, dtype=jnp.uint32)).sum(1, dtype=jnp.uint32))
+        return cls((bits << jnp.arange(32, dtype=jnp.uint32)[None]).sum(1, dtype=jnp.uint32))
 
     @classmethod
     def empty(cls) -> "DifferentLeaves":

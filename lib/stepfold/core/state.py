@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
 from stepfold.core.optimizer import as_optimizer, check_lookahead
+from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import check_flags, mismatch, spell_call, takes
 from stepfold.errors import ConfigError
 
@@ -100,7 +101,8 @@ def init_state(
         raise ConfigError(mismatch("sharding", "one for the whole state", sharding, advice))
     if _is_function(init):
         _check_init(init)
-        return _jit(lambda key: _finish(_parts(init(key), stateful), tx, key), sharding)(key)
+        with allow_transfers("device_to_device"):  # of the key to the mesh
+            return _jit(lambda key: _finish(_parts(init(key), stateful), tx, key), sharding)(key)
     parts = _parts(init, stateful)
 
     def build(parts: Any, key: Any) -> TrainState:
@@ -118,7 +120,8 @@ def init_state(
         # Copied, since `jit` would pass the buffers through to the state.
         own = jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, parts)
         parts = jax.device_put(own, may_alias=False)
-    return _jit(build, sharding)(parts, key)
+    with allow_transfers("device_to_device"):
+        return _jit(build, sharding)(parts, key)
 
 
 def _check_key(key: Any) -> None:

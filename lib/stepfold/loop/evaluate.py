@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from stepfold import tree
 from stepfold.core.processes import KeyValues, spell_processes
 from stepfold.core.state import check_not_donated
+from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import check_count, mismatch, spell_call, takes
 from stepfold.errors import ConfigError, DataError
 from stepfold.inspect.compiled import CompiledStep
@@ -73,7 +74,8 @@ def evaluate(
         for batch in batches:
             if mesh is not None:
                 batch = place_batch(batch, mesh)
-            result = step(state, batch)
+            with allow_transfers("host_to_device"):  # of a batch on the host
+                result = step(state, batch)
             if not are_metrics(result):
                 raise ConfigError(
                     "evaluate: expected metrics by name from the step, got "

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
+from stepfold.core.transfers import allow_transfers
 from stepfold.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -231,7 +232,10 @@ def metric_value(metric: Any) -> Any:
 
     if _inherits_from_average(metric, "compute"):
         return _mean(metric)
-    return metric.compute() if isinstance(metric, Metric) else metric
+    if isinstance(metric, Metric):
+        with allow_transfers("host_to_device"):  # it was merged on the host
+            metric = metric.compute()
+    return jax.device_get(metric)
 
 
 def _is_term_sum(metric: Any) -> bool:

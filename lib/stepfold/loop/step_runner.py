@@ -17,6 +17,7 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.core.state import strengthen
+from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import spell_call, takes
 from stepfold.errors import ConfigError, OutOfMemoryError, RetraceError
 from stepfold.inspect.compiled import CompiledStep, compile_step
@@ -64,7 +65,10 @@ class StepRunner:
         if self._mesh is not None:
             batches = [place_batch(batch, self._mesh) for batch in batches]
         batch = batches[0] if count == 1 else tuple(batches)
-        return self._run_first(count, state, batch) if program is None else program(state, batch)
+        with allow_transfers("host_to_device"):  # of a batch on the host
+            return (
+                self._run_first(count, state, batch) if program is None else program(state, batch)
+            )
 
     def set_batch_size(self, size: int, later: Sequence[int]) -> None:
         """Expect batches of another size from now on, and compile for `later` sizes with them."""
