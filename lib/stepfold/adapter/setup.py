@@ -27,6 +27,7 @@ from stepfold.checkpoint.safetensors import load_params
 from stepfold.checkpoint.steps import is_url, split_location
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import TrainState, init_state
+from stepfold.core.transfers import allow_transfers
 from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError
 from stepfold.sharding.place import place
 
@@ -135,7 +136,8 @@ def first_state(
     is_function = callable(source) and jax.tree_util.all_leaves([source])
     variables = (lambda key: cast(source(key))) if is_function else cast(source)
     make = functools.partial(init_state, variables, tx, stateful=stateful)
-    key, step = jax.random.key(arguments.seed), arguments.step_start_point
+    with allow_transfers("host_to_device"):
+        key, step = jax.random.key(arguments.seed), arguments.step_start_point
     state = make(key, sharding=trainer.shardings_of(jax.eval_shape(make, key)))
     if step:
         opt_state = with_schedule_at(state.opt_state, step)

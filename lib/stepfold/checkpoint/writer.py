@@ -50,12 +50,20 @@ class OrbaxSave:
         nested = ocp.tree.from_flat_dict(stored, sep="/")  # what orbax restores on its own
         # Compression costs time, and as much additional memory as the state.
         self._path, self._handler = path, _Handler(use_compression=False)
-        options = ocp.AsyncOptions(create_directories_asynchronously=False)
+        options: dict[str, Any] = {
+            "async_options": ocp.AsyncOptions(create_directories_asynchronously=False),
+            # orbax makes directories in a thread. If the processes are listed, they wait for each
+            # other through jax's service there. Otherwise they would run a collective, which
+            # belongs to the main thread.
+            "multiprocessing_options": ocp.options.MultiprocessingOptions(
+                active_processes=set(range(jax.process_count()))
+            ),
+        }
         handler = ocp.CompositeCheckpointHandler(
-            composite_options=ocp.CompositeOptions(async_options=options),
+            composite_options=ocp.CompositeOptions(**options),
             **{manifest.STATE: self._handler},
         )
-        self._orbax = ocp.AsyncCheckpointer(handler, async_options=options)
+        self._orbax = ocp.AsyncCheckpointer(handler, **options)
         self._owns_files = False
         self._reservation = ExitStack()  # of the directory and of the number, until the end
         self._reservation.enter_context(locked(path.parent))

@@ -274,7 +274,7 @@ def step_of(state: Any) -> int:
             f"step: expected the state of one run, with a scalar step, got {tree.spell(step)}; "
             "train stacked states in a loop of your own, as examples/ensemble.py does"
         )
-    return int(step)
+    return int(jax.device_get(step))
 
 
 def params_of(state: Any, default: Any) -> Any:
@@ -312,7 +312,7 @@ def is_available(state: Any) -> bool:
 def has_nan(state: Any) -> bool:
     """Whether a parameter is NaN. Infinities are allowed: some models mask with them."""
     leaves = [leaf for leaf in jax.tree.leaves(params_of(state, ())) if tree.is_float(leaf)]
-    return bool(_any_nan(leaves))
+    return bool(jax.device_get(_any_nan(leaves)))
 
 
 @jax.jit

@@ -30,6 +30,7 @@ from stepfold.checkpoint.manifest import (
 from stepfold.checkpoint.series import save
 from stepfold.checkpoint.steps import is_url, sync
 from stepfold.checkpoint.store import complete_steps, open_store
+from stepfold.core.transfers import allow_transfers
 from stepfold.errors import CheckpointError, ConfigError
 from stepfold.loop.data import DataPosition, reread
 from stepfold.loop.hooks.stop import Nonfinite
@@ -130,13 +131,15 @@ def take_capsule(
     batch, lost = _read_batch(batches, step, [start, *positions], began=positions[0].step)
     key: Any = getattr(state, "key", None)
     has_key = isinstance(key, jax.Array) and is_key(key)
+    with allow_transfers("host_to_device"):  # of the number of the step
+        # On one device, so that process 0 can write it alone. The first step folds in 0.
+        key = jax.random.fold_in(key.addressable_data(0), step - 1) if has_key else None
     abstract: Any = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     return Capsule(
         step=step,
         metric=nonfinite.metric,
         metrics=nonfinite.metrics,
-        # On one device, so that process 0 can write it alone. The first step folds in 0.
-        key=jax.random.fold_in(key.addressable_data(0), step - 1) if has_key else None,
+        key=key,
         batch=batch,
         lost=lost,
         checkpoint=checkpoint,
@@ -199,7 +202,7 @@ def _write(capsule: Capsule, run_dir: Path) -> Path:
     structure = _describe(capsule.batch, "batch", arrays, lost)
     key = checkpoint = position = None
     if capsule.key is not None:
-        data = np.asarray(jax.random.key_data(capsule.key)).tolist()
+        data = jax.device_get(jax.random.key_data(capsule.key)).tolist()
         key = str(jax.random.key_impl(capsule.key)), data
     if capsule.checkpoint is not None:
         directory, step = capsule.checkpoint
@@ -246,7 +249,7 @@ def _describe(node: Any, path: str, arrays: dict[str, np.ndarray], lost: list[st
     if isinstance(node, jax.Array | np.ndarray | np.generic):
         key: Any = node if is_key(node) else None
         impl = None if key is None else str(jax.random.key_impl(key))
-        array = np.asarray(node if key is None else jax.random.key_data(key))
+        array = np.asarray(jax.device_get(node if key is None else jax.random.key_data(key)))
         # Orbax stores only some of the dtypes of ml_dtypes, which are not builtin: store the bits.
         is_builtin = array.dtype.isbuiltin != 2
         if not is_builtin or array.dtype.kind in "biufc":
@@ -299,7 +302,7 @@ def read_capsule(path: str | Path) -> Capsule:
         )
     key, checkpoint, (mark, position) = content["key"], content["checkpoint"], content["mark"]
     if key is not None:
-        key = jax.random.wrap_key_data(jnp.array(key[1], jnp.uint32), impl=key[0])
+        key = jax.random.wrap_key_data(jax.device_put(np.array(key[1], np.uint32)), impl=key[0])
     if checkpoint is not None:
         directory, saved = checkpoint
         if not is_url(directory):
@@ -336,6 +339,6 @@ def _rebuild(node: Any, reader: Any) -> Any:
         case {"array": [number, dtype, impl]}:
             array = reader.whole(f"batch/{number}")
             if impl is not None:
-                return jax.random.wrap_key_data(jnp.asarray(array), impl=impl)
+                return jax.random.wrap_key_data(jax.device_put(array), impl=impl)
             return array.view(jnp.dtype(dtype))
     return node
