@@ -423,6 +423,12 @@ class TrainLoop:
     def _rescue(self, error: BaseException) -> None:
         """Save after an exception, but not with several processes: the others do not take part."""
         self._is_complete = False
+        if isinstance(error, FloatingPointError):
+            error.add_note(
+                f"jax_debug_nans ended the run after step {self.step}. It ignores a NaN that "
+                "skip_nonfinite or a loss scale skips. Turn it off to let stop_on_nonfinite end "
+                "the run, with a capsule for sf.replay."
+            )
         if not is_available(self.state):
             explanation = self._run_step.explain(error)
             if explanation is not None:
