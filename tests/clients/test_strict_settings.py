@@ -5,19 +5,28 @@ the settings forbid is in the library.
 """
 
 import contextlib
+import inspect
 import io
+import os
+import subprocess
+import sys
+import textwrap
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.processes.launch import clean_environ
 
 import stepfold as sf
 from stepfold.adapter import Trainer, TrainingArguments
 from stepfold.tree import named_leaves
 
+ROOT = Path(__file__).parent.parent.parent
+LIB = Path(sf.__file__).parent.parent
 RNG = np.random.default_rng(0)
 DATA = {
     "x": RNG.normal(size=(64, 8)).astype(np.float32),
@@ -123,10 +132,14 @@ class Once:
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_a_run_with_everything_on(strict, tmp_path, kind):
-    """It is interrupted by an exception, resumed by another process, so to speak, and goes back."""
+    train_with_everything(strict, tmp_path, kind)
+
+
+def train_with_everything(key, folder, kind):
+    """Train until an exception, resume, go back once, and restore the last step."""
     mesh = sf.make_mesh((4, 2), ("dp", "fsdp"))
     tx = make_optimizer() if kind == "f16" else sf.ema_params(optax.adamw(1e-2), 0.9)
-    plan = sf.make_sharding(jax.eval_shape(lambda key: sf.init_state(init, tx, key), strict), mesh)
+    plan = sf.make_sharding(jax.eval_shape(lambda key: sf.init_state(init, tx, key), key), mesh)
     step = make_step(tx, accumulate=2, precision=kind, skip_nonfinite=True)
     measure = sf.make_eval_step(loss_fn, precision=kind)
     shown = io.StringIO()
@@ -135,19 +148,19 @@ def test_a_run_with_everything_on(strict, tmp_path, kind):
         return measure(state._replace(params=sf.get_ema(state)), batch)
 
     def fit(*hooks):
-        tensorboard = sf.tensorboard_writer(tmp_path / "tensorboard")
+        tensorboard = sf.tensorboard_writer(folder / "tensorboard")
         batches = sf.batches(DATA, 16, seed=0)
         with sf.prefetch(batches, sharding=lambda batch: sf.shard_batch(batch, mesh)) as stream:
             return sf.fit(
                 step,
-                sf.init_state(init, tx, strict, sharding=plan),
+                sf.init_state(init, tx, key, sharding=plan),
                 stream,
                 steps=24,
-                run_dir=tmp_path / "run",
+                run_dir=folder / "run",
                 checkpoints=sf.Checkpoints(
                     every=8,
                     best="eval/loss",
-                    temporary=sf.Temporary(tmp_path / "local", every=2),
+                    temporary=sf.Temporary(folder / "local", every=2),
                 ),
                 evaluation=[
                     sf.Evaluation(measure_average, lambda: sf.batches(TEST, 8, epochs=1), every=8),
@@ -167,10 +180,10 @@ def test_a_run_with_everything_on(strict, tmp_path, kind):
                     sf.memory_use,
                     sf.progress("json", file=shown),
                     sf.watchdog(600),
-                    sf.profile(100, 1, tmp_path / "profile"),
+                    sf.profile(100, 1, folder / "profile"),
                     sf.log_to(
                         sf.async_writer(
-                            sf.multi_writer(tensorboard, sf.csv_writer(tmp_path / "table.csv"))
+                            sf.multi_writer(tensorboard, sf.csv_writer(folder / "table.csv"))
                         )
                     ),
                     *hooks,
@@ -188,8 +201,8 @@ def test_a_run_with_everything_on(strict, tmp_path, kind):
     assert result.history["train/skipped"][-1] == 0
     assert result.history["train/corrupt"][-1] == 0
     assert result.history["eval/loss"].steps == [8, 16, 24]
-    like = jax.eval_shape(lambda key: sf.init_state(init, tx, key), strict)
-    restored = sf.restore(tmp_path / "run" / "checkpoints", like)
+    like = jax.eval_shape(lambda key: sf.init_state(init, tx, key), key)
+    restored = sf.restore(folder / "run" / "checkpoints", like)
     check_same_bits(restored.state, result.state)
 
 
@@ -237,12 +250,54 @@ def test_a_nan_under_debug_nans_ends_the_run_after_a_save(strict, tmp_path):
         fit_bad(sf.make_train_step(loss_fn, tx), tx, strict, tmp_path)
     result = caught.value.result
     assert result.steps == 2
-    assert any(
-        "jax_debug_nans ended the run after step 2" in note for note in caught.value.__notes__
-    )
+    assert "jax_debug_nans ended the run after step 2" in "".join(caught.value.__notes__)
     restored = sf.restore(tmp_path / "checkpoints", result.state)
     assert restored.step == 2
     check_same_bits(restored.state, result.state)
+
+
+@pytest.mark.parametrize("strict", [EACH[0], ALONE["debug nans"]], indirect=True)
+def test_a_skipped_nan_is_no_error_under_debug_nans(strict, tmp_path):
+    tx = optax.adamw(1e-2)
+    step = sf.make_train_step(loss_fn, tx, skip_nonfinite=True)
+    result = fit_bad(step, tx, strict, tmp_path)
+    assert result.steps == 4
+    assert result.history["train/skipped"] == [0, 0, 1, 0]
+
+
+def in_development_mode(folder):
+    import sys
+    import warnings
+
+    import jax
+    import tests.clients.test_strict_settings as strict
+
+    assert sys.flags.dev_mode
+    warnings.simplefilter("error")  # as -W error, but for the packages that are imported above
+    jax.config.update("jax_num_cpu_devices", 8)
+    key = jax.random.key(0)
+    with strict.using(strict.TOGETHER):
+        strict.train_with_everything(key, folder, "bf16")
+    print("done")
+
+
+def test_a_run_with_everything_on_in_development_mode(tmp_path):
+    source = textwrap.dedent(inspect.getsource(in_development_mode))
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"from pathlib import Path\n{source}\nin_development_mode(Path({str(tmp_path)!r}))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-X", "dev", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**clean_environ(), "PYTHONPATH": os.pathsep.join(map(str, (ROOT, LIB)))},
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert ended.stdout.splitlines()[-1] == "done"
+    assert "Exception ignored" not in ended.stderr
 
 
 def test_tools_around_a_run(strict, tmp_path):
