@@ -6,12 +6,14 @@
 End(code=0, output='hello\\n', errors='')
 """
 
+import contextlib
 import inspect
 import os
 import signal
 import subprocess
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 from tests.processes.launch import End, fork_server
@@ -43,6 +45,10 @@ class Forks:
         )
         return self._child.pid
 
+    def output(self):
+        """Return what the process has printed so far."""
+        return self._out.read_text()
+
     def wait(self, timeout=60):
         """Wait for the process to end; kill one that does not, which is a failure."""
         try:
@@ -50,10 +56,35 @@ class Forks:
         except subprocess.TimeoutExpired:
             os.kill(self._child.pid, signal.SIGABRT)  # faulthandler shows where it hangs
             code, late = self._child.wait(), True
-        end = End(code, self._out.read_text(), self._err.read_text())
+        end = End(code, self.output(), self._err.read_text())
         assert not late, f"still running after {timeout} s:\n{end.output}{end.errors[-4000:]}"
         return end
 
     def run(self, worker, *args, folder=None, timeout=60):
         self.start(worker, *args, folder=folder)
         return self.wait(timeout)
+
+    def run_and_copy(self, worker, *args, copy, timeout=300):
+        """Run a worker that stops itself where it might be killed; call `copy(output)` there.
+
+        A stopped process and a killed one leave the same files, but the stopped one continues, so
+        that one process shows what hundreds of kills would leave. `output` is what it has printed.
+        """
+        pid, deadline = self.start(worker, *args), time.monotonic() + timeout
+        while self._child.poll() is None:
+            assert time.monotonic() < deadline, self._err.read_text()
+            if is_stopped(pid):
+                copy(self.output())
+                os.kill(pid, signal.SIGCONT)
+            else:
+                time.sleep(0.005)
+        return self.wait()
+
+
+def is_stopped(pid):
+    """Return whether all threads of a process are stopped."""
+    with contextlib.suppress(OSError):  # it has ended, or one of its threads has
+        state = lambda task: (task / "stat").read_text().rpartition(")")[2].split()[0]
+        if state(process := Path(f"/proc/{pid}")) == "T":
+            return all(state(task) == "T" for task in (process / "task").iterdir())
+    return False

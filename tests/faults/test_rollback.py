@@ -1,19 +1,28 @@
-"""A run that is killed at any moment, also while it goes back, ends as one that was not."""
+"""A run that is killed at any moment, also while it goes back, ends as one that was not.
 
-import inspect
+Most kills are stops of a process whose files are copied before it continues, as in test_kills.py.
+"""
+
 import json
-import os
 import random
+import shutil
 import signal
-import textwrap
-import time
+from pathlib import Path
 
 import pytest
 
 
-def trains(folder, poison, skips, out):
-    """Train over poisoned batches, go back where they show, and print what the run ends with."""
+def trains(runs):
+    """Train over poisoned batches, run after run, and go back where they show.
+
+    A run is a folder, the poisoned batches, those to skip from the start, and after how many
+    seconds to stop, if at all. It writes what it ends with into the folder.
+    """
     import json
+    import os
+    import signal
+    import threading
+    import time
     import zlib
     from pathlib import Path
 
@@ -26,99 +35,144 @@ def trains(folder, poison, skips, out):
 
     size, tx = 64, optax.adam(0.02)
     x = np.random.default_rng(0).normal(size=(8 * size, 8)).astype(np.float32)
-    bad = np.zeros(8 * size, np.float32)
     order = sf.batches(np.arange(8 * size), 8, seed=0)
-    for index in poison:
-        bad[order.at(index)] = 1e4
+    init = jax.jit(lambda: sf.init_state({"w": jnp.zeros(8)}, tx, jax.random.key(0)))
 
     def loss_fn(params, batch, key):
         return sf.mean((batch["x"] @ params["w"] - batch["x"].sum(-1) - batch["bad"]) ** 2)
 
-    result = sf.fit(
-        sf.make_train_step(loss_fn, tx),
-        sf.init_state({"w": jnp.zeros(8)}, tx, jax.random.key(0)),
-        sf.batches({"x": x, "bad": bad}, 8, seed=0).without(skips) if skips
-        else sf.batches({"x": x, "bad": bad}, 8, seed=0),
-        steps=44, log_every=8, run_dir=folder, checkpoints=sf.Checkpoints(every=4, keep=6),
-        hooks=[] if skips else sf.roll_back_on_spike(window=8, sigma=100.0, limit=4),
-    )  # fmt: skip
-    rows = Path(folder, "metrics.jsonl").read_text()
-    state = np.asarray(result.state.params["w"]).tobytes()
-    end = [result.steps, zlib.crc32(state), rows, dict(result.history)]
-    Path(out).write_text(json.dumps(end))
+    step = sf.make_train_step(loss_fn, tx)
+
+    def stop(folder):
+        os.write(1, f"{folder}\n".encode())
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+    for folder, poison, skips, seconds in runs:
+        bad = np.zeros(8 * size, np.float32)
+        for index in poison:
+            bad[order.at(index)] = 1e4
+        batches = sf.batches({"x": x, "bad": bad}, 8, seed=0)
+        began = time.monotonic()
+        timer = threading.Timer(seconds or 0, stop, (folder,))
+        if seconds is not None:
+            timer.start()
+        result = sf.fit(
+            step, init(), batches.without(skips) if skips else batches,
+            steps=44, log_every=8, run_dir=f"{folder}/run",
+            checkpoints=sf.Checkpoints(every=4, keep=6),
+            hooks=[] if skips else sf.roll_back_on_spike(window=8, sigma=100.0, limit=4),
+        )  # fmt: skip
+        timer.cancel()
+        rows = Path(folder, "run", "metrics.jsonl").read_text()
+        state = np.asarray(result.state.params["w"]).tobytes()
+        end = [result.steps, zlib.crc32(state), rows, dict(result.history)]
+        Path(folder, "end.json").write_text(json.dumps(end))
+        os.write(1, f"{time.monotonic() - began}\n".encode())
+
+
+def ends_as(folder, whole):
+    assert json.loads((folder / "end.json").read_text()) == whole
+    rollbacks = json.loads((folder / "run" / "run.json").read_text())["rollbacks"]
+    assert [entry["skipped"] for entry in rollbacks] == [[13, 14], [31, 32]]
+
+
+def run_all(forks, folders, seconds, copy=None):
+    """Train in folders, all in one process."""
+    poison = [13, 31]
+    runs = [(str(folder), poison, (), each) for folder, each in zip(folders, seconds, strict=True)]
+    end = forks.run_and_copy(trains, runs, copy=copy)
+    assert end.code == 0, end
 
 
 @pytest.fixture(scope="module")
 def whole(forks, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    args = (str(folder / "run"), (), [(13, 14), (31, 32)], str(folder / "out"))
-    began = time.monotonic()
-    assert forks.run(trains, *args).code == 0
-    return json.loads((folder / "out").read_text()), time.monotonic() - began
+    """Skip the batches from the start; return what that ends with, and the seconds of a run."""
+    folders = [tmp_path_factory.mktemp("whole") for _ in range(2)]
+    end = forks.run(trains, [(str(folder), (), [(13, 14), (31, 32)], None) for folder in folders])
+    assert end.code == 0, end
+    return json.loads((folders[0] / "end.json").read_text()), float(end.output.splitlines()[-1])
 
 
-def test_a_run_killed_at_random_moments_ends_as_one_that_skipped_from_the_start(
+def test_a_run_stopped_at_random_moments_ends_as_one_that_skipped_from_the_start(
     forks, whole, tmp_path, count
 ):
+    """Each of several runs is stopped and continued from a copy, again and again."""
     want, seconds = whole
-    chance = random.Random(0)
-    for number in range(count(1, 40)):
-        folder = tmp_path / f"{number}"
-        args = (str(folder / "run"), (13, 31), (), str(folder / "out"))
-        folder.mkdir()
-        for _ in range(count(3, 5)):
-            pid = forks.start(trains, *args)
-            time.sleep(seconds * chance.uniform(0.5, 1.0))
-            os.kill(pid, signal.SIGKILL)
-            forks.wait()
-        end = forks.run(trains, *args)
-        assert end.code == 0, end
-        assert json.loads((folder / "out").read_text()) == want
-        skipped = json.loads((folder / "run" / "run.json").read_text())["rollbacks"]
-        assert [entry["skipped"] for entry in skipped] == [[13, 14], [31, 32]]
+    chance, stops = random.Random(0), 0
+    folders = [tmp_path / f"run-{i}" for i in range(count(3, 20))]
+    for attempt in range(count(3, 5)):
+        copies = []
+
+        def copy(output, copies=copies, attempt=attempt):
+            stopped = Path(output.splitlines()[-1])
+            copies.append(tmp_path / f"{attempt}-{len(copies)}")
+            shutil.copytree(stopped, copies[-1])
+
+        run_all(forks, folders, [seconds * chance.uniform(0, 1) for _ in folders], copy)
+        for folder in folders:
+            ends_as(folder, want)
+        folders, stops = copies, stops + len(copies)
+    run_all(forks, folders, [None] * len(folders))
+    for folder in folders:
+        ends_as(folder, want)
+    assert stops >= count(2, 20)
+    print(f"{stops} stops at random moments")
 
 
-def dies(place, folder, poison, out, method, when):
-    """Train as `trains` does, and die before or after the first call of a method."""
+def stops_while_it_goes_back(runs, kills):
+    """Train as `trains` does, and stop or die around everything that changes checkpoints."""
     import os
     import signal
-    import sys
+    import threading
+
+    from test_rollback import trains
 
     from stepfold import Checkpoints
     from stepfold.checkpoint.store import DirectoryStore
 
-    owner = DirectoryStore if method == "delete" else Checkpoints
-    whole, is_going_back = getattr(owner, method), []
-    delete_after = Checkpoints.delete_after
+    is_going_back = []
 
-    def begin(self, *args):
-        is_going_back.append(True)
-        delete_after(self, *args)
-
-    def dying(self, *args):
-        if when == "after":
-            whole(self, *args)
-        if method != "delete" or is_going_back:
+    def end(when):
+        if kills == when:
             os.kill(os.getpid(), signal.SIGKILL)
-        whole(self, *args)
+        os.write(1, f"{runs[0][0]}\n".encode())
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
-    Checkpoints.delete_after = begin
-    setattr(owner, method, dying)
-    sys.path.insert(0, place)
-    import program
+    def wrap(owner, method):
+        whole = getattr(owner, method)
 
-    program.trains(folder, poison, (), out)
+        def stopping(self, *args):
+            if method != "delete":
+                is_going_back.append(True)
+            if is_going_back:
+                end(f"before {method}")
+            whole(self, *args)
+            if is_going_back:
+                end(f"after {method}")
+
+        setattr(owner, method, stopping)
+
+    wrap(Checkpoints, "write_note")
+    wrap(Checkpoints, "delete_after")
+    wrap(DirectoryStore, "delete")
+    trains(runs)
 
 
-@pytest.mark.parametrize(
-    ("method", "when"),
-    [("write_note", "before"), ("write_note", "after"), ("delete", "before"), ("delete", "after"),
-     ("delete_after", "after")],
-)  # fmt: skip
-def test_a_run_that_dies_while_it_goes_back_continues(forks, whole, tmp_path, method, when):
-    (tmp_path / "program.py").write_text(textwrap.dedent(inspect.getsource(trains)))
-    args = (str(tmp_path / "run"), (13, 31), str(tmp_path / "out"))
-    end = forks.run(dies, str(tmp_path), *args, method, when)
-    assert end.code == -signal.SIGKILL, end
-    assert forks.run(trains, *args[:2], (), args[2]).code == 0
-    assert json.loads((tmp_path / "out").read_text()) == whole[0]
+@pytest.mark.parametrize("kills", [None, "before delete"])
+def test_a_run_that_dies_while_it_goes_back_continues(forks, whole, tmp_path, kills):
+    """One process stops at each moment of going back; another is really killed."""
+    copies = []
+
+    def copy(output):
+        copies.append(tmp_path / f"{len(copies)}")
+        shutil.copytree(output.splitlines()[-1], copies[-1])
+
+    runs = [(str(tmp_path / "run"), [13, 31], (), None)]
+    end = forks.run_and_copy(stops_while_it_goes_back, runs, kills, copy=copy)
+    assert end.code == (-signal.SIGKILL if kills else 0), end
+    if kills:
+        copies = [tmp_path / "run"]
+    run_all(forks, copies, [None] * len(copies))
+    for folder in copies:
+        ends_as(folder, whole[0])
+    assert kills or len(copies) >= 10

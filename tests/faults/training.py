@@ -4,13 +4,13 @@ It notes in a file what it has done, and how its state looked, for a test to hol
 found after it was killed.
 """
 
+import functools
 import hashlib
 import json
 import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import jax
@@ -24,24 +24,30 @@ STEPS, EVERY = 16, 2
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
-def run(folder, notes, *, kill_at=None, kill_after=None, mesh=None, temporary=None):
+def run(folder, notes, *, kill_at=None, kill_after=None, stop_at=(), stop_after=(), mesh=None,
+        temporary=None):  # fmt: skip
     """Train to the end, from the newest checkpoint on, if there is one.
+
+    A run that stops is continued by a test, once it has copied the files.
 
     Args:
       folder: where the checkpoints are.
       notes: the file to note in, where processes one after another may.
       kill_at: before which change of a file under the folder to be killed, counted from 1.
       kill_after: how many saves to begin, and how many seconds later to be killed.
+      stop_at: before which changes to stop.
+      stop_after: pairs of how many saves to begin, and how many seconds later to stop.
       mesh: where the state is.
       temporary: a second folder for checkpoints; of three saves, two are in this one.
     """
     folders = [folder] if temporary is None else [folder, temporary]
-    note, changes = Notes(notes), Changes(folders, kill_at)
-    tx, shape, init = parts(mesh)
+    note, changes = Notes(notes), Changes(folders, dict.fromkeys(stop_at, stop) | {kill_at: kill})
+    timers = {saves: (seconds, stop) for saves, seconds in stop_after}
+    if kill_after is not None:
+        timers[kill_after[0]] = kill_after[1], kill
+    shape, init, step = compiled(mesh)
     batches = sf.batches(examples(), 8, seed=0)
-    step = compiled(tx, shape, mesh)
-    saved = None
-    saves, seconds = kill_after or (0, 0.0)
+    saved, saves = None, 0
     every, second = EVERY, None
     if temporary is not None:
         every, second = 3 * EVERY, sf.Temporary(temporary, every=EVERY)
@@ -59,9 +65,12 @@ def run(folder, notes, *, kill_at=None, kill_after=None, mesh=None, temporary=No
             note(reached=[number, digest(state)])
             if series.due(number):
                 note(saving=[number, changes.count])
-                saves -= 1
-                if saves == 0:
-                    threading.Thread(target=die_after, args=(seconds,), daemon=True).start()
+                saves += 1
+                if saves in timers:
+                    seconds, action = timers[saves]
+                    timer = threading.Timer(seconds, changes.call, (action,))
+                    timer.daemon = True
+                    timer.start()
                 metrics = {"eval/loss": (number * 7) % 10}
                 series.save(state, data=batches, metrics=metrics, extra={"step": number})
                 if saved is not None:
@@ -70,12 +79,17 @@ def run(folder, notes, *, kill_at=None, kill_after=None, mesh=None, temporary=No
                     series.wait()
                     note(committed=number)
                 saved = number
+    changes.actions = None
     note(committed=saved or 0)
     note(end=digest(state))
 
 
-def parts(mesh=None):
-    """Make the optimizer, an abstract state with its places, and what makes the first state."""
+@functools.cache
+def compiled(mesh=None):
+    """Return an abstract state with its shardings, what makes the first state, and the step.
+
+    The step is compiled here, so that the time until a kill is spent on what it is to hit.
+    """
     tx = sf.ema_params(optax.adam(1e-2), 0.9)
     key = jax.random.key(0)
     shape = jax.eval_shape(lambda key: sf.init_state(weights, tx, key), key)
@@ -86,7 +100,10 @@ def parts(mesh=None):
             shape,
             plan,
         )
-    return tx, shape, lambda: sf.init_state(weights, tx, key, sharding=plan)
+    init = functools.partial(sf.init_state, weights, tx, key, sharding=plan)
+    step = jax.jit(sf.make_train_step(loss_fn, tx), donate_argnums=0)
+    batch = placed(next(sf.batches(examples(), 8, seed=0)), mesh)
+    return shape, init, step.lower(shape, batch).compile()
 
 
 def weights(key):
@@ -110,13 +127,6 @@ def examples():
 
 def placed(batch, mesh):
     return batch if mesh is None else sf.shard_batch(batch, mesh)
-
-
-def compiled(tx, shape, mesh):
-    """Compile the step, so that the time until a kill is spent on what it is to hit."""
-    step = jax.jit(sf.make_train_step(loss_fn, tx), donate_argnums=0)
-    first = placed(next(sf.batches(examples(), 8, seed=0)), mesh)
-    return step.lower(shape, first).compile()
 
 
 def digest(state):
@@ -146,19 +156,29 @@ def read_notes(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+WATCHING = []  # the last one counts; a hook of the interpreter is never removed
+
+
 class Changes:
-    """Count what Python changes of the files under folders; be killed before the one given."""
+    """Count what Python changes of the files under folders, and act before some of the changes."""
 
-    def __init__(self, folders, kill_at):
-        self.count = 0
-        self._folders, self._kill_at = tuple(map(str, folders)), kill_at
-        sys.addaudithook(self._look)
+    def __init__(self, folders, actions):
+        self.count, self.actions = 0, actions
+        self._folders = tuple(map(str, folders))
+        if not WATCHING:
+            sys.addaudithook(lambda event, args: WATCHING[-1].look(event, args))
+        WATCHING.append(self)
 
-    def _look(self, event, args):
-        if event in CHANGES and self._is_ours(event, args):
+    def call(self, action):
+        """Act, unless the run has ended."""
+        if self.actions is not None:
+            action(self._folders[0])
+
+    def look(self, event, args):
+        if self.actions is not None and event in CHANGES and self._is_ours(event, args):
             self.count += 1
-            if self.count == self._kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if self.count in self.actions:
+                self.call(self.actions[self.count])
 
     def _is_ours(self, event, args):
         if event == "open" and not any(letter in str(args[1]) for letter in "wax+"):
@@ -168,6 +188,11 @@ class Changes:
         return str(args[0]).startswith(self._folders)
 
 
-def die_after(seconds):
-    time.sleep(seconds)
+def kill(folder):
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(folder):
+    """Print the folder, and stop until a test continues the process."""
+    os.write(1, f"{folder}\n".encode())
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread goes no further
