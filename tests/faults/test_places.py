@@ -1,5 +1,6 @@
 """A place that holds no checkpoint of ours, or that cannot be written to, is told of in words."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -50,41 +51,33 @@ SAVING = {
 LOOKING = {"latest_step": sf.latest_step, "verify": sf.verify}
 
 
-@pytest.mark.parametrize("what", [*ASKING, *SAVING, *LOOKING])
-@pytest.mark.parametrize("name", ["model.keras", "weights.pt", "12"])
-def test_a_path_that_is_a_file(tmp_path, name, what):
-    path = tmp_path / name
-    path.write_bytes(b"PK\3\4 what another tool saved")
-    refused(
-        path,
-        "expected a directory, got a file; give another path",
-        (ASKING | SAVING | LOOKING)[what],
-    )
-    assert path.read_bytes().startswith(b"PK")
+def test_a_path_that_is_a_file_or_below_one(tmp_path):
+    for name in ("model.keras", "weights.pt", "12"):
+        path = tmp_path / name
+        path.write_bytes(b"PK\3\4 what another tool saved")
+        for what in (ASKING | SAVING | LOOKING).values():
+            refused(path, "expected a directory, got a file; give another path", what)
+        assert path.read_bytes().startswith(b"PK")
+    for what in SAVING.values():
+        words = "expected a directory to save in, but it cannot be made: Not a directory"
+        refused(path / "run", words, what)
 
 
-@pytest.mark.parametrize("what", SAVING)
-def test_a_path_below_a_file(tmp_path, what):
-    (tmp_path / "file").write_bytes(b"")
-    words = "expected a directory to save in, but it cannot be made: Not a directory"
-    refused(tmp_path / "file" / "run", words, SAVING[what])
-
-
-@pytest.mark.parametrize("what", ASKING)
-def test_a_directory_that_is_not_there(tmp_path, what):
-    refused(tmp_path / "run", "to restore, got none; look at the path, or save first", ASKING[what])
+def test_a_directory_that_is_not_there(tmp_path):
+    for what in ASKING.values():
+        refused(tmp_path / "run", "to restore, got none; look at the path, or save first", what)
     assert sf.latest_step(tmp_path / "run") is None
     assert sf.verify(tmp_path / "run") == {}
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("what", ASKING)
-def test_what_other_tools_leave_is_not_taken_for_a_step(tmp_path, what):
+def test_what_other_tools_leave_is_not_taken_for_a_step(tmp_path):
     for name in ("checkpoint-500", "epoch=3-step=40.ckpt", "7.tmp", "-1", "007", "²", "1e3"):
         (tmp_path / name).mkdir()
     for name in ("12", "checkpoint", "model.safetensors"):
         (tmp_path / name).write_bytes(b"")
-    refused(tmp_path, "to restore, got none; look at the path, or save first", ASKING[what])
+    for what in ASKING.values():
+        refused(tmp_path, "to restore, got none; look at the path, or save first", what)
     assert sf.latest_step(tmp_path) is None
     before = {path.name for path in tmp_path.iterdir()}
     sf.save(tmp_path, make_state(3), step=3)
@@ -113,8 +106,10 @@ STRANGERS = (of_orbax, of_orbax_with_items, of_somebody)
 @pytest.mark.parametrize("make", STRANGERS, ids=lambda make: make.__name__)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_directory_from_another_tool(tmp_path, make):
+    """It is refused, and saving beside it neither deletes it nor takes it for one of ours."""
     folder = tmp_path / "run"
     make(folder)
+    before = set(folder.rglob("*"))
     for what in ({}, {"step": 5}):
         words = "expected a checkpoint that stepfold saved, got a folder without a manifest"
         with pytest.raises(sf.CheckpointError, match=words):
@@ -123,22 +118,13 @@ def test_a_directory_from_another_tool(tmp_path, make):
     with pytest.raises(sf.CheckpointError, match="expected a new step, got 5, which is there"):
         sf.save(folder, make_state(5), step=5)
     assert [path.name for path in folder.iterdir()] == ["5"]
-
-
-@pytest.mark.parametrize("make", STRANGERS, ids=lambda make: make.__name__)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_saving_beside_what_another_tool_saved(tmp_path, make):
-    """It is neither deleted nor in the way, nor taken for one of ours."""
-    folder = tmp_path / "run"
-    make(folder)
-    before = sorted(path for path in folder.rglob("*"))
     with sf.Checkpoints(folder, keep=1, best="eval/loss") as series:
         for step in (6, 7):
             series.save(make_state(step), step=step, metrics={"eval/loss": 1 / step})
     assert sf.latest_step(folder) == 7
     for step in ("latest", "best"):
         is_of(sf.restore(folder, LIKE, step=step), 7)
-    assert set(before) <= set(folder.rglob("*"))
+    assert before <= set(folder.rglob("*"))
 
 
 @pytest.fixture
@@ -159,10 +145,7 @@ def test_a_checkpoint_of_a_newer_format(newer):
     assert problems[1] == []
     assert "saved by a newer stepfold" in problems[2][0]
     assert {path.name for path in newer.iterdir()} == {"1", "2"}
-
-
-def test_saving_beside_a_newer_format(newer):
-    """It goes on or refuses, but not after it has saved; and deletes nothing of the other."""
+    # Saving goes on or is refused, but not after it has saved, and deletes nothing of the other.
     refused = None
     try:
         with sf.Checkpoints(newer, keep=1) as series:
@@ -174,9 +157,11 @@ def test_saving_beside_a_newer_format(newer):
     assert (newer / "2").exists()
 
 
-def as_nobody(folder, *names):
-    """Try things as a user who owns nothing; print what each gives or raises."""
+def as_nobody(tasks):
+    """Do things as a user who owns nothing; print what each returns or raises, and its warnings."""
+    import json
     import os
+    import warnings
 
     import jax
     import numpy as np
@@ -188,18 +173,29 @@ def as_nobody(folder, *names):
         jax.config.update("jax_enable_compilation_cache", False)  # it is root's
         os.setgid(65534)
         os.setuid(65534)
-    doing = {
-        "open": lambda: sf.Checkpoints(folder).open().close(),
-        "save": lambda: sf.save(folder, like, step=3),
-        "restore": lambda: print(sf.restore(folder, like).step),
-        "latest_step": lambda: print(sf.latest_step(folder)),
-        "verify": lambda: print(sf.verify(folder)),
+    actions = {
+        "open": lambda folder: sf.Checkpoints(folder).open().close(),
+        "save": lambda folder: sf.save(folder, like, step=3),
+        "restore": lambda folder: sf.restore(folder, like).step,
+        "latest_step": sf.latest_step,
+        "verify": sf.verify,
     }
-    for name in names:
-        try:
-            doing[name]()
-        except sf.CheckpointError as error:
-            print(error)
+    results = []
+    for action, folder in tasks:
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            try:
+                result = str(actions[action](folder))
+            except sf.CheckpointError as error:
+                result = str(error)
+        results.append([result, "".join(str(warning.message) for warning in caught)])
+    print(json.dumps(results))
+
+
+def results_as_nobody(forks, tasks):
+    """Return the result and the warnings of each task, given as an action and a folder."""
+    end = forks.run(as_nobody, [(action, str(folder)) for action, folder in tasks])
+    assert end.code == 0, end
+    return json.loads(end.output)
 
 
 @pytest.fixture
@@ -218,45 +214,40 @@ def others(saved):
         place.chmod(mode)
 
 
-@pytest.mark.parametrize("what", ["open", "save"])
-def test_no_permission_to_write(forks, others, what):
-    end = forks.run(as_nobody, str(others), what)
-    assert end.code == 0, end
-    assert end.output.startswith(str(others)), end
-    assert "permission" in end.output
+def test_without_permission_to_write_it_is_refused_and_can_be_read(forks, others):
+    below = [("open", others / "run"), ("save", others / "run")]
+    tasks = [("open", others), ("save", others), *below, ("restore", others), ("verify", others)]
+    refused, refused_to_save, *made, restored, verified = results_as_nobody(forks, tasks)
+    for result, _ in (refused, refused_to_save):
+        assert result.startswith(str(others))
+        assert "permission" in result
+    words = "expected a directory to save in, but it cannot be made: Permission denied; change"
+    assert all(words in result for result, _ in made)
+    assert (restored, verified) == (["2", ""], ["{1: [], 2: []}", ""])
     assert {path.name for path in others.iterdir()} == {"1", "2"}
 
 
-@pytest.mark.parametrize("what", ["open", "save"])
-def test_no_permission_to_make_the_directory(forks, others, what):
-    end = forks.run(as_nobody, str(others / "run"), what)
-    words = "expected a directory to save in, but it cannot be made: Permission denied; change"
-    assert words in end.output, end
+HIDDEN = ["", "2", "2/state", "2/state/leaves-0.json", "2/state/manifest.ocdbt"]
 
 
-def test_no_permission_to_write_is_enough_to_read(forks, others):
-    end = forks.run(as_nobody, str(others), "restore", "verify")
-    assert end.output == "2\n{1: [], 2: []}\n", end
-
-
-def test_a_damaged_step_that_may_not_be_renamed(forks, others):
-    (others / "2" / "state" / "files.json").unlink()
-    end = forks.run(as_nobody, str(others), "restore")
-    assert end.output == "1\n", end
-    assert "step 2 is damaged, left where it is, and an older one is taken" in end.errors
-
-
-@pytest.mark.parametrize(
-    "where", ["", "2", "2/state", "2/state/leaves-0.json", "2/state/manifest.ocdbt"]
-)
-@pytest.mark.parametrize("what", ["restore", "latest_step", "verify"])
-def test_no_permission_to_read(forks, others, where, what):
-    """It is refused in words, or an older step is taken with a word; there is no traceback."""
-    (others / where).chmod(0)
-    end = forks.run(as_nobody, str(others), what)
-    (others / where).chmod(0o755)
-    assert end.code == 0, end
-    assert "ermission" in end.output + end.errors or what == "latest_step", end
+def test_without_permission_to_read_or_to_rename_it_is_refused_or_warns(forks, others):
+    """It is refused, or an older step is taken with a warning; there is no other exception."""
+    copies = [others.with_name(f"copy-{i}") for i in range(len(HIDDEN) + 1)]
+    for copy in copies:
+        shutil.copytree(others, copy)
+    *unreadable, damaged = copies
+    for copy, hidden in zip(unreadable, HIDDEN, strict=True):
+        (copy / hidden).chmod(0)
+    (damaged / "2" / "state" / "files.json").unlink()
+    actions = ["restore", "latest_step", "verify"]
+    tasks = [(action, copy) for copy in unreadable for action in actions]
+    *results, renamed = results_as_nobody(forks, [*tasks, ("restore", damaged)])
+    for copy, hidden in zip(unreadable, HIDDEN, strict=True):
+        (copy / hidden).chmod(0o755)
+    for (action, copy), (result, warned) in zip(tasks, results, strict=True):
+        assert "ermission" in result + warned or action == "latest_step", (action, copy, result)
+    assert renamed[0] == "1"
+    assert "step 2 is damaged, left where it is, and an older one is taken" in renamed[1]
 
 
 @pytest.fixture
@@ -270,12 +261,9 @@ def read_only(saved):
     subprocess.run(["umount", saved], check=True)
 
 
-@pytest.mark.parametrize("what", SAVING)
-def test_saving_on_a_file_system_that_is_read_only(read_only, what):
-    refused(read_only, "(?i)read-only|permission", SAVING[what])
-
-
-def test_restoring_from_a_file_system_that_is_read_only(read_only):
+def test_a_file_system_that_is_read_only(read_only):
+    for what in SAVING.values():
+        refused(read_only, "(?i)read-only|permission", what)
     is_of(sf.restore(read_only, LIKE), 2)
     assert sf.verify(read_only) == {1: [], 2: []}
 
