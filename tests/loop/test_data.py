@@ -53,11 +53,6 @@ class Numbers:
         self.at = state["at"]
 
 
-def test_without_epochs_it_goes_through_once():
-    assert taken(BatchFeed([1, 2, 3])) == [1, 2, 3]
-    assert taken(BatchFeed(iter([1, 2, 3]))) == [1, 2, 3]
-
-
 @pytest.mark.parametrize("length", [True, False])
 def test_it_goes_through_as_often_as_it_is_told_to(length):
     assert taken(BatchFeed(Counting(3, length), epochs=2)) == [0, 1, 2] * 2
@@ -75,12 +70,6 @@ def test_batches_that_count_their_epochs_may_be_an_iterator():
 
     feed = BatchFeed(Known(100), epochs=2)
     assert (feed.epoch_steps, feed.total) == (4, 8)
-
-
-def test_batches_of_ones_own_know_their_epochs():
-    data = {"x": np.arange(10)}
-    feed = BatchFeed(sf.batches(data, 4, seed=0), epochs=3)
-    assert (feed.epoch_steps, feed.total) == (2, 6)
 
 
 def test_the_batches_are_begun_once_an_epoch():
@@ -157,15 +146,6 @@ def test_its_position_is_that_of_the_next_batch():
 
 def test_batches_without_a_position_have_none():
     assert BatchFeed([1, 2]).position() is None
-
-
-def test_it_goes_to_a_position_in_a_later_epoch():
-    feed = BatchFeed(Counting(3, length=False), epochs=3)
-    seen = [feed.next_batch(step) for step in range(4)]
-    feed.used = 4
-    other = BatchFeed(Counting(3, length=False), epochs=3)
-    other.seek(feed.position(), 4)
-    assert seen + taken(other) == [0, 1, 2] * 3
 
 
 @pytest.mark.parametrize("batches", [[1, 2, 3], (x for x in range(3))])

@@ -31,6 +31,9 @@ def explicit_loss(params, batch, key):
     return sf.mean(out.sum(-1) ** 2)
 
 
+# Made once, so that tests share what jax has compiled for them.
+STEPS = {loss: sf.make_train_step(loss, TX) for loss in (loss_fn, explicit_loss)}
+MEASURES = {loss: sf.make_eval_step(loss) for loss in (loss_fn, explicit_loss)}
 SHAPE = jax.eval_shape(lambda: sf.init_state(init, TX, jax.random.key(0)))
 
 
@@ -67,10 +70,9 @@ def batches(mesh):
 @pytest.fixture(scope="module")
 def one_device():
     """The losses of six steps, the parameters after them, and their evaluation."""
-    state = sf.init_state(init, TX, jax.random.key(0))
-    step = sf.make_train_step(loss_fn, TX)
-    result = sf.fit(step, state, sf.batches(DATA, 16, seed=0), steps=6, log_every=2)
-    score = sf.evaluate(sf.make_eval_step(loss_fn), result.state, [BATCH])
+    data = sf.batches(DATA, 16, seed=0)
+    result = sf.fit(STEPS[loss_fn], born(None), data, steps=6, log_every=2)
+    score = sf.evaluate(MEASURES[loss_fn], result.state, [BATCH])
     return result.history["train/loss"], result.state.params, score["loss"]
 
 
@@ -81,7 +83,7 @@ def one_device():
 )
 def test_axes_of_other_names_train_save_resume_and_evaluate(mesh, plan, loss, one_device, tmp_path):
     curve, params, score = one_device
-    step, measure = sf.make_train_step(loss, TX, accumulate=2), sf.make_eval_step(loss)
+    step, measure = sf.make_train_step(loss, TX, accumulate=2), MEASURES[loss]
     evaluation = sf.Evaluation(measure, lambda: [on(mesh)], every=2)
 
     def run(steps):
@@ -114,7 +116,7 @@ def test_axes_of_other_names_train_save_resume_and_evaluate(mesh, plan, loss, on
     ids=["Auto", "Explicit"],
 )
 def test_a_placed_batch_is_compiled_for_as_it_is(mesh, plan, loss):
-    step = sf.make_train_step(loss, TX)
+    step = STEPS[loss]
     with jax.set_mesh(mesh):
         compiled = sf.compile_step(step, born(plan), on(mesh))
         state, _ = compiled(born(plan), on(mesh))
@@ -129,10 +131,14 @@ def test_a_placed_batch_is_compiled_for_as_it_is(mesh, plan, loss):
 
 
 def test_several_steps_in_a_call_take_placed_batches(one_device):
-    step = sf.make_train_step(explicit_loss, TX)
     with jax.set_mesh(EXPLICIT):
         result = sf.fit(
-            step, born(EXPLICIT_PLAN), batches(EXPLICIT), steps=6, log_every=2, steps_per_call=2
+            STEPS[explicit_loss],
+            born(EXPLICIT_PLAN),
+            batches(EXPLICIT),
+            steps=6,
+            log_every=2,
+            steps_per_call=2,
         )
     np.testing.assert_allclose(result.history["train/loss"], one_device[0], rtol=1e-5)
 
@@ -158,7 +164,7 @@ def test_a_replicated_batch_need_not_divide():
     plan = sf.make_sharding(SHAPE, mesh)
     rows = {"x": DATA["x"][:3]}
     batch = jax.device_put(rows, NamedSharding(mesh, P()))
-    step, measure = sf.make_train_step(loss_fn, TX), sf.make_eval_step(loss_fn)
+    step, measure = STEPS[loss_fn], MEASURES[loss_fn]
     result = sf.fit(step, born(plan), [batch] * 2, log_every=1)
     alone = sf.fit(step, born(None), [rows] * 2, log_every=1)
     np.testing.assert_allclose(result.history["train/loss"], alone.history["train/loss"], rtol=1e-5)
@@ -175,17 +181,15 @@ def test_scalars_and_placed_arrays_may_be_mixed():
     batch = on(AUTO) | {"scale": np.float32(1.0)}
     state = born(AUTO_PLAN)
     found = sf.evaluate(sf.make_eval_step(loss), state, [batch])
-    assert found == pytest.approx(sf.evaluate(sf.make_eval_step(loss_fn), state, [on(AUTO)]))
+    assert found == pytest.approx(sf.evaluate(MEASURES[loss_fn], state, [on(AUTO)]))
     assert sf.fit(sf.make_train_step(loss, TX), state, [batch]).steps == 1
 
 
 CALLS = {
-    "fit": lambda loss, state, batch: sf.fit(sf.make_train_step(loss, TX), state, [batch]),
-    "compile_step": lambda loss, state, batch: sf.compile_step(
-        sf.make_train_step(loss, TX), state, batch
-    ),
-    "describe": lambda loss, state, batch: sf.describe(sf.make_train_step(loss, TX), state, batch),
-    "evaluate": lambda loss, state, batch: sf.evaluate(sf.make_eval_step(loss), state, [batch]),
+    "fit": lambda loss, state, batch: sf.fit(STEPS[loss], state, [batch]),
+    "compile_step": lambda loss, state, batch: sf.compile_step(STEPS[loss], state, batch),
+    "describe": lambda loss, state, batch: sf.describe(STEPS[loss], state, batch),
+    "evaluate": lambda loss, state, batch: sf.evaluate(MEASURES[loss], state, [batch]),
 }
 calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
@@ -235,8 +239,7 @@ def test_an_ordinary_loss_on_explicit_axes_gets_advice(call):
 
 
 def test_auto_axes_run_an_ordinary_loss_on_explicit_axes(one_device):
-    step = sf.make_train_step(loss_fn, TX)
-    step = jax.sharding.auto_axes(step, out_sharding=(EXPLICIT_PLAN, P()))
+    step = jax.sharding.auto_axes(STEPS[loss_fn], out_sharding=(EXPLICIT_PLAN, P()))
     with jax.set_mesh(EXPLICIT):
         result = sf.fit(step, born(EXPLICIT_PLAN), batches(EXPLICIT), steps=6, log_every=2)
     np.testing.assert_allclose(result.history["train/loss"], one_device[0], rtol=1e-5)

@@ -34,57 +34,6 @@ def average(total, count):
     return clu.Average(total=jnp.asarray(total), count=jnp.asarray(count))
 
 
-def test_totals_and_weights_are_merged_and_not_means():
-    seen = [{"loss": average(6.0, 3.0)}, {"loss": average(2.0, 1.0)}]
-    assert metric_values(merge_metrics(seen)) == {"loss": 2.0}
-
-
-def test_whole_numbers_are_counted_beyond_what_32_bits_hold():
-    many = {"hits": average(np.int32(2**31 - 1), np.int32(2**31 - 1))}
-    one = {"hits": average(np.int32(1), np.int32(2))}
-    found = merge_metrics([many, many, many, one])["hits"]
-    assert int(found.total) == 3 * (2**31 - 1) + 1
-    assert int(found.count) == 3 * (2**31 - 1) + 2
-
-
-def test_floats_are_added_up_in_64_bits():
-    seen = [{"loss": average(np.float32(2**24), 1.0)}] + [{"loss": average(1.0, 1.0)}] * 3
-    assert float(merge_metrics(seen)["loss"].total) == 2**24 + 3
-
-
-def test_infinities_of_both_signs_are_no_number_and_no_warning():
-    seen = [{"loss": average(np.float32(sign * np.inf), 1.0)} for sign in (1, -1)]
-    assert np.isnan(merge_metrics(seen)["loss"].total)
-
-
-def test_what_is_merged_already_is_merged_again():
-    seen = [{"hits": average(np.int32(2**31 - 1), np.int32(1))}] * 4
-    assert int(merge_metrics([merge_metrics(seen), *seen])["hits"].total) == 8 * (2**31 - 1)
-
-
-def test_bfloat16_and_booleans_are_added_up_too():
-    seen = [{"a": average(jnp.bfloat16(0.5), jnp.array(True))}] * 3
-    found = merge_metrics(seen)["a"]
-    assert (float(found.total), int(found.count)) == (1.5, 3)
-
-
-def test_each_term_of_a_sum_keeps_its_own_denominator():
-    some = TermSum({"a": average(6.0, 3.0), "b": average(0.0, 0.0)})
-    rest = TermSum({"a": average(2.0, 1.0), "b": average(5.0, 2.0)})
-    assert metric_values(merge_metrics([{"loss": some}, {"loss": rest}])) == {"loss": 2.0 + 2.5}
-
-
-def test_a_sum_is_nan_where_nothing_was_seen_and_else_of_what_was():
-    nothing = average(0.0, 0.0)
-    assert np.isnan(metric_value(TermSum({"a": nothing, "b": nothing})))
-    assert metric_value(TermSum({"a": nothing, "b": average(3.0, 2.0)})) == 1.5
-    assert np.isnan(metric_value(nothing))
-
-
-def test_a_total_without_weight_is_not_quietly_a_number():
-    assert metric_value(average(1.0, 0.0)) == np.inf
-
-
 @flax.struct.dataclass
 class Largest(clu.Metric):
     value: jax.Array
@@ -113,33 +62,79 @@ class Confusion(clu.Metric):
         return {"hit": jnp.diag(self.counts), "all": self.counts.sum()}
 
 
-def test_a_metric_merges_as_its_class_says():
-    seen = [{"top": Largest(jnp.array(x))} for x in (1.0, 5.0, 3.0)]
-    assert metric_values(merge_metrics(seen)) == {"top": 5.0}
+def last_value(x):
+    return clu.LastValue(total=jnp.array(x), count=jnp.ones(()))
 
 
-def test_the_last_metric_value_several_steps_is_the_last():
-    seen = [
-        {"rate": clu.LastValue(total=jnp.array(x), count=jnp.ones(()))} for x in (1.0, 5.0, 2.0)
-    ]
-    assert metric_values(merge_metrics(seen)) == {"rate": 2.0}
-
-
-def test_what_is_computed_of_an_average_is_computed():
-    seen = [{"ppl": Perplexity(jnp.array(x), jnp.array(1.0))} for x in (1.0, 3.0)]
-    assert metric_values(merge_metrics(seen))["ppl"] == pytest.approx(np.exp(2.0))
-
-
-def test_an_accuracy_of_clu_is_a_number():
+def accuracy():
     labels, logits = jnp.array([0, 1, 1]), jnp.eye(2)[jnp.array([0, 1, 0])]
-    metric = clu.Accuracy.from_model_output(logits=logits, labels=labels)
-    assert metric_values(merge_metrics([{"hit": metric}])) == {"hit": pytest.approx(2 / 3)}
+    return clu.Accuracy.from_model_output(logits=logits, labels=labels)
 
 
-def test_a_metric_named_by_an_output_is_a_number():
-    kind = clu.Average.from_output("error")
-    seen = [{"error": kind.from_model_output(error=jnp.array([x, x]))} for x in (1.0, 3.0)]
-    assert metric_values(merge_metrics(seen)) == {"error": 2.0}
+FromOutput = clu.Average.from_output("error")
+
+
+def from_output(x):
+    return FromOutput.from_model_output(error=jnp.array([x, x]))
+
+
+NOTHING = lambda: average(0.0, 0.0)
+NAN = pytest.approx(math.nan, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    {
+        "totals and weights, not means": (lambda: [average(6.0, 3.0), average(2.0, 1.0)], 2.0),
+        "a denominator for each term": (
+            lambda: [
+                TermSum({"a": average(6.0, 3.0), "b": NOTHING()}),
+                TermSum({"a": average(2.0, 1.0), "b": average(5.0, 2.0)}),
+            ],
+            4.5,
+        ),
+        "the terms that were seen": (
+            lambda: [TermSum({"a": NOTHING(), "b": average(3.0, 2.0)})],
+            1.5,
+        ),
+        "no term that was seen": (lambda: [TermSum({"a": NOTHING(), "b": NOTHING()})], NAN),
+        "no weight": (lambda: [NOTHING()], NAN),
+        "a total without weight": (lambda: [average(1.0, 0.0)], math.inf),
+        "infinities of both signs": (
+            lambda: [average(np.float32(sign * np.inf), 1.0) for sign in (1, -1)],
+            NAN,
+        ),
+        "the merge of a class": (lambda: [Largest(jnp.array(x)) for x in (1.0, 5.0, 3.0)], 5.0),
+        "the last value": (lambda: [last_value(x) for x in (1.0, 5.0, 2.0)], 2.0),
+        "computed of an average": (
+            lambda: [Perplexity(jnp.array(x), jnp.array(1.0)) for x in (1.0, 3.0)],
+            pytest.approx(np.exp(2.0)),
+        ),
+        "an accuracy of clu": (lambda: [accuracy()], pytest.approx(2 / 3)),
+        "named by an output": (lambda: [from_output(x) for x in (1.0, 3.0)], 2.0),
+    }.values(),
+)
+def test_metrics_merge_as_their_classes_define(make, expected):
+    assert metric_values(merge_metrics([{"m": metric} for metric in make()])) == {"m": expected}
+
+
+HUGE = np.int32(2**31 - 1)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "total", "count"),
+    [
+        ([(HUGE, HUGE)] * 3 + [(np.int32(1), np.int32(2))], 3 * int(HUGE) + 1, 3 * int(HUGE) + 2),
+        ([(np.float32(2**24), 1.0)] + [(1.0, 1.0)] * 3, 2**24 + 3, 4),
+        ([(jnp.bfloat16(0.5), np.array(True))] * 3, 1.5, 3),
+    ],
+    ids=["integers", "floats", "bfloat16 and booleans"],
+)
+def test_numbers_are_summed_in_64_bits(pairs, total, count):
+    merged = merge_metrics([{"m": average(*pair)} for pair in pairs])
+    assert (merged["m"].total, merged["m"].count) == (total, count)
+    again = merge_metrics([merged, merged])["m"]
+    assert (again.total, again.count) == (2 * total, 2 * count)
 
 
 def test_a_metric_of_several_numbers_gets_a_name_for_each():
@@ -325,39 +320,9 @@ def test_the_device_is_not_read_before_an_interval_is_taken():
     assert reads == []
 
 
-def test_an_interval_that_was_cut_in_two_is_given_whole():
-    other = again(filled(1, 2))
-    other.append(3)
-    other.close_interval(3)
-    (found,) = other.take(3)
-    assert (found.step, found.metrics["train/a"]) == (3, 2.0)
-    assert found.per_step["train/a"].tolist() == [1.0, 2.0, 3.0]
-    assert found.per_step["train/b"].tolist() == [[1.0, -1.0], [2.0, -2.0], [3.0, -3.0]]
-
-
 def test_the_digits_of_what_was_cut_are_those_of_the_device():
     saved = filled(1, 2).get_state()["leaves"]
     assert [dtype for dtype, *_ in saved] == ["float32", "float32", "bfloat16", "bfloat16"]
-
-
-def test_an_interval_that_was_cut_is_given_though_no_step_comes_after_it():
-    other = again(again(filled(1, 2)))
-    other.close_interval(2)
-    assert shown(other) == [(2, [1.0, 2.0])]
-    other.close_interval(2)
-    assert shown(other) == []
-
-
-def test_intervals_that_were_over_and_not_shown_come_first():
-    buffer = filled(1, 2)
-    buffer.close_interval(2)
-    buffer.append(3)
-    buffer.close_interval(3)
-    buffer.append(4)
-    other = again(again(buffer))
-    other.append(5)
-    other.close_interval(5)
-    assert shown(other) == [(2, [1.0, 2.0]), (3, [3.0]), (5, [4.0, 5.0])]
 
 
 def test_it_may_be_cut_twice():
@@ -367,12 +332,6 @@ def test_it_may_be_cut_twice():
     last.append(3)
     last.close_interval(3)
     assert shown(last) == [(3, [1.0, 2.0, 3.0])]
-
-
-def test_an_empty_one_comes_back_empty():
-    other = again(MetricBuffer(unpack))
-    other.close_interval(1)
-    assert shown(other) == []
 
 
 # The history

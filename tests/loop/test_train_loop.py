@@ -4,7 +4,6 @@ import contextlib
 import functools
 import itertools
 import signal
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,7 @@ from tests.loop import small
 
 import stepfold as sf
 from stepfold.loop import train_loop
-from stepfold.loop.data import EqualEpochs
 from stepfold.loop.preemption import Preemption
-from stepfold.loop.train_loop import Schedule
 
 TX = optax.adam(0.1)
 
@@ -215,17 +212,6 @@ def test_the_batch_that_a_hook_is_shown_is_the_last():
     assert events[-1].batch["x"].shape == (16, 16)
 
 
-def test_hooks_are_called_in_their_order_and_all_of_them():
-    called = []
-    hooks = [
-        lambda event: called.append("a") or "first",
-        lambda event: called.append("b") or "second",
-    ]
-    _, result = shown(hooks=hooks)
-    assert called[:2] == ["a", "b"]
-    assert result.stop_reason.message.startswith("first; stopped at step")
-
-
 def test_a_hook_is_closed_at_the_end_and_after_an_error():
     class Open:
         closed = 0
@@ -269,41 +255,6 @@ def test_the_best_is_the_step_at_which_the_best_was_measured(tmp_path):
     own = sf.Evaluation(lambda state: {"loss": next(values)}, every=7)
     assert run(tmp_path, steps=28, evaluation=own).best == 14
     assert sf.restore(tmp_path / "checkpoints", start(), step="best").step == 14
-
-
-@pytest.mark.filterwarnings("ignore:eval/loss. expected a metric that is measured")
-def test_hooks_go_on_with_their_state(tmp_path):
-    hooks = lambda: sf.stop_early("eval/score", patience=3, keep_state=False)
-    values = iter([5.0, 4.0, 3.0, 2.0])
-    own = sf.Evaluation(lambda state: {"score": next(values)}, every=4)
-    first = run(tmp_path, steps=9, evaluation=own, hooks=[lambda event: None, hooks()])
-    assert first.stop_reason.message == "all 9 steps were done"
-    rest = run(tmp_path, steps=30, evaluation=own, hooks=[lambda event: None, hooks()])
-    assert rest.stop_reason.message.startswith(
-        "eval/score has not become better than 5 for 3 evaluations"
-    )
-
-
-@pytest.mark.filterwarnings("ignore:eval/loss. expected a metric that is measured")
-def test_the_state_of_a_hook_goes_to_no_other(tmp_path):
-    class Counts:
-        def __init__(self):
-            self.count = 0
-
-        def __call__(self, event):
-            self.count += 1
-
-        def get_state(self):
-            return {"count": self.count}
-
-        def set_state(self, state):
-            self.count = state["count"]
-
-    early = lambda: sf.stop_early("eval/loss", patience=90, keep_state=False)
-    run(tmp_path, steps=10, hooks=[Counts()])
-    counts = Counts()
-    run(tmp_path, steps=20, hooks=[early(), counts])
-    assert counts.count == 4
 
 
 def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
@@ -480,120 +431,11 @@ def test_a_run_that_was_done_and_was_given_more_steps_is_interrupted_as_any_othe
     assert run(steps=40).history["train/loss"].steps == [10, 20, 30, 40]
 
 
-@pytest.mark.parametrize("where", ["evaluation", "hook"])
-def test_the_best_step_is_known_though_its_evaluation_was_interrupted(tmp_path, where):
-    losses, broken = {5: 3.0, 10: 1.0, 15: 2.0, 20: 4.0}, []
-
-    def interrupt_at(name, step):
-        if name == where and step == 10 and not broken:
-            broken.append(step)
-            raise Broken
-
-    def measure(state):
-        interrupt_at("evaluation", int(state.step))
-        return {"loss": losses[int(state.step)]}
-
-    def hook(event):
-        if "eval/loss" in event.metrics:
-            interrupt_at("hook", event.step)
-
-    def run():
-        return learn_on_numbers(
-            tmp_path,
-            steps=20,
-            evaluation=sf.Evaluation(measure, every=5),
-            checkpoints=sf.Checkpoints(every=5, keep=1, best="eval/loss"),
-            hooks=[hook],
-        )
-
-    with pytest.raises(Broken):
-        run()
-    result = run()
-    assert result.history["eval/loss"] == [3.0, 1.0, 2.0, 4.0]
-    assert result.best == 10
-    assert (tmp_path / "checkpoints" / "10").is_dir()
-
-
-# The schedule
-
-
-def every(steps=None, epochs=None):
-    return SimpleNamespace(every=steps, every_epochs=epochs)
-
-
-def schedule_of(*recurring, log_every=10, total=None, epoch_steps=None, **options):
-    ends = epoch_steps and EqualEpochs(epoch_steps)
-    return Schedule(log_every, recurring, total=total, epoch_ends=ends, **options)
-
-
-def steps_of(schedule, until):
-    steps = [schedule.next_after(0)]
-    while steps[-1] < until:
-        steps.append(schedule.next_after(steps[-1]))
-    return steps
-
-
-@pytest.mark.parametrize(
-    ("schedule", "steps"),
-    [
-        (schedule_of(), [10, 20, 30]),
-        (schedule_of(every(15)), [10, 15, 20, 30]),
-        (schedule_of(every(), total=24), [10, 20, 24]),
-        (schedule_of(every(epochs=2), epoch_steps=6), [10, 12, 20, 24]),
-        (schedule_of(every(25, 1), epoch_steps=12), [10, 12, 20, 24]),
-        (schedule_of(epoch_steps=16, log_epochs=True), [10, 16, 20, 30]),
-        (schedule_of(epoch_steps=16), [10, 20, 30]),
-    ],
-)
-def test_every_step_at_which_there_is_something_to_do_is_met(schedule, steps):
-    assert steps_of(schedule, steps[-1]) == steps
-
-
-def test_what_has_both_is_due_by_steps_and_by_epochs():
-    both = every(4, 1)
-    schedule = schedule_of(both, epoch_steps=6)
-    assert [step for step in range(1, 13) if schedule.is_due(both, step)] == [4, 6, 8, 12]
-
-
-def test_an_interval_ends_with_a_log_point_a_told_epoch_and_the_last_step():
-    ends = lambda **options: [
-        n for n in range(1, 16) if schedule_of(log_every=5, **options).is_log_point(n)
-    ]
-    assert ends() == [5, 10, 15]
-    assert ends(total=13) == [5, 10, 13, 15]
-    assert ends(epoch_steps=6, log_epochs=True) == [5, 6, 10, 12, 15]
-    assert ends(epoch_steps=6) == [5, 10, 15]
-
-
-def test_epochs_are_counted_where_one_has_just_ended():
-    assert [schedule_of(epoch_steps=3).epochs_done(step) for step in (2, 3, 4, 6)] == [
-        None,
-        1,
-        None,
-        2,
-    ]
-    assert schedule_of().epochs_done(10) is None
-
-
-def test_epochs_count_from_the_first_batch_of_the_data():
-    schedule = schedule_of(every(epochs=1), epoch_steps=4, first_step=10, total=18)
-    assert [schedule.epochs_done(step) for step in (8, 10, 12, 14, 18)] == [None, None, None, 1, 2]
-    assert schedule.next_after(10) == 14
-
-
 # iterate
 
 
 def add(state, batch):
     return state + batch, {"seen": sf.mean(batch)}
-
-
-def test_it_gives_state_and_metrics_after_each_batch():
-    found = [
-        (float(state), float(metrics["seen"].compute()))
-        for state, metrics in sf.iterate(add, jnp.float32(0), [jnp.float32(1), jnp.float32(2)])
-    ]
-    assert found == [(1.0, 1.0), (3.0, 2.0)]
 
 
 def test_it_pulls_no_batch_before_it_is_asked_to():

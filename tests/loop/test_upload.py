@@ -2,16 +2,12 @@
 
 import shutil
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from tests.loop.small import STEP, start
 
 import stepfold as sf
 
-TX = optax.sgd(0.1)
-STEP = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b) ** 2), TX)
 FILES = ("run.json", "metrics.jsonl", "metrics.csv", "report.html")
 
 
@@ -21,11 +17,10 @@ def bucket(tmp_path):
 
 
 def run(tmp_path, bucket, steps, **options):
-    state = sf.init_state({"w": jnp.zeros(())}, TX, jax.random.key(0))
-    batches = sf.batches(np.arange(8, dtype=np.float32), 4, seed=0)
+    batches = sf.batches({"x": np.arange(8, dtype=np.float32)}, 4, seed=0)
     options.setdefault("checkpoints", sf.Checkpoints(f"file://{bucket}", every=4))
     return sf.fit(
-        STEP, state, batches, steps=steps, log_every=2, run_dir=tmp_path / "run",
+        STEP, start(), batches, steps=steps, log_every=2, run_dir=tmp_path / "run",
         upload=f"file://{bucket}", **options,
     )  # fmt: skip
 
@@ -65,7 +60,7 @@ def test_a_bucket_that_is_not_writable_is_found_out_before_the_first_step(tmp_pa
     (tmp_path / "file").write_text("")
     with pytest.raises(sf.CheckpointError, match="cannot be written"):
         sf.fit(
-            STEP, sf.init_state({"w": jnp.zeros(())}, TX, jax.random.key(0)), [np.ones(4)],
+            STEP, start(), [{"x": np.ones(4)}],
             run_dir=tmp_path / "run", upload=f"file://{tmp_path}/file",
         )  # fmt: skip
 
@@ -89,6 +84,5 @@ def test_another_value_than_a_url_is_refused(tmp_path, url):
 
 
 def test_it_needs_a_directory():
-    state = sf.init_state({"w": jnp.zeros(())}, TX, jax.random.key(0))
     with pytest.raises(sf.ConfigError, match="upload: expected run_dir=… to go with it"):
-        sf.fit(STEP, state, [np.ones(4)], upload="s3://bucket/run")
+        sf.fit(STEP, start(), [{"x": np.ones(4)}], upload="s3://bucket/run")

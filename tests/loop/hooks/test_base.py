@@ -299,15 +299,3 @@ def test_hooks_are_opened_called_and_closed_and_a_resume_restores_their_state(tm
     with pytest.warns(UserWarning, match="nothing was trained"):
         run(tmp_path, 20, third)  # already completed: nothing to open
     assert third.calls == [("set_state", {"calls": 3}), "close"]
-
-
-def test_the_history_has_the_numbers_of_all_hooks_in_any_order():
-    rows = []
-
-    class Writer:
-        def write_scalars(self, step, scalars):
-            rows.append(set(scalars))
-
-    result = run(None, 20, sf.log_to(Writer()), sf.memory_use, lambda event: {"one": 1.0})
-    assert all({"train/loss", "memory/host", "one"} <= names for names in rows)
-    assert result.history["one"].steps == [10, 20]

@@ -34,11 +34,74 @@ def evaluation(step, value, name="eval/loss", state=None):
     return Event(step, None, {name: value}, state, kind=name.split("/")[0])
 
 
-def test_every_hook_here_declares_that_it_may_stop_and_provides_no_numbers():
+def test_every_hook_here_declares_what_it_may_do():
     hooks = [stop_after(1), stop_on_nonfinite(), stop_early("a", patience=1), stop_on_spike()]
     assert all(hook.can_stop and hook.provides == () for hook in hooks)
     assert [hook.metric for hook in hooks] == [None, "train/loss", "a", "train/loss"]
     assert [hook.replaces_nonfinite_stop for hook in hooks] == [False, True, False, False]
+    assert (watchdog(60).provides, watchdog(60).can_stop) == ((), False)
+
+
+@pytest.mark.parametrize("hook", [stop_on_nonfinite(), stop_on_spike(), stop_on_corruption()])
+def test_evaluations_are_ignored(hook):
+    assert hook(evaluation(1, np.nan)) is None
+
+
+EARLY = {"metric": "eval/loss", "patience": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        *(
+            (stop_after, {"seconds": seconds}, "stop_after: expected seconds, a number of at least")
+            for seconds in (-1, math.nan, "60", True, None)
+        ),
+        # It would never be seen, and the hook replaces the one that `fit` adds for the loss.
+        (stop_on_nonfinite, {"pattern": "eval/loss"}, "pattern: expected a train metric, as 'trai"),
+        *(
+            (stop_early, {**EARLY, **wrong}, message)
+            for wrong, message in [
+                ({"patience": 0}, "patience: expected an integer of at least 1, got 0"),
+                ({"patience": 1.5}, "patience: expected an integer of at least 1, got 1.5"),
+                ({"min_delta": -1}, "min_delta: expected a number of at least 0, got -1"),
+                ({"min_delta": math.nan}, "min_delta: expected a number of at least 0"),
+                ({"min_delta": "1"}, "min_delta: expected a number of at least 0, got '1'"),
+                ({"mode": "least"}, "mode: expected 'min' or 'max', got 'least'"),
+                ({"metric": None}, "metric: expected the name of a metric, got None"),
+                ({"metric": 3}, "metric: expected the name of a metric, got 3"),
+                ({"metric": ""}, "expected the name of a metric, got ''"),
+            ]
+        ),
+        (stop_on_spike, {"metric": "eval/loss"}, "metric: expected a train metric, .* got 'eval/l"),
+        (stop_on_spike, {"window": 1}, "window: expected an integer of at least 2, got 1"),
+        (stop_on_spike, {"deviations": 0}, "deviations: expected a number above 0, got 0"),
+        *(
+            (watchdog, {"seconds": seconds}, "expected seconds, a number above 0, got ")
+            for seconds in (0, -1, True, "60", math.nan)
+        ),
+        (watchdog, {"seconds": 60, "abort": 1}, "abort: expected True or False, got int 1"),
+    ],
+)
+def test_arguments_are_checked(make, options, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (stop_on_nonfinite("train/los"), "train/los.*train/loss"),
+        (stop_on_spike("train/los"), "train/los.*train/loss"),
+        (stop_early("eval/los", patience=1), "eval/los.*eval/loss"),
+        (stop_on_corruption(), "train/corrupt: expected a metric that is measured"),
+    ],
+)
+def test_a_metric_that_is_never_measured_is_refused(hook, message):
+    measure = sf.Evaluation(lambda state: {"loss": 1.0}, every=5)
+    batches = [{"x": np.full(4, np.nan, np.float32)}] * 20
+    with pytest.raises(sf.ConfigError, match=message):
+        sf.fit(STEP, start(), batches, evaluation=measure, hooks=[hook])
 
 
 # stop_after
@@ -50,12 +113,6 @@ def test_it_stops_when_the_time_is_over(monkeypatch):
     hook = stop_after(60)
     assert hook(train(1)) is None
     assert hook(train(2)) == Stop("time_limit", "the time limit of 60 s was reached")
-
-
-@pytest.mark.parametrize("seconds", [-1, math.nan, "60", True, None])
-def test_a_wrong_time_is_refused(seconds):
-    with pytest.raises(sf.ConfigError, match="stop_after: expected seconds, a number of at least"):
-        stop_after(seconds)
 
 
 def test_the_time_may_be_infinite():
@@ -101,10 +158,6 @@ def test_steps_without_weight_do_not_count():
     assert str(reason) == "train/loss is nan in step 3"
 
 
-def test_an_evaluation_is_not_its_concern():
-    assert stop_on_nonfinite()(evaluation(1, np.nan)) is None
-
-
 @functools.cache
 def masked_step(**options):
     def loss_fn(params, batch, key):
@@ -119,34 +172,29 @@ def fit(losses, hook, **options):
     return sf.fit(masked_step(**options), start(), batches, log_every=2, hooks=hook)
 
 
-def test_it_stops_a_run_with_a_nan():
-    result = fit([(0.0, True)] * 3 + [(np.nan, True)] + [(0.0, True)] * 4, stop_on_nonfinite())
-    assert result.stop_reason.kind == "nonfinite"
-    assert str(result.stop_reason).startswith("train/loss is nan in step 4; stopped at step 5")
-
-
-def test_a_masked_batch_is_no_reason_to_stop():
-    result = fit([(1.0, True), (1.0, False), (1.0, True), (1.0, True)], stop_on_nonfinite())
-    assert str(result.stop_reason) == "the batches ended at step 4"
-
-
-def test_a_skipped_step_is_no_reason_to_stop():
-    losses = [(1.0, True), (np.nan, True), (1.0, True), (1.0, True)]
-    result = fit(losses, stop_on_nonfinite(), skip_nonfinite=True)
-    assert str(result.stop_reason) == "the batches ended at step 4"
-
-
-def test_a_metric_that_is_not_per_step_is_refused():
-    """It would never be seen, and the hook replaces the one that `fit` adds for the loss."""
-    with pytest.raises(sf.ConfigError, match="pattern: expected a train metric, as 'train/loss'"):
-        stop_on_nonfinite("eval/loss")
-
-
-@pytest.mark.parametrize("make", [stop_on_nonfinite, stop_on_spike])
-def test_a_misspelt_train_metric_is_refused_and_does_not_leave_the_loss_unwatched(make):
-    batches = [{"x": np.full(4, np.nan, np.float32)}] * 20
-    with pytest.raises(sf.ConfigError, match="train/los.*train/loss"):
-        sf.fit(STEP, start(), batches, hooks=[make("train/los")])
+@pytest.mark.parametrize(
+    ("losses", "options", "message"),
+    [
+        (
+            [(0.0, True)] * 3 + [(np.nan, True)] + [(0.0, True)] * 4,
+            {},
+            "train/loss is nan in step 4; stopped at step 5",
+        ),
+        ([(1.0, True), (1.0, False), (1.0, True), (1.0, True)], {}, "the batches ended at step 4"),
+        (
+            [(1.0, True), (np.nan, True), (1.0, True), (1.0, True)],
+            {"skip_nonfinite": True},
+            "the batches ended at step 4",
+        ),
+    ],
+    ids=["nan", "masked", "skipped"],
+)
+def test_a_run_stops_with_a_nan_but_not_with_a_masked_batch_or_a_skipped_step(
+    losses, options, message
+):
+    result = fit(losses, stop_on_nonfinite(), **options)
+    assert str(result.stop_reason).startswith(message)
+    assert result.stop_reason.kind == ("exhausted" if "ended" in message else "nonfinite")
 
 
 # stop_early
@@ -308,33 +356,6 @@ def test_no_state_is_kept_for_a_train_metric_since_it_would_be_that_of_a_later_s
         stop_early("train/loss", patience=5, keep_state=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"patience": 0}, "patience: expected an integer of at least 1, got 0"),
-        ({"patience": 1.5}, "patience: expected an integer of at least 1, got 1.5"),
-        ({"patience": 1, "min_delta": -1}, "min_delta: expected a number of at least 0, got -1"),
-        ({"patience": 1, "min_delta": math.nan}, "min_delta: expected a number of at least 0"),
-        ({"patience": 1, "min_delta": "1"}, "min_delta: expected a number of at least 0, got '1'"),
-        ({"patience": 1, "mode": "least"}, "mode: expected 'min' or 'max', got 'least'"),
-        ({"patience": 1, "metric": None}, "metric: expected the name of a metric, got None"),
-        ({"patience": 1, "metric": 3}, "metric: expected the name of a metric, got 3"),
-        ({"patience": 1, "metric": ""}, "expected the name of a metric, got ''"),
-    ],
-)
-def test_arguments_of_stop_early_are_checked(options, message):
-    with pytest.raises(sf.ConfigError, match=message):
-        stop_early(**{"metric": "eval/loss", **options})
-
-
-def test_a_metric_that_is_never_measured_is_refused():
-    measure = sf.Evaluation(lambda state: {"loss": 1.0}, every=5)
-    hook = stop_early("eval/los", patience=1)
-    batches = [{"x": np.zeros(4, np.float32)}] * 20
-    with pytest.raises(sf.ConfigError, match="eval/los.*eval/loss"):
-        sf.fit(STEP, start(), batches, evaluation=measure, hooks=[hook])
-
-
 # stop_on_spike
 
 
@@ -439,23 +460,6 @@ def test_the_window_of_an_earlier_run_is_forgotten():
     assert hook(losses(1, [99.0])) is None
 
 
-def test_stop_on_spike_ignores_evaluations():
-    assert stop_on_spike()(evaluation(10, 9.0)) is None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"metric": "eval/loss"}, "metric: expected a train metric, as 'train/loss', got 'eval/l"),
-        ({"window": 1}, "window: expected an integer of at least 2, got 1"),
-        ({"deviations": 0}, "deviations: expected a number above 0, got 0"),
-    ],
-)
-def test_arguments_of_stop_on_spike_are_checked(options, message):
-    with pytest.raises(sf.ConfigError, match=message):
-        stop_on_spike(**options)
-
-
 # watchdog
 
 EVENT = Event(1, None, {}, None)
@@ -479,11 +483,6 @@ def deep_in_the_data():
 
 def stuck_in_a_step():
     time.sleep(0.4)
-
-
-def test_a_watchdog_provides_no_numbers_and_cannot_stop():
-    assert watchdog(60).provides == ()
-    assert not watchdog(60).can_stop
 
 
 def test_all_stacks_are_dumped_and_the_run_continues(stacks):
@@ -533,14 +532,6 @@ def test_nothing_is_watched_before_the_run_nor_after_it(use, stacks):
     assert text_of(stacks) == ""
 
 
-def test_arguments_of_watchdog_are_checked():
-    for wrong in (0, -1, True, "60", float("nan")):
-        with pytest.raises(sf.ConfigError, match="expected seconds, a number above 0, got "):
-            watchdog(wrong)
-    with pytest.raises(sf.ConfigError, match="abort: expected True or False, got int 1"):
-        watchdog(60, 1)
-
-
 # stop_on_corruption
 
 
@@ -561,16 +552,6 @@ def test_it_names_the_first_corrupt_step_and_its_leaves():
 def test_a_long_list_of_leaves_is_cut():
     reason = stop_on_corruption()(corrupt([[2**32 - 1, 0]], 1))
     assert "32 of 40 leaves differ: 00, 01, 02, 03, 04, 05, 06, 07, …; do not" in str(reason)
-
-
-def test_evaluations_are_not_the_concern_of_stop_on_corruption():
-    assert stop_on_corruption()(evaluation(1, 9.0)) is None
-
-
-def test_a_run_without_check_step_is_refused():
-    batches = [{"x": np.zeros(4, np.float32)}] * 4
-    with pytest.raises(sf.ConfigError, match="train/corrupt: expected a metric that is measured"):
-        sf.fit(STEP, start(), batches, hooks=[stop_on_corruption()])
 
 
 CALLS = []  # of the function inside the step below

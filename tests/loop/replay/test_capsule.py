@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.loop.small import TX, start
 
 import stepfold as sf
 from stepfold.checkpoint.manifest import DamageError, read_checked, write_checked
@@ -24,16 +24,8 @@ from stepfold.loop.replay.capsule import (
 )
 from stepfold.loop.replay.rerun import replay
 
-TX = optax.sgd(0.1)
 STEP = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b), TX)
 DATA = np.arange(40, dtype=np.float32)
-
-
-INITIAL = sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(5))
-
-
-def start():
-    return jax.tree.map(jnp.copy, INITIAL)
 
 
 def with_nan(step):

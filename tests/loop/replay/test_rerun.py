@@ -1,14 +1,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from tests.loop.small import TX, start
 
 import stepfold as sf
 from stepfold.loop.replay.capsule import read_capsule
 from stepfold.loop.replay.rerun import Replay, replay
-
-TX = optax.sgd(0.1)
 
 
 def loss(params, batch, key):
@@ -16,13 +14,6 @@ def loss(params, batch, key):
 
 
 STEP = sf.make_train_step(loss, TX)
-
-
-INITIAL = sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
-
-
-def start():
-    return jax.tree.map(jnp.copy, INITIAL)
 
 
 def good(count=3):

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.loop.small import STEP, start
 
 import stepfold as sf
-from stepfold.loop.hooks.base import Event, HookDispatcher
+from stepfold.loop.hooks.base import Event
 from stepfold.loop.writers.base import Writer, console_writer
 from stepfold.loop.writers.combinators import async_writer, log_to, multi_writer
-from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer, last_step
+from stepfold.loop.writers.jsonl import jsonl_writer
 
 
 class Recorder(Writer):
@@ -363,50 +362,6 @@ def test_a_writer_may_be_closed_while_the_interpreter_exits(forks, tmp_path, wri
     assert path.exists() == writes
 
 
-def write_until_killed(folder):
-    """Flush after every fiftieth step, and note it in a file."""
-    import pathlib
-
-    from stepfold.loop.writers.combinators import async_writer, multi_writer
-    from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer
-
-    folder, step = pathlib.Path(folder), 0
-    files = csv_writer(folder / "m.csv"), jsonl_writer(folder / "m.jsonl")
-    writer = async_writer(multi_writer(*files))
-    while True:
-        writer.write_scalars(step, {"loss": step / 3, f"m{step // 200}": step})
-        if step % 50 == 0:
-            writer.flush()
-            print(step, flush=True)
-        step += 1
-
-
-def test_a_kill_loses_nothing_that_was_flushed(forks, tmp_path):
-    process = forks.start(write_until_killed, str(tmp_path))
-    jsonl = tmp_path / "m.jsonl"
-    until = time.monotonic() + 60
-    while (last_step(jsonl) or 0) < 500:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    os.kill(process, signal.SIGKILL)
-    last = [*map(int, forks.wait().output.split())][-1]
-    csv_file, jsonl_file = tmp_path / "m.csv", tmp_path / "m.jsonl"
-    table = [line.split(",") for line in csv_file.read_text().splitlines()]
-    assert [int(row[0]) for row in table[1 : last + 2]] == list(range(last + 1))
-    for make, path in ((csv_writer, csv_file), (jsonl_writer, jsonl_file)):
-        writer = make(path)
-        writer.resume(last)
-        writer.write_scalars(last + 1, {"loss": 0.5})
-        writer.close()
-    rows = [json.loads(line) for line in jsonl_file.read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(last + 2))
-    assert all(row["loss"] == row["step"] / 3 for row in rows[:-1])
-    table = [line.split(",") for line in csv_file.read_text().splitlines()]
-    assert len({len(row) for row in table}) == 1
-    assert [int(row[0]) for row in table[1:]] == list(range(last + 2))
-    assert all(float(row[1]) == int(row[0]) / 3 for row in table[1:-1])
-
-
 class Memory:
     """A writer that keeps rows by step, like a file, and refuses steps that decrease."""
 
@@ -460,21 +415,6 @@ def test_every_thins_out_train_metrics_but_not_evaluations_or_the_last_step():
     assert [step for step, row in writer.rows.items() if "eval/loss" in row] == [*range(10, 80, 10)]
 
 
-def test_a_number_named_train_does_not_make_an_evaluation_a_train_event():
-    def learning_rate(event):
-        return {"train/lr": 0.1}
-
-    writer = Memory()
-    dispatcher = HookDispatcher([log_to(writer, every=100), learning_rate])
-    dispatcher.open(0, None)
-    for step in (10, 20, 30):
-        dispatcher.dispatch(train(step))
-        dispatcher.dispatch(evaluation(step))
-    assert writer.rows == {
-        step: {"eval/loss": float(step), "train/lr": 0.1} for step in (10, 20, 30)
-    }
-
-
 def test_after_a_resume_with_another_every_the_new_one_counts():
     hook = log_to(Memory(), every=10)
     hook(train(1000))
@@ -500,37 +440,6 @@ def test_every_continues_after_a_resume():
     for step in (260, 300):
         later(train(step))
     assert list(other.rows) == [300]
-
-
-def run(writer, steps=40, directory=None):
-    batches = sf.batches({"x": np.arange(8, dtype=np.float32)}, 4, seed=0)
-    sf.fit(
-        *(STEP, start(), batches),
-        steps=steps,
-        checkpoints=None if directory is None else sf.Checkpoints(directory, every=15),
-        evaluation=sf.Evaluation(lambda state: {"w": state.params["w"]}, every=5),
-        log_every=4,
-        hooks=[log_to(writer)],
-    )
-
-
-def test_a_run_that_is_cut_off_and_resumed_writes_what_an_uninterrupted_one_does(tmp_path):
-    uninterrupted, pieces = Memory(), Memory()
-    run(uninterrupted)
-    run(pieces, 23, tmp_path)
-    pieces.write_scalars(28, {"train/loss": -1.0})  # after the save, before a kill
-    run(pieces, 40, tmp_path)
-    assert ("resume", 23) in pieces.calls
-    # The first part ended with a row and an evaluation at 23, and the rest of the interval is 24.
-    del pieces.rows[23], pieces.rows[24], uninterrupted.rows[24]
-    assert pieces.rows == uninterrupted.rows
-
-
-def test_a_new_run_drops_the_rows_of_an_earlier_one():
-    writer = Memory()
-    run(writer)
-    run(writer, steps=20)
-    assert max(writer.rows) == 20
 
 
 def test_log_to_needs_only_write_scalars():

@@ -139,24 +139,6 @@ def test_an_empty_write_adds_no_line(path):
     assert path.read_text() == ""
 
 
-def test_a_resumed_run_drops_later_rows(path):
-    killed = jsonl_writer(path)
-    for step in (10, 20, 30, 40):
-        killed.write_scalars(step, {"loss": step})
-    writer = jsonl_writer(path)
-    writer.resume(25)
-    assert [row["step"] for row in rows(path)] == [10, 20]
-    writer.write_hparams({"lr": 0.1})
-    writer.write_scalars(30, {"loss": -30})
-    writer.close()
-    assert rows(path)[1:] == [
-        {"step": 20, "loss": 20},
-        {"step": 25, "hparams": {"lr": 0.1}},
-        {"step": 30, "loss": -30},
-    ]
-    kill(killed)
-
-
 @pytest.mark.parametrize(("step", "kept"), [(9, 3), (5, 3), (4, 2), (2, 2), (1, 1), (0, 0)])
 def test_resume_keeps_rows_up_to_the_step(path, step, kept):
     write(jsonl_writer, path, [(1, {"a": 1}), (2, {"a": 2}), (5, {"a": 5})])
@@ -485,15 +467,6 @@ def test_a_resumed_csv_drops_later_rows_and_their_columns(table):
     writer.write_scalars(10, {"new": 1})
     writer.close()
     assert table.read_text() == "step,new\n10,1\n"
-
-
-def test_rows_of_a_killed_csv_writer_are_there_after_the_next_close(table):
-    killed = csv_writer(table)
-    killed.write_scalars(10, {"a": 1})
-    kill(killed)
-    assert not table.exists()
-    csv_writer(table).close()
-    assert table.read_text() == "step,a\n10,1\n"
 
 
 def test_a_csv_without_its_json_lines_is_refused_and_left_alone(table):
