@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 import warnings
 
@@ -55,56 +56,84 @@ def saves(url, credentials):
             print("saved", step)
 
 
+def check_after_a_kill(url, done):
+    """Check that all steps are whole, and that the next run goes on and removes the rest."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert restored(url).step >= max([2, *done])
+    problems = sf.verify(url)
+    assert len(problems) >= 2
+    assert not any(problems.values())
+    newest = max(problems)
+    with sf.Checkpoints(url, keep=2) as series:
+        for step in (newest + 1, newest + 2):
+            series.save(tree(step), step=step)
+    assert sf.verify(url) == {newest + 1: [], newest + 2: []}
+    left = open_store(url).other_names()
+    assert len(left) <= 2
+    with pytest.MonkeyPatch.context() as patch:
+        now = time.time()
+        patch.setattr(time, "time", lambda: now + 90000)
+        open_store(url).clean()
+    assert open_store(url).other_names() == []
+    assert restored(url).step == newest + 2
+
+
+def saved_steps(output):
+    return [int(line.split()[1]) for line in output.splitlines()]
+
+
+def save_two(server, path):
+    for step in (1, 2):
+        sf.save(server.url(path), tree(step), step=step)
+
+
 def test_a_kill_at_any_request_leaves_whole_steps(server, forks, tmp_path, count):
-    def attempt(path, at):
-        """Kill the client when the server gets a request, or after it has answered it."""
+    """What a kill would leave is copied before a request is passed on, since processes are slow.
 
-        def fault(number, method, name):
-            kill = lambda: os.kill(pid, signal.SIGKILL)
-            if number != at // 2:
-                return None
-            return kill if at % 2 else kill()
+    A kill after an answer leaves what one before the next request does.
+    """
+    path, copies, one_at_a_time = tmp_path.name, {}, threading.Lock()
+    stride = count(10, 1)
 
-        for step in (1, 2):
-            sf.save(server.url(path), tree(step), step=step)
-        with s3.Proxy(server, fault) as proxy:
-            pid = forks.start(saves, proxy.url(path), s3.CREDENTIALS)
-            end = forks.wait()
-            return end, len(proxy.log)
+    def copy(number, method, name):
+        with one_at_a_time:
+            if number % stride == 0:
+                copies[f"{path}-{number}"] = saved_steps(forks.output())
+                for each in server.objects(f"{path}/"):
+                    target = f"{path}-{number}{each.removeprefix(path)}"
+                    server.write(target, server.read(each))
 
-    end, requests = attempt(f"{tmp_path.name}-whole", -1)
+    save_two(server, path)
+    with s3.Proxy(server, copy) as proxy:
+        end = forks.run(saves, proxy.url(path), s3.CREDENTIALS)
     assert end.output == "saved 3\nsaved 4\n", end
-    points = range(2 * requests)
-    for at in points[:: max(1, len(points) // count(3, len(points)))]:
-        path = f"{tmp_path.name}-{at}"
-        end, _ = attempt(path, at)
-        assert end.code == -signal.SIGKILL or at >= 2 * requests - 2, (at, end)
-        url = server.url(path)
-        done = [int(line.split()[1]) for line in end.output.splitlines()]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert restored(url).step >= max([2, *done])
-        problems = sf.verify(url)
-        assert len(problems) >= 2
-        assert not any(problems.values())
-        # The next run goes on from there, and removes the rest once it is old.
-        newest = max(problems)
-        with sf.Checkpoints(url, keep=2) as series:
-            for step in (newest + 1, newest + 2):
-                series.save(tree(step), step=step)
-        assert sf.verify(url) == {newest + 1: [], newest + 2: []}
-        left = open_store(url).other_names()
-        assert len(left) <= 2
-        with pytest.MonkeyPatch.context() as patch:
-            now = time.time()
-            patch.setattr(time, "time", lambda now=now: now + 90000)
-            open_store(url).clean()
-        assert open_store(url).other_names() == []
-        assert restored(url).step == newest + 2
+    assert len(copies) > 3
+    for copied, done in copies.items():
+        check_after_a_kill(server.url(copied), done)
+
+
+@pytest.mark.parametrize("at", [25, *(pytest.param(at, marks=pytest.mark.full) for at in (10, 40))])
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_client_that_is_killed_leaves_whole_steps(server, forks, tmp_path, at, is_answered):
+    path = tmp_path.name
+
+    def fault(number, method, name):
+        kill = lambda: os.kill(pid, signal.SIGKILL)
+        if number != at:
+            return None
+        return kill if is_answered else kill()
+
+    save_two(server, path)
+    with s3.Proxy(server, fault) as proxy:
+        pid = forks.start(saves, proxy.url(path), s3.CREDENTIALS)
+        end = forks.wait()
+    assert end.code == -signal.SIGKILL, end
+    check_after_a_kill(server.url(path), saved_steps(end.output))
 
 
 def test_a_killed_server_is_an_error_within_bounds(forks, tmp_path, count):
-    for at in range(3, 33, 30 // count(2, 30)):
+    for at in range(3, 33, 30 // count(1, 6)):
         with s3.Server() as server:
 
             def fault(number, method, name, server=server, at=at):

@@ -1,9 +1,8 @@
 """What sources do wrong reaches the loop, at its step and in words; and nothing hangs."""
 
 import gc
+import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -114,7 +113,7 @@ def test_a_thread_whose_iterator_is_in_a_cycle_ends_when_it_is_collected():
 
 
 START = """
-import itertools, sys, threading, time
+import itertools, threading, time
 import numpy as np
 import stepfold as sf
 
@@ -127,25 +126,30 @@ def slow(after):
 """
 
 
-def started(code):
-    command = [sys.executable, "-c", START + textwrap.dedent(code)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+def runs(source):
+    exec(source, globals())
 
 
-def ended(process, within):
-    """Give the rest of what a program says, and see that it ends in time."""
+def started(forks, code):
+    """Start a program, and wait until its source waits; return the process ID."""
+    pid = forks.start(runs, START + textwrap.dedent(code))
+    deadline = time.monotonic() + 30
+    while not forks.output():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return pid
+
+
+def ended(forks, within):
+    """Wait until a program has ended, and check that it ends in time."""
     start = time.monotonic()
-    try:
-        output, errors = process.communicate(timeout=30)
-    finally:
-        process.kill()
+    end = forks.wait(30)
     assert time.monotonic() - start < within
-    return output, errors
+    return end
 
 
-def test_an_interrupt_reaches_a_loop_that_waits_for_a_batch():
-    process = started("""
+def test_an_interrupt_reaches_a_loop_that_waits_for_a_batch(forks):
+    pid = started(forks, """
         def loop():
             for batch in sf.prefetch(slow(2)):
                 pass
@@ -155,19 +159,18 @@ def test_an_interrupt_reaches_a_loop_that_waits_for_a_batch():
         except KeyboardInterrupt:
             print("interrupted", [t.name for t in threading.enumerate() if not t.daemon])
             raise
-        """)
-    assert process.stdout.readline() == "waiting\n"
+        """)  # fmt: skip
     time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    output, errors = ended(process, within=5)
-    assert output == "interrupted ['MainThread']\n"
-    assert errors.rstrip().endswith("KeyboardInterrupt")
-    assert errors.count("Traceback") == 1
-    assert process.returncode == -signal.SIGINT
+    os.kill(pid, signal.SIGINT)
+    end = ended(forks, within=5)
+    assert end.output == "waiting\ninterrupted ['MainThread']\n"
+    assert end.errors.rstrip().endswith("KeyboardInterrupt")
+    assert end.errors.count("Traceback") == 1
+    assert end.code == -signal.SIGINT
 
 
-def test_an_interrupt_leaves_an_iterator_that_goes_on():
-    process = started("""
+def test_an_interrupt_leaves_an_iterator_that_goes_on(forks):
+    pid = started(forks, """
         def source():
             yield 1
             print("waiting", flush=True)
@@ -181,13 +184,11 @@ def test_an_interrupt_leaves_an_iterator_that_goes_on():
         except KeyboardInterrupt:
             got += ["interrupted"]
         print(got + list(stream), [t.name for t in threading.enumerate()])
-        """)
-    assert process.stdout.readline() == "waiting\n"
+        """)  # fmt: skip
     time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    output, errors = ended(process, within=5)
-    assert (process.returncode, errors) == (0, "")
-    assert output == "[1, 'interrupted', 2] ['MainThread']\n"
+    os.kill(pid, signal.SIGINT)
+    output = "waiting\n[1, 'interrupted', 2] ['MainThread']\n"
+    assert ended(forks, within=5) == (0, output, "")
 
 
 @pytest.mark.parametrize(
@@ -200,19 +201,16 @@ def test_an_interrupt_leaves_an_iterator_that_goes_on():
     ],
     ids=["open", "closed", "nested", "dropped"],
 )
-def test_a_program_ends_although_its_source_waits(code):
-    process = started(code)
-    assert process.stdout.readline() == "waiting\n"
-    output, errors = ended(process, within=5)
-    assert (process.returncode, output, errors) == (0, "", "")
+def test_a_program_ends_although_its_source_waits(forks, code):
+    started(forks, code)
+    assert ended(forks, within=5) == (0, "waiting\n", "")
 
 
-def test_a_program_ends_although_batches_are_being_placed():
-    process = started("""
+def test_a_program_ends_although_batches_are_being_placed(forks):
+    started(forks, """
         import jax
         stream = sf.prefetch(itertools.repeat(np.ones((64, 512))), sharding=jax.device_put, size=99)
         next(stream)
         print("waiting", flush=True)
-        """)
-    output, errors = ended(process, within=30)
-    assert (process.returncode, output, errors) == (0, "waiting\n", "")
+        """)  # fmt: skip
+    assert ended(forks, within=30) == (0, "waiting\n", "")

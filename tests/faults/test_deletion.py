@@ -82,7 +82,7 @@ def entries(folder):
 def test_our_deletion_interrupted_at_each_file(saved, tmp_path, count):
     number = entries(saved / "2")
     # The first to go is what kept the new step to this run.
-    points = count(min(6, number), number)
+    points = count(min(4, number), number)
     for after in range(1, number + 1, number // points):
         folder = tmp_path / f"{after}"
         shutil.copytree(saved, folder)
@@ -106,7 +106,7 @@ def test_a_deletion_by_others_interrupted_after_each_file(saved, tmp_path, count
     files = sorted(path.relative_to(saved) for path in (saved / "2").rglob("*") if path.is_file())
     shuffled = random.Random(0).sample(files, len(files))
     orders = {"by chance": shuffled, "reversed": files[::-1], "as listed": files}
-    for order in list(orders)[: count(2, 3)]:
+    for order in list(orders)[: count(1, 3)]:
         interrupt_after_each_file(saved, tmp_path / order, orders[order])
 
 

@@ -7,10 +7,7 @@ import socket
 import threading
 import time
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from tests.loop import small
 
@@ -94,7 +91,7 @@ def test_a_killed_run_is_resumed_at_once(forks, others, tmp_path):
 
 
 def test_one_of_three_that_begin_together_runs(tmp_path, count):
-    for number in range(count(1, 10)):
+    for number in range(count(1, 3)):
         folder = tmp_path / f"{number}"
         folder.mkdir()
         claim(folder, started="1")  # of a dead run, which all of them may delete
@@ -166,6 +163,12 @@ def test_a_dead_process_of_this_host_is_ignored_although_it_was_just_there(tmp_p
     assert not path.exists()
 
 
+@pytest.fixture
+def short_tie(monkeypatch):
+    monkeypatch.setattr(run_lock, "_TIE", 0.2)
+
+
+@pytest.mark.usefixtures("short_tie")
 def test_a_live_process_of_this_host_is_not_ignored_although_it_was_stopped_for_long(tmp_path):
     claim(tmp_path, age=1e6)
     with pytest.raises(sf.ConfigError, match=r"process \d+ on there since 2026-01-02T03:04:05"):
@@ -192,6 +195,7 @@ def test_a_process_that_may_live_is_watched(tmp_path, monkeypatch, text):
     assert 0.3 < time.monotonic() - began < 5
 
 
+@pytest.mark.usefixtures("short_tie")
 @pytest.mark.parametrize("name", [".lock-0", ".lock-z"])
 def test_a_process_of_another_host_that_gives_a_sign_of_life_has_the_directory(tmp_path, name):
     path = claim(tmp_path, machine="other", name=name)
@@ -218,19 +222,17 @@ def test_the_lock_shows_life_and_stops_the_run_if_its_claim_is_deleted(tmp_path,
 
 def test_a_run_whose_claim_is_deleted_stops(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "_BEAT", 0.05)
-    tx = optax.sgd(0.1)
-    state = sf.init_state({"w": jnp.zeros(())}, tx, jax.random.key(0))
-    step = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] - b) ** 2), tx)
+    batch = {"x": np.ones(4, np.float32)}
 
     def batches():
-        yield np.ones(4, np.float32)
+        yield batch
         for path in claims(tmp_path):
             path.unlink()
         while True:
             time.sleep(0.01)
-            yield np.ones(4, np.float32)
+            yield batch
 
-    result = sf.fit(step, state, batches(), steps=100_000, run_dir=tmp_path)
+    result = sf.fit(small.STEP, small.start(), batches(), steps=100_000, run_dir=tmp_path)
     assert result.stop_reason.kind == "error"
     assert "another run may use " in result.stop_reason.message
     assert result.steps < 1000
@@ -266,7 +268,7 @@ def test_one_of_many_that_begin_at_once_has_it(tmp_path, monkeypatch, count):
         held.remove(lock)
         lock.release()
 
-    for number in range(count(3, 40)):
+    for number in range(count(3, 12)):
         claim(tmp_path, started="1")  # of a dead run, which all of them may delete
         threads = [threading.Thread(target=compete) for _ in range(6)]
         for thread in threads:
