@@ -8,8 +8,6 @@ import stepfold as sf
 
 TX = optax.sgd(0.1)
 STEP = sf.make_train_step(lambda params, batch, key: sf.mean((params["w"] - batch["x"]) ** 2), TX)
-
-
 _INITIAL = sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
 
 
