@@ -68,28 +68,21 @@ def test_two_names_that_disagree():
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("learning_rat", "did you mean 'learning_rate'?"),
-        ("max_trainin_steps", "did you mean 'max_training_steps'?"),
+        ("learning_rat", "; did you mean 'learning_rate'?"),
+        ("max_trainin_steps", "; did you mean 'max_training_steps'?"),
         ("device", "jax chooses devices"),
         ("metrics", "the loss function returns them"),
         ("evaluate_with_generate", "any function of the state"),
+        ("lr", "; write learning_rate=…"),
+        ("zzzzz", None),
     ],
 )
 def test_an_unknown_name_says_where_to_look(name, advice):
     with pytest.raises(sf.ConfigError) as error:
         TrainingArguments(**{name: 1})
-    assert str(error.value).startswith(f"{name}: TrainingArguments has no such field; ")
-    assert advice in str(error.value)
-
-
-def test_a_name_close_to_none():
-    with pytest.raises(sf.ConfigError, match="^zzzzz: TrainingArguments has no such field$"):
-        TrainingArguments(zzzzz=1)
-
-
-def test_the_name_of_the_rate_in_torch_suggests_ours():
-    with pytest.raises(sf.ConfigError, match="^lr: .* no such field; write learning_rate=…$"):
-        TrainingArguments(lr=1e-3)
+    start = f"{name}: TrainingArguments has no such field"
+    assert str(error.value).startswith(start)
+    assert advice in str(error.value) if advice else str(error.value) == start
 
 
 def test_positional_arguments_are_refused():
@@ -157,11 +150,6 @@ def test_the_fields_of_easydel_and_hezar_are_known():
     assert {*easydel.split(), *hezar.split()} <= known
 
 
-def test_defaults_are_not_shared():
-    TrainingArguments().loss_config["a"] = 1
-    assert TrainingArguments().loss_config == {}
-
-
 # JSON.
 
 # A value of each field that goes with the defaults of the others and comes back from JSON.
@@ -225,31 +213,31 @@ def test_each_field_comes_back_from_json(name):
 
 
 def test_json_goes_to_a_file_and_comes_from_one(tmp_path):
-    arguments, path = TrainingArguments(sharding_array=(2, -1, 1, 1)), tmp_path / "arguments.json"
-    assert json.loads(arguments.to_json(path)) == json.loads(path.read_text())
-    assert TrainingArguments.from_json(path) == TrainingArguments.from_json(str(path)) == arguments
+    config = {"a": 1, "b": 0.1, "c": None, "d": True, "e": "ü", "f": {"x": [1]}}
+    arguments = TrainingArguments(sharding_array=(2, -1, 1, 1), loss_config=config)
+    path = tmp_path / "arguments.json"
+    text = arguments.to_json(path)
+    assert json.loads(text) == json.loads(path.read_text())
+    assert "ü" in text
+    for source in (text, path, str(path)):
+        assert TrainingArguments.from_json(source) == arguments
+    aliased = TrainingArguments.from_json('{"logging_steps": 3, "report_to": ["csv"]}')
+    assert aliased == TrainingArguments(log_steps=3, report_to=("csv",))
 
 
-def test_invalid_names_and_values_in_json_are_refused():
+def test_invalid_names_and_values_in_json_are_refused(tmp_path):
     with pytest.raises(sf.ConfigError, match="log_step: .* did you mean 'log_steps'"):
         TrainingArguments.from_json('{"log_step": 3}')
     with pytest.raises(sf.ConfigError, match="learning_rate: expected a number above 0, got '1'"):
         TrainingArguments.from_json('{"learning_rate": "1"}')
-    for values in (3, {1: 2}):
-        with pytest.raises(sf.ConfigError, match="values: expected a dict with names as keys, got"):
-            TrainingArguments.from_dict(values)
-
-
-def test_json_may_have_aliases():
-    arguments = TrainingArguments.from_json('{"logging_steps": 3, "report_to": ["csv"]}')
-    assert arguments == TrainingArguments(log_steps=3, report_to=("csv",))
-
-
-def test_text_and_nested_values_come_back():
-    config = {"a": 1, "b": 0.1, "c": None, "d": True, "e": "ü", "f": {"x": [1]}}
-    arguments = TrainingArguments(loss_config=config)
-    assert TrainingArguments.from_json(arguments.to_json()).loss_config == config
-    assert "ü" in arguments.to_json()
+    (tmp_path / "arguments.json").write_text("[1]")
+    for make, values in (
+        (TrainingArguments.from_dict, 3),
+        (TrainingArguments.from_dict, {1: 2}),
+        (TrainingArguments.from_json, tmp_path / "arguments.json"),
+    ):
+        with pytest.raises(sf.ConfigError, match=r"a dict with names as keys, got (3|\{1|\[1\])"):
+            make(values)
 
 
 @pytest.mark.parametrize("value", [len, float("nan"), (1, 2), {1: 2}, object()])
@@ -290,37 +278,23 @@ def test_a_file_that_is_not_json_is_refused_with_its_path(tmp_path, content):
         TrainingArguments.from_json(path)
 
 
-def test_a_file_with_another_value_is_refused(tmp_path):
-    path = tmp_path / "arguments.json"
-    path.write_text("[1]")
-    with pytest.raises(sf.ConfigError, match=r"a dict with names as keys, got \[1\]"):
-        TrainingArguments.from_json(path)
-
-
 # A frozen standard dataclass.
 
 
-def test_replace_takes_any_name_and_checks_again():
-    arguments = TrainingArguments(max_steps=10)
+def test_it_is_replaced_copied_and_pickled_and_never_changed():
+    arguments = TrainingArguments(max_steps=10, extra_optimizer_kwargs={"b1": 0.5})
     assert arguments.replace(max_training_steps=20).max_steps == 20
-    assert arguments.max_steps == 10
     assert dataclasses.replace(arguments, max_steps=30).max_training_steps == 30
     with pytest.raises(sf.ConfigError, match="max_steps: expected .* got -5"):
         arguments.replace(max_steps=-5)
-
-
-def test_it_cannot_be_changed_in_place():
-    arguments = TrainingArguments(extra_optimizer_kwargs={"b1": 0.5})
     with pytest.raises(dataclasses.FrozenInstanceError):
         arguments.max_steps = 3
     arguments.to_dict()["extra_optimizer_kwargs"]["b1"] = 0.9
-    assert arguments.extra_optimizer_kwargs == {"b1": 0.5}
-
-
-def test_it_can_be_copied_and_pickled():
-    arguments = TrainingArguments(max_steps=10)
+    assert (arguments.max_steps, arguments.extra_optimizer_kwargs) == (10, {"b1": 0.5})
     assert copy.deepcopy(arguments) == pickle.loads(pickle.dumps(arguments)) == arguments
     assert arguments != TrainingArguments(max_steps=11)
+    TrainingArguments().loss_config["a"] = 1  # defaults are not shared
+    assert TrainingArguments().loss_config == {}
 
 
 def test_the_example_of_easydel_is_taken():
@@ -344,6 +318,8 @@ def test_the_example_of_easydel_is_taken():
         eval_steps=100,
         output_dir="runs/my_model_run",
     )
+    assert (arguments.max_steps, arguments.log_steps) == (None, 10)
+    assert arguments.save_directory == "runs/my_model_run"
     for devices in (1, 4, 8):
         plan = adapter.plan(arguments, 3_200, 320, devices)
         assert (plan.train_batch, plan.steps, plan.save_steps) == (32, 300, 100)

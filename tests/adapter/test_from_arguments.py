@@ -64,28 +64,15 @@ def test_states_are_sharded_or_replicated(auto, replicated):
 
 
 def test_processes_are_started_only_with_a_config_of_known_keys():
+    start = lambda **config: start_processes(TrainingArguments(jax_distributed_config=config))
     assert start_processes(TrainingArguments()) is None
-    misspelt = TrainingArguments(jax_distributed_config={"coordinator": "a:1", "num_process": 2})
     with pytest.raises(
         sf.ConfigError, match=r"jax_distributed_config: .*num_process'.* mean 'num_processes'\?"
     ):
-        start_processes(misspelt)
-
-
-def test_the_names_of_jax_reach_start_distributed():
-    arguments = TrainingArguments(
-        jax_distributed_config={
-            "coordinator_address": "localhost",
-            "num_processes": 2,
-            "process_id": 0,
-        }
-    )
+        start(coordinator="a:1", num_process=2)
     with pytest.raises(sf.ConfigError, match="coordinator: expected an address with a port"):
-        start_processes(arguments)
-
-
-def test_without_a_launcher_there_is_one_process():
-    assert start_processes(TrainingArguments(jax_distributed_config={})).processes == 1
+        start(coordinator_address="localhost", num_processes=2, process_id=0)  # names of jax
+    assert start().processes == 1  # without a launcher
 
 
 # Precision and rematerialization
@@ -275,14 +262,8 @@ def test_checkpoints_have_the_directory_and_intervals_of_the_arguments():
     assert series.directory == Path("runs/a/kept")
     assert (series.every, series.every_epochs) == (10, None)
     assert (series.every_minutes, series.keep) == (5.0, 2)
-    assert checkpoints_of(output_dir="runs/a", save_strategy="epoch").every_epochs == 1
-
-
-def test_without_a_limit_all_checkpoints_are_kept():
-    assert checkpoints_of(output_dir="runs/a").keep is None
-
-
-def test_without_saves_there_are_no_checkpoints():
+    by_epoch = checkpoints_of(output_dir="runs/a", save_strategy="epoch")
+    assert (by_epoch.every_epochs, by_epoch.keep) == (1, None)  # without a limit
     assert checkpoints_of() is None
     assert checkpoints_of(output_dir="runs/a", do_last_save=False) is None
 
@@ -332,9 +313,6 @@ def test_files_are_in_the_directory_of_logs(tmp_path):
     assert json.loads((logs / "metrics.jsonl").read_text()) == {"step": 1, "train/loss": 0.5}
     assert (logs / "metrics.csv").read_text() == "step,train/loss\n1,0.5\n"
     assert [*(logs / "tensorboard").iterdir()]
-
-
-def test_every_process_has_a_directory_if_every_one_writes(tmp_path):
     write(output_dir=tmp_path, log_all_workers=True, logs_dir="metrics")
     assert (tmp_path / "metrics" / "process_0" / "metrics.csv").exists()
 
@@ -346,17 +324,14 @@ def test_verbose_prints_metrics(capsys):
 
 def test_nothing_is_written_without_a_directory_or_if_switched_off(tmp_path):
     assert writers(TrainingArguments()) is None
+    assert writers(TrainingArguments(report_to=())) is None
     assert writers(TrainingArguments(output_dir=tmp_path, report_metrics=False)) is None
     assert writers(TrainingArguments(output_dir=tmp_path, performance_mode=True)) is None
-
-
-def test_files_need_a_directory():
     with pytest.raises(
         sf.ConfigError,
         match=r"report_to: expected no files without output_dir, got \('csv',\); give output_dir",
     ):
         writers(TrainingArguments(report_to=("csv",)))
-    assert writers(TrainingArguments(report_to=())) is None
 
 
 def test_wandb_options_name_the_run():

@@ -150,9 +150,6 @@ def test_log_points_are_where_metrics_are_shown_or_written():
     sizes = plan_for(log_steps=20, report_steps=30)
     assert (sizes.log_every, sizes.log_steps, sizes.report_steps) == (10, 20, 30)
     assert plan_for(log_steps=7).report_steps == 7
-
-
-def test_log_points_stay_in_performance_mode():
     assert plan_for(log_steps=7, performance_mode=True).log_every == 7
 
 

@@ -77,20 +77,17 @@ def test_what_was_exported_is_loaded(tmp_path, shard_size):
 
 
 def test_names_and_metadata_are_as_torch_has_them(tmp_path):
-    sf.export_params(tmp_path / "m.safetensors", params(), metadata={"step": "3"})
-    with safetensors.safe_open(tmp_path / "m.safetensors", framework="numpy") as file:
-        assert set(file.keys()) == {
+    file = tmp_path / "m.safetensors"
+    sf.export_params(file, params(), metadata={"step": "3"})
+    with safetensors.safe_open(file, framework="numpy") as opened:
+        assert set(opened.keys()) == {
             *("layers.0.kernel", "layers.0.bias", "layers.1.kernel", "layers.1.bias", "empty"),
         }
-        assert file.metadata() == {"format": "pt", "step": "3"}
-        kernel = file.get_tensor("layers.0.kernel")
-    assert kernel.tolist() == [[0, 1, 2], [3, 4, 5]]
-
-
-def test_the_format_can_be_another(tmp_path):
-    sf.export_params(tmp_path, params(), metadata={"format": "flax"})
-    with safetensors.safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
-        assert file.metadata() == {"format": "flax"}
+        assert opened.metadata() == {"format": "pt", "step": "3"}
+        assert opened.get_tensor("layers.0.kernel").tolist() == [[0, 1, 2], [3, 4, 5]]
+    sf.export_params(file, params(), metadata={"format": "flax"})
+    with safetensors.safe_open(file, framework="numpy") as opened:
+        assert opened.metadata() == {"format": "flax"}
 
 
 def test_files_have_at_most_shard_size_and_keep_the_order_of_the_tree(tmp_path):
@@ -323,6 +320,7 @@ def test_the_host_holds_one_shard_at_a_time(tmp_path):
         ({"a": np.ones(2, "c16")}, {}, "a: expected a dtype that safetensors has (bool, int8,"),
         ({"a": jnp.ones(2, jnp.int4)}, {}, "got int4[2]; cast it, or leave it out"),
         ({"a": np.array(["x"])}, {}, "got <U1[1]; cast it, or leave it out"),
+        ({"a": jax.random.key(0)}, {}, "got key<fry>[]; cast it, or leave it out"),
         ({"a": np.ones(2)}, {"shard_size": 0}, "shard_size: expected an integer of at least"),
         ({"a": np.ones(2)}, {"shard_size": "5GB"}, "shard_size: expected an integer of at least"),
         ({"a": np.ones(2)}, {"metadata": {"step": 3}}, "metadata: expected text for text, got"),
@@ -332,13 +330,6 @@ def test_what_cannot_be_exported_is_refused(tmp_path, tree, options, words):
     with pytest.raises(sf.ConfigError, match=re.escape(words)):
         sf.export_params(tmp_path / "new", tree, **options)
     assert not (tmp_path / "new").exists()
-
-
-def test_random_keys_are_no_parameters(tmp_path, key):
-    with pytest.raises(
-        sf.ConfigError, match=r"b: expected a dtype .*, got key<fry>\[\]; .*leave it"
-    ):
-        sf.export_params(tmp_path, {"a": jnp.ones(2), "b": key})
 
 
 def test_export_is_no_part_of_a_jitted_function(tmp_path):
@@ -594,6 +585,7 @@ def refused(path, words):
 def test_nothing_there_is_an_error(tmp_path):
     words = f"{tmp_path}: expected {tmp_path}/model.safetensors, or model.safetensors.index.json"
     refused(tmp_path, words)
+    refused(tmp_path / "y.safetensors", "or y.safetensors.index.json, got neither")
     refused(tmp_path / "m.json", "m.json: cannot be read: No such file")
     (tmp_path / "x.safetensors").mkdir()
     refused(tmp_path / "x.safetensors", "expected a regular file, got a directory")
@@ -769,13 +761,6 @@ def test_every_difference_is_listed(tmp_path, key):
     }
 
 
-def test_a_key_is_not_made_of_numbers(tmp_path, key):
-    sf.export_params(tmp_path, {"a": jax.random.key_data(key)})
-    for cast in (False, True):
-        with pytest.raises(sf.TreeMismatchError, match=r"a +uint32\[2\] +key<threefry2x32>\[\]"):
-            sf.load_params(tmp_path, {"a": key}, cast=cast)
-
-
 @pytest.mark.parametrize(
     ("saved", "wanted"),
     [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float8_e5m2"),
@@ -797,10 +782,12 @@ def test_dtypes_are_converted_only_if_asked(tmp_path, mesh, saved, wanted):
 @pytest.mark.parametrize(
     ("saved", "wanted"), [("float32", "int32"), ("int32", "float32"), ("bool", "int32")]
 )
-def test_kinds_of_numbers_are_not_converted(tmp_path, saved, wanted):
-    sf.export_params(tmp_path, {"a": jnp.ones(3, saved)})
-    with pytest.raises(sf.TreeMismatchError, match=rf"a +{saved}\[3\] +{wanted}\[3\]"):
-        sf.load_params(tmp_path, {"a": jnp.ones(3, wanted)}, cast=True)
+def test_kinds_of_numbers_are_not_converted(tmp_path, key, saved, wanted):
+    sf.export_params(tmp_path, {"a": jnp.ones(3, saved), "b": jax.random.key_data(key)})
+    with pytest.raises(sf.TreeMismatchError) as caught:
+        sf.load_params(tmp_path, {"a": jnp.ones(3, wanted), "b": key}, cast=True)
+    for line in (rf"a +{saved}\[3\] +{wanted}\[3\]", r"b +uint32\[2\] +key<threefry2x32>\[\]"):
+        assert re.search(line, str(caught.value))
 
 
 @pytest.mark.parametrize("values", [[0, 300], [-1, 5]])
@@ -834,14 +821,3 @@ def test_what_says_no_shape_or_no_device_is_refused(tmp_path):
     like = {"a": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=place)}
     with pytest.raises(sf.ConfigError, match="a: expected a sharding over devices, got one over"):
         sf.load_params(tmp_path, like)
-
-
-def test_what_is_broken_is_a_checkpoint_error(tmp_path):
-    sf.export_params(tmp_path, params())
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(sf.CheckpointError, match="expected a whole safetensors file"):
-        sf.load_params(tmp_path, params())
-    missing = "expected .*, or x.safetensors.index.json, got neither"
-    with pytest.raises(sf.CheckpointError, match=missing):
-        sf.load_params(tmp_path / "x.safetensors", params())

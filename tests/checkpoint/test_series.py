@@ -5,7 +5,6 @@ import dataclasses
 import shutil
 import threading
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -101,14 +100,6 @@ def test_what_cannot_be_saved_leaves_the_series_as_it_was(tmp_path):
     assert sf.verify(tmp_path) == {1: [], 2: []}
 
 
-def test_a_step_that_is_there_is_refused(tmp_path):
-    with sf.Checkpoints(tmp_path) as series:
-        series.save(STATE, step=3)
-        with pytest.raises(CheckpointError, match="expected a new step, got 3, which is there al"):
-            series.save({"w": jnp.zeros(3)}, step=3)
-    check_same(sf.restore(tmp_path, STATE).state, STATE)
-
-
 def test_an_incomplete_step_makes_room_for_its_number(tmp_path):
     for step in (1, 2):
         sf.save(tmp_path, STATE, step=step)
@@ -183,16 +174,6 @@ def test_a_restore_waits_for_what_is_being_saved(tmp_path):
     check_same(found.state, STATE)
 
 
-def test_what_was_left_over_is_cleaned_up_upon_opening(tmp_path):
-    others = ["07", "7", "7.damaged", "best", "notes"]
-    for name in ("7.orbax-checkpoint-tmp", "7.deleted", "7.deleted-2", *others):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text("")
-    (tmp_path / "notes.txt").write_text("")
-    sf.Checkpoints(tmp_path).open().close()
-    assert names(tmp_path) == sorted([*others, "notes.txt"])
-
-
 def test_the_best_is_told_after_opening_again(tmp_path):
     described = sf.Checkpoints(tmp_path, keep=1, best="bleu", keep_best=2)
     for step, bleu in {1: 3.0, 2: 9.0, 3: 5.0, 4: 1.0}.items():
@@ -204,16 +185,6 @@ def test_the_best_is_told_after_opening_again(tmp_path):
     (tmp_path / "2" / "state" / "_METADATA").unlink()
     with pytest.warns(RuntimeWarning, match="step 2 is damaged"):
         assert sf.restore(tmp_path, STATE, step="best").step == 3
-
-
-def test_the_best_falls_back_on_the_next_best(tmp_path):
-    with sf.Checkpoints(tmp_path, keep=None, best="loss") as series:
-        for step, loss in {1: 2.0, 2: 1.0, 3: 3.0}.items():
-            series.save(STATE, step=step, metrics={"loss": loss})
-    shutil.rmtree(tmp_path / "2" / "state" / "d")
-    (tmp_path / "2" / "state" / "d").mkdir()
-    with pytest.warns(RuntimeWarning, match="step 2 is damaged"):
-        assert sf.restore(tmp_path, STATE, step="best").step == 1
 
 
 def dues(series, steps=range(10), epochs=None):
@@ -270,15 +241,6 @@ def test_a_save_beside_an_open_series_lets_it_finish(tmp_path):
     assert sf.verify(tmp_path) == {1: [], 2: []}
 
 
-def test_a_directory_that_became_none_is_told_as_a_failed_save(tmp_path):
-    series = sf.Checkpoints(tmp_path / "a").open()
-    shutil.rmtree(tmp_path / "a")
-    (tmp_path / "a").write_text("")
-    with pytest.raises(CheckpointError, match="a/1: not saved: "):
-        series.save(STATE, step=1)
-    series.close()
-
-
 def test_a_deletion_that_fails_is_an_error_of_checkpoints(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError("busy")
@@ -328,74 +290,24 @@ def words(state=None, step=1, data=None, metrics=None, extra=None):
     return step_metadata(state, step=step, data=data, metrics=metrics, extra=extra)
 
 
-@pytest.mark.parametrize("step", [4, np.int64(4), np.uint8(4), jnp.int32(4), jnp.array(4)])
-def test_a_step_is_any_integer(step):
-    made = words(step=step)
-    assert made.step == 4
-    assert type(made.step) is int
-
-
-def test_a_state_knows_its_step():
+def test_a_step_is_any_integer_or_that_of_the_state():
     state = sf.init_state(jnp.ones(2), optax.sgd(0.1), jax.random.key(0))
     assert words(state, step=None).step == 0
     assert words(state._replace(step=jnp.array(7)), step=None).step == 7
-    assert words(state, step=3).step == 3
+    for step in (4, np.int64(4), np.uint8(4), jnp.int32(4), jnp.array(4)):
+        made = words(state, step=step).step
+        assert (made, type(made)) == (4, int)
 
 
-@pytest.mark.parametrize(
-    ("step", "got"),
-    [
-        (-1, "int -1"),
-        (1.0, "float 1.0"),
-        (True, "bool True"),
-        (np.array([1]), r"int64\[1\]"),
-        (jnp.float32(1), r"float32\[\]"),
-    ],
-)
-def test_what_is_no_step_is_refused(step, got):
-    with pytest.raises(ConfigError, match=f"step: expected an integer of at least 0, got {got}"):
-        words(step=step)
-
-
-def test_a_step_has_to_come_from_somewhere():
-    with pytest.raises(ConfigError, match="step: expected a number, since the state .* give step="):
-        words({"step": 3}, step=None)
-
-
-def test_a_position_is_asked_for():
+def test_positions_metrics_and_extras_are_stored_as_json_has_them():
     batches = sf.batches(np.arange(10), 2, seed=0)
     next(batches)
     assert words(data=batches).data == batches.get_state()
     assert words(data={"step": 1}).data == {"step": 1}
-    with pytest.raises(ConfigError, match=r"data/at: expected what JSON can hold, got int64\[2\]"):
-        words(data={"at": np.arange(2)})
-
-
-def test_metrics_are_numbers():
     made = words(metrics={"a": 1, "b": jnp.float32(0.5), "c": np.float64(2), "d": True})
     assert made.metrics == {"a": 1.0, "b": 0.5, "c": 2.0, "d": 1.0}
     assert words().metrics == {}
-
-
-@pytest.mark.parametrize(
-    ("metrics", "told"),
-    [
-        ([1], r"metrics: expected numbers by name, got list \[1\]"),
-        ({"a": "much"}, "metrics/a: expected a number, got str 'much'"),
-        ({"a": None}, "metrics/a: expected a number, got NoneType None"),
-        ({"a": jnp.ones(2)}, r"metrics/a: expected a number, got float32\[2\]"),
-        ({3: 1.0}, "metrics: expected keys of text, got 3"),
-    ],
-)
-def test_what_is_no_metric_is_refused(metrics, told):
-    with pytest.raises(ConfigError, match=told):
-        words(metrics=metrics)
-
-
-def test_what_is_extra_is_json():
     assert words(extra={"a": (1, b"x")}).extra == {"a": [1, {"bytes in base64": "eA=="}]}
-    with pytest.raises(ConfigError, match="extra/f: expected what JSON can hold, got "):
-        words(extra={"f": print})
 
 
 def save(series, step, **options):
@@ -409,9 +321,10 @@ def test_counts_are_integers(name, value):
         sf.Checkpoints("a", **{name: value})
 
 
-@pytest.mark.parametrize("value", [0, -0.5, True, float("nan")])
+@pytest.mark.parametrize("value", [0, -0.5, True, float("nan"), "5"])
 def test_minutes_are_above_zero(value):
-    with pytest.raises(ConfigError, match=f"every_minutes: expected a number above 0, got {value}"):
+    message = f"every_minutes: expected a number above 0, got {value!r}"
+    with pytest.raises(ConfigError, match=message):
         sf.Checkpoints("a", every_minutes=value)
 
 
@@ -447,22 +360,6 @@ def test_a_directory_is_needed_and_its_own_comes_first(tmp_path):
         assert series.directory == tmp_path / "own"
 
 
-def test_a_file_is_no_directory(tmp_path):
-    (tmp_path / "a").write_text("")
-    with pytest.raises(CheckpointError, match="a: expected a directory"):
-        sf.Checkpoints(tmp_path / "a").open()
-
-
-def test_a_description_is_opened_again_and_again(tmp_path):
-    described = sf.Checkpoints(tmp_path, keep=2)
-    for step in (1, 2, 3):
-        with described as series:
-            save(series, step)
-    with described.open(tmp_path) as series, described as other:
-        assert series is not other
-    assert list(sf.verify(tmp_path)) == [2, 3]
-
-
 def test_what_is_kept_is_as_described(tmp_path):
     options = {"keep": 2, "keep_every": 4, "best": "bleu", "keep_best": 2}
     bleu = {1: 5.0, 2: 9.0, 3: 1.0, 5: float("nan"), 6: 7.0}
@@ -495,18 +392,6 @@ def test_a_step_of_which_files_are_missing_does_not_count_as_kept(tmp_path):
     with described as series:
         save(series, 3)
     assert [step for step, problems in sf.verify(tmp_path).items() if not problems] == [1, 3]
-
-
-def test_all_are_kept_if_asked(tmp_path):
-    with sf.Checkpoints(tmp_path, keep=None) as series:
-        for step in range(4):  # one more than by default
-            save(series, step)
-    assert list(sf.verify(tmp_path)) == [0, 1, 2, 3]
-
-
-def test_minutes_are_a_number():
-    with pytest.raises(ConfigError, match="every_minutes: expected a number above 0, got '5'"):
-        sf.Checkpoints("a", every_minutes="5")
 
 
 def test_the_step_that_was_just_saved_is_kept_though_newer_ones_are_there(tmp_path):
@@ -547,12 +432,6 @@ def test_nothing_is_ever_deleted_or_written_over(tmp_path):
     check_same(sf.restore(tmp_path, {"w": jnp.zeros(2)}, step=3).state, {"w": jnp.full(2, 3.0)})
 
 
-def test_an_older_step_may_be_saved_later(tmp_path):
-    for step in (30, 11):
-        sf.save(tmp_path, {"w": jnp.full(2, step, jnp.float32)}, step=step)
-    assert list(sf.verify(tmp_path)) == [11, 30]
-
-
 @pytest.mark.parametrize("name", ["lr=[1,2]", "a b%20c", "50% ä?#|*"])
 def test_a_directory_may_have_any_name(tmp_path, name):
     state = {"params": {"w": jnp.arange(3)}}
@@ -569,24 +448,35 @@ def test_a_bare_array_is_a_state(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"step": -1}, "step: expected an integer of at least 0, got int -1"),
-        ({}, "step: expected a number, since the state has no `step` of its own; give step="),
-        ({"step": 1, "extra": {"f": print}}, "extra/f: expected what JSON can hold, got"),
-        ({"step": 1, "data": {1: 2}}, "data: expected keys of text, got 1"),
-        ({"step": 1, "metrics": {"a": "b"}}, "metrics/a: expected a number, got str 'b'"),
-        ({"step": 1, "metrics": 3}, "metrics: expected numbers by name, got int 3"),
+        *(
+            ({"step": step}, f"step: expected an integer of at least 0, got {got}")
+            for step, got in (
+                (-1, "int -1"),
+                (1.0, "float 1.0"),
+                (True, "bool True"),
+                ("latest", "str 'latest'"),
+                (np.array([1]), r"int64\[1\]"),
+                (jnp.float32(1), r"float32\[\]"),
+            )
+        ),
+        (
+            {"step": None},
+            "step: expected a number, since the state has no `step` of its own; give step=",
+        ),
+        ({"extra": {"f": print}}, "extra/f: expected what JSON can hold, got "),
+        ({"data": {1: 2}}, "data: expected keys of text, got 1"),
+        ({"data": {"at": np.arange(2)}}, r"data/at: expected what JSON can hold, got int64\[2\]"),
+        ({"metrics": [1]}, r"metrics: expected numbers by name, got list \[1\]"),
+        ({"metrics": {"a": "0.5"}}, "metrics/a: expected a number, got str '0.5'"),
+        ({"metrics": {"a": None}}, "metrics/a: expected a number, got NoneType None"),
+        ({"metrics": {"a": jnp.ones(2)}}, r"metrics/a: expected a number, got float32\[2\]"),
+        ({"metrics": {3: 1.0}}, "metrics: expected keys of text, got 3"),
     ],
 )
 def test_what_is_refused_leaves_nothing(tmp_path, options, words):
     with pytest.raises(ConfigError, match=words):
-        sf.save(tmp_path, {"w": jnp.ones(1)}, **options)
+        sf.save(tmp_path, {"w": jnp.ones(1)}, **{"step": 1, **options})
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("step", ["latest", "3", None])
-def test_text_is_no_step(tmp_path, step):
-    with pytest.raises(ConfigError, match="step: expected"):
-        sf.save(tmp_path, {"w": jnp.ones(1)}, step=step)
 
 
 def test_numbers_in_another_order_of_bytes_come_back(tmp_path):
@@ -622,18 +512,6 @@ def test_a_state_of_nothing_is_saved_or_refused_in_words(tmp_path, state):
     with contextlib.suppress(ConfigError):  # either is good, and orbax's "empty item" is neither
         sf.save(tmp_path, state, step=1)
         check_same(sf.restore(tmp_path, state).state, state)
-
-
-def test_a_bucket_spelled_as_a_path_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="expected a path on a file system"):
-        sf.save(Path("gs://bucket/run"), {"w": jnp.ones(1)}, step=1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_text_is_no_metric(tmp_path):
-    with pytest.raises(ConfigError, match="metrics/a: expected a number, got str '0.5'"):
-        sf.save(tmp_path, {"w": jnp.ones(1)}, step=1, metrics={"a": "0.5"})
 
 
 def test_a_state_that_was_donated_is_refused(tmp_path):

@@ -17,7 +17,6 @@ from stepfold.adapter import (
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
     TrainerConfigureModelOutput,
-    TrainingArguments,
 )
 
 
@@ -91,30 +90,6 @@ def test_protocol_skeleton_runs(tmp_path):
     assert made.evaluate(state)["loss"] < before
     made.save_pretrained(str(tmp_path))
     assert sf.latest_step(tmp_path) == 30
-
-
-def test_configuration_example_runs_unchanged():
-    args = TrainingArguments(
-        model_name="MyFineTunedModel",
-        num_train_epochs=3,
-        learning_rate=2e-5,
-        total_batch_size=32,
-        per_device_train_batch_size=8,
-        per_device_eval_batch_size=8,
-        gradient_accumulation_steps=1,
-        weight_decay=0.01,
-        max_steps=-1,
-        gradient_checkpointing="nothing_saveable",
-        sharding_array=(1, -1, 1, 1),
-        use_fast_kernels=True,
-        logging_steps=10,
-        save_steps=100,
-        save_total_limit=2,
-        evaluation_strategy="steps",
-        eval_steps=100,
-        output_dir="runs/my_model_run",
-    )
-    assert (args.max_steps, args.save_directory, args.log_steps) == (None, "runs/my_model_run", 10)
 
 
 class CustomTrainer(Trainer):

@@ -50,6 +50,9 @@ def test_one_microbatch_is_the_bare_gradient(key):
     )
     assert ours["flops"] == theirs["flops"]
     assert ours["bytes accessed"] == theirs["bytes accessed"]
+    draw = lambda p, b, k: (p["w"].sum(), {"u": sf.mean(jax.random.uniform(k))})
+    *_, metrics, _ = sf.value_and_grad(draw)(PARAMS, BATCH, key, ())
+    assert metrics["u"].compute() == jax.random.uniform(key)  # of the key itself
 
 
 def test_microbatch_i_holds_every_nth_example_and_its_own_key(key):
@@ -69,12 +72,6 @@ def test_microbatch_i_holds_every_nth_example_and_its_own_key(key):
     chex.assert_trees_all_equal(np.asarray(state["x"]), np.stack([X[i::4, 0] for i in range(4)]))
     keys = [jax.random.uniform(jax.random.fold_in(key, i)) for i in range(4)]
     chex.assert_trees_all_close(state["u"], jnp.stack(keys))
-
-
-def test_without_accumulation_the_key_is_the_key(key):
-    loss = lambda p, b, k: (p["w"].sum(), {"u": sf.mean(jax.random.uniform(k))})
-    *_, metrics, _ = sf.value_and_grad(loss)(PARAMS, BATCH, key, ())
-    assert metrics["u"].compute() == jax.random.uniform(key)
 
 
 def test_weights_may_hang_on_the_key_and_on_the_model_state(key):
@@ -97,43 +94,35 @@ def test_weights_may_hang_on_the_key_and_on_the_model_state(key):
     assert seen == 3
 
 
-def test_an_average_with_a_merge_of_its_own_merges_as_it_says(key):
-    @flax.struct.dataclass
-    class Largest(clu_metrics.Average):
-        def merge(self, other):
-            return self.replace(total=jnp.maximum(self.total, other.total))
-
-    largest = lambda x: Largest(total=x.max(), count=jnp.ones(()))
-    loss = lambda p, b, k: (p["w"].sum(), {"largest": largest(b["x"])})
-    metrics = jax.jit(sf.value_and_grad(loss, accumulate=3))(PARAMS, BATCH, key, ())[2]
-    assert metrics["largest"].total == X.max()
-
-
-def test_counts_keep_their_dtype_in_float64(key):
-    with jax.enable_x64(True):
-        loss = lambda p, b, k: (p["w"].sum(), {"m": sf.mean(b["mask"])})
-        metrics = jax.jit(sf.value_and_grad(loss, accumulate=3))(PARAMS, BATCH, key, ())[2]
-        assert metrics["m"].total.dtype == jnp.int32
+@flax.struct.dataclass
+class LargestTotal(clu_metrics.Average):
+    def merge(self, other):
+        return self.replace(total=jnp.maximum(self.total, other.total))
 
 
 def test_metrics_of_every_kind_merge_over_microbatches(key):
     def loss(params, batch, key):
         predicted = (batch["x"] @ params["w"]) > 0
+        everything = clu_metrics.CollectingMetric.from_outputs(("x",))
         return params["w"].sum(), {
             "accuracy": sf.mean(predicted, batch["mask"]),
             "last": clu_metrics.LastValue.from_model_output(jnp.float32(batch["x"].shape[0])),
-            "all": clu_metrics.CollectingMetric.from_outputs(("x",)).from_model_output(
-                x=batch["x"]
-            ),
+            "largest": LargestTotal(total=batch["x"].max(), count=jnp.ones(())),
+            "all": everything.from_model_output(x=batch["x"]),
         }
 
     one = jax.jit(sf.value_and_grad(loss))(PARAMS, BATCH, key, ())[2]
     four = jax.jit(sf.value_and_grad(loss, accumulate=4))(PARAMS, BATCH, key, ())[2]
     chex.assert_trees_all_equal(one["accuracy"], four["accuracy"])
+    assert four["largest"].total == X.max()
     with jax.numpy_dtype_promotion("standard"):  # clu divides a float by an integer
         assert four["last"].compute() == 3
     want, got = (np.sort(np.ravel(m["all"].compute()["x"])) for m in (one, four))
     np.testing.assert_array_equal(want, got)
+    with jax.enable_x64(True):
+        count = lambda p, b, k: (p["w"].sum(), {"m": sf.mean(b["mask"])})
+        metrics = jax.jit(sf.value_and_grad(count, accumulate=3))(PARAMS, BATCH, key, ())[2]
+        assert metrics["m"].total.dtype == jnp.int32
 
 
 def test_the_forward_pass_of_the_weights_is_dropped_by_the_compiler(key):

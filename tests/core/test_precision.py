@@ -163,15 +163,20 @@ def scales_after(grads, **options):
     return scales
 
 
-def test_the_scale_backs_off_to_its_minimum_and_grows_to_its_maximum():
-    good, bad = 1.0, np.inf
-    grads = (good, good, good, good, good, bad, bad, bad, good, bad, good, good)
-    scales = scales_after(grads, initial=8.0, minimum=4.0, maximum=16.0, period=2)
-    assert scales == [8, 16, 16, 16, 16, 8, 4, 4, 4, 4, 4, 8]
-
-
-def test_the_scale_grows_once_in_a_period():
-    assert scales_after([1.0] * 7, initial=1.0, period=3) == [1, 1, 2, 2, 2, 4, 4]
+@pytest.mark.parametrize(
+    ("grads", "options", "scales"),
+    [
+        (  # to its minimum and to its maximum
+            [1, 1, 1, 1, 1, np.inf, np.inf, np.inf, 1, np.inf, 1, 1],
+            {"initial": 8.0, "minimum": 4.0, "maximum": 16.0, "period": 2},
+            [8, 16, 16, 16, 16, 8, 4, 4, 4, 4, 4, 8],
+        ),
+        ([1] * 7, {"initial": 1.0, "period": 3}, [1, 1, 2, 2, 2, 4, 4]),
+        ([1, np.nan], {"initial": 64.0, "factor": 4.0, "period": 1}, [256, 64]),
+    ],
+)
+def test_the_scale_backs_off_and_grows(grads, options, scales):
+    assert scales_after(grads, **options) == scales
 
 
 def test_what_is_not_finite_ends_the_row_of_finite_updates():
@@ -192,10 +197,6 @@ def test_a_step_that_is_bad_in_other_ways_ends_the_row_too():
         state, _ = step(state, jnp.array(batch))
         seen.append((float(state.opt_state.scale), int(state.opt_state.streak)))
     assert seen == [(1, 1), (1, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
-
-
-def test_the_scale_changes_by_its_factor():
-    assert scales_after([1.0, np.nan], initial=64.0, factor=4.0, period=1) == [256, 64]
 
 
 def test_what_is_wrapped_gets_the_loss_and_not_the_scaled_one():
@@ -334,13 +335,6 @@ def test_it_is_an_optax_transformation_of_its_own():
     assert state.scale == 2.0**14
 
 
-def test_inner_transformations_get_the_extra_arguments():
-    tx = sf.dynamic_loss_scale(optax.contrib.reduce_on_plateau(patience=1))
-    state = tx.init(jnp.ones(2))
-    _, state = tx.update(jnp.ones(2), state, jnp.ones(2), value=jnp.float32(0.5))
-    assert state.inner.best_value == 0.5
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -351,8 +345,5 @@ def test_inner_transformations_get_the_extra_arguments():
 def test_a_scale_that_cannot_be_is_refused(options):
     with pytest.raises(sf.ConfigError, match="dynamic_loss_scale: expected 0 < minimum <= initial"):
         sf.dynamic_loss_scale(optax.adam(0.1), **options)
-
-
-def test_a_scale_around_no_optimizer_is_refused():
     with pytest.raises(sf.ConfigError, match="tx: expected an optax transformation"):
         sf.dynamic_loss_scale(0.1)

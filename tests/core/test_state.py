@@ -87,27 +87,26 @@ def test_a_model_that_init_closes_over_survives_donation(key):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(mine))
 
 
-def test_a_callable_tree_is_a_tree(key):
-    @jax.tree_util.register_pytree_node_class
-    class Module:
-        def __init__(self, weight):
-            self.weight = weight
+@jax.tree_util.register_pytree_node_class
+class Module:
+    def __init__(self, weight):
+        self.weight = weight
 
-        def __call__(self, x):
-            return x * self.weight
+    def __call__(self, x):
+        return x * self.weight
 
-        def tree_flatten(self):
-            return (self.weight,), None
+    def tree_flatten(self):
+        return (self.weight,), None
 
-        @classmethod
-        def tree_unflatten(cls, _, children):
-            return cls(*children)
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
 
-    state = sf.init_state(Module(jnp.ones(2)), optax.sgd(0.1), key)
+
+def test_a_callable_tree_is_a_tree_and_a_partial_function_a_function(key):
+    state = sf.init_state(Module(1.0), optax.adam(0.1), key)
     assert isinstance(state.params, Module)
-
-
-def test_a_partial_function_is_a_function(key):
+    assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(state))
     partly = jax.tree_util.Partial(lambda size, key: jnp.ones(size), 3)
     assert sf.init_state(partly, optax.sgd(0.1), key).params.shape == (3,)
 
@@ -118,12 +117,6 @@ def test_an_optimizer_that_keeps_the_parameters_keeps_a_copy(key):
     state = sf.init_state(init(key), tx, key)
     step = jax.jit(sf.make_train_step(loss_fn, tx), donate_argnums=0)
     step(state, jnp.ones((8, 16)))  # a buffer that stands in the state twice cannot be donated
-
-
-def test_weak_types_are_made_strong(key):
-    params = {"w": 1.0, "v": jnp.full((2,), 2.0), "u": np.float32(3.0)}
-    state = sf.init_state(params, optax.adam(0.1), key)
-    assert not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(state))
 
 
 def test_eval_shape_and_vmap(key):
@@ -210,6 +203,8 @@ def test_without_a_plan_the_optimizer_lies_where_the_parameters_lie(key):
             {"w": jnp.zeros(2, int)},
             r"params/w: expected floating numbers, got int32\[2\]; .*model_state",
         ),
+        ({"w": jnp.zeros(2, complex)}, "params/w: expected floating numbers, got complex64"),
+        (lambda _: {"w": jnp.zeros(2, int)}, "params/w: expected floating numbers"),
         ({"a": {"act": jnp.tanh}}, r"params/a/act: expected an array, got .*equinox.partition"),
         ({"name": "adam"}, r"params/name: expected an array, got str 'adam'"),
         ({"x": np.array(["a"])}, r"params/x: expected an array, got <U1\[1\]"),
@@ -221,16 +216,6 @@ def test_without_a_plan_the_optimizer_lies_where_the_parameters_lie(key):
 def test_parameters_that_cannot_be_trained_are_refused(key, params, message):
     with pytest.raises(sf.ConfigError, match=message):
         sf.init_state(params, optax.sgd(0.1), key)
-
-
-def test_complex_parameters_are_refused(key):
-    with pytest.raises(sf.ConfigError, match="params/w: expected floating numbers, got complex64"):
-        sf.init_state({"w": jnp.zeros(2, complex)}, optax.sgd(0.1), key)
-
-
-def test_a_function_whose_parameters_cannot_be_trained_is_refused(key):
-    with pytest.raises(sf.ConfigError, match="params/w: expected floating numbers"):
-        sf.init_state(lambda _: {"w": jnp.zeros(2, int)}, optax.sgd(0.1), key)
 
 
 @pytest.mark.parametrize(
@@ -318,22 +303,16 @@ def test_a_mesh_or_a_plan_of_parameters_alone_is_no_plan(sharding):
         sf.init_state(init, optax.sgd(0.1), jax.random.key(0), sharding=sharding())
 
 
-def test_what_was_donated_is_refused_by_its_path():
+def test_what_was_donated_is_refused_by_its_path_and_what_is_there_or_traced_is_not():
     state = {"a": np.ones(2), "b": {"c": jnp.ones(2)}}
+    check_not_donated(state)
+    jax.eval_shape(check_not_donated, state)
     jax.jit(lambda x: x + 1, donate_argnums=0)(state["b"]["c"])
-    message = (
-        "^state/b/c, …: the arrays were donated to an earlier call and are gone; go on with the"
-    )
-    with pytest.raises(sf.ConfigError, match=message):
+    words = "^state/b/c, …: the arrays were donated to an earlier call and are gone; go on with the"
+    with pytest.raises(sf.ConfigError, match=words):
         check_not_donated(state)
     with pytest.raises(sf.ConfigError, match="^state, …: the arrays were donated"):
         check_not_donated(state["b"]["c"])
-
-
-def test_what_is_there_or_is_traced_is_let_pass():
-    state = {"a": np.ones(2), "b": jnp.ones(2)}
-    check_not_donated(state)
-    jax.eval_shape(check_not_donated, state)
 
 
 # What the loop asks of a state
@@ -341,12 +320,6 @@ def test_what_is_there_or_is_traced_is_let_pass():
 
 def small(w=1.0):
     return sf.init_state({"w": jnp.full(3, w)}, optax.adam(1.0), jax.random.key(0))
-
-
-def donated():
-    gone = small()
-    jax.jit(lambda x: x, donate_argnums=0)(gone)
-    return gone
 
 
 def test_a_state_tells_how_far_it_is():
@@ -361,28 +334,22 @@ def test_states_that_are_stacked_are_refused_where_one_is_folded():
         sf.fit(step, states, [jnp.ones((2, 4, 3))])
 
 
-def test_what_was_donated_is_not_whole():
-    assert is_available(small())
+def test_what_was_donated_or_a_failed_step_left_is_not_whole():
     assert is_available({"w": np.ones(2)})
-    gone = donated()
+    gone = small()
+    assert is_available(gone)
+    jax.jit(lambda x: x, donate_argnums=0)(gone)
     assert not is_available(gone)
-
-
-def test_what_a_failed_step_left_is_not_whole():
     huge = jax.jit(jnp.outer)  # of 64 TiB
     assert not is_available({"w": huge(jnp.ones(1 << 22), jnp.ones(1 << 22))})
 
 
-@pytest.mark.parametrize(("w", "nan"), [(1.0, False), (np.nan, True), (-np.inf, False)])
-def test_only_what_is_no_number_is_not_worth_keeping(w, nan):
-    assert has_nan(small(w)) is nan
+def test_only_a_nan_in_any_of_the_states_is_not_worth_keeping():
+    for w, nan in ((1.0, False), (np.nan, True), (-np.inf, False)):
+        assert has_nan(small(w)) is nan
+        assert has_nan({"actor": small(), "critic": small(w)}) is nan
+        assert has_nan((small(w), small())) is nan
     assert not has_nan({"w": jnp.nan})
-
-
-def test_of_several_states_none_may_have_a_nan():
-    assert not has_nan({"actor": small(), "critic": small()})
-    assert has_nan({"actor": small(), "critic": small(np.nan)})
-    assert has_nan((small(np.nan), small()))
 
 
 def test_parameters_are_found_in_whatever_holds_states():

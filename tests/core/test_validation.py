@@ -24,12 +24,9 @@ def test_what_is_not_a_count_is_refused(value):
         check_count("size", value)
 
 
-def test_a_count_is_returned():
+def test_integers_of_any_library_become_python_integers():
     assert check_count("size", 1) == 1
     assert check_count("size", 0, minimum=0) == 0
-
-
-def test_integers_of_any_library_become_python_integers():
     for value in (2, np.int64(2), np.uint8(2), np.array(2), jnp.int32(2)):
         integer = read_integer("size", value, 2)
         assert (integer, type(integer)) == (2, int)

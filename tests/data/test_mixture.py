@@ -1,12 +1,9 @@
 """Mixtures have exact proportions in every window, and random access to any example."""
 
-import itertools
-import json
 import sys
 from collections import Counter
 from fractions import Fraction
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -115,18 +112,13 @@ def test_mixtures_nest():
     assert Counter(next(batches(outer, 300)).tolist()) == {0: 100, 1: 100, 2: 100}
 
 
-def test_batches_of_a_mixture_resume_and_mask():
+def test_batches_of_a_mixture_have_a_mask_and_refuse_another_position():
     mixture = [({"x": np.arange(5)}, 2), ([{"x": np.int64(-1)}], 1)]
     stream = batches(mix(mixture, seed=0), 4, remainder="pad")
-    list(itertools.islice(stream, 7))
-    saved = json.loads(json.dumps(stream.get_state()))
-    resumed = batches(mix(mixture, seed=0), 4, remainder="pad")
-    resumed.set_state(saved)
-    jax.tree.map(np.testing.assert_array_equal, next(stream), next(resumed))
-    assert resumed.at(3)["mask"].all()
+    assert stream.at(3)["mask"].all()
     other = batches(mix([(mixture[0][0], 3), (mixture[1][0], 1)], seed=0), 4, remainder="pad")
     with pytest.raises(sf.DataError, match=r"source was {.*'weights': \[2, 1\].* and is {.*\[3, 1"):
-        other.set_state(saved)
+        other.set_state(stream.get_state())
 
 
 def test_transform_may_make_the_examples_of_sources_alike():
@@ -178,20 +170,14 @@ def test_invalid_sources_and_weights_are_refused(sources, says):
         mix(sources)
 
 
-def test_invalid_seed_is_refused():
+def test_invalid_seed_index_and_source_are_refused():
     with pytest.raises(sf.ConfigError, match="mix: seed: expected an integer of at least 0, got -"):
         mix([([0], 1)], seed=-1)
-
-
-def test_empty_source_is_refused_by_its_number():
+    with pytest.raises(IndexError, match="expected an index of at least 0, got -1: there is no en"):
+        mix([([0], 1)])[-1]
     with pytest.raises(sf.DataError, match="expected examples, got none") as caught:
         mix([([0], 1), ([], 1)])
     assert caught.value.__notes__ == ["reading source 1 of the mixture"]
-
-
-def test_negative_index_is_refused():
-    with pytest.raises(IndexError, match="expected an index of at least 0, got -1: there is no en"):
-        mix([([0], 1)])[-1]
 
 
 def test_changed_length_of_a_source_is_detected():

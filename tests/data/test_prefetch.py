@@ -109,9 +109,6 @@ def test_batches_are_placed_in_the_thread(kind):
         assert isinstance(placed["x"], jax.Array)
         assert placed["x"].sharding.is_equivalent_to(place, 1)
         assert placed["x"].tolist() == batch["x"].tolist()
-
-
-def test_placement_function_is_called_in_the_thread():
     called = []
     place = lambda batch: called.append(threading.current_thread().name) or batch
     list(sf.prefetch([1, 2], sharding=place))
@@ -229,16 +226,6 @@ def test_batches_without_a_state_are_refused_on_resume():
     assert hasattr(sf.prefetch(numbered()), "get_state")
 
 
-def test_prefetches_nest():
-    stream, whole = sf.prefetch(sf.prefetch(numbered()), size=3), seen(numbered())
-    assert (len(stream), seen(itertools.islice(stream, 3))) == (8, whole[:3])
-    saved = stream.get_state()
-    assert saved == numbered(start=3).get_state()
-    assert seen(stream) == whole[3:]
-    stream.set_state(saved)
-    assert seen(stream) == whole[3:]
-
-
 class OneState:
     """An iterator that returns the same dict for all states, and writes into it."""
 
@@ -342,15 +329,12 @@ def test_other_exceptions_are_raised_too(kind):
     assert caught.value is error
 
 
-def test_error_of_placement_is_raised_at_its_step():
+def test_error_of_placement_is_raised_at_its_step_and_no_batch_is_lost():
     stream = sf.prefetch([1, 0, 2], sharding=lambda batch: 1 // batch)
     assert next(stream) == 1
     with pytest.raises(ZeroDivisionError):
         next(stream)
     assert list(stream) == []
-
-
-def test_placement_may_neither_stop_the_iteration_nor_lose_a_batch():
     with pytest.raises(sf.DataError, match="^sharding: StopIteration came up while a batch was p"):
         next(sf.prefetch([1], sharding=lambda batch: next(iter(()))))
     with pytest.raises(sf.DataError, match="sharding: expected a batch, got None; return what"):
@@ -411,13 +395,10 @@ def started(batches, **options):
     return stream, thread
 
 
-def test_thread_ends_with_the_last_batch():
+def test_thread_ends_with_the_last_batch_and_with_an_error():
     stream, thread = started(numbered())
     list(stream)
     assert gone([thread])
-
-
-def test_thread_ends_with_an_error():
     stream, thread = started(broken_at(40, OSError("disk")))
     with pytest.raises(OSError, match="disk"):
         list(stream)

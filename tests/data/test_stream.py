@@ -71,18 +71,15 @@ def test_iterables_repeat_and_iterators_end():
     assert len(list(itertools.islice(batches(lambda: range(4), 3), 10))) == 10
     assert len(list(batches(iter(range(7)), 3))) == 2
     assert len(list(batches(iter(range(7)), 3, epochs=1, remainder="keep"))) == 3
+    iterator = iter(range(5))
+    next(iterator)
+    assert [batch.tolist() for batch in batches(iterator, 2)] == [[1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize("source", [lambda: range(3), {"a": 0, "b": 1, "c": 2}.values()])
 def test_iterables_and_functions_restart_in_every_epoch(source):
     found = [batch.tolist() for batch in batches(source, 3, epochs=2)]
     assert found == [[0, 1, 2], [0, 1, 2]]
-
-
-def test_iterator_is_read_from_its_current_position():
-    iterator = iter(range(5))
-    next(iterator)
-    assert [batch.tolist() for batch in batches(iterator, 2)] == [[1, 2], [3, 4]]
 
 
 # Resuming

@@ -40,7 +40,8 @@ def shuffled():
 
 
 def array(mesh, shape, *axes, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+    place = mesh and NamedSharding(mesh, P(*axes))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
 
 def found_in(function, mesh, *args, **options):
@@ -73,21 +74,21 @@ def weights(mesh, *axes):
 WEIGHTS = (64 * 128 + 128 * 32) * FLOAT
 
 
-def test_data_parallel_gradients_are_reduced_over_the_data(mesh):
-    (one,) = found_in(step, mesh, weights(mesh), array(mesh, (16, 64), "dp"))
-    assert short([one]) == [("all-reduce", 1, WEIGHTS, WEIGHTS, ("dp",), 2)]
+@pytest.mark.parametrize(
+    ("weight_axes", "batch_axes", "size", "moved", "axes", "devices"),
+    [
+        ((), "dp", WEIGHTS, WEIGHTS, ("dp",), 2),
+        ((), ("dp", "tp"), WEIGHTS, 2 * WEIGHTS * 7 // 8, ("dp", "tp"), 8),
+        (((None, "tp"), ("tp",)), "dp", WEIGHTS // 4, WEIGHTS // 4, ("dp",), 2),
+    ],
+    ids=["data parallel", "both axes", "tensor parallel"],
+)
+def test_gradients_are_reduced(weight_axes, batch_axes, size, moved, axes, devices, mesh):
+    first, last = weight_axes or ((), ())
+    split = {"in": array(mesh, (64, 128), *first), "out": array(mesh, (128, 32), *last)}
+    (one,) = found_in(step, mesh, split, array(mesh, (16, 64), batch_axes))
+    assert short([one]) == [("all-reduce", 1, size, moved, axes, devices)]
     assert (one.dtype, one.where) == ("f32", "dot_general (backward)")
-
-
-def test_over_all_devices_both_axes_are_named(mesh):
-    found = found_in(step, mesh, weights(mesh), array(mesh, (16, 64), ("dp", "tp")))
-    assert short(found) == [("all-reduce", 1, WEIGHTS, 2 * WEIGHTS * 7 // 8, ("dp", "tp"), 8)]
-
-
-def test_tensor_parallel_gradients_are_a_share_each(mesh):
-    split = {"in": array(mesh, (64, 128), None, "tp"), "out": array(mesh, (128, 32), "tp")}
-    found = found_in(step, mesh, split, array(mesh, (16, 64), "dp"))
-    assert short(found) == [("all-reduce", 1, WEIGHTS // 4, WEIGHTS // 4, ("dp",), 2)]
 
 
 def test_a_mesh_of_shuffled_devices_is_read_by_its_positions(shuffled):
@@ -119,13 +120,6 @@ def test_dtypes_are_listed_separately(mesh):
 
     args = array(mesh, (8, 3), "dp"), array(mesh, (8, 5), "dp", dtype=jnp.int32)
     assert {one.dtype for one in found_in(both, mesh, *args)} == {"f32", "s32"}
-
-
-def test_one_device_exchanges_nothing():
-    found = found_in(
-        step, None, {"in": jnp.ones((64, 128)), "out": jnp.ones((128, 32))}, jnp.ones((16, 64))
-    )
-    assert found == []
 
 
 # What users write
@@ -187,15 +181,10 @@ def test_what_stays_on_its_device_is_left_out(mesh):
     same = lambda x: lax.ppermute(x, "tp", [(i, i) for i in range(4)])
     mapped = jax.shard_map(same, mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", "tp"))
     assert found_in(mapped, mesh, array(mesh, (8, 16), "dp", "tp")) == []
+    assert found_in(step, None, weights(None), jnp.ones((16, 64))) == []  # on one device
 
 
 # How often
-
-
-def test_collectives_in_loops_count_each_turn(mesh):
-    scan = lambda w, xs: lax.scan(lambda w, x: (step(w, x), None), w, xs)[0]
-    found = found_in(scan, mesh, weights(mesh), array(mesh, (5, 16, 64), None, "dp"))
-    assert short(found) == [("all-reduce", 5, 5 * WEIGHTS, 5 * WEIGHTS, ("dp",), 2)]
 
 
 def test_collectives_in_nested_loops_count_the_product(mesh):
@@ -207,27 +196,16 @@ def test_collectives_in_nested_loops_count_the_product(mesh):
     assert short(found) == [("all-reduce", 15, 15 * WEIGHTS, 15 * WEIGHTS, ("dp",), 2)]
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_loop_of_unknown_length_with_collectives_is_listed(mesh, nested):
+def test_a_loop_of_unknown_length_with_collectives_is_listed(mesh):
     def loop(n, w, x):
-        def update(_, w):
-            return (
-                lax.scan(lambda w, _: (step(w, x), None), w, length=5)[0] if nested else step(w, x)
-            )
-
+        known = lambda _, w: lax.scan(lambda w, _: (step(w, x), None), w, length=5)[0]
         with jax.named_scope("trainer"):
-            return lax.fori_loop(0, n, update, w)
+            return lax.fori_loop(0, n, known, w)
 
     args = array(mesh, (), dtype=jnp.int32), weights(mesh), array(mesh, (16, 64), "dp")
     program = parse(jax.jit(loop).lower(*args).compile().as_text())
-    assert [one.count for one in collectives(program, mesh)] == [5 if nested else 1]
+    assert [one.count for one in collectives(program, mesh)] == [5]
     assert unknown_loops(program) == ["trainer"]
-
-
-def test_a_loop_of_unknown_length_without_collectives_is_not_listed():
-    loop = lambda n, x: lax.fori_loop(0, n, lambda _, c: c @ c, x)
-    text = jax.jit(loop).lower(3, jnp.ones((8, 8))).compile().as_text()
-    assert unknown_loops(parse(text)) == []
 
 
 def test_collectives_of_a_branch_count(mesh):
@@ -349,20 +327,23 @@ ENTRY %main (x: bf16[64,16]) -> bf16[8,16] {
 """
 
 
-def test_a_collective_in_an_asynchronous_computation(mesh):
-    call = "%s = ((bf16[64,16]), bf16[8,16]) async-start(%x), calls=%wrapped\n  ROOT %d = "
-    call += "bf16[8,16]{1,0} async-done(%s), calls=%wrapped"
-    text = ASYNC.replace("NAME", "wrapped").replace("OP", "bf16[8,16] reduce-scatter")
-    (one,) = collectives(parse(text.replace("CALL", call)), mesh)
+FUSED = "ROOT %f = bf16[8,16]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.3"
+STARTED = """%s = ((bf16[64,16]), bf16[8,16]) async-start(%x), calls=%wrapped
+  ROOT %d = bf16[8,16]{1,0} async-done(%s), calls=%wrapped"""
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "call"),
+    [
+        ("wrapped", "bf16[8,16] reduce-scatter", STARTED),
+        ("all-reduce-scatter.3", "bf16[64,16] all-reduce", FUSED),  # on a TPU
+    ],
+)
+def test_a_collective_in_another_computation(name, op, call, mesh):
+    text = ASYNC.replace("NAME", name).replace("OP", op).replace("CALL", call)
+    (one,) = collectives(parse(text), mesh)
     assert short([one]) == [("reduce-scatter", 1, 2048, 1792, ("dp", "tp"), 8)]
     assert one.dtype == "bf16"
-
-
-def test_what_a_tpu_fuses_into_a_reduce_scatter(mesh):
-    call = "ROOT %f = bf16[8,16]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.3"
-    text = ASYNC.replace("NAME", "all-reduce-scatter.3").replace("OP", "bf16[64,16] all-reduce")
-    found = collectives(parse(text.replace("CALL", call)), mesh)
-    assert short(found) == [("reduce-scatter", 1, 2048, 1792, ("dp", "tp"), 8)]
 
 
 def test_a_combined_collective_counts_every_operand():
@@ -538,12 +519,9 @@ def test_what_a_constant_or_a_parameter_holds_is_no_operand():
     assert line("%p = f32[] parameter(0)").operands == ()
 
 
-def test_text_without_an_entry_is_refused():
+def test_text_that_is_not_understood_is_refused():
     with pytest.raises(sf.ConfigError, match=r"expected text with an ENTRY.*got 'func'.*as_text"):
         parse("func")
-
-
-def test_a_line_that_is_not_understood_is_refused():
     with pytest.raises(
         sf.ConfigError, match=r"expected `%name = type op\(operands\)`, got '  %y = "
     ):
@@ -567,35 +545,6 @@ def test_partitions_are_read():
 
 
 # How often
-
-
-def test_a_scan_runs_its_body_as_often_as_it_is_long():
-    found = program(
-        lambda x: lax.scan(lambda c, _: (c @ c, None), x, None, length=7)[0], jnp.ones((8, 8))
-    )
-    assert times(found, "dot") == [7]
-    assert unknown_loops(found) == []
-
-
-def test_nested_scans_multiply():
-    def inner(c, _):
-        return lax.scan(lambda c, _: (c @ c, None), c, None, length=5)[0], None
-
-    found = program(lambda x: lax.scan(inner, x, None, length=3)[0], jnp.ones((8, 8)))
-    assert times(found, "dot") == [15]
-
-
-def test_an_unrolled_scan_runs_each_copy_less_often():
-    scan = lambda x: lax.scan(lambda c, _: (c @ c, None), x, None, length=8, unroll=2)[0]
-    assert times(program(scan, jnp.ones((8, 8))), "dot") == [4, 4]
-
-
-def test_a_loop_of_unknown_length_counts_once():
-    def loop(n, x):
-        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] @ c[1]), (0, x))
-
-    found = program(loop, 3, jnp.ones((8, 8)))
-    assert times(found, "dot") == [1]
 
 
 def test_every_branch_of_a_conditional_counts():
@@ -635,20 +584,10 @@ ENTRY %main (x: f32[8]) -> f32[4] {
 """
 
 
-def test_what_is_called_from_several_places_runs_for_each():
-    assert times(parse(CALLS), "tanh") == [2]
-
-
-def test_an_asynchronous_call_runs_at_its_start_only():
-    assert times(parse(CALLS), "reduce-scatter") == [1]
-
-
-def test_reductions_are_not_followed_and_what_is_never_called_does_not_run():
-    assert times(parse(CALLS), "add") == []
-    assert times(parse(CALLS), "constant") == []
-
-
-def test_a_run_knows_what_it_is_given():
+def test_calls_run_for_each_place_and_asynchronous_ones_at_their_start():
+    """Reductions are not followed, and what is never called does not run."""
+    counts = {op: times(parse(CALLS), op) for op in ("tanh", "reduce-scatter", "add", "constant")}
+    assert counts == {"tanh": [2], "reduce-scatter": [1], "add": [], "constant": []}
     (run,) = (run for run in walk(parse(CALLS)) if run.instruction.op == "reduce-scatter")
     assert (run.inputs, run.computation) == (arrays("f32[8]"), "wrapped")
 
@@ -681,8 +620,12 @@ def loops(turn):
         body = lambda at: (at[0] + 3, turn(at[1]))
         return lax.while_loop(lambda at: at[0] < 20, body, (jnp.int32(1), x))[1]
 
+    def deep(x):
+        return lax.scan(lambda x, _: (nested(x), None), x, None, length=2)[0]
+
     return {
         "scan": (lambda x: scan(x, 7), 7),
+        "three deep": (deep, 30),
         "one turn": (lambda x: scan(x, 1), 1),
         "reverse": (lambda x: scan(x, 6, reverse=True), 6),
         "unrolled": (lambda x: scan(x, 8, unroll=2), 8),
@@ -706,15 +649,16 @@ def without_trip_counts(text):
 
 
 @pytest.mark.parametrize("is_counted", [True, False])
-def test_lengths_that_depend_on_data_stay_unknown(is_counted):
+def test_lengths_that_depend_on_data_stay_unknown_and_count_once(is_counted):
     def loop(n, x):
         more = (lambda at: at[0] < n) if is_counted else (lambda at: at[1].sum() > 0)
-        return lax.while_loop(more, lambda at: (at[0] + 1, jnp.sin(at[1])), (0, x))
+        return lax.while_loop(more, lambda at: (at[0] + 1, at[1] @ at[1]), (0, x))
 
     found = program(loop, 3, jnp.ones((8, 8)))
-    assert [x.trips for lines in found.computations.values() for x in lines if x.op == "while"] == [
-        None
-    ]
+    lines = [x for lines in found.computations.values() for x in lines if x.op == "while"]
+    assert [x.trips for x in lines] == [None]
+    assert times(found, "dot") == [1]
+    assert unknown_loops(found) == []  # no collectives
 
 
 ASYNCHRONOUS = """

@@ -71,30 +71,24 @@ def mesh(request):
     return sf.make_mesh((1, 8, 1, 1)) if request.param == "mesh" else None
 
 
-def kept(mesh, looked):
-    """A step that donates nothing, as it is at first, and after it was called in another guise."""
-    step, state, batch = once(mesh, looked)
-    return copy.copy(step), state, batch
-
-
 @functools.cache
-def once(mesh, looked):
-    state, batch = born(mesh), on_host()
-    step = sf.compile_step(STEP, state, batch, donate=False)
+def program(mesh, donate):
+    """Compile the step, once for all tests, which call copies of it."""
+    return sf.compile_step(STEP, first_state(mesh), on_host(), donate=donate)
+
+
+def kept(mesh, looked):
+    """A step that donates nothing, as it is at first, and after a call under other settings."""
+    step, state, batch = copy.copy(program(mesh, False)), first_state(mesh), on_host()
     if looked:
         with jax.default_matmul_precision("float32"):
             step(state, batch)
     return step, state, batch
 
 
-def donating(mesh, form="host"):
+def donating(mesh):
     """A step that was not called yet, and donates the state."""
-    return copy.copy(_donating(mesh, form))
-
-
-@functools.cache
-def _donating(mesh, form):
-    return sf.compile_step(STEP, first_state(mesh), FORMS[form](on_host(), mesh))
+    return copy.copy(program(mesh, True))
 
 
 looked = pytest.mark.parametrize("looked", [False, True], ids=["at first", "looked at"])
@@ -111,34 +105,35 @@ def gone(arrays):
     return {leaf.is_deleted() for leaf in jax.tree.leaves(arrays)}
 
 
+def places(arrays):
+    return jax.tree.map(lambda leaf: leaf.sharding, arrays)
+
+
 # What comes back
 
 
-@pytest.mark.parametrize("dims", [(1, 8, 1, 1), (2, 2, 2, 1)], ids=str)
-def test_the_state_comes_back_in_the_shardings_of_the_plan(dims):
-    mesh = sf.make_mesh(dims)
-    plan = sf.make_sharding(SHAPE, mesh, [("params/w", P("fsdp", "tp"))])
-    state = sf.init_state(init, TX, jax.random.key(0), sharding=plan)
-    step = sf.compile_step(STEP, state, on_host())
+PLANS = {
+    "of the state": lambda: sf.make_sharding(
+        SHAPE, sf.make_mesh((2, 2, 2, 1)), [("params/w", P("fsdp", "tp"))]
+    ),
+    "given": lambda: plan_on(sf.make_mesh()),
+    "one for all": lambda: NamedSharding(sf.make_mesh(), P()),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_state_comes_back_in_the_shardings_of_the_plan(name):
+    plan, state = PLANS[name](), make()
+    wanted = plan if name != "one for all" else jax.tree.map(lambda _: plan, SHAPE)
+    if name == "of the state":
+        state = sf.init_state(init, TX, jax.random.key(0), sharding=plan)
+    step = sf.compile_step(
+        STEP, state, on_host(), sharding=None if name == "of the state" else plan
+    )
     for _ in range(3):
         state, _ = step(state, on_host())
-        assert jax.tree.map(lambda leaf: leaf.sharding, state) == plan
-    assert step.state.params["w"].sharding.spec == P("fsdp", "tp")
+        assert places(state) == places(step.state) == wanted
     assert step.batch["x"].sharding.spec == P(("dp", "fsdp"))
-
-
-def test_a_plan_may_be_given_for_a_state_that_has_no_place():
-    plan = plan_on(sf.make_mesh())
-    step = sf.compile_step(STEP, make(), on_host(), sharding=plan)
-    state, _ = step(make(), on_host())
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == plan
-
-
-def test_one_sharding_stands_for_the_whole_state():
-    everywhere = NamedSharding(sf.make_mesh(), P())
-    step = sf.compile_step(STEP, SHAPE, on_host(), sharding=everywhere)
-    state, _ = step(make(), on_host())
-    assert {leaf.sharding for leaf in jax.tree.leaves(state)} == {everywhere}
 
 
 def test_a_state_stays_on_the_device_it_was_put_on():
@@ -153,56 +148,32 @@ def test_a_state_stays_on_the_device_it_was_put_on():
 def test_the_bits_are_those_of_jit(mesh):
     ours, theirs = born(mesh), born(mesh)
     batch = placed(on_host(), mesh)
-    step, jitted = donating(mesh, "placed"), jax.jit(STEP)
+    step, jitted = donating(mesh), jax.jit(STEP)
     for _ in range(3):
         (ours, seen), (theirs, wanted) = step(ours, batch), jitted(theirs, batch)
     unkeyed = lambda state: state._replace(key=jax.random.key_data(state.key))
     chex.assert_trees_all_equal((unkeyed(ours), seen), (unkeyed(theirs), wanted))
 
 
-def test_an_evaluation_gives_the_bits_of_jit(mesh):
+def test_an_evaluation_gives_the_bits_of_jit_and_donates_nothing(mesh):
     state, batch = born(mesh), placed(on_host(), mesh)
-    step = sf.compile_step(EVAL, state, batch)
-    chex.assert_trees_all_equal(step(state, batch), jax.jit(EVAL)(state, batch))
-
-
-# Tracing
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_compiling_traces_the_step_once(form, mesh):
-    runs = []
-
-    def counted(state, batch):
-        runs.append(batch)
-        return EVAL(state, batch)
-
-    state, batch = born(mesh), FORMS[form](on_host(), mesh)
-    compiled = sf.compile_step(counted, state, batch)
-    assert len(runs) == 1
-    compiled(state, batch)
-    assert len(runs) == 1
+    step = sf.compile_step(EVAL, SHAPE, abstract(batch), sharding=plan_on(mesh))
+    for _ in range(2):
+        chex.assert_trees_all_equal(step(state, batch), jax.jit(EVAL)(state, batch))
+    assert gone(state) == {False}
 
 
 # Donation
 
 
-def test_the_state_is_donated(mesh):
-    state, batch = born(mesh), placed(on_host(), mesh)
-    step = donating(mesh, "placed")
-    for _ in range(3):
+def test_the_state_is_donated_under_any_settings(mesh):
+    state, batch, step = born(mesh), placed(on_host(), mesh), donating(mesh)
+    for precision in (None, None, "float32"):
         before = state
-        state, _ = step(state, batch)
+        with jax.default_matmul_precision(precision):
+            state, _ = step(state, batch)
         assert gone(before) == {True}
         assert gone((state, batch)) == {False}
-
-
-def test_the_state_is_donated_under_other_settings_too(mesh):
-    state, step = born(mesh), donating(mesh)
-    with jax.default_matmul_precision("float32"):
-        after, _ = step(state, on_host())
-    assert gone(state) == {True}
-    assert gone(after) == {False}
 
 
 @looked
@@ -212,14 +183,6 @@ def test_without_donation_the_state_stays(mesh, looked):
         after, _ = step(state, batch)
     assert gone(state) == {False}
     assert after.step == 1
-
-
-def test_an_evaluation_never_donates(mesh):
-    state = born(mesh)
-    step = sf.compile_step(EVAL, state, on_host())
-    for _ in range(2):
-        step(state, on_host())
-    assert gone(state) == {False}
 
 
 def test_an_evaluation_that_gives_a_pair_never_donates():
@@ -254,23 +217,45 @@ def test_one_donated_leaf_is_named(mesh):
 # Calls compile nothing and trace nothing
 
 
+def count_rows(state, batch):
+    """A step that compiles quickly, with the arguments and results of any other."""
+    return state._replace(step=state.step + 1), {"rows": batch["y"].sum()}
+
+
+def abstract(batch):
+    """The batch of `FORMS` as an abstract one, in the same place."""
+    shape = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, batch))
+    give = lambda leaf, form: form.update(sharding=getattr(leaf, "sharding", None))
+    return jax.tree.map(give, batch, shape)
+
+
+EXAMPLES = {
+    **FORMS,
+    "labels as numpy counts them": lambda batch, _: on_host(np.int64),
+    "abstract": lambda batch, _: abstract(batch),
+    "abstract and placed": lambda batch, mesh: abstract(placed(batch, mesh)),
+}
+
+
 @functools.cache
 def counting(mesh, example):
+    """Compile a step that notes when it is traced, for an example in any form."""
     traced = []
 
-    def counted(params, batch, key):
-        traced.append(key)
-        return loss_fn(params, batch, key)
+    def counted(state, batch):
+        traced.append(batch)
+        return count_rows(state, batch)
 
-    state, batch = born(mesh), FORMS[example](on_host(), mesh)
-    step = sf.compile_step(sf.make_train_step(counted, TX), state, batch)
+    step = sf.compile_step(counted, first_state(mesh), EXAMPLES[example](on_host(), mesh))
+    assert len(traced) == 1
     return step, traced
 
 
-@pytest.mark.parametrize("example", FORMS)
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_calls_compile_and_trace_nothing(mesh, example, compiles):
+    """A jitted step takes int64 for int32 without a word, and so does the fast path."""
     compiled, traced = counting(mesh, example)
-    for form in FORMS.values():
+    for form in (*FORMS.values(), EXAMPLES["labels as numpy counts them"]):
         step, state, batch = copy.copy(compiled), born(mesh), form(on_host(), mesh)
         placed(batch, mesh)  # jax cuts an array in pieces by a program of its own, once
         compiles.clear()
@@ -281,45 +266,9 @@ def test_calls_compile_and_trace_nothing(mesh, example, compiles):
         assert int(state.step) == 3
 
 
-@pytest.mark.parametrize("example", ["host", "placed"])
-@pytest.mark.parametrize("kind", ["train", "eval"])
-def test_abstract_examples(mesh, example, kind, compiles):
-    batch = FORMS[example](on_host(), mesh)
-    shape = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, on_host()))
-    if example == "placed" and mesh:
-        shape = sf.shard_batch(shape, mesh)
-    step = STEP if kind == "train" else EVAL
-    step = sf.compile_step(step, SHAPE, shape, sharding=plan_on(mesh))
-    state = born(mesh)
-    placed(batch, mesh)
-    compiles.clear()
-    made = step(state, batch)
-    assert compiles == []
-    assert (made[0].step == 1) if kind == "train" else (made["loss"].count == 16)
-
-
-@pytest.mark.parametrize("example", ["host", "placed", "abstract"])
-def test_labels_as_numpy_counts_them_are_the_labels_of_jax(mesh, example, compiles):
-    """A jitted step takes int64 for int32 without a word, and so does the fast path."""
-    if example == "abstract":
-        batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, on_host()))
-        batch = sf.shard_batch(batch, mesh) if mesh else batch
-    else:
-        batch = FORMS[example](on_host(np.int64), mesh)
-    state = born(mesh)
-    step = sf.compile_step(STEP, state, batch)
-    compiles.clear()
-    for _ in range(2):
-        state, _ = step(state, on_host(np.int64))
-    assert compiles == []
-
-
 def test_labels_as_numpy_counts_them_under_other_settings(mesh):
-    state = born(mesh)
-    step = sf.compile_step(STEP, state, on_host(np.int64))
-    with jax.default_matmul_precision("float32"):
-        state, _ = step(state, on_host(np.int64))
-    assert state.step == 1
+    step, state, _ = kept(mesh, True)
+    assert step(state, on_host(np.int64))[0].step == 1
 
 
 def test_parameters_from_the_host_are_taken(mesh, compiles):
@@ -335,33 +284,39 @@ def scaled_loss(params, batch, key):
     return sf.mean((batch["x"] @ params["w"]) ** 2 * scale)
 
 
+def with_scalars(scale, on=True):
+    return {"x": on_host()["x"], "scale": scale, "on": on}
+
+
+@functools.cache
+def scaling(mesh):
+    step = sf.make_train_step(scaled_loss, TX)
+    return sf.compile_step(step, first_state(mesh), with_scalars(1.0), donate=False)
+
+
 @looked
 def test_python_scalars_stay_allowed_if_the_example_had_them(mesh, looked, compiles):
-    scalars = lambda scale, on: {"x": on_host()["x"], "scale": scale, "on": on}
-    state, loss = born(mesh), []
-    step = sf.make_train_step(scaled_loss, TX)
-    step = sf.compile_step(step, state, scalars(1.0, True), donate=False)
+    step, state, loss = copy.copy(scaling(mesh)), first_state(mesh), []
     if looked:
         with jax.default_matmul_precision("float32"):
-            step(state, scalars(1.0, True))
+            step(state, with_scalars(1.0))
     compiles.clear()
     for given in ((1.0, True), (2.0, True), (2.0, False)):
-        _, metrics = step(state, scalars(*given))
+        _, metrics = step(state, with_scalars(*given))
         loss.append(metrics["loss"])
     assert compiles == []
     first, second, third = (float(one.compute()) for one in loss)
     assert (second, third) == (2 * first, 0)
     with pytest.raises(sf.RetraceError, match=r"batch/scale: expected float32\[\], got int 2"):
-        step(state, scalars(2, True))
+        step(state, with_scalars(2))
 
 
 def test_a_scalar_must_not_become_an_array_of_its_own_type():
-    state, scalars = born(None), {"x": on_host()["x"], "scale": 1.0, "on": np.bool_(True)}
-    step = sf.compile_step(sf.make_train_step(scaled_loss, TX), state, scalars, donate=False)
-    step(state, scalars | {"scale": jnp.asarray(2.0)})  # weak as well
+    step, state = copy.copy(scaling(None)), first_state(None)
+    step(state, with_scalars(jnp.asarray(2.0), np.bool_(True)))  # weak as well
     words = r"batch/scale: expected float32\[\] with a weak type.*got a strong type"
     with pytest.raises(sf.RetraceError, match=words):
-        step(state, scalars | {"scale": np.float32(2.0)})
+        step(state, with_scalars(np.float32(2.0)))
 
 
 def test_batches_in_turns(mesh, compiles):
@@ -377,10 +332,9 @@ def test_batches_in_turns(mesh, compiles):
 
 
 def test_no_batch_at_all(mesh):
-    step = sf.make_train_step(lambda params, batch, key: (params["w"] ** 2).mean(), TX)
-    state = born(mesh)
-    step = sf.compile_step(step, state, None)
-    assert step(state, None)[0].step == 1
+    count = lambda state, batch: (state._replace(step=state.step + 1), {})
+    step = sf.compile_step(count, first_state(mesh), None)
+    assert step(born(mesh), None)[0].step == 1
 
 
 # What a call costs
@@ -402,19 +356,13 @@ def calls(function, *args):
     return count, made
 
 
-def count_rows(state, batch):
-    """A step that compiles quickly, with the arguments and results of any other."""
-    return state._replace(step=state.step + 1), {"rows": batch["y"].sum()}
-
-
 @pytest.mark.parametrize("form", ["host", "placed"])
 def test_a_call_runs_at_most_two_more_functions_than_a_jitted_one(mesh, form):
     batch, ours, theirs = FORMS[form](on_host(), mesh), born(mesh), born(mesh)
-    step = sf.compile_step(count_rows, ours, batch)
-    options = {}
+    step, options = copy.copy(counting(mesh, form)[0]), {}
     if mesh and form != "placed":  # whose places it would otherwise not know
-        places = jax.tree.map(lambda leaf: leaf.sharding, (step.state, step.batch))
-        options = {"in_shardings": places, "out_shardings": (places[0], None)}
+        shardings = places((step.state, step.batch))
+        options = {"in_shardings": shardings, "out_shardings": (shardings[0], None)}
     jitted = jax.jit(count_rows, donate_argnums=0, **options)
     counts = []
     for _ in range(7):
@@ -562,22 +510,15 @@ WHOLE = r"  state/params/w: expected it on .*'fsdp'.* of the mesh .*, got it on 
 
 
 @looked
-def test_a_parameter_that_is_whole_where_it_was_cut_is_refused(looked, compiles):
+def test_arrays_that_are_whole_where_they_were_cut_are_refused(looked, compiles):
     mesh = sf.make_mesh((1, 8, 1, 1))
     step, state, batch = kept(mesh, looked)
-    whole = jax.device_put(state.params["w"], NamedSharding(mesh, P()))
+    everywhere = NamedSharding(mesh, P())
+    params = {**state.params, "w": jax.device_put(state.params["w"], everywhere)}
+    whole = jax.device_put(batch, everywhere)
     compiles.clear()
     with pytest.raises(sf.RetraceError, match=WHOLE):
-        step(state._replace(params={**state.params, "w": whole}), batch)
-    assert compiles == []
-
-
-@looked
-def test_a_batch_that_is_whole_where_it_was_cut_is_refused(looked, compiles):
-    mesh = sf.make_mesh((1, 8, 1, 1))
-    step, state, batch = kept(mesh, looked)
-    whole = jax.device_put(batch, NamedSharding(mesh, P()))
-    compiles.clear()
+        step(state._replace(params=params), batch)
     with pytest.raises(sf.RetraceError, match="batch/x: expected it on .*\n  batch/y: expected it"):
         step(state, whole)
     assert compiles == []
@@ -625,19 +566,15 @@ def test_advice_on_shapes_is_given_for_changed_shapes_only():
             assert ("Keep the batch shape" in str(caught.value)) == is_given, fault
 
 
-def test_a_state_of_one_array_is_called_something():
+def test_a_state_of_one_array_or_in_other_containers_is_called_something():
     step = sf.compile_step(lambda state, batch: (state + batch, {}), jnp.ones(8), jnp.ones(8))
-    with pytest.raises(
-        sf.RetraceError, match=r"\n  state: expected float32\[8\], got float32\[4\]"
-    ):
+    words = r"\n  state: expected float32\[8\], got float32\[4\]"
+    with pytest.raises(sf.RetraceError, match=words):
         step(jnp.ones(4), jnp.ones(8))
     state = jnp.ones(8)
     step(state, jnp.ones(8))
     with pytest.raises(sf.ConfigError, match="^state: the arrays were donated to an earlier call"):
         step(state, jnp.ones(8))
-
-
-def test_another_container_for_the_state_is_called_something():
     step = sf.compile_step(lambda s, batch: ((s[0] + batch,), {}), (jnp.ones(8),), jnp.ones(8))
     with pytest.raises(sf.RetraceError, match=r"\n  state: expected the containers .*, got"):
         step([jnp.ones(8)], jnp.ones(8))
@@ -747,14 +684,14 @@ def test_an_error_while_tracing_comes_through_unchanged():
     assert caught.value is error
 
 
-@looked
-@pytest.mark.parametrize("words", ["of my own", "cannot delete the file", "donate something"])
-def test_an_error_at_run_time_comes_through_unchanged(words, looked):
-    fails = False
+@functools.cache
+def failing():
+    """Compile a step that fails with the last of these words."""
+    words = []
 
     def check(total):
-        if fails:
-            raise ValueError(words)
+        if words:
+            raise ValueError(words[-1])
         return total
 
     def loss_fn(params, batch, key):
@@ -762,33 +699,39 @@ def test_an_error_at_run_time_comes_through_unchanged(words, looked):
         total = jax.pure_callback(check, jax.ShapeDtypeStruct((), out.dtype), batch["x"].sum())
         return sf.mean(out**2 * jax.lax.stop_gradient(total))
 
-    state = make()
-    step = sf.compile_step(sf.make_train_step(loss_fn, TX), state, on_host())
+    step = sf.compile_step(sf.make_train_step(loss_fn, TX), SHAPE, on_host(), donate=False)
+    return step, words
+
+
+@looked
+@pytest.mark.parametrize("message", ["of my own", "cannot delete the file", "donate something"])
+def test_an_error_at_run_time_comes_through_unchanged(message, looked):
+    step, words = failing()
+    step = copy.copy(step)
+    words.clear()
     if looked:
         with jax.default_matmul_precision("float32"):
-            state, _ = step(state, on_host())
-    fails = True
-    with pytest.raises(jax.errors.JaxRuntimeError, match=words):
-        jax.block_until_ready(step(state, on_host()))
+            step(first_state(None), on_host())
+    words.append(message)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(step(first_state(None), on_host()))
 
 
 # What cannot be compiled
 
 
-def test_a_jitted_step_is_refused():
-    words = r"compile_step: expected a step .*, neither jitted .*, got PjitFunction .* as it is"
+@pytest.mark.parametrize(
+    ("step", "got"),
+    [
+        (lambda: jax.jit(STEP), "PjitFunction .* as it is"),
+        (lambda: program(None, False), "CompiledStep"),
+        (lambda: None, "NoneType None"),
+    ],
+)
+def test_what_is_no_plain_step_is_refused(step, got):
+    words = f"compile_step: expected a step .*, neither jitted nor compiled, got {got}"
     with pytest.raises(sf.ConfigError, match=words):
-        sf.compile_step(jax.jit(STEP), make(), on_host())
-
-
-def test_a_compiled_step_is_refused():
-    with pytest.raises(sf.ConfigError, match="neither jitted nor compiled, got CompiledStep"):
-        sf.compile_step(kept(None, False)[0], make(), on_host())
-
-
-def test_what_is_no_step_is_refused():
-    with pytest.raises(sf.ConfigError, match="compile_step: expected a step .* got NoneType None"):
-        sf.compile_step(None, make(), on_host())
+        sf.compile_step(step(), make(), on_host())
 
 
 def test_a_partial_step_is_a_step():
@@ -796,19 +739,23 @@ def test_a_partial_step_is_a_step():
     assert sf.compile_step(step, jnp.ones(2), jnp.ones(2))(jnp.ones(2), jnp.ones(2))[0].sum() == 1
 
 
-def test_a_plan_for_another_state_is_refused():
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda plan: {"params": {"w": plan.params["w"], "v": plan.key}},
+            "params/b: has no sharding",
+        ),
+        (
+            lambda plan: {"opt_state": list(plan.opt_state)},
+            "expected the containers PyTreeDef",
+        ),
+    ],
+)
+def test_a_plan_for_another_state_is_refused(change, words):
     plan = plan_on(sf.make_mesh())
-    odd = plan._replace(params={"w": plan.params["w"], "v": plan.key})
-    words = "the plan is for another tree:\n  params/b: has no sharding"
-    with pytest.raises(sf.TreeMismatchError, match=words):
-        sf.compile_step(STEP, SHAPE, on_host(), sharding=odd)
-
-
-def test_a_plan_in_other_containers_is_refused():
-    plan = plan_on(sf.make_mesh())
-    odd = plan._replace(opt_state=list(plan.opt_state))
-    words = r"the plan is for another tree:\n  expected the containers PyTreeDef"
-    with pytest.raises(sf.TreeMismatchError, match=words):
+    odd = plan._replace(**change(plan))
+    with pytest.raises(sf.TreeMismatchError, match=f"the plan is for another tree:\n  {words}"):
         sf.compile_step(STEP, SHAPE, on_host(), sharding=odd)
 
 
@@ -843,22 +790,16 @@ def shape(*dims, dtype=jnp.float32, **options):
     return jax.ShapeDtypeStruct(dims, dtype, **options)
 
 
-def places(arrays):
-    return jax.tree.map(lambda leaf: leaf.sharding, arrays)
-
-
 # Where things are
 
 
-def test_without_a_place_all_is_on_the_first_device():
+def test_all_goes_where_something_was_put_or_on_the_first_device():
+    first, third = map(SingleDeviceSharding, (FIRST, THIRD))
     made = abstract_arguments({"w": shape(3)}, {"x": np.ones(4)})
-    assert places(made) == ({"w": SingleDeviceSharding(FIRST)}, {"x": SingleDeviceSharding(FIRST)})
-
-
-def test_all_goes_where_something_was_put():
+    assert places(made) == ({"w": first}, {"x": first})
     state = {"a": jnp.ones(3), "b": jax.device_put(jnp.ones(3), THIRD)}
     made = abstract_arguments(state, {"x": np.ones(4), "n": 3})
-    assert {place.device_set.copy().pop() for place in jax.tree.leaves(places(made))} == {THIRD}
+    assert places(made) == ({"a": third, "b": third}, {"x": third, "n": third})
 
 
 def test_what_has_no_place_on_a_mesh_is_everywhere_and_batches_are_spread(grid):
@@ -880,13 +821,13 @@ def test_a_plan_goes_before_where_arrays_are(grid):
         assert batch.sharding.spec == P(("dp", "fsdp"))
 
 
-def test_a_batch_that_was_placed_stays_there(grid):
+def test_a_batch_that_was_placed_stays_there_and_its_numbers_stay_weak(grid):
     own, whole = NamedSharding(grid, P("dp")), NamedSharding(grid, P())
-    given = {"x": shape(6, 2, sharding=own), "y": np.ones(6)}
-    _, batch = abstract_arguments(
-        {"w": shape(8, sharding=whole)}, given | {"y": np.ones(16), "x": shape(16, sharding=own)}
-    )
-    assert places(batch) == {"x": own, "y": NamedSharding(grid, P(("dp", "fsdp")))}
+    given = {"x": shape(16, sharding=own), "y": np.ones(16), "n": 2.0}
+    _, batch = abstract_arguments({"w": shape(8, sharding=whole)}, given)
+    rows = NamedSharding(grid, P(("dp", "fsdp")))
+    assert places(batch) == {"x": own, "y": rows, "n": whole}
+    assert batch["n"].weak_type
 
 
 def test_types_are_as_jax_takes_them():
@@ -899,18 +840,6 @@ def test_types_are_as_jax_takes_them():
         "n": ("float32", True),
         "k": ("key<fry>", False),
     }
-
-
-def test_numbers_in_a_batch_stay_weak_on_a_mesh(grid):
-    _, batch = abstract_arguments(
-        shape(8, sharding=NamedSharding(grid, P())), {"n": 2.0, "x": np.ones(8)}
-    )
-    assert batch["n"].weak_type
-
-
-def test_an_example_that_is_no_array_is_named():
-    with pytest.raises((sf.ConfigError, sf.DataError), match="batch/name: expected an array"):
-        abstract_arguments(jnp.ones(2), {"name": "cat"})
 
 
 def test_a_mesh_of_one_device_spreads_nothing():
@@ -933,6 +862,7 @@ def home(*dims, dtype=jnp.float32, weak=False):
     [
         jnp.ones(3),
         np.ones(3, np.float32),
+        np.ones(3),
         jax.device_put(jnp.ones(3), FIRST),
         jax.device_put(
             jnp.ones(3), NamedSharding(sf.make_mesh((1,), ("x",), devices=[FIRST]), P())
@@ -943,11 +873,10 @@ def test_the_same_is_no_change(leaf):
     assert argument_changes({"a": home(3)}, {"a": leaf}, "batch") == []
 
 
-def test_what_jax_takes_for_the_same_is_no_change():
-    assert (
-        argument_changes([home(3), home(3, dtype=jnp.int32)], [np.ones(3), np.arange(3)], "batch")
-        == []
-    )
+def test_integers_and_numbers_as_jax_takes_them_are_no_change():
+    forms = [home(3, dtype=jnp.int32), home(weak=True), home(dtype=jnp.int32, weak=True)]
+    numbers = [np.arange(3), 1.0, 2, True]
+    assert argument_changes([*forms, home(dtype=bool)], numbers, "batch") == []
 
 
 @pytest.mark.parametrize(
@@ -971,11 +900,6 @@ def test_a_change_is_a_line(form, leaf, line):
     assert line in found
     (found,) = argument_changes({"a": form}, {"a": leaf}, "batch")
     assert found.startswith("batch/a: ")
-
-
-def test_numbers_for_numbers_are_no_change():
-    forms = [home(weak=True), home(dtype=jnp.int32, weak=True), home(dtype=bool)]
-    assert argument_changes(forms, [1.0, 2, True], "batch") == []
 
 
 def test_every_change_is_a_line():
@@ -1030,8 +954,7 @@ def test_the_error_for_other_types_says_what_to_pass(state, batch, message):
 
 # It drops every program of this process, so it comes last.
 def test_without_its_caches_jax_runs_what_was_compiled(mesh, compiles):
-    state, batch = born(mesh), on_host()
-    step = sf.compile_step(STEP, state, batch, donate=False)
+    step, state, batch = kept(mesh, False)
     wanted = step(state, batch)[1]
     jax.clear_caches()
     compiles.clear()

@@ -18,6 +18,8 @@ import stepfold as sf
 from stepfold.inspect.__main__ import main
 from stepfold.inspect.collectives import collectives, parse, unknown_loops
 
+from .test_collectives import loops
+
 pytest.importorskip("libtpu")
 pytestmark = pytest.mark.tpu
 
@@ -65,34 +67,6 @@ def test_a_batch_is_global_and_split_over_all_devices():
 
 
 # How often
-
-
-def loops(turn):
-    """Functions of an array that call `turn` in loops, and how often."""
-
-    def scan(x, length, **options):
-        return lax.scan(lambda x, _: (turn(x), None), x, None, length=length, **options)[0]
-
-    def nested(x):
-        return lax.scan(lambda x, _: (scan(x, 5), None), x, None, length=3)[0]
-
-    def strided(x):
-        body = lambda at: (at[0] + 3, turn(at[1]))
-        return lax.while_loop(lambda at: at[0] < 20, body, (jnp.int32(1), x))[1]
-
-    def deep(x):
-        return lax.scan(lambda x, _: (nested(x), None), x, None, length=2)[0]
-
-    return {
-        "scan": (lambda x: scan(x, 7), 7),
-        "reverse": (lambda x: scan(x, 6, reverse=True), 6),
-        "unrolled": (lambda x: scan(x, 8, unroll=2), 8),
-        "nested": (nested, 15),
-        "three deep": (deep, 30),
-        "fori": (lambda x: lax.fori_loop(2, 11, lambda _, x: turn(x), x), 9),
-        "strided": (strided, 7),
-        "twice": (lambda x: scan(scan(x, 4), 3), 7),
-    }
 
 
 def sums(function, devices):

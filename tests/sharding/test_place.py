@@ -36,9 +36,6 @@ def test_scalars_are_on_every_device():
         assert placed[name].sharding == NamedSharding(MESH, P())
         assert placed[name] == batch[name]
     assert placed["x"].sharding.spec == ROWS
-
-
-def test_a_batch_of_scalars_alone_is_replicated():
     assert sf.shard_batch([1, 2.0], MESH)[1].sharding == NamedSharding(MESH, P())
     assert sf.shard_batch(3, MESH) == 3
 
@@ -76,21 +73,14 @@ def test_a_batch_comes_back_as_it_was(rows, shape, axes):
     assert placed.addressable_shards[0].data.shape == (rows, *shape)
 
 
-def test_axes_may_be_named():
+def test_axes_may_be_named_and_by_default_a_mesh_needs_but_one_data_axis():
     x = np.arange(8)
     assert sf.shard_batch(x, MESH, axes="tp").sharding.spec == P("tp")
     assert sf.shard_batch(x, MESH, axes=("tp", "dp")).sharding.spec == P(("tp", "dp"))
-    assert sf.shard_batch(x, sf.make_mesh((-1,), ("data",)), axes="data").sharding.spec == P("data")
-
-
-def test_by_default_a_mesh_needs_but_one_data_axis():
-    for name in ("dp", "fsdp"):
+    for name, axes in (("data", "data"), ("dp", None), ("fsdp", None)):
         mesh = sf.make_mesh((-1, 1), (name, "tp"))
-        assert sf.shard_batch(np.arange(8), mesh).sharding == NamedSharding(mesh, P(name))
-
-
-def test_a_mesh_of_one_device_takes_any_batch():
-    mesh = sf.make_mesh(devices=jax.devices()[:1])
+        assert sf.shard_batch(x, mesh, axes=axes).sharding == NamedSharding(mesh, P(name))
+    mesh = sf.make_mesh(devices=jax.devices()[:1])  # one device takes any batch
     np.testing.assert_array_equal(sf.shard_batch(np.arange(7), mesh), np.arange(7))
 
 
@@ -274,15 +264,12 @@ def test_a_state_that_is_placed_steps_as_one_that_is_born_there(key):
         np.testing.assert_array_equal(bare(x), bare(y))
 
 
-def test_numbers_become_arrays():
+def test_numbers_a_bare_array_and_an_empty_tree_can_be_placed():
     place = PLACES["replicated"]
     numbers = {"n": 3, "x": 0.5, "np": np.float32(2)}
     placed = sf.place(numbers, jax.tree.map(lambda _: place, numbers))
     assert (int(placed["n"]), float(placed["x"]), float(placed["np"])) == (3, 0.5, 2.0)
     assert placed["n"].sharding == place
-
-
-def test_a_bare_array_and_an_empty_tree_can_be_placed():
     assert sf.place(jnp.ones(4), PLACES["cut"]).sharding == PLACES["cut"]
     assert sf.place({}, {}) == {}
 
