@@ -122,6 +122,10 @@ def test_updates_may_be_wider_than_the_parameters():
     assert (params.dtype, params.tolist()) == (jnp.bfloat16, [0.5, 0.5])
 
 
+def turning_weak(updates, state, params=None):
+    return updates, jnp.asarray(1.0)
+
+
 OPTIMIZERS = {
     "adafactor": optax.adafactor(0.1),
     "lion": optax.lion(0.1),
@@ -131,6 +135,7 @@ OPTIMIZERS = {
     "multiple steps": optax.MultiSteps(optax.adam(0.1), 2),
     "apply if finite": optax.apply_if_finite(optax.adam(0.1), 3),
     "masked": optax.masked(optax.adam(0.1), {"w": True, "b": False}),
+    "turns weak": optax.GradientTransformation(lambda params: jnp.asarray(1.0), turning_weak),
 }
 
 
@@ -143,7 +148,7 @@ def test_optimizers_of_every_kind_keep_the_form_of_the_state(name):
     assert jax.tree.map(form, new) == jax.tree.map(form, old)
 
 
-@pytest.mark.parametrize("name", ["hyperparameters", "multiple steps", "apply if finite", "masked"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS][-5:])
 def test_optimizers_that_wrap_others_compile_once(name, compiles):
     state, step = make(tx=OPTIMIZERS[name])
     state, step = jax.tree.map(jnp.copy, state), jax.jit(step, donate_argnums=0)
@@ -152,19 +157,6 @@ def test_optimizers_that_wrap_others_compile_once(name, compiles):
     state, metrics = step(state, BATCH)
     assert compiles == []
     assert np.isfinite(metrics["loss"].compute())
-
-
-def test_an_optimizer_whose_state_turns_weak_compiles_once(compiles):
-    def update(updates, state, params=None):
-        return updates, jnp.asarray(1.0)
-
-    tx = optax.GradientTransformation(lambda params: jnp.asarray(1.0), update)
-    state, step = make(tx=tx)
-    step = jax.jit(step)
-    state, _ = step(state, BATCH)
-    compiles.clear()
-    step(state, BATCH)
-    assert compiles == []
 
 
 def test_an_optimizer_that_changes_the_form_of_its_state_is_refused():
@@ -186,6 +178,7 @@ def test_the_state_of_another_optimizer_is_refused():
     _, step = make(tx=optax.sgd(0.1, momentum=0.9))
     message = (
         r"made with another optimizer(.|\n)*opt_state/0/trace/w: missing, expected float32\[3\]"
+        r"(.|\n)*make_train_step the same tx\."
     )
     with pytest.raises(sf.TreeMismatchError, match=message):
         jax.eval_shape(step, state, BATCH)
@@ -218,19 +211,6 @@ def test_what_holds_a_state_is_told_from_one_and_others_by_their_module():
     other = type("TrainState", (), {"__module__": "flax.training.train_state"})()
     with pytest.raises(sf.ConfigError, match="got flax.training.train_state.TrainState; sf.init"):
         step(other, BATCH)
-
-
-def test_loss_and_optimizer_in_the_wrong_order_are_told_as_such():
-    with pytest.raises(
-        sf.LossError, match=r"expected a function loss_fn\(params, batch, key\), got"
-    ):
-        sf.make_train_step(optax.sgd(0.1), loss_fn)
-
-
-def test_the_state_of_another_optimizer_is_answered_with_what_to_do():
-    state, _ = make(tx=optax.sgd(0.1))
-    with pytest.raises(sf.TreeMismatchError, match=r"make_train_step the same tx\.$"):
-        make()[1](state, BATCH)
 
 
 # skipping
@@ -462,12 +442,10 @@ def test_partial_with_the_same_value_accumulates():
     assert str(jax.make_jaxpr(want)(state, batch)) == str(jax.make_jaxpr(got)(state, batch))
 
 
-def test_a_loss_of_other_arguments_is_refused_when_built():
-    with pytest.raises(sf.LossError, match=r"expected loss_fn\(params, batch, key\)"):
-        make(lambda params, batch: 0.0)
-
-
-def test_an_optimizer_that_is_none_is_refused_when_built():
+def test_a_loss_or_an_optimizer_that_is_none_is_refused_when_built():
+    words = r"expected a function loss_fn\(params, batch, key\), got"
+    with pytest.raises(sf.LossError, match=words):
+        sf.make_train_step(optax.sgd(0.1), loss_fn)
     with pytest.raises(sf.ConfigError, match="tx: expected an optax transformation"):
         sf.make_train_step(loss_fn, optax.adam)
 
@@ -589,13 +567,10 @@ def test_what_is_no_number_is_named(function, said):
         step(state, jnp.zeros(4))
 
 
-def test_a_metric_of_the_step_is_not_replaced():
+def test_arguments_are_checked():
     step, state = observed(optax.sgd(0.1), loss=lambda state: 0.0)
     with pytest.raises(sf.ConfigError, match="other names than the step's own metrics, got loss"):
         step(state, jnp.zeros(4))
-
-
-def test_arguments_are_checked():
     with pytest.raises(sf.ConfigError, match="observe: expected a step .* got None"):
         sf.observe(None)
     with pytest.raises(sf.ConfigError, match="rate: expected a function of the state, got float 0"):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import stepfold as sf
 
@@ -51,3 +52,11 @@ def bits(tree):
         for x in jax.tree.leaves(tree)
     ]
     return [np.asarray(x).tobytes() for x in raw]
+
+
+@pytest.fixture
+def compile_fast():
+    """Compile in half the time, where results are equal up to rounding."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -68,16 +68,17 @@ def cut_at(step):
     return hook
 
 
+TX = optax.adam(0.1)
+STEP = sf.make_train_step(lambda p, b, key: sf.mean((p["w"] * b + jax.random.normal(key)) ** 2), TX)
+MEASURE = sf.Evaluation(lambda state: {"loss": jnp.abs(state.params["w"]).sum()}, every=7)
+
+
 def run(hooks, directory=None, epochs=TOTAL // Epochs.steps_per_epoch):
-    tx = optax.adam(0.1)
-    state = sf.init_state({"w": jnp.ones(3)}, tx, jax.random.key(0))
-    loss_fn = lambda p, b, key: sf.mean((p["w"] * b + jax.random.normal(key)) ** 2)
-    measure = sf.Evaluation(lambda state: {"loss": jnp.abs(state.params["w"]).sum()}, every=7)
     return sf.fit(
-        *(sf.make_train_step(loss_fn, tx), state, Epochs()),
+        *(STEP, sf.init_state({"w": jnp.ones(3)}, TX, jax.random.key(0)), Epochs()),
         epochs=epochs,
         log_every=4,
-        evaluation=measure,
+        evaluation=MEASURE,
         hooks=hooks,
         checkpoints=directory and sf.Checkpoints(directory, every=5),
     )
@@ -93,18 +94,26 @@ def states_of(hooks):
     return [(type(hook).__name__, hook.get_state()) for hook in hooks if hasattr(hook, "get_state")]
 
 
-@pytest.mark.parametrize("step", [4, 7, 8, 16, 22, 30])
-def test_after_a_cut_hooks_are_where_an_uninterrupted_run_has_them(tmp_path, step):
-    writer, epochs, cut_writer, cut_epochs = Memory(), [], Memory(), []
-    uncut, resumed = make_hooks(writer, epochs), make_hooks(cut_writer, cut_epochs)
-    run(uncut, tmp_path / "uncut")
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory):
+    """Return what an uninterrupted run has written, its epochs, and the states of its hooks."""
+    writer, epochs = Memory(), []
+    hooks = make_hooks(writer, epochs)
+    run(hooks, tmp_path_factory.mktemp("uncut"))
+    assert len(states_of(hooks)) >= 6
+    return writer.rows, epochs, states_of(hooks)
+
+
+@pytest.mark.parametrize(
+    "step", [4, 7, 16, *(pytest.param(n, marks=pytest.mark.full) for n in (8, 22, 30))]
+)
+def test_after_a_cut_hooks_are_where_an_uninterrupted_run_has_them(tmp_path, uncut, step):
+    writer, epochs = Memory(), []
+    resumed = make_hooks(writer, epochs)
     with pytest.raises(Cut):
-        run([*make_hooks(cut_writer, cut_epochs), cut_at(step)], tmp_path / "cut")
-    run(resumed, tmp_path / "cut")
-    assert cut_writer.rows == writer.rows
-    assert cut_epochs == epochs
-    assert states_of(resumed) == states_of(uncut)
-    assert len(states_of(uncut)) >= 6
+        run([*make_hooks(writer, epochs), cut_at(step)], tmp_path)
+    run(resumed, tmp_path)
+    assert (writer.rows, epochs, states_of(resumed)) == uncut
 
 
 def test_a_second_run_with_the_same_hooks_is_like_the_first():
