@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import stepfold as sf
 
 from . import network
+from .network import compile_fast  # noqa: F401  a fixture
 
 VARIANTS = {
     "plain": {},
@@ -51,8 +52,9 @@ def test_a_scan_of_steps_equals_the_steps_bit_for_bit(name):
     assert network.bits(metrics) == network.bits(jax.tree.map(lambda *x: jnp.stack(x), *seen))
 
 
+@pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize("name", VARIANTS)
-@settings(max_examples=5)
+@settings(max_examples=2)
 @given(seed=st.integers(0, 2**31 - 1))
 def test_jit_equals_no_jit(name, seed):
     step, state, batch = step_of(name), start(seed), network.batch(seed)
@@ -69,7 +71,9 @@ def _raw(tree):
     )
 
 
+@pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize("n", [1, 2])
+@settings(max_examples=5)
 @given(seed=st.integers(0, 2**31 - 1))
 def test_eight_devices_equal_one(n, seed):
     state, batch = (
@@ -96,8 +100,14 @@ def _mesh():
     return jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.usefixtures("compile_fast")
+@pytest.mark.parametrize(
+    ("n", "check_vma"),
+    [
+        *((1, True), (2, False)),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((1, False), (2, True))),
+    ],
+)
 def test_shard_map_over_eight_devices_equals_one(n, check_vma):
     def summed(params, batch, key):
         terms, metrics = network.loss(params, batch, key)
@@ -127,6 +137,7 @@ def test_shard_map_over_eight_devices_equals_one(n, check_vma):
     )
 
 
+@pytest.mark.usefixtures("compile_fast")
 def test_an_ensemble_by_vmap_equals_its_members():
     keys = jax.random.split(jax.random.key(0), 3)
     many = jax.vmap(partial(sf.init_state, network.init, optimizer(), stateful=True))(keys)

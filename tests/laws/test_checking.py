@@ -202,7 +202,11 @@ def test_what_depends_on_the_batch_alone_runs_twice_as_well():
 
 @pytest.mark.parametrize(
     ("devices", "options"),
-    [(1, {}), (1, {"accumulate": 4, "stateful": True}), (8, {})],
+    [
+        pytest.param(1, {}, marks=pytest.mark.full),
+        (1, {"accumulate": 4, "stateful": True}),
+        (8, {}),
+    ],
 )
 def test_state_and_metrics_are_those_of_the_step(devices, options):
     stateful = "stateful" in options

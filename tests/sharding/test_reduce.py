@@ -26,6 +26,17 @@ BATCH = {"x": RNG.normal(size=(32, 8)), "mask": RNG.uniform(size=32) < 0.6}
 BATCH["mask"][:4] = False  # all that the first of eight devices has
 
 
+@pytest.fixture
+def fast():
+    """Compile in half the time, where only the numbers matter."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+numeric = pytest.mark.usefixtures("fast")
+
+
 def loss_fn(params, batch, key):
     hidden = jnp.tanh(batch["x"] @ params["in"])
     error = ((hidden @ params["out"]) ** 2).sum(-1)
@@ -74,6 +85,7 @@ def plainly():
         return raw(ran(*made((8, 1, 1, 1), clipped(), dtype=np.float64)[-1]))
 
 
+@numeric
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
@@ -93,6 +105,7 @@ def test_the_step_is_the_plain_one(dims, options):
         assert got[0].params["in"].dtype == jnp.float64
 
 
+@numeric
 def test_gradients_need_no_jit(key):
     mesh = sf.make_mesh((2, 4, 1, 1))
     state = sf.init_state({"w": jnp.ones((8, 8))}, optax.sgd(0.1), key)
@@ -103,6 +116,7 @@ def test_gradients_need_no_jit(key):
     chex.assert_trees_all_close(raw(grad_fn(*inputs)), raw(jax.jit(grad_fn)(*inputs)), rtol=1e-5)
 
 
+@numeric
 def test_weights_may_hang_on_the_parameters():
     def loss(params, batch, key):
         weight = jax.nn.sigmoid((batch["x"] @ params["in"]).sum(-1)) * batch["mask"].astype(
@@ -117,6 +131,7 @@ def test_weights_may_hang_on_the_parameters():
         chex.assert_trees_all_close(raw(got), raw(want), rtol=1e-10, atol=1e-12)
 
 
+@numeric
 def test_a_batch_that_is_masked_whole_changes_nothing():
     loss = lambda p, b, k: sf.mean((b["x"] @ p["in"]).sum(-1), b["mask"] & False)
     state, _, batch, step, _ = made((2, 4, 1, 1), optax.sgd(0.1), loss, accumulate=2)
@@ -125,6 +140,7 @@ def test_a_batch_that_is_masked_whole_changes_nothing():
     assert metrics["loss"].count == 0
 
 
+@numeric
 def test_axes_may_be_some_of_those_the_batch_is_spread_over():
     with jax.enable_x64(True):
         state, plan, batch, *_ = made((2, 4, 1, 1), clipped(), dtype=np.float64)
@@ -134,6 +150,7 @@ def test_axes_may_be_some_of_those_the_batch_is_spread_over():
         chex.assert_trees_all_close(raw(got), plainly(), rtol=1e-10, atol=1e-12)
 
 
+@numeric
 def test_steps_follow_one_another_without_compiling_again(compiles):
     state, _, batch, step, (plain, other, host) = made((2, 4, 1, 1), optax.sgd(0.01), accumulate=4)
     step, plain = jax.jit(step, donate_argnums=0), jax.jit(plain)
@@ -153,6 +170,7 @@ def uniform(params, batch, key):
     return params["in"].sum(), {"drawn": drawn.from_model_output(u=jax.random.uniform(key, (1,)))}
 
 
+@numeric
 @pytest.mark.parametrize(("dims", "devices", "n"), [((8, 1, 1, 1), 8, 1), ((2, 2, 2, 1), 4, 4)])
 def test_every_device_and_microbatch_has_a_key_of_its_own(dims, devices, n):
     state, _, batch, step, _ = made(dims, optax.sgd(0.1), uniform, accumulate=n)
@@ -172,6 +190,7 @@ class Largest(clu_metrics.Average):
         return self.replace(total=jnp.maximum(self.total, other.total))
 
 
+@numeric
 def test_metrics_of_every_kind_merge_over_devices_and_microbatches():
     def loss(params, batch, key):
         everything = clu_metrics.CollectingMetric.from_outputs(("x",))
@@ -196,6 +215,7 @@ def test_metrics_of_every_kind_merge_over_devices_and_microbatches():
     np.testing.assert_array_equal(got, np.sort(np.ravel(x)))
 
 
+@numeric
 def test_bf16_is_the_plain_step_in_bf16_to_rounding():
     state, _, batch, step, plain = made(
         (2, 4, 1, 1), optax.sgd(0.01), precision="bf16", accumulate=4
@@ -205,6 +225,7 @@ def test_bf16_is_the_plain_step_in_bf16_to_rounding():
     chex.assert_trees_all_equal_dtypes(got, want)
 
 
+@numeric
 def test_gradients_of_bf16_parameters_add_up_in_float32_over_devices(key):
     x = np.random.default_rng(0).uniform(0.5, 1.5, size=(256, 4)).astype(np.float32)
     state = sf.init_state(jnp.ones(4, jnp.bfloat16), optax.sgd(0.1), key)
@@ -220,6 +241,7 @@ def test_gradients_of_bf16_parameters_add_up_in_float32_over_devices(key):
     assert np.abs(np.asarray(grads, np.float32) - want).max() < half_ulp
 
 
+@numeric
 def test_a_bad_row_on_one_device_skips_the_step_on_all():
     state, _, batch, step, _ = made(
         (2, 2, 2, 1), optax.sgd(0.1, momentum=0.9), skip_nonfinite=True, accumulate=2
@@ -237,6 +259,7 @@ def test_a_bad_row_on_one_device_skips_the_step_on_all():
     assert (raw(after.params["in"]) != raw(state.params["in"])).any()
 
 
+@numeric
 def test_f16_with_a_loss_scale_is_the_plain_step_and_an_overflow_skips_it_on_all_devices():
     tx = sf.dynamic_loss_scale(optax.sgd(0.01))
     state, _, batch, step, plain = made((2, 4, 1, 1), tx, precision="f16", accumulate=2)
@@ -252,6 +275,7 @@ def test_f16_with_a_loss_scale_is_the_plain_step_and_an_overflow_skips_it_on_all
     chex.assert_trees_all_equal(raw(after.params), raw(state.params))
 
 
+@numeric
 def test_parameters_may_be_one_bare_array(key):
     tx, mesh = optax.sgd(0.1), sf.make_mesh((2, 4, 1, 1))
     state = sf.init_state(jnp.ones((8, 8)), tx, key)
