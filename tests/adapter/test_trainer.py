@@ -122,21 +122,6 @@ def test_the_history_survives_a_second_call():
     assert {name: list(curve) for name, curve in made.history.items()} == before != {}
 
 
-def test_early_stopping_without_an_evaluation_is_refused():
-    """There are no data to evaluate on, and so no eval/loss to wait for."""
-    with pytest.raises(sf.ConfigError, match="early_stopping_patience"):
-        digits.trainer(
-            max_steps=10, early_stopping_patience=1, given={"dataset_eval": None}
-        ).train()
-
-
-def test_a_best_metric_that_is_not_measured_is_refused(tmp_path):
-    with pytest.raises(sf.ConfigError, match=r"metric_for_best_model: .*eval/loss, .*eval/los$"):
-        digits.trainer(
-            output_dir=tmp_path, max_steps=10, eval_steps=5, metric_for_best_model="los"
-        ).train()
-
-
 def test_a_seed_that_jax_does_not_take_is_refused():
     with pytest.raises(sf.ConfigError, match="seed: expected an integer"):
         digits.train_only(seed=2**70)
@@ -300,11 +285,6 @@ def test_a_stream_is_iterated_once_for_each_epoch():
     assert made.train().stopped == "the batches ended at step 6"
 
 
-def test_an_iterator_is_refused_as_evaluation_data():
-    with pytest.raises(sf.ConfigError, match="dataset_eval: expected data that can be iterated"):
-        digits.trainer(given={"dataset_eval": rows()})
-
-
 def test_stop_training_of_a_method_ends_the_run():
     class Enough(Trainer):
         def on_log(self, metrics, step):
@@ -464,18 +444,27 @@ class Bar:
         self.step += n
 
 
-def test_names_get_the_prefix_of_the_mode_once():
-    trainer = digits.trainer()
-    trainer.writer = Lines()
+@pytest.fixture(scope="module")
+def logging():
+    return digits.train_only(log_steps=5, report_steps=10, max_steps=23)
+
+
+@pytest.fixture
+def trainer(logging):
+    """A trainer with a writer of its own, to log metrics by hand."""
+    logging.writer = Lines()
+    return logging
+
+
+def test_names_get_the_prefix_of_the_mode_once(trainer):
     metrics = {"loss": 1, "train/loss": 2, "eval/loss": 3, "a/mlperf": 4, "train/grad_norm": 5}
     trainer.log_metrics(metrics, None, 5, "eval")
     written = {"eval/loss": 3.0, "train/loss": 2.0, "train/grad_norm": 5.0}
     assert trainer.writer.lines == [(5, written)]
 
 
-def test_train_metrics_are_shown_and_written_at_their_intervals_and_at_the_end():
-    trainer, bar = digits.trainer(log_steps=5, report_steps=10, max_steps=23), Bar()
-    trainer.writer = Lines()
+def test_train_metrics_are_shown_and_written_at_their_intervals_and_at_the_end(trainer):
+    bar = Bar()
     for step in (5, 10, 12, 23):
         trainer.log_metrics({"loss": float(step)}, bar, step)
     trainer.log_metrics({"loss": 0.0}, bar, 12, "eval")
@@ -484,9 +473,8 @@ def test_train_metrics_are_shown_and_written_at_their_intervals_and_at_the_end()
     assert [step for step, _ in trainer.writer.lines] == [10, 23, 12]
 
 
-def test_the_flags_of_log_metrics():
-    trainer, bar = digits.train_only(log_steps=5, report_steps=10), Bar()
-    trainer.writer = Lines()
+def test_the_flags_of_log_metrics(trainer):
+    bar = Bar()
     trainer.log_metrics({"loss": 1.0}, bar, 10, update_progress=False)
     assert (bar.shown, len(trainer.writer.lines)) == ([], 1)
     trainer.log_metrics({"loss": 1.0}, bar, 10, log_to_backends=False)
@@ -522,10 +510,6 @@ def test_an_evaluation_on_other_data_has_at_most_so_many_batches():
     trainer = digits.trainer(max_evaluation_steps=2)
     first = {name: values[:40] for name, values in digits.TRAIN.items()}
     assert trainer.evaluate(dataset=digits.TRAIN) == trainer.evaluate(dataset=first)
-
-
-def test_a_calculator_may_evaluate_on_other_data():
-    trainer = digits.trainer()
     other = lambda numbers: {"train_loss": trainer.evaluate(digits.TRAIN)["eval_loss"]}
     assert trainer.evaluate(metric_calculator=other).keys() >= {"eval_loss", "train_loss"}
 
@@ -534,10 +518,9 @@ def test_without_data_there_is_nothing_to_compile():
     assert not digits.train_only(given={"dataset_train": None}).compile_aot()
 
 
-def test_log_metrics_takes_a_bar_of_tqdm():
+def test_log_metrics_takes_a_bar_of_tqdm(trainer):
     from tqdm import tqdm
 
-    trainer = digits.train_only(log_steps=1)
     with tqdm(total=10, file=io.StringIO()) as bar:
         trainer.log_metrics({"train/loss": 1.0}, bar, 4)
         trainer.log_metrics({"train/loss": 1.0}, bar, 6)

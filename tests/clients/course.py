@@ -97,9 +97,8 @@ def check_it_learned(trained):
 def check_it_is_measured_alike(trained):
     """Neither dropout nor the statistics of a batch have a part in a measure, nor has padding."""
     whole = measured(trained.measure, trained.state, len(TEST["label"]))
-    for batch_size in (2, 64):
-        for name, value in measured(trained.measure, trained.state, batch_size).items():
-            np.testing.assert_allclose(value, whole[name], rtol=1e-5)
+    for name, value in measured(trained.measure, trained.state, 64).items():
+        np.testing.assert_allclose(value, whole[name], rtol=1e-5)
 
 
 def check_it_goes_on(trained):

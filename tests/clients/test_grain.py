@@ -9,7 +9,7 @@ from tests.laws.network import bits
 
 import stepfold as sf
 
-from .course import TEST, TRAIN, measured
+from .course import TRAIN
 from .test_optimizers import START, loss_fn
 
 TX = optax.adam(2e-2)
@@ -55,8 +55,11 @@ def run(batches, steps, **options):
 
 @pytest.mark.parametrize("batches", [lazily, by_a_loader])
 def test_run_resumes_bit_for_bit_at_the_position_of_grain(batches, tmp_path):
-    whole = run(batches(), 40)
-    run(batches(), 25, run_dir=tmp_path, checkpoints=sf.Checkpoints(every=10))
-    resumed = run(batches(), 40, run_dir=tmp_path, checkpoints=sf.Checkpoints(every=10))
+    whole = run(batches(), 12, log_every=3)
+    for steps in (7, 12):
+        checkpoints = sf.Checkpoints(every=5)
+        resumed = run(batches(), steps, run_dir=tmp_path, checkpoints=checkpoints)
+    assert resumed.resumed == 7
     assert bits(resumed.state) == bits(whole.state)
-    assert measured(sf.make_eval_step(loss_fn), whole.state, len(TEST["label"]))["accuracy"] > 0.75
+    curve = whole.history["train/loss"]
+    assert curve[-1] < curve[0]

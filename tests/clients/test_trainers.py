@@ -5,6 +5,7 @@ is replaced by a mock.
 """
 
 import csv
+import functools
 import json
 import os
 import signal
@@ -38,7 +39,6 @@ from stepfold.adapter import (
     TrainerConfigureModelOutput,
     TrainerOutput,
     TrainingArguments,
-    Watcher,
 )
 
 ROWS = {}
@@ -76,6 +76,12 @@ def ran(tmp_path_factory):
         made.output = made.train()
     made.place = place
     return made
+
+
+@functools.cache
+def plain_run():
+    """The state after a run with nothing else to do."""
+    return trainer().train().state
 
 
 def expected_loss(params, data):
@@ -118,10 +124,10 @@ def _(ran, place):
     assert 0 < max(map(float, jax.tree.leaves(apart))) < 0.02
     half = trainer(max_steps=10, num_train_epochs=2)
     state = half.train().state
-    whole = trainer(max_steps=20)
-    assert bits(whole.train(state=state).state) == bits(trainer(max_steps=20).train().state)
     path = half.save_pretrained(place / "half")
-    assert bits(trainer(max_steps=20).train(ckpt_path=path).state) == bits(whole.state)
+    whole = trainer()
+    from_state, from_path = whole.train(state=state), trainer().train(ckpt_path=path)
+    assert bits(from_state.state) == bits(from_path.state) == bits(plain_run())
     with pytest.raises(sf.ConfigError, match="one of model_parameters, state and ckpt_path"):
         whole.train(params, state)
 
@@ -306,48 +312,12 @@ def _(ran, place):
     assert not [name for name in found if "bias" in name]
 
 
-@row("A", "log_watchers(state, step)")
-def _(ran, place):
-    watchers = [
-        Watcher("norm", lambda state: optax.tree.norm(state.params), every=10),
-        Watcher("bias", lambda state: {"max": state.params["bias"].max()}, every=5),
-    ]
-    made = trainer(output_dir=place, report_to=("jsonl",), given={"watchers": watchers})
-    made.train()
-    assert made.history["watch/norm"].steps == [10, 20]
-    last = float(optax.tree.norm(made.state.params))
-    assert made.history["watch/norm"][-1] == pytest.approx(last)
-    assert made.history["watch/bias/max"].steps == [5, 10, 15, 20]
-    assert '"watch/norm"' in (place / "logs" / "metrics.jsonl").read_text()
-    assert made.log_watchers(made.state, 30)["watch/norm"] == pytest.approx(last)
-
-
-@row("A", "log_metrics(…, update_progress, log_to_backends, force_report)")
-def _(ran, place):
-    made, bar = trainer(log_steps=5, report_steps=10), Bar()
-    made.writer = Lines()
-    made.log_metrics({"loss": 1.0}, bar, 10, update_progress=False)
-    assert (len(bar.shown), len(made.writer.lines)) == (0, 1)
-    made.log_metrics({"loss": 1.0}, bar, 10, log_to_backends=False)
-    assert (len(bar.shown), len(made.writer.lines)) == (1, 1)
-    made.log_metrics({"loss": 1.0}, bar, 5, force_report=True)
-    assert (len(bar.shown), len(made.writer.lines)) == (2, 2)
-
-
 @row("A", "apply_training_hooks(metrics)")
 def _(ran, place):
     made = trainer(output_dir=place)
     assert made.apply_training_hooks({"loss": 1.0}) == {"loss": 1.0}
     with pytest.raises(StopTraining, match="loss is nan"):
         made.apply_training_hooks({"loss": float("nan")})
-    poisoned = {**TRAIN, "image": np.where(np.arange(200)[:, None] == 7, np.nan, TRAIN["image"])}
-    output = trainer(
-        output_dir=place / "a", given={"dataset_train": poisoned}, max_steps=40
-    ).train()
-    assert "was not finite in step" in output.stopped
-    assert int(output.state.step) < 40
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(output.state.params))
-    assert output.last_save_file_name == str(int(output.state.step))
     late = trainer(output_dir=place / "b", max_steps=100_000, training_time_limit=0.5).train()
     assert late.stopped.startswith("the time limit of 0.5 s was reached")
     assert late.last_save_file_name == str(int(late.state.step))
@@ -414,15 +384,8 @@ def _(ran, place):
     assert made.calculate_number_total_flops(params, is_training=False) == 2 * 20 * 64 * 10
 
 
-@row("A", "count_model_parameters(prm)")
-def _(ran, place):
-    assert Trainer.count_model_parameters(init(jax.random.key(0))) == 650
-    assert Trainer.count_model_parameters(ran.state_shape.params) == 650
-
-
 @row("A", "save_pretrained in both forms")
 def _(ran, place):
-    whole = bits(trainer(max_steps=12).train().state)
     made = trainer(max_steps=8)
     made.train()
     made.save_pretrained(made.state, save_directory=place / "a")
@@ -431,18 +394,17 @@ def _(ran, place):
     read = TrainingArguments.from_json(place / "a" / "arguments.json")
     assert read == made.arguments
     for name in "abc":
-        assert bits(trainer(max_steps=12).train(ckpt_path=place / name).state) == whole
-    made.save_pretrained(made.state, place / "torch", to_torch=True)
-    found = safetensors.numpy.load_file(place / "torch" / "model.safetensors")
-    kernel = np.asarray(made.state.params["kernel"])
-    np.testing.assert_array_equal(found["weight"], kernel.T)
-    assert found["weight"].flags.c_contiguous
-    renamed = {"names": {"kernel": "head.weight"}}
-    made.save_pretrained(
-        made.state, place / "named", to_torch=True, easystate_to_huggingface_model_kwargs=renamed
-    )
-    found = safetensors.numpy.load_file(place / "named" / "model.safetensors")
-    assert sorted(found) == ["bias", "head.weight"]
+        assert bits(sf.restore(place / name, made.state).state) == bits(made.state)
+    assert bits(trainer().train(ckpt_path=place / "c").state) == bits(plain_run())
+    names = {"names": {"kernel": "head.weight"}}
+    for folder, options, kernel in (("torch", {}, "weight"), ("named", names, "head.weight")):
+        made.save_pretrained(
+            made.state, place / folder, to_torch=True, easystate_to_huggingface_model_kwargs=options
+        )
+        found = safetensors.numpy.load_file(place / folder / "model.safetensors")
+        assert sorted(found) == ["bias", kernel]
+        np.testing.assert_array_equal(found[kernel], np.asarray(made.state.params["kernel"]).T)
+        assert found[kernel].flags.c_contiguous
 
 
 @row("A", "save_information(output_path)")
@@ -557,11 +519,10 @@ def _(ran, place):
 
 @row("B", "single step, epoch, many epochs")
 def _(ran, place):
-    one = trainer(num_train_epochs=1)
-    assert int(one.train().state.step) == 10
-    assert int(trainer(num_train_epochs=3).train().state.step) == 30
-    step = trainer().train_step_fn
-    assert callable(step)
+    for epochs in (1, 3):
+        made = trainer(num_train_epochs=epochs)
+        assert int(made.train().state.step) == 10 * epochs
+    assert callable(made.train_step_fn)
 
 
 @row("B", "evaluate, custom metrics by subclass")
@@ -686,13 +647,6 @@ def _(ran, place):
         max_steps=4,
     )
     assert int(leaner.train().state.step) == 4
-    report = sf.describe(leaner.configure_functions().train_step_fn.__wrapped__, *abstract(leaner))
-    assert report.memory.peak > 0
-
-
-def abstract(made):
-    batch = {name: values[:20] for name, values in TRAIN.items()}
-    return made.state_shape, {**batch, "mask": np.ones(20, bool)}
 
 
 # C. Hezar
@@ -708,7 +662,7 @@ def _(ran, place):
             return {name: values[index] for name, values in TRAIN.items()}
 
     made = trainer(given={"dataset_train": Digits()})
-    assert bits(made.train().state) == bits(trainer().train().state)
+    assert bits(made.train().state) == bits(plain_run())
 
 
 @row("C", "init_weights_from")
@@ -735,15 +689,12 @@ def _(ran, place):
 
     cut = trainer(Cut, num_train_epochs=3, output_dir=place)
     assert cut.train().stopped.startswith("cut; stopped at step")
-    from_path = trainer(
-        num_train_epochs=3, output_dir=place / "b", resume_from_checkpoint=str(place)
-    )
-    assert bits(from_path.train().state) == bits(whole)
-    resumed = trainer(num_train_epochs=3, output_dir=place, resume_from_checkpoint=True)
-    assert bits(resumed.train().state) == bits(whole)
-    loader = trainer().dataloader_train
-    orders = [[next(loader)["label"].tolist() for _ in range(10)] for _ in range(2)]
-    assert orders[0] != orders[1]
+    for options in (
+        {"output_dir": place / "b", "resume_from_checkpoint": str(place)},
+        {"output_dir": place, "resume_from_checkpoint": True},
+    ):
+        resumed = trainer(num_train_epochs=3, **options)
+        assert bits(resumed.train().state) == bits(whole)
 
 
 @row("C", "checkpoints each epoch and each save_steps, named by global step")
@@ -764,8 +715,8 @@ def _(ran, place):
 
 @row("C", "optimizer and schedule by name, or one's own")
 def _(ran, place):
-    for name in ("lion", "sgd", "adafactor"):
-        assert int(trainer(optimizer=name, max_steps=2).train().state.step) == 2
+    named = trainer(optimizer="lion", max_steps=2)
+    assert int(named.train().state.step) == 2
     own = trainer(given={"tx": optax.sgd(0.0)}, max_steps=2)
     before = bits(own.state.params)
     assert bits(own.train().state.params) == before
@@ -807,15 +758,10 @@ def _(ran, place):
 
 @row("C", "metric_for_best_model with its prefix")
 def _(ran, place):
-    for given, metric in (
-        ("accuracy", "eval/accuracy"),
-        ("evaluation.loss", "eval/loss"),
-        ("train.loss", "train/loss"),
-    ):
-        made = trainer(output_dir=place / given, metric_for_best_model=given, max_steps=5)
-        assert made.checkpoint_manager.best == metric
-        made.train()
-        assert sf.contents(place / given / "checkpoints", step="best").metrics[metric] > 0
+    made = trainer(output_dir=place, metric_for_best_model="evaluation.loss", max_steps=5)
+    assert made.checkpoint_manager.best == "eval/loss"
+    made.train()
+    assert sf.contents(place / "checkpoints", step="best").metrics["eval/loss"] > 0
 
 
 @row("C", "evaluate with generate")
@@ -870,10 +816,12 @@ def _(ran, place):
 @row("C", "seed, workers, shuffle")
 def _(ran, place):
     state = lambda **changes: bits(trainer(**changes).train().state)
-    assert state(seed=1) == state(seed=1, dataloader_num_workers=2)
-    assert state(seed=1) != state(seed=2)
+    assert state(seed=1, dataloader_num_workers=2) == state(seed=1) != bits(plain_run())
     in_order = trainer(shuffle_train_dataset=False)
     assert next(in_order.dataloader_train)["label"].tolist() == TRAIN["label"][:20].tolist()
+    loader = trainer().dataloader_train
+    orders = [[next(loader)["label"].tolist() for _ in range(10)] for _ in range(2)]
+    assert orders[0] != orders[1]
 
 
 @row("A", "Ctrl-C")

@@ -15,6 +15,9 @@ import stepfold as sf
 from . import course, network
 from .test_leaving_out import CutError
 
+# tests/laws/test_folding.py compares the bits of optimized programs.
+pytestmark = pytest.mark.not_optimized
+
 RAMP = [(0, 8), (7, 16), (20, 8), (90, 32)]
 
 
