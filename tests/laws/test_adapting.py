@@ -63,7 +63,9 @@ def by_hand(options):
     return state
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", ["one device", pytest.param("bf16", marks=pytest.mark.full), "eight devices"]
+)
 def test_a_run_comes_to_the_same_bits_whoever_holds_it(name):
     options = OPTIONS | SETTINGS[name]
     wanted = digits.bits(by_hand(options))
@@ -72,15 +74,19 @@ def test_a_run_comes_to_the_same_bits_whoever_holds_it(name):
     assert digits.bits(digits.trainer(Watched, **options).train().state) == wanted
 
 
-def test_compiled_ahead_of_time_it_comes_to_the_same_bits():
-    wanted = digits.bits(digits.trainer().train().state)
+@pytest.fixture(scope="module")
+def wanted():
+    with jax.numpy_dtype_promotion("standard"):
+        return digits.bits(digits.trainer().train().state)
+
+
+def test_compiled_ahead_of_time_it_comes_to_the_same_bits(wanted):
     trainer = digits.trainer()
     assert trainer.compile_aot()
     assert digits.bits(trainer.train().state) == wanted
 
 
-def test_evaluated_saved_and_shown_it_comes_to_the_same_bits(tmp_path):
-    wanted = digits.bits(digits.trainer().train().state)
+def test_evaluated_saved_and_shown_it_comes_to_the_same_bits(tmp_path, wanted):
     options = {
         "output_dir": tmp_path,
         "report_to": ("jsonl",),

@@ -14,6 +14,8 @@ import stepfold as sf
 
 from . import course
 
+pytestmark = pytest.mark.not_optimized  # results are exact in any order of adding
+
 EXAMPLES = 70
 
 
