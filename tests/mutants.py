@@ -16,6 +16,7 @@ ends with the first failure, or with a timeout if its tests take far longer than
 import argparse
 import ast
 import collections
+import concurrent.futures
 import contextlib
 import fcntl
 import functools
@@ -30,6 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 import warnings
 from pathlib import Path
 
@@ -236,7 +238,10 @@ class Runner:
 
     def run_pytest(self, file, lib, make_plugin, scratch, log):
         os.setsid()
-        exec(DIE_WITH_PARENT.format(signal=9))
+        die_with_parent()
+        sys.modules["__main__"] = types.ModuleType(
+            "__main__"
+        )  # else tests that spawn run this file
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -253,6 +258,10 @@ class Runner:
         options = ["-x", "-q", "-n0", "-pno:cacheprovider", "--assert=plain", "--color=no"]
         arguments = [*options, f"--basetemp={scratch}/pytest", str(file)]
         return int(pytest.main(arguments, plugins=[make_plugin()]))
+
+
+def die_with_parent():
+    exec(DIE_WITH_PARENT.format(signal=9))
 
 
 def wait(process, limit):
@@ -345,8 +354,12 @@ def main():
             work.mkdir(exist_ok=True)
         preload(work)
         todo = [mutant for mutant in mutants if mutant.key not in results]
-        pool = stack.enter_context(multiprocessing.get_context("fork").Pool(options.jobs))
-        for result in pool.imap_unordered(Runner(root, mutants, work).try_mutant, todo):
+        runner, fork = Runner(root, mutants, work), multiprocessing.get_context("fork")
+        pool = concurrent.futures.ProcessPoolExecutor(options.jobs, fork, die_with_parent)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        runs = [pool.submit(runner.try_mutant, mutant) for mutant in todo]
+        for run in concurrent.futures.as_completed(runs):
+            result = run.result()
             results[result["key"]] = result
             by = result["by"] and f" by {result['by']}"
             print(
