@@ -21,6 +21,7 @@ from stepfold.adapter.validation import (
     default_of,
     field_error,
 )
+from stepfold.checkpoint.steps import absolute_path
 from stepfold.core.validation import suggest
 from stepfold.errors import ConfigError
 
@@ -343,7 +344,7 @@ class TrainingArguments:
                 raise field_error(name, "a value that JSON gives back unchanged", value, advice)
         text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            absolute_path("path", path).write_text(text, encoding="utf-8")
         return text
 
     @classmethod
@@ -351,7 +352,8 @@ class TrainingArguments:
         """Build arguments from JSON, or from a file of JSON."""
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
         try:
-            text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
+            path = None if is_text else absolute_path("source", source)
+            text = str(source) if path is None else path.read_text(encoding="utf-8")
             values = json.loads(text)
         except (OSError, TypeError, ValueError, RecursionError) as cause:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -34,6 +35,7 @@ from stepfold.adapter.validation import (
     seconds,
 )
 from stepfold.checkpoint.series import Checkpoints
+from stepfold.checkpoint.steps import absolute_path
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.precision import Precision, dynamic_loss_scale
 from stepfold.core.validation import refuse_unknown, takes_any_keyword
@@ -559,7 +561,7 @@ def writers(arguments: TrainingArguments) -> Writer | None:
 
 def logs_of(arguments: TrainingArguments) -> Path:
     """Return the directory of metric files, one per process if every process writes."""
-    directory = Path(arguments.output_dir or ".") / arguments.logs_dir
+    directory = absolute_path("output_dir", Path(arguments.output_dir or ".") / arguments.logs_dir)
     if writes_everywhere(arguments):
         return directory / f"process_{jax.process_index()}"
     return directory
@@ -572,10 +574,11 @@ def writes_everywhere(arguments: TrainingArguments) -> bool:
 
 def wandb_options(arguments: TrainingArguments) -> dict[str, Any]:
     """Return the keyword arguments of `wandb.init`."""
+    output_dir = arguments.output_dir
     options = {
         "project": "-".join(filter(None, (arguments.trainer_prefix, arguments.model_name))),
         "entity": arguments.wandb_entity,
         "name": arguments.wandb_name,
-        "dir": arguments.output_dir,
+        "dir": output_dir and os.fspath(absolute_path("output_dir", output_dir)),
     }
     return {name: value for name, value in options.items() if value is not None}

@@ -78,7 +78,7 @@ def fit_trainer(trainer: "Trainer", *, more_steps: int | None, resume: bool) -> 
     hooks = make_hooks(trainer, has_evaluations=bool(evaluations))
     if isinstance(step, steps.StepWithHooks):
         hooks.insert(0, lambda _: step.raise_pending())
-    logs = from_arguments.logs_of(arguments)
+    logs = trainer.logs_path
     is_resumed = trainer.checkpoint_path is not None
     if not is_resumed and trainer.writer is not None and trainer.is_enable:
         trainer.writer.flush()  # rows logged before this run stay in the earlier run's files

@@ -14,7 +14,7 @@ from stepfold import tree
 from stepfold.adapter.loading import position_at
 from stepfold.checkpoint.safetensors import export_params
 from stepfold.checkpoint.series import save
-from stepfold.checkpoint.steps import read_directory
+from stepfold.checkpoint.steps import absolute_path, read_directory
 from stepfold.core.validation import mismatch
 from stepfold.errors import ConfigError
 from stepfold.inspect.report import parameter_table
@@ -33,7 +33,7 @@ def path_and_state(*values: Any) -> tuple[Path, Any]:
             f"save_pretrained: expected one path and at most one state, got {len(paths)} and "
             f"{len(states)}; write save_pretrained(path), or (state, save_directory=path)"
         )
-    return Path(paths[0]), next(iter(states), None)
+    return absolute_path("save_directory", paths[0]), next(iter(states), None)
 
 
 def save_state(trainer: "Trainer", directory: Path, state: Any) -> Path:
@@ -103,7 +103,7 @@ def _torch_layout(path: tuple[Any, ...], leaf: Any) -> Any:
 
 def write_card(path: str | os.PathLike[str], text: str) -> None:
     """Write a card to a file, or to `README.md` in a folder."""
-    path = Path(path)
+    path = absolute_path("path", path)
     if path.is_dir() or not path.suffix:
         path = path / "README.md"
     read_directory(path.parent, make=True)

@@ -24,7 +24,7 @@ from stepfold.adapter.outputs import (
 from stepfold.adapter.steps import as_eval_step
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.safetensors import load_params
-from stepfold.checkpoint.steps import is_url, split_location
+from stepfold.checkpoint.steps import absolute_path, is_url, split_location
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import TrainState, init_state
 from stepfold.core.transfers import allow_transfers
@@ -177,7 +177,7 @@ def load_weights(
 
     Returns the state, the paths of the loaded parameters, and by path why others were not.
     """
-    directory = None if is_url(path) else Path(path)
+    directory = None if is_url(path) else absolute_path("init_weights_from", path)
     if directory and (directory.suffix == ".safetensors" or [*directory.glob("*.safetensors*")]):
         params = load_params(directory, state.params)
         names = [name for name, _ in tree.named_leaves(params, "params")]
@@ -200,7 +200,7 @@ def find_checkpoint(trainer: "Trainer", path: str | Path) -> tuple[Path | str, i
         parent, number = split_location(path)
         is_step = number is not None and open_store(parent).has_step(number)
         return (parent, number) if is_step else (path, None)
-    path = Path(path)
+    path = absolute_path("checkpoint", path)
     if path.name.isdecimal() and int(path.name) in open_store(path.parent).steps():
         return path.parent, int(path.name)
     for directory in (path, path / folder):
@@ -236,7 +236,8 @@ def is_newest(trainer: "Trainer", path: str | Path) -> bool:
     Refuse an older one of them, since the run would not write the later ones again.
     """
     own, (directory, step) = trainer.checkpoint_manager, find_checkpoint(trainer, path)
-    if own is None or _absolute(directory) != _absolute(own.directory):
+    # A link may be another name of the directory; URLs are compared as they are.
+    if own is None or os.path.realpath(directory) != os.path.realpath(own.directory):
         return False
     newest = own.latest_step()
     if step is not None and step != newest:
@@ -245,10 +246,6 @@ def is_newest(trainer: "Trainer", path: str | Path) -> bool:
             "the newer ones, or give another output_dir"
         )
     return True
-
-
-def _absolute(directory: Any) -> str:
-    return directory if is_url(directory) else str(Path(directory).absolute())
 
 
 def check_start(trainer: "Trainer", argument: str, state: Any) -> None:

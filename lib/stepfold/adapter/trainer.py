@@ -185,6 +185,7 @@ class Trainer:
         self.loaded: list[str] = []
         self.left: dict[str, str] = {}
         from_arguments.start_processes(arguments)
+        self.logs_path = from_arguments.logs_of(arguments)  # the working directory may change
         self.mesh = from_arguments.make_mesh(arguments, devices)
         sizes = loading.length_of(dataset_train), loading.length_of(dataset_eval)
         self.plan = from_arguments.plan(arguments, *sizes, devices=self.mesh.size)

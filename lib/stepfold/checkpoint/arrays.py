@@ -16,7 +16,7 @@ import numpy as np
 import tensorstore
 
 from stepfold.checkpoint.leaves import Leaf, Region, as_slices, checksum, region, stored_name
-from stepfold.checkpoint.manifest import STATE, DamageError, Manifest
+from stepfold.checkpoint.manifest import FILES, STATE, DamageError, Manifest
 from stepfold.errors import CheckpointError
 
 _AT_ONCE = 4  # leaves read concurrently; bounds the memory used beyond the restored leaves
@@ -28,7 +28,7 @@ class ArrayReader:
     def __init__(self, step: Path, manifest: Manifest) -> None:
         self._leaves, self._shards = manifest.leaves, manifest.shards
         # Not a URL, in which some characters have a special meaning.
-        self._base = {"driver": "file", "path": f"{step.absolute()}/{STATE}/"}
+        self._base = {"driver": "file", "path": f"{step}/{STATE}/"}
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 1 << 24}})
 
     def map(self, function: Callable[[str], Any], names: Sequence[str]) -> Iterator[Any]:
@@ -86,12 +86,14 @@ class ArrayReader:
 
     def _open_array(self, name: str, leaf: Leaf) -> Any:
         kvstore = {"driver": "ocdbt", "base": self._base, "path": stored_name(name)}
-        try:
-            store = tensorstore.open(
-                {"driver": "zarr", "kvstore": kvstore}, context=self._context, read=True
-            ).result()
+        try:  # nothing is read yet, so that an error is no damage
+            spec = tensorstore.Spec({"driver": "zarr", "kvstore": kvstore})
         except Exception as error:
-            raise _error(name, error) from error
+            raise CheckpointError(f"{name}: cannot be read: {_message(error)}") from error
+        try:
+            store = tensorstore.open(spec, context=self._context, read=True).result()
+        except Exception as error:
+            raise self._error(name, error) from error
         stored = Leaf(tuple(store.shape), store.dtype.numpy_dtype.name)
         chunk = store.chunk_layout.read_chunk.shape or ()
         if any((size or 0) > whole for size, whole in zip(chunk, store.shape, strict=False)):
@@ -108,7 +110,7 @@ class ArrayReader:
         except CheckpointError:
             raise
         except Exception as error:
-            raise _error(label, error) from error
+            raise self._error(label, error) from error
         if checksum(array) != crc:
             raise DamageError(f"{label}: the values are not those that were saved")
         return array
@@ -117,6 +119,27 @@ class ArrayReader:
         array: np.ndarray = np.asarray(store[as_slices(part)].read().result())
         return array
 
+    def _error(self, label: str, error: Exception) -> CheckpointError:
+        kind = DamageError if self._is_damage(error) else CheckpointError
+        return kind(f"{label}: cannot be read: {_message(error)}")
+
+    def _is_damage(self, error: Exception) -> bool:
+        """Return whether an error of tensorstore is due to the bytes of the step.
+
+        A path or a specification that it refuses says nothing about the step, and has the status of
+        a file with other content. So see whether it can read a file that is known to be there.
+        """
+        status = _STATUS.match(_message(error))
+        # tensorstore raises INVALID_ARGUMENT as a ValueError without its name.
+        if not (status[0] in _DAMAGE if status else type(error) is ValueError):
+            return False
+        try:
+            files = tensorstore.KvStore.open(self._base, context=self._context).result()
+            is_found = files.read(FILES).result().state == "value"
+        except Exception:  # noqa: BLE001  the first error is raised
+            return False
+        return is_found or not Path(self._base["path"], FILES).exists()
+
 
 # What tensorstore reports for missing, truncated or changed files. Any other error, such as a lack
 # of memory, says nothing about the step.
@@ -124,13 +147,8 @@ _DAMAGE = ("NOT_FOUND", "DATA_LOSS", "OUT_OF_RANGE", "INVALID_ARGUMENT", "FAILED
 _STATUS = re.compile("[A-Z_]+(?=:)")
 
 
-def _error(label: str, error: Exception) -> CheckpointError:
-    message = f"{error}".partition("[")[0].strip() or type(error).__name__
-    status = _STATUS.match(message)
-    # tensorstore raises INVALID_ARGUMENT as a ValueError without its name.
-    is_damage = status[0] in _DAMAGE if status else type(error) is ValueError
-    kind = DamageError if is_damage else CheckpointError
-    return kind(f"{label}: cannot be read: {message}")
+def _message(error: Exception) -> str:
+    return f"{error}".partition("[")[0].strip() or type(error).__name__
 
 
 def _empty(part: Region, leaf: Leaf) -> np.ndarray:

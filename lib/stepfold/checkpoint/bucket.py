@@ -13,6 +13,7 @@ commits. Every byte that is read has a checksum. A step is deleted by deleting i
 folder without a commit is the rest of a save or a deletion that was interrupted.
 """
 
+import os
 import re
 import secrets
 import time
@@ -32,7 +33,7 @@ from stepfold.checkpoint import manifest
 from stepfold.checkpoint.arrays import ArrayReader
 from stepfold.checkpoint.leaves import Leaf, Region, arrays_of, leaves_of, shards_of
 from stepfold.checkpoint.manifest import DamageError, Manifest, NewerError, Shards, StepMetadata
-from stepfold.checkpoint.steps import already_exists
+from stepfold.checkpoint.steps import absolute_path, already_exists
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.errors import CheckpointError, ConfigError
 
@@ -75,7 +76,7 @@ class Bucket:
         retries = {f"{name}_request_retries": _RETRIES for name in ("s3", "gcs")}
         try:
             self._kv = tensorstore.KvStore.open(spec, context=tensorstore.Context(retries)).result()
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # the latter for a str that is not unicode
             raise ConfigError(
                 f"directory: expected a URL such as 's3://bucket/run', got {url!r}: "
                 f"{_reason(error)}"
@@ -213,7 +214,7 @@ class BucketStore(Bucket):
         folder = f"saves/{metadata.step}-{seconds:x}-{number:016x}/"
         self._saves[metadata.step] = _Save(folder, metadata, leaves, shards, before_commit)
 
-    def commit(self, step: int) -> None:
+    def commit(self, step: int, finish: Callable[[], None] | None = None) -> None:
         save = self._saves.pop(step)
         own_name = f"{save.folder}{jax.process_index()}"
         try:
@@ -246,6 +247,8 @@ class BucketStore(Bucket):
                 "manifests": checksums,
             },
         )
+        if finish is not None:
+            finish()
 
     def _write_shards(self, prefix: str, shards: Shards) -> None:
         """Write the shards of this process as one stream of bytes, a few objects at once."""
@@ -330,7 +333,8 @@ class BucketStore(Bucket):
             return None
         return marker
 
-    def clean(self) -> None:
+    def clean(self, finish: Callable[[int], None] | None = None) -> None:  # noqa: ARG002
+        # A commit does not tell whether `finish` was called; the next save deletes the same steps.
         # The age tells whether the save may be that of another run, which is not finished.
         old = [folder for folder in self._folders() if time.time() - _time_of(folder) > _DAY]
         markers = [name for name in self._names() if _MARKER.fullmatch(name)] if old else []
@@ -378,6 +382,9 @@ class BucketReader(ArrayReader):
     def _open_array(self, name: str, leaf: Leaf) -> tuple[str, Leaf]:
         return name, leaf
 
+    def _is_damage(self, error: Exception) -> bool:  # noqa: ARG002
+        return False  # `_read_part` raises a DamageError itself
+
     def _read_part(self, store: tuple[str, Leaf], part: Region) -> np.ndarray:
         name, leaf = store
         array = np.empty([stop - start for start, stop in part], jax.numpy.dtype(leaf.dtype))
@@ -409,14 +416,23 @@ def _read_url(url: str) -> tuple[str, dict[str, Any]]:
             "credentials in the environment or a profile"
         )
     is_file, is_s3 = parts.scheme == "file", parts.scheme == "s3"
-    has_place = bool(parts.path) and not parts.netloc if is_file else bool(parts.netloc)
+    is_absolute = bool(parts.path) and not parts.netloc and not parts.path.startswith("/~")
+    has_place = is_absolute if is_file else bool(parts.netloc)
     has_options = parts.fragment or set(options) - set(_OPTIONS if is_s3 else ())
     if parts.scheme not in _SCHEMES or not has_place or has_options:
         raise ConfigError(
             f"directory: expected a URL such as 's3://bucket/run', got {url!r}; the scheme is s3, "
             f"gs or file (file:///a/folder), and s3 takes {' and '.join(_OPTIONS)} in the query"
         )
-    path = unquote(parts.path).strip("/")
+    path = unquote(parts.path)
+    if is_file:
+        path = os.fspath(absolute_path("directory", path))
+    elif {".", ".."} & {*path.split("/")}:
+        raise ConfigError(
+            f"directory: expected a URL without '.' and '..', got {url!r}; a bucket has no parent "
+            "directories, so give the name itself"
+        )
+    path = path.strip("/")
     base = f"{parts.scheme}://{parts.netloc}/{path}".rstrip("/") + "/"
     spec = {"driver": _SCHEMES[parts.scheme], "path": f"{path}/" if path else "", **options}
     spec |= {"path": f"/{path}/"} if is_file else {"bucket": parts.netloc}

@@ -29,7 +29,7 @@ from jax.experimental import multihost_utils
 from stepfold import tree
 from stepfold.checkpoint.leaves import as_slices, leaf_of, make_leaf, regions_of
 from stepfold.checkpoint.restore import match
-from stepfold.checkpoint.steps import check_regular, sync
+from stepfold.checkpoint.steps import absolute_path, check_regular, sync
 from stepfold.core.processes import agreement
 from stepfold.core.validation import check_count
 from stepfold.errors import CheckpointError, ConfigError
@@ -278,7 +278,7 @@ def _file_of(path: str | os.PathLike[str]) -> Path:
         raise ConfigError(
             f"path: expected one on a disk, got {os.fspath(path)}; copy between there and a disk"
         )
-    file = Path(path)
+    file = absolute_path("path", path)
     return file if file.suffix == _SUFFIX else file / f"model{_SUFFIX}"
 
 
@@ -395,11 +395,11 @@ def _map_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]
     """Map the arrays of a file, of all files of an index, or of those of a directory."""
     file = _file_of(path)
     if os.fspath(path).endswith(".json"):
-        return _map_indexed(Path(path))
-    if file.exists():
+        return _map_indexed(absolute_path("path", path))
+    if os.path.exists(file):  # also False for a name that is too long
         return _map_file(file)
     index = _index_of(file)
-    if index.exists():
+    if os.path.exists(index):
         return _map_indexed(index)
     raise CheckpointError(
         f"{os.fspath(path)}: expected {file}, or {index.name}, got neither; give a file that ends "

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,7 +18,15 @@ import jax
 from stepfold import tree
 from stepfold.checkpoint.manifest import DamageError, from_json, step_metadata
 from stepfold.checkpoint.restore import Restored, restore_from
-from stepfold.checkpoint.steps import Best, expendable, is_url, order_by, read_best, read_directory
+from stepfold.checkpoint.steps import (
+    Best,
+    absolute_path,
+    expendable,
+    is_url,
+    order_by,
+    read_best,
+    read_directory,
+)
 from stepfold.checkpoint.store import (
     Store,
     check_is_new,
@@ -102,7 +111,7 @@ class Temporary:
     Saves by request, at a signal, and at the end are permanent; `best`, `keep_best` and
     `keep_every` act on permanent steps alone. A resume takes the newest good step of either.
 
-    Each series has a folder in the directory, named by a hash of its own path or URL, so that runs
+    Each series has a folder in the directory, named by a hash of its real path or URL, so that runs
     can share the directory. To start a series over, delete both. Several processes need to see the
     same directory: a disk of one host serves the processes on that host only.
 
@@ -131,7 +140,7 @@ class Temporary:
     every_epochs: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        read_directory(self.directory)
+        object.__setattr__(self, "directory", read_directory(self.directory))
         Checkpoints(every=self.every, every_minutes=self.every_minutes)  # checks them
         check_count("keep", self.keep)
         if self.every is None and self.every_minutes is None:
@@ -139,8 +148,13 @@ class Temporary:
 
     def folder_of(self, series: Store) -> Path:
         """Return the folder of a series."""
-        digest = hashlib.sha256(series.location.encode()).hexdigest()[:16]
-        return read_directory(self.directory) / f"series-{digest}"
+        location = series.location
+        # Links are resolved, since they may change, and a directory may have several names.
+        names = [location] if is_url(location) else [os.path.realpath(location), location]
+        digests = [hashlib.sha256(os.fsencode(name)).hexdigest()[:16] for name in names]
+        folders = [read_directory(self.directory) / f"series-{digest}" for digest in digests]
+        # Earlier versions used the name as it was given.
+        return next((folder for folder in folders if folder.is_dir()), folders[0])
 
 
 @dataclass(frozen=True)
@@ -207,6 +221,9 @@ class Checkpoints:
     _sessions: list[_Session] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.directory is not None and not is_url(self.directory):
+            directory = absolute_path("directory", self.directory)  # the working one may change
+            object.__setattr__(self, "directory", directory)
         for name in ("every", "every_epochs", "keep", "keep_every", "keep_best"):
             value = getattr(self, name)
             if value is not None or name == "keep_best":
@@ -250,6 +267,9 @@ class Checkpoints:
         now = time.monotonic()
         session = _Session(stores, saved_at=now, any_saved_at=now)
         object.__setattr__(opened, "_session", session)
+        with agreement(f"{directory}: not opened"):
+            for store in stores if jax.process_index() == 0 else []:
+                store.clean(partial(opened._prune, store))
         object.__setattr__(opened, "_sessions", self._sessions)
         self._sessions.append(session)
         # Without `close`: print the error of the last save. Threads were joined by then.
@@ -424,9 +444,8 @@ class Checkpoints:
     def _finish(self, store: Store, step: int) -> None:
         """Commit a step and apply the retention policy, in the background."""
         try:
-            store.commit(step)
-            if jax.process_index() == 0:
-                self._prune(store, step)
+            is_first = jax.process_index() == 0
+            store.commit(step, partial(self._prune, store, step) if is_first else None)
         except BaseException as error:  # noqa: BLE001  raised by `wait`, in the caller's thread
             self._session.failure = error
 

@@ -26,21 +26,52 @@ from stepfold.errors import CheckpointError, ConfigError
 Best = tuple[str, str]  # a metric, and "min" or "max"
 
 
-def read_directory(directory: Any, *, make: bool = False) -> Path:
-    """Validate the path of a directory, and create the directory if `make` is set."""
-    text = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
+def absolute_path(argument: str, path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path that is meant now, without `~` and `..`.
+
+    It is not resolved: links keep their names, by which users and messages know a directory.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
-        raise ConfigError(f"directory: expected a path, got {directory!r}")
+        raise ConfigError(f"{argument}: expected a path, got {path!r}; give a str or a Path")
     if re.match(r"\w{2,}:/", text):
         raise ConfigError(
-            f"directory: expected a path on a file system, got {text!r}; mount the bucket, or give "
-            "it to Checkpoints, as a str such as 's3://bucket/run'"
+            f"{argument}: expected a path on a file system, got {text!r}; mount the bucket, or "
+            "give it to Checkpoints, as a str such as 's3://bucket/run'"
         )
-    path = Path(text).absolute()
-    if os.sep == "/" and "\\" in str(path):
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
         raise ConfigError(
-            "directory: expected a path without a backslash, which tensorstore takes for a slash, "
-            f"got {str(path)!r}; rename it"
+            f"{argument}: expected a path, got {text!r}, but no user has this name; give the "
+            "absolute path"
+        )
+    try:
+        anchor, *names = Path(expanded).absolute().parts
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{argument}: expected an absolute path, since the working directory was deleted, got "
+            f"{text!r}; give one"
+        ) from error
+    absolute = Path(anchor.replace("//", "/"))  # tensorstore takes // for an empty name
+    for name in names:
+        if name != "..":
+            absolute /= name
+        # As the system does: the directory above the target of a link, not above the link.
+        elif os.path.islink(absolute):
+            absolute = Path(os.path.realpath(absolute)).parent
+        else:
+            absolute = absolute.parent
+    return absolute
+
+
+def read_directory(directory: Any, *, make: bool = False) -> Path:
+    """Validate the path of a directory, and create the directory if `make` is set."""
+    path = absolute_path("directory", directory)
+    # tensorstore takes a backslash for a slash, and refuses the others.
+    if re.search(r"\\|\.__lock(/|$)|[\udc80-\udcff]", path.as_posix()):
+        raise ConfigError(
+            "directory: expected a path without a backslash, a name that ends in .__lock, or "
+            f"bytes that are not UTF-8, got {str(path)!r}; rename it"
         )
     try:
         is_file = path.exists() and not path.is_dir()

@@ -163,12 +163,12 @@ class DirectoryStore:
         path = self._path(metadata.step)
         self._saves[metadata.step] = OrbaxSave(path, state, metadata, before_commit)
 
-    def commit(self, step: int) -> None:
-        """Wait until the step is durable. Readers do not see it before.
+    def commit(self, step: int, finish: Callable[[], None] | None = None) -> None:
+        """Wait until the step is durable, and call `finish`. Readers do not see it before.
 
-        On failure, its files are removed.
+        On failure, its files are removed. If a kill prevents `finish`, `clean` makes up for it.
         """
-        self._saves.pop(step).commit()
+        self._saves.pop(step).commit(finish)
 
     def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
         """Atomically add metrics to a step, and replace its `extra`."""
@@ -206,19 +206,30 @@ class DirectoryStore:
         except OSError:
             return None
 
-    def clean(self) -> None:
+    def clean(self, finish: Callable[[int], None] | None = None) -> None:
         """Delete what killed processes left behind: unfinished saves and deletions.
 
         Steps, damaged steps, files of others and the unfinished saves of live runs are never
         deleted. It does nothing while a process saves into the directory. On a file system without
         locks, it deletes leftovers older than a day.
+
+        `finish` is called for each step that was committed without that of `commit`.
         """
+        committed = []
         with locked(self.directory, alone=True) as held:
             for path in self._folders():
                 if held is not False and _LEFT_OVER.fullmatch(path.name):
                     with suppress(OSError):  # another run may delete it as well
                         if held or time.time() - path.lstat().st_mtime > _DAY:
-                            _remove(path)
+                            if path.suffix == ".saving" and path.with_suffix("").is_dir():
+                                committed.append(path)
+                            else:
+                                _remove(path)
+        for path in committed:  # without the lock, which deletions take
+            if finish is not None:
+                finish(int(path.stem))
+            with suppress(OSError):
+                _remove(path)
 
     def _path(self, step: int) -> Path:
         return self.directory / str(step)
@@ -252,14 +263,11 @@ def open_store(directory: Any, *, save: bool = False) -> Store:
 
 
 def open_to_save(path: Any) -> Store:
-    """Open the store of a directory that all processes share, and clean it; collective."""
+    """Open the store of a directory that all processes share; collective."""
     with agreement(f"{path}: not opened"):
         store = open_store(path, save=True)
     if not is_url(path):
         check_shared(Path(store.location))
-    with agreement(f"{path}: not opened"):
-        if jax.process_index() == 0:
-            store.clean()
     return store
 
 

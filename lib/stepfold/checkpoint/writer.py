@@ -88,8 +88,11 @@ class OrbaxSave:
             save = _Save(nested, write_manifest=write_manifest)
             self._orbax.save(path, args=ocp.args.Composite(**{manifest.STATE: save}))
 
-    def commit(self) -> None:
-        """Wait until the step is renamed to its path, and synced to disk."""
+    def commit(self, finish: Callable[[], None] | None = None) -> None:
+        """Wait until the step is renamed to its path, and synced to disk; then call `finish`.
+
+        If the process is killed before `finish` returns, the claim stays next to the step.
+        """
         with self._converted_errors():
             self._orbax.wait_until_finished()
             if jax.process_index() == 0:
@@ -100,8 +103,12 @@ class OrbaxSave:
                     )
                 sync(self._path)
                 sync(self._path.parent)
-        self._reservation.close()
-        self._orbax.close()
+        try:
+            if finish is not None:
+                finish()
+        finally:
+            self._reservation.close()
+            self._orbax.close()
 
     @contextmanager
     def _converted_errors(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """`fit`: the default training loop, built from the parts that custom loops use too."""
 
+import os
 import signal
 import sys
 import warnings
@@ -53,7 +54,7 @@ def fit(
     steps: int | None = None,
     epochs: int | None = None,
     more_steps: int | None = None,
-    run_dir: str | Path | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
     upload: str | None = None,
     evaluation: Evaluation | Sequence[Evaluation] = (),
     checkpoints: Checkpoints | None = None,

@@ -19,7 +19,6 @@ import numpy as np
 from stepfold import tree
 from stepfold.checkpoint.leaves import is_key
 from stepfold.checkpoint.series import Checkpoints
-from stepfold.checkpoint.steps import is_url
 from stepfold.core.state import params_of
 from stepfold.data.batches import Batches
 from stepfold.data.prefetch import Prefetch
@@ -65,9 +64,7 @@ def run_metadata(
         if (temporary := checkpoints.temporary) is not None:
             settings["temporary"] = {**vars(temporary), "directory": str(temporary.directory)}
         if directory := checkpoints.directory:
-            settings["directory"] = (
-                directory if is_url(directory) else str(Path(directory).absolute())
-            )
+            settings["directory"] = str(directory)
     key: Any = getattr(state, "key", None)
     if not isinstance(key, jax.Array) or not key.is_fully_replicated:
         key = None

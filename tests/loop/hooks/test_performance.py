@@ -291,5 +291,5 @@ def test_arguments_of_profile_are_checked(tmp_path):
         profile(-1, 1, tmp_path)
     with pytest.raises(sf.ConfigError, match="count: expected an integer of at least 1, got 0"):
         profile(1, 0, tmp_path)
-    with pytest.raises(sf.ConfigError, match="folder: expected one for the trace, got None"):
+    with pytest.raises(sf.ConfigError, match="folder: expected the path of a folder, got None"):
         profile(1, 1, None)

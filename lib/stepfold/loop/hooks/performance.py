@@ -12,11 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from stepfold.checkpoint.steps import is_url
 from stepfold.core.processes import KeyValues
 from stepfold.core.validation import check_count, check_positive, mismatch
 from stepfold.errors import ConfigError
 from stepfold.inspect.peaks import mfu, peak_flops
 from stepfold.loop.hooks.base import BaseHook, Event
+from stepfold.loop.writers.base import check_path
 
 _REPORT_SECONDS = 0.5  # between reports of `stragglers`, each of which takes about a millisecond
 
@@ -246,9 +248,7 @@ class profile(BaseHook):  # noqa: N801
     def __init__(self, first: int, count: int, folder: str | os.PathLike[str]) -> None:
         self._first = check_count("first", first, minimum=0)
         self._count = check_count("count", count)
-        if not isinstance(folder, str | os.PathLike) or Path(folder).is_file():
-            raise ConfigError(mismatch("folder", "one for the trace", folder))
-        self._folder = os.fspath(folder)
+        self._folder = folder if is_url(folder) else str(check_path("folder", folder, "folder"))
         self._end: int | None = None  # the step of the event that ends the trace, while it is open
         self.reset(0)
 

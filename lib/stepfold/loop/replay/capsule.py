@@ -28,7 +28,7 @@ from stepfold.checkpoint.manifest import (
     write_checked,
 )
 from stepfold.checkpoint.series import save
-from stepfold.checkpoint.steps import is_url, sync
+from stepfold.checkpoint.steps import absolute_path, is_url, sync
 from stepfold.checkpoint.store import complete_steps, open_store
 from stepfold.core.transfers import allow_transfers
 from stepfold.errors import CheckpointError, ConfigError
@@ -176,7 +176,7 @@ def copy_arrays(arrays: Any) -> Any:
     return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array | np.ndarray) else x, arrays)
 
 
-def save_capsule(capsule: Capsule, run_dir: str | Path) -> Capsule:
+def save_capsule(capsule: Capsule, run_dir: str | os.PathLike[str]) -> Capsule:
     """Write a capsule to `run_dir/capsules/<step>`, from process 0; return it with its path.
 
     A failure is only a warning: it must not cost the result of the run.
@@ -184,7 +184,7 @@ def save_capsule(capsule: Capsule, run_dir: str | Path) -> Capsule:
     if jax.process_index() > 0:
         return capsule
     try:
-        return replace(capsule, path=_write(capsule, Path(run_dir).absolute()))
+        return replace(capsule, path=_write(capsule, absolute_path("run_dir", run_dir)))
     except (OSError, ConfigError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         warnings.warn(
@@ -272,7 +272,7 @@ def _describe(node: Any, path: str, arrays: dict[str, np.ndarray], lost: list[st
     return {"dict": items}
 
 
-def read_capsule(path: str | Path) -> Capsule:
+def read_capsule(path: str | os.PathLike[str]) -> Capsule:
     """Read a capsule that `fit` has written, from `run_dir/capsules/<step>`.
 
     Raises:
@@ -286,13 +286,13 @@ def read_capsule(path: str | Path) -> Capsule:
     >>> sf.read_capsule(f"{folder}/capsules/1").batch
     array([ 3., inf], dtype=float32)
     """
-    if not isinstance(path, str | Path):
+    if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"capsule: expected a Capsule or the path of one, got {path!r}")
-    path = Path(path).absolute()
-    if not (path / _JSON).is_file():
+    path = absolute_path("capsule", path)
+    if not os.path.isfile(path / _JSON):  # also False for a name that is too long
         raise CheckpointError(
             f"{path}: expected the directory of a capsule, such as run_dir/capsules/120, with "
-            f"{_JSON} in it, got none"
+            f"{_JSON} in it, got none; check the path"
         )
     content = read_checked(path / _JSON)
     if content["version"] != _VERSION:

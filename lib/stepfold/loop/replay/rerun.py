@@ -1,9 +1,9 @@
 """Run the step again in which a run went wrong, and find the cause in it."""
 
 import itertools
+import os
 from collections.abc import Callable, Generator
 from contextlib import closing, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -74,7 +74,7 @@ class Replay(NamedTuple):
 
 
 def replay(
-    capsule: Capsule | str | Path,
+    capsule: Capsule | str | os.PathLike[str],
     step: Callable[[Any, Any], tuple[Any, Any]],
     *,
     state: Any = None,

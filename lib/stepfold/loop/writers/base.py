@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.steps import sync
+from stepfold.checkpoint.steps import absolute_path, sync
 from stepfold.core.validation import mismatch, read_integer
 from stepfold.errors import ConfigError
 
@@ -244,14 +244,17 @@ def check_path(argument: str, path: Any, kind: str = "file") -> Path:
     """Check that a file or a folder can be written to, without touching it."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in f"{path}":
         raise ConfigError(mismatch(argument, f"the path of a {kind}", path))
-    target = Path(path).absolute()
-    existing = next(each for each in (target, *target.parents) if each.exists())
-    if existing.is_dir() != (kind == "folder" or existing != target):
-        problem = f"{existing} is a {'folder' if existing.is_dir() else 'file'}"
-    elif not os.access(existing, os.W_OK):
-        problem = f"there is no permission to write to {existing}"
-    else:
-        return target
+    target = absolute_path(argument, path)
+    try:
+        existing = next(each for each in (target, *target.parents) if each.exists())
+        if existing.is_dir() != (kind == "folder" or existing != target):
+            problem = f"{existing} is a {'folder' if existing.is_dir() else 'file'}"
+        elif not os.access(existing, os.W_OK):
+            problem = f"there is no permission to write to {existing}"
+        else:
+            return target
+    except OSError as error:  # such as a name that is too long
+        problem = f"the path is invalid: {error.strerror}"
     raise ConfigError(
         f"{argument}: expected the path of a {kind} to write to, got {path}, but {problem}; give "
         "another path"

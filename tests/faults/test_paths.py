@@ -1,0 +1,505 @@
+"""Any spelling of a path leads to the directory that it means, and none makes a step damaged."""
+
+import os
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tensorstore
+from tests.adapter import digits
+
+import stepfold as sf
+from stepfold.adapter import TrainingArguments
+from stepfold.checkpoint.__main__ import main as look_at_checkpoints
+from stepfold.checkpoint.steps import absolute_path
+from stepfold.loop.__main__ import main as look_at_runs
+
+TX = optax.sgd(0.1)
+LOSS = sf.make_train_step(
+    lambda params, batch, key: sf.mean((params["w"] * jnp.log(batch["x"])) ** 2), TX
+)
+STEP = jax.jit(LOSS, donate_argnums=0)
+INITIAL = sf.init_state({"w": jnp.ones(2)}, TX, jax.random.key(0))
+
+
+def start():
+    return jax.tree.map(jnp.copy, INITIAL)
+
+
+def batches(bad=()):
+    x = np.random.default_rng(0).uniform(1, 2, size=(32, 2)).astype(np.float32)
+    x[bad, :] = 0.0
+    return sf.batches({"x": x}, 4, seed=0)
+
+
+def fit(steps, *, step=STEP, data=None, **options):
+    options = {"checkpoints": sf.Checkpoints(every=2, keep=None), "log_every": 2, **options}
+    data = batches() if data is None else data
+    return sf.fit(step, start(), data, steps=steps, **options)
+
+
+@pytest.fixture
+def top(tmp_path, monkeypatch):
+    """Work in `top/work`, at home in `top/home`, with a link from `top/link` to `top/far/deep`."""
+    for name in ("work", "home", "far/deep"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "deep", target_is_directory=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "work")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield tmp_path
+
+
+class Location:
+    """A path of another library."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def __fspath__(self):
+        return self._path
+
+
+# A spelling, and the directory that it means below `top`.
+SPELLINGS = {
+    "above": ("../runs/a", "runs/a"),
+    "down and up": ("x/../../runs/b/../a/.", "runs/a"),
+    "absolute": ("{top}/work/../runs/a", "runs/a"),
+    "a link": ("{top}/link/a", "link/a"),
+    "above a link": ("../link/../a", "far/a"),
+    "below a link": ("../link/b/../a", "link/a"),
+    "home": ("~/a", "home/a"),
+    "above home": ("~/../a", "a"),
+    "slashes": ("..//runs///a//", "runs/a"),
+    "slashes first": ("/{top}/runs/a", "runs/a"),
+    "here": (".", "work"),
+    "spaces": (" my runs/ a ", "work/ my runs/ a "),
+    "letters": ("läufe/日本 🚀", "work/läufe/日本 🚀"),
+    "of a URL": ("a%20b/50%#?*[x]{{y}}&=;:,'\"", "work/a%20b/50%#?*[x]{y}&=;:,'\""),
+    "tildes": ("a~/~/~b", "work/a~/~/~b"),
+    "dots": ("a..b/.../..c", "work/a..b/.../..c"),
+    "a dash": ("-a", "work/-a"),
+    "a line": ("a\nb\t", "work/a\nb\t"),
+    "a long name": ("n" * 255, "work/" + "n" * 255),
+}
+SOME = ["above", "above a link", "home", "of a URL"]
+
+
+def spelled(top, name):
+    text, real = SPELLINGS[name]
+    return text.format(top=top), top / real
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("kind", [str, Path, Location])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_spelling_means_one_directory(top, name, kind):
+    text, real = spelled(top, name)
+    assert absolute_path("directory", kind(text)) == real
+    assert sf.Checkpoints(kind(text)).directory == real
+
+
+def test_a_path_is_not_resolved_without_need(top):
+    assert absolute_path("directory", "../link/a") == top / "link" / "a"
+    assert absolute_path("directory", "../link/b/../a") == top / "link" / "a"
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_what_is_saved_is_read(top, name, capsys):
+    text, real = spelled(top, name)
+    for step in (1, 2):
+        sf.save(text, {"w": np.full(3, float(step))}, step=step, metrics={"loss": step})
+    assert names(real) == ["1", "2"]
+    like = {"w": np.zeros(3)}
+    for path in (text, real):
+        assert sf.verify(path) == {1: [], 2: []}
+        assert sf.restore(path, like).state["w"].tolist() == [2, 2, 2]
+        assert sf.restore(path, like, step="best", best="loss").step == 1
+        assert sf.latest_step(path) == sf.contents(path).step == 2
+        assert sf.average(path, [1, 2], like, part="")["w"].tolist() == [1.5, 1.5, 1.5]
+        series = sf.Checkpoints(path, best="loss")
+        assert (series.steps(), series.best_step(), series.restore(like).step) == ([1, 2], 1, 2)
+    for command in (["ls"], ["show"], ["verify"], ["diff", "1", "2"]):
+        verb, *numbers = command
+        assert look_at_checkpoints([verb, "--", text, *numbers]) == 0
+    assert "1: good\n2: good\n" in capsys.readouterr().out
+    assert names(real) == ["1", "2"]
+    assert names(top) == sorted({"work", "home", "far", "link", *real.relative_to(top).parts[:1]})
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_run_resumes(top, name):
+    text, real = spelled(top, name)
+    found = [fit(steps, run_dir=text) for steps in (2, 5, 8)]
+    assert [result.resumed for result in found] == [None, 2, 5]
+    whole = fit(8, checkpoints=None)
+    assert np.array_equal(found[-1].state.params["w"], whole.state.params["w"])
+    assert sf.verify(real / "checkpoints") == {2: [], 4: [], 5: [], 6: [], 8: []}
+    assert look_at_runs(["report", text, "--out", f"{text}/page.html"]) == 0
+    rest = ["checkpoints", "metrics.csv", "metrics.jsonl", "page.html", "report.html", "run.json"]
+    assert names(real) == rest
+
+
+def test_two_names_of_a_run_are_one_run(top):
+    names = [("../link/a", 2), ("../far/deep/a", 4), (top / "far/deep/../../link/a", 6)]
+    resumed = [fit(steps, run_dir=path).resumed for path, steps in names]
+    assert resumed == [None, 2, 4]
+
+
+def test_the_working_directory_may_change_at_any_time(top, tmp_path):
+    checkpoints = sf.Checkpoints("../runs/b", every=2)
+    local = sf.Temporary("local", every=1)
+    series = sf.Checkpoints("runs/c", every=2, temporary=local)
+    writers = {
+        "jsonl": sf.jsonl_writer("log.jsonl", csv="log.csv"),
+        "csv": sf.csv_writer("~/table.csv"),
+        "tensorboard": sf.tensorboard_writer("../board"),
+    }
+    hook = lambda event: os.chdir("/")
+    os.chdir(top / "far")
+    assert fit(4, run_dir="x", checkpoints=checkpoints, hooks=hook).resumed is None
+    assert Path.cwd() == Path("/")
+    assert fit(6, checkpoints=checkpoints).resumed == 4
+    with series as opened:
+        for step in (1, 2, 3):
+            os.chdir(top / ("far" if step == 2 else "home"))
+            assert opened.due(step)
+            opened.save({"w": np.ones(2)}, step=step)
+    for writer in writers.values():
+        writer.write_scalars(1, {"loss": 0.5})
+        writer.close()
+    assert sf.verify(top / "runs" / "b") == {2: [], 4: [], 6: []}
+    assert sf.verify(top / "work" / "runs" / "c") == {2: []}
+    assert names(top / "work") == ["local", "log.csv", "log.jsonl", "runs"]
+    assert names(top / "home") == ["table.csv", "table.csv.jsonl"]
+    assert names(top / "far") == ["deep", "x"]
+    assert len(names(top / "board")) == 1
+
+
+def test_a_working_directory_that_was_deleted(top):
+    gone = top / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    words = "directory: expected an absolute path, since the working directory was deleted, got 'a'"
+    with pytest.raises(sf.ConfigError, match=words):
+        sf.Checkpoints("a")
+    sf.save(top / "a", {"w": np.ones(2)}, step=1)
+    assert sf.verify(top / "a") == {1: []}
+
+
+def test_a_capsule_is_replayed(top):
+    bad = batches(bad=sf.batches(np.arange(32), 4, seed=0).at(4)[2])  # a row of step 5
+    capsule = fit(8, data=bad, run_dir="../runs/a").capsule
+    assert capsule.path == top / "runs" / "a" / "capsules" / "5"
+    path = Location("~/../runs/a//capsules/../capsules/5/")
+    assert sf.read_capsule(path).checkpoint == (top / "runs" / "a" / "checkpoints", 4)
+    assert sf.replay(path, LOSS, state=INITIAL, batches=bad).examples == ((2,),)
+
+
+def test_a_run_goes_back(top):
+    first = []
+
+    def hook(event):
+        if event.step == 6 and not first:
+            first.append(event.step)
+            return sf.GoBack(skip=1, why="for once")
+        return None
+
+    assert fit(8, run_dir="../runs/a", hooks=hook).steps == 8
+    assert fit(10, run_dir="../runs/a", hooks=hook).resumed == 8
+    assert not any(sf.verify("../runs/a/checkpoints").values())
+
+
+class Cut(BaseException):
+    pass
+
+
+def cut_at(step, monkeypatch, **options):
+    """End a run as a kill does."""
+
+    def hook(event):
+        if event.step == step:
+            raise Cut
+
+    with monkeypatch.context() as patch:
+        patch.setattr("stepfold.loop.train_loop.TrainLoop._rescue", lambda *_: None)
+        with pytest.raises(Cut):
+            fit(20, hooks=hook, log_every=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "local"),
+    [("../runs/a", "../local"), ("../link/../a", "~/local"), ("../link/a", "../link")],
+)
+def test_a_run_resumes_from_a_temporary_step(top, monkeypatch, run_dir, local):
+    def checkpoints():
+        return sf.Checkpoints(every=4, temporary=sf.Temporary(local, every=1))
+
+    cut_at(7, monkeypatch, run_dir=run_dir, checkpoints=checkpoints())
+    newest = max(checkpoints().open(Path(run_dir) / "checkpoints").steps())
+    assert newest > 4
+    resolved = Path(run_dir).resolve()
+    assert fit(8, run_dir=resolved, checkpoints=checkpoints()).resumed == newest
+    assert not any(sf.verify(resolved / "checkpoints").values())
+
+
+def test_temporary_steps_stay_where_they_were(top):
+    """The names of earlier versions are hashes of the path as it was given."""
+    import hashlib
+
+    for path in (top / "runs" / "a", top / "link" / "a"):
+        digest = hashlib.sha256(str(path).encode()).hexdigest()[:16]
+        if path.is_relative_to(top / "link"):
+            (top / "local" / f"series-{digest}").mkdir()
+        temporary = sf.Temporary("../local", every=1)
+        with sf.Checkpoints(path, every=2, temporary=temporary) as series:
+            assert series.due(1)
+            series.save({"w": np.ones(2)}, step=1)
+        assert sf.verify(top / "local" / f"series-{digest}") == {1: []}
+
+
+def test_a_link_that_moves_on_takes_no_temporary_steps_along(top):
+    link = top / "current"
+    for number in (1, 2):
+        (top / f"run-{number}").mkdir()
+        link.unlink(missing_ok=True)
+        link.symlink_to(top / f"run-{number}")
+        with sf.Checkpoints(link, every=9, temporary=sf.Temporary("../local", every=1)) as series:
+            assert series.latest_step() is None
+            assert series.due(number)
+            series.save({"w": np.ones(2)}, step=number)
+
+
+def test_a_trainer_resumes(top):
+    make = lambda steps, **options: digits.train_only(
+        output_dir="../runs/a", max_steps=steps, save_steps=2, report_to=("jsonl",), **options
+    )
+    make(4).train()
+    trainer = make(6)
+    os.chdir(top / "far")
+    output = trainer.train()
+    assert (trainer.result.resumed, output.last_save_file_name) == (4, "6")
+    os.chdir(top / "work")
+    assert names(top) == ["far", "home", "link", "runs", "work"]
+    assert names(top / "far") == ["deep"]
+    assert not any(sf.verify("../runs/a/checkpoints").values())
+    assert make(8, resume_from_checkpoint="../runs/b/../a/checkpoints/6").train().stopped
+    assert trainer.save_pretrained("../saved") == top / "saved" / "6"
+    assert make(9).load_checkpoint("../saved/x/../6")["step"] == 6
+    trainer.save_pretrained("~/torch", to_torch=True)
+    assert names(top / "home" / "torch") == ["model.safetensors"]
+    trainer.save_information("../cards/a.md")
+    assert (top / "cards" / "a.md").is_file()
+
+
+def test_arguments_are_written_and_read(top):
+    arguments = TrainingArguments(output_dir="../runs/a", max_steps=3)
+    text = arguments.to_json("~/../a.json")
+    assert (top / "a.json").read_text() == text
+    assert TrainingArguments.from_json("~/../a.json") == arguments
+    assert arguments.output_dir == "../runs/a"
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_parameters_are_exported_and_loaded(top, name):
+    text, real = spelled(top, name)
+    for path in (text, f"{text}/one.safetensors"):
+        sf.export_params(path, {"w": np.ones(3)})
+        assert sf.load_params(path, {"w": np.zeros(3)})["w"].tolist() == [1, 1, 1]
+    assert names(real) == ["model.safetensors", "one.safetensors"]
+
+
+def test_metrics_are_written(top):
+    for path in ("../link/../a", "~/a"):
+        for writer in (
+            sf.jsonl_writer(f"{path}/m.jsonl", csv=f"{path}/t.csv"),
+            sf.csv_writer(f"{path}/m.csv"),
+            sf.tensorboard_writer(f"{path}/board"),
+        ):
+            writer.write_scalars(1, {"loss": 0.5})
+            writer.close()
+    for folder in (top / "far" / "a", top / "home" / "a"):
+        assert names(folder) == ["board", "m.csv", "m.csv.jsonl", "m.jsonl", "t.csv"]
+
+
+# URLs
+
+
+@pytest.mark.parametrize(
+    ("url", "real"),
+    [
+        ("file://{top}/runs/a", "runs/a"),
+        ("file://{top}/runs/a/", "runs/a"),
+        ("file://{top}/work/../runs/./a//", "runs/a"),
+        ("file://{top}/link/../a", "far/a"),
+        ("file://{top}/a%20b/50%25%23%3F*[x]", "a b/50%#?*[x]"),
+        ("file://{top}/läufe/日本 🚀", "läufe/日本 🚀"),
+    ],
+)
+def test_a_run_resumes_from_a_url(top, url, real):
+    url = url.format(top=top)
+    for steps, resumed in ((2, None), (4, 2), (6, 4)):
+        found = fit(steps, run_dir="x", checkpoints=sf.Checkpoints(url, every=2), upload=url)
+        assert found.resumed == resumed
+    assert {"2.commit", "4.commit", "6.commit", "metrics.jsonl"} <= {*names(top / real)}
+    assert sf.verify(url) == {2: [], 4: [], 6: []}
+    assert sf.restore(url, start()).step == 6
+    assert sf.average(url, [2, 4], start().params)["w"].shape == (2,)
+    assert look_at_checkpoints(["verify", url]) == 0
+    assert names(top / "work") == ["x"]
+
+
+@pytest.mark.parametrize(
+    "url", ["file://runs/a", "file://../a", "file://~/a", "file:///~/a", "file://./a"]
+)
+def test_a_url_that_is_relative_is_refused(top, url):
+    for use in (sf.Checkpoints(url).open, lambda: sf.verify(url)):
+        with pytest.raises(sf.ConfigError, match=r"^directory: expected a URL such .* \(file:///"):
+            use()
+    with pytest.raises(sf.ConfigError, match=r"file:///a/folder"):
+        fit(2, run_dir="x", upload=url)
+    assert names(top / "work") in ([], ["x"])
+    assert not Path("/~").exists()
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a/../b", "gs://bucket/./a", "s3://bucket/.."])
+def test_a_key_that_a_server_takes_for_another_is_refused(url):
+    with pytest.raises(sf.ConfigError, match=r"^directory: expected a URL without '\.' and '\.\.'"):
+        sf.verify(url)
+
+
+# What is refused
+
+USES = {
+    "fit": lambda path: fit(2, run_dir=path),
+    "Checkpoints": lambda path: sf.Checkpoints(path).open(),
+    "Temporary": lambda path: sf.Temporary(path, every=1),
+    "save": lambda path: sf.save(path, {"w": np.ones(2)}, step=1),
+    "restore": lambda path: sf.restore(path, {"w": np.ones(2)}),
+    "verify": sf.verify,
+    "latest_step": sf.latest_step,
+    "average": lambda path: sf.average(path, [1]),
+    "read_capsule": sf.read_capsule,
+    "jsonl_writer": sf.jsonl_writer,
+    "csv_writer": sf.csv_writer,
+    "tensorboard_writer": sf.tensorboard_writer,
+    "profile": lambda path: sf.profile(1, 1, path),
+    "export_params": lambda path: sf.export_params(path, {"w": np.ones(2)}),
+    "load_params": lambda path: sf.load_params(path, {"w": np.ones(2)}),
+    "arguments": lambda path: TrainingArguments(max_steps=1).to_json(path),
+    "output_dir": lambda path: digits.train_only(output_dir=path).train(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_home_of_nobody_is_refused(top, use):
+    with pytest.raises(sf.ConfigError, match=r"^\w+: expected .*'~nobody-here/a.*; give the"):
+        USES[use]("~nobody-here/a")
+    assert names(top / "work") == []
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("path", ["", "a\0b"])
+def test_what_is_no_path_is_refused(top, use, path):
+    with pytest.raises(sf.ConfigError, match=r"^\w+: expected .* got .*"):
+        USES[use](path)
+    assert names(top / "work") == []
+
+
+@pytest.mark.parametrize("use", [use for use in USES if use != "arguments"])
+@pytest.mark.parametrize("path", ["n" * 300, "n/" * 3000])
+def test_a_path_that_is_too_long_is_refused(top, use, path):
+    words = "(expected|File name too long).*; (give|check)"
+    with pytest.raises((sf.ConfigError, sf.CheckpointError), match=words):
+        USES[use](path)
+    assert names(top / "work") == []
+
+
+# An error of how arrays are specified
+
+
+@pytest.fixture
+def saved(tmp_path):
+    for step in (1, 2):
+        sf.save(tmp_path / "a", {"w": np.full(3, float(step))}, step=step)
+    return tmp_path / "a"
+
+
+def refuse_spec(patch):
+    """Specify arrays in a way that tensorstore refuses."""
+    make = tensorstore.Spec
+    patch.setattr(tensorstore, "Spec", lambda spec: make({**spec, "no_such_member": 1}))
+
+
+def refuse_path(patch):
+    """Give tensorstore a path as before paths were normalized."""
+    patch.setattr(
+        "stepfold.checkpoint.store.DirectoryStore._path",
+        lambda store, step: Path(f"{store.directory}/../{store.directory.name}/{step}"),
+    )
+
+
+@pytest.mark.parametrize("refuse", [refuse_spec, refuse_path])
+def test_an_error_of_a_specification_is_no_damage(saved, monkeypatch, capsys, refuse):
+    like = {"w": np.zeros(3)}
+    words = r"w: cannot be read: .*(no_such_member|Invalid file path)"
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refuse(patch)
+        for use in (
+            lambda: sf.restore(saved, like),
+            lambda: sf.restore(saved, like, step=1),
+            lambda: sf.Checkpoints(saved).restore(like),
+            lambda: sf.average(saved, [1, 2], part=""),
+        ):
+            with pytest.raises(sf.CheckpointError, match=words) as caught:
+                use()
+            assert "damaged" not in str(caught.value)
+        assert all(len(problems) == 1 for problems in sf.verify(saved).values())
+        assert look_at_checkpoints(["verify", str(saved)]) == 1
+        assert "1: cannot be read\n" in capsys.readouterr().out
+    assert names(saved) == ["1", "2"]
+    assert sf.restore(saved, like).step == 2
+
+
+@pytest.mark.parametrize("refuse", [refuse_spec, refuse_path])
+def test_a_run_that_cannot_read_its_checkpoints_keeps_them(tmp_path, monkeypatch, refuse):
+    fit(4, run_dir=tmp_path)
+    with monkeypatch.context() as patch:
+        refuse(patch)
+        for _ in range(2):
+            with pytest.raises(sf.CheckpointError, match="cannot be read"):
+                fit(6, run_dir=tmp_path)
+    assert fit(6, run_dir=tmp_path).resumed == 4
+
+
+def test_a_key_that_tensorstore_refuses_is_no_damage(tmp_path, monkeypatch):
+    url, like = f"file://{tmp_path}/a", {"w": np.zeros(3)}
+    sf.save(url, {"w": np.ones(3)}, step=1)
+    read = sf.checkpoint.bucket.Bucket._start_read
+
+    def invalid(bucket, name):
+        return read(bucket, f"../{name}" if name.endswith(".000000") else name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sf.checkpoint.bucket.Bucket, "_start_read", invalid)
+        with pytest.raises(sf.CheckpointError, match="cannot be read"):
+            sf.restore(url, like)
+    assert sf.restore(url, like).step == 1
+
+
+def test_damage_is_still_damage(saved):
+    for path in saved.glob("2/state/d/*"):
+        path.write_bytes(bytes(path.stat().st_size))
+    assert [bool(problems) for problems in sf.verify(saved).values()] == [False, True]
+    with pytest.warns(RuntimeWarning, match="step 2 is damaged, kept as 2.damaged"):
+        assert sf.restore(saved, {"w": np.zeros(3)}).step == 1
