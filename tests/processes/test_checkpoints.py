@@ -11,8 +11,6 @@ from tests.checkpoint.sameness import check_same
 
 import stepfold as sf
 
-from . import launch
-
 SPECS = {"rows": P("fsdp"), "columns": P(None, "tp"), "both": P(("fsdp", "tp")), "whole": P()}
 
 
@@ -29,8 +27,8 @@ def works(start, folder):
 
     import stepfold as sf
 
-    start(shutdown=10)
-    warnings.simplefilter("error")
+    start()
+    warnings.simplefilter("error")  # until the worker ends
     process, folder = jax.process_index(), Path(folder)
     mesh = sf.make_mesh((1, 2, 2, 1))
     seen = {}
@@ -132,12 +130,12 @@ LAYOUTS = {8: (1, 4, 2, 1), 4: (1, 1, 4, 1), 1: (1, 1, 1, 1)}
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """Let two processes do all that they do in one go, since each start costs seconds."""
+def both(processes, tmp_path_factory):
+    """Let two processes do all that they do in one go."""
     folder = tmp_path_factory.mktemp("processes")
     for count, dims in LAYOUTS.items():
         sf.save(folder / "one", placed(count, count, dims), step=count)
-    outputs = launch.run_processes(works, 2, args=(str(folder),))
+    outputs = processes.run(works, str(folder))
     return folder, [json.loads(output) for output in outputs]
 
 
@@ -220,7 +218,7 @@ def differs(start, folder):
 
     import stepfold as sf
 
-    start(shutdown=10)
+    start()
     place = NamedSharding(sf.make_mesh(), P("fsdp"))
 
     def placed(numbers):
@@ -241,10 +239,9 @@ def differs(start, folder):
 
 
 @pytest.fixture(scope="module")
-def one_differs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("processes")
-    ends = launch.ends_of_processes(differs, 2, timeout=60, args=(str(folder),))
-    return [end.output.splitlines() for end in ends]
+def one_differs(processes, tmp_path_factory):
+    outputs = processes.run(differs, str(tmp_path_factory.mktemp("processes")))
+    return [output.splitlines() for output in outputs]
 
 
 def test_process_local_array_is_refused_with_its_path(one_differs):

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from . import launch
-
 
 def evaluates(start, kind, counts):
     """Evaluate on the batches of this process; print the result, or the error."""
@@ -17,7 +15,7 @@ def evaluates(start, kind, counts):
 
     import stepfold as sf
 
-    start(shutdown=5)
+    start()
     mesh = sf.make_mesh()
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     params = {"w": jax.make_array_from_process_local_data(whole, np.ones(4, np.float32))}
@@ -31,22 +29,19 @@ def evaluates(start, kind, counts):
         print(json.dumps(str(error)))
 
 
-def run(kind, counts):
-    outputs = launch.run_processes(evaluates, 2, args=(kind, counts), timeout=40)
-    return [json.loads(text) for text in outputs]
+@pytest.mark.parametrize(
+    ("kind", "counts", "words"),
+    [
+        ("list", [5, 3], "as many batches in every process, got [5, 3]; "),
+        ("generator", [5, 3], "as many batches in every process, got 3 in process 1, and more in "),
+        ("generator", [0, 0], "at least one batch"),
+    ],
+)
+def test_unequal_numbers_of_batches_and_none_are_refused_in_all(processes, kind, counts, words):
+    for text in processes.run(evaluates, kind, counts):
+        assert json.loads(text).startswith(f"evaluate: expected {words}")
 
 
-@pytest.mark.parametrize("kind", ["list", "generator"])
-def test_batches_that_end_earlier_in_one_process_are_refused_in_all(kind):
-    got = {"list": "got [5, 3]", "generator": "got 3 in process 1, and more in the others"}[kind]
-    for error in run(kind, [5, 3]):
-        assert error.startswith(f"evaluate: expected as many batches in every process, {got}; ")
-
-
-def test_a_generator_of_equally_many_is_evaluated_whole():
-    assert run("generator", [5, 5]) == [{"loss": 8.0}] * 2
-
-
-def test_no_batch_in_any_process_is_an_error():
-    for error in run("generator", [0, 0]):
-        assert error.startswith("evaluate: expected at least one batch")
+def test_a_generator_of_equally_many_is_evaluated_whole(processes):
+    outputs = processes.run(evaluates, "generator", [5, 5])
+    assert [json.loads(text) for text in outputs] == [{"loss": 8.0}] * 2

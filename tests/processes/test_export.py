@@ -1,9 +1,5 @@
 """Two processes export as one, and each loads its own part."""
 
-import pytest
-
-from . import launch
-
 
 def exports_and_loads(start, folder):
     import jax
@@ -47,11 +43,8 @@ def exports_and_loads(start, folder):
         print(sorted(safetensors.numpy.load_file(f"{folder}/model-00001-of-00003.safetensors")))
 
 
-@pytest.mark.parametrize("launcher", ["explicit", "mpirun"], indirect=True)
-def test_two_processes_export_as_one(tmp_path, launcher):
-    first, second = launch.run_processes(exports_and_loads, 2, launcher, args=(str(tmp_path),))
-    assert first == "['b']\n"
-    assert second == ""
+def test_two_processes_export_as_one(processes, tmp_path):
+    assert processes.run(exports_and_loads, str(tmp_path)) == ["['b']\n", ""]
 
 
 def cannot_write(start, folder):
@@ -69,9 +62,9 @@ def cannot_write(start, folder):
         print(error)
 
 
-def test_write_error_of_the_first_process_is_raised_in_all(tmp_path):
+def test_write_error_of_the_first_process_is_raised_in_all(processes, tmp_path):
     (tmp_path / "file").write_text("mine")
-    outputs = launch.run_processes(cannot_write, args=(str(tmp_path),))
+    outputs = processes.run(cannot_write, str(tmp_path))
     words = (
         f"export_params: {tmp_path}/file/model.safetensors cannot be written: File exists; give a "
         "directory, or a file that ends in .safetensors\n"
@@ -100,6 +93,6 @@ def exports_what_each_has(start, folder):
         )
 
 
-def test_first_process_writes_local_params_and_none_waits(tmp_path):
-    first, _ = launch.run_processes(exports_what_each_has, args=(str(tmp_path),))
+def test_first_process_writes_local_params_and_none_waits(processes, tmp_path):
+    first, _ = processes.run(exports_what_each_has, str(tmp_path))
     assert first == "[[0, 0, 0], [0, 0, 0]]\n"

@@ -11,8 +11,8 @@ import stepfold as sf
 from . import launch
 
 
-def fits(start, alone, folder, cut, placed):
-    """Fit on two processes, or on one; `cut` says what happens in the last process at step 12."""
+def fits(start, folder=None, cut=None, placed=False):
+    """Fit on four devices; `cut` says what stops the last process at step 10 or 12."""
     import json
     import os
     import signal
@@ -25,12 +25,9 @@ def fits(start, alone, folder, cut, placed):
 
     import stepfold as sf
 
-    if alone:
-        jax.config.update("jax_num_cpu_devices", 4)
-    else:
-        start(heartbeat=10, shutdown=5) if cut == "error" else start()
+    start()
     last = jax.process_index() == jax.process_count() - 1
-    mesh, tx = sf.make_mesh(), optax.adam(1e-2)
+    mesh, tx = sf.make_mesh(devices=jax.devices()[:4]), optax.adam(1e-2)
     rng = np.random.default_rng(0)
     data = {"x": rng.normal(size=(96, 8)).astype(np.float32), "mask": rng.uniform(size=96) < 0.7}
 
@@ -55,8 +52,6 @@ def fits(start, alone, folder, cut, placed):
                     done.append(True)
                     if cut == "SIGTERM":
                         os.kill(os.getpid(), signal.SIGTERM)
-                    if cut == "error":
-                        raise OSError("cut here")
                 batch = super().__next__()
                 return sf.shard_batch(batch, mesh) if placed else batch
 
@@ -90,7 +85,7 @@ def fits(start, alone, folder, cut, placed):
 
 @pytest.fixture(scope="module")
 def alone():
-    return json.loads(launch.run_processes(fits, 1, args=(True, None, None, False), timeout=40)[0])
+    return json.loads(launch.run_alone(fits))
 
 
 def same(seen, alone):
@@ -102,34 +97,25 @@ def same(seen, alone):
         assert values == pytest.approx(alone["history"][name][1], rel=1e-4)
 
 
-def both(folder, cut=None, placed=True):
-    args = (False, str(folder) if folder else None, cut, placed)
-    return [json.loads(text) for text in launch.run_processes(fits, 2, args=args, timeout=40)]
-
-
 @pytest.mark.parametrize("placed", [True, False])
-def test_two_processes_fit_as_one(placed, alone):
-    for seen in both(None, placed=placed):
-        same(seen, alone)
+def test_two_processes_fit_as_one(processes, placed, alone):
+    for text in processes.run(fits, None, None, placed):
+        same(json.loads(text), alone)
 
 
 @pytest.mark.parametrize(("cut", "store"), [("SIGTERM", "{}"), ("hook", "file://{}/bucket")])
-def test_stop_of_one_process_stops_both_at_the_same_step(cut, store, alone, tmp_path):
+def test_stop_of_one_process_stops_both_at_the_same_step(processes, cut, store, alone, tmp_path):
     series = store.format(tmp_path)
-    first = both(series, cut)
-    assert first[0]["steps"] == first[1]["steps"] < 20
-    assert {seen["code"] for seen in first} == {143 if cut == "SIGTERM" else 0}
-    for seen in both(series):
-        assert seen["resumed"] == first[0]["steps"]
-        same(seen, alone)
-
-
-def test_an_error_in_one_process_ends_the_other(tmp_path):
-    args = (False, str(tmp_path), "error", True)
-    ends = launch.ends_of_processes(fits, 2, args=args, timeout=40)
-    assert ends[1].code != 0
-    assert "cut here" in ends[1].errors
-    assert ends[0].code not in (0, -signal.SIGKILL)
+    if cut == "SIGTERM":
+        stopped = launch.run_processes(fits, 2, args=(series, cut, True), timeout=40)
+    else:
+        stopped = processes.run(fits, series, cut, True)
+    first, second = map(json.loads, stopped)
+    assert first["steps"] == second["steps"] < 20
+    assert {first["code"], second["code"]} == {143 if cut == "SIGTERM" else 0}
+    for text in processes.run(fits, series, None, True):
+        assert json.loads(text)["resumed"] == first["steps"]
+        same(json.loads(text), alone)
 
 
 def fails_in_one(start, run_dir, where):

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from . import launch
-
 
 def fits(start, folder, asks):
     """Fit twice: a run that goes back, and one that skipped the batches from the start."""
@@ -56,9 +54,8 @@ def fits(start, folder, asks):
 
 
 @pytest.mark.parametrize("asks", [False, True])
-def test_two_processes_go_back_together(tmp_path, asks):
-    outputs = launch.run_processes(fits, 2, args=(str(tmp_path), asks), timeout=60)
-    for text in outputs:
+def test_two_processes_go_back_together(processes, tmp_path, asks):
+    for text in processes.run(fits, str(tmp_path), asks):
         went_back, skipped = json.loads(text)
         assert went_back == skipped
     (entry,) = json.loads((tmp_path / "a" / "run.json").read_text())["rollbacks"]

@@ -7,8 +7,8 @@ import pytest
 from . import launch
 
 
-def trains(start, alone, folder):
-    """Train on two processes, or on one, evaluate over an uneven rest, and save."""
+def trains(start, folder):
+    """Train, evaluate over an uneven rest, and save."""
     import json
 
     import jax
@@ -18,10 +18,7 @@ def trains(start, alone, folder):
     import stepfold as sf
     from stepfold.adapter import Trainer, TrainingArguments
 
-    if alone:
-        jax.config.update("jax_num_cpu_devices", 4)
-    else:
-        start()
+    start()
     rng = np.random.default_rng(0)
     data = {"x": rng.normal(size=(96, 8)).astype(np.float32)}
 
@@ -34,7 +31,7 @@ def trains(start, alone, folder):
             max_steps=12,
             save_steps=6,
             total_batch_size=16,
-            eval_batch_size=20,
+            eval_batch_size=24,
             learning_rate=1e-2,
             log_steps=4,
             progress_bar_type="none",
@@ -56,18 +53,12 @@ def trains(start, alone, folder):
     print(json.dumps(found))
 
 
-def test_two_processes_train_as_one(tmp_path):
-    alone = json.loads(
-        launch.run_processes(trains, 1, args=(True, str(tmp_path / "one")), timeout=60)[0]
-    )
-    args = (False, str(tmp_path / "two"))
-    both = [json.loads(text) for text in launch.run_processes(trains, 2, args=args, timeout=60)]
-    for seen in both:
-        assert (seen["stopped"], seen["saved"], seen["spread"]) == (
-            "all 12 steps were done",
-            "12",
-            4,
-        )
+def test_two_processes_train_as_one(processes, tmp_path):
+    alone = json.loads(launch.run_alone(trains, str(tmp_path / "one")))
+    for text in processes.run(trains, str(tmp_path / "two")):
+        seen = json.loads(text)
+        assert seen["stopped"] == "all 12 steps were done"
+        assert (seen["saved"], seen["spread"]) == ("12", 4)
         assert seen["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-4)
         for name, (steps, values) in alone["history"].items():
             assert seen["history"][name][0] == steps

@@ -16,9 +16,8 @@ def prints(start, text):
 
 
 def test_outputs_are_separate(launcher):
-    assert launch.run_processes(prints, 3, launcher, args=("hello",)) == ["hello out\n"] * 3
-    for end in launch.ends_of_processes(prints, 2, launcher, args=("hello",)):
-        assert end.code == 0
+    for end in launch.ends_of_processes(prints, 3, launcher, args=("hello",)):
+        assert (end.code, end.output) == (0, "hello out\n")
         assert "hello err\n" in end.errors
 
 
@@ -47,6 +46,43 @@ def test_no_process_outlives_its_timeout(launcher, tmp_path):
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 2
     assert not [pid for pid in pids if runs(pid)]
+
+
+def test_a_session_runs_workers_in_the_same_processes_until_one_fails():
+    def says_where(start, worker, folder):
+        """Print the ID of this process, and hang, raise or leave a setting if this is asked."""
+        import os
+        import time
+
+        import jax
+
+        print(os.getpid(), start().process)
+        if jax.process_index() == 1:
+            if worker == "hangs":
+                time.sleep(600)
+            if worker == "raises":
+                raise ValueError("on purpose")
+            if worker == "leaves":
+                jax.config.update("jax_enable_x64", True)
+
+    words = {
+        "hangs": "still running after 5 s, now killed(?s:.*)process 1 ended with -9",
+        "raises": "process 1 ended with 1, wrote:(?s:.*)on purpose",
+        "leaves": "did not restore {'jax_enable_x64': True}",
+    }
+    seen = []
+    with launch.Session() as session:
+        for worker, problem in words.items():
+            one, other = session.run(says_where, "", "")
+            assert session.run(says_where, "", "") == [one, other]
+            assert [text.split()[1] for text in (one, other)] == ["0", "1"]
+            with pytest.raises(AssertionError, match=problem) as error:
+                session.run(says_where, worker, "", timeout=5)
+            assert one in str(error.value), "what the other has written"
+            pids = [int(text.split()[0]) for text in (one, other)]
+            assert not [pid for pid in pids if runs(pid)]
+            seen += pids
+    assert len(set(seen)) == 6
 
 
 def runs(pid):

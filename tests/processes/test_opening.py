@@ -9,8 +9,6 @@ import pytest
 
 from stepfold.loop import run_lock
 
-from . import launch
-
 
 def opens(start, run_dirs, folders, late, blind):
     """Fit for 4 steps; `late` is by how many seconds the last process is later."""
@@ -23,18 +21,19 @@ def opens(start, run_dirs, folders, late, blind):
 
     import stepfold as sf
 
-    me = start(heartbeat=20, shutdown=10).process
+    me = start().process
     mesh, tx = sf.make_mesh(), optax.sgd(0.1)
     step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"].mean() * b["x"]), tx)
     make = lambda key: sf.init_state(lambda key: {"w": jnp.ones(8)}, tx, key)
     plan = sf.make_sharding(jax.eval_shape(make, jax.random.key(0)), mesh, sf.fsdp(min_size=1))
     state = sf.init_state(lambda key: {"w": jnp.ones(8)}, tx, jax.random.key(0), sharding=plan)
     batches = sf.batches({"x": np.ones(16, np.float32)}, 8, seed=0)
-    if me == 1 and blind:  # as a file system that shows new files late, or never
-        sf.Checkpoints.latest_step = lambda self: None
     time.sleep(late if me == 1 else 0)
     began = time.monotonic()
     checkpoints = folders and sf.Checkpoints(folders[me], every=2)
+    latest_step = sf.Checkpoints.latest_step
+    if me == 1 and blind:  # as a file system that shows new files late, or never
+        sf.Checkpoints.latest_step = lambda self: None
     try:
         result = sf.fit(
             step, state, batches, steps=4, log_every=2, checkpoints=checkpoints,
@@ -43,15 +42,23 @@ def opens(start, run_dirs, folders, late, blind):
         print("done", result.steps, result.resumed)
     except sf.StepfoldError as error:
         print(f"{time.monotonic() - began < 20} {type(error).__name__}: {error}")
+    finally:
+        sf.Checkpoints.latest_step = latest_step
 
 
-def outputs(run_dirs=None, folders=None, late=0, blind=False, timeout=40):
-    args = (run_dirs and [*map(str, run_dirs)], folders and [*map(str, folders)], late, blind)
-    return launch.run_processes(opens, 2, args=args, timeout=timeout)
+@pytest.fixture
+def outputs(processes):
+    """Run `opens` with a run directory, a folder of checkpoints, or both, for each process."""
+
+    def run(run_dirs=None, folders=None, late=0, blind=False):
+        run_dirs, folders = (paths and [*map(str, paths)] for paths in (run_dirs, folders))
+        return processes.run(opens, run_dirs, folders, late, blind, timeout=40 + late)
+
+    return run
 
 
 @pytest.mark.parametrize("kind", ["run_dir", "checkpoints"])
-def test_directories_that_are_not_shared_raise_within_seconds(tmp_path, kind):
+def test_directories_that_are_not_shared_raise_within_seconds(outputs, tmp_path, kind):
     here, there = tmp_path / "here", tmp_path / "there"
     same = (tmp_path / "same",) * 2
     args = ((here, there), None) if kind == "run_dir" else (same, (here, there))
@@ -63,7 +70,7 @@ def test_directories_that_are_not_shared_raise_within_seconds(tmp_path, kind):
     assert not list(tmp_path.glob("*/.*")), "something was left behind"
 
 
-def test_a_directory_that_one_cannot_make_is_an_error_of_both(tmp_path):
+def test_a_directory_that_one_cannot_make_is_an_error_of_both(outputs, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     first, second = outputs(None, (tmp_path / "folder", file))
@@ -77,12 +84,12 @@ def test_a_directory_that_one_cannot_make_is_an_error_of_both(tmp_path):
     assert f"{file}: expected a directory, got a file" in first
 
 
-def test_process_0_decides_whether_to_resume(tmp_path):
+def test_process_0_decides_whether_to_resume(outputs, tmp_path):
     assert outputs((tmp_path,) * 2, (tmp_path / "c",) * 2) == ["done 4 None\n"] * 2
     assert outputs((tmp_path,) * 2, (tmp_path / "c",) * 2, blind=True) == ["done 4 4\n"] * 2
 
 
-def test_a_directory_in_use_is_an_error_of_all(tmp_path):
+def test_a_directory_in_use_is_an_error_of_all(outputs, tmp_path):
     claim = {"host": "there", "pid": os.getpid(), "machine": run_lock._machine()}
     claim |= {"started": run_lock._start_time(os.getpid()), "since": "2026-01-02"}
     path = tmp_path / ".lock-0"
@@ -100,7 +107,7 @@ def test_a_directory_in_use_is_an_error_of_all(tmp_path):
 
 
 @pytest.mark.full
-def test_a_process_may_be_later_than_the_patience_of_gloo(tmp_path):
+def test_a_process_may_be_later_than_the_patience_of_gloo(outputs, tmp_path):
     began = time.monotonic()
-    assert outputs((tmp_path,) * 2, late=40, timeout=100) == ["done 4 None\n"] * 2
+    assert outputs((tmp_path,) * 2, late=40) == ["done 4 None\n"] * 2
     assert time.monotonic() - began > 40

@@ -24,9 +24,9 @@ def prefetches(start, wrong):
         print([float(total(batch)) for batch in stream])
 
 
-def test_prefetched_rows_of_processes_form_one_batch():
-    one, other = launch.run_processes(prefetches, n=2, args=(False,))
-    (alone,) = launch.run_processes(prefetches, n=1, args=(False,))
+def test_prefetched_rows_of_processes_form_one_batch(processes):
+    one, other = processes.run(prefetches, False)
+    alone = launch.run_alone(prefetches, False)
     assert one == other == alone
     assert alone.count(",") == 9
 
@@ -40,7 +40,7 @@ def prefetches_new_rows(start):
 
     import stepfold as sf
 
-    start(timeout=30)
+    start()
     mesh = sf.make_mesh()
 
     def batches():
@@ -54,11 +54,10 @@ def prefetches_new_rows(start):
     print([int(value) for value in sums] == [4 * count**2 for count in range(1, 13)])
 
 
-def test_new_numbers_of_rows_in_the_thread_need_no_collective():
-    assert launch.run_processes(prefetches_new_rows, n=2, timeout=40) == ["True\n"] * 2
+def test_new_numbers_of_rows_in_the_thread_need_no_collective(processes):
+    assert processes.run(prefetches_new_rows, timeout=40) == ["True\n"] * 2
 
 
-def test_sharding_over_processes_is_refused_without_communication():
-    outputs = launch.run_processes(prefetches, n=2, args=(True,))
-    for output in outputs:
+def test_sharding_over_processes_is_refused_without_communication(processes):
+    for output in processes.run(prefetches, True):
         assert output.startswith("sharding: expected one over the devices of this process, got one")

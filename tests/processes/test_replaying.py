@@ -9,8 +9,6 @@ import optax
 
 import stepfold as sf
 
-from . import launch
-
 
 def fits(start, folder):
     """Fit on two processes, until a zero comes in step 6."""
@@ -38,9 +36,8 @@ def fits(start, folder):
     print(json.dumps([result.capsule.step, result.capsule.lost, str(result.capsule.path)]))
 
 
-def test_one_process_replays_the_capsule_of_process_0(tmp_path):
-    ended = launch.run_processes(fits, 2, args=(str(tmp_path),), timeout=60)
-    first, second = map(json.loads, ended)
+def test_one_process_replays_the_capsule_of_process_0(processes, tmp_path):
+    first, second = map(json.loads, processes.run(fits, str(tmp_path)))
     lost = ["the batch: with several processes each has its own rows, and none has all of them"]
     assert first == [6, lost, str(tmp_path / "capsules" / "6")]
     assert second == [6, lost, "None"]

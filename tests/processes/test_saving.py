@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from . import launch
 
-
-def saves(start, folder, local, who, how, kind, count, seconds):
+def saves(start, folder, who, how, kind):
     """Fit, and request a save in some processes at some steps; print what was done."""
     import json
     import os
@@ -21,15 +19,14 @@ def saves(start, folder, local, who, how, kind, count, seconds):
 
     import stepfold as sf
 
-    start(shutdown=5)
+    start()
     rank = jax.process_index()
     mesh, tx = sf.make_mesh(), optax.sgd(0.01)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     params = {"w": jax.make_array_from_process_local_data(whole, np.ones(8, np.float32))}
     state = sf.init_state(params, tx, jax.random.key(0), sharding=whole)
     step = sf.make_train_step(lambda p, b, key: sf.mean(((b["x"] - p["w"]) ** 2).mean(-1)), tx)
-    temporary = sf.Temporary(local, every=4) if local else None
-    checkpoints = sf.Checkpoints(folder, every=10_000, keep=None, temporary=temporary)
+    checkpoints = sf.Checkpoints(folder, every=10_000, keep=None)
 
     def ask():
         if how == "signal":
@@ -39,9 +36,9 @@ def saves(start, folder, local, who, how, kind, count, seconds):
             thread.start()
             thread.join()
 
-    def rows(step=0):
-        for number in range(step, count):
-            time.sleep(seconds)
+    def rows():
+        for number in range(40):
+            time.sleep(0.03)
             if number == 10 and rank in who:
                 ask()
             yield {"x": np.full((4, 8), number, np.float32)}
@@ -54,7 +51,7 @@ def saves(start, folder, local, who, how, kind, count, seconds):
         if how == "hook" and rank in who and event.step == 10:
             checkpoints.request()
 
-    batches = Known([None] * count) if kind == "list" else rows()
+    batches = Known([None] * 40) if kind == "list" else rows()
     result = sf.fit(step, state, batches, checkpoints=checkpoints, hooks=hook, log_every=5)
     saved = sf.Checkpoints(folder).steps()
     restored = {
@@ -63,26 +60,19 @@ def saves(start, folder, local, who, how, kind, count, seconds):
     print(json.dumps({"steps": result.steps, "saved": saved, "w": restored}))
 
 
-def run(folder, *, local=None, who, how, kind="list", count=40, seconds=0.03):
-    args = (str(folder), local and str(local), who, how, kind, count, seconds)
-    return [json.loads(text) for text in launch.run_processes(saves, 2, args=args, timeout=60)]
-
-
 @pytest.mark.parametrize(
     ("who", "how", "kind"),
-    [((1,), "signal", "list"), ((0,), "hook", "list"), ((1,), "thread", "generator")],
+    [
+        ((1,), "signal", "list"),
+        ((0,), "hook", "list"),
+        ((1,), "thread", "generator"),
+        ((0, 1), "hook", "list"),
+    ],
 )
-def test_a_request_in_one_process_saves_in_all_at_one_step(tmp_path, who, how, kind):
-    one, other = run(tmp_path, who=who, how=how, kind=kind)
+def test_requests_save_once_in_all_processes_at_one_step(processes, tmp_path, who, how, kind):
+    one, other = map(json.loads, processes.run(saves, str(tmp_path), who, how, kind))
     assert one == other
     assert one["steps"] == 40
-    requested, last = one["saved"]
-    assert (10 <= requested <= 30, last) == (True, 40)
-
-
-def test_a_request_in_all_processes_saves_once(tmp_path):
-    one, other = run(tmp_path, who=(0, 1), how="hook")
-    assert one == other
     requested, last = one["saved"]
     assert (10 <= requested <= 30, last) == (True, 40)
 
@@ -97,7 +87,7 @@ def resumes(start, folder, local, steps, stop_at):
 
     import stepfold as sf
 
-    start(shutdown=5)
+    start()
     mesh, tx = sf.make_mesh(), optax.sgd(0.01)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     params = {"w": jax.make_array_from_process_local_data(whole, np.ones(8, np.float32))}
@@ -127,11 +117,10 @@ def resumes(start, folder, local, steps, stop_at):
     print(json.dumps([resumed, found, ended]))
 
 
-def test_several_processes_resume_from_a_temporary_step(tmp_path):
+def test_several_processes_resume_from_a_temporary_step(processes, tmp_path):
     def go(folder, stop_at):
         args = (str(tmp_path / folder), str(tmp_path / "local"), 20, stop_at)
-        texts = launch.run_processes(resumes, 2, args=args, timeout=60)
-        one, other = map(json.loads, texts)
+        one, other = map(json.loads, processes.run(resumes, *args))
         assert one[0] == other[0]
         assert one[2] == other[2]
         return one

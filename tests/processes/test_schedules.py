@@ -7,7 +7,7 @@ import pytest
 from . import launch
 
 
-def schedules(start, alone, folder):
+def schedules(start, folder):
     """Fit on batches of two sizes of a mixture in two stages, some left out; cut at step 9."""
     import json
 
@@ -18,8 +18,7 @@ def schedules(start, alone, folder):
 
     import stepfold as sf
 
-    if not alone:
-        start()
+    alone = start().processes == 1
     mesh, tx, traced, seen = sf.make_mesh(), optax.sgd(0.1), [], []
     parts = [({"x": np.arange(9, dtype=np.float32)}, 1), ({"x": -np.ones(5, np.float32)}, 2)]
     mixture = sf.mix(parts, seed=0, stages=[(100, (3, 1))])
@@ -50,11 +49,10 @@ def schedules(start, alone, folder):
     print(json.dumps([sizes, [curve[step] for step in range(10, 16)], result.resumed]))
 
 
-def test_sizes_stages_and_batches_left_out_are_those_of_one_process(tmp_path, capsys):
-    schedules(None, True, None)
-    alone = json.loads(capsys.readouterr().out)
+def test_sizes_stages_and_batches_left_out_are_those_of_one_process(processes, tmp_path):
+    alone = json.loads(launch.run_alone(schedules, None))
     assert (alone[0], alone[2]) == ([8, 16], None)
-    for text in launch.run_processes(schedules, 2, args=(False, str(tmp_path)), timeout=40):
+    for text in processes.run(schedules, str(tmp_path)):
         sizes, losses, resumed = json.loads(text)
         assert (sizes, resumed) == ([8, 16], 9)
         assert losses == pytest.approx(alone[1], rel=1e-5)

@@ -35,6 +35,7 @@ def one_sentence(process, launcher):
     return rf"process {process} of 2 {HOW[launcher]}: 2 of 4 cpu devices, coordinator 127.0.0.1:\d+"
 
 
+@pytest.mark.parametrize("launcher", ["explicit", "mpirun"], indirect=True)
 def test_two_processes_are_one_runtime(launcher):
     for process, output in enumerate(launch.run_processes(sums_over_all_devices, 2, launcher)):
         total, sentence = output.splitlines()
@@ -43,7 +44,8 @@ def test_two_processes_are_one_runtime(launcher):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "address"), [("here", "127.0.0.1"), ("localhost,b", "localhost")]
+    ("hosts", "address"),
+    [pytest.param("here", "127.0.0.1", marks=pytest.mark.full), ("localhost,b", "localhost")],
 )
 def test_variables_of_srun_are_enough(hosts, address):
     environ = [

@@ -7,7 +7,7 @@ import pytest
 from . import launch
 
 
-def stops(start, batches, options, folder, signal_at, hook_at):
+def stops(start, batches, options, folder=None, signal_at=None, hook_at=None):
     """Fit on the batches of this process; print where and why it stopped."""
     import json
     import os
@@ -21,7 +21,7 @@ def stops(start, batches, options, folder, signal_at, hook_at):
 
     import stepfold as sf
 
-    start(shutdown=5)
+    start()
     rank = jax.process_index()
     mesh, tx = sf.make_mesh(), optax.sgd(0.01)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -67,44 +67,43 @@ def stops(start, batches, options, folder, signal_at, hook_at):
     print(json.dumps(seen))
 
 
-def run(batches, options, folder=None, *, signal_at=None, hook_at=None):
-    folder = folder and str(folder)
-    args = (batches, options, folder, signal_at, hook_at)
-    return [json.loads(text) for text in launch.run_processes(stops, 2, args=args, timeout=40)]
-
-
 @pytest.mark.parametrize("per_call", [1, 4])
-def test_batches_that_end_earlier_in_one_process_stop_all_at_the_same_step(per_call, tmp_path):
+def test_batches_that_end_earlier_in_one_process_stop_all_at_the_same_step(
+    processes, per_call, tmp_path
+):
     batches = [("generator", 9, 0), ("generator", 6, 0)]
     options = {"steps_per_call": per_call, "log_every": 4}
-    for process, seen in enumerate(run(batches, options, tmp_path)):
+    for process, text in enumerate(processes.run(stops, batches, options, str(tmp_path))):
+        seen = json.loads(text)
         assert (seen["steps"], seen["kind"], seen["saved"]) == (6, "exhausted", 6)
         words = "got 6 in process 1, and more in the others"
         assert any(words in text for text in seen["warned"]), (process, seen)
 
 
-def test_a_known_number_of_batches_that_differs_is_refused_before_the_first_step():
-    for seen in run([("list", 9, 0), ("list", 6, 0)], {}):
-        (error,) = seen["errors"]
+def test_a_known_number_of_batches_that_differs_is_refused_before_the_first_step(processes):
+    for text in processes.run(stops, [("list", 9, 0), ("list", 6, 0)], {}):
+        (error,) = json.loads(text)["errors"]
         assert error.startswith("batches: expected as many steps in every process, got [9, 6]; ")
         assert "steps=6" in error
-    for seen in run([("list", 9, 0), ("list", 8, 0)], {"steps": 7}):
+    for text in processes.run(stops, [("list", 9, 0), ("list", 8, 0)], {"steps": 7}):
+        seen = json.loads(text)
         assert (seen["steps"], seen["warned"]) == (7, [])
 
 
 @pytest.mark.parametrize("kind", ["list", "generator"])
 def test_a_signal_to_one_process_ends_all_within_a_few_steps(kind, tmp_path):
-    batches = [(kind, 300, 0.1)] * 2
-    one, other = run(batches, {"steps": 300, "log_every": 1000}, tmp_path, signal_at=20)
+    options = {"steps": 300, "log_every": 1000}
+    args = ([(kind, 300, 0.1)] * 2, options, str(tmp_path), 20)
+    one, other = map(json.loads, launch.run_processes(stops, 2, args=args, timeout=40))
     assert one["steps"] == other["steps"] == one["saved"]
     assert 20 <= one["steps"] <= 30
     assert (one["code"], one["kind"], other["code"], other["kind"]) == (143, "signal") * 2
     assert other["seconds"] < 5
 
 
-def test_a_reason_of_a_hook_in_one_process_ends_all_within_a_few_steps():
-    batches = [("list", 300, 0.05)] * 2
-    one, other = run(batches, {"steps": 300, "log_every": 5}, hook_at=20)
+def test_a_reason_of_a_hook_in_one_process_ends_all_within_a_few_steps(processes):
+    args = ([("list", 300, 0.05)] * 2, {"steps": 300, "log_every": 5}, None, None, 20)
+    one, other = map(json.loads, processes.run(stops, *args))
     assert one["steps"] == other["steps"] <= 30
     assert one["message"].startswith("process 1 stopped")
     assert other["message"].startswith("enough")

@@ -4,8 +4,6 @@ import json
 import socket
 import statistics
 
-from . import launch
-
 
 def trains(start, cases):
     """Fit with a slow input pipeline or hook in some processes; print what process 0 reports."""
@@ -19,7 +17,7 @@ def trains(start, cases):
 
     import stepfold as sf
 
-    start(shutdown=5)
+    start()
     rank = jax.process_index()
     mesh, tx = sf.make_mesh(), optax.sgd(0.01)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -51,9 +49,9 @@ def trains(start, cases):
         print(json.dumps([named, [str(warning.message) for warning in caught]]))
 
 
-def test_a_slow_process_is_named():
+def test_a_slow_process_is_named(processes):
     cases = [("data", [1]), ("hook", [0]), ("data", [0, 1])]
-    one, other = launch.run_processes(trains, 2, args=(cases,), timeout=90)
+    one, other = processes.run(trains, cases, timeout=90)
     reports = [json.loads(line) for line in one.splitlines()]
     for (kind, slow), (named, warned) in zip(cases, reports, strict=True):
         assert named["process"], named

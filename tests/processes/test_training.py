@@ -8,7 +8,8 @@ import pytest
 from . import launch
 
 
-def trains(start, alone, dims, once):
+def trains(start, dims, once):
+    """Train three steps on four devices; print what was computed, and where it lies."""
     import json
 
     import jax
@@ -18,12 +19,8 @@ def trains(start, alone, dims, once):
 
     import stepfold as sf
 
-    if alone:
-        jax.config.update("jax_num_cpu_devices", 4)
-    else:
-        start()
-    process, processes = jax.process_index(), jax.process_count()
-    mesh = sf.make_mesh(dims)
+    job = start()
+    mesh = sf.make_mesh(dims, devices=jax.devices()[:4])
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
     def init(key):
@@ -46,8 +43,7 @@ def trains(start, alone, dims, once):
             "y": rng.normal(size=(16, 4)).astype(np.float32),
             "mask": rng.uniform(size=16) < 0.7,
         }
-        size = 16 // processes
-        return jax.tree.map(lambda x: x[process * size : (process + 1) * size], whole)
+        return jax.tree.map(lambda x: np.split(x, job.processes)[job.process], whole)
 
     shape = jax.eval_shape(lambda key: sf.init_state(init, tx, key), jax.random.key(0))
     plan = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
@@ -68,7 +64,7 @@ def trains(start, alone, dims, once):
         seen["close"].append(int(evaluate(state, batch)["close"].total))
     seen["params"] = {k: np.asarray(v).tolist() for k, v in everywhere(state.params).items()}
     seen["place"] = sorted(
-        (name, device.id % 4 if alone else 2 * device.process_index + device.id % 2, str(index))
+        (name, jax.devices().index(device), str(index))
         for name, leaf in state.params.items()
         for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
     )
@@ -77,30 +73,28 @@ def trains(start, alone, dims, once):
 
 
 @pytest.fixture(scope="module")
-def one_process():
-    """Train in one process, once for each mesh."""
-
-    @functools.cache
-    def train(dims):
-        (output,) = launch.run_processes(trains, 1, args=(True, dims, False))
-        return json.loads(output)
-
-    return train
+def train_alone():
+    """Train in this process, once for each mesh."""
+    return functools.cache(lambda dims: json.loads(launch.run_alone(trains, dims, False)))
 
 
 @pytest.mark.parametrize(
     ("launcher", "dims", "once"),
     [
-        pytest.param("explicit", (1, -1, 1, 1), False, marks=pytest.mark.full),
-        ("explicit", (2, 2, 1, 1), True),
+        pytest.param("session", (1, -1, 1, 1), False, marks=pytest.mark.full),
+        ("session", (2, 2, 1, 1), True),
         ("mpirun", (2, 2, 1, 1), False),
     ],
-    indirect=["launcher"],
 )
-def test_two_processes_train_as_one(one_process, launcher, dims, once):
-    alone = one_process(dims)
-    both = map(json.loads, launch.run_processes(trains, 2, launcher, args=(False, dims, once)))
-    for seen in both:
+def test_two_processes_train_as_one(processes, train_alone, launcher, dims, once):
+    alone = train_alone(dims)
+    if launcher == "session":
+        both = processes.run(trains, dims, once)
+    elif launch.find_mpirun() is None:
+        pytest.skip(launch.NO_MPIRUN)
+    else:
+        both = launch.run_processes(trains, 2, launcher, args=(dims, once))
+    for seen in map(json.loads, both):
         assert seen["data"] == alone["data"]
         assert seen["place"] == alone["place"]
         assert seen["close"] == alone["close"]
@@ -111,8 +105,8 @@ def test_two_processes_train_as_one(one_process, launcher, dims, once):
                 assert got == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
-def gives_rows(start, rows, late, timeout):
-    """Shard a batch of each number of rows, those of this process; the last is late in one."""
+def gives_rows(start, rows, late=0, timeout=None):
+    """Shard a batch of each number of rows, those of this process; those of process 1 are late."""
     import time
 
     import jax
@@ -120,7 +114,7 @@ def gives_rows(start, rows, late, timeout):
 
     import stepfold as sf
 
-    start(timeout=timeout, shutdown=5)
+    start(timeout=timeout) if timeout else start()
     mesh = sf.make_mesh()
     try:
         for count in rows[jax.process_index()]:
@@ -130,26 +124,23 @@ def gives_rows(start, rows, late, timeout):
         print("equal")
     except (sf.DataError, sf.PeerTimeoutError) as error:
         print(type(error).__name__, error)
-        jax.distributed.shutdown()
 
 
 def test_other_rows_are_refused_in_every_process():
-    outputs = launch.run_processes(gives_rows, args=(([4], [6]), 0, 60))
+    outputs = launch.run_processes(gives_rows, args=(([4], [6]),), timeout=40)
     words = "expected as many rows in every process, got [4, 6]; drop or pad the last batch\n"
     assert outputs == [f"DataError shard_batch: {words}"] * 2
 
 
-def test_a_late_process_is_waited_for():
-    assert launch.run_processes(gives_rows, args=(([4], [4]), 6, 60)) == ["equal\n"] * 2
-
-
-@pytest.mark.full
-def test_a_process_that_is_later_than_timeouts_of_gloo_is_waited_for():
-    assert launch.run_processes(gives_rows, args=(([4], [4]), 65, 300)) == ["equal\n"] * 2
+# A process that is ahead with other rows is given 3 s; gloo would give up after 30.
+@pytest.mark.parametrize(("late", "rows"), [(4, 2), pytest.param(65, 4, marks=pytest.mark.full)])
+def test_a_late_process_is_waited_for(processes, late, rows):
+    outputs = processes.run(gives_rows, ([rows], [rows]), late, timeout=40 + late)
+    assert outputs == ["equal\n"] * 2
 
 
 def test_no_answer_is_another_error_than_other_rows():
-    one, other = launch.ends_of_processes(gives_rows, args=(([4], [4, 6]), 0, 5))
+    one, other = launch.ends_of_processes(gives_rows, args=(([4], [4, 6]), 0, 5), timeout=40)
     assert one.output == "equal\n"
     assert other.output == (
         "PeerTimeoutError shard_batch: expected a batch of 6 rows from every process, as this one "
