@@ -65,8 +65,9 @@ os.setsid()
 for number, path in enumerate((os.devnull, request["out"], request["err"])):
     flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
     os.dup2(os.open(path, flags, 0o666), number)
-sys.stdin = open(0)
-sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))
+# The numbers stay open if a script puts another file in place of these.
+sys.stdin = open(0, closefd=False)
+sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
 faulthandler.enable()
 os.environ.update(request["environ"])
 os.chdir(request["cwd"])

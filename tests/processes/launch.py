@@ -28,6 +28,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 from tests.forks import DIE_WITH_PARENT, ForkServer
 
 from stepfold.sharding.distributed import start_distributed
@@ -104,7 +105,7 @@ def run_processes(worker, n=2, launcher="explicit", timeout=120, args=()):
 
 def run_alone(worker, *args):
     """Run `worker(start, *args)` in this process, which is alone, and return what it printed."""
-    with contextlib.redirect_stdout(io.StringIO()) as output:
+    with contextlib.redirect_stdout(io.StringIO()) as output, jax.numpy_dtype_promotion("standard"):
         worker(start_distributed, *args)
     return output.getvalue()
 
