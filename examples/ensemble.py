@@ -59,7 +59,7 @@ def init_member(key, rate):
     return sf.init_state(init, optimizer(rate), key)
 
 
-def main():
+def main(epochs=EPOCHS):
     """Train all members at once and one of them alone, and compare."""
     digits = load_digits()
     data = {"image": np.float32(digits.data / 16), "label": np.int32(digits.target)}
@@ -76,7 +76,7 @@ def main():
         jax.jit(jax.vmap(init_member))(keys, rates),
         jax.jit(init_member)(keys[3], rates[3]),
     )
-    for batch in sf.batches(train, BATCH, seed=0, epochs=EPOCHS, remainder="pad"):
+    for batch in sf.batches(train, BATCH, seed=0, epochs=epochs, remainder="pad"):
         states, metrics = together(states, batch)
         member, _ = alone(member, batch)
     losses = np.array(metrics["loss"].compute())

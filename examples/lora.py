@@ -70,10 +70,10 @@ def select(data, index):
     return {name: values[index] for name, values in data.items()}
 
 
-def train(loss, state, tx, data):
+def train(loss, state, tx, data, epochs):
     """Train for a few epochs."""
     step = jax.jit(sf.make_train_step(loss, tx), donate_argnums=0)
-    for batch in sf.batches(data, BATCH, seed=0, epochs=EPOCHS, remainder="pad"):
+    for batch in sf.batches(data, BATCH, seed=0, epochs=epochs, remainder="pad"):
         state, _ = step(state, batch)
     return state
 
@@ -87,7 +87,7 @@ def print_accuracy(name, loss, state, data):
         print(f"{name} on {digits}: accuracy {metrics['accuracy']:.4f}")
 
 
-def main():
+def main(epochs=EPOCHS):
     """Learn five digits with all parameters, then the other five with the factors."""
     digits = load_digits()
     data = {"image": np.float32(digits.data / 16), "label": np.int32(digits.target)}
@@ -96,7 +96,7 @@ def main():
 
     tx = optax.adam(2e-3)
     base = sf.init_state(init, tx, jax.random.key(0))
-    base = train(loss_fn, base, tx, select(train_data, train_data["label"] < 5))
+    base = train(loss_fn, base, tx, select(train_data, train_data["label"] < 5), epochs)
     print_accuracy("base", loss_fn, base, test)
 
     params = {"base": base.params, "lora": init_factors(base.params, jax.random.key(1))}
@@ -106,7 +106,7 @@ def main():
     state = sf.init_state(params, tx, jax.random.key(2))
     print(sf.parameter_table(state.params))
     adapted = lambda params, *rest: loss_fn(merge(params), *rest)
-    state = train(adapted, state, tx, train_data)
+    state = train(adapted, state, tx, train_data, epochs)
     print_accuracy("adapted", adapted, state, test)
 
     size = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

@@ -73,10 +73,10 @@ def change(make_params, tx, width):
     return float(jnp.abs(after - before).mean()), result.history["train/loss"][-1]
 
 
-def main():
+def main(widths=WIDTHS):
     """Compare the change of the logits over widths."""
     print("width  standard: change  loss  muP: change   loss")
-    for width in WIDTHS:
+    for width in widths:
         standard, mup = change(init, STANDARD, width), change(init_mup, MUP, width)
         print(f"{width:5}  {standard[0]:16.3f}  {standard[1]:.3f}  {mup[0]:11.3f}  {mup[1]:.3f}")
 

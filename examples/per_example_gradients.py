@@ -70,7 +70,7 @@ def noise_scale(grads, norms):
     return Average(total=variance, count=of_mean - variance / count)
 
 
-def main():
+def main(epochs=EPOCHS):
     """Train on digits, and print the curves."""
     digits = load_digits()
     data = {"image": np.float32(digits.data / 16), "label": np.int32(digits.target)}
@@ -86,7 +86,7 @@ def main():
         sf.make_train_step(loss_fn, TX, grad=per_example),
         sf.init_state(init, TX, jax.random.key(0)),
         sf.batches(train, BATCH, seed=0),
-        epochs=EPOCHS,
+        epochs=epochs,
         log_every=3 * TRAIN // BATCH,
         evaluation=evaluation,
     )

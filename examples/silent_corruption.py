@@ -81,7 +81,7 @@ def checksums(grads):
     return jnp.stack([b.reshape(2, -1).sum(1, dtype=jnp.uint32) for b in bits], 1)
 
 
-def main():
+def main(steps=STEPS):
     """Train on digits with and without the wrong device, and print whose rows are suspect."""
     if jax.config.jax_num_cpu_devices < DEVICES:
         jax.config.update("jax_num_cpu_devices", DEVICES)  # has an effect only on CPU
@@ -93,7 +93,7 @@ def main():
         state = sf.init_state(init, TX, jax.random.key(0), sharding=plan)
         step = sf.make_train_step(loss_fn, TX, grad=checked_by_neighbours(mesh, wrong))
         result = sf.fit(
-            sf.check_step(step, every=2), state, sf.batches(data, BATCH, seed=0), steps=STEPS
+            sf.check_step(step, every=2), state, sf.batches(data, BATCH, seed=0), steps=steps
         )
         history = result.history
         suspects = [i for i in range(DEVICES) if history[f"train/suspect/{i}"][-1]]

@@ -55,14 +55,14 @@ class CustomTrainer(Trainer):
         return super().on_step_end(state, metrics, *args, **kwargs)
 
 
-def main():
+def main(steps=100):
     """Train for a few epochs."""
     digits = load_digits()
     data = {"images": digits.data, "labels": np.int32(digits.target)}
     train = {name: values[:1500] for name, values in data.items()}
     test = {name: values[1500:] for name, values in data.items()}
     arguments = TrainingArguments(
-        max_steps=100,
+        max_steps=steps,
         total_batch_size=64,
         learning_rate=1e-2,
         scheduler="linear",

@@ -98,7 +98,7 @@ def print_length(event):
     print(f"step {event.step:3}  episode length {length:5.1f}  critic loss {loss:6.1f}")
 
 
-def main():
+def main(steps=STEPS):
     """Train both. The batches are the start positions of the episodes."""
     tx = optax.adam(1e-2)
     step = make_step(sf.make_train_step(actor_loss, tx), sf.make_train_step(critic_loss, tx))
@@ -106,7 +106,7 @@ def main():
     state = {name: sf.init_state(init, tx, key) for name, key in zip(names, keys, strict=True)}
     starts = np.random.default_rng(0).uniform(-0.05, 0.05, (4096, 4)).astype(np.float32)
     batches = sf.batches(starts, GAMES, seed=0)
-    result = sf.fit(step, state, batches, steps=STEPS, hooks=[print_length], log_every=10)
+    result = sf.fit(step, state, batches, steps=steps, hooks=[print_length], log_every=10)
     print(result.stop_reason)
 
 

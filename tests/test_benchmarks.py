@@ -1,4 +1,7 @@
-"""Every benchmark runs in its quick form, and its claims that do not depend on time hold."""
+"""Every benchmark runs in its quick form, and its claims that do not depend on time hold.
+
+Only with --full: other tests make the same claims of the library.
+"""
 
 import re
 import shutil
@@ -17,8 +20,8 @@ BENCHMARKS = sorted(
     for path in (ROOT / "benchmarks").glob("*.py")
     if "def main(" in path.read_text() and path.stem != "__main__"
 )
-# Other tests make the same claims of the library: tests/inspect, tests/laws and tests/loop.
-SLOW = {"accumulation", "checkpoint", "collectives", "end_to_end", "gpu", "memory"}
+
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +30,7 @@ def server():
         yield server
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.full] * (path.stem in SLOW)) for path in BENCHMARKS],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
 def test_benchmark_runs_and_claims_without_a_clock_hold(path, server, tmp_path):
     # Outside the checkout, only installed packages can be imported.
     printed = server.run([path, "--quick"], cwd=tmp_path)

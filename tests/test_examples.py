@@ -1,10 +1,15 @@
-"""Every example runs as a program of its own, and prints what its docstring promises."""
+"""Every example runs as a program of its own, and prints what its docstring promises.
 
+By default only some do, and the `main` of some others with arguments that make it short.
+"""
+
+import importlib.util
 import re
 import shutil
 from pathlib import Path
 from pydoc_data import topics
 
+import jax
 import pytest
 
 from .forks import PRELOAD, ForkServer
@@ -13,6 +18,26 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 # Fewer steps where they are enough for what the test checks.
 ARGUMENTS = {"packing": ("40",), "sharded_transformer": ("16",)}
+# Those that run by default; arguments with which the `main` of others takes less than 3 s.
+DEFAULT = {
+    "adapter",
+    "own_loop",
+    "quickstart",
+    "sharded_transformer",
+    "tfds_digits",
+    "two_processes",
+}
+SHORT = {
+    "ensemble": {"epochs": 1},
+    "lora": {"epochs": 1},
+    "mup": {"widths": (64,)},
+    "per_example_gradients": {"epochs": 3},
+    "silent_corruption": {"steps": 2},
+    "subclass_adapter": {"steps": 20},
+    "two_states": {"steps": 10},
+}
+
+pytestmark = pytest.mark.not_optimized  # except in processes of their own
 
 
 class Examples:
@@ -46,12 +71,29 @@ def numbers(pattern, printed):
     return [float(found) for found in re.findall(pattern, printed)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name not in DEFAULT)) for name in NAMES]
+)
 def test_example_runs(name, examples):
     assert examples.printed(name)
-    path = EXAMPLES / f"{name}.py"
-    assert path.read_text().count("\n") <= 120
-    assert "def main(" in path.read_text()
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_main_runs_with_other_arguments(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    with jax.numpy_dtype_promotion("standard"):
+        example.main(**SHORT[name])
+    assert capsys.readouterr().out
+
+
+def test_examples_are_short_and_have_a_main_function():
+    for name in NAMES:
+        text = (EXAMPLES / f"{name}.py").read_text()
+        assert text.count("\n") <= 120, name
+        assert "\ndef main(" in text, name
 
 
 def test_quickstart_learns_digits(examples):
@@ -76,6 +118,7 @@ def test_tfds_digits_writes_reads_and_learns_without_tensorflow(examples):
     assert (float(accuracy) > 0.95, int(count)) == (True, 360)
 
 
+@pytest.mark.full
 def test_poisoned_data_is_survived(examples):
     printed = examples.printed("poisoned_data")
     assert "without going back: train/loss is nan in step 71" in printed
@@ -86,6 +129,7 @@ def test_poisoned_data_is_survived(examples):
     assert "the same bits as a run that knew: True" in printed
 
 
+@pytest.mark.full
 def test_packing_needs_fewer_rows_for_the_same_loss(examples):
     printed = examples.printed("packing")
     found = re.findall(r"(\d+) rows  loss (\d+\.\d+) over (\d+) bytes", printed)
@@ -106,6 +150,7 @@ def test_adapter_learns_and_resumes(examples):
     assert "| eval/accuracy | 4 |" in (folder / "runs/adapter/README.md").read_text()
 
 
+@pytest.mark.full
 def test_subclassed_trainer_learns(examples):
     printed = examples.printed("subclass_adapter")
     assert printed.count("current learning rate") == 5
@@ -128,6 +173,7 @@ def test_own_loop_learns_to_write_and_resumes_bit_for_bit(examples):
     assert again.split("\n")[1:] == printed.split("\n")[-again.count("\n") :]
 
 
+@pytest.mark.full
 def test_lora_learns_new_digits_and_keeps_the_base_frozen(examples):
     printed = examples.printed("lora")
     known, unknown, still, new = numbers(r"on \d-\d: accuracy (\d\.\d+)", printed)
@@ -140,6 +186,7 @@ def test_lora_learns_new_digits_and_keeps_the_base_frozen(examples):
     assert int(kept) == 2 * 4 * trained + 4 < int(whole) / 8  # two moments and a count
 
 
+@pytest.mark.full
 def test_preferences_are_learned_and_show_in_generated_text(examples):
     printed = examples.printed("preferences")
     accuracies, margins, capitals, distances = (
@@ -154,6 +201,7 @@ def test_preferences_are_learned_and_show_in_generated_text(examples):
     assert 0 < distances[-1] < 0.3
 
 
+@pytest.mark.full
 def test_ensemble_beats_its_members_and_each_trains_as_if_alone(examples):
     printed = examples.printed("ensemble")
     *members, ensemble = numbers(r"test accuracy (\d\.\d+)", printed)
@@ -163,6 +211,7 @@ def test_ensemble_beats_its_members_and_each_trains_as_if_alone(examples):
     assert apart < 1e-4
 
 
+@pytest.mark.full
 def test_actor_and_critic_learn_together(examples):
     printed = examples.printed("two_states")
     lengths = numbers(r"episode length +(\d+\.\d+)", printed)
@@ -172,6 +221,7 @@ def test_actor_and_critic_learn_together(examples):
     assert errors[-1] < max(errors) / 5
 
 
+@pytest.mark.full
 def test_the_gradient_of_each_example_is_clipped_and_noised(examples):
     printed = examples.printed("per_example_gradients")
     losses, accuracies, scales = (
@@ -184,6 +234,7 @@ def test_the_gradient_of_each_example_is_clipped_and_noised(examples):
     assert scales[-1] > 2 * scales[0]
 
 
+@pytest.mark.full
 def test_silent_corruption_finds_the_rows_of_the_wrong_device_and_of_the_next(examples):
     printed = examples.printed("silent_corruption").splitlines()
     assert [line.partition(" is wrong: ")[0] for line in printed] == ["device None", "device 3"]
@@ -200,6 +251,7 @@ def rows(printed):
     return [[float(word) for word in line if is_number(word)] for line in lines]
 
 
+@pytest.mark.full
 def test_a_pipeline_equals_one_device_and_its_bubble_shrinks(examples):
     table = rows(examples.printed("pipeline"))
     assert [row[0] for row in table] == [1, 4, 16]
@@ -208,6 +260,7 @@ def test_a_pipeline_equals_one_device_and_its_bubble_shrinks(examples):
         assert error < 1e-12
 
 
+@pytest.mark.full
 def test_diloco_sends_a_tenth_and_learns(examples):
     (sent, memory, accuracy), (_, less, more, worse) = rows(examples.printed("diloco"))
     assert less == pytest.approx(sent / 10, rel=0.01)
@@ -215,6 +268,7 @@ def test_diloco_sends_a_tenth_and_learns(examples):
     assert min(accuracy, worse) > 0.9
 
 
+@pytest.mark.full
 def test_stacked_muon_costs_less_and_changes_nothing(examples):
     plain, stacked, plain_fsdp, stacked_fsdp = rows(examples.printed("sharded_muon"))
     for (flops, _, _, _), (fewer, _, _, error) in ((plain, stacked), (plain_fsdp, stacked_fsdp)):
@@ -225,6 +279,7 @@ def test_stacked_muon_costs_less_and_changes_nothing(examples):
     assert stacked_fsdp[1] < plain_fsdp[1]
 
 
+@pytest.mark.full
 def test_under_mup_the_logits_of_wide_networks_change_as_those_of_narrow_ones(examples):
     table = rows(examples.printed("mup"))
     widths, standard, _, mup, _ = zip(*table, strict=True)
