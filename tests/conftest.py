@@ -1,5 +1,6 @@
 """Configure jax, the processes of the run and its slow proofs, and define shared fixtures."""
 
+import functools
 import gc
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import hypothesis
 import jax
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 TESTS = Path(__file__).parent
 SLOW = ("test_examples.py", "test_benchmarks.py")
@@ -37,7 +39,7 @@ if not IS_WORKER:  # in a worker, jax reads these settings from the environment
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
 
-# Without most optimizations XLA compiles in half the time. The tests in these folders, and those
+# Without most optimizations XLA compiles in half the time. The tests in these folders, and files
 # marked so, do not depend on it. All others, as the examples and most laws, see what users run.
 NOT_OPTIMIZED = ("adapter", "checkpoint", "clients", "core", "data", "faults", "loop", "processes")
 
@@ -61,13 +63,41 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(4, (os.cpu_count() or 1) + 1) if folders else 0
 
 
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
+    return FilesBySetting(config, log)
+
+
+class FilesBySetting(LoadFileScheduling):
+    """Give a worker only files of one optimization setting, since a change clears jax's caches."""
+
+    def __init__(self, config: pytest.Config, log: object) -> None:
+        super().__init__(config, log)
+        self._settings: dict[object, bool] = {}
+
+    def _assign_work_unit(self, node) -> None:
+        if node not in self._settings:
+            self._settings[node] = self._most_needed()
+        for path in self.workqueue:
+            if is_not_optimized(TESTS.parent / path) == self._settings[node]:
+                self.workqueue.move_to_end(path, last=False)
+                super()._assign_work_unit(node)
+                return
+        node.shutdown()
+
+    def _most_needed(self) -> bool:
+        """Return the setting with the most tests for each worker that it would have."""
+        tests, workers = {False: 0, True: 0}, {False: 1, True: 1}
+        for path, unit in self.workqueue.items():
+            tests[is_not_optimized(TESTS.parent / path)] += len(unit)
+        for node in self.nodes:
+            if node in self._settings:
+                workers[self._settings[node]] += 1
+        return max((False, True), key=lambda setting: tests[setting] / workers[setting])
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slowest files first, so that the workers end at about the same time.
-
-    Files of the same optimization setting follow each other, since a change clears jax's caches.
-    """
-    items.sort(key=is_not_optimized)
+    """Run the slowest files first, so that the workers end at about the same time."""
     items.sort(key=lambda item: not item.path.is_relative_to(TESTS / "processes"))
     items.sort(key=lambda item: item.path.name not in SLOW)
 
@@ -81,15 +111,17 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
-def is_not_optimized(node: pytest.Item | pytest.Module) -> bool:
-    is_marked = node.get_closest_marker("not_optimized") is not None
-    return is_marked or node.path.relative_to(TESTS).parts[0] in NOT_OPTIMIZED
+@functools.cache
+def is_not_optimized(path: Path) -> bool:
+    """Read the setting of a file without importing it, as the scheduler must."""
+    is_in_folder = path.relative_to(TESTS).parts[0] in NOT_OPTIMIZED
+    return is_in_folder or "pytest.mark.not_optimized" in path.read_text()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def optimizations(request: pytest.FixtureRequest) -> None:
     """Compile without most optimizations where tests do not depend on them."""
-    disables = is_not_optimized(request.node)
+    disables = is_not_optimized(request.node.path)
     if jax.config.read("jax_disable_most_optimizations") != disables:
         jax.clear_caches()  # functions that modules share keep what was compiled before
     jax.config.update("jax_disable_most_optimizations", disables)
