@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import hypothesis
 import jax
 import pytest
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 TESTS = Path(__file__).parent
 SLOW = ("test_examples.py", "test_benchmarks.py")
@@ -72,27 +74,30 @@ class FilesBySetting(LoadFileScheduling):
 
     def __init__(self, config: pytest.Config, log: object) -> None:
         super().__init__(config, log)
-        self._settings: dict[object, bool] = {}
+        self._settings: dict[WorkerController, bool] = {}
 
-    def _assign_work_unit(self, node) -> None:
-        if node not in self._settings:
-            self._settings[node] = self._most_needed()
-        for path in self.workqueue:
-            if is_not_optimized(TESTS.parent / path) == self._settings[node]:
-                self.workqueue.move_to_end(path, last=False)
-                super()._assign_work_unit(node)
-                return
-        node.shutdown()
-
-    def _most_needed(self) -> bool:
-        """Return the setting with the most tests for each worker that it would have."""
-        tests, workers = {False: 0, True: 0}, {False: 1, True: 1}
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        tests: Counter[bool] = Counter()
         for path, unit in self.workqueue.items():
             tests[is_not_optimized(TESTS.parent / path)] += len(unit)
-        for node in self.nodes:
-            if node in self._settings:
-                workers[self._settings[node]] += 1
-        return max((False, True), key=lambda setting: tests[setting] / workers[setting])
+        workers = Counter(
+            self._settings[other]
+            for other in self.nodes
+            if other in self._settings and not other.shutting_down
+        )
+        setting = self._settings.get(node)
+        if setting not in tests:
+            # The setting without a worker, or else with the most tests for each.
+            setting = max(
+                tests, key=lambda one: (not workers[one], tests[one] / (workers[one] + 1))
+            )
+            if node in self._settings and workers[setting]:
+                node.shutdown()  # others run what is left
+                return
+            self._settings[node] = setting
+        of_setting = (p for p in self.workqueue if is_not_optimized(TESTS.parent / p) == setting)
+        self.workqueue.move_to_end(next(of_setting), last=False)
+        super()._assign_work_unit(node)
 
 
 @pytest.hookimpl(trylast=True)
