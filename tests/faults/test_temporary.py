@@ -6,6 +6,7 @@ import signal
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.laws import course
 from tests.processes import launch
@@ -110,6 +111,81 @@ def test_kills_at_random_times(alone, whole, tmp_path, count):
             assert run.go()
         run.check_end(whole)
     print(f"{len(lost)} kills at random times, steps lost {sorted(lost)}")
+
+
+def saves_and_is_killed(folder, local, at, options):
+    """Save a step every two, temporarily but for every sixth; be killed before a deletion."""
+    import os
+    import signal
+
+    import numpy as np
+
+    import stepfold as sf
+    from stepfold.checkpoint.store import DirectoryStore
+
+    delete, count = DirectoryStore.delete, 0
+
+    def deletes(store, step):
+        nonlocal count
+        count += 1
+        if count == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        delete(store, step)
+
+    DirectoryStore.delete = deletes
+    temporary = sf.Temporary(local, every=2, keep=1)
+    with sf.Checkpoints(folder, every=6, temporary=temporary, **options) as series:
+        for step in range((series.latest_step() or 0) + 1, 17):
+            if series.due(step):
+                series.save({"w": np.full(3, step)}, step=step)
+                series.wait()
+                print(step)
+
+
+# In the order of deletion: the temporary steps 2, 4, 8, 10, then with 12 the permanent 6, and 14.
+@pytest.mark.parametrize(
+    ("at", "newest", "left", "kept"),
+    [
+        (1, 4, [[], [2, 4]], [[], [4]]),  # after a temporary save, another one
+        (2, 6, [[6], [4]], [[6], []]),  # after a permanent save, the temporary ones
+        (5, 12, [[6, 12], []], [[12], []]),  # after a permanent save, another one
+        (6, 16, [[12], [14, 16]], [[12], [16]]),  # after the last save
+    ],
+)
+def test_a_deletion_that_a_kill_prevents_is_done_when_the_series_is_opened(
+    forks, tmp_path, at, newest, left, kept
+):
+    folders = [tmp_path / "durable", tmp_path / "local"]
+    args = (*map(str, folders), at, {"keep": 1})
+    assert forks.run(saves_and_is_killed, *args).code == -signal.SIGKILL
+    (folders[1],) = folders[1].iterdir()
+    assert [[*sf.verify(folder)] for folder in folders] == left
+    # To be killed again while it is done changes nothing.
+    assert forks.run(saves_and_is_killed, *args[:2], 1, {"keep": 1}).code == -signal.SIGKILL
+    assert [[*sf.verify(folder)] for folder in folders] == left
+    # To look at the series deletes nothing.
+    described = sf.Checkpoints(
+        folders[0], keep=1, temporary=sf.Temporary(tmp_path / "local", every=2, keep=1)
+    )
+    assert described.restore({"w": np.zeros(3, int)}).step == newest
+    assert [[*sf.verify(folder)] for folder in folders] == left
+    described.open().close()
+    assert [[*sf.verify(folder)] for folder in folders] == kept
+    names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert names == [[str(step) for step in steps] for steps in kept]
+
+
+def test_a_series_that_is_opened_deletes_nothing_that_was_kept(tmp_path):
+    """It may be opened with a smaller `keep` than it was saved with, only to look at it."""
+    temporary = sf.Temporary(tmp_path / "local", every=1, keep=2)
+    with sf.Checkpoints(tmp_path / "a", keep=None, every=3, temporary=temporary) as series:
+        for step in range(1, 9):
+            assert series.due(step)
+            series.save({"w": np.zeros(3)}, step=step)
+    temporary = sf.Temporary(tmp_path / "local", every=1, keep=1)
+    sf.Checkpoints(tmp_path / "a", keep=1, temporary=temporary).open().close()
+    assert [*sf.verify(tmp_path / "a")] == [3, 6]
+    assert [*sf.verify(local(tmp_path))] == [7, 8]
 
 
 @pytest.mark.full
