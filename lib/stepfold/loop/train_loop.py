@@ -1,6 +1,7 @@
 """The training loop: the order of operations, and the state of a run in its checkpoints."""
 
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,19 +77,29 @@ class Schedule:
     ) -> None:
         self._log_every, self._total, self._log_epochs = log_every, total, log_epochs
         self._epoch_ends, self._first_step = epoch_ends, first_step
-        self._every = [log_every, *(item.every for item in recurring if item.every)]
+        self._every = [item.every for item in recurring if item.every]
         self._every_epochs = [item.every_epochs for item in recurring if item.every_epochs]
         self._every_epochs += [1] if log_epochs else []
         self._size_changes = size_changes
 
     def next_after(self, step: int) -> int:
-        steps: list[int] = [(step // every + 1) * every for every in self._every]
+        """Return the next step after which something is due."""
+        steps = [step + self._log_every - step % self._log_every, *self._next_reads(step)]
+        return min([*steps, *(change for change in self._size_changes if change > step)])
+
+    def read_at(self, log_point: int, delay: int) -> int:
+        """Return the step after which the metrics of a log point are read, `delay` at most."""
+        read = min(self._next_reads(log_point - 1), default=log_point + delay)
+        return min(read, log_point + delay)
+
+    def _next_reads(self, step: int) -> list[int]:
+        """List the next evaluation, save, end of an epoch and of the run: all metrics are read."""
+        steps = [step + every - step % every for every in self._every]
         if self._epoch_ends is not None:
             done = self._epoch_ends.done(step - self._first_step)
             epochs = [(done // every + 1) * every for every in self._every_epochs]
             steps += [self._first_step + self._epoch_ends.end(count) for count in epochs]
-        steps += [change for change in self._size_changes if change > step]
-        return min(steps if self._total is None else [*steps, self._total])
+        return steps if self._total is None else [*steps, self._total]
 
     def is_log_point(self, step: int) -> bool:
         """Whether an interval of train metrics ends with a step."""
@@ -141,13 +152,16 @@ class TrainLoop:
         self.rollbacks = None if series is None else Rollbacks(series, feed)
         self.go_back: GoBack | None = None  # agreed on, if `run` returned for the run to go back
         self._request: GoBack | None = None  # of a hook of this process
+        # A reason of a hook, and the step at which it ends the run. No resume and no length of a
+        # call changes the step, and a checkpoint keeps it until the run has ended by it.
+        self._hook_stop: tuple[int, Stop] | None = None
         self._run_step, self._feed, self._evaluations = runner, feed, evaluations
         self._buffer = MetricBuffer(runner.unpack)
         self._log_every, self._steps_per_call = log_every, steps_per_call
         self._save_history = save_history
         # Metrics are read this many steps late, so that the device has work while hooks run. At a
         # log point that evaluates or saves, and at the end, they are read at once.
-        self._delay = min(_MAX_DELAY, max(1, log_every // 2))
+        self._delay = 0 if hooks.needs_exact_state else min(_MAX_DELAY, max(1, log_every // 2))
         self._more_steps = more_steps
         new_steps = more_steps or feed.total  # at most one of the three is given
         self.total = self.step + new_steps if new_steps else steps
@@ -186,6 +200,8 @@ class TrainLoop:
                     self._boundary()
                 if self._buffer.closed:
                     self._log(self.step - self._delay)
+                if self._hook_stop is not None:
+                    self._stop_by_hook()
                 if self._votes_on_steps:
                     self.preemption.vote(self.step)
                 if self.preemption.has_agreed:
@@ -230,7 +246,8 @@ class TrainLoop:
             size_changes=[first_step + start for start, _ in self._feed.batch_sizes[1:]],
         )
         self._find_due()
-        self._log()
+        is_read = bool(self.resumed) and self._schedule.read_at(self.step, 1) == self.step
+        self._log(self.step if is_read else self.step - self._delay)
         if self.resumed and self.step != self.total:
             self._evaluate([e for e in self._evaluations if self._schedule.is_due(e, self.step)])
             self._end_epoch()
@@ -238,12 +255,17 @@ class TrainLoop:
         self.positions.append(DataPosition(self.step, self._feed.position()))
         if self.total is not None and self.step >= self.total and self.stop is None:
             self.stop = Stop("completed", f"all {self.total} steps were done")
+        self._stop_by_hook()
+        if self._request is not None and self.stop is None:  # an exception came before
+            self.stop = Stop("go_back", self._request.why)
 
     # The next batches
 
     def _next_batches(self) -> list[Any]:
         """Pull batches for a call; if there are none, set the reason to stop."""
         count = min(self._steps_per_call, self._due - self.step)
+        if self._buffer.closed:  # hooks may have a reason to stop there
+            count = min(count, self._buffer.closed[0].step + self._delay - self.step)
         batches: list[Any] = []
         try:
             while len(batches) < count:
@@ -324,8 +346,9 @@ class TrainLoop:
         saves = self.series is not None and self.series.due(step, epoch=epochs)
         evaluations = [e for e in self._evaluations if self._schedule.is_due(e, step)]
         ends_epoch = epochs is not None and self.hooks.wants_epochs
-        if evaluations or saves or ends_epoch or self.hooks.needs_exact_state:
+        if evaluations or saves or ends_epoch or not self._delay:
             self._log()
+            self._stop_by_hook()
         if not is_last:  # `_finish` does it otherwise
             self._evaluate(evaluations)
         if self.stop is None:
@@ -364,14 +387,31 @@ class TrainLoop:
                 self._save_or_stop(permanent=True)
 
     def _stop_by_agreement(self) -> None:
-        if self.preemption.agreed is not None and self.stop is None:
-            self.stop = Stop("signal", f"{self.preemption.agreed.name} at step {self.step}")
-        self._stop_by_hook(self.preemption.agreed_stop)
+        preemption = self.preemption
+        if preemption.agreed is not None and (self.stop is None or self._is_by_hook()):
+            self.stop = Stop("signal", f"{preemption.agreed.name} at step {self.step}")
+        if preemption.agreed_stop is not None:
+            self._request_stop(preemption.agreed_stop, self.step)
 
-    def _stop_by_hook(self, stop: Stop | None) -> None:
-        is_corrupt = stop is not None and stop.kind == "corrupt"  # also if all steps are done
-        if stop is not None and (self.stop is None or (is_corrupt and self.stop.kind != "corrupt")):
-            self.stop = stop._replace(message=f"{stop.message}; stopped at step {self.step}")
+    def _request_stop(self, stop: Stop, step: int) -> None:
+        """Stop at a step, for a reason of a hook. Corruption comes first, and at once."""
+        if stop.kind == "corrupt" and (self.stop is None or self.stop.kind != "corrupt"):
+            self._hook_stop, self.stop = (self.step, stop), None
+        self._hook_stop = self._hook_stop or (step, stop)
+        self._stop_by_hook()
+
+    def _stop_by_hook(self) -> None:
+        """Stop if a hook has given a reason, and the step has come at which it takes effect."""
+        if self._hook_stop is not None and self.stop is None:
+            step, stop = self._hook_stop
+            if step <= self.step:
+                self.stop = stop._replace(message=f"{stop.message}; stopped at step {self.step}")
+
+    def _is_by_hook(self) -> bool:
+        """Whether the run stops by a reason of a hook, which a resume can still act on."""
+        if self._hook_stop is None or self.stop is None:
+            return False
+        return self.stop.kind == self._hook_stop[1].kind != "corrupt"
 
     # The end
 
@@ -389,6 +429,7 @@ class TrainLoop:
             return
         if not self._is_complete:  # a resume continues the open interval, and logs it whole
             self._save()
+            saved = self._extra()
         if not is_interrupted:
             self._buffer.close_interval(self.step)
             self._log()
@@ -396,7 +437,17 @@ class TrainLoop:
             self._end_epoch()
         if self._is_complete:
             self._is_complete = preemption.agreed is None
+            self._hook_stop = self._hook_stop if preemption.agreed else None
             self._save()
+        elif self._hook_stop is not None and not preemption.agreed and not has_failed:
+            self._forget_stop(saved)
+
+    def _forget_stop(self, saved: dict[str, Any]) -> None:
+        """Let a later run continue after a run that has ended by a hook."""
+        self._hook_stop, saved["fit"]["stop"] = None, None
+        if self.series is not None and self.step in (self.series.saved, self.resumed):
+            self.hooks.flush()
+            self.series.add_later(self.step, metrics={}, extra=saved)
 
     def _agree_to_go_back(self) -> bool:
         """Whether a hook of any process lets the run go back; if it cannot, stop instead."""
@@ -414,8 +465,8 @@ class TrainLoop:
             )
         target = self.rollbacks.find_target(request)
         if isinstance(target, Stop):
-            self.stop = None
-            self._stop_by_hook(target)
+            self.stop = self._request = self._hook_stop = None
+            self._request_stop(target, self.step)
         else:
             self.go_back = request._replace(to=target)
         return self.go_back is not None
@@ -521,10 +572,14 @@ class TrainLoop:
         self.logged_step, self._saw_event = event.step, True
         if isinstance(stop, GoBack):
             self._request, stop = self._request or stop, Stop("go_back", stop.why)
-        if self.preemption.is_alone:
-            self._stop_by_hook(stop)
-        else:
+        if not self.preemption.is_alone:
             self.preemption.add_event(stop)
+        elif stop is not None and stop.kind == "go_back":
+            self.stop = self.stop or stop
+        elif stop is not None:
+            is_train = kind == "train"
+            at = self._schedule.read_at(event.step, self._delay) if is_train else self.step
+            self._request_stop(stop, at)
 
     # Checkpoints
 
@@ -532,7 +587,7 @@ class TrainLoop:
         """Restore the newest good checkpoint."""
         restored = series.restore(self.state)
         self.state, self.stop = restored.state, None
-        self._request = self.go_back = None
+        self._request = self.go_back = self._hook_stop = None
         self.history.clear()
         self._buffer, self._saw_event = MetricBuffer(self._run_step.unpack), False
         self.positions = []
@@ -585,20 +640,33 @@ class TrainLoop:
             "history": self.history.get_state() if self._save_history else {},
             "buffer": self._buffer.get_state(),
             "hooks": self.hooks.get_state(),
+            "stop": None if self._hook_stop is None else [self._hook_stop[0], *self._hook_stop[1]],
+            "go_back": None if self._request is None else list(self._request),
         }
 
     def _set_state(self, saved: Mapping[str, Any]) -> None:
         """Continue from a saved run state, which may have been written by others."""
         for name, value in self.get_state().items():
             types = (int, type(None)) if name == "total" else (type(value),)
-            if type(saved[name]) not in types:
+            if name not in ("stop", "go_back") and type(saved[name]) not in types:
                 raise TypeError(f"{name}: {tree.spell(saved[name])}")
+        if stop := saved.get("stop"):  # these two are missing in a checkpoint of 0.1
+            self._hook_stop = operator.index(stop[0]), Stop(str(stop[1]), str(stop[2]))
+        if request := saved.get("go_back"):
+            self._request = GoBack(*request)
         self._is_complete = saved["is_complete"]
         self._evaluated, self._epoch_ended_at = saved["evaluated"], saved["epoch_ended_at"]
         self.logged_step, self.logged_metrics = saved["logged_step"], saved["logged_metrics"]
         self.history.set_state(saved["history"])
         self._buffer.set_state(saved["buffer"])
         self.hooks.set_state(saved["hooks"])
+
+    def _extra(self) -> dict[str, Any]:
+        """Return what a checkpoint holds next to the state."""
+        extra: dict[str, Any] = {"fit": self.get_state()}
+        if self.rollbacks is not None and self.rollbacks.done:
+            extra["rollbacks"] = len(self.rollbacks.done)
+        return extra
 
     def _save_or_stop(self, *, permanent: bool) -> None:
         """Save the state; if a parameter is NaN, stop once hooks have seen the metrics."""
@@ -631,9 +699,9 @@ class TrainLoop:
             self.stop = stop._replace(message=message)
             return
         metrics = self.logged_metrics if self.logged_step == self.step else {}
-        extra: dict[str, Any] = {"fit": {**self.get_state(), **({"hooks": []} if alone else {})}}
-        if self.rollbacks is not None and self.rollbacks.done:
-            extra["rollbacks"] = len(self.rollbacks.done)
+        extra = self._extra()
+        if alone:
+            extra["fit"]["hooks"] = []
         if at_start:  # add metrics to the checkpoint that the run resumed from
             self.hooks.flush()
             self.series.add_later(self.step, metrics=metrics, extra=extra)

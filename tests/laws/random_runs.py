@@ -1,0 +1,393 @@
+"""What random runs are made of: tasks, data, hooks and cuts, for `fit` and for the reference."""
+
+import functools
+import itertools
+import json
+import shutil
+import signal
+from types import SimpleNamespace
+
+import clu.metrics
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tests.laws.reference import Crash, Signal
+
+import stepfold as sf
+from stepfold.checkpoint.manifest import read_checked
+from stepfold.loop.hooks.base import BaseHook
+
+LIMIT = 48  # batches that a run may pull, beyond the last step of any of them
+EXAMPLES, WIDTH = 44, 8
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(1024, WIDTH)).astype(np.float32)
+Y = RNG.normal(size=1024).astype(np.float32)
+TEST = {"x": X[:20], "y": Y[:20], "mask": np.ones(20, bool)}
+
+
+WARNINGS = (
+    "its files are now in",
+    "nothing was trained",
+    "expected enough for",
+    "expected get_state",
+)
+
+
+class Broken(Exception):
+    """User code raised it."""
+
+
+# Tasks
+
+
+@flax.struct.dataclass
+class Median(clu.metrics.CollectingMetric.from_outputs(("error",))):
+    def compute(self):
+        return np.median(super().compute()["error"])
+
+
+@flax.struct.dataclass
+class Collected(clu.metrics.Collection):
+    size: clu.metrics.Average.from_output("size")
+    last: clu.metrics.LastValue.from_output("size")
+
+
+def init(key):
+    params = {"w": jax.random.normal(key, (WIDTH,)) / 4, "scale": jnp.ones(())}
+    return params, {"mean": jnp.zeros(WIDTH)}
+
+
+def loss_fn(kind, params, batch, key, model_state=None):
+    x = batch["x"] if model_state is None else batch["x"] - model_state["mean"]
+    kept = jax.random.bernoulli(key, 0.9, x.shape).astype(jnp.float32)
+    error = ((x * kept) @ params["w"] * params["scale"] - batch["y"]) ** 2
+    terms = {"fit": sf.mean(error, batch["mask"]), "norm": 1e-2 * (params["w"] ** 2).sum()}
+    size = jnp.abs(params["w"]).sum()
+    metrics = {
+        "averages": lambda: {"close": sf.mean(error < 1, batch["mask"])},
+        "collection": lambda: Collected.single_from_model_output(size=size),
+        "collecting": lambda: {"median": Median.from_model_output(error=error)},
+    }[kind]()
+    if model_state is None:
+        return terms, metrics
+    return terms, metrics, {"mean": 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0)}
+
+
+# By name: the optimizer, whether there is a model state, and whether steps may be skipped.
+TASKS = {
+    "plain": (optax.sgd(0.02, momentum=0.9), False, False),
+    "averaged": (sf.ema_params(optax.adam(1e-2), 0.9), True, False),
+    "skipping": (optax.adam(1e-2), False, True),
+}
+MESHES = {"one": None, "dp": ((2,), ("dp",)), "fsdp": ((4,), ("fsdp",))}
+
+
+@functools.cache
+def mesh_of(name):
+    dims = MESHES[name]
+    return dims and sf.make_mesh(*dims, devices=jax.devices()[: dims[0][0]])
+
+
+@functools.cache
+def plan_of(task, mesh):
+    if mesh == "one":
+        return None
+    return sf.make_sharding(_shape(task), mesh_of(mesh), sf.fsdp(min_size=1))
+
+
+@functools.cache
+def _shape(task):
+    return jax.eval_shape(lambda: _state(task))
+
+
+def _state(task):
+    tx, is_stateful, _ = TASKS[task]
+    make = init if is_stateful else lambda key: init(key)[0]
+    return sf.init_state(make, tx, jax.random.key(0), stateful=is_stateful)
+
+
+@functools.cache
+def _first(task):
+    return jax.tree.map(np.asarray, jax.jit(lambda: _state(task)._replace(key=None))())
+
+
+def place(task, mesh, state):
+    """Put a state on a mesh, as a restored one is."""
+    plan = plan_of(task, mesh)
+    return jax.device_put(state, jax.devices()[0] if plan is None else plan)
+
+
+def first_state(task, mesh):
+    return place(task, mesh, _first(task)._replace(key=jax.random.key(0)))
+
+
+@functools.cache
+def step_of(task, kind):
+    """Make a step; `fit` keeps its programs on the function, and so do all draws of a process."""
+    tx, is_stateful, skips = TASKS[task]
+    loss = functools.partial(loss_fn, kind)
+    return sf.make_train_step(loss, tx, stateful=is_stateful, skip_nonfinite=skips)
+
+
+@functools.cache
+def jitted_step(task, kind):
+    return jax.jit(step_of(task, kind))
+
+
+@functools.cache
+def eval_step(task):
+    loss = functools.partial(loss_fn, "averages")
+    return jax.jit(sf.make_eval_step(loss, stateful=TASKS[task][1]))
+
+
+# Data
+
+
+def rows_of(kind, poison):
+    """Make examples: of plain arrays, of a mixture, or of a stream. One may be poisoned."""
+    y = Y[:EXAMPLES].copy()
+    y[poison] += 0 if poison is None else 1e3
+    data = {"x": X[:EXAMPLES], "y": y, "mask": np.ones(EXAMPLES, bool)}
+    if kind == "mix":
+        first, second = (
+            jax.tree.map(lambda a: a[part], data) for part in np.split(np.arange(44), 2)
+        )
+        return sf.mix([(first, 2), (second, 1)], seed=3, stages=[(60, (1, 3)), (150, (1, 0))])
+    return Stream(200, poison) if kind == "stream" else data
+
+
+class Stream:
+    """Examples in order, with a state of its own."""
+
+    def __init__(self, length, poison):
+        self.length, self.poison, self.next = length, poison, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == self.length:
+            raise StopIteration
+        self.next += 1
+        row = self.next - 1
+        spike = np.float32(1e3 if row == self.poison else 0)
+        return {"x": X[row], "y": Y[row] + spike, "mask": np.bool_(True)}
+
+    def get_state(self):
+        return {"next": self.next}
+
+    def set_state(self, state):
+        self.next = state["next"]
+
+
+class Source(SimpleNamespace):
+    """What the batches of a run are made of; the attributes are drawn."""
+
+    def make(self):
+        """Make the batches that `fit` gets."""
+        if self.kind == "list":
+            return [*itertools.islice(self._plain(), self.length)]
+        batches = self._plain()
+        return sf.prefetch(batches) if self.prefetch else batches
+
+    def _plain(self):
+        options = {"remainder": self.remainder}
+        if self.kind in ("arrays", "sizes", "list"):
+            options |= {"seed": 5, "start": self.start, "epochs": self.own_epochs}
+        size = [(0, 4), (self.change, 8)] if self.kind == "sizes" else 8
+        batches = sf.batches(rows_of(self.kind, self.poison), size, **options)
+        return batches.without(self.skips) if self.skips else batches
+
+    def data(self, skips):
+        """Return what the reference knows: the batches, and to which epoch each belongs."""
+        all_skips = [*self.skips, *skips]
+        if self.kind == "list":
+            batches = self.make()
+            epochs = [i // self.length for i in range(LIMIT)]
+            return Data(batches * self.passes, epochs, 0, is_iterator=False)
+        batches = self._plain().without(skips) if skips else self._plain()
+        made = [None] * self.start + [*itertools.islice(batches, LIMIT)]
+        epochs = None
+        if self.kind in ("arrays", "sizes"):
+            kept = [i for i in range(2 * LIMIT) if not any(a <= i < b for a, b in all_skips)]
+            by_index = [*itertools.islice(self._epochs(), 2 * LIMIT)]
+            epochs = [by_index[i] for i in kept]
+        indices = [i for i in range(4 * LIMIT) if not any(a <= i < b for a, b in all_skips)]
+        return Data(made, epochs, self.start, indices=indices)
+
+    def _epochs(self):
+        """Yield the epoch of each batch."""
+        epoch = row = 0
+        for index in itertools.count():
+            size = 4 if self.kind == "sizes" and index < self.change else 8
+            left = EXAMPLES - row
+            if left <= 0 or (left < size and self.remainder == "drop"):
+                epoch, row = epoch + 1, 0
+            yield epoch
+            row += size
+
+
+class Data:
+    def __init__(self, batches, epochs, first, *, indices=(), is_iterator=True):
+        self.batches, self.epochs, self.first = batches, epochs, first
+        self.indices, self.is_iterator = indices, is_iterator
+        sizes = [None if batch is None else len(batch["y"]) for batch in batches]
+        self.size_changes = [i for i in range(1, len(sizes)) if sizes[i] != sizes[i - 1]]
+
+    def steps_of(self, epochs):
+        """The steps that `epochs` more epochs take, from the first batch on."""
+        return next(i for i, epoch in enumerate(self.epochs) if epoch >= epochs) - self.first
+
+
+# Hooks, and what goes wrong
+
+
+class Cut:
+    """Raise, signal or crash at one place, once; `fit` and the reference each have one."""
+
+    def __init__(self, place=None, action=None, crash=None):
+        self.place, self.action, self._crash, self.fit = place, action, crash, None
+
+    def __call__(self, *place):
+        if place != self.place:
+            return
+        self.place = None
+        if self.action == "raise":
+            raise Broken(f"at {place}")
+        if self.action == "crash":
+            if self._crash is not None:
+                self._crash()
+            raise Crash
+        number = signal.SIGTERM if self.action == "stop" else signal.SIGUSR1
+        if self.fit is None:
+            signal.raise_signal(number)
+        elif self.action == "save":
+            self.fit.is_save_requested = True
+        else:
+            self.fit.is_signaled = True
+            if place[0] in ("pull", "evaluate"):
+                raise Signal
+
+
+class Spec(SimpleNamespace):
+    """A hook as the reference takes it; `seen` lists its events, `script` what it returns."""
+
+    wants_epochs = False
+
+    def react(self, event, state):
+        state += 1
+        self.seen.append((self.name, event.kind, event.step, event.total, dict(event.metrics)))
+        self.cut(self.name, event.kind, event.step)
+        if self.script == (event.kind, event.step):
+            return f"{self.name} has seen enough", state
+        loss = event.metrics.get("train/loss", 0.0)
+        if self.goes_back and loss > 1e3:
+            n = min(event.step, self.goes_back)
+            return sf.GoBack(skip=(event.step - n + 1, event.step + 1), limit=2), state
+        return {f"{self.name}/events": state}, state
+
+    def for_fit(self):
+        return (EpochRecorder if self.wants_epochs else Recorder)(self)
+
+
+class Recorder(BaseHook):
+    """The same hook for `fit`."""
+
+    provides, can_stop, run_state = None, True, ("state",)
+
+    def __init__(self, spec):
+        self.spec, self.needs_exact_state = spec, spec.is_exact
+        self.__qualname__ = f"Recorder {spec.name}"  # the key of its state
+        self.reset(0)
+
+    def reset(self, step):
+        self.state = 0
+
+    def __call__(self, event):
+        returned, self.state = self.spec.react(event, self.state)
+        return returned
+
+
+class EpochRecorder(Recorder):
+    def end_epoch(self, epoch):
+        event = SimpleNamespace(kind="epoch", step=epoch, metrics={}, total=None)
+        _, self.state = self.spec.react(event, self.state)
+
+
+class Evaluated(SimpleNamespace):
+    """An evaluation as the reference takes it."""
+
+    def __init__(self, task, drawn):
+        super().__init__(task=task, **vars(drawn))
+
+    def results(self, state):
+        mesh = getattr(jax.tree.leaves(state)[0].sharding, "mesh", None)
+        for batch in _test_batches():
+            placed = batch if mesh is None else sf.shard_batch(batch, mesh)
+            yield eval_step(self.task)(state, placed)
+
+
+def evaluation(task, drawn, cut):
+    """Make the evaluation that `fit` gets."""
+
+    def measure(state):
+        cut("evaluate", drawn.name, int(state.step))
+        return sf.evaluate(eval_step(task), state, _test_batches())
+
+    return sf.Evaluation(measure, **vars(drawn))
+
+
+def _test_batches():
+    return sf.batches(TEST, 8, epochs=1, remainder="pad")
+
+
+class CutBatches:
+    """Batches with a cut before a pull; all else is theirs."""
+
+    def __init__(self, batches, cut, start):
+        self._batches, self._cut, self._start = batches, cut, start
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self._cut("pull", self._batches.get_state()["step"] - self._start + 1)
+        return next(self._batches)
+
+    def __len__(self):
+        return len(self._batches)
+
+    def __getattr__(self, name):
+        return getattr(self._batches, name)
+
+    def without(self, ranges):
+        return CutBatches(self._batches.without(ranges), self._cut, self._start)
+
+
+def copy_as_killed(folder, other):
+    """Copy what a killed process leaves; its lock is that of a dead process then."""
+    shutil.copytree(folder, other, ignore=shutil.ignore_patterns(".lock-*"))
+
+
+# What a call leaves
+
+
+def read_rows(path):
+    """Read `metrics.jsonl`; each line is another step, in ascending order."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    steps = [row.pop("step") for row in rows]
+    assert steps == sorted(set(steps))
+    return dict(zip(steps, rows, strict=True))
+
+
+def read_skips(folder):
+    note = folder / "rollbacks.json"
+    done = read_checked(note) if note.exists() else []
+    return [skipped for _, _, skipped, _ in done]
+
+
+def known_warning(message):
+    """Return the part of a warning that the reference knows."""
+    return next((text for text in WARNINGS if text in str(message)), str(message))

@@ -1,0 +1,324 @@
+"""What `fit` means, as the plainest program: a fold over batches, without threads or files.
+
+`Fit(call, directory)()` does to a directory in memory what a call of `sf.fit` does to one on disk.
+Hooks are functions `(event, state) -> (returned, state)`. An exception of a hook, the batches or an
+evaluation cuts a run; a `Signal` asks it to stop, and after a `Crash` nothing is saved. The parts
+of a run are replaced and never modified, so that a checkpoint is a shallow copy of it.
+"""
+
+import copy
+import functools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+from clu.metrics import Average
+
+import stepfold as sf
+from stepfold.core.metrics import TermSum
+
+
+class Signal(BaseException):
+    """A signal to stop came while the run waited for a batch or an evaluation."""
+
+
+class Crash(BaseException):
+    """The process was killed."""
+
+
+class Fit:
+    def __init__(self, call, directory):
+        self.call, self.directory, self.warnings, self.resumed = call, directory, [], None
+        self.is_signaled = self.is_save_requested = self.was_complete = self.saw_event = False
+        self.saved = self.stop = None
+        call.cut.fit = self  # sets the first two
+
+    def __call__(self):
+        call, directory = self.call, self.directory
+        found = {**directory.temporary, **directory.permanent}
+        if not found:
+            self.warnings += ["its files are now in"] if directory.rows else []
+            directory.skips = []
+        self.data = call.data(directory.skips)
+        self.run = SimpleNamespace(
+            state=call.state, step=0, used=self.data.first, is_complete=False, epoch_ended=0,
+            open=(), closed=(), rows={}, evaluated={}, hooks={}, stop=None, request=None,
+        )  # fmt: skip
+        self.run.total = call.total(self.data, self.run, None)
+        is_kept = call.checkpoints is not None and not self.data.is_iterator
+        self.warnings += ["expected get_state"] if is_kept else []
+        if found:
+            self.restore(found[max(found)])
+        try:
+            while not self.fold():
+                self.restore(self.go_back())
+        except Exception:
+            self.run.is_complete = False
+            self.save()
+            raise
+        finally:
+            directory.rows = self.run.rows
+        if self.was_complete and self.run.step == self.resumed:
+            self.warnings.append("nothing was trained")
+        return self
+
+    def restore(self, saved):
+        names = [hook.name for hook in self.call.hooks]
+        self.run, self.resumed, self.was_complete = copy.copy(saved), saved.step, saved.is_complete
+        self.run.hooks = {name: x for name, x in saved.hooks.items() if name in names}
+        self.run.state = self.call.place(saved.state)
+        self.run.total = self.call.total(self.data, self.run, saved)
+        self.saved, self.saw_event = None, False
+
+    def fold(self):
+        """Run to the end, or return False to go back."""
+        call, run, self.stop = self.call, self.run, None
+        if run.is_complete and run.total is not None and run.step >= run.total:
+            self.stop = "already_completed"
+            return True
+        if self.resumed is not None:  # what an exception interrupted
+            self.log(run.step if self.reads(run.step) else run.step - call.delay)
+            if run.step != run.total:
+                self.evaluate([e for e in call.evaluations if self.is_due(e, run.step)])
+                self.end_epoch()
+            self.save(permanent=False)
+        if run.total is not None and run.step >= run.total:
+            self.stop = "completed"
+        self.take_effect()
+        while self.stop is None and (batches := self.pull()):
+            for batch in batches:
+                run.state, metrics = call.step(run.state, batch)
+                run.step, run.used, run.is_complete = run.step + 1, run.used + 1, False
+                run.open = (*run.open, metrics)
+            self.boundary()
+            self.log(run.step - call.delay)
+            self.take_effect()
+            if self.is_signaled and self.stop in (None, "hook"):
+                self.stop = "signal"
+            if self.is_save_requested and self.stop is None:
+                self.log(run.step)
+                self.take_effect()
+                if self.stop is None:
+                    self.save()
+            self.is_save_requested = False
+        return self.finish()
+
+    # What is due, and when
+
+    def epochs_done(self, step):
+        used, epochs = self.run.used + step - self.run.step, self.data.epochs
+        return epochs[used] if epochs and used > 0 and epochs[used] > epochs[used - 1] else 0
+
+    def is_due(self, item, step):
+        epochs = self.epochs_done(step) if item.every_epochs else 0
+        return bool(item.every and step % item.every == 0) or bool(
+            epochs and epochs % item.every_epochs == 0
+        )
+
+    def is_log_point(self, step):
+        ends_epoch = self.call.wants_epochs and self.epochs_done(step) > 0
+        return step % self.call.log_every == 0 or step == self.run.total or ends_epoch
+
+    def reads(self, step):
+        """Whether hooks see the metrics of a log point before the next step."""
+        call = self.call
+        items = [*call.evaluations, *filter(None, (call.checkpoints, call.temporary))]
+        ends_epoch = call.wants_epochs and self.epochs_done(step) > 0
+        is_needed = ends_epoch or step == self.run.total
+        return is_needed or any(self.is_due(item, step) for item in items)
+
+    def pull(self):
+        """Pull the batches of a call, which goes past no step after which something happens."""
+        call, run, data, batches = self.call, self.run, self.data, []
+        delayed = [step + call.delay for step, _ in run.closed]
+        while len(batches) < call.steps_per_call and not self.is_signaled:
+            step, used = run.step + len(batches), run.used + len(batches)
+            is_due = self.is_log_point(step) or self.reads(step) or step in delayed
+            if batches and (is_due or used in data.size_changes):
+                break
+            try:
+                call.cut("pull", step + 1)
+                batches.append(data.batches[used])
+            except (Signal, IndexError):
+                break
+        if not batches and self.is_signaled:
+            self.stop = "signal"
+        elif not batches:
+            self.stop, run.is_complete = "exhausted", True
+            is_short = run.total is not None and not data.is_iterator
+            self.warnings += ["expected enough for"] if is_short else []
+        return batches
+
+    # Between two steps: log, evaluate, end the epoch, save
+
+    def boundary(self):
+        run, step = self.run, self.run.step
+        self.stop = "completed" if step == run.total else None
+        if self.is_log_point(step):
+            self.close_interval()
+        if self.reads(step):
+            self.log(step)
+            self.take_effect()
+        if step != run.total:
+            self.evaluate([e for e in self.call.evaluations if self.is_due(e, step)])
+        if self.stop is None:
+            self.end_epoch()
+            self.save(permanent=False)
+
+    def finish(self):
+        run, is_interrupted = self.run, self.is_signaled
+        run.is_complete = run.is_complete or run.step == run.total
+        if run.is_complete and not is_interrupted:
+            self.close_interval()
+        self.log(run.step)
+        if run.request is not None:
+            if self.targets():
+                return False
+            self.stop, run.request = "spike", None
+        if not run.is_complete:
+            self.save()
+        if not is_interrupted:
+            self.close_interval()
+            self.log(run.step)
+            self.evaluate(self.call.evaluations)
+            self.end_epoch()
+        if run.is_complete:
+            run.is_complete = not self.is_signaled
+            self.save()
+        elif not self.is_signaled and self.saved_in():
+            self.saved_in()[run.step].stop = None  # the end is done
+        return True
+
+    def close_interval(self):
+        if self.run.open:
+            self.run.closed += ((self.run.step, self.run.open),)
+            self.run.open = ()
+
+    def log(self, until):
+        while self.run.closed and self.run.closed[0][0] <= until:
+            step, metrics = self.run.closed[0]
+            after = range(step, step + self.call.delay)
+            effective = next(filter(self.reads, after), step + self.call.delay)
+            self.dispatch("train", step, merged(metrics, "train"), effective)
+            self.run.closed = self.run.closed[1:]
+
+    def evaluate(self, evaluations):
+        run = self.run
+        for evaluation in evaluations:
+            if run.evaluated.get(evaluation.name) != run.step and not self.is_signaled:
+                try:
+                    self.call.cut("evaluate", evaluation.name, run.step)
+                except Signal:
+                    return
+                metrics = merged([*evaluation.results(run.state)], evaluation.name)
+                self.dispatch(evaluation.name, run.step, metrics, run.step)
+                run.evaluated = {**run.evaluated, evaluation.name: run.step}
+
+    def dispatch(self, kind, step, metrics, effective):
+        run, states, reasons = self.run, dict(self.run.hooks), []
+        event = SimpleNamespace(kind=kind, step=step, metrics=metrics, total=run.total)
+        for hook in self.call.hooks:
+            returned, states[hook.name] = hook.react(event, states.get(hook.name, 0))
+            if isinstance(returned, dict):
+                event.metrics = {**event.metrics, **returned}
+            elif returned is not None:
+                reasons.append(returned)
+        run.hooks, self.saw_event = states, True
+        run.rows = {**run.rows, step: {**run.rows.get(step, {}), **event.metrics}}
+        if reasons and isinstance(reasons[0], sf.GoBack):
+            run.request, self.stop = run.request or reasons[0], self.stop or "go_back"
+        elif reasons:
+            run.stop = run.stop or effective
+            self.take_effect()
+
+    def take_effect(self):
+        """Stop by a reason that a hook gave, at a step that no cut and no call changes."""
+        if self.run.stop is not None and self.run.stop <= self.run.step:
+            self.stop = self.stop or "hook"
+
+    def end_epoch(self):
+        run, done = self.run, self.epochs_done(self.run.step)
+        if done and run.step > run.epoch_ended:
+            event = SimpleNamespace(kind="epoch", step=done - 1, metrics={}, total=None)
+            for hook in self.call.hooks:
+                if hook.wants_epochs:
+                    run.hooks = {**run.hooks, hook.name: hook.react(event, run.hooks[hook.name])[1]}
+            run.epoch_ended = run.step
+
+    # Checkpoints
+
+    def save(self, *, permanent=True):
+        call, run, directory = self.call, self.run, self.directory
+        if not call.checkpoints or run.step == self.saved:
+            return
+        if run.step == (self.resumed or 0) and not (permanent and run.step in directory.temporary):
+            if self.resumed is not None and self.saw_event:
+                self.saved_in()[run.step] = copy.copy(run)
+                self.saw_event = False
+            return
+        if permanent or self.is_due(call.checkpoints, run.step):
+            self.saved = run.step
+            directory.permanent[run.step] = copy.copy(run)
+            for step in [step for step in directory.temporary if step <= run.step]:
+                del directory.temporary[step]
+            for step in set(directory.permanent) - self.kept():
+                del directory.permanent[step]
+        elif call.temporary and self.is_due(call.temporary, run.step):
+            directory.temporary.clear()
+            directory.temporary[run.step] = copy.copy(run)
+
+    def saved_in(self):
+        kinds = self.directory.permanent, self.directory.temporary
+        return next((saved for saved in kinds if self.run.step in saved), None)
+
+    def kept(self):
+        policy, permanent, run = self.call.checkpoints, self.directory.permanent, self.run
+        rows = {step: saved.rows.get(step, {}) for step, saved in permanent.items()}
+        ranked = sorted(
+            (row[policy.best], step) for step, row in rows.items() if policy.best in row
+        )
+        every = [step for step in rows if policy.keep_every and step % policy.keep_every == 0]
+        best = [step for _, step in ranked[: policy.keep_best]]
+        return {*sorted(rows)[-policy.keep :], *best, *every, run.step}
+
+    def targets(self):
+        request, directory = self.run.request, self.directory
+        steps = [*directory.permanent, *directory.temporary]
+        allowed = len(directory.skips) < request.limit
+        return [step for step in steps if allowed and step <= request.skip[0] - 1]
+
+    def go_back(self):
+        """Forget later checkpoints, skip batches, and return the checkpoint to go back to."""
+        run, directory, (first, stop) = self.run, self.directory, self.run.request.skip
+        target = max(self.targets())
+        indices, offset = self.data.indices, 1 + run.step - run.used
+        directory.skips = [
+            *directory.skips, (indices[first - offset], indices[stop - 1 - offset] + 1)
+        ]  # fmt: skip
+        for saved in (directory.permanent, directory.temporary):
+            for step in [step for step in saved if step > target]:
+                del saved[step]
+        self.data = self.call.data(directory.skips)
+        return {**directory.temporary, **directory.permanent}[target]
+
+
+def merged(steps, prefix):
+    """Merge the metrics of steps exactly, and read them as numbers."""
+    values = {}
+    for name in steps[-1]:
+        metrics = [step[name] for step in steps if name in step]
+        value = _value(metrics)
+        parts = {f"/{i}": x for i, x in enumerate(value)} if np.ndim(value) else {"": value}
+        values |= {f"{prefix}/{name}{part}": float(x) for part, x in parts.items()}
+    return values
+
+
+def _value(metrics):
+    if isinstance(metrics[0], TermSum):
+        means = [_value([m.terms[name] for m in metrics]) for name in metrics[0].terms]
+        known = [mean for mean in means if not math.isnan(mean)]
+        return sum(known) if known else math.nan
+    if isinstance(metrics[0], Average):
+        count = math.fsum(float(m.count) for m in metrics)
+        return math.fsum(float(m.total) for m in metrics) / count if count else math.nan
+    return functools.reduce(lambda one, other: one.merge(other), metrics).compute()

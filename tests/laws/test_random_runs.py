@@ -1,0 +1,384 @@
+"""Random runs: `fit`, cut and resumed, does what the reference fold says, to the bit."""
+
+import tempfile
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tests.laws import network, random_runs, reference
+from tests.laws.random_runs import Broken, Cut, Source, Spec
+
+import stepfold as sf
+from stepfold.loop.hooks.base import HookDispatcher, call_optional
+from stepfold.loop.metrics import MetricBuffer
+from stepfold.loop.train_loop import Schedule, TrainLoop
+
+pytestmark = pytest.mark.not_optimized
+
+
+class Found(Exception):
+    """A run differs from the reference."""
+
+
+# What is drawn
+
+
+MESHES = st.sampled_from(["one", "one", "dp", "fsdp"])
+
+
+@st.composite
+def sources(draw):
+    kind = draw(st.sampled_from(["arrays", "arrays", "sizes", "list", "mix", "stream"]))
+    has_epochs = kind in ("arrays", "sizes")
+    skips = draw(st.sampled_from([(), (), ((2, 4), (7, 8))])) if kind != "list" else ()
+    own_epochs = draw(st.sampled_from([None, None, 3])) if has_epochs else None
+    return Source(
+        kind=kind,
+        skips=skips,
+        own_epochs=own_epochs,
+        start=draw(st.sampled_from([0, 0, 3])) if has_epochs and not skips else 0,
+        remainder=draw(st.sampled_from(["drop", "pad", "keep"])) if kind == "arrays" else "drop",
+        prefetch=draw(st.booleans()) and kind != "list",
+        change=draw(st.integers(2, 9)),
+        length=draw(st.integers(3, 9)),
+        passes=1,
+    )
+
+
+def lengths(source):
+    steps = st.builds(lambda n: {"steps": n}, st.integers(4, 24))
+    more = st.builds(lambda n: {"more_steps": n}, st.integers(3, 12))
+    epochs = st.builds(lambda n: {"epochs": n}, st.integers(1, 3))
+    kinds = [steps, steps, more]
+    if source.kind in ("arrays", "sizes", "list") and source.own_epochs is None:
+        kinds.append(epochs)
+    if source.own_epochs or source.kind in ("list", "stream"):
+        kinds.append(st.just({}))
+    return st.one_of(kinds)
+
+
+@st.composite
+def cuts(draw, hooks, evaluations):
+    action = draw(st.sampled_from(["raise", "stop", "save", "crash"]))
+    step = draw(st.integers(1, 20))
+    places = [("pull", step)]
+    kinds = ["train", *(e.name for e in evaluations)]
+    if hooks:
+        places.append((draw(st.sampled_from(hooks)), draw(st.sampled_from(kinds)), step))
+    if evaluations and action != "save":
+        places.append(("evaluate", draw(st.sampled_from(evaluations)).name, step))
+    return draw(st.sampled_from(places)), action
+
+
+def period(max_value, *, epochs):
+    by_step = st.builds(lambda n: (n, None), st.integers(1, max_value))
+    by_epoch = st.builds(lambda n: (None, n), st.integers(1, 2))
+    return st.one_of(by_step, by_step, by_epoch) if epochs else by_step
+
+
+@st.composite
+def runs(draw):
+    source = draw(sources())
+    has_epochs = source.kind in ("arrays", "sizes", "list")
+    task = draw(st.sampled_from(sorted(random_runs.TASKS)))
+    has_equal_batches = source.kind != "sizes" and source.remainder != "keep"
+    kinds = ["averages", "collection", *(["collecting"] if has_equal_batches else [])]
+    kind = draw(st.sampled_from(kinds))
+    evaluations = []
+    for name in draw(st.sampled_from([[], ["eval"], ["eval", "test"]])):
+        every, every_epochs = draw(period(8, epochs=has_epochs))
+        evaluations.append(SimpleNamespace(name=name, every=every, every_epochs=every_epochs))
+    checkpoints = temporary = None
+    names = ["train", *(e.name for e in evaluations)]
+    if draw(st.integers(0, 5)):
+        every, every_epochs = draw(period(9, epochs=has_epochs))
+        checkpoints = SimpleNamespace(
+            every=every, every_epochs=every_epochs, keep=draw(st.integers(1, 3)),
+            keep_every=draw(st.sampled_from([None, None, 4])), keep_best=1,
+            best=draw(st.sampled_from([None, *(f"{name}/loss" for name in names)])),
+        )  # fmt: skip
+        if draw(st.integers(0, 3)) == 0:
+            temporary = SimpleNamespace(every=draw(st.integers(1, 4)), every_epochs=None)
+    log_every = draw(st.integers(1, 9))
+    can_go_back = checkpoints is not None and source.kind != "list"
+    goes_back = draw(st.sampled_from([0, 0, 0, 3])) if can_go_back else 0
+    source.poison = draw(st.integers(0, random_runs.EXAMPLES - 1)) if goes_back else None
+    sessions = []
+    count = draw(st.integers(1, 3)) if checkpoints and source.kind != "list" else 1
+    for number in range(count):
+        before = sessions[-1] if sessions else None
+        changes = [before is None or draw(st.integers(0, 2)) == 0 for _ in range(4)]
+        lists = st.lists(st.sampled_from(["a", "b", "c"]), unique=True)
+        hooks = draw(lists) if changes[0] else before.hooks
+        scripts = st.tuples(st.sampled_from(names), st.integers(1, 20)) | st.none()
+        is_last = number == count - 1
+        sessions.append(SimpleNamespace(
+            hooks=hooks, script=draw(scripts) if changes[1] else before.script,
+            exact=draw(st.sampled_from([(), (), ("a",)])),
+            epochs=("b",) if has_epochs and draw(st.booleans()) else (),
+            mesh=draw(MESHES) if changes[2] else before.mesh,
+            length=draw(lengths(source)) if changes[3] else before.length,
+            cut=(None, None) if is_last else draw(cuts(hooks, evaluations)),
+        ))  # fmt: skip
+    return SimpleNamespace(
+        source=source, task=task, kind=kind, evaluations=evaluations, checkpoints=checkpoints,
+        temporary=temporary, log_every=log_every, goes_back=goes_back,
+        steps_per_call=1 if source.remainder == "keep" else draw(st.sampled_from([1, 1, 3])),
+        sessions=sessions,
+    )  # fmt: skip
+
+
+# The law, and what it finds
+
+
+def draw_runs(number, test, phases=tuple(Phase)):
+    """Call a test with this many random runs."""
+    limits = settings(
+        max_examples=number, database=None, phases=phases, suppress_health_check=[*HealthCheck]
+    )
+    limits(given(runs())(test))()
+
+
+def test_runs_that_are_cut_and_resumed_are_the_reference_fold(count):
+    draw_runs(count(40, 2000), check)
+
+
+def is_log_point_late(monkeypatch):
+    late = lambda self, step: (
+        step == self._total or (step > 1 and (step - 1) % self._log_every == 0)
+    )
+    monkeypatch.setattr(Schedule, "is_log_point", late)
+
+
+def evaluation_is_lost_at_a_resume(monkeypatch):
+    finish = TrainLoop._finish_boundary
+
+    def lossy(self):
+        evaluations, self._evaluations = self._evaluations, []
+        finish(self)
+        self._evaluations = evaluations
+
+    monkeypatch.setattr(TrainLoop, "_finish_boundary", lossy)
+
+
+def metrics_go_to_others_at_a_resume(monkeypatch):
+    set_state = MetricBuffer.set_state
+
+    def mixed(self, state):
+        set_state(self, {**state, "leaves": state["leaves"][1:] + state["leaves"][:1]})
+
+    monkeypatch.setattr(MetricBuffer, "set_state", mixed)
+
+
+def state_of_hooks_is_restored_by_position(monkeypatch):
+    def by_position(self, saved):
+        for hook, (_, state) in zip(self._named.values(), saved, strict=False):
+            call_optional(hook, "set_state", state)
+
+    monkeypatch.setattr(HookDispatcher, "set_state", by_position)
+
+
+def epoch_ends_again_at_a_resume(monkeypatch):
+    restore = TrainLoop._set_state
+
+    def forgetful(self, saved):
+        restore(self, saved)
+        self._epoch_ended_at = 0
+
+    monkeypatch.setattr(TrainLoop, "_set_state", forgetful)
+
+
+def stop_is_lost_at_a_resume(monkeypatch):
+    restore = TrainLoop._set_state
+    lossy = lambda self, saved: restore(self, {**saved, "stop": None, "go_back": None})
+    monkeypatch.setattr(TrainLoop, "_set_state", lossy)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "defect",
+    [
+        is_log_point_late,
+        evaluation_is_lost_at_a_resume,
+        metrics_go_to_others_at_a_resume,
+        state_of_hooks_is_restored_by_position,
+        epoch_ends_again_at_a_resume,
+        stop_is_lost_at_a_resume,
+    ],
+)
+def test_a_defect_is_found_within_200_runs(monkeypatch, defect):
+    defect(monkeypatch)
+    drawn = []
+
+    def differs(run):
+        drawn.append(run)
+        try:
+            check(run)
+        except Exception as error:  # a raw error is a difference too
+            raise Found(len(drawn)) from error
+
+    with pytest.raises(Found):
+        draw_runs(200, differs, [Phase.generate])
+
+
+# What is compared
+
+
+def check(run):
+    with tempfile.TemporaryDirectory() as folder, jax.numpy_dtype_promotion("standard"):
+        folder = Path(folder) / "0"
+        directory = SimpleNamespace(permanent={}, temporary={}, rows={}, skips=[])
+        for number, session in enumerate(run.sessions, 1):
+            wanted = expected(run, session, directory)
+            following = folder.with_name(str(number))
+            found = observed(run, session, folder, following)
+            lines = [*differences(found, wanted)]
+            assert not lines, f"in call {number}:\n" + "\n".join(lines[:9])
+            if session.cut[1] == "crash" and following.exists():
+                folder, directory.rows = following, {}
+
+
+def specs(run, session, cut):
+    seen = []
+    hooks = [
+        Spec(
+            name=name, seen=seen, cut=cut, script=session.script if name == "a" else None,
+            goes_back=run.goes_back if name == "b" else 0,
+            is_exact=name in session.exact, wants_epochs=name in session.epochs,
+        )
+        for name in session.hooks
+    ]  # fmt: skip
+    return hooks, seen
+
+
+def expected(run, session, directory):
+    """Return what the reference says that a call of `fit` does."""
+    cut = Cut(*session.cut)
+    hooks, seen = specs(run, session, cut)
+    is_exact = any(hook.is_exact for hook in hooks)
+    delay = 0 if is_exact else min(4, max(1, run.log_every // 2))
+
+    def total(data, present, saved):
+        length = session.length
+        if "epochs" in length:
+            return data.steps_of(length["epochs"])
+        if "more_steps" not in length:
+            return length.get("steps")
+        if saved is not None and not saved.is_complete:
+            return saved.total
+        return present.step + length["more_steps"]
+
+    call = SimpleNamespace(
+        data=run.source.data, cut=cut, hooks=hooks, total=total, delay=delay,
+        state=random_runs.first_state(run.task, session.mesh),
+        step=random_runs.jitted_step(run.task, run.kind),
+        place=lambda state: random_runs.place(run.task, session.mesh, state),
+        wants_epochs=any(hook.wants_epochs for hook in hooks),
+        evaluations=[random_runs.Evaluated(run.task, e) for e in run.evaluations],
+        checkpoints=run.checkpoints, temporary=run.temporary,
+        log_every=run.log_every, steps_per_call=run.steps_per_call,
+    )  # fmt: skip
+    fold, raised = reference.Fit(call, directory), None
+    try:
+        fold()
+    except (Broken, reference.Crash) as error:
+        raised = type(error).__name__
+    if fold.stop == "signal" and raised is None:
+        raised = "SystemExit"
+    crashed = raised == "Crash"
+    return outcome(
+        run.steps_per_call == 1, raised, None if raised else fold.stop,
+        fold.run.step, fold.run.state, seen,
+        {} if crashed else fold.run.rows, fold.warnings,
+        [sorted(directory.permanent), sorted(directory.temporary)], directory.skips,
+    )  # fmt: skip
+
+
+def observed(run, session, folder, following):
+    """Return what a call of `fit` does."""
+    cut = Cut(*session.cut, crash=lambda: random_runs.copy_as_killed(folder, following))
+    hooks, seen = specs(run, session, cut)
+    batches = run.source.make()
+    if run.source.kind != "list":
+        batches = random_runs.CutBatches(batches, cut, run.source.start)
+    is_jitted = run.steps_per_call == 1
+    step = (random_runs.jitted_step if is_jitted else random_runs.step_of)(run.task, run.kind)
+    checkpoints = None
+    if run.checkpoints is not None:
+        temporary = None
+        if run.temporary is not None:
+            temporary = sf.Temporary(folder / "temporary", every=run.temporary.every)
+        is_async = "crash" not in [each.cut[1] for each in run.sessions]
+        settings = {**vars(run.checkpoints), "temporary": temporary, "async_": is_async}
+        checkpoints = sf.Checkpoints(**settings)
+    raised = kind = None
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        try:
+            result = sf.fit(
+                step, random_runs.first_state(run.task, session.mesh), batches,
+                run_dir=folder, checkpoints=checkpoints, log_every=run.log_every,
+                evaluation=[random_runs.evaluation(run.task, e, cut) for e in run.evaluations],
+                hooks=[hook.for_fit() for hook in hooks],
+                steps_per_call=run.steps_per_call, **session.length,
+            )  # fmt: skip
+            kind = result.stop_reason.kind
+        except (Broken, reference.Crash, SystemExit) as error:
+            raised, result = type(error).__name__, error.result
+    if raised == "Crash":
+        folder = following
+    saved = sorted(sf.verify(folder / "checkpoints")) if run.checkpoints else []
+    (local,) = (folder / "temporary").glob("*") if run.temporary else [None]
+    return outcome(
+        run.steps_per_call == 1, raised, kind, result.steps, result.state, seen,
+        {} if raised == "Crash" else random_runs.read_rows(folder / "metrics.jsonl"),
+        [random_runs.known_warning(each.message) for each in caught],
+        [saved, sorted(sf.verify(local)) if local else []],
+        random_runs.read_skips(folder / "checkpoints"),
+    )  # fmt: skip
+
+
+def outcome(exact, raised, kind, step, state, seen, rows, warned, saved, skips):
+    return {
+        "raised": raised,
+        "stop": kind,
+        "step": step,
+        "state": None if raised == "Crash" else state_bits(state, exact),
+        "seen": seen,
+        "rows": rows,
+        "warnings": sorted(warned),
+        "saved": saved,
+        "skips": [list(pair) for pair in skips],
+    }
+
+
+def state_bits(state, exact):
+    """Return the bits; several steps in a call compute in a loop, which may round otherwise."""
+    if exact:
+        return network.bits(state)
+    leaves = jax.tree.leaves(state._replace(key=jax.random.key_data(state.key)))
+    return [[float(x) for x in np.ravel(leaf)] for leaf in leaves]
+
+
+def differences(found, wanted, path=""):
+    """List where two outcomes differ; numbers of metrics may differ by rounding."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        missing = object()
+        for name in {**wanted, **found}:
+            yield from differences(
+                found.get(name, missing), wanted.get(name, missing), f"{path}/{name}"
+            )
+    elif isinstance(wanted, list | tuple) and type(found) is type(wanted):
+        if len(found) != len(wanted):
+            yield f"{path}: {len(found)} instead of {len(wanted)} entries: {found} {wanted}"[:2000]
+        for index, pair in enumerate(zip(found, wanted, strict=False)):
+            yield from differences(*pair, f"{path}/{index}")
+    elif isinstance(wanted, float) and isinstance(found, float):
+        if not np.isclose(found, wanted, rtol=1e-5, atol=1e-7, equal_nan=True):
+            yield f"{path}: {found} instead of {wanted}"
+    elif found != wanted:
+        yield f"{path}: {found!r:.200} instead of {wanted!r:.200}"
