@@ -346,8 +346,8 @@ def killed(place, where, folder):
         if where == "save" and metadata.step == 21:
             kill()
 
-    def commits(store, step):
-        commit(store, step)
+    def commits(store, step, finish=None):
+        commit(store, step, finish)
         if where == "saved" and step == 21:
             kill()
 
@@ -394,12 +394,12 @@ def ends(place, where, number, folder):
 
     commit = DirectoryStore.commit
 
-    def commits(store, step):
+    def commits(store, step, finish=None):
         if where == "last save" and step == 20:
             time.sleep(0.5)  # by now the fold is over
             send()
             time.sleep(0.5)
-        commit(store, step)
+        commit(store, step, finish)
 
     DirectoryStore.commit = commits
     course.run(folder, hooks=hook, steps=20)

@@ -125,6 +125,8 @@ def runs(draw):
             length=draw(lengths(source)) if changes[3] else before.length,
             cut=(None, None) if is_last else draw(cuts(hooks, evaluations)),
         ))  # fmt: skip
+    if source.kind == "list":
+        source.passes = sessions[0].length.get("epochs", 1)
     return SimpleNamespace(
         source=source, task=task, kind=kind, evaluations=evaluations, checkpoints=checkpoints,
         temporary=temporary, log_every=log_every, goes_back=goes_back,
@@ -288,7 +290,7 @@ def expected(run, session, directory):
         fold()
     except (Broken, reference.Crash) as error:
         raised = type(error).__name__
-    if fold.stop == "signal" and raised is None:
+    if fold.is_signaled and raised is None:
         raised = "SystemExit"
     crashed = raised == "Crash"
     return outcome(
