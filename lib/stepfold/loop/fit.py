@@ -72,14 +72,16 @@ def fit(
     read up to four steps later, to keep the device busy.
 
     With `checkpoints`, a run resumes from the newest good one, with the same state, data order,
-    metrics and hooks as if it had not been interrupted. SIGINT and SIGTERM let the current step
-    finish, save, and then raise `KeyboardInterrupt` or `SystemExit(143)`; a second signal leaves at
-    once, except for a save that is being written. SIGUSR1 saves after the current step without
-    stopping, as `Checkpoints.request` does; a handler that the program has for it stays in place.
-    An exception reaches the caller after a save. With several processes, all save if a hook raised
-    it, or batches of unknown number. Otherwise there is no save, since the others are in a step;
-    they print the exception, and end within the time given to `start_distributed`. Each of these
-    has the result so far as its `.result`, if the state is still available.
+    metrics and hooks as if it had not been interrupted. A reason to stop that a hook gave takes
+    effect at the same step then, also if a signal or an exception came in between. SIGINT and
+    SIGTERM let the current step finish, save, and then raise `KeyboardInterrupt` or
+    `SystemExit(143)`; a second signal leaves at once, except for a save that is being written.
+    SIGUSR1 saves after the current step without stopping, as `Checkpoints.request` does; a handler
+    that the program has for it stays in place. An exception reaches the caller after a save. With
+    several processes, all save if a hook raised it, or batches of unknown number. Otherwise there
+    is no save, since the others are in a step; they print the exception, and end within the time
+    given to `start_distributed`. Each of these has the result so far as its `.result`, if the state
+    is still available.
 
     With several processes, a signal or a reason to stop in one of them ends the run in all, at the
     same step, within about a second or five steps. They also stop together where the batches of one
@@ -113,8 +115,9 @@ def fit(
         the loss stops the run; the result then has a `capsule` for `replay`.
       log_every: the steps between log points.
       resume: whether to resume from a checkpoint; if False, an existing one is an error.
-      steps_per_call: how many steps are dispatched in one call at most, with the same bits. No call
-        goes past a log point, an evaluation or a save.
+      steps_per_call: how many steps are dispatched in one call at most. No call goes past a log
+        point, an evaluation, a save, or a step at which a hook can stop the run. The result is the
+        same to rounding: XLA may compile a step in a loop with other fusions than a single step.
       time_limit: the number of seconds after which to stop, checked at log points and after
         evaluations.
 
