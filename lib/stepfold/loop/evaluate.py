@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -70,11 +71,14 @@ def evaluate(
     if mesh is not None and mesh.is_multi_process:
         batches = _in_step(batches)
     metrics: list[Any] = []
+    settings: Any = jax.config
+    is_guarded = settings.jax_transfer_guard_host_to_device == "disallow"
     try:
         for batch in batches:
             if mesh is not None:
                 batch = place_batch(batch, mesh)
-            with allow_transfers("host_to_device"):  # of a batch on the host
+            # A batch on the host is transferred by the step.
+            with allow_transfers("host_to_device") if is_guarded else nullcontext():
                 result = step(state, batch)
             if not are_metrics(result):
                 raise ConfigError(

@@ -65,10 +65,12 @@ class StepRunner:
         if self._mesh is not None:
             batches = [place_batch(batch, self._mesh) for batch in batches]
         batch = batches[0] if count == 1 else tuple(batches)
+        run = program or partial(self._run_first, count)
+        settings: Any = jax.config
+        if settings.jax_transfer_guard_host_to_device != "disallow":  # looked up in each step
+            return run(state, batch)
         with allow_transfers("host_to_device"):  # of a batch on the host
-            return (
-                self._run_first(count, state, batch) if program is None else program(state, batch)
-            )
+            return run(state, batch)
 
     def set_batch_size(self, size: int, later: Sequence[int]) -> None:
         """Expect batches of another size from now on, and compile for `later` sizes with them."""
