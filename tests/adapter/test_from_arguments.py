@@ -346,7 +346,7 @@ def test_wandb_options_name_the_run():
         "project": "sft-model",
         "entity": "team",
         "name": "first",
-        "dir": "runs/a",
+        "dir": str(Path("runs/a").absolute()),
     }
 
 

@@ -424,6 +424,64 @@ def test_a_path_that_is_too_long_is_refused(top, use, path):
     assert names(top / "work") == []
 
 
+@pytest.mark.parametrize("name", ["a\\b", "a.__lock", "a.__lock/b", os.fsdecode(b"a\xff")])
+@pytest.mark.parametrize("use", ["fit", "Checkpoints", "Temporary", "save", "restore", "verify"])
+def test_a_name_that_tensorstore_refuses_is_refused(top, use, name):
+    words = "directory: expected a path without a backslash, .* got .*; rename it"
+    with pytest.raises(sf.ConfigError, match=words):
+        USES[use](name)
+    assert names(top / "work") == []
+
+
+def uses_as_nobody(closed):
+    """Use paths in a directory that only root may enter."""
+    import os
+
+    import jax
+    import numpy as np
+
+    import stepfold as sf
+
+    jax.config.update("jax_enable_compilation_cache", False)  # it is root's
+    os.setgid(65534)
+    os.setuid(65534)
+    os.chdir("/")
+    for use in (
+        lambda path: sf.save(path, {"w": np.ones(2)}, step=1),
+        lambda path: sf.restore(path, {"w": np.ones(2)}),
+        sf.verify,
+        sf.jsonl_writer,
+        sf.tensorboard_writer,
+        lambda path: sf.profile(1, 1, path),
+        sf.read_capsule,
+        lambda path: sf.load_params(path, {"w": np.ones(2)}),
+    ):
+        for path in (f"{closed}/a", f"{closed}/../{os.path.basename(closed)}/b/../a"):
+            try:
+                use(path)
+            except (sf.CheckpointError, sf.ConfigError) as error:
+                print(error)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_directory_without_permission_is_refused(forks, tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    parents = [path for path in tmp_path.parents if path != path.parent]
+    modes = {path: path.stat().st_mode for path in (tmp_path, *parents)}
+    try:
+        for path, mode in modes.items():
+            path.chmod(mode | 0o011)
+        end = forks.run(uses_as_nobody, str(closed))
+    finally:
+        for path, mode in modes.items():
+            path.chmod(mode)
+    assert end.code == 0, end
+    lines = end.output.splitlines()
+    assert len(lines) == 16
+    assert all("expected" in line and f"{closed}/" in line and ";" in line for line in lines), lines
+
+
 # An error of how arrays are specified
 
 

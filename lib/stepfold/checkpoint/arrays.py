@@ -4,6 +4,7 @@ Arrays are read with tensorstore, the storage layer of orbax, because orbax retu
 unverified. Each process reads only the stored parts that its devices need.
 """
 
+import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -138,7 +139,7 @@ class ArrayReader:
             is_found = files.read(FILES).result().state == "value"
         except Exception:  # noqa: BLE001  the first error is raised
             return False
-        return is_found or not Path(self._base["path"], FILES).exists()
+        return is_found or not os.path.exists(self._base["path"] + FILES)
 
 
 # What tensorstore reports for missing, truncated or changed files. Any other error, such as a lack
