@@ -33,6 +33,7 @@ import time
 import traceback
 import types
 import warnings
+import zlib
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,7 @@ class Runner:
 
     def __init__(self, root, mutants, work):
         self.root, self.mutants, self.work = root, mutants, work
+        self.sample = zlib.crc32(" ".join(mutant.key for mutant in mutants).encode())
         tests = Tests(root)
         self.files = {path: tests.of(path) for path in {mutant.path for mutant in mutants}}
 
@@ -195,7 +197,8 @@ class Runner:
 
     def run_unmutated(self, file):
         """Run a file once; return its time and which of its tests run the statements of mutants."""
-        path = self.work / f"{file.relative_to(self.root).as_posix().replace('/', '-')}.json"
+        name = file.relative_to(self.root).as_posix().replace("/", "-")
+        path = self.work / f"{name}-{self.sample}.json"
         with Path(f"{path}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
