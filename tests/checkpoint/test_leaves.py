@@ -275,3 +275,10 @@ def test_a_place_on_one_device_is_kept(loaded):
     got = loaded(VALUES, like)
     assert got.devices() == {jax.devices()[5]}
     assert got.committed
+
+
+def test_a_weak_number_stays_weak():
+    weak = jnp.asarray(2.0)
+    assert weak.weak_type
+    found = make_leaf("w", leaf_of(weak), weak, {(): np.array(3.0, np.float32)})
+    assert (float(found), found.weak_type) == (3.0, True)

@@ -18,6 +18,7 @@ from stepfold.checkpoint.manifest import (
     DamageError,
     ForeignError,
     NewerError,
+    _read_leaf,
     from_json,
     read_checked,
     to_json,
@@ -214,3 +215,9 @@ def test_what_is_missing_is_damage(tmp_path):
     with pytest.raises(DamageError, match="leaves-0.json: missing"):
         read_checked(tmp_path / "leaves-0.json")
     assert issubclass(DamageError, CheckpointError)
+
+
+@pytest.mark.parametrize("shape", [[2**30, 2**30], [0, 2**40, 2**40]])
+def test_a_shape_that_no_memory_holds_is_damage(shape):
+    with pytest.raises(ValueError, match="leaf w cannot be"):
+        _read_leaf("w", shape, "float32", None)

@@ -4,8 +4,10 @@ import errno
 import math
 import os
 import re
+import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,8 +15,16 @@ from hypothesis import strategies as st
 
 import stepfold as sf
 from stepfold.checkpoint import steps
+from stepfold.checkpoint import steps as module
 from stepfold.checkpoint.manifest import read_checked
-from stepfold.checkpoint.steps import expendable, order_by, read_best, split_location, sync
+from stepfold.checkpoint.steps import (
+    check_shared,
+    expendable,
+    order_by,
+    read_best,
+    split_location,
+    sync,
+)
 from stepfold.checkpoint.store import DirectoryStore
 from stepfold.errors import CheckpointError, ConfigError
 
@@ -248,3 +258,29 @@ def test_all_are_kept_if_asked():
 )
 def test_the_location_of_a_step_is_split_into_series_and_number(location, series, step):
     assert split_location(location) == (series, step)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_file_of_process_0_may_show_late_on_another_host(tmp_path, monkeypatch, late):
+    looks = []
+
+    class Directory(type(tmp_path)):
+        def exists(self):
+            looks.append(self)
+            return len(looks) > late
+
+    class Answers:
+        def __init__(self, name):
+            pass
+
+        def gather(self, answer, *args, **options):
+            return [answer, answer]
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(module, "broadcast_from_first", lambda numbers: numbers)
+    monkeypatch.setattr(module, "KeyValues", Answers)
+    monkeypatch.setattr(module, "agreement", lambda message: __import__("contextlib").nullcontext())
+    began = time.monotonic()
+    check_shared(Directory(tmp_path))
+    assert len(looks) == late + 1
+    assert time.monotonic() - began < 2

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -177,3 +178,17 @@ def test_without_a_metric_none_is_best(tmp_path):
     )
     with pytest.raises(CheckpointError, match=words):
         rank_steps(open_store(tmp_path), "bleu")
+
+
+def test_a_file_whose_size_cannot_be_read_is_an_error_of_checkpoints(tmp_path, monkeypatch):
+    sf.save(tmp_path, {"w": jnp.ones(2)}, step=1)
+    status = Path.stat
+
+    def fail(path, **options):
+        if path.name == "_METADATA":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return status(path, **options)
+
+    monkeypatch.setattr(Path, "stat", fail)
+    with pytest.raises(CheckpointError, match="_METADATA: cannot be read: Input/output error"):
+        open_store(tmp_path).read_metadata(1)

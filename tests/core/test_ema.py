@@ -164,3 +164,8 @@ def test_an_update_without_parameters_is_refused():
     tx = sf.ema_params(optax.sgd(0.1), 0.9)
     with pytest.raises(sf.ConfigError, match="ema_params: pass the parameters"):
         tx.update(ONES, tx.init(PARAMS))
+
+
+def test_a_debias_that_is_no_boolean_is_refused():
+    with pytest.raises(sf.ConfigError, match="debias: expected True or False, got str 'no'"):
+        sf.ema_params(optax.sgd(0.1), 0.9, debias="no")

@@ -516,3 +516,10 @@ def test_sizes_change_at_the_batch_index():
     assert left.batch_sizes == [(0, 2), (1, 8), (2, 4)]
     assert [len(next(left)) for _ in range(4)] == [2, 8, 4, 4]
     assert ramp.without([(3, 5)]).batch_sizes == [(0, 2), (3, 4)]
+
+
+def test_a_transform_without_a_signature_takes_the_example_alone():
+    # inspect.signature raises for some functions written in C, such as `dict`.
+    examples = [{"x": number} for number in range(4)]
+    batch = next(sf.batches(examples, 4, transform=dict, seed=0))
+    assert sorted(batch["x"].tolist()) == [0, 1, 2, 3]

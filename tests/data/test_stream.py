@@ -460,3 +460,17 @@ def test_sizes_change_at_the_batch_index_as_those_of_a_list():
     listed = batches(numbered(40), sizes, epochs=1).without(skipped)
     assert streams.batch_sizes == listed.batch_sizes == [(0, 2), (2, 5), (3, 3)]
     all_same(list(streams), list(listed))
+
+
+def test_an_error_in_a_batch_of_a_stream_names_its_step_and_examples():
+    def collate(examples):
+        if 5 in examples:
+            raise ValueError("five")
+        return examples
+
+    stream = sf.batches(lambda: iter(range(8)), 2, collate=collate, epochs=1)
+    for _ in range(2):
+        next(stream)
+    with pytest.raises(ValueError, match="five") as caught:
+        next(stream)
+    assert "making the batch of step 2: examples 4 to 5 of epoch 0" in caught.value.__notes__

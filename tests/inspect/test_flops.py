@@ -386,3 +386,10 @@ def test_a_plain_step_is_not_remarked_on(precision):
 def test_a_model_librarys_product_has_the_line_that_called_it():
     found = of(lambda x: jax.nn.dot_product_attention(x, x, x), jnp.ones((2, 8, 4, 16)))
     assert {one.where for one in found} == {here(-1)}
+
+
+@pytest.mark.parametrize(("padding", "pairs"), [((2, 0), 10), ((0, 2), 11)])
+def test_padding_of_one_side_is_counted_where_it_is(padding, pairs):
+    # Windows of 3 in steps of 2 over 8 values: those at -2 or 6 have products with padding.
+    convolve = lambda image, kernel: lax.conv_general_dilated(image, kernel, (2,), [padding])
+    assert count(convolve, jnp.ones((1, 1, 8)), jnp.ones((1, 1, 3))) == (2 * pairs, ())

@@ -76,3 +76,11 @@ def test_mfu_says_what_is_missing():
         peaks.mfu(1e12, 1.0)
     with pytest.raises(sf.ConfigError, match=r"expected seconds above 0, got 0\.0"):
         peaks.mfu(1e12, 0.0, peak=1e12)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    "kind", ["TPU v2", "TPU v3", "TPU v4", "TPU v4 lite", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x"]
+)
+def test_a_peak_that_is_not_published_is_not_known(kind, dtype):
+    assert peaks.peak_flops(kind, dtype) is None

@@ -1,3 +1,4 @@
+import importlib.util
 import os
 import re
 import socket
@@ -9,6 +10,7 @@ import jax
 import pytest
 
 import stepfold as sf
+from stepfold.sharding import distributed
 from stepfold.sharding.distributed import Distributed, read_launcher, start_distributed
 
 # What launchers set for the last of four processes on two hosts.
@@ -393,3 +395,11 @@ def test_all_processes_of_a_job_meet_at_one_port(job):
 @pytest.mark.parametrize("change", [{"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "78"}])
 def test_jobs_and_steps_have_ports_of_their_own(change):
     assert coordinator(SRUN) != coordinator(SRUN | change)
+
+
+@pytest.mark.parametrize(("chips", "found"), [(False, None), (True, "TPU pod")])
+def test_libtpu_without_chips_is_no_tpu_host(monkeypatch, chips, found):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(os.path, "exists", lambda path: chips)
+    assert distributed._jax_environment({}) == found
+    assert distributed._jax_environment({"TPU_SKIP_MDS_QUERY": "1"}) is None

@@ -587,3 +587,9 @@ def test_a_corrupt_run_stops_in_the_right_step_and_is_not_saved(options, tmp_pat
     assert "step 7 was run twice, and 1 of 2 leaves differs: loss; do" in str(result.stop_reason)
     assert result.history["train/corrupt"][-1] == 1
     assert sf.latest_step(tmp_path / "checkpoints") == 4
+
+
+def test_by_default_a_run_goes_back_three_times():
+    losses = {"train/loss": np.array([1.0, np.nan])}
+    event = sf.Event(12, None, {"train/loss": np.nan}, None, losses)
+    assert sf.roll_back_on_nonfinite()(event).limit == 3

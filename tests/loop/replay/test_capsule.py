@@ -450,3 +450,9 @@ def test_a_copy_with_another_name_is_read(tmp_path):
     path = write(tmp_path, checkpoint=None)
     shutil.copytree(path, tmp_path / "copy")
     assert read_capsule(tmp_path / "copy").batch["x"].tolist() == list(range(6))
+
+
+def test_its_repr_leaves_the_batch_out():
+    capsule = run(sf.batches(with_nan(6), 4)).capsule
+    assert " batch=" not in repr(capsule)
+    assert "metric='train/loss'" in repr(capsule)

@@ -2,12 +2,14 @@ import json
 import math
 import os
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import stepfold as sf
+from stepfold.loop.report import read as module
 from stepfold.loop.report.read import Curve, read_metrics, read_run, thin
 
 from .run_files import write_run
@@ -140,3 +142,12 @@ def test_a_damaged_run_info_is_an_error(tmp_path):
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(sf.DataError, match="run.json: expected JSON"):
         read_run(tmp_path)
+
+
+def test_checkpoints_in_object_storage_are_read_unless_they_are_left_out(tmp_path, monkeypatch):
+    sf.save(tmp_path / "there", {"w": jnp.ones(2)}, step=10)
+    write_run(tmp_path / "run", arguments={"checkpoints": {"directory": "s3://bucket/run"}})
+    store = module.open_store(tmp_path / "there")
+    monkeypatch.setattr(module, "open_store", lambda directory: store)
+    assert [saved.step for saved in read_run(tmp_path / "run").checkpoints] == [10]
+    assert read_run(tmp_path / "run", remote=False).checkpoints == []

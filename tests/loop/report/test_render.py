@@ -518,3 +518,10 @@ def test_a_curve_of_a_single_value_and_of_very_large_values(tmp_path):
     curve = Curve(np.array([1.0, 2.0]), np.array([-1.7e308, 1.7e308]))
     (line,) = page_with(run, curves={"train/x": curve}).lines()["Metrics", "x"]
     assert line["values"] == [-1.7e308, 1.7e308]
+
+
+@pytest.mark.parametrize(("seconds", "kind"), [(8900, "running"), (9100, "silent")])
+def test_a_run_that_pauses_is_silent_after_three_pauses(tmp_path, seconds, kind):
+    updated = (NOW - timedelta(seconds=seconds)).isoformat()
+    running = {"ended": None, "stop": None, "to": 50, "pause": 3000.0}
+    assert status(tmp_path, updated=updated, **running)[0] == kind
