@@ -429,7 +429,7 @@ class TrainLoop:
             return
         if not self._is_complete:  # a resume continues the open interval, and logs it whole
             self._save()
-            saved = self._extra()
+        saved = None if self._is_complete or self._hook_stop is None else self._extra()
         if not is_interrupted:
             self._buffer.close_interval(self.step)
             self._log()
@@ -439,7 +439,7 @@ class TrainLoop:
             self._is_complete = preemption.agreed is None
             self._hook_stop = self._hook_stop if preemption.agreed else None
             self._save()
-        elif self._hook_stop is not None and not preemption.agreed and not has_failed:
+        elif saved is not None and not preemption.agreed and not has_failed:
             self._forget_stop(saved)
 
     def _forget_stop(self, saved: dict[str, Any]) -> None:
