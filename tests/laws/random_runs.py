@@ -21,6 +21,7 @@ from stepfold.loop.hooks.base import BaseHook
 
 LIMIT = 48  # batches that a run may pull, beyond the last step of any of them
 EXAMPLES, WIDTH = 44, 8
+SPIKE = 200.0  # added to the target of an example that is poisoned
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(1024, WIDTH)).astype(np.float32)
 Y = RNG.normal(size=1024).astype(np.float32)
@@ -148,7 +149,7 @@ def eval_step(task):
 def rows_of(kind, poison):
     """Make examples: of plain arrays, of a mixture, or of a stream. One may be poisoned."""
     y = Y[:EXAMPLES].copy()
-    y[poison] += 0 if poison is None else 1e3
+    y[poison] += 0 if poison is None else SPIKE
     data = {"x": X[:EXAMPLES], "y": y, "mask": np.ones(EXAMPLES, bool)}
     if kind == "mix":
         first, second = (
@@ -172,7 +173,7 @@ class Stream:
             raise StopIteration
         self.next += 1
         row = self.next - 1
-        spike = np.float32(1e3 if row == self.poison else 0)
+        spike = np.float32(SPIKE if row == self.poison else 0)
         return {"x": X[row], "y": Y[row] + spike, "mask": np.bool_(True)}
 
     def get_state(self):
@@ -367,8 +368,13 @@ class CutBatches:
 
 
 def copy_as_killed(folder, other):
-    """Copy what a killed process leaves; its lock is that of a dead process then."""
+    """Copy what a killed process leaves; its lock is that of a dead process then.
+
+    Rows may wait in a thread. They matter only if there is no checkpoint to resume from.
+    """
     shutil.copytree(folder, other, ignore=shutil.ignore_patterns(".lock-*"))
+    if not any(path.name.isdecimal() for path in other.glob("*/**") if path.is_dir()):
+        (other / "metrics.jsonl").unlink(missing_ok=True)
 
 
 # What a call leaves

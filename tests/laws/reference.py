@@ -58,7 +58,7 @@ class Fit:
             raise
         finally:
             directory.rows = self.run.rows
-        if self.was_complete and self.run.step == self.resumed:
+        if self.was_complete and self.run.step == self.resumed and not self.is_signaled:
             self.warnings.append("nothing was trained")
         return self
 
