@@ -20,7 +20,7 @@ from stepfold.checkpoint.manifest import read_checked
 from stepfold.loop.hooks.base import BaseHook
 
 LIMIT = 48  # batches that a run may pull, beyond the last step of any of them
-EXAMPLES, WIDTH = 44, 8
+EXAMPLES, WIDTH = 28, 8
 SPIKE = 200.0  # added to the target of an example that is poisoned
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(1024, WIDTH)).astype(np.float32)
@@ -153,7 +153,7 @@ def rows_of(kind, poison):
     data = {"x": X[:EXAMPLES], "y": y, "mask": np.ones(EXAMPLES, bool)}
     if kind == "mix":
         first, second = (
-            jax.tree.map(lambda a: a[part], data) for part in np.split(np.arange(44), 2)
+            jax.tree.map(lambda a: a[part], data) for part in np.split(np.arange(EXAMPLES), 2)
         )
         return sf.mix([(first, 2), (second, 1)], seed=3, stages=[(60, (1, 3)), (150, (1, 0))])
     return Stream(200, poison) if kind == "stream" else data

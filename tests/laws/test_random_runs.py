@@ -56,7 +56,9 @@ def lengths(source):
     more = st.builds(lambda n: {"more_steps": n}, st.integers(3, 12))
     epochs = st.builds(lambda n: {"epochs": n}, st.integers(1, 3))
     kinds = [steps, steps, more]
-    if source.kind in ("arrays", "sizes", "list") and source.own_epochs is None:
+    # From a later start, `epochs` counts others: see OPEN.
+    has_epochs = source.kind in ("arrays", "sizes", "list") and source.own_epochs is None
+    if has_epochs and not source.start:
         kinds.append(epochs)
     if source.own_epochs or source.kind in ("list", "stream"):
         kinds.append(st.just({}))
@@ -122,7 +124,7 @@ def runs(draw):
         sessions.append(SimpleNamespace(
             hooks=hooks, script=draw(scripts) if changes[1] else before.script,
             exact=draw(st.sampled_from([(), (), ("a",)])),
-            epochs=("b",) if has_epochs and draw(st.booleans()) else (),
+            epochs=("a", "b", "c") if has_epochs and draw(st.booleans()) else (),
             mesh=draw(MESHES) if changes[2] else before.mesh,
             length=draw(lengths(source)) if changes[3] else before.length,
             cut=(None, None) if is_last else draw(cuts(hooks, evaluations)),
