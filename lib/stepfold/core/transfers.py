@@ -16,11 +16,11 @@ _SETTINGS = MappingProxyType(
 
 
 def allow_transfers(direction: str) -> AbstractContextManager[Any]:
-    """Allow implicit transfers in one direction in a `with` block, which the caller asked for.
+    """Allow implicit transfers in one direction within a `with` block.
 
-    This lifts the level "disallow", which is meant for transfers that nobody asked for. The other
-    levels stay: "disallow_explicit" forbids these transfers too, and "log" logs them. To pass a
-    small NumPy batch to a jitted call takes a tenth of the time of an explicit `jax.device_put`.
+    This lifts the level "disallow" only, which is meant to catch unintended transfers. The level
+    "disallow_explicit" still forbids them, and "log" logs them. Passing a small NumPy batch to a
+    jitted call takes a tenth of the time of an explicit `jax.device_put`.
     """
     if getattr(jax.config, _SETTINGS[direction]) != "disallow":
         return _UNGUARDED

@@ -73,7 +73,7 @@ def fit(
 
     With `checkpoints`, a run resumes from the newest good one, with the same state, data order,
     metrics and hooks as if it had not been interrupted. A reason to stop that a hook gave takes
-    effect at the same step then, also if a signal or an exception came in between. SIGINT and
+    effect at the same step then, even if a signal or an exception came in between. SIGINT and
     SIGTERM let the current step finish, save, and then raise `KeyboardInterrupt` or
     `SystemExit(143)`; a second signal leaves at once, except for a save that is being written.
     SIGUSR1 saves after the current step without stopping, as `Checkpoints.request` does; a handler
