@@ -9,7 +9,7 @@ MODELS = {
     "flax linen": models.of_linen,
     "flax nnx": models.of_nnx,
     "equinox": models.of_equinox,
-    "haiku": models.of_haiku,
+    "haiku": pytest.param(models.of_haiku, marks=pytest.mark.full),
     "no library": models.of_no_library,
 }
 

@@ -130,7 +130,7 @@ class Once:
         return outcome
 
 
-@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("kind", ["f16", pytest.param("bf16", marks=pytest.mark.full)])
 def test_a_run_with_everything_on(strict, tmp_path, kind):
     train_with_everything(strict, tmp_path, kind)
 

@@ -150,6 +150,7 @@ def stopped(forks, runs, options, place):
     return copies
 
 
+@pytest.mark.full
 def test_stops_at_random_times(forks, whole, tmp_path, count):
     """The copies are continued, and copied again; all end as the whole run does."""
     chance, lost = random.Random(0), []

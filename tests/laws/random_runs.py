@@ -16,12 +16,18 @@ import optax
 from tests.laws.reference import Crash, Signal
 
 import stepfold as sf
+from stepfold.adapter import Trainer, TrainingArguments
+from stepfold.adapter.outputs import (
+    TrainerConfigureDataloaderOutput,
+    TrainerConfigureFunctionOutput,
+    TrainerConfigureModelOutput,
+)
 from stepfold.checkpoint.manifest import read_checked
 from stepfold.loop.hooks.base import BaseHook
 
 LIMIT = 48  # batches that a run may pull, beyond the last step of any of them
 EXAMPLES, WIDTH = 28, 8
-SPIKE = 200.0  # added to the target of an example that is poisoned
+SPIKE = 200.0  # added to the target of an example that is poisoned, if it is not NaN
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(1024, WIDTH)).astype(np.float32)
 Y = RNG.normal(size=1024).astype(np.float32)
@@ -146,24 +152,24 @@ def eval_step(task):
 # Data
 
 
-def rows_of(kind, poison):
+def rows_of(kind, poison, value):
     """Make examples: of plain arrays, of a mixture, or of a stream. One may be poisoned."""
     y = Y[:EXAMPLES].copy()
-    y[poison] += 0 if poison is None else SPIKE
+    y[poison] += 0 if poison is None else value
     data = {"x": X[:EXAMPLES], "y": y, "mask": np.ones(EXAMPLES, bool)}
     if kind == "mix":
         first, second = (
             jax.tree.map(lambda a: a[part], data) for part in np.split(np.arange(EXAMPLES), 2)
         )
         return sf.mix([(first, 2), (second, 1)], seed=3, stages=[(60, (1, 3)), (150, (1, 0))])
-    return Stream(200, poison) if kind == "stream" else data
+    return Stream(200, poison, value) if kind == "stream" else data
 
 
 class Stream:
     """Examples in order, with a state of its own."""
 
-    def __init__(self, length, poison):
-        self.length, self.poison, self.next = length, poison, 0
+    def __init__(self, length, poison, value):
+        self.length, self.poison, self.value, self.next = length, poison, value, 0
 
     def __iter__(self):
         return self
@@ -173,7 +179,7 @@ class Stream:
             raise StopIteration
         self.next += 1
         row = self.next - 1
-        spike = np.float32(SPIKE if row == self.poison else 0)
+        spike = np.float32(self.value if row == self.poison else 0)
         return {"x": X[row], "y": Y[row] + spike, "mask": np.bool_(True)}
 
     def get_state(self):
@@ -198,7 +204,7 @@ class Source(SimpleNamespace):
         if self.kind in ("arrays", "sizes", "list"):
             options |= {"seed": 5, "start": self.start, "epochs": self.own_epochs}
         size = [(0, 4), (self.change, 8)] if self.kind == "sizes" else 8
-        batches = sf.batches(rows_of(self.kind, self.poison), size, **options)
+        batches = sf.batches(rows_of(self.kind, self.poison, self.value), size, **options)
         return batches.without(self.skips) if self.skips else batches
 
     def data(self, skips):
@@ -375,6 +381,52 @@ def copy_as_killed(folder, other):
     shutil.copytree(folder, other, ignore=shutil.ignore_patterns(".lock-*"))
     if not any(path.name.isdecimal() for path in other.glob("*/**") if path.is_dir()):
         (other / "metrics.jsonl").unlink(missing_ok=True)
+
+
+# The two ways to run the same parts
+
+
+def call_fit(parts):
+    return sf.fit(
+        parts.step, parts.state, parts.batches, run_dir=parts.folder,
+        checkpoints=parts.checkpoints, evaluation=parts.evaluations, hooks=parts.hooks,
+        log_every=parts.log_every, steps_per_call=parts.steps_per_call, **parts.length,
+    )  # fmt: skip
+
+
+def call_trainer(parts):
+    length = dict(parts.length)
+    arguments = TrainingArguments(
+        output_dir=str(parts.folder), logs_dir=".", report_to=("jsonl",), log_steps=parts.log_every,
+        max_steps=length.pop("steps", None), steps_per_call=parts.steps_per_call,
+        progress_bar_type="none",
+    )  # fmt: skip
+    trainer = TrainerOfParts(
+        arguments, parts, rules=sf.fsdp(min_size=1), devices=jax.devices()[:1],
+        evaluations=parts.evaluations, hooks=parts.hooks,
+    )  # fmt: skip
+    trainer.train(**length)
+    return trainer.result
+
+
+class TrainerOfParts(Trainer):
+    """A trainer whose methods return parts that were made before."""
+
+    def __init__(self, arguments, parts, **given):
+        self.parts = parts
+        super().__init__(arguments, **given)
+
+    def configure_dataloaders(self):
+        steps = self.plan.steps
+        return TrainerConfigureDataloaderOutput(self.parts.batches, steps, None, None)
+
+    def configure_model(self):
+        tx = TASKS[self.parts.task][0]
+        return TrainerConfigureModelOutput(None, tx, None, None, state=self.parts.state)
+
+    def configure_functions(self):
+        mesh = mesh_of(self.parts.mesh) or self.mesh
+        return TrainerConfigureFunctionOutput(self.parts.step, mesh, self.parts.checkpoints, None)
 
 
 # What a call leaves

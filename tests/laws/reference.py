@@ -11,6 +11,7 @@ import functools
 import math
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 from clu.metrics import Average
 
@@ -52,8 +53,9 @@ class Fit:
         try:
             while not self.fold():
                 self.restore(self.go_back())
+            self.stop = "nonfinite" if self.found_nonfinite else self.stop
         except Exception:
-            self.run.is_complete = False
+            self.run.is_complete, self.stop = False, "error"
             self.save()
             raise
         finally:
@@ -72,7 +74,7 @@ class Fit:
 
     def fold(self):
         """Run to the end, or return False to go back."""
-        call, run, self.stop = self.call, self.run, None
+        call, run, self.stop, self.found_nonfinite = self.call, self.run, None, False
         if run.is_complete and run.total is not None and run.step >= run.total:
             self.stop = "already_completed"
             return True
@@ -93,7 +95,7 @@ class Fit:
             self.boundary()
             self.log(run.step - call.delay)
             self.take_effect()
-            if self.is_signaled and self.stop in (None, "hook"):
+            if self.is_signaled and self.stop in (None, "hook", "nonfinite"):
                 self.stop = "signal"
             if self.is_save_requested and self.stop is None:
                 self.log(run.step)
@@ -195,12 +197,15 @@ class Fit:
             self.run.open = ()
 
     def log(self, until):
-        while self.run.closed and self.run.closed[0][0] <= until:
-            step, metrics = self.run.closed[0]
+        run = self.run
+        while run.closed and run.closed[0][0] <= until:
+            step, metrics = run.closed[0]
             after = range(step, step + self.call.delay)
             effective = next(filter(self.reads, after), step + self.call.delay)
+            if any(map(has_nonfinite_loss, metrics)):
+                run.stop, self.found_nonfinite = run.stop or (effective, "nonfinite"), True
             self.dispatch("train", step, merged(metrics, "train"), effective)
-            self.run.closed = self.run.closed[1:]
+            run.closed = run.closed[1:]
 
     def evaluate(self, evaluations):
         run = self.run
@@ -228,13 +233,13 @@ class Fit:
         if reasons and isinstance(reasons[0], sf.GoBack):
             run.request, self.stop = run.request or reasons[0], self.stop or "go_back"
         elif reasons:
-            run.stop = run.stop or effective
-            self.take_effect()
+            run.stop = run.stop or (effective, "hook")
+        self.take_effect()
 
     def take_effect(self):
         """Stop by a reason that a hook gave, at a step that no cut and no call changes."""
-        if self.run.stop is not None and self.run.stop <= self.run.step:
-            self.stop = self.stop or "hook"
+        if self.run.stop is not None and self.run.stop[0] <= self.run.step:
+            self.stop = self.stop or self.run.stop[1]
 
     def end_epoch(self):
         run, done = self.run, self.epochs_done(self.run.step)
@@ -256,14 +261,22 @@ class Fit:
                 self.saved_in()[run.step] = copy.copy(run)
                 self.saw_event = False
             return
-        if permanent or self.is_due(call.checkpoints, run.step):
+        is_permanent = permanent or self.is_due(call.checkpoints, run.step)
+        if not is_permanent and not (call.temporary and self.is_due(call.temporary, run.step)):
+            return
+        if any(np.isnan(leaf).any() for leaf in jax.tree.leaves(run.state.params)):
+            if self.stop is None:
+                self.close_interval()
+                self.log(run.step)
+                self.stop = self.stop or "nonfinite"
+        elif is_permanent:
             self.saved = run.step
             directory.permanent[run.step] = copy.copy(run)
             for step in [step for step in directory.temporary if step <= run.step]:
                 del directory.temporary[step]
             for step in set(directory.permanent) - self.kept():
                 del directory.permanent[step]
-        elif call.temporary and self.is_due(call.temporary, run.step):
+        else:
             directory.temporary.clear()
             directory.temporary[run.step] = copy.copy(run)
 
@@ -274,8 +287,9 @@ class Fit:
     def kept(self):
         policy, permanent, run = self.call.checkpoints, self.directory.permanent, self.run
         rows = {step: saved.rows.get(step, {}) for step, saved in permanent.items()}
+        sign = -1 if policy.mode == "max" else 1
         ranked = sorted(
-            (row[policy.best], step) for step, row in rows.items() if policy.best in row
+            (sign * row[policy.best], step) for step, row in rows.items() if policy.best in row
         )
         every = [step for step in rows if policy.keep_every and step % policy.keep_every == 0]
         best = [step for _, step in ranked[: policy.keep_best]]
@@ -302,6 +316,11 @@ class Fit:
         return {**directory.temporary, **directory.permanent}[target]
 
 
+def has_nonfinite_loss(metrics):
+    terms = metrics["loss"].terms.values()
+    return any(float(term.count) and not math.isfinite(float(term.total)) for term in terms)
+
+
 def merged(steps, prefix):
     """Merge the metrics of steps exactly, and read them as numbers."""
     values = {}
@@ -315,9 +334,9 @@ def merged(steps, prefix):
 
 def _value(metrics):
     if isinstance(metrics[0], TermSum):
-        means = [_value([m.terms[name] for m in metrics]) for name in metrics[0].terms]
-        known = [mean for mean in means if not math.isnan(mean)]
-        return sum(known) if known else math.nan
+        terms = [[m.terms[name] for m in metrics] for name in metrics[0].terms]
+        means = [_value(term) for term in terms if any(float(m.count) for m in term)]
+        return sum(means) if means else math.nan
     if isinstance(metrics[0], Average):
         count = math.fsum(float(m.count) for m in metrics)
         return math.fsum(float(m.total) for m in metrics) / count if count else math.nan

@@ -64,7 +64,8 @@ def by_hand(options):
 
 
 @pytest.mark.parametrize(
-    "name", ["one device", pytest.param("bf16", marks=pytest.mark.full), "eight devices"]
+    "name",
+    ["eight devices"] + [pytest.param(n, marks=pytest.mark.full) for n in ("one device", "bf16")],
 )
 def test_a_run_comes_to_the_same_bits_whoever_holds_it(name):
     options = OPTIONS | SETTINGS[name]

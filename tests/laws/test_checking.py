@@ -205,7 +205,7 @@ def test_what_depends_on_the_batch_alone_runs_twice_as_well():
     [
         pytest.param(1, {}, marks=pytest.mark.full),
         (1, {"accumulate": 4, "stateful": True}),
-        (8, {}),
+        pytest.param(8, {}, marks=pytest.mark.full),
     ],
 )
 def test_state_and_metrics_are_those_of_the_step(devices, options):

@@ -89,8 +89,7 @@ def runs(draw):
     source = draw(sources())
     has_epochs = source.kind in ("arrays", "sizes", "list")
     task = draw(st.sampled_from(sorted(random_runs.TASKS)))
-    has_equal_batches = source.kind != "sizes" and source.remainder != "keep"
-    kinds = ["averages", "collection", *(["collecting"] if has_equal_batches else [])]
+    kinds = ["averages", "collection", *(["collecting"] if has_equal_batches(source) else [])]
     kind = draw(st.sampled_from(kinds))
     evaluations = []
     for name in draw(st.sampled_from([[], ["eval"], ["eval", "test"]])):
@@ -103,15 +102,20 @@ def runs(draw):
         checkpoints = SimpleNamespace(
             every=every, every_epochs=every_epochs, keep=draw(st.integers(1, 3)),
             keep_every=draw(st.sampled_from([None, None, 4])), keep_best=1,
-            best=draw(st.sampled_from([None, *(f"{name}/loss" for name in names)])),
+            best=draw(st.sampled_from([None, *(f"{name}/loss" for name in names)])), mode=None,
         )  # fmt: skip
+        if checkpoints.best is not None:
+            checkpoints.mode = draw(st.sampled_from([None, "min", "max"]))
         if draw(st.integers(0, 3)) == 0:
             temporary = SimpleNamespace(every=draw(st.integers(1, 4)), every_epochs=None)
     log_every = draw(st.integers(1, 9))
     # Adam bounds what a poisoned example can do; SGD would diverge.
     can_go_back = checkpoints is not None and source.kind != "list" and task != "plain"
     goes_back = draw(st.sampled_from([0, 0, 0, 3])) if can_go_back else 0
-    source.poison = draw(st.integers(0, random_runs.EXAMPLES - 1)) if goes_back else None
+    has_nan = not goes_back and draw(st.integers(0, 4)) == 0
+    is_poisoned = goes_back or has_nan
+    source.poison = draw(st.integers(0, random_runs.EXAMPLES - 1)) if is_poisoned else None
+    source.value = np.nan if has_nan else random_runs.SPIKE
     sessions = []
     count = draw(st.integers(1, 3)) if checkpoints and source.kind != "list" else 1
     for number in range(count):
@@ -135,8 +139,18 @@ def runs(draw):
         source=source, task=task, kind=kind, evaluations=evaluations, checkpoints=checkpoints,
         temporary=temporary, log_every=log_every, goes_back=goes_back,
         steps_per_call=1 if source.remainder == "keep" else draw(st.sampled_from([1, 1, 3])),
-        sessions=sessions,
+        sessions=sessions, has_trainer=draw(st.booleans()) and may_have_trainer(source, sessions),
     )  # fmt: skip
+
+
+def may_have_trainer(source, sessions):
+    """Whether `Trainer` can do a run with batches of its own; for two others see OPEN."""
+    has_length = all("epochs" not in session.length for session in sessions)
+    return has_length and has_equal_batches(source) and source.kind != "list" and not source.start
+
+
+def has_equal_batches(source):
+    return source.kind != "sizes" and source.remainder != "keep"
 
 
 # The law, and what it finds
@@ -157,13 +171,13 @@ def test_runs_that_are_cut_and_resumed_are_the_reference_fold(count):
 def one_run(**changed):
     """Make a run of one call; options of a call are taken from `calls`."""
     source = {"kind": "arrays", "skips": (), "own_epochs": None, "start": 0, "remainder": "pad"}
-    source |= {"prefetch": False, "change": 2, "length": 3, "passes": 1, "poison": None}
+    source |= {"prefetch": False, "change": 2, "length": 3, "passes": 1, "poison": None, "value": 0}
     call = {"hooks": ["a"], "script": None, "exact": (), "epochs": (), "mesh": "one"}
     call |= {"length": {"steps": 12}, "cut": (None, None)}
     run = {"task": "plain", "kind": "averages", "evaluations": [], "temporary": None}
-    run |= {"log_every": 5, "goes_back": 0, "steps_per_call": 1}
+    run |= {"log_every": 5, "goes_back": 0, "steps_per_call": 1, "has_trainer": False}
     run["checkpoints"] = SimpleNamespace(
-        every=50, every_epochs=None, keep=3, keep_every=None, keep_best=1, best=None
+        every=50, every_epochs=None, keep=3, keep_every=None, keep_best=1, best=None, mode=None
     )
     run["source"] = Source(**source | changed.pop("source", {}))
     run["sessions"] = [SimpleNamespace(**call | each) for each in changed.pop("calls", [{}])]
@@ -199,6 +213,10 @@ OPEN = {
         source={"remainder": "keep"}, kind="collecting", log_every=6
     ),
     "epochs from a later start": one_run(source={"start": 3}, calls=[{"length": {"epochs": 1}}]),
+    "a trainer of batches from a later start": one_run(source={"start": 3}, has_trainer=True),
+    "a trainer with a jitted step and batches of two sizes": one_run(
+        source={"remainder": "keep"}, has_trainer=True
+    ),
 }
 
 
@@ -343,7 +361,8 @@ def expected(run, session, directory):
         state=random_runs.first_state(run.task, session.mesh),
         step=random_runs.jitted_step(run.task, kind),
         place=lambda state: random_runs.place(run.task, session.mesh, state),
-        wants_epochs=any(hook.wants_epochs for hook in hooks),
+        wants_epochs=any(hook.wants_epochs for hook in hooks)
+        or (run.has_trainer and run.source.kind == "arrays" and not run.source.skips),
         evaluations=[random_runs.Evaluated(run.task, e) for e in run.evaluations],
         checkpoints=run.checkpoints, temporary=run.temporary,
         log_every=run.log_every, steps_per_call=run.steps_per_call,
@@ -357,7 +376,7 @@ def expected(run, session, directory):
         raised = "SystemExit"
     crashed = raised == "Crash"
     return outcome(
-        run.steps_per_call == 1, raised, None if raised else fold.stop,
+        has_same_program(run), raised, None if raised else fold.stop,
         fold.run.step, fold.run.state, seen,
         {} if crashed else fold.run.rows, fold.warnings,
         [sorted(directory.permanent), sorted(directory.temporary)], directory.skips,
@@ -365,32 +384,26 @@ def expected(run, session, directory):
 
 
 def observed(run, session, folder, following):
-    """Return what a call of `fit` does."""
+    """Return what a call of `fit`, or a trainer, does."""
     cut = Cut(*session.cut, crash=lambda: random_runs.copy_as_killed(folder, following))
     hooks, seen = specs(run, session, cut)
     batches = run.source.make()
     if run.source.kind != "list":
         batches = random_runs.CutBatches(batches, cut, run.source.start)
     is_jitted, kind = run.steps_per_call == 1, getattr(session, "kind", run.kind)
-    step = (random_runs.jitted_step if is_jitted else random_runs.step_of)(run.task, kind)
-    checkpoints = None
-    if run.checkpoints is not None:
-        temporary = None
-        if run.temporary is not None:
-            temporary = sf.Temporary(folder / "temporary", every=run.temporary.every)
-        is_async = "crash" not in [each.cut[1] for each in run.sessions]
-        settings = {**vars(run.checkpoints), "temporary": temporary, "async_": is_async}
-        checkpoints = sf.Checkpoints(**settings)
+    parts = SimpleNamespace(
+        step=(random_runs.jitted_step if is_jitted else random_runs.step_of)(run.task, kind),
+        state=random_runs.first_state(run.task, session.mesh), batches=batches,
+        task=run.task, mesh=session.mesh, folder=folder, length=session.length,
+        evaluations=[random_runs.evaluation(run.task, e, cut) for e in run.evaluations],
+        hooks=[hook.for_fit() for hook in hooks], checkpoints=_checkpoints(run, folder),
+        log_every=run.log_every, steps_per_call=run.steps_per_call,
+    )  # fmt: skip
     raised = stop = None
     with warnings.catch_warnings(record=True, action="always") as caught:
         try:
-            result = sf.fit(
-                step, random_runs.first_state(run.task, session.mesh), batches,
-                run_dir=folder, checkpoints=checkpoints, log_every=run.log_every,
-                evaluation=[random_runs.evaluation(run.task, e, cut) for e in run.evaluations],
-                hooks=[hook.for_fit() for hook in hooks],
-                steps_per_call=run.steps_per_call, **session.length,
-            )  # fmt: skip
+            call = random_runs.call_trainer if run.has_trainer else random_runs.call_fit
+            result = call(parts)
             stop = result.stop_reason.kind
         except (Broken, reference.Crash, SystemExit) as error:
             raised, result = type(error).__name__, error.result
@@ -400,12 +413,22 @@ def observed(run, session, folder, following):
     saved = sorted(sf.verify(folder / "checkpoints")) if run.checkpoints else []
     local = next((folder / "temporary").glob("series-*"), None)
     return outcome(
-        run.steps_per_call == 1, raised, stop, result.steps, result.state, seen,
+        has_same_program(run), raised, stop, result.steps, result.state, seen,
         {} if raised == "Crash" else random_runs.read_rows(folder / "metrics.jsonl"),
         [random_runs.known_warning(each.message) for each in caught],
         [saved, sorted(sf.verify(local)) if local else []],
         random_runs.read_skips(folder / "checkpoints"),
     )  # fmt: skip
+
+
+def _checkpoints(run, folder):
+    if run.checkpoints is None:
+        return None
+    temporary = None
+    if run.temporary is not None:
+        temporary = sf.Temporary(folder / "temporary", every=run.temporary.every)
+    is_async = "crash" not in [each.cut[1] for each in run.sessions]
+    return sf.Checkpoints(**vars(run.checkpoints), temporary=temporary, async_=is_async)
 
 
 def outcome(exact, raised, kind, step, state, seen, rows, warned, saved, skips):
@@ -422,8 +445,13 @@ def outcome(exact, raised, kind, step, state, seen, rows, warned, saved, skips):
     }
 
 
+def has_same_program(run):
+    """Whether the reference runs the program of `fit`; another one may round differently."""
+    is_wrapped = run.has_trainer and any(call.mesh != "one" for call in run.sessions)
+    return run.steps_per_call == 1 and not is_wrapped
+
+
 def state_bits(state, exact):
-    """Return the bits; several steps in a call compute in a loop, which may round otherwise."""
     if exact:
         return network.bits(state)
     leaves = jax.tree.leaves(state._replace(key=jax.random.key_data(state.key)))
@@ -444,7 +472,7 @@ def differences(found, wanted, path=""):
         for index, pair in enumerate(zip(found, wanted, strict=False)):
             yield from differences(*pair, f"{path}/{index}")
     elif isinstance(wanted, float) and isinstance(found, float):
-        if not np.isclose(found, wanted, rtol=1e-5, atol=1e-7, equal_nan=True):
+        if not np.isclose(found, wanted, rtol=1e-4, atol=1e-5, equal_nan=True):
             yield f"{path}: {found} instead of {wanted}"
     elif found != wanted:
         yield f"{path}: {found!r:.200} instead of {wanted!r:.200}"

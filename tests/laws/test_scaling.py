@@ -78,6 +78,7 @@ def test_a_pipeline_equals_the_layers_in_sequence(count):
             assert difference(got, expected) < 1e-12, (dims, options)
 
 
+@pytest.mark.full
 def test_fsdp_in_a_pipeline_sends_weights_and_no_activations():
     example = load("pipeline", **SMALL, STEPS=0)
     params, sent = initialized(example), []
@@ -101,6 +102,7 @@ def images(rows):
     return {"image": rng.normal(size=(rows, 64)).astype(np.float32), "label": label}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compile_fast")
 def test_one_inner_step_of_sgd_equals_data_parallelism():
     example, batch = load("diloco"), images(128)
@@ -148,6 +150,7 @@ def test_stacked_muon_makes_the_same_updates(dims):
     assert difference(plain, stacked) < 1e-11 < 1e-3 < difference(params, plain)
 
 
+@pytest.mark.full
 def test_stacked_muon_multiplies_a_share_and_sends_each_update_once():
     example = load("sharded_muon", STEPS=0)
     params, mesh = initialized(example), mesh_of((4, 1), ("dp", "fsdp"))

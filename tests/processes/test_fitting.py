@@ -178,7 +178,11 @@ def test_an_error_in_one_process_is_named_by_the_others_and_ends_all(tmp_path):
     assert "stepfold: process 1 raised OSError: cut here; this process waits" in first.errors, first
 
 
-@pytest.mark.parametrize("where", ["hook", "evaluation", "last evaluation", "generator", "open"])
+@pytest.mark.parametrize(
+    "where",
+    ["hook", "generator"]
+    + [pytest.param(x, marks=pytest.mark.full) for x in ("evaluation", "last evaluation", "open")],
+)
 def test_an_error_that_leaves_a_process_able_to_step_ends_all_after_a_save(tmp_path, where):
     args = (str(tmp_path), where)
     began = time.monotonic()

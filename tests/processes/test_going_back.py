@@ -53,7 +53,7 @@ def fits(start, folder, asks):
     print(json.dumps(ends))
 
 
-@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("asks", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_two_processes_go_back_together(processes, tmp_path, asks):
     for text in processes.run(fits, str(tmp_path), asks):
         went_back, skipped = json.loads(text)

@@ -90,7 +90,7 @@ def test_a_known_number_of_batches_that_differs_is_refused_before_the_first_step
         assert (seen["steps"], seen["warned"]) == (7, [])
 
 
-@pytest.mark.parametrize("kind", ["list", "generator"])
+@pytest.mark.parametrize("kind", [pytest.param("list", marks=pytest.mark.full), "generator"])
 def test_a_signal_to_one_process_ends_all_within_a_few_steps(kind, tmp_path):
     options = {"steps": 300, "log_every": 1000}
     args = ([(kind, 300, 0.1)] * 2, options, str(tmp_path), 20)

@@ -123,18 +123,22 @@ class TrainerHook(BaseHook):
         skipped = [name for name, weights in event.weights.items() if not np.any(weights)]
         metrics: Mapping[str, float] = {n: x for n, x in event.metrics.items() if n not in skipped}
         numbers: Mapping[str, float] | None = None
+        stop: Stop | None = None
         try:
             if event.is_train:
                 changed = trainer.apply_training_hooks(dict(metrics))
                 metrics = metrics if changed is None else changed
+        except StopTraining as reason:  # the metrics that ended the run are logged too
+            stop = Stop(reason.kind, str(reason))
+        try:
             mode = "train" if event.is_train else "eval"
             trainer.log_metrics(metrics, trainer.progress_bar, event.step, mode)
             if event.is_train and self.needs_exact_state:
                 numbers = trainer.log_watchers(event.state, event.step)
             trainer.on_log(metrics, event.step)
         except StopTraining as reason:
-            return Stop(reason.kind, str(reason))
-        return numbers
+            stop = stop or Stop(reason.kind, str(reason))
+        return stop or numbers
 
     def flush(self) -> None:
         if self._trainer.is_enable:

@@ -289,6 +289,8 @@ def fit(
     result = _result(loop, stop, capsule)
     _raise_signal(loop, result)
     for metric, argument in watched.unseen.items() if watched.saw_event else ():
+        if metric in result.history:  # measured before a resume
+            continue
         warnings.warn(
             f"{metric}: expected a metric that is measured, got "
             f"{', '.join(sorted(result.history))}; {argument} had no effect",

@@ -633,7 +633,7 @@ class TrainLoop:
             "total": self.total,
             "is_complete": self._is_complete,
             "batches_used": self._feed.used,
-            "evaluated": self._evaluated,
+            "evaluated": dict(self._evaluated),  # which changes before it is saved
             "epoch_ended_at": self._epoch_ended_at,
             "logged_step": self.logged_step,
             "logged_metrics": self.logged_metrics,
