@@ -33,7 +33,8 @@ def as_a_user_would():
 def test_a_second_train_continues_where_the_first_ended():
     made = digits.train_only(max_steps=10)
     made.train()
-    assert made.train().stopped == "step 10 of 10 was done before"
+    with pytest.warns(UserWarning, match="nothing was trained: step 10 of 10 was done before"):
+        assert made.train().stopped == "step 10 of 10 was done before"
     state = made.state
     again = digits.train_only(max_steps=20)
     again.train(state=state)
@@ -118,7 +119,8 @@ def test_the_history_survives_a_second_call():
     made = digits.train_only(max_steps=10)
     made.train()
     before = {name: list(curve) for name, curve in made.history.items()}
-    made.train()
+    with pytest.warns(UserWarning, match="nothing was trained"):
+        made.train()
     assert {name: list(curve) for name, curve in made.history.items()} == before != {}
 
 

@@ -39,6 +39,7 @@ WARNINGS = (
     "nothing was trained",
     "expected enough for",
     "expected get_state",
+    "got others without",
 )
 
 
@@ -378,7 +379,8 @@ def copy_as_killed(folder, other):
 
     Rows may wait in a thread. They matter only if there is no checkpoint to resume from.
     """
-    shutil.copytree(folder, other, ignore=shutil.ignore_patterns(".lock-*"))
+    written = (".lock-*", "run.json*", "report.html*")  # by threads, at any time
+    shutil.copytree(folder, other, ignore=shutil.ignore_patterns(*written))
     if not any(path.name.isdecimal() for path in other.glob("*/**") if path.is_dir()):
         (other / "metrics.jsonl").unlink(missing_ok=True)
 

@@ -91,11 +91,13 @@ class Fit:
             for batch in batches:
                 run.state, metrics = call.step(run.state, batch)
                 run.step, run.used, run.is_complete = run.step + 1, run.used + 1, False
+                if run.open and run.open[-1].keys() - metrics.keys():
+                    self.warnings.append("got others without")
                 run.open = (*run.open, metrics)
             self.boundary()
             self.log(run.step - call.delay)
             self.take_effect()
-            if self.is_signaled and self.stop in (None, "hook", "nonfinite"):
+            if self.is_signaled and self.stop in (None, "go_back", "hook", "nonfinite"):
                 self.stop = "signal"
             if self.is_save_requested and self.stop is None:
                 self.log(run.step)
@@ -173,10 +175,8 @@ class Fit:
         if run.is_complete and not is_interrupted:
             self.close_interval()
         self.log(run.step)
-        if run.request is not None:
-            if self.targets():
-                return False
-            self.stop, run.request = "spike", None
+        if self.goes_back():
+            return False
         if not run.is_complete:
             self.save()
         if not is_interrupted:
@@ -184,12 +184,26 @@ class Fit:
             self.log(run.step)
             self.evaluate(self.call.evaluations)
             self.end_epoch()
+            if run.is_complete and self.goes_back():
+                return False
         if run.is_complete:
             run.is_complete = not self.is_signaled
+            run.stop = run.stop if self.is_signaled else None
             self.save()
         elif not self.is_signaled and self.saved_in():
             self.saved_in()[run.step].stop = None  # the end is done
         return True
+
+    def goes_back(self):
+        """Whether to go back as a hook asked, unless a signal or a reason to stop comes first."""
+        run = self.run
+        if run.request is None or self.is_signaled:
+            return False
+        is_stopped = run.stop is not None and run.stop[0] <= run.step
+        if not is_stopped and self.targets():
+            return True
+        self.stop, run.request = self.stop if is_stopped else "spike", None
+        return False
 
     def close_interval(self):
         if self.run.open:
@@ -230,16 +244,19 @@ class Fit:
                 reasons.append(returned)
         run.hooks, self.saw_event = states, True
         run.rows = {**run.rows, step: {**run.rows.get(step, {}), **event.metrics}}
-        if reasons and isinstance(reasons[0], sf.GoBack):
-            run.request, self.stop = run.request or reasons[0], self.stop or "go_back"
-        elif reasons:
-            run.stop = run.stop or (effective, "hook")
+        for reason in reasons:
+            if isinstance(reason, sf.GoBack):
+                run.request = run.request or reason
+            else:
+                run.stop = run.stop or (effective, "hook")
         self.take_effect()
 
     def take_effect(self):
         """Stop by a reason that a hook gave, at a step that no cut and no call changes."""
         if self.run.stop is not None and self.run.stop[0] <= self.run.step:
-            self.stop = self.stop or self.run.stop[1]
+            self.stop = self.run.stop[1] if self.stop in (None, "go_back") else self.stop
+        if self.run.request is not None:
+            self.stop = self.stop or "go_back"
 
     def end_epoch(self):
         run, done = self.run, self.epochs_done(self.run.step)
@@ -254,7 +271,7 @@ class Fit:
 
     def save(self, *, permanent=True):
         call, run, directory = self.call, self.run, self.directory
-        if not call.checkpoints or run.step == self.saved:
+        if not call.checkpoints or run.step == self.saved or run.request is not None:
             return
         if run.step == (self.resumed or 0) and not (permanent and run.step in directory.temporary):
             if self.resumed is not None and self.saw_event:

@@ -1,7 +1,9 @@
 """A run that goes back equals one that has skipped the same batches from the start, bit for bit."""
 
+import gc
 import json
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from stepfold.loop import rollback
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.hooks.base import BaseHook, HookDispatcher
 from stepfold.loop.metrics import History, MetricBuffer
+from stepfold.loop.train_loop import TrainLoop
 from stepfold.loop.writers.jsonl import jsonl_writer
 
 from . import network
@@ -198,6 +201,72 @@ def test_a_corrupt_state_is_not_a_reason_to_go_back(tmp_path):
     run = fit(batches(), tmp_path, hook, evaluation=evaluation)
     assert (run.steps, run.stop_reason.kind) == (16, "corrupt")
     assert "rollbacks" not in json.loads((tmp_path / "run.json").read_text())
+
+
+def test_corruption_in_the_event_of_a_spike_ends_the_run(tmp_path):
+    at = lambda reason: lambda event: reason if event.step == 16 else None
+    hooks = [at(sf.GoBack(skip=1)), at(sf.Stop("corrupt", "bits differ"))]
+    run = fit(batches(), tmp_path, hooks)
+    assert run.stop_reason.kind == "corrupt"
+    assert "rollbacks" not in json.loads((tmp_path / "run.json").read_text())
+    assert max(sf.verify(tmp_path / "checkpoints")) == 10
+
+
+def test_a_reason_to_stop_in_the_event_of_a_spike_ends_the_run(tmp_path):
+    at = lambda reason: lambda event: reason if event.step == 20 else None
+    run = fit(batches(), tmp_path, [at(sf.GoBack(skip=1)), at("enough")])
+    assert (run.steps, run.stop_reason.kind) == (20, "hook")
+    assert sf.latest_step(tmp_path / "checkpoints") == 20
+
+
+def test_an_evaluation_at_the_end_may_let_the_run_go_back(tmp_path):
+    gone = []
+
+    def hook(event):
+        if not event.is_train and event.step == STEPS and not gone:
+            gone.append(event.step)
+            return sf.GoBack(skip=3, why="the last evaluation")
+        return None
+
+    evaluation = sf.Evaluation(lambda state: {"one": 1.0})
+    run = fit(batches(), tmp_path / "a", hook, evaluation=evaluation)
+    assert (run.steps, run.resumed, run.stop_reason.kind) == (STEPS, 50, "completed")
+    other = fit(batches().without([(57, 60)]), tmp_path / "b", evaluation=evaluation)
+    same(run, other, tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("at", ["_write", "delete_after", "restore"])
+def test_a_signal_at_any_moment_of_going_back_ends_the_run(tmp_path, skipping, monkeypatch, at):
+    owner = rollback.Rollbacks if at == "_write" else sf.Checkpoints
+    whole, calls = getattr(owner, at), []
+
+    def signalled(self, *args, **options):
+        calls.append(at)
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return whole(self, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, at, signalled)
+        with pytest.raises(SystemExit) as caught:
+            fit(batches([23]), tmp_path, spike())
+    assert caught.value.result.steps == 20
+    run = fit(batches([23]), tmp_path, spike())
+    check(run, tmp_path, skipping((23, 24)))
+
+
+def test_the_loss_of_the_lock_while_the_run_goes_back_ends_it(tmp_path, monkeypatch):
+    whole = rollback.Rollbacks.go_back
+
+    def loses(self, request, step):
+        loops = [each for each in gc.get_objects() if type(each) is TrainLoop]
+        (loop,) = (each for each in loops if each.rollbacks is self)
+        loop.ask_to_stop(sf.Stop("error", "another run may use the directory"))
+        return whole(self, request, step)
+
+    monkeypatch.setattr(rollback.Rollbacks, "go_back", loses)
+    run = fit(batches([23]), tmp_path, spike())
+    assert (run.steps, run.stop_reason.kind) == (20, "error")
 
 
 def test_it_stops_if_there_is_no_checkpoint_before(tmp_path):

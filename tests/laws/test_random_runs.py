@@ -90,7 +90,6 @@ def runs(draw):
     has_epochs = source.kind in ("arrays", "sizes", "list")
     task = draw(st.sampled_from(sorted(random_runs.TASKS)))
     kinds = ["averages", "collection", *(["collecting"] if has_equal_batches(source) else [])]
-    kind = draw(st.sampled_from(kinds))
     evaluations = []
     for name in draw(st.sampled_from([[], ["eval"], ["eval", "test"]])):
         every, every_epochs = draw(period(8, epochs=has_epochs))
@@ -120,7 +119,7 @@ def runs(draw):
     count = draw(st.integers(1, 3)) if checkpoints and source.kind != "list" else 1
     for number in range(count):
         before = sessions[-1] if sessions else None
-        changes = [before is None or draw(st.integers(0, 2)) == 0 for _ in range(4)]
+        changes = [before is None or draw(st.integers(0, 2)) == 0 for _ in range(5)]
         lists = st.lists(st.sampled_from(["a", "b", "c"]), unique=True)
         hooks = draw(lists) if changes[0] else before.hooks
         scripts = st.tuples(st.sampled_from(names), st.integers(1, 20)) | st.none()
@@ -130,13 +129,14 @@ def runs(draw):
             exact=draw(st.sampled_from([(), (), ("a",)])),
             epochs=("a", "b", "c") if has_epochs and draw(st.booleans()) else (),
             mesh=draw(MESHES) if changes[2] else before.mesh,
+            kind=draw(st.sampled_from(kinds)) if changes[4] else before.kind,
             length=draw(lengths(source)) if changes[3] else before.length,
             cut=(None, None) if is_last else draw(cuts(hooks, evaluations)),
         ))  # fmt: skip
     if source.kind == "list":
         source.passes = sessions[0].length.get("epochs", 1)
     return SimpleNamespace(
-        source=source, task=task, kind=kind, evaluations=evaluations, checkpoints=checkpoints,
+        source=source, task=task, evaluations=evaluations, checkpoints=checkpoints,
         temporary=temporary, log_every=log_every, goes_back=goes_back,
         steps_per_call=1 if source.remainder == "keep" else draw(st.sampled_from([1, 1, 3])),
         sessions=sessions, has_trainer=draw(st.booleans()) and may_have_trainer(source, sessions),
@@ -144,9 +144,11 @@ def runs(draw):
 
 
 def may_have_trainer(source, sessions):
-    """Whether `Trainer` can do a run with batches of its own; for two others see OPEN."""
+    """Whether `Trainer` can do a run with batches of its own; for others see OPEN."""
     has_length = all("epochs" not in session.length for session in sessions)
-    return has_length and has_equal_batches(source) and source.kind != "list" and not source.start
+    continues_a_stop = any(session.script is not None for session in sessions[:-1])
+    has_batches = has_equal_batches(source) and source.kind != "list" and not source.start
+    return has_length and has_batches and not continues_a_stop
 
 
 def has_equal_batches(source):
@@ -173,8 +175,8 @@ def one_run(**changed):
     source = {"kind": "arrays", "skips": (), "own_epochs": None, "start": 0, "remainder": "pad"}
     source |= {"prefetch": False, "change": 2, "length": 3, "passes": 1, "poison": None, "value": 0}
     call = {"hooks": ["a"], "script": None, "exact": (), "epochs": (), "mesh": "one"}
-    call |= {"length": {"steps": 12}, "cut": (None, None)}
-    run = {"task": "plain", "kind": "averages", "evaluations": [], "temporary": None}
+    call |= {"length": {"steps": 12}, "cut": (None, None), "kind": "averages"}
+    run = {"task": "plain", "evaluations": [], "temporary": None}
     run |= {"log_every": 5, "goes_back": 0, "steps_per_call": 1, "has_trainer": False}
     run["checkpoints"] = SimpleNamespace(
         every=50, every_epochs=None, keep=3, keep_every=None, keep_best=1, best=None, mode=None
@@ -201,8 +203,11 @@ FOUND = {
     "a stop while several steps are dispatched": one_run(
         steps_per_call=3, calls=[{"script": ("train", 5)}]
     ),
-}
-OPEN = {
+    "a stop in the last evaluation": one_run(
+        evaluations=[EVALUATION],
+        source={"own_epochs": 3},
+        calls=[{"script": ("eval", 12), "length": {}}, {"length": {"steps": 17}}],
+    ),
     "a metric that is new after a cut": one_run(
         calls=[{**PULL_8, "kind": "averages"}, {"kind": "collection"}]
     ),
@@ -210,12 +215,17 @@ OPEN = {
         calls=[{**PULL_8, "kind": "collection"}, {"kind": "averages"}]
     ),
     "collected values of batches of two sizes": one_run(
-        source={"remainder": "keep"}, kind="collecting", log_every=6
+        source={"remainder": "keep"}, calls=[{"kind": "collecting"}], log_every=6
     ),
     "epochs from a later start": one_run(source={"start": 3}, calls=[{"length": {"epochs": 1}}]),
+}
+OPEN = {
     "a trainer of batches from a later start": one_run(source={"start": 3}, has_trainer=True),
     "a trainer with a jitted step and batches of two sizes": one_run(
         source={"remainder": "keep"}, has_trainer=True
+    ),
+    "a trainer that continues after a stop": one_run(
+        evaluations=[EVALUATION], log_every=3, has_trainer=True, calls=[{"script": ("eval", 4)}, {}]
     ),
 }
 
@@ -341,7 +351,7 @@ def specs(run, session, cut):
 
 def expected(run, session, directory):
     """Return what the reference says that a call of `fit` does."""
-    cut, kind = Cut(*session.cut), getattr(session, "kind", run.kind)
+    cut = Cut(*session.cut)
     hooks, seen = specs(run, session, cut)
     is_exact = any(hook.is_exact for hook in hooks)
     delay = 0 if is_exact else min(4, max(1, run.log_every // 2))
@@ -359,7 +369,7 @@ def expected(run, session, directory):
     call = SimpleNamespace(
         data=run.source.data, cut=cut, hooks=hooks, total=total, delay=delay,
         state=random_runs.first_state(run.task, session.mesh),
-        step=random_runs.jitted_step(run.task, kind),
+        step=random_runs.jitted_step(run.task, session.kind),
         place=lambda state: random_runs.place(run.task, session.mesh, state),
         wants_epochs=any(hook.wants_epochs for hook in hooks)
         or (run.has_trainer and run.source.kind == "arrays" and not run.source.skips),
@@ -390,9 +400,9 @@ def observed(run, session, folder, following):
     batches = run.source.make()
     if run.source.kind != "list":
         batches = random_runs.CutBatches(batches, cut, run.source.start)
-    is_jitted, kind = run.steps_per_call == 1, getattr(session, "kind", run.kind)
+    make_step = random_runs.jitted_step if run.steps_per_call == 1 else random_runs.step_of
     parts = SimpleNamespace(
-        step=(random_runs.jitted_step if is_jitted else random_runs.step_of)(run.task, kind),
+        step=make_step(run.task, session.kind),
         state=random_runs.first_state(run.task, session.mesh), batches=batches,
         task=run.task, mesh=session.mesh, folder=folder, length=session.length,
         evaluations=[random_runs.evaluation(run.task, e, cut) for e in run.evaluations],
@@ -439,7 +449,7 @@ def outcome(exact, raised, kind, step, state, seen, rows, warned, saved, skips):
         "state": None if raised == "Crash" else state_bits(state, exact),
         "seen": seen,
         "rows": rows,
-        "warnings": sorted(warned),
+        "warnings": [] if raised == "Crash" else sorted(warned),
         "saved": saved,
         "skips": [list(pair) for pair in skips],
     }

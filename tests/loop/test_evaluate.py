@@ -1,3 +1,5 @@
+import clu.metrics
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,6 +136,21 @@ def test_batches_without_end_are_refused():
             sf.ConfigError, match=r"evaluate: expected batches that end, .*epochs=1"
         ):
             sf.evaluate(MEASURE, state(), endless)
+
+
+@flax.struct.dataclass
+class Median(clu.metrics.CollectingMetric.from_outputs(("value",))):
+    def compute(self):
+        return np.median(super().compute()["value"])
+
+
+@pytest.mark.parametrize("count", [10, 600])  # metrics are merged every 64 batches
+def test_values_are_collected_from_batches_of_two_sizes(count):
+    values = np.random.default_rng(0).normal(size=count).astype(np.float32)
+    step = lambda state, batch: {"median": Median.from_model_output(value=batch["x"])}
+    batches = sf.batches({"x": values}, 4, epochs=1, remainder="keep")
+    found = sf.evaluate(jax.jit(step), start(), batches)
+    assert found == {"median": pytest.approx(np.median(values))}
 
 
 def test_a_state_that_was_donated_is_refused():

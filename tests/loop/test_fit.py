@@ -421,9 +421,30 @@ def test_a_nan_of_an_earlier_run_does_not_end_one_in_which_nothing_is_trained():
     hook = sf.stop_on_nonfinite()
     first = learn(steps=3, hooks=hook)
     assert first.stop_reason.kind == "nonfinite"
-    again = sf.fit(STEP, first.state, spoilt(), steps=3, hooks=hook)
+    with pytest.warns(UserWarning, match="nothing was trained: step 3 of 3 was done before"):
+        again = sf.fit(STEP, first.state, spoilt(), steps=3, hooks=hook)
     assert again.stop_reason.kind == "already_completed"
     assert again.capsule is None
+
+
+def test_a_state_beyond_the_last_step_is_not_trained_with_a_warning():
+    state = learn(data=CLEAN, steps=10).state
+    with pytest.warns(UserWarning, match="nothing was trained: step 10 of 5 was done before"):
+        assert sf.fit(STEP, state, CLEAN(), steps=5).steps == 10
+
+
+def test_a_directory_that_cannot_be_read_does_not_replace_an_error(tmp_path, monkeypatch):
+    def fails(event):
+        monkeypatch.setattr(sf.Checkpoints, "best_step", unreadable)
+        raise ValueError("of the hook")
+
+    def unreadable(self):
+        raise OSError("the server is gone")
+
+    with pytest.raises(ValueError, match="of the hook") as caught:
+        fit(steps=20, hooks=fails, **saves(tmp_path))
+    assert caught.value.result.best is None
+    assert any("the server is gone" in note for note in caught.value.__notes__)
 
 
 def test_an_epoch_that_an_exception_interrupted_at_the_end_of_the_run_is_finished(tmp_path):

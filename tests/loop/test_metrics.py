@@ -30,6 +30,14 @@ def stacked(*found):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *jax.device_get(list(found)))
 
 
+@flax.struct.dataclass
+class Values(clu.CollectingMetric.from_outputs(("x",))):
+    """Count the values of all batches."""
+
+    def compute(self):
+        return sum(np.size(x) for x in jax.tree.leaves(self.values))
+
+
 def average(total, count):
     return clu.Average(total=jnp.asarray(total), count=jnp.asarray(count))
 
@@ -148,7 +156,8 @@ def test_a_metric_of_several_numbers_gets_a_name_for_each():
 
 def test_what_is_read_step_by_step_is_what_has_a_total_and_a_weight():
     steps = stacked(*[{"a": average(x, 2.0), "top": Largest(jnp.array(x))} for x in (1.0, 4.0)])
-    found = PerStepMetrics(steps, per_step_values, "train/")
+    chunks = {name: [metric] for name, metric in steps.items()}
+    found = PerStepMetrics(chunks, per_step_values, "train/")
     assert {name: values.tolist() for name, values in found.items()} == {"train/a": [0.5, 2.0]}
     assert len(found) == 1
     assert "train/top" not in found
@@ -162,7 +171,7 @@ def test_an_average_with_a_merge_of_its_own_is_read_step_by_step():
             return other
 
     steps = stacked(*[{"a": Latest(jnp.array(x), jnp.array(2.0))} for x in (1.0, 4.0)])
-    merged, per_step, weights = read_interval(steps)
+    merged, per_step, weights = read_interval([steps])
     assert merged == {"train/a": 2.0}
     assert per_step["train/a"].tolist() == [0.5, 2.0]
     assert weights["train/a"].tolist() == [2.0, 2.0]
@@ -170,20 +179,20 @@ def test_an_average_with_a_merge_of_its_own_is_read_step_by_step():
 
 def test_the_weights_step_by_step_are_the_largest_of_a_sum_of_terms():
     terms = TermSum({"x": average(0.0, jnp.array([0.0, 1.0])), "y": average(0.0, jnp.zeros(2))})
-    found = PerStepMetrics({"loss": terms, "top": Largest(jnp.zeros(2))}, per_step_weights)
+    found = PerStepMetrics({"loss": [terms], "top": [Largest(jnp.zeros(2))]}, per_step_weights)
     assert {name: values.tolist() for name, values in found.items()} == {"loss": [0.0, 1.0]}
 
 
 def test_what_nobody_asks_for_is_not_read():
     read = []
-    rows = PerStepMetrics({"a": 1, "b": 2}, lambda metric: read.append(metric) or np.zeros(1))
+    rows = PerStepMetrics({"a": [1], "b": [2]}, lambda metric: read.append(metric) or np.zeros(1))
     assert (rows["a"].tolist(), rows["a"].tolist(), read) == ([0.0], [0.0], [1])
 
 
 def test_a_vector_of_averages_is_merged_number_by_number():
     steps = [{"a": average(jnp.array([x, 1.0]), jnp.array([1.0, 1.0]))} for x in (1.0, 3.0)]
     assert metric_value(merge_metrics(steps)["a"]).tolist() == [2.0, 1.0]
-    assert read_interval(stacked(*steps))[0] == {"train/a/0": 2.0, "train/a/1": 1.0}
+    assert read_interval([stacked(*steps)])[0] == {"train/a/0": 2.0, "train/a/1": 1.0}
 
 
 def test_an_array_of_several_axes_is_logged_with_a_warning():
@@ -229,13 +238,14 @@ def test_a_name_that_is_not_one_line_is_refused(name):
 
 
 def unpack(said):
-    """Turn what calls returned, each a number, into metrics with a leading axis of steps."""
+    """Turn what calls returned, each a number, into a chunk of metrics."""
     totals = np.array(said, np.float32)
     pairs = np.stack([np.array([x, -x]).astype(jnp.bfloat16) for x in said])
-    return {
+    chunk = {
         "a": clu.Average(total=totals, count=np.ones_like(totals)),
         "b": clu.Average(total=pairs, count=np.ones_like(pairs)),
     }
+    return [chunk]
 
 
 def shown(buffer):
@@ -321,8 +331,44 @@ def test_the_device_is_not_read_before_an_interval_is_taken():
 
 
 def test_the_digits_of_what_was_cut_are_those_of_the_device():
-    saved = filled(1, 2).get_state()["leaves"]
-    assert [dtype for dtype, *_ in saved] == ["float32", "float32", "bfloat16", "bfloat16"]
+    (saved,) = filled(1, 2).get_state()["chunks"]
+    assert [dtype for dtype, *_ in saved.values()] == ["float32", "float32", "bfloat16", "bfloat16"]
+
+
+def rows(*values):
+    return clu.Average(total=np.float32(values), count=np.ones(len(values), np.float32))
+
+
+def test_chunks_of_other_shapes_are_one_interval():
+    first = {"a": average(jnp.ones(2), jnp.ones(2)), "values": Values({"x": jnp.ones((2, 4))})}
+    second = {
+        "a": average(jnp.array([7.0]), jnp.ones(1)),
+        "values": Values({"x": jnp.ones((1, 3))}),
+    }
+    metrics, per_step, _ = read_interval([first, second])
+    assert metrics == {"train/a": 3.0, "train/values": 11.0}
+    assert per_step["train/a"].tolist() == [1.0, 1.0, 7.0]
+
+
+def test_a_metric_of_later_steps_alone_is_that_of_these():
+    first, second = {"a": rows(1, 1), "gone": rows(1, 1)}, {"a": rows(1), "new": rows(1)}
+    metrics, per_step, _ = read_interval([first, second])
+    assert metrics == {"train/a": 1.0, "train/new": 1.0}
+    assert {name: len(rows) for name, rows in per_step.items()} == {"train/a": 3, "train/new": 1}
+
+
+def test_a_metric_that_is_new_does_not_get_the_values_of_another():
+    other = again(filled(1))
+    other._unpack = lambda said: [
+        {"c" if name == "a" else name: metric for name, metric in chunk.items()}
+        for chunk in unpack(said)
+    ]
+    other.append(2)
+    other.close_interval(2)
+    with pytest.warns(UserWarning, match="got others without a/count, …; their values since"):
+        (interval,) = other.take(2)
+    assert interval.per_step["train/c"].tolist() == [2.0]
+    assert interval.per_step["train/b"].tolist() == [[1.0, -1.0], [2.0, -2.0]]
 
 
 def test_it_may_be_cut_twice():

@@ -142,7 +142,8 @@ def test_methods_of_two_objects_share_no_program():
     for model in (Model(1.0), Model(2.0)):
         runner = StepRunner(model.step)
         _, packed = runner(jnp.zeros(()), [jnp.ones(())])
-        totals.append(runner.unpack([packed])["loss"].total.tolist())
+        (chunk,) = runner.unpack([packed])
+        totals.append(chunk["loss"].total.tolist())
     assert totals == [[1.0], [2.0]]
 
 
@@ -158,7 +159,8 @@ def test_under_disable_jit_the_step_runs_eagerly():
         for value in (1.0, 2.0):
             state, packed = runner(state, [jnp.full(2, value)])
     assert (seen, float(state)) == ([2.0, 4.0], 2.0)
-    assert runner.unpack([packed])["loss"].total.tolist() == [4.0]
+    (chunk,) = runner.unpack([packed])
+    assert chunk["loss"].total.tolist() == [4.0]
 
 
 @pytest.mark.parametrize("form", ["step", "jitted"])
@@ -211,7 +213,8 @@ def test_packed_metrics_are_unpacked_bit_for_bit(packed):
     for i in range(3):
         state, metrics = run(state, vector(i))
         wanted.append(metrics)
-    same(runner.unpack(calls), jax.tree.map(lambda *leaves: np.stack(leaves), *wanted))
+    (chunk,) = runner.unpack(calls)
+    same(chunk, jax.tree.map(lambda *leaves: np.stack(leaves), *wanted))
 
 
 def test_there_is_one_array_for_each_dtype():
@@ -224,7 +227,7 @@ def test_there_is_one_array_for_each_dtype():
 def test_a_step_may_say_nothing():
     runner = StepRunner(lambda state, batch: (state, {}))
     _, row = runner(jnp.ones(()), [jnp.ones(2)])
-    assert runner.unpack([row, row]) == {}
+    assert runner.unpack([row, row]) == [{}]
 
 
 class Elsewhere:

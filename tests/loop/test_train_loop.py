@@ -14,7 +14,7 @@ from tests.loop import small
 
 import stepfold as sf
 from stepfold.loop import train_loop
-from stepfold.loop.preemption import Preemption
+from stepfold.loop.consensus import Several
 
 TX = optax.adam(0.1)
 
@@ -357,11 +357,6 @@ def test_what_was_said_before_a_stop_is_shown_though_no_batch_comes_after_it(tmp
 def test_with_several_processes_a_signal_has_no_effect_before_all_agree(monkeypatch, is_known):
     """It comes after the last vote before the batches end, if their number is known."""
 
-    def several():
-        preemption = Preemption()
-        preemption.is_alone = False
-        return preemption
-
     def interrupted():
         yield from itertools.islice(batches(), 4)
         signal.raise_signal(signal.SIGTERM)
@@ -370,7 +365,7 @@ def test_with_several_processes_a_signal_has_no_effect_before_all_agree(monkeypa
         def __iter__(self):
             return interrupted()
 
-    monkeypatch.setattr(train_loop, "Preemption", several)
+    monkeypatch.setattr(train_loop, "Alone", Several)  # of which this is one
     own = sf.Evaluation(lambda state: {"loss": 1.0})
     data = Listed(range(4)) if is_known else interrupted()
     with pytest.raises(SystemExit) as caught:

@@ -21,7 +21,7 @@ def stops(start, batches, options, folder=None, signal_at=None, hook_at=None):
 
     import stepfold as sf
 
-    start()
+    start(**({"shutdown": 5} if batches[0][0] == "endless" else {}))
     rank = jax.process_index()
     mesh, tx = sf.make_mesh(), optax.sgd(0.01)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -43,7 +43,13 @@ def stops(start, batches, options, folder=None, signal_at=None, hook_at=None):
         def __iter__(self):
             return rows()
 
-    make = {"list": lambda: Slow([None] * count), "generator": rows}
+    class Endless:
+        endless = True
+
+        def __iter__(self):
+            return rows()
+
+    make = {"list": lambda: Slow([None] * count), "generator": rows, "endless": Endless}
     hook = lambda event: "enough" if rank == 1 and event.step == hook_at else None
     code, errors = 0, []
     with warnings.catch_warnings(record=True) as caught:
@@ -88,6 +94,15 @@ def test_a_known_number_of_batches_that_differs_is_refused_before_the_first_step
     for text in processes.run(stops, [("list", 9, 0), ("list", 8, 0)], {"steps": 7}):
         seen = json.loads(text)
         assert (seen["steps"], seen["warned"]) == (7, [])
+
+
+def test_batches_that_are_not_as_endless_as_they_say_end_all(tmp_path):
+    batches = [("endless", 30, 0.01), ("endless", 8, 0.01)]
+    first, second = launch.ends_of_processes(
+        stops, 2, timeout=60, args=(batches, {"steps": 30, "log_every": 5})
+    )
+    assert "batches: expected no end after step 8, as they say themselves" in second.output
+    assert first.code != 0 or "stepfold: process 1" in first.errors
 
 
 @pytest.mark.parametrize("kind", [pytest.param("list", marks=pytest.mark.full), "generator"])

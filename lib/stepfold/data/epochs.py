@@ -163,6 +163,11 @@ class EpochEnds(NamedTuple):
     epochs: Epochs
     skips: Skips
 
+    @classmethod
+    def of_length(cls, steps: int) -> "EpochEnds":
+        """Make the ends of epochs of equally many steps."""
+        return cls(Epochs(steps, [(0, 1)], drop=True, epochs=None), Skips())
+
     def done(self, step: int) -> int:
         """Return how many epochs have no batch left after `step` steps."""
         return self.epochs.span(self.skips.index(step)).epoch

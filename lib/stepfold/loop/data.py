@@ -55,10 +55,9 @@ class BatchFeed:
         if self.epoch_steps is None and not self.is_iterator:
             with suppress(TypeError):  # it has no length
                 self.epoch_steps = len(self.batches)
-        ends: Any = getattr(self.batches, "epoch_ends", None)
-        self.epoch_ends: EpochEnds | EqualEpochs | None = ends
-        if self.epoch_steps:
-            self.epoch_ends = EqualEpochs(self.epoch_steps)
+        self.epoch_ends: EpochEnds | None = getattr(self.batches, "epoch_ends", None)
+        if self.epoch_ends is None and self.epoch_steps:
+            self.epoch_ends = EpochEnds.of_length(self.epoch_steps)
         self.batch_sizes: Sequence[tuple[int, int]] = getattr(self.batches, "batch_sizes", ())
 
     @property
@@ -66,6 +65,11 @@ class BatchFeed:
         if not self._epochs or self.epoch_ends is None:
             return None
         return self.epoch_ends.count_steps(self._epochs, self._first_used)
+
+    @property
+    def used_here(self) -> int:
+        """The number of batches used since the position at which the run started."""
+        return self.used - self._first_used
 
     @property
     def batches_left(self) -> float | None:
@@ -204,21 +208,6 @@ class BatchFeed:
                 self.iterator = iter(self.batches)
             self._epochs_left, position = left, position["position"]
         self.iterator.set_state(position)
-
-
-class EqualEpochs(NamedTuple):
-    """Epochs of equally many steps, with the methods of `EpochEnds`."""
-
-    steps: int
-
-    def done(self, step: int) -> int:
-        return step // self.steps
-
-    def end(self, epochs: int) -> int:
-        return epochs * self.steps
-
-    def count_steps(self, epochs: int, start: int) -> int:  # noqa: ARG002
-        return epochs * self.steps
 
 
 def check_batches(batches: Any) -> None:

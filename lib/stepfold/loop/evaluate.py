@@ -17,9 +17,9 @@ from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import check_count, mismatch, spell_call, takes
 from stepfold.errors import ConfigError, DataError
 from stepfold.inspect.compiled import CompiledStep
+from stepfold.loop.consensus import Gather
 from stepfold.loop.data import BatchFeed, check_batches
 from stepfold.loop.metrics import are_metrics, merge_metrics, metric_values
-from stepfold.loop.preemption import Gather
 from stepfold.sharding.place import place_batch
 
 if TYPE_CHECKING:

@@ -4,10 +4,10 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +15,8 @@ import jax
 from stepfold import tree
 from stepfold.checkpoint.manifest import to_json
 from stepfold.checkpoint.series import Checkpoints
-from stepfold.checkpoint.steps import check_shared, read_directory
 from stepfold.core.processes import agreement, broadcast_from_first, report_failed_peer
-from stepfold.core.state import check_not_donated, is_available, strengthen
+from stepfold.core.state import check_not_donated, is_available, step_of, strengthen
 from stepfold.core.validation import check_count, check_flags, check_positive, spell_call, takes
 from stepfold.errors import ConfigError
 from stepfold.loop.data import BatchFeed
@@ -25,6 +24,7 @@ from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import (
     BaseHook,
     Event,
+    GoBack,
     Hook,
     HookDispatcher,
     Stop,
@@ -36,14 +36,11 @@ from stepfold.loop.hooks.base import (
 from stepfold.loop.hooks.stop import Nonfinite, stop_after, stop_on_nonfinite
 from stepfold.loop.metrics import History
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
-from stepfold.loop.report.report_writer import ReportWriter
-from stepfold.loop.run_info import move_previous_run, run_metadata
-from stepfold.loop.run_lock import RunLock
+from stepfold.loop.requests import Kind
+from stepfold.loop.run_directory import RunDirectory
+from stepfold.loop.run_info import run_metadata
 from stepfold.loop.step_runner import StepRunner
-from stepfold.loop.train_loop import TrainLoop
-from stepfold.loop.upload import Upload
-from stepfold.loop.writers.combinators import async_writer, log_to
-from stepfold.loop.writers.jsonl import jsonl_writer, read_rows
+from stepfold.loop.train_loop import Options, TrainLoop
 
 
 def fit(
@@ -141,162 +138,57 @@ def fit(
     """
     check_flags(resume=resume)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
-    set_lengths = {name: check_count(name, n) for name, n in lengths.items() if n is not None}
-    if len(set_lengths) > 1:
-        values = " and ".join(map(str, set_lengths.values()))
-        raise ConfigError(f"{', '.join(set_lengths)}: expected one of them, got {values}")
-    check_count("log_every", log_every)
-    runner = StepRunner(step)
-    if check_count("steps_per_call", steps_per_call) > 1 and runner.is_compiled:
-        raise ConfigError(
-            f"steps_per_call={steps_per_call}: expected a step that is neither jitted nor "
-            f"compiled, to compile several of them as one, got {tree.spell(step)}"
-        )
-    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
-        raise ConfigError(
-            f"checkpoints: expected sf.Checkpoints(every=…), got {tree.spell(checkpoints)}"
-        )
+    runner = _check_numbers(step, lengths, log_every, steps_per_call)
+    _check_checkpoints(checkpoints)
     evaluations, user_hooks = _check_evaluations(evaluation), _check_hooks(hooks)
-    is_guarded = any(getattr(hook, "replaces_nonfinite_stop", False) for hook in user_hooks)
-    all_hooks: list[Hook] = [*([] if is_guarded else [stop_on_nonfinite()]), *user_hooks]
-    if time_limit is not None:
-        check_positive("time_limit", time_limit, allow_zero=True, unit="seconds")
-        all_hooks.append(stop_after(time_limit))
+    all_hooks = _with_default_hooks(user_hooks, time_limit)
     feed = BatchFeed(batches, epochs)
     _check_epochs(feed, [*evaluations, checkpoints], all_hooks)
-    may_end = set_lengths or time_limit is not None or any(map(may_stop, user_hooks))
-    if feed.endless and not may_end:
-        length = f" or epochs=… (an epoch has {feed.epoch_steps} steps)" if feed.epoch_steps else ""
-        raise ConfigError(
-            "steps, epochs: expected one of them for batches without an end, got neither; give "
-            f"steps=…{length}"
-        )
+    _check_end(feed, [*lengths.values(), time_limit], user_hooks)
     watched = _WatchedMetrics(user_hooks, checkpoints, evaluations)
     check_not_donated(state)
     state = strengthen(state)
     _check_resumable(checkpoints, feed, all_hooks)
 
-    directory = metrics_path = series = report = uploader = None
-    with agreement("fit: not started"):
-        if run_dir is not None:
-            directory = read_directory(run_dir, make=True)
-    if directory is not None:
-        check_shared(directory)
-    if checkpoints is not None:
-        if checkpoints.directory is None and directory is None:
-            raise ConfigError(
-                "checkpoints: expected a directory, got none; give run_dir=…, or "
-                "sf.Checkpoints('path')"
-            )
-        series = checkpoints.open(directory and directory / "checkpoints")
-    if upload is not None:
-        uploader = Upload(directory, upload)
-    metadata: dict[str, Any] = {}
-    if directory is not None:
-        if not any(getattr(hook, "writes_metrics", False) for hook in user_hooks):
-            metrics_path = directory / "metrics.jsonl"
-            writer = jsonl_writer(metrics_path, csv=directory / "metrics.csv")
-            all_hooks.append(log_to(async_writer(writer)))
-        arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
-        arguments |= {"steps_per_call": steps_per_call, "upload": upload}
-        metadata = run_metadata(state, batches, arguments, evaluations, checkpoints, all_hooks)
-        report = ReportWriter(directory, metadata)
-        all_hooks += [report, *([] if uploader is None else [uploader])]  # flushed in order
+    has_writer = any(getattr(hook, "writes_metrics", False) for hook in user_hooks)
+    directory = RunDirectory(run_dir, upload, has_writer=has_writer)
+    series = None if checkpoints is None else _open_series(checkpoints, directory)
+    arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
+    arguments |= {"steps_per_call": steps_per_call, "upload": upload}
+    describe = partial(run_metadata, state, batches, arguments, evaluations, checkpoints)
+    all_hooks += directory.make_hooks(all_hooks, describe)
     loop = TrainLoop(
         runner,
         state,
         feed,
-        steps=steps,
-        more_steps=more_steps,
-        evaluations=evaluations,
-        series=series,
-        hooks=HookDispatcher([watched, *all_hooks] if watched.unseen else all_hooks),
-        log_every=log_every,
-        steps_per_call=steps_per_call,
-        save_history=metrics_path is None,
+        HookDispatcher([watched, *all_hooks] if watched.unseen else all_hooks),
+        series,
+        Options(evaluations, log_every, steps_per_call, directory.metrics_path is None),
+        total=_target(step_of(state), steps, more_steps or feed.total),
     )
-    del state  # so that a restored one can take its memory
-    rollbacks = loop.rollbacks
-    with _attach_result(loop), ExitStack() as stack:
-        if series is not None:
-            stack.callback(series.close)  # also if another run has the directory
-        if directory is not None:
-            lock = RunLock(directory, loop.preemption.request_stop)
-            stack.callback(lock.release)
-            with agreement(f"run_dir: {directory}: not opened"):
-                if jax.process_index() == 0:
-                    lock.acquire()
-        if uploader is not None:  # first in, last out: after the last page
-            stack.callback(uploader.finish)
-        if report is not None:  # its last page shows everything
-            stack.push(
-                lambda _, error, __: report.finish(loop.step, _stop_reason(loop, all_hooks), error)
-            )
-        for hook in all_hooks:
-            stack.callback(call_optional, hook, "close")
-        stack.enter_context(loop.preemption.handle_signals())  # until the last save is on disk
-        if series is not None and rollbacks is not None:
-            stack.enter_context(series)
-            stack.callback(_print_waiting, loop)
-            if not _has_checkpoint(series):
-                rollbacks.restart()
-            elif resume:
-                rollbacks.resume()
-                if rollbacks.done:
-                    loop.skip([rollback.skipped for rollback in rollbacks.done])
-                    metadata["rollbacks"] = rollbacks.as_json()
-                with agreement(f"{series.directory}: not resumed"):
-                    loop.restore(series)
-                    if uploader is not None:
-                        uploader.fetch()
-            else:
-                raise ConfigError(
-                    "resume=False: expected a directory without checkpoints to start in, got "
-                    f"steps {', '.join(map(str, series.steps()))} in {series.directory}; "
-                    "delete them, or give another directory"
-                )
-        with agreement(f"run_dir: {directory}: not opened"):
-            if loop.resumed is not None and metrics_path is not None:
-                _continue_metrics(loop, metrics_path)
-            elif loop.resumed is None and directory is not None and jax.process_index() == 0:
-                move_previous_run(directory, loop.step)
+    del state, describe  # so that a restored one can take its memory
+    with _attach_result(loop), _opened(loop, directory, all_hooks):
+        was_complete = _start(loop, directory, more_steps, resume=resume)
         with report_failed_peer():
             loop.run()
-            while loop.go_back is not None and series is not None and rollbacks is not None:
-                loop.hooks.flush()  # rows that wait in a thread are of later steps
-                rollback = rollbacks.go_back(loop.go_back, loop.step)
-                if report is not None:
-                    report.end_attempt(loop.step, Stop("go_back", str(rollback)))
-                metadata["rollbacks"] = rollbacks.as_json()
-                loop.restore(series)
-                loop.skip([rollback.skipped])
-                if metrics_path is not None:
-                    _continue_metrics(loop, metrics_path)
+            while loop.go_back is not None:
+                _go_back(loop, directory, loop.go_back, more_steps)
                 loop.run()
     stop, capsule = _stop_reason(loop, all_hooks), None
     if (nonfinite := _find_nonfinite(loop, all_hooks)) is not None:
+        checkpoints_in = None if series is None else series.directory
         capsule = take_capsule(
-            nonfinite,
-            loop.state,
-            feed.batches,
-            positions=loop.positions,
-            directory=None if series is None else series.directory,
+            nonfinite, loop.state, feed.batches, positions=loop.positions, directory=checkpoints_in
         )
-        capsule = replace(capsule, rollbacks=tuple(map(str, rollbacks.done if rollbacks else ())))
-        capsule = capsule if directory is None else save_capsule(capsule, directory)
+        rollbacks = loop.rollbacks.done if loop.rollbacks else ()
+        capsule = replace(capsule, rollbacks=tuple(map(str, rollbacks)))
+        capsule = save_capsule(capsule, directory.path) if directory.path else capsule
         if stop is not None and capsule.path is not None:
             stop = stop._replace(message=f"{stop.message}; see {capsule.path}")
     result = _result(loop, stop, capsule)
     _raise_signal(loop, result)
-    for metric, argument in watched.unseen.items() if watched.saw_event else ():
-        if metric in result.history:  # measured before a resume
-            continue
-        warnings.warn(
-            f"{metric}: expected a metric that is measured, got "
-            f"{', '.join(sorted(result.history))}; {argument} had no effect",
-            stacklevel=2,
-        )
-    if loop.was_complete and result.steps == result.resumed:
+    watched.warn_of_unseen(result.history)
+    if result.steps == loop.first_step and (was_complete or loop.resumed is None):
         warnings.warn(
             f"nothing was trained: {result.stop_reason}; give more_steps=…, a larger steps=…, more "
             "batches, or another directory",
@@ -341,6 +233,52 @@ class FitResult(NamedTuple):
         return (
             f"FitResult(steps={self.steps}, stop_reason={str(self.stop_reason)!r}, "
             f"history={{{metrics}{more}}}, best={self.best}, resumed={self.resumed})"
+        )
+
+
+def _check_numbers(
+    step: Any, lengths: Mapping[str, Any], log_every: Any, steps_per_call: Any
+) -> StepRunner:
+    """Check the numbers among the arguments, and the step that has to fit them."""
+    set_lengths = {name: check_count(name, n) for name, n in lengths.items() if n is not None}
+    if len(set_lengths) > 1:
+        values = " and ".join(map(str, set_lengths.values()))
+        raise ConfigError(f"{', '.join(set_lengths)}: expected one of them, got {values}")
+    check_count("log_every", log_every)
+    runner = StepRunner(step)
+    if check_count("steps_per_call", steps_per_call) > 1 and runner.is_compiled:
+        raise ConfigError(
+            f"steps_per_call={steps_per_call}: expected a step that is neither jitted nor "
+            f"compiled, to compile several of them as one, got {tree.spell(step)}"
+        )
+    return runner
+
+
+def _check_checkpoints(checkpoints: Any) -> None:
+    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+        raise ConfigError(
+            f"checkpoints: expected sf.Checkpoints(every=…), got {tree.spell(checkpoints)}"
+        )
+
+
+def _with_default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:
+    """Add the hook that stops at a NaN, and that of the time limit."""
+    is_guarded = any(getattr(hook, "replaces_nonfinite_stop", False) for hook in hooks)
+    all_hooks: list[Hook] = [*([] if is_guarded else [stop_on_nonfinite()]), *hooks]
+    if time_limit is not None:
+        check_positive("time_limit", time_limit, allow_zero=True, unit="seconds")
+        all_hooks.append(stop_after(time_limit))
+    return all_hooks
+
+
+def _check_end(feed: BatchFeed, limits: Sequence[Any], hooks: Sequence[Hook]) -> None:
+    """Refuse a run that nothing can end."""
+    has_limit = any(limit is not None for limit in limits)
+    if feed.endless and not has_limit and not any(map(may_stop, hooks)):
+        length = f" or epochs=… (an epoch has {feed.epoch_steps} steps)" if feed.epoch_steps else ""
+        raise ConfigError(
+            "steps, epochs: expected one of them for batches without an end, got neither; give "
+            f"steps=…{length}"
         )
 
 
@@ -431,6 +369,16 @@ class _WatchedMetrics(BaseHook):
         unseen = self.unseen.items()
         self.unseen = {metric: arg for metric, arg in unseen if metric not in event.metrics}
 
+    def warn_of_unseen(self, history: History) -> None:
+        """Warn of metrics that were never measured, also not before a resume."""
+        for metric, argument in self.unseen.items() if self.saw_event else ():
+            if metric not in history:
+                warnings.warn(
+                    f"{metric}: expected a metric that is measured, got "
+                    f"{', '.join(sorted(history))}; {argument} had no effect",
+                    stacklevel=3,
+                )
+
 
 def _check_resumable(
     checkpoints: Checkpoints | None, feed: BatchFeed, hooks: Sequence[Hook]
@@ -465,25 +413,87 @@ def _check_resumable(
             )
 
 
+# The run
+
+
+def _open_series(checkpoints: Checkpoints, directory: RunDirectory) -> Checkpoints:
+    if checkpoints.directory is None and directory.path is None:
+        raise ConfigError(
+            "checkpoints: expected a directory, got none; give run_dir=…, or sf.Checkpoints('path')"
+        )
+    return checkpoints.open(directory.path and directory.path / "checkpoints")
+
+
+def _target(step: int, steps: int | None, more: int | None) -> int | None:
+    """Return the step at which a run ends."""
+    return step + more if more else steps
+
+
+@contextmanager
+def _opened(loop: TrainLoop, directory: RunDirectory, hooks: Sequence[Hook]) -> Iterator[None]:
+    """Open what belongs to the run, and close it in reverse order, however the run ends."""
+    series = loop.series
+    with ExitStack() as stack:
+        if series is not None:
+            stack.callback(series.close)  # also if another run has the directory
+        ended = lambda: (loop.step, _stop_reason(loop, hooks))
+        stack.enter_context(directory.lock(loop.ask_to_stop, ended))
+        for hook in hooks:
+            stack.callback(call_optional, hook, "close")
+        stack.enter_context(loop.signals.handle())  # until the last save is on disk
+        if series is not None:
+            stack.enter_context(series)
+            stack.callback(_print_waiting, loop)
+        yield
+
+
+def _start(
+    loop: TrainLoop, directory: RunDirectory, more_steps: int | None, *, resume: bool
+) -> bool:
+    """Resume from a checkpoint if there is one; return whether it is that of a complete run."""
+    series, rollbacks, was_complete = loop.series, loop.rollbacks, False
+    if series is None or rollbacks is None or not _has_checkpoint(series):
+        if rollbacks is not None:
+            rollbacks.restart()
+        directory.start(loop.step)
+        return False
+    if not resume:
+        raise ConfigError(
+            "resume=False: expected a directory without checkpoints to start in, got "
+            f"steps {', '.join(map(str, series.steps()))} in {series.directory}; "
+            "delete them, or give another directory"
+        )
+    rollbacks.resume()
+    if rollbacks.done:
+        loop.skip([rollback.skipped for rollback in rollbacks.done])
+    with agreement(f"{series.directory}: not resumed"):
+        was_complete = loop.restore(series, more_steps)
+    progress = loop.progress
+    directory.resume(loop.history, progress.logged_step, progress.logged_metrics, rollbacks.done)
+    return was_complete
+
+
+def _go_back(
+    loop: TrainLoop, directory: RunDirectory, request: GoBack, more_steps: int | None
+) -> None:
+    """Restore an earlier checkpoint, and skip the batches that the request names."""
+    series, rollbacks = loop.series, loop.rollbacks
+    if series is None or rollbacks is None:
+        return
+    loop.hooks.flush()  # rows that wait in a thread are of later steps
+    rollback = rollbacks.go_back(request, loop.step)
+    directory.end_attempt(loop.step, rollback)
+    loop.restore(series, more_steps)
+    loop.skip([rollback.skipped])
+    progress = loop.progress
+    directory.go_back(loop.history, progress.logged_step, progress.logged_metrics, rollbacks.done)
+
+
 def _has_checkpoint(series: Checkpoints) -> bool:
     """Whether process 0 sees a checkpoint to resume from; collective."""
     with agreement(f"{series.directory}: not resumed"):
         latest = series.latest_step() if jax.process_index() == 0 else None
     return broadcast_from_first([latest]) != [None]
-
-
-def _continue_metrics(loop: TrainLoop, path: Path) -> None:
-    """Load the history of the resumed run; drop later rows, which will be logged again."""
-    # The checkpoint has the row of `logged_step`; later events may have changed it in the file.
-    last_row = loop.logged_step - 1 if loop.logged_metrics else loop.logged_step
-    for step, metrics in read_rows(path, until=last_row):
-        loop.history.add(step, metrics)
-    loop.history.add(loop.logged_step, loop.logged_metrics)
-    if path.exists() and jax.process_index() == 0:
-        writer = jsonl_writer(path)
-        writer.resume(last_row)
-        writer.write_scalars(loop.logged_step, loop.logged_metrics)
-        writer.close()
 
 
 def _find_nonfinite(loop: TrainLoop, hooks: Sequence[Hook]) -> Nonfinite | None:
@@ -515,16 +525,22 @@ def _attach_result(loop: TrainLoop) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not loop.preemption.was_repeated and is_available(loop.state):
-            stop = Stop("error", f"{type(error).__name__}: {error}")
-            error.result = _result(loop, stop)  # type: ignore[attr-defined]
+        if not loop.signals.was_repeated and is_available(loop.state):
+            stop, best = Stop("error", f"{type(error).__name__}: {error}"), None
+            try:
+                best = None if loop.series is None else loop.series.best_step()
+            except Exception as failure:  # noqa: BLE001  it must not replace the error
+                error.add_note(f"the best step is not known: {type(failure).__name__}: {failure}")
+            error.result = FitResult(  # type: ignore[attr-defined]
+                loop.state, loop.step, loop.history, stop, best, loop.resumed
+            )
         raise
 
 
 def _print_waiting(loop: TrainLoop) -> None:
     """After a second signal, print that a save in progress delays the exit."""
     saving = loop.series and loop.series.saving
-    if loop.preemption.was_repeated and saving is not None:
+    if loop.signals.was_repeated and saving is not None:
         with suppress(OSError, ValueError):  # the other end of a pipe may be gone
             print(  # noqa: T201  a person interrupted twice, and sees nothing happen
                 f"waiting for the checkpoint of step {saving}, which is being written",
@@ -536,7 +552,8 @@ def _print_waiting(loop: TrainLoop) -> None:
 def _raise_signal(loop: TrainLoop, result: FitResult) -> None:
     """Raise the exception for a signal, with the result attached."""
     # One that came after the last vote is raised too, now that everything is saved.
-    number = loop.preemption.agreed or loop.preemption.received
+    agreed = loop.consensus.requests.get(Kind.SIGNAL)
+    number = loop.signals.received if agreed is None else agreed.reason
     if number is None:
         return
     error: Any = SystemExit(128 + number)

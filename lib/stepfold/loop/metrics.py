@@ -38,7 +38,7 @@ class Interval(NamedTuple):
 class _Restored(NamedTuple):
     """Metrics of the steps of an interval before a resume."""
 
-    leaves: list[np.ndarray]  # their structure is known once a step has returned
+    chunks: list[dict[str, np.ndarray]]  # leaves by path; their structure is known once a step ran
     values: tuple[Any, Any, Any]  # metrics, per_step and weights of an `Interval`
 
 
@@ -54,12 +54,12 @@ class _Closed(NamedTuple):
 class MetricBuffer:
     """Metrics of dispatched steps, buffered until their interval is logged.
 
-    Nothing is read from the device before an interval is taken; `unpack` reads, and adds a leading
-    axis of steps. The buffer is part of a checkpoint, so that a resume logs an interrupted interval
-    as one.
+    Nothing is read from the device before an interval is taken. `unpack` reads what some steps
+    returned as chunks: metrics by name, with a leading axis of steps that have equal shapes. The
+    buffer is part of a checkpoint, so that a resume logs an interrupted interval as one.
     """
 
-    def __init__(self, unpack: Callable[[Sequence[Any]], Any]) -> None:
+    def __init__(self, unpack: Callable[[Sequence[Any]], list[Any]]) -> None:
         self._unpack = unpack
         self._open: list[Any] = []
         self._restored: _Restored | None = None  # belongs to the open interval
@@ -86,41 +86,71 @@ class MetricBuffer:
             return Interval(step, *restored.values, done_at)
         last: list[Any] = [x for x in jax.tree.leaves(packed[-1:]) if hasattr(x, "is_ready")]
         was_done = all(array.is_ready() for array in last[:1])
-        values = read_interval(self._stack(restored, packed))
+        values = read_interval(self._chunks(restored, packed))
         return Interval(step, *values, done_at if was_done else time.perf_counter())
 
-    def _stack(self, restored: _Restored | None, packed: list[Any]) -> Any:
-        stacked = self._unpack(packed)
+    def _chunks(self, restored: _Restored | None, packed: list[Any]) -> list[Any]:
+        chunks = self._unpack(packed)
         if restored is None:
-            return stacked
-        leaves, structure = jax.tree.flatten(stacked)
-        joined = [np.concatenate(pair) for pair in zip(restored.leaves, leaves, strict=True)]
-        return jax.tree.unflatten(structure, joined)
+            return chunks
+        return [*(_rebuild(chunk, chunks[0]) for chunk in restored.chunks), *chunks]
 
     def get_state(self) -> dict[str, Any]:
         opened = self._restored
         if self._open:
-            stacked = self._stack(opened, self._open)
-            opened = _Restored(jax.tree.leaves(stacked), read_interval(stacked))
-        leaves = [] if opened is None else map(np.asarray, opened.leaves)
+            chunks = self._chunks(opened, self._open)
+            leaves = [
+                {path: np.asarray(leaf) for path, leaf in tree.named_leaves(chunk)}
+                for chunk in chunks
+            ]
+            opened = _Restored(leaves, read_interval(chunks))
         closed = map(self._read, self.closed)
         return {
-            "leaves": [[x.dtype.name, x.shape, x.tobytes()] for x in leaves],
+            "chunks": [
+                {path: [x.dtype.name, x.shape, x.tobytes()] for path, x in chunk.items()}
+                for chunk in ([] if opened is None else opened.chunks)
+            ],
             "values": None if opened is None else _to_json(*opened.values),
             "closed": [[interval.step, *_to_json(*interval[1:4])] for interval in closed],
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        leaves = [
-            np.frombuffer(content, jnp.dtype(dtype)).reshape(shape)
-            for dtype, shape, content in state["leaves"]
+        chunks = [
+            {
+                path: np.frombuffer(content, jnp.dtype(dtype)).reshape(shape)
+                for path, (dtype, shape, content) in chunk.items()
+            }
+            for chunk in state["chunks"]
         ]
         now, values = time.perf_counter(), state["values"]
-        self._restored = None if values is None else _Restored(leaves, _from_json(values))
+        self._restored = None if values is None else _Restored(chunks, _from_json(values))
         self.closed = [
             _Closed(step, _Restored([], _from_json(rest)), [], now)
             for step, *rest in state["closed"]
         ]
+
+
+def _rebuild(leaves: dict[str, np.ndarray], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the metrics of a chunk from leaves by path; drop those that steps do not return."""
+    metrics, used = {}, set[str]()
+    for name, metric in like.items():
+        wanted = tree.named_leaves({name: metric})
+        found = [leaves.get(path) for path, _ in wanted]
+        if all(
+            new is not None and (new.dtype, new.ndim) == (leaf.dtype, leaf.ndim)
+            for new, (_, leaf) in zip(found, wanted, strict=True)
+        ):
+            metrics[name] = jax.tree.unflatten(jax.tree.structure(metric), found)
+            used |= {path for path, _ in wanted}
+    if lost := sorted(leaves.keys() - used):
+        warnings.warn(
+            f"metrics: expected those of the run that is resumed, got others without {lost[0]}"
+            f"{', …' * (len(lost) > 1)}; their values since the last log point are dropped",
+            stacklevel=2,
+        )
+        for path in lost:
+            del leaves[path]
+    return metrics
 
 
 def _to_json(*mappings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -134,17 +164,22 @@ def _from_json(values: Sequence[Mapping[str, Any]]) -> tuple[Any, Any, Any]:
 
 
 class PerStepMetrics(Mapping[str, np.ndarray]):
-    """Metrics with a leading axis of steps, each computed when it is first looked up."""
+    """Metrics step by step, each computed from its chunks when it is first looked up."""
 
     def __init__(
-        self, stacked: Mapping[str, Any], read: Callable[[Any], np.ndarray | None], prefix: str = ""
+        self,
+        stacked: Mapping[str, Sequence[Any]],
+        read: Callable[[Any], np.ndarray | None],
+        prefix: str = "",
     ) -> None:
         self._stacked = {prefix + name: metric for name, metric in stacked.items()}
         self._read, self._values = read, dict[str, np.ndarray | None]()
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._values:
-            self._values[name] = self._read(self._stacked[name])
+            chunks = [self._read(chunk) for chunk in self._stacked[name]]
+            known = [chunk for chunk in chunks if chunk is not None]
+            self._values[name] = np.concatenate(known) if len(known) == len(chunks) else None
         value = self._values[name]
         if value is None:
             raise KeyError(name)
@@ -157,17 +192,29 @@ class PerStepMetrics(Mapping[str, np.ndarray]):
         return sum(1 for _ in self)
 
 
-def read_interval(stacked: Mapping[str, Any]) -> tuple[dict[str, float], Any, Any]:
-    """Read train metrics with a leading axis of steps: merged, per step, and their weights."""
-    merged = {
-        name: _mean(metric, _sum)
-        if _inherits_from_average(metric, "compute") and _inherits_from_average(metric, "merge")
-        else _merge(metric)
-        for name, metric in stacked.items()
-    }
+def read_interval(chunks: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], Any, Any]:
+    """Read chunks of train metrics: merged, per step, and their weights.
+
+    A metric that only later steps return is that of these.
+    """
+    stacked = {name: [chunk[name] for chunk in chunks if name in chunk] for name in chunks[-1]}
+    merged = {name: _merge_chunks(metrics) for name, metrics in stacked.items()}
     values = PerStepMetrics(stacked, per_step_values, "train/")
     weights = PerStepMetrics(stacked, per_step_weights, "train/")
     return metric_values(merged, "train/"), values, weights
+
+
+def _merge_chunks(chunks: Sequence[Any]) -> Any:
+    first = chunks[0]
+    if _inherits_from_average(first, "merge"):
+        joined = first if len(chunks) == 1 else _concatenate(chunks)
+        return _mean(joined, _sum) if _inherits_from_average(first, "compute") else _merge(joined)
+    merged = [_merge(chunk) for chunk in chunks]
+    return functools.reduce(lambda one, other: one.merge(other), merged)
+
+
+def _concatenate(chunks: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
 
 
 def per_step_values(stacked: Any) -> np.ndarray | None:
@@ -200,16 +247,22 @@ def are_metrics(value: Any) -> bool:
 def merge_metrics(metrics: Sequence[Mapping[str, "Metric"]]) -> dict[str, Any]:
     """Merge the metrics of several steps or batches exactly."""
     host: Any = jax.device_get(list(metrics))
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *host)
-    return {name: _merge(stacked[name]) for name in host[0]}
+    return {name: _merge_batches([each[name] for each in host]) for name in host[0]}
+
+
+def _merge_batches(metrics: Sequence[Any]) -> Any:
+    if _inherits_from_average(metrics[0], "merge"):
+        return jax.tree.map(lambda *leaves: _sum(np.stack(leaves)), *metrics)
+    return functools.reduce(lambda one, other: one.merge(other), metrics)
 
 
 def _merge(stacked: Any) -> Any:
+    """Merge a metric over its leading axis."""
     if _inherits_from_average(stacked, "merge"):
         return jax.tree.map(_sum, stacked)
     count = len(jax.tree.leaves(stacked)[0])
     steps = [jax.tree.map(lambda leaf, k=k: leaf[k], stacked) for k in range(count)]
-    return functools.reduce(lambda merged, metric: merged.merge(metric), steps)
+    return functools.reduce(lambda one, other: one.merge(other), steps)
 
 
 def _sum(leaf: Any) -> Any:

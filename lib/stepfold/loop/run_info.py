@@ -205,10 +205,10 @@ def write_run_info(run_dir: Path, info: Mapping[str, Any]) -> None:
     replace_file(run_dir / NAME, ("{\n " + ",\n ".join(lines) + "\n}\n").encode())
 
 
-def move_previous_run(directory: Path, step: int) -> None:
+def move_previous_run(directory: Path, step: int, *, stacklevel: int = 3) -> None:
     """Move the files of an earlier run aside if they have metrics of steps after `step`.
 
-    Call it before a run that is not resumed writes to them.
+    Call it before a run that is not resumed writes to them. `stacklevel` is that of the warning.
     """
     steps = last_step(directory / "metrics.jsonl"), last_step(directory / "metrics.csv.jsonl")
     last = max((number for number in steps if number is not None), default=step)
@@ -224,5 +224,5 @@ def move_previous_run(directory: Path, step: int) -> None:
     warnings.warn(
         f"run_dir: expected no metrics after step {step}, got those of an earlier run, up to step "
         f"{last}; its files are now in {aside}. To resume a run, keep its checkpoints",
-        stacklevel=3,
+        stacklevel=stacklevel,
     )

@@ -4,6 +4,7 @@ Returning and fetching an array has a fixed cost. So metrics leave the device co
 array for each dtype, bit for bit, and are unpacked on the host.
 """
 
+import itertools
 import logging
 import types
 from collections.abc import Callable, Sequence
@@ -125,21 +126,9 @@ class StepRunner:
         return program
 
     @staticmethod
-    def unpack(calls: Sequence[Any]) -> Any:
-        """Return the metrics of several calls on the host, with a leading axis of steps."""
-        if not isinstance(calls[0], PackedMetrics):
-            host: Any = jax.device_get(list(calls))
-            return jax.tree.map(lambda *leaves: np.stack(leaves), *host)
-        layout = calls[0].layout
-        columns = [
-            np.concatenate(arrays, axis=None).reshape(-1, width)
-            for arrays, width in zip(zip(*_fetch(calls), strict=True), layout.widths, strict=True)
-        ]
-        leaves = [
-            columns[array][:, start:stop].reshape(-1, *shape)
-            for array, start, stop, shape in layout.slots
-        ]
-        return jax.tree.unflatten(layout.structure, leaves)
+    def unpack(calls: Sequence[Any]) -> list[Any]:
+        """Return the metrics of calls on the host, in chunks of steps with equal shapes."""
+        return [_unpack(list(group)) for _, group in itertools.groupby(calls, _layout_of)]
 
     def explain(self, error: BaseException) -> OutOfMemoryError | None:
         """Explain an out-of-memory error that appeared only when results were read."""
@@ -220,6 +209,31 @@ def _pack(metrics: dict[str, Any]) -> PackedMetrics:
         for dtype in dtypes
     ]
     return PackedMetrics(arrays, _Layout(structure, tuple(widths), tuple(slots)))
+
+
+def _layout_of(call: Any) -> Any:
+    """Return what the metrics of calls that are stacked have in common."""
+    if isinstance(call, PackedMetrics):
+        return call.layout
+    leaves, structure = jax.tree.flatten(call)
+    return structure, [np.shape(leaf) for leaf in leaves]
+
+
+def _unpack(calls: Sequence[Any]) -> Any:
+    """Return the metrics of calls of one layout, with a leading axis of steps."""
+    if not isinstance(calls[0], PackedMetrics):
+        host: Any = jax.device_get(list(calls))
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *host)
+    layout = calls[0].layout
+    columns = [
+        np.concatenate(arrays, axis=None).reshape(-1, width)
+        for arrays, width in zip(zip(*_fetch(calls), strict=True), layout.widths, strict=True)
+    ]
+    leaves = [
+        columns[array][:, start:stop].reshape(-1, *shape)
+        for array, start, stop, shape in layout.slots
+    ]
+    return jax.tree.unflatten(layout.structure, leaves)
 
 
 def _fetch(calls: Sequence[PackedMetrics]) -> list[list[np.ndarray]]:

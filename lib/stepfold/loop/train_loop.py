@@ -1,12 +1,15 @@
 """The training loop: the order of operations, and the state of a run in its checkpoints."""
 
 import math
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from signal import Signals as Signal
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
 
 from stepfold import tree
 from stepfold.checkpoint.series import Checkpoints
@@ -14,16 +17,17 @@ from stepfold.core.processes import KeyValues, agreement, spell_processes
 from stepfold.core.state import has_nan, is_available, step_of
 from stepfold.data.epochs import EpochEnds, size_at
 from stepfold.errors import CheckpointError, ConfigError, DataError, StepfoldError
-from stepfold.loop.data import BatchFeed, DataPosition, EqualEpochs
+from stepfold.loop.consensus import Alone, Several
+from stepfold.loop.data import BatchFeed, DataPosition
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import Event, GoBack, HookDispatcher, Stop
 from stepfold.loop.metrics import History, Interval, MetricBuffer
-from stepfold.loop.preemption import Preemption, WaitInterrupted
+from stepfold.loop.requests import Kind, Request, Signals, WaitInterrupted, of_hook
 from stepfold.loop.rollback import Rollbacks
 from stepfold.loop.step_runner import StepRunner
 
 _MAX_DELAY = 4  # steps that are dispatched before the metrics of a log point are read
-_FORMAT = 2  # of the run state in a checkpoint; incremented when its meaning changes
+_FORMAT = 3  # of the run state in a checkpoint; incremented when its meaning changes
 _END = object()
 
 
@@ -70,7 +74,7 @@ class Schedule:
         recurring: Sequence[Any],
         *,
         total: int | None,
-        epoch_ends: EpochEnds | EqualEpochs | None = None,
+        epoch_ends: EpochEnds | None = None,
         first_step: int = 0,
         log_epochs: bool = False,
         size_changes: Sequence[int] = (),
@@ -81,6 +85,7 @@ class Schedule:
         self._every_epochs = [item.every_epochs for item in recurring if item.every_epochs]
         self._every_epochs += [1] if log_epochs else []
         self._size_changes = size_changes
+        self.due = first_step  # the next step after which something is due
 
     def next_after(self, step: int) -> int:
         """Return the next step after which something is due."""
@@ -120,110 +125,167 @@ class Schedule:
         return done if done > self._epoch_ends.done(used - 1) else None
 
 
-class TrainLoop:
-    """Run steps until something stops the run; log, evaluate and save where due.
+class Options(NamedTuple):
+    """Arguments of `fit` for the loop, checked; `save_history` if no file has all metrics."""
 
-    The arguments are those of `fit`, checked. `save_history` is for runs without a file of all
-    metrics.
-    """
+    evaluations: Sequence[Evaluation] = ()
+    log_every: int = 10
+    steps_per_call: int = 1
+    save_history: bool = True
+
+
+@dataclass
+class Progress:
+    """How far a run is, as a checkpoint keeps it."""
+
+    total: int | None  # the step at which the run ends
+    epoch_ended_at: int  # the last step at which hooks were called for it
+    logged_step: int  # of the last event
+    is_complete: bool = False
+    evaluated: dict[str, int] = field(default_factory=dict)  # the last step of each evaluation
+    logged_metrics: dict[str, float] = field(default_factory=dict)  # all of `logged_step`
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any], now: "Progress") -> "Progress":
+        """Read what was saved, perhaps by others; `now` has values of the same types."""
+        values = {name: saved[name] for name in asdict(now)}
+        for name, value in asdict(now).items():
+            types = (int, type(None)) if name == "total" else (type(value),)
+            if type(values[name]) not in types:
+                raise TypeError(f"{name}: {tree.spell(values[name])}")
+        return cls(**values)
+
+
+class TrainLoop:
+    """Run steps until something ends the run; log, evaluate and save where due."""
 
     def __init__(
         self,
         runner: StepRunner,
         state: Any,
         feed: BatchFeed,
-        *,
-        steps: int | None,
-        more_steps: int | None,
-        evaluations: Sequence[Evaluation],
-        series: Checkpoints | None,
         hooks: HookDispatcher,
-        log_every: int,
-        steps_per_call: int,
-        save_history: bool,
+        series: Checkpoints | None,
+        options: Options,
+        *,
+        total: int | None,
     ) -> None:
         self.state, self.step = state, step_of(state)
-        self.preemption, self.hooks, self.series = Preemption(), hooks, series
-        self.history, self._batch = History(), None
-        self.stop: Stop | None = None
-        self.resumed: int | None = None  # the step of the checkpoint that it resumed from
-        self.was_complete = False  # whether that checkpoint was the last of a complete run
-        self.positions: list[DataPosition] = []  # at the start and at the last log points
+        self.hooks, self.series, self.history = hooks, series, History()
+        self._run_step, self._feed, self._options = runner, feed, options
+        self.consensus = Several() if jax.process_count() > 1 else Alone()
+        self.signals = Signals(self._ask_to_stop, self._ask_to_save)
         self.rollbacks = None if series is None else Rollbacks(series, feed)
         self.go_back: GoBack | None = None  # agreed on, if `run` returned for the run to go back
-        self._request: GoBack | None = None  # of a hook of this process
-        # A reason of a hook, and the step at which it ends the run. No resume and no length of a
-        # call changes the step, and a checkpoint keeps it until the run has ended by it.
-        self._hook_stop: tuple[int, Stop] | None = None
-        self._run_step, self._feed, self._evaluations = runner, feed, evaluations
-        self._buffer = MetricBuffer(runner.unpack)
-        self._log_every, self._steps_per_call = log_every, steps_per_call
-        self._save_history = save_history
+        self.resumed: int | None = None  # the step of the checkpoint that it resumed from
+        self.positions: list[DataPosition] = []  # at the start and at the last log points
+        self.progress = Progress(total, self.step, self.step)
+        self.progress.is_complete = total is not None and self.step >= total
         # Metrics are read this many steps late, so that the device has work while hooks run. At a
         # log point that evaluates or saves, and at the end, they are read at once.
-        self._delay = 0 if hooks.needs_exact_state else min(_MAX_DELAY, max(1, log_every // 2))
-        self._more_steps = more_steps
-        new_steps = more_steps or feed.total  # at most one of the three is given
-        self.total = self.step + new_steps if new_steps else steps
-        self._start = self._first_step = self.step  # of the run; and since it resumed or went back
-        # Saved in checkpoints, so that a resume finishes what an exception interrupted.
-        self._evaluated: dict[str, int] = {}  # the step of the last evaluation by name
-        self._epoch_ended_at = self.step
-        self._is_complete = self.total is not None and self.step >= self.total
-        self.logged_step = self.step  # of the last event
-        self.logged_metrics: dict[str, float] = {}  # all of that step
+        self._delay = min(_MAX_DELAY, max(1, options.log_every // 2))
+        self._delay = 0 if hooks.needs_exact_state else self._delay
+        self._buffer = MetricBuffer(runner.unpack)
+        self._end: Request | None = None  # the request that ends this attempt
+        self.first_step = self.step  # of this attempt
         self._saw_event = False  # whether hooks saw an event that the restored checkpoint lacks
-        # With several processes: on each pull, if one of them may have fewer batches, or on stops.
-        self._votes_on_batches = self._votes_on_steps = False
+        # With several processes, vote on each pull if one of them may have fewer batches.
+        self._votes_on_batches = False
         self._deferred_error: Exception | None = None  # of user code, see `_defer_error`
-        self._warned_of_save = False
+        self._batch, self._warned_of_save = None, False
         if series is not None:
-            series.on_request(self.preemption.request_save)
+            series.on_request(self._ask_to_save)
+
+    @property
+    def stop(self) -> Stop | None:
+        """Why the run ends."""
+        return None if self._end is None else self._end.reason
 
     def run(self) -> None:
         """Run to the end, or until `go_back` is set; save before an exception propagates."""
+        total = self.progress.total
         self._compare_lengths()
-        if self._is_complete and self.total is not None and self.step >= self.total:
-            message = f"step {self.step} of {self.total} was done before"
-            self.stop = Stop("already_completed", message)
+        if self.progress.is_complete and total is not None and self.step >= total:
+            message = f"step {self.step} of {total} was done before"
+            self._end = Request(Kind.END, self.step, Stop("already_completed", message))
             return
         try:
             with agreement("hooks: not opened"):
-                self.hooks.open(self.step, self.total)
-            self._finish_boundary()
-            while self.stop is None and (batches := self._next_batches()):
+                self.hooks.open(self.step, total)
+            self._begin()
+            while self._end is None and (batches := self._next_batches()):
                 self.state, metrics = self._run_step(self.state, batches)
                 self.step += len(batches)
                 self._feed.used += len(batches)
                 self._buffer.append(metrics)
-                if self.step == self._due:
+                if self.step == self._schedule.due:
                     self._boundary()
                 if self._buffer.closed:
                     self._log(self.step - self._delay)
-                if self._hook_stop is not None:
-                    self._stop_by_hook()
-                if self._votes_on_steps:
-                    self.preemption.vote(self.step)
-                if self.preemption.has_agreed:
-                    self._act_on_agreement()
+                if not self.consensus.is_alone and not self._votes_on_batches:
+                    self.consensus.poll(self.step)
+                if self.consensus.requests.pending:  # a look-up, since this is for each step
+                    self._act()
             self._finish()
             self._raise_deferred_error()
         except BaseException as error:
-            if not self.preemption.was_repeated:
+            if not self.signals.was_repeated:
                 self._rescue(error)
             raise
+
+    # Requests
+
+    def _ask_to_stop(self, number: Signal) -> None:
+        self.consensus.ask(Request(Kind.SIGNAL, 0, number))
+
+    def _ask_to_save(self) -> None:
+        self.consensus.ask(Request(Kind.SAVE))
+
+    def ask_to_stop(self, stop: Stop) -> None:
+        """Stop soon, for a reason that is not of a hook; for any thread."""
+        self.consensus.ask(Request(Kind.STOP, 0, stop))
+
+    def _decide(self) -> None:
+        """End the attempt by the highest request that is due."""
+        request = self.consensus.requests.due(self.step)
+        if request is None or request.kind is Kind.SAVE:
+            return
+        if self._end is None or request.kind > self._end.kind:
+            self._end = request._replace(reason=_as_stop(request, self.step))
+
+    def _end_by(self, kind: Kind, stop: Stop) -> None:
+        self.consensus.requests.add(Request(kind, self.step, stop))
+        self._decide()
+
+    def _act(self) -> None:
+        """Act on the requests of which all processes know."""
+        requests = self.consensus.requests
+        self._decide()
+        if Kind.SAVE not in requests:
+            return
+        requests.done(Kind.SAVE)  # first, since a thread or a signal may add another
+        if self.series is None:
+            if not self._warned_of_save:
+                warnings.warn(
+                    "SIGUSR1: expected a series to save in, got none; give checkpoints=…",
+                    stacklevel=4,
+                )
+            self._warned_of_save = True
+        elif self._end is None:
+            self._log()
+            if self._end is None:
+                self._save_or_stop(permanent=True)
 
     # The start
 
     def _compare_lengths(self) -> None:
         """Check that all processes have equally many batches; if unknown, vote on each pull."""
-        left = self._feed.batches_left
-        if left is not None and self.total is not None:
-            left = min(left, max(0, self.total - self.step))
-        lengths = KeyValues("fit").gather([self.total, left], "the start of the run")
+        left, total = self._feed.batches_left, self.progress.total
+        if left is not None and total is not None:
+            left = min(left, max(0, total - self.step))
+        lengths = KeyValues("fit").gather([total, left], "the start of the run")
         totals, counts = ([length[i] for length in lengths] for i in range(2))
-        self._votes_on_batches = not self.preemption.is_alone and None in counts
-        self._votes_on_steps = not self.preemption.is_alone and None not in counts
+        self._votes_on_batches = not self.consensus.is_alone and None in counts
         if len(set(totals)) > 1 or (None not in counts and len(set(counts)) > 1):
             counts = totals if len(set(totals)) > 1 else [self.step + count for count in counts]
             known = [count for count in counts if count is not None]
@@ -232,14 +294,15 @@ class TrainLoop:
                 f"steps={min(known)}, or as many batches to each"
             )
 
-    def _finish_boundary(self) -> None:
+    def _begin(self) -> None:
         """Start the schedule, and finish what an exception interrupted before a resume."""
-        first_step = self.step - self._feed.used
+        first_step, total = self.step - self._feed.used, self.progress.total
+        evaluations = self._options.evaluations
         saves = [] if self.series is None else [self.series, self.series.temporary]
         self._schedule = Schedule(
-            self._log_every,
-            [*self._evaluations, *filter(None, saves)],
-            total=self.total,
+            self._options.log_every,
+            [*evaluations, *filter(None, saves)],
+            total=total,
             epoch_ends=self._feed.epoch_ends,
             first_step=first_step,
             log_epochs=self.hooks.wants_epochs,
@@ -248,22 +311,20 @@ class TrainLoop:
         self._find_due()
         is_read = bool(self.resumed) and self._schedule.read_at(self.step, 1) == self.step
         self._log(self.step if is_read else self.step - self._delay)
-        if self.resumed and self.step != self.total:
-            self._evaluate([e for e in self._evaluations if self._schedule.is_due(e, self.step)])
+        if self.resumed and self.step != total:
+            self._evaluate([e for e in evaluations if self._schedule.is_due(e, self.step)])
             self._end_epoch()
         self._save(permanent=False)
         self.positions.append(DataPosition(self.step, self._feed.position()))
-        if self.total is not None and self.step >= self.total and self.stop is None:
-            self.stop = Stop("completed", f"all {self.total} steps were done")
-        self._stop_by_hook()
-        if self._request is not None and self.stop is None:  # an exception came before
-            self.stop = Stop("go_back", self._request.why)
+        if total is not None and self.step >= total and self._end is None:
+            self._end_by(Kind.END, Stop("completed", f"all {total} steps were done"))
+        self._decide()
 
     # The next batches
 
     def _next_batches(self) -> list[Any]:
-        """Pull batches for a call; if there are none, set the reason to stop."""
-        count = min(self._steps_per_call, self._due - self.step)
+        """Pull batches for a call; if there are none, end the attempt."""
+        count = min(self._options.steps_per_call, self._schedule.due - self.step)
         if self._buffer.closed:  # hooks may have a reason to stop there
             count = min(count, self._buffer.closed[0].step + self._delay - self.step)
         batches: list[Any] = []
@@ -280,35 +341,35 @@ class TrainLoop:
         if self._votes_on_batches:
             batches = self._agree_on_batches(batches)
         if batches:
-            self._batch, self._is_complete = batches[-1], False
+            self._batch, self.progress.is_complete = batches[-1], False
         else:
-            self._stop_by_agreement()
-            if self.stop is None:
-                self._stop_exhausted()
+            self._decide()
+            if self._end is None:
+                self._end_exhausted()
         return batches
 
     def _interruptible(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that may block; return `_END` on StopIteration or a signal."""
-        preemption = self.preemption
-        if preemption.agreed is not None and preemption.is_alone:
+        signals, is_alone = self.signals, self.consensus.is_alone
+        if is_alone and signals.received is not None:
             return _END
         try:
-            preemption.is_waiting = preemption.is_alone
+            signals.is_waiting = is_alone
             value = function(*args)
             # Not only in `finally`, where a signal would raise outside of this `try`.
-            preemption.is_waiting = False
+            signals.is_waiting = False
         except (StopIteration, WaitInterrupted):
             return _END
         finally:
-            preemption.is_waiting = False
+            signals.is_waiting = False
         return value
 
     def _agree_on_batches(self, batches: list[Any]) -> list[Any]:
         """Keep as many batches as all processes have, so that all stop at the same step."""
-        if self.step == self._first_step:  # a process may be minutes late
+        if self.step == self.first_step:  # a process may be minutes late
             KeyValues("fit").gather(None, "a first batch")
-        counts = self.preemption.agree(len(batches))
-        if min(counts) == 0 < max(counts) and self.preemption.failed_process is None:
+        counts = self.consensus.settle(len(batches))
+        if min(counts) == 0 < max(counts) and self.consensus.failed_process is None:
             ended = [process for process, count in enumerate(counts) if not count]
             warnings.warn(
                 f"batches: expected as many in every process, got {self.step} in "
@@ -318,15 +379,22 @@ class TrainLoop:
             )
         return batches[: min(counts)]
 
-    def _stop_exhausted(self) -> None:
-        if self.step == self._first_step and self.resumed is None:
+    def _end_exhausted(self) -> None:
+        if self.step == self.first_step and self.resumed is None:
             raise DataError("batches: expected at least one, got none")
-        self.stop = Stop("exhausted", f"the batches ended at step {self.step}")
-        self._is_complete = True
-        if self.total is not None and not self._feed.is_iterator:
+        left = self._feed.batches_left
+        if not self.consensus.is_alone and not self._votes_on_batches and left:
+            expected = "no end" if left == math.inf else f"{left} more"
+            raise DataError(  # the others are in a step already
+                f"batches: expected {expected} after step {self.step}, as they say themselves, got "
+                "the end; give as many to each process"
+            )
+        self.progress.is_complete = True
+        self._end_by(Kind.END, Stop("exhausted", f"the batches ended at step {self.step}"))
+        if self.progress.total is not None and not self._feed.is_iterator:
             warnings.warn(
-                f"batches: expected enough for {self.total} steps, got {self._feed.used}; give "
-                "epochs=… to iterate them several times, or steps=None to use them once",
+                f"batches: expected enough for {self.progress.total} steps, got {self._feed.used};"
+                " give epochs=… to iterate them several times, or steps=None to use them once",
                 stacklevel=5,
             )
 
@@ -334,9 +402,9 @@ class TrainLoop:
 
     def _boundary(self) -> None:
         """Log, then evaluate, then save, each if it is due after this step."""
-        step, is_last = self.step, self.step == self.total
+        step, is_last = self.step, self.step == self.progress.total
         if is_last:
-            self.stop = Stop("completed", f"all {step} steps were done")
+            self._end_by(Kind.END, Stop("completed", f"all {step} steps were done"))
         if self._schedule.is_log_point(step):
             self._buffer.close_interval(step)
             # The start and three log points: one is before any step whose metrics are not read yet.
@@ -344,136 +412,115 @@ class TrainLoop:
             self.positions = [*self.positions[:1], *self.positions[1:][-2:], position]
         epochs = self._schedule.epochs_done(step)
         saves = self.series is not None and self.series.due(step, epoch=epochs)
-        evaluations = [e for e in self._evaluations if self._schedule.is_due(e, step)]
+        evaluations = [e for e in self._options.evaluations if self._schedule.is_due(e, step)]
         ends_epoch = epochs is not None and self.hooks.wants_epochs
         if evaluations or saves or ends_epoch or not self._delay:
             self._log()
-            self._stop_by_hook()
+            if self.consensus.requests.pending:
+                self._decide()
         if not is_last:  # `_finish` does it otherwise
             self._evaluate(evaluations)
-        if self.stop is None:
+        if self._end is None:
             self._end_epoch()
-        if saves and self.stop is None:
+        if saves and self._end is None:
             self._save_or_stop(permanent=False)
         self._find_due()
 
     def _find_due(self) -> None:
         """Find the next step after which something is due, and use the programs of its batches."""
-        self._due = self._schedule.next_after(self.step)
+        self._schedule.due = self._schedule.next_after(self.step)
         if len(sizes := self._feed.batch_sizes) > 1:
-            used, total = self._feed.used, math.inf if self.total is None else self.total
-            end = total - self.step + used
+            used, total = self._feed.used, self.progress.total
+            end = math.inf if total is None else total - self.step + used
             later = [size for start, size in sizes if used < start < end]
             self._run_step.set_batch_size(size_at(sizes, used), later)
-
-    def _act_on_agreement(self) -> None:
-        """Stop by a signal or a hook, or save by request."""
-        preemption = self.preemption
-        preemption.has_agreed = False  # first, since a thread or a signal may set it again
-        self._stop_by_agreement()
-        if not preemption.agreed_save:
-            return
-        preemption.agreed_save = False
-        if self.series is None:
-            if not self._warned_of_save:
-                warnings.warn(
-                    "SIGUSR1: expected a series to save in, got none; give checkpoints=…",
-                    stacklevel=4,
-                )
-            self._warned_of_save = True
-        elif self.stop is None:
-            self._log()
-            if self.stop is None:
-                self._save_or_stop(permanent=True)
-
-    def _stop_by_agreement(self) -> None:
-        preemption = self.preemption
-        if preemption.agreed is not None and (self.stop is None or self._is_by_hook()):
-            self.stop = Stop("signal", f"{preemption.agreed.name} at step {self.step}")
-        if preemption.agreed_stop is not None:
-            self._request_stop(preemption.agreed_stop, self.step)
-
-    def _request_stop(self, stop: Stop, step: int) -> None:
-        """Stop at a step, for a reason of a hook. Corruption comes first, and at once."""
-        if stop.kind == "corrupt" and (self.stop is None or self.stop.kind != "corrupt"):
-            self._hook_stop, self.stop = (self.step, stop), None
-        self._hook_stop = self._hook_stop or (step, stop)
-        self._stop_by_hook()
-
-    def _stop_by_hook(self) -> None:
-        """Stop if a hook has given a reason, and the step has come at which it takes effect."""
-        if self._hook_stop is not None and self.stop is None:
-            step, stop = self._hook_stop
-            if step <= self.step:
-                self.stop = stop._replace(message=f"{stop.message}; stopped at step {self.step}")
-
-    def _is_by_hook(self) -> bool:
-        """Whether the run stops by a reason of a hook, which a resume can still act on."""
-        if self._hook_stop is None or self.stop is None:
-            return False
-        return self.stop.kind == self._hook_stop[1].kind != "corrupt"
 
     # The end
 
     def _finish(self) -> None:
-        """Log the rest, evaluate a last time, and save."""
-        preemption = self.preemption
-        preemption.agree()
-        has_failed = preemption.failed_process is not None
-        is_interrupted = has_failed or preemption.agreed is not None
-        self._is_complete = (self._is_complete or self.step == self.total) and not has_failed
-        if self._is_complete and not is_interrupted:
+        """Log the rest; then go back, or evaluate a last time and save."""
+        self.consensus.settle()
+        progress = self.progress
+        progress.is_complete = progress.is_complete or self.step == progress.total
+        if progress.is_complete and not self._is_interrupted:
             self._buffer.close_interval(self.step)
         self._log()
-        if self._agree_to_go_back():
+        self.consensus.conclude()
+        self._decide()
+        if self._goes_back():
             return
-        if not self._is_complete:  # a resume continues the open interval, and logs it whole
-            self._save()
-        saved = None if self._is_complete or self._hook_stop is None else self._extra()
-        if not is_interrupted:
-            self._buffer.close_interval(self.step)
-            self._log()
-            self._evaluate(self._evaluations)
-            self._end_epoch()
-        if self._is_complete:
-            self._is_complete = preemption.agreed is None
-            self._hook_stop = self._hook_stop if preemption.agreed else None
-            self._save()
-        elif saved is not None and not preemption.agreed and not has_failed:
-            self._forget_stop(saved)
+        if progress.is_complete and Kind.ERROR not in self.consensus.requests:
+            self._finish_complete()
+        else:
+            progress.is_complete = False
+            self._finish_early()
 
-    def _forget_stop(self, saved: dict[str, Any]) -> None:
-        """Let a later run continue after a run that has ended by a hook."""
-        self._hook_stop, saved["fit"]["stop"] = None, None
-        if self.series is not None and self.step in (self.series.saved, self.resumed):
-            self.hooks.flush()
-            self.series.add_later(self.step, metrics={}, extra=saved)
+    @property
+    def _is_interrupted(self) -> bool:
+        """Whether the run ends for something that a resume makes up for."""
+        requests = self.consensus.requests
+        return Kind.SIGNAL in requests or Kind.ERROR in requests
 
-    def _agree_to_go_back(self) -> bool:
-        """Whether a hook of any process lets the run go back; if it cannot, stop instead."""
-        # Not if the state is corrupt, or if another run may use the directory.
-        kind = None if self.stop is None else self.stop.kind
-        may_go_back = kind not in ("corrupt", "error") or self.preemption.failed_process is not None
-        votes = KeyValues("fit").gather([self._request, may_go_back], "the end of its steps")
-        request = next((GoBack(*request) for request, _ in votes if request is not None), None)
-        if request is None or not all(may_go_back for _, may_go_back in votes):
+    def _finish_complete(self) -> None:
+        """Evaluate and save after the last batch, unless a signal comes."""
+        if not self._is_interrupted:
+            self._show_end()
+            self.consensus.conclude()
+            self._decide()
+            if self._goes_back():
+                return
+        if not self._is_interrupted:
+            self.consensus.done(Kind.STOP)
+        self.progress.is_complete = not self._is_interrupted
+        self._save()
+
+    def _finish_early(self) -> None:
+        """Save, so that a resume continues the open interval; then evaluate, unless interrupted."""
+        self._save()
+        extra = None if self._stop_of_hook() is None else self._extra()
+        if not self._is_interrupted:
+            self._show_end()
+            self.consensus.done(Kind.GO_BACK)
+        if extra is not None and not self._is_interrupted:  # a later run continues after the stop
+            self.consensus.done(Kind.STOP)
+            extra["fit"]["stop"] = None
+            if self.series is not None and self.step in (self.series.saved, self.resumed):
+                self.hooks.flush()
+                self.series.add_later(self.step, metrics={}, extra=extra)
+
+    def _show_end(self) -> None:
+        """Log the open interval, and evaluate a last time."""
+        self._buffer.close_interval(self.step)
+        self._log()
+        self._evaluate(self._options.evaluations)
+        self._end_epoch()
+
+    def _goes_back(self) -> bool:
+        """Find the checkpoint to go back to, if a hook asked for it and nothing higher is due."""
+        requests = self.consensus.requests
+        request = requests.get(Kind.GO_BACK)
+        if request is None or self._is_interrupted:
+            return False
+        above = [requests.get(kind) for kind in (Kind.STOP, Kind.CORRUPTION)]
+        if any(other is not None and other.step <= self.step for other in above):
+            self.consensus.done(Kind.GO_BACK)
             return False
         if self.rollbacks is None:
             raise ConfigError(
                 "hooks: expected checkpoints=… for a hook that lets the run go back, got none; "
-                f"give sf.Checkpoints(every=…): {request.why}"
+                f"give sf.Checkpoints(every=…): {request.reason.why}"
             )
-        target = self.rollbacks.find_target(request)
+        target = self.rollbacks.find_target(request.reason)
         if isinstance(target, Stop):
-            self.stop = self._request = self._hook_stop = None
-            self._request_stop(target, self.step)
-        else:
-            self.go_back = request._replace(to=target)
-        return self.go_back is not None
+            self.consensus.done(Kind.GO_BACK, Kind.END)
+            self._end = Request(Kind.STOP, self.step, _stopped(target, self.step))
+            return False
+        self.go_back = request.reason._replace(to=target)
+        return True
 
     def _rescue(self, error: BaseException) -> None:
         """Save after an exception, but not with several processes: the others do not take part."""
-        self._is_complete = False
+        self.progress.is_complete = False
         if isinstance(error, FloatingPointError):
             error.add_note(
                 f"jax_debug_nans ended the run after step {self.step}. It ignores a NaN that "
@@ -484,7 +531,7 @@ class TrainLoop:
             explanation = self._run_step.explain(error)
             if explanation is not None:
                 raise explanation from error
-        elif self.preemption.is_alone:
+        elif self.consensus.is_alone:
             try:
                 try:
                     self._save()
@@ -493,7 +540,7 @@ class TrainLoop:
                         f"the state is saved alone, for sf.restore, not for a resume: {failure}"
                     )
                     self._save(alone=True)
-            except (StepfoldError, OSError) as failure:
+            except Exception as failure:  # noqa: BLE001  it must not replace the error
                 error.add_note(f"the state could not be saved: {type(failure).__name__}: {failure}")
 
     # Events
@@ -508,21 +555,21 @@ class TrainLoop:
         try:
             yield
         except Exception as error:
-            if self.preemption.is_alone:
+            if self.consensus.is_alone:
                 raise
             self._defer(error)
 
     def _defer(self, error: Exception) -> None:
-        self._deferred_error, self.preemption.has_failed = error, True
-        self.preemption.add_event(None)  # so that the next vote is soon
+        self._deferred_error = error
+        self.consensus.ask(Request(Kind.ERROR, 0, Stop("error", "user code raised an error")))
 
     def _raise_deferred_error(self) -> None:
         if self._deferred_error is not None:
             raise self._deferred_error
-        if self.preemption.failed_process is not None:
+        if self.consensus.failed_process is not None:
             raise StepfoldError(
                 f"fit: expected no error in any process, got one in process "
-                f"{self.preemption.failed_process}, which shows it; all stopped at step {self.step}"
+                f"{self.consensus.failed_process}, which shows it; all stopped at step {self.step}"
             )
 
     def _log(self, until: int | None = None) -> None:
@@ -535,7 +582,7 @@ class TrainLoop:
 
     def _evaluate(self, evaluations: Sequence[Evaluation]) -> None:
         for evaluation in evaluations:
-            if self._evaluated.get(evaluation.name) == self.step:
+            if self.progress.evaluated.get(evaluation.name) == self.step:
                 continue
             metrics = self._interruptible(evaluation, self.state)
             if metrics is _END:
@@ -545,63 +592,63 @@ class TrainLoop:
             interval = Interval(self.step, metrics, {}, {}, perf_counter())
             with self._defer_error(), self.hooks.transaction():
                 self._dispatch(interval, evaluation.name)
-                self._evaluated[evaluation.name] = self.step
+                self.progress.evaluated[evaluation.name] = self.step
 
     def _end_epoch(self) -> None:
         """Call hooks at the end of an epoch, after all events of its last step."""
-        epochs = self._schedule.epochs_done(self.step)
-        if epochs is not None and self.step > self._epoch_ended_at and not self._deferred_error:
+        epochs, last = self._schedule.epochs_done(self.step), self.progress.epoch_ended_at
+        if epochs is not None and self.step > last and not self._deferred_error:
             with self._defer_error(), self.hooks.transaction():
                 self.hooks.end_epoch(epochs - 1)
-                self._epoch_ended_at = self.step
+                self.progress.epoch_ended_at = self.step
 
     def _dispatch(self, interval: Interval, kind: str) -> None:
+        progress = self.progress
         event = Event(
             **interval._asdict(),
-            total=self.total,
+            total=progress.total,
             state=self.state,
             batch=self._batch,
             data_wait_seconds=self._feed.wait_seconds,
             kind=kind,
             hook_seconds=self.hooks.seconds,
         )
-        event, stop = self.hooks.dispatch(event)
+        event, reasons = self.hooks.dispatch(event)
         self.history.add(event.step, event.metrics)
-        is_new = event.step != self.logged_step
-        self.logged_metrics = {**({} if is_new else self.logged_metrics), **event.metrics}
-        self.logged_step, self._saw_event = event.step, True
-        if isinstance(stop, GoBack):
-            self._request, stop = self._request or stop, Stop("go_back", stop.why)
-        if not self.preemption.is_alone:
-            self.preemption.add_event(stop)
-        elif stop is not None and stop.kind == "go_back":
-            self.stop = self.stop or stop
-        elif stop is not None:
-            is_train = kind == "train"
-            at = self._schedule.read_at(event.step, self._delay) if is_train else self.step
-            self._request_stop(stop, at)
+        before = {} if event.step != progress.logged_step else progress.logged_metrics
+        progress.logged_metrics = {**before, **event.metrics}
+        progress.logged_step, self._saw_event = event.step, True
+        at = self._schedule.read_at(event.step, self._delay) if kind == "train" else self.step
+        for reason in reasons:
+            self.consensus.ask(of_hook(reason, event.step, at))
+        if not self.consensus.is_alone:
+            self.consensus.note_event()
+        elif reasons:
+            self._decide()
 
     # Checkpoints
 
-    def restore(self, series: Checkpoints) -> None:
-        """Restore the newest good checkpoint."""
+    def restore(self, series: Checkpoints, more_steps: int | None = None) -> bool:
+        """Restore the newest good checkpoint; return whether it is the last of a complete run."""
         restored = series.restore(self.state)
-        self.state, self.stop = restored.state, None
-        self._request = self.go_back = self._hook_stop = None
+        self.state, self._end, self.go_back = restored.state, None, None
         self.history.clear()
         self._buffer, self._saw_event = MetricBuffer(self._run_step.unpack), False
         self.positions = []
-        self.preemption.restart(restored.step)
-        self.step = self._first_step = self.resumed = self.logged_step = restored.step
+        self.step = self.first_step = self.resumed = restored.step
+        self.consensus.restart(self.step)
         extra = restored.extra if isinstance(restored.extra, dict) else {}
         saved: Any = extra.get("fit") or {}
         if saved and (not isinstance(saved, dict) or saved.get("format") != _FORMAT):
             warnings.warn(
                 f"{series.directory}: step {self.step} was saved by another version of "
                 "stepfold: its state and data position are restored, but not its metrics and hooks",
-                stacklevel=3,
+                stacklevel=4,
             )
             saved = {}
+        total = self.progress.total
+        self.progress = Progress(total, self.step, self.step)
+        self.consensus.requests.set_state(None)
         if saved:
             try:
                 self._set_state(saved)
@@ -612,51 +659,44 @@ class TrainLoop:
                     f"{series.directory}: expected the state of a run as fit saves it in step "
                     f"{self.step}, got {error!r}; restore the state with sf.restore instead"
                 ) from error
-        self.was_complete = self._is_complete
-        if self._more_steps is not None:  # an interrupted run keeps its target
-            is_interrupted = saved.get("total") is not None and not self.was_complete
-            self.total = saved["total"] if is_interrupted else self.step + self._more_steps
-        needs_batches = self.total is None or self.step < self.total
+        was_complete = self.progress.is_complete
+        self.progress.total = total
+        if more_steps is not None:  # an interrupted run keeps its target
+            is_interrupted = saved.get("total") is not None and not was_complete
+            self.progress.total = saved["total"] if is_interrupted else self.step + more_steps
+        total = self.progress.total
+        needs_batches = total is None or self.step < total
         used = saved.get("batches_used")
         self._feed.seek(restored.data, self.step, used, needs_batches=needs_batches)
+        return was_complete
 
     def skip(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Skip ranges of batch indices, which begin after the position of the batches."""
         self._feed.skip(ranges)
         if self._feed.total is not None:  # the epochs to do are shorter now
-            self.total = self._start + self._feed.total
+            self.progress.total = self.step - self._feed.used_here + self._feed.total
 
     def get_state(self) -> dict[str, Any]:
         """Return the run state for a checkpoint; its size does not grow with the run."""
         return {
             "format": _FORMAT,
-            "total": self.total,
-            "is_complete": self._is_complete,
+            **asdict(self.progress),
             "batches_used": self._feed.used,
-            "evaluated": dict(self._evaluated),  # which changes before it is saved
-            "epoch_ended_at": self._epoch_ended_at,
-            "logged_step": self.logged_step,
-            "logged_metrics": self.logged_metrics,
-            "history": self.history.get_state() if self._save_history else {},
+            "history": self.history.get_state() if self._options.save_history else {},
             "buffer": self._buffer.get_state(),
             "hooks": self.hooks.get_state(),
-            "stop": None if self._hook_stop is None else [self._hook_stop[0], *self._hook_stop[1]],
-            "go_back": None if self._request is None else list(self._request),
+            "stop": self._stop_of_hook(),
         }
+
+    def _stop_of_hook(self) -> list[Any] | None:
+        """Return the reason of a hook by which the run has still to end, and the step."""
+        stop = self.consensus.requests.pending.get(Kind.STOP)
+        return [stop.step, *stop.reason] if stop is not None and stop.by_hook else None
 
     def _set_state(self, saved: Mapping[str, Any]) -> None:
         """Continue from a saved run state, which may have been written by others."""
-        for name, value in self.get_state().items():
-            types = (int, type(None)) if name == "total" else (type(value),)
-            if name not in ("stop", "go_back") and type(saved[name]) not in types:
-                raise TypeError(f"{name}: {tree.spell(saved[name])}")
-        if stop := saved.get("stop"):  # these two are missing in a checkpoint of 0.1
-            self._hook_stop = operator.index(stop[0]), Stop(str(stop[1]), str(stop[2]))
-        if request := saved.get("go_back"):
-            self._request = GoBack(*request)
-        self._is_complete = saved["is_complete"]
-        self._evaluated, self._epoch_ended_at = saved["evaluated"], saved["epoch_ended_at"]
-        self.logged_step, self.logged_metrics = saved["logged_step"], saved["logged_metrics"]
+        self.progress = Progress.read(saved, self.progress)
+        self.consensus.requests.set_state(saved["stop"])
         self.history.set_state(saved["history"])
         self._buffer.set_state(saved["buffer"])
         self.hooks.set_state(saved["hooks"])
@@ -670,39 +710,52 @@ class TrainLoop:
 
     def _save_or_stop(self, *, permanent: bool) -> None:
         """Save the state; if a parameter is NaN, stop once hooks have seen the metrics."""
-        if has_nan(self.state):  # `_finish` refuses to save it
+        if has_nan(self.state):  # `_save` refuses to save it
             self._buffer.close_interval(self.step)
             self._log()
-            self.stop = self.stop or Stop("nonfinite", f"stopped at step {self.step}")
+            if self._end is None:
+                stop = Stop("nonfinite", f"stopped at step {self.step}")
+                self._end = Request(Kind.STOP, self.step, stop)
         else:
             self._save(is_checked=True, permanent=permanent)
+
+    def _what_to_save(self, *, permanent: bool) -> str | None:
+        """Return what a save means at this step: "state", "metadata" or nothing.
+
+        Not a state that may be wrong, or that the run is to go back from: a resume repeats the
+        steps since the checkpoint before, with the same bits.
+        """
+        is_wrong = self.consensus.requests.pending.keys() & {Kind.CORRUPTION, Kind.GO_BACK}
+        if self.series is None or self.step == self.series.saved or is_wrong:
+            return None
+        # A checkpoint in the temporary directory is saved again, since that may be lost.
+        is_promoted = permanent and self.series.restored_temporary
+        if self.step != self.first_step or is_promoted:
+            return "state"
+        return "metadata" if self.resumed is not None and self._saw_event else None
 
     def _save(
         self, *, is_checked: bool = False, alone: bool = False, permanent: bool = True
     ) -> None:
-        """Save the state, unless it is saved already, corrupt or, if not checked before, has a NaN.
+        """Save what is not saved yet, unless a parameter is NaN.
 
         `alone` leaves out what user code provides: the data position and the state of hooks.
         `permanent` is for saves that are not made by the schedule of the temporary directory.
         """
-        is_corrupt = self.stop is not None and self.stop.kind == "corrupt"
-        if self.series is None or self.step == self.series.saved or is_corrupt:
+        what, progress = self._what_to_save(permanent=permanent), self.progress
+        if what is None or self.series is None:
             return
-        # A checkpoint in the temporary directory is saved again, since that may be lost.
-        is_promoted = permanent and self.series.restored_temporary
-        at_start = self.step == self._first_step and not is_promoted
-        if at_start and (self.resumed is None or not self._saw_event):
-            return
-        if not is_checked and has_nan(self.state):
+        if what == "state" and not is_checked and has_nan(self.state):
             stop = self.stop or Stop("nonfinite", f"stopped at step {self.step}")
             message = f"{stop.message}; not saved, because a parameter is NaN"
-            self.stop = stop._replace(message=message)
+            kind = Kind.STOP if self._end is None else self._end.kind
+            self._end = Request(kind, self.step, stop._replace(message=message))
             return
-        metrics = self.logged_metrics if self.logged_step == self.step else {}
+        metrics = progress.logged_metrics if progress.logged_step == self.step else {}
         extra = self._extra()
         if alone:
             extra["fit"]["hooks"] = []
-        if at_start:  # add metrics to the checkpoint that the run resumed from
+        if what == "metadata":  # add to the checkpoint that the run resumed from
             self.hooks.flush()
             self.series.add_later(self.step, metrics=metrics, extra=extra)
             self._saw_event = False
@@ -716,3 +769,18 @@ class TrainLoop:
             before_commit=self.hooks.flush,
             permanent=permanent,
         )
+
+
+def _as_stop(request: Request, step: int) -> Stop:
+    """Say why a request ends the run."""
+    if request.kind is Kind.SIGNAL:
+        return Stop("signal", f"{Signal(request.reason).name} at step {step}")
+    if request.kind is Kind.GO_BACK:
+        why = request.reason.why if isinstance(request.reason, GoBack) else str(request.reason)
+        return Stop("go_back", why)
+    is_end = request.kind is Kind.END
+    return request.reason if is_end else _stopped(request.reason, step)
+
+
+def _stopped(stop: Stop, step: int) -> Stop:
+    return stop._replace(message=f"{stop.message}; stopped at step {step}")

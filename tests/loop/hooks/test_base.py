@@ -8,6 +8,7 @@ import stepfold as sf
 from stepfold.loop.hooks.base import (
     BaseHook,
     Event,
+    GoBack,
     HookDispatcher,
     Stop,
     check_spelling,
@@ -19,7 +20,9 @@ EVENT = Event(10, None, {"train/loss": 2.0}, None)
 
 
 def dispatch(*hooks, event=EVENT):
-    return HookDispatcher(hooks).dispatch(event)
+    """Return the event with the numbers of all hooks, and the first reason."""
+    event, reasons = HookDispatcher(hooks).dispatch(event)
+    return event, reasons[0] if reasons else None
 
 
 class Writer(BaseHook):
@@ -140,10 +143,12 @@ def test_an_empty_reason_is_none(returned):
     assert dispatch(lambda event: returned)[1] is None
 
 
-def test_the_first_reason_counts_and_every_hook_is_called():
+def test_every_hook_is_called_and_the_reasons_are_in_the_order_of_the_list():
     seen = []
-    hooks = [lambda event: None, lambda event: "one", lambda event: "two", seen.append]
-    assert dispatch(*hooks)[1] == Stop("hook", "one")
+    hooks = [lambda event: None, lambda event: "one", lambda event: GoBack(), seen.append]
+    _, (first, second) = HookDispatcher(hooks).dispatch(EVENT)
+    assert first == Stop("hook", "one")
+    assert second == GoBack(9, (10, 11))
     assert seen == [EVENT]
 
 
@@ -180,26 +185,60 @@ def test_the_snapshot_of_a_transaction_is_kept_until_every_hook_has_seen_the_eve
     dispatcher = HookDispatcher([hook, failing])
     with pytest.raises(ZeroDivisionError), dispatcher.transaction():
         dispatcher.dispatch(EVENT)
-    assert (hook.count, dispatcher.get_state()) == (1, [["Counter 1", 0]])
+    assert (hook.count, dispatcher.get_state()) == (1, [["Counter", 0]])
 
 
 def test_after_a_transaction_the_state_is_the_new_one():
     dispatcher = HookDispatcher([Counter()])
     with dispatcher.transaction():
         dispatcher.dispatch(EVENT)
-    assert dispatcher.get_state() == [["Counter 1", 1]]
+    assert dispatcher.get_state() == [["Counter", 1]]
 
 
-def test_hooks_of_one_kind_get_their_state_back_by_their_order():
-    first, second = Counter(), Counter()
-    dispatcher = HookDispatcher([first, lambda event: None, second])
-    dispatcher.dispatch(EVENT)
-    second.count = 7
-    state = dispatcher.get_state()
-    assert state == [["Counter 1", 1], ["Counter 2", 7]]
-    resumed = [Writer(), Counter(), Counter(), Counter()]
+def counters(*metrics):
+    hooks = [Counter() for _ in metrics]
+    for hook, metric in zip(hooks, metrics, strict=True):
+        hook.metric = metric
+    return hooks
+
+
+def test_a_hook_gets_the_state_of_the_one_that_watched_the_same():
+    first, second = counters("eval/loss", "eval/accuracy")
+    first.count, second.count = 3, 7
+    state = HookDispatcher([first, lambda event: None, second]).get_state()
+    assert state == [["Counter eval/loss", 3], ["Counter eval/accuracy", 7]]
+    resumed = counters("eval/accuracy", "test/loss", "eval/loss")
+    HookDispatcher([Writer(), *resumed]).set_state(state)
+    assert [hook.count for hook in resumed] == [7, 0, 3]
+
+
+def test_a_name_is_the_key_of_a_state():
+    first, second = counters("eval/loss", "eval/loss")
+    first.name, second.name, second.count = "patient", "eager", 7
+    state = HookDispatcher([first, second]).get_state()
+    resumed = counters("eval/loss")
+    resumed[0].name = "eager"
     HookDispatcher(resumed).set_state(state)
-    assert [hook.count for hook in resumed[1:]] == [1, 7, 0]
+    assert resumed[0].count == 7
+
+
+def test_hooks_that_watch_the_same_get_their_state_back_by_their_order():
+    first, second = counters("eval/loss", "eval/loss")
+    second.count = 7
+    state = HookDispatcher([first, second]).get_state()
+    resumed = counters("eval/loss", "eval/loss")
+    HookDispatcher(resumed).set_state(state)
+    assert [hook.count for hook in resumed] == [0, 7]
+
+
+def test_a_state_that_may_be_that_of_several_hooks_is_dropped_with_a_warning():
+    first, second = counters("eval/loss", "eval/loss")
+    first.count = second.count = 7
+    state = HookDispatcher([first, second]).get_state()
+    resumed = counters("eval/loss")
+    with pytest.warns(UserWarning, match="hooks: expected as many Counter eval/loss .* 2, got 1"):
+        HookDispatcher(resumed).set_state(state)
+    assert resumed[0].count == 0
 
 
 def test_a_hook_whose_state_is_none_is_not_restored():

@@ -1,6 +1,7 @@
 """Events, reasons to stop, and the dispatch of hooks."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -118,6 +119,7 @@ class BaseHook:
     Each run starts afresh, unless `set_state` restored the hook before.
     """
 
+    name: str | None = None  # the key of its state, for two hooks of a class that watch the same
     metric: str | None = None  # the metric it watches; `fit` refuses a name that nothing measures
     # Prefixes of the names of the numbers it returns; None if unknown. A hook that provides none is
     # called after those that may, so it sees all numbers.
@@ -176,6 +178,17 @@ def hook_name(hook: Hook) -> str:
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
+def hook_key(hook: Hook) -> str:
+    """Return what identifies a hook's state in a checkpoint, whatever its place in the list.
+
+    It is the hook's `name` if it has one, and otherwise its function or class and what it watches.
+    """
+    if isinstance(name := getattr(hook, "name", None), str):
+        return name
+    watched = getattr(hook, "metric", None)
+    return f"{hook_name(hook)} {watched}" if isinstance(watched, str) else hook_name(hook)
+
+
 def call_optional(owner: Any, method: str, *args: Any) -> Any:
     """Call a method of a hook or writer, if it has one of that name."""
     return getattr(owner, method)(*args) if hasattr(owner, method) else None
@@ -191,10 +204,6 @@ class HookDispatcher:
         self.hooks = hooks
         provides_none = [getattr(hook, "provides", None) in ((), []) for hook in hooks]
         self._order = sorted(range(len(hooks)), key=provides_none.__getitem__)
-        names = [hook_name(hook) for hook in hooks]
-        # Numbered by kind, so that a resume finds them although hooks of other kinds were added.
-        unique = [f"{name} {names[:i].count(name)}" for i, name in enumerate(names, 1)]
-        self._named = dict(zip(unique, hooks, strict=True))
         self._snapshot: list[Any] | None = None
         self.wants_epochs = any(hasattr(hook, "end_epoch") for hook in hooks)
         self.needs_exact_state = any(getattr(h, "needs_exact_state", False) for h in hooks)
@@ -213,8 +222,8 @@ class HookDispatcher:
         for hook in self.hooks:
             call_optional(hook, "end_epoch", epoch)
 
-    def dispatch(self, event: Event) -> tuple[Event, Stop | GoBack | None]:
-        """Return the event with the numbers of all hooks, and the first reason in their list."""
+    def dispatch(self, event: Event) -> tuple[Event, list[Stop | GoBack]]:
+        """Return the event with the numbers of all hooks, and their reasons, in order."""
         reasons: dict[int, Stop | GoBack] = {}
         for index in self._order:
             returned = self.hooks[index](event)
@@ -230,7 +239,7 @@ class HookDispatcher:
             elif returned is not None:
                 wanted = "a hook to return None, a reason to stop, or numbers by name"
                 raise ConfigError(mismatch(hook_name(self.hooks[index]), wanted, returned))
-        return event, reasons[min(reasons)] if reasons else None
+        return event, [reasons[index] for index in sorted(reasons)]
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -247,12 +256,22 @@ class HookDispatcher:
         return self._states() if self._snapshot is None else self._snapshot
 
     def set_state(self, state: Sequence[Any]) -> None:
-        for name, saved in state:
-            if name in self._named:
-                call_optional(self._named[name], "set_state", saved)
+        """Restore the state of hooks by their keys, and in order among those of one key."""
+        for key in dict.fromkeys(key for key, _ in state):
+            saved = [state for other, state in state if other == key]
+            hooks = [hook for hook in self.hooks if hook_key(hook) == key]
+            if hooks and len(hooks) != len(saved):
+                warnings.warn(
+                    f"hooks: expected as many {key} with a state as in the checkpoint, "
+                    f"{len(saved)}, got {len(hooks)}; they start afresh: give each a name=…",
+                    stacklevel=2,
+                )
+                continue
+            for hook, each in zip(hooks, saved, strict=bool(hooks)):
+                call_optional(hook, "set_state", each)
 
     def _states(self) -> list[Any]:
-        states = [[name, call_optional(hook, "get_state")] for name, hook in self._named.items()]
+        states = [[hook_key(hook), call_optional(hook, "get_state")] for hook in self.hooks]
         return [state for state in states if state[1] is not None]
 
 

@@ -227,7 +227,7 @@ def _batches_since_checkpoint(capsule: Capsule, batches: Any) -> Generator[Any, 
 def _run_step(runner: StepRunner, state: Any, batch: Any) -> tuple[Any, dict[str, float], set[str]]:
     """Run a step; return the state, the scalar metrics, and those without a value as skipped."""
     state, packed = runner(state, [batch])
-    stacked = runner.unpack([packed])
+    [stacked] = runner.unpack([packed])
     values = {name: per_step_values(metric) for name, metric in stacked.items()}
     scalars = {n: float(x[0]) for n, x in values.items() if x is not None and x.ndim == 1}
     weights = {name: per_step_weights(stacked[name]) for name in scalars}

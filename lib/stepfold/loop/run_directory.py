@@ -1,0 +1,130 @@
+"""The directory of a run: its lock, metric files, `run.json`, report, and their upload."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import jax
+
+from stepfold.checkpoint.steps import check_shared, read_directory
+from stepfold.core.processes import agreement
+from stepfold.loop.hooks.base import Hook, Stop
+from stepfold.loop.metrics import History
+from stepfold.loop.report.report_writer import ReportWriter
+from stepfold.loop.rollback import Rollback
+from stepfold.loop.run_info import move_previous_run
+from stepfold.loop.run_lock import RunLock
+from stepfold.loop.upload import Upload
+from stepfold.loop.writers.combinators import async_writer, log_to
+from stepfold.loop.writers.jsonl import jsonl_writer, read_rows
+
+
+class RunDirectory:
+    """What a run writes besides checkpoints; without `run_dir` nothing.
+
+    `has_writer` says that a hook of the user writes the metrics, instead of a file here.
+    """
+
+    def __init__(self, run_dir: Any, upload: Any = None, *, has_writer: bool = False) -> None:
+        self.path = None
+        with agreement("fit: not started"):
+            if run_dir is not None:
+                self.path = read_directory(run_dir, make=True)
+        if self.path is not None:
+            check_shared(self.path)
+        self._upload = None if upload is None else Upload(self.path, upload)
+        writes = self.path is not None and not has_writer
+        self.metrics_path = self.path / "metrics.jsonl" if self.path and writes else None
+        self._metadata: dict[str, Any] = {}  # of run.json
+        self._report: ReportWriter | None = None
+
+    def make_hooks(
+        self, others: Sequence[Hook], describe: Callable[[Sequence[Hook]], Mapping[str, Any]]
+    ) -> list[Hook]:
+        """Make the hooks that write the files; `describe` says what `run.json` has of a run."""
+        if self.path is None:
+            return []
+        hooks: list[Hook] = []
+        if self.metrics_path is not None:
+            writer = jsonl_writer(self.metrics_path, csv=self.path / "metrics.csv")
+            hooks.append(log_to(async_writer(writer)))
+        self._metadata = {**describe([*others, *hooks])}
+        self._report = ReportWriter(self.path, self._metadata)
+        # They are flushed in this order.
+        return [*hooks, self._report, *([] if self._upload is None else [self._upload])]
+
+    @contextmanager
+    def lock(
+        self, on_loss: Callable[[Stop], None], ended: Callable[[], tuple[int, Stop | None]]
+    ) -> Iterator[None]:
+        """Hold the lock of a run; at the end, write and upload the last page.
+
+        `on_loss` is called, in a thread, if another run may use the directory. `ended` returns the
+        last step, and why the run stopped there.
+        """
+        if self.path is None:
+            yield
+            return
+        with ExitStack() as stack:
+            lock = RunLock(self.path, on_loss)
+            stack.callback(lock.release)
+            with agreement(f"run_dir: {self.path}: not opened"):
+                if jax.process_index() == 0:
+                    lock.acquire()
+            if self._upload is not None:
+                stack.callback(self._upload.finish)
+            if self._report is not None:
+                report = self._report
+                stack.push(lambda _, error, __: report.finish(*ended(), error))
+            yield
+
+    def start(self, step: int) -> None:
+        """Begin a run that does not resume; files of an earlier one are moved aside."""
+        with agreement(f"run_dir: {self.path}: not opened"):
+            if self.path is not None and jax.process_index() == 0:
+                move_previous_run(self.path, step, stacklevel=5)  # at the call of fit
+
+    def resume(
+        self, history: History, step: int, metrics: Mapping[str, float], skipped: Sequence[Rollback]
+    ) -> None:
+        """Continue an earlier run after the row of a step, of which a checkpoint has the metrics.
+
+        Its history is read, and later rows are dropped, since they will be logged again.
+        """
+        self._note(skipped)
+        if self._upload is not None:
+            with agreement(f"run_dir: {self.path}: not resumed"):
+                self._upload.fetch()
+        with agreement(f"run_dir: {self.path}: not opened"):
+            self._continue_metrics(history, step, metrics)
+
+    def go_back(
+        self, history: History, step: int, metrics: Mapping[str, float], skipped: Sequence[Rollback]
+    ) -> None:
+        """Continue after an earlier step, as the run goes back."""
+        self._note(skipped)
+        self._continue_metrics(history, step, metrics)
+
+    def end_attempt(self, step: int, skipped: Rollback) -> None:
+        """Note where and why the run goes back."""
+        if self._report is not None:
+            self._report.end_attempt(step, Stop("go_back", str(skipped)))
+
+    def _note(self, skipped: Sequence[Rollback]) -> None:
+        if skipped:
+            self._metadata["rollbacks"] = [rollback._asdict() for rollback in skipped]
+
+    def _continue_metrics(self, history: History, step: int, metrics: Mapping[str, float]) -> None:
+        path = self.metrics_path
+        if path is None:
+            return
+        # The checkpoint has the row of `step`; later events may have changed it in the file.
+        last_row = step - 1 if metrics else step
+        for number, row in read_rows(path, until=last_row):
+            history.add(number, row)
+        history.add(step, metrics)
+        if path.exists() and jax.process_index() == 0:
+            writer = jsonl_writer(path)
+            writer.resume(last_row)
+            writer.write_scalars(step, metrics)
+            writer.close()
