@@ -236,7 +236,7 @@ def test_a_failed_temporary_save_is_raised_by_the_next_call(tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "write_leaves", fails)
         run(series, [2])
-        series._session.thread.join()
+        series._thread.join()
     with pytest.raises(CheckpointError, match="2: not saved"):
         run(series, [6])
     run(series, [6])

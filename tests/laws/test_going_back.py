@@ -258,7 +258,7 @@ MUTANTS = {
     "keeps the rows": (jsonl_writer, "resume", lambda writer, step: None),
     "keeps the open interval": (MetricBuffer, "set_state", lambda buffer, state: None),
     "keeps the state of hooks": (HookDispatcher, "set_state", lambda hooks, state: None),
-    "keeps later checkpoints": (sf.Checkpoints, "delete_after", lambda series, step, _=None: None),
+    "keeps later checkpoints": (sf.Series, "delete_after", lambda series, step, _=None: None),
 }
 
 

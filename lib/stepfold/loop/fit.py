@@ -14,7 +14,7 @@ import jax
 
 from stepfold import tree
 from stepfold.checkpoint.manifest import to_json
-from stepfold.checkpoint.series import Checkpoints
+from stepfold.checkpoint.series import Checkpoints, Series
 from stepfold.checkpoint.steps import check_shared, read_directory
 from stepfold.core.processes import agreement, broadcast_from_first, report_failed_peer
 from stepfold.core.state import check_not_donated, is_available, strengthen
@@ -465,7 +465,7 @@ def _check_resumable(
             )
 
 
-def _has_checkpoint(series: Checkpoints) -> bool:
+def _has_checkpoint(series: Series) -> bool:
     """Whether process 0 sees a checkpoint to resume from; collective."""
     with agreement(f"{series.directory}: not resumed"):
         latest = series.latest_step() if jax.process_index() == 0 else None

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from stepfold import tree
-from stepfold.checkpoint.series import Checkpoints
+from stepfold.checkpoint.series import Series
 from stepfold.core.processes import KeyValues, agreement, spell_processes
 from stepfold.core.state import has_nan, is_available, step_of
 from stepfold.data.epochs import EpochEnds, size_at
@@ -136,7 +136,7 @@ class TrainLoop:
         steps: int | None,
         more_steps: int | None,
         evaluations: Sequence[Evaluation],
-        series: Checkpoints | None,
+        series: Series | None,
         hooks: HookDispatcher,
         log_every: int,
         steps_per_call: int,
@@ -235,7 +235,7 @@ class TrainLoop:
     def _finish_boundary(self) -> None:
         """Start the schedule, and finish what an exception interrupted before a resume."""
         first_step = self.step - self._feed.used
-        saves = [] if self.series is None else [self.series, self.series.temporary]
+        saves = [] if self.series is None else [self.series.policy, self.series.temporary]
         self._schedule = Schedule(
             self._log_every,
             [*self._evaluations, *filter(None, saves)],
@@ -583,7 +583,7 @@ class TrainLoop:
 
     # Checkpoints
 
-    def restore(self, series: Checkpoints) -> None:
+    def restore(self, series: Series) -> None:
         """Restore the newest good checkpoint."""
         restored = series.restore(self.state)
         self.state, self.stop = restored.state, None
