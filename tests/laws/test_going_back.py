@@ -304,7 +304,7 @@ class running_mean(BaseHook):
 def test_an_exception_at_any_moment_of_going_back_loses_nothing(
     tmp_path, skipping, monkeypatch, at
 ):
-    owner = rollback.Rollbacks if at == "_write" else sf.Checkpoints
+    owner = rollback.Rollbacks if at == "_write" else sf.Series
     whole, calls = getattr(owner, at), []
 
     def cut(self, *args, **options):

@@ -34,7 +34,7 @@ from stepfold.checkpoint.store import (
     open_store,
     open_to_save,
 )
-from stepfold.checkpoint.verify import newest_complete
+from stepfold.checkpoint.verify import has_own_step, newest_complete
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
 from stepfold.core.validation import check_count, check_flags, check_positive
@@ -531,6 +531,10 @@ class Series(_StepReader):
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+
+    def has_checkpoint(self) -> bool:
+        """Return whether stepfold has saved a step here, even if all of them are damaged now."""
+        return any(map(has_own_step, self._stores()))
 
     def restore(self, like: Any, **options: Any) -> Restored:
         """Wait for the pending save, then restore as `Checkpoints.restore` does."""

@@ -466,10 +466,10 @@ def _check_resumable(
 
 
 def _has_checkpoint(series: Series) -> bool:
-    """Whether process 0 sees a checkpoint to resume from; collective."""
+    """Whether process 0 sees a checkpoint, which may be damaged; collective."""
     with agreement(f"{series.directory}: not resumed"):
-        latest = series.latest_step() if jax.process_index() == 0 else None
-    return broadcast_from_first([latest]) != [None]
+        found = series.has_checkpoint() if jax.process_index() == 0 else False
+    return broadcast_from_first([found])[0]
 
 
 def _continue_metrics(loop: TrainLoop, path: Path) -> None:
