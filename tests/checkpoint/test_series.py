@@ -401,6 +401,38 @@ def test_the_step_that_was_just_saved_is_kept_though_newer_ones_are_there(tmp_pa
     assert 11 in sf.verify(tmp_path)
 
 
+def test_requested_saves_are_kept_apart_from_scheduled_ones(tmp_path):
+    policy = sf.Checkpoints(tmp_path, every=10, keep=2)
+
+    def save_where_due(series, steps):
+        for step in steps:
+            if step > 20:
+                series.request()
+            if series.due(step):
+                save(series, step)
+        series.wait()
+
+    with policy as series:
+        save_where_due(series, range(1, 27))
+        assert series.steps() == [10, 20, 25, 26]
+    with policy as series:  # they are known after a restart
+        save_where_due(series, [27])
+        assert series.steps() == [10, 20, 26, 27]
+        save_where_due(series, [30])  # a scheduled step, even if it is requested
+        assert series.steps() == [20, 26, 27, 30]
+        save(series, 31, requested=True)
+        series.wait()
+        assert series.steps() == [20, 27, 30, 31]
+
+
+def test_a_requested_save_may_be_the_best(tmp_path):
+    with sf.Checkpoints(tmp_path, every=10, keep=1, best="loss") as series:
+        for step in (1, 2, 3):
+            save(series, step, metrics={"loss": float(step)}, requested=True)
+        save(series, 10, metrics={"loss": 5.0})
+    assert series.steps() == [1, 3, 10]
+
+
 def test_a_folder_without_files_does_not_keep_a_series_from_saving(tmp_path):
     (tmp_path / "5").mkdir()
     with sf.Checkpoints(tmp_path, keep=1) as series:

@@ -1,26 +1,31 @@
 """A series of checkpoints: when to save, background saves, and which steps to keep."""
 
 import atexit
+import glob
 import hashlib
 import os
+import re
+import secrets
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import jax
 
 from stepfold import tree
-from stepfold.checkpoint.manifest import DamageError, from_json, step_metadata
+from stepfold.checkpoint.manifest import DamageError, StepMetadata, from_json, step_metadata
 from stepfold.checkpoint.restore import Restored, restore_from
 from stepfold.checkpoint.steps import (
     Best,
     absolute_path,
     expendable,
+    is_full,
     is_url,
     order_by,
     read_best,
@@ -92,9 +97,12 @@ class Temporary:
     Saves by request, at a signal, and at the end are permanent; `best`, `keep_best` and
     `keep_every` act on permanent steps alone. A resume takes the newest good step of either.
 
-    Each series has a folder in the directory, named by a hash of its real path or URL, so that runs
-    can share the directory. To start a series over, delete both. Several processes need to see the
-    same directory: a disk of one host serves the processes on that host only.
+    Each series has a folder in the directory, so that runs can share the directory. It is named by
+    the real path or URL of the series and by an identity, which is stored in `series.json` next to
+    the permanent steps: a series that is deleted or moved leaves its temporary steps behind, and a
+    new one in its place does not continue them. A temporary save that fails, as on a full disk,
+    causes a warning. Several processes need to see the same directory: a disk of one host serves
+    the processes on that host only.
 
     Attributes:
       directory: the directory, which is not a URL.
@@ -127,15 +135,69 @@ class Temporary:
         if self.every is None and self.every_minutes is None:
             raise ConfigError("temporary: expected every=… or every_minutes=…, got neither")
 
-    def folder_of(self, series: Store) -> Path:
+    def folder_of(self, series: Store, identity: str) -> Path:
         """Return the folder of a series."""
-        location = series.location
-        # Links are resolved, since they may change, and a directory may have several names.
-        names = [location] if is_url(location) else [os.path.realpath(location), location]
-        digests = [hashlib.sha256(os.fsencode(name)).hexdigest()[:16] for name in names]
-        folders = [read_directory(self.directory) / f"series-{digest}" for digest in digests]
-        # Earlier versions used the name as it was given.
-        return next((folder for folder in folders if folder.is_dir()), folders[0])
+        return read_directory(self.directory) / f"{_folder_prefix(series)}-{identity}"
+
+    def warn_about_others(self, series: Store, identity: str) -> None:
+        """Warn if an earlier series in the same directory has left temporary steps."""
+        directory = read_directory(self.directory)
+        for folder in sorted(directory.glob(f"{glob.escape(_folder_prefix(series))}*")):
+            if folder != self.folder_of(series, identity) and open_store(folder).steps():
+                warnings.warn(
+                    f"{folder}: temporary steps of an earlier series in {series.location}, which "
+                    "was deleted or moved, are not continued; delete them, or move it back",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+
+def _folder_prefix(series: Store) -> str:
+    location = series.location
+    # Links are resolved, since they may change, and a directory may have several names.
+    name = location if is_url(location) else os.path.realpath(location)
+    return f"series-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
+
+
+# A directory that is deleted and made again has the same name, but another identity.
+_IDENTITY = "series.json"
+
+
+def _read_identity(series: Store) -> str | None:
+    """Return the identity of a series with temporary steps, or None."""
+    with suppress(DamageError):
+        note = series.read_note(_IDENTITY)
+        identity = note.get("id") if isinstance(note, dict) else None
+        if isinstance(identity, str) and re.fullmatch("[0-9a-f]{8}", identity):
+            return identity
+    return None
+
+
+def _open_temporary(temporary: Temporary, series: Store) -> Store | None:
+    """Open the store of temporary steps, or return None if the disk is full; collective."""
+    identity = None
+    with agreement(f"{series.location}: not opened"):
+        if jax.process_index() == 0:
+            identity = _read_identity(series)
+            if identity is None:
+                identity = secrets.token_hex(4)
+                temporary.warn_about_others(series, identity)
+                series.write_note(_IDENTITY, {"id": identity})
+    folder = temporary.folder_of(series, broadcast_from_first([identity])[0] or "")
+    try:
+        return open_to_save(folder)
+    except CheckpointError as error:
+        if not is_full(str(error)):
+            raise
+        warnings.warn(
+            f"{folder}: the run continues without temporary saves: {error}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return None
+
+
+_Kind = Literal["permanent", "requested", "temporary"]
 
 
 class _StepReader:
@@ -188,7 +250,8 @@ class Checkpoints(_StepReader):
       every_epochs: epochs between checkpoints.
       every_minutes: minutes between checkpoints; `fit` checks it at log points, and where it
         evaluates or ends an epoch.
-      keep: number of latest checkpoints to keep; None keeps all.
+      keep: number of latest checkpoints to keep; None keeps all. Those that were requested are
+        counted apart: as many of them are kept.
       keep_every: keep every step that is a multiple of this number permanently.
       best: the metric that ranks checkpoints, such as `eval/loss`; the best ones are kept as well.
       mode: whether the "min" or the "max" of the metric is the best. If None, "min" where the last
@@ -314,8 +377,8 @@ class Checkpoints(_StepReader):
         if self.directory is None:
             return ()
         stores = [open_store(self.directory)]
-        if self.temporary is not None:
-            stores.append(open_store(self.temporary.folder_of(stores[0])))
+        if self.temporary is not None and (identity := _read_identity(stores[0])) is not None:
+            stores.append(open_store(self.temporary.folder_of(stores[0], identity)))
         return stores
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -358,16 +421,18 @@ class Series(_StepReader):
         self.directory = path if is_url(path) else Path(self._permanent.location)
         self._temporary: Store | None = None
         if policy.temporary is not None:
-            self._temporary = open_to_save(policy.temporary.folder_of(self._permanent))
+            self._temporary = _open_temporary(policy.temporary, self._permanent)
         self.saved: int | None = None
         self.restored_temporary = False
         self._saved_at = self._any_saved_at = time.monotonic()  # the latter in either directory
         self._saving: int | None = None  # the last step of which a save began
-        self._temporary_due: int | None = None  # the step for which a temporary save alone is due
+        self._due: tuple[int, _Kind] | None = None  # the step that is due, and the save it needs
         self._is_requested = False
         self._notify: Callable[[], None] | None = None  # at a request
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._problem: CheckpointError | None = None  # of a temporary save
+        self._has_warned = False
         with agreement(f"{self.directory}: not opened"):
             for store in self._stores() if jax.process_index() == 0 else []:
                 store.clean(partial(self._prune, store))
@@ -415,19 +480,23 @@ class Series(_StepReader):
         measured by the clock of process 0. With several processes, each call then synchronizes all
         of them.
         """
-        self._temporary_due = None
-        if step == self.saved or step < 1:
-            return False
-        is_due = self.policy.due(step, epoch=epoch) or self._is_requested
-        if is_due or (self._is_open and _is_late(self.policy.every_minutes, self._saved_at)):
-            return True
-        temporary = self.temporary
-        if temporary is None or not self._is_open or step == self._saving:
-            return False
+        kind = None if step == self.saved or step < 1 else self._kind_due(step, epoch)
+        self._due = None if kind is None else (step, kind)
+        return kind is not None
+
+    def _kind_due(self, step: int, epoch: int | None) -> _Kind | None:
+        policy, temporary = self.policy, self.temporary
+        if policy.due(step, epoch=epoch):
+            return "permanent"
+        if self._is_open and _is_late(policy.every_minutes, self._saved_at):
+            return "permanent"
+        if self._is_requested:
+            return "requested"
+        if temporary is None or self._temporary is None or step == self._saving:
+            return None
         by_step = temporary.every is not None and step % temporary.every == 0
-        if by_step or _is_late(temporary.every_minutes, self._any_saved_at):
-            self._temporary_due = step
-        return self._temporary_due == step
+        is_due = by_step or _is_late(temporary.every_minutes, self._any_saved_at)
+        return "temporary" if is_due else None
 
     def request(self) -> None:
         """Request a permanent save, as `Checkpoints.request` does."""
@@ -454,6 +523,7 @@ class Series(_StepReader):
         extra: Any = None,
         before_commit: Callable[[], None] | None = None,
         permanent: bool = False,
+        requested: bool = False,
     ) -> None:
         """Save a state; the arguments are those of `stepfold.save`.
 
@@ -462,7 +532,8 @@ class Series(_StepReader):
         modified. `before_commit` is called in a background thread before the step is committed.
 
         The save is a temporary one only if `due` found nothing else due for this step;
-        `permanent=True` makes it permanent then too.
+        `permanent=True` makes it permanent then too, and so does `requested=True`, which also
+        counts it among the requested steps unless the schedule has a save for this step.
 
         Raises:
           CheckpointError: if the previous save failed, this one cannot begin, or the step exists.
@@ -474,22 +545,42 @@ class Series(_StepReader):
             metadata = step_metadata(
                 state, step=step, data=data, metrics=metrics, extra=extra, best=self.ranking
             )
-        number = metadata.step
-        is_temporary = self._temporary_due == number and not permanent
-        store = self._temporary if is_temporary and self._temporary else self._permanent
-        if not is_temporary:
+            kind = self._kind_of(metadata.step, permanent=permanent, requested=requested)
+        if kind == "temporary" and self._temporary is not None:
+            self._saving, self._any_saved_at = metadata.step, time.monotonic()
+            try:
+                self._begin(self._temporary, state, metadata, before_commit)
+            except CheckpointError as error:
+                self._problem = error
+                self._warn()
+        else:
             self._is_requested = False
-        check_is_new(store, number)
-        store.begin(state, metadata, before_commit)
-        self._saving, self._any_saved_at = number, time.monotonic()
-        if not is_temporary:
-            self.saved, self._saved_at = number, self._any_saved_at
-        self._thread = threading.Thread(
-            target=self._finish, args=(store, number), name="stepfold-save", daemon=False
-        )
-        self._thread.start()
+            metadata = metadata._replace(requested=kind == "requested")
+            self._begin(self._permanent, state, metadata, before_commit)
+            self.saved, self._saved_at = metadata.step, self._any_saved_at
         if not self.policy.async_:
             self.wait()
+
+    def _kind_of(self, step: int, *, permanent: bool, requested: bool) -> _Kind:
+        due = self._due[1] if self._due is not None and self._due[0] == step else None
+        if requested and due != "permanent" and not self.policy.due(step):
+            return "requested"
+        return "permanent" if due is None or (permanent and due == "temporary") else due
+
+    def _begin(
+        self,
+        store: Store,
+        state: Any,
+        metadata: StepMetadata,
+        before_commit: Callable[[], None] | None,
+    ) -> None:
+        check_is_new(store, metadata.step)
+        store.begin(state, metadata, before_commit)
+        self._saving, self._any_saved_at = metadata.step, time.monotonic()
+        self._thread = threading.Thread(
+            target=self._finish, args=(store, metadata.step), name="stepfold-save", daemon=False
+        )
+        self._thread.start()
 
     def add_later(self, step: int, *, metrics: Mapping[str, Any], extra: Any) -> None:
         """Add metrics measured after the save to an existing step, and replace its `extra`."""
@@ -528,9 +619,22 @@ class Series(_StepReader):
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._warn()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+
+    def _warn(self) -> None:
+        """Warn of the first temporary save that failed since one succeeded."""
+        problem, self._problem = self._problem, None
+        if problem is not None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self._temporary and self._temporary.location}: temporary saves fail, and the "
+                f"run continues without them: {problem}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def has_checkpoint(self) -> bool:
         """Return whether stepfold has saved a step here, even if all of them are damaged now."""
@@ -558,8 +662,12 @@ class Series(_StepReader):
         try:
             is_first = jax.process_index() == 0
             store.commit(step, partial(self._prune, store, step) if is_first else None)
+            self._has_warned = self._has_warned and store is not self._temporary
         except BaseException as error:  # noqa: BLE001  raised by `wait`, in the caller's thread
-            self._failure = error
+            if store is self._temporary and isinstance(error, CheckpointError):
+                self._problem = error
+            else:
+                self._failure = error
 
     def _prune(self, store: Store, step: int) -> None:
         """Delete steps by the retention policy, except for the step that was just saved."""
@@ -573,12 +681,16 @@ class Series(_StepReader):
         if policy.temporary is not None and store is temporary:
             options = {"keep": policy.temporary.keep}
         elif temporary is not None:
-            for old in temporary.steps():
-                if old <= step:
-                    temporary.delete(old)
+            try:
+                for old in temporary.steps():
+                    if old <= step:
+                        temporary.delete(old)
+            except CheckpointError as error:
+                self._problem = error
         if options["keep"] is not None:  # otherwise, do not read all steps
-            metrics = metrics_of(complete_steps(store))
-            for old in expendable(metrics, last=step, **options):
+            complete = complete_steps(store)
+            requested = {step for step, metadata in complete.items() if metadata.requested}
+            for old in expendable(metrics_of(complete), requested, last=step, **options):
                 store.delete(old)
 
 

@@ -28,7 +28,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 from stepfold.checkpoint import manifest
 from stepfold.checkpoint.leaves import arrays_of, leaves_of, shards_of
 from stepfold.checkpoint.manifest import StepMetadata
-from stepfold.checkpoint.steps import locked, sync
+from stepfold.checkpoint.steps import is_full, locked, sync
 from stepfold.errors import CheckpointError
 
 _TIMEOUT = 60.0  # seconds to wait for other writes of a save that failed
@@ -193,7 +193,7 @@ def _cause(error: Exception) -> str:
         return "the program ended before it was written; close the series, as a `with` block does"
     if "Too many open files" in text:
         return "too many open files; allow more of them, with ulimit -n"
-    if "No space left" in text or "quota exceeded" in text:
+    if is_full(text):
         return "no space left on the device; make room, or keep fewer checkpoints"
     if isinstance(error, PermissionError) or "PERMISSION_DENIED" in text:
         return "no permission to write there; change it, or give another directory"

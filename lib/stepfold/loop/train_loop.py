@@ -675,10 +675,15 @@ class TrainLoop:
             self._log()
             self.stop = self.stop or Stop("nonfinite", f"stopped at step {self.step}")
         else:
-            self._save(is_checked=True, permanent=permanent)
+            self._save(is_checked=True, permanent=permanent, requested=permanent)
 
     def _save(
-        self, *, is_checked: bool = False, alone: bool = False, permanent: bool = True
+        self,
+        *,
+        is_checked: bool = False,
+        alone: bool = False,
+        permanent: bool = True,
+        requested: bool = False,
     ) -> None:
         """Save the state, unless it is saved already, corrupt or, if not checked before, has a NaN.
 
@@ -715,4 +720,5 @@ class TrainLoop:
             extra=extra,
             before_commit=self.hooks.flush,
             permanent=permanent,
+            requested=requested,
         )
