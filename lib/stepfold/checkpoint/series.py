@@ -241,7 +241,8 @@ class Checkpoints(_StepReader):
     absent there too. Credentials come from the environment or a profile, as tensorstore finds them.
     `s3://bucket/run?endpoint=https://host` names another server; `file:///a/folder` has the layout
     of a bucket. A request that fails is repeated for about one minute, and one without an answer
-    fails after five. What a killed run leaves there is deleted once it is a day old.
+    fails after five; the next ones then fail at once until the server answers. What a killed run
+    leaves there is deleted once it is a day old.
 
     Attributes:
       directory: the directory of the series, or a URL such as `s3://bucket/run` or
@@ -456,6 +457,11 @@ class Series(_StepReader):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @property
+    def store(self) -> Store:
+        """The store of the permanent steps."""
+        return self._permanent
 
     @property
     def temporary(self) -> Temporary | None:

@@ -190,7 +190,7 @@ def fit(
             )
         series = checkpoints.open(directory and directory / "checkpoints")
     if upload is not None:
-        uploader = Upload(directory, upload)
+        uploader = Upload(directory, upload, series)
     metadata: dict[str, Any] = {}
     if directory is not None:
         if not any(getattr(hook, "writes_metrics", False) for hook in user_hooks):
