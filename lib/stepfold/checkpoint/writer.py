@@ -32,6 +32,10 @@ from stepfold.checkpoint.steps import is_full, locked, sync
 from stepfold.errors import CheckpointError
 
 _TIMEOUT = 60.0  # seconds to wait for other writes of a save that failed
+# orbax measures its limit with `time.time`, so a clock that jumps would end a save. A century is
+# longer than any jump; only waiting for other processes has a limit.
+_NEVER = 100 * 366 * 24 * 60 * 60
+_BARRIER_SECONDS = ocp.AsyncOptions().timeout_secs
 
 
 class OrbaxSave:
@@ -51,7 +55,11 @@ class OrbaxSave:
         # Compression costs time, and as much additional memory as the state.
         self._path, self._handler = path, _Handler(use_compression=False)
         options: dict[str, Any] = {
-            "async_options": ocp.AsyncOptions(create_directories_asynchronously=False),
+            "async_options": ocp.AsyncOptions(
+                create_directories_asynchronously=False,
+                timeout_secs=_NEVER,
+                barrier_sync_fn=_meet_in_time,
+            ),
             # orbax makes directories in a thread. If the processes are listed, they wait for each
             # other through jax's service there. Otherwise they would run a collective, which
             # belongs to the main thread.
@@ -127,6 +135,12 @@ class OrbaxSave:
             if not isinstance(error, Exception):
                 raise
             raise CheckpointError(f"{self._path}: not saved: {_cause(error)}") from error
+
+
+def _meet_in_time(*, key: str, timeout_ms: int) -> None:
+    """Wait for all processes, within orbax's usual limit, which jax measures monotonically."""
+    meet = ocp.multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
+    meet(key=key, timeout_ms=min(timeout_ms, _BARRIER_SECONDS * 1000))
 
 
 class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
