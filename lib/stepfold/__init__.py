@@ -3,7 +3,7 @@
 from stepfold.checkpoint.average import average
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.safetensors import export_params, load_params
-from stepfold.checkpoint.series import Checkpoints, Temporary, save
+from stepfold.checkpoint.series import Checkpoints, Series, Temporary, save
 from stepfold.checkpoint.verify import Contents, contents, latest_step, verify
 from stepfold.core.check import check_step
 from stepfold.core.ema import ema_params, get_ema
@@ -87,6 +87,7 @@ __all__ = [
     "Replay",
     "Restored",
     "RetraceError",
+    "Series",
     "ShardingError",
     "StepfoldError",
     "Stop",

@@ -50,7 +50,7 @@ class ShardingError(StepfoldError, ValueError):
 
 
 class CheckpointError(StepfoldError, OSError):
-    """Raised if a checkpoint cannot be written, or cannot be trusted.
+    """Raised if a checkpoint cannot be written, or is missing or damaged.
 
     >>> import stepfold as sf
     >>> issubclass(sf.CheckpointError, OSError)

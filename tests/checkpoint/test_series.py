@@ -43,7 +43,7 @@ def names(folder):
 
 def ended(series):
     """Let a save in the background come to its end without hearing of it."""
-    series._session.thread.join()
+    series._thread.join()
 
 
 HEARS = {
@@ -401,6 +401,38 @@ def test_the_step_that_was_just_saved_is_kept_though_newer_ones_are_there(tmp_pa
     assert 11 in sf.verify(tmp_path)
 
 
+def test_requested_saves_are_kept_apart_from_scheduled_ones(tmp_path):
+    policy = sf.Checkpoints(tmp_path, every=10, keep=2)
+
+    def save_where_due(series, steps):
+        for step in steps:
+            if step > 20:
+                series.request()
+            if series.due(step):
+                save(series, step)
+        series.wait()
+
+    with policy as series:
+        save_where_due(series, range(1, 27))
+        assert series.steps() == [10, 20, 25, 26]
+    with policy as series:  # they are known after a restart
+        save_where_due(series, [27])
+        assert series.steps() == [10, 20, 26, 27]
+        save_where_due(series, [30])  # a scheduled step, even if it is requested
+        assert series.steps() == [20, 26, 27, 30]
+        save(series, 31, requested=True)
+        series.wait()
+        assert series.steps() == [20, 27, 30, 31]
+
+
+def test_a_requested_save_may_be_the_best(tmp_path):
+    with sf.Checkpoints(tmp_path, every=10, keep=1, best="loss") as series:
+        for step in (1, 2, 3):
+            save(series, step, metrics={"loss": float(step)}, requested=True)
+        save(series, 10, metrics={"loss": 5.0})
+    assert series.steps() == [1, 3, 10]
+
+
 def test_a_folder_without_files_does_not_keep_a_series_from_saving(tmp_path):
     (tmp_path / "5").mkdir()
     with sf.Checkpoints(tmp_path, keep=1) as series:
@@ -524,40 +556,62 @@ def test_a_state_that_was_donated_is_refused(tmp_path):
 # Opened and not
 
 
-def test_a_series_that_is_not_open_does_nothing_on_disk(tmp_path):
-    described = sf.Checkpoints(tmp_path / "a", every=3, every_minutes=1e-9, best="loss")
-    assert dues(described) == [3, 6, 9]
-    described.wait()
-    described.close()
-    assert (described.saved, described.saving, described.steps()) == (None, None, [])
-    assert (described.latest_step(), described.best_step()) == (None, None)
-    for save in (described.save, described.add_later):
-        with pytest.raises(CheckpointError, match="expected an open series, got one that is not o"):
-            save(STATE, step=1) if save == described.save else save(1, metrics={}, extra=None)
+def test_a_policy_reads_and_does_nothing_on_disk(tmp_path):
+    policy = sf.Checkpoints(tmp_path / "a", every=3, every_minutes=1e-9, best="loss")
+    assert dues(policy) == [3, 6, 9]
+    assert (policy.steps(), policy.latest_step(), policy.best_step()) == ([], None, None)
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("name", ["save", "add_later", "wait", "close", "write_note"])
+def test_a_policy_leads_to_the_open_series(tmp_path, name):
+    policy = sf.Checkpoints(tmp_path)
+    assert not hasattr(policy, name)
+    with pytest.raises(
+        sf.StepfoldError, match=f"^{name}: expected an open series, got one that is "
+    ):
+        getattr(policy, name)
+    with pytest.raises(AttributeError, match="^'Checkpoints' object has no attribute 'sav'"):
+        policy.sav  # noqa: B018
 
 
 def test_opening_leaves_the_description_as_it_was(tmp_path):
     described = sf.Checkpoints(every=3, best="loss", keep_best=2)
     for run in ("a", "b"):
         with described.open(tmp_path / run) as series:
-            assert isinstance(series, sf.Checkpoints)
-            assert (series.every, series.best, series.ranking) == (3, "loss", ("loss", "min"))
+            assert isinstance(series, sf.Series)
+            assert (series.policy, series.ranking) == (described, ("loss", "min"))
             series.save(STATE, step=3, metrics={"loss": 2.0})
             series.save(STATE, step=6, metrics={"loss": 3.0})
             assert (series.saved, series.directory) == (6, tmp_path / run)
         assert (series.steps(), series.latest_step(), series.best_step()) == ([3, 6], 6, 3)
         check_same(series.restore(STATE, step="best").state, STATE)
     assert described == sf.Checkpoints(every=3, best="loss", keep_best=2)
-    assert described.saved is None
 
 
-def test_a_closed_series_can_be_opened_again(tmp_path):
-    series = sf.Checkpoints(tmp_path, keep=None).open()
+def test_each_opening_gives_a_new_series(tmp_path):
+    policy = sf.Checkpoints(tmp_path, keep=None)
+    opened = []
     for step in (1, 2):
-        with series.open() as opened:
-            opened.save(STATE, step=step)
-    series.close()
-    with series as opened:
-        opened.save(STATE, step=3)
-    assert sf.verify(tmp_path) == {1: [], 2: [], 3: []}
+        with policy as series:
+            series.save(STATE, step=step)
+            opened.append(series)
+    with policy as outer, policy.open() as middle, policy as inner:
+        for step, series in enumerate((inner, outer, middle), 3):
+            series.save(STATE, step=step)
+        opened += [outer, middle, inner]
+    assert len({*map(id, opened)}) == 5
+    assert [series.saved for series in opened] == [1, 2, 4, 5, 3]
+    assert sf.verify(tmp_path) == {step: [] for step in range(1, 6)}
+    for series in opened:
+        with pytest.raises(CheckpointError, match="expected an open series, got a closed one"):
+            series.save(STATE, step=6)
+
+
+def test_a_policy_can_be_copied_while_it_is_open(tmp_path):
+    policy = sf.Checkpoints(tmp_path, every=3)
+    with policy as series:
+        other = dataclasses.replace(policy, every=2)
+        with pytest.raises(CheckpointError, match="expected an open series to save in"):
+            other.request()
+        assert not series.due(2)

@@ -1,5 +1,7 @@
 """A second directory for frequent saves: what is saved where, pruned when, and restored first."""
 
+import errno
+import shutil
 import time
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 import stepfold as sf
-from stepfold.checkpoint import manifest
+from stepfold.checkpoint import manifest, writer
 from stepfold.errors import CheckpointError, ConfigError
 
 
@@ -228,20 +230,83 @@ def test_what_is_measured_later_is_added_where_the_step_is(tmp_path):
         assert series_in(tmp_path).restore(LIKE, step=step).metrics == {"loss": step}
 
 
-def test_a_failed_temporary_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
-    def fails(*_):
-        raise OSError("on purpose")
+def saved_one_by_one(series, steps):
+    for step in steps:
+        run(series, [step])
+        series.wait()
 
+
+def fails(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["written", "begun"])
+def test_a_temporary_save_that_fails_is_a_warning(tmp_path, monkeypatch, where):
     series = series_in(tmp_path).open()
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "write_leaves", fails)
-        run(series, [2])
-        series._session.thread.join()
-    with pytest.raises(CheckpointError, match="2: not saved"):
-        run(series, [6])
-    run(series, [6])
+        owner = manifest if where == "written" else writer
+        patch.setattr(owner, "write_leaves" if where == "written" else "shards_of", fails)
+        with pytest.warns(RuntimeWarning, match="local/.*temporary saves fail.*no space") as said:
+            saved_one_by_one(series, [2, 4])
+        assert len(said) == 1
+        assert series.latest_step() is None
+    run(series, [6, 8])
     series.close()
     assert steps_in(tmp_path / "durable") == [6]
+    assert steps_in(local(tmp_path)) == [8]
+
+
+def test_temporary_steps_that_cannot_be_deleted_are_a_warning(tmp_path, monkeypatch):
+    with series_in(tmp_path) as series:
+        run(series, [2, 4])
+        series.wait()
+        monkeypatch.setattr(shutil, "rmtree", fails)
+        with pytest.warns(RuntimeWarning, match="local/.*4: cannot be deleted: No space"):
+            saved_one_by_one(series, [6])
+    assert steps_in(tmp_path / "durable") == [6]
+
+
+def test_a_failed_permanent_save_is_raised(tmp_path, monkeypatch):
+    with series_in(tmp_path) as series:
+        monkeypatch.setattr(manifest, "write_leaves", fails)
+        run(series, [6])
+        with pytest.raises(CheckpointError, match="6: not saved"):
+            series.wait()
+
+
+@pytest.mark.parametrize("steps", [[2, 4], [4, 6, 8]], ids=["before a permanent step", "after one"])
+@pytest.mark.parametrize("how", ["deleted", "renamed"])
+def test_a_new_series_does_not_continue_another_in_its_place(tmp_path, how, steps):
+    with series_in(tmp_path) as series:
+        run(series, steps)
+    if how == "deleted":
+        shutil.rmtree(tmp_path / "durable")
+    else:
+        (tmp_path / "durable").rename(tmp_path / "old")
+    assert series_in(tmp_path).steps() == []
+    with pytest.raises(CheckpointError, match="got none"):
+        series_in(tmp_path).restore(LIKE)
+    with pytest.warns(RuntimeWarning, match="local/series-.*: temporary steps of an earlier seri"):
+        opened = series_in(tmp_path).open()
+    with opened as series:
+        assert (series.steps(), series.latest_step()) == ([], None)
+        run(series, [2])
+    with series_in(tmp_path) as series:
+        assert series.steps() == [2]
+    if how == "renamed":  # the old one is still whole, where it was
+        shutil.rmtree(tmp_path / "durable")
+        (tmp_path / "old").rename(tmp_path / "durable")
+        assert series_in(tmp_path).latest_step() == max(steps)
+
+
+def test_a_copy_of_a_series_does_not_share_its_temporary_steps(tmp_path):
+    with series_in(tmp_path) as series:
+        run(series, [2])
+    shutil.copytree(tmp_path / "durable", tmp_path / "copy")
+    temporary = sf.Temporary(tmp_path / "local", every=2)
+    with sf.Checkpoints(tmp_path / "copy", temporary=temporary) as series:
+        run(series, [4])
+    assert series_in(tmp_path).steps() == [2]
 
 
 def test_opening_cleans_both_directories(tmp_path):

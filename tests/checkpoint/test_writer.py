@@ -2,6 +2,7 @@ import errno
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -176,3 +177,21 @@ def test_a_save_does_not_wait_for_the_disk(tmp_path, monkeypatch):
     may_write.set()
     store.commit(3)
     assert sf.latest_step(tmp_path) == 3
+
+
+@pytest.mark.parametrize("years", [56, 1, -1, -30])
+def test_a_clock_that_jumps_ends_no_save(tmp_path, monkeypatch, years):
+    """As the clock of a machine that starts in 1970 and is then set."""
+    now, offset, written = time.time, [0.0], manifest.write_leaves
+
+    def jump(*args):
+        time.sleep(0.2)  # until orbax waits
+        offset[0] += years * 365 * 86400
+        time.sleep(0.2)
+        written(*args)
+
+    monkeypatch.setattr(manifest, "write_leaves", jump)
+    monkeypatch.setattr(time, "time", lambda: now() + offset[0])
+    with sf.Checkpoints(tmp_path) as series:
+        series.save(STATE, step=3)
+    assert sf.verify(tmp_path) == {3: []}

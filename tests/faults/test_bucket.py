@@ -13,6 +13,7 @@ from tests import s3
 from tests.laws import course, network
 
 import stepfold as sf
+from stepfold.checkpoint import bucket
 from stepfold.checkpoint.store import open_store
 
 from .forks import Forks
@@ -288,3 +289,57 @@ def test_the_capsule_of_a_run_in_a_bucket_is_replayed(server, tmp_path):
     assert capsule.checkpoint == (url, 14)
     found = sf.replay(capsule, step, state=course.start(), batches=course.batches())
     assert (found.reproduced, found.origin) == (True, 16)
+
+
+LIMIT = 1.5  # seconds, for one request
+
+
+@pytest.mark.filterwarnings("ignore:upload. the files of the run are not up to date")
+@pytest.mark.parametrize("is_signalled", [False, True])
+@pytest.mark.parametrize("fault", ["refuses", "freezes", "freezes for writes"])
+def test_a_run_waits_once_for_a_server_that_fails(
+    server, tmp_path, monkeypatch, fault, is_signalled
+):
+    retries = {"max_retries": 3, "initial_delay": "200ms", "max_delay": "400ms"}
+    monkeypatch.setattr(bucket, "_RETRIES", retries)
+    monkeypatch.setattr(bucket, "_TIMEOUT", LIMIT)
+    monkeypatch.setattr(bucket, "_PROBE", 0.2)
+    failed_at, is_over = [], threading.Event()
+
+    def fail(number, method, name):
+        if not failed_at or (fault == "freezes for writes" and method != "PUT"):
+            return None
+        return 503 if fault == "refuses" else (is_over.wait(60) and None)
+
+    def hook(event):
+        if event.is_train and event.step == 10:
+            failed_at.append(time.monotonic())
+        if event.is_train and event.step == 15 and is_signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with s3.Proxy(server, fail) as proxy:
+        checkpoints = sf.Checkpoints(proxy.url(f"{tmp_path.name}/run"), every=7)
+        upload = proxy.url(f"{tmp_path.name}/files")
+        with pytest.raises(sf.CheckpointError, match="cannot be"):
+            course.run(tmp_path, checkpoints=checkpoints, upload=upload, hooks=hook)
+        seconds = time.monotonic() - failed_at[0]
+        is_over.set()
+    assert seconds < 2 * LIMIT, seconds
+
+
+def test_a_server_that_recovers_is_used_again(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(bucket, "_TIMEOUT", 2.0)
+    is_down, is_over = threading.Event(), threading.Event()
+    fail = lambda *_: is_over.wait(60) and None if is_down.is_set() else None
+    with s3.Proxy(server, fail) as proxy:
+        state = {"w": np.ones(3)}
+        with sf.Checkpoints(proxy.url(tmp_path.name), keep=None) as series:
+            series.save(state, step=1)
+            series.wait()
+            is_down.set()
+            with pytest.raises(sf.CheckpointError, match="did not answer"):
+                series.save(state, step=2)
+            is_down.clear()
+            is_over.set()
+            series.save(state, step=3)
+        assert sf.verify(proxy.url(tmp_path.name)) == {1: [], 3: []}

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.laws import course
 
 import stepfold as sf
 
@@ -198,3 +199,17 @@ def test_the_best_is_passed_over_with_a_word(saved, damaged, file, damage):
         got = sf.restore(folder, make_state(3), step="best")
     assert bits(got) == saved.right[1]
     assert list(got.damaged) == [2]
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, empty, delete], ids=lambda each: each.__name__)
+def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_over(tmp_path, damage):
+    course.run(tmp_path, steps=5, checkpoints=sf.Checkpoints(every=5))
+    array = max(
+        (tmp_path / "checkpoints/5/state").rglob("d/*"), key=lambda path: path.stat().st_size
+    )
+    damage(array, random.Random(0))
+    with (
+        pytest.warns(RuntimeWarning, match="step 5 is damaged, kept as 5.damaged"),
+        pytest.raises(sf.CheckpointError, match="expected a good checkpoint, got none: step 5: "),
+    ):
+        course.run(tmp_path, steps=10, checkpoints=sf.Checkpoints(every=5))

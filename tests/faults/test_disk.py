@@ -230,3 +230,25 @@ def test_a_directory_that_is_removed_meanwhile(tmp_path):
             is_of(sf.restore(folder, LIKE), 2)
         folder.mkdir(exist_ok=True)
         goes_on(folder, series)
+
+
+@pytest.mark.parametrize("left", ["no file", "no byte", "no step"])
+def test_a_full_second_disk_ends_no_run(small_disk, tmp_path, left):
+    disk = small_disk("size=4m" if left != "no file" else "size=4m,nr_inodes=8")
+    if left == "no file":
+        for number in range(7):
+            (disk / f"{number}").touch()
+    else:
+        fill(disk, left=0 if left == "no byte" else 300_000)
+    policy = sf.Checkpoints(tmp_path / "run", every=6, temporary=sf.Temporary(disk, every=2))
+    with pytest.warns(RuntimeWarning, match="disk0.*temporary saves.*(No|no) space left"):
+        saves_until(policy, 9)
+    is_of(policy.restore(LIKE), 6)
+    assert sf.verify(tmp_path / "run") == {6: []}
+
+
+def saves_until(policy, stop):
+    with policy as series:
+        for step in range(1, stop):
+            if series.due(step):
+                series.save(make_state(step), step=step)

@@ -252,21 +252,6 @@ def test_a_run_resumes_from_a_temporary_step(top, monkeypatch, run_dir, local):
     assert not any(sf.verify(resolved / "checkpoints").values())
 
 
-def test_temporary_steps_stay_where_they_were(top):
-    """The names of earlier versions are hashes of the path as it was given."""
-    import hashlib
-
-    for path in (top / "runs" / "a", top / "link" / "a"):
-        digest = hashlib.sha256(str(path).encode()).hexdigest()[:16]
-        if path.is_relative_to(top / "link"):
-            (top / "local" / f"series-{digest}").mkdir()
-        temporary = sf.Temporary("../local", every=1)
-        with sf.Checkpoints(path, every=2, temporary=temporary) as series:
-            assert series.due(1)
-            series.save({"w": np.ones(2)}, step=1)
-        assert sf.verify(top / "local" / f"series-{digest}") == {1: []}
-
-
 def test_a_link_that_moves_on_takes_no_temporary_steps_along(top):
     link = top / "current"
     for number in (1, 2):

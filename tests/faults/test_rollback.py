@@ -127,7 +127,7 @@ def stops_while_it_goes_back(runs, kills):
 
     from test_rollback import trains
 
-    from stepfold import Checkpoints
+    from stepfold import Series
     from stepfold.checkpoint.store import DirectoryStore
 
     is_going_back = []
@@ -152,8 +152,8 @@ def stops_while_it_goes_back(runs, kills):
 
         setattr(owner, method, stopping)
 
-    wrap(Checkpoints, "write_note")
-    wrap(Checkpoints, "delete_after")
+    wrap(Series, "write_note")
+    wrap(Series, "delete_after")
     wrap(DirectoryStore, "delete")
     trains(runs)
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import warnings
 from pathlib import Path
@@ -15,6 +16,10 @@ import stepfold as sf
 
 from . import training
 from .test_kills import Run, trains_on_two
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name != "series.json")
 
 
 def trains(folder, notes, options):
@@ -53,7 +58,7 @@ class Both(Run):
 
     def names(self):
         (local,) = self.local.iterdir()
-        return [sorted(path.name for path in folder.iterdir()) for folder in (self.folder, local)]
+        return [names_in(folder) for folder in (self.folder, local)]
 
     def check_end(self, whole):
         assert sorted(set(self.noted("end"))) == sorted(whole.noted("end"))
@@ -171,8 +176,9 @@ def test_a_deletion_that_a_kill_prevents_is_done_when_the_series_is_opened(
     assert [[*sf.verify(folder)] for folder in folders] == left
     described.open().close()
     assert [[*sf.verify(folder)] for folder in folders] == kept
-    names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
-    assert names == [[str(step) for step in steps] for steps in kept]
+    assert [names_in(folder) for folder in folders] == [
+        [str(step) for step in steps] for steps in kept
+    ]
 
 
 def test_a_series_that_is_opened_deletes_nothing_that_was_kept(tmp_path):
@@ -269,6 +275,23 @@ def test_without_the_local_disk_a_run_goes_on_from_the_durable_step(tmp_path, mo
     result = course.run(tmp_path, checkpoints=described(tmp_path))
     assert result.resumed == 12
     assert course.told(result) == course.whole()
+
+
+@pytest.mark.parametrize("how", ["deleted", "renamed"])
+def test_a_run_in_a_new_directory_of_the_name_starts_over(tmp_path, monkeypatch, how):
+    folder, local = tmp_path / "run", sf.Temporary(tmp_path / "local", every=2)
+    make = lambda: sf.Checkpoints(every=12, keep=None, temporary=local)
+    monkeypatch.setattr(f"{__name__}.described", lambda _: make())
+    cut_at(folder, 15, monkeypatch)
+    shutil.rmtree(folder) if how == "deleted" else folder.rename(tmp_path / "old")
+    with pytest.warns(RuntimeWarning, match="temporary steps of an earlier series in .*run/check"):
+        result = course.run(folder, checkpoints=make())
+    assert result.resumed is None
+    assert course.told(result) == course.whole()
+    if how == "renamed":
+        shutil.rmtree(folder)
+        (tmp_path / "old").rename(folder)
+        assert course.run(folder, checkpoints=make()).resumed == 14
 
 
 @pytest.mark.parametrize("when", ["at a temporary save", "right after a resume"])

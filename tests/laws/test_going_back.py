@@ -237,7 +237,7 @@ def test_an_evaluation_at_the_end_may_let_the_run_go_back(tmp_path):
 
 @pytest.mark.parametrize("at", ["_write", "delete_after", "restore"])
 def test_a_signal_at_any_moment_of_going_back_ends_the_run(tmp_path, skipping, monkeypatch, at):
-    owner = rollback.Rollbacks if at == "_write" else sf.Checkpoints
+    owner = rollback.Rollbacks if at == "_write" else sf.Series
     whole, calls = getattr(owner, at), []
 
     def signalled(self, *args, **options):
@@ -327,7 +327,7 @@ MUTANTS = {
     "keeps the rows": (jsonl_writer, "resume", lambda writer, step: None),
     "keeps the open interval": (MetricBuffer, "set_state", lambda buffer, state: None),
     "keeps the state of hooks": (HookDispatcher, "set_state", lambda hooks, state: None),
-    "keeps later checkpoints": (sf.Checkpoints, "delete_after", lambda series, step, _=None: None),
+    "keeps later checkpoints": (sf.Series, "delete_after", lambda series, step, _=None: None),
 }
 
 
@@ -373,7 +373,7 @@ class running_mean(BaseHook):
 def test_an_exception_at_any_moment_of_going_back_loses_nothing(
     tmp_path, skipping, monkeypatch, at
 ):
-    owner = rollback.Rollbacks if at == "_write" else sf.Checkpoints
+    owner = rollback.Rollbacks if at == "_write" else sf.Series
     whole, calls = getattr(owner, at), []
 
     def cut(self, *args, **options):

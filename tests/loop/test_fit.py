@@ -208,7 +208,7 @@ def test_what_goes_wrong_after_the_last_step_has_the_result():
 
 
 def test_what_a_second_signal_waits_for_is_said(tmp_path, capfd, monkeypatch):
-    written, finish = threading.Event(), sf.Checkpoints._finish
+    written, finish = threading.Event(), sf.Series._finish
 
     def interrupt_twice(event):
         threading.Timer(0.3, written.set).start()
@@ -216,7 +216,7 @@ def test_what_a_second_signal_waits_for_is_said(tmp_path, capfd, monkeypatch):
             signal.raise_signal(signal.SIGINT)
 
     slow = lambda self, store, step: (written.wait(60), finish(self, store, step))
-    monkeypatch.setattr(sf.Checkpoints, "_finish", slow)
+    monkeypatch.setattr(sf.Series, "_finish", slow)
     with pytest.raises(KeyboardInterrupt):
         fit(hooks=sf.every(10, interrupt_twice), **saves(tmp_path))
     said = "waiting for the checkpoint of step 7, which is being written\n"
@@ -435,7 +435,7 @@ def test_a_state_beyond_the_last_step_is_not_trained_with_a_warning():
 
 def test_a_directory_that_cannot_be_read_does_not_replace_an_error(tmp_path, monkeypatch):
     def fails(event):
-        monkeypatch.setattr(sf.Checkpoints, "best_step", unreadable)
+        monkeypatch.setattr(sf.Series, "best_step", unreadable)
         raise ValueError("of the hook")
 
     def unreadable(self):
@@ -830,14 +830,14 @@ def test_metrics_are_durable_before_the_checkpoint_is(tmp_path):
 
     path = tmp_path / "mine.jsonl"
     writer = sf.async_writer(sf.multi_writer(Slow(), sf.jsonl_writer(path)))
-    finish = sf.Checkpoints._finish
+    finish = sf.Series._finish
 
     def look(self, store, step):
         finish(self, store, step)
         seen.append((step, rows(path) if path.exists() else []))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sf.Checkpoints, "_finish", look)
+        patch.setattr(sf.Series, "_finish", look)
         plan = sf.Checkpoints(tmp_path / "checkpoints", every=20)
         fit(steps=20, log_every=5, hooks=sf.log_to(writer), checkpoints=plan)
     assert seen[0] == (20, [5, 10, 15, 20])

@@ -83,6 +83,20 @@ def test_a_save_that_was_made_at_the_step_is_not_repeated(tmp_path):
     assert steps_in(tmp_path) == [*range(5, 41, 5)]
 
 
+@pytest.mark.parametrize("how", ["request", "signal"])
+def test_a_storm_of_requests_pushes_no_scheduled_save_out(tmp_path, how):
+    checkpoints = sf.Checkpoints(every=10, keep=2)
+
+    def storm(event):
+        if event.is_train and event.step > 20:
+            checkpoints.request() if how == "request" else os.kill(os.getpid(), signal.SIGUSR1)
+
+    course.run(tmp_path, checkpoints=checkpoints, hooks=storm, log_every=1, steps=29)
+    saved = steps_in(tmp_path)
+    assert (saved[0], saved[-1]) == (20, 29)
+    assert len(saved) <= 4
+
+
 def test_sigusr1_without_checkpoints_warns_once():
     hook = lambda event: os.kill(os.getpid(), signal.SIGUSR1)
     with warnings.catch_warnings(record=True) as caught:

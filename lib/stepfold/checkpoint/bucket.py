@@ -21,7 +21,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -42,11 +42,16 @@ _OPTIONS = ("endpoint", "aws_region")  # members of tensorstore's s3 driver, giv
 # A request that fails is repeated after 0.5, 1, 2, … seconds, and fails after about one minute.
 _RETRIES = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s"}
 _TIMEOUT = 300.0  # seconds to wait for the answer to one request, its repetitions included
+# Once a request got no answer, those of the next minute have to be preceded by one that gets an
+# answer at once. Otherwise, a run that ends would wait as long for each thing that it does last.
+_PROBE = 2.0
+_OUTAGE = 60.0
 _PATIENCE = 600.0  # seconds that process 0 waits for the manifests of the other processes
 _OBJECT = 1 << 24  # bytes of an object with shards; Python waits while one is copied
 _AT_ONCE = 16  # objects that are written, or kept while reading: bounds the memory
 _DAY = 24 * 60 * 60.0
 
+_FORMAT_NAME = "stepfold.json"
 _COMMIT = re.compile(r"(0|[1-9]\d*)\.commit")
 _MARKER = re.compile(r"(\d+)\.damaged(-\d+)?")
 _FOLDER = re.compile(r"saves/(\d+)-([0-9a-f]+)-[0-9a-f]+/")
@@ -62,17 +67,43 @@ class _Save(NamedTuple):
     before_commit: Callable[[], None] | None
 
 
+class _Outage:
+    """Whether a server has left a request without an answer, and which requests it answers since.
+
+    The buckets of one server share it, in several threads.
+    """
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._answered: frozenset[str] = frozenset()  # verbs
+
+    def begin(self) -> None:
+        self._answered, self._began = frozenset(), time.monotonic()
+
+    def end(self, verb: str) -> None:
+        self._answered |= {verb}
+
+    def lasts_for(self, verb: str) -> bool:
+        """Return whether requests of this kind may get no answer."""
+        is_recent = self._began is not None and time.monotonic() - self._began < _OUTAGE
+        return is_recent and verb not in self._answered
+
+
 class Bucket:
     """Objects below a URL such as `s3://bucket/run`.
 
     Credentials are those that tensorstore finds, in the environment or a profile. The query may
     have an `endpoint` and an `aws_region`, as in `s3://bucket/run?endpoint=https://host`. Requests
-    end within a limited time, and their errors name the object.
+    end within a limited time, and their errors name the object. After an error of the server, the
+    next ones fail at once until it answers; `other`, a bucket, is told too if it has this server.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, other: Any = None) -> None:
         self.location = url
         self._base, spec = _read_url(url)
+        self._server = [spec.get(name) for name in ("driver", "endpoint", "aws_region")]
+        is_shared = isinstance(other, Bucket) and other._server == self._server
+        self._outage = other._outage if is_shared else _Outage()
         retries = {f"{name}_request_retries": _RETRIES for name in ("s3", "gcs")}
         try:
             self._kv = tensorstore.KvStore.open(spec, context=tensorstore.Context(retries)).result()
@@ -88,35 +119,45 @@ class Bucket:
         return None if found.state == "missing" else found.value
 
     def _start_read(self, name: str) -> Callable[[], Any]:
-        return self._start(name, "read", self._kv.read(name))
+        return self._start(name, "read", lambda: self._kv.read(name))
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object, or replace it."""
         self._start_write(name, content)()
 
     def _start_write(self, name: str, content: bytes) -> Callable[[], Any]:
-        return self._start(name, "written", self._kv.write(name, content))
+        return self._start(name, "written", lambda: self._kv.write(name, content))
 
     def _replace(self, name: str, found: Any, content: bytes | None) -> bool:
         """Write or delete an object if it is still as it was found; return whether it was."""
         verb = "deleted" if content is None else "written"
-        future = self._kv.write(name, content, if_equal=found.stamp.generation)
-        return bool(self._start(name, verb, future)().generation)
+        replace = lambda: self._kv.write(name, content, if_equal=found.stamp.generation)
+        return bool(self._start(name, verb, replace)().generation)
 
-    def _start(self, name: str, verb: str, future: Any) -> Callable[[], Any]:
+    def _start(self, name: str, verb: str, request: Callable[[], Any]) -> Callable[[], Any]:
         """Return a function that waits for the answer to a request, and raises its error."""
-        deadline = time.monotonic() + _TIMEOUT
+        if self._outage.lasts_for(verb):
+            self._probe(name, verb)
+        limit = _PROBE if self._outage.lasts_for(verb) else _TIMEOUT
+        deadline, future = time.monotonic() + limit, request()
 
         def wait() -> Any:
             try:
-                return future.result(max(0.0, deadline - time.monotonic()))
+                answer = future.result(max(0.0, deadline - time.monotonic()))
             except (ValueError, RuntimeError, OSError) as error:
                 reason = _reason(error)
                 if isinstance(error, TimeoutError):
-                    reason = f"the server did not answer in {_TIMEOUT:.0f} s"
+                    reason = f"the server did not answer in {limit:.0f} s"
+                if isinstance(error, TimeoutError) or "retry attempts failed" in reason:
+                    self._outage.begin()
                 raise CheckpointError(f"{self._base}{name}: cannot be {verb}: {reason}") from error
+            self._outage.end(verb)
+            return answer
 
         return wait
+
+    def _probe(self, name: str, verb: str) -> None:
+        """Raise if the server does not answer at once; the request itself is one if it is small."""
 
 
 class BucketStore(Bucket):
@@ -126,7 +167,15 @@ class BucketStore(Bucket):
         super().__init__(url)
         self._saves: dict[int, _Save] = {}
         if save and jax.process_index() == 0:  # find out whether it is writable, before step 1
-            self.write("stepfold.json", manifest.encode_checked({"format": manifest.FORMAT}))
+            self._write_format()
+
+    def _write_format(self) -> None:
+        self.write(_FORMAT_NAME, manifest.encode_checked({"format": manifest.FORMAT}))
+
+    def _probe(self, name: str, verb: str) -> None:
+        if name != _FORMAT_NAME:
+            self._write_format() if verb == "written" else self.read(_FORMAT_NAME)
+            self._outage.end(verb)
 
     # Reading
 
@@ -355,18 +404,18 @@ class BucketStore(Bucket):
 
     def _delete_folder(self, folder: str) -> None:
         prefix = tensorstore.KvStore.KeyRange(folder, f"{folder[:-1]}0")  # "0" comes after "/"
-        self._start(folder, "deleted", self._kv.delete_range(prefix))()
+        self._start(folder, "deleted", lambda: self._kv.delete_range(prefix))()
 
     def _names(self) -> list[str]:
         """List the commits and the markers."""
         # By their first digit, since a list has a common prefix: folders may have many objects.
         ranges = [tensorstore.KvStore.KeyRange(f"{i}", chr(ord("1") + i)) for i in range(10)]
-        lists = [self._start("", "listed", self._kv.list(prefix)) for prefix in ranges]
+        lists = [self._start("", "listed", partial(self._kv.list, prefix)) for prefix in ranges]
         return sorted(name.decode(errors="replace") for wait in lists for name in wait())
 
     def _folders(self) -> list[str]:
         prefix = tensorstore.KvStore.KeyRange("saves/", "saves0")
-        names = self._start("saves/", "listed", self._kv.list(prefix))()
+        names = self._start("saves/", "listed", lambda: self._kv.list(prefix))()
         folders = {name.decode(errors="replace").rpartition("/")[0] + "/" for name in names}
         return sorted(folder for folder in folders if _FOLDER.fullmatch(folder))
 

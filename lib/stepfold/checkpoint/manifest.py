@@ -58,6 +58,7 @@ class StepMetadata(NamedTuple):
     metrics: Mapping[str, Any] | None = None
     extra: Any = None
     best: Best | None = None
+    requested: bool = False  # rather than scheduled; only written if it is true
 
 
 class Manifest(NamedTuple):
@@ -139,10 +140,13 @@ def process_manifest(
     """Describe the part of this process, with the checksums of its shards."""
     process = jax.process_index()
     own = {"step": metadata.step, "data": metadata.data}
+    first = metadata._asdict()
+    if not metadata.requested:  # which earlier versions do not know
+        del first["requested"]
     return {
         "format": FORMAT,
         "processes": jax.process_count(),
-        "words": metadata._asdict() if process == 0 else own,  # the name on disk of the metadata
+        "words": first if process == 0 else own,  # the name on disk of the metadata
         "leaves": leaves if process == 0 else {},
         "shards": [
             [name, part, checksum(array)]
@@ -209,7 +213,7 @@ def check_sizes(files: Any) -> dict[str, int]:
 
 def metadata_of(first: Any, later: Any, where: Path | str, step: int) -> StepMetadata:
     """Return the metadata of the manifest of process 0, with the values added after the commit."""
-    fields = first["words"] | later
+    fields = {"requested": False} | first["words"] | later
     if unknown := fields.keys() - set(StepMetadata._fields):
         raise NewerError(
             f"{where}: expected metadata of {', '.join(StepMetadata._fields)}, got "
@@ -222,6 +226,7 @@ def metadata_of(first: Any, later: Any, where: Path | str, step: int) -> StepMet
             f"{where}: expected the checkpoint of step {step}, got a copy of that of step "
             f"{fields['step']}; give the directory its number, or move it elsewhere"
         )
+    _expect(type(fields["requested"]) is bool, "requested", fields["requested"])
     metrics, best = fields["metrics"], fields["best"]
     for name, value in (metrics or {}).items():
         name.encode()

@@ -1,27 +1,31 @@
 """A series of checkpoints: when to save, background saves, and which steps to keep."""
 
 import atexit
-import dataclasses
+import glob
 import hashlib
 import os
+import re
+import secrets
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import jax
 
 from stepfold import tree
-from stepfold.checkpoint.manifest import DamageError, from_json, step_metadata
+from stepfold.checkpoint.manifest import DamageError, StepMetadata, from_json, step_metadata
 from stepfold.checkpoint.restore import Restored, restore_from
 from stepfold.checkpoint.steps import (
     Best,
     absolute_path,
     expendable,
+    is_full,
     is_url,
     order_by,
     read_best,
@@ -35,11 +39,11 @@ from stepfold.checkpoint.store import (
     open_store,
     open_to_save,
 )
-from stepfold.checkpoint.verify import newest_complete
+from stepfold.checkpoint.verify import has_own_step, newest_complete
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
 from stepfold.core.validation import check_count, check_flags, check_positive
-from stepfold.errors import CheckpointError, ConfigError
+from stepfold.errors import CheckpointError, ConfigError, StepfoldError
 
 
 def save(
@@ -85,24 +89,6 @@ def save(
         series.save(state, step=step, data=data, metrics=metrics, extra=extra)
 
 
-@dataclass
-class _Session:
-    """The state of a series, used once it is opened."""
-
-    # The permanent one, and the temporary one if there is one; None before, and empty once closed.
-    stores: Sequence[Store] | None = None
-    saved: int | None = None
-    saved_at: float = 0.0
-    any_saved_at: float = 0.0  # in either directory
-    saving: int | None = None  # the last step of which a save began
-    temporary_due: int | None = None  # the step for which a temporary save alone is due
-    restored_temporary: bool = False
-    is_requested: bool = False
-    notify: Callable[[], None] | None = None  # at a request
-    thread: threading.Thread | None = None
-    failure: BaseException | None = None
-
-
 @dataclass(frozen=True)
 class Temporary:
     """A directory for frequent saves, such as a local disk: `Checkpoints(temporary=Temporary(…))`.
@@ -111,9 +97,12 @@ class Temporary:
     Saves by request, at a signal, and at the end are permanent; `best`, `keep_best` and
     `keep_every` act on permanent steps alone. A resume takes the newest good step of either.
 
-    Each series has a folder in the directory, named by a hash of its real path or URL, so that runs
-    can share the directory. To start a series over, delete both. Several processes need to see the
-    same directory: a disk of one host serves the processes on that host only.
+    Each series has a folder in the directory, so that runs can share the directory. It is named by
+    the real path or URL of the series and by an identity, which is stored in `series.json` next to
+    the permanent steps: a series that is deleted or moved leaves its temporary steps behind, and a
+    new one in its place does not continue them. A temporary save that fails, as on a full disk,
+    causes a warning. Several processes need to see the same directory: a disk of one host serves
+    the processes on that host only.
 
     Attributes:
       directory: the directory, which is not a URL.
@@ -146,33 +135,114 @@ class Temporary:
         if self.every is None and self.every_minutes is None:
             raise ConfigError("temporary: expected every=… or every_minutes=…, got neither")
 
-    def folder_of(self, series: Store) -> Path:
+    def folder_of(self, series: Store, identity: str) -> Path:
         """Return the folder of a series."""
-        location = series.location
-        # Links are resolved, since they may change, and a directory may have several names.
-        names = [location] if is_url(location) else [os.path.realpath(location), location]
-        digests = [hashlib.sha256(os.fsencode(name)).hexdigest()[:16] for name in names]
-        folders = [read_directory(self.directory) / f"series-{digest}" for digest in digests]
-        # Earlier versions used the name as it was given.
-        return next((folder for folder in folders if folder.is_dir()), folders[0])
+        return read_directory(self.directory) / f"{_folder_prefix(series)}-{identity}"
+
+    def warn_about_others(self, series: Store, identity: str) -> None:
+        """Warn if an earlier series in the same directory has left temporary steps."""
+        directory = read_directory(self.directory)
+        for folder in sorted(directory.glob(f"{glob.escape(_folder_prefix(series))}*")):
+            if folder != self.folder_of(series, identity) and open_store(folder).steps():
+                warnings.warn(
+                    f"{folder}: temporary steps of an earlier series in {series.location}, which "
+                    "was deleted or moved, are not continued; delete them, or move it back",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+
+def _folder_prefix(series: Store) -> str:
+    location = series.location
+    # Links are resolved, since they may change, and a directory may have several names.
+    name = location if is_url(location) else os.path.realpath(location)
+    return f"series-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
+
+
+# A directory that is deleted and made again has the same name, but another identity.
+_IDENTITY = "series.json"
+
+
+def _read_identity(series: Store) -> str | None:
+    """Return the identity of a series with temporary steps, or None."""
+    with suppress(DamageError):
+        note = series.read_note(_IDENTITY)
+        identity = note.get("id") if isinstance(note, dict) else None
+        if isinstance(identity, str) and re.fullmatch("[0-9a-f]{8}", identity):
+            return identity
+    return None
+
+
+def _open_temporary(temporary: Temporary, series: Store) -> Store | None:
+    """Open the store of temporary steps, or return None if the disk is full; collective."""
+    identity = None
+    with agreement(f"{series.location}: not opened"):
+        if jax.process_index() == 0:
+            identity = _read_identity(series)
+            if identity is None:
+                identity = secrets.token_hex(4)
+                temporary.warn_about_others(series, identity)
+                series.write_note(_IDENTITY, {"id": identity})
+    folder = temporary.folder_of(series, broadcast_from_first([identity])[0] or "")
+    try:
+        return open_to_save(folder)
+    except CheckpointError as error:
+        if not is_full(str(error)):
+            raise
+        warnings.warn(
+            f"{folder}: the run continues without temporary saves: {error}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return None
+
+
+_Kind = Literal["permanent", "requested", "temporary"]
+
+
+class _StepReader:
+    """What the policy and an open series read alike."""
+
+    @property
+    def ranking(self) -> Best | None:
+        """The metric that ranks steps, and "min" or "max"; None without `best`."""
+        raise NotImplementedError
+
+    def _stores(self) -> Sequence[Store]:
+        """Return the store of the series, and that of the temporary steps if there is one."""
+        raise NotImplementedError
+
+    def steps(self) -> list[int]:
+        """List the steps, permanent and temporary, whether or not they are valid."""
+        return sorted({step for store in self._stores() for step in store.steps()})
+
+    def latest_step(self) -> int | None:
+        """Return the newest complete step, permanent or temporary, or None."""
+        newest = map(newest_complete, self._stores())
+        return max((step for step in newest if step is not None), default=None)
+
+    def best_step(self) -> int | None:
+        """Return the permanent step with the best metric, or None."""
+        stores = self._stores()
+        if self.ranking is None or not stores:
+            return None
+        metrics = metrics_of(complete_steps(stores[0]))
+        return next(iter(order_by(self.ranking, metrics)), None)
 
 
 @dataclass(frozen=True)
-class Checkpoints:
-    """A series of checkpoints in one directory.
+class Checkpoints(_StepReader):
+    """When to save a series of checkpoints in one directory, and which steps to keep.
 
-    It does nothing on disk until it is opened: by `fit`, by a `with` block, or by `open`, which
-    return an opened copy. The same `Checkpoints` can be opened again.
-
-    Leave the `with` block, or call `close`: it waits for the pending save and raises its error. A
-    save that is pending when the interpreter exits cannot be finished. It leaves nothing, and its
-    error is printed to stderr.
+    It does nothing on disk until it is opened: by `fit`, by a `with` block, or by `open`. Each
+    opening gives a new `Series`, which saves.
 
     In object storage, a step is one object that is written last, so that the step is complete or
     absent there too. Credentials come from the environment or a profile, as tensorstore finds them.
     `s3://bucket/run?endpoint=https://host` names another server; `file:///a/folder` has the layout
     of a bucket. A request that fails is repeated for about one minute, and one without an answer
-    fails after five. What a killed run leaves there is deleted once it is a day old.
+    fails after five; the next ones then fail at once until the server answers. What a killed run
+    leaves there is deleted once it is a day old.
 
     Attributes:
       directory: the directory of the series, or a URL such as `s3://bucket/run` or
@@ -181,7 +251,8 @@ class Checkpoints:
       every_epochs: epochs between checkpoints.
       every_minutes: minutes between checkpoints; `fit` checks it at log points, and where it
         evaluates or ends an epoch.
-      keep: number of latest checkpoints to keep; None keeps all.
+      keep: number of latest checkpoints to keep; None keeps all. Those that were requested are
+        counted apart: as many of them are kept.
       keep_every: keep every step that is a multiple of this number permanently.
       best: the metric that ranks checkpoints, such as `eval/loss`; the best ones are kept as well.
       mode: whether the "min" or the "max" of the metric is the best. If None, "min" where the last
@@ -213,12 +284,9 @@ class Checkpoints:
     keep_best: int = 1
     async_: bool = True
     temporary: Temporary | None = None
-    _session: _Session = field(default_factory=_Session, init=False, repr=False, compare=False)
-    _entered: "list[Checkpoints]" = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
-    # Of the open copies. They share the list, so that a request to any reaches them.
-    _sessions: list[_Session] = field(default_factory=list, init=False, repr=False, compare=False)
+    # The open series, so that a request reaches them, and those that `with` opened.
+    _open: "list[Series]" = field(default_factory=list, init=False, repr=False, compare=False)
+    _entered: "list[Series]" = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.directory is not None and not is_url(self.directory):
@@ -240,16 +308,13 @@ class Checkpoints:
 
     @property
     def ranking(self) -> Best | None:
-        """The metric that ranks steps, and "min" or "max"; None without `best`."""
         return read_best(self.best, self.mode)
 
-    # Opening and closing
-
-    def open(self, directory: str | os.PathLike[str] | None = None) -> Self:
-        """Return an opened copy, after cleaning up what killed runs left behind.
+    def open(self, directory: str | os.PathLike[str] | None = None) -> "Series":
+        """Open the series, after cleaning up what killed runs left behind.
 
         Args:
-          directory: used if the series has no directory of its own.
+          directory: used if the policy has no directory of its own.
 
         Raises:
           CheckpointError: if the path is not a directory, is not writable, or, with several
@@ -258,42 +323,159 @@ class Checkpoints:
         path = self.directory if self.directory is not None else directory
         if path is None:
             raise ConfigError("directory: expected a path, got None; give Checkpoints('runs/a', …)")
-        stores = [open_to_save(path)]
-        if self.temporary is not None:
-            stores.append(open_to_save(self.temporary.folder_of(stores[0])))
-        # A path becomes absolute; a URL stays as given.
-        directory = path if is_url(path) else Path(stores[0].location)
-        opened = dataclasses.replace(self, directory=directory)
-        now = time.monotonic()
-        session = _Session(stores, saved_at=now, any_saved_at=now)
-        object.__setattr__(opened, "_session", session)
-        with agreement(f"{directory}: not opened"):
-            for store in stores if jax.process_index() == 0 else []:
-                store.clean(partial(opened._prune, store))
-        object.__setattr__(opened, "_sessions", self._sessions)
-        self._sessions.append(session)
-        # Without `close`: print the error of the last save. Threads were joined by then.
-        atexit.register(opened.close)
-        return opened
+        return Series(self, path)
 
-    def close(self) -> None:
-        """Wait for the pending save and close the series; idempotent."""
-        session = self._session
-        if session.stores:
-            atexit.unregister(self.close)
-            self._sessions.remove(session)
-            try:
-                self.wait()
-            finally:
-                session.stores = ()
-
-    def __enter__(self) -> Self:
-        opened = self if self._session.stores else self.open()
-        self._entered.append(opened)
-        return opened
+    def __enter__(self) -> "Series":
+        series = self.open()
+        self._entered.append(series)
+        return series
 
     def __exit__(self, *error: object) -> None:
         self._entered.pop().close()
+
+    def due(self, step: int, *, epoch: int | None = None) -> bool:
+        """Return whether `every` or `every_epochs` schedules a save after `step` steps.
+
+        `epoch` is the number of finished epochs, if the last step ended one.
+        """
+        by_step = self.every is not None and step % self.every == 0
+        by_epoch = bool(epoch and self.every_epochs and epoch % self.every_epochs == 0)
+        return step >= 1 and (by_step or by_epoch)
+
+    def request(self) -> None:
+        """Request a permanent save, in a hook, another thread or a signal handler.
+
+        `fit` saves after the step or call that is running, and continues. With several processes, a
+        request in one of them saves in all, at the same step, within about half a second or two
+        steps. In a loop of your own, `Series.due` is True until the next permanent save; there, all
+        processes request it before the same step.
+
+        It reaches every series that is open. Without one, it raises a `CheckpointError`.
+
+        >>> import jax.numpy as jnp, stepfold as sf, tempfile
+        >>> checkpoints = sf.Checkpoints(tempfile.mkdtemp(), every=1000)
+        >>> with checkpoints as series:
+        ...     checkpoints.request()
+        ...     series.due(5)
+        True
+        """
+        if not self._open:
+            raise CheckpointError(
+                f"{self.directory}: expected an open series to save in, got none; request a save "
+                "while fit runs, or in a `with` block"
+            )
+        for series in [*self._open]:
+            series.receive_request()
+
+    def restore(self, like: Any, **options: Any) -> Restored:
+        """Restore as `stepfold.restore` does.
+
+        With `temporary`, the newest step and a step by its number may be a temporary one.
+        """
+        return restore_from(self._stores() or [open_store(self.directory)], like, **options)[0]
+
+    def _stores(self) -> Sequence[Store]:
+        if self.directory is None:
+            return ()
+        stores = [open_store(self.directory)]
+        if self.temporary is not None and (identity := _read_identity(stores[0])) is not None:
+            stores.append(open_store(self.temporary.folder_of(stores[0], identity)))
+        return stores
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_") or not hasattr(Series, name):
+            raise AttributeError(f"'Checkpoints' object has no attribute {name!r}")
+        raise _NotOpenError(
+            f"{name}: expected an open series, got one that is not open; use a `with` block or open"
+        )
+
+
+class _NotOpenError(StepfoldError, AttributeError):
+    """Also an AttributeError, so that `hasattr` returns False."""
+
+
+class Series(_StepReader):
+    """A series of checkpoints that is open, as `with Checkpoints(…) as series` gives it.
+
+    Leave the `with` block, or call `close`: it waits for the pending save and raises its error. A
+    save that is pending when the interpreter exits cannot be finished. It leaves nothing, and its
+    error is printed to stderr. After that, a series can still be read.
+
+    Attributes:
+      policy: the `Checkpoints` that opened it.
+      directory: the directory of the series, or its URL.
+      saved: the step that was saved last since the series was opened; a permanent one.
+      restored_temporary: whether the step that was restored last is a temporary one.
+
+    >>> import jax.numpy as jnp, stepfold as sf, tempfile
+    >>> with sf.Checkpoints(tempfile.mkdtemp(), every=10) as series:
+    ...     for step in range(1, 26):
+    ...         if series.due(step):
+    ...             series.save({"w": jnp.full(2, step)}, step=step)
+    >>> series.saved, series.restore({"w": jnp.zeros(2, int)}).state["w"]
+    (20, Array([20, 20], dtype=int32))
+    """
+
+    def __init__(self, policy: Checkpoints, path: str | os.PathLike[str]) -> None:
+        self.policy, self._permanent = policy, open_to_save(path)
+        # A path becomes absolute; a URL stays as given.
+        self.directory = path if is_url(path) else Path(self._permanent.location)
+        self._temporary: Store | None = None
+        if policy.temporary is not None:
+            self._temporary = _open_temporary(policy.temporary, self._permanent)
+        self.saved: int | None = None
+        self.restored_temporary = False
+        self._saved_at = self._any_saved_at = time.monotonic()  # the latter in either directory
+        self._saving: int | None = None  # the last step of which a save began
+        self._due: tuple[int, _Kind] | None = None  # the step that is due, and the save it needs
+        self._is_requested = False
+        self._notify: Callable[[], None] | None = None  # at a request
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._problem: CheckpointError | None = None  # of a temporary save
+        self._has_warned = False
+        with agreement(f"{self.directory}: not opened"):
+            for store in self._stores() if jax.process_index() == 0 else []:
+                store.clean(partial(self._prune, store))
+        self._is_open = True
+        policy._open.append(self)
+        # Without `close`: print the error of the last save. Threads were joined by then.
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Wait for the pending save and close the series; idempotent."""
+        if self._is_open:
+            atexit.unregister(self.close)
+            self.policy._open.remove(self)
+            try:
+                self.wait()
+            finally:
+                self._is_open = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def store(self) -> Store:
+        """The store of the permanent steps."""
+        return self._permanent
+
+    @property
+    def temporary(self) -> Temporary | None:
+        """The schedule of temporary saves, if there is one."""
+        return self.policy.temporary
+
+    @property
+    def ranking(self) -> Best | None:
+        return self.policy.ranking
+
+    @property
+    def saving(self) -> int | None:
+        """The step that is being written, if any."""
+        return self._saving if self._thread is not None and self._thread.is_alive() else None
 
     # Saving
 
@@ -304,57 +486,38 @@ class Checkpoints:
         measured by the clock of process 0. With several processes, each call then synchronizes all
         of them.
         """
-        session, temporary = self._session, self.temporary
-        session.temporary_due = None
-        if step == session.saved or step < 1:
-            return False
-        by_step = self.every is not None and step % self.every == 0
-        by_epoch = bool(epoch and self.every_epochs and epoch % self.every_epochs == 0)
-        if by_step or by_epoch or session.is_requested or self.is_late():
-            return True
-        if temporary is None or not session.stores or step == session.saving:
-            return False
-        by_step = temporary.every is not None and step % temporary.every == 0
-        if by_step or _is_late(temporary.every_minutes, session.any_saved_at):
-            session.temporary_due = step
-        return session.temporary_due == step
+        kind = None if step == self.saved or step < 1 else self._kind_due(step, epoch)
+        self._due = None if kind is None else (step, kind)
+        return kind is not None
 
-    def is_late(self) -> bool:
-        """Return whether `every_minutes` have passed since the last save; `due` checks this too."""
-        return bool(self._session.stores) and _is_late(self.every_minutes, self._session.saved_at)
+    def _kind_due(self, step: int, epoch: int | None) -> _Kind | None:
+        policy, temporary = self.policy, self.temporary
+        if policy.due(step, epoch=epoch):
+            return "permanent"
+        if self._is_open and _is_late(policy.every_minutes, self._saved_at):
+            return "permanent"
+        if self._is_requested:
+            return "requested"
+        if temporary is None or self._temporary is None or step == self._saving:
+            return None
+        by_step = temporary.every is not None and step % temporary.every == 0
+        is_due = by_step or _is_late(temporary.every_minutes, self._any_saved_at)
+        return "temporary" if is_due else None
 
     def request(self) -> None:
-        """Request a permanent save, in a hook, another thread or a signal handler.
+        """Request a permanent save, as `Checkpoints.request` does."""
+        self.policy.request()
 
-        `fit` saves after the step or call that is running, and continues. With several processes, a
-        request in one of them saves in all, at the same step, within about half a second or two
-        steps. In a loop of your own, `due` is True until the next permanent save; there, all
-        processes request it before the same step.
-
-        Call it on the `Checkpoints` that you gave to `fit`: it reaches the copies that are open.
-        Without an open copy it raises a `CheckpointError`.
-
-        >>> import jax.numpy as jnp, stepfold as sf, tempfile
-        >>> checkpoints = sf.Checkpoints(tempfile.mkdtemp(), every=1000)
-        >>> with checkpoints as series:
-        ...     checkpoints.request()
-        ...     series.due(5)
-        True
-        """
-        if not self._sessions:
-            raise CheckpointError(
-                f"{self.directory}: expected an open series to save in, got none; request a save "
-                "while fit runs, or in a `with` block"
-            )
-        for session in [*self._sessions]:
-            session.is_requested = session.notify is None
-            if session.notify is not None:
-                session.notify()
+    def receive_request(self) -> None:
+        """Make the next `due` True, or call the function that `on_request` was given."""
+        self._is_requested = self._notify is None
+        if self._notify is not None:
+            self._notify()
 
     def on_request(self, notify: Callable[[], None]) -> None:
         """Call a function at each request, instead of making `due` True."""
-        self._opened()
-        self._session.notify = notify
+        self._check_open()
+        self._notify = notify
 
     def save(
         self,
@@ -366,6 +529,7 @@ class Checkpoints:
         extra: Any = None,
         before_commit: Callable[[], None] | None = None,
         permanent: bool = False,
+        requested: bool = False,
     ) -> None:
         """Save a state; the arguments are those of `stepfold.save`.
 
@@ -374,57 +538,81 @@ class Checkpoints:
         modified. `before_commit` is called in a background thread before the step is committed.
 
         The save is a temporary one only if `due` found nothing else due for this step;
-        `permanent=True` makes it permanent then too.
+        `permanent=True` makes it permanent then too, and so does `requested=True`, which also
+        counts it among the requested steps unless the schedule has a save for this step.
 
         Raises:
           CheckpointError: if the previous save failed, this one cannot begin, or the step exists.
         """
         with agreement(f"{self.directory}: not saved"):
             self.wait()
-            stores, session = self._opened(), self._session
+            self._check_open()
             check_not_donated(state)
             metadata = step_metadata(
                 state, step=step, data=data, metrics=metrics, extra=extra, best=self.ranking
             )
-        number = metadata.step
-        is_temporary = session.temporary_due == number and not permanent
-        store = stores[-1 if is_temporary else 0]
-        if not is_temporary:
-            session.is_requested = False
-        check_is_new(store, number)
-        store.begin(state, metadata, before_commit)
-        session.saving, session.any_saved_at = number, time.monotonic()
-        if not is_temporary:
-            session.saved, session.saved_at = number, session.any_saved_at
-        session.thread = threading.Thread(
-            target=self._finish, args=(store, number), name="stepfold-save", daemon=False
-        )
-        session.thread.start()
-        if not self.async_:
+            kind = self._kind_of(metadata.step, permanent=permanent, requested=requested)
+        if kind == "temporary" and self._temporary is not None:
+            self._saving, self._any_saved_at = metadata.step, time.monotonic()
+            try:
+                self._begin(self._temporary, state, metadata, before_commit)
+            except CheckpointError as error:
+                self._problem = error
+                self._warn()
+        else:
+            self._is_requested = False
+            metadata = metadata._replace(requested=kind == "requested")
+            self._begin(self._permanent, state, metadata, before_commit)
+            self.saved, self._saved_at = metadata.step, self._any_saved_at
+        if not self.policy.async_:
             self.wait()
+
+    def _kind_of(self, step: int, *, permanent: bool, requested: bool) -> _Kind:
+        due = self._due[1] if self._due is not None and self._due[0] == step else None
+        if requested and due != "permanent" and not self.policy.due(step):
+            return "requested"
+        return "permanent" if due is None or (permanent and due == "temporary") else due
+
+    def _begin(
+        self,
+        store: Store,
+        state: Any,
+        metadata: StepMetadata,
+        before_commit: Callable[[], None] | None,
+    ) -> None:
+        check_is_new(store, metadata.step)
+        store.begin(state, metadata, before_commit)
+        self._saving, self._any_saved_at = metadata.step, time.monotonic()
+        self._thread = threading.Thread(
+            target=self._finish, args=(store, metadata.step), name="stepfold-save", daemon=False
+        )
+        self._thread.start()
 
     def add_later(self, step: int, *, metrics: Mapping[str, Any], extra: Any) -> None:
         """Add metrics measured after the save to an existing step, and replace its `extra`."""
         self.wait()
-        stores = self._opened()
+        self._check_open()
         if jax.process_index() == 0:
-            store = next((store for store in stores if store.has_step(step)), stores[0])
+            holding = (store for store in self._stores() if store.has_step(step))
+            store = next(holding, self._permanent)
             metadata = step_metadata({}, step=step, data=None, metrics=metrics, extra=extra)
             store.add_metadata(step, metadata.metrics or {}, metadata.extra)
 
     def read_note(self, name: str) -> Any:
         """Return the JSON that `write_note` wrote next to the steps, or None."""
-        return self._opened()[0].read_note(name)
+        self._check_open()
+        return self._permanent.read_note(name)
 
     def write_note(self, name: str, content: Any) -> None:
         """Atomically write JSON next to the steps, on process 0, and return when it is durable."""
-        self._opened()[0].write_note(name, content)
+        self._check_open()
+        self._permanent.write_note(name, content)
 
     def delete_after(self, step: int, is_expendable: Callable[[Any], bool] | None = None) -> None:
         """Delete later steps, on process 0: all, or those whose `extra` the function accepts."""
-        stores = self._opened()
-        self._session.saved = self._session.saving = None  # their numbers may be saved again
-        for store in stores if jax.process_index() == 0 else []:
+        self._check_open()
+        self.saved = self._saving = None  # their numbers may be saved again
+        for store in self._stores() if jax.process_index() == 0 else []:
             for number in reversed([number for number in store.steps() if number > step]):
                 with suppress(DamageError):  # it is never restored
                     if is_expendable is None or is_expendable(
@@ -432,108 +620,84 @@ class Checkpoints:
                     ):
                         store.delete(number)
 
-    def _opened(self) -> Sequence[Store]:
-        stores = self._session.stores
-        if not stores:
-            got = "one that is not open" if stores is None else "a closed one"
-            raise CheckpointError(
-                f"{self.directory}: expected an open series, got {got}; use a `with` block or open"
+    def wait(self) -> None:
+        """Wait until the pending save is on disk, and raise its error."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._warn()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _warn(self) -> None:
+        """Warn of the first temporary save that failed since one succeeded."""
+        problem, self._problem = self._problem, None
+        if problem is not None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self._temporary and self._temporary.location}: temporary saves fail, and the "
+                f"run continues without them: {problem}",
+                RuntimeWarning,
+                stacklevel=3,
             )
-        return stores
+
+    def has_checkpoint(self) -> bool:
+        """Return whether stepfold has saved a step here, even if all of them are damaged now."""
+        return any(map(has_own_step, self._stores()))
+
+    def restore(self, like: Any, **options: Any) -> Restored:
+        """Wait for the pending save, then restore as `Checkpoints.restore` does."""
+        self.wait()
+        restored, store = restore_from(self._stores(), like, **options)
+        self.restored_temporary = store is not self._permanent
+        return restored
+
+    def _stores(self) -> Sequence[Store]:
+        return [self._permanent, *([] if self._temporary is None else [self._temporary])]
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise CheckpointError(
+                f"{self.directory}: expected an open series, got a closed one; use a `with` block "
+                "or open"
+            )
 
     def _finish(self, store: Store, step: int) -> None:
         """Commit a step and apply the retention policy, in the background."""
         try:
             is_first = jax.process_index() == 0
             store.commit(step, partial(self._prune, store, step) if is_first else None)
+            self._has_warned = self._has_warned and store is not self._temporary
         except BaseException as error:  # noqa: BLE001  raised by `wait`, in the caller's thread
-            self._session.failure = error
+            if store is self._temporary and isinstance(error, CheckpointError):
+                self._problem = error
+            else:
+                self._failure = error
 
     def _prune(self, store: Store, step: int) -> None:
         """Delete steps by the retention policy, except for the step that was just saved."""
-        policy: dict[str, Any] = {
-            "keep": self.keep,
-            "keep_every": self.keep_every,
-            "best": self.ranking,
-            "keep_best": self.keep_best,
+        policy, temporary = self.policy, self._temporary
+        options: dict[str, Any] = {
+            "keep": policy.keep,
+            "keep_every": policy.keep_every,
+            "best": policy.ranking,
+            "keep_best": policy.keep_best,
         }
-        if self.temporary is not None:
-            _, temporary = self._opened()
-            if store is temporary:
-                policy = {"keep": self.temporary.keep}
-            else:
+        if policy.temporary is not None and store is temporary:
+            options = {"keep": policy.temporary.keep}
+        elif temporary is not None:
+            try:
                 for old in temporary.steps():
                     if old <= step:
                         temporary.delete(old)
-        if policy["keep"] is not None:  # otherwise, do not read all steps
-            metrics = metrics_of(complete_steps(store))
-            for old in expendable(metrics, last=step, **policy):
+            except CheckpointError as error:
+                self._problem = error
+        if options["keep"] is not None:  # otherwise, do not read all steps
+            complete = complete_steps(store)
+            requested = {step for step, metadata in complete.items() if metadata.requested}
+            for old in expendable(metrics_of(complete), requested, last=step, **options):
                 store.delete(old)
-
-    def wait(self) -> None:
-        """Wait until the pending save is on disk, and raise its error."""
-        session = self._session
-        if session.thread is not None:
-            session.thread.join()
-            session.thread = None
-        if session.failure is not None:
-            failure, session.failure = session.failure, None
-            raise failure
-
-    # Reading
-
-    @property
-    def saved(self) -> int | None:
-        """The step that was saved last since the series was opened; a permanent one."""
-        return self._session.saved
-
-    @property
-    def saving(self) -> int | None:
-        """The step that is being written, if any."""
-        thread = self._session.thread
-        return self._session.saving if thread is not None and thread.is_alive() else None
-
-    @property
-    def restored_temporary(self) -> bool:
-        """Whether the step that was restored last is a temporary one."""
-        return self._session.restored_temporary
-
-    def steps(self) -> list[int]:
-        """List the steps, permanent and temporary, whether or not they are valid."""
-        return sorted({step for store in self._readable() for step in store.steps()})
-
-    def latest_step(self) -> int | None:
-        """Return the newest complete step, permanent or temporary, or None."""
-        newest = map(newest_complete, self._readable())
-        return max((step for step in newest if step is not None), default=None)
-
-    def best_step(self) -> int | None:
-        """Return the permanent step with the best metric, or None."""
-        stores = self._readable()
-        if self.ranking is None or not stores:
-            return None
-        metrics = metrics_of(complete_steps(stores[0]))
-        return next(iter(order_by(self.ranking, metrics)), None)
-
-    def _readable(self) -> Sequence[Store]:
-        """Return the store of the series, and that of the temporary steps if there is one."""
-        if self._session.stores or self.directory is None:
-            return self._session.stores or ()
-        stores = [open_store(self.directory)]
-        if self.temporary is not None:
-            stores.append(open_store(self.temporary.folder_of(stores[0])))
-        return stores
-
-    def restore(self, like: Any, **options: Any) -> Restored:
-        """Wait for the pending save, then restore as `stepfold.restore` does.
-
-        With `temporary`, the newest step and a step by its number may be a temporary one.
-        """
-        self.wait()
-        stores = self._readable() or [open_store(self.directory)]
-        restored, store = restore_from(stores, like, **options)
-        self._session.restored_temporary = store is not stores[0]
-        return restored
 
 
 def _is_late(minutes: float | None, since: float) -> bool:

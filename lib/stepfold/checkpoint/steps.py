@@ -8,7 +8,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -135,6 +135,11 @@ def converted_errors(path: Path, problem: str) -> Iterator[None]:
         ) from error
 
 
+def is_full(message: str) -> bool:
+    """Return whether an error of the system is due to a full disk."""
+    return "No space left" in message or "quota exceeded" in message.lower()
+
+
 def check_regular(
     path: Path, kind: type[CheckpointError] = CheckpointError, limit: float = math.inf
 ) -> None:
@@ -227,6 +232,7 @@ def order_by(best: Best, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
 
 def expendable(
     metrics: Mapping[int, Mapping[str, Any]],
+    requested: Set[int] = frozenset(),
     *,
     keep: int | None,
     last: int | None = None,
@@ -236,12 +242,15 @@ def expendable(
 ) -> list[int]:
     """List the steps that the retention policy deletes.
 
-    `last`, the step saved last, is always kept: after a rollback it may not be the newest.
+    `requested` steps and the others are counted apart, so that many requests do not push a
+    scheduled step out. `last`, the step saved last, is always kept: after a rollback it may not be
+    the newest.
     """
     if keep is None:
         return []
     steps = sorted(metrics)
-    kept = {*steps[-keep:], last}
+    scheduled = [step for step in steps if step not in requested]
+    kept = {*scheduled[-keep:], *sorted(requested)[-keep:], last}
     if keep_every is not None:
         kept |= {step for step in steps if step % keep_every == 0}
     if best is not None:

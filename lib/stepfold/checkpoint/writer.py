@@ -28,10 +28,14 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 from stepfold.checkpoint import manifest
 from stepfold.checkpoint.leaves import arrays_of, leaves_of, shards_of
 from stepfold.checkpoint.manifest import StepMetadata
-from stepfold.checkpoint.steps import locked, sync
+from stepfold.checkpoint.steps import is_full, locked, sync
 from stepfold.errors import CheckpointError
 
 _TIMEOUT = 60.0  # seconds to wait for other writes of a save that failed
+# orbax measures its limit with `time.time`, so a clock that jumps would end a save. A century is
+# longer than any jump; only waiting for other processes has a limit.
+_NEVER = 100 * 366 * 24 * 60 * 60
+_BARRIER_SECONDS = ocp.AsyncOptions().timeout_secs
 
 
 class OrbaxSave:
@@ -51,7 +55,11 @@ class OrbaxSave:
         # Compression costs time, and as much additional memory as the state.
         self._path, self._handler = path, _Handler(use_compression=False)
         options: dict[str, Any] = {
-            "async_options": ocp.AsyncOptions(create_directories_asynchronously=False),
+            "async_options": ocp.AsyncOptions(
+                create_directories_asynchronously=False,
+                timeout_secs=_NEVER,
+                barrier_sync_fn=_meet_in_time,
+            ),
             # orbax makes directories in a thread. If the processes are listed, they wait for each
             # other through jax's service there. Otherwise they would run a collective, which
             # belongs to the main thread.
@@ -129,6 +137,12 @@ class OrbaxSave:
             raise CheckpointError(f"{self._path}: not saved: {_cause(error)}") from error
 
 
+def _meet_in_time(*, key: str, timeout_ms: int) -> None:
+    """Wait for all processes, within orbax's usual limit, which jax measures monotonically."""
+    meet = ocp.multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
+    meet(key=key, timeout_ms=min(timeout_ms, _BARRIER_SECONDS * 1000))
+
+
 class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
     """Write the arrays with orbax, and the manifests next to them."""
 
@@ -193,7 +207,7 @@ def _cause(error: Exception) -> str:
         return "the program ended before it was written; close the series, as a `with` block does"
     if "Too many open files" in text:
         return "too many open files; allow more of them, with ulimit -n"
-    if "No space left" in text or "quota exceeded" in text:
+    if is_full(text):
         return "no space left on the device; make room, or keep fewer checkpoints"
     if isinstance(error, PermissionError) or "PERMISSION_DENIED" in text:
         return "no permission to write there; change it, or give another directory"

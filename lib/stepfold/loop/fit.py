@@ -14,7 +14,7 @@ import jax
 
 from stepfold import tree
 from stepfold.checkpoint.manifest import to_json
-from stepfold.checkpoint.series import Checkpoints
+from stepfold.checkpoint.series import Checkpoints, Series
 from stepfold.core.processes import agreement, broadcast_from_first, report_failed_peer
 from stepfold.core.state import check_not_donated, is_available, step_of, strengthen
 from stepfold.core.validation import check_count, check_flags, check_positive, spell_call, takes
@@ -156,7 +156,7 @@ def fit(
     arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
     arguments |= {"steps_per_call": steps_per_call, "upload": upload}
     describe = partial(run_metadata, state, batches, arguments, evaluations, checkpoints)
-    all_hooks += directory.make_hooks(all_hooks, describe)
+    all_hooks += directory.make_hooks(all_hooks, describe, series)
     loop = TrainLoop(
         runner,
         state,
@@ -416,7 +416,7 @@ def _check_resumable(
 # The run
 
 
-def _open_series(checkpoints: Checkpoints, directory: RunDirectory) -> Checkpoints:
+def _open_series(checkpoints: Checkpoints, directory: RunDirectory) -> Series:
     if checkpoints.directory is None and directory.path is None:
         raise ConfigError(
             "checkpoints: expected a directory, got none; give run_dir=…, or sf.Checkpoints('path')"
@@ -489,11 +489,11 @@ def _go_back(
     directory.go_back(loop.history, progress.logged_step, progress.logged_metrics, rollbacks.done)
 
 
-def _has_checkpoint(series: Checkpoints) -> bool:
-    """Whether process 0 sees a checkpoint to resume from; collective."""
+def _has_checkpoint(series: Series) -> bool:
+    """Whether process 0 sees a checkpoint, which may be damaged; collective."""
     with agreement(f"{series.directory}: not resumed"):
-        latest = series.latest_step() if jax.process_index() == 0 else None
-    return broadcast_from_first([latest]) != [None]
+        found = series.has_checkpoint() if jax.process_index() == 0 else False
+    return broadcast_from_first([found])[0]
 
 
 def _find_nonfinite(loop: TrainLoop, hooks: Sequence[Hook]) -> Nonfinite | None:

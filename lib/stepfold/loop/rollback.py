@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from stepfold.checkpoint.series import Checkpoints
+from stepfold.checkpoint.series import Series
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.hooks.base import GoBack, Stop
@@ -34,7 +34,7 @@ class Rollback(NamedTuple):
 class Rollbacks:
     """All times that a run went back; with several processes, all of them call each method."""
 
-    def __init__(self, series: Checkpoints, feed: BatchFeed) -> None:
+    def __init__(self, series: Series, feed: BatchFeed) -> None:
         self._series, self._feed = series, feed
         self.done: list[Rollback] = []
 

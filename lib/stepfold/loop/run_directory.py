@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import check_shared, read_directory
 from stepfold.core.processes import agreement
 from stepfold.loop.hooks.base import Hook, Stop
@@ -32,16 +33,22 @@ class RunDirectory:
                 self.path = read_directory(run_dir, make=True)
         if self.path is not None:
             check_shared(self.path)
-        self._upload = None if upload is None else Upload(self.path, upload)
+        self._url = upload
+        self._upload: Upload | None = None
         writes = self.path is not None and not has_writer
         self.metrics_path = self.path / "metrics.jsonl" if self.path and writes else None
         self._metadata: dict[str, Any] = {}  # of run.json
         self._report: ReportWriter | None = None
 
     def make_hooks(
-        self, others: Sequence[Hook], describe: Callable[[Sequence[Hook]], Mapping[str, Any]]
+        self,
+        others: Sequence[Hook],
+        describe: Callable[[Sequence[Hook]], Mapping[str, Any]],
+        series: Series | None,
     ) -> list[Hook]:
         """Make the hooks that write the files; `describe` says what `run.json` has of a run."""
+        if self._url is not None:
+            self._upload = Upload(self.path, self._url, series)
         if self.path is None:
             return []
         hooks: list[Hook] = []

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from stepfold import tree
-from stepfold.checkpoint.series import Checkpoints
+from stepfold.checkpoint.series import Series
 from stepfold.core.processes import KeyValues, agreement, spell_processes
 from stepfold.core.state import has_nan, is_available, step_of
 from stepfold.data.epochs import EpochEnds, size_at
@@ -165,7 +165,7 @@ class TrainLoop:
         state: Any,
         feed: BatchFeed,
         hooks: HookDispatcher,
-        series: Checkpoints | None,
+        series: Series | None,
         options: Options,
         *,
         total: int | None,
@@ -298,7 +298,7 @@ class TrainLoop:
         """Start the schedule, and finish what an exception interrupted before a resume."""
         first_step, total = self.step - self._feed.used, self.progress.total
         evaluations = self._options.evaluations
-        saves = [] if self.series is None else [self.series, self.series.temporary]
+        saves = [] if self.series is None else [self.series.policy, self.series.temporary]
         self._schedule = Schedule(
             self._options.log_every,
             [*evaluations, *filter(None, saves)],
@@ -628,7 +628,7 @@ class TrainLoop:
 
     # Checkpoints
 
-    def restore(self, series: Checkpoints, more_steps: int | None = None) -> bool:
+    def restore(self, series: Series, more_steps: int | None = None) -> bool:
         """Restore the newest good checkpoint; return whether it is the last of a complete run."""
         restored = series.restore(self.state)
         self.state, self._end, self.go_back = restored.state, None, None
@@ -717,7 +717,7 @@ class TrainLoop:
                 stop = Stop("nonfinite", f"stopped at step {self.step}")
                 self._end = Request(Kind.STOP, self.step, stop)
         else:
-            self._save(is_checked=True, permanent=permanent)
+            self._save(is_checked=True, permanent=permanent, requested=permanent)
 
     def _what_to_save(self, *, permanent: bool) -> str | None:
         """Return what a save means at this step: "state", "metadata" or nothing.
@@ -735,12 +735,18 @@ class TrainLoop:
         return "metadata" if self.resumed is not None and self._saw_event else None
 
     def _save(
-        self, *, is_checked: bool = False, alone: bool = False, permanent: bool = True
+        self,
+        *,
+        is_checked: bool = False,
+        alone: bool = False,
+        permanent: bool = True,
+        requested: bool = False,
     ) -> None:
         """Save what is not saved yet, unless a parameter is NaN.
 
         `alone` leaves out what user code provides: the data position and the state of hooks.
         `permanent` is for saves that are not made by the schedule of the temporary directory.
+        `requested` ones do not count as scheduled where old steps are deleted.
         """
         what, progress = self._what_to_save(permanent=permanent), self.progress
         if what is None or self.series is None:
@@ -768,6 +774,7 @@ class TrainLoop:
             extra=extra,
             before_commit=self.hooks.flush,
             permanent=permanent,
+            requested=requested,
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from stepfold import tree
+from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import is_url
 from stepfold.core.processes import agreement
 from stepfold.errors import CheckpointError, ConfigError
@@ -24,7 +25,7 @@ class Upload(BaseHook):
 
     provides = ()
 
-    def __init__(self, run_dir: Path | None, url: Any) -> None:
+    def __init__(self, run_dir: Path | None, url: Any, series: Series | None = None) -> None:
         if not is_url(url):
             raise ConfigError(
                 f"upload: expected a URL such as 's3://bucket/run', got {tree.spell(url)}; give "
@@ -36,7 +37,8 @@ class Upload(BaseHook):
             )
         from stepfold.checkpoint.bucket import Bucket  # lazy: imports tensorstore
 
-        self._run_dir, self._bucket = run_dir, Bucket(url)
+        # If the server fails, the series and this do not wait for it one after the other.
+        self._run_dir, self._bucket = run_dir, Bucket(url, series and series.store)
         self._problem: CheckpointError | OSError | None = None  # of a copy in a thread
         self._is_open = False
 
