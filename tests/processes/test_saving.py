@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from . import launch
+
 
 def saves(start, folder, who, how, kind):
     """Fit, and request a save in some processes at some steps; print what was done."""
@@ -130,3 +132,44 @@ def test_several_processes_resume_from_a_temporary_step(processes, tmp_path):
     resumed, _, ended = go("a", 20)
     assert resumed == 12
     assert ended == go("b", 20)[2]
+
+
+def fills(start, folder, where):
+    """Save while the disk of process 1 is full; print the error and how long it took."""
+    import errno
+    import json
+    import time
+
+    import jax
+    import numpy as np
+
+    import stepfold as sf
+    from stepfold.checkpoint import manifest
+
+    start(shutdown=5)
+    whole = jax.sharding.NamedSharding(sf.make_mesh(), jax.sharding.PartitionSpec())
+    state = {"w": jax.make_array_from_process_local_data(whole, np.ones(8, np.float32))}
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if jax.process_index() == 1:
+        setattr(manifest, where, full)
+    began, problem = time.monotonic(), ""
+    try:
+        with sf.Checkpoints(folder) as series:
+            series.save(state, step=1)
+    except sf.CheckpointError as error:
+        problem = str(error)
+    steps = sf.verify(folder) if jax.process_index() == 0 else None
+    print(json.dumps({"problem": problem, "seconds": time.monotonic() - began, "steps": steps}))
+
+
+def test_a_disk_that_is_full_in_one_process_is_an_error_in_all_within_seconds(tmp_path):
+    ends = launch.ends_of_processes(fills, 2, timeout=60, args=(str(tmp_path), "write_leaves"))
+    first, second = (json.loads(end.output.splitlines()[-1]) for end in ends)
+    assert "no space left on the device; make room" in second["problem"]
+    assert "process 1" in first["problem"]
+    assert "no space left on the device" in first["problem"]
+    assert max(first["seconds"], second["seconds"]) < 15
+    assert first["steps"] == {}

@@ -29,13 +29,13 @@ from stepfold.checkpoint import manifest
 from stepfold.checkpoint.leaves import arrays_of, leaves_of, shards_of
 from stepfold.checkpoint.manifest import StepMetadata
 from stepfold.checkpoint.steps import is_full, locked, sync
+from stepfold.core.processes import KeyValues, agreement
 from stepfold.errors import CheckpointError
 
 _TIMEOUT = 60.0  # seconds to wait for other writes of a save that failed
 # orbax measures its limit with `time.time`, so a clock that jumps would end a save. A century is
-# longer than any jump; only waiting for other processes has a limit.
+# longer than any jump; waiting for other processes has its own limit.
 _NEVER = 100 * 366 * 24 * 60 * 60
-_BARRIER_SECONDS = ocp.AsyncOptions().timeout_secs
 
 
 class OrbaxSave:
@@ -54,11 +54,12 @@ class OrbaxSave:
         nested = ocp.tree.from_flat_dict(stored, sep="/")  # what orbax restores on its own
         # Compression costs time, and as much additional memory as the state.
         self._path, self._handler = path, _Handler(use_compression=False)
+        self._peers = _Peers()
         options: dict[str, Any] = {
             "async_options": ocp.AsyncOptions(
                 create_directories_asynchronously=False,
                 timeout_secs=_NEVER,
-                barrier_sync_fn=_meet_in_time,
+                barrier_sync_fn=self._peers.meet,
             ),
             # orbax makes directories in a thread. If the processes are listed, they wait for each
             # other through jax's service there. Otherwise they would run a collective, which
@@ -76,14 +77,15 @@ class OrbaxSave:
         self._reservation = ExitStack()  # of the directory and of the number, until the end
         self._reservation.enter_context(locked(path.parent))
         with self._converted_errors():
-            if jax.process_index() == 0:
-                # orbax would remove another run's unfinished save of the step, and mix the two.
-                claim = path.with_name(f"{path.name}.saving")
-                claim.mkdir(parents=True)
-                self._owns_files = True
-                # If the whole directory was removed, the claim is gone too.
-                self._reservation.enter_context(suppress(FileNotFoundError))
-                self._reservation.callback(claim.rmdir)
+            with agreement(f"{path}: not saved"):
+                if jax.process_index() == 0:
+                    # orbax would remove another run's unfinished save of the step, and mix the two.
+                    claim = path.with_name(f"{path.name}.saving")
+                    claim.mkdir(parents=True)
+                    self._owns_files = True
+                    # If the whole directory was removed, the claim is gone too.
+                    self._reservation.enter_context(suppress(FileNotFoundError))
+                    self._reservation.callback(claim.rmdir)
             # Views if the device is the host: they keep the arrays valid, even if a step donates
             # them.
             shards = {name: shards_of(array) for name, array in arrays.items()}
@@ -124,6 +126,7 @@ class OrbaxSave:
         try:
             yield
         except BaseException as error:
+            self._peers.fail(_cause(error) if isinstance(error, Exception) else "was interrupted")
             # At exit, and after an interrupt, orbax's writes may never end.
             may_end = isinstance(error, Exception) and not _is_at_exit(error)
             for write in self._handler.writes:  # otherwise, files may arrive after the removal
@@ -137,10 +140,36 @@ class OrbaxSave:
             raise CheckpointError(f"{self._path}: not saved: {_cause(error)}") from error
 
 
-def _meet_in_time(*, key: str, timeout_ms: int) -> None:
-    """Wait for all processes, within orbax's usual limit, which jax measures monotonically."""
-    meet = ocp.multihost.get_barrier_sync_fn(processes=set(range(jax.process_count())))
-    meet(key=key, timeout_ms=min(timeout_ms, _BARRIER_SECONDS * 1000))
+class _Peers:
+    """The processes that save a step: a failure in one of them ends the save in all.
+
+    orbax's own barrier would let the others wait for its whole limit, without the reason.
+    """
+
+    def __init__(self) -> None:
+        self._values = KeyValues("save")
+        self._are_several = bool(self._values) and jax.process_count() > 1
+        self._save = self._values.count_call() if self._are_several else 0
+
+    def fail(self, cause: str) -> None:
+        """Let the others know why this process does not save."""
+        if self._are_several:
+            self._values.set(f"{self._save}/failed/{jax.process_index()}", cause)
+
+    def meet(self, *, key: str, timeout_ms: int) -> None:  # noqa: ARG002  orbax passes it
+        """Wait for all processes, as a barrier of orbax; raise if one of them has failed."""
+        if not self._are_several:
+            return
+        folder = f"{self._save}/met/{key.replace('/', '_')}"
+        self._values.set(f"{folder}/{jax.process_index()}", True)
+
+        def are_all_there() -> bool:
+            for process, cause in self._values.get(f"{self._save}/failed").items():
+                raise CheckpointError(f"process {process} did not save: {cause}")
+            return bool(len(self._values.get(folder)) == jax.process_count())
+
+        if not self._values.wait(are_all_there):
+            raise CheckpointError(f"not all processes saved within {self._values.timeout} s")
 
 
 class _Handler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
