@@ -1,14 +1,14 @@
 """Capsules: the inputs of the step in which a metric became NaN or inf, to run it again.
 
-During a run only the data position is kept. Afterwards the batch is read again from there, and
-`replay` recomputes the state, which was donated to the step, from a checkpoint.
+During a run only the data position is kept. `replay` reads the batches again from there, and
+recomputes the state, which was donated to the step, from a checkpoint.
 """
 
 import itertools
 import os
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,8 @@ from stepfold.loop.hooks.stop import Nonfinite
 
 _VERSION = 2
 _JSON, _BATCH = "capsule.json", "batch"
-_PLAIN = ("step", "metric", "metrics", "began")  # fields that are written as they are
+# Fields that are written as they are.
+_PLAIN = ("step", "metric", "metrics", "before", "began", "can_reread")
 
 
 class CheckpointReference(NamedTuple):
@@ -52,9 +53,11 @@ class Capsule:
     """The step in which a metric was NaN or inf; `replay` takes it.
 
     `fit` returns one when `stop_on_nonfinite` ends a run, and writes it to
-    `run_dir/capsules/<step>`. One that is read from there has neither `like` nor `batches`.
+    `run_dir/capsules/<step>`. One that is read from there has neither `like` nor `batches`, and it
+    has no `batch` if the batches of the run can be read again.
 
     Attributes:
+      before: the metrics of the step before it, if they are known.
       key: the random key of its loss; None if the state has none.
       lost: why the batch or a part of it is missing; empty if it is complete.
       checkpoint: the newest checkpoint before the step, or None.
@@ -63,6 +66,8 @@ class Capsule:
       like: the abstract state, with its shardings.
       notes: what else could not be written.
       rollbacks: why the run went back before, and which batches it skipped.
+      skipped: the ranges of batch indices that the run skipped, as `sf.batches(…).without` takes.
+      can_reread: whether the batches can be read again from `mark` on.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> tx = optax.sgd(0.1)
@@ -86,6 +91,14 @@ class Capsule:
     batches: Any = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
     rollbacks: tuple[str, ...] = ()
+    before: dict[str, float] = field(default_factory=dict)
+    skipped: tuple[tuple[int, int], ...] = ()
+    can_reread: bool = False
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether it has the complete batch."""
+        return not self.lost and not (self.can_reread and self.batch is None)
 
     @property
     def distance(self) -> int:
@@ -111,10 +124,12 @@ def take_capsule(
     *,
     positions: Sequence[DataPosition],
     directory: str | os.PathLike[str] | None,
+    recent: Mapping[int, Any] = {},
 ) -> Capsule:
     """Make a capsule after a run has ended and its checkpoints in `directory` are written.
 
-    The first of `positions` is that at the start of the run.
+    The first of `positions` is that at the start of the run. `recent` are batches by step that the
+    run has kept, because they cannot be read again.
     """
     step, start, checkpoint = nonfinite.step, positions[0], None
     if directory is not None:
@@ -128,7 +143,12 @@ def take_capsule(
             start = DataPosition(number, position)
             checkpoint = CheckpointReference(location, number)
             break
-    batch, lost = _read_batch(batches, step, [start, *positions], began=positions[0].step)
+    can_reread = step not in recent
+    if can_reread:
+        batch, lost = _read_batch(batches, step, [start, *positions], began=positions[0].step)
+        can_reread = not lost
+    else:
+        batch, lost = copy_arrays(recent[step]), ()
     key: Any = getattr(state, "key", None)
     has_key = isinstance(key, jax.Array) and is_key(key)
     with allow_transfers("host_to_device"):  # of the number of the step
@@ -139,6 +159,7 @@ def take_capsule(
         step=step,
         metric=nonfinite.metric,
         metrics=nonfinite.metrics,
+        before=nonfinite.before,
         key=key,
         batch=batch,
         lost=lost,
@@ -147,6 +168,8 @@ def take_capsule(
         began=positions[0].step,
         like=jax.tree.map(lambda x: abstract(x) if isinstance(x, jax.Array) else x, state),
         batches=batches,
+        skipped=tuple(getattr(batches, "skipped", None) or ()),
+        can_reread=can_reread,
     )
 
 
@@ -199,8 +222,7 @@ def save_capsule(capsule: Capsule, run_dir: str | os.PathLike[str]) -> Capsule:
 def _write(capsule: Capsule, run_dir: Path) -> Path:
     """Write a capsule to a temporary directory, then rename it to its path."""
     lost, notes, arrays = list(capsule.lost), list(capsule.notes), dict[str, np.ndarray]()
-    structure = _describe(capsule.batch, "batch", arrays, lost)
-    key = checkpoint = position = None
+    key = checkpoint = position = structure = None
     if capsule.key is not None:
         data = jax.device_get(jax.random.key_data(capsule.key)).tolist()
         key = str(jax.random.key_impl(capsule.key)), data
@@ -213,6 +235,9 @@ def _write(capsule: Capsule, run_dir: Path) -> Path:
         position = to_json(capsule.mark.position, "position")
     except ConfigError as error:
         notes.append(f"the position in the data: {error}")
+        capsule = replace(capsule, can_reread=False)
+    if not capsule.can_reread:
+        structure = _describe(capsule.batch, "batch", arrays, lost)
     content = {name: getattr(capsule, name) for name in _PLAIN} | {
         "version": _VERSION,
         "key": key,
@@ -223,6 +248,7 @@ def _write(capsule: Capsule, run_dir: Path) -> Path:
         "lost": lost,
         "notes": notes,
         "rollbacks": capsule.rollbacks,
+        "skipped": capsule.skipped,
     }
     path = run_dir / "capsules" / str(capsule.step)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -283,8 +309,8 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
     >>> state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
     >>> step = sf.make_train_step(lambda p, x, key: sf.mean(p["w"] * x), tx)
     >>> _ = sf.fit(step, state, [np.float32([3, np.inf])], run_dir=folder)
-    >>> sf.read_capsule(f"{folder}/capsules/1").batch
-    array([ 3., inf], dtype=float32)
+    >>> sf.read_capsule(f"{folder}/capsules/1").metrics["train/loss"]
+    inf
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"capsule: expected a Capsule or the path of one, got {path!r}")
@@ -324,7 +350,8 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
         mark=DataPosition(mark, from_json(position)),
         path=path,
         notes=tuple(content["notes"]),
-        rollbacks=tuple(content.get("rollbacks", ())),
+        rollbacks=tuple(content["rollbacks"]),
+        skipped=tuple((first, stop) for first, stop in content["skipped"]),
     )
 
 
