@@ -319,6 +319,65 @@ def test_batch_can_be_read_again_after_an_error():
     assert seen(stream) == [[6, 7, 8], [9, 10, 11]]
 
 
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("kind", ["source", "stream", "nested"])
+def test_batches_that_can_be_retried_continue_after_a_read_error(kind, size):
+    fails = [True, True]
+
+    def transform(example):
+        if example["x"] == 7 and fails:
+            fails.pop()
+            raise OSError("disk")
+        return example
+
+    batches = numbered(seed=None, epochs=1, transform=transform)
+    if kind == "stream":
+        batches = sf.batches(Retried(transform), 3, epochs=1)
+    elif kind == "nested":
+        batches = sf.prefetch(batches)
+    stream, read, positions = sf.prefetch(batches, size=size), [], []
+    while len(read) < 4:
+        try:
+            read.append(next(stream)["x"].tolist())
+        except OSError:
+            positions.append(stream.get_state()["step"])
+    assert read == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert positions == [2, 2]
+    assert next(stream, "over") == "over"
+
+
+class Retried:
+    """An iterator over twelve examples that reads the same one again after an error."""
+
+    def __init__(self, transform):
+        self.step, self.transform = 0, transform
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.step == 12:
+            raise StopIteration
+        example = self.transform({"x": np.int64(self.step)})
+        self.step += 1
+        return example
+
+
+def test_a_batch_that_could_not_be_placed_is_placed_again():
+    fails = [True]
+
+    def place(batch):
+        if batch == 2 and fails and fails.pop():
+            raise MemoryError
+        return 10 * batch
+
+    stream = sf.prefetch([1, 2, 3], sharding=place)
+    assert next(stream) == 10
+    with pytest.raises(MemoryError):
+        next(stream)
+    assert list(stream) == [20, 30]
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_other_exceptions_are_raised_too(kind):
     error = kind("disk")
@@ -332,9 +391,9 @@ def test_other_exceptions_are_raised_too(kind):
 def test_error_of_placement_is_raised_at_its_step_and_no_batch_is_lost():
     stream = sf.prefetch([1, 0, 2], sharding=lambda batch: 1 // batch)
     assert next(stream) == 1
-    with pytest.raises(ZeroDivisionError):
-        next(stream)
-    assert list(stream) == []
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            next(stream)
     with pytest.raises(sf.DataError, match="^sharding: StopIteration came up while a batch was p"):
         next(sf.prefetch([1], sharding=lambda batch: next(iter(()))))
     with pytest.raises(sf.DataError, match="sharding: expected a batch, got None; return what"):

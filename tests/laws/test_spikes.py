@@ -28,7 +28,7 @@ def reference(losses):
         is_above = (
             np.isfinite(loss)
             and len(window) == WINDOW
-            and loss > window.mean() + SIGMA * window.std()
+            and loss > window.mean() + SIGMA * max(window.std(), 0.01 * abs(window.mean()))
         )
         if is_above:
             above.append(loss)
@@ -61,6 +61,14 @@ def rewritten(change):
 
 def pushed(losses, value):
     return jnp.append(losses[1:], value)
+
+
+@rewritten
+def has_no_floor(updates, state, new, value):
+    is_above = (state.num_accepted == WINDOW) & (value > state.accepted.mean())
+    is_spike = is_above & (state.accepted.std() == 0)
+    inner = jax.tree.map(lambda x, y: jnp.where(is_spike, x, y), state.inner, new.inner)
+    return updates, new._replace(skipped=new.skipped + is_spike, inner=inner)
 
 
 @rewritten
@@ -134,6 +142,8 @@ CASES = {
     "a new level": [*QUIET, 8.0, 9.0, 8.5, 8.0, 8.5, 8.25, 20.0],
     "a NaN in a new level": [*QUIET, 8.0, np.nan, 9.0, 8.5, np.inf, 8.0, 8.5],
     "a NaN first": [np.nan, 1.0],
+    "rises within rounding after a constant loss": [1.0] * 4 + [1 + 1e-7, 1 + 3e-7, 1.0, 2.0],
+    "a constant negative loss": [-2.0] * 4 + [-2 + 1e-6, -1.99, 1.0],
     "a NaN before the window is full": [1.0, np.nan, 1.25, 0.75, 9.0, 9.0, 1.0],
 }
 
@@ -148,6 +158,7 @@ def test_what_happens_after(case):
     [
         (takes_in_everything, "one NaN"),
         (takes_in_everything, "a spike"),
+        (has_no_floor, "rises within rounding after a constant loss"),
         (never_moves, "a new level"),
         (updates_the_inner_state, "a spike"),
         (adds_a_positive_zero, "a NaN first"),
@@ -156,6 +167,15 @@ def test_what_happens_after(case):
 def test_what_is_nearly_right_fails_the_same_law(make, case):
     with pytest.raises(AssertionError):
         check(make, CASES[case])
+
+
+def test_a_loss_that_was_zero_throughout_has_no_scale_to_judge_by():
+    """As in reinforcement learning, until a first reward."""
+    tx = sf.skip_spikes(optax.sgd(0.1), window=WINDOW)
+    state = tx.init(PARAMS)
+    for loss in [0.0] * WINDOW + [1e-7, 0.5]:
+        _, state = tx.update(GRADS, state, PARAMS, value=jnp.float32(loss))
+    assert int(state.skipped) == 1  # the last, after one that is not zero
 
 
 # In a train step

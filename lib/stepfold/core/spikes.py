@@ -38,10 +38,12 @@ def skip_spikes(
     """Wrap an optimizer to skip updates whose loss is a spike, NaN or infinite.
 
     A loss is a spike if it is more than `sigma` standard deviations above the mean of the last
-    `window` losses that were accepted. The update is then zero, so that the parameters keep every
-    bit, and so does the state of `tx`. Skipped losses do not enter the window. No finite loss is
-    judged before the window is full. If `window` finite losses in a row are spikes, the level of
-    the loss has changed: they become the window, and updates continue.
+    `window` losses that were accepted. The deviation counts as at least a hundredth of the mean, so
+    that a rise within rounding after a constant loss is no spike. The update is then zero, so that
+    the parameters keep every bit, and so does the state of `tx`. Skipped losses do not enter the
+    window. No finite loss is judged before the window is full, or while it holds only zeros. If
+    `window` finite losses in a row are spikes, the level of the loss has changed: they become the
+    window, and updates continue.
 
     A train step passes the loss as `value=`. Its model state, if it has one, is that of the skipped
     batch. To keep that too when a loss is NaN or infinite, and so that `fit` does not stop there,
@@ -84,9 +86,10 @@ def skip_spikes(
             raise ConfigError(mismatch("value", "the loss, a number", value, advice))
         updates, new = inner.update(updates, state.inner, params, value=value, **extra)
         loss = jnp.asarray(value).astype(jnp.float32)
-        threshold = state.accepted.mean() + sigma * state.accepted.std()
-        is_finite = jnp.isfinite(loss)
-        is_above = is_finite & (state.num_accepted == window) & (loss > threshold)
+        mean = state.accepted.mean()
+        deviation = jnp.maximum(state.accepted.std(), 0.01 * jnp.abs(mean))
+        is_finite, can_judge = jnp.isfinite(loss), (state.num_accepted == window) & (deviation > 0)
+        is_above = is_finite & can_judge & (loss > mean + sigma * deviation)
         is_good = is_finite & ~is_above
         above = jnp.where(is_above, jnp.append(state.above[1:], loss), state.above)
         num_above = jnp.where(is_good, 0, state.num_above + is_above.astype(jnp.int32))

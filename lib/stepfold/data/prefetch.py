@@ -20,6 +20,7 @@ Place = Callable[[Any], Any]
 
 _JOIN_SECONDS = 0.5  # to wait for a stopped thread; one blocked in its source ends later
 _END = object()
+_NONE = object()
 
 
 def prefetch(batches: Any, *, sharding: Any = None, size: int = 2) -> "Prefetch":
@@ -31,11 +32,13 @@ def prefetch(batches: Any, *, sharding: Any = None, size: int = 2) -> "Prefetch"
     after `absl.flags.FLAGS.mark_as_parsed()`.
 
     Prefetching changes neither the batches nor their order, and an error is raised at the batch
-    that caused it. A saved position is that of the last batch returned; prefetched batches do not
-    count. The thread starts with the first `next`. It stops after the last batch, an error,
-    `close()` or the `with` block, when the iterator is garbage collected, and at exit. Batches of
-    numpy arrays are copied, because their source may reuse its buffers while they wait; only those
-    of `sf.batches` without `collate` never share memory that is written again.
+    that caused it. The next `next` then continues as that of `batches` does: `sf.batches` reads the
+    same batch again, and a generator has ended. A saved position is that of the last batch
+    returned; prefetched batches do not count. The thread starts with the first `next`. It stops
+    after the last batch, an error, `close()` or the `with` block, when the iterator is garbage
+    collected, and at exit. Batches of numpy arrays are copied, because their source may reuse its
+    buffers while they wait; only those of `sf.batches` without `collate` never share memory that is
+    written again.
 
     Args:
       batches: an iterable of batches. Do not use it elsewhere while it is prefetched. If it has
@@ -128,6 +131,7 @@ class Prefetch:
         self._lock = threading.Lock()
         self._is_over = False
         self._state: bytes | None = None  # after the last batch returned; None if none was
+        self._failed: Any = _NONE  # a batch that was read, and could not be placed
         self._queue: _Queue | None = None
         self._thread: threading.Thread | None = None
         self._stop: Callable[[], object] = lambda: None
@@ -146,16 +150,20 @@ class Prefetch:
                 queue.free.put(None)
                 return item.batch
             self._end()
+            error, self._failed = item
+            self._is_over = isinstance(error, StopIteration)  # else the next call tries again
             try:
-                raise item
+                raise error
             finally:
-                del item  # avoid a reference cycle: the traceback refers to this frame
+                del item, error  # avoid a reference cycle: the traceback refers to this frame
 
     def _start(self) -> "_Queue":
         queue = _Queue(self._size)
-        self._state = _copy_state(self._iterator)
+        if self._state is None:
+            self._state = _copy_state(self._iterator)
         self._queue, self._stop = queue, weakref.finalize(self, queue.stop)
-        self._thread = _start_thread(queue, self._iterator, self._place)
+        self._thread = _start_thread(queue, self._iterator, self._place, self._failed)
+        self._failed = _NONE
         return queue
 
     def __len__(self) -> int:
@@ -195,7 +203,7 @@ class Prefetch:
             self._thread.join(_JOIN_SECONDS)
 
     def _end(self) -> None:
-        self._is_over, self._queue = True, None
+        self._is_over, self._queue, self._failed = True, None, _NONE
         self._stop()
 
     def _get_state(self) -> Any:
@@ -245,6 +253,13 @@ class _Item(NamedTuple):
     state: bytes | None
 
 
+class _Failure(NamedTuple):
+    """The end of a thread, and the batch that it had read but could not prepare, or `_NONE`."""
+
+    error: BaseException
+    batch: Any
+
+
 class _Queue:
     """The bounded queue that the thread shares with the iterator.
 
@@ -254,7 +269,7 @@ class _Queue:
     """
 
     def __init__(self, size: int) -> None:
-        self.ready: SimpleQueue[_Item | BaseException] = SimpleQueue()  # ends with an error
+        self.ready: SimpleQueue[_Item | _Failure] = SimpleQueue()  # ends with a failure
         self.free: SimpleQueue[None] = SimpleQueue()
         self.is_stopped = False
         for _ in range(size):
@@ -269,18 +284,21 @@ class _Queue:
         """Ask the thread to end, and wake both sides."""
         self.is_stopped = True
         self.free.put(None)
-        self.ready.put(StopIteration())
+        self.ready.put(_Failure(StopIteration(), _NONE))
 
 
-def _start_thread(queue: _Queue, iterator: Any, place: Place | None) -> threading.Thread:
+def _start_thread(
+    queue: _Queue, iterator: Any, place: Place | None, failed: Any
+) -> threading.Thread:
     def run() -> None:
-        nonlocal iterator, place
+        nonlocal iterator, place, failed
         try:
-            _fill(queue, iterator, place)
+            _fill(queue, iterator, place, failed)
         except BaseException as error:  # noqa: BLE001  raised by the iterator instead
-            queue.ready.put(error)
+            queue.ready.put(_Failure(error, _NONE))
         finally:
-            iterator = place = None  # they may hold arrays, which must not be freed after `leave`
+            # They may hold arrays, which must not be freed after `leave`.
+            iterator = place = failed = None
             atexit.unregister(leave)
 
     def leave() -> None:
@@ -296,21 +314,25 @@ def _start_thread(queue: _Queue, iterator: Any, place: Place | None) -> threadin
     return thread
 
 
-def _fill(queue: _Queue, iterator: Any, place: Place | None) -> None:
-    """Fill the queue until it is stopped or the batches end."""
+def _fill(queue: _Queue, iterator: Any, place: Place | None, batch: Any) -> None:
+    """Fill the queue until it is stopped or the batches end, with `batch` first unless `_NONE`."""
     # A source may write into its buffers again while its batches wait, and jax on CPU uses the
     # memory of numpy arrays without copying it.
     copies = getattr(iterator, "reuses_buffers", True)
     while queue.wait_for_slot():
-        batch = next(iterator, _END)
+        batch = next(iterator, _END) if batch is _NONE else batch
         if batch is _END:
-            queue.ready.put(StopIteration())
+            raise StopIteration
+        try:
+            state = _copy_state(iterator)
+            copied = jax.tree.map(_copy_array, batch) if copies else batch
+            item = _Item(copied if place is None else _place(place, copied), state)
+        except BaseException as error:  # noqa: BLE001  raised by the iterator instead
+            queue.ready.put(_Failure(error, batch))
             return
-        state = _copy_state(iterator)
-        if copies:
-            batch = jax.tree.map(_copy_array, batch)
-        queue.ready.put(_Item(batch if place is None else _place(place, batch), state))
-        del batch  # free its memory while the source reads the next one
+        queue.ready.put(item)
+        batch = _NONE
+        del copied, item  # free their memory while the source reads the next one
 
 
 def _copy_state(iterator: Any) -> bytes | None:

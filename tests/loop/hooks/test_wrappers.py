@@ -152,8 +152,31 @@ def test_the_first_event_at_or_after_each_multiple():
     assert steps_seen(*make_every(25), *steps) == [30, 50, 100]
 
 
-def test_a_multiple_counts_once_although_an_evaluation_follows():
-    assert steps_seen(*make_every(10), 10, 10, 20, 20) == [10, 20]
+def test_a_multiple_counts_once_for_each_kind_of_event():
+    kinds = []
+    hook = every(10, lambda event: kinds.append((event.step, event.kind)))
+    hook.open(0, None)
+    for step in (5, 10, 15, 20):
+        for kind in ("train", "eval", "train", "eval"):
+            if kind == "train" or step != 10:
+                hook(sf.Event(step, None, {}, None, kind=kind))
+    assert kinds == [(10, "train"), (15, "eval"), (20, "train"), (20, "eval")]
+
+
+def test_an_evaluation_at_a_log_point_is_seen_in_a_run(tmp_path):
+    def run(folder, steps):
+        seen = []
+        sf.fit(
+            STEP, start(), sf.batches({"x": np.arange(8, dtype=np.float32)}, 4), steps=steps,
+            log_every=2, evaluation=sf.Evaluation(lambda state: {"w": 1.0}, every=3),
+            hooks=every(6, lambda event: seen.append((event.step, event.kind))),
+            checkpoints=sf.Checkpoints(folder, every=2),
+        )  # fmt: skip
+        return seen
+
+    wanted = [(6, "train"), (6, "eval"), (12, "train"), (12, "eval")]
+    assert run(tmp_path / "whole", 14) == wanted
+    assert run(tmp_path / "cut", 8) + run(tmp_path / "cut", 14) == wanted
 
 
 def test_what_the_hook_returns_is_returned():
@@ -198,7 +221,9 @@ def test_every_starts_afresh_in_the_next_run():
 def test_a_state_that_no_run_used_is_forgotten():
     """An already completed run restores hooks and does not open them."""
     hook, seen = make_every(100)
-    hook.set_state({"hook": None, "kind": "function", "multiple": 9, "n": 100})
+    hook.set_state(
+        {"hook": None, "kind": "function", "first": 0, "reached": {"train": 9}, "n": 100}
+    )
     hook.close()
     hook.open(0, None)
     assert steps_seen(hook, seen, 110, 210) == [110, 210]

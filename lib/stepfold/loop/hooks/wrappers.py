@@ -54,7 +54,8 @@ class HookWrapper:
 class every(HookWrapper):  # noqa: N801
     """Call a hook only at the first event at or after each multiple of `n` steps.
 
-    The hook does not see skipped events, so do not wrap `stop_on_nonfinite`.
+    The events of train steps and those of each evaluation count separately. The hook does not see
+    skipped events, so do not wrap `stop_on_nonfinite`.
 
     >>> import stepfold as sf
     >>> hook = sf.every(100, lambda event: print(event.step))
@@ -67,26 +68,31 @@ class every(HookWrapper):  # noqa: N801
     def __init__(self, n: int, hook: Hook) -> None:
         super().__init__(hook)
         self._n = check_count("every", n)
-        self._multiple: int | None = None  # reached so far; None outside of a run
+        self._first: int | None = None  # the multiple at which the run began; None outside of one
+        self._reached: dict[str, int] = {}  # the last multiple by kind of event
 
     def __call__(self, event: Event) -> Returned:
-        previous, self._multiple = self._multiple or 0, event.step // self._n
-        return super().__call__(event) if self._multiple > previous else None
+        previous = self._reached.get(event.kind, self._first or 0)
+        self._reached[event.kind] = event.step // self._n
+        return super().__call__(event) if event.step // self._n > previous else None
 
     def open(self, step: int, total: int | None) -> None:
-        if self._multiple is None:
-            self._multiple = step // self._n
+        if self._first is None:
+            self._first, self._reached = step // self._n, {}
         call_optional(self._hook, "open", step, total)
 
     def close(self) -> None:
-        self._multiple = None
+        self._first, self._reached = None, {}
         call_optional(self._hook, "close")
 
     def get_state(self) -> dict[str, Any]:
-        return {**super().get_state(), "multiple": self._multiple, "n": self._n}
+        reached = {"first": self._first or 0, "reached": dict(self._reached)}
+        return {**super().get_state(), **reached, "n": self._n}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        self._multiple = state["multiple"] if state["n"] == self._n else None
+        is_same = state["n"] == self._n
+        self._first = state["first"] if is_same else None
+        self._reached = dict(state["reached"]) if is_same else {}
         super().set_state(state)
 
 
