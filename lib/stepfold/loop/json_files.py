@@ -25,7 +25,8 @@ def read_file(path: Path) -> bytes:
 
 def read_with_time(path: Path) -> tuple[bytes, float]:
     """Read a regular file, and return the time of its last modification too."""
-    # Without O_NONBLOCK, opening a pipe waits for a writer.
+    check_regular(path.stat())  # a socket or a device may not even be opened
+    # Without O_NONBLOCK, opening a pipe that replaced the file since then waits for a writer.
     file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with open(file, "rb") as stream:
         status = os.fstat(file)
