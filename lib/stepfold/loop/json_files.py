@@ -6,77 +6,82 @@ is, and what to do about it.
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeGuard
 
 _DEPTH = 100  # levels of JSON, within Python's limit of recursion
-_DIGITS = 300  # of an integer, so that it can be converted to a float
+_TOO_LARGE = 10**300  # for an integer, which has to fit into a float
+_LONG = re.compile(r"\d{300}")
+_SURROGATE = re.compile(r"\\u[dD]")
 _LARGEST = 1 << 30  # bytes of a file that is read at once
 
 
-def read_file(path: Path) -> bytes:
-    """Read a regular file; raise ValueError for a pipe, a device or a directory.
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read; raise ValueError for a directory, and for what may block or never end.
 
-    To open the file makes NFS ask the server, rather than use cached attributes.
+    Opening makes NFS ask the server, rather than use cached attributes.
     """
-    return read_with_time(path)[0]
-
-
-def read_with_time(path: Path) -> tuple[bytes, float]:
-    """Read a regular file, and return the time of its last modification too."""
-    check_regular(path.stat())  # a socket or a device may not even be opened
+    _check_regular(path.stat())  # a socket cannot even be opened
     # Without O_NONBLOCK, opening a pipe that replaced the file since then waits for a writer.
-    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    with open(file, "rb") as stream:
-        status = os.fstat(file)
-        check_regular(status)
-        if status.st_size > _LARGEST:
-            raise ValueError(f"{status.st_size:,} bytes, more than {_LARGEST:,}")
-        return stream.read(), status.st_mtime
+    file = open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")  # noqa: SIM115
+    try:
+        _check_regular(os.fstat(file.fileno()))
+    except ValueError:
+        file.close()
+        raise
+    return file
 
 
-def check_regular(status: os.stat_result) -> None:
-    """Refuse what may block or never end when it is read."""
+def _check_regular(status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
         raise ValueError(f"{kind} instead of a file")
 
 
+def read_with_time(path: Path) -> tuple[bytes, float]:
+    """Read a file, and return its content and the time of its last modification."""
+    with open_regular(path) as file:
+        status = os.fstat(file.fileno())
+        if status.st_size > _LARGEST:
+            raise ValueError(f"{status.st_size:,} bytes, more than {_LARGEST:,}")
+        return file.read(), status.st_mtime
+
+
 def read_json(path: Path) -> Any:
     """Read a file of JSON; raise ValueError if it is damaged, OSError if it cannot be read."""
-    return parse_json(read_file(path))
+    return parse_json(read_with_time(path)[0])
 
 
 def parse_json(content: bytes) -> Any:
-    """Parse JSON; raise ValueError for what is not JSON, too deep, or has too large a number."""
+    """Parse JSON; raise ValueError for what is not JSON, too deep, or has too large a number.
+
+    Half of a surrogate pair, which is an error wherever it is encoded, becomes a question mark.
+    """
     text = content.decode()
     try:
-        value = json.loads(text, parse_int=_parse_int)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError(f"more than {_DEPTH} levels") from None
-    if text.count("[") + text.count("{") > _DEPTH and _depth(value) > _DEPTH:
-        raise ValueError(f"more than {_DEPTH} levels")
-    if "\\ud" in text.lower():
-        # A half of a surrogate pair cannot be encoded: it would be an error where it is written.
-        text = json.dumps(value, ensure_ascii=False).encode(errors="replace").decode()
-        value = json.loads(text)
+    if text.count("[") + text.count("{") > _DEPTH or _LONG.search(text):
+        check_plain(value)
+    if _SURROGATE.search(text):
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     return value
 
 
-def _parse_int(text: str) -> int:
-    if len(text) > _DIGITS:
-        raise ValueError(f"an integer of {len(text)} digits")
-    return int(text)
-
-
-def _depth(value: Any) -> int:
-    """Return how deeply lists and dicts are nested; not recursive, since that is limited."""
-    level, depth = [value], 0
-    while level := [item for item in level if isinstance(item, list | dict)]:
+def check_plain(value: Any) -> None:
+    """Raise ValueError if parsed JSON is too deep, or has too large an integer."""
+    level, depth = [value], 0  # not recursive, since that is what is limited
+    while level:
+        if depth > _DEPTH:
+            raise ValueError(f"more than {_DEPTH} levels")
+        if any(type(item) is int and abs(item) >= _TOO_LARGE for item in level):
+            raise ValueError("an integer that is too large for a float")
+        parents = [item for item in level if isinstance(item, list | dict)]
+        level = [x for item in parents for x in (item.values() if isinstance(item, dict) else item)]
         depth += 1
-        level = [x for item in level for x in (item.values() if isinstance(item, dict) else item)]
-    return depth
 
 
 def has_form(value: Any, form: Any) -> bool:
@@ -99,6 +104,6 @@ def has_form(value: Any, form: Any) -> bool:
     return isinstance(value, str) if form is str else bool(form(value))
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[int]:
     """Whether JSON is an integer that counts something."""
     return type(value) is int and 0 <= value < 1 << 63

@@ -106,7 +106,7 @@ class Upload(BaseHook):
     def _copy(self) -> None:
         if jax.process_index() == 0:
             for path in map(self._run_dir.joinpath, _FILES):
-                if path.exists():
+                if path.is_file():
                     self._bucket.write(path.name, path.read_bytes())
 
     def _warn(self) -> None:

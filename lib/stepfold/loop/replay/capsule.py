@@ -34,6 +34,7 @@ from stepfold.core.transfers import allow_transfers
 from stepfold.errors import CheckpointError, ConfigError
 from stepfold.loop.data import DataPosition, reread
 from stepfold.loop.hooks.stop import Nonfinite
+from stepfold.loop.json_files import check_plain, has_form, is_count
 
 _VERSION = 2
 _JSON, _BATCH = "capsule.json", "batch"
@@ -320,12 +321,48 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
             f"{path}: expected the directory of a capsule, such as run_dir/capsules/120, with "
             f"{_JSON} in it, got none; check the path"
         )
-    content = read_checked(path / _JSON)
-    if content["version"] != _VERSION:
+    advice = "copy it again from the run_dir, or run to the step again"
+    try:
+        return _parse(path, read_checked(path / _JSON))
+    except DamageError as error:
+        raise DamageError(f"{error}; {advice}") from error
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise DamageError(
+            f"{path}: expected a capsule as fit writes it, got a damaged one: {error!r}; {advice}"
+        ) from error
+
+
+_is_number = lambda value: type(value) in (int, float)
+_is_word = lambda value: is_count(value) and value < 1 << 32
+_is_path = lambda value: isinstance(value, str) and "\0" not in value
+_is_range = lambda value: has_form(value, (is_count, is_count)) and value[0] < value[1]
+_is_metrics = lambda value: isinstance(value, dict) and all(map(_is_number, value.values()))
+_FORM = {
+    "step": is_count,
+    "metric": str,
+    **dict.fromkeys(("metrics", "before"), _is_metrics),
+    **dict.fromkeys(("began", "arrays"), is_count),
+    "can_reread": lambda value: type(value) is bool,
+    "key?": (str, [_is_word]),
+    "checkpoint?": (_is_path, is_count),
+    "mark": (is_count, lambda _: True),
+    "lost": [str],
+    "notes": [str],
+    "rollbacks": [str],
+    "skipped": [_is_range],
+}
+
+
+def _parse(path: Path, content: Any) -> Capsule:
+    """Make a capsule of JSON with an intact checksum, which may still hold anything."""
+    check_plain(content)
+    if is_count(content["version"]) and content["version"] != _VERSION:
         raise CheckpointError(
             f"{path}: expected a capsule of version {_VERSION}, got {content['version']}; read it "
             "with the stepfold that wrote it"
         )
+    if not is_count(content["version"]) or not has_form(content, _FORM):
+        raise ValueError("other JSON")
     key, checkpoint, (mark, position) = content["key"], content["checkpoint"], content["mark"]
     if key is not None:
         key = jax.random.wrap_key_data(jax.device_put(np.array(key[1], np.uint32)), impl=key[0])
