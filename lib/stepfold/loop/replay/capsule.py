@@ -229,9 +229,7 @@ def _write(capsule: Capsule, run_dir: Path) -> Path:
         key = str(jax.random.key_impl(capsule.key)), data
     if capsule.checkpoint is not None:
         directory, step = capsule.checkpoint
-        if isinstance(directory, Path) and directory.is_relative_to(run_dir):  # a run can be moved
-            directory = directory.relative_to(run_dir)
-        checkpoint = str(directory), step
+        checkpoint = str(directory), step, _relative(directory, run_dir)
     try:
         position = to_json(capsule.mark.position, "position")
     except ConfigError as error:
@@ -267,6 +265,25 @@ def _write(capsule: Capsule, run_dir: Path) -> Path:
         os.rename(new, path)
     sync(path.parent)
     return path
+
+
+def _relative(directory: Path | str, run_dir: Path) -> str | None:
+    """Return the path from the run to its checkpoints, since both can be moved; None for a URL."""
+    if isinstance(directory, str):
+        return None
+    return os.path.relpath(os.path.realpath(directory), os.path.realpath(run_dir))
+
+
+def _find_checkpoints(path: Path, directory: str, relative: str | None) -> Path | str:
+    """Return the directory of the checkpoints of the capsule at a path, also if it was moved."""
+    if relative is None:
+        return directory
+    runs = path.parent.parent, Path(os.path.realpath(path)).parent.parent  # `path` may be a link
+    moved = [Path(os.path.normpath(run / relative)) for run in runs]
+    is_inside = not relative.startswith(os.pardir)
+    # Of a run that was moved, another may have the old path now; not of checkpoints elsewhere.
+    candidates = [*moved, Path(directory)] if is_inside else [Path(directory), *moved]
+    return next((path for path in candidates if path.is_dir()), candidates[0])
 
 
 def _describe(node: Any, path: str, arrays: dict[str, np.ndarray], lost: list[str]) -> Any:
@@ -335,6 +352,7 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
 _is_number = lambda value: type(value) in (int, float)
 _is_word = lambda value: is_count(value) and value < 1 << 32
 _is_path = lambda value: isinstance(value, str) and "\0" not in value
+_is_path_or_none = lambda value: "\0" not in value if isinstance(value, str) else value is None
 _is_range = lambda value: has_form(value, (is_count, is_count)) and value[0] < value[1]
 _is_metrics = lambda value: isinstance(value, dict) and all(map(_is_number, value.values()))
 _FORM = {
@@ -344,7 +362,7 @@ _FORM = {
     **dict.fromkeys(("began", "arrays"), is_count),
     "can_reread": lambda value: type(value) is bool,
     "key?": (str, [_is_word]),
-    "checkpoint?": (_is_path, is_count),
+    "checkpoint?": (_is_path, is_count, _is_path_or_none),
     "mark": (is_count, lambda _: True),
     "lost": [str],
     "notes": [str],
@@ -367,10 +385,8 @@ def _parse(path: Path, content: Any) -> Capsule:
     if key is not None:
         key = jax.random.wrap_key_data(jax.device_put(np.array(key[1], np.uint32)), impl=key[0])
     if checkpoint is not None:
-        directory, saved = checkpoint
-        if not is_url(directory):
-            directory = path.parent.parent / directory
-        checkpoint = CheckpointReference(directory, saved)
+        directory, saved, relative = checkpoint
+        checkpoint = CheckpointReference(_find_checkpoints(path, directory, relative), saved)
     reader = None
     if content["arrays"]:
         # Without `restore`, which waits for all processes and needs dtypes and shapes.

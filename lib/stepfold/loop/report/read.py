@@ -1,5 +1,6 @@
 """Read a run from its directory: finished, running, killed, or written by an older stepfold."""
 
+import os
 from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -56,8 +57,10 @@ def read_run(path: Path, *, remote: bool = True) -> Run:
     curves, hparams, damaged_lines = read_metrics(path / "metrics.jsonl")
     saved: list[SavedStep] = []
     run = Run(path, read_run_info(path), curves, hparams, saved, damaged_lines)
-    directory = (run.argument("checkpoints") or {}).get("directory") or path / "checkpoints"
-    if is_url(directory) and not remote:
+    directory = (run.argument("checkpoints") or {}).get("directory") or "checkpoints"
+    if not is_url(directory):
+        directory = os.path.normpath(path / directory)
+    elif not remote:
         return run
     with suppress(CheckpointError, ValueError):  # the directory cannot be read
         store = open_store(directory)
