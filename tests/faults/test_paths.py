@@ -17,6 +17,7 @@ from stepfold.adapter import TrainingArguments
 from stepfold.checkpoint.__main__ import main as look_at_checkpoints
 from stepfold.checkpoint.steps import absolute_path
 from stepfold.loop.__main__ import main as look_at_runs
+from stepfold.loop.report.read import read_run
 
 TX = optax.sgd(0.1)
 LOSS = sf.make_train_step(
@@ -203,6 +204,48 @@ def test_a_capsule_is_replayed(top):
     path = Location("~/../runs/a//capsules/../capsules/5/")
     assert sf.read_capsule(path).checkpoint == (top / "runs" / "a" / "checkpoints", 4)
     assert sf.replay(path, LOSS, state=INITIAL, batches=bad).examples == ((2,),)
+
+
+PLACES = {  # of the run, and of its checkpoints
+    "inside": ("runs/a", None),
+    "inside, given": ("runs/a", "runs/a/ckpt"),
+    "inside, given by a link": ("runs/a", "alias/a/ckpt"),
+    "inside, of a run given by a link": ("alias/a", "runs/a/ckpt"),
+    "beside": ("runs/a", "runs/kept/a"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_capsule_is_replayed_after_all_was_moved(top, place):
+    run_dir, directory = PLACES[place]
+    (top / "here" / "runs").mkdir(parents=True)
+    (top / "here" / "alias").symlink_to("runs")
+    (row,) = sf.batches(np.arange(32), 4, seed=0).at(4)[:1]
+    data = lambda: batches([row])
+    checkpoints = sf.Checkpoints(directory and top / "here" / directory, every=2, keep=None)
+    options = {"run_dir": top / "here" / run_dir, "checkpoints": checkpoints}
+    capsule = fit(8, data=data(), **options).capsule
+    assert (capsule.step, capsule.checkpoint.step) == (5, 4)
+    (top / "here").rename(top / "there")
+    (top / "here").mkdir()  # with nothing in it
+    path = top / "there" / run_dir / "capsules" / "5"
+    (top / "bad").symlink_to(path)
+    for name in (path, top / "bad"):
+        replayed = sf.replay(name, LOSS, state=start(), batches=data())
+        assert (replayed.step, replayed.reproduced) == (5, True)
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "beside"])
+def test_the_report_of_a_run_that_was_moved_shows_its_checkpoints(top, place):
+    run_dir, directory = PLACES[place]
+    (top / "here" / "runs").mkdir(parents=True)
+    (top / "here" / "alias").symlink_to("runs")
+    directory = directory and top / "here" / directory
+    fit(4, run_dir=top / "here" / run_dir, checkpoints=sf.Checkpoints(directory, every=2))
+    assert [saved.step for saved in read_run(top / "here" / run_dir).checkpoints] == [2, 4]
+    (top / "here").rename(top / "there")
+    fit(6, run_dir=top / "here" / run_dir, checkpoints=sf.Checkpoints(directory, every=3))
+    assert [saved.step for saved in read_run(top / "there" / run_dir).checkpoints] == [2, 4]
 
 
 def test_a_run_goes_back(top):

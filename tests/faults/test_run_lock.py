@@ -195,6 +195,80 @@ def test_a_process_that_may_live_is_watched(tmp_path, monkeypatch, text):
     assert 0.3 < time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize("age", [-1e6, -1.0])
+def test_a_dead_process_whose_time_is_in_the_future_is_watched_no_longer(
+    tmp_path, monkeypatch, age
+):
+    monkeypatch.setattr(run_lock, "_STALE", 0.5)
+    path = claim(tmp_path, age=age, machine="other")
+    began = time.monotonic()
+    acquire(tmp_path)
+    assert 0.3 < time.monotonic() - began < 5
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("jump", [-1e6, 1e6])
+def test_a_clock_that_jumps_does_not_prolong_the_watch(tmp_path, monkeypatch, jump):
+    monkeypatch.setattr(run_lock, "_STALE", 0.5)
+    claim(tmp_path, machine="other")
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + jump)
+    began = time.monotonic()
+    acquire(tmp_path)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"pid": ' + "9" * 5000 + "}", '{"pid": ' + "9" * 200 + "}", b"\xed\xa0\x80"],
+    ids=["deep", "too many digits", "no pid", "not UTF-8"],
+)
+def test_a_damaged_claim_is_watched(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(run_lock, "_STALE", 0.5)
+    path = claim(tmp_path)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    began = time.monotonic()
+    acquire(tmp_path)
+    assert 0.3 < time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "directory", "link to nothing"])
+def test_what_is_not_a_file_is_no_claim(tmp_path, monkeypatch, kind):
+    path = tmp_path / ".lock-0"
+    make = {
+        "pipe": lambda: os.mkfifo(path),
+        "socket": lambda: bind(tmp_path, monkeypatch, path.name),
+        "directory": path.mkdir,
+        "link to nothing": lambda: path.symlink_to("nothing"),
+    }
+    make[kind]()
+    thread = threading.Thread(target=acquire, args=(tmp_path,), daemon=True)
+    thread.start()
+    thread.join(3)
+    assert not thread.is_alive()
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def bind(folder, monkeypatch, name):
+    monkeypatch.chdir(folder)  # the name of a socket is short
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(name)
+
+
+def test_a_directory_has_one_lock_by_all_of_its_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "_TIE", 0.2)
+    folder, other = tmp_path / "run", tmp_path / "other"
+    folder.mkdir()
+    other.symlink_to(folder)
+    for first, second in ((folder, other), (other, folder)):
+        lock = RunLock(first, print)
+        lock.acquire()
+        with pytest.raises(sf.ConfigError, match="expected a directory that no other run uses"):
+            acquire(second)
+        lock.release()
+    assert not claims(folder)
+
+
 @pytest.mark.usefixtures("short_tie")
 @pytest.mark.parametrize("name", [".lock-0", ".lock-z"])
 def test_a_process_of_another_host_that_gives_a_sign_of_life_has_the_directory(tmp_path, name):

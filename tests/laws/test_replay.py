@@ -199,7 +199,8 @@ def test_with_a_sharded_state(tmp_path):
     saves = sf.Checkpoints(every=4)
     result = sf.fit(step, make(), batches(), steps=20, run_dir=tmp_path, checkpoints=saves)
     check(sf.replay(result.capsule, step), result, 9, (5,))
-    check(sf.replay(result.capsule.path, step, state=make()), result, 9, (5,))
+    path = result.capsule.path
+    check(sf.replay(path, step, state=make(), batches=batches()), result, 9, (5,))
 
 
 class Watched:

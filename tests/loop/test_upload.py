@@ -1,6 +1,8 @@
 """`fit(upload=URL)` copies the files of a run to object storage."""
 
+import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,3 +88,67 @@ def test_another_value_than_a_url_is_refused(tmp_path, url):
 def test_it_needs_a_directory():
     with pytest.raises(sf.ConfigError, match="upload: expected run_dir=… to go with it"):
         sf.fit(STEP, start(), [{"x": np.ones(4)}], upload="s3://bucket/run")
+
+
+def on_host(tmp_path, bucket, name, steps):
+    """Run to a step on a host that has kept the files of its earlier runs."""
+    return run(tmp_path / name, bucket, steps)
+
+
+def rows(folder):
+    text = (folder / "metrics.jsonl").read_text()
+    return [json.loads(line)["step"] for line in text.splitlines()]
+
+
+def test_a_run_that_returns_to_an_earlier_host_continues_the_copy_of_the_later_one(
+    tmp_path, bucket
+):
+    on_host(tmp_path, bucket, "first", 4)
+    on_host(tmp_path, bucket, "second", 8)
+    assert rows(bucket) == [2, 4, 6, 8]
+    result = on_host(tmp_path, bucket, "first", 12)
+    assert result.resumed == 8
+    assert result.history["train/loss"].steps == [2, 4, 6, 8, 10, 12]
+    assert rows(tmp_path / "first" / "run") == rows(bucket) == [2, 4, 6, 8, 10, 12]
+    attempts = json.loads((bucket / "run.json").read_text())["attempts"]
+    assert [attempt["to"] for attempt in attempts] == [4, 8, 12]
+
+
+def test_local_metrics_that_go_further_than_the_copy_stay(tmp_path, bucket):
+    run(tmp_path, bucket, 8)
+    complete = (bucket / "metrics.jsonl").read_text()
+    (bucket / "metrics.jsonl").write_text("".join(complete.splitlines(keepends=True)[:2]))
+    assert run(tmp_path, bucket, 12).history["train/loss"].steps == [2, 4, 6, 8, 10, 12]
+    assert rows(bucket) == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_fetch_that_is_cut_is_done_again(tmp_path, bucket, monkeypatch):
+    run(tmp_path, bucket, 8)
+    shutil.rmtree(tmp_path / "run")
+    write = Path.write_bytes
+
+    def cut(path, content):
+        if path.name.startswith("metrics.jsonl"):
+            write(path, content[: len(content) // 2])
+            raise KeyboardInterrupt
+        return write(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", cut)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, bucket, 12)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert run(tmp_path, bucket, 12).history["train/loss"].steps == [2, 4, 6, 8, 10, 12]
+    assert rows(bucket) == [2, 4, 6, 8, 10, 12]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json"])
+def test_a_damaged_copy_causes_a_warning_and_the_local_file_stays(tmp_path, bucket, name):
+    run(tmp_path, bucket, 4)
+    (bucket / name).write_text('{"step": 2, "train/lo\n')
+    with pytest.warns(
+        RuntimeWarning, match=f"upload: .*{name}.*; the run continues with the local f"
+    ):
+        result = run(tmp_path, bucket, 8)
+    assert result.history["train/loss"].steps == [2, 4, 6, 8]
+    assert rows(bucket) == [2, 4, 6, 8]

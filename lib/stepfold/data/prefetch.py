@@ -36,9 +36,9 @@ def prefetch(batches: Any, *, sharding: Any = None, size: int = 2) -> "Prefetch"
     same batch again, and a generator has ended. A saved position is that of the last batch
     returned; prefetched batches do not count. The thread starts with the first `next`. It stops
     after the last batch, an error, `close()` or the `with` block, when the iterator is garbage
-    collected, and at exit. Batches of
-    numpy arrays are copied, because their source may reuse its buffers while they wait; only those
-    of `sf.batches` without `collate` never share memory that is written again.
+    collected, and at exit. Batches of numpy arrays are copied, because their source may reuse its
+    buffers while they wait; only those of `sf.batches` without `collate` never share memory that is
+    written again.
 
     Args:
       batches: an iterable of batches. Do not use it elsewhere while it is prefetched. If it has

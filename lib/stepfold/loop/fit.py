@@ -104,8 +104,8 @@ def fit(
         may use it: while its process lives, another run raises. If that was on another host, the
         new run waits for up to a minute to find out.
       upload: a URL in object storage, such as `s3://bucket/run`, to which metrics, `run.json` and
-        the report are copied at each checkpoint and at the end. A run that resumes without
-        `metrics.jsonl` in its `run_dir`, as on another host, gets it from there.
+        the report are copied at each checkpoint and at the end. A run that resumes on another host,
+        or on one with older files, gets metrics and `run.json` from there.
       evaluation: an `Evaluation`, or several.
       checkpoints: a `Checkpoints`.
       hooks: functions of an `Event`. Unless one of them is `stop_on_nonfinite`, a NaN or inf in
@@ -468,8 +468,8 @@ def _start(
         loop.skip([rollback.skipped for rollback in rollbacks.done])
     with agreement(f"{series.directory}: not resumed"):
         was_complete = loop.restore(series, more_steps)
-    progress = loop.progress
-    directory.resume(loop.history, progress.logged_step, progress.logged_metrics, rollbacks.done)
+    directory.fetch(loop.step)
+    directory.resume(loop)
     return was_complete
 
 
@@ -485,8 +485,7 @@ def _go_back(
     directory.end_attempt(loop.step, rollback)
     loop.restore(series, more_steps)
     loop.skip([rollback.skipped])
-    progress = loop.progress
-    directory.go_back(loop.history, progress.logged_step, progress.logged_metrics, rollbacks.done)
+    directory.resume(loop)
 
 
 def _has_checkpoint(series: Series) -> bool:

@@ -5,14 +5,18 @@ them is deleted. A run that resumes reads the note, and first deletes the checkp
 gone: those after the step that the run went back to, if they were saved before the note.
 """
 
+import json
+import warnings
 from typing import Any, NamedTuple
 
 import jax
 
+from stepfold.checkpoint.manifest import DamageError
 from stepfold.checkpoint.series import Series
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.hooks.base import GoBack, Stop
+from stepfold.loop.json_files import check_plain, has_form, is_count, parse_json
 
 _NOTE = "rollbacks.json"
 
@@ -31,6 +35,21 @@ class Rollback(NamedTuple):
         return f"{self.why}; went back from step {self.at} to {self.to}, without {batches}"
 
 
+def _is_range(value: Any) -> bool:
+    return has_form(value, (is_count, is_count)) and value[0] < value[1]
+
+
+def _checked(note: Any) -> list[Any]:
+    """Return a note that a run can have written, or raise ValueError."""
+    check_plain(note)
+    if not has_form(note, [(is_count, is_count, _is_range, str)]):
+        raise ValueError("other JSON")
+    if not all(to < at for at, to, _, _ in note):
+        raise ValueError("a target that is not before the step")
+    # Half of a surrogate pair in a reason would be an error where it is shown.
+    return list(parse_json(json.dumps(note).encode()))
+
+
 class Rollbacks:
     """All times that a run went back; with several processes, all of them call each method."""
 
@@ -40,8 +59,7 @@ class Rollbacks:
 
     def resume(self) -> None:
         """Read the note, and delete what a killed run has not deleted."""
-        note = self._read()
-        self.done = [Rollback(at, to, (first, stop), why) for at, to, (first, stop), why in note]
+        self.done = self._read()
         if self.done:
             # The run state counts the rollbacks before the checkpoint was saved.
             is_gone = lambda extra: (extra or {}).get("rollbacks", 0) < len(self.done)
@@ -49,8 +67,16 @@ class Rollbacks:
                 self._series.delete_after(self.done[-1].to, is_gone)
 
     def restart(self) -> None:
-        """Forget the note of an earlier run, whose checkpoints are gone."""
-        if self._read():
+        """Forget the note of an earlier run, whose checkpoints are gone, also if it is damaged."""
+        is_there = False
+        with agreement(f"{self._series.directory}: {_NOTE} is not read"):
+            if jax.process_index() == 0:
+                try:
+                    is_there = bool(self._read_note())
+                except DamageError as error:
+                    is_there = True
+                    warnings.warn(f"{error}; it is replaced", RuntimeWarning, stacklevel=3)
+        if broadcast_from_first([is_there])[0]:
             self._write()
 
     def find_target(self, request: GoBack) -> int | Stop:
@@ -88,12 +114,31 @@ class Rollbacks:
         """Return what `run.json` holds."""
         return [rollback._asdict() for rollback in self.done]
 
-    def _read(self) -> list[Any]:
+    def _read(self) -> list[Rollback]:
         note: list[Any] = []
         with agreement(f"{self._series.directory}: {_NOTE} is not read"):
             if jax.process_index() == 0:
-                note = self._series.read_note(_NOTE) or []
-        return broadcast_from_first(note)
+                try:
+                    note = self._read_note()
+                except DamageError as error:
+                    raise DamageError(
+                        f"{error}; restore it from a copy, or move it away and give batches "
+                        "without those that the run skipped"
+                    ) from error
+        note = broadcast_from_first(note)
+        return [Rollback(at, to, (first, stop), why) for at, to, (first, stop), why in note]
+
+    def _read_note(self) -> list[Any]:
+        """Read and validate the note, since what it says leads to the deletion of checkpoints."""
+        try:
+            note = self._series.read_note(_NOTE)
+            return _checked([] if note is None else note)
+        except (DamageError, ValueError) as error:
+            reason = str(error).removeprefix(f"{_NOTE}: ")
+            raise DamageError(
+                f"{self._series.directory}: {_NOTE}: expected the note that a run wrote when it "
+                f"went back, got a damaged one: {reason}"
+            ) from error
 
     def _write(self) -> None:
         with agreement(f"{self._series.directory}: {_NOTE} is not written"):

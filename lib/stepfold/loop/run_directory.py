@@ -15,6 +15,7 @@ from stepfold.loop.report.report_writer import ReportWriter
 from stepfold.loop.rollback import Rollback
 from stepfold.loop.run_info import move_previous_run
 from stepfold.loop.run_lock import RunLock
+from stepfold.loop.train_loop import Progress, TrainLoop
 from stepfold.loop.upload import Upload
 from stepfold.loop.writers.combinators import async_writer, log_to
 from stepfold.loop.writers.jsonl import jsonl_writer, read_rows
@@ -91,41 +92,34 @@ class RunDirectory:
             if self.path is not None and jax.process_index() == 0:
                 move_previous_run(self.path, step, stacklevel=5)  # at the call of fit
 
-    def resume(
-        self, history: History, step: int, metrics: Mapping[str, float], skipped: Sequence[Rollback]
-    ) -> None:
-        """Continue an earlier run after the row of a step, of which a checkpoint has the metrics.
+    def resume(self, loop: TrainLoop) -> None:
+        """Continue after the checkpoint that was restored, of an earlier run or of this one.
 
-        Its history is read, and later rows are dropped, since they will be logged again.
+        The history is read from the rows up to there. Later ones are dropped, since they will be
+        logged again.
         """
-        self._note(skipped)
+        if loop.rollbacks is not None and loop.rollbacks.done:
+            self._metadata["rollbacks"] = loop.rollbacks.as_json()
+        with agreement(f"run_dir: {self.path}: not opened"):
+            self._continue_metrics(loop.history, loop.progress)
+
+    def fetch(self, step: int) -> None:
+        """Get what another host has uploaded since, before a run resumes at a step."""
         if self._upload is not None:
             with agreement(f"run_dir: {self.path}: not resumed"):
-                self._upload.fetch()
-        with agreement(f"run_dir: {self.path}: not opened"):
-            self._continue_metrics(history, step, metrics)
-
-    def go_back(
-        self, history: History, step: int, metrics: Mapping[str, float], skipped: Sequence[Rollback]
-    ) -> None:
-        """Continue after an earlier step, as the run goes back."""
-        self._note(skipped)
-        self._continue_metrics(history, step, metrics)
+                self._upload.fetch(step)
 
     def end_attempt(self, step: int, skipped: Rollback) -> None:
         """Note where and why the run goes back."""
         if self._report is not None:
             self._report.end_attempt(step, Stop("go_back", str(skipped)))
 
-    def _note(self, skipped: Sequence[Rollback]) -> None:
-        if skipped:
-            self._metadata["rollbacks"] = [rollback._asdict() for rollback in skipped]
-
-    def _continue_metrics(self, history: History, step: int, metrics: Mapping[str, float]) -> None:
+    def _continue_metrics(self, history: History, progress: Progress) -> None:
         path = self.metrics_path
         if path is None:
             return
-        # The checkpoint has the row of `step`; later events may have changed it in the file.
+        # The checkpoint has the last row; later events may have changed it in the file.
+        step, metrics = progress.logged_step, progress.logged_metrics
         last_row = step - 1 if metrics else step
         for number, row in read_rows(path, until=last_row):
             history.add(number, row)

@@ -26,6 +26,7 @@ from stepfold.data.stream import StreamBatches
 from stepfold.errors import DataError
 from stepfold.loop.evaluate import Evaluation, mesh_of
 from stepfold.loop.hooks.base import Hook, hook_name
+from stepfold.loop.json_files import has_form, is_count, read_json
 from stepfold.loop.writers.base import replace_file
 from stepfold.loop.writers.jsonl import last_step
 
@@ -123,7 +124,7 @@ def read_run_info(run_dir: Path) -> dict[str, Any]:
     """Read `run.json` and convert format 1; empty if there is no file."""
     path = run_dir / NAME
     try:
-        info = json.loads(path.read_bytes())
+        info = read_json(path)
     except FileNotFoundError:
         return {}
     except ValueError as error:
@@ -134,7 +135,7 @@ def read_run_info(run_dir: Path) -> dict[str, Any]:
             f"{path}: expected format {FORMAT} or earlier, got {number}, of a later stepfold; "
             f"upgrade with pip install -U stepfold, or {_ADVICE}"
         )
-    if not _has_form(info, _FORM):
+    if not has_form(info, _FORM):
         raise DataError(f"{path}: expected a run.json that fit wrote, got other JSON; {_ADVICE}")
     for attempt in info["attempts"] if number == 1 else ():
         # Format 1 says only in prose why an attempt stopped.
@@ -147,22 +148,6 @@ def read_run_info(run_dir: Path) -> dict[str, Any]:
     return {**info, "format": FORMAT}
 
 
-def _has_form(value: Any, form: Any) -> bool:
-    """Whether JSON has a form, see `_FORM`."""
-    if isinstance(form, dict):
-        return isinstance(value, dict) and all(
-            (name.endswith("?") and value.get(name[:-1]) is None)
-            or _has_form(value.get(name.removesuffix("?")), inner)
-            for name, inner in form.items()
-        )
-    if isinstance(form, list):
-        return isinstance(value, list) and all(_has_form(item, form[0]) for item in value)
-    if isinstance(form, tuple):
-        is_list = isinstance(value, list) and len(value) == len(form)
-        return is_list and all(map(_has_form, value, form))
-    return isinstance(value, str) if form is str else bool(form(value))
-
-
 def _is_time(value: Any) -> bool:
     try:
         return datetime.fromisoformat(value).tzinfo is not None
@@ -170,21 +155,19 @@ def _is_time(value: Any) -> bool:
         return False
 
 
-_is_count = lambda value: type(value) is int and 0 <= value < 2**63
 _is_number = lambda value: type(value) in (int, float) and abs(value) < 1e300
 _is_mode = lambda value: value in ("min", "max")
-# The entries that the report reads; others may hold anything. One with `?` may be missing or null.
-# `[form]` is a list of any length, and a tuple is a list of exactly these.
+# The entries that the report reads; others may hold anything.
 _ATTEMPT = {
     **dict.fromkeys(("began", "updated?", "ended?"), _is_time),
-    **dict.fromkeys(("from", "to", "total?"), _is_count),
+    **dict.fromkeys(("from", "to", "total?"), is_count),
     "stop?": {"kind": str, "message": str},
     "stopped?": str,
     "error?": {"type": str, "message": str},  # of format 1
     "pause?": _is_number,
     "clock?": [(_is_number, _is_number, _is_number)],
 }
-_LEAF = (str, [_is_count], str, _is_count)
+_LEAF = (str, [is_count], str, is_count)
 _FORM = {
     "format": lambda value: type(value) is int and value >= 1,
     "program?": str,
@@ -193,7 +176,7 @@ _FORM = {
         "checkpoints?": {"directory?": str, "best?": str, "mode?": _is_mode},
     },
     "devices?": {},
-    "parameters?": {"count": _is_count, "bytes": _is_count, "leaves?": [_LEAF]},
+    "parameters?": {"count": is_count, "bytes": is_count, "leaves?": [_LEAF]},
     "attempts": [_ATTEMPT],
 }
 

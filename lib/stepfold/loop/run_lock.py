@@ -20,6 +20,7 @@ from typing import Any
 
 from stepfold.errors import ConfigError
 from stepfold.loop.hooks.base import Stop
+from stepfold.loop.json_files import parse_json, read_with_time
 
 _PREFIX = ".lock-"
 _BEAT = 5.0  # seconds between signs of life, by which processes of other hosts are judged
@@ -31,7 +32,7 @@ class RunLock:
     """A lock on a directory, held by one run at a time.
 
     If a claim is from this host and PID namespace, its PID and start time say whether its run
-    lives. Any other claim is watched for up to `_STALE` seconds for a sign of life, a newer
+    lives. Any other claim is watched for up to `_STALE` seconds for a sign of life, a changed
     modification time. `stop` is called, in a thread, if the own claim was deleted, since another
     run may have the directory then.
     """
@@ -92,7 +93,7 @@ class RunLock:
 
     def _wait_for_others(self) -> None:
         """Return once no other run lives; raise if one does."""
-        first_beats: dict[Path, float] = {}
+        first_beats: dict[Path, tuple[float, float]] = {}  # and when it was seen first
         live_since: dict[Path, float] = {}
         while True:
             with suppress(OSError):  # not every file system lets one set times
@@ -105,9 +106,12 @@ class RunLock:
                     continue
                 claim, beat = read
                 is_live = _is_live(claim)
-                if is_live is None and first_beats.setdefault(path, beat) != beat:
+                first_beat, since = first_beats.setdefault(path, (beat, time.monotonic()))
+                if is_live is None and first_beat != beat:
                     is_live = True
-                if is_live is False or (is_live is None and now - beat > _STALE):
+                # The time of a claim may be in the future, if a clock was wrong.
+                is_stale = now - beat > _STALE or time.monotonic() - since > _STALE
+                if is_live is False or (is_live is None and is_stale):
                     path.unlink(missing_ok=True)
                     continue
                 if is_live:
@@ -122,18 +126,14 @@ class RunLock:
 
 
 def _read_claim(path: Path) -> tuple[dict[str, Any], float] | None:
-    """Return a claim and the time of its last sign of life; None if the file is missing.
-
-    To open the file makes NFS ask the server, rather than use cached attributes.
-    """
+    """Return a claim and the time of its last sign of life; None if it is missing or no file."""
     try:
-        with path.open("rb") as file:
-            text, beat = file.read(), os.fstat(file.fileno()).st_mtime
-    except FileNotFoundError:
+        text, beat = read_with_time(path)
+    except (FileNotFoundError, ValueError):
         return None
     try:
-        claim = json.loads(text)
-    except ValueError:  # it is being written
+        claim = parse_json(text)
+    except ValueError:  # it is being written, or damaged
         claim = None
     return (claim if isinstance(claim, dict) else {}), beat
 

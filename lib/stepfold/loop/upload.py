@@ -1,17 +1,24 @@
 """Copy the files of a run from its local directory to object storage."""
 
+import math
+import os
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
 
 from stepfold import tree
 from stepfold.checkpoint.series import Series
-from stepfold.checkpoint.steps import is_url
+from stepfold.checkpoint.steps import is_url, sync
 from stepfold.core.processes import agreement
-from stepfold.errors import CheckpointError, ConfigError
+from stepfold.errors import CheckpointError, ConfigError, StepfoldError
 from stepfold.loop.hooks.base import BaseHook, Event
+from stepfold.loop.run_info import NAME, read_run_info
+from stepfold.loop.writers.jsonl import read_rows
 
 _FILES = ("run.json", "metrics.jsonl", "metrics.csv", "report.html")
 
@@ -50,13 +57,41 @@ class Upload(BaseHook):
             self._copy()
         self._is_open = True
 
-    def fetch(self) -> None:
-        """Copy the metrics back if they are not here, as after a restart on another host."""
-        path = self._run_dir / "metrics.jsonl"
-        if jax.process_index() == 0 and not path.exists():
-            content = self._bucket.read(path.name)
-            if content is not None:
-                path.write_bytes(content)
+    def fetch(self, step: float = math.inf) -> None:
+        """Copy files back that another host has continued; call it before a run resumes at `step`.
+
+        Those are the metrics, if the copy has later rows up to that step than the local file, or
+        more of them, and `run.json`, if the copy has more attempts.
+        """
+        if jax.process_index() == 0:
+            self._fetch("metrics.jsonl", lambda path: _extent(path, step))
+            self._fetch(NAME, lambda path: len(read_run_info(path.parent).get("attempts", ())))
+
+    def _fetch(self, name: str, extent: Callable[[Path], Any]) -> None:
+        """Replace a local file by the copy of the bucket if that extends further."""
+        path, content = self._run_dir / name, self._bucket.read(name)
+        if content is None:
+            return
+        # On the same file system, so that it is complete under its name, or missing.
+        with TemporaryDirectory(dir=self._run_dir, prefix=f".{name}-") as folder:
+            copy = Path(folder, name)
+            copy.write_bytes(content)
+            try:
+                fetched = extent(copy)
+            except StepfoldError as error:
+                reason = str(error).replace(str(copy), f"{self._bucket.location}: {name}")
+                warnings.warn(
+                    f"upload: {reason}; the run continues with the local file, and replaces it",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+                return
+            with suppress(StepfoldError):  # a damaged local file is dealt with where it is used
+                if path.exists() and extent(path) >= fetched:
+                    return
+                sync(copy)
+                os.replace(copy, path)
+                sync(self._run_dir)
 
     def flush(self) -> None:
         try:
@@ -73,7 +108,7 @@ class Upload(BaseHook):
     def _copy(self) -> None:
         if jax.process_index() == 0:
             for path in map(self._run_dir.joinpath, _FILES):
-                if path.exists():
+                if path.is_file():
                     self._bucket.write(path.name, path.read_bytes())
 
     def _warn(self) -> None:
@@ -85,3 +120,11 @@ class Upload(BaseHook):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _extent(path: Path, until: float) -> tuple[int, int]:
+    """Return the last step of a file of metrics up to a step, and the number of rows."""
+    last, count = -1, 0
+    for step, _ in read_rows(path, until):
+        last, count = step, count + 1
+    return last, count

@@ -2,9 +2,12 @@
 
 import io
 import json
+import sys
 
 import jax
+import numpy as np
 import pytest
+from tests.loop.small import STEP, start
 
 import stepfold as sf
 from stepfold.loop.hooks import progress as module
@@ -280,3 +283,74 @@ def test_arguments_are_checked():
         progress("json", over=0)
     with pytest.raises(sf.ConfigError, match="expected 'tqdm', 'rich' or 'json', got 'bar'"):
         progress("bar")
+
+
+# Streams that cannot be written
+
+
+def closed(kind=Terminal):
+    file = kind()
+    file.close()
+    return file
+
+
+class Broken(Terminal):
+    """A terminal that was there, and is gone after so many writes."""
+
+    def __init__(self, error, writes):
+        super().__init__()
+        self.error, self.writes = error, writes
+
+    def write(self, text):
+        self.writes -= 1
+        if self.writes < 0:
+            raise self.error
+        return super().write(text)
+
+
+def fit_with(hook, steps=4):
+    batches = sf.batches({"x": np.arange(8, dtype=np.float32)}, 4)
+    return sf.fit(STEP, start(), batches, steps=steps, log_every=1, hooks=hook).steps
+
+
+@pytest.mark.parametrize("kind", [*BARS, "json"])
+@pytest.mark.parametrize("stream", [None, closed(), closed(io.StringIO)])
+def test_without_a_stream_nothing_is_shown_and_the_run_goes_on(kind, stream, monkeypatch):
+    hook = progress(kind)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
+    assert fit_with(hook) == 4
+
+
+@pytest.mark.parametrize("kind", [*BARS, "json"])
+def test_a_stream_that_is_closed_during_a_run_ends_the_bar_and_not_the_run(kind, monkeypatch):
+    monkeypatch.setattr(module, "_PAUSE", 0)
+    file = Terminal()
+    monkeypatch.setattr(sys, "stdout" if kind == "json" else "stderr", file)
+
+    def close(event):
+        if event.step == 2:
+            file.close()
+
+    hooks = [progress(kind), close]
+    if kind == "json":
+        with pytest.warns(RuntimeWarning, match="progress: .*closed file"):
+            assert fit_with(hooks) == 4
+    else:
+        assert fit_with(hooks) == 4
+
+
+@pytest.mark.parametrize("kind", [*BARS, "json"])
+@pytest.mark.parametrize("writes", [0, 1, 3])
+def test_a_file_that_fails_is_warned_of_once(kind, writes, monkeypatch):
+    monkeypatch.setattr(module, "_PAUSE", 0)
+    file = Broken(BrokenPipeError(32, "Broken pipe"), writes)
+    with pytest.warns(RuntimeWarning, match=r"progress: .*Broken pipe; .* not shown") as caught:
+        assert fit_with(progress(kind, file=file), steps=8) == 8
+    assert len(caught) == 1
+
+
+def test_a_closed_file_that_was_given_is_warned_of():
+    for kind in (*BARS, "json"):
+        with pytest.warns(RuntimeWarning, match="progress: .*closed file; .* not shown"):
+            assert fit_with(progress(kind, file=closed())) == 4

@@ -130,11 +130,22 @@ def test_it_names_the_first_step_with_a_nan_or_inf(bad):
     assert hook(train(10, values)) == Stop("nonfinite", f"train/loss is {bad} in step 8")
 
 
+def test_the_metrics_of_the_step_before_may_be_in_the_event_before():
+    hook = stop_on_nonfinite()
+    hook(train(4, {"train/loss": np.array([1.0, 2.0])}))
+    hook(train(6, {"train/loss": np.array([np.nan, 3.0])}))
+    assert (hook.found.step, hook.found.before) == (5, {"train/loss": 2.0})
+    hook.reset(0)
+    hook(train(6, {"train/loss": np.array([np.nan, 3.0])}))
+    assert hook.found.before == {}
+
+
 def test_it_keeps_the_first_such_step_of_a_run_and_its_metrics():
     hook = stop_on_nonfinite()
     values = {"train/loss": np.array([1.0, np.inf, np.nan]), "train/hit": np.array([0.5, 0.25, 0])}
     hook(train(9, values | {"train/many": np.ones((3, 2))}))
-    wanted = (8, "train/loss", {"train/loss": np.inf, "train/hit": 0.25})
+    before = {"train/loss": 1.0, "train/hit": 0.5}
+    wanted = (8, "train/loss", {"train/loss": np.inf, "train/hit": 0.25}, before)
     assert hook.found == wanted
     hook(train(12, values))
     assert hook.found == wanted

@@ -89,6 +89,32 @@ def test_batches_that_cannot_be_read_again_are_reported():
     assert "not kept: the batch" in str(capsule)
 
 
+def test_a_batch_that_cannot_be_read_again_is_kept_by_the_run_and_in_the_file(tmp_path):
+    rows = np.float32([1, np.nan])
+    taken = take_capsule(
+        Nonfinite(6, "train/loss", {}), start(), iter([]), positions=[DataPosition(0, None)],
+        directory=None, recent={5: np.ones(2), 6: rows},
+    )  # fmt: skip
+    assert (taken.lost, taken.can_reread) == ((), False)
+    read = read_capsule(save_capsule(taken, tmp_path).path)
+    assert np.array_equal(read.batch, rows, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", [lambda batches: batches, list, sf.prefetch])
+def test_a_batch_that_can_be_read_again_is_not_in_the_file(tmp_path, kind):
+    batches = kind(sf.batches(with_nan(6), 4, epochs=1))
+    taken = sf.fit(STEP, start(), batches, run_dir=tmp_path).capsule
+    assert taken.has_batch
+    read = read_capsule(taken.path)
+    assert (read.batch, read.lost, read.has_batch) == (None, (), False)
+    assert not (taken.path / "batch").exists()
+
+
+def test_a_batch_whose_position_json_cannot_hold_is_in_the_file(tmp_path):
+    read = read_capsule(write(tmp_path, mark=DataPosition(100, object()), can_reread=True))
+    assert read.batch["x"].tolist() == list(range(6))
+
+
 class Source:
     """Batches that are a function of the position."""
 

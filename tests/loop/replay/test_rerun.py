@@ -210,7 +210,7 @@ def test_batches_are_given_for_a_capsule_in_a_file(tmp_path):
     check(read_capsule(path), jax.eval_shape(start), numbers())
     check(path, start(), numbers())
     check(str(path), start(), as_list())
-    check(path, start(), iter(as_list()[3:5]))  # cannot be moved, and begins after the checkpoint
+    check(path, start(), iter(as_list()[3:6]))  # cannot be moved, and begins after the checkpoint
 
 
 def test_a_missing_batch_comes_from_those_that_are_given():
@@ -250,8 +250,13 @@ def test_a_source_that_reuses_its_arrays_does_not_hide_an_earlier_origin():
     assert replayed.examples == ((5,),)
 
 
-def test_after_a_checkpoint_of_the_step_before_no_batches_are_needed(tmp_path):
-    check(leave(tmp_path, numbers(4)).path, start(), step=4)
+def test_after_a_checkpoint_of_the_step_before_its_batch_is_enough(tmp_path):
+    capsule = leave(tmp_path, numbers(4))
+    check(capsule, batches=(), step=4)
+    words = "batches: expected those of the run, for steps 4 to 4, got None"
+    with pytest.raises(sf.ConfigError, match=words):
+        replay(capsule.path, SUM, state=start())
+    check(capsule.path, start(), numbers(4), step=4)
 
 
 def test_python_numbers_in_the_state_are_arrays():
@@ -325,3 +330,69 @@ def test_the_nonfinite_loss_of_a_skipped_step_does_not_count():
     capsule = run([*good(), with_rows(2)])
     replayed = replay(capsule, step, state=start())
     assert (replayed.examples, replayed.leaves) == ((), ())
+
+
+# A run that went back, so that it skipped batches.
+
+
+def derailing(bad):
+    """Batches of which 4 and 5 derail a run, and one row of `bad` is NaN."""
+    data = np.arange(80, dtype=np.float32) / 100
+    data[16:24], data[4 * bad + 3] = 1e4, np.nan
+    return sf.batches(data, 4)
+
+
+def go_back(folder, batches):
+    """Skip batches 4 and 5 after step 6, then run to the NaN."""
+    requests = [sf.GoBack(skip=(5, 7), why="derailed")]
+    return sf.fit(
+        SUM, start(), batches, steps=16, log_every=2, run_dir=folder,
+        checkpoints=sf.Checkpoints(every=3, keep=None),
+        hooks=lambda event: requests.pop() if event.step == 6 and requests else None,
+    ).capsule  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [7, 12], ids=["from before the skip", "from after it"])
+def test_batches_that_the_run_skipped_are_skipped(tmp_path, bad):
+    capsule = go_back(tmp_path, derailing(bad))
+    assert (capsule.step, capsule.skipped) == (bad - 1, ((4, 6),))
+    assert read_capsule(capsule.path).skipped == ((4, 6),)
+    check(capsule, step=bad - 1)
+    batches = derailing(bad)
+    for given in (batches, sf.prefetch(derailing(bad)), derailing(bad).without([(4, 6)])):
+        check(capsule.path, start(), given, step=bad - 1)
+        check(capsule, batches=given, step=bad - 1)
+    assert batches.get_state() == derailing(bad).get_state()
+
+
+def test_batches_that_cannot_skip_are_refused_after_a_skip(tmp_path):
+    path = go_back(tmp_path, derailing(7)).path
+    given = [derailing(7).at(i) for i in range(16)]
+    words = r"batches: expected some that skip \[\(4, 6\)\], as the run did, got list"
+    with pytest.raises(sf.ConfigError, match=words):
+        replay(path, SUM, state=start(), batches=given)
+    check(path, start(), iter([given[3], *given[6:]]))  # from the checkpoint of step 3 on
+
+
+# Metrics that are all NaN.
+
+NAN = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b), TX)
+
+
+def test_where_all_metrics_are_nan_those_of_the_step_before_are_compared(tmp_path):
+    plan = sf.Checkpoints(every=3, keep=None)
+    capsule = sf.fit(NAN, start(), numbers(), steps=10, run_dir=tmp_path, checkpoints=plan).capsule
+    assert np.isnan([*capsule.metrics.values()]).all()
+    assert replay(capsule.path, NAN, state=start(), batches=numbers()).reproduced is True
+    wrong = [batch + (i == 4) for i, batch in enumerate(as_list())]
+    replayed = replay(capsule.path, NAN, state=start(), batches=wrong)
+    assert replayed.reproduced is False
+    assert replayed.said[0].startswith("train/grad_norm of step 5 was ")
+
+
+def test_where_nothing_can_be_compared_it_is_not_called_reproduced(tmp_path):
+    plan = sf.Checkpoints(every=5, keep=None)
+    capsule = sf.fit(NAN, start(), numbers(), steps=10, run_dir=tmp_path, checkpoints=plan).capsule
+    replayed = replay(capsule, NAN)
+    assert (capsule.distance, replayed.reproduced) == (0, None)
+    assert str(replayed).startswith("step 6: not compared, as all metrics are NaN; not finite:")

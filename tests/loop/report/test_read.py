@@ -1,6 +1,5 @@
 import json
 import math
-import os
 
 import jax.numpy as jnp
 import numpy as np
@@ -76,7 +75,7 @@ def test_steps_out_of_order_are_sorted(path):
 
 def test_a_file_that_cannot_be_read_is_an_error(path):
     path.mkdir()
-    with pytest.raises(OSError, match=os.strerror(21)):
+    with pytest.raises(sf.DataError, match="expected lines of metrics, got a directory instead"):
         read_metrics(path)
 
 

@@ -4,9 +4,10 @@ import json
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import jax
 
@@ -23,9 +24,10 @@ class progress(BaseHook):  # noqa: N801
     The average is over about the last `over` steps of the metric `average`, those before a resume
     included; NaN and inf do not enter it. A "tqdm" or "rich" bar is drawn on stderr, at most four
     times per second, and only in a terminal or a notebook. Lines of "json" are printed on stdout,
-    one for each event; NaN and inf are null there. `file` replaces both. Of several processes only
-    the first shows anything. `metrics` are names or patterns such as `eval/*` of the metrics to
-    show; by default JSON shows all, and a bar those of evaluations and of hooks.
+    one for each event; NaN and inf are null there. `file` replaces both. A stream that is missing
+    or closed shows nothing, and one that fails is given up with a warning. Of several processes
+    only the first shows anything. `metrics` are names or patterns such as `eval/*` of the metrics
+    to show; by default JSON shows all, and a bar those of evaluations and of hooks.
 
     >>> import stepfold as sf
     >>> hook = sf.progress("json", metrics=("*/accuracy",))
@@ -54,6 +56,7 @@ class progress(BaseHook):  # noqa: N801
         self._kind, self._metrics, self._file = kind, metrics, file
         self._average, self._over = average, check_count("over", over)
         self._bar: _Bar | None = None  # of the run that is open
+        self._stream: _Stream | None = None
         self.reset(0)
 
     def reset(self, step: int) -> None:
@@ -64,8 +67,13 @@ class progress(BaseHook):  # noqa: N801
         super().open(step, total)
         if self._bar is not None:  # the run goes back
             self._bar.close()
-        is_first = jax.process_index() == 0
-        self._bar = _BARS[self._kind](self._file, step, total) if is_first else _HIDDEN
+        default = sys.stdout if self._kind == "json" else sys.stderr
+        file = self._file or (default if _is_open(default) else None)
+        self._bar, self._stream = _HIDDEN, None
+        if file is not None and jax.process_index() == 0:
+            self._stream = _Stream(file)
+            self._bar = _BARS[self._kind](self._stream, step, total)
+            self._check_stream()
         self._step, self._drawn_at = step, -math.inf
         self._pending: dict[str, float] | None = None  # values that are not drawn yet
 
@@ -92,6 +100,23 @@ class progress(BaseHook):  # noqa: N801
         if self._bar is not None and self._pending is not None:
             self._bar.draw(self._step, self._pending, self._pace.rate)
             self._pending, self._drawn_at = None, time.monotonic()
+            self._check_stream()
+
+    def _check_stream(self) -> None:
+        """Hide the bar once its stream has failed."""
+        error = None if self._stream is None else self._stream.error
+        if error is None or self._bar is None:
+            return
+        self._bar.close()
+        self._bar, self._stream = _HIDDEN, None
+        # If stderr is what failed, a warning would fail as well.
+        if _is_open(sys.stderr) and (self._file is not None or self._kind == "json"):
+            warnings.warn(
+                f"progress: expected a stream to write to, got one that fails: {error}; the run "
+                "continues, and the rest of it is not shown",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _is_shown(self, name: str) -> bool:
         if self._metrics is None:
@@ -103,6 +128,7 @@ class progress(BaseHook):  # noqa: N801
         if self._bar is not None:
             self._draw()
             self._bar.close()
+            self._check_stream()
             self._bar = None
 
 
@@ -117,12 +143,55 @@ _HIDDEN = _Bar(lambda *_: None, lambda: None)
 _PAUSE = 0.25  # least seconds between two drawings of a bar
 
 
-def _tqdm_bar(file: TextIO | None, step: int, total: int | None) -> _Bar:
+def _is_open(file: Any) -> bool:
+    return file is not None and not getattr(file, "closed", False)
+
+
+class _Stream:
+    """A stream that keeps the first error of a write instead of raising it, and then drops text.
+
+    A bar writes when it is deleted too, where nobody could catch an error.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self.file = file
+        self.error: OSError | ValueError | None = None  # the latter if it is closed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def __eq__(self, other: object) -> bool:  # `tqdm.write` compares streams
+        return other is self or other is self.file
+
+    def __hash__(self) -> int:
+        return hash(self.file)
+
+    def _try(self, call: Callable[..., Any], *args: Any) -> Any:
+        if self.error is None:
+            try:
+                return call(*args)
+            except (OSError, ValueError) as error:
+                self.error = error
+        return None
+
+    def write(self, text: str) -> int:
+        self._try(self.file.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.file.flush)
+
+    def isatty(self) -> bool:
+        return bool(self._try(self.file.isatty))
+
+
+def _tqdm_bar(file: Any, step: int, total: int | None) -> _Bar:
     from tqdm.auto import tqdm
     from tqdm.notebook import tqdm_notebook
 
-    file = file or sys.stderr
-    if not (file.isatty() or issubclass(tqdm, tqdm_notebook)):
+    if issubclass(tqdm, tqdm_notebook):
+        file = file.file  # which it compares with stderr; it draws without it
+    elif not file.isatty():
         return _HIDDEN
     options = {"unit": "step", "dynamic_ncols": True, "mininterval": 0, "miniters": 1}
     bar = tqdm(initial=step, total=total, file=file, **options)
@@ -137,16 +206,18 @@ def _tqdm_bar(file: TextIO | None, step: int, total: int | None) -> _Bar:
     return _Bar(draw, bar.close)
 
 
-def _rich_bar(file: TextIO | None, step: int, total: int | None) -> _Bar:
+def _rich_bar(file: Any, step: int, total: int | None) -> _Bar:
     from rich import progress as rich
     from rich.console import Console
 
-    console = Console(file=file or sys.stderr)
+    console = Console(file=file)
     if not (console.is_terminal or console.is_jupyter):
         return _HIDDEN
     columns = [rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn()]
     columns += [rich.TimeRemainingColumn(), rich.TextColumn("{task.description}", markup=False)]
-    stdout = sys.stdout.isatty()  # then what the program prints goes above the bar
+    stdout = (
+        _is_open(sys.stdout) and sys.stdout.isatty()
+    )  # then what the program prints goes above the bar
     bar = rich.Progress(*columns, console=console, auto_refresh=False, redirect_stdout=stdout)
     task = bar.add_task("", total=total, completed=step)
     bar.start()
@@ -161,9 +232,7 @@ def _rich_bar(file: TextIO | None, step: int, total: int | None) -> _Bar:
     return _Bar(draw, bar.stop)
 
 
-def _json_lines(file: TextIO | None, _: int, total: int | None) -> _Bar:
-    file = file or sys.stdout
-
+def _json_lines(file: Any, _: int, total: int | None) -> _Bar:
     def draw(step: int, values: Mapping[str, float], rate: float | None) -> None:
         left = None if total is None or not rate else (total - step) / rate
         line = {"step": step, "total": total, "steps_per_second": rate, "seconds_left": left}

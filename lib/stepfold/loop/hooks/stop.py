@@ -38,11 +38,15 @@ class stop_after(BaseHook):  # noqa: N801
 
 
 class Nonfinite(NamedTuple):
-    """A step, counted from 1, with a NaN or inf in a metric, and all metrics of that step."""
+    """A step, counted from 1, with a NaN or inf in a metric, and all metrics of that step.
+
+    `before` are those of the step before it, if that is known.
+    """
 
     step: int
     metric: str
     metrics: dict[str, float]
+    before: dict[str, float] = {}  # noqa: RUF012  a default of a NamedTuple, never changed
 
 
 class stop_on_nonfinite(BaseHook):  # noqa: N801
@@ -63,15 +67,19 @@ class stop_on_nonfinite(BaseHook):  # noqa: N801
     def __init__(self, pattern: str = "train/loss") -> None:
         _check_train_metric("pattern", pattern)
         self.metric: str = pattern
-        self.found: Nonfinite | None = None
+        self.reset(0)
 
     def reset(self, step: int) -> None:  # noqa: ARG002
-        self.found = None
+        self.found: Nonfinite | None = None
+        self._last: Event | None = None  # the train event before, without its state and batch
 
     def __call__(self, event: Event) -> Stop | None:
         values = event.per_step.get(self.metric)
+        if values is None:
+            return None
+        last, self._last = self._last, event._replace(state=None, batch=None)
         # A finite mean implies that it is finite in each step.
-        if values is None or math.isfinite(event.metrics.get(self.metric, math.nan)):
+        if math.isfinite(event.metrics.get(self.metric, math.nan)):
             return None
         has_weight = event.weights.get(self.metric, np.ones(len(values))) != 0
         (indices,) = np.nonzero(~np.isfinite(values) & has_weight)
@@ -80,10 +88,18 @@ class stop_on_nonfinite(BaseHook):  # noqa: N801
         bad = int(indices[0])
         step = event.step - len(values) + 1 + bad
         if self.found is None:
-            rows = event.per_step.items()
-            metrics = {name: float(row[bad]) for name, row in rows if np.ndim(row) == 1}
-            self.found = Nonfinite(step, self.metric, metrics)
+            before: dict[str, float] = {}
+            if bad:
+                before = _metrics_of_step(event, bad - 1)
+            elif last is not None and last.step == step - 1:
+                before = _metrics_of_step(last, -1)
+            self.found = Nonfinite(step, self.metric, _metrics_of_step(event, bad), before)
         return Stop("nonfinite", f"{self.metric} is {values[bad]} in step {step}")
+
+
+def _metrics_of_step(event: Event, index: int) -> dict[str, float]:
+    rows = event.per_step.items()
+    return {name: float(row[index]) for name, row in rows if np.ndim(row) == 1}
 
 
 class stop_on_corruption(BaseHook):  # noqa: N801

@@ -1,14 +1,14 @@
 """Capsules: the inputs of the step in which a metric became NaN or inf, to run it again.
 
-During a run only the data position is kept. Afterwards the batch is read again from there, and
-`replay` recomputes the state, which was donated to the step, from a checkpoint.
+During a run only the data position is kept. `replay` reads the batches again from there, and
+recomputes the state, which was donated to the step, from a checkpoint.
 """
 
 import itertools
 import os
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,10 +34,12 @@ from stepfold.core.transfers import allow_transfers
 from stepfold.errors import CheckpointError, ConfigError
 from stepfold.loop.data import DataPosition, reread
 from stepfold.loop.hooks.stop import Nonfinite
+from stepfold.loop.json_files import check_plain, has_form, is_count
 
 _VERSION = 2
 _JSON, _BATCH = "capsule.json", "batch"
-_PLAIN = ("step", "metric", "metrics", "began")  # fields that are written as they are
+# Fields that are written as they are.
+_PLAIN = ("step", "metric", "metrics", "before", "began", "can_reread")
 
 
 class CheckpointReference(NamedTuple):
@@ -52,9 +54,11 @@ class Capsule:
     """The step in which a metric was NaN or inf; `replay` takes it.
 
     `fit` returns one when `stop_on_nonfinite` ends a run, and writes it to
-    `run_dir/capsules/<step>`. One that is read from there has neither `like` nor `batches`.
+    `run_dir/capsules/<step>`. One that is read from there has neither `like` nor `batches`, and it
+    has no `batch` if the batches of the run can be read again.
 
     Attributes:
+      before: the metrics of the step before it, if they are known.
       key: the random key of its loss; None if the state has none.
       lost: why the batch or a part of it is missing; empty if it is complete.
       checkpoint: the newest checkpoint before the step, or None.
@@ -63,6 +67,8 @@ class Capsule:
       like: the abstract state, with its shardings.
       notes: what else could not be written.
       rollbacks: why the run went back before, and which batches it skipped.
+      skipped: the ranges of batch indices that the run skipped, as `sf.batches(…).without` takes.
+      can_reread: whether the batches can be read again from `mark` on.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> tx = optax.sgd(0.1)
@@ -86,6 +92,14 @@ class Capsule:
     batches: Any = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
     rollbacks: tuple[str, ...] = ()
+    before: dict[str, float] = field(default_factory=dict)
+    skipped: tuple[tuple[int, int], ...] = ()
+    can_reread: bool = False
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether it has the complete batch."""
+        return not self.lost and not (self.can_reread and self.batch is None)
 
     @property
     def distance(self) -> int:
@@ -111,10 +125,12 @@ def take_capsule(
     *,
     positions: Sequence[DataPosition],
     directory: str | os.PathLike[str] | None,
+    recent: Mapping[int, Any] = {},
 ) -> Capsule:
     """Make a capsule after a run has ended and its checkpoints in `directory` are written.
 
-    The first of `positions` is that at the start of the run.
+    The first of `positions` is that at the start of the run. `recent` are batches by step that the
+    run has kept, because they cannot be read again.
     """
     step, start, checkpoint = nonfinite.step, positions[0], None
     if directory is not None:
@@ -128,7 +144,12 @@ def take_capsule(
             start = DataPosition(number, position)
             checkpoint = CheckpointReference(location, number)
             break
-    batch, lost = _read_batch(batches, step, [start, *positions], began=positions[0].step)
+    can_reread = step not in recent
+    if can_reread:
+        batch, lost = _read_batch(batches, step, [start, *positions], began=positions[0].step)
+        can_reread = not lost
+    else:
+        batch, lost = copy_arrays(recent[step]), ()
     key: Any = getattr(state, "key", None)
     has_key = isinstance(key, jax.Array) and is_key(key)
     with allow_transfers("host_to_device"):  # of the number of the step
@@ -139,6 +160,7 @@ def take_capsule(
         step=step,
         metric=nonfinite.metric,
         metrics=nonfinite.metrics,
+        before=nonfinite.before,
         key=key,
         batch=batch,
         lost=lost,
@@ -147,6 +169,8 @@ def take_capsule(
         began=positions[0].step,
         like=jax.tree.map(lambda x: abstract(x) if isinstance(x, jax.Array) else x, state),
         batches=batches,
+        skipped=tuple(getattr(batches, "skipped", None) or ()),
+        can_reread=can_reread,
     )
 
 
@@ -199,20 +223,20 @@ def save_capsule(capsule: Capsule, run_dir: str | os.PathLike[str]) -> Capsule:
 def _write(capsule: Capsule, run_dir: Path) -> Path:
     """Write a capsule to a temporary directory, then rename it to its path."""
     lost, notes, arrays = list(capsule.lost), list(capsule.notes), dict[str, np.ndarray]()
-    structure = _describe(capsule.batch, "batch", arrays, lost)
-    key = checkpoint = position = None
+    key = checkpoint = position = structure = None
     if capsule.key is not None:
         data = jax.device_get(jax.random.key_data(capsule.key)).tolist()
         key = str(jax.random.key_impl(capsule.key)), data
     if capsule.checkpoint is not None:
         directory, step = capsule.checkpoint
-        if isinstance(directory, Path) and directory.is_relative_to(run_dir):  # a run can be moved
-            directory = directory.relative_to(run_dir)
-        checkpoint = str(directory), step
+        checkpoint = str(directory), step, _relative(directory, run_dir)
     try:
         position = to_json(capsule.mark.position, "position")
     except ConfigError as error:
         notes.append(f"the position in the data: {error}")
+        capsule = replace(capsule, can_reread=False)
+    if not capsule.can_reread:
+        structure = _describe(capsule.batch, "batch", arrays, lost)
     content = {name: getattr(capsule, name) for name in _PLAIN} | {
         "version": _VERSION,
         "key": key,
@@ -223,6 +247,7 @@ def _write(capsule: Capsule, run_dir: Path) -> Path:
         "lost": lost,
         "notes": notes,
         "rollbacks": capsule.rollbacks,
+        "skipped": capsule.skipped,
     }
     path = run_dir / "capsules" / str(capsule.step)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -240,6 +265,25 @@ def _write(capsule: Capsule, run_dir: Path) -> Path:
         os.rename(new, path)
     sync(path.parent)
     return path
+
+
+def _relative(directory: Path | str, run_dir: Path) -> str | None:
+    """Return the path from the run to its checkpoints, since both can be moved; None for a URL."""
+    if isinstance(directory, str):
+        return None
+    return os.path.relpath(os.path.realpath(directory), os.path.realpath(run_dir))
+
+
+def _find_checkpoints(path: Path, directory: str, relative: str | None) -> Path | str:
+    """Return the directory of the checkpoints of the capsule at a path, also if it was moved."""
+    if relative is None:
+        return directory
+    runs = path.parent.parent, Path(os.path.realpath(path)).parent.parent  # `path` may be a link
+    moved = [Path(os.path.normpath(run / relative)) for run in runs]
+    is_inside = not relative.startswith(os.pardir)
+    # Of a run that was moved, another may have the old path now; not of checkpoints elsewhere.
+    candidates = [*moved, Path(directory)] if is_inside else [Path(directory), *moved]
+    return next((path for path in candidates if path.is_dir()), candidates[0])
 
 
 def _describe(node: Any, path: str, arrays: dict[str, np.ndarray], lost: list[str]) -> Any:
@@ -283,8 +327,8 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
     >>> state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
     >>> step = sf.make_train_step(lambda p, x, key: sf.mean(p["w"] * x), tx)
     >>> _ = sf.fit(step, state, [np.float32([3, np.inf])], run_dir=folder)
-    >>> sf.read_capsule(f"{folder}/capsules/1").batch
-    array([ 3., inf], dtype=float32)
+    >>> sf.read_capsule(f"{folder}/capsules/1").metrics["train/loss"]
+    inf
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"capsule: expected a Capsule or the path of one, got {path!r}")
@@ -294,20 +338,55 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
             f"{path}: expected the directory of a capsule, such as run_dir/capsules/120, with "
             f"{_JSON} in it, got none; check the path"
         )
-    content = read_checked(path / _JSON)
-    if content["version"] != _VERSION:
+    advice = "copy it again from the run_dir, or run to the step again"
+    try:
+        return _parse(path, read_checked(path / _JSON))
+    except DamageError as error:
+        raise DamageError(f"{error}; {advice}") from error
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise DamageError(
+            f"{path}: expected a capsule as fit writes it, got a damaged one: {error!r}; {advice}"
+        ) from error
+
+
+_is_number = lambda value: type(value) in (int, float)
+_is_word = lambda value: is_count(value) and value < 1 << 32
+_is_path = lambda value: isinstance(value, str) and "\0" not in value
+_is_path_or_none = lambda value: "\0" not in value if isinstance(value, str) else value is None
+_is_range = lambda value: has_form(value, (is_count, is_count)) and value[0] < value[1]
+_is_metrics = lambda value: isinstance(value, dict) and all(map(_is_number, value.values()))
+_FORM = {
+    "step": is_count,
+    "metric": str,
+    **dict.fromkeys(("metrics", "before"), _is_metrics),
+    **dict.fromkeys(("began", "arrays"), is_count),
+    "can_reread": lambda value: type(value) is bool,
+    "key?": (str, [_is_word]),
+    "checkpoint?": (_is_path, is_count, _is_path_or_none),
+    "mark": (is_count, lambda _: True),
+    "lost": [str],
+    "notes": [str],
+    "rollbacks": [str],
+    "skipped": [_is_range],
+}
+
+
+def _parse(path: Path, content: Any) -> Capsule:
+    """Make a capsule of JSON with an intact checksum, which may still hold anything."""
+    check_plain(content)
+    if is_count(content["version"]) and content["version"] != _VERSION:
         raise CheckpointError(
             f"{path}: expected a capsule of version {_VERSION}, got {content['version']}; read it "
             "with the stepfold that wrote it"
         )
+    if not is_count(content["version"]) or not has_form(content, _FORM):
+        raise ValueError("other JSON")
     key, checkpoint, (mark, position) = content["key"], content["checkpoint"], content["mark"]
     if key is not None:
         key = jax.random.wrap_key_data(jax.device_put(np.array(key[1], np.uint32)), impl=key[0])
     if checkpoint is not None:
-        directory, saved = checkpoint
-        if not is_url(directory):
-            directory = path.parent.parent / directory
-        checkpoint = CheckpointReference(directory, saved)
+        directory, saved, relative = checkpoint
+        checkpoint = CheckpointReference(_find_checkpoints(path, directory, relative), saved)
     reader = None
     if content["arrays"]:
         # Without `restore`, which waits for all processes and needs dtypes and shapes.
@@ -324,7 +403,8 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
         mark=DataPosition(mark, from_json(position)),
         path=path,
         notes=tuple(content["notes"]),
-        rollbacks=tuple(content.get("rollbacks", ())),
+        rollbacks=tuple(content["rollbacks"]),
+        skipped=tuple((first, stop) for first, stop in content["skipped"]),
     )
 
 

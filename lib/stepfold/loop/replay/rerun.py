@@ -1,9 +1,10 @@
 """Run the step again in which a run went wrong, and find the cause in it."""
 
 import itertools
+import math
 import os
-from collections.abc import Callable, Generator
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,8 @@ class Replay(NamedTuple):
     """What `replay` finds; `print` shows it.
 
     Attributes:
-      reproduced: whether the metrics of the step are the same as in the run, bit for bit.
+      reproduced: whether the metrics of the step are the same as in the run, bit for bit; if all
+        of them are NaN, those of the step before it. None if that is not known or was not run.
       spoilt: the metrics that are NaN or inf here, and were not in the replayed step before it.
       origin: the step to which `examples`, `leaves` and `where` belong. It is an earlier one if
         that left NaN or inf in the state and the loss showed it only later.
@@ -45,7 +47,7 @@ class Replay(NamedTuple):
     """
 
     step: int
-    reproduced: bool
+    reproduced: bool | None
     metrics: dict[str, float]
     spoilt: tuple[str, ...]
     origin: int
@@ -56,6 +58,8 @@ class Replay(NamedTuple):
 
     def __str__(self) -> str:
         status = "reproduced" if self.reproduced else "not reproduced"
+        if self.reproduced is None:
+            status = "not compared, as all metrics are NaN"
         lines = [f"step {self.step}: {status}; not finite: {', '.join(self.spoilt) or 'nothing'}"]
         if self.origin != self.step:
             lines.append(f"it began in step {self.origin}, which left a state that is not finite")
@@ -98,7 +102,8 @@ def replay(
         knows it. Without a checkpoint, the state that the run started with; it stays valid.
       batches: the batches of the run, for a capsule that was read from a file. A list, or batches
         with `get_state` and `set_state`, are moved to the right position and back; any other
-        iterable has to start with the batch of the first step after the checkpoint.
+        iterable has to start with the batch of the first step after the checkpoint. Batches with
+        `without` skip what the run skipped.
 
     Raises:
       ConfigError: if something is missing, or there are several processes.
@@ -139,17 +144,19 @@ def replay(
             f"{', '.join(values) or 'none'}"
         )
     metrics = {f"train/{name}": value for name, value in values.items()}
-    differences = [
-        f"{name} was {value}, and is {metrics.get(name, 'not among the metrics')}"
-        for name, value in capsule.metrics.items()
-        if name not in metrics or not np.array_equal(value, metrics[name], equal_nan=True)
-    ]
+    differences = _differences(capsule.metrics, metrics)
+    is_compared = not all(map(math.isnan, capsule.metrics.values())) or bool(differences)
+    if not is_compared and capsule.distance > 0:
+        known = {name: x for name, x in capsule.before.items() if not math.isnan(x)}
+        replayed_before = {f"train/{name}": value for name, value in previous.items()}
+        differences = _differences(known, replayed_before, f" of step {capsule.step - 1}")
+        is_compared = bool(known)
     examples, leaves, where, notes = _find_cause(
         state_before, bad_batch, runner, step, metric if origin == capsule.step else None
     )
     return Replay(
         step=capsule.step,
-        reproduced=not differences,
+        reproduced=not differences if is_compared else None,
         metrics=metrics,
         spoilt=tuple(
             f"train/{name}"
@@ -162,6 +169,17 @@ def replay(
         where=where,
         said=(*differences, *notes),
     )
+
+
+def _differences(
+    expected: Mapping[str, float], metrics: Mapping[str, float], where: str = ""
+) -> list[str]:
+    """Describe the metrics that differ from those of the run."""
+    return [
+        f"{name}{where} was {value}, and is {metrics.get(name, 'not among the metrics')}"
+        for name, value in expected.items()
+        if name not in metrics or not np.array_equal(value, metrics[name], equal_nan=True)
+    ]
 
 
 def _initial_state(capsule: Capsule, state: Any) -> Any:
@@ -198,7 +216,7 @@ def _initial_state(capsule: Capsule, state: Any) -> Any:
 def _batches_since_checkpoint(capsule: Capsule, batches: Any) -> Generator[Any, None, None]:
     """Yield the batches from the checkpoint on; the capsule may have the last one."""
     first, last = capsule.mark.step + 1, capsule.step
-    count = capsule.distance + bool(capsule.lost)
+    count = capsule.distance + (not capsule.has_batch)
     if count and batches is None:
         raise ConfigError(
             f"batches: expected those of the run, for steps {first} to {last}, got None; "
@@ -207,9 +225,7 @@ def _batches_since_checkpoint(capsule: Capsule, batches: Any) -> Generator[Any, 
     if count:
         can_move = isinstance(batches, list | tuple) or hasattr(iter(batches), "set_state")
         is_at_start = not can_move and batches is not capsule.batches
-        reader: Any = (
-            nullcontext(batches) if is_at_start else reread(batches, capsule.mark, capsule.began)
-        )
+        reader: Any = nullcontext(batches) if is_at_start else _read_again(capsule, batches)
         number = first
         with reader as iterator:
             for batch in itertools.islice(iterator, count):
@@ -220,8 +236,30 @@ def _batches_since_checkpoint(capsule: Capsule, batches: Any) -> Generator[Any, 
                 f"batches: expected those of steps {first} to {last}, but they ended before step "
                 f"{number}; give the batches of the run"
             )
-    if not capsule.lost:
+    if capsule.has_batch:
         yield capsule.batch
+
+
+@contextmanager
+def _read_again(capsule: Capsule, batches: Any) -> Iterator[Iterator[Any]]:
+    """Iterate batches from the checkpoint on, without those that the run skipped."""
+    iterator, position = batches, None
+    if not {*capsule.skipped} <= {*(getattr(batches, "skipped", None) or ())}:
+        if not hasattr(batches, "without"):
+            raise ConfigError(
+                f"batches: expected some that skip {[*capsule.skipped]}, as the run did, got "
+                f"{tree.spell(batches)}; give sf.batches(data, …), or an iterator that starts with "
+                f"the batch of step {capsule.mark.step + 1}"
+            )
+        # Both may read one stream, so the position is restored.
+        position = batches.get_state()
+        iterator = batches.without(capsule.skipped)
+    try:
+        with reread(iterator, capsule.mark, capsule.began) as batch_iterator:
+            yield batch_iterator
+    finally:
+        if position is not None:
+            batches.set_state(position)
 
 
 def _run_step(runner: StepRunner, state: Any, batch: Any) -> tuple[Any, dict[str, float], set[str]]:

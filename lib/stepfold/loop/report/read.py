@@ -1,6 +1,6 @@
 """Read a run from its directory: finished, running, killed, or written by an older stepfold."""
 
-import json
+import os
 from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,8 @@ import numpy as np
 
 from stepfold.checkpoint.steps import is_url
 from stepfold.checkpoint.store import open_store
-from stepfold.errors import CheckpointError
+from stepfold.errors import CheckpointError, DataError
+from stepfold.loop.json_files import open_regular, parse_json
 from stepfold.loop.run_info import read_run_info
 
 
@@ -56,8 +57,10 @@ def read_run(path: Path, *, remote: bool = True) -> Run:
     curves, hparams, damaged_lines = read_metrics(path / "metrics.jsonl")
     saved: list[SavedStep] = []
     run = Run(path, read_run_info(path), curves, hparams, saved, damaged_lines)
-    directory = (run.argument("checkpoints") or {}).get("directory") or path / "checkpoints"
-    if is_url(directory) and not remote:
+    directory = (run.argument("checkpoints") or {}).get("directory") or "checkpoints"
+    if not is_url(directory):
+        directory = os.path.normpath(path / directory)
+    elif not remote:
         return run
     with suppress(CheckpointError, ValueError):  # the directory cannot be read
         store = open_store(directory)
@@ -81,12 +84,19 @@ def read_metrics(path: Path) -> tuple[dict[str, Curve], dict[str, Any], int]:
     damaged_lines = 0
     if not path.exists():
         return {}, hparams, damaged_lines
-    with path.open("rb") as file:
+    try:
+        file = open_regular(path)
+    except ValueError as error:
+        raise DataError(
+            f"{path}: expected lines of metrics, got {error}; move it away, and the rest of the "
+            "run is shown without it"
+        ) from None
+    with file:
         for line in file:
             if not line.endswith(b"\n"):
                 break
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 step = float(row.pop("step"))
                 numbers = {n: float(v) for n, v in row.items() if n and type(v) in (float, int)}
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):

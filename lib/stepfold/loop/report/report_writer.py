@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from stepfold.checkpoint.steps import is_url
 from stepfold.errors import StepfoldError
 from stepfold.loop.hooks.base import BaseHook, Event, Stop
 from stepfold.loop.report.read import read_run
@@ -34,6 +35,12 @@ class ReportWriter(BaseHook):
 
     def __init__(self, run_dir: Path, metadata: Mapping[str, Any]) -> None:
         self._run_dir, self._metadata = run_dir, metadata
+        settings = (metadata.get("arguments") or {}).get("checkpoints") or {}
+        directory = settings.get("directory")
+        if directory is not None and not is_url(directory):
+            real, root = os.path.realpath(directory), os.path.realpath(run_dir)
+            if Path(real).is_relative_to(root):  # the run can be moved
+                settings["directory"] = os.path.relpath(real, root)
         self._attempts: list[dict[str, Any]] = []
         self._attempt: dict[str, Any] = {}  # the last of them, once it is open
         self._opened_at = time.perf_counter()

@@ -6,13 +6,15 @@ import mmap
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from stepfold.core.validation import read_integer
 from stepfold.errors import ConfigError
+from stepfold.loop.json_files import is_count, open_regular, parse_json
 from stepfold.loop.writers import base
 
 
@@ -175,7 +177,7 @@ def read_rows(
     """Yield steps and their numbers from a `jsonl_writer` file, if it exists, up to a step."""
     path = Path(path)
     if path.exists():
-        with path.open("rb") as file:
+        with _open_regular(path) as file:
             # A kill may leave the last line incomplete, and an editor blank lines.
             for line in file:
                 if line.endswith(b"\n") and line.strip():
@@ -190,7 +192,7 @@ def last_step(path: base.PathLike) -> int | None:
     path = Path(path)
     if not path.exists():
         return None
-    with path.open("rb") as file:
+    with _open_regular(path) as file:
         return next((step for *_, step in _lines_backwards(path, file.fileno())), None)
 
 
@@ -220,14 +222,16 @@ def _to_json(value: base.Value) -> Any:
 
 
 def _parse(path: Path, line: bytes) -> tuple[int, dict[str, Any]]:
-    try:
-        row = json.loads(line)
-        return read_integer("step", row.pop("step"), 0), row
-    except (ValueError, KeyError, TypeError, AttributeError):
+    row: Any = None
+    with suppress(ValueError):
+        row = parse_json(line)
+    step = row.pop("step", None) if isinstance(row, dict) else None
+    if not is_count(step):
         raise ConfigError(
             f'jsonl_writer: expected {path} to hold lines like {{"step": 10, …}}, got '
             f"{line[:60]!r}; correct it, or give another path"
-        ) from None
+        )
+    return step, dict(row)
 
 
 def _lines_backwards(path: Path, file: int) -> Iterator[tuple[int, bytes, int]]:
@@ -243,10 +247,19 @@ def _lines_backwards(path: Path, file: int) -> Iterator[tuple[int, bytes, int]]:
                 end = start
 
 
+def _open_regular(path: Path) -> BinaryIO:
+    try:
+        return open_regular(path)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}: expected a file, got {error}; move it away, or give another path"
+        ) from None
+
+
 def _check_kind(path: Path, start: bytes) -> None:
     """Refuse a file that another program wrote."""
     if path.exists():
-        with path.open("rb") as file:
+        with _open_regular(path) as file:
             head = file.read(len(start))
         if head != start[: len(head)]:
             raise ConfigError(

@@ -1,0 +1,109 @@
+"""Read JSON that may be damaged, of `run.json`, metrics, locks, capsules and notes.
+
+No file blocks, and damage raises only `ValueError`. The callers know which of stepfold's errors it
+is, and what to do about it.
+"""
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, TypeGuard
+
+_DEPTH = 100  # levels of JSON, within Python's limit of recursion
+_TOO_LARGE = 10**300  # for an integer, which has to fit into a float
+_LONG = re.compile(r"\d{300}")
+_SURROGATE = re.compile(r"\\u[dD]")
+_LARGEST = 1 << 30  # bytes of a file that is read at once
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read; raise ValueError for a directory, and for what may block or never end.
+
+    Opening makes NFS ask the server, rather than use cached attributes.
+    """
+    _check_regular(path.stat())  # a socket cannot even be opened
+    # Without O_NONBLOCK, opening a pipe that replaced the file since then waits for a writer.
+    file = open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")  # noqa: SIM115
+    try:
+        _check_regular(os.fstat(file.fileno()))
+    except ValueError:
+        file.close()
+        raise
+    return file
+
+
+def _check_regular(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
+        raise ValueError(f"{kind} instead of a file")
+
+
+def read_with_time(path: Path) -> tuple[bytes, float]:
+    """Read a file, and return its content and the time of its last modification."""
+    with open_regular(path) as file:
+        status = os.fstat(file.fileno())
+        if status.st_size > _LARGEST:
+            raise ValueError(f"{status.st_size:,} bytes, more than {_LARGEST:,}")
+        return file.read(), status.st_mtime
+
+
+def read_json(path: Path) -> Any:
+    """Read a file of JSON; raise ValueError if it is damaged, OSError if it cannot be read."""
+    return parse_json(read_with_time(path)[0])
+
+
+def parse_json(content: bytes) -> Any:
+    """Parse JSON; raise ValueError for what is not JSON, too deep, or has too large a number.
+
+    Half of a surrogate pair, which is an error wherever it is encoded, becomes a question mark.
+    """
+    text = content.decode()
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"more than {_DEPTH} levels") from None
+    if text.count("[") + text.count("{") > _DEPTH or _LONG.search(text):
+        check_plain(value)
+    if _SURROGATE.search(text):
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    return value
+
+
+def check_plain(value: Any) -> None:
+    """Raise ValueError if parsed JSON is too deep, or has too large an integer."""
+    level, depth = [value], 0  # not recursive, since that is what is limited
+    while level:
+        if depth > _DEPTH:
+            raise ValueError(f"more than {_DEPTH} levels")
+        if any(type(item) is int and abs(item) >= _TOO_LARGE for item in level):
+            raise ValueError("an integer that is too large for a float")
+        parents = [item for item in level if isinstance(item, list | dict)]
+        level = [x for item in parents for x in (item.values() if isinstance(item, dict) else item)]
+        depth += 1
+
+
+def has_form(value: Any, form: Any) -> bool:
+    """Whether JSON has a form.
+
+    A form is a predicate, `str`, a dict of forms (a name with `?` may be missing or null; others
+    may be there), `[form]` for a list of any length, or a tuple for a list of exactly these.
+    """
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(
+            (name.endswith("?") and value.get(name[:-1]) is None)
+            or has_form(value.get(name.removesuffix("?")), inner)
+            for name, inner in form.items()
+        )
+    if isinstance(form, list):
+        return isinstance(value, list) and all(has_form(item, form[0]) for item in value)
+    if isinstance(form, tuple):
+        is_list = isinstance(value, list) and len(value) == len(form)
+        return is_list and all(map(has_form, value, form))
+    return isinstance(value, str) if form is str else bool(form(value))
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether JSON is an integer that counts something."""
+    return type(value) is int and 0 <= value < 1 << 63
