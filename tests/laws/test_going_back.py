@@ -261,7 +261,7 @@ def test_the_loss_of_the_lock_while_the_run_goes_back_ends_it(tmp_path, monkeypa
     def loses(self, request, step):
         loops = [each for each in gc.get_objects() if type(each) is TrainLoop]
         (loop,) = (each for each in loops if each.rollbacks is self)
-        loop.ask_to_stop(sf.Stop("error", "another run may use the directory"))
+        loop.consensus.ask_to_end(sf.Stop("error", "another run may use the directory"))
         return whole(self, request, step)
 
     monkeypatch.setattr(rollback.Rollbacks, "go_back", loses)

@@ -17,8 +17,7 @@ from stepfold.loop.requests import Kind, Request, Requests, Signals, WaitInterru
 def handler(consensus=None):
     """Make the signal handlers of a run, and what they ask."""
     consensus = consensus or Alone()
-    stop = lambda number: consensus.ask(Request(Kind.SIGNAL, 0, number))
-    return Signals(stop, lambda: consensus.ask(Request(Kind.SAVE))), consensus
+    return Signals(consensus.ask_to_end, consensus.ask_to_save), consensus
 
 
 def agreed(consensus):

@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import gc
 import itertools
 import signal
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -453,3 +455,15 @@ def test_an_error_of_the_step_or_of_the_data_comes_through():
 
     with pytest.raises(OSError, match="disk"):
         list(sf.iterate(add, jnp.float32(0), broken()))
+
+
+def test_a_run_leaves_no_cycle_that_keeps_its_state():
+    gc.collect()
+    gc.disable()
+    try:
+        result = sf.fit(STEP, start(), itertools.islice(batches(), 4))
+        state = weakref.ref(jax.tree.leaves(result.state)[0])
+        del result
+        assert state() is None
+    finally:
+        gc.enable()

@@ -37,6 +37,15 @@ class Alone:
         """Make a request; for any thread and for signal handlers."""
         self.requests.add(request)
 
+    def ask_to_end(self, reason: signal.Signals | Stop) -> None:
+        """End the run soon, by a signal or for a reason that is not of a hook."""
+        kind = Kind.SIGNAL if isinstance(reason, signal.Signals) else Kind.STOP
+        self.ask(Request(kind, 0, reason))
+
+    def ask_to_save(self) -> None:
+        """Save soon."""
+        self.ask(Request(Kind.SAVE))
+
     def done(self, *kinds: Kind) -> None:
         """Forget requests that are done."""
         self.requests.done(*kinds)

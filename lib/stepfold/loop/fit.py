@@ -437,7 +437,7 @@ def _opened(loop: TrainLoop, directory: RunDirectory, hooks: Sequence[Hook]) -> 
         if series is not None:
             stack.callback(series.close)  # also if another run has the directory
         ended = lambda: (loop.step, _stop_reason(loop, hooks))
-        stack.enter_context(directory.lock(loop.ask_to_stop, ended))
+        stack.enter_context(directory.lock(loop.consensus.ask_to_end, ended))
         for hook in hooks:
             stack.callback(call_optional, hook, "close")
         stack.enter_context(loop.signals.handle())  # until the last save is on disk
@@ -451,7 +451,7 @@ def _start(
     loop: TrainLoop, directory: RunDirectory, more_steps: int | None, *, resume: bool
 ) -> bool:
     """Resume from a checkpoint if there is one; return whether it is that of a complete run."""
-    series, rollbacks, was_complete = loop.series, loop.rollbacks, False
+    series, rollbacks = loop.series, loop.rollbacks
     if series is None or rollbacks is None or not _has_checkpoint(series):
         if rollbacks is not None:
             rollbacks.restart()
@@ -503,9 +503,9 @@ def _find_nonfinite(loop: TrainLoop, hooks: Sequence[Hook]) -> Nonfinite | None:
 
 
 def _stop_reason(loop: TrainLoop, hooks: Sequence[Hook]) -> Stop | None:
-    """Return why the run stopped; a NaN or inf takes precedence over other reasons."""
+    """Return why the run stopped; only corruption takes precedence over a NaN or inf."""
     nonfinite = _find_nonfinite(loop, hooks)
-    if nonfinite is None or loop.stop is None:
+    if nonfinite is None or loop.stop is None or loop.stop.kind == "corrupt":
         return loop.stop
     why = f"{nonfinite.metric} is {nonfinite.metrics[nonfinite.metric]} in step {nonfinite.step}"
     message = loop.stop.message

@@ -174,7 +174,8 @@ class TrainLoop:
         self.hooks, self.series, self.history = hooks, series, History()
         self._run_step, self._feed, self._options = runner, feed, options
         self.consensus = Several() if jax.process_count() > 1 else Alone()
-        self.signals = Signals(self._ask_to_stop, self._ask_to_save)
+        # Not methods of this object: a cycle would keep the state until garbage is collected.
+        self.signals = Signals(self.consensus.ask_to_end, self.consensus.ask_to_save)
         self.rollbacks = None if series is None else Rollbacks(series, feed)
         self.go_back: GoBack | None = None  # agreed on, if `run` returned for the run to go back
         self.resumed: int | None = None  # the step of the checkpoint that it resumed from
@@ -194,7 +195,7 @@ class TrainLoop:
         self._deferred_error: Exception | None = None  # of user code, see `_defer_error`
         self._batch, self._warned_of_save = None, False
         if series is not None:
-            series.on_request(self._ask_to_save)
+            series.on_request(self.consensus.ask_to_save)
 
     @property
     def stop(self) -> Stop | None:
@@ -234,16 +235,6 @@ class TrainLoop:
             raise
 
     # Requests
-
-    def _ask_to_stop(self, number: Signal) -> None:
-        self.consensus.ask(Request(Kind.SIGNAL, 0, number))
-
-    def _ask_to_save(self) -> None:
-        self.consensus.ask(Request(Kind.SAVE))
-
-    def ask_to_stop(self, stop: Stop) -> None:
-        """Stop soon, for a reason that is not of a hook; for any thread."""
-        self.consensus.ask(Request(Kind.STOP, 0, stop))
 
     def _decide(self) -> None:
         """End the attempt by the highest request that is due."""
@@ -477,6 +468,9 @@ class TrainLoop:
     def _finish_early(self) -> None:
         """Save, so that a resume continues the open interval; then evaluate, unless interrupted."""
         self._save()
+        if self._end is not None and Kind.GO_BACK in self.consensus.requests:
+            message = f"{self._end.reason.message}; not saved, because the run was to go back"
+            self._end = self._end._replace(reason=self._end.reason._replace(message=message))
         extra = None if self._stop_of_hook() is None else self._extra()
         if not self._is_interrupted:
             self._show_end()
