@@ -58,14 +58,6 @@ def run_metadata(
     pipeline = (position.get("pipeline") if isinstance(position, Mapping) else None) or {}
     if skipped := getattr(batches, "skipped", None):
         pipeline = {**pipeline, "skipped": skipped}
-    settings = None
-    if checkpoints is not None:
-        names = [field.name for field in fields(checkpoints) if field.init]
-        settings = {name.rstrip("_"): getattr(checkpoints, name) for name in names}
-        if (temporary := checkpoints.temporary) is not None:
-            settings["temporary"] = {**vars(temporary), "directory": str(temporary.directory)}
-        if directory := checkpoints.directory:
-            settings["directory"] = str(directory)
     key: Any = getattr(state, "key", None)
     if not isinstance(key, jax.Array) or not key.is_fully_replicated:
         key = None
@@ -83,7 +75,7 @@ def run_metadata(
                 {name: getattr(evaluation, name) for name in ("name", "every", "every_epochs")}
                 for evaluation in evaluations
             ],
-            "checkpoints": settings,
+            "checkpoints": None if checkpoints is None else _settings(checkpoints),
             "hooks": [hook_name(hook).partition(".<locals>")[0] for hook in hooks],
         },
         "versions": versions(),
@@ -107,6 +99,16 @@ def run_metadata(
             ],
         },
     }
+
+
+def _settings(checkpoints: Checkpoints) -> dict[str, Any]:
+    names = [field.name for field in fields(checkpoints) if field.init]
+    settings = {name.rstrip("_"): getattr(checkpoints, name) for name in names}
+    if (temporary := checkpoints.temporary) is not None:
+        settings["temporary"] = {**vars(temporary), "directory": str(temporary.directory)}
+    if directory := checkpoints.directory:
+        settings["directory"] = str(directory)
+    return settings
 
 
 def versions() -> dict[str, str]:
