@@ -51,7 +51,7 @@ class Alone:
         self.requests.done(*kinds)
 
     def note_event(self) -> None:
-        """Agree soon, because hooks have seen an event and may have made requests."""
+        """Agree soon, since hooks have seen an event and may have made requests."""
 
     def poll(self, step: int) -> None:
         """Agree on requests where it is time to; called between steps."""

@@ -80,6 +80,10 @@ def fit(
     given to `start_distributed`. Each of these has the result so far as its `.result`, if the state
     is still available.
 
+    Of several requests at once, the highest counts: a save, going back, a reason to stop, a signal,
+    the end of the data, corruption, an error. Only going back comes before the end of the data, and
+    a state that the run is to go back from is not saved.
+
     With several processes, a signal or a reason to stop in one of them ends the run in all, at the
     same step, within about a second or five steps. They also stop together where the batches of one
     end. If the number of batches is not known, as of a generator, the processes wait for each other
