@@ -467,3 +467,13 @@ def test_a_run_leaves_no_cycle_that_keeps_its_state():
         assert state() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("per_call", [1, 3, 16])
+def test_the_state_of_an_event_is_at_most_four_steps_ahead(per_call):
+    ahead = []
+    hook = lambda event: ahead.append(int(event.state.step) - event.step)
+    data = itertools.islice(batches(), 70)
+    sf.fit(STEP, start(), data, log_every=20, hooks=hook, steps_per_call=per_call)
+    assert len(ahead) == 4
+    assert max(ahead[:3]) == 4
