@@ -215,9 +215,8 @@ def _rich_bar(file: Any, step: int, total: int | None) -> _Bar:
         return _HIDDEN
     columns = [rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn()]
     columns += [rich.TimeRemainingColumn(), rich.TextColumn("{task.description}", markup=False)]
-    stdout = (
-        _is_open(sys.stdout) and sys.stdout.isatty()
-    )  # then what the program prints goes above the bar
+    # What the program prints on a terminal goes above the bar.
+    stdout = _is_open(sys.stdout) and sys.stdout.isatty()
     bar = rich.Progress(*columns, console=console, auto_refresh=False, redirect_stdout=stdout)
     task = bar.add_task("", total=total, completed=step)
     bar.start()
