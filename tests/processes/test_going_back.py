@@ -60,3 +60,37 @@ def test_two_processes_go_back_together(processes, tmp_path, asks):
         assert went_back == skipped
     (entry,) = json.loads((tmp_path / "a" / "run.json").read_text())["rollbacks"]
     assert (entry["to"], entry["skipped"]) == (10, [13, 14])
+
+
+def is_corrupt(start, folder):
+    """Fit until process 1 finds corruption in the event in which process 0 wants to go back."""
+    import json
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import stepfold as sf
+
+    start()
+    me, tx = jax.process_index(), optax.sgd(0.01)
+    whole = jax.sharding.NamedSharding(sf.make_mesh(), jax.sharding.PartitionSpec())
+    state = sf.init_state({"w": jnp.zeros(8)}, tx, jax.random.key(0), sharding=whole)
+    step = sf.make_train_step(lambda p, b, key: sf.mean((b["x"] @ p["w"] - 1) ** 2), tx)
+    reason = sf.Stop("corrupt", "bits differ") if me else sf.GoBack(skip=1, why="a spike")
+    result = sf.fit(
+        step, state, sf.batches({"x": np.ones((256, 8), np.float32)}, 8, seed=0), steps=30,
+        log_every=4, run_dir=folder, checkpoints=sf.Checkpoints(every=5, keep=9),
+        hooks=lambda event: reason if event.step == 16 else None,
+    )  # fmt: skip
+    stop = result.stop_reason
+    print(json.dumps([stop.kind, stop.message.split(";")[0], result.steps < 30]))
+
+
+def test_corruption_in_one_process_outranks_going_back_in_another(processes, tmp_path):
+    for text in processes.run(is_corrupt, str(tmp_path)):
+        kind, message, is_early = json.loads(text)
+        assert (kind, is_early) == ("corrupt", True)
+        assert message in ("bits differ", "process 1 stopped: bits differ")
+    assert "rollbacks" not in json.loads((tmp_path / "run.json").read_text())

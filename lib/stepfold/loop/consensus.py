@@ -134,7 +134,11 @@ class Several(Alone):
             for kind, step, reason, by_hook in requests:
                 if kind == Kind.ERROR and self.failed_process is None:
                     self.failed_process = process
-                self.requests.add(Request(Kind(kind), step, _from_json(reason), by_hook))
+                known = _from_json(reason)
+                if isinstance(known, Stop) and process != jax.process_index():
+                    message = f"process {process} stopped: {known.message}"
+                    known = known._replace(message=message)
+                self.requests.add(Request(Kind(kind), step, known, by_hook))
 
     def restart(self, step: int) -> None:
         self._votes, self._voted_at = None, step

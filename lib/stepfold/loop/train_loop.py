@@ -236,12 +236,16 @@ class TrainLoop:
 
     # Requests
 
-    def _decide(self) -> None:
-        """End the attempt by the highest request that is due."""
+    def _decide(self, *, has_reasons: bool = False) -> None:
+        """End the attempt by the highest request that is due.
+
+        `has_reasons` says that the reasons of other processes are known now, which votes leave out.
+        """
         request = self.consensus.requests.due(self.step)
         if request is None or request.kind is Kind.SAVE:
             return
-        if self._end is None or request.kind > self._end.kind:
+        is_known = self._end is not None and request.kind == self._end.kind and has_reasons
+        if self._end is None or request.kind > self._end.kind or is_known:
             self._end = request._replace(reason=_as_stop(request, self.step))
 
     def _end_by(self, kind: Kind, stop: Stop) -> None:
@@ -437,7 +441,7 @@ class TrainLoop:
             self._buffer.close_interval(self.step)
         self._log()
         self.consensus.conclude()
-        self._decide()
+        self._decide(has_reasons=not self.consensus.is_alone)
         if self._goes_back():
             return
         if progress.is_complete and Kind.ERROR not in self.consensus.requests:
