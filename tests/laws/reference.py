@@ -103,7 +103,7 @@ class Fit:
                 self.log(run.step)
                 self.take_effect()
                 if self.stop is None:
-                    self.save()
+                    self.save(is_requested=True)
             self.is_save_requested = False
         return self.finish()
 
@@ -264,12 +264,15 @@ class Fit:
             event = SimpleNamespace(kind="epoch", step=done - 1, metrics={}, total=None)
             for hook in self.call.hooks:
                 if hook.wants_epochs:
-                    run.hooks = {**run.hooks, hook.name: hook.react(event, run.hooks[hook.name])[1]}
+                    run.hooks = {
+                        **run.hooks,
+                        hook.name: hook.react(event, run.hooks.get(hook.name, 0))[1],
+                    }
             run.epoch_ended = run.step
 
     # Checkpoints
 
-    def save(self, *, permanent=True):
+    def save(self, *, permanent=True, is_requested=False):
         call, run, directory = self.call, self.run, self.directory
         if not call.checkpoints or run.step == self.saved or run.request is not None:
             return
@@ -288,6 +291,7 @@ class Fit:
                 self.stop = self.stop or "nonfinite"
         elif is_permanent:
             self.saved = run.step
+            run.is_requested = is_requested and not self.is_due(call.checkpoints, run.step)
             directory.permanent[run.step] = copy.copy(run)
             for step in [step for step in directory.temporary if step <= run.step]:
                 del directory.temporary[step]
@@ -310,7 +314,10 @@ class Fit:
         )
         every = [step for step in rows if policy.keep_every and step % policy.keep_every == 0]
         best = [step for _, step in ranked[: policy.keep_best]]
-        return {*sorted(rows)[-policy.keep :], *best, *every, run.step}
+        requested = [step for step in sorted(rows) if permanent[step].is_requested]
+        scheduled = [step for step in sorted(rows) if step not in requested]
+        latest = [*scheduled[-policy.keep :], *requested[-policy.keep :]]
+        return {*latest, *best, *every, run.step}
 
     def targets(self):
         request, directory = self.run.request, self.directory

@@ -604,3 +604,16 @@ def test_by_default_a_run_goes_back_three_times():
     losses = {"train/loss": np.array([1.0, np.nan])}
     event = sf.Event(12, None, {"train/loss": np.nan}, None, losses)
     assert sf.roll_back_on_nonfinite()(event).limit == 3
+
+
+def test_a_metric_that_is_new_after_a_resume_has_no_value_in_earlier_steps():
+    losses = np.array([1.0, 2.0, np.nan, 4.0])
+    per_step = {"train/loss": losses, "train/new": np.array([7.0, 8.0, 9.0])[1:]}
+    for bad, wanted in ((2, {"train/new": 8.0}), (1, {})):
+        losses[:] = 1.0
+        losses[bad] = np.nan
+        hook = sf.stop_on_nonfinite()
+        hook(sf.Event(12, None, {"train/loss": np.nan}, None, per_step))
+        found = dict(hook.found.metrics)
+        assert np.isnan(found.pop("train/loss"))
+        assert (hook.found.step, found) == (9 + bad, wanted)

@@ -90,16 +90,18 @@ class stop_on_nonfinite(BaseHook):  # noqa: N801
         if self.found is None:
             before: dict[str, float] = {}
             if bad:
-                before = _metrics_of_step(event, bad - 1)
+                before = _metrics_of_step(event, step - 1)
             elif last is not None and last.step == step - 1:
-                before = _metrics_of_step(last, -1)
-            self.found = Nonfinite(step, self.metric, _metrics_of_step(event, bad), before)
+                before = _metrics_of_step(last, step - 1)
+            self.found = Nonfinite(step, self.metric, _metrics_of_step(event, step), before)
         return Stop("nonfinite", f"{self.metric} is {values[bad]} in step {step}")
 
 
-def _metrics_of_step(event: Event, index: int) -> dict[str, float]:
+def _metrics_of_step(event: Event, step: int) -> dict[str, float]:
+    """Return the metrics of a step up to the event; one that is new has no earlier steps."""
+    age = event.step - step
     rows = event.per_step.items()
-    return {name: float(row[index]) for name, row in rows if np.ndim(row) == 1}
+    return {n: float(row[-1 - age]) for n, row in rows if np.ndim(row) == 1 and len(row) > age}
 
 
 class stop_on_corruption(BaseHook):  # noqa: N801
