@@ -139,19 +139,20 @@ def runs(draw):
         source=source, task=task, evaluations=evaluations, checkpoints=checkpoints,
         temporary=temporary, log_every=log_every, goes_back=goes_back,
         steps_per_call=1 if source.remainder == "keep" else draw(st.sampled_from([1, 1, 3])),
-        sessions=sessions, has_trainer=draw(st.booleans()) and may_have_trainer(
-            source, sessions, goes_back
-        ),
+        sessions=sessions,
+        has_trainer=draw(st.booleans()) and may_have_trainer(source, task, sessions, goes_back),
     )  # fmt: skip
 
 
-def may_have_trainer(source, sessions, goes_back):
+def may_have_trainer(source, task, sessions, goes_back):
     """Whether `Trainer` can do a run with batches of its own; for others see OPEN."""
+    # It leaves out the metrics of an interval in which every step was skipped.
+    may_skip_all = task == "skipping" and np.isnan(source.value)
     has_length = all("epochs" not in session.length for session in sessions)
     # It logs the open interval at a stop, and keeps that row when the run continues.
     may_stop = [goes_back or session.script is not None for session in sessions]
     has_batches = has_equal_batches(source) and source.kind != "list" and not source.start
-    return has_length and has_batches and not any(may_stop[:-1])
+    return has_length and has_batches and not any(may_stop[:-1]) and not may_skip_all
 
 
 def has_equal_batches(source):
