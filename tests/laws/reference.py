@@ -97,8 +97,6 @@ class Fit:
             self.boundary()
             self.log(run.step - call.delay)
             self.take_effect()
-            if self.is_signaled and self.stop in (None, "go_back", "hook", "nonfinite"):
-                self.stop = "signal"
             if self.is_save_requested and self.stop is None:
                 self.log(run.step)
                 self.take_effect()
@@ -160,7 +158,7 @@ class Fit:
         self.stop = "completed" if step == run.total else None
         if self.is_log_point(step):
             self.close_interval()
-        if self.reads(step):
+        if self.reads(step) or not self.call.delay:
             self.log(step)
             self.take_effect()
         if step != run.total:
@@ -257,6 +255,8 @@ class Fit:
             self.stop = self.run.stop[1] if self.stop in (None, "go_back") else self.stop
         if self.run.request is not None:
             self.stop = self.stop or "go_back"
+        if self.is_signaled and self.stop in (None, "go_back", "hook", "nonfinite"):
+            self.stop = "signal"
 
     def end_epoch(self):
         run, done = self.run, self.epochs_done(self.run.step)
