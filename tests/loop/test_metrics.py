@@ -371,6 +371,17 @@ def test_a_metric_that_is_new_does_not_get_the_values_of_another():
     assert interval.per_step["train/b"].tolist() == [[1.0, -1.0], [2.0, -2.0]]
 
 
+def test_a_vector_of_another_length_is_dropped_with_a_warning():
+    other = again(filled(1))
+    wider = np.ones((1, 3), np.dtype("bfloat16"))
+    other._unpack = lambda said: [{**unpack(said)[0], "b": clu.Average(wider, wider)}]
+    other.append(2)
+    other.close_interval(2)
+    with pytest.warns(UserWarning, match="got others without b/count"):
+        (interval,) = other.take(2)
+    assert interval.per_step["train/b"].shape == (1, 3)
+
+
 def test_it_may_be_cut_twice():
     other = again(filled(1))
     other.append(2)

@@ -94,8 +94,9 @@ class Bucket:
 
     Credentials are those that tensorstore finds, in the environment or a profile. The query may
     have an `endpoint` and an `aws_region`, as in `s3://bucket/run?endpoint=https://host`. Requests
-    end within a limited time, and their errors name the object. After an error of the server, the
-    next ones fail at once until it answers; `other`, a bucket, is told too if it has this server.
+    end within a limited time, and their errors name the object. After a server
+    error, later requests fail at once until the server answers. A bucket that is given as `other`
+    shares this if it has the same server.
     """
 
     def __init__(self, url: str, other: Any = None) -> None:

@@ -314,7 +314,7 @@ class Checkpoints(_StepReader):
         """Open the series, after cleaning up what killed runs left behind.
 
         Args:
-          directory: used if the policy has no directory of its own.
+          directory: the directory, if the policy has none.
 
         Raises:
           CheckpointError: if the path is not a directory, is not writable, or, with several

@@ -128,7 +128,7 @@ class Several(Alone):
     def conclude(self) -> None:
         own = [[r.kind, r.step, _to_json(r.reason), r.by_hook] for r in self._own]
         gathered = KeyValues("fit").gather(own, "the end of its steps")
-        # They replace what votes said of them, which is only the kind.
+        # A vote holds only the kind of a request. These have the reason too, and replace it.
         self.requests.done(*(Kind(kind) for requests in gathered for kind, *_ in requests))
         for process, requests in enumerate(gathered):
             for kind, step, reason, by_hook in requests:

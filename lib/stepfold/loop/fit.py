@@ -168,7 +168,7 @@ def fit(
         HookDispatcher([watched, *all_hooks] if watched.unseen else all_hooks),
         series,
         Options(evaluations, log_every, steps_per_call, directory.metrics_path is None),
-        total=_target(step_of(state), steps, more_steps or feed.total),
+        total=step_of(state) + more if (more := more_steps or feed.total) else steps,
     )
     del state, describe  # so that a restored one can take its memory
     with _attach_result(loop), _opened(loop, directory, all_hooks):
@@ -428,18 +428,13 @@ def _open_series(checkpoints: Checkpoints, directory: RunDirectory) -> Series:
     return checkpoints.open(directory.path and directory.path / "checkpoints")
 
 
-def _target(step: int, steps: int | None, more: int | None) -> int | None:
-    """Return the step at which a run ends."""
-    return step + more if more else steps
-
-
 @contextmanager
 def _opened(loop: TrainLoop, directory: RunDirectory, hooks: Sequence[Hook]) -> Iterator[None]:
     """Open what belongs to the run, and close it in reverse order, however the run ends."""
     series = loop.series
     with ExitStack() as stack:
         if series is not None:
-            stack.callback(series.close)  # also if another run has the directory
+            stack.callback(series.close)  # even if another run holds the lock
         ended = lambda: (loop.step, _stop_reason(loop, hooks))
         stack.enter_context(directory.lock(loop.consensus.ask_to_end, ended))
         for hook in hooks:

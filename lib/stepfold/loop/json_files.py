@@ -57,7 +57,7 @@ def read_json(path: Path) -> Any:
 def parse_json(content: bytes) -> Any:
     """Parse JSON; raise ValueError for what is not JSON, too deep, or has too large a number.
 
-    Half of a surrogate pair, which is an error wherever it is encoded, becomes a question mark.
+    A lone surrogate, which cannot be encoded as UTF-8, becomes a question mark.
     """
     text = content.decode()
     try:

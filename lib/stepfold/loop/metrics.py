@@ -136,8 +136,10 @@ def _rebuild(leaves: dict[str, np.ndarray], like: Mapping[str, Any]) -> dict[str
     for name, metric in like.items():
         wanted = tree.named_leaves({name: metric})
         found = [leaves.get(path) for path, _ in wanted]
+        # Averages are added up; other metrics may merge values of any number, as collected ones.
+        form = _row_form if _inherits_from_average(metric, "merge") else np.ndim
         if all(
-            new is not None and (new.dtype, new.ndim) == (leaf.dtype, leaf.ndim)
+            new is not None and (new.dtype, form(new)) == (leaf.dtype, form(leaf))
             for new, (_, leaf) in zip(found, wanted, strict=True)
         ):
             metrics[name] = jax.tree.unflatten(jax.tree.structure(metric), found)
@@ -161,6 +163,10 @@ def _from_json(values: Sequence[Mapping[str, Any]]) -> tuple[Any, Any, Any]:
     metrics, *rows = values
     per_step, weights = ({name: np.asarray(x) for name, x in row.items()} for row in rows)
     return metrics, per_step, weights
+
+
+def _row_form(leaf: np.ndarray) -> tuple[int, ...]:
+    return leaf.shape[1:]
 
 
 class PerStepMetrics(Mapping[str, np.ndarray]):

@@ -36,8 +36,8 @@ class Kind(enum.IntEnum):
 class Request(NamedTuple):
     """Something to do after `step`, or as soon as possible if that has passed.
 
-    Those of hooks belong to the state of the run: a checkpoint keeps a reason to stop until the run
-    has ended by it, and going back forgets what hooks asked for after the checkpoint.
+    Requests of hooks belong to the state of the run. A checkpoint keeps a reason to stop until the
+    run has stopped for it. Going back drops what hooks requested after the checkpoint.
     """
 
     kind: Kind

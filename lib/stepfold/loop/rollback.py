@@ -67,7 +67,7 @@ class Rollbacks:
                 self._series.delete_after(self.done[-1].to, is_gone)
 
     def restart(self) -> None:
-        """Forget the note of an earlier run, whose checkpoints are gone, also if it is damaged."""
+        """Drop the note of an earlier run whose checkpoints are gone, even if it is damaged."""
         is_there = False
         with agreement(f"{self._series.directory}: {_NOTE} is not read"):
             if jax.process_index() == 0:

@@ -55,7 +55,9 @@ class RunDirectory:
         hooks: list[Hook] = []
         if self.metrics_path is not None:
             writer = jsonl_writer(self.metrics_path, csv=self.path / "metrics.csv")
-            hooks.append(log_to(async_writer(writer)))
+            own = log_to(async_writer(writer))
+            own.name = "metrics.jsonl"  # so that its state is not that of a writer of the user
+            hooks.append(own)
         self._metadata = {**describe([*others, *hooks])}
         self._report = ReportWriter(self.path, self._metadata)
         # They are flushed in this order.

@@ -147,7 +147,7 @@ class Progress:
 
     @classmethod
     def read(cls, saved: Mapping[str, Any], now: "Progress") -> "Progress":
-        """Read what was saved, perhaps by others; `now` has values of the same types."""
+        """Read and check saved values; they must have the types of those in `now`."""
         values = {name: saved[name] for name in asdict(now)}
         for name, value in asdict(now).items():
             types = (int, type(None)) if name == "total" else (type(value),)
@@ -494,7 +494,7 @@ class TrainLoop:
         self._end_epoch()
 
     def _goes_back(self) -> bool:
-        """Find the checkpoint to go back to, if a hook asked for it and nothing higher is due."""
+        """Find the checkpoint for a request to go back, unless a higher request is due."""
         requests = self.consensus.requests
         request = requests.get(Kind.GO_BACK)
         if request is None or self._is_interrupted:

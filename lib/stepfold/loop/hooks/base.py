@@ -179,9 +179,10 @@ def hook_name(hook: Hook) -> str:
 
 
 def hook_key(hook: Hook) -> str:
-    """Return what identifies a hook's state in a checkpoint, whatever its place in the list.
+    """Return the key of a hook's state in a checkpoint.
 
-    It is the hook's `name` if it has one, and otherwise its function or class and what it watches.
+    It is the hook's `name` if it has one, and otherwise its function or class and its `metric`. It
+    does not depend on the other hooks.
     """
     if isinstance(name := getattr(hook, "name", None), str):
         return name

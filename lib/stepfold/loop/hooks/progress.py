@@ -150,7 +150,7 @@ def _is_open(file: Any) -> bool:
 class _Stream:
     """A stream that keeps the first error of a write instead of raising it, and then drops text.
 
-    A bar writes when it is deleted too, where nobody could catch an error.
+    A bar may also write when it is deleted, where an error cannot be caught.
     """
 
     def __init__(self, file: TextIO) -> None:

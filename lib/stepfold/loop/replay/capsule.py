@@ -275,7 +275,7 @@ def _relative(directory: Path | str, run_dir: Path) -> str | None:
 
 
 def _find_checkpoints(path: Path, directory: str, relative: str | None) -> Path | str:
-    """Return the directory of the checkpoints of the capsule at a path, also if it was moved."""
+    """Return the directory of a capsule's checkpoints, even if the run was moved."""
     if relative is None:
         return directory
     runs = path.parent.parent, Path(os.path.realpath(path)).parent.parent  # `path` may be a link
