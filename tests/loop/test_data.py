@@ -1,8 +1,11 @@
 import itertools
 import time
+import weakref
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.loop.small import STEP, start
 
 import stepfold as sf
 from stepfold.loop.data import BatchFeed, DataPosition, reread
@@ -252,6 +255,38 @@ def test_used_batches_are_counted_from_the_start_of_the_data():
     feed = BatchFeed(Counting(3), epochs=4)
     feed.seek({"left": 2, "position": {"at": 1}}, step=17, used=7)
     assert feed.used == 7
+
+
+def test_only_batches_that_cannot_be_read_again_are_kept():
+    generator = (np.ones(2) for _ in range(3))
+    assert BatchFeed(generator, keep_recent=True).recent is not None
+    for batches in [[np.ones(2)], sf.batches(np.ones(4), 2)]:
+        assert BatchFeed(batches, keep_recent=True).recent is None
+
+
+def test_the_kept_batches_are_those_since_the_last_log_point():
+    feed = BatchFeed((np.ones(2) for _ in range(9)), keep_recent=True)
+    for step in range(5):
+        feed.next_batch(step)
+    feed.recent.drop_until(3)
+    assert list(feed.recent) == [4, 5]
+
+
+def test_a_run_keeps_no_batches_of_earlier_log_points():
+    kept = []
+
+    def generate():
+        for _ in range(40):
+            batch = {"x": jnp.ones(4)}
+            kept.append(weakref.ref(batch["x"]))
+            yield batch
+
+    alive = []
+    sf.fit(
+        STEP, start(), generate(), log_every=4,
+        hooks=[lambda event: alive.append(sum(batch() is not None for batch in kept))],
+    )  # fmt: skip
+    assert max(alive) <= 12
 
 
 def test_a_list_is_read_again_from_any_step():

@@ -5,9 +5,12 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.manifest import to_json
@@ -27,10 +30,13 @@ class BatchFeed:
 
     `used` counts the batches that steps have used since the first batch of the data; the caller
     increments it. `epoch_ends` knows where epochs end, and `epoch_steps` their length if they are
-    equally long. Both are None if unknown, as is `total`, the number of batches of all epochs.
+    equally long. Both are None if unknown, as is `total`, the number of batches of all epochs. With
+    `keep_recent`, `recent` are the batches that cannot be read again.
     """
 
-    def __init__(self, batches: Any, epochs: int | None = None) -> None:
+    def __init__(
+        self, batches: Any, epochs: int | None = None, *, keep_recent: bool = False
+    ) -> None:
         check_batches(batches)
         self.batches, self.iterator = batches, iter(batches)
         self.is_iterator = self.iterator is batches
@@ -44,6 +50,10 @@ class BatchFeed:
                 f"epochs={epochs}: expected batches that can be iterated again, or that know their "
                 f"epochs, got {tree.spell(batches)}; give steps=…, or sf.batches(data, …)"
             )
+        can_reread = self.is_resumable or isinstance(batches, list | tuple)
+        # With several processes, the batch that one of them has kept would be a part.
+        keeps = keep_recent and not can_reread and jax.process_count() == 1
+        self.recent = RecentBatches() if keeps else None
         self.wait_seconds = 0.0
         self.check_next_position = False  # once, so that later pulls cost nothing
         position = self._state() if self.is_resumable else None
@@ -85,13 +95,15 @@ class BatchFeed:
         return None if length is None else max(0, length - self.used)
 
     def next_batch(self, step: int) -> Any:
-        """Pull the next batch, or raise StopIteration; `step` is for error messages."""
+        """Pull the next batch, or raise StopIteration; `step` counts the steps before it."""
         start = time.perf_counter()
         self._pulled += 1  # until it is used, the position is not certain
         try:
             batch = self._pull()
             if self.check_next_position:  # that of the first batch may hold less
                 self._check_position()
+            if self.recent is not None:
+                self.recent.add(step + 1, batch)
         except StopIteration:
             self._pulled -= 1
             raise
@@ -134,18 +146,18 @@ class BatchFeed:
     def position(self) -> Any:
         """Return the position of the next batch to use, or None if the batches have none.
 
-        After a failed step or pull the batches may be ahead of the last step. If they have a method
-        `state_at(step)`, as those of `sf.batches` do, it returns the position. Others go back to
-        the last known position, and the batches used since are pulled again.
+        After a failed step or pull the batches may be ahead of the last step. Those of `sf.batches`
+        know the position after any number of batches, by `state_at`. Others go back to the last
+        known position then, and the batches used since are pulled again.
         """
         if not self.is_resumable:
             return None
         if self._known[0] != self.used:
-            self._known = (self.used, self._current())
+            self._known = (self.used, self._position_after_used())
         return self._known[1]
 
-    def _current(self) -> Any:
-        if self._pulled != self.used and hasattr(self.iterator, "state_at"):
+    def _position_after_used(self) -> Any:
+        if self.is_iterator and hasattr(self.iterator, "state_at"):
             return self.iterator.state_at(self.used)
         state = self._state()
         if self._pulled == self.used or _count_in(state) == self.used:
@@ -208,6 +220,43 @@ class BatchFeed:
                 self.iterator = iter(self.batches)
             self._epochs_left, position = left, position["position"]
         self.iterator.set_state(position)
+
+
+class RecentBatches(Mapping[int, Any]):
+    """The batches of the last steps, for batches that cannot be read again.
+
+    Arrays on the host are copied, since a source may reuse its buffers. Once the batches need more
+    than `LIMIT` bytes, the oldest are dropped.
+    """
+
+    LIMIT = 256 * 1024**2
+
+    def __init__(self) -> None:
+        self._batches: dict[int, Any] = {}
+        self._sizes: dict[int, int] = {}
+
+    def add(self, step: int, batch: Any) -> None:
+        """Keep the batch of a step."""
+        size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(batch))
+        while self._sizes and sum(self._sizes.values()) + size > self.LIMIT:
+            self.drop_until(next(iter(self._sizes)))
+        if size <= self.LIMIT:
+            copy_host = lambda x: x.copy() if isinstance(x, np.ndarray) else x
+            self._batches[step], self._sizes[step] = jax.tree.map(copy_host, batch), size
+
+    def drop_until(self, step: int) -> None:
+        """Drop the batches of the steps up to one."""
+        for old in [old for old in self._batches if old <= step]:
+            del self._batches[old], self._sizes[old]
+
+    def __getitem__(self, step: int) -> Any:
+        return self._batches[step]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
 
 
 def check_batches(batches: Any) -> None:

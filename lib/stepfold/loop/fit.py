@@ -146,7 +146,7 @@ def fit(
     _check_checkpoints(checkpoints)
     evaluations, user_hooks = _check_evaluations(evaluation), _check_hooks(hooks)
     all_hooks = _with_default_hooks(user_hooks, time_limit)
-    feed = BatchFeed(batches, epochs)
+    feed = BatchFeed(batches, epochs, keep_recent=True)
     _check_epochs(feed, [*evaluations, checkpoints], all_hooks)
     _check_end(feed, [*lengths.values(), time_limit], user_hooks)
     watched = _WatchedMetrics(user_hooks, checkpoints, evaluations)
@@ -182,7 +182,7 @@ def fit(
     if (nonfinite := _find_nonfinite(loop, all_hooks)) is not None:
         checkpoints_in = None if series is None else series.directory
         capsule = take_capsule(
-            nonfinite, loop.state, feed.batches, positions=loop.positions, directory=checkpoints_in
+            nonfinite, loop.state, feed, positions=loop.positions, directory=checkpoints_in
         )
         rollbacks = loop.rollbacks.done if loop.rollbacks else ()
         capsule = replace(capsule, rollbacks=tuple(map(str, rollbacks)))

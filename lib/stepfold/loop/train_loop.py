@@ -623,6 +623,8 @@ class TrainLoop:
             self.consensus.note_event()
         elif reasons:
             self._decide()
+        if kind == "train" and self._feed.recent and not self.consensus.requests.pending:
+            self._feed.recent.drop_until(event.step)  # no hook asks for them
 
     # Checkpoints
 

@@ -13,7 +13,7 @@ from tests.loop.small import TX, start
 
 import stepfold as sf
 from stepfold.checkpoint.manifest import DamageError, read_checked, write_checked
-from stepfold.loop.data import DataPosition
+from stepfold.loop.data import BatchFeed, DataPosition, RecentBatches
 from stepfold.loop.hooks.stop import Nonfinite
 from stepfold.loop.replay.capsule import (
     Capsule,
@@ -44,7 +44,7 @@ def take(step, batches, position=None, state=None, directory=None):
     return take_capsule(
         Nonfinite(step, "train/loss", {}),
         start() if state is None else state,
-        batches,
+        batches if isinstance(batches, BatchFeed) else BatchFeed(batches),
         positions=[position or DataPosition(0, None)],
         directory=directory,
     )
@@ -82,22 +82,46 @@ def test_the_position_of_the_batches_is_restored():
     assert batches.get_state()["step"] == result.steps
 
 
-def test_batches_that_cannot_be_read_again_are_reported():
+def buffered(data):
+    """Batches in a buffer that the next one overwrites."""
+    buffer = np.empty(4, data.dtype)
+    for rows in data.reshape(-1, 4):
+        buffer[:] = rows
+        yield buffer
+
+
+@pytest.mark.parametrize("log_every", [1, 4, 100])
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_a_batch_that_cannot_be_read_again_is_kept(tmp_path, log_every, steps_per_call):
+    options = {"log_every": log_every, "steps_per_call": steps_per_call}
+    batches = (rows for rows in with_nan(6).reshape(-1, 4))
+    capsule = sf.fit(STEP, start(), batches, run_dir=tmp_path, **options).capsule
+    for taken in (capsule, read_capsule(capsule.path)):
+        assert (taken.step, taken.lost, taken.can_reread) == (6, (), False)
+        assert np.array_equal(taken.batch, with_nan(6)[20:24], equal_nan=True)
+
+
+def test_a_kept_batch_is_a_copy():
+    capsule = run(buffered(with_nan(6))).capsule
+    assert np.array_equal(capsule.batch, with_nan(6)[20:24], equal_nan=True)
+
+
+def test_batches_that_were_kept_once_but_are_too_many_now_are_reported(monkeypatch):
+    monkeypatch.setattr(RecentBatches, "LIMIT", 2 * DATA[:4].nbytes)
     capsule = run(iter(list(sf.batches(with_nan(6), 4, epochs=1)))).capsule
     assert capsule.batch is None
-    assert capsule.lost[0].startswith("the batch: it cannot be read again: batches: expected a")
+    reason = "it cannot be read again, and only those from step 9 on were kept"
+    assert capsule.lost == (f"the batch: {reason}",)
     assert "not kept: the batch" in str(capsule)
 
 
-def test_a_batch_that_cannot_be_read_again_is_kept_by_the_run_and_in_the_file(tmp_path):
-    rows = np.float32([1, np.nan])
-    taken = take_capsule(
-        Nonfinite(6, "train/loss", {}), start(), iter([]), positions=[DataPosition(0, None)],
-        directory=None, recent={5: np.ones(2), 6: rows},
-    )  # fmt: skip
-    assert (taken.lost, taken.can_reread) == ((), False)
-    read = read_capsule(save_capsule(taken, tmp_path).path)
-    assert np.array_equal(read.batch, rows, equal_nan=True)
+def test_a_kept_batch_that_was_donated_is_reported():
+    batch = jnp.ones(2)
+    feed = BatchFeed(iter([batch]), keep_recent=True)
+    feed.next_batch(0)
+    batch.delete()
+    reason = "it cannot be read again, and was donated to the step"
+    assert take(1, feed).lost == (f"the batch: {reason}",)
 
 
 @pytest.mark.parametrize("kind", [lambda batches: batches, list, sf.prefetch])

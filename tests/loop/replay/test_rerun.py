@@ -5,6 +5,7 @@ import pytest
 from tests.loop.small import TX, start
 
 import stepfold as sf
+from stepfold.loop.data import RecentBatches
 from stepfold.loop.replay.capsule import read_capsule
 from stepfold.loop.replay.rerun import Replay, replay
 
@@ -213,9 +214,12 @@ def test_batches_are_given_for_a_capsule_in_a_file(tmp_path):
     check(path, start(), iter(as_list()[3:6]))  # cannot be moved, and begins after the checkpoint
 
 
-def test_a_missing_batch_comes_from_those_that_are_given():
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_batches_of_an_iterator_come_from_those_that_are_given(monkeypatch, is_kept):
+    if not is_kept:
+        monkeypatch.setattr(RecentBatches, "LIMIT", 0)
     capsule = leave(batches=iter(as_list()))
-    assert capsule.batch is None
+    assert capsule.has_batch == is_kept
     check(capsule, start(), as_list())
     check(capsule, start(), iter(as_list()))
 

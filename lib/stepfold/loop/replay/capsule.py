@@ -30,9 +30,10 @@ from stepfold.checkpoint.manifest import (
 from stepfold.checkpoint.series import save
 from stepfold.checkpoint.steps import absolute_path, is_url, sync
 from stepfold.checkpoint.store import complete_steps, open_store
+from stepfold.core.state import is_available
 from stepfold.core.transfers import allow_transfers
 from stepfold.errors import CheckpointError, ConfigError
-from stepfold.loop.data import DataPosition, reread
+from stepfold.loop.data import BatchFeed, DataPosition, reread
 from stepfold.loop.hooks.stop import Nonfinite
 from stepfold.loop.json_files import check_plain, has_form, is_count
 
@@ -121,17 +122,16 @@ class Capsule:
 def take_capsule(
     nonfinite: Nonfinite,
     state: Any,
-    batches: Any,
+    feed: BatchFeed,
     *,
     positions: Sequence[DataPosition],
     directory: str | os.PathLike[str] | None,
-    recent: Mapping[int, Any] = {},
 ) -> Capsule:
     """Make a capsule after a run has ended and its checkpoints in `directory` are written.
 
-    The first of `positions` is that at the start of the run. `recent` are batches by step that the
-    run has kept, because they cannot be read again.
+    The first of `positions` is that at the start of the run.
     """
+    batches, recent = feed.batches, feed.recent
     step, start, checkpoint = nonfinite.step, positions[0], None
     if directory is not None:
         store = open_store(directory)
@@ -144,12 +144,10 @@ def take_capsule(
             start = DataPosition(number, position)
             checkpoint = CheckpointReference(location, number)
             break
-    can_reread = step not in recent
-    if can_reread:
-        batch, lost = _read_batch(batches, step, [start, *positions], began=positions[0].step)
-        can_reread = not lost
+    if recent:
+        batch, lost = _find_batch(recent, step)
     else:
-        batch, lost = copy_arrays(recent[step]), ()
+        batch, lost = _read_batch(batches, step, [start, *positions], began=positions[0].step)
     key: Any = getattr(state, "key", None)
     has_key = isinstance(key, jax.Array) and is_key(key)
     with allow_transfers("host_to_device"):  # of the number of the step
@@ -170,8 +168,19 @@ def take_capsule(
         like=jax.tree.map(lambda x: abstract(x) if isinstance(x, jax.Array) else x, state),
         batches=batches,
         skipped=tuple(getattr(batches, "skipped", None) or ()),
-        can_reread=can_reread,
+        can_reread=not lost and not recent,
     )
+
+
+def _find_batch(recent: Mapping[int, Any], step: int) -> tuple[Any, tuple[str, ...]]:
+    """Return the batch of a step from those that the run has kept, or why it is missing."""
+    if step not in recent:
+        reason = f"it cannot be read again, and only those from step {min(recent)} on were kept"
+    elif not is_available(recent[step]):
+        reason = "it cannot be read again, and was donated to the step"
+    else:
+        return copy_arrays(recent[step]), ()
+    return None, (f"the batch: {reason}",)
 
 
 def _read_batch(
