@@ -24,8 +24,8 @@ LAYERS = [
     {"inspect"},
     {"checkpoint", "data", "sharding"},
     {"core"},
-    {"tree", "table"},
     {"errors"},
+    {"tree", "table"},
 ]
 # The module or package that alone may import a heavy package.
 OWNERS = {

@@ -1,10 +1,15 @@
 import inspect
 
+import numpy as np
 import pytest
 
 from stepfold import errors
 
-ALL = [error for _, error in inspect.getmembers(errors, inspect.isclass)]
+ALL = [
+    error
+    for _, error in inspect.getmembers(errors, inspect.isclass)
+    if error.__module__ == errors.__name__
+]
 
 
 @pytest.mark.parametrize("error", ALL)
@@ -12,3 +17,19 @@ def test_every_error_is_a_stepfold_error_and_a_builtin_error(error):
     assert issubclass(error, errors.StepfoldError)
     if error is not errors.StepfoldError:
         assert issubclass(error, ValueError | OSError | TypeError | MemoryError)
+
+
+def test_a_refusal_describes_a_value_and_takes_text_as_it_is():
+    with pytest.raises(errors.ConfigError) as caught:
+        errors.refuse("x", "a scalar", np.ones(3))
+    assert str(caught.value) == "x: expected a scalar, got float64[3]"
+    with pytest.raises(errors.DataError) as caught:
+        errors.refuse("x", "a batch", "none", "give one", kind=errors.DataError)
+    assert str(caught.value) == "x: expected a batch, got none; give one"
+
+
+def test_a_refusal_has_the_cause_that_is_given():
+    cause = OSError("disk")
+    with pytest.raises(errors.ConfigError) as caught:
+        errors.refuse("x", "a file", "none", cause=cause)
+    assert caught.value.__cause__ is cause

@@ -26,8 +26,8 @@ def test_paths_of_leaves():
     ],
 )
 def test_leaves_are_described_briefly(leaf, text):
-    assert tree.spell(leaf).startswith(text)
-    assert len(tree.spell(leaf)) < 80
+    assert tree.describe_value(leaf).startswith(text)
+    assert len(tree.describe_value(leaf)) < 80
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,12 @@
 
 Every error that stepfold raises on purpose is a `StepfoldError`, so that one `except` clause can
 tell it from a bug. Each subclass also derives from the built-in exception that fits, so that
-generic handlers catch it.
+generic handlers catch it. `refuse` raises most of them, so that their messages read alike.
 """
+
+from typing import Any, NoReturn
+
+from stepfold.tree import describe_value
 
 
 class StepfoldError(Exception):
@@ -110,3 +114,32 @@ class PeerTimeoutError(StepfoldError, TimeoutError):
     >>> issubclass(sf.PeerTimeoutError, TimeoutError)
     True
     """
+
+
+def refuse(
+    argument: object,
+    expected: str,
+    got: Any,
+    advice: str = "",
+    *,
+    kind: type[Exception] = ConfigError,
+    cause: BaseException | None = None,
+) -> NoReturn:
+    """Raise an error that reads `{argument}: expected {expected}, got {got}; {advice}`.
+
+    Args:
+      argument: the name of the argument, or the path of what is wrong.
+      expected: what it takes.
+      got: text, or the value itself, which is described by its type or shape. Describe a value that
+        may be a string before, with `describe_value` or `repr`.
+      advice: what to do.
+      kind: the class of the error.
+      cause: the exception that explains it, as in `raise … from cause`.
+
+    >>> refuse("steps", "an integer of at least 1", 0.5, "give the number of steps")
+    Traceback (most recent call last):
+    ...
+    stepfold.errors.ConfigError: steps: expected an integer of at least 1, got float 0.5; ...
+    """
+    text = got if isinstance(got, str) else describe_value(got)
+    raise kind(f"{argument}: expected {expected}, got {text}{advice and '; '}{advice}") from cause

@@ -38,7 +38,7 @@ def _join(*names: str) -> str:
     return "/".join(name for name in names if name)
 
 
-def spell(leaf: object) -> str:
+def describe_value(leaf: object) -> str:
     """Format an array as `float32[8,16]`, and anything else by its type and value."""
     if is_array(leaf):
         shape = ",".join(map(str, leaf.shape))  # type: ignore[attr-defined]
@@ -48,13 +48,13 @@ def spell(leaf: object) -> str:
 
 
 def summary(tree: Tree) -> str:
-    """Summarize a tree: a single leaf by `spell`, others by counts of arrays and elements.
+    """Summarize a tree: a single leaf by `describe_value`, others by counts of arrays and elements.
 
     >>> summary({"w": np.ones((2, 3)), "b": np.ones(3)}), summary(np.ones(3)), summary(())
     ('{2 arrays, 9 elements}', 'float64[3]', '{}')
     """
     if jax.tree_util.all_leaves([tree]):
-        return spell(tree)
+        return describe_value(tree)
     arrays = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
     count = sum(math.prod(leaf.shape) for leaf in arrays)
     return f"{{{len(arrays)} arrays, {count:,} elements}}" if arrays else "{}"
@@ -107,10 +107,16 @@ def floating(dtype: Any) -> Any:
 def diff(wanted: Tree, got: Tree, root: str = "") -> list[str]:
     """List where two trees differ in structure, shape or dtype, one line per path."""
     want, have = dict(named_leaves(wanted, root)), dict(named_leaves(got, root))
-    lines = [f"{path}: missing, expected {spell(want[path])}" for path in want if path not in have]
-    lines += [f"{path}: unexpected {spell(have[path])}" for path in have if path not in want]
+    lines = [
+        f"{path}: missing, expected {describe_value(want[path])}"
+        for path in want
+        if path not in have
+    ]
     lines += [
-        f"{path}: expected {spell(want[path])}, got {spell(have[path])}"
+        f"{path}: unexpected {describe_value(have[path])}" for path in have if path not in want
+    ]
+    lines += [
+        f"{path}: expected {describe_value(want[path])}, got {describe_value(have[path])}"
         for path in want
         if path in have and _signature(want[path]) != _signature(have[path])
     ]

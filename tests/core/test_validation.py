@@ -8,9 +8,11 @@ import pytest
 
 import stepfold as sf
 from stepfold.core.validation import (
-    check_count,
-    check_positive,
+    read_choice,
+    read_function,
+    read_instance,
     read_integer,
+    read_positive,
     refuse_unknown,
     spell_call,
     suggest,
@@ -18,15 +20,8 @@ from stepfold.core.validation import (
 )
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.0, True, "3", None])
-def test_what_is_not_a_count_is_refused(value):
-    with pytest.raises(sf.ConfigError, match="size: expected an integer of at least 1, got "):
-        check_count("size", value)
-
-
 def test_integers_of_any_library_become_python_integers():
-    assert check_count("size", 1) == 1
-    assert check_count("size", 0, minimum=0) == 0
+    assert read_integer("size", 0, minimum=0) == 0
     for value in (2, np.int64(2), np.uint8(2), np.array(2), jnp.int32(2)):
         integer = read_integer("size", value, 2)
         assert (integer, type(integer)) == (2, int)
@@ -41,13 +36,36 @@ def test_what_is_not_an_integer_is_refused(value):
 @pytest.mark.parametrize("value", [0, -0.5, math.nan, True, "3", None])
 def test_what_is_not_positive_is_refused(value):
     with pytest.raises(sf.ConfigError, match="rate: expected a number above 0, got "):
-        check_positive("rate", value)
+        read_positive("rate", value)
 
 
 def test_zero_may_be_allowed():
-    assert check_positive("limit", 0, allow_zero=True) == 0
+    assert read_positive("limit", 0, allow_zero=True) == 0
     with pytest.raises(sf.ConfigError, match="limit: expected seconds, a number of at least 0"):
-        check_positive("limit", -1, allow_zero=True, unit="seconds")
+        read_positive("limit", -1, allow_zero=True, unit="seconds")
+
+
+def test_a_choice_is_one_of_the_strings():
+    assert read_choice("remainder", "drop", ["drop", "keep"]) == "drop"
+    with pytest.raises(
+        sf.ConfigError,
+        match="remainder: expected one of 'drop', 'keep', got 'dorp'; did you mean 'drop'",
+    ):
+        read_choice("remainder", "dorp", ["drop", "keep"])
+    with pytest.raises(sf.ConfigError, match="got 3"):
+        read_choice("remainder", 3, ["drop", "keep"])
+
+
+def test_an_instance_has_one_of_the_types():
+    assert read_instance("n", 3, (int, str), "an int or a str") == 3
+    with pytest.raises(sf.DataError, match="n: expected an int, got str 'a'; convert it"):
+        read_instance("n", "a", int, "an int", "convert it", kind=sf.DataError)
+
+
+def test_a_function_can_be_called():
+    assert read_function("f", len) is len
+    with pytest.raises(sf.ConfigError, match="f: expected a function of a batch, got int 3; call"):
+        read_function("f", 3, "a function of a batch", "call it")
 
 
 def of_two(state, batch):

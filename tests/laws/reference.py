@@ -276,6 +276,8 @@ class Fit:
         call, run, directory = self.call, self.run, self.directory
         if not call.checkpoints or run.step == self.saved or run.request is not None:
             return
+        if not call.wants_epochs:  # no hook is owed the end of an epoch
+            run.epoch_ended = run.step
         if run.step == (self.resumed or 0) and not (permanent and run.step in directory.temporary):
             if self.resumed is not None and self.saw_event:
                 self.saved_in()[run.step] = copy.copy(run)
@@ -310,7 +312,9 @@ class Fit:
         rows = {step: saved.rows.get(step, {}) for step, saved in permanent.items()}
         sign = -1 if policy.mode == "max" else 1
         ranked = sorted(
-            (sign * row[policy.best], step) for step, row in rows.items() if policy.best in row
+            (sign * row[policy.best], step)
+            for step, row in rows.items()
+            if not np.isnan(row.get(policy.best, np.nan))
         )
         every = [step for step in rows if policy.keep_every and step % policy.keep_every == 0]
         best = [step for _, step in ranked[: policy.keep_best]]

@@ -226,6 +226,9 @@ FOUND = {
         source={"remainder": "keep"}, calls=[{"kind": "collecting"}], log_every=6
     ),
     "epochs from a later start": one_run(source={"start": 3}, calls=[{"length": {"epochs": 1}}]),
+    "a hook of epochs that is new after a cut": one_run(
+        calls=[{"cut": (("pull", 5), "stop")}, {"epochs": ("a",)}]
+    ),
 }
 OPEN = {
     "a trainer of batches from a later start": one_run(source={"start": 3}, has_trainer=True),

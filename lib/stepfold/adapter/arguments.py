@@ -23,7 +23,7 @@ from stepfold.adapter.validation import (
 )
 from stepfold.checkpoint.steps import absolute_path
 from stepfold.core.validation import suggest
-from stepfold.errors import ConfigError
+from stepfold.errors import ConfigError, refuse
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -355,10 +355,9 @@ class TrainingArguments:
             path = None if is_text else absolute_path("source", source)
             text = str(source) if path is None else path.read_text(encoding="utf-8")
             values = json.loads(text)
-        except (OSError, TypeError, ValueError, RecursionError) as cause:
-            raise ConfigError(
-                f"source: expected JSON, or the path of a file of it, got {source!r:.300}; {cause}"
-            ) from None
+        except (OSError, TypeError, ValueError, RecursionError) as error:
+            got = f"{source!r:.300}"
+            refuse("source", "JSON, or the path of a file of it", got, str(error))
         return cls.from_dict(values)
 
     def replace(self, **changes: Any) -> Self:

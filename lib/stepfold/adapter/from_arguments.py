@@ -447,8 +447,8 @@ def _without_aux(result: Any) -> Any:
         raise ConfigError(
             "aux_loss_enabled: expected a loss function that returns a dict of terms, as in "
             "{'loss': …, 'aux_router': …}, to drop those named aux…, got "
-            f"{', '.join(terms) if is_dict else tree.spell(terms)}; return others too, or leave "
-            "out the field"
+            f"{', '.join(terms) if is_dict else tree.describe_value(terms)}; return others too, "
+            "or leave out the field"
         )
     return (kept, *rest) if isinstance(result, tuple) else kept
 
@@ -471,7 +471,7 @@ def transform(arguments: TrainingArguments) -> Callable[[Any], Any] | None:
         if not isinstance(example, Mapping):
             raise DataError(
                 "ids_to_pop_from_dataset, remove_unused_columns: expected examples that are dicts "
-                f"of columns, got {tree.spell(example)}; leave out both fields"
+                f"of columns, got {tree.describe_value(example)}; leave out both fields"
             )
         return {
             name: value

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
 
-from stepfold.core.validation import check_count, mismatch
-from stepfold.errors import ConfigError, OutOfMemoryError
+from stepfold.core.validation import read_integer
+from stepfold.errors import OutOfMemoryError, refuse
 from stepfold.inspect.memory import is_exhausted
 from stepfold.loop.hooks.base import BaseHook, Event, Stop, call_optional
 from stepfold.loop.hooks.progress import progress
+from stepfold.tree import describe_value
 
 if TYPE_CHECKING:
     from stepfold.adapter.trainer import Trainer
@@ -78,13 +79,13 @@ def check_watchers(watchers: Sequence[Watcher]) -> None:
     """Check the attributes of watchers, and that their names differ."""
     for name, function, interval in watchers:
         if not isinstance(name, str) or not name:
-            raise ConfigError(mismatch("name", "the name of a watcher", name))
+            refuse("name", "the name of a watcher", describe_value(name))
         if not callable(function):
-            raise ConfigError(mismatch("function", "a function of the state", function))
-        check_count("every", interval)
+            refuse("function", "a function of the state", describe_value(function))
+        read_integer("every", interval)
     names = [watcher.name for watcher in watchers]
     if len(set(names)) < len(names):
-        raise ConfigError(f"watchers: expected different names, got {', '.join(names)}")
+        refuse("watchers", "different names", f"{', '.join(names)}")
 
 
 class TrainerHook(BaseHook):

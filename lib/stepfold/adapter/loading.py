@@ -14,12 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.from_arguments import transform
-from stepfold.core.validation import mismatch, read_integer, takes_any_keyword
+from stepfold.core.validation import read_integer, takes_any_keyword
 from stepfold.data.batches import batches
 from stepfold.data.collate import check_truncate, collate
 from stepfold.data.prefetch import prefetch
 from stepfold.data.sources import ENDLESS, GrainStream, is_stream, read_source, stack
-from stepfold.errors import CheckpointError, ConfigError
+from stepfold.errors import CheckpointError, refuse
 from stepfold.sharding.mesh import DATA_AXES
 
 if TYPE_CHECKING:
@@ -57,9 +57,7 @@ class TrainingLoader:
             try:
                 self._peeked.append((next(self), position))
             except StopIteration:
-                raise ConfigError(
-                    "dataloader_train: expected a batch to compile for, got none"
-                ) from None
+                refuse("dataloader_train", "a batch to compile for", "none")
         return self._peeked[0][0]
 
     def __getattr__(self, name: str) -> Any:
@@ -132,7 +130,7 @@ def evaluation_batches(trainer: "Trainer", dataset: Any, steps: int | None) -> E
     if hasattr(type(dataset), "__next__"):
         expected = "data that can be iterated for each evaluation"
         advice = "give a list of it, or a function that makes it"
-        raise ConfigError(mismatch("dataset_eval", expected, dataset, advice))
+        refuse("dataset_eval", expected, tree.describe_value(dataset), advice)
     arguments, plan, mesh = trainer.arguments, trainer.plan, trainer.sharded_mesh
     collect, add_mask = collect_of(trainer, dataset), _mask_for(arguments)
     dataset, drop_columns = without_columns(dataset, arguments)
@@ -278,8 +276,8 @@ def seek(loader: Any, position: Any, step: int) -> None:
         if position is not None:
             raise CheckpointError(
                 f"ckpt_path: expected batches that can be moved to step {step}, got "
-                f"{tree.spell(loader)}, which have no get_state and set_state; give a dataset with "
-                "len and [i]"
+                f"{tree.describe_value(loader)}, which have no get_state and set_state; give a "
+                "dataset with len and [i]"
             )
         return
     if position is None:

@@ -13,8 +13,8 @@ import optax
 from optax import contrib
 
 from stepfold import tree
-from stepfold.core.validation import check_positive, suggest
-from stepfold.errors import ConfigError
+from stepfold.core.validation import read_positive, suggest
+from stepfold.errors import ConfigError, refuse
 
 # Schedules: functions of the peak, the end value, and the number of steps between them.
 
@@ -25,9 +25,7 @@ def _cosine(peak: float, end: float, steps: int, *, exponent: float = 1.0) -> op
 
 def _cosine_restarts(peak: float, end: float, steps: int, *, cycles: int = 4) -> optax.Schedule:
     if type(cycles) is not int or not 1 <= cycles <= steps:
-        raise ConfigError(
-            f"scheduler_kwargs['cycles']: expected an integer from 1 to {steps}, got {cycles!r}"
-        )
+        refuse("scheduler_kwargs['cycles']", f"an integer from 1 to {steps}", repr(cycles))
     bounds = [round(steps * cycle / cycles) for cycle in range(cycles + 1)]
     lengths = [after - before for before, after in pairwise(bounds)]
     return optax.join_schedules([_cosine(peak, end, n) for n in lengths], bounds[1:-1])
@@ -36,7 +34,7 @@ def _cosine_restarts(peak: float, end: float, steps: int, *, cycles: int = 4) ->
 def _wsd(peak: float, end: float, steps: int, *, decay: float = 0.1) -> optax.Schedule:
     """Warmup-stable-decay: constant, then linear over the last `decay` of the steps."""
     if decay > 1:
-        raise ConfigError(f"scheduler_kwargs['decay']: expected at most 1, got {decay!r}")
+        refuse("scheduler_kwargs['decay']", "at most 1", repr(decay))
     decay_steps = max(1, round(decay * steps))
     schedules = [optax.constant_schedule(peak), optax.linear_schedule(peak, end, decay_steps)]
     return optax.join_schedules(schedules, [steps - decay_steps])
@@ -82,7 +80,7 @@ def parse_scheduler(name: str) -> tuple[str, bool]:
     if schedule not in SCHEDULES:
         names = ["none", *SCHEDULES, *(f"warmup_{known}" for known in SCHEDULES)]
         advice = suggest(name, names) or "give custom_scheduler=… for another schedule"
-        raise ConfigError(f"scheduler: expected one of {', '.join(names)}, got {name!r}; {advice}")
+        refuse("scheduler", f"one of {', '.join(names)}", repr(name), advice)
     return schedule, wants_warmup
 
 
@@ -92,7 +90,7 @@ def check_scheduler_options(name: str, options: Mapping[str, Any]) -> None:
     known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     _check_known("scheduler_kwargs", name, options, known)
     for option, value in options.items():
-        check_positive(f"scheduler_kwargs[{option!r}]", value)
+        read_positive(f"scheduler_kwargs[{option!r}]", value)
 
 
 def _check_known(field: str, name: str, options: Mapping[str, Any], known: Collection[str]) -> None:
@@ -103,7 +101,7 @@ def _check_known(field: str, name: str, options: Mapping[str, Any], known: Colle
                 advice += "; set the rate with learning_rate and scheduler"
             elif suggestion := suggest(option, known):
                 advice += f"; {suggestion}"
-            raise ConfigError(f"{field}: expected options of {name}, got {option!r}; {advice}")
+            refuse(field, f"options of {name}", repr(option), advice)
 
 
 # Optimizers
@@ -139,13 +137,11 @@ def _find(name: str) -> Callable[..., optax.GradientTransformation] | None:
 def find_optimizer(name: str) -> Callable[..., optax.GradientTransformation]:
     """Return the function of optax or optax.contrib that builds an optimizer."""
     if name in _NOT_BY_NAME:
-        raise ConfigError(
-            f"optimizer: expected one that can be built by name, got {name!r}; {_NOT_BY_NAME[name]}"
-        )
+        refuse("optimizer", "one that can be built by name", repr(name), _NOT_BY_NAME[name])
     if (build := _find(name)) is None:
         names = optimizer_names()
         advice = suggest(name, names) or "give tx=… for another optimizer"
-        raise ConfigError(f"optimizer: expected one of {', '.join(names)}, got {name!r}; {advice}")
+        refuse("optimizer", f"one of {', '.join(names)}", repr(name), advice)
     return build
 
 

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from stepfold import tree
 from stepfold.checkpoint.restore import restore
 from stepfold.core.validation import refuse_unknown
-from stepfold.errors import ConfigError
+from stepfold.errors import ConfigError, refuse
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,8 +178,9 @@ class TrainerConfigureFunctionOutput(Output):
 def _either(short_name: str, short_value: Any, value: Any) -> Any:
     if short_value is not None and value is not None and short_value is not value:
         raise ConfigError(
-            f"{short_name}: expected the same step as by its long name, {tree.spell(value)}, got "
-            f"{tree.spell(short_value)}; give one of them"
+            f"{short_name}: expected the same step as by its long name, "
+            f"{tree.describe_value(value)}, got {tree.describe_value(short_value)}; give one of "
+            "them"
         )
     return short_value if value is None else value
 
@@ -309,7 +310,7 @@ def _encode(name: str, value: Any) -> Any:
     for array in filter(tree.is_array, _leaves(value)):
         raise ConfigError(
             f"{name}: expected a value without arrays, which JSON does not hold, got "
-            f"{tree.spell(array)}; save arrays with sf.save, and give replace({name}=None)"
+            f"{tree.describe_value(array)}; save arrays with sf.save, and give replace({name}=None)"
         )
     description = f"{type(value).__name__} {getattr(value, '__qualname__', '')}".strip()
     return _encode(name, Unserializable(description))
@@ -334,7 +335,7 @@ def _decode(value: Any) -> Any:
         case {"stepfold": "unserializable", "description": description, "advice": advice}:
             return Unserializable(description, advice)
         case {"stepfold": kind}:
-            raise ValueError(f"stepfold: expected a known kind, got {kind!r}")
+            refuse("stepfold", "a known kind", repr(kind), kind=ValueError)
         case dict():
             return {key: _decode(item) for key, item in value.items()}
     return value

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepfold.adapter import from_arguments, loading, setup, steps
 from stepfold.adapter import hooks as trainer_hooks
-from stepfold.core.validation import mismatch
-from stepfold.errors import ConfigError
+from stepfold.errors import ConfigError, refuse
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.loop.evaluate import Evaluation, mesh_of
 from stepfold.loop.fit import FitResult, fit
@@ -16,6 +15,7 @@ from stepfold.loop.hooks.stop import stop_early
 from stepfold.loop.hooks.wrappers import callback, every
 from stepfold.loop.run_info import move_previous_run
 from stepfold.sharding.place import place_batch
+from stepfold.tree import describe_value
 
 if TYPE_CHECKING:
     from stepfold.adapter.trainer import Trainer
@@ -34,7 +34,7 @@ def start(
     """
     loader, arguments = trainer.dataloader_train, trainer.arguments
     if loader is None:
-        raise ConfigError("dataset_train: expected data to train on, got None")
+        refuse("dataset_train", "data to train on", "None")
     has_end = trainer.max_training_steps or more_steps or trainer.plan.seconds is not None
     if not has_end and getattr(loader, "endless", False):
         raise ConfigError(
@@ -43,7 +43,7 @@ def start(
         )
     num_starts = sum(value is not None for value in (params, state, path))
     if num_starts > 1:
-        raise ConfigError("train: expected one of model_parameters, state and ckpt_path, got more")
+        refuse("train", "one of model_parameters, state and ckpt_path", "more")
     resume_from, is_first = arguments.resume_from_checkpoint, trainer.result is None
     may_resume = not is_first or (arguments.resume_if_possible and resume_from is not False)
     if is_first and num_starts == 0 and isinstance(resume_from, str):
@@ -57,7 +57,7 @@ def start(
     elif state is not None:
         if not setup.is_state(state):
             advice = "give parameters alone as model_parameters"
-            raise ConfigError(mismatch("state", "a state, with params and step", state, advice))
+            refuse("state", "a state, with params and step", describe_value(state), advice)
         new, source = setup.first_state(trainer, None, state, trainer.tx), "state"
     elif path is not None and setup.is_newest(trainer, path):
         may_resume = True
@@ -213,7 +213,7 @@ def compile_steps(trainer: "Trainer") -> bool:
     if loader is not None and trainer.metrics_step is not None:
         batch = next(iter(loader() if callable(loader) else loader), None)
         if batch is None:
-            raise ConfigError("dataloader_eval: expected a batch to compile for, got none")
+            refuse("dataloader_eval", "a batch to compile for", "none")
         if mesh is not None:
             batch = place_batch(batch, mesh)
         traced = trainer.metrics_step.trace(state, batch)

@@ -15,8 +15,7 @@ from stepfold.adapter.loading import position_at
 from stepfold.checkpoint.safetensors import export_params
 from stepfold.checkpoint.series import save
 from stepfold.checkpoint.steps import absolute_path, read_directory
-from stepfold.core.validation import mismatch
-from stepfold.errors import ConfigError
+from stepfold.errors import ConfigError, refuse
 from stepfold.inspect.report import parameter_table
 from stepfold.loop.run_info import versions
 
@@ -77,8 +76,8 @@ def save_for_torch(
 def _torch_names(params: Any, names: Mapping[str, str]) -> Callable[[str], str]:
     if not isinstance(names, Mapping):
         expected = "a function of a path, or names by path"
-        raise ConfigError(
-            mismatch("names", expected, names, "write {'head/kernel': 'lm_head.weight'}")
+        refuse(
+            "names", expected, tree.describe_value(names), "write {'head/kernel': 'lm_head.weight'}"
         )
     paths = [path for path, _ in tree.named_leaves(params)]
     if missing := [path for path in names if path not in paths]:

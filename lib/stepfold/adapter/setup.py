@@ -28,7 +28,7 @@ from stepfold.checkpoint.steps import absolute_path, is_url, split_location
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import TrainState, init_state
 from stepfold.core.transfers import allow_transfers
-from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError
+from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError, refuse
 from stepfold.sharding.place import place
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def find_checkpoint(trainer: "Trainer", path: str | Path) -> tuple[Path | str, i
     """
     folder = trainer.arguments.checkpoints_dir
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
-        raise ConfigError(f"checkpoint: expected a path, got {path!r}; give the folder of a step")
+        refuse("checkpoint", "a path", repr(path), "give the folder of a step")
     if is_url(path):
         parent, number = split_location(path)
         is_step = number is not None and open_store(parent).has_step(number)

@@ -13,8 +13,8 @@ from stepfold.adapter.loading import num_rows
 from stepfold.adapter.optimizers import learning_rate_of
 from stepfold.core.loss import mean
 from stepfold.core.step import make_eval_step, make_train_step, observe
-from stepfold.core.validation import mismatch, takes
-from stepfold.errors import ConfigError
+from stepfold.core.validation import takes
+from stepfold.errors import ConfigError, refuse
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.loop.evaluate import evaluate
 from stepfold.loop.metrics import metric_values
@@ -84,7 +84,7 @@ def as_train_step(step: Step) -> Step:
     def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, "Metric"]]:
         returned = step(state, batch)
         if not isinstance(returned, tuple) or len(returned) != 2:
-            raise ConfigError(mismatch("train_step_fn", "it to return (state, metrics)", returned))
+            refuse("train_step_fn", "it to return (state, metrics)", tree.describe_value(returned))
         return returned[0], as_metrics(returned[1], "train_step_fn")
 
     return train_step
@@ -112,7 +112,7 @@ def as_metrics(metrics: Any, argument: str, *, weight: int = 1) -> dict[str, "Me
     elif hasattr(metrics, "_asdict"):
         metrics = metrics._asdict()
     if not isinstance(metrics, Mapping):
-        raise ConfigError(mismatch(argument, "metrics by name", metrics))
+        refuse(argument, "metrics by name", tree.describe_value(metrics))
     converted: dict[str, Metric] = {}
     for name, value in metrics.items():
         if isinstance(value, Metric):
@@ -121,7 +121,7 @@ def as_metrics(metrics: Any, argument: str, *, weight: int = 1) -> dict[str, "Me
             converted[name] = mean(value, jnp.float32(weight))
         elif value is not None:
             expected = "a number, or a metric such as sf.mean(values)"
-            raise ConfigError(mismatch(f"{argument}: {name}", expected, value))
+            refuse(f"{argument}: {name}", expected, tree.describe_value(value))
     return converted
 
 
@@ -172,7 +172,7 @@ class StepWithHooks:
             return state, metrics
         if not isinstance(returned, tuple) or len(returned) != 2:
             expected = "it to return (state, metrics) or None"
-            raise ConfigError(mismatch("on_step_end", expected, returned))
+            refuse("on_step_end", expected, tree.describe_value(returned))
         state, replaced = returned
         if replaced is None:
             return state, metrics
@@ -208,7 +208,7 @@ def evaluate_with(
     """
     if calculator is not None and not callable(calculator):
         expected = "a function (state, batch) -> metrics, or of numbers by name"
-        raise ConfigError(mismatch("metric_calculator", expected, calculator))
+        refuse("metric_calculator", expected, tree.describe_value(calculator))
 
     def eval_step(state: Any, batch: Any) -> Any:
         further = calculator(state, batch)  # type: ignore[misc]
@@ -222,5 +222,5 @@ def evaluate_with(
         return numbers
     further = calculator(dict(numbers))
     if not isinstance(further, Mapping):
-        raise ConfigError(mismatch("metric_calculator", "it to return numbers by name", further))
+        refuse("metric_calculator", "it to return numbers by name", tree.describe_value(further))
     return numbers | metric_values(further)

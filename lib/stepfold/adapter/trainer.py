@@ -31,8 +31,8 @@ from stepfold.adapter.outputs import (
 from stepfold.adapter.validation import check_functions, check_list
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import is_available
-from stepfold.core.validation import check_flags, mismatch, refuse_unknown
-from stepfold.errors import ConfigError
+from stepfold.core.validation import check_flags, refuse_unknown
+from stepfold.errors import ConfigError, refuse
 from stepfold.inspect.flops import count, estimate
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.fit import FitResult
@@ -143,7 +143,7 @@ class Trainer:
         names = [*inspect.signature(Trainer.__init__).parameters][1:-1]
         refuse_unknown(type(self).__name__, deprecated_kwargs, names)
         if not isinstance(arguments, TrainingArguments):
-            raise ConfigError(mismatch("arguments", "TrainingArguments", arguments))
+            refuse("arguments", "TrainingArguments", tree.describe_value(arguments))
         functions = {"data_collator": data_collator, "scheduler": scheduler}
         check_functions(loss_fn=loss_fn, eval_loss_fn=eval_loss_fn, **functions)
         check_flags(finetune=finetune, stateful=stateful)
@@ -444,7 +444,7 @@ class Trainer:
             return iter(loading.evaluation_batches(self, dataset, limit))
         loader = self.dataloader_eval
         if loader is None:
-            raise ConfigError("dataset_eval: expected data to evaluate on, got None")
+            refuse("dataset_eval", "data to evaluate on", "None")
         batches = iter(loader() if callable(loader) else loader)
         return itertools.islice(batches, self.max_evaluation_steps)
 
@@ -507,7 +507,7 @@ class Trainer:
         if gather_fns is not None:
             raise ConfigError(
                 "gather_fns: expected None, since arrays are saved from where they are, got "
-                f"{tree.spell(gather_fns)}; leave it out"
+                f"{tree.describe_value(gather_fns)}; leave it out"
             )
         if to_torch:
             names = easystate_to_huggingface_model_kwargs or {}

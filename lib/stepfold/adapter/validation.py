@@ -21,8 +21,8 @@ from stepfold.adapter.optimizers import (
     parse_scheduler,
 )
 from stepfold.core.gradients import RematPolicy
-from stepfold.core.validation import mismatch, suggest
-from stepfold.errors import ConfigError
+from stepfold.core.validation import suggest
+from stepfold.errors import ConfigError, refuse
 from stepfold.sharding.mesh import axes_of
 
 Truncation = Literal["keep_end", "keep_start"]
@@ -346,15 +346,15 @@ def check_functions(**values: Any) -> None:
     """Refuse values by name that are neither functions nor None."""
     for name, value in values.items():
         if value is not None and not _is_function(value):
-            raise ConfigError(mismatch(name, "a function", value))
+            refuse(name, "a function", tree.describe_value(value))
 
 
 def check_list(name: str, values: Any, expected: str, kind: type | None = None) -> list[Any]:
     """Return a list of values of a type, or without a type of functions."""
     if not isinstance(values, list | tuple):
-        raise ConfigError(mismatch(name, f"a list of {expected}", values))
+        refuse(name, f"a list of {expected}", tree.describe_value(values))
     for index, value in enumerate(values):
         if not (_is_function(value) if kind is None else isinstance(value, kind)):
             item = "a function" if kind is None else expected
-            raise ConfigError(mismatch(f"{name}[{index}]", item, value))
+            refuse(f"{name}[{index}]", item, tree.describe_value(value))
     return list(values)

@@ -14,7 +14,7 @@ from stepfold.checkpoint.restore import candidates
 from stepfold.checkpoint.steps import order_by
 from stepfold.checkpoint.store import Store, open_store
 from stepfold.checkpoint.verify import newest_complete, problems_by_step
-from stepfold.errors import CheckpointError, ConfigError
+from stepfold.errors import CheckpointError, ConfigError, refuse
 from stepfold.table import amount, size, table
 
 
@@ -78,7 +78,7 @@ def _show(store: Store, step: int | None) -> int:
         step = newest_complete(store)
     if step is None:
         got = ", ".join(map(str, store.steps()))
-        raise DamageError(f"{store.location}: expected a complete step, got {got}")
+        refuse(store.location, "a complete step", got, kind=DamageError)
     manifest = _read(store, step)
     metadata = manifest.metadata
     _print(f"step {metadata.step}, {size(manifest.bytes)} on disk\n")

@@ -18,7 +18,7 @@ import tensorstore
 
 from stepfold.checkpoint.leaves import Leaf, Region, as_slices, checksum, region, stored_name
 from stepfold.checkpoint.manifest import FILES, STATE, DamageError, Manifest
-from stepfold.errors import CheckpointError
+from stepfold.errors import CheckpointError, refuse
 
 _AT_ONCE = 4  # leaves read concurrently; bounds the memory used beyond the restored leaves
 
@@ -99,9 +99,9 @@ class ArrayReader:
         chunk = store.chunk_layout.read_chunk.shape or ()
         if any((size or 0) > whole for size, whole in zip(chunk, store.shape, strict=False)):
             # tensorstore would allocate a whole chunk, and abort the process if it cannot.
-            raise DamageError(f"{name}: expected chunks within {stored}, got larger ones")
+            refuse(name, f"chunks within {stored}", "larger ones", kind=DamageError)
         if stored != leaf._replace(key=None):
-            raise DamageError(f"{name}: expected {leaf._replace(key=None)}, got {stored}")
+            refuse(name, str(leaf._replace(key=None)), str(stored), kind=DamageError)
         return store
 
     def _read(self, store: Any, name: str, part: Region, crc: int) -> np.ndarray:

@@ -13,8 +13,8 @@ from stepfold.checkpoint.leaves import Leaf, Region, make_leaf, regions_of
 from stepfold.checkpoint.restore import candidates, match
 from stepfold.checkpoint.store import open_store
 from stepfold.core.processes import agreement
-from stepfold.core.validation import mismatch, read_integer
-from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError
+from stepfold.core.validation import read_integer
+from stepfold.errors import CheckpointError, TreeMismatchError, refuse
 
 if TYPE_CHECKING:
     from stepfold.checkpoint.arrays import ArrayReader
@@ -58,12 +58,12 @@ def average(
     {'w': Array([2., 2.], dtype=float32)}
     """
     if isinstance(steps, str | bytes | Mapping) or not isinstance(steps, Sequence | np.ndarray):
-        raise ConfigError(mismatch("steps", "a list of steps", steps))
+        refuse("steps", "a list of steps", tree.describe_value(steps))
     numbers = [read_integer("steps", step, minimum=0) for step in steps]
     if not numbers or len(set(numbers)) < len(numbers):
-        raise ConfigError(f"steps: expected different steps, at least one, got {numbers}")
+        refuse("steps", "different steps, at least one", f"{numbers}")
     if not isinstance(part, str):
-        raise ConfigError(mismatch("part", "the path of a branch, as 'params'", part))
+        refuse("part", "the path of a branch, as 'params'", tree.describe_value(part))
     store = open_store(directory)
     for number in numbers:
         candidates([store], number)  # raises if the step is missing
@@ -96,7 +96,7 @@ def _branch(leaves: Mapping[str, Leaf], part: str) -> dict[str, Leaf]:
     below = {n[len(prefix) :]: leaf for n, leaf in leaves.items() if f"{n}/".startswith(prefix)}
     if not below:
         names = ", ".join(sorted({name.partition("/")[0] for name in leaves}))
-        raise ConfigError(f"part: expected a path that was saved, got {part!r}; there are {names}")
+        refuse("part", "a path that was saved", repr(part), f"there are {names}")
     return below
 
 

@@ -35,7 +35,7 @@ from stepfold.checkpoint.leaves import Leaf, Region, arrays_of, leaves_of, shard
 from stepfold.checkpoint.manifest import DamageError, Manifest, NewerError, Shards, StepMetadata
 from stepfold.checkpoint.steps import absolute_path, already_exists
 from stepfold.core.processes import agreement, broadcast_from_first
-from stepfold.errors import CheckpointError, ConfigError
+from stepfold.errors import CheckpointError, ConfigError, refuse
 
 _SCHEMES = {"s3": "s3", "gs": "gcs", "file": "file"}
 _OPTIONS = ("endpoint", "aws_region")  # members of tensorstore's s3 driver, given in the query
@@ -512,7 +512,7 @@ def _decode_commit(name: str, content: bytes, where: str) -> Any:
         size, checksums = commit["object_bytes"], commit["manifests"]
         is_valid = type(size) is int and size > 0 and isinstance(checksums, list) and checksums
         if not (is_valid and _FOLDER.fullmatch(commit["folder"])):
-            raise DamageError(f"{name}: expected the commit of a save, got {commit!r:.200}")
+            refuse(name, "the commit of a save", f"{commit!r:.200}", kind=DamageError)
         return commit
 
 

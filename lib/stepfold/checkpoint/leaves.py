@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from stepfold import tree
-from stepfold.errors import ConfigError, ShardingError, TreeMismatchError
+from stepfold.errors import ConfigError, ShardingError, TreeMismatchError, refuse
 
 Region = tuple[tuple[int, int], ...]
 
@@ -34,7 +34,7 @@ class Leaf(NamedTuple):
     key: str | None = None
 
     def __str__(self) -> str:
-        """Format as `tree.spell` formats an array."""
+        """Format as `tree.describe_value` formats an array."""
         shape = self.shape if self.key is None else self.shape[:-1]
         kind = self.dtype if self.key is None else f"key<{self.key}>"
         return f"{kind}[{','.join(map(str, shape))}]"
@@ -60,14 +60,14 @@ def arrays_of(state: Any) -> dict[str, Any]:
             )
         if not tree.is_data(leaf):
             raise ConfigError(
-                f"{path}: expected an array, got {tree.spell(leaf)}; keep functions and settings "
-                "out of the state, or give them as extra=…"
+                f"{path}: expected an array, got {tree.describe_value(leaf)}; keep functions and "
+                "settings out of the state, or give them as extra=…"
             )
         arrays[path] = _as_array(path, leaf)
         if str(arrays[path].dtype) not in STORED:
             raise ConfigError(
                 f"{path}: expected a dtype that can be stored ({', '.join(STORED)}), got "
-                f"{tree.spell(leaf)}; cast it"
+                f"{tree.describe_value(leaf)}; cast it"
             )
     for path in arrays:
         for branch in accumulate(path.split("/")[:-1], "{}/{}".format):
@@ -77,7 +77,7 @@ def arrays_of(state: Any) -> dict[str, Any]:
                     f"{path!r}; rename a key"
                 )
     if not any(array.size for array in arrays.values()):
-        raise ConfigError("state: expected arrays to save, got none with elements")
+        refuse("state", "arrays to save", "none with elements")
     return arrays
 
 
@@ -94,9 +94,7 @@ def stored_name(name: str) -> str:
 def _as_array(name: str, leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         if isinstance(leaf, np.ma.MaskedArray):
-            raise ConfigError(
-                f"{name}: expected an array, got a masked one; save its data and its mask"
-            )
+            refuse(name, "an array", "a masked one", "save its data and its mask")
         array = np.array(leaf)  # a copy: numpy arrays may change while they are written
         return array.astype(array.dtype.newbyteorder("="), copy=False)
     if jax.process_count() > 1 and leaf.is_fully_addressable:

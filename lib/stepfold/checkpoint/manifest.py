@@ -20,8 +20,9 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.leaves import STORED, Leaf, Region, checksum
-from stepfold.checkpoint.steps import Best, as_integer, check_regular, converted_errors, sync
-from stepfold.errors import CheckpointError, ConfigError
+from stepfold.checkpoint.steps import Best, check_regular, converted_errors, sync
+from stepfold.core.validation import as_integer
+from stepfold.errors import CheckpointError, ConfigError, refuse
 
 FORMAT = 1
 STATE = "state"  # the subdirectory of a step that holds everything, as an orbax item
@@ -106,7 +107,7 @@ def step_metadata(
     if hasattr(data, "get_state"):
         data = data.get_state()
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise ConfigError(f"metrics: expected numbers by name, got {tree.spell(metrics)}")
+        refuse("metrics", "numbers by name", tree.describe_value(metrics))
     step = getattr(state, "step", None) if step is None else step
     if step is None:
         raise ConfigError(
@@ -114,7 +115,7 @@ def step_metadata(
         )
     number = as_integer(step)
     if number is None or number < 0:
-        raise ConfigError(f"step: expected an integer of at least 0, got {tree.spell(step)}")
+        refuse("step", "an integer of at least 0", tree.describe_value(step))
     numbers = {name: _number(f"metrics/{name}", value) for name, value in (metrics or {}).items()}
     return StepMetadata(
         step=number,
@@ -131,7 +132,7 @@ def _number(name: str, value: Any) -> float:
             return float(value)
         except (TypeError, ValueError):
             pass
-    raise ConfigError(f"{name}: expected a number, got {tree.spell(value)}")
+    refuse(name, "a number", tree.describe_value(value))
 
 
 def process_manifest(
@@ -196,8 +197,8 @@ def check_format(content: Any, where: Path | str) -> Any:
     """Return content whose format this version knows."""
     _expect(_is_count(content["format"]), "format", content["format"])
     if content["format"] > FORMAT:
-        raise NewerError(
-            f"{where}: expected format {FORMAT} or older, got {content['format']}; {_UPGRADE}"
+        refuse(
+            where, f"format {FORMAT} or older", f"{content['format']}", _UPGRADE, kind=NewerError
         )
     return content
 
@@ -292,7 +293,7 @@ def _check_coverage(name: str, leaf: Leaf, parts: Mapping[Region, int]) -> None:
 
 def _expect(is_valid: object, what: str, got: Any) -> None:
     if not is_valid:
-        raise ValueError(f"{what} cannot be {tree.spell(got)}")
+        raise ValueError(f"{what} cannot be {tree.describe_value(got)}")
 
 
 def _is_count(value: Any) -> bool:
@@ -333,7 +334,7 @@ def decode_checked(content: bytes, name: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DamageError(f"{name}: expected JSON of stepfold, got {error!r}") from error
+        refuse(name, "JSON of stepfold", repr(error), kind=DamageError, cause=error)
 
 
 def _with_checksum(text: bytes) -> bytes:
@@ -346,7 +347,7 @@ def to_json(value: Any, name: str, depth: int = _DEPTH) -> Any:
     Tuples become lists, numpy scalars Python numbers, and bytes a dict that `from_json` decodes.
     """
     if not depth:
-        raise ConfigError(f"{name}: expected at most {_DEPTH} levels, got more; flatten it")
+        refuse(name, f"at most {_DEPTH} levels", "more", "flatten it")
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, str | bool | int | float):
@@ -360,11 +361,11 @@ def to_json(value: Any, name: str, depth: int = _DEPTH) -> Any:
             raise ConfigError(f"{name}: expected another key than {_BYTES!r}, which is taken")
         for key in value:
             if not isinstance(key, str):
-                raise ConfigError(f"{name}: expected keys of text, got {key!r}; JSON has no others")
+                refuse(name, "keys of text", repr(key), "JSON has no others")
         return {key: to_json(item, f"{name}/{key}", depth - 1) for key, item in value.items()}
     raise ConfigError(
-        f"{name}: expected what JSON can hold, got {tree.spell(value)}; arrays belong into the "
-        "state, and anything else is written as text or numbers"
+        f"{name}: expected what JSON can hold, got {tree.describe_value(value)}; arrays belong "
+        "into the state, and anything else is written as text or numbers"
     )
 
 

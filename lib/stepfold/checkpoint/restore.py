@@ -16,8 +16,8 @@ from stepfold.checkpoint.leaves import Leaf, Region, leaves_of, make_leaf, regio
 from stepfold.checkpoint.manifest import DamageError, ForeignError, from_json
 from stepfold.checkpoint.store import Store, complete_steps, metrics_of, open_store
 from stepfold.core.processes import agreement, broadcast_from_first, max_over_processes
-from stepfold.core.validation import check_flags
-from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError
+from stepfold.core.validation import as_integer, check_flags
+from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError, refuse
 from stepfold.table import table
 
 Step = int | Literal["latest", "best"]
@@ -159,7 +159,7 @@ def restore_from(
         if not isinstance(error, ForeignError):
             _set_aside(store, number, step, problem)
     problems = "; ".join(f"step {number}: {lines[0]}" for number, lines in damaged.items())
-    raise CheckpointError(f"{stores[0].location}: expected a good checkpoint, got none: {problems}")
+    refuse(stores[0].location, "a good checkpoint", f"none: {problems}", kind=CheckpointError)
 
 
 _GOOD, _DELETED, _DAMAGED, _FAILED = range(4)
@@ -237,9 +237,9 @@ def _set_aside(store: Store, number: int, step: Step, problem: str) -> None:
 
 def candidates(stores: Sequence[Store], step: Step, best: Any = None) -> list[tuple[int, Store]]:
     """List the steps to try, the preferred one first, as process 0 sees them."""
-    number = steps.as_integer(step)
+    number = as_integer(step)
     if number is None and not (isinstance(step, str) and step in ("latest", "best")):
-        raise ConfigError(f"step: expected 'latest', 'best' or a number, got {step!r}")
+        refuse("step", "'latest', 'best' or a number", repr(step))
     is_best = number is None and step == "best"
     listed: list[tuple[int, Store]] = []
     for store in stores[:1] if is_best else stores:
@@ -259,7 +259,7 @@ def candidates(stores: Sequence[Store], step: Step, best: Any = None) -> list[tu
     parent, inner = steps.split_location(location)
     if inner is not None and open_store(parent).has_step(inner):
         advice = f"this is one of the steps in {parent}: give that, with step={inner}"
-    raise CheckpointError(f"{location}: expected {wanted} to restore, got {got}; {advice}")
+    refuse(location, f"{wanted} to restore", got, advice, kind=CheckpointError)
 
 
 def rank_steps(store: Store, best: Any) -> list[int]:
@@ -363,35 +363,29 @@ def _compile_parts(parts: Sequence[str]) -> dict[str, re.Pattern[str]]:
     """Compile patterns that match a path, and the paths below it."""
     is_sequence = isinstance(parts, list | tuple | set)
     if not is_sequence or not all(isinstance(part, str) for part in parts):
-        raise ConfigError(f"parts: expected a tuple of paths such as ('params',), got {parts!r}")
+        refuse("parts", "a tuple of paths such as ('params',)", repr(parts))
     try:
         return {part: re.compile(f"(?:{part})(?:/.*)?", re.DOTALL) for part in parts}
     except re.error as error:
-        raise ConfigError(
-            f"parts: expected regular expressions, got {error.pattern!r}: {error}"
-        ) from error
+        refuse("parts", "regular expressions", f"{error.pattern!r}: {error}", cause=error)
 
 
 def _old_names(saved: Mapping[str, Leaf], rename: Rename | None) -> dict[str, str]:
     """Map each new path to its saved path."""
     if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
-        raise ConfigError(f"rename: expected a dict or a function of a path, got {rename!r:.80}")
+        refuse("rename", "a dict or a function of a path", f"{rename!r:.80}")
     if isinstance(rename, Mapping):
         for old in rename:
             if not any(f"{name}/".startswith(f"{old}/") for name in saved):
-                raise ConfigError(
-                    f"rename: expected a saved path, got {old!r}; saved are {_some(saved)}"
-                )
+                refuse("rename", "a saved path", repr(old), f"saved are {_some(saved)}")
     old_names: dict[str, str] = {}
     for name in saved:
         new = rename(name) if callable(rename) else _rename_branch(name, rename or {})
         if not isinstance(new, str):
-            raise ConfigError(f"rename: expected a path for {name!r}, got {new!r}")
+            refuse("rename", f"a path for {name!r}", repr(new))
         other = old_names.setdefault(new, name)
         if other is not name:
-            raise ConfigError(
-                f"rename: expected one path each, got {new!r} for {other!r} and {name!r}"
-            )
+            refuse("rename", "one path each", f"{new!r} for {other!r} and {name!r}")
     return old_names
 
 

@@ -31,8 +31,8 @@ from stepfold.checkpoint.leaves import as_slices, leaf_of, make_leaf, regions_of
 from stepfold.checkpoint.restore import match
 from stepfold.checkpoint.steps import absolute_path, check_regular, sync
 from stepfold.core.processes import agreement
-from stepfold.core.validation import check_count
-from stepfold.errors import CheckpointError, ConfigError
+from stepfold.core.validation import read_integer
+from stepfold.errors import CheckpointError, ConfigError, refuse
 
 _SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
 _CODES = {
@@ -96,13 +96,13 @@ def export_params(
     """
     _import_safetensors()
     target = _file_of(path)
-    check_count("shard_size", shard_size)
+    read_integer("shard_size", shard_size)
     if metadata is not None and not isinstance(metadata, Mapping):
-        raise ConfigError(f"metadata: expected text by name, got {tree.spell(metadata)}")
+        refuse("metadata", "text by name", tree.describe_value(metadata))
     header = {"format": "pt", **(metadata or {})}
     for name, text in header.items():
         if not isinstance(name, str) or not isinstance(text, str):
-            raise ConfigError(f"metadata: expected text for text, got {name!r}: {text!r}")
+            refuse("metadata", "text for text", f"{name!r}: {text!r}")
     leaves = _named_leaves("export_params: params", params, names)
     for leaf in leaves:
         _check_exportable(leaf)
@@ -220,7 +220,7 @@ def _named_leaves(
 ) -> list[_NamedLeaf]:
     """List the leaves of a tree with their names, which have to be unique, in the order of jax."""
     if names is not None and not callable(names):
-        raise ConfigError(f"names: expected a function of a path, got {tree.spell(names)}")
+        refuse("names", "a function of a path", tree.describe_value(names))
     leaves: dict[str, _NamedLeaf] = {}
     for path, value in tree.named_leaves(params):
         name = path.replace("/", ".") if names is None else names(path)
@@ -236,19 +236,17 @@ def _named_leaves(
             )
         leaves[name] = _NamedLeaf(path or "params", name, value)
     if not leaves:
-        raise ConfigError(f"{argument}: expected arrays, got none: {tree.spell(params)}")
+        refuse(argument, "arrays", f"none: {tree.describe_value(params)}")
     return list(leaves.values())
 
 
 def _check_exportable(leaf: _NamedLeaf) -> None:
-    value, got = leaf.value, tree.spell(leaf.value)
+    value, got = leaf.value, tree.describe_value(leaf.value)
     if isinstance(value, jax.core.Tracer):
-        raise ConfigError(f"{leaf.path}: expected an array, got a tracer; export outside of jit")
+        refuse(leaf.path, "an array", "a tracer", "export outside of jit")
     is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
     if not is_array or isinstance(value, np.ma.MaskedArray):
-        raise ConfigError(
-            f"{leaf.path}: expected an array, got {got}; drop it, or make an array of it"
-        )
+        refuse(leaf.path, "an array", got, "drop it, or make an array of it")
     if value.dtype.name not in _CODES:
         raise ConfigError(
             f"{leaf.path}: expected a dtype that safetensors has ({', '.join(_CODES)}), got {got}; "
@@ -259,9 +257,7 @@ def _check_exportable(leaf: _NamedLeaf) -> None:
 def _check_wanted(leaf: _NamedLeaf) -> None:
     value = leaf.value
     if not tree.is_array(value):
-        raise ConfigError(
-            f"{leaf.path}: expected an array or a jax.ShapeDtypeStruct, got {tree.spell(value)}"
-        )
+        refuse(leaf.path, "an array or a jax.ShapeDtypeStruct", tree.describe_value(value))
     mesh = getattr(getattr(value, "sharding", None), "mesh", None)
     if isinstance(mesh, jax.sharding.AbstractMesh):
         raise ConfigError(
@@ -273,11 +269,9 @@ def _check_wanted(leaf: _NamedLeaf) -> None:
 def _file_of(path: str | os.PathLike[str]) -> Path:
     """Resolve a path to a file; a directory means the `model.safetensors` in it."""
     if not isinstance(path, str | os.PathLike) or not f"{path}" or "\0" in f"{path}":
-        raise ConfigError(f"path: expected a path, got {path!r}")
+        refuse("path", "a path", repr(path))
     if "://" in os.fspath(path):
-        raise ConfigError(
-            f"path: expected one on a disk, got {os.fspath(path)}; copy between there and a disk"
-        )
+        refuse("path", "one on a disk", f"{os.fspath(path)}", "copy between there and a disk")
     file = absolute_path("path", path)
     return file if file.suffix == _SUFFIX else file / f"model{_SUFFIX}"
 
@@ -440,7 +434,7 @@ def _read_index(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict):
         raise CheckpointError(
             f"{index}: expected a weight_map of names to files in its directory, got "
-            f"{tree.spell(content)}; export or copy it again"
+            f"{tree.describe_value(content)}; export or copy it again"
         )
     for file in weight_map.values():
         if file not in present:

@@ -42,8 +42,8 @@ from stepfold.checkpoint.store import (
 from stepfold.checkpoint.verify import has_own_step, newest_complete
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
-from stepfold.core.validation import check_count, check_flags, check_positive
-from stepfold.errors import CheckpointError, ConfigError, StepfoldError
+from stepfold.core.validation import check_flags, read_integer, read_positive
+from stepfold.errors import CheckpointError, StepfoldError, refuse
 
 
 def save(
@@ -131,9 +131,9 @@ class Temporary:
     def __post_init__(self) -> None:
         object.__setattr__(self, "directory", read_directory(self.directory))
         Checkpoints(every=self.every, every_minutes=self.every_minutes)  # checks them
-        check_count("keep", self.keep)
+        read_integer("keep", self.keep)
         if self.every is None and self.every_minutes is None:
-            raise ConfigError("temporary: expected every=… or every_minutes=…, got neither")
+            refuse("temporary", "every=… or every_minutes=…", "neither")
 
     def folder_of(self, series: Store, identity: str) -> Path:
         """Return the folder of a series."""
@@ -295,16 +295,16 @@ class Checkpoints(_StepReader):
         for name in ("every", "every_epochs", "keep", "keep_every", "keep_best"):
             value = getattr(self, name)
             if value is not None or name == "keep_best":
-                check_count(name, value)
+                read_integer(name, value)
         check_flags(async_=self.async_)
         if self.every_minutes is not None:
-            check_positive("every_minutes", self.every_minutes)
+            read_positive("every_minutes", self.every_minutes)
         if self.mode is not None and self.best is None:
-            raise ConfigError(f"mode: expected best=… to go with it, got mode={self.mode!r} alone")
+            refuse("mode", "best=… to go with it", f"mode={self.mode!r} alone")
         read_best(self.best, self.mode)
         if self.temporary is not None and not isinstance(self.temporary, Temporary):
-            got = tree.spell(self.temporary)
-            raise ConfigError(f"temporary: expected sf.Temporary('path', every=…), got {got}")
+            got = tree.describe_value(self.temporary)
+            refuse("temporary", "sf.Temporary('path', every=…)", got)
 
     @property
     def ranking(self) -> Best | None:
@@ -322,7 +322,7 @@ class Checkpoints(_StepReader):
         """
         path = self.directory if self.directory is not None else directory
         if path is None:
-            raise ConfigError("directory: expected a path, got None; give Checkpoints('runs/a', …)")
+            refuse("directory", "a path", "None", "give Checkpoints('runs/a', …)")
         return Series(self, path)
 
     def __enter__(self) -> "Series":

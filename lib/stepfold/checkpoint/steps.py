@@ -2,7 +2,6 @@
 
 import errno
 import math
-import operator
 import os
 import re
 import secrets
@@ -21,7 +20,7 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 from stepfold.core.processes import KeyValues, agreement, broadcast_from_first, spell_processes
-from stepfold.errors import CheckpointError, ConfigError
+from stepfold.errors import CheckpointError, ConfigError, refuse
 
 Best = tuple[str, str]  # a metric, and "min" or "max"
 
@@ -33,7 +32,7 @@ def absolute_path(argument: str, path: str | os.PathLike[str]) -> Path:
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
-        raise ConfigError(f"{argument}: expected a path, got {path!r}; give a str or a Path")
+        refuse(argument, "a path", repr(path), "give a str or a Path")
     if re.match(r"\w{2,}:/", text):
         raise ConfigError(
             f"{argument}: expected a path on a file system, got {text!r}; mount the bucket, or "
@@ -41,10 +40,7 @@ def absolute_path(argument: str, path: str | os.PathLike[str]) -> Path:
         )
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
-        raise ConfigError(
-            f"{argument}: expected a path, got {text!r}, but no user has this name; give the "
-            "absolute path"
-        )
+        refuse(argument, "a path", f"{text!r}, but no user has this name", "give the absolute path")
     try:
         anchor, *names = Path(expanded).absolute().parts
     except FileNotFoundError as error:
@@ -80,7 +76,7 @@ def read_directory(directory: Any, *, make: bool = False) -> Path:
             f"{path}: expected a directory, but the path is invalid: {error.strerror}; give another"
         ) from error
     if is_file:
-        raise CheckpointError(f"{path}: expected a directory, got a file; give another path")
+        refuse(path, "a directory", "a file", "give another path", kind=CheckpointError)
     if make:
         problem = ""
         try:
@@ -147,9 +143,9 @@ def check_regular(
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         got = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
-        raise kind(f"{path}: expected a regular file, got {got}; give another path")
+        refuse(path, "a regular file", got, "give another path", kind=kind)
     if status.st_size > limit:
-        raise kind(f"{path}: expected at most {limit:,} bytes, got {status.st_size:,}")
+        refuse(path, f"at most {limit:,} bytes", f"{status.st_size:,}", kind=kind)
 
 
 @contextmanager
@@ -209,11 +205,11 @@ def read_best(best: Any, mode: str | None = None) -> Best | None:
     if best is None:
         return None
     if not isinstance(best, str) or not best:
-        raise ConfigError(f"best: expected the name of a metric, got {best!r}")
+        refuse("best", "the name of a metric", repr(best))
     if mode is None:
         mode = "min" if "loss" in best.rsplit("/", 1)[-1].lower() else "max"
     if mode not in ("min", "max"):
-        raise ConfigError(f"mode: expected 'min' or 'max', got {mode!r}")
+        refuse("mode", "'min' or 'max'", repr(mode))
     return best, mode
 
 
@@ -256,14 +252,6 @@ def expendable(
     if best is not None:
         kept |= set(order_by(best, metrics)[:keep_best])
     return [step for step in steps if step not in kept]
-
-
-def as_integer(value: Any) -> int | None:
-    """Convert an integer of Python, numpy or jax; return None for anything else."""
-    try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
 
 
 # Shared by processes

@@ -39,7 +39,7 @@ from stepfold.checkpoint.steps import (
     sync,
 )
 from stepfold.core.processes import agreement
-from stepfold.errors import CheckpointError
+from stepfold.errors import CheckpointError, refuse
 
 if TYPE_CHECKING:
     from stepfold.checkpoint.arrays import ArrayReader
@@ -128,7 +128,7 @@ class DirectoryStore:
         for name, size in manifest.check_sizes(recorded).items():
             if sizes.get(name) != size:
                 got = f"{sizes[name]:,}" if name in sizes else "none"
-                raise DamageError(f"{name}: expected {size:,} bytes, got {got}")
+                refuse(name, f"{size:,} bytes", got, kind=DamageError)
         path = folder / manifest.LATER
         later = manifest.read_checked(path) if path.exists() else {}
         metadata = manifest.metadata_of(first, later, self.path_of(step), step)
@@ -329,9 +329,9 @@ def _sizes(folder: Path) -> dict[str, int]:
         if stat.S_ISREG(status.st_mode):
             sizes[name] = status.st_size
             if path.name == "manifest.ocdbt" and status.st_size > manifest.LARGEST:
-                raise DamageError(f"{name}: expected at most {manifest.LARGEST:,} bytes, got more")
+                refuse(name, f"at most {manifest.LARGEST:,} bytes", "more", kind=DamageError)
         elif not stat.S_ISDIR(status.st_mode) or path.is_symlink():
-            raise DamageError(f"{name}: expected a regular file, got another kind of file")
+            refuse(name, "a regular file", "another kind of file", kind=DamageError)
     return sizes
 
 

@@ -9,8 +9,8 @@ from jax import lax
 
 from stepfold import tree
 from stepfold.core.state import strengthen
-from stepfold.core.validation import check_count, mismatch
-from stepfold.errors import ConfigError, TreeMismatchError
+from stepfold.core.validation import read_integer
+from stepfold.errors import ConfigError, TreeMismatchError, refuse
 
 
 def check_step(
@@ -52,8 +52,8 @@ def check_step(
     (0, [])
     """
     if not callable(step):
-        raise ConfigError(mismatch("check_step", "a step (state, batch) -> …", step))
-    check_count("every", every)
+        refuse("check_step", "a step (state, batch) -> …", tree.describe_value(step))
+    read_integer("every", every)
     from stepfold.core.metrics import DifferentLeaves  # lazy: clu imports flax
 
     def checked_step(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -93,7 +93,7 @@ def _step_of(state: Any) -> Any:
     step: Any = state.get("step") if isinstance(state, Mapping) else getattr(state, "step", None)
     if not tree.is_array(step) or step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
         advice = "map the checked step over stacked states with jax.vmap"
-        raise ConfigError(mismatch("state.step", "the integer step of one state", step, advice))
+        refuse("state.step", "the integer step of one state", tree.describe_value(step), advice)
     return step
 
 

@@ -10,7 +10,7 @@ from stepfold import tree
 from stepfold.core.optimizer import apply_updates, as_optimizer, find_nodes
 from stepfold.core.state import TrainState
 from stepfold.core.validation import check_flags
-from stepfold.errors import ConfigError
+from stepfold.errors import ConfigError, refuse
 
 
 class EmaParamsState(NamedTuple):
@@ -57,7 +57,7 @@ def ema_params(
     except (TypeError, ValueError):  # of an array, for example
         fits = False
     if not fits:
-        raise ConfigError(f"ema_params: expected 0 <= decay < 1 or a schedule, got {decay!r}")
+        refuse("ema_params", "0 <= decay < 1 or a schedule", repr(decay))
     inner = as_optimizer(tx)
     rate = decay if callable(decay) else optax.constant_schedule(decay)
 

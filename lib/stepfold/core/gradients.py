@@ -28,7 +28,7 @@ from stepfold.core.loss import (
 )
 from stepfold.core.state import check_params
 from stepfold.core.validation import check_flags, read_integer, takes_any_keyword
-from stepfold.errors import ConfigError, DataError, LossError, TreeMismatchError
+from stepfold.errors import ConfigError, DataError, LossError, TreeMismatchError, refuse
 
 GradFn = Callable[[Any, Any, Any, Any], tuple[Any, Terms, Metrics, Any]]
 """`(params, batch, key, model_state) -> (grads, loss terms, metrics, model_state)`."""
@@ -77,9 +77,7 @@ def value_and_grad(
     """
     check_flags(stateful=stateful)
     if accumulator_dtype is not None and tree.floating(accumulator_dtype) is None:
-        raise ConfigError(
-            f"accumulator_dtype: expected a floating dtype or None, got {accumulator_dtype!r}"
-        )
+        refuse("accumulator_dtype", "a floating dtype or None", repr(accumulator_dtype))
     if read_integer("accumulate", accumulate) > 1:
         return gradients_in_parts(
             loss_fn, accumulate, stateful=stateful, accumulator_dtype=accumulator_dtype
@@ -192,17 +190,18 @@ def _microbatches(batch: Any, n: int) -> Callable[[Any], Any]:
     """Check that `n` divides the batch, and return a function that slices microbatch i."""
     leaves = tree.named_leaves(batch, "batch")
     sizes = {jnp.shape(leaf)[:1] for _, leaf in leaves}
-    got = ", ".join(f"{name} {tree.spell(leaf)}" for name, leaf in leaves) or "an empty batch"
+    got = (
+        ", ".join(f"{name} {tree.describe_value(leaf)}" for name, leaf in leaves)
+        or "an empty batch"
+    )
     if len(sizes) != 1 or () in sizes:
-        raise DataError(
-            f"accumulate={n}: expected every leaf to have the same leading size, got {got}"
-        )
+        refuse(f"accumulate={n}", "every leaf to have the same leading size", got, kind=DataError)
     ((size,),) = sizes
     if size % n or size == 0:
         fits = [k for k in range(1, size + 1) if size % k == 0]
         advice = f"use one of {fits}" if fits else "drop the empty batch"
-        raise DataError(
-            f"accumulate={n}: expected a divisor of the batch size {size}, got {got}; {advice}"
+        refuse(
+            f"accumulate={n}", f"a divisor of the batch size {size}", got, advice, kind=DataError
         )
     split = jax.tree.map(lambda x: jnp.reshape(x, (size // n, n, *x.shape[1:])), batch)
     return lambda i: jax.tree.map(
@@ -251,7 +250,7 @@ def options_of(grad: Callable[..., Any], **options: Any) -> dict[str, Any]:
     value is refused: the loss function is checked for this one.
     """
     if not callable(grad):
-        raise ConfigError(f"grad: expected a function of a loss function, got {tree.spell(grad)}")
+        refuse("grad", "a function of a loss function", tree.describe_value(grad))
     bound = grad.keywords if isinstance(grad, partial) else {}
     for name, value in options.items():
         if name in bound and bound[name] != value:
@@ -277,8 +276,12 @@ def read_gradients(
 ) -> tuple[Any, Terms, Metrics, Any]:
     """Check and normalize the result of a `GradFn`; `per_example` expects a leading axis."""
     if not isinstance(returned, tuple) or len(returned) != 4:
-        got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else tree.spell(returned)
-        raise ConfigError(f"grad: expected (grads, loss, metrics, model_state), got {got}")
+        got = (
+            f"a tuple of {len(returned)}"
+            if isinstance(returned, tuple)
+            else tree.describe_value(returned)
+        )
+        refuse("grad", "(grads, loss, metrics, model_state)", got)
     grads, loss, metrics, model_state = returned
     first = lambda grad: grad[0] if jnp.ndim(grad) else None
     lines = tree.diff(params, jax.tree.map(first, grads) if per_example else grads, "grads")

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax.errors import ConcretizationTypeError, TracerArrayConversionError
 
 from stepfold import tree
-from stepfold.core.validation import mismatch, spell_call, takes
-from stepfold.errors import LossError, StepfoldError
+from stepfold.core.validation import spell_call, takes
+from stepfold.errors import LossError, StepfoldError, refuse
 
 if TYPE_CHECKING:
     from clu.metrics import Average, Metric  # imports flax, a quarter of jax's import time
@@ -65,13 +65,13 @@ def mean(values: Any, where: Any = None) -> "Average":
     where = jnp.ones(values.shape, bool) if where is None else jnp.asarray(where)
     for name, array in (("values", values), ("where", where)):
         if not tree.is_real(array):
-            raise LossError(mismatch("mean", f"real numbers as {name}", array))
+            refuse("mean", f"real numbers as {name}", tree.describe_value(array), kind=LossError)
     sizes = zip(where.shape, values.shape, strict=False)
     repeats = where.ndim == values.ndim and all(size in (1, wanted) for size, wanted in sizes)
     if not repeats and where.shape != values.shape[: where.ndim]:
         raise LossError(
             "mean: expected where in the shape of the values or of their leading axes, "
-            f"got {tree.spell(where)} for values {tree.spell(values)}"
+            f"got {tree.describe_value(where)} for values {tree.describe_value(values)}"
         )
     where = where.reshape(where.shape + (1,) * (values.ndim - where.ndim))
     where = jnp.broadcast_to(where, values.shape)
@@ -93,7 +93,7 @@ def checked(loss_fn: LossFn, *, stateful: bool = False) -> LossFn:
     names = ["params", "batch", "key", "model_state"]
     wanted = f"loss_fn({', '.join(names[: 3 + stateful])})"
     if not callable(loss_fn):
-        raise LossError(f"expected a function {wanted}, got {tree.spell(loss_fn)}")
+        raise LossError(f"expected a function {wanted}, got {tree.describe_value(loss_fn)}")
     if not takes(loss_fn, 3 + stateful):
         other = "leave out stateful=True" if stateful else "give stateful=True, for a model state"
         advice = f"; {other}" if takes(loss_fn, 4 - stateful) else ""
@@ -143,7 +143,9 @@ def _advice_on(error: Exception, batch: Any) -> str:
             "loss_fn: sf.mean gives a total and a weight, to be divided when the whole batch is "
             'seen; scale the values in it, and return several as {"a": sf.mean(…), "b": sf.mean(…)}'
         )
-    leaves = [f"{name} {tree.spell(leaf)}" for name, leaf in tree.named_leaves(batch, "batch")]
+    leaves = [
+        f"{name} {tree.describe_value(leaf)}" for name, leaf in tree.named_leaves(batch, "batch")
+    ]
     got = ", ".join(leaves[:8]) + ", …" * (len(leaves) > 8)
     no_mask = isinstance(error, KeyError) and "mask" in error.args
     advice = '; sf.batches(…, remainder="pad") and sf.collate add a mask' * no_mask
@@ -153,9 +155,9 @@ def _advice_on(error: Exception, batch: Any) -> str:
 def _parts(returned: Any, stateful: bool) -> tuple[Any, ...]:
     """Split what a loss function returned into loss, metrics and model state."""
     count = len(returned) if isinstance(returned, tuple) else None
-    got = tree.spell(returned) if count is None else f"a tuple of {count}"
+    got = tree.describe_value(returned) if count is None else f"a tuple of {count}"
     if stateful and count != 3:
-        raise LossError(f"stateful=True: expected (loss, metrics, model_state), got {got}")
+        refuse("stateful=True", "(loss, metrics, model_state)", got, kind=LossError)
     if not stateful and count not in (None, 2):
         advice = "; a loss that returns model_state needs stateful=True" * (count == 3)
         raise LossError(f"expected the loss or (loss, metrics), got {got}{advice}")
@@ -186,10 +188,10 @@ def read_terms(loss: Any) -> Terms:
     if not isinstance(loss, Mapping):
         return {"loss": _read_term("loss", loss)}
     if not loss:
-        raise LossError("loss: expected at least one term, got an empty dict")
+        refuse("loss", "at least one term", "an empty dict", kind=LossError)
     bad = [name for name in loss if not isinstance(name, str)]
     if bad:
-        raise LossError(f"loss: expected the terms' names as strings, got {bad}")
+        refuse("loss", "the terms' names as strings", f"{bad}", kind=LossError)
     return {name: _read_term(f"loss/{name}", term) for name, term in loss.items()}
 
 
@@ -201,19 +203,19 @@ def _read_term(path: str, term: Any) -> "Average":
         return Average(total=total, count=jnp.ones_like(total))
     total = _read_scalar(f"{path}.total", term.total)
     if not tree.is_real(term.count) or jnp.shape(term.count) != ():
-        raise LossError(mismatch(f"{path}.count", "a real scalar", term.count))
+        refuse(f"{path}.count", "a real scalar", tree.describe_value(term.count), kind=LossError)
     return Average(total=total, count=jnp.asarray(term.count).astype(total.dtype))
 
 
 def _read_scalar(path: str, value: Any) -> Any:
     advice = "return sf.mean(values, mask), a floating scalar, or a dict of those"
     if not tree.is_data(value):
-        raise LossError(mismatch(path, "a number", value, advice))
+        refuse(path, "a number", tree.describe_value(value), advice, kind=LossError)
     value = jnp.asarray(value)
     if value.shape != ():
-        raise LossError(mismatch(path, "a scalar", value, advice))
+        refuse(path, "a scalar", tree.describe_value(value), advice, kind=LossError)
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise LossError(mismatch(path, "a floating number", value, advice))
+        refuse(path, "a floating number", tree.describe_value(value), advice, kind=LossError)
     return value.astype(tree.widen(value.dtype))
 
 
@@ -226,18 +228,18 @@ def read_metrics(metrics: Any) -> Metrics:
         metrics = {name: m for name, m in vars(metrics).items() if name != "_reduction_counter"}
     if not isinstance(metrics, Mapping):
         advice = 'return (loss, metrics) in this order, as in loss, {"accuracy": sf.mean(hit)}'
-        raise LossError(mismatch("metrics", "a dict of clu.metrics.Metric", metrics, advice))
+        got = tree.describe_value(metrics)
+        refuse("metrics", "a dict of clu.metrics.Metric", got, advice, kind=LossError)
     for name, metric in metrics.items():
+        path, got = f"metrics/{name}", tree.describe_value(metric)
         if not isinstance(name, str):
-            raise LossError(f"metrics: expected names as strings, got {name!r}")
+            refuse("metrics", "names as strings", repr(name), kind=LossError)
         if not isinstance(metric, Metric):
             advice = "wrap values as sf.mean(values, mask), so that they merge exactly"
-            raise LossError(mismatch(f"metrics/{name}", "a clu.metrics.Metric", metric, advice))
+            refuse(path, "a clu.metrics.Metric", got, advice, kind=LossError)
         if jax.tree_util.all_leaves([metric]):
             advice = "make its class a flax.struct.dataclass, or register it with jax"
-            raise LossError(
-                mismatch(f"metrics/{name}", "a metric that is a pytree", metric, advice)
-            )
+            refuse(path, "a metric that is a pytree", got, advice, kind=LossError)
     return dict(metrics)
 
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import optax
 
 from stepfold import tree
-from stepfold.core.validation import mismatch, takes_any_keyword
-from stepfold.errors import ConfigError
+from stepfold.core.validation import takes_any_keyword
+from stepfold.errors import ConfigError, refuse
 
 
 def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
@@ -28,7 +28,7 @@ def as_optimizer(tx: Any) -> optax.GradientTransformationExtraArgs:
             if callable(tx)
             else "give the optimizer itself, such as optax.adam(1e-3); init_state makes its state"
         )
-        raise ConfigError(mismatch("tx", "an optax transformation", tx, advice))
+        refuse("tx", "an optax transformation", tree.describe_value(tx), advice)
     if not isinstance(tx, optax.GradientTransformationExtraArgs):
         tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
     return tx._replace(init=_promoting(tx.init), update=_promoting(_taking_any(tx.update)))

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from stepfold import tree
 from stepfold.core.loss import LossFn
 from stepfold.core.optimizer import as_optimizer, find_nodes
-from stepfold.errors import ConfigError
+from stepfold.errors import ConfigError, refuse
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,12 @@ class Precision:
     def __post_init__(self) -> None:
         dtype = tree.floating(self.compute)
         if dtype is None:
-            raise ConfigError(f"Precision.compute: expected a floating dtype, got {self.compute!r}")
+            refuse("Precision.compute", "a floating dtype", repr(self.compute))
         object.__setattr__(self, "compute", dtype)
         try:
             re.compile("" if self.keep is None else self.keep)
         except (re.error, TypeError) as error:
-            raise ConfigError(
-                f"Precision.keep: expected a regular expression, got {self.keep!r}: {error}"
-            ) from None
+            refuse("Precision.keep", "a regular expression", f"{self.keep!r}: {error}")
 
     @property
     def needs_loss_scale(self) -> bool:
@@ -87,9 +85,7 @@ def as_precision(precision: str | Precision) -> Precision:
     if isinstance(precision, Precision):
         return precision
     if not isinstance(precision, str) or precision not in names:
-        raise ConfigError(
-            f"precision: expected one of {', '.join(names)} or a Precision, got {precision!r}"
-        )
+        refuse("precision", f"one of {', '.join(names)} or a Precision", repr(precision))
     return Precision(names[precision])
 
 

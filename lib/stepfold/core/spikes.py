@@ -8,8 +8,8 @@ import optax
 
 from stepfold import tree
 from stepfold.core.optimizer import as_optimizer
-from stepfold.core.validation import check_count, check_positive, mismatch
-from stepfold.errors import ConfigError
+from stepfold.core.validation import read_integer, read_positive
+from stepfold.errors import refuse
 
 
 class SkipSpikesState(NamedTuple):
@@ -64,8 +64,8 @@ def skip_spikes(
     >>> int(metrics["spikes"].total), float(state.params[0]) < 1
     (1, True)
     """
-    check_count("window", window, minimum=2)
-    check_positive("sigma", sigma)
+    read_integer("window", window, minimum=2)
+    read_positive("sigma", sigma)
     inner = as_optimizer(tx)
 
     def init_fn(params: Any) -> SkipSpikesState:
@@ -83,7 +83,7 @@ def skip_spikes(
     ) -> tuple[Any, SkipSpikesState]:
         if value is None or jnp.shape(value) != ():
             advice = "pass it as tx.update(grads, state, params, value=loss)"
-            raise ConfigError(mismatch("value", "the loss, a number", value, advice))
+            refuse("value", "the loss, a number", tree.describe_value(value), advice)
         updates, new = inner.update(updates, state.inner, params, value=value, **extra)
         loss = jnp.asarray(value).astype(jnp.float32)
         mean = state.accepted.mean()

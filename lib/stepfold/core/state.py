@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from stepfold import tree
 from stepfold.core.optimizer import as_optimizer, check_lookahead
 from stepfold.core.transfers import allow_transfers
-from stepfold.core.validation import check_flags, mismatch, spell_call, takes
-from stepfold.errors import ConfigError
+from stepfold.core.validation import check_flags, spell_call, takes
+from stepfold.errors import ConfigError, refuse
 
 if TYPE_CHECKING:
     import chex  # for types only, since it imports a test framework
@@ -98,7 +98,7 @@ def init_state(
         advice = (
             "give sf.make_sharding(jax.eval_shape(lambda k: sf.init_state(init, tx, k), key), mesh)"
         )
-        raise ConfigError(mismatch("sharding", "one for the whole state", sharding, advice))
+        refuse("sharding", "one for the whole state", tree.describe_value(sharding), advice)
     if _is_function(init):
         _check_init(init)
         with allow_transfers("device_to_device"):  # of the key to the mesh
@@ -128,7 +128,7 @@ def _check_key(key: Any) -> None:
     typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     raw = tree.is_array(key) and key.dtype == jnp.uint32 and jnp.ndim(key) == 1
     if not (typed and key.shape == ()) and not raw:
-        raise ConfigError(mismatch("key", "one PRNG key", key, "try jax.random.key(0)"))
+        refuse("key", "one PRNG key", tree.describe_value(key), "try jax.random.key(0)")
 
 
 def _is_function(init: Any) -> bool:
@@ -154,19 +154,17 @@ def _parts(initial: Any, stateful: bool) -> tuple[Any, Any]:
     """Split what `init` is or returned into parameters and model state, and check them."""
     if stateful and not (isinstance(initial, tuple) and len(initial) == 2):
         count = f" of {len(initial)}" if isinstance(initial, tuple) else ""
-        raise ConfigError(
-            f"stateful=True: expected (params, model_state), got {type(initial).__name__}{count}"
-        )
+        refuse("stateful=True", "(params, model_state)", f"{type(initial).__name__}{count}")
     params, model_state = initial if stateful else (initial, ())
     if not jax.tree.leaves(params):
-        raise ConfigError(
-            mismatch("params", "at least one array", params, "does init return them?")
+        refuse(
+            "params", "at least one array", tree.describe_value(params), "does init return them?"
         )
     _check_modules(params)
     check_params(params)
     for name, leaf in tree.named_leaves(model_state, "model_state"):
         if not tree.is_data(leaf):
-            raise ConfigError(mismatch(name, "an array", leaf, _PARTITION))
+            refuse(name, "an array", tree.describe_value(leaf), _PARTITION)
     return params, model_state
 
 
@@ -190,10 +188,7 @@ def _check_modules(params: Any) -> None:
             continue
         name = "/".join(filter(None, ("params", tree.path_name(path))))
         kind = type(node).__name__
-        raise ConfigError(
-            f"{name}: expected a pytree of arrays to train, got {kind}, a whole module of "
-            f"{library}; {advice}"
-        )
+        refuse(name, "a pytree of arrays to train", f"{kind}, a whole module of {library}", advice)
 
 
 def _library(node: Any) -> str:
@@ -212,13 +207,13 @@ def check_params(params: Any) -> None:
     """Refuse parameters that are not floating arrays, with the path of the leaf."""
     for name, leaf in tree.named_leaves(params, "params"):
         if not tree.is_data(leaf):
-            raise ConfigError(mismatch(name, "an array", leaf, _PARTITION))
+            refuse(name, "an array", tree.describe_value(leaf), _PARTITION)
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             advice = (
                 "arrays that are not trained by gradients belong into model_state (stateful=True) "
                 "or into the loss function"
             )
-            raise ConfigError(mismatch(name, "floating numbers", leaf, advice))
+            refuse(name, "floating numbers", tree.describe_value(leaf), advice)
 
 
 def _jit(build: Callable[..., TrainState], sharding: Any) -> Callable[..., TrainState]:
@@ -271,8 +266,9 @@ def step_of(state: Any) -> int:
     step = getattr(state, "step", 0)
     if jnp.shape(step) != ():
         raise ConfigError(
-            f"step: expected the state of one run, with a scalar step, got {tree.spell(step)}; "
-            "train stacked states in a loop of your own, as examples/ensemble.py does"
+            "step: expected the state of one run, with a scalar step, got "
+            f"{tree.describe_value(step)}; train stacked states in a loop of your own, as "
+            "examples/ensemble.py does"
         )
     return int(jax.device_get(step))
 

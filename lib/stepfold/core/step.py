@@ -36,8 +36,8 @@ from stepfold.core.precision import (
     unscale,
 )
 from stepfold.core.state import TrainState, strengthen
-from stepfold.core.validation import check_flags, mismatch
-from stepfold.errors import ConfigError, ShardingError, TreeMismatchError
+from stepfold.core.validation import check_flags
+from stepfold.errors import ConfigError, ShardingError, TreeMismatchError, refuse
 
 StepFn = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 """`(state, batch) -> (state, metrics)`, pure and not jitted."""
@@ -245,22 +245,20 @@ def observe(
     {'loss': 1.0, 'grad_norm': 0.5, 'learning_rate': 1.0, 'weight_norm': 1.5}
     """
     if not callable(step):
-        raise ConfigError(mismatch("observe", "a step (state, batch) -> …", step))
+        refuse("observe", "a step (state, batch) -> …", tree.describe_value(step))
     for name, function in functions.items():
         if not callable(function):
-            raise ConfigError(mismatch(name, "a function of the state", function))
+            refuse(name, "a function of the state", tree.describe_value(function))
 
     def observed(state: Any, batch: Any) -> tuple[Any, Any]:
         state, metrics = step(state, batch)
         taken = sorted(functions.keys() & metrics.keys())
         if taken:
-            raise ConfigError(
-                f"observe: expected other names than the step's own metrics, got {', '.join(taken)}"
-            )
+            refuse("observe", "other names than the step's own metrics", f"{', '.join(taken)}")
         values = {name: function(state) for name, function in functions.items()}
         for name, value in values.items():
             if not tree.is_real(value) or jnp.shape(value) != ():
-                raise ConfigError(mismatch(name, "one number of the state", value))
+                refuse(name, "one number of the state", tree.describe_value(value))
         return state, {**metrics, **{name: mean(value) for name, value in values.items()}}
 
     return observed
@@ -287,9 +285,7 @@ def _check_kind(state: Any) -> None:
         inner = getattr(state, "state", None)
         kind = type(state)
         advice = "give its .state" if isinstance(inner, TrainState) else "sf.init_state makes one"
-        raise ConfigError(
-            f"state: expected a TrainState, got {kind.__module__}.{kind.__name__}; {advice}"
-        )
+        refuse("state", "a TrainState", f"{kind.__module__}.{kind.__name__}", advice)
 
 
 def _check_state(state: Any, tx: optax.GradientTransformation) -> None:

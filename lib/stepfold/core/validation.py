@@ -1,47 +1,74 @@
-"""Checks of arguments, with consistent error messages."""
+"""Readers of arguments: each returns the checked value, or raises an error that names it."""
 
 import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from stepfold import tree
-from stepfold.errors import ConfigError
+from stepfold.errors import ConfigError, refuse
+
+T = TypeVar("T")
 
 
-def mismatch(argument: str, expected: str, got: Any, advice: str = "") -> str:
-    """Format the message of an error: `{argument}: expected …, got …; {advice}`."""
-    return f"{argument}: expected {expected}, got {tree.spell(got)}{advice and '; '}{advice}"
-
-
-def check_count(name: str, value: Any, minimum: int = 1) -> int:
-    """Return a Python integer of at least `minimum`; refuse integers of other types, and floats."""
-    if type(value) is not int or value < minimum:
-        raise ConfigError(f"{name}: expected an integer of at least {minimum}, got {value!r}")
-    return value
+def as_integer(value: Any) -> int | None:
+    """Convert an integer of Python, numpy or jax; return None for anything else."""
+    try:
+        return None if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def read_integer(name: str, value: Any, minimum: int = 1) -> int:
-    """Convert an integer of any library to an int; refuse booleans and less than `minimum`."""
-    try:
-        number = None if isinstance(value, bool | np.bool_) else operator.index(value)
-    except TypeError:
-        number = None
-    return check_count(name, value if number is None else number, minimum)
+    """Convert an integer of any library; refuse booleans, and numbers below `minimum`."""
+    number = as_integer(value)
+    if number is None or number < minimum:
+        refuse(name, f"an integer of at least {minimum}", repr(value))
+    return number
 
 
-def check_positive(name: str, value: Any, *, allow_zero: bool = False, unit: str = "") -> float:
+def read_positive(name: str, value: Any, *, allow_zero: bool = False, unit: str = "") -> float:
     """Return a number above 0, or at least 0 with `allow_zero`; refuse NaN."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     fits_float = is_number and (isinstance(value, float) or value < 1 << 1023)
     if not (fits_float and (value > 0 or (allow_zero and value == 0))):
         what = f"{unit}, a number" if unit else "a number"
-        raise ConfigError(
-            f"{name}: expected {what} {'of at least 0' if allow_zero else 'above 0'}, got {value!r}"
-        )
+        refuse(name, f"{what} {'of at least 0' if allow_zero else 'above 0'}", repr(value))
+    return value  # type: ignore[no-any-return]
+
+
+def read_choice(name: str, value: Any, choices: Collection[str]) -> Any:
+    """Return one of several strings."""
+    if not isinstance(value, str) or value not in choices:
+        expected = f"one of {', '.join(map(repr, choices))}"
+        refuse(name, expected, repr(value), suggest(value, choices))
+    return value
+
+
+def read_instance(
+    name: str,
+    value: Any,
+    types: type[T] | tuple[type[T], ...],
+    expected: str,
+    advice: str = "",
+    *,
+    kind: type[Exception] = ConfigError,
+) -> T:
+    """Return an instance of one of the types."""
+    if not isinstance(value, types):
+        refuse(name, expected, tree.describe_value(value), advice, kind=kind)
+    return value
+
+
+def read_function(
+    name: str, value: Any, expected: str = "a function", advice: str = ""
+) -> Callable[..., Any]:
+    """Return anything that can be called."""
+    if not callable(value):
+        refuse(name, expected, tree.describe_value(value), advice)
     return value  # type: ignore[no-any-return]
 
 
@@ -49,7 +76,7 @@ def check_flags(**flags: Any) -> None:
     """Refuse anything but booleans, such as a name that would count as True."""
     for name, value in flags.items():
         if not isinstance(value, bool | np.bool_):
-            raise ConfigError(mismatch(name, "True or False", value))
+            refuse(name, "True or False", tree.describe_value(value))
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:

@@ -15,12 +15,12 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.core.validation import mismatch, read_integer
+from stepfold.core.validation import read_integer
 from stepfold.data.epochs import EpochEnds, Epochs, Shard, Span, read_sizes
 from stepfold.data.order import Indices, Order, make_key
 from stepfold.data.sources import ENDLESS, Rows, Source, is_stream, read_source, row_list, stack
 from stepfold.data.stream import BatchIterator, Stream, StreamBatches, refuse_stop_iteration
-from stepfold.errors import ConfigError, DataError
+from stepfold.errors import ConfigError, DataError, refuse
 
 _AHEAD = 32768  # rows to shuffle in one call: amortizes numpy's overhead, and still fits a cache
 _TRANSFORM_STREAM = (1 << 32) - 1  # a stream of the seed that no shuffle order uses
@@ -116,9 +116,9 @@ def batches(
     start = read_integer("start", start, 0)
     epochs = None if epochs is None else read_integer("epochs", epochs, 1)
     if remainder not in ("drop", "pad", "keep"):
-        raise ConfigError(f"remainder: expected 'drop', 'pad' or 'keep', got {remainder!r}")
+        refuse("remainder", "'drop', 'pad' or 'keep'", repr(remainder))
     if collate is not None and not callable(collate):
-        raise ConfigError(mismatch("collate", "a function", collate))
+        refuse("collate", "a function", tree.describe_value(collate))
     transform_seed = seed if _takes_generator(transform, seed) else None
     # A seed that no transform uses is refused for sources that have their own order.
     order_seed = seed if transform_seed is None else None
@@ -213,7 +213,7 @@ class Batches(BatchIterator):
         """
         step = read_integer("step", step, 0)
         if self._total is not None and step >= self._total:
-            raise IndexError(f"batches: expected a step below {self._total}, got {step}")
+            refuse("batches", f"a step below {self._total}", f"{step}", kind=IndexError)
         return self._make(step)
 
     def _make(self, step: int) -> Any:
@@ -344,7 +344,7 @@ class BatchBuilder(NamedTuple):
             examples = self._transformed(examples, indices, epoch)
         batch = stack(examples, indices) if self.collate is None else self.collate(examples)
         if batch is None:
-            raise DataError("collate: expected a batch, got None; return the batch")
+            refuse("collate", "a batch", "None", "return the batch", kind=DataError)
         return _with_mask(batch, mask)
 
     def _transformed(self, examples: list[Any], indices: list[int], epoch: int) -> list[Any]:
@@ -384,7 +384,7 @@ def _with_mask(batch: Any, valid: Any) -> Any:
     if not isinstance(batch, dict):
         raise DataError(
             "remainder='pad': expected batches that are a dict, to add a mask to, got "
-            f"{tree.spell(batch)}; give a source such as {{'x': …}}"
+            f"{tree.describe_value(batch)}; give a source such as {{'x': …}}"
         )
     mask = batch.get("mask")
     if mask is None:
@@ -397,8 +397,8 @@ def _with_mask(batch: Any, valid: Any) -> Any:
     if not tree.is_array(mask) or mask.shape[:1] != valid.shape or not tree.is_data(mask):
         raise DataError(
             f"remainder='pad': expected a mask of {len(valid)} rows to combine with, got "
-            f"{tree.spell(mask)}; call it something else than `mask`, or leave the padding to "
-            "collate with remainder='keep'"
+            f"{tree.describe_value(mask)}; call it something else than `mask`, or leave the "
+            "padding to collate with remainder='keep'"
         )
     valid = valid.reshape(-1, *[1] * (mask.ndim - 1))
     return {**batch, "mask": np.where(valid, mask, np.zeros((), mask.dtype))}
@@ -409,7 +409,7 @@ def _takes_generator(transform: Any, seed: int | None) -> bool:
     if transform is None:
         return False
     if not callable(transform):
-        raise ConfigError(mismatch("transform", "a function", transform))
+        refuse("transform", "a function", tree.describe_value(transform))
     try:
         parameters = inspect.signature(transform).parameters.values()
     except ValueError:  # some C functions have no signature
@@ -422,7 +422,7 @@ def _takes_generator(transform: Any, seed: int | None) -> bool:
     if count > 2:
         raise ConfigError(
             "transform: expected a function of an example, or of an example and a random generator,"
-            f" got {tree.spell(transform)} of {count} arguments; give the others by "
+            f" got {tree.describe_value(transform)} of {count} arguments; give the others by "
             "functools.partial or a default"
         )
     if count == 2 and seed is None:

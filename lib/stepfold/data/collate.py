@@ -7,13 +7,13 @@ the step compiles once. `pack` uses the same columns, dtypes and padding values.
 
 from array import array as c_array
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from stepfold.core.validation import mismatch, read_integer
-from stepfold.errors import ConfigError, DataError
-from stepfold.tree import is_numeric, spell
+from stepfold.core.validation import read_integer
+from stepfold.errors import ConfigError, DataError, refuse
+from stepfold.tree import describe_value, is_numeric
 
 KeyPath = tuple[Any, ...]
 Truncate = Literal["keep_end", "keep_start"] | None
@@ -81,9 +81,9 @@ def collate(
     """
     length = read_integer("collate: length", length, 1)
     if length > np.iinfo(np.int32).max:
-        raise ConfigError(f"collate: length: expected at most 2**31 - 1, got {length}")
+        refuse("collate: length", "at most 2**31 - 1", f"{length}")
     if side not in ("right", "left"):
-        raise ConfigError(f"collate: side: expected 'right' or 'left', got {side!r}")
+        refuse("collate: side", "'right' or 'left'", repr(side))
     check_truncate("collate", truncate)
     columns = columns_of(examples, reserved=("mask",))
     padded = _padded_paths(columns, keys)
@@ -111,9 +111,7 @@ def collate(
 def check_truncate(role: str, truncate: Any) -> None:
     """Raise if `truncate` is invalid."""
     if truncate not in ("keep_end", "keep_start", None):
-        raise ConfigError(
-            f"{role}: truncate: expected 'keep_end', 'keep_start' or None, got {truncate!r}"
-        )
+        refuse(f"{role}: truncate", "'keep_end', 'keep_start' or None", repr(truncate))
 
 
 def check_longest(lengths: list[int], length: int, start: int = 0, advice: str = "") -> None:
@@ -140,11 +138,11 @@ def _padded_paths(
         return padded
     names = {keys} if isinstance(keys, str) else keys
     if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"collate: keys: expected names of keys, got {keys!r}")
+        refuse("collate: keys", "names of keys", repr(keys))
     names = set(names)
     prefixes = {path: {name_of(path[:n]) for n in range(1, len(path) + 1)} for path in columns}
     for name in sorted(names - set().union(*prefixes.values())):
-        raise ConfigError(f"collate: keys: expected some of {names_of(columns)}, got {name!r}")
+        refuse("collate: keys", f"some of {names_of(columns)}", repr(name))
     return [path for path in columns if prefixes[path] & names]
 
 
@@ -201,7 +199,7 @@ def columns_of(
         _split(examples, (), columns)
         sizes = {name_of(path): len(column) for path, column in columns.items()}
         if len(set(sizes.values())) > 1:
-            raise DataError(f"examples: expected columns of one length, got {sizes}")
+            refuse("examples", "columns of one length", f"{sizes}", kind=DataError)
     else:
         rows = _to_list(examples, "")
         if rows and isinstance(rows[0], Mapping):
@@ -209,7 +207,7 @@ def columns_of(
         elif rows:
             columns["tokens",] = rows
     if not columns or not all(columns.values()):
-        raise DataError("examples: expected at least one with at least one key, got none")
+        refuse("examples", "at least one with at least one key", "none", kind=DataError)
     for name in reserved:
         if any(path[0] == name for path in columns):
             raise DataError(
@@ -231,8 +229,8 @@ def _split(examples: Mapping[Any, Any], path: KeyPath, columns: dict[KeyPath, li
 def _to_list(examples: Any, where: str) -> list[Any]:
     if not (hasattr(type(examples), "__iter__") or hasattr(type(examples), "__getitem__")):
         raise DataError(
-            f"examples: expected a list of them, or a dict of columns, got {spell(examples)}{where}"
-            "; put a single example into a list"
+            "examples: expected a list of them, or a dict of columns, got "
+            f"{describe_value(examples)}{where}; put a single example into a list"
         )
     return list(examples)
 
@@ -264,7 +262,7 @@ def _other_keys(rows: list[Any], path: KeyPath, start: int) -> DataError:
         if not isinstance(row, Mapping) or row.keys() != first.keys()
     )
     if not isinstance(row, Mapping):
-        what = f"expected a dict with the keys {list(first)}, got {spell(row)}"
+        what = f"expected a dict with the keys {list(first)}, got {describe_value(row)}"
     elif missing := [name for name in first if name not in row]:
         path, what = (*path, missing[0]), f"missing, but example {start} has it"
     else:
@@ -294,7 +292,7 @@ def lengths_of(columns: Mapping[KeyPath, list[Any]], start: int = 0) -> list[int
             index = next(i for i, leaf in enumerate(leaves) if not _is_sequence(leaf))
             advice = "give every example one, or (in collate) name in keys= the sequences alone"
             where = locate(index + start, path)
-            raise DataError(mismatch(where, "a sequence", leaves[index], advice))
+            refuse(where, "a sequence", describe_value(leaves[index]), advice, kind=DataError)
         lengths = lengths or own
         if own != lengths:
             index = next(i for i, n in enumerate(own) if n != lengths[i])
@@ -355,7 +353,7 @@ def to_arrays(path: KeyPath, leaves: list[Any], start: int = 0) -> list[Any]:
     narrowed: list[Any] = []
     for index, array in enumerate(arrays, start):
         if not is_numeric(array.dtype):
-            raise _not_numbers(path, index, leaves[index - start])
+            _refuse_leaf(path, index, leaves[index - start])
         narrowed.append(_narrow(path, array, [array], index))
         if narrowed[-1].dtype != narrowed[0].dtype:
             raise DataError(
@@ -380,16 +378,16 @@ def _to_array(path: KeyPath, index: int, leaf: Any) -> Any:
     try:
         array = np.asarray(leaf)
     except ValueError:  # ragged lists
-        raise _not_numbers(path, index, leaf) from None
+        _refuse_leaf(path, index, leaf)
     if not is_numeric(array.dtype):
-        raise _not_numbers(path, index, leaf)
+        _refuse_leaf(path, index, leaf)
     is_python = array.dtype == np.float64 and not hasattr(leaf, "dtype")
     return array.astype(np.float32) if is_python else array
 
 
-def _not_numbers(path: KeyPath, index: int, leaf: Any) -> DataError:
-    advice = "encode it as integers or floats, or leave the key out"
-    return DataError(mismatch(locate(index, path), "numbers in one shape", leaf, advice))
+def _refuse_leaf(path: KeyPath, index: int, leaf: Any) -> NoReturn:
+    got, advice = describe_value(leaf), "encode it as integers or floats, or leave the key out"
+    refuse(locate(index, path), "numbers in one shape", got, advice, kind=DataError)
 
 
 def concatenate(
@@ -435,9 +433,9 @@ def pad_values(role: str, pad: Pad, paths: Iterable[KeyPath]) -> dict[KeyPath, A
     values = pad if isinstance(pad, Mapping) else dict.fromkeys(names, pad)
     for name, value in values.items():
         if name not in names:
-            raise ConfigError(f"{role}: pad: expected some of {list(names)}, got {name!r}")
+            refuse(f"{role}: pad", f"some of {list(names)}", repr(name))
         if not isinstance(value, (int, float, np.number, np.bool_)):
-            raise ConfigError(f"{role}: pad: expected a number for {name}, got {value!r}")
+            refuse(f"{role}: pad", f"a number for {name}", repr(value))
     return {path: values.get(name, 0) for name, path in names.items()}
 
 

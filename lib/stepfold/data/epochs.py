@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from stepfold.core.validation import read_integer
-from stepfold.errors import ConfigError, DataError
+from stepfold.errors import ConfigError, DataError, refuse
 
 Sizes = Sequence[tuple[int, int]]
 """Batch sizes: pairs (from step, size) in ascending order, the first from step 0."""
@@ -218,18 +218,13 @@ class Shard:
 
     def __init__(self, index: Any, count: Any) -> None:
         if (index is None) != (count is None):
-            raise ConfigError(
-                "process_index, process_count: expected both or neither, got "
-                f"{index!r} and {count!r}"
-            )
+            refuse("process_index, process_count", "both or neither", f"{index!r} and {count!r}")
         self._given: tuple[int, int] | None = None
         if count is not None:
             count = read_integer("process_count", count, 1)
             index = read_integer("process_index", index, 0)
             if index >= count:
-                raise ConfigError(
-                    f"process_index: expected one below process_count={count}, got {index}"
-                )
+                refuse("process_index", f"one below process_count={count}", f"{index}")
             self._given = index, count
 
     @cached_property

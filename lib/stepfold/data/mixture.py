@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.core.validation import mismatch, read_integer
+from stepfold.core.validation import read_integer
 from stepfold.data.order import Indices, Order
 from stepfold.data.sources import ENDLESS, Rows, Source, read_source, row_list
-from stepfold.errors import ConfigError, DataError
+from stepfold.errors import ConfigError, DataError, refuse
 
 _PERIOD = 1 << 30  # the product of two numbers below it fits an int64
 
@@ -58,12 +58,12 @@ def mix(
     array([ 0,  1,  2,  3,  4, -1,  5, -2, -3, -4, -5, -6])
     """
     if not isinstance(sources, list | tuple) or not sources:
-        raise ConfigError(mismatch("mix", "pairs (source, weight), at least one", sources))
+        refuse("mix", "pairs (source, weight), at least one", tree.describe_value(sources))
     seed = None if seed is None else read_integer("mix: seed", seed, 0)
     parts, weights = [], []
     for number, pair in enumerate(sources):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise ConfigError(mismatch("mix", f"a pair (source, weight) at {number}", pair))
+            refuse("mix", f"a pair (source, weight) at {number}", tree.describe_value(pair))
         weights.append(_read_weight(f"at {number}", pair[1], zero=bool(stages)))
         try:
             parts.append(read_source(pair[0]))
@@ -146,7 +146,7 @@ class Mixture(Source):
 
     def __getitem__(self, index: int) -> Any:
         if index < 0:
-            raise IndexError(f"mix: expected an index of at least 0, got {index}: there is no end")
+            refuse("mix", "an index of at least 0", f"{index}: there is no end", kind=IndexError)
         return self.examples(slice(index, index + 1))[0]
 
     def check_length(self) -> None:
@@ -247,7 +247,7 @@ class _Stage(NamedTuple):
 def _scale(first: int, weights: Sequence[Fraction]) -> list[int]:
     """Scale weights to integers, rounded to about 1e-9 if their period is too long."""
     if not any(weights):
-        raise ConfigError(f"mix: expected a weight above 0 from example {first} on, got only 0")
+        refuse("mix", f"a weight above 0 from example {first} on", "only 0")
     shares = [weight / sum(weights) for weight in weights]
     period = min(_PERIOD, math.lcm(*(share.denominator for share in shares)))
     return [max(int(share > 0), round(share * period)) for share in shares]

@@ -27,7 +27,7 @@ from stepfold.data.collate import (
     pad_values,
     to_arrays,
 )
-from stepfold.errors import ConfigError, DataError
+from stepfold.errors import ConfigError, DataError, refuse
 
 _ADDED = ("segment_ids", "positions", "mask")
 PackedRows = dict[KeyPath, Any]
@@ -102,7 +102,7 @@ def pack(
             "than a row is either kept in pieces or cut"
         )
     if isinstance(examples, Mapping):
-        raise DataError("pack: expected an iterable of examples, got a dict of columns")
+        refuse("pack", "an iterable of examples", "a dict of columns", kind=DataError)
     windows = _windows(iter(examples), length, window, split, truncate, pad)
     batches = _batches(windows, rows or 1, pad)
     if rows is None:

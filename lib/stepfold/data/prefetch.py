@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from stepfold import tree
-from stepfold.core.validation import mismatch, read_integer
-from stepfold.errors import ConfigError, DataError
+from stepfold.core.validation import read_integer
+from stepfold.errors import ConfigError, DataError, refuse
 
 Place = Callable[[Any], Any]
 
@@ -89,7 +89,8 @@ def _read_sharding(sharding: Any) -> Place | None:
     if isinstance(sharding, Mesh) or not callable(sharding):  # a Mesh is callable
         raise ConfigError(
             "sharding: expected a sharding, a tree of them, or a function of a batch, got "
-            f"{tree.spell(sharding)}; for a mesh give lambda batch: sf.shard_batch(batch, mesh)"
+            f"{tree.describe_value(sharding)}; for a mesh give lambda batch: "
+            "sf.shard_batch(batch, mesh)"
         )
     return sharding  # type: ignore[no-any-return]
 
@@ -105,7 +106,8 @@ def _check_batches(batches: Any) -> None:
         advice = "give what the function returns"
     else:
         advice = "give a list of batches"
-    raise DataError(mismatch("batches", "an iterable of batches", batches, advice))
+    got = tree.describe_value(batches)
+    refuse("batches", "an iterable of batches", got, advice, kind=DataError)
 
 
 class _CannotResumeError(DataError, AttributeError):
@@ -188,8 +190,9 @@ class Prefetch:
             return getattr(self, f"_{name}")
         if name in ("get_state", "set_state"):
             expected = "batches with get_state() and set_state(), to be resumed"
+            got = tree.describe_value(self._batches)
             advice = "give sf.batches or an iterator of grain's"
-            raise _CannotResumeError(mismatch("prefetch", expected, self._batches, advice))
+            refuse("prefetch", expected, got, advice, kind=_CannotResumeError)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def close(self) -> None:
@@ -351,5 +354,5 @@ def _place(place: Place, batch: Any) -> Any:
     except StopIteration as error:  # would silently end the iteration
         raise DataError("sharding: StopIteration came up while a batch was placed") from error
     if placed is None:
-        raise DataError("sharding: expected a batch, got None; return what the function makes")
+        refuse("sharding", "a batch", "None", "return what the function makes", kind=DataError)
     return placed

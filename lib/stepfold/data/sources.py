@@ -13,9 +13,8 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.core.validation import mismatch
 from stepfold.data.order import Indices
-from stepfold.errors import ConfigError, DataError
+from stepfold.errors import ConfigError, DataError, refuse
 
 ENDLESS = sys.maxsize
 """The length of an infinite source, as in grain."""
@@ -73,7 +72,7 @@ def read_source(source: Any) -> Source:
     else:
         return SequenceSource(source)
     expected = "an array, a tree of arrays, or something with len() and [i]"
-    raise DataError(mismatch("source", expected, source, advice))
+    refuse("source", expected, tree.describe_value(source), advice, kind=DataError)
 
 
 def is_stream(source: Any) -> bool:
@@ -104,14 +103,14 @@ class ArraySource(Source):
         named = tree.named_leaves(source, "source")
         self._leaves = [_read_only(name, leaf) for name, leaf in named]
         if len({len(leaf) for leaf in self._leaves}) > 1:
-            got = ", ".join(f"{name} {tree.spell(leaf)}" for name, leaf in named)
+            got = ", ".join(f"{name} {tree.describe_value(leaf)}" for name, leaf in named)
             raise DataError(
                 f"source: expected as many rows in every array, got {got}; give arrays that share "
                 "their leading axis"
             )
         self.length = len(self._leaves[0]) if named else 0
         if not self.length:
-            raise DataError(f"source: expected examples, got none: {tree.spell(source)}")
+            refuse("source", "examples", f"none: {tree.describe_value(source)}", kind=DataError)
         self._structure: Any = jax.tree.structure(source)
         self._text = next((name for name, leaf in named if not tree.is_data(leaf)), None)
 
@@ -145,10 +144,10 @@ def _read_only(name: str, leaf: Any) -> Any:
     expected = "an array whose leading axis counts the examples"
     if not isinstance(leaf, np.ndarray | jax.Array) or isinstance(leaf, np.ma.MaskedArray):
         advice = "convert it with np.asarray, or give a list of examples, or one source alone"
-        raise DataError(mismatch(name, expected, leaf, advice))
+        refuse(name, expected, tree.describe_value(leaf), advice, kind=DataError)
     if not leaf.ndim:
-        got = f"the scalar {tree.spell(leaf)}"
-        raise DataError(f"{name}: expected {expected}, got {got}; give every example its own")
+        got = f"the scalar {tree.describe_value(leaf)}"
+        refuse(name, expected, got, "give every example its own", kind=DataError)
     array = np.asarray(leaf).view()
     array.flags.writeable = False
     return array
@@ -160,7 +159,7 @@ class SequenceSource(Source):
     def __init__(self, source: Any) -> None:
         self._source, self.length = source, len(source)
         if not self.length:
-            raise DataError(f"source: expected examples, got none: {tree.spell(source)}")
+            refuse("source", "examples", f"none: {tree.describe_value(source)}", kind=DataError)
 
     def check_length(self) -> None:
         if len(self._source) != self.length:
@@ -275,20 +274,21 @@ def _stack_leaf(name: str, values: Sequence[Any], indices: Sequence[int]) -> Any
         arrays = [np.asarray(value) for value in values]
     except ValueError:  # ragged nested lists
         raise DataError(
-            f"{name}: expected rows of one length, got {tree.spell(values[0])} at index "
+            f"{name}: expected rows of one length, got {tree.describe_value(values[0])} at index "
             f"{indices[0]}; pad or cut them with collate=…"
         ) from None
     for value, array, index in zip(values, arrays, indices, strict=True):
         if not tree.is_data(array):
             raise DataError(
-                f"{name}: expected numbers, got {tree.spell(value)} at index {index}; make numbers "
-                "of it with transform=… or collate=…"
+                f"{name}: expected numbers, got {tree.describe_value(value)} at index {index}; "
+                "make numbers of it with transform=… or collate=…"
             )
         # Type promotion here would vary the dtypes of batches, and compile the step for each.
         if (array.shape, array.dtype) != (arrays[0].shape, arrays[0].dtype):
             raise DataError(
-                f"{name}: expected one shape and dtype to stack, got {tree.spell(arrays[0])} at "
-                f"index {indices[0]} and {tree.spell(array)} at index {index}; make them the same "
-                "with transform=… or collate=…"
+                f"{name}: expected one shape and dtype to stack, got "
+                f"{tree.describe_value(arrays[0])} at index {indices[0]} and "
+                f"{tree.describe_value(array)} at index {index}; make them the same with "
+                "transform=… or collate=…"
             )
     return np.stack(arrays)

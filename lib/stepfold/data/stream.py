@@ -62,8 +62,8 @@ class BatchIterator:
         if not is_position or not isinstance(state["pipeline"], dict):
             raise DataError(
                 "batches: expected a state that get_state() of such batches gave, with "
-                f"{', '.join(current)}, got {tree.spell(state)}; it was saved by another kind of "
-                "iterator"
+                f"{', '.join(current)}, got {tree.describe_value(state)}; it was saved by another "
+                "kind of iterator"
             )
         saved, now = state["pipeline"], self._pipeline
         differing = [
@@ -295,8 +295,8 @@ class Stream:
         if self._restored_epoch == epoch:  # it would resume from the restored position
             raise DataError(
                 f"source: expected a stream that starts epoch {epoch} from its beginning, got one "
-                f"that was restored to a position in it: {tree.spell(self._source)}; create the "
-                "stream and its batches again"
+                f"that was restored to a position in it: {tree.describe_value(self._source)}; "
+                "create the stream and its batches again"
             )
         _, self._iterator, self._state = self._open(epoch)
 
@@ -331,7 +331,7 @@ class Stream:
         if state is None:
             raise DataError(
                 "source: expected a stream with a state of its own, like the one whose position "
-                f"was saved, got {tree.spell(self._source)}; give the same one"
+                f"was saved, got {tree.describe_value(self._source)}; give the same one"
             )
         value = position["text"].encode() if "text" in position else position["json"]
         try:
@@ -378,7 +378,7 @@ def _iterate(iterable: Any) -> Any:
     if not hasattr(type(iterable), "__iter__"):
         raise DataError(
             "source: expected a function that makes an iterator or an iterable, got one that "
-            f"makes {tree.spell(iterable)}; return an iterable, or yield the examples"
+            f"makes {tree.describe_value(iterable)}; return an iterable, or yield the examples"
         )
     return iter(iterable)
 

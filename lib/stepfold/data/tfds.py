@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from stepfold import tree
-from stepfold.core.validation import mismatch
 from stepfold.data.sources import Rows, SequenceSource
-from stepfold.errors import ConfigError, DataError
+from stepfold.errors import ConfigError, DataError, refuse
 
 _PREPARE = "prepare it once, with builder.download_and_prepare(file_format='array_record')"
 
@@ -40,7 +39,7 @@ def tfds_source(dataset: Any, split: str, *, data_dir: Any = None) -> "TfdsSourc
     """
     if not isinstance(split, str):
         expected = "one split, such as 'train[:90%]'"
-        raise ConfigError(mismatch("tfds_source", expected, split, "open each split by itself"))
+        refuse("tfds_source", expected, tree.describe_value(split), "open each split by itself")
     if isinstance(dataset, str):
         builder = _find(dataset, data_dir)
     else:
@@ -48,7 +47,7 @@ def tfds_source(dataset: Any, split: str, *, data_dir: Any = None) -> "TfdsSourc
         if not hasattr(builder, "as_data_source") or data_dir is not None:
             raise ConfigError(
                 "tfds_source: expected the name of a dataset, or a builder and no data_dir, got "
-                f"{tree.spell(dataset)} and data_dir={data_dir!r}"
+                f"{tree.describe_value(dataset)} and data_dir={data_dir!r}"
             )
         if not builder.is_prepared():
             raise DataError(
@@ -111,7 +110,7 @@ class TfdsSource(SequenceSource):
 
     def __getitem__(self, index: int) -> Any:
         if not -self.length <= index < self.length:
-            raise IndexError(f"{self._name}: expected an index below {self.length}, got {index}")
+            refuse(self._name, f"an index below {self.length}", f"{index}", kind=IndexError)
         return self.examples(slice(index % self.length, index % self.length + 1))[0]
 
     def __repr__(self) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 
-from stepfold.core.validation import mismatch
-from stepfold.errors import ConfigError, OutOfMemoryError, StepfoldError
+from stepfold.errors import ConfigError, OutOfMemoryError, StepfoldError, refuse
 from stepfold.inspect.report import describe
 from stepfold.sharding.topology import devices_of
+from stepfold.tree import describe_value
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         make = _load(options.function)
         parts = make(jax.devices() if options.on is None else devices_of(options.on))
         if not isinstance(parts, tuple) or len(parts) != 4:
-            raise ConfigError(mismatch(options.function, "(step, state, batch, plan)", parts))
+            refuse(options.function, "(step, state, batch, plan)", describe_value(parts))
         step, state, batch, plan = parts
         print(describe(step, state, batch, sharding=plan))  # noqa: T201  this is a command
     except StepfoldError as error:
@@ -50,7 +50,7 @@ def _load(spelled: str) -> Callable[..., Any]:
     sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
     function = runpy.run_path(path).get(name)
     if not callable(function):
-        raise ConfigError(f"{path}: expected a function {name}(devices), got {function!r:.80}")
+        refuse(path, f"a function {name}(devices)", f"{function!r:.80}")
     return function  # type: ignore[no-any-return]
 
 

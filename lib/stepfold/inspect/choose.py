@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from stepfold.core.validation import check_positive, mismatch
-from stepfold.errors import ConfigError, OutOfMemoryError
+from stepfold.core.validation import read_positive
+from stepfold.errors import OutOfMemoryError, refuse
 from stepfold.inspect.report import Report, describe
 from stepfold.table import amount, size, table
+from stepfold.tree import describe_value
 
 
 class Choice(NamedTuple):
@@ -55,10 +56,10 @@ def choose(
     {'accumulate': 8}
     """
     if limit is not None:
-        check_positive("limit", limit, unit="bytes")
+        read_positive("limit", limit, unit="bytes")
     if not candidates or not all(isinstance(each, Mapping) for each in candidates):
         advice = 'pass [{"accumulate": 1}, {"accumulate": 4, "remat": True}]'
-        raise ConfigError(mismatch("candidates", "a list of arguments", candidates, advice))
+        refuse("candidates", "a list of arguments", describe_value(candidates), advice)
     rows, fitting = [], []
     for index, arguments in enumerate(candidates):
         options = {"sharding": sharding, **arguments}

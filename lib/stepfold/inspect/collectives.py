@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from stepfold.errors import ConfigError
+from stepfold.errors import ConfigError, refuse
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ def parse(text: str) -> Program:
             if is_root:
                 roots[within] = name
         elif re.match(r"\s+(ROOT )?%[\w.-]+ = ", line):
-            raise ConfigError(f"hlo: expected `%name = type op(operands)`, got {line[:80]!r}")
+            refuse("hlo", "`%name = type op(operands)`", repr(line[:80]))
     if entry is None:
         raise ConfigError(
             f"hlo: expected text with an ENTRY computation, got {text[:80]!r}; "

@@ -23,8 +23,8 @@ from jax.sharding import (
 
 from stepfold import tree
 from stepfold.core.state import strengthen
-from stepfold.core.validation import check_flags, mismatch
-from stepfold.errors import ConfigError, RetraceError, ShardingError
+from stepfold.core.validation import check_flags
+from stepfold.errors import ConfigError, RetraceError, ShardingError, refuse
 from stepfold.inspect.memory import exhausted, is_exhausted
 from stepfold.sharding.place import committed_sharding, place_batch
 from stepfold.sharding.plan import shardings_of
@@ -200,11 +200,11 @@ def compile_step(
         and all(isinstance(x, str | bool | int | float) for x in compiler_options.values())
     ):
         expected = "a dict of options of XLA by name"
-        raise ConfigError(mismatch("compiler_options", expected, compiler_options))
+        refuse("compiler_options", expected, tree.describe_value(compiler_options))
     if not callable(step) or hasattr(step, "lower") or isinstance(step, CompiledStep):
         raise ConfigError(
             "compile_step: expected a step (state, batch) -> ..., neither jitted nor compiled, got "
-            f"{tree.spell(step)}; pass the result of sf.make_train_step as it is"
+            f"{tree.describe_value(step)}; pass the result of sf.make_train_step as it is"
         )
     example = batch
     state, batch = abstract_arguments(state, batch, sharding)
@@ -244,9 +244,7 @@ def compile_step(
         compiled = lowered.compile()
     except RuntimeError as error:
         if compiler_options and re.search("(compile|setting) option", str(error)):
-            raise ConfigError(
-                f"compiler_options: expected options of XLA, got {compiler_options}: {error}"
-            ) from None
+            refuse("compiler_options", "options of XLA", f"{compiler_options}: {error}")
         if not is_exhausted(error):
             raise
         raise exhausted(error, state, batch) from error
@@ -294,7 +292,7 @@ def _abstract(arrays: Any, root: str, advice: str) -> Any:
     """Return abstract arrays; those that are not committed to devices have no sharding."""
     for name, leaf in tree.named_leaves(arrays, root):
         if not tree.is_data(leaf, abstract=True):
-            raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}; {advice}")
+            refuse(name, "an array", tree.describe_value(leaf), advice)
 
     def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
         aval, sharding = jax.typeof(leaf), committed_sharding(leaf)
@@ -348,10 +346,13 @@ def argument_changes(wanted: Any, got: Any, root: str) -> list[str]:
     for (name, form), leaf in zip(named, jax.tree.leaves(got), strict=True):
         sharding = leaf.sharding if getattr(leaf, "committed", False) else form.sharding
         if not tree.is_array(leaf) and is_weak(leaf) and not form.weak_type:
-            expected, seen = tree.spell(form), f"the Python number {leaf!r}, which is weakly typed"
+            expected, seen = (
+                tree.describe_value(form),
+                f"the Python number {leaf!r}, which is weakly typed",
+            )
         elif is_weak(leaf) != form.weak_type:
             kinds = {True: "a weak type, as Python numbers have", False: "a strong type"}
-            expected = f"{tree.spell(form)} with {kinds[form.weak_type]}"
+            expected = f"{tree.describe_value(form)} with {kinds[form.weak_type]}"
             seen = kinds[not form.weak_type]
         elif not sharding.is_equivalent_to(form.sharding, len(form.shape)):
             expected, seen = f"it on {_spell(form.sharding)}", f"it on {_spell(sharding)}"

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from stepfold.errors import ConfigError
+from stepfold.errors import ConfigError, refuse
 
 
 def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
@@ -84,7 +84,7 @@ def mfu(
     0.5
     """
     if not seconds > 0:
-        raise ConfigError(f"mfu: expected seconds above 0, got {seconds}")
+        refuse("mfu", "seconds above 0", f"{seconds}")
     if peak is None:
         kind = getattr(device, "device_kind", None)
         peak = kind and peak_flops(kind, dtype)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from stepfold import tree
 from stepfold.core.state import TrainState
 from stepfold.core.validation import check_flags
-from stepfold.errors import ConfigError
+from stepfold.errors import ConfigError, refuse
 from stepfold.inspect import peaks
 from stepfold.inspect.collectives import Collective, collectives, parse, unknown_loops
 from stepfold.inspect.compiled import CompiledStep, compile_step
@@ -331,12 +331,12 @@ def parameter_table(params: Any, plan: Any = None, *, stats: bool = False) -> st
     flat = dict(tree.named_leaves(params))
     for name, leaf in flat.items():
         if not tree.is_array(leaf):
-            raise ConfigError(f"{name}: expected an array, got {tree.spell(leaf)}")
+            refuse(name, "an array", tree.describe_value(leaf))
         if stats and (plan is not None or isinstance(leaf, jax.ShapeDtypeStruct)):
-            got = "a plan" if plan is not None else f"the abstract {name} {tree.spell(leaf)}"
-            raise ConfigError(
-                f"stats=True: expected arrays in their shardings, got {got}; place the arrays first"
+            got = (
+                "a plan" if plan is not None else f"the abstract {name} {tree.describe_value(leaf)}"
             )
+            refuse("stats=True", "arrays in their shardings", got, "place the arrays first")
     if plan is not None:
         flat = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

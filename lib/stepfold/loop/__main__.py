@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stepfold.checkpoint.steps import absolute_path
-from stepfold.errors import ConfigError, DataError
+from stepfold.errors import ConfigError, DataError, refuse
 from stepfold.loop.report.read import read_run
 from stepfold.loop.report.render import render
 from stepfold.loop.writers.base import replace_file
@@ -43,7 +43,7 @@ def _report(runs: Sequence[str], out: str | None) -> Path:
     default = (directories[0] if is_single else directories[0].parent) / "report.html"
     path = default if out is None else absolute_path("--out", out)
     if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"--out: expected a file in an existing directory, got {out or path}")
+        refuse("--out", "a file in an existing directory", f"{out or path}")
     page = render([read_run(directory) for directory in directories])
     replace_file(path, page.encode(errors="replace"))
     if out is None and is_single:
@@ -55,7 +55,7 @@ def _run_directory(name: str) -> Path:
     path = absolute_path("RUN_DIR", name).resolve()
     if not path.is_dir():
         kind = "a file" if path.exists() else "a path that does not exist"
-        raise ConfigError(f"{name}: expected the directory of a run, got {kind}; check the path")
+        refuse(name, "the directory of a run", f"{kind}", "check the path")
     return path
 
 

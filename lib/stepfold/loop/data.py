@@ -48,7 +48,7 @@ class BatchFeed:
         if epochs is not None and self.is_iterator and self.epoch_ends is None:
             raise ConfigError(
                 f"epochs={epochs}: expected batches that can be iterated again, or that know their "
-                f"epochs, got {tree.spell(batches)}; give steps=…, or sf.batches(data, …)"
+                f"epochs, got {tree.describe_value(batches)}; give steps=…, or sf.batches(data, …)"
             )
         can_reread = self.is_resumable or isinstance(batches, list | tuple)
         # With several processes, the batch that one of them has kept would be a part.
@@ -183,7 +183,7 @@ class BatchFeed:
         if needs_batches and not self.is_resumable:
             raise DataError(
                 f"batches: expected some that can be resumed at step {step}, got "
-                f"{tree.spell(self.batches)}, which have no get_state and set_state; give "
+                f"{tree.describe_value(self.batches)}, which have no get_state and set_state; give "
                 "sf.batches(data, …), or start in another directory"
             )
         if needs_batches:
@@ -209,7 +209,7 @@ class BatchFeed:
         if not self.is_iterator or not hasattr(self.iterator, "without"):
             raise ConfigError(
                 "batches: expected some that can skip a part, for a run that goes back, got "
-                f"{tree.spell(self.batches)}; give sf.batches(data, …)"
+                f"{tree.describe_value(self.batches)}; give sf.batches(data, …)"
             )
         return self.iterator
 
@@ -264,7 +264,7 @@ def check_batches(batches: Any) -> None:
     is_one = isinstance(batches, str | bytes | dict) or tree.is_array(batches)
     if is_one or not isinstance(batches, Iterable):
         raise ConfigError(
-            f"batches: expected an iterable of batches, got {tree.spell(batches)}; "
+            f"batches: expected an iterable of batches, got {tree.describe_value(batches)}; "
             "sf.batches(data, 256, seed=0) makes one"
         )
 
@@ -297,7 +297,7 @@ def reread(batches: Any, start: DataPosition, began: int) -> Iterator[Iterator[A
     if not feed.is_resumable or start.position is None:
         raise DataError(
             "batches: expected a list, or batches with get_state and set_state as sf.batches has, "
-            f"to read them again, got {tree.spell(batches)}"
+            f"to read them again, got {tree.describe_value(batches)}"
         )
     before = feed.position()
     try:

@@ -14,8 +14,8 @@ from stepfold import tree
 from stepfold.core.processes import KeyValues, spell_processes
 from stepfold.core.state import check_not_donated
 from stepfold.core.transfers import allow_transfers
-from stepfold.core.validation import check_count, mismatch, spell_call, takes
-from stepfold.errors import ConfigError, DataError
+from stepfold.core.validation import read_integer, spell_call, takes
+from stepfold.errors import ConfigError, DataError, refuse
 from stepfold.inspect.compiled import CompiledStep
 from stepfold.loop.consensus import Gather
 from stepfold.loop.data import BatchFeed, check_batches
@@ -58,14 +58,14 @@ def evaluate(
     """
     check_batches(batches)
     if not callable(eval_step):
-        raise ConfigError(mismatch("eval_step", "a function of a state and a batch", eval_step))
+        refuse("eval_step", "a function of a state and a batch", tree.describe_value(eval_step))
     ready = isinstance(eval_step, CompiledStep) or hasattr(eval_step, "lower")
     step = eval_step if ready else jax.jit(eval_step)
     check_not_donated(state)
     if getattr(batches, "endless", False):
         raise ConfigError(
-            f"evaluate: expected batches that end, got {tree.spell(batches)} without an end; give "
-            "sf.batches(…, epochs=1)"
+            f"evaluate: expected batches that end, got {tree.describe_value(batches)} without an "
+            "end; give sf.batches(…, epochs=1)"
         )
     mesh = mesh_of(state)
     if mesh is not None and mesh.is_multi_process:
@@ -83,7 +83,7 @@ def evaluate(
             if not are_metrics(result):
                 raise ConfigError(
                     "evaluate: expected metrics by name from the step, got "
-                    f"{tree.spell(result)}; make it with make_eval_step, or return "
+                    f"{tree.describe_value(result)}; make it with make_eval_step, or return "
                     "{name: sf.mean(values, mask)}"
                 )
             metrics.append(result)
@@ -180,19 +180,19 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if not callable(self.measure):
-            raise ConfigError(f"measure: expected a function, got {tree.spell(self.measure)}")
+            refuse("measure", "a function", tree.describe_value(self.measure))
         if self.batches is not None and not callable(self.batches):
             raise ConfigError(
                 "batches: expected a function that makes the batches for each evaluation, got "
-                f"{tree.spell(self.batches)}; give lambda: sf.batches(…, epochs=1, "
+                f"{tree.describe_value(self.batches)}; give lambda: sf.batches(…, epochs=1, "
                 'remainder="pad")'
             )
         for field in ("every", "every_epochs"):
             value = getattr(self, field)
             if value is not None:
-                check_count(field, value)
+                read_integer(field, value)
         if not isinstance(self.name, str) or self.name.splitlines() != [self.name]:
-            raise ConfigError(f"name: expected a string of one line, got {self.name!r}")
+            refuse("name", "a string of one line", repr(self.name))
         wanted = "state" if self.batches is None else "state, batch"
         if not takes(self.measure, 1 + (self.batches is not None)):
             raise ConfigError(
@@ -213,5 +213,5 @@ class Evaluation:
                 "make it again for each evaluation"
             ) from error
         if not isinstance(numbers, Mapping):
-            raise ConfigError(f"{self.name}: expected numbers by name, got {tree.spell(numbers)}")
+            refuse(self.name, "numbers by name", tree.describe_value(numbers))
         return metric_values(numbers, f"{self.name}/")

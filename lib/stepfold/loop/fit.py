@@ -17,8 +17,8 @@ from stepfold.checkpoint.manifest import to_json
 from stepfold.checkpoint.series import Checkpoints, Series
 from stepfold.core.processes import agreement, broadcast_from_first, report_failed_peer
 from stepfold.core.state import check_not_donated, is_available, step_of, strengthen
-from stepfold.core.validation import check_count, check_flags, check_positive, spell_call, takes
-from stepfold.errors import ConfigError
+from stepfold.core.validation import check_flags, read_integer, read_positive, spell_call, takes
+from stepfold.errors import ConfigError, refuse
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import (
@@ -244,25 +244,23 @@ def _check_numbers(
     step: Any, lengths: Mapping[str, Any], log_every: Any, steps_per_call: Any
 ) -> StepRunner:
     """Check the numbers among the arguments, and the step that has to fit them."""
-    set_lengths = {name: check_count(name, n) for name, n in lengths.items() if n is not None}
+    set_lengths = {name: read_integer(name, n) for name, n in lengths.items() if n is not None}
     if len(set_lengths) > 1:
         values = " and ".join(map(str, set_lengths.values()))
-        raise ConfigError(f"{', '.join(set_lengths)}: expected one of them, got {values}")
-    check_count("log_every", log_every)
+        refuse(", ".join(set_lengths), "one of them", f"{values}")
+    read_integer("log_every", log_every)
     runner = StepRunner(step)
-    if check_count("steps_per_call", steps_per_call) > 1 and runner.is_compiled:
+    if read_integer("steps_per_call", steps_per_call) > 1 and runner.is_compiled:
         raise ConfigError(
             f"steps_per_call={steps_per_call}: expected a step that is neither jitted nor "
-            f"compiled, to compile several of them as one, got {tree.spell(step)}"
+            f"compiled, to compile several of them as one, got {tree.describe_value(step)}"
         )
     return runner
 
 
 def _check_checkpoints(checkpoints: Any) -> None:
     if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
-        raise ConfigError(
-            f"checkpoints: expected sf.Checkpoints(every=…), got {tree.spell(checkpoints)}"
-        )
+        refuse("checkpoints", "sf.Checkpoints(every=…)", tree.describe_value(checkpoints))
 
 
 def _with_default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:
@@ -270,7 +268,7 @@ def _with_default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:
     is_guarded = any(getattr(hook, "replaces_nonfinite_stop", False) for hook in hooks)
     all_hooks: list[Hook] = [*([] if is_guarded else [stop_on_nonfinite()]), *hooks]
     if time_limit is not None:
-        check_positive("time_limit", time_limit, allow_zero=True, unit="seconds")
+        read_positive("time_limit", time_limit, allow_zero=True, unit="seconds")
         all_hooks.append(stop_after(time_limit))
     return all_hooks
 
@@ -290,12 +288,10 @@ def _check_evaluations(evaluation: Any) -> list[Evaluation]:
     evaluations = list(evaluation) if isinstance(evaluation, list | tuple) else [evaluation]
     for item in evaluations:
         if not isinstance(item, Evaluation):
-            raise ConfigError(f"evaluation: expected sf.Evaluation(…), got {tree.spell(item)}")
+            refuse("evaluation", "sf.Evaluation(…)", tree.describe_value(item))
     names = [item.name for item in evaluations]
     if len(set(names)) < len(names) or any(name.split("/")[0] == "train" for name in names):
-        raise ConfigError(
-            f"evaluation: expected different names, none of them train, got {names}; give name=…"
-        )
+        refuse("evaluation", "different names, none of them train", f"{names}", "give name=…")
     return evaluations
 
 
@@ -308,9 +304,7 @@ def _check_hooks(hooks: Any) -> list[Hook]:
                 advice = f"; call it with its arguments, as in {spell_call(hook)}"
             elif callable(getattr(hook, "write_scalars", None)):
                 advice = "; sf.log_to(writer) makes a hook of a writer"
-            raise ConfigError(
-                f"hooks: expected functions of an event, got {tree.spell(hook)}{advice}"
-            )
+            refuse("hooks", "functions of an event", f"{tree.describe_value(hook)}{advice}")
     return checked
 
 
@@ -318,7 +312,7 @@ def _check_epochs(feed: BatchFeed, recurring: Sequence[Any], hooks: Sequence[Hoo
     """Refuse schedules by epoch if the batches do not know the length of an epoch."""
     if feed.epoch_ends is not None:
         return
-    got = tree.spell(feed.batches)
+    got = tree.describe_value(feed.batches)
     if any(item is not None and item.every_epochs for item in recurring):
         raise ConfigError(
             "every_epochs: expected batches that know how many steps an epoch has, got "
@@ -366,9 +360,8 @@ class _WatchedMetrics(BaseHook):
             is_own_kind = metric.rpartition("/")[0] == event.kind
             if is_own_kind and metric not in event.metrics and self._knows_names:
                 names = ", ".join(sorted(event.metrics))
-                raise ConfigError(
-                    f"{metric}: expected a metric that is measured, got {names}; {argument} needs "
-                    "one of them"
+                refuse(
+                    metric, "a metric that is measured", f"{names}", f"{argument} needs one of them"
                 )
         unseen = self.unseen.items()
         self.unseen = {metric: arg for metric, arg in unseen if metric not in event.metrics}
@@ -400,9 +393,9 @@ def _check_resumable(
         return
     if not feed.is_resumable:
         warnings.warn(
-            f"batches: expected get_state and set_state, to resume from a checkpoint, got "
-            f"{tree.spell(feed.batches)}; the state is saved, but a resume will be refused: give "
-            "sf.batches(data, …)",
+            "batches: expected get_state and set_state, to resume from a checkpoint, got "
+            f"{tree.describe_value(feed.batches)}; the state is saved, but a resume will be "
+            "refused: give sf.batches(data, …)",
             stacklevel=3,
         )
     to_json(feed.position(), "batches: get_state()")
@@ -413,7 +406,8 @@ def _check_resumable(
         if state is not None and not callable(getattr(hook, "set_state", None)):
             raise ConfigError(
                 f"hooks: {name}: expected set_state next to get_state, to be resumed, got "
-                f"{tree.spell(getattr(hook, 'set_state', None))}; add it, or drop get_state"
+                f"{tree.describe_value(getattr(hook, 'set_state', None))}; add it, or drop "
+                "get_state"
             )
 
 
@@ -422,9 +416,7 @@ def _check_resumable(
 
 def _open_series(checkpoints: Checkpoints, directory: RunDirectory) -> Series:
     if checkpoints.directory is None and directory.path is None:
-        raise ConfigError(
-            "checkpoints: expected a directory, got none; give run_dir=…, or sf.Checkpoints('path')"
-        )
+        refuse("checkpoints", "a directory", "none", "give run_dir=…, or sf.Checkpoints('path')")
     return checkpoints.open(directory.path and directory.path / "checkpoints")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.core.transfers import allow_transfers
-from stepfold.errors import ConfigError
+from stepfold.errors import refuse
 
 if TYPE_CHECKING:
     from clu.metrics import Metric
@@ -337,20 +337,21 @@ def _flatten(name: str, value: Any, values: dict[str, float]) -> None:
     elif type(value) is not float and np.ndim(value):
         if np.ndim(value) > 1:
             warnings.warn(
-                f"{name}: expected a number or a vector, got {tree.spell(value)}, which is logged "
-                f"as {np.size(value)} numbers {name}/0 and so on; return a dict of numbers by name",
+                f"{name}: expected a number or a vector, got {tree.describe_value(value)}, which "
+                f"is logged as {np.size(value)} numbers {name}/0 and so on; return a dict of "
+                "numbers by name",
                 stacklevel=2,
             )
         for index, inner in enumerate(np.ravel(value)):
             _flatten(f"{name}/{index}", inner, values)
     elif name.splitlines() != [name]:  # a table has no place for it
-        raise ConfigError(f"metrics: expected names of one line, got {name!r}; rename it")
+        refuse("metrics", "names of one line", repr(name), "rename it")
     else:
         try:
             values[name] = float(value)
         except (TypeError, ValueError, OverflowError):
             text = str(value) if isinstance(value, str) else value
-            raise ConfigError(f"{name}: expected a number, got {text!r}") from None
+            refuse(name, "a number", repr(text))
 
 
 class Curve(list[float]):

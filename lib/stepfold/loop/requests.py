@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
+from stepfold.errors import refuse
 from stepfold.loop.hooks.base import GoBack, Stop
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -83,7 +84,7 @@ class Requests:
         if saved is not None:
             step, kind, message = saved
             if type(step) is not int:
-                raise TypeError(f"stop: expected a step, got {step!r}")
+                refuse("stop", "a step", repr(step), kind=TypeError)
             self.add(Request(Kind.STOP, step, Stop(str(kind), str(message)), by_hook=True))
 
 

@@ -23,7 +23,7 @@ from stepfold.core.state import params_of
 from stepfold.data.batches import Batches
 from stepfold.data.prefetch import Prefetch
 from stepfold.data.stream import StreamBatches
-from stepfold.errors import DataError
+from stepfold.errors import DataError, refuse
 from stepfold.loop.evaluate import Evaluation, mesh_of
 from stepfold.loop.hooks.base import Hook, hook_name
 from stepfold.loop.json_files import has_form, is_count, read_json
@@ -130,7 +130,7 @@ def read_run_info(run_dir: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise DataError(f"{path}: expected JSON, got a damaged file: {error}; {_ADVICE}") from None
+        refuse(path, "JSON", f"a damaged file: {error}", _ADVICE, kind=DataError)
     number = info.get("format") if isinstance(info, dict) else None
     if type(number) is int and number > FORMAT:
         raise DataError(
@@ -138,7 +138,7 @@ def read_run_info(run_dir: Path) -> dict[str, Any]:
             f"upgrade with pip install -U stepfold, or {_ADVICE}"
         )
     if not has_form(info, _FORM):
-        raise DataError(f"{path}: expected a run.json that fit wrote, got other JSON; {_ADVICE}")
+        refuse(path, "a run.json that fit wrote", "other JSON", _ADVICE, kind=DataError)
     for attempt in info["attempts"] if number == 1 else ():
         # Format 1 says only in prose why an attempt stopped.
         stopped, raised = attempt.pop("stopped", None), attempt.pop("error", None)

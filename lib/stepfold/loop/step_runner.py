@@ -20,7 +20,7 @@ from stepfold import tree
 from stepfold.core.state import strengthen
 from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import spell_call, takes
-from stepfold.errors import ConfigError, OutOfMemoryError, RetraceError
+from stepfold.errors import ConfigError, OutOfMemoryError, RetraceError, refuse
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.inspect.memory import exhausted, is_exhausted
 from stepfold.loop.evaluate import mesh_of
@@ -39,7 +39,7 @@ class StepRunner:
 
     def __init__(self, step: Step) -> None:
         if not callable(step):
-            raise ConfigError(f"step: expected a step (state, batch) -> …, got {tree.spell(step)}")
+            refuse("step", "a step (state, batch) -> …", tree.describe_value(step))
         if not takes(step, 2):
             raise ConfigError(
                 f"step: expected a step (state, batch) -> (state, metrics), got {spell_call(step)};"
@@ -78,7 +78,8 @@ class StepRunner:
         if later and isinstance(self._step, CompiledStep):
             raise ConfigError(
                 f"step: expected one that is not compiled, for batches of {size} and later of "
-                f"{', '.join(map(str, later))}, got {tree.spell(self._step)}; give the step itself"
+                f"{', '.join(map(str, later))}, got {tree.describe_value(self._step)}; give the "
+                "step itself"
             )
         self._size = size
         self._later = [] if self._programs else [n for n in dict.fromkeys(later) if n != size]
@@ -141,12 +142,12 @@ class StepRunner:
 def check_step_output(output: Any) -> tuple[Any, dict[str, Any]]:
     """Check that a step returned a state and metrics by name."""
     if not isinstance(output, tuple) or len(output) != 2:
-        raise ConfigError(f"step: expected (state, metrics) from it, got {tree.spell(output)}")
+        refuse("step", "(state, metrics) from it", tree.describe_value(output))
     state, metrics = output
     if not are_metrics(metrics):
         raise ConfigError(
-            f"step: expected metrics by name from it, got {tree.spell(metrics)}; return each "
-            "number as sf.mean(values), so that they merge exactly"
+            f"step: expected metrics by name from it, got {tree.describe_value(metrics)}; return "
+            "each number as sf.mean(values), so that they merge exactly"
         )
     return state, dict(metrics)
 

@@ -16,7 +16,7 @@ from stepfold.checkpoint.series import Series
 from stepfold.core.processes import KeyValues, agreement, spell_processes
 from stepfold.core.state import has_nan, is_available, step_of
 from stepfold.data.epochs import EpochEnds, size_at
-from stepfold.errors import CheckpointError, ConfigError, DataError, StepfoldError
+from stepfold.errors import CheckpointError, ConfigError, DataError, StepfoldError, refuse
 from stepfold.loop.consensus import Alone, Several
 from stepfold.loop.data import BatchFeed, DataPosition
 from stepfold.loop.evaluate import Evaluation
@@ -152,7 +152,7 @@ class Progress:
         for name, value in asdict(now).items():
             types = (int, type(None)) if name == "total" else (type(value),)
             if type(values[name]) not in types:
-                raise TypeError(f"{name}: {tree.spell(values[name])}")
+                raise TypeError(f"{name}: {tree.describe_value(values[name])}")
         return cls(**values)
 
 
@@ -376,7 +376,7 @@ class TrainLoop:
 
     def _end_exhausted(self) -> None:
         if self.step == self.first_step and self.resumed is None:
-            raise DataError("batches: expected at least one, got none")
+            refuse("batches", "at least one", "none", kind=DataError)
         left = self._feed.batches_left
         if not self.consensus.is_alone and not self._votes_on_batches and left:
             expected = "no end" if left == math.inf else f"{left} more"
@@ -678,6 +678,8 @@ class TrainLoop:
 
     def get_state(self) -> dict[str, Any]:
         """Return the run state for a checkpoint; its size does not grow with the run."""
+        if not self.hooks.wants_epochs:  # a hook that a resume adds is not owed the end of this one
+            self.progress.epoch_ended_at = self.step
         return {
             "format": _FORMAT,
             **asdict(self.progress),

@@ -15,7 +15,7 @@ from stepfold import tree
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import is_url, sync
 from stepfold.core.processes import agreement
-from stepfold.errors import CheckpointError, ConfigError, StepfoldError
+from stepfold.errors import CheckpointError, ConfigError, StepfoldError, refuse
 from stepfold.loop.hooks.base import BaseHook, Event
 from stepfold.loop.run_info import NAME, read_run_info
 from stepfold.loop.writers.jsonl import read_rows
@@ -35,13 +35,12 @@ class Upload(BaseHook):
     def __init__(self, run_dir: Path | None, url: Any, series: Series | None = None) -> None:
         if not is_url(url):
             raise ConfigError(
-                f"upload: expected a URL such as 's3://bucket/run', got {tree.spell(url)}; give "
-                "run_dir=… alone to keep the files of a run on a file system"
+                "upload: expected a URL such as 's3://bucket/run', got "
+                f"{tree.describe_value(url)}; give run_dir=… alone to keep the files of a run on "
+                "a file system"
             )
         if run_dir is None:
-            raise ConfigError(
-                "upload: expected run_dir=… to go with it, got none; give a directory"
-            )
+            refuse("upload", "run_dir=… to go with it", "none", "give a directory")
         from stepfold.checkpoint.bucket import Bucket  # lazy: imports tensorstore
 
         # If the server fails, the series and this do not wait for it one after the other.

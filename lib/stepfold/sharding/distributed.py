@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from stepfold.core.processes import DEFAULT_TIMEOUT, KeyValues
-from stepfold.errors import ConfigError
+from stepfold.errors import ConfigError, refuse
 
 # A coordinator that has answered before counts as ended after this many failed connections.
 _POLL_SECONDS, _MAX_FAILURES = 2.0, 3
@@ -119,7 +119,7 @@ def start_distributed(
     shutdown = heartbeat if shutdown is None else shutdown
     for name, seconds in (("timeout", timeout), ("heartbeat", heartbeat), ("shutdown", shutdown)):
         if not isinstance(seconds, int) or seconds < 1:
-            raise ConfigError(f"{name}: expected a whole number of seconds, got {seconds!r}")
+            refuse(name, "a whole number of seconds", repr(seconds))
     job, local = _find_job(coordinator, processes, process, os.environ)
     if jax.distributed.is_initialized():
         running = Distributed("already started", jax.process_index(), jax.process_count())

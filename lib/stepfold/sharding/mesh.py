@@ -10,8 +10,8 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from stepfold.core.validation import mismatch
-from stepfold.errors import ShardingError
+from stepfold.errors import ShardingError, refuse
+from stepfold.tree import describe_value
 
 DATA_AXES = ("dp", "fsdp")
 """The mesh axes over which batches are sharded by default."""
@@ -52,10 +52,10 @@ def make_mesh(
     is_device = lambda device: hasattr(device, "process_index")
     devices = [*_items("devices", "a list of jax devices", devices, is_device)]
     if not devices:
-        raise ShardingError("make_mesh: expected at least one device, got none")
+        refuse("make_mesh", "at least one device", "none", kind=ShardingError)
     names = _items("names", "names of axes", names, lambda name: isinstance(name, str))
     if len(set(names)) != len(names):
-        raise ShardingError(f"make_mesh: expected names that differ, got {names}")
+        refuse("make_mesh", "names that differ", f"{names}", kind=ShardingError)
     if dcn_dims is None:
         shape = _shape(dims, len(devices), names, "dims", "devices")
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
@@ -65,8 +65,8 @@ def make_mesh(
         indices = [getattr(device, granule) for device in devices]
         sizes = [indices.count(index) for index in dict.fromkeys(indices)]
         if len(set(sizes)) > 1:
-            raise ShardingError(
-                f"dcn_dims: expected slices of one size, got slices of {sizes} devices"
+            refuse(
+                "dcn_dims", "slices of one size", f"slices of {sizes} devices", kind=ShardingError
             )
         outer = _shape(dcn_dims, len(sizes), names, "dcn_dims", "slices")
         inner = _shape(dims, sizes[0], names, "dims", "devices of a slice")
@@ -80,7 +80,7 @@ def _items(argument: str, expected: str, values: Any, is_valid: Callable[[Any], 
     """Return the items of an iterable as a tuple, if all are valid."""
     items = tuple(values) if isinstance(values, Iterable) else None
     if items is None or not all(map(is_valid, items)):
-        raise ShardingError(mismatch(argument, expected, values))
+        refuse(argument, expected, describe_value(values), kind=ShardingError)
     return items
 
 
@@ -93,9 +93,9 @@ def _shape(
     except TypeError:
         sizes = ()
     if not sizes or any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
-        raise ShardingError(f"{argument}: expected positive sizes, one at most -1, got {dims!r}")
+        refuse(argument, "positive sizes, one at most -1", repr(dims), kind=ShardingError)
     if len(sizes) != len(names):
-        raise ShardingError(f"{argument}: expected one size for each of {names}, got {sizes}")
+        refuse(argument, f"one size for each of {names}", f"{sizes}", kind=ShardingError)
     fixed = math.prod(size for size in sizes if size != -1)
     shape = tuple(count // fixed if size == -1 else size for size in sizes)
     if math.prod(shape) == count:

@@ -20,7 +20,7 @@ from stepfold import tree
 from stepfold.core.gradients import GradFn, differentiate, objective_of
 from stepfold.core.loss import LossFn, share_of
 from stepfold.core.state import TrainState, check_params
-from stepfold.core.validation import check_positive, read_integer
+from stepfold.core.validation import read_integer, read_positive
 from stepfold.errors import ConfigError, ShardingError
 from stepfold.sharding.mesh import axes_of, check_mesh, data_axes
 from stepfold.sharding.reduce import check_rows, keep_axes, mesh_of_plan
@@ -207,7 +207,7 @@ def clip_by_ordered_norm(
     >>> updates.tolist()
     [-0.5, -0.5, -0.5, -0.5]
     """
-    check_positive("max_norm", max_norm)
+    read_positive("max_norm", max_norm)
     _axis_sizes(mesh, blocks, axes)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:  # noqa: ARG001

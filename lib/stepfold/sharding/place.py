@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold import tree
 from stepfold.core.processes import KeyValues, spell_processes
-from stepfold.errors import DataError, PeerTimeoutError, ShardingError
+from stepfold.errors import DataError, PeerTimeoutError, ShardingError, refuse
 from stepfold.sharding.mesh import check_mesh, data_axes
 from stepfold.sharding.plan import shardings_of
 from stepfold.sharding.topology import can_run, check_here
@@ -67,12 +67,14 @@ def _row_counts(batch: Any) -> set[int]:
     if not all(tree.is_data(leaf, abstract=True) for leaf in leaves):
         named = tree.named_leaves(batch, "batch")
         name, leaf = next(pair for pair in named if not tree.is_data(pair[1], abstract=True))
-        raise DataError(f"{name}: expected an array, got {tree.spell(leaf)}")
+        refuse(name, "an array", tree.describe_value(leaf), kind=DataError)
     sizes = {np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)}
     if len(sizes) > 1:
         named = tree.named_leaves(batch, "batch")
-        got = ", ".join(f"{name} {tree.spell(leaf)}" for name, leaf in named if np.ndim(leaf))
-        raise DataError(f"shard_batch: expected as many rows in every leaf, got {got}")
+        got = ", ".join(
+            f"{name} {tree.describe_value(leaf)}" for name, leaf in named if np.ndim(leaf)
+        )
+        refuse("shard_batch", "as many rows in every leaf", got, kind=DataError)
     return sizes
 
 

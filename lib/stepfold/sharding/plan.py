@@ -14,11 +14,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold.core.state import TrainState
-from stepfold.core.validation import mismatch
-from stepfold.errors import ShardingError, TreeMismatchError
+from stepfold.errors import ShardingError, TreeMismatchError, refuse
 from stepfold.sharding.mesh import DATA_AXES, axes_of, check_mesh
 from stepfold.table import size, table
-from stepfold.tree import is_array, named_leaves, path_name, spell
+from stepfold.tree import describe_value, is_array, named_leaves, path_name
 
 RuleFn = Callable[[str, Any], PartitionSpec | None]
 """`(path, leaf) -> spec`, or None to defer to the next rule."""
@@ -38,8 +37,8 @@ class Fsdp:
         # A mesh may lack "fsdp", the default, and either of the default axes of a batch.
         may_lack = self.axis == "fsdp" or (wanted == DATA_AXES and names)
         if names != wanted and not may_lack:
-            raise ShardingError(
-                f"fsdp: expected axes of the mesh {tuple(mesh.shape)}, got {self.axis!r}"
+            refuse(
+                "fsdp", f"axes of the mesh {tuple(mesh.shape)}", repr(self.axis), kind=ShardingError
             )
         parts = math.prod(mesh.shape[name] for name in names)
 
@@ -76,7 +75,7 @@ def fsdp(axis: str | tuple[str, ...] = "fsdp", *, min_size: int = 4096) -> Fsdp:
     True
     """
     if not isinstance(min_size, int) or min_size < 0:
-        raise ShardingError(f"fsdp: expected min_size of at least 0 elements, got {min_size!r}")
+        refuse("fsdp", "min_size of at least 0 elements", repr(min_size), kind=ShardingError)
     return Fsdp(axis, min_size)
 
 
@@ -126,7 +125,7 @@ def make_sharding(
     >>> state = sf.init_state(init, tx, jax.random.key(0), sharding=plan)
     """
     if misfit not in ("error", "replicate"):
-        raise ShardingError(f"misfit: expected 'error' or 'replicate', got {misfit!r}")
+        refuse("misfit", "'error' or 'replicate'", repr(misfit), kind=ShardingError)
     check_mesh(mesh)
     named = named_leaves(tree)
     _check_leaves(named)
@@ -172,7 +171,8 @@ def make_sharding(
 def _check_leaves(named: list[tuple[str, Any]]) -> None:
     for path, leaf in named:
         if not is_array(leaf):
-            raise ShardingError(mismatch(path or "tree", "an array or an abstract one", leaf))
+            expected, got = "an array or an abstract one", describe_value(leaf)
+            refuse(path or "tree", expected, got, kind=ShardingError)
 
 
 _UNBOX = (
@@ -226,13 +226,11 @@ def _rule_function(rule: Any, mesh: Mesh, paths: Sequence[str]) -> RuleFn:
         if callable(rule):
             return rule  # type: ignore[no-any-return]
         expected = "(regex, PartitionSpec), a function (path, leaf) -> spec, or sf.fsdp()"
-        raise ShardingError(mismatch("rules", expected, rule))
+        refuse("rules", expected, describe_value(rule), kind=ShardingError)
     try:
         pattern = re.compile(rule[0])
     except re.error as error:
-        raise ShardingError(
-            f"rules: expected a regular expression, got {rule[0]!r}: {error}"
-        ) from None
+        refuse("rules", "a regular expression", f"{rule[0]!r}: {error}", kind=ShardingError)
     if not any(map(pattern.search, paths)):
         raise ShardingError(
             f"rules: {rule[0]!r} matches no path; there are {', '.join(paths[:8])}"
@@ -243,7 +241,7 @@ def _rule_function(rule: Any, mesh: Mesh, paths: Sequence[str]) -> RuleFn:
 
 def _problem(shape: tuple[int, ...], spec: Any, mesh: Mesh) -> str | None:
     if not isinstance(spec, PartitionSpec):
-        return f"expected a PartitionSpec from the rule, got {spell(spec)}"
+        return f"expected a PartitionSpec from the rule, got {describe_value(spec)}"
     if len(spec) > len(shape):
         return f"{spec} has {len(spec)} entries, and the shape {shape} {len(shape)} dimensions"
     used = [name for entry in spec for name in axes_of(entry)]
@@ -307,7 +305,7 @@ def shardings_of(tree: Any, plan: Any) -> list[Sharding]:
     for name, sharding in named_leaves(plan, "plan"):
         if not isinstance(sharding, Sharding):
             expected = "shardings, as sf.make_sharding makes them"
-            raise ShardingError(mismatch(name, expected, sharding))
+            refuse(name, expected, describe_value(sharding), kind=ShardingError)
     have, want = ([name for name, _ in named_leaves(x)] for x in (tree, plan))
     lines = [f"{name}: has no sharding" for name in have if name not in set(want)]
     lines += [f"{name}: has a sharding and no array" for name in want if name not in set(have)]
@@ -345,10 +343,10 @@ def sharding_table(tree: Any, plan: Any = None) -> str:
     total = elements = 0
     for (path, leaf), sharding in zip(named, shardings, strict=True):
         if not isinstance(sharding, Sharding):
-            raise ShardingError(f"{path}: expected a sharding, got {sharding!r}; give plan=…")
+            refuse(path, "a sharding", repr(sharding), "give plan=…", kind=ShardingError)
         own = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         total, elements = total + own, elements + math.prod(leaf.shape)
-        rows.append((path, spell(leaf), _spell_spec(sharding), size(own)))
+        rows.append((path, describe_value(leaf), _spell_spec(sharding), size(own)))
     rows.append(("total", f"{elements} elements", "", size(total)))
     return table(("path", "shape", "spec", "bytes per device"), rows)
 

@@ -12,10 +12,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from stepfold.core.gradients import GradFn, gradients_in_parts
 from stepfold.core.loss import LossFn
 from stepfold.core.state import TrainState
-from stepfold.core.validation import mismatch
-from stepfold.errors import DataError, ShardingError
+from stepfold.errors import DataError, ShardingError, refuse
 from stepfold.sharding.mesh import axes_of, data_axes
-from stepfold.tree import named_leaves
+from stepfold.tree import describe_value, named_leaves
 
 
 def reduce_once(
@@ -119,7 +118,8 @@ def check_rows(batch: Any, count: int, divisor: str) -> None:
     for name, leaf in named_leaves(batch, "batch"):
         if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] % count:
             expected = f"a leading size that {divisor} divide"
-            raise DataError(mismatch(name, expected, leaf, "drop or pad the last batch"))
+            got, advice = describe_value(leaf), "drop or pad the last batch"
+            refuse(name, expected, got, advice, kind=DataError)
 
 
 def keep_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:

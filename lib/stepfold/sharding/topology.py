@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from stepfold.errors import ConfigError, ShardingError
+from stepfold.errors import ConfigError, ShardingError, refuse
 
 # libtpu reads these when it is loaded: to load it in several processes, and away from a TPU host.
 _ENVIRONMENT = {
@@ -53,7 +53,7 @@ def devices_of(topology: str) -> list[jax.Device]:
     except RuntimeError as error:
         if "not installed" in str(error):
             advice = 'pip install "stepfold[tpu]"'
-            raise ConfigError(f"topology: expected libtpu, got none; {advice}") from None
+            refuse("topology", "libtpu", "none", advice)
         if not re.match("INVALID_ARGUMENT|NOT_FOUND", str(error)):
             raise
         raise ConfigError(f"{message}; libtpu reports: {error}") from None

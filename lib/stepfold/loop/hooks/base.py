@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stepfold.checkpoint.steps import as_integer
-from stepfold.core.validation import check_count, mismatch
-from stepfold.errors import ConfigError
+from stepfold.core.validation import as_integer, read_integer
+from stepfold.errors import ConfigError, refuse
 from stepfold.loop.metrics import metric_values
+from stepfold.tree import describe_value
 
 
 class Stop(NamedTuple):
@@ -239,7 +239,7 @@ class HookDispatcher:
                 event = event._replace(metrics={**event.metrics, **metric_values(returned)})
             elif returned is not None:
                 wanted = "a hook to return None, a reason to stop, or numbers by name"
-                raise ConfigError(mismatch(hook_name(self.hooks[index]), wanted, returned))
+                refuse(hook_name(self.hooks[index]), wanted, describe_value(returned))
         return event, [reasons[index] for index in sorted(reasons)]
 
     @contextmanager
@@ -295,7 +295,7 @@ def _check_request(request: GoBack, step: int, hook: Hook) -> GoBack:
             f"{name}: GoBack(to=…): expected a step before {first}, the first whose batch is "
             f"skipped, got {to!r}"
         )
-    return GoBack(target, (first, stop), str(why), check_count("GoBack(limit=…)", limit))
+    return GoBack(target, (first, stop), str(why), read_integer("GoBack(limit=…)", limit))
 
 
 def check_spelling(metric: str, event: Event) -> None:

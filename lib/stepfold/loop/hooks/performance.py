@@ -14,11 +14,12 @@ import numpy as np
 
 from stepfold.checkpoint.steps import is_url
 from stepfold.core.processes import KeyValues
-from stepfold.core.validation import check_count, check_positive, mismatch
-from stepfold.errors import ConfigError
+from stepfold.core.validation import read_integer, read_positive
+from stepfold.errors import refuse
 from stepfold.inspect.peaks import mfu, peak_flops
 from stepfold.loop.hooks.base import BaseHook, Event
 from stepfold.loop.writers.base import check_path
+from stepfold.tree import describe_value
 
 _REPORT_SECONDS = 0.5  # between reports of `stragglers`, each of which takes about a millisecond
 
@@ -60,10 +61,10 @@ class throughput(BaseHook):  # noqa: N801
     ) -> None:
         for name, value in {"flops": flops, "peak": peak}.items():
             if value is not None:
-                check_positive(name, value)
+                read_positive(name, value)
         for name, unit in units.items():
             if not callable(unit):
-                raise ConfigError(mismatch(name, "a function of a batch", unit))
+                refuse(name, "a function of a batch", describe_value(unit))
         self._flops, self._peak, self._dtype = flops, peak, dtype
         self._units = {"examples": _num_examples, **units}
         self.reset(0)
@@ -148,7 +149,7 @@ class stragglers(BaseHook):  # noqa: N801
     needs_hook_seconds = True
 
     def __init__(self, *, threshold: float = 1.5) -> None:
-        self._threshold = check_positive("threshold", threshold)
+        self._threshold = read_positive("threshold", threshold)
         self._folder = ""  # of the values of this run; empty in a single process
 
     def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
@@ -246,8 +247,8 @@ class profile(BaseHook):  # noqa: N801
     state_key = ("_first",)
 
     def __init__(self, first: int, count: int, folder: str | os.PathLike[str]) -> None:
-        self._first = check_count("first", first, minimum=0)
-        self._count = check_count("count", count)
+        self._first = read_integer("first", first, minimum=0)
+        self._count = read_integer("count", count)
         self._folder = folder if is_url(folder) else str(check_path("folder", folder, "folder"))
         self._end: int | None = None  # the step of the event that ends the trace, while it is open
         self.reset(0)

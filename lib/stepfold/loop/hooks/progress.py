@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, TextIO
 
 import jax
 
-from stepfold.core.validation import check_count, mismatch
-from stepfold.errors import ConfigError
+from stepfold.core.validation import read_integer
+from stepfold.errors import refuse
 from stepfold.loop.hooks.base import BaseHook, Event
 from stepfold.loop.hooks.performance import Pace
 from stepfold.loop.writers.base import require
+from stepfold.tree import describe_value
 
 
 class progress(BaseHook):  # noqa: N801
@@ -48,13 +49,13 @@ class progress(BaseHook):  # noqa: N801
         file: TextIO | None = None,
     ) -> None:
         if not isinstance(kind, str) or kind not in _BARS:
-            raise ConfigError(f"progress: expected 'tqdm', 'rich' or 'json', got {kind!r}")
+            refuse("progress", "'tqdm', 'rich' or 'json'", repr(kind))
         if kind != "json":
             require(kind, "progress", kind)
         if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics or ()):
-            raise ConfigError(mismatch("metrics", "names or patterns, as ('eval/*',)", metrics))
+            refuse("metrics", "names or patterns, as ('eval/*',)", describe_value(metrics))
         self._kind, self._metrics, self._file = kind, metrics, file
-        self._average, self._over = average, check_count("over", over)
+        self._average, self._over = average, read_integer("over", over)
         self._bar: _Bar | None = None  # of the run that is open
         self._stream: _Stream | None = None
         self.reset(0)

@@ -12,8 +12,8 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.steps import read_best
-from stepfold.core.validation import check_count, check_flags, check_positive
-from stepfold.errors import ConfigError
+from stepfold.core.validation import check_flags, read_integer, read_positive
+from stepfold.errors import refuse
 from stepfold.loop.hooks.base import BaseHook, Event, GoBack, Stop
 
 
@@ -28,7 +28,7 @@ class stop_after(BaseHook):  # noqa: N801
     can_stop = True
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = check_positive("stop_after", seconds, allow_zero=True, unit="seconds")
+        self._seconds = read_positive("stop_after", seconds, allow_zero=True, unit="seconds")
         self._end = time.monotonic() + seconds
 
     def __call__(self, event: Event) -> Stop | None:  # noqa: ARG002
@@ -168,12 +168,12 @@ class stop_early(BaseHook):  # noqa: N801
         keep_state: bool = False,
     ) -> None:
         check_flags(keep_state=keep_state)
-        self._patience = check_count("patience", patience)
-        self._min_delta = check_positive("min_delta", min_delta, allow_zero=True)
+        self._patience = read_integer("patience", patience)
+        self._min_delta = read_positive("min_delta", min_delta, allow_zero=True)
         if not isinstance(metric, str):
-            raise ConfigError(f"metric: expected the name of a metric, got {metric!r}")
+            refuse("metric", "the name of a metric", repr(metric))
         if keep_state and metric.startswith("train/"):
-            raise ConfigError(f"keep_state: expected the metric of an evaluation, got {metric!r}")
+            refuse("keep_state", "the metric of an evaluation", repr(metric))
         self.metric: str = metric
         self._sign = 1 if read_best(metric, mode) == (metric, "min") else -1
         self._keep_state = keep_state
@@ -223,8 +223,8 @@ class stop_on_spike(BaseHook):  # noqa: N801
     ) -> None:
         _check_train_metric("metric", metric)
         self.metric: str = metric
-        self._window = check_count("window", window, minimum=2)
-        self._deviations = check_positive("deviations", deviations)
+        self._window = read_integer("window", window, minimum=2)
+        self._deviations = read_positive("deviations", deviations)
         self.reset(0)
 
     def reset(self, step: int) -> None:  # noqa: ARG002
@@ -281,9 +281,9 @@ class roll_back_on_spike(stop_on_spike):  # noqa: N801
         skip: int = 1,
         limit: int = 3,
     ) -> None:
-        check_positive("sigma", sigma)
+        read_positive("sigma", sigma)
         super().__init__(metric, window=window, deviations=sigma)
-        self._skip, self._limit = check_count("skip", skip), check_count("limit", limit)
+        self._skip, self._limit = read_integer("skip", skip), read_integer("limit", limit)
 
     def __call__(self, event: Event) -> GoBack | None:  # type: ignore[override]
         found = self._find(event)
@@ -310,7 +310,7 @@ class roll_back_on_nonfinite(stop_on_nonfinite):  # noqa: N801
 
     def __init__(self, pattern: str = "train/loss", *, skip: int = 1, limit: int = 3) -> None:
         super().__init__(pattern)
-        self._skip, self._limit = check_count("skip", skip), check_count("limit", limit)
+        self._skip, self._limit = read_integer("skip", skip), read_integer("limit", limit)
 
     def __call__(self, event: Event) -> GoBack | None:  # type: ignore[override]
         stop = super().__call__(event)
@@ -337,7 +337,7 @@ class watchdog(BaseHook):  # noqa: N801
 
     def __init__(self, seconds: float, abort: bool = False, *, file: TextIO | None = None) -> None:
         check_flags(abort=abort)
-        self._seconds = check_positive("watchdog", seconds, unit="seconds")
+        self._seconds = read_positive("watchdog", seconds, unit="seconds")
         self._abort, self._file = abort, file
         self._started: float | None = None
 
@@ -360,7 +360,7 @@ class watchdog(BaseHook):  # noqa: N801
 
 def _check_train_metric(name: str, metric: Any) -> None:
     if not isinstance(metric, str) or not metric.startswith("train/"):
-        raise ConfigError(f"{name}: expected a train metric, as 'train/loss', got {metric!r}")
+        refuse(name, "a train metric, as 'train/loss'", repr(metric))
 
 
 def _copy_to_host(leaf: Any) -> Any:

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from stepfold import tree
 from stepfold.core.state import params_of
-from stepfold.core.validation import check_count, mismatch
-from stepfold.errors import ConfigError
+from stepfold.core.validation import read_integer
+from stepfold.errors import ConfigError, refuse
 from stepfold.loop.hooks.base import BaseHook, Event
 
 
@@ -40,8 +40,8 @@ class weight_statistics(BaseHook):  # noqa: N801
             message = f"pattern: expected a regular expression, got {pattern!r}: {error}"
             raise ConfigError(message) from None
         if writer is not None and not callable(getattr(writer, "write_histograms", None)):
-            raise ConfigError(mismatch("writer", "one with write_histograms", writer))
-        self._samples = check_count("samples", samples)
+            refuse("writer", "one with write_histograms", tree.describe_value(writer))
+        self._samples = read_integer("samples", samples)
         self._writer, self._name = writer, name
         self.provides = (f"{name}/",)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from stepfold.core.validation import check_count, mismatch
-from stepfold.errors import ConfigError
+from stepfold.core.validation import read_integer
+from stepfold.errors import refuse
 from stepfold.loop.hooks.base import (
     BaseHook,
     Event,
@@ -18,6 +18,7 @@ from stepfold.loop.hooks.base import (
     call_optional,
     hook_name,
 )
+from stepfold.tree import describe_value
 
 
 class HookWrapper:
@@ -29,10 +30,10 @@ class HookWrapper:
     def __init__(self, hook: Hook) -> None:
         name = type(self).__name__
         if not callable(hook) or isinstance(hook, type):
-            raise ConfigError(mismatch(name, "a hook, (event) -> …", hook))
+            refuse(name, "a hook, (event) -> …", describe_value(hook))
         if hasattr(hook, "end_epoch"):
             advice = "give one that is called after epochs to fit directly"
-            raise ConfigError(mismatch(name, "a hook that is called with events", hook, advice))
+            refuse(name, "a hook that is called with events", describe_value(hook), advice)
         self._hook = hook
 
     def __getattr__(self, name: str) -> Any:
@@ -67,7 +68,7 @@ class every(HookWrapper):  # noqa: N801
 
     def __init__(self, n: int, hook: Hook) -> None:
         super().__init__(hook)
-        self._n = check_count("every", n)
+        self._n = read_integer("every", n)
         self._first: int | None = None  # the multiple at which the run began; None outside of one
         self._reached: dict[str, int] = {}  # the last multiple by kind of event
 
@@ -139,7 +140,7 @@ class callback(BaseHook):  # noqa: N801
     ) -> None:
         if not callable(function):
             wanted = "a function (trainer, epoch, metrics)"
-            raise ConfigError(mismatch("callback", wanted, function))
+            refuse("callback", wanted, describe_value(function))
         self._function, self._trainer = function, trainer
         self.reset(0)
 

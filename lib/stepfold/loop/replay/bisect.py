@@ -117,6 +117,6 @@ def _spell_row(batch: Any, row: int) -> str:
     for name, leaf in tree.named_leaves(batch):
         if getattr(leaf, "shape", ()):
             value = leaf[row]
-            text = tree.spell(value) if value.size > 8 else str(value).replace("\n", "")
+            text = tree.describe_value(value) if value.size > 8 else str(value).replace("\n", "")
             texts.append(f"{name}={text}" if name else text)
     return ", ".join(texts)

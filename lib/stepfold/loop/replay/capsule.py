@@ -32,7 +32,7 @@ from stepfold.checkpoint.steps import absolute_path, is_url, sync
 from stepfold.checkpoint.store import complete_steps, open_store
 from stepfold.core.state import is_available
 from stepfold.core.transfers import allow_transfers
-from stepfold.errors import CheckpointError, ConfigError
+from stepfold.errors import CheckpointError, ConfigError, refuse
 from stepfold.loop.data import BatchFeed, DataPosition, reread
 from stepfold.loop.hooks.stop import Nonfinite
 from stepfold.loop.json_files import check_plain, has_form, is_count
@@ -311,7 +311,7 @@ def _describe(node: Any, path: str, arrays: dict[str, np.ndarray], lost: list[st
             return {"array": [number, array.dtype.name, impl]}
     children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda child: child is not node)
     if len(children) == 1 and children[0][1] is node:
-        lost.append(f"{path}: {tree.spell(node)} is not an array of numbers")
+        lost.append(f"{path}: {tree.describe_value(node)} is not an array of numbers")
         return None
     items = []
     for (entry,), child in children:
@@ -340,7 +340,7 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
     inf
     """
     if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"capsule: expected a Capsule or the path of one, got {path!r}")
+        refuse("capsule", "a Capsule or the path of one", repr(path))
     path = absolute_path("capsule", path)
     if not os.path.isfile(path / _JSON):  # also False for a name that is too long
         raise CheckpointError(

@@ -248,8 +248,8 @@ def _read_again(capsule: Capsule, batches: Any) -> Iterator[Iterator[Any]]:
         if not hasattr(batches, "without"):
             raise ConfigError(
                 f"batches: expected some that skip {[*capsule.skipped]}, as the run did, got "
-                f"{tree.spell(batches)}; give sf.batches(data, …), or an iterator that starts with "
-                f"the batch of step {capsule.mark.step + 1}"
+                f"{tree.describe_value(batches)}; give sf.batches(data, …), or an iterator that "
+                f"starts with the batch of step {capsule.mark.step + 1}"
             )
         # Both may read one stream, so the position is restored.
         position = batches.get_state()

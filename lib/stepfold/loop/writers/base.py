@@ -15,8 +15,8 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.steps import absolute_path, sync
-from stepfold.core.validation import mismatch, read_integer
-from stepfold.errors import ConfigError
+from stepfold.core.validation import read_integer
+from stepfold.errors import ConfigError, refuse
 
 PathLike = str | os.PathLike[str]
 Values = Mapping[str, Any]
@@ -116,7 +116,7 @@ class ConvertingWriter(Writer):
 def _convert(kind: str, values: Values, convert: Callable[[str, Any], Any]) -> dict[str, Any]:
     for name in values:
         if not isinstance(name, str):
-            raise TypeError(mismatch(kind, "names that are strings", name))
+            refuse(kind, "names that are strings", tree.describe_value(name), kind=TypeError)
     return {name: convert(name, value) for name, value in values.items()}
 
 
@@ -132,13 +132,13 @@ def _real_array(
     name: str, value: Any, expected: str = "an array of real numbers", size: int | None = None
 ) -> np.ndarray:
     if not tree.is_real(value) or size not in (None, np.size(value)):
-        raise TypeError(mismatch(name, expected, value))
+        refuse(name, expected, tree.describe_value(value), kind=TypeError)
     return np.asarray(value)
 
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(mismatch(name, "text", value))
+        refuse(name, "text", tree.describe_value(value), kind=TypeError)
     return value
 
 
@@ -160,7 +160,7 @@ def _pixels(name: str, value: Any) -> np.ndarray:
     is_batch = array.ndim == 4 and array.shape[-1] in (1, 3, 4) and array.size > 0
     if not is_batch or not (is_float or array.dtype == np.uint8):
         kind = "[H, W, C] or [N, H, W, C] of 1, 3 or 4 channels, uint8 or floats from 0 to 1"
-        raise ValueError(mismatch(name, f"images {kind}", value))
+        refuse(name, f"images {kind}", tree.describe_value(value), kind=ValueError)
     if is_float:
         array = np.round(np.nan_to_num(array.astype(np.float32)).clip(0, 1) * 255).astype(np.uint8)
     return array
@@ -188,7 +188,7 @@ class console_writer(ConvertingWriter):  # noqa: N801
 
     def __init__(self, stream: TextIO | None = None) -> None:
         if stream is not None and not callable(getattr(stream, "write", None)):
-            raise ConfigError(f"stream: expected an open text file or None, got {stream!r}")
+            refuse("stream", "an open text file or None", repr(stream))
         self._stream = stream
 
     def _write(self, step: int, values: Mapping[str, Value]) -> None:
@@ -209,7 +209,7 @@ def _describe(value: Value) -> str:
         nonfinite = f", {value.nonfinite} not finite" if value.nonfinite else ""
         return f"{sum(value.counts)} from {value.edges[0]:.5g} to {value.edges[-1]:.5g}{nonfinite}"
     if isinstance(value, np.ndarray):
-        return tree.spell(value)
+        return tree.describe_value(value)
     if isinstance(value, float):
         return f"{value:<11.5g}"
     return f"{value:<11}" if isinstance(value, int) else value
@@ -243,7 +243,7 @@ class FileWriter(ConvertingWriter):
 def check_path(argument: str, path: Any, kind: str = "file") -> Path:
     """Check that a file or a folder can be written to, without touching it."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in f"{path}":
-        raise ConfigError(mismatch(argument, f"the path of a {kind}", path))
+        refuse(argument, f"the path of a {kind}", tree.describe_value(path))
     target = absolute_path(argument, path)
     try:
         existing = next(each for each in (target, *target.parents) if each.exists())
@@ -255,9 +255,8 @@ def check_path(argument: str, path: Any, kind: str = "file") -> Path:
             return target
     except OSError as error:  # such as a name that is too long
         problem = f"the path is invalid: {error.strerror}"
-    raise ConfigError(
-        f"{argument}: expected the path of a {kind} to write to, got {path}, but {problem}; give "
-        "another path"
+    refuse(
+        argument, f"the path of a {kind} to write to", f"{path}, but {problem}", "give another path"
     )
 
 

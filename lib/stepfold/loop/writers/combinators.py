@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.core.validation import check_count, check_flags
+from stepfold.core.validation import check_flags, read_integer
 from stepfold.errors import ConfigError
 from stepfold.loop.hooks.base import BaseHook, Event, call_optional
 from stepfold.loop.writers.base import Writer
@@ -45,7 +45,8 @@ def _check_writer(argument: str, writer: Any) -> None:
     missing = [name for name in methods if not callable(getattr(writer, name, None))]
     if missing or isinstance(writer, type):
         raise ConfigError(
-            f"{argument}: expected a writer, such as jsonl_writer(path), got {tree.spell(writer)}"
+            f"{argument}: expected a writer, such as jsonl_writer(path), got "
+            f"{tree.describe_value(writer)}"
             + (f", which has no {', '.join(missing)}" if missing else ", a class; call it")
         )
 
@@ -77,7 +78,7 @@ class async_writer(Writer):  # noqa: N801
 
     def __init__(self, writer: Any, *, depth: int = 256) -> None:
         _check_writer("writer", writer)
-        self._writer, self._depth = writer, check_count("depth", depth)
+        self._writer, self._depth = writer, read_integer("depth", depth)
         self._calls: deque[tuple[str, tuple[Any, ...], threading.Event]] = deque()
         self._errors: list[BaseException] = []
         self._thread: threading.Thread | None = None
@@ -191,10 +192,10 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
         if not callable(getattr(writer, "write_scalars", None)) or isinstance(writer, type):
             raise ConfigError(
                 "log_to: expected a writer, with write_scalars(step, metrics), got "
-                f"{tree.spell(writer)}; sf.jsonl_writer(path) is one"
+                f"{tree.describe_value(writer)}; sf.jsonl_writer(path) is one"
             )
         self._writer, self._everywhere = writer, everywhere
-        self._every = None if every is None else check_count("log_to: every", every)
+        self._every = None if every is None else read_integer("log_to: every", every)
         self._errors: list[BaseException] = []
         # An `async_writer` is thread-safe, and a lock would stall the loop while it is flushed.
         self._lock: AbstractContextManager[Any] = (

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from stepfold.core.validation import read_integer
-from stepfold.errors import ConfigError
+from stepfold.errors import ConfigError, refuse
 from stepfold.loop.json_files import is_count, open_regular, parse_json
 from stepfold.loop.writers import base
 
@@ -251,9 +251,7 @@ def _open_regular(path: Path) -> BinaryIO:
     try:
         return open_regular(path)
     except ValueError as error:
-        raise ConfigError(
-            f"{path}: expected a file, got {error}; move it away, or give another path"
-        ) from None
+        refuse(path, "a file", f"{error}", "move it away, or give another path")
 
 
 def _check_kind(path: Path, start: bytes) -> None:
