@@ -36,13 +36,12 @@ from stepfold.inspect.compiled import compile_step
 from stepfold.inspect.report import describe, parameter_table
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.fit import FitResult, fit
-from stepfold.loop.hooks.base import Event, GoBack, Stop
+from stepfold.loop.hooks.base import Event, GoBack, Replace, Stop
 from stepfold.loop.hooks.performance import memory_use, profile, stragglers, throughput
 from stepfold.loop.hooks.progress import progress
 from stepfold.loop.hooks.stop import (
     roll_back_on_nonfinite,
     roll_back_on_spike,
-    stop_after,
     stop_early,
     stop_on_corruption,
     stop_on_nonfinite,
@@ -84,6 +83,7 @@ __all__ = [
     "OutOfMemoryError",
     "PeerTimeoutError",
     "Precision",
+    "Replace",
     "Replay",
     "Restored",
     "RetraceError",
@@ -153,7 +153,6 @@ __all__ = [
     "sharding_table",
     "skip_spikes",
     "start_distributed",
-    "stop_after",
     "stop_early",
     "stop_on_corruption",
     "stop_on_nonfinite",

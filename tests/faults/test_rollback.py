@@ -60,7 +60,7 @@ def trains(runs):
             step, init(), batches.without(skips) if skips else batches,
             steps=44, log_every=8, run_dir=f"{folder}/run",
             checkpoints=sf.Checkpoints(every=4, keep=6),
-            hooks=[] if skips else sf.roll_back_on_spike(window=8, sigma=100.0, limit=4),
+            hooks=[] if skips else sf.roll_back_on_spike(window=8, deviations=100.0, limit=4),
         )  # fmt: skip
         timer.cancel()
         rows = Path(folder, "run", "metrics.jsonl").read_text()

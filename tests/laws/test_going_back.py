@@ -57,7 +57,7 @@ def fit(data, folder, hooks=(), step=STEP, **options):
 
 
 def spike(**options):
-    return sf.roll_back_on_spike(**{"window": 8, "sigma": 100.0, **options})
+    return sf.roll_back_on_spike(**{"window": 8, "deviations": 100.0, **options})
 
 
 def rows(folder):

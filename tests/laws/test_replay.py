@@ -87,7 +87,7 @@ def check(replayed, result, step, rows, leaves=("params/w", "opt_state/0/trace/w
     assert replayed.reproduced, str(replayed)
     assert replayed.examples == tuple((row,) for row in rows)
     assert set(leaves) <= set(replayed.leaves)
-    assert "train/loss" in replayed.spoilt
+    assert "train/loss" in replayed.newly_nonfinite
 
 
 @pytest.mark.parametrize("fault", FAULTS)

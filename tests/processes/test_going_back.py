@@ -39,7 +39,7 @@ def fits(start, folder, asks):
 
     ends = []
     for name, data, hooks in [
-        ("a", batches(), ask if asks else sf.roll_back_on_spike(window=8, sigma=100.0)),
+        ("a", batches(), ask if asks else sf.roll_back_on_spike(window=8, deviations=100.0)),
         ("b", batches().without([(13, 14)]), ()),
     ]:
         state = sf.init_state({"w": jnp.zeros(8)}, tx, jax.random.key(0), sharding=plan)

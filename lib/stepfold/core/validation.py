@@ -1,10 +1,11 @@
 """Readers of arguments: each returns the checked value, or raises an error that names it."""
 
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from stepfold import tree
 from stepfold.errors import ConfigError, refuse
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def as_integer(value: Any) -> int | None:
@@ -77,6 +79,22 @@ def check_flags(**flags: Any) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool | np.bool_):
             refuse(name, "True or False", tree.describe_value(value))
+
+
+def renamed(**names: str) -> Callable[[F], F]:
+    """Decorate a function to refuse arguments by their old names, with the new ones."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            for old, new in names.items():
+                if old in kwargs:
+                    refuse(old, f"its new name, {new}=…", "the old one")
+            return function(*args, **kwargs)
+
+        return cast(F, wrapper)
+
+    return decorate
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:

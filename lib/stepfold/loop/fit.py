@@ -17,7 +17,7 @@ from stepfold.checkpoint.manifest import to_json
 from stepfold.checkpoint.series import Checkpoints, Series
 from stepfold.core.processes import agreement, broadcast_from_first, report_failed_peer
 from stepfold.core.state import check_not_donated, is_available, step_of, strengthen
-from stepfold.core.validation import check_flags, read_integer, read_positive, spell_call, takes
+from stepfold.core.validation import check_flags, read_integer, spell_call, takes
 from stepfold.errors import ConfigError, refuse
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Evaluation
@@ -33,7 +33,7 @@ from stepfold.loop.hooks.base import (
     hook_name,
     may_stop,
 )
-from stepfold.loop.hooks.stop import Nonfinite, stop_after, stop_on_nonfinite
+from stepfold.loop.hooks.stop import Nonfinite, TimeLimit, stop_on_nonfinite
 from stepfold.loop.metrics import History
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
 from stepfold.loop.requests import Kind
@@ -186,6 +186,7 @@ def fit(
         )
         rollbacks = loop.rollbacks.done if loop.rollbacks else ()
         capsule = replace(capsule, rollbacks=tuple(map(str, rollbacks)))
+        capsule = capsule.with_replacements(loop.progress.replacements)
         capsule = save_capsule(capsule, directory.path) if directory.path else capsule
         if stop is not None and capsule.path is not None:
             stop = stop._replace(message=f"{stop.message}; see {capsule.path}")
@@ -268,8 +269,7 @@ def _with_default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:
     is_guarded = any(getattr(hook, "replaces_nonfinite_stop", False) for hook in hooks)
     all_hooks: list[Hook] = [*([] if is_guarded else [stop_on_nonfinite()]), *hooks]
     if time_limit is not None:
-        read_positive("time_limit", time_limit, allow_zero=True, unit="seconds")
-        all_hooks.append(stop_after(time_limit))
+        all_hooks.append(TimeLimit(time_limit))
     return all_hooks
 
 
@@ -446,7 +446,7 @@ def _start(
     if series is None or rollbacks is None or not _has_checkpoint(series):
         if rollbacks is not None:
             rollbacks.restart()
-        directory.start(loop.step)
+        directory.start(loop)
         return False
     if not resume:
         raise ConfigError(

@@ -88,11 +88,12 @@ class RunDirectory:
                 stack.push(lambda _, error, __: report.finish(*ended(), error))
             yield
 
-    def start(self, step: int) -> None:
+    def start(self, loop: TrainLoop) -> None:
         """Begin a run that does not resume; files of an earlier one are moved aside."""
+        self._metadata["replacements"] = loop.progress.replacements  # which the loop extends
         with agreement(f"run_dir: {self.path}: not opened"):
             if self.path is not None and jax.process_index() == 0:
-                move_previous_run(self.path, step, stacklevel=5)  # at the call of fit
+                move_previous_run(self.path, loop.step, stacklevel=5)  # at the call of fit
 
     def resume(self, loop: TrainLoop) -> None:
         """Continue after the checkpoint that was restored, of an earlier run or of this one.
@@ -100,6 +101,7 @@ class RunDirectory:
         The history is read from the rows up to there. Later ones are dropped, since they will be
         logged again.
         """
+        self._metadata["replacements"] = loop.progress.replacements
         if loop.rollbacks is not None and loop.rollbacks.done:
             self._metadata["rollbacks"] = loop.rollbacks.as_json()
         with agreement(f"run_dir: {self.path}: not opened"):

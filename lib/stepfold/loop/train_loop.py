@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from signal import Signals as Signal
 from time import perf_counter
@@ -20,7 +20,7 @@ from stepfold.errors import CheckpointError, ConfigError, DataError, StepfoldErr
 from stepfold.loop.consensus import Alone, Several
 from stepfold.loop.data import BatchFeed, DataPosition
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.hooks.base import Event, GoBack, HookDispatcher, Stop
+from stepfold.loop.hooks.base import Event, GoBack, HookDispatcher, Replace, Stop
 from stepfold.loop.metrics import History, Interval, MetricBuffer
 from stepfold.loop.requests import Kind, Request, Signals, WaitInterrupted, of_hook
 from stepfold.loop.rollback import Rollbacks
@@ -28,6 +28,7 @@ from stepfold.loop.step_runner import StepRunner
 
 _MAX_DELAY = 4  # steps that are dispatched before the metrics of a log point are read
 _FORMAT = 3  # of the run state in a checkpoint; incremented when its meaning changes
+_MAX_NOTES = 100  # on replacements of the state
 _END = object()
 
 
@@ -144,6 +145,7 @@ class Progress:
     is_complete: bool = False
     evaluated: dict[str, int] = field(default_factory=dict)  # the last step of each evaluation
     logged_metrics: dict[str, float] = field(default_factory=dict)  # all of `logged_step`
+    replacements: list[Any] = field(default_factory=list)  # of the state: pairs (step, why)
 
     @classmethod
     def read(cls, saved: Mapping[str, Any], now: "Progress") -> "Progress":
@@ -605,26 +607,60 @@ class TrainLoop:
         event = Event(
             **interval._asdict(),
             total=progress.total,
-            state=self.state,
+            state=jax.tree.map(lambda leaf: leaf, self.state),  # in other containers
             batch=self._batch,
             data_wait_seconds=self._feed.wait_seconds,
             kind=kind,
             hook_seconds=self.hooks.seconds,
         )
-        event, reasons = self.hooks.dispatch(event)
+        event, requests = self._call_hooks(event)
         self.history.add(event.step, event.metrics)
         before = {} if event.step != progress.logged_step else progress.logged_metrics
         progress.logged_metrics = {**before, **event.metrics}
         progress.logged_step, self._saw_event = event.step, True
         at = self._schedule.read_at(event.step, self._delay) if kind == "train" else self.step
-        for reason in reasons:
-            self.consensus.ask(of_hook(reason, event.step, at))
+        for request in requests:
+            if isinstance(request, Replace):
+                self._replace(request)
+            else:
+                self.consensus.ask(of_hook(request, event.step, at))
         if not self.consensus.is_alone:
             self.consensus.note_event()
-        elif reasons:
+        elif requests:
             self._decide()
         if kind == "train" and self._feed.recent and not self.consensus.requests.pending:
             self._feed.recent.drop_until(event.step)  # no hook asks for them
+
+    def _call_hooks(self, event: Event) -> tuple[Event, list[Stop | GoBack | Replace]]:
+        """Call the hooks; with several processes, all have to replace the state or none."""
+        if self.consensus.is_alone:
+            return self.hooks.dispatch(event)
+        with agreement("hooks: failed") if self.hooks.replaces_state else nullcontext():
+            event, requests = self.hooks.dispatch(event)
+        reasons = [request.why for request in requests if isinstance(request, Replace)]
+        if reasons and not self.hooks.replaces_state:
+            advice = "set it, and return the same in all processes"
+            refuse("hooks", "replaces_state = True on a hook that returns Replace", "none", advice)
+        if self.hooks.replaces_state:
+            gathered = KeyValues("fit").gather(reasons, "an event")
+            if any(others != reasons for others in gathered):
+                refuse("hooks", "the same replacements in every process", str(gathered))
+        return event, requests
+
+    def _replace(self, request: Replace) -> None:
+        """Continue with another state, unless that could not be saved."""
+        if self._end is not None and self._end.kind is not Kind.END:
+            return  # the state is saved; a resume sees the event again
+        if self.series is not None and self.step == self.series.saved:
+            warnings.warn(
+                f"step {self.step}: the state is not replaced, since it is saved already: "
+                f"{request.why}",
+                stacklevel=7,
+            )
+            return
+        self.state = request.state
+        notes = self.progress.replacements
+        notes[:] = [*notes[1 - _MAX_NOTES :], [self.step, request.why]]
 
     # Checkpoints
 
@@ -734,6 +770,9 @@ class TrainLoop:
         is_promoted = permanent and self.series.restored_temporary
         if self.step != self.first_step or is_promoted:
             return "state"
+        if notes := self.progress.replacements:
+            # A resume replays the events that have replaced the state since the checkpoint.
+            self._saw_event = self._saw_event and notes[-1][0] != self.step
         return "metadata" if self.resumed is not None and self._saw_event else None
 
     def _save(

@@ -120,7 +120,7 @@ def test_any_other_return_value_names_the_hook(returned):
     def mistaken(event):
         return returned
 
-    message = "mistaken: expected a hook to return None, a reason to stop, or numbers by name, got"
+    message = "mistaken: expected a hook to return None, a reason to stop, a request, or numbers"
     with pytest.raises(sf.ConfigError, match=message):
         dispatch(mistaken)
 

@@ -17,7 +17,9 @@ import stepfold as sf
 from stepfold.loop.hooks import stop
 from stepfold.loop.hooks.base import Event, Stop
 from stepfold.loop.hooks.stop import (
-    stop_after,
+    TimeLimit,
+    roll_back_on_nonfinite,
+    roll_back_on_spike,
     stop_early,
     stop_on_corruption,
     stop_on_nonfinite,
@@ -35,9 +37,9 @@ def evaluation(step, value, name="eval/loss", state=None):
 
 
 def test_every_hook_here_declares_what_it_may_do():
-    hooks = [stop_after(1), stop_on_nonfinite(), stop_early("a", patience=1), stop_on_spike()]
+    hooks = [TimeLimit(1), stop_on_nonfinite(), stop_early("a", patience=1), stop_on_spike()]
     assert all(hook.can_stop and hook.provides == () for hook in hooks)
-    assert [hook.metric for hook in hooks] == [None, "train/loss", "a", "train/loss"]
+    assert [hook.metric for hook in hooks] == [None, None, "a", "train/loss"]
     assert [hook.replaces_nonfinite_stop for hook in hooks] == [False, True, False, False]
     assert (watchdog(60).provides, watchdog(60).can_stop) == ((), False)
 
@@ -54,11 +56,14 @@ EARLY = {"metric": "eval/loss", "patience": 1}
     ("make", "options", "message"),
     [
         *(
-            (stop_after, {"seconds": seconds}, "stop_after: expected seconds, a number of at least")
+            (TimeLimit, {"seconds": seconds}, "time_limit: expected seconds, a number of at least")
             for seconds in (-1, math.nan, "60", True, None)
         ),
         # It would never be seen, and the hook replaces the one that `fit` adds for the loss.
-        (stop_on_nonfinite, {"pattern": "eval/loss"}, "pattern: expected a train metric, as 'trai"),
+        (stop_on_nonfinite, {"metric": "eval/loss"}, "metric: expected a train metric such as"),
+        (stop_on_nonfinite, {"pattern": "train/loss"}, "pattern: expected its new name, metric=…"),
+        (roll_back_on_nonfinite, {"pattern": "train/loss"}, "pattern: expected its new name, met"),
+        (roll_back_on_spike, {"sigma": 3.0}, "sigma: expected its new name, deviations=…, got the"),
         *(
             (stop_early, {**EARLY, **wrong}, message)
             for wrong, message in [
@@ -73,7 +78,7 @@ EARLY = {"metric": "eval/loss", "patience": 1}
                 ({"metric": ""}, "expected the name of a metric, got ''"),
             ]
         ),
-        (stop_on_spike, {"metric": "eval/loss"}, "metric: expected a train metric, .* got 'eval/l"),
+        (stop_on_spike, {"metric": "eval/loss"}, "metric: expected a train metric such as .train"),
         (stop_on_spike, {"window": 1}, "window: expected an integer of at least 2, got 1"),
         (stop_on_spike, {"deviations": 0}, "deviations: expected a number above 0, got 0"),
         *(
@@ -104,22 +109,47 @@ def test_a_metric_that_is_never_measured_is_refused(hook, message):
         sf.fit(STEP, start(), batches, evaluation=measure, hooks=[hook])
 
 
-# stop_after
+# time_limit
 
 
 def test_it_stops_when_the_time_is_over(monkeypatch):
     times = iter([100.0, 159.0, 160.0])
     monkeypatch.setattr(stop.time, "monotonic", lambda: next(times))
-    hook = stop_after(60)
+    hook = TimeLimit(60)
     assert hook(train(1)) is None
     assert hook(train(2)) == Stop("time_limit", "the time limit of 60 s was reached")
 
 
 def test_the_time_may_be_infinite():
-    assert stop_after(math.inf)(train(1)) is None
+    assert TimeLimit(math.inf)(train(1)) is None
 
 
 # stop_on_nonfinite
+
+
+def test_a_nan_in_another_loss_of_a_step_without_loss_stops_the_run():
+    def step(state, batch):
+        losses = {"gen_loss": sf.mean(batch), "dis_loss": sf.mean(jnp.ones(2))}
+        return state._replace(step=state.step + 1), losses
+
+    batches = [np.full(4, np.nan if n == 4 else 1.0, np.float32) for n in range(9)]
+    state = sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
+    result = sf.fit(step, state, batches, log_every=3)
+    assert result.stop_reason.message.startswith("train/gen_loss is nan in step 5")
+    assert (result.capsule.step, result.capsule.metric) == (5, "train/gen_loss")
+
+
+def test_the_first_step_of_any_metric_counts_and_those_without_weight_do_not():
+    values = {"train/a": np.array([1, 1, np.nan]), "train/b": np.array([1, np.inf, 1])}
+    values["train/c"] = np.array([np.nan, 1, 1])
+    weights = {"train/c": np.array([0.0, 1, 1])}
+    event = Event(9, None, dict.fromkeys(values, np.nan), None, values, weights=weights)
+    hook = stop_on_nonfinite()
+    assert str(hook(event)) == "train/b is inf in step 8"
+    assert hook.found.before["train/a"] == 1
+    assert str(stop_on_nonfinite("train/a")(event)) == "train/a is nan in step 9"
+    with_loss = event._replace(per_step={**values, "train/loss": np.ones(3)})
+    assert stop_on_nonfinite()(with_loss._replace(metrics={"train/loss": 1.0})) is None
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -10,7 +10,7 @@ from tests.loop.small import STEP, start
 
 import stepfold as sf
 from stepfold.loop.hooks.base import BaseHook, Event, HookDispatcher, Stop, hook_name
-from stepfold.loop.hooks.stop import stop_after, stop_early, stop_on_nonfinite
+from stepfold.loop.hooks.stop import TimeLimit, stop_early, stop_on_nonfinite
 from stepfold.loop.hooks.wrappers import HookWrapper, callback, every, only_warn
 
 
@@ -90,7 +90,7 @@ def test_only_a_wrapper_that_warns_cannot_stop():
 
 def test_a_wrapper_is_named_by_itself_and_not_by_its_hook():
     assert hook_name(every(1, event)) == "every"
-    state = HookDispatcher([every(1, event), only_warn(stop_after(9))]).get_state()
+    state = HookDispatcher([every(1, event), only_warn(TimeLimit(9))]).get_state()
     assert [name for name, _ in state] == ["every", "only_warn"]
 
 
@@ -113,7 +113,7 @@ def test_a_plain_function_has_no_state(wrap):
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_a_wrapper_can_be_copied_and_pickled(wrap):
-    hook = wrap(stop_on_nonfinite())
+    hook = wrap(stop_on_nonfinite("train/loss"))
     for other in (copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
         assert other.metric == "train/loss"
 
@@ -238,8 +238,20 @@ def test_every_needs_a_count(wrong):
 # only_warn
 
 
+def test_a_hook_may_see_one_kind_of_event_alone():
+    seen = []
+    hook = every(20, lambda event: seen.append((event.kind, event.step)), kind="eval")
+    for step in range(10, 101, 10):
+        hook(Event(step, None, {}, None))
+        if step % 30 == 0:
+            hook(Event(step, None, {}, None, kind="eval"))
+    assert seen == [("eval", 30), ("eval", 60), ("eval", 90)]
+    with pytest.raises(sf.ConfigError, match="kind: expected 'train', or the name of an eval"):
+        every(20, hook, kind=3)
+
+
 @pytest.mark.parametrize(
-    "hook", [stop_after(0), lambda event: Stop("plateau", "flat"), lambda event: "flat"]
+    "hook", [TimeLimit(0), lambda event: Stop("plateau", "flat"), lambda event: "flat"]
 )
 def test_a_reason_becomes_a_warning(hook):
     with pytest.warns(UserWarning, match="^step 7: (the time limit of 0 s was reached|flat)$"):

@@ -66,14 +66,14 @@ def test_rows_that_fail_only_together_are_found():
 def test_if_every_row_fails_the_rows_are_not_blamed():
     replayed = replay(run([with_rows(*range(8))]), STEP, state=start())
     assert len(replayed.examples) == 8
-    assert replayed.said[0].startswith("8 of 8 rows make it fail: look at what they share")
+    assert replayed.notes[0].startswith("8 of 8 rows make it fail: look at what they share")
 
 
 def test_of_many_rows_the_first_are_named():
     batch = {"x": np.zeros(64, np.float32)}
     replayed = replay(run([batch]), STEP, state=start())
     assert replayed.examples == tuple((row,) for row in range(16))
-    assert replayed.said[0].startswith("more than 16 of 64 rows")
+    assert replayed.notes[0].startswith("more than 16 of 64 rows")
 
 
 def test_a_batch_without_rows_has_a_line_and_a_note():
@@ -84,7 +84,7 @@ def test_a_batch_without_rows_has_a_line_and_a_note():
     capsule = run([{"x": np.zeros(4, np.float32), "y": np.zeros(3, np.float32)}], step)
     replayed = replay(capsule, step, state=start())
     assert replayed.examples == ()
-    assert replayed.said[0].startswith("examples: rows cannot be separated: batch: expected one")
+    assert replayed.notes[0].startswith("examples: rows cannot be separated: batch: expected one")
     assert replayed.where.startswith("log made inf")
 
 
@@ -98,7 +98,7 @@ def test_nonfinite_values_in_the_initial_state_are_not_blamed_on_an_operation():
     state = lambda: start()._replace(params={"w": jnp.float32(np.nan)})
     replayed = replay(run(good(), state=state()), STEP, state=state())
     assert (replayed.step, replayed.leaves, replayed.where) == (1, (), "")
-    assert "where: no single operation makes NaN or inf" in replayed.said[-1]
+    assert "where: no single operation makes NaN or inf" in replayed.notes[-1]
 
 
 def test_another_step_does_not_reproduce_it():
@@ -106,7 +106,7 @@ def test_another_step_does_not_reproduce_it():
     replayed = replay(run([*good(), with_rows(2)]), other, state=start())
     assert not replayed.reproduced
     assert (replayed.examples, replayed.where, replayed.leaves) == ((), "", ())
-    assert any(line.startswith("train/loss was -inf, and is ") for line in replayed.said)
+    assert any(line.startswith("train/loss was -inf, and is ") for line in replayed.notes)
 
 
 def test_a_step_without_the_metric_is_refused():
@@ -142,7 +142,7 @@ def test_a_step_that_cannot_be_traced_is_bisected_and_reported():
     with np.errstate(divide="ignore"):
         replayed = replay(run([with_rows(2)], eager, jnp.zeros(())), eager, state=jnp.zeros(()))
     assert replayed.examples == ((2,),)
-    assert replayed.said[-1].startswith("where: the step cannot be evaluated operation by operatio")
+    assert replayed.notes[-1].startswith("where: the step cannot be evaluated operation by operat")
 
 
 def test_arguments_stay_as_they_are():
@@ -187,7 +187,7 @@ def check(capsule, state=None, batches=None, step=6):
     replayed = replay(capsule, SUM, state=state, batches=batches)
     assert (replayed.step, replayed.origin, replayed.reproduced) == (step, step, True)
     assert replayed.examples == ((3,),)
-    assert replayed.spoilt == ("train/grad_norm", "train/loss")
+    assert replayed.newly_nonfinite == ("train/grad_norm", "train/loss")
     return replayed
 
 
@@ -203,7 +203,7 @@ def test_wrong_batches_on_the_way_are_noticed(tmp_path):
     batches = [batch + (i == 4) for i, batch in enumerate(as_list())]
     replayed = replay(leave(tmp_path), SUM, batches=batches)
     assert not replayed.reproduced
-    assert replayed.said[0].startswith("train/w was ")
+    assert replayed.notes[0].startswith("train/w was ")
 
 
 def test_batches_are_given_for_a_capsule_in_a_file(tmp_path):
@@ -391,7 +391,7 @@ def test_where_all_metrics_are_nan_those_of_the_step_before_are_compared(tmp_pat
     wrong = [batch + (i == 4) for i, batch in enumerate(as_list())]
     replayed = replay(capsule.path, NAN, state=start(), batches=wrong)
     assert replayed.reproduced is False
-    assert replayed.said[0].startswith("train/grad_norm of step 5 was ")
+    assert replayed.notes[0].startswith("train/grad_norm of step 5 was ")
 
 
 def test_where_nothing_can_be_compared_it_is_not_called_reproduced(tmp_path):

@@ -8,12 +8,15 @@ from copy import copy
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from stepfold import tree
+from stepfold.core.state import step_of
 from stepfold.core.validation import as_integer, read_integer
-from stepfold.errors import ConfigError, refuse
+from stepfold.errors import ConfigError, TreeMismatchError, refuse
 from stepfold.loop.metrics import metric_values
-from stepfold.tree import describe_value
 
 
 class Stop(NamedTuple):
@@ -65,6 +68,36 @@ class GoBack(NamedTuple):
     limit: int = 3
 
 
+class Replace(NamedTuple):
+    """A request of a hook: continue with another state, and say why.
+
+    For what is decided between two steps: reset dead units, prune weights, reduce a rate of
+    `optax.inject_hyperparams` when an evaluation does not improve. The new state has the structure,
+    shapes and dtypes of `event.state`, and its step. Later hooks see it. Checkpoints hold it, so a
+    resumed run has the same bits. `run.json` notes the step and the reason.
+
+    After an evaluation the state is exact. At a log point it may be of a later step, so the hook
+    needs `needs_exact_state = True` there. With several processes, the hook needs
+    `replaces_state = True`, and all processes have to return the same.
+
+    >>> import jax, jax.numpy as jnp, optax, stepfold as sf
+    >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    >>> def hook(event):
+    ...     if event.kind == "eval" and event.metrics["eval/loss"] > 2:
+    ...         opt_state = event.state.opt_state
+    ...         rates = {"learning_rate": 0.5 * opt_state.hyperparams["learning_rate"]}
+    ...         opt_state = opt_state._replace(hyperparams={**opt_state.hyperparams, **rates})
+    ...         return sf.Replace(event.state._replace(opt_state=opt_state), "eval/loss is high")
+    >>> state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    >>> event = sf.Event(100, None, {"eval/loss": 3.0}, state, kind="eval")
+    >>> float(hook(event).state.opt_state.hyperparams["learning_rate"])
+    0.05000000074505806
+    """
+
+    state: Any
+    why: str
+
+
 class Event(NamedTuple):
     """What a hook sees at a log point and after an evaluation.
 
@@ -73,7 +106,10 @@ class Event(NamedTuple):
       metrics: numbers by name: `train/loss` over the steps since the last log point, `eval/loss`.
       state: the state. At a log point it may be up to four steps ahead, because metrics are read
         while later steps run; a hook with `needs_exact_state = True` gets the state of `step`.
+        Its containers are the event's own, so that writing into them does not change the training;
+        return a `Replace` for that.
       per_step: the train metrics of each step since the last log point; empty for an evaluation.
+      batch: the last batch that was pulled, as the step got it; None before the first one.
       data_wait_seconds: the seconds spent waiting for batches since `fit` was called.
       hook_seconds: those spent in hooks, measured for hooks with `needs_hook_seconds = True`.
       weights: the weights of `per_step`; 0 for a skipped step, whose value is NaN.
@@ -106,8 +142,8 @@ class Event(NamedTuple):
         return f"Event({self.kind!r}, step={self.step}, total={self.total}, metrics={{{metrics}}})"
 
 
-Returned = str | Stop | GoBack | Mapping[str, Any] | None
-"""What a hook may return: a reason to stop, a request to go back, or numbers by name."""
+Returned = str | Stop | GoBack | Replace | Mapping[str, Any] | None
+"""What a hook may return: a reason to stop, a request, or numbers by name."""
 
 Hook = Callable[[Event], Returned]
 """A function that may also have attributes of `BaseHook`."""
@@ -126,6 +162,7 @@ class BaseHook:
     provides: Sequence[str] | None = ()
     can_stop: bool = False  # whether it may return a reason to stop
     goes_back: bool = False  # whether it returns GoBack; `fit` checks at the start that it can
+    replaces_state: bool = False  # whether it returns Replace; needed with several processes
     # Whether `event.state` has to be that of `event.step`. Each log point then waits for the device
     # before the next step is dispatched.
     needs_exact_state: bool = False
@@ -208,6 +245,7 @@ class HookDispatcher:
         self._snapshot: list[Any] | None = None
         self.wants_epochs = any(hasattr(hook, "end_epoch") for hook in hooks)
         self.needs_exact_state = any(getattr(h, "needs_exact_state", False) for h in hooks)
+        self.replaces_state = any(getattr(h, "replaces_state", False) for h in hooks)
         self._is_timed = any(getattr(h, "needs_hook_seconds", False) for h in hooks)
         self.seconds = 0.0  # spent in events and ends of epochs, if timed
 
@@ -223,9 +261,9 @@ class HookDispatcher:
         for hook in self.hooks:
             call_optional(hook, "end_epoch", epoch)
 
-    def dispatch(self, event: Event) -> tuple[Event, list[Stop | GoBack]]:
-        """Return the event with the numbers of all hooks, and their reasons, in order."""
-        reasons: dict[int, Stop | GoBack] = {}
+    def dispatch(self, event: Event) -> tuple[Event, list[Stop | GoBack | Replace]]:
+        """Return the event with the numbers of all hooks, and their requests, in order."""
+        reasons: dict[int, Stop | GoBack | Replace] = {}
         for index in self._order:
             returned = self.hooks[index](event)
             if isinstance(returned, str):
@@ -235,11 +273,14 @@ class HookDispatcher:
                     reasons[index] = returned
             elif isinstance(returned, GoBack):
                 reasons[index] = _check_request(returned, event.step, self.hooks[index])
+            elif isinstance(returned, Replace):
+                reasons[index] = _check_replacement(returned, event, self.hooks[index])
+                event = event._replace(state=reasons[index].state)  # type: ignore[union-attr]
             elif isinstance(returned, Mapping):
                 event = event._replace(metrics={**event.metrics, **metric_values(returned)})
             elif returned is not None:
-                wanted = "a hook to return None, a reason to stop, or numbers by name"
-                refuse(hook_name(self.hooks[index]), wanted, describe_value(returned))
+                wanted = "a hook to return None, a reason to stop, a request, or numbers by name"
+                refuse(hook_name(self.hooks[index]), wanted, tree.describe_value(returned))
         return event, [reasons[index] for index in sorted(reasons)]
 
     @contextmanager
@@ -296,6 +337,35 @@ def _check_request(request: GoBack, step: int, hook: Hook) -> GoBack:
             f"skipped, got {to!r}"
         )
     return GoBack(target, (first, stop), str(why), read_integer("GoBack(limit=…)", limit))
+
+
+def _check_replacement(request: Replace, event: Event, hook: Hook) -> Replace:
+    """Check a new state, and copy its arrays to where those of the old one are."""
+    name = hook_name(hook)
+    if event.is_train and not getattr(hook, "needs_exact_state", False):
+        raise ConfigError(
+            f"{name}: expected needs_exact_state = True on a hook that returns Replace at a log "
+            "point, got none; set it, or return Replace after an evaluation"
+        )
+    lines = tree.diff(event.state, request.state, "state")
+    if not lines and step_of(request.state) != step_of(event.state):
+        lines = [f"state/step: expected {step_of(event.state)}, got {step_of(request.state)}"]
+    if lines:
+        raise TreeMismatchError(
+            "\n  ".join([f"{name}: Replace(state): expected a state like event.state, got", *lines])
+        )
+    return Replace(jax.tree.map(_copy_like, request.state, event.state), str(request.why))
+
+
+def _copy_like(new: Any, old: Any) -> Any:
+    """Copy a new array, which a step will donate, to where the old one is; keep unchanged ones."""
+    if new is old or not isinstance(old, jax.Array):
+        return new
+    if isinstance(new, jax.Array):
+        copied: Any = tree.strong(jnp.copy(new))
+    else:
+        copied = np.array(new, old.dtype)
+    return jax.device_put(copied, old.sharding) if old.committed else jnp.asarray(copied)
 
 
 def check_spelling(metric: str, event: Event) -> None:

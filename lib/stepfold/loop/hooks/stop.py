@@ -1,4 +1,7 @@
-"""Hooks that stop a run: out of time, a NaN or inf, no progress, a spike, corruption, a hang."""
+"""Hooks that stop a run: out of time, a NaN or inf, no progress, a spike, corruption, a hang.
+
+One with a state takes a `name`, the key of its state in a checkpoint, for two of a kind.
+"""
 
 import faulthandler
 import math
@@ -12,23 +15,18 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.steps import read_best
-from stepfold.core.validation import check_flags, read_integer, read_positive
+from stepfold.core.validation import check_flags, read_integer, read_positive, renamed
 from stepfold.errors import refuse
 from stepfold.loop.hooks.base import BaseHook, Event, GoBack, Stop
 
 
-class stop_after(BaseHook):  # noqa: N801
-    """Stop when a number of seconds has passed since the hook was created.
-
-    >>> import stepfold as sf
-    >>> str(sf.stop_after(0.0)(sf.Event(10, None, {}, None)))
-    'the time limit of 0 s was reached'
-    """
+class TimeLimit(BaseHook):
+    """Stop when a number of seconds has passed since the hook was created."""
 
     can_stop = True
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = read_positive("stop_after", seconds, allow_zero=True, unit="seconds")
+        self._seconds = read_positive("time_limit", seconds, allow_zero=True, unit="seconds")
         self._end = time.monotonic() + seconds
 
     def __call__(self, event: Event) -> Stop | None:  # noqa: ARG002
@@ -52,8 +50,9 @@ class Nonfinite(NamedTuple):
 class stop_on_nonfinite(BaseHook):  # noqa: N801
     """Stop when a train metric is NaN or infinite in a step; one of weight 0 does not count.
 
-    `found` is the first such step of the current run, a `Nonfinite`, or None. `fit` stores what it
-    takes to rerun that step in a `Capsule`, for `replay`. `pattern` is the name of the metric.
+    Without `metric`, this is the loss, or each metric of a step that reports no `loss`. `found` is
+    the first such step of the current run, a `Nonfinite`, or None. `fit` stores what it takes to
+    rerun that step in a `Capsule`, for `replay`.
 
     >>> import numpy as np, stepfold as sf
     >>> losses = {"train/loss": np.array([1.0, np.nan, np.nan])}
@@ -64,9 +63,11 @@ class stop_on_nonfinite(BaseHook):  # noqa: N801
     can_stop = True
     replaces_nonfinite_stop = True
 
-    def __init__(self, pattern: str = "train/loss") -> None:
-        _check_train_metric("pattern", pattern)
-        self.metric: str = pattern
+    @renamed(pattern="metric")
+    def __init__(self, metric: str | None = None) -> None:
+        if metric is not None:
+            _check_train_metric(metric)
+        self.metric: str | None = metric
         self.reset(0)
 
     def reset(self, step: int) -> None:  # noqa: ARG002
@@ -74,27 +75,35 @@ class stop_on_nonfinite(BaseHook):  # noqa: N801
         self._last: Event | None = None  # the train event before, without its state and batch
 
     def __call__(self, event: Event) -> Stop | None:
-        values = event.per_step.get(self.metric)
-        if values is None:
+        if not event.per_step:
             return None
         last, self._last = self._last, event._replace(state=None, batch=None)
-        # A finite mean implies that it is finite in each step.
-        if math.isfinite(event.metrics.get(self.metric, math.nan)):
+        found = [self._first_step(event, name) for name in self._watched(event)]
+        step, metric = min(filter(None, found), default=(0, ""))
+        if not step:
             return None
-        has_weight = event.weights.get(self.metric, np.ones(len(values))) != 0
-        (indices,) = np.nonzero(~np.isfinite(values) & has_weight)
-        if not indices.size:
-            return None
-        bad = int(indices[0])
-        step = event.step - len(values) + 1 + bad
+        metrics = _metrics_of_step(event, step)
         if self.found is None:
-            before: dict[str, float] = {}
-            if bad:
-                before = _metrics_of_step(event, step - 1)
-            elif last is not None and last.step == step - 1:
-                before = _metrics_of_step(last, step - 1)
-            self.found = Nonfinite(step, self.metric, _metrics_of_step(event, step), before)
-        return Stop("nonfinite", f"{self.metric} is {values[bad]} in step {step}")
+            # The step before it may be the last one of the event before.
+            is_first = event.step - step + 1 == len(event.per_step[metric])
+            earlier = last if is_first and last is not None and last.step == step - 1 else event
+            self.found = Nonfinite(step, metric, metrics, _metrics_of_step(earlier, step - 1))
+        return Stop("nonfinite", f"{metric} is {metrics[metric]} in step {step}")
+
+    def _watched(self, event: Event) -> list[str]:
+        if self.metric is not None or "train/loss" in event.per_step:
+            return [self.metric or "train/loss"]
+        return [name for name, values in event.per_step.items() if np.ndim(values) == 1]
+
+    def _first_step(self, event: Event, metric: str) -> tuple[int, str] | None:
+        """Return the first step of an event in which a metric is not finite."""
+        # A finite mean implies that it is finite in each step.
+        if math.isfinite(event.metrics.get(metric, math.nan)):
+            return None
+        values = event.per_step.get(metric, np.zeros(0))
+        has_weight = event.weights.get(metric, np.ones(len(values))) != 0
+        (indices,) = np.nonzero(~np.isfinite(values) & has_weight)
+        return (event.step - len(values) + 1 + int(indices[0]), metric) if indices.size else None
 
 
 def _metrics_of_step(event: Event, step: int) -> dict[str, float]:
@@ -166,6 +175,7 @@ class stop_early(BaseHook):  # noqa: N801
         mode: str | None = None,
         min_delta: float = 0.0,
         keep_state: bool = False,
+        name: str | None = None,
     ) -> None:
         check_flags(keep_state=keep_state)
         self._patience = read_integer("patience", patience)
@@ -176,7 +186,7 @@ class stop_early(BaseHook):  # noqa: N801
             refuse("keep_state", "the metric of an evaluation", repr(metric))
         self.metric: str = metric
         self._sign = 1 if read_best(metric, mode) == (metric, "min") else -1
-        self._keep_state = keep_state
+        self._keep_state, self.name = keep_state, name
         self.reset(0)
 
     def reset(self, step: int) -> None:  # noqa: ARG002
@@ -218,11 +228,18 @@ class stop_on_spike(BaseHook):  # noqa: N801
     run_state = ("_latest",)
     state_key = ("metric",)
 
+    @renamed(sigma="deviations")
     def __init__(
-        self, metric: str = "train/loss", *, window: int = 100, deviations: float = 10.0
+        self,
+        metric: str = "train/loss",
+        *,
+        window: int = 100,
+        deviations: float = 10.0,
+        name: str | None = None,
     ) -> None:
-        _check_train_metric("metric", metric)
+        _check_train_metric(metric)
         self.metric: str = metric
+        self.name = name
         self._window = read_integer("window", window, minimum=2)
         self._deviations = read_positive("deviations", deviations)
         self.reset(0)
@@ -260,8 +277,8 @@ class stop_on_spike(BaseHook):  # noqa: N801
 class roll_back_on_spike(stop_on_spike):  # noqa: N801
     """Go back to a checkpoint before a spike, skip the batches of it, and continue; see `GoBack`.
 
-    A spike is what `stop_on_spike` finds with `deviations=sigma`. `skip` batches are left out: that
-    of the spike, and those that follow it. After `limit` times the run stops at the next spike.
+    A spike is what `stop_on_spike` finds. `skip` batches are left out: that of the spike, and those
+    that follow it. After `limit` times the run stops at the next spike.
 
     >>> import numpy as np, stepfold as sf
     >>> losses = {"train/loss": np.array([2.0, 2.1, 1.9, 2.0, 9.0])}
@@ -272,17 +289,18 @@ class roll_back_on_spike(stop_on_spike):  # noqa: N801
 
     goes_back = True
 
+    @renamed(sigma="deviations")
     def __init__(
         self,
         metric: str = "train/loss",
         *,
         window: int = 100,
-        sigma: float = 10.0,
+        deviations: float = 10.0,
         skip: int = 1,
         limit: int = 3,
+        name: str | None = None,
     ) -> None:
-        read_positive("sigma", sigma)
-        super().__init__(metric, window=window, deviations=sigma)
+        super().__init__(metric, window=window, deviations=deviations, name=name)
         self._skip, self._limit = read_integer("skip", skip), read_integer("limit", limit)
 
     def __call__(self, event: Event) -> GoBack | None:  # type: ignore[override]
@@ -308,8 +326,9 @@ class roll_back_on_nonfinite(stop_on_nonfinite):  # noqa: N801
 
     goes_back = True
 
-    def __init__(self, pattern: str = "train/loss", *, skip: int = 1, limit: int = 3) -> None:
-        super().__init__(pattern)
+    @renamed(pattern="metric")
+    def __init__(self, metric: str | None = None, *, skip: int = 1, limit: int = 3) -> None:
+        super().__init__(metric)
         self._skip, self._limit = read_integer("skip", skip), read_integer("limit", limit)
 
     def __call__(self, event: Event) -> GoBack | None:  # type: ignore[override]
@@ -358,9 +377,9 @@ class watchdog(BaseHook):  # noqa: N801
             faulthandler.cancel_dump_traceback_later()
 
 
-def _check_train_metric(name: str, metric: Any) -> None:
+def _check_train_metric(metric: Any) -> None:
     if not isinstance(metric, str) or not metric.startswith("train/"):
-        refuse(name, "a train metric, as 'train/loss'", repr(metric))
+        refuse("metric", "a train metric such as 'train/loss'", repr(metric))
 
 
 def _copy_to_host(leaf: Any) -> Any:

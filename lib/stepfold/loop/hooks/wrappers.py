@@ -13,6 +13,7 @@ from stepfold.loop.hooks.base import (
     Event,
     GoBack,
     Hook,
+    Replace,
     Returned,
     Stop,
     call_optional,
@@ -55,8 +56,9 @@ class HookWrapper:
 class every(HookWrapper):  # noqa: N801
     """Call a hook only at the first event at or after each multiple of `n` steps.
 
-    The events of train steps and those of each evaluation count separately. The hook does not see
-    skipped events, so do not wrap `stop_on_nonfinite`.
+    The events of train steps and those of each evaluation count separately; with `kind`, such as
+    "train" or "eval", the hook sees only those. It does not see skipped events, so do not wrap
+    `stop_on_nonfinite`.
 
     >>> import stepfold as sf
     >>> hook = sf.every(100, lambda event: print(event.step))
@@ -66,13 +68,18 @@ class every(HookWrapper):  # noqa: N801
     240
     """
 
-    def __init__(self, n: int, hook: Hook) -> None:
+    def __init__(self, n: int, hook: Hook, *, kind: str | None = None) -> None:
         super().__init__(hook)
         self._n = read_integer("every", n)
+        if kind is not None and not isinstance(kind, str):
+            refuse("kind", "'train', or the name of an evaluation", repr(kind))
+        self._kind = kind
         self._first: int | None = None  # the multiple at which the run began; None outside of one
         self._reached: dict[str, int] = {}  # the last multiple by kind of event
 
     def __call__(self, event: Event) -> Returned:
+        if self._kind is not None and event.kind != self._kind:
+            return None
         previous = self._reached.get(event.kind, self._first or 0)
         self._reached[event.kind] = event.step // self._n
         return super().__call__(event) if event.step // self._n > previous else None
@@ -98,7 +105,7 @@ class every(HookWrapper):  # noqa: N801
 
 
 class only_warn(HookWrapper):  # noqa: N801
-    """Warn of a hook's reason to stop or to go back, instead of doing so.
+    """Warn of a hook's reason to stop, to go back or to replace the state, instead of doing so.
 
     >>> import warnings, stepfold as sf
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
@@ -111,9 +118,9 @@ class only_warn(HookWrapper):  # noqa: N801
 
     def __call__(self, event: Event) -> Mapping[str, Any] | None:
         returned = super().__call__(event)
-        if not isinstance(returned, str | Stop | GoBack):
+        if not isinstance(returned, str | Stop | GoBack | Replace):
             return returned
-        reason = returned.why if isinstance(returned, GoBack) else str(returned)
+        reason = str(returned) if isinstance(returned, str | Stop) else returned.why
         if reason:
             warnings.warn(f"step {event.step}: {reason}", stacklevel=2)
         return None
@@ -136,12 +143,16 @@ class callback(BaseHook):  # noqa: N801
     run_state = ("_sums", "_latest")
 
     def __init__(
-        self, function: Callable[[Any, int, dict[str, float]], Any], trainer: Any = None
+        self,
+        function: Callable[[Any, int, dict[str, float]], Any],
+        trainer: Any = None,
+        *,
+        name: str | None = None,
     ) -> None:
         if not callable(function):
             wanted = "a function (trainer, epoch, metrics)"
             refuse("callback", wanted, describe_value(function))
-        self._function, self._trainer = function, trainer
+        self._function, self._trainer, self.name = function, trainer, name
         self.reset(0)
 
     def reset(self, step: int) -> None:  # noqa: ARG002

@@ -107,6 +107,15 @@ class Capsule:
         """The number of steps that a replay runs before this one."""
         return self.step - 1 - self.mark.step
 
+    def with_replacements(self, replacements: Sequence[Any]) -> "Capsule":
+        """Note which of the replacements of the state a replay would have to repeat."""
+        notes = (
+            f"step {step}: the state was replaced ({why}), which a replay does not repeat"
+            for step, why in replacements
+            if self.mark.step < step < self.step
+        )
+        return replace(self, notes=(*self.notes, *notes))
+
     def __str__(self) -> str:
         start = "a state" if self.checkpoint is None else "the checkpoint"
         value = self.metrics.get(self.metric, float("nan"))

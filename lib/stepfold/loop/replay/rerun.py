@@ -22,6 +22,8 @@ from stepfold.loop.replay.bisect import Rows, find_bad_rows, nonfinite_inputs, w
 from stepfold.loop.replay.capsule import Capsule, copy_arrays, read_capsule
 from stepfold.loop.step_runner import StepRunner
 
+_RENAMED = {"said": "notes", "spoilt": "newly_nonfinite"}
+
 
 class Replay(NamedTuple):
     """What `replay` finds; `print` shows it.
@@ -29,13 +31,14 @@ class Replay(NamedTuple):
     Attributes:
       reproduced: whether the metrics of the step are the same as in the run, bit for bit; if all
         of them are NaN, those of the step before it. None if that is not known or was not run.
-      spoilt: the metrics that are NaN or inf here, and were not in the replayed step before it.
+      newly_nonfinite: the metrics that are NaN or inf here, and were not in the replayed step
+        before it.
       origin: the step to which `examples`, `leaves` and `where` belong. It is an earlier one if
         that left NaN or inf in the state and the loss showed it only later.
       examples: the rows of the batch that cause it, each set sufficient by itself.
       leaves: the leaves of the state that were finite before the step and are not after it.
       where: the operation that produced the first NaN or inf, and its line.
-      said: further notes.
+      notes: what else there is to know.
 
     >>> import stepfold as sf
     >>> where = "log made inf at train.py:5 (loss_fn)"
@@ -49,18 +52,24 @@ class Replay(NamedTuple):
     step: int
     reproduced: bool | None
     metrics: dict[str, float]
-    spoilt: tuple[str, ...]
+    newly_nonfinite: tuple[str, ...]
     origin: int
     examples: tuple[Rows, ...]
     leaves: tuple[str, ...]
     where: str
-    said: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _RENAMED:
+            raise AttributeError(f"Replay: expected {_RENAMED[name]}, the new name of {name}")
+        raise AttributeError(f"Replay has no attribute {name!r}")
 
     def __str__(self) -> str:
         status = "reproduced" if self.reproduced else "not reproduced"
         if self.reproduced is None:
             status = "not compared, as all metrics are NaN"
-        lines = [f"step {self.step}: {status}; not finite: {', '.join(self.spoilt) or 'nothing'}"]
+        nonfinite = ", ".join(self.newly_nonfinite) or "nothing"
+        lines = [f"step {self.step}: {status}; not finite: {nonfinite}"]
         if self.origin != self.step:
             lines.append(f"it began in step {self.origin}, which left a state that is not finite")
         if self.examples:
@@ -74,7 +83,7 @@ class Replay(NamedTuple):
         if self.leaves:
             more = f", and {len(self.leaves) - 8} more" if len(self.leaves) > 8 else ""
             lines.append(f"leaves: {', '.join(self.leaves[:8])}{more}")
-        return "\n".join([*lines, *self.said])
+        return "\n".join([*lines, *self.notes])
 
 
 def replay(
@@ -158,7 +167,7 @@ def replay(
         step=capsule.step,
         reproduced=not differences if is_compared else None,
         metrics=metrics,
-        spoilt=tuple(
+        newly_nonfinite=tuple(
             f"train/{name}"
             for name, value in values.items()
             if not np.isfinite(value) and np.isfinite(previous.get(name, 0.0))
@@ -167,7 +176,7 @@ def replay(
         examples=examples,
         leaves=leaves,
         where=where,
-        said=(*differences, *notes),
+        notes=(*differences, *capsule.notes, *notes),
     )
 
 
