@@ -195,9 +195,9 @@ MISTAKES = {
         r"evaluate: expected batches that end, .* give sf.batches\(…, epochs=1\)",
     ),
     "batches that an evaluation uses up": (
-        lambda: evaluation(data=batches(epochs=1)),
+        lambda: evaluation(data=iter([*batches(epochs=1)])),
         sf.ConfigError,
-        r"batches: expected a function that makes the batches for .* give lambda: sf.batches",
+        r"batches: expected some that can be read again for each .* give a list, sf.batches\(…, e",
     ),
     "another library's name of a metric": (
         lambda: fit(hooks=[sf.stop_early("val_loss", patience=2)], evaluation=evaluation()),

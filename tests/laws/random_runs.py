@@ -290,6 +290,9 @@ class Spec(SimpleNamespace):
         self.cut(self.name, event.kind, event.step)
         if self.script == (event.kind, event.step):
             return f"{self.name} has seen enough", state
+        if self.replaces and event.kind == "eval" and event.step % self.replaces == 0:
+            halved = jax.tree.map(lambda leaf: leaf * 0.5, event.state.params)
+            return sf.Replace(event.state._replace(params=halved), self.name), state
         loss = event.metrics.get("train/loss", 0.0)
         if self.goes_back and loss > 1e3:
             n = min(event.step, self.goes_back)

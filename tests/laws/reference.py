@@ -38,12 +38,13 @@ class Fit:
         call, directory = self.call, self.directory
         found = {**directory.temporary, **directory.permanent}
         if not found:
-            self.warnings += ["its files are now in"] if directory.rows else []
+            self.warnings += ["its files are now in"] if any(directory.rows) else []
             directory.skips = []
         self.data = call.data(directory.skips)
         self.run = SimpleNamespace(
             state=call.state, step=0, used=self.data.first, is_complete=False, epoch_ended=0,
             open=(), closed=(), rows={}, evaluated={}, hooks={}, stop=None, request=None,
+            replaced=None,
         )  # fmt: skip
         self.run.total = call.total(self.data, self.run, None)
         is_kept = call.checkpoints is not None and not self.data.is_iterator
@@ -78,12 +79,13 @@ class Fit:
         if run.is_complete and run.total is not None and run.step >= run.total:
             self.stop = "already_completed"
             return True
-        if self.resumed is not None:  # what an exception interrupted
+        if run.step > 0:  # what an exception interrupted
             self.log(run.step if self.reads(run.step) else run.step - call.delay)
-            if run.step != run.total:
-                self.evaluate([e for e in call.evaluations if self.is_due(e, run.step)])
-                self.end_epoch()
-            self.save(permanent=False)
+        if run.step != run.total:
+            is_due = lambda item: self.is_due(item, run.step) if run.step else item.at_start
+            self.evaluate(filter(is_due, call.evaluations))
+            self.end_epoch()
+        self.save(permanent=run.step == 0)
         if run.total is not None and run.step >= run.total:
             self.stop = "completed"
         self.take_effect()
@@ -177,6 +179,7 @@ class Fit:
             return False
         if not run.is_complete:
             self.save()
+        state = None if run.is_complete else run.state
         if not is_interrupted:
             self.close_interval()
             self.log(run.step)
@@ -184,6 +187,7 @@ class Fit:
             self.end_epoch()
             if run.is_complete and self.goes_back():
                 return False
+        run.state = run.state if state is None else state
         if run.is_complete:
             run.is_complete = not self.is_signaled
             run.stop = run.stop if self.is_signaled else None
@@ -233,14 +237,20 @@ class Fit:
 
     def dispatch(self, kind, step, metrics, effective):
         run, states, reasons = self.run, dict(self.run.hooks), []
-        event = SimpleNamespace(kind=kind, step=step, metrics=metrics, total=run.total)
+        event = SimpleNamespace(
+            kind=kind, step=step, metrics=metrics, total=run.total, state=run.state
+        )
         for hook in self.call.hooks:
             returned, states[hook.name] = hook.react(event, states.get(hook.name, 0))
-            if isinstance(returned, dict):
+            if isinstance(returned, sf.Replace):
+                event.state = returned.state
+            elif isinstance(returned, dict):
                 event.metrics = {**event.metrics, **returned}
             elif returned is not None:
                 reasons.append(returned)
         run.hooks, self.saw_event = states, True
+        if event.state is not run.state and self.saved != run.step:
+            run.state, run.replaced = event.state, run.step
         run.rows = {**run.rows, step: {**run.rows.get(step, {}), **event.metrics}}
         for reason in reasons:
             if isinstance(reason, sf.GoBack):
@@ -278,8 +288,10 @@ class Fit:
             return
         if not call.wants_epochs:  # no hook is owed the end of an epoch
             run.epoch_ended = run.step
-        if run.step == (self.resumed or 0) and not (permanent and run.step in directory.temporary):
-            if self.resumed is not None and self.saw_event:
+        is_new = permanent and run.step in directory.temporary
+        is_new |= self.resumed is None and call.checkpoints.at_start
+        if run.step == (self.resumed or 0) and not is_new:
+            if self.resumed is not None and self.saw_event and run.replaced != run.step:
                 self.saved_in()[run.step] = copy.copy(run)
                 self.saw_event = False
             return

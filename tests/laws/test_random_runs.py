@@ -93,13 +93,18 @@ def runs(draw):
     evaluations = []
     for name in draw(st.sampled_from([[], ["eval"], ["eval", "test"]])):
         every, every_epochs = draw(period(8, epochs=has_epochs))
-        evaluations.append(SimpleNamespace(name=name, every=every, every_epochs=every_epochs))
+        evaluations.append(
+            SimpleNamespace(
+                name=name, every=every, every_epochs=every_epochs, at_start=draw(st.booleans())
+            )
+        )
     checkpoints = temporary = None
     names = ["train", *(e.name for e in evaluations)]
     if draw(st.integers(0, 5)):
         every, every_epochs = draw(period(9, epochs=has_epochs))
         checkpoints = SimpleNamespace(
             every=every, every_epochs=every_epochs, keep=draw(st.integers(1, 3)),
+            at_start=draw(st.booleans()),
             keep_every=draw(st.sampled_from([None, None, 4])), keep_best=1,
             best=draw(st.sampled_from([None, *(f"{name}/loss" for name in names)])), mode=None,
         )  # fmt: skip
@@ -138,9 +143,12 @@ def runs(draw):
     return SimpleNamespace(
         source=source, task=task, evaluations=evaluations, checkpoints=checkpoints,
         temporary=temporary, log_every=log_every, goes_back=goes_back,
+        replaces=draw(st.sampled_from([0, 0, 2, 3])),
         steps_per_call=1 if source.remainder == "keep" else draw(st.sampled_from([1, 1, 3])),
         sessions=sessions,
-        has_trainer=draw(st.booleans()) and may_have_trainer(source, task, sessions, goes_back),
+        has_trainer=draw(st.booleans())
+        and may_have_trainer(source, task, sessions, goes_back)
+        and not any(item.at_start for item in [*evaluations, *filter(None, [checkpoints])]),
     )  # fmt: skip
 
 
@@ -185,9 +193,22 @@ def one_run(**changed):
     call = {"hooks": ["a"], "script": None, "exact": (), "epochs": (), "mesh": "one"}
     call |= {"length": {"steps": 12}, "cut": (None, None), "kind": "averages"}
     run = {"task": "plain", "evaluations": [], "temporary": None}
-    run |= {"log_every": 5, "goes_back": 0, "steps_per_call": 1, "has_trainer": False}
+    run |= {
+        "log_every": 5,
+        "goes_back": 0,
+        "replaces": 0,
+        "steps_per_call": 1,
+        "has_trainer": False,
+    }
     run["checkpoints"] = SimpleNamespace(
-        every=50, every_epochs=None, keep=3, keep_every=None, keep_best=1, best=None, mode=None
+        every=50,
+        every_epochs=None,
+        keep=3,
+        keep_every=None,
+        keep_best=1,
+        best=None,
+        mode=None,
+        at_start=False,
     )
     run["source"] = Source(**source | changed.pop("source", {}))
     run["sessions"] = [SimpleNamespace(**call | each) for each in changed.pop("calls", [{}])]
@@ -195,7 +216,7 @@ def one_run(**changed):
 
 
 PULL_8 = {"cut": (("pull", 8), "raise")}
-EVALUATION = SimpleNamespace(name="eval", every=4, every_epochs=None)
+EVALUATION = SimpleNamespace(name="eval", every=4, every_epochs=None, at_start=False)
 # What the random runs have found, or would find if they drew it.
 FOUND = {
     "a stop that is due after a cut": one_run(
@@ -354,6 +375,7 @@ def specs(run, session, cut):
         Spec(
             name=name, seen=seen, cut=cut, script=session.script if name == "a" else None,
             goes_back=run.goes_back if name == "b" else 0,
+            replaces=run.replaces if name == "c" else 0,
             is_exact=name in session.exact, wants_epochs=name in session.epochs,
         )
         for name in session.hooks

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.loop.small import start
+from tests.loop.small import STEP, start
 
 import stepfold as sf
 
@@ -113,8 +113,11 @@ def test_a_function_of_the_state_that_gives_no_number_is_refused():
     ("given", "words"),
     [
         ({"measure": None}, "measure: expected a function, got NoneType None"),
-        ({"batches": [1]}, r"batches: expected a function that makes the batches for .* got list"),
-        ({"batches": sf.batches(DATA, 5)}, "give lambda: sf.batches"),
+        (
+            {"batches": iter([1])},
+            r"batches: expected some that can be read again for .* got list_it",
+        ),
+        ({"batches": sf.batches(DATA, 5)}, "evaluate: expected batches that end, .* epochs=1"),
         ({"every": 0}, "every: expected an integer of at least 1, got 0"),
         ({"every": 2.0}, "every: expected an integer of at least 1, got 2.0"),
         ({"every": True}, "every: expected an integer of at least 1, got True"),
@@ -176,3 +179,42 @@ def test_a_state_that_was_donated_is_refused():
 def test_what_cannot_be_called_as_it_would_be_is_refused(given, said):
     with pytest.raises(sf.ConfigError, match=f"measure: expected {said}"):
         sf.Evaluation(*given)
+
+
+# Batches that are given as they are.
+
+
+def test_an_evaluation_takes_batches_as_well_as_a_function():
+    measure = sf.make_eval_step(lambda p, b, key: sf.mean(p["w"] * b["x"]))
+    data = {"x": np.arange(10.0, dtype=np.float32)}
+    expected = {"eval/loss": 4.5}
+    for batches in [
+        [{"x": data["x"]}],
+        sf.batches(data, 5, epochs=1, seed=0),
+        sf.prefetch(sf.batches(data, 5, epochs=1)),
+        lambda: sf.batches(data, 5, epochs=1),
+    ]:
+        evaluation = sf.Evaluation(measure, batches)
+        assert [evaluation(start()) for _ in range(3)] == [expected] * 3
+
+
+def test_batches_are_evaluated_from_where_they_were_given():
+    measure = sf.make_eval_step(lambda p, b, key: sf.mean(b["x"]))
+    batches = sf.batches({"x": np.arange(10.0, dtype=np.float32)}, 5, epochs=1)
+    next(batches)
+    evaluation = sf.Evaluation(measure, batches)
+    assert [evaluation(start())["eval/loss"] for _ in range(2)] == [7.0, 7.0]
+
+
+def test_batches_that_can_be_read_once_are_refused_for_an_evaluation():
+    with pytest.raises(sf.ConfigError, match="batches: expected some that can be read again for"):
+        sf.Evaluation(lambda state, batch: {}, iter([1]))
+    with pytest.raises(sf.ConfigError, match="batches: expected an iterable of batches, got"):
+        sf.Evaluation(lambda state, batch: {}, 3)
+
+
+def test_an_evaluation_of_the_batches_of_the_training_is_refused():
+    batches = sf.batches({"x": np.ones(8, np.float32)}, 4, epochs=2)
+    evaluation = sf.Evaluation(sf.make_eval_step(lambda p, b, key: sf.mean(b["x"])), batches)
+    with pytest.raises(sf.ConfigError, match="evaluation: expected other batches than those of"):
+        sf.fit(STEP, start(), batches, steps=2, evaluation=evaluation)

@@ -258,6 +258,7 @@ class Checkpoints(_StepReader):
       mode: whether the "min" or the "max" of the metric is the best. If None, "min" where the last
         part of the metric's name contains "loss", otherwise "max".
       keep_best: number of best checkpoints to keep.
+      at_start: whether `fit` saves before the first step too, so that a run can go back to there.
       async_: whether to write in a background thread. A save then blocks only for the copy off the
         device and for the previous save.
       temporary: a second directory for more frequent saves, `Temporary(directory, every=…)`.
@@ -282,6 +283,7 @@ class Checkpoints(_StepReader):
     best: str | None = None
     mode: str | None = None
     keep_best: int = 1
+    at_start: bool = False
     async_: bool = True
     temporary: Temporary | None = None
     # The open series, so that a request reaches them, and those that `with` opened.
@@ -296,7 +298,7 @@ class Checkpoints(_StepReader):
             value = getattr(self, name)
             if value is not None or name == "keep_best":
                 read_integer(name, value)
-        check_flags(async_=self.async_)
+        check_flags(at_start=self.at_start, async_=self.async_)
         if self.every_minutes is not None:
             read_positive("every_minutes", self.every_minutes)
         if self.mode is not None and self.best is None:

@@ -1,9 +1,10 @@
 """Evaluate a state on a whole dataset, exactly, however it is batched."""
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,7 +15,7 @@ from stepfold import tree
 from stepfold.core.processes import KeyValues, spell_processes
 from stepfold.core.state import check_not_donated
 from stepfold.core.transfers import allow_transfers
-from stepfold.core.validation import read_integer, spell_call, takes
+from stepfold.core.validation import check_flags, read_integer, spell_call, takes
 from stepfold.errors import ConfigError, DataError, refuse
 from stepfold.inspect.compiled import CompiledStep
 from stepfold.loop.consensus import Gather
@@ -62,11 +63,7 @@ def evaluate(
     ready = isinstance(eval_step, CompiledStep) or hasattr(eval_step, "lower")
     step = eval_step if ready else jax.jit(eval_step)
     check_not_donated(state)
-    if getattr(batches, "endless", False):
-        raise ConfigError(
-            f"evaluate: expected batches that end, got {tree.describe_value(batches)} without an "
-            "end; give sf.batches(…, epochs=1)"
-        )
+    _check_end(batches)
     mesh = mesh_of(state)
     if mesh is not None and mesh.is_multi_process:
         batches = _in_step(batches)
@@ -98,6 +95,12 @@ def evaluate(
             "be made again for each evaluation"
         )
     return metric_values(merge_metrics(metrics))
+
+
+def _check_end(batches: Any) -> None:
+    if getattr(batches, "endless", False):
+        got = f"{tree.describe_value(batches)} without an end"
+        refuse("evaluate", "batches that end", got, "give sf.batches(…, epochs=1)")
 
 
 def _in_step(batches: Iterable[Any]) -> Iterator[Any]:
@@ -156,15 +159,17 @@ class Evaluation:
     Attributes:
       measure: an `EvalFn`; or, without batches, any function of the state that returns numbers by
         name, such as one that generates text and scores it.
-      batches: a function that makes the batches for each evaluation.
+      batches: an iterable of batches, such as a list or `sf.batches(…, epochs=1)`, which is read
+        from where it is now for each evaluation; or a function that makes one.
       every: the steps between evaluations, if any.
       every_epochs: the epochs of the training data between evaluations, if any.
+      at_start: whether to evaluate before the first step too.
       name: the prefix of the metrics, as in `eval/loss`, and the `kind` of the events.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> state = sf.init_state({"w": jnp.ones(())}, optax.sgd(0.1), jax.random.key(0))
     >>> measure = sf.make_eval_step(lambda p, b, key: sf.mean(p["w"] * b["x"]))
-    >>> batches = lambda: sf.batches({"x": np.arange(10.0)}, 5, epochs=1)
+    >>> batches = sf.batches({"x": np.arange(10.0)}, 5, epochs=1)
     >>> sf.Evaluation(measure, batches, every=100)(state)
     {'eval/loss': 4.5}
     >>> sf.Evaluation(lambda state: {"norm": optax.tree.norm(state.params)})(state)
@@ -172,25 +177,27 @@ class Evaluation:
     """
 
     measure: Callable[..., Any]
-    batches: Callable[[], Iterable[Any]] | None = None
+    batches: Callable[[], Iterable[Any]] | Iterable[Any] | None = None
     _: KW_ONLY
     every: int | None = None
     every_epochs: int | None = None
+    at_start: bool = False
     name: str = "eval"
+    # The position of an iterator at which each evaluation begins.
+    _start: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not callable(self.measure):
             refuse("measure", "a function", tree.describe_value(self.measure))
         if self.batches is not None and not callable(self.batches):
-            raise ConfigError(
-                "batches: expected a function that makes the batches for each evaluation, got "
-                f"{tree.describe_value(self.batches)}; give lambda: sf.batches(…, epochs=1, "
-                'remainder="pad")'
-            )
-        for field in ("every", "every_epochs"):
-            value = getattr(self, field)
-            if value is not None:
-                read_integer(field, value)
+            check_batches(self.batches)
+            _check_end(self.batches)
+            if iter(self.batches) is self.batches:
+                self._read_start(self.batches)
+        check_flags(at_start=self.at_start)
+        for period in ("every", "every_epochs"):
+            if (value := getattr(self, period)) is not None:
+                read_integer(period, value)
         if not isinstance(self.name, str) or self.name.splitlines() != [self.name]:
             refuse("name", "a string of one line", repr(self.name))
         wanted = "state" if self.batches is None else "state, batch"
@@ -201,10 +208,27 @@ class Evaluation:
                 "as lambda: sf.batches(…, epochs=1)"
             )
 
+    def _read_start(self, batches: Any) -> None:
+        if not hasattr(batches, "get_state") or not hasattr(batches, "set_state"):
+            raise ConfigError(
+                "batches: expected some that can be read again for each evaluation, got "
+                f"{tree.describe_value(batches)}; give a list, sf.batches(…, epochs=1), or a "
+                "function that makes them"
+            )
+        object.__setattr__(self, "_start", copy.deepcopy(batches.get_state()))
+
+    def _make_batches(self) -> Iterable[Any]:
+        batches: Any = self.batches
+        if callable(batches):
+            return batches()  # type: ignore[no-any-return]
+        if self._start is not None:
+            batches.set_state(copy.deepcopy(self._start))
+        return batches  # type: ignore[no-any-return]
+
     def __call__(self, state: Any) -> dict[str, float]:
         try:
             if self.batches is not None:
-                metrics = evaluate(self.measure, state, self.batches())
+                metrics = evaluate(self.measure, state, self._make_batches())
                 return {f"{self.name}/{name}": value for name, value in metrics.items()}
             numbers = self.measure(state)
         except StopIteration as error:  # would pass for the end of the training data

@@ -148,6 +148,7 @@ def fit(
     all_hooks = _with_default_hooks(user_hooks, time_limit)
     feed = BatchFeed(batches, epochs, keep_recent=True)
     _check_epochs(feed, [*evaluations, checkpoints], all_hooks)
+    _check_not_shared(batches, evaluations)
     _check_end(feed, [*lengths.values(), time_limit], user_hooks)
     watched = _WatchedMetrics(user_hooks, checkpoints, evaluations)
     check_not_donated(state)
@@ -293,6 +294,14 @@ def _check_evaluations(evaluation: Any) -> list[Evaluation]:
     if len(set(names)) < len(names) or any(name.split("/")[0] == "train" for name in names):
         refuse("evaluation", "different names, none of them train", f"{names}", "give name=…")
     return evaluations
+
+
+def _check_not_shared(batches: Any, evaluations: Sequence[Evaluation]) -> None:
+    """Refuse an iterator for both: an evaluation would move the position of the training."""
+    for evaluation in evaluations:
+        if evaluation.batches is batches and hasattr(batches, "__next__"):
+            advice = "give each its own sf.batches(…)"
+            refuse("evaluation", "other batches than those of the training", "the same", advice)
 
 
 def _check_hooks(hooks: Any) -> list[Hook]:

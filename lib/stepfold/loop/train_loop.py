@@ -142,6 +142,7 @@ class Progress:
     total: int | None  # the step at which the run ends
     epoch_ended_at: int  # the last step at which hooks were called for it
     logged_step: int  # of the last event
+    began: int  # the step at which the run began
     is_complete: bool = False
     evaluated: dict[str, int] = field(default_factory=dict)  # the last step of each evaluation
     logged_metrics: dict[str, float] = field(default_factory=dict)  # all of `logged_step`
@@ -182,7 +183,7 @@ class TrainLoop:
         self.go_back: GoBack | None = None  # agreed on, if `run` returned for the run to go back
         self.resumed: int | None = None  # the step of the checkpoint that it resumed from
         self.positions: list[DataPosition] = []  # at the start and at the last log points
-        self.progress = Progress(total, self.step, self.step)
+        self.progress = Progress(total, self.step, self.step, self.step)
         self.progress.is_complete = total is not None and self.step >= total
         # Metrics are read this many steps late, so that the device has work while hooks run. At a
         # log point that evaluates or saves, and at the end, they are read at once.
@@ -306,12 +307,16 @@ class TrainLoop:
             size_changes=[first_step + start for start, _ in self._feed.batch_sizes[1:]],
         )
         self._find_due()
-        is_read = bool(self.resumed) and self._schedule.read_at(self.step, 1) == self.step
+        is_start = self.step == self.progress.began
+        is_read = not is_start and self._schedule.read_at(self.step, 1) == self.step
         self._log(self.step if is_read else self.step - self._delay)
-        if self.resumed and self.step != total:
-            self._evaluate([e for e in evaluations if self._schedule.is_due(e, self.step)])
+        if self.step != total:
+            is_due = self._schedule.is_due
+            self._evaluate(
+                [e for e in evaluations if (e.at_start if is_start else is_due(e, self.step))]
+            )
             self._end_epoch()
-        self._save(permanent=False)
+        self._save(permanent=is_start)
         self.positions.append(DataPosition(self.step, self._feed.position()))
         if total is not None and self.step >= total and self._end is None:
             self._end_by(Kind.END, Stop("completed", f"all {total} steps were done"))
@@ -479,7 +484,9 @@ class TrainLoop:
             self._end = self._end._replace(reason=self._end.reason._replace(message=message))
         extra = None if self._stop_of_hook() is None else self._extra()
         if not self._is_interrupted:
+            state, notes = self.state, [*self.progress.replacements]
             self._show_end()
+            self.state, self.progress.replacements[:] = state, notes  # as saved
             self.consensus.done(Kind.GO_BACK)
         if extra is not None and not self._is_interrupted:  # a later run continues after the stop
             self.consensus.done(Kind.STOP)
@@ -648,15 +655,14 @@ class TrainLoop:
         return event, requests
 
     def _replace(self, request: Replace) -> None:
-        """Continue with another state, unless that could not be saved."""
-        if self._end is not None and self._end.kind is not Kind.END:
-            return  # the state is saved; a resume sees the event again
+        """Continue with another state, unless that of this step was saved before."""
         if self.series is not None and self.step == self.series.saved:
-            warnings.warn(
-                f"step {self.step}: the state is not replaced, since it is saved already: "
-                f"{request.why}",
-                stacklevel=7,
-            )
+            if self._end is None:
+                warnings.warn(
+                    f"step {self.step}: expected to replace the state before it is saved, got a "
+                    f"request after that, which has no effect: {request.why}",
+                    stacklevel=7,
+                )
             return
         self.state = request.state
         notes = self.progress.replacements
@@ -683,7 +689,7 @@ class TrainLoop:
             )
             saved = {}
         total = self.progress.total
-        self.progress = Progress(total, self.step, self.step)
+        self.progress = Progress(total, self.step, self.step, self.step)
         self.consensus.requests.set_state(None)
         if saved:
             try:
@@ -768,7 +774,8 @@ class TrainLoop:
             return None
         # A checkpoint in the temporary directory is saved again, since that may be lost.
         is_promoted = permanent and self.series.restored_temporary
-        if self.step != self.first_step or is_promoted:
+        is_start = self.resumed is None and self.series.policy.at_start
+        if self.step != self.first_step or is_promoted or is_start:
             return "state"
         if notes := self.progress.replacements:
             # A resume replays the events that have replaced the state since the checkpoint.

@@ -78,7 +78,8 @@ class Replace(NamedTuple):
 
     After an evaluation the state is exact. At a log point it may be of a later step, so the hook
     needs `needs_exact_state = True` there. With several processes, the hook needs
-    `replaces_state = True`, and all processes have to return the same.
+    `replaces_state = True`, and all processes have to return the same. The last evaluation of a run
+    that stops early comes after its state is saved, and replaces nothing.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)

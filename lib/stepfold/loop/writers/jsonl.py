@@ -69,10 +69,11 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
         self._write_pending()
 
     def resume(self, step: int) -> None:
-        self._start = read_integer("step", step, 0)
-        self._pending = [row for row in self._pending if row[0] <= self._start]
+        last = read_integer("step", step, -1)  # -1 if the row of step 0 is to be written again
+        self._start = max(0, last)
+        self._pending = [row for row in self._pending if row[0] <= last]
         self._close_file()  # it may have been moved aside
-        self._truncate(self._open(), self._start)
+        self._truncate(self._open(), last)
 
     def flush(self) -> None:
         self._write_pending()
