@@ -16,7 +16,7 @@ ATTEMPT = {"began": "2026-03-01T10:00:00+00:00", "from": 0, "to": 3}
 
 def metadata(state=None, batches=(), *, evaluations=(), checkpoints=None, hooks=(), **arguments):
     state = {"w": jnp.ones(3)} if state is None else state
-    info = run_metadata(state, batches, arguments, evaluations, checkpoints, hooks)
+    info = run_metadata(state, batches, arguments, evaluations, checkpoints, hooks=hooks)
     assert json.loads(json.dumps(info)) == info
     return info
 

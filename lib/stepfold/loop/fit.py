@@ -38,7 +38,7 @@ from stepfold.loop.metrics import History
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
 from stepfold.loop.requests import Kind
 from stepfold.loop.run_directory import RunDirectory
-from stepfold.loop.run_info import run_metadata
+from stepfold.loop.run_info import flatten_config, read_config, run_metadata
 from stepfold.loop.step_runner import StepRunner
 from stepfold.loop.train_loop import Options, TrainLoop
 
@@ -53,6 +53,7 @@ def fit(
     more_steps: int | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     upload: str | None = None,
+    config: Any = None,
     evaluation: Evaluation | Sequence[Evaluation] = (),
     checkpoints: Checkpoints | None = None,
     hooks: Hook | Sequence[Hook] = (),
@@ -110,6 +111,9 @@ def fit(
       upload: a URL in object storage, such as `s3://bucket/run`, to which metrics, `run.json` and
         the report are copied at each checkpoint and at the end. A run that resumes on another host,
         or on one with older files, gets metrics and `run.json` from there.
+      config: the hyper-parameters of the run, a mapping or a dataclass, nested, of values that JSON
+        can hold. They are in `run.json`, in the report and in what it compares, and go to the
+        writers of `log_to`, such as W&B. A resume warns of what has changed.
       evaluation: an `Evaluation`, or several.
       checkpoints: a `Checkpoints`.
       hooks: functions of an `Event`. Unless one of them is `stop_on_nonfinite`, a NaN or inf in
@@ -145,7 +149,8 @@ def fit(
     runner = _check_numbers(step, lengths, log_every, steps_per_call)
     _check_checkpoints(checkpoints)
     evaluations, user_hooks = _check_evaluations(evaluation), _check_hooks(hooks)
-    all_hooks = _with_default_hooks(user_hooks, time_limit)
+    config = read_config(config)
+    all_hooks = _with_default_hooks(user_hooks, time_limit, config)
     feed = BatchFeed(batches, epochs, keep_recent=True)
     _check_epochs(feed, [*evaluations, checkpoints], all_hooks)
     _check_not_shared(batches, evaluations)
@@ -160,7 +165,7 @@ def fit(
     series = None if checkpoints is None else _open_series(checkpoints, directory)
     arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
     arguments |= {"steps_per_call": steps_per_call, "upload": upload}
-    describe = partial(run_metadata, state, batches, arguments, evaluations, checkpoints)
+    describe = partial(run_metadata, state, batches, arguments, evaluations, checkpoints, config)
     all_hooks += directory.make_hooks(all_hooks, describe, series)
     loop = TrainLoop(
         runner,
@@ -265,12 +270,16 @@ def _check_checkpoints(checkpoints: Any) -> None:
         refuse("checkpoints", "sf.Checkpoints(every=…)", tree.describe_value(checkpoints))
 
 
-def _with_default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:
-    """Add the hook that stops at a NaN, and that of the time limit."""
+def _with_default_hooks(
+    hooks: Sequence[Hook], time_limit: Any, config: Mapping[str, Any] | None
+) -> list[Hook]:
+    """Add hooks that stop at a NaN and at the time limit, and one that writes the config."""
     is_guarded = any(getattr(hook, "replaces_nonfinite_stop", False) for hook in hooks)
     all_hooks: list[Hook] = [*([] if is_guarded else [stop_on_nonfinite()]), *hooks]
     if time_limit is not None:
         all_hooks.append(TimeLimit(time_limit))
+    if config is not None:
+        all_hooks.append(_WriteConfig(hooks, config))
     return all_hooks
 
 
@@ -332,6 +341,21 @@ def _check_epochs(feed: BatchFeed, recurring: Sequence[Any], hooks: Sequence[Hoo
             "hooks: expected batches that know how many steps an epoch has, for a hook that is "
             f"called after epochs, got {got}; give sf.batches(data, …)"
         )
+
+
+class _WriteConfig(BaseHook):
+    """Pass the config to the hooks before this one, once they are open."""
+
+    def __init__(self, hooks: Sequence[Hook], config: Mapping[str, Any]) -> None:
+        self._hooks, self._config = hooks, flatten_config(config)
+
+    def __call__(self, event: Event) -> None:
+        pass
+
+    def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
+        hooks, self._hooks = self._hooks, ()  # once, even if the run goes back
+        for hook in hooks:
+            call_optional(hook, "write_config", self._config)
 
 
 class _WatchedMetrics(BaseHook):

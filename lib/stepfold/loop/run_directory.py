@@ -1,5 +1,6 @@
 """The directory of a run: its lock, metric files, `run.json`, report, and their upload."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -9,11 +10,12 @@ import jax
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import check_shared, read_directory
 from stepfold.core.processes import agreement
+from stepfold.errors import StepfoldError
 from stepfold.loop.hooks.base import Hook, Stop
 from stepfold.loop.metrics import History
 from stepfold.loop.report.report_writer import ReportWriter
 from stepfold.loop.rollback import Rollback
-from stepfold.loop.run_info import move_previous_run
+from stepfold.loop.run_info import config_changes, move_previous_run, read_run_info
 from stepfold.loop.run_lock import RunLock
 from stepfold.loop.train_loop import Progress, TrainLoop
 from stepfold.loop.upload import Upload
@@ -55,9 +57,8 @@ class RunDirectory:
         hooks: list[Hook] = []
         if self.metrics_path is not None:
             writer = jsonl_writer(self.metrics_path, csv=self.path / "metrics.csv")
-            own = log_to(async_writer(writer))
-            own.name = "metrics.jsonl"  # so that its state is not that of a writer of the user
-            hooks.append(own)
+            # Its state must not be taken for that of a writer of the user.
+            hooks.append(log_to(async_writer(writer), name="metrics.jsonl"))
         self._metadata = {**describe([*others, *hooks])}
         self._report = ReportWriter(self.path, self._metadata)
         # They are flushed in this order.
@@ -102,10 +103,25 @@ class RunDirectory:
         logged again.
         """
         self._metadata["replacements"] = loop.progress.replacements
+        self._compare_config()
         if loop.rollbacks is not None and loop.rollbacks.done:
             self._metadata["rollbacks"] = loop.rollbacks.as_json()
         with agreement(f"run_dir: {self.path}: not opened"):
             self._continue_metrics(loop.history, loop.progress)
+
+    def _compare_config(self) -> None:
+        """Warn of what the config has changed since the attempt before, and note it."""
+        if self.path is None or self._report is None or jax.process_index() != 0:
+            return
+        try:
+            before = read_run_info(self.path).get("config")
+        except (StepfoldError, OSError):
+            return  # the report warns of it
+        changes = config_changes(before, self._metadata["config"])
+        self._report.config_changes = changes
+        if changes and before is not None:
+            text = ", ".join(f"{name} from {old} to {new}" for name, (old, new) in changes.items())
+            warnings.warn(f"config: changed since the checkpoint: {text}", stacklevel=5)
 
     def fetch(self, step: int) -> None:
         """Get what another host has uploaded since, before a run resumes at a step."""

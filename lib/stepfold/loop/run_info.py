@@ -7,7 +7,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.leaves import is_key
+from stepfold.checkpoint.manifest import to_json
 from stepfold.checkpoint.series import Checkpoints
 from stepfold.core.state import params_of
 from stepfold.data.batches import Batches
@@ -43,9 +44,10 @@ def run_metadata(
     arguments: Mapping[str, Any],
     evaluations: Sequence[Evaluation] = (),
     checkpoints: Checkpoints | None = None,
+    config: Mapping[str, Any] | None = None,
     hooks: Sequence[Hook] = (),
 ) -> dict[str, Any]:
-    """Describe a run as JSON: its arguments, versions, devices, seeds and parameters.
+    """Describe a run as JSON: its config, arguments, versions, devices, seeds and parameters.
 
     The environment and the command line are left out, since they may hold secrets. The result holds
     no reference to the state.
@@ -68,6 +70,7 @@ def run_metadata(
     leaves = {name: leaf for name, leaf in params if tree.is_array(leaf)}
     return {
         "program": sys.argv[0] if sys.argv else "",
+        "config": config,
         "arguments": {
             **arguments,
             "batches": {"kind": type(batches).__name__, **pipeline},
@@ -98,6 +101,47 @@ def run_metadata(
                 for name, leaf in leaves.items()
             ],
         },
+    }
+
+
+def read_config(config: Any) -> dict[str, Any] | None:
+    """Convert a mapping or a dataclass to JSON, or raise with the path of what JSON cannot hold."""
+    if config is None:
+        return None
+    plain = to_json(_plain(config), "config")
+    if not isinstance(plain, dict):
+        got = tree.describe_value(config)
+        refuse("config", "a mapping or a dataclass", got, "give {'rate': 1e-3, …}")
+    return plain
+
+
+def _plain(node: Any) -> Any:
+    """Convert dataclasses to dicts, and NaN and inf, which JSON lacks, to text."""
+    if is_dataclass(node) and not isinstance(node, type):
+        return {each.name: _plain(getattr(node, each.name)) for each in fields(node)}
+    if isinstance(node, Mapping):
+        return {name: _plain(value) for name, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_plain(value) for value in node]
+    return str(node) if isinstance(node, float) and not math.isfinite(node) else node
+
+
+def flatten_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Name the values of a config by their paths, such as `optimizer/rate`; lists are values."""
+    is_value = lambda node: node is None or isinstance(node, list) or node == {}
+    leaves = jax.tree_util.tree_leaves_with_path({**(config or {})}, is_leaf=is_value)
+    return {tree.path_name(path): value for path, value in leaves}
+
+
+def config_changes(
+    before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
+) -> dict[str, list[Any]]:
+    """Return the old and the new value of each that differs, by path; None where it is missing."""
+    old, new = flatten_config(before), flatten_config(after)
+    return {
+        name: [old.get(name), new.get(name)]
+        for name in {**old, **new}
+        if (name in old, old.get(name)) != (name in new, new.get(name))
     }
 
 
@@ -173,6 +217,7 @@ _LEAF = (str, [is_count], str, is_count)
 _FORM = {
     "format": lambda value: type(value) is int and value >= 1,
     "program?": str,
+    "config?": {},
     "arguments?": {
         "evaluations?": [{"name": str}],
         "checkpoints?": {"directory?": str, "best?": str, "mode?": _is_mode},

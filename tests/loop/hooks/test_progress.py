@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -239,6 +240,23 @@ def test_what_is_printed_meanwhile_goes_to_stdout(kind, capsys):
     hook.close()
     assert capsys.readouterr().out == "hello\n"
     assert "hello" not in terminal.getvalue()
+
+
+def test_a_notebook_without_ipywidgets_has_a_bar_too(monkeypatch):
+    shell = SimpleNamespace(kernel=object())
+    module = SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", module)
+    file = io.StringIO()
+    hook = progress("tqdm", file=file)
+    hook.open(0, 10)
+    hook(Event(5, 10, {"train/loss": 2.0}, None))
+    hook.close()
+    assert "5/10" in file.getvalue()
+    shell.kernel = None  # IPython in a terminal whose stderr is a file
+    hook = progress("tqdm", file=(other := io.StringIO()))
+    hook.open(0, 10)
+    hook.close()
+    assert not other.getvalue()
 
 
 def test_a_notebook_has_a_bar_although_it_is_not_a_terminal(monkeypatch):

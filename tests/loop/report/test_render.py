@@ -182,7 +182,7 @@ def test_the_key_figures(tmp_path):
     assert {name: (value, note) for name, value, note in figures} == {
         "steps": ("100", "of 100"),
         "time": ("1 min 40 s", ""),
-        "steps/s": ("1.125", "first metrics after 10 s"),
+        "steps/s": ("1.417", "median; first metrics after 10 s"),
         "waiting for batches": ("10.0%", "of the time"),
         "parameters": ("74.0 M", "4.00 MiB"),
     }
@@ -506,7 +506,7 @@ def test_runs_stand_side_by_side_and_the_best_has_a_star(tmp_path):
     result = page(write_run(tmp_path / "a"), write_run(tmp_path / "b", rows))
     table = {name: values for name, *values in result.table("Side by side")}
     assert table["state"] == ["Finished", "Finished"]
-    assert table["steps/s"] == ["1.125", "1.125"]
+    assert table["steps/s"] == ["1.417", "1.417"]
     assert table["train/loss, last"] == ["0.5", "0.25"]
     assert table["train/loss, lowest"] == ["0.5 at 100", "★ 0.25 at 10"]
     assert table["eval/loss, lowest"] == ["1.5 at 50", NONE]

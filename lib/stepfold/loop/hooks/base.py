@@ -177,6 +177,9 @@ class BaseHook:
     def __call__(self, event: Event) -> Returned:
         raise NotImplementedError
 
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write the config of a run, values by path; called once, after `open`."""
+
     def reset(self, step: int) -> None:
         """Initialize all that belongs to one run, which begins after `step`."""
 

@@ -47,6 +47,7 @@ class progress(BaseHook):  # noqa: N801
         average: str = "train/loss",
         over: int = 100,
         file: TextIO | None = None,
+        name: str | None = None,
     ) -> None:
         if not isinstance(kind, str) or kind not in _BARS:
             refuse("progress", "'tqdm', 'rich' or 'json'", repr(kind))
@@ -54,7 +55,7 @@ class progress(BaseHook):  # noqa: N801
             require(kind, "progress", kind)
         if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics or ()):
             refuse("metrics", "names or patterns, as ('eval/*',)", describe_value(metrics))
-        self._kind, self._metrics, self._file = kind, metrics, file
+        self._kind, self._metrics, self._file, self.name = kind, metrics, file, name
         self._average, self._over = average, read_integer("over", over)
         self._bar: _Bar | None = None  # of the run that is open
         self._stream: _Stream | None = None
@@ -186,13 +187,20 @@ class _Stream:
         return bool(self._try(self.file.isatty))
 
 
+def _is_notebook() -> bool:
+    """Whether this is a kernel of Jupyter, which shows what is written to stderr."""
+    # Without ipywidgets, `tqdm.auto` is the bar of terminals, which notebooks show too.
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
 def _tqdm_bar(file: Any, step: int, total: int | None) -> _Bar:
     from tqdm.auto import tqdm
     from tqdm.notebook import tqdm_notebook
 
     if issubclass(tqdm, tqdm_notebook):
         file = file.file  # which it compares with stderr; it draws without it
-    elif not file.isatty():
+    elif not (file.isatty() or _is_notebook()):
         return _HIDDEN
     options = {"unit": "step", "dynamic_ncols": True, "mininterval": 0, "miniters": 1}
     bar = tqdm(initial=step, total=total, file=file, **options)

@@ -72,6 +72,10 @@ def _describe(run: Run, name: str, now: datetime) -> dict[str, Any]:
     if run.damaged_lines:
         lines = "1 line" if run.damaged_lines == 1 else f"{run.damaged_lines:,} lines"
         notes.append(f"{lines} of metrics.jsonl cannot be read")
+    for attempt in run.attempts[1:]:
+        for name, values in (attempt.get("config_changes") or {}).items():
+            old, new = values
+            notes.append(f"config/{name} changed from {old} to {new} at step {attempt['from']:,}")
     attempts = _attempts(run, now) if len(run.attempts) > 1 else ()
     metrics = _main_metrics([run])[: _METRICS // 3]
     tables = {  # of rows, the head first
@@ -139,7 +143,8 @@ def _parameters(run: Run) -> Iterator[Sequence[str]]:
 def _configuration(run: Run) -> dict[str, str]:
     """Flatten what the run was started with: `batches/seed`, `versions/jax`, and so on."""
     names = ("seed", "devices", "mesh", "versions", "program")
-    entries = {**(run.info.get("arguments") or {}), **{name: run.info.get(name) for name in names}}
+    entries = {"config": run.info.get("config"), **(run.info.get("arguments") or {})}
+    entries |= {name: run.info.get(name) for name in names}
     entries["hparams"] = dict(run.hparams)
     entries["parameters"] = (run.info.get("parameters") or {}).get("count")
     is_leaf = lambda node: isinstance(node, list) and not any(isinstance(i, dict) for i in node)
@@ -225,14 +230,22 @@ def _figures(run: Run) -> Iterator[tuple[str, str, str]]:
     if goodput is not None:
         yield "goodput", f"{goodput:.0%}", "of the time, in steps that count"
     if speed:
-        yield "steps/s", _spell(speed), f"first metrics after {_duration(rows[0, 1])}"
-    examples = run.curves.get("throughput/examples_per_second")
-    if examples and not np.isnan(examples.values).all():
-        yield "examples/s", _spell(float(np.nanmedian(examples.values))), "median"
+        # Both medians of the same intervals; the mean would count an evaluation as a slow step.
+        note = f"median; first metrics after {_duration(rows[0, 1])}"
+        yield "steps/s", _median(run, "throughput/steps_per_second") or _spell(speed), note
+    if examples := _median(run, "throughput/examples_per_second"):
+        yield "examples/s", examples, "median"
     if speed:
         yield "waiting for batches", f"{min(waited / seconds, 1.0):.1%}", "of the time"
     if parameters := run.info.get("parameters"):
         yield "parameters", amount(parameters["count"]), size(parameters["bytes"])
+
+
+def _median(run: Run, metric: str) -> str | None:
+    curve = run.curves.get(metric)
+    if curve is None or np.isnan(curve.values).all():
+        return None
+    return _spell(float(np.nanmedian(curve.values)))
 
 
 def _clock(attempt: Mapping[str, Any]) -> np.ndarray:

@@ -41,6 +41,7 @@ class ReportWriter(BaseHook):
             real, root = os.path.realpath(directory), os.path.realpath(run_dir)
             if Path(real).is_relative_to(root):  # the run can be moved
                 settings["directory"] = os.path.relpath(real, root)
+        self.config_changes: Mapping[str, Any] = {}  # since the attempt before the next one
         self._attempts: list[dict[str, Any]] = []
         self._attempt: dict[str, Any] = {}  # the last of them, once it is open
         self._opened_at = time.perf_counter()
@@ -77,6 +78,8 @@ class ReportWriter(BaseHook):
         self._sample(step, 0.0)
         self._attempt = {"began": _utc_now(), "from": step, "to": step, "total": total}
         self._attempt |= {"updated": self._attempt["began"], "ended": None, "stop": None}
+        if self.config_changes:
+            self._attempt["config_changes"] = self.config_changes
         self._attempts.append(self._attempt)
         self._try(self._write_info)
 

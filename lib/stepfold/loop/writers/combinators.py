@@ -168,7 +168,9 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
     When a run starts or resumes, the writer's `resume(step)` drops rows of later steps, so that
     each step is written once. `flush()` is called in another thread before a checkpoint commits,
     so that the rows up to its step are durable; its errors are raised at the next event. At the
-    end the writer is closed. With several processes only the first one writes.
+    end the writer is closed. With several processes only the first one writes. `fit(config=…)` is
+    written as hyper-parameters. For images, texts and histograms, call `write_images`,
+    `write_texts` and `write_histograms` of the same writer in a hook of your own.
 
     Args:
       writer: an object with a method `write_scalars(step, numbers by name)`. `resume`, `flush` and
@@ -176,6 +178,7 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
       every: write train metrics only at the first event at or after each multiple of this many
         steps, and at the last step. Evaluations are always written.
       everywhere: whether every process writes, each with its own writer.
+      name: the key of its state in a checkpoint, for two hooks of this kind.
 
     >>> import stepfold as sf
     >>> hook = sf.log_to(sf.console_writer(), every=20)
@@ -187,14 +190,21 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
     run_state = ("_multiple",)
     state_key = ("_every",)
 
-    def __init__(self, writer: Any, every: int | None = None, *, everywhere: bool = False) -> None:
+    def __init__(
+        self,
+        writer: Any,
+        every: int | None = None,
+        *,
+        everywhere: bool = False,
+        name: str | None = None,
+    ) -> None:
         check_flags(everywhere=everywhere)
         if not callable(getattr(writer, "write_scalars", None)) or isinstance(writer, type):
             raise ConfigError(
                 "log_to: expected a writer, with write_scalars(step, metrics), got "
                 f"{tree.describe_value(writer)}; sf.jsonl_writer(path) is one"
             )
-        self._writer, self._everywhere = writer, everywhere
+        self._writer, self._everywhere, self.name = writer, everywhere, name
         self._every = None if every is None else read_integer("log_to: every", every)
         self._errors: list[BaseException] = []
         # An `async_writer` is thread-safe, and a lock would stall the loop while it is flushed.
@@ -209,6 +219,11 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
     def open(self, step: int, total: int | None) -> None:
         super().open(step, total)
         call_optional(self._active_writer(), "resume", step)
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Pass the config of a run to the writer, as hyper-parameters."""
+        with self._lock:
+            call_optional(self._active_writer(), "write_hparams", config)
 
     def __call__(self, event: Event) -> None:
         is_due = True

@@ -1,0 +1,125 @@
+"""The hyper-parameters of a run: what it writes, compares and warns of."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from tests.loop.small import STEP, start
+
+import stepfold as sf
+from stepfold.loop.__main__ import main
+from stepfold.loop.run_info import config_changes, flatten_config, read_config
+
+BATCHES = [{"x": np.ones(4, np.float32)}] * 4
+
+
+@dataclasses.dataclass
+class Optimizer:
+    rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+
+
+@dataclasses.dataclass
+class Config:
+    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+    name: str = "small"
+    seed: int | None = None
+
+
+def run(folder, config, steps=4, **options):
+    return sf.fit(
+        STEP,
+        start(),
+        sf.batches({"x": np.ones(8, np.float32)}, 4),
+        steps=steps,
+        run_dir=folder,
+        config=config,
+        checkpoints=sf.Checkpoints(every=2),
+        **options,
+    )
+
+
+def info(folder):
+    return json.loads((folder / "run.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "config", [Config(), {"optimizer": Optimizer(), "name": "small", "seed": None}]
+)
+def test_hyper_parameters_have_a_place_in_the_run_and_its_page(tmp_path, config):
+    run(tmp_path, config)
+    plain = {"optimizer": {"rate": 0.001, "betas": [0.9, 0.999]}, "name": "small", "seed": None}
+    assert info(tmp_path)["config"] == plain
+    assert "config/optimizer/rate" in (tmp_path / "report.html").read_text()
+
+
+def test_two_runs_with_other_rates_differ_by_them(tmp_path):
+    for name, rate in [("a", 1e-3), ("b", 1e-2)]:
+        run(tmp_path / name, Config(Optimizer(rate)))
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    rows = {name: values for name, *values in data["tables"]["What differs"]}
+    assert rows["config/optimizer/rate"] == ["0.001", "0.01"]
+    assert "config/name" not in rows
+
+
+def test_a_resume_names_what_has_changed(tmp_path):
+    run(tmp_path, Config())
+    with pytest.warns(UserWarning, match="config: changed since .*: optimizer/rate from 0.001 to"):
+        run(tmp_path, Config(Optimizer(0.01)), steps=6)
+    assert info(tmp_path)["attempts"][1]["config_changes"] == {"optimizer/rate": [0.001, 0.01]}
+    page = (tmp_path / "report.html").read_text()
+    assert "config/optimizer/rate changed from 0.001 to 0.01 at step 4" in page
+    run(tmp_path, Config(Optimizer(0.01)), steps=8)  # warnings are errors here
+
+
+def test_writers_get_the_config_by_path():
+    class Settings(sf.Writer):
+        def write_hparams(self, hparams):
+            written.append(dict(hparams))
+
+    written = []
+    hooks = [sf.log_to(Settings()), sf.every(2, sf.log_to(Settings()))]
+    sf.fit(STEP, start(), BATCHES, config=Config(), hooks=hooks)
+    flat = {"optimizer/rate": 0.001, "optimizer/betas": [0.9, 0.999], "name": "small", "seed": None}
+    assert written == [flat, flat]
+
+
+def test_a_file_of_metrics_of_the_user_has_the_config(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    hook = sf.log_to(sf.jsonl_writer(path))
+    sf.fit(STEP, start(), BATCHES, config={"a": {"b": 1}}, hooks=hook)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["hparams"] for row in rows if "hparams" in row] == [{"a/b": 1}]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"a": {"f": print}}, "config/a/f: expected what JSON can hold, got builtin_function_or_"),
+        ({"a": [1, object()]}, "config/a/1: expected what JSON can hold, got object"),
+        ({1: 2}, "config: expected keys of text, got 1"),
+        ([1], "config: expected a mapping or a dataclass, got list"),
+        (Config, "config: expected what JSON can hold, got type"),
+    ],
+)
+def test_what_json_cannot_hold_is_refused_by_its_path(config, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        sf.fit(STEP, start(), BATCHES, config=config)
+
+
+def test_numbers_that_json_lacks_are_text():
+    assert read_config({"clip": math.inf, "n": np.int64(3)}) == {"clip": "inf", "n": 3}
+
+
+def test_changes_name_new_and_missing_values():
+    assert flatten_config({"a": {"b": 1, "c": {}}, "d": [1, 2]}) == {
+        "a/b": 1, "a/c": {}, "d": [1, 2]
+    }  # fmt: skip
+    assert config_changes({"a": 1, "b": 2}, {"a": 1, "c": None}) == {
+        "b": [2, None], "c": [None, None]
+    }  # fmt: skip
+    assert config_changes(None, None) == {}
