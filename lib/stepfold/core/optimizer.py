@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from stepfold import tree
@@ -114,6 +115,27 @@ def find_nodes(opt_state: Any, kind: type) -> list[Any]:
     """List the nodes of a type in an optimizer state, at any depth, but not inside each other."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
     return [node for node in nodes if isinstance(node, kind)]
+
+
+def hyperparams_of(state: Any, root: str = "opt_state") -> dict[str, Any]:
+    """Return what `optax.inject_hyperparams` holds, by path; schedules, which change, are left out.
+
+    >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    >>> hyperparams_of(tx.init({"w": jnp.ones(2)}))
+    {'opt_state/hyperparams/learning_rate': 0.5}
+    """
+    found: dict[str, Any] = {}
+    is_injected: Any = lambda node: hasattr(node, "hyperparams") and hasattr(node, "inner_state")
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_injected):
+        if is_injected(node):
+            where = "/".join(filter(None, (root, tree.path_name(path))))
+            for name, value in node.hyperparams.items():
+                if name not in getattr(node, "hyperparams_states", ()) and tree.is_data(value):
+                    found[f"{where}/hyperparams/{name}"] = np.asarray(
+                        jax.device_get(value)
+                    ).tolist()
+            found |= hyperparams_of(node.inner_state, f"{where}/inner_state")
+    return found
 
 
 def still_finite(old: Any, new: Any) -> jax.Array:

@@ -17,7 +17,7 @@ from stepfold.checkpoint.manifest import to_json
 from stepfold.checkpoint.series import Checkpoints, Series
 from stepfold.core.processes import agreement, broadcast_from_first, report_failed_peer
 from stepfold.core.state import check_not_donated, is_available, step_of, strengthen
-from stepfold.core.validation import check_flags, read_integer, spell_call, takes
+from stepfold.core.validation import read_integer, spell_call, takes
 from stepfold.errors import ConfigError, refuse
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Evaluation
@@ -58,7 +58,7 @@ def fit(
     checkpoints: Checkpoints | None = None,
     hooks: Hook | Sequence[Hook] = (),
     log_every: int = 10,
-    resume: bool = True,
+    resume: bool | Sequence[str] = True,
     steps_per_call: int = 1,
     time_limit: float | None = None,
 ) -> "FitResult":
@@ -119,7 +119,10 @@ def fit(
       hooks: functions of an `Event`. Unless one of them is `stop_on_nonfinite`, a NaN or inf in
         the loss stops the run; the result then has a `capsule` for `replay`.
       log_every: the steps between log points.
-      resume: whether to resume from a checkpoint; if False, an existing one is an error.
+      resume: whether to resume from a checkpoint; if False, an existing one is an error. Or the
+        parts of the state to restore, as `restore(parts=…)` takes them, to continue with another
+        optimizer: `("params", "model_state", "step", "key")` leaves its state as it is in `state`.
+        This is done once: later resumes restore the whole state that this run has saved.
       steps_per_call: how many steps are dispatched in one call at most. No call goes past a log
         point, an evaluation, a save, or a step at which a hook can stop the run. The result is the
         same to rounding: XLA may compile a step in a loop with other fusions than a single step.
@@ -144,7 +147,7 @@ def fit(
     >>> result.steps, str(result.stop_reason), result.history["train/loss"].steps
     (20, 'all 20 steps were done', [10, 20])
     """
-    check_flags(resume=resume)
+    parts = _check_resume(resume)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
     runner = _check_numbers(step, lengths, log_every, steps_per_call)
     _check_checkpoints(checkpoints)
@@ -173,12 +176,12 @@ def fit(
         feed,
         HookDispatcher([watched, *all_hooks] if watched.unseen else all_hooks),
         series,
-        Options(evaluations, log_every, steps_per_call, directory.metrics_path is None),
+        Options(evaluations, log_every, steps_per_call, directory.metrics_path is None, parts),
         total=step_of(state) + more if (more := more_steps or feed.total) else steps,
     )
     del state, describe  # so that a restored one can take its memory
     with _attach_result(loop), _opened(loop, directory, all_hooks):
-        was_complete = _start(loop, directory, more_steps, resume=resume)
+        was_complete = _start(loop, directory, more_steps, resume=resume is not False)
         with report_failed_peer():
             loop.run()
             while loop.go_back is not None:
@@ -263,6 +266,15 @@ def _check_numbers(
             f"compiled, to compile several of them as one, got {tree.describe_value(step)}"
         )
     return runner
+
+
+def _check_resume(resume: Any) -> tuple[str, ...] | None:
+    if isinstance(resume, list | tuple) and resume and all(isinstance(p, str) for p in resume):
+        return tuple(resume)
+    if not isinstance(resume, bool):
+        got = tree.describe_value(resume)
+        refuse("resume", "True, False, or parts such as ('params', 'step', 'key')", got)
+    return None
 
 
 def _check_checkpoints(checkpoints: Any) -> None:

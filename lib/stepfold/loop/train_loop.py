@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from signal import Signals as Signal
 from time import perf_counter
@@ -12,11 +12,20 @@ from typing import Any, NamedTuple
 import jax
 
 from stepfold import tree
+from stepfold.checkpoint.restore import Restored
 from stepfold.checkpoint.series import Series
+from stepfold.core.optimizer import hyperparams_of
 from stepfold.core.processes import KeyValues, agreement, spell_processes
 from stepfold.core.state import has_nan, is_available, step_of
 from stepfold.data.epochs import EpochEnds, size_at
-from stepfold.errors import CheckpointError, ConfigError, DataError, StepfoldError, refuse
+from stepfold.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    StepfoldError,
+    TreeMismatchError,
+    refuse,
+)
 from stepfold.loop.consensus import Alone, Several
 from stepfold.loop.data import BatchFeed, DataPosition
 from stepfold.loop.evaluate import Evaluation
@@ -28,6 +37,7 @@ from stepfold.loop.step_runner import StepRunner
 
 _MAX_DELAY = 4  # steps that are dispatched before the metrics of a log point are read
 _FORMAT = 3  # of the run state in a checkpoint; incremented when its meaning changes
+_ALL_BUT_OPT_STATE = ("params", "model_state", "step", "key")
 _MAX_NOTES = 100  # on replacements of the state
 _END = object()
 
@@ -133,6 +143,7 @@ class Options(NamedTuple):
     log_every: int = 10
     steps_per_call: int = 1
     save_history: bool = True
+    parts: Sequence[str] | None = None  # to restore, instead of the whole state
 
 
 @dataclass
@@ -147,6 +158,8 @@ class Progress:
     evaluated: dict[str, int] = field(default_factory=dict)  # the last step of each evaluation
     logged_metrics: dict[str, float] = field(default_factory=dict)  # all of `logged_step`
     replacements: list[Any] = field(default_factory=list)  # of the state: pairs (step, why)
+    # Of the optimizer, as the script gives them and the run uses them.
+    hyperparams: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, saved: Mapping[str, Any], now: "Progress") -> "Progress":
@@ -185,6 +198,7 @@ class TrainLoop:
         self.positions: list[DataPosition] = []  # at the start and at the last log points
         self.progress = Progress(total, self.step, self.step, self.step)
         self.progress.is_complete = total is not None and self.step >= total
+        self.progress.hyperparams = hyperparams_of(getattr(state, "opt_state", ()))
         # Metrics are read this many steps late, so that the device has work while hooks run. At a
         # log point that evaluates or saves, and at the end, they are read at once.
         self._delay = min(_MAX_DELAY, max(1, options.log_every // 2))
@@ -672,7 +686,7 @@ class TrainLoop:
 
     def restore(self, series: Series, more_steps: int | None = None) -> bool:
         """Restore the newest good checkpoint; return whether it is the last of a complete run."""
-        restored = series.restore(self.state)
+        restored, given = self._restore_parts(series), self.progress.hyperparams
         self.state, self._end, self.go_back = restored.state, None, None
         self.history.clear()
         self._buffer, self._saw_event = MetricBuffer(self._run_step.unpack), False
@@ -701,6 +715,7 @@ class TrainLoop:
                     f"{series.directory}: expected the state of a run as fit saves it in step "
                     f"{self.step}, got {error!r}; restore the state with sf.restore instead"
                 ) from error
+        self._compare_hyperparams(given, restored)
         was_complete = self.progress.is_complete
         self.progress.total = total
         if more_steps is not None:  # an interrupted run keeps its target
@@ -711,6 +726,41 @@ class TrainLoop:
         used = saved.get("batches_used")
         self._feed.seek(restored.data, self.step, used, needs_batches=needs_batches)
         return was_complete
+
+    def _restore_parts(self, series: Series) -> Restored:
+        """Restore the state, or parts of it if the run that saved it did not."""
+        parts = self._options.parts
+        if parts is None:
+            try:
+                return series.restore(self.state)
+            except TreeMismatchError as error:
+                error.add_note(f"fit(resume={_ALL_BUT_OPT_STATE}) continues with these parts of it")
+                raise
+        restored = series.restore(self.state, parts=parts)
+        if "step" in restored.not_loaded:
+            refuse("resume", "`step` among the parts, for the data position", repr(parts))
+        saved = restored.extra.get("fit") if isinstance(restored.extra, dict) else None
+        if isinstance(saved, dict) and saved.get("parts") == [*parts]:
+            with suppress(TreeMismatchError):  # changed once more since
+                return series.restore(self.state)
+        return restored
+
+    def _compare_hyperparams(self, given: Mapping[str, Any], restored: Restored) -> None:
+        """Warn of hyper-parameters that the script has changed, since those restored count."""
+        saved = self.progress.hyperparams or hyperparams_of(getattr(self.state, "opt_state", ()))
+        known = {name: saved[name] for name in given if name in saved and name in restored.loaded}
+        changes = [
+            f"{name}: expected {_short(value)} as in the checkpoint, got {_short(given[name])}"
+            for name, value in known.items()
+            if value != given[name]
+        ]
+        if changes:
+            warnings.warn(
+                f"{'; '.join(changes)}; the run continues with that of the checkpoint, and takes "
+                "that of the script with resume=('(?!.*/hyperparams/).*',)",
+                stacklevel=5,
+            )
+        self.progress.hyperparams = {**given, **known}
 
     def skip(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Skip ranges of batch indices, which begin after the position of the batches."""
@@ -730,6 +780,7 @@ class TrainLoop:
             "buffer": self._buffer.get_state(),
             "hooks": self.hooks.get_state(),
             "stop": self._stop_of_hook(),
+            "parts": self._options.parts and [*self._options.parts],
         }
 
     def _stop_of_hook(self) -> list[Any] | None:
@@ -824,6 +875,10 @@ class TrainLoop:
             permanent=permanent,
             requested=requested,
         )
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _as_stop(request: Request, step: int) -> Stop:

@@ -1,0 +1,107 @@
+"""What a script may change before a resume: rates, the optimizer, the head."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import stepfold as sf
+
+PARTS = ("params", "model_state", "step", "key")
+NEW_RATES = ("(?!.*/hyperparams/).*",)
+DATA = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
+
+
+def adam(rate):
+    return optax.inject_hyperparams(optax.adam)(learning_rate=rate)
+
+
+def run(folder, tx, steps, resume=True, **options):
+    loss = lambda params, x, key: sf.mean((x @ params["w"] - 1) ** 2)
+    return sf.fit(
+        sf.make_train_step(loss, tx),
+        sf.init_state({"w": jnp.ones(3)}, tx, jax.random.key(0)),
+        sf.batches(DATA, 4, seed=0),
+        steps=steps,
+        run_dir=folder,
+        checkpoints=sf.Checkpoints(every=4, keep=None),
+        resume=resume,
+        **options,
+    )
+
+
+def rate(result):
+    return float(result.state.opt_state.hyperparams["learning_rate"])
+
+
+def assert_same(a, b):
+    a, b = (jax.tree.leaves(each.state._replace(key=())) for each in (a, b))
+    assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_rate_that_the_script_has_changed_is_named_at_every_resume(tmp_path):
+    run(tmp_path, adam(1e-2), 4)
+    message = "learning_rate: expected 0.01 as in the checkpoint, got 0.0001; .* resume="
+    for steps in (8, 12):
+        with pytest.warns(UserWarning, match=message):
+            result = run(tmp_path, adam(1e-4), steps)
+    assert rate(result) == pytest.approx(1e-2)
+
+
+def test_a_new_rate_can_be_taken_in_place_and_stays(tmp_path):
+    run(tmp_path, adam(1e-2), 4)
+    first = run(tmp_path, adam(1e-4), 8, NEW_RATES)
+    assert (first.resumed, rate(first)) == (4, pytest.approx(1e-4))
+    assert first.state.opt_state.inner_state[0].count == 8  # the moments are kept
+    second = run(tmp_path, adam(1e-4), 12, NEW_RATES)
+    third = run(tmp_path, adam(1e-4), 16)  # the option may go, once it has had its effect
+    assert (second.resumed, rate(second)) == (8, pytest.approx(1e-4))
+    assert (third.resumed, rate(third)) == (12, pytest.approx(1e-4))
+
+
+def test_another_optimizer_continues_in_place_and_resumes_bit_for_bit(tmp_path):
+    run(tmp_path, adam(1e-2), 4)
+    with pytest.raises(sf.TreeMismatchError) as caught:
+        run(tmp_path, optax.sgd(0.1, momentum=0.9), 12)
+    assert "fit(resume=('params', 'model_state', 'step', 'key'))" in caught.value.__notes__[-1]
+
+    class Cut(RuntimeError):
+        pass
+
+    def cut(event):
+        if event.step == 8 and not seen:
+            seen.append(event)
+            raise Cut
+
+    seen, sgd = [], optax.sgd(0.1, momentum=0.9)
+    with pytest.raises(Cut):
+        run(tmp_path, sgd, 12, PARTS, log_every=1, hooks=cut)
+    resumed = run(tmp_path, sgd, 12, PARTS, log_every=1, hooks=cut)
+    assert resumed.resumed == 8
+
+    run(tmp_path / "uncut", adam(1e-2), 4)
+    assert_same(resumed, run(tmp_path / "uncut", sgd, 12, PARTS, log_every=1))
+    # A second change is made as the first was.
+    assert run(tmp_path, optax.rmsprop(0.01), 16, PARTS).resumed == 12
+
+
+def test_a_schedule_is_no_rate_that_changes(tmp_path):
+    tx = optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0.0, 20))
+    run(tmp_path, tx, 4)
+    run(tmp_path, tx, 8)  # warnings are errors here
+
+
+@pytest.mark.parametrize(
+    ("resume", "message"),
+    [
+        ("params", "resume: expected True, False, or parts such as .* got str 'params'"),
+        ((), "resume: expected True, False, or parts"),
+        (("params",), "resume: expected `step` among the parts, for the data position, got"),
+        (("parms", "step"), "parts: expected patterns of paths, got 'parms'"),
+    ],
+)
+def test_parts_are_checked(tmp_path, resume, message):
+    run(tmp_path, optax.sgd(0.1), 4)
+    with pytest.raises(sf.ConfigError, match=message):
+        run(tmp_path, optax.sgd(0.1), 8, resume)
