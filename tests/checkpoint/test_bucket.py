@@ -355,7 +355,7 @@ def of_two_processes(content):
 
 
 def without_metadata(content):
-    del content["words"]
+    del content["metadata"]
 
 
 @pytest.mark.parametrize(

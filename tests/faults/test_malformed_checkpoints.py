@@ -277,7 +277,7 @@ def nested(depth):
     return value
 
 
-W, LEAVES = "words", "leaves"
+W, LEAVES = "metadata", "leaves"
 CHANGES = {
     # the document
     "a list": lambda c: [c],
@@ -288,7 +288,7 @@ CHANGES = {
     "no utf-8": lambda c: b"\xff\xfe{}",
     "empty": lambda c: b"",
     "deep": lambda c: DEEP,
-    "deep inside": lambda c: b'{"format": 1, "words": ' + DEEP + b"}",
+    "deep inside": lambda c: b'{"format": 2, "metadata": ' + DEEP + b"}",
     "a number of 5,000 digits": lambda c: b"1" * 5000,
     # the format and the processes
     "a format of text": setting("format", to="1"),
@@ -480,7 +480,7 @@ def second_process(change):
     def changed(folder):
         path = folder / "2" / "state" / "leaves-0.json"
         second = read(path) | {"processes": 2, "leaves": {}, "shards": []}
-        second["words"] = {name: second["words"][name] for name in ("step", "data")}
+        second["metadata"] = {name: second["metadata"][name] for name in ("step", "data")}
         second = change(second) or second
         write(path.with_name("leaves-1.json"), json.dumps(second).encode())
         rewrite(folder, setting("processes", to=2))
@@ -596,7 +596,7 @@ def test_step_with_malformed_arrays_is_not_restored(saved, copy, change):
 
 @pytest.mark.parametrize(
     "change",
-    [setting("format", to=2), setting("format", to=10**18), setting(W, "newer", to=1)],
+    [setting("format", to=3), setting("format", to=10**18), setting(W, "newer", to=1)],
     ids=["format", "huge format", "unknown metadata"],
 )
 def test_step_of_a_newer_version_is_an_error(saved, copy, change):

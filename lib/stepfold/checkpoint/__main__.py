@@ -84,7 +84,7 @@ def _show(store: Store, step: int | None) -> int:
     _print(f"step {metadata.step}, {size(manifest.bytes)} on disk\n")
     for name in ("metrics", "data", "extra"):
         if value := getattr(metadata, name):
-            _print(f"{name}: {json.dumps(value, indent=2)}\n")
+            _print(f"{name}: {json.dumps(value, indent=2, default=str)}\n")
     rows = [
         (name, leaf, size(leaf.bytes), len(manifest.shards[name]))
         for name, leaf in manifest.leaves.items()
@@ -92,6 +92,9 @@ def _show(store: Store, step: int | None) -> int:
     _print(table(("path", "leaf", "bytes", "parts"), rows))
     elements = sum(int(np.prod(leaf.shape)) for leaf in manifest.leaves.values())
     _print(f"\n{len(rows)} leaves, {amount(elements)} elements")
+    if arrays := manifest.arrays.values():
+        total = size(sum(array.leaf.bytes for array in arrays))
+        _print(f"{len(arrays)} arrays in data and extra, {total}")
     return 0
 
 

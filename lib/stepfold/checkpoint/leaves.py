@@ -64,11 +64,6 @@ def arrays_of(state: Any) -> dict[str, Any]:
                 "settings out of the state, or give them as extra=…"
             )
         arrays[path] = _as_array(path, leaf)
-        if str(arrays[path].dtype) not in STORED:
-            raise ConfigError(
-                f"{path}: expected a dtype that can be stored ({', '.join(STORED)}), got "
-                f"{tree.describe_value(leaf)}; cast it"
-            )
     for path in arrays:
         for branch in accumulate(path.split("/")[:-1], "{}/{}".format):
             if branch in arrays:
@@ -93,17 +88,31 @@ def stored_name(name: str) -> str:
 
 def _as_array(name: str, leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
-        if isinstance(leaf, np.ma.MaskedArray):
-            refuse(name, "an array", "a masked one", "save its data and its mask")
-        array = np.array(leaf)  # a copy: numpy arrays may change while they are written
-        return array.astype(array.dtype.newbyteorder("="), copy=False)
+        return copy_array(name, leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf))
     if jax.process_count() > 1 and leaf.is_fully_addressable:
         raise ConfigError(
             f"{name}: expected an array that all {jax.process_count()} processes have their part "
             "in, got one of this process alone; give the state a plan (init_state(…, "
             "sharding=plan)), or place it (place(state, plan))"
         )
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+    array = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    check_array(name, array)
+    return array
+
+
+def copy_array(name: str, array: np.ndarray) -> np.ndarray:
+    """Copy an array, since it may change while it is written; its byte order becomes native."""
+    check_array(name, array)
+    return np.array(array, array.dtype.newbyteorder("="), order="C")
+
+
+def check_array(name: str, array: Any) -> None:
+    """Refuse an array that cannot be stored."""
+    if isinstance(array, np.ma.MaskedArray):
+        refuse(name, "an array", "a masked one", "save its data and its mask")
+    if array.dtype.name not in STORED:
+        expected = f"a dtype that can be stored ({', '.join(STORED)})"
+        refuse(name, expected, tree.describe_value(array), "cast it")
 
 
 def is_key(leaf: Any) -> bool:
@@ -149,9 +158,14 @@ def as_slices(part: Region) -> tuple[slice, ...]:
     return tuple(slice(*ends) for ends in part)
 
 
+def bytes_of(array: np.ndarray) -> memoryview:
+    """Return an array's elements in C order; a view of it, if it has that order."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
 def checksum(array: np.ndarray) -> int:
     """Compute the CRC-32 of an array's elements in C order."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return zlib.crc32(bytes_of(array))
 
 
 # Making leaves again

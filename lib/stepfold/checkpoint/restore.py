@@ -13,7 +13,7 @@ import numpy as np
 from stepfold import tree
 from stepfold.checkpoint import steps
 from stepfold.checkpoint.leaves import Leaf, Region, leaves_of, make_leaf, regions_of
-from stepfold.checkpoint.manifest import DamageError, ForeignError, from_json
+from stepfold.checkpoint.manifest import DamageError, ForeignError
 from stepfold.checkpoint.store import Store, complete_steps, metrics_of, open_store
 from stepfold.core.processes import agreement, broadcast_from_first, max_over_processes
 from stepfold.core.validation import as_integer, check_flags
@@ -209,8 +209,8 @@ def _restore_step(
             [loaded.get(name, leaf) for name, leaf in tree.named_leaves(like)]
         ),
         step=manifest.metadata.step,
-        data=data,
-        extra=from_json(manifest.metadata.extra),
+        data=reader.fill("data", data),
+        extra=reader.fill("extra", manifest.metadata.extra),
         metrics=dict(manifest.metadata.metrics or {}),
         loaded=list(sources),
         not_loaded=not_loaded,

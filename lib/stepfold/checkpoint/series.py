@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Self
 import jax
 
 from stepfold import tree
-from stepfold.checkpoint.manifest import DamageError, StepMetadata, from_json, step_metadata
+from stepfold.checkpoint.manifest import DamageError, StepMetadata, step_metadata
 from stepfold.checkpoint.restore import Restored, restore_from
 from stepfold.checkpoint.steps import (
     Best,
@@ -609,15 +609,16 @@ class Series(_StepReader):
         self._permanent.write_note(name, content)
 
     def delete_after(self, step: int, is_expendable: Callable[[Any], bool] | None = None) -> None:
-        """Delete later steps, on process 0: all, or those whose `extra` the function accepts."""
+        """Delete later steps, on process 0: all, or those whose `extra` the function accepts.
+
+        The arrays in `extra` are not read.
+        """
         self._check_open()
         self.saved = self._saving = None  # their numbers may be saved again
         for store in self._stores() if jax.process_index() == 0 else []:
             for number in reversed([number for number in store.steps() if number > step]):
                 with suppress(DamageError):  # it is never restored
-                    if is_expendable is None or is_expendable(
-                        from_json(store.read_metadata(number).extra)
-                    ):
+                    if is_expendable is None or is_expendable(store.read_metadata(number).extra):
                         store.delete(number)
 
     def wait(self) -> None:

@@ -107,7 +107,13 @@ class DirectoryStore:
         with manifest.checked_form(self.path_of(step)):
             metadata, first, size = self._read_first(step)
             others = [self._read_process(step, process) for process in range(1, first["processes"])]
-            return manifest.merge_processes([first, *others], metadata)._replace(bytes=size)
+            merged = manifest.merge_processes([first, *others], metadata)
+            for name, array in merged.arrays.items():
+                path = manifest.stream_path(self._path(step) / manifest.STATE, array.stream)
+                end = array.offset + array.leaf.bytes
+                if not path.exists() or path.stat().st_size < end:
+                    refuse(name, f"{end:,} bytes of {path.name}", "less", kind=DamageError)
+            return merged._replace(bytes=size)
 
     def _read_first(self, step: int) -> tuple[StepMetadata, Any, int]:
         """Check that all files exist; return the metadata, first manifest and number of bytes."""
@@ -136,7 +142,7 @@ class DirectoryStore:
 
     def _read_process(self, step: int, process: int) -> Any:
         path = self._path(step) / manifest.STATE / manifest.LEAVES.format(process)
-        return manifest.check_format(manifest.read_checked(path), self.path_of(step))
+        return manifest.check_process(manifest.read_checked(path), self.path_of(step))
 
     def open_arrays(self, step: int, contents: Manifest) -> "ArrayReader":
         """Return a reader of the arrays of a step."""
@@ -173,8 +179,22 @@ class DirectoryStore:
     def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
         """Atomically add metrics to a step, and replace its `extra`."""
         known = self.read_metadata(step).metrics or {}
-        later = {"metrics": {**known, **metrics}, "extra": extra}
-        self._replace(self._path(step) / manifest.STATE / manifest.LATER, later)
+        folder = self._path(step) / manifest.STATE
+        path = folder / manifest.LATER
+        former = manifest.read_checked(path) if path.exists() else {}
+        later = manifest.later_metadata({**known, **metrics}, extra, former)
+        content, number, arrays = later
+        streams = [
+            manifest.stream_path(folder, manifest.LATER_ARRAYS.format(number - age))
+            for age in (0, 2)
+        ]
+        if arrays:
+            with converted_errors(streams[0], "cannot be written"):
+                manifest.write_stream(streams[0], arrays)
+                sync(streams[0])
+        self._replace(path, content)
+        with suppress(OSError):  # not the one before, which another process may read now
+            streams[1].unlink()
 
     def write_note(self, name: str, content: Any) -> None:
         """Atomically write JSON next to the steps, and return when it is durable."""

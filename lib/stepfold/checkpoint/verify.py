@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from stepfold.checkpoint.leaves import Leaf
-from stepfold.checkpoint.manifest import DamageError, ForeignError, from_json
+from stepfold.checkpoint.manifest import DamageError, ForeignError
 from stepfold.checkpoint.restore import Step, candidates
 from stepfold.checkpoint.store import Store, open_store
+from stepfold.checkpoint.values import map_arrays
 from stepfold.errors import CheckpointError
 
 
@@ -61,6 +62,8 @@ class Contents(NamedTuple):
       extra: the `extra` that was saved.
       metrics: the `metrics` that were saved.
       bytes: its size on disk.
+      arrays: the metadata of each numpy array in `data` and `extra`, by path. It stands for the
+        array in `data` and `extra` too.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -75,6 +78,7 @@ class Contents(NamedTuple):
     extra: Any
     metrics: dict[str, float]
     bytes: int
+    arrays: dict[str, Leaf]
 
 
 def contents(directory: str | os.PathLike[str], *, step: Step = "latest") -> Contents:
@@ -104,13 +108,16 @@ def contents(directory: str | os.PathLike[str], *, step: Step = "latest") -> Con
         number = number if complete is None else complete
     manifest = store.read_manifest(number)
     metadata = manifest.metadata
+    data = manifest.position() if manifest.has_position else manifest.data
+    leaf_of = lambda _, array: array.leaf
     return Contents(
         step=metadata.step,
         leaves=manifest.leaves,
-        data=manifest.position() if manifest.has_position else from_json(manifest.data),
-        extra=from_json(metadata.extra),
+        data=map_arrays(data, "data", leaf_of),
+        extra=map_arrays(metadata.extra, "extra", leaf_of),
         metrics=dict(metadata.metrics or {}),
         bytes=manifest.bytes,
+        arrays={name: array.leaf for name, array in manifest.arrays.items()},
     )
 
 
@@ -150,4 +157,5 @@ def problems_of(store: Store, step: int) -> list[CheckpointError]:
         return [error]
     reader = store.open_arrays(step, manifest)
     stored = [name for name, leaf in manifest.leaves.items() if 0 not in leaf.shape]
-    return [problem for problems in reader.map(reader.problems, stored) for problem in problems]
+    of_leaves = (each for problems in reader.map(reader.problems, stored) for each in problems)
+    return [*of_leaves, *reader.stored_problems(manifest.arrays)]
