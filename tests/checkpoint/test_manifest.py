@@ -179,8 +179,8 @@ def test_infinities_come_back(tmp_path):
     ("value", "words"),
     [
         ({"a": {1: "b"}}, "extra/a: expected keys of text, got 1; JSON has no others"),
-        ({"a": [0, jnp.ones(2)]}, r"extra/a/1: expected what JSON can hold, got float32\[2\]; arr"),
-        (np.ones(3), r"extra: expected what JSON can hold, got float64\[3\]; arrays belong in "),
+        ({"a": [0, jnp.ones(2)]}, r"extra/a/1: expected what JSON can hold, got float32\[2\]; wri"),
+        (np.ones(3), r"extra: expected what JSON can hold, got float64\[3\]; write it as te"),
         ({"f": print}, "extra/f: expected what JSON can hold, got builtin_function_or_method "),
         ({1, 2}, r"extra: expected what JSON can hold, got set \{1, 2\}; .*as text or numbers"),
     ],

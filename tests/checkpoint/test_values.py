@@ -142,7 +142,7 @@ def test_a_hook_keeps_a_reservoir_over_a_resume(tmp_path):
         (np.ma.masked_array([1, 2], [0, 1]), "data/a/0: expected an array, got a masked one; save"),
         (
             jnp.ones(2),
-            r"data/a/0: expected what JSON or a numpy array can hold, got float32\[2\]; ",
+            r"data/a/0: expected JSON or numpy arrays, got float32\[2\]; ",
         ),
         ({"number of an array": 1}, "data/a/0: expected another key than 'number of an array'"),
     ],

@@ -11,7 +11,7 @@ import numpy as np
 from stepfold import tree
 from stepfold.checkpoint.leaves import Leaf, Region, make_leaf, regions_of
 from stepfold.checkpoint.restore import candidates, match
-from stepfold.checkpoint.store import open_store
+from stepfold.checkpoint.store import open_together
 from stepfold.core.processes import agreement
 from stepfold.core.validation import read_integer
 from stepfold.errors import CheckpointError, TreeMismatchError, refuse
@@ -36,7 +36,7 @@ def average(
     With several processes, all of them call this, and each reads what its devices need.
 
     Args:
-      directory: the directory of the series, or its URL in object storage.
+      directory: the directory or the URL of the series, or the run directory of `fit`.
       steps: the steps to average.
       like: the wanted parameters, concrete or abstract. Each leaf gets the sharding of its
         counterpart in `like`. None returns nested dicts of numpy arrays, by their paths.
@@ -64,7 +64,7 @@ def average(
         refuse("steps", "different steps, at least one", f"{numbers}")
     if not isinstance(part, str):
         refuse("part", "the path of a branch, as 'params'", tree.describe_value(part))
-    store = open_store(directory)
+    store = open_together(directory)
     for number in numbers:
         candidates([store], number)  # raises if the step is missing
     with agreement(f"{store.location}: the average cannot be read"):

@@ -34,7 +34,7 @@ from stepfold.checkpoint import manifest
 from stepfold.checkpoint.arrays import ArrayReader
 from stepfold.checkpoint.leaves import Leaf, Region, arrays_of, bytes_of, leaves_of, shards_of
 from stepfold.checkpoint.manifest import DamageError, Manifest, NewerError, Shards, StepMetadata
-from stepfold.checkpoint.steps import absolute_path, already_exists
+from stepfold.checkpoint.steps import absolute_path, already_exists, join_location
 from stepfold.checkpoint.values import StoredArray
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.errors import CheckpointError, ConfigError, refuse
@@ -190,8 +190,7 @@ class BucketStore(Bucket):
         return self.read(f"{step}.commit") is not None
 
     def path_of(self, step: int) -> str:
-        base, mark, query = self.location.partition("?")
-        return f"{base.rstrip('/')}/{step}{mark}{query}"
+        return join_location(self.location, f"{step}")
 
     def other_names(self) -> list[str]:
         folders, names = self._folders(), self._names()

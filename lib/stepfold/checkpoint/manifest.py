@@ -161,8 +161,9 @@ def process_manifest(
     process = jax.process_index()
     fields = metadata._asdict() if process == 0 else {"step": metadata.step, "data": metadata.data}
     arrays: list[np.ndarray] = []
-    for name in fields.keys() & {"data", "extra"}:
-        fields[name] = take_arrays(fields[name], arrays)
+    for name in ("data", "extra"):
+        if name in fields:
+            fields[name] = take_arrays(fields[name], arrays)
     content = {
         "format": FORMAT,
         "processes": jax.process_count(),

@@ -14,7 +14,7 @@ from stepfold import tree
 from stepfold.checkpoint import steps
 from stepfold.checkpoint.leaves import Leaf, Region, leaves_of, make_leaf, regions_of
 from stepfold.checkpoint.manifest import DamageError, ForeignError
-from stepfold.checkpoint.store import Store, complete_steps, metrics_of, open_store
+from stepfold.checkpoint.store import Store, complete_steps, metrics_of, open_store, open_together
 from stepfold.core.processes import agreement, broadcast_from_first, max_over_processes
 from stepfold.core.validation import as_integer, check_flags
 from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError, refuse
@@ -82,7 +82,7 @@ def restore(
     With several processes, all of them call this. They restore the same step.
 
     Args:
-      directory: the directory of the series, or its URL in object storage.
+      directory: the directory or the URL of the series, or the run directory of `fit`.
       like: the wanted state, concrete or abstract (`jax.eval_shape`). Each leaf gets the sharding
         of its counterpart in `like`. The mesh may differ from the one at save time.
       step: "latest", "best", or a number.
@@ -113,7 +113,7 @@ def restore(
     (0, {'step': 0}, {'lr': 0.001}, (4, 2))
     """
     options: Any = {"parts": parts, "rename": rename, "cast": cast, "partial": partial}
-    stores = [open_store(directory)]
+    stores = [open_together(directory)]
     return restore_from(stores, like, step=step, best=best, fall_back=fall_back, **options)[0]
 
 

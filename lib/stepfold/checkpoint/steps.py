@@ -110,6 +110,12 @@ def split_location(location: str) -> tuple[str, int | None]:
     return f"{parent}{mark}{query}", number
 
 
+def join_location(location: str, name: str) -> str:
+    """Return the path or the URL of a name below a location; a URL keeps its query."""
+    base, mark, query = location.partition("?") if is_url(location) else (location, "", "")
+    return f"{base.rstrip('/')}/{name}{mark}{query}"
+
+
 def already_exists(location: Any, step: int) -> str:
     """Return the message for a step that is saved twice."""
     return (

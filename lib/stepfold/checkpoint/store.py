@@ -34,11 +34,12 @@ from stepfold.checkpoint.steps import (
     check_shared,
     converted_errors,
     is_url,
+    join_location,
     locked,
     read_directory,
     sync,
 )
-from stepfold.core.processes import agreement
+from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.errors import CheckpointError, refuse
 
 if TYPE_CHECKING:
@@ -280,6 +281,29 @@ def open_store(directory: Any, *, save: bool = False) -> Store:
     if save:  # orbax takes longer to import than everything else: not at the first save
         importlib.import_module("stepfold.checkpoint.writer")
     return DirectoryStore(read_directory(directory, make=save))
+
+
+def open_to_read(directory: Any) -> Store:
+    """Open the store of a series; a run directory has one, unless it has steps itself."""
+    store = open_store(directory)
+    inner = _below(store)
+    if (is_url(inner) or os.path.isdir(inner)) and not store.steps():
+        below = open_store(inner)
+        return below if below.steps() else store
+    return store
+
+
+def open_together(directory: Any) -> Store:
+    """Open the store that `open_to_read` opens on process 0; collective."""
+    store, is_below = open_store(directory), False
+    with agreement(f"{store.location}: cannot be listed"):
+        if jax.process_index() == 0:
+            is_below = open_to_read(directory).location != store.location
+    return open_store(_below(store)) if broadcast_from_first([is_below])[0] else store
+
+
+def _below(store: Store) -> str:
+    return join_location(store.location, "checkpoints")
 
 
 def open_to_save(path: Any) -> Store:

@@ -76,15 +76,13 @@ def to_json(
             key: to_json(item, f"{name}/{key}", keep_array, depth - 1)
             for key, item in value.items()
         }
-    holder, advice = "JSON", "arrays belong in the state, and anything else is written"
+    expected, advice = "what JSON can hold", "write it as text or numbers"
     if keep_array is not None:
-        holder, advice = (
-            "JSON or a numpy array",
-            "convert arrays with np.asarray, and write the rest",
+        expected = "JSON or numpy arrays"
+        advice = (
+            "convert an array of jax with np.asarray, and write anything else as text or numbers"
         )
-    refuse(
-        name, f"what {holder} can hold", tree.describe_value(value), f"{advice} as text or numbers"
-    )
+    refuse(name, expected, tree.describe_value(value), advice)
 
 
 def from_json(

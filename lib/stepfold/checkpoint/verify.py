@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 from stepfold.checkpoint.leaves import Leaf
 from stepfold.checkpoint.manifest import DamageError, ForeignError
 from stepfold.checkpoint.restore import Step, candidates
-from stepfold.checkpoint.store import Store, open_store
+from stepfold.checkpoint.store import Store, open_to_read
 from stepfold.checkpoint.values import map_arrays
 from stepfold.errors import CheckpointError
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """Return the newest complete step, by the names and sizes of its files, or None.
+
+    `directory` is that of a series or a run, or a URL, as in `restore`.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -22,7 +24,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
     >>> sf.latest_step(folder)
     3
     """
-    return newest_complete(open_store(directory))
+    return newest_complete(open_to_read(directory))
 
 
 def newest_complete(store: Store) -> int | None:
@@ -85,7 +87,7 @@ def contents(directory: str | os.PathLike[str], *, step: Step = "latest") -> Con
     """Describe a checkpoint, without reading its arrays.
 
     Args:
-      directory: the directory of the series.
+      directory: the directory or the URL of the series, or the run directory of `fit`.
       step: "latest", "best", or a number.
 
     Raises:
@@ -100,7 +102,7 @@ def contents(directory: str | os.PathLike[str], *, step: Step = "latest") -> Con
     >>> {path: str(leaf) for path, leaf in contents.leaves.items()}
     {'w': 'float32[2]'}
     """
-    store = open_store(directory)
+    store = open_to_read(directory)
     number, _ = candidates([store], step)[0]
     if step == "latest":
         # Without a complete step, read_manifest raises the problem of the newest.
@@ -124,6 +126,8 @@ def contents(directory: str | os.PathLike[str], *, step: Step = "latest") -> Con
 def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
     """Read every step and verify all of its values against their checksums.
 
+    `directory` is that of a series or a run, or a URL, as in `restore`.
+
     Needs no device and changes nothing. Files that only orbax reads, such as `_METADATA`, are
     compared by size alone; `restore` does not need their content.
 
@@ -137,7 +141,7 @@ def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
     >>> sf.verify(folder)
     {3: []}
     """
-    verified = problems_by_step(open_store(directory))
+    verified = problems_by_step(open_to_read(directory))
     return {step: [str(problem) for problem in problems] for step, problems in verified}
 
 
