@@ -34,7 +34,7 @@ class Restored(NamedTuple):
         it is also None if each process saved its own, and their number was another.
       extra: the `extra` that was saved.
       metrics: the `metrics` that were saved.
-      loaded: the paths that were loaded.
+      loaded: the paths that were loaded, with the path of each in the checkpoint.
       not_loaded: saved or wanted paths that were not loaded, with the reason; empty without `parts`
         or `partial`.
       damaged: the problems of steps that were skipped, by step.
@@ -44,7 +44,7 @@ class Restored(NamedTuple):
     >>> sf.save(folder, {"w": jnp.ones(2), "b": jnp.zeros(2)}, step=1)
     >>> restored = sf.restore(folder, {"w": jnp.zeros(2), "b": jnp.ones(2)}, parts=("w",))
     >>> restored.loaded, restored.not_loaded, restored.state
-    (['w'], {'b': 'not among the parts'}, {'b': Array([1., 1.], ...), 'w': Array([1., 1.], ...)})
+    ({'w': 'w'}, {'b': 'not among the parts'}, {'b': Array([1., 1.], ...), 'w': ...})
     """
 
     state: Any
@@ -52,7 +52,7 @@ class Restored(NamedTuple):
     data: Any
     extra: Any
     metrics: dict[str, float]
-    loaded: list[str]
+    loaded: dict[str, str]
     not_loaded: dict[str, str]
     damaged: dict[int, list[str]]
 
@@ -212,7 +212,7 @@ def _restore_step(
         data=reader.fill("data", data),
         extra=reader.fill("extra", manifest.metadata.extra),
         metrics=dict(manifest.metadata.metrics or {}),
-        loaded=list(sources),
+        loaded=sources,
         not_loaded=not_loaded,
         damaged={},
     )
