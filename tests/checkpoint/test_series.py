@@ -493,7 +493,7 @@ def test_a_bare_array_is_a_state(tmp_path):
         ),
         (
             {"step": None},
-            "step: expected a number, since the state has no `step` of its own; give step=",
+            "step: expected a number, got none, and the state has no `step`; give step=",
         ),
         ({"extra": {"f": print}}, "extra/f: expected JSON or numpy arrays, got "),
         ({"data": {1: 2}}, "data: expected keys of text, got 1"),

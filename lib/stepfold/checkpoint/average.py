@@ -63,7 +63,7 @@ def average(
     if not numbers or len(set(numbers)) < len(numbers):
         refuse("steps", "different steps, at least one", f"{numbers}")
     if not isinstance(part, str):
-        refuse("part", "the path of a branch, as 'params'", tree.describe_value(part))
+        refuse("part", "the path of a branch, such as 'params'", tree.describe_value(part))
     store = open_together(directory)
     for number in numbers:
         candidates([store], number)  # raises if the step is missing
@@ -108,9 +108,8 @@ def _check_equal(
         for name in dict.fromkeys((*first, *leaves))
         if first.get(name) != leaves.get(name)
     ]:
-        raise TreeMismatchError(
-            f"{where}: expected the leaves of step {number}, got others:\n  " + "\n  ".join(lines)
-        )
+        got = "others:\n  " + "\n  ".join(lines)
+        refuse(where, f"the leaves of step {number}", got, kind=TreeMismatchError)
 
 
 def _means(
@@ -132,10 +131,9 @@ def _means(
             elif has_mean:
                 totals[region] += array
             elif not np.array_equal(totals[region], array):
-                raise TreeMismatchError(
-                    f"{path}: {name}: expected equal values in all steps, since {leaf} has no "
-                    "mean; average a part without it"
-                )
+                got, advice = f"others, and {leaf} has no mean", "average a part without it"
+                where, expected = f"{path}: {name}", "equal values in all steps"
+                refuse(where, expected, got, advice, kind=TreeMismatchError)
     if has_mean:
         return {part: (total / len(readers)).astype(dtype) for part, total in totals.items()}
     return totals

@@ -37,9 +37,10 @@ from stepfold.checkpoint.manifest import DamageError, Manifest, NewerError, Shar
 from stepfold.checkpoint.steps import absolute_path, already_exists, join_location
 from stepfold.checkpoint.values import StoredArray
 from stepfold.core.processes import agreement, broadcast_from_first
-from stepfold.errors import CheckpointError, ConfigError, refuse
+from stepfold.errors import CheckpointError, refuse
 
 _SCHEMES = {"s3": "s3", "gs": "gcs", "file": "file"}
+_EXPECTED = "a URL such as 's3://bucket/run'"
 _OPTIONS = ("endpoint", "aws_region")  # members of tensorstore's s3 driver, given in the query
 # A request that fails is repeated after 0.5, 1, 2, … seconds, and fails after about one minute.
 _RETRIES = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s"}
@@ -111,10 +112,7 @@ class Bucket:
         try:
             self._kv = tensorstore.KvStore.open(spec, context=tensorstore.Context(retries)).result()
         except (ValueError, RuntimeError) as error:  # the latter for a str that is not unicode
-            raise ConfigError(
-                f"directory: expected a URL such as 's3://bucket/run', got {url!r}: "
-                f"{_reason(error)}"
-            ) from error
+            refuse("directory", _EXPECTED, f"{url!r}: {_reason(error)}", cause=error)
 
     def read(self, name: str) -> bytes | None:
         """Read an object; None if it is missing."""
@@ -325,10 +323,11 @@ class BucketStore(Bucket):
         for process in range(1, jax.process_count()):
             while (content := self.read(f"{folder}{process}.json")) is None:
                 if time.monotonic() > deadline:
-                    raise CheckpointError(
-                        f"{self._base}{folder}: expected the part of process {process} within "
-                        f"{_PATIENCE:.0f} s of that of process 0, got none; it may have been killed"
+                    expected = (
+                        f"the part of process {process} within {_PATIENCE:.0f} s of process 0"
                     )
+                    where, advice = f"{self._base}{folder}", "it may have been killed"
+                    refuse(where, expected, "none", advice, kind=CheckpointError)
                 time.sleep(pause)
                 pause = min(2 * pause, 2.0)
             if reason := manifest.decode_checked(content, f"{process}.json").get("failed"):
@@ -483,27 +482,24 @@ def _read_url(url: str) -> tuple[str, dict[str, Any]]:
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if "@" in parts.netloc:
-        raise ConfigError(
-            "directory: expected a URL without a secret, got one with a user and a password; give "
-            "credentials in the environment or a profile"
-        )
+        got, advice = "one with a user", "give credentials in the environment or a profile"
+        refuse("directory", "a URL without a secret", got, advice)
     is_file, is_s3 = parts.scheme == "file", parts.scheme == "s3"
     is_absolute = bool(parts.path) and not parts.netloc and not parts.path.startswith("/~")
     has_place = is_absolute if is_file else bool(parts.netloc)
     has_options = parts.fragment or set(options) - set(_OPTIONS if is_s3 else ())
     if parts.scheme not in _SCHEMES or not has_place or has_options:
-        raise ConfigError(
-            f"directory: expected a URL such as 's3://bucket/run', got {url!r}; the scheme is s3, "
-            f"gs or file (file:///a/folder), and s3 takes {' and '.join(_OPTIONS)} in the query"
+        queries = " and ".join(_OPTIONS)
+        advice = (
+            f"the scheme is s3, gs or file (file:///a/folder), and s3 takes {queries} in the query"
         )
+        refuse("directory", _EXPECTED, repr(url), advice)
     path = unquote(parts.path)
     if is_file:
         path = os.fspath(absolute_path("directory", path))
     elif {".", ".."} & {*path.split("/")}:
-        raise ConfigError(
-            f"directory: expected a URL without '.' and '..', got {url!r}; a bucket has no parent "
-            "directories, so give the name itself"
-        )
+        advice = "a bucket has no parent directories, so give the name itself"
+        refuse("directory", "a URL without '.' and '..'", repr(url), advice)
     path = path.strip("/")
     base = f"{parts.scheme}://{parts.netloc}/{path}".rstrip("/") + "/"
     spec = {"driver": _SCHEMES[parts.scheme], "path": f"{path}/" if path else "", **options}

@@ -29,7 +29,7 @@ from stepfold.checkpoint.values import (
     to_json,
 )
 from stepfold.core.validation import as_integer
-from stepfold.errors import CheckpointError, ConfigError, refuse
+from stepfold.errors import CheckpointError, refuse
 
 FORMAT = 2  # in 1, the metadata was named "words", and had no arrays
 STATE = "state"  # the subdirectory of a step that holds everything, as an orbax item
@@ -92,11 +92,9 @@ class Manifest(NamedTuple):
     def position(self) -> Any:
         """Return the data position of this process, or the one that all processes share."""
         if not self.has_position:
-            raise CheckpointError(
-                f"data: expected {len(self.data)} processes, each with the position it saved, got "
-                f"{jax.process_count()}; resume on as many, or use batches whose position does not "
-                "depend on the process (stepfold.batches)"
-            )
+            expected = f"{len(self.data)} processes, each with the position it saved"
+            advice = "resume on as many, or use sf.batches, whose position all processes share"
+            refuse("data", expected, f"{jax.process_count()}", advice, kind=CheckpointError)
         # Shared by all if the number of processes differs.
         return self.data[jax.process_index() % len(self.data)]
 
@@ -126,9 +124,7 @@ def step_metadata(
         refuse("metrics", "numbers by name", tree.describe_value(metrics))
     step = getattr(state, "step", None) if step is None else step
     if step is None:
-        raise ConfigError(
-            "step: expected a number, since the state has no `step` of its own; give step=…"
-        )
+        refuse("step", "a number", "none, and the state has no `step`", "give step=…")
     number = as_integer(step)
     if number is None or number < 0:
         refuse("step", "an integer of at least 0", tree.describe_value(step))
@@ -240,9 +236,8 @@ def checked_form(step: Path | str) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise DamageError(
-            f"{step}: expected manifests as stepfold writes them, got others: {error!r}"
-        ) from error
+        expected = "manifests as stepfold writes them"
+        refuse(step, expected, f"others: {error!r}", kind=DamageError, cause=error)
 
 
 def check_format(content: Any, where: Path | str) -> Any:
@@ -277,17 +272,14 @@ def metadata_of(first: Any, later: Any, where: Path | str, step: int) -> StepMet
     fields = {"requested": False} | first["metadata"]
     fields |= {name: from_json(fields[name], arrays) for name in ("data", "extra")} | later
     if unknown := fields.keys() - set(StepMetadata._fields):
-        raise NewerError(
-            f"{where}: expected metadata of {', '.join(StepMetadata._fields)}, got "
-            f"{', '.join(sorted(unknown))} as well; {_UPGRADE}"
-        )
+        expected = f"metadata of {', '.join(StepMetadata._fields)}"
+        refuse(where, expected, f"{', '.join(sorted(unknown))} as well", _UPGRADE, kind=NewerError)
     _expect(not later.keys() - {"metrics", "extra"}, LATER, list(later))
     _expect(_is_count(fields["step"]), "step", fields["step"])
     if fields["step"] != step:
-        raise ForeignError(
-            f"{where}: expected the checkpoint of step {step}, got a copy of that of step "
-            f"{fields['step']}; give the directory its number, or move it elsewhere"
-        )
+        got = f"a copy of that of step {fields['step']}"
+        advice = "give the directory its number, or move it elsewhere"
+        refuse(where, f"the checkpoint of step {step}", got, advice, kind=ForeignError)
     _expect(type(fields["requested"]) is bool, "requested", fields["requested"])
     metrics, best = fields["metrics"], fields["best"]
     for name, value in (metrics or {}).items():

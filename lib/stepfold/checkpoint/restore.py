@@ -17,7 +17,7 @@ from stepfold.checkpoint.manifest import DamageError, ForeignError
 from stepfold.checkpoint.store import Store, complete_steps, metrics_of, open_store, open_together
 from stepfold.core.processes import agreement, broadcast_from_first, max_over_processes
 from stepfold.core.validation import as_integer, check_flags
-from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError, refuse
+from stepfold.errors import CheckpointError, TreeMismatchError, refuse
 from stepfold.table import table
 
 Step = int | Literal["latest", "best"]
@@ -281,14 +281,12 @@ def rank_steps(store: Store, best: Any) -> list[int]:
     if ranked or broken or not complete:
         return broken + ranked
     if best is None:
-        raise CheckpointError(
-            f"{store.location}: expected to know which metric is best, but none was given when it "
-            "was saved; give best='eval/loss', or the step"
-        )
-    raise CheckpointError(
-        f"{store.location}: expected a step with a finite number as the metric {best[0]!r}, "
-        f"got none; save with metrics={{{best[0]!r}: …}}, or give the step"
-    )
+        expected, got = "a metric that ranks the steps", "none, and none was given to the save"
+        advice = "give best='eval/loss', or the step"
+    else:
+        expected, got = f"a step with a finite number as the metric {best[0]!r}", "none"
+        advice = f"save with metrics={{{best[0]!r}: …}}, or give the step"
+    refuse(store.location, expected, got, advice, kind=CheckpointError)
 
 
 # Which leaves
@@ -343,19 +341,15 @@ def match(
     if differences and not partial:
         raise TreeMismatchError(f"{where}: {_describe(differences, like, advice)}")
     if not sources and (wanted or old_names):
-        raise TreeMismatchError(
-            f"{where}: expected paths to load, got none that fits; saved are {_some(saved)}, "
-            f"wanted {_some(wanted)}, parts {parts}"
-        )
+        advice = f"saved are {_some(saved)}, wanted {_some(wanted)}, parts {parts}"
+        refuse(where, "paths to load", "none that fits", advice, kind=TreeMismatchError)
     # A branch without leaves, such as the model state of a stateless model, is a part too.
     branches = jax.tree_util.tree_leaves_with_path(like, is_leaf=lambda x: not jax.tree.leaves(x))
     names = [*old_names, *(tree.path_name(path) for path, _ in branches)]
     for part, pattern in patterns.items():
         if not any(map(pattern.fullmatch, names)):
-            raise ConfigError(
-                f"parts: expected patterns of paths, got {part!r}, which matches none of "
-                f"{_some(dict.fromkeys(names))}; correct it, or leave it out"
-            )
+            got = f"{part!r}, which matches none of {_some(dict.fromkeys(names))}"
+            refuse("parts", "patterns of paths", got, "correct it, or leave it out")
     return Match(sources, not_loaded)
 
 

@@ -197,6 +197,7 @@ def _open_temporary(temporary: Temporary, series: Store) -> Store | None:
         return None
 
 
+_OPEN, _HOW_TO_OPEN = "an open series", "use a `with` block or open"
 _Kind = Literal["permanent", "requested", "temporary"]
 
 
@@ -360,10 +361,8 @@ class Checkpoints(_StepReader):
         True
         """
         if not self._open:
-            raise CheckpointError(
-                f"{self.directory}: expected an open series to save in, got none; request a save "
-                "while fit runs, or in a `with` block"
-            )
+            advice = "request a save while fit runs, or in a `with` block"
+            refuse(self.directory, f"{_OPEN} to save in", "none", advice, kind=CheckpointError)
         for series in [*self._open]:
             series.receive_request()
 
@@ -385,9 +384,7 @@ class Checkpoints(_StepReader):
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_") or not hasattr(Series, name):
             raise AttributeError(f"'Checkpoints' object has no attribute {name!r}")
-        raise _NotOpenError(
-            f"{name}: expected an open series, got one that is not open; use a `with` block or open"
-        )
+        refuse(name, _OPEN, "one that is not open", _HOW_TO_OPEN, kind=_NotOpenError)
 
 
 class _NotOpenError(StepfoldError, AttributeError):
@@ -659,10 +656,7 @@ class Series(_StepReader):
 
     def _check_open(self) -> None:
         if not self._is_open:
-            raise CheckpointError(
-                f"{self.directory}: expected an open series, got a closed one; use a `with` block "
-                "or open"
-            )
+            refuse(self.directory, _OPEN, "a closed one", _HOW_TO_OPEN, kind=CheckpointError)
 
     def _finish(self, store: Store, step: int) -> None:
         """Commit a step and apply the retention policy, in the background."""

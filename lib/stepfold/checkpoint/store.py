@@ -125,11 +125,9 @@ class DirectoryStore:
         ):
             names = os.listdir(folder)
         if not any(name.endswith(".json") for name in names):
-            raise ForeignError(
-                f"{self.path_of(step)}: expected a checkpoint that stepfold saved, got a folder "
-                "without a manifest; what orbax saved by itself is read with orbax, and saved "
-                "again with stepfold.save"
-            )
+            expected, got = "a checkpoint that stepfold saved", "a folder without a manifest"
+            advice = "read what orbax saved alone with orbax, and save it again with stepfold.save"
+            refuse(self.path_of(step), expected, got, advice, kind=ForeignError)
         first = self._read_process(step, 0)
         recorded, sizes = manifest.read_checked(folder / manifest.FILES), _sizes(folder)
         for name, size in manifest.check_sizes(recorded).items():
