@@ -208,7 +208,7 @@ def test_a_loss_is_better_when_less(best, mode, wanted):
     [
         (3, None, "best: expected the name of a metric, got 3"),
         ("", None, "best: expected the name of a metric, got ''"),
-        ("loss", "least", "mode: expected 'min' or 'max', got 'least'"),
+        ("loss", "least", "mode: expected one of 'min', 'max', got 'least'"),
     ],
 )
 def test_what_is_no_metric_or_mode_is_refused(best, mode, words):

@@ -13,7 +13,7 @@ from stepfold.checkpoint.leaves import Leaf, Region, make_leaf, regions_of
 from stepfold.checkpoint.restore import candidates, match
 from stepfold.checkpoint.store import open_together
 from stepfold.core.processes import agreement
-from stepfold.core.validation import read_integer
+from stepfold.core.validation import read_instance, read_integer
 from stepfold.errors import CheckpointError, TreeMismatchError, refuse
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def average(
     numbers = [read_integer("steps", step, minimum=0) for step in steps]
     if not numbers or len(set(numbers)) < len(numbers):
         refuse("steps", "different steps, at least one", f"{numbers}")
-    if not isinstance(part, str):
-        refuse("part", "the path of a branch, such as 'params'", tree.describe_value(part))
+    read_instance("part", part, str, "the path of a branch, such as 'params'")
     store = open_together(directory)
     for number in numbers:
         candidates([store], number)  # raises if the step is missing

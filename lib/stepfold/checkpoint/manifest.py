@@ -28,7 +28,7 @@ from stepfold.checkpoint.values import (
     take_arrays,
     to_json,
 )
-from stepfold.core.validation import as_integer
+from stepfold.core.validation import read_instance, read_integer
 from stepfold.errors import CheckpointError, refuse
 
 FORMAT = 2  # in 1, the metadata was named "words", and had no arrays
@@ -120,17 +120,14 @@ def step_metadata(
     """Validate the values saved next to a state, and copy them."""
     if hasattr(data, "get_state"):
         data = data.get_state()
-    if metrics is not None and not isinstance(metrics, Mapping):
-        refuse("metrics", "numbers by name", tree.describe_value(metrics))
+    metrics = {} if metrics is None else metrics
+    read_instance("metrics", metrics, Mapping, "numbers by name")
     step = getattr(state, "step", None) if step is None else step
     if step is None:
         refuse("step", "a number", "none, and the state has no `step`", "give step=…")
-    number = as_integer(step)
-    if number is None or number < 0:
-        refuse("step", "an integer of at least 0", tree.describe_value(step))
-    numbers = {name: _number(f"metrics/{name}", value) for name, value in (metrics or {}).items()}
+    numbers = {name: _number(f"metrics/{name}", value) for name, value in metrics.items()}
     return StepMetadata(
-        step=number,
+        step=read_integer("step", step, minimum=0),
         data=to_json(data, "data", copy_array),
         metrics=to_json(numbers, "metrics"),
         extra=to_json(extra, "extra", copy_array),

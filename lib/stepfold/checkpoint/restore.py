@@ -16,7 +16,7 @@ from stepfold.checkpoint.leaves import Leaf, Region, leaves_of, make_leaf, regio
 from stepfold.checkpoint.manifest import DamageError, ForeignError
 from stepfold.checkpoint.store import Store, complete_steps, metrics_of, open_store, open_together
 from stepfold.core.processes import agreement, broadcast_from_first, max_over_processes
-from stepfold.core.validation import as_integer, check_flags
+from stepfold.core.validation import as_integer, check_flags, read_instance
 from stepfold.errors import CheckpointError, TreeMismatchError, refuse
 from stepfold.table import table
 
@@ -375,8 +375,7 @@ def _old_names(saved: Mapping[str, Leaf], rename: Rename | None) -> dict[str, st
     old_names: dict[str, str] = {}
     for name in saved:
         new = rename(name) if callable(rename) else _rename_branch(name, rename or {})
-        if not isinstance(new, str):
-            refuse("rename", f"a path for {name!r}", repr(new))
+        read_instance("rename", new, str, f"a path for {name!r}")
         other = old_names.setdefault(new, name)
         if other is not name:
             refuse("rename", "one path each", f"{new!r} for {other!r} and {name!r}")

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import jax
 
-from stepfold import tree
 from stepfold.checkpoint.manifest import DamageError, StepMetadata, step_metadata
 from stepfold.checkpoint.restore import Restored, restore_from
 from stepfold.checkpoint.steps import (
@@ -42,7 +41,7 @@ from stepfold.checkpoint.store import (
 from stepfold.checkpoint.verify import has_own_step, newest_complete
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
-from stepfold.core.validation import check_flags, read_integer, read_positive
+from stepfold.core.validation import check_flags, read_instance, read_integer, read_positive
 from stepfold.errors import CheckpointError, StepfoldError, refuse
 
 
@@ -303,9 +302,8 @@ class Checkpoints(_StepReader):
         if self.mode is not None and self.best is None:
             refuse("mode", "best=… to go with it", f"mode={self.mode!r} alone")
         read_best(self.best, self.mode)
-        if self.temporary is not None and not isinstance(self.temporary, Temporary):
-            got = tree.describe_value(self.temporary)
-            refuse("temporary", "sf.Temporary('path', every=…)", got)
+        if self.temporary is not None:
+            read_instance("temporary", self.temporary, Temporary, "sf.Temporary('path', every=…)")
 
     @property
     def ranking(self) -> Best | None:

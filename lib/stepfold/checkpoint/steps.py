@@ -20,6 +20,7 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 from stepfold.core.processes import KeyValues, agreement, broadcast_from_first, spell_processes
+from stepfold.core.validation import read_choice
 from stepfold.errors import CheckpointError, refuse
 
 Best = tuple[str, str]  # a metric, and "min" or "max"
@@ -205,9 +206,7 @@ def read_best(best: Any, mode: str | None = None) -> Best | None:
         refuse("best", "the name of a metric", repr(best))
     if mode is None:
         mode = "min" if "loss" in best.rsplit("/", 1)[-1].lower() else "max"
-    if mode not in ("min", "max"):
-        refuse("mode", "'min' or 'max'", repr(mode))
-    return best, mode
+    return best, read_choice("mode", mode, ("min", "max"))
 
 
 def order_by(best: Best, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
