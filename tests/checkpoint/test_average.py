@@ -189,7 +189,11 @@ def three(tmp_path_factory):
             {"part": "param"},
             "part: expected a path that was saved, got 'param'; there are params, rest",
         ),
-        ([1], {"part": None}, "part: expected the path of a branch, as 'params', got NoneType"),
+        (
+            [1],
+            {"part": None},
+            "part: expected the path of a branch, such as 'params', got NoneType",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(steps, options, message, three):

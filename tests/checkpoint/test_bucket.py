@@ -85,7 +85,7 @@ def test_a_state_comes_back_with_all_that_was_saved_with_it(url):
     assert sf.verify(url) == {1: []}
     part = sf.restore(url, like(), parts=("w",))
     assert np.array_equal(part.state["w"], state(1)["w"])
-    assert part.loaded == ["w"]
+    assert part.loaded == {"w": "w"}
 
 
 def test_a_series_keeps_the_last_and_the_best_steps_and_takes_metrics_later(url):
@@ -355,7 +355,7 @@ def of_two_processes(content):
 
 
 def without_metadata(content):
-    del content["words"]
+    del content["metadata"]
 
 
 @pytest.mark.parametrize(

@@ -104,11 +104,11 @@ def test_what_numpy_holds_is_copied():
         ({"a": [jax.ShapeDtypeStruct((2,), jnp.int32)]}, "a/0: expected an array, got int32.2.;"),
         (
             {"a": {"b": 1}, "a/b": 2},
-            "state: expected a name of its own for every leaf, got 'a/b' and 'a/b', which are",
+            "state: expected a different name for every leaf, got 'a/b' and 'a/b', which are",
         ),
         (
             {"a": {"b": 1}, "a.b": 2},
-            "state: expected a name of its own for every leaf, got 'a/b' and 'a.b', which are "
+            "state: expected a different name for every leaf, got 'a/b' and 'a.b', which are "
             "stored under one; rename a key",
         ),
     ],

@@ -19,12 +19,11 @@ from stepfold.checkpoint.manifest import (
     ForeignError,
     NewerError,
     _read_leaf,
-    from_json,
     read_checked,
-    to_json,
     write_checked,
 )
 from stepfold.checkpoint.store import open_store
+from stepfold.checkpoint.values import from_json, to_json
 from stepfold.errors import CheckpointError, ConfigError
 
 
@@ -96,8 +95,8 @@ def test_what_another_program_saved_is_told_apart(tmp_path):
 def test_what_a_newer_stepfold_saved_is_not_guessed_at(step):
     path = step / "state" / "leaves-0.json"
     content = read_checked(path)
-    write_checked(path, content | {"format": 2})
-    words = "7: expected format 1 or older, got 2; it was saved by a newer stepfold: upgrade"
+    write_checked(path, content | {"format": 3})
+    words = "7: expected format 2 or older, got 3; it was saved by a newer stepfold: upgrade"
     with pytest.raises(CheckpointError, match=words) as caught:
         read_manifest(step)
     assert not isinstance(caught.value, DamageError)
@@ -116,13 +115,13 @@ def rewrite(step, change):
 
 
 def test_an_unknown_field_is_of_a_newer_stepfold(step):
-    rewrite(step, lambda content: content["words"].update(later_field=1))
+    rewrite(step, lambda content: content["metadata"].update(later_field=1))
     for read in (read_metadata, read_manifest):
         with pytest.raises(NewerError, match="later_field as well; it was saved by a newer stepf"):
             read(step)
 
 
-@pytest.mark.parametrize("key", ["format", "words", "leaves", "shards", "processes"])
+@pytest.mark.parametrize("key", ["format", "metadata", "arrays", "leaves", "shards", "processes"])
 def test_a_manifest_without_a_key_is_damage(step, key):
     rewrite(step, lambda content: content.pop(key))
     with pytest.raises(DamageError, match=f"expected manifests as stepfold writes.*'{key}'"):
@@ -143,7 +142,7 @@ def test_the_manifest_is_json_that_anybody_reads(step):
     _, _, text = (step / "state" / "leaves-0.json").read_bytes().partition(b"\n")
     content = json.loads(text)
     assert content["leaves"]["params/w"] == [[8], "float32", None]
-    assert content["words"]["metrics"] == {"loss": 0.5}
+    assert content["metadata"]["metrics"] == {"loss": 0.5}
 
 
 TEXT = st.text('aZ09 é€😀\u2028"\\\n\0')
@@ -180,8 +179,8 @@ def test_infinities_come_back(tmp_path):
     ("value", "words"),
     [
         ({"a": {1: "b"}}, "extra/a: expected keys of text, got 1; JSON has no others"),
-        ({"a": [0, jnp.ones(2)]}, r"extra/a/1: expected what JSON can hold, got float32\[2\]; arr"),
-        (np.ones(3), r"extra: expected what JSON can hold, got float64\[3\]; arrays belong into "),
+        ({"a": [0, jnp.ones(2)]}, r"extra/a/1: expected what JSON can hold, got float32\[2\]; wri"),
+        (np.ones(3), r"extra: expected what JSON can hold, got float64\[3\]; write it as te"),
         ({"f": print}, "extra/f: expected what JSON can hold, got builtin_function_or_method "),
         ({1, 2}, r"extra: expected what JSON can hold, got set \{1, 2\}; .*as text or numbers"),
     ],

@@ -130,7 +130,7 @@ def test_words_come_back(tmp_path):
         metrics,
         extra,
     )
-    assert (found.loaded, found.not_loaded, found.damaged) == (["i", "w"], {}, {})
+    assert (found.loaded, found.not_loaded, found.damaged) == ({"i": "i", "w": "w"}, {}, {})
     sf.save(tmp_path, numbers(1), step=6)
     assert sf.restore(tmp_path, numbers(0))[2:5] == (None, None, {})
 
@@ -231,7 +231,7 @@ def test_what_fits_is_loaded_and_the_rest_stays(tmp_path):
     found = sf.restore(tmp_path, like, partial=True)
     check_same(found.state, {"params": like["params"] | {"w": jnp.ones(2)}})
     assert found.state["params"]["head"] is like["params"]["head"]
-    assert found.loaded == ["params/w"]
+    assert found.loaded == {"params/w": "params/w"}
     assert found.not_loaded == {
         "params/head": "saved float32[3], wanted float32[4]",
         "params/new": "saved nothing, wanted float32[1]",
@@ -247,7 +247,7 @@ def test_parameters_go_under_another_optimizer(tmp_path):
         sf.restore(tmp_path, like)
     found = sf.restore(tmp_path, like, parts=("params", "model_state", "step", "key"))
     check_same(found.state, state._replace(opt_state=like.opt_state))
-    assert found.loaded == ["step", "params/b", "params/w", "key"]
+    assert list(found.loaded) == ["step", "params/b", "params/w", "key"]
     assert set(found.not_loaded.values()) == {"not among the parts"}
 
 
@@ -256,7 +256,7 @@ def test_renamed_leaves_and_other_containers_are_found(tmp_path):
     like = {"body": (jnp.zeros(2), [jnp.ones(1)])}
     found = sf.restore(tmp_path, like, rename={"encoder": "body"})
     check_same(found.state, {"body": (jnp.ones(2), [jnp.zeros(1)])})
-    assert found.loaded == ["body/0", "body/1/0"]
+    assert found.loaded == {"body/0": "encoder/0", "body/1/0": "encoder/1/0"}
     with pytest.raises(TreeMismatchError, match="differs at 4 paths"):
         sf.restore(tmp_path, like)
 

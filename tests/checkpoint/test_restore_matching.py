@@ -138,7 +138,7 @@ def test_two_may_change_places():
     [
         ({"c": "d"}, "rename: expected a saved path, got 'c'; saved are a, b/w"),
         (lambda _: None, "rename: expected a path for 'a', got None"),
-        ({"a": 3}, "rename: expected a path for 'a', got 3"),
+        ({"a": 3}, "rename: expected a path for 'a', got int 3"),
         (lambda _: "x", "rename: expected one path each, got 'x' for 'a' and 'b/w'"),
         ({"a": "b/w"}, "rename: expected one path each, got 'b/w' for 'a' and 'b/w'"),
     ],

@@ -583,7 +583,7 @@ def refused(path, words):
 
 
 def test_nothing_there_is_an_error(tmp_path):
-    words = f"{tmp_path}: expected {tmp_path}/model.safetensors, or model.safetensors.index.json"
+    words = f"{tmp_path}: expected {tmp_path}/model.safetensors or model.safetensors.index.json"
     refused(tmp_path, words)
     refused(tmp_path / "y.safetensors", "or y.safetensors.index.json, got neither")
     refused(tmp_path / "m.json", "m.json: cannot be read: No such file")
@@ -624,7 +624,8 @@ def test_an_index_and_files_of_different_exports_are_refused(tmp_path):
     safetensors.numpy.save_file(arrays, tmp_path / "model-00001-of-00002.safetensors")
     refused(
         tmp_path,
-        "expected in model-00001-of-00002.safetensors what the index says, got a difference in x;",
+        "expected the arrays of model-00001-of-00002.safetensors as the index lists them, got a "
+        "difference in x;",
     )
 
 

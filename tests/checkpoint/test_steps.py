@@ -69,7 +69,7 @@ def test_a_bucket_is_refused():
 
 
 def test_a_backslash_is_refused(tmp_path):
-    words = r"directory: expected a path without a backslash, .* got '.*a.*b'; rename it"
+    words = r"directory: expected a path in UTF-8, without a backslash, .* got '.*a.*b'; rename it"
     with pytest.raises(ConfigError, match=words):
         steps.read_directory(tmp_path / "a\\b")
 
@@ -78,7 +78,9 @@ def test_a_file_is_no_directory(tmp_path):
     (tmp_path / "a").write_text("")
     with pytest.raises(CheckpointError, match="a: expected a directory, got a file; give another"):
         steps.read_directory(tmp_path / "a")
-    words = r"b: expected a directory to save in, but it cannot be made: Not a directory; change "
+    words = (
+        r"b: expected a directory to save in, got one that cannot be made: Not a directory; change "
+    )
     with pytest.raises(CheckpointError, match=words):
         steps.read_directory(tmp_path / "a" / "b", make=True)
 
@@ -206,7 +208,7 @@ def test_a_loss_is_better_when_less(best, mode, wanted):
     [
         (3, None, "best: expected the name of a metric, got 3"),
         ("", None, "best: expected the name of a metric, got ''"),
-        ("loss", "least", "mode: expected 'min' or 'max', got 'least'"),
+        ("loss", "least", "mode: expected one of 'min', 'max', got 'least'"),
     ],
 )
 def test_what_is_no_metric_or_mode_is_refused(best, mode, words):

@@ -170,7 +170,9 @@ def test_the_newest_tells_which_metric_is_best(tmp_path):
 
 def test_without_a_metric_none_is_best(tmp_path):
     save(tmp_path, 1, {"loss": 2.0})
-    with pytest.raises(CheckpointError, match="expected to know which metric is best, but none wa"):
+    with pytest.raises(
+        CheckpointError, match="expected a metric that ranks the steps, got none, and none wa"
+    ):
         rank_steps(open_store(tmp_path), None)
     save(tmp_path, 2, {"bleu": math.nan})
     words = (

@@ -13,6 +13,7 @@ import pytest
 from tests.laws import course
 
 import stepfold as sf
+from stepfold.checkpoint.values import map_arrays
 
 
 def make_state(seed):
@@ -41,7 +42,7 @@ def words_of(seed):
     return {
         "data": {"step": seed, "pipeline": {"seed": 0, "length": 10**6}},
         "metrics": {"eval/loss": 1 / seed, "eval/accuracy": 0.25 * seed},
-        "extra": {"config": {"layers": [1, 2, seed]}, "text": "größer" * seed},
+        "extra": {"config": {"layers": [1, 2, seed]}, "buffer": np.full(300, seed)},
     }
 
 
@@ -59,7 +60,8 @@ def bits(restored):
             getattr(leaf, "sharding", None),
             array.tobytes(),
         )
-    return leaves, restored.step, restored.data, restored.metrics, restored.extra
+    extra = map_arrays(restored.extra, "extra", lambda _, array: (array.dtype, array.tolist()))
+    return leaves, restored.step, restored.data, restored.metrics, extra
 
 
 class Saved(NamedTuple):

@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import stepfold as sf
 from stepfold.checkpoint.__main__ import main
+from stepfold.checkpoint.values import find_arrays
 
 TX = optax.sgd(0.1)
 DATA = {"x": np.arange(24, dtype=np.float32).reshape(24, 1)}
@@ -60,6 +61,22 @@ def loss_fn(params, batch, key):
 STEP = jax.jit(sf.make_train_step(loss_fn, TX))
 
 
+class Buffer:
+    """Hold the last losses in arrays, as a hook with a replay buffer."""
+
+    def __init__(self):
+        self.arrays = {"full": np.zeros((2, 3)), "half": np.zeros(4, jnp.bfloat16)}
+
+    def __call__(self, event):
+        self.arrays["full"] += event.metrics["train/loss"]
+
+    def get_state(self):
+        return self.arrays
+
+    def set_state(self, state):
+        self.arrays = state
+
+
 def train(folder, steps):
     """Train, or resume, with a checkpoint at every step."""
     with warnings.catch_warnings():
@@ -70,6 +87,7 @@ def train(folder, steps):
             sf.batches(DATA, 8, seed=0),
             steps=steps,
             log_every=1,
+            hooks=Buffer(),
             checkpoints=sf.Checkpoints(folder, every=1, keep=None, best="train/loss"),
         )
 
@@ -277,7 +295,7 @@ def nested(depth):
     return value
 
 
-W, LEAVES = "words", "leaves"
+W, LEAVES, ARRAY = "metadata", "leaves", "number of an array"
 CHANGES = {
     # the document
     "a list": lambda c: [c],
@@ -288,7 +306,7 @@ CHANGES = {
     "no utf-8": lambda c: b"\xff\xfe{}",
     "empty": lambda c: b"",
     "deep": lambda c: DEEP,
-    "deep inside": lambda c: b'{"format": 1, "words": ' + DEEP + b"}",
+    "deep inside": lambda c: b'{"format": 2, "metadata": ' + DEEP + b"}",
     "a number of 5,000 digits": lambda c: b"1" * 5000,
     # the format and the processes
     "a format of text": setting("format", to="1"),
@@ -328,6 +346,25 @@ CHANGES = {
     "bytes not in base64": setting(W, "data", to={"bytes in base64": "a"}),
     "deep extra": setting(W, "extra", to=nested(600)),
     "deep data": setting(W, "data", to=nested(600)),
+    # the arrays in the metadata
+    "arrays in a dict": setting("arrays", to={}),
+    "arrays are null": setting("arrays", to=None),
+    "no arrays": setting("arrays", to=[]),
+    "an array that is null": setting("arrays", 0, to=None),
+    "an array of two parts": lambda c: c["arrays"][0].pop() and None,
+    "an array of another shape": setting("arrays", 0, 0, to=[2, 4]),
+    "an array that is huge": setting("arrays", 0, 0, to=[2**30, 2**20]),
+    "an array without end": setting("arrays", 0, 0, to=[10**30]),
+    "an array of negative shape": setting("arrays", 0, 0, to=[-2, -3]),
+    "an array of objects": setting("arrays", 0, 1, to="object"),
+    "an array of an unknown dtype": setting("arrays", 0, 1, to="float31"),
+    "an array of a structure": setting("arrays", 0, 1, to="f4,f4"),
+    "an array with a checksum of text": setting("arrays", 0, 2, to="0"),
+    "an array that is not there": setting(W, "data", to={"n": {ARRAY: 2}}),
+    "an array of number -1": setting(W, "data", to={ARRAY: -1}),
+    "an array of number null": setting(W, "data", to={ARRAY: None}),
+    "an array of number []": setting(W, "data", to={ARRAY: []}),
+    "an array in many places": setting(W, "data", to=[{ARRAY: 0}] * 1000),
     # the leaves
     "leaves in a list": setting(LEAVES, to=[]),
     "leaves are null": setting(LEAVES, to=None),
@@ -391,6 +428,7 @@ def damaged(saved, copy, results):
     assert isinstance(results["exact"], sf.CheckpointError)
     assert results["restore"].step == 1
     assert list(results["restore"].damaged) == [2]
+    assert len(find_arrays(results["restore"].extra, "extra")) == 2
     assert (copy / "2.damaged").is_dir()
     assert [results[f"cli {name}"][0] for name in ("ls", "show", "show 2", "verify")] == [
         0,
@@ -419,6 +457,8 @@ USUAL_CHANGES = {  # one for each check of a manifest
     *("an unknown dtype", "a key of another size", "a name with a surrogate", "no shards"),
     *("a shard of an unknown leaf", "a region of fewer axes", "a checksum of text"),
     *("a missing shard", "overlapping shards", "shards with holes", "a shard outside"),
+    *("an array that is huge", "an array of objects", "an array in many places", "no arrays"),
+    "an array of number []",
     *("a shard backwards", "a repeated shard"),
 }
 
@@ -480,7 +520,7 @@ def second_process(change):
     def changed(folder):
         path = folder / "2" / "state" / "leaves-0.json"
         second = read(path) | {"processes": 2, "leaves": {}, "shards": []}
-        second["words"] = {name: second["words"][name] for name in ("step", "data")}
+        second["metadata"] = {name: second["metadata"][name] for name in ("step", "data")}
         second = change(second) or second
         write(path.with_name("leaves-1.json"), json.dumps(second).encode())
         rewrite(folder, setting("processes", to=2))
@@ -521,7 +561,9 @@ SPECIAL = {"a pipe": os.mkfifo, **{
 SPECIAL["a link to itself"] = lambda path: path.symlink_to(path.name)
 SPECIAL["a directory"] = Path.mkdir
 LATER = "later.json"
-READ = ("files.json", "leaves-0.json", "manifest.ocdbt", "d/*", LATER)
+HUGE = [[2**30, 2**20], "float64", 0]
+LATER_ARRAYS = {"metrics": {}, "extra": {ARRAY: 0}, "stream": 1, "arrays": [HUGE]}
+READ = ("files.json", "leaves-0.json", "arrays-0.bin", "manifest.ocdbt", "d/*", LATER)
 FILES = {
     **{
         f"{kind} for {name}": replace(name, make)
@@ -555,6 +597,13 @@ FILES = {
     "later metrics of null": later({"metrics": {"train/loss": None}, "extra": None}),
     "later extra that is deep": later({"metrics": {}, "extra": nested(600)}),
     "another later step": later({"step": "2"}),
+    "later arrays that are not there": later(LATER_ARRAYS),
+    "later arrays elsewhere": later(LATER_ARRAYS | {"stream": "../../1/state/arrays-0"}),
+    "later arrays of stream -1": later(LATER_ARRAYS | {"stream": -1}),
+    "later arrays in a pipe": lambda folder: [
+        later(LATER_ARRAYS)(folder),
+        replace("later-1.bin", os.mkfifo)(folder),
+    ],
     "later data": later({"data": {"step": 7}}),
     "a second process that repeats": second_process(repeating),
     "a second process of another count": second_process(setting("processes", to=3)),
@@ -571,6 +620,8 @@ USUAL_FILES = {  # one for each kind of file, and one for each that is read
     *("an unrecorded device for data", "a link to a folder with a pipe", "a path outside"),
     *("a terabyte of leaves-0.json", "a negative size", "later metrics of text"),
     *("a second process that repeats", "a second process without data"),
+    *("a link to /dev/zero for arrays-0.bin", "later arrays that are not there"),
+    *("later arrays elsewhere", "later arrays in a pipe"),
 }
 
 
@@ -580,7 +631,11 @@ def test_step_with_a_malformed_file_is_damaged(saved, copy, change):
     damaged(saved, copy, use(saved, copy, resume=list(FILES).index(change) % 8 == 0))
 
 
-VALUES = {"terabytes of data": recorded("d/*"), "huge chunks": huge_chunks}
+VALUES = {
+    "terabytes of data": recorded("d/*"),
+    "huge chunks": huge_chunks,
+    "another array": lambda folder: rewrite(folder, setting("arrays", 0, 2, to=1)),
+}
 
 
 @pytest.mark.parametrize("change", VALUES)
@@ -596,7 +651,7 @@ def test_step_with_malformed_arrays_is_not_restored(saved, copy, change):
 
 @pytest.mark.parametrize(
     "change",
-    [setting("format", to=2), setting("format", to=10**18), setting(W, "newer", to=1)],
+    [setting("format", to=3), setting("format", to=10**18), setting(W, "newer", to=1)],
     ids=["format", "huge format", "unknown metadata"],
 )
 def test_step_of_a_newer_version_is_an_error(saved, copy, change):

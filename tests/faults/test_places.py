@@ -59,7 +59,7 @@ def test_a_path_that_is_a_file_or_below_one(tmp_path):
             refused(path, "expected a directory, got a file; give another path", what)
         assert path.read_bytes().startswith(b"PK")
     for what in SAVING.values():
-        words = "expected a directory to save in, but it cannot be made: Not a directory"
+        words = "expected a directory to save in, got one that cannot be made: Not a directory"
         refused(path / "run", words, what)
 
 
@@ -221,7 +221,9 @@ def test_without_permission_to_write_it_is_refused_and_can_be_read(forks, others
     for result, _ in (refused, refused_to_save):
         assert result.startswith(str(others))
         assert "permission" in result
-    words = "expected a directory to save in, but it cannot be made: Permission denied; change"
+    words = (
+        "expected a directory to save in, got one that cannot be made: Permission denied; change"
+    )
     assert all(words in result for result, _ in made)
     assert (restored, verified) == (["2", ""], ["{1: [], 2: []}", ""])
     assert {path.name for path in others.iterdir()} == {"1", "2"}

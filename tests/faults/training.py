@@ -59,7 +59,8 @@ def run(folder, notes, *, kill_at=None, kill_after=None, stop_at=(), stop_after=
             state, number, data, extra, *_ = series.restore(shape)
             batches.set_state(data)
             note(restored=[number, digest(state)])
-            assert extra == {"step": number}
+            assert extra["step"] == number
+            assert extra["buffer"].tolist() == buffer(number).tolist()
         for number in range(int(state.step) + 1, STEPS + 1):
             state, _ = step(state, placed(next(batches), mesh))
             note(reached=[number, digest(state)])
@@ -72,7 +73,8 @@ def run(folder, notes, *, kill_at=None, kill_after=None, stop_at=(), stop_after=
                     timer.daemon = True
                     timer.start()
                 metrics = {"eval/loss": (number * 7) % 10}
-                series.save(state, data=batches, metrics=metrics, extra={"step": number})
+                extra = {"step": number, "buffer": buffer(number)}
+                series.save(state, data=batches, metrics=metrics, extra=extra)
                 if saved is not None:
                     note(committed=saved)
                 if number % 3 == 0:
@@ -127,6 +129,11 @@ def examples():
 
 def placed(batch, mesh):
     return batch if mesh is None else sf.shard_batch(batch, mesh)
+
+
+def buffer(number):
+    """Return what a checkpoint holds in an array next to the state."""
+    return np.arange(5000) * number
 
 
 def digest(state):

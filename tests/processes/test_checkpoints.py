@@ -73,6 +73,13 @@ def works(start, folder):
     found = sf.restore(folder / "two", placed(0))
     seen["to two"] = [same(found.state, placed(2)), found.step, found.data]
     seen["best"] = sf.restore(folder / "two", placed(0), step="best", best="loss").step
+    # Arrays in the positions: one that all share, and then one of each process.
+    series = folder / "run" / "checkpoints"
+    sf.save(series, placed(1), step=1, data={"shared": np.arange(3)})
+    own = {"own": np.full(3, process)}
+    sf.save(series, placed(2), step=2, data=own, extra=[np.full(2, process)])
+    found = sf.restore(folder / "run", placed(0))
+    seen["arrays"] = [found.data["own"].tolist(), found.extra[0].tolist()]
     # A series in the background, of steps that give their state away.
     step = jax.jit(
         lambda tree: {name: leaf + 1 for name, leaf in tree.items()},
@@ -150,6 +157,21 @@ def test_two_processes_restore_a_save_of_one(both):
 def test_two_processes_restore_their_own_save_with_a_data_position_each(both):
     assert seen(both, "to two") == [[True, 2, {"at": 0}], [True, 2, {"at": 1}]]
     assert seen(both, "best") == [2, 2]
+
+
+def test_each_of_two_processes_restores_the_arrays_of_its_position(both):
+    assert seen(both, "arrays") == [[[0, 0, 0], [0, 0]], [[1, 1, 1], [0, 0]]]
+    folder, like = both[0] / "run", placed(0, 1, LAYOUTS[1])
+    assert np.array_equal(sf.restore(folder, like, step=1).data["shared"], np.arange(3))
+    with pytest.raises(sf.CheckpointError, match="data: expected 2 processes, each with the pos"):
+        sf.restore(folder, like, step=2)
+    found = sf.restore(folder, like, step=2, parts=("rows",))
+    assert (found.data, found.extra[0].tolist()) == (None, [0, 0])
+    assert list(sf.contents(folder).arrays) == ["data/0/own", "data/1/own", "extra/0"]
+    assert sf.verify(folder) == {1: [], 2: []}
+    path = folder / "checkpoints" / "2" / "state" / "arrays-1.bin"
+    path.write_bytes(path.read_bytes()[::-1])
+    assert sf.verify(folder)[2] == ["data/1/own: the values are not those that were saved"]
 
 
 @pytest.mark.parametrize("count", LAYOUTS)

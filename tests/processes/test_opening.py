@@ -65,7 +65,8 @@ def test_directories_that_are_not_shared_raise_within_seconds(outputs, tmp_path,
     for directory, output in zip((here, there), outputs(*args), strict=True):
         assert output == (
             f"True CheckpointError: {directory}: expected a directory that all 2 processes share, "
-            "but process 1 cannot see the files of process 0; give one on a shared file system\n"
+            "got one in which process 1 cannot see the files of process 0; give one on a shared "
+            "file system\n"
         )
     assert not list(tmp_path.glob("*/.*")), "something was left behind"
 

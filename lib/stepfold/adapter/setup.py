@@ -185,7 +185,7 @@ def load_weights(
         return replace(params=params), names, {}
     restored = restore_path(trainer, path, state, parts=("params",), partial=True)
     reasons = {n: why for n, why in restored.not_loaded.items() if n.split("/")[0] == "params"}
-    return restored.state, restored.loaded, reasons
+    return restored.state, list(restored.loaded), reasons
 
 
 def find_checkpoint(trainer: "Trainer", path: str | Path) -> tuple[Path | str, int | None]:

@@ -538,7 +538,7 @@ class Trainer:
         # One pattern, since not every state has all of them.
         restored = setup.restore_path(self, path, self.state, parts=("|".join(parts),))
         self._state = restored.state
-        self.loaded, self.left = restored.loaded, restored.not_loaded
+        self.loaded, self.left = list(restored.loaded), restored.not_loaded
         self.state_source = "load_checkpoint"
         return restored._asdict()
 

@@ -12,7 +12,7 @@ from stepfold.checkpoint.leaves import Leaf
 from stepfold.checkpoint.manifest import DamageError, ForeignError, Manifest
 from stepfold.checkpoint.restore import candidates
 from stepfold.checkpoint.steps import order_by
-from stepfold.checkpoint.store import Store, open_store
+from stepfold.checkpoint.store import Store, open_to_read
 from stepfold.checkpoint.verify import newest_complete, problems_by_step
 from stepfold.errors import CheckpointError, ConfigError, refuse
 from stepfold.table import amount, size, table
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     for verb, (_, text) in _VERBS.items():
         command = verbs.add_parser(verb, help=text, description=text)
         command.add_argument(
-            "directory", help="the folder that has a folder for each step, or a URL"
+            "directory", help="the run directory, the folder with the steps, or its URL"
         )
         if verb == "show":
             command.add_argument("step", type=int, nargs="?", help="the newest, if left out")
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     options = vars(parser.parse_args(arguments))
     function, _ = _VERBS[options.pop("verb")]
     try:
-        store = open_store(options.pop("directory"))
+        store = open_to_read(options.pop("directory"))
         candidates([store], "latest")  # raises if there are no steps
         return function(store, **options)
     except (CheckpointError, ConfigError) as error:
@@ -84,7 +84,7 @@ def _show(store: Store, step: int | None) -> int:
     _print(f"step {metadata.step}, {size(manifest.bytes)} on disk\n")
     for name in ("metrics", "data", "extra"):
         if value := getattr(metadata, name):
-            _print(f"{name}: {json.dumps(value, indent=2)}\n")
+            _print(f"{name}: {json.dumps(value, indent=2, default=str)}\n")
     rows = [
         (name, leaf, size(leaf.bytes), len(manifest.shards[name]))
         for name, leaf in manifest.leaves.items()
@@ -92,6 +92,9 @@ def _show(store: Store, step: int | None) -> int:
     _print(table(("path", "leaf", "bytes", "parts"), rows))
     elements = sum(int(np.prod(leaf.shape)) for leaf in manifest.leaves.values())
     _print(f"\n{len(rows)} leaves, {amount(elements)} elements")
+    if arrays := manifest.arrays.values():
+        total = size(sum(array.leaf.bytes for array in arrays))
+        _print(f"{len(arrays)} arrays in data and extra, {total}")
     return 0
 
 

@@ -7,7 +7,7 @@ unverified. Each process reads only the stored parts that its devices need.
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ import numpy as np
 import tensorstore
 
 from stepfold.checkpoint.leaves import Leaf, Region, as_slices, checksum, region, stored_name
-from stepfold.checkpoint.manifest import FILES, STATE, DamageError, Manifest
+from stepfold.checkpoint.manifest import FILES, STATE, DamageError, Manifest, stream_path
+from stepfold.checkpoint.values import StoredArray, map_arrays
 from stepfold.errors import CheckpointError, refuse
 
 _AT_ONCE = 4  # leaves read concurrently; bounds the memory used beyond the restored leaves
@@ -84,6 +85,37 @@ class ArrayReader:
                     arrays[target] = _empty(target, leaf)
                 arrays[target][_within(both, target)] = values[_within(both, part)]
         return arrays
+
+    def fill(self, name: str, value: Any) -> Any:
+        """Read the arrays in a position or in `extra`; raise on damage."""
+        return map_arrays(value, name, self._read_stored)
+
+    def stored_problems(self, arrays: Mapping[str, StoredArray]) -> Iterator[CheckpointError]:
+        """Yield an error for each array of the metadata that is damaged or cannot be read."""
+        for name, array in arrays.items():
+            try:
+                self._read_stored(name, array)
+            except CheckpointError as error:
+                yield error
+
+    def _read_stored(self, name: str, stored: StoredArray) -> np.ndarray:
+        try:
+            content = self._read_stream(stored)
+        except (OSError, MemoryError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            is_missing = isinstance(error, FileNotFoundError)
+            kind = DamageError if is_missing else CheckpointError
+            raise kind(f"{name}: cannot be read: {_message(error)}") from error
+        if content.size < stored.leaf.bytes:
+            raise DamageError(f"{name}: it is shorter than when it was saved")
+        if checksum(content) != stored.checksum:
+            raise DamageError(f"{name}: the values are not those that were saved")
+        return content.view(jax.numpy.dtype(stored.leaf.dtype)).reshape(stored.leaf.shape)
+
+    def _read_stream(self, stored: StoredArray) -> np.ndarray:
+        path = stream_path(self._base["path"], stored.stream)
+        return np.fromfile(path, np.uint8, stored.leaf.bytes, offset=stored.offset)
 
     def _open_array(self, name: str, leaf: Leaf) -> Any:
         kvstore = {"driver": "ocdbt", "base": self._base, "path": stored_name(name)}

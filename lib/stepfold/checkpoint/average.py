@@ -11,9 +11,9 @@ import numpy as np
 from stepfold import tree
 from stepfold.checkpoint.leaves import Leaf, Region, make_leaf, regions_of
 from stepfold.checkpoint.restore import candidates, match
-from stepfold.checkpoint.store import open_store
+from stepfold.checkpoint.store import open_together
 from stepfold.core.processes import agreement
-from stepfold.core.validation import read_integer
+from stepfold.core.validation import read_instance, read_integer
 from stepfold.errors import CheckpointError, TreeMismatchError, refuse
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def average(
     With several processes, all of them call this, and each reads what its devices need.
 
     Args:
-      directory: the directory of the series, or its URL in object storage.
+      directory: the directory or the URL of the series, or the run directory of `fit`.
       steps: the steps to average.
       like: the wanted parameters, concrete or abstract. Each leaf gets the sharding of its
         counterpart in `like`. None returns nested dicts of numpy arrays, by their paths.
@@ -62,9 +62,8 @@ def average(
     numbers = [read_integer("steps", step, minimum=0) for step in steps]
     if not numbers or len(set(numbers)) < len(numbers):
         refuse("steps", "different steps, at least one", f"{numbers}")
-    if not isinstance(part, str):
-        refuse("part", "the path of a branch, as 'params'", tree.describe_value(part))
-    store = open_store(directory)
+    read_instance("part", part, str, "the path of a branch, such as 'params'")
+    store = open_together(directory)
     for number in numbers:
         candidates([store], number)  # raises if the step is missing
     with agreement(f"{store.location}: the average cannot be read"):
@@ -108,9 +107,8 @@ def _check_equal(
         for name in dict.fromkeys((*first, *leaves))
         if first.get(name) != leaves.get(name)
     ]:
-        raise TreeMismatchError(
-            f"{where}: expected the leaves of step {number}, got others:\n  " + "\n  ".join(lines)
-        )
+        got = "others:\n  " + "\n  ".join(lines)
+        refuse(where, f"the leaves of step {number}", got, kind=TreeMismatchError)
 
 
 def _means(
@@ -132,10 +130,9 @@ def _means(
             elif has_mean:
                 totals[region] += array
             elif not np.array_equal(totals[region], array):
-                raise TreeMismatchError(
-                    f"{path}: {name}: expected equal values in all steps, since {leaf} has no "
-                    "mean; average a part without it"
-                )
+                got, advice = f"others, and {leaf} has no mean", "average a part without it"
+                where, expected = f"{path}: {name}", "equal values in all steps"
+                refuse(where, expected, got, advice, kind=TreeMismatchError)
     if has_mean:
         return {part: (total / len(readers)).astype(dtype) for part, total in totals.items()}
     return totals

@@ -7,6 +7,7 @@ last one object that makes it a step. That write succeeds only if there is no su
     12.damaged       the former commit of a damaged step
     saves/12-67f0c1aa-5d…/0.json        the manifest of process 0 (`manifest.py`)
     saves/12-67f0c1aa-5d…/0.000017      its shards, one after the other, cut into objects
+    saves/12-67f0c1aa-5d…/arrays-0.000017    the arrays in its metadata, likewise
 
 Each process writes its own shards and its manifest. Process 0 waits for all manifests before it
 commits. Every byte that is read has a checksum. A step is deleted by deleting its commit first; a
@@ -31,13 +32,15 @@ import tensorstore
 
 from stepfold.checkpoint import manifest
 from stepfold.checkpoint.arrays import ArrayReader
-from stepfold.checkpoint.leaves import Leaf, Region, arrays_of, leaves_of, shards_of
+from stepfold.checkpoint.leaves import Leaf, Region, arrays_of, bytes_of, leaves_of, shards_of
 from stepfold.checkpoint.manifest import DamageError, Manifest, NewerError, Shards, StepMetadata
-from stepfold.checkpoint.steps import absolute_path, already_exists
+from stepfold.checkpoint.steps import absolute_path, already_exists, join_location
+from stepfold.checkpoint.values import StoredArray
 from stepfold.core.processes import agreement, broadcast_from_first
-from stepfold.errors import CheckpointError, ConfigError, refuse
+from stepfold.errors import CheckpointError, refuse
 
 _SCHEMES = {"s3": "s3", "gs": "gcs", "file": "file"}
+_EXPECTED = "a URL such as 's3://bucket/run'"
 _OPTIONS = ("endpoint", "aws_region")  # members of tensorstore's s3 driver, given in the query
 # A request that fails is repeated after 0.5, 1, 2, … seconds, and fails after about one minute.
 _RETRIES = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s"}
@@ -109,10 +112,7 @@ class Bucket:
         try:
             self._kv = tensorstore.KvStore.open(spec, context=tensorstore.Context(retries)).result()
         except (ValueError, RuntimeError) as error:  # the latter for a str that is not unicode
-            raise ConfigError(
-                f"directory: expected a URL such as 's3://bucket/run', got {url!r}: "
-                f"{_reason(error)}"
-            ) from error
+            refuse("directory", _EXPECTED, f"{url!r}: {_reason(error)}", cause=error)
 
     def read(self, name: str) -> bytes | None:
         """Read an object; None if it is missing."""
@@ -188,8 +188,7 @@ class BucketStore(Bucket):
         return self.read(f"{step}.commit") is not None
 
     def path_of(self, step: int) -> str:
-        base, mark, query = self.location.partition("?")
-        return f"{base.rstrip('/')}/{step}{mark}{query}"
+        return join_location(self.location, f"{step}")
 
     def other_names(self) -> list[str]:
         folders, names = self._folders(), self._names()
@@ -235,7 +234,7 @@ class BucketStore(Bucket):
             if zlib.crc32(found.value) != crc:
                 raise DamageError(f"{name}: its checksum does not fit its content")
             process = manifest.decode_checked(found.value, name)
-            processes.append(manifest.check_format(process, self.path_of(step)))
+            processes.append(manifest.check_process(process, self.path_of(step)))
         return processes
 
     def _metadata(self, step: int, commit: Any, first: Any) -> StepMetadata:
@@ -268,10 +267,13 @@ class BucketStore(Bucket):
         save = self._saves.pop(step)
         own_name = f"{save.folder}{jax.process_index()}"
         try:
-            self._write_shards(own_name, save.shards)
+            parts = (part for parts in save.shards.values() for part in parts.values())
+            self._write_stream(own_name, parts)
             if save.before_commit is not None:
                 save.before_commit()
-            content = manifest.process_manifest(save.metadata, save.leaves, save.shards)
+            content, arrays = manifest.process_manifest(save.metadata, save.leaves, save.shards)
+            stream = manifest.ARRAYS.format(jax.process_index())
+            self._write_stream(f"{save.folder}{stream}", arrays)
             own = manifest.encode_checked(content)
             self.write(f"{own_name}.json", own)
             if jax.process_index() > 0:
@@ -280,7 +282,7 @@ class BucketStore(Bucket):
         except Exception as error:
             with suppress(CheckpointError):
                 if jax.process_index() == 0:
-                    self._delete_folder(save.folder)
+                    self._delete_below(save.folder)
                 else:  # process 0 waits for the manifest
                     self.write_note(f"{own_name}.json", {"failed": str(error)})
             if isinstance(error, CheckpointError):
@@ -300,11 +302,11 @@ class BucketStore(Bucket):
         if finish is not None:
             finish()
 
-    def _write_shards(self, prefix: str, shards: Shards) -> None:
-        """Write the shards of this process as one stream of bytes, a few objects at once."""
+    def _write_stream(self, prefix: str, arrays: Iterable[np.ndarray]) -> None:
+        """Write arrays as one stream of bytes, a few objects at once."""
         writes: deque[Callable[[], bytes]] = deque()
         try:
-            for number, content in enumerate(_cut(shards)):
+            for number, content in enumerate(_cut(arrays)):
                 if len(writes) == _AT_ONCE:
                     writes.popleft()()
                 writes.append(self._start_write(f"{prefix}.{number:06d}", content))
@@ -321,10 +323,11 @@ class BucketStore(Bucket):
         for process in range(1, jax.process_count()):
             while (content := self.read(f"{folder}{process}.json")) is None:
                 if time.monotonic() > deadline:
-                    raise CheckpointError(
-                        f"{self._base}{folder}: expected the part of process {process} within "
-                        f"{_PATIENCE:.0f} s of that of process 0, got none; it may have been killed"
+                    expected = (
+                        f"the part of process {process} within {_PATIENCE:.0f} s of process 0"
                     )
+                    where, advice = f"{self._base}{folder}", "it may have been killed"
+                    refuse(where, expected, "none", advice, kind=CheckpointError)
                 time.sleep(pause)
                 pause = min(2 * pause, 2.0)
             if reason := manifest.decode_checked(content, f"{process}.json").get("failed"):
@@ -346,13 +349,19 @@ class BucketStore(Bucket):
         if problem is not None:  # the commit may still arrive: its folder has to stay
             raise problem
         with suppress(CheckpointError):
-            self._delete_folder(content["folder"])
+            self._delete_below(content["folder"])
         raise CheckpointError(already_exists(self.location, step))
 
     def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
         known = self.read_metadata(step).metrics or {}
-        name = f"{self._read_commit(step)['folder']}{manifest.LATER}"
-        self.write_note(name, {"metrics": {**known, **metrics}, "extra": extra})
+        folder = self._read_commit(step)["folder"]
+        name, stream = f"{folder}{manifest.LATER}", f"{folder}{manifest.LATER_ARRAYS}"
+        former = self.read_note(name) or {}
+        content, number, arrays = manifest.later_metadata({**known, **metrics}, extra, former)
+        self._write_stream(stream.format(number), arrays)
+        self.write_note(name, content)
+        # Not the one before, which another process may read now.
+        self._delete_below(f"{stream.format(number - 2)}.")
 
     def write_note(self, name: str, content: Any) -> None:
         self.write(name, manifest.encode_checked(content))
@@ -365,7 +374,7 @@ class BucketStore(Bucket):
         folder = _folder_in(name, found.value)
         is_deleted = found.state == "missing" or self._replace(name, found, None)
         if folder is not None and (is_deleted or self.read(name) is None):
-            self._delete_folder(folder)
+            self._delete_below(folder)
 
     def set_aside(self, step: int) -> str | None:
         """Copy the commit of a damaged step to a marker, and delete it; keep the folder."""
@@ -396,16 +405,17 @@ class BucketStore(Bucket):
                 [f"{step}.commit", *(name for name in markers if name.startswith(f"{step}."))]
             )
             if kept.isdisjoint((folder, None)):
-                self._delete_folder(folder)
+                self._delete_below(folder)
 
     def _folders_of(self, names: Iterable[str]) -> set[str | None]:
         """Return the folders that commits and markers name, with None if one cannot be read."""
         contents = {name: self.read(name) for name in names}
         return {_folder_in(name, text) for name, text in contents.items() if text is not None}
 
-    def _delete_folder(self, folder: str) -> None:
-        prefix = tensorstore.KvStore.KeyRange(folder, f"{folder[:-1]}0")  # "0" comes after "/"
-        self._start(folder, "deleted", lambda: self._kv.delete_range(prefix))()
+    def _delete_below(self, prefix: str) -> None:
+        """Delete all objects whose names begin with a prefix."""
+        below = tensorstore.KvStore.KeyRange(prefix, f"{prefix[:-1]}{chr(ord(prefix[-1]) + 1)}")
+        self._start(prefix, "deleted", lambda: self._kv.delete_range(below))()
 
     def _names(self) -> list[str]:
         """List the commits and the markers."""
@@ -437,12 +447,24 @@ class BucketReader(ArrayReader):
 
     def _read_part(self, store: tuple[str, Leaf], part: Region) -> np.ndarray:
         name, leaf = store
-        array = np.empty([stop - start for start, stop in part], jax.numpy.dtype(leaf.dtype))
-        memory = array.reshape(-1).view(np.uint8)
         process, offset = self._places[name, part]
+        array = np.empty([stop - start for start, stop in part], jax.numpy.dtype(leaf.dtype))
+        self._fill(f"{process}", offset, array.reshape(-1).view(np.uint8))
+        return array
+
+    def _read_stream(self, stored: StoredArray) -> np.ndarray:
+        start, size = stored.offset, stored.leaf.bytes
+        if size:  # before memory is allocated, see whether the last object is there
+            self._fill(stored.stream, start + size - 1, np.empty(1, np.uint8))
+        content = np.empty(size, np.uint8)
+        self._fill(stored.stream, start, content)
+        return content
+
+    def _fill(self, stream: str, offset: int, memory: np.ndarray) -> None:
+        """Read bytes of a stream."""
         first, start = divmod(offset, self._object)
         stop = -(-(offset + memory.size) // self._object)
-        names = [f"{self._folder}{process}.{number:06d}" for number in range(first, stop)]
+        names = [f"{self._folder}{stream}.{number:06d}" for number in range(first, stop)]
         for i, object_name in enumerate(names):
             reads = [self._start_read(each) for each in names[i : i + 2]]  # one ahead
             found = reads[0]()
@@ -453,7 +475,6 @@ class BucketReader(ArrayReader):
             memory, start = memory[piece.size :], 0
         if memory.size:
             raise DamageError(f"{names[-1]}: it is shorter than when it was saved")
-        return array
 
 
 def _read_url(url: str) -> tuple[str, dict[str, Any]]:
@@ -461,27 +482,24 @@ def _read_url(url: str) -> tuple[str, dict[str, Any]]:
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if "@" in parts.netloc:
-        raise ConfigError(
-            "directory: expected a URL without a secret, got one with a user and a password; give "
-            "credentials in the environment or a profile"
-        )
+        got, advice = "one with a user", "give credentials in the environment or a profile"
+        refuse("directory", "a URL without a secret", got, advice)
     is_file, is_s3 = parts.scheme == "file", parts.scheme == "s3"
     is_absolute = bool(parts.path) and not parts.netloc and not parts.path.startswith("/~")
     has_place = is_absolute if is_file else bool(parts.netloc)
     has_options = parts.fragment or set(options) - set(_OPTIONS if is_s3 else ())
     if parts.scheme not in _SCHEMES or not has_place or has_options:
-        raise ConfigError(
-            f"directory: expected a URL such as 's3://bucket/run', got {url!r}; the scheme is s3, "
-            f"gs or file (file:///a/folder), and s3 takes {' and '.join(_OPTIONS)} in the query"
+        queries = " and ".join(_OPTIONS)
+        advice = (
+            f"the scheme is s3, gs or file (file:///a/folder), and s3 takes {queries} in the query"
         )
+        refuse("directory", _EXPECTED, repr(url), advice)
     path = unquote(parts.path)
     if is_file:
         path = os.fspath(absolute_path("directory", path))
     elif {".", ".."} & {*path.split("/")}:
-        raise ConfigError(
-            f"directory: expected a URL without '.' and '..', got {url!r}; a bucket has no parent "
-            "directories, so give the name itself"
-        )
+        advice = "a bucket has no parent directories, so give the name itself"
+        refuse("directory", "a URL without '.' and '..'", repr(url), advice)
     path = path.strip("/")
     base = f"{parts.scheme}://{parts.netloc}/{path}".rstrip("/") + "/"
     spec = {"driver": _SCHEMES[parts.scheme], "path": f"{path}/" if path else "", **options}
@@ -489,19 +507,18 @@ def _read_url(url: str) -> tuple[str, dict[str, Any]]:
     return base, spec
 
 
-def _cut(shards: Shards) -> Iterator[bytes]:
-    """Join the bytes of all shards, and cut them into objects."""
+def _cut(arrays: Iterable[np.ndarray]) -> Iterator[bytes]:
+    """Join the bytes of all arrays, and cut them into objects."""
     content = bytearray()
-    for parts in shards.values():
-        for array in parts.values():
-            rest = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-            while rest:
-                size = _OBJECT - len(content)
-                content += rest[:size]
-                rest = rest[size:]
-                if len(content) == _OBJECT:
-                    yield bytes(content)
-                    content.clear()
+    for array in arrays:
+        rest = bytes_of(array)
+        while rest:
+            size = _OBJECT - len(content)
+            content += rest[:size]
+            rest = rest[size:]
+            if len(content) == _OBJECT:
+                yield bytes(content)
+                content.clear()
     if content:
         yield bytes(content)
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from stepfold import tree
-from stepfold.errors import ConfigError, ShardingError, TreeMismatchError, refuse
+from stepfold.errors import ShardingError, TreeMismatchError, refuse
 
 Region = tuple[tuple[int, int], ...]
 
@@ -54,28 +54,17 @@ def arrays_of(state: Any) -> dict[str, Any]:
     for path, leaf in tree.named_leaves(state):
         other = paths.setdefault(stored_name(path), path)
         if other is not path:
-            raise ConfigError(
-                f"state: expected a name of its own for every leaf, got {other!r} and {path!r}, "
-                "which are stored under one; rename a key"
-            )
+            got = f"{other!r} and {path!r}, which are stored under one"
+            refuse("state", "a different name for every leaf", got, "rename a key")
         if not tree.is_data(leaf):
-            raise ConfigError(
-                f"{path}: expected an array, got {tree.describe_value(leaf)}; keep functions and "
-                "settings out of the state, or give them as extra=…"
-            )
+            advice = "keep functions and settings out of the state, or give them as extra=…"
+            refuse(path, "an array", tree.describe_value(leaf), advice)
         arrays[path] = _as_array(path, leaf)
-        if str(arrays[path].dtype) not in STORED:
-            raise ConfigError(
-                f"{path}: expected a dtype that can be stored ({', '.join(STORED)}), got "
-                f"{tree.describe_value(leaf)}; cast it"
-            )
     for path in arrays:
         for branch in accumulate(path.split("/")[:-1], "{}/{}".format):
             if branch in arrays:
-                raise ConfigError(
-                    f"state: expected a leaf or a branch at {branch!r}, got both, since there is "
-                    f"{path!r}; rename a key"
-                )
+                got = f"both, since there is {path!r}"
+                refuse("state", f"a leaf or a branch at {branch!r}", got, "rename a key")
     if not any(array.size for array in arrays.values()):
         refuse("state", "arrays to save", "none with elements")
     return arrays
@@ -93,17 +82,31 @@ def stored_name(name: str) -> str:
 
 def _as_array(name: str, leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
-        if isinstance(leaf, np.ma.MaskedArray):
-            refuse(name, "an array", "a masked one", "save its data and its mask")
-        array = np.array(leaf)  # a copy: numpy arrays may change while they are written
-        return array.astype(array.dtype.newbyteorder("="), copy=False)
+        return copy_array(name, leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf))
     if jax.process_count() > 1 and leaf.is_fully_addressable:
-        raise ConfigError(
-            f"{name}: expected an array that all {jax.process_count()} processes have their part "
-            "in, got one of this process alone; give the state a plan (init_state(…, "
-            "sharding=plan)), or place it (place(state, plan))"
+        expected = f"an array over all {jax.process_count()} processes"
+        advice = (
+            "give the state a plan (init_state(…, sharding=plan)), or place it (place(state, plan))"
         )
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+        refuse(name, expected, "one of this process alone", advice)
+    array = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    check_array(name, array)
+    return array
+
+
+def copy_array(name: str, array: np.ndarray) -> np.ndarray:
+    """Copy an array, since it may change while it is written; its byte order becomes native."""
+    check_array(name, array)
+    return np.array(array, array.dtype.newbyteorder("="), order="C")
+
+
+def check_array(name: str, array: Any) -> None:
+    """Refuse an array that cannot be stored."""
+    if isinstance(array, np.ma.MaskedArray):
+        refuse(name, "an array", "a masked one", "save its data and its mask")
+    if array.dtype.name not in STORED:
+        expected = f"a dtype that can be stored ({', '.join(STORED)})"
+        refuse(name, expected, tree.describe_value(array), "cast it")
 
 
 def is_key(leaf: Any) -> bool:
@@ -149,9 +152,14 @@ def as_slices(part: Region) -> tuple[slice, ...]:
     return tuple(slice(*ends) for ends in part)
 
 
+def bytes_of(array: np.ndarray) -> memoryview:
+    """Return an array's elements in C order; a view of it, if it has that order."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
 def checksum(array: np.ndarray) -> int:
     """Compute the CRC-32 of an array's elements in C order."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return zlib.crc32(bytes_of(array))
 
 
 # Making leaves again
@@ -165,9 +173,8 @@ def regions_of(name: str, saved: Leaf, like: Any) -> list[Region]:
     try:
         return list(dict.fromkeys(_by_device(saved.shape, sharding).values()))
     except ValueError as error:
-        raise ShardingError(
-            f"{name}: expected a sharding that fits {saved}, got {sharding}: {error}"
-        ) from error
+        got = f"{sharding}: {error}"
+        refuse(name, f"a sharding that fits {saved}", got, kind=ShardingError, cause=error)
 
 
 def make_leaf(name: str, saved: Leaf, like: Any, parts: Mapping[Region, np.ndarray]) -> Any:

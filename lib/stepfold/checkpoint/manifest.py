@@ -5,12 +5,11 @@ values, so a flipped bit is restored as a different number. The manifests detect
 files, preceded by a line with their own checksum.
 """
 
-import base64
 import errno
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,19 +18,26 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.leaves import STORED, Leaf, Region, checksum
+from stepfold.checkpoint.leaves import STORED, Leaf, Region, bytes_of, checksum, copy_array
 from stepfold.checkpoint.steps import Best, check_regular, converted_errors, sync
-from stepfold.core.validation import as_integer
-from stepfold.errors import CheckpointError, ConfigError, refuse
+from stepfold.checkpoint.values import (
+    StoredArray,
+    describe_arrays,
+    find_arrays,
+    from_json,
+    take_arrays,
+    to_json,
+)
+from stepfold.core.validation import read_instance, read_integer
+from stepfold.errors import CheckpointError, refuse
 
-FORMAT = 1
+FORMAT = 2  # in 1, the metadata was named "words", and had no arrays
 STATE = "state"  # the subdirectory of a step that holds everything, as an orbax item
 LEAVES, FILES = "leaves-{}.json", "files.json"
 LATER = "later.json"  # metrics and extra added after the commit; not listed in files.json
+ARRAYS, LATER_ARRAYS = "arrays-{}", "later-{}"  # the arrays in the metadata, and in LATER
 _CHECKSUM = b"stepfold crc32 "
 _UPGRADE = "it was saved by a newer stepfold: upgrade with pip install -U stepfold"
-_BYTES = "bytes in base64"  # the JSON encoding of bytes, which grain's positions consist of
-_DEPTH = 100  # levels of JSON, within Python's limit of recursion
 LARGEST = 1 << 30  # bytes of a manifest
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 _KEY_SIZES = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}  # of jax; others are the user's own
@@ -52,7 +58,11 @@ class ForeignError(CheckpointError):
 
 
 class StepMetadata(NamedTuple):
-    """Metadata of a checkpoint, as plain JSON values."""
+    """Metadata of a checkpoint.
+
+    To save, `data` and `extra` are plain JSON with numpy arrays in it. After reading, they are the
+    values that were saved, with a `StoredArray` for each array.
+    """
 
     step: int
     data: Any = None
@@ -82,13 +92,17 @@ class Manifest(NamedTuple):
     def position(self) -> Any:
         """Return the data position of this process, or the one that all processes share."""
         if not self.has_position:
-            raise CheckpointError(
-                f"data: expected {len(self.data)} processes, each with the position it saved, got "
-                f"{jax.process_count()}; resume on as many, or use batches whose position does not "
-                "depend on the process (stepfold.batches)"
-            )
+            expected = f"{len(self.data)} processes, each with the position it saved"
+            advice = "resume on as many, or use sf.batches, whose position all processes share"
+            refuse("data", expected, f"{jax.process_count()}", advice, kind=CheckpointError)
         # Shared by all if the number of processes differs.
-        return from_json(self.data[jax.process_index() % len(self.data)])
+        return self.data[jax.process_index() % len(self.data)]
+
+    @property
+    def arrays(self) -> dict[str, StoredArray]:
+        """The arrays in the positions and in `extra`, by their paths."""
+        data = self.data[0] if len(self.data) == 1 else self.data
+        return find_arrays(data, "data") | find_arrays(self.metadata.extra, "extra")
 
 
 # Writing
@@ -103,25 +117,20 @@ def step_metadata(
     extra: Any,
     best: Best | None = None,
 ) -> StepMetadata:
-    """Validate the values saved next to a state, and return them as JSON."""
+    """Validate the values saved next to a state, and copy them."""
     if hasattr(data, "get_state"):
         data = data.get_state()
-    if metrics is not None and not isinstance(metrics, Mapping):
-        refuse("metrics", "numbers by name", tree.describe_value(metrics))
+    metrics = {} if metrics is None else metrics
+    read_instance("metrics", metrics, Mapping, "numbers by name")
     step = getattr(state, "step", None) if step is None else step
     if step is None:
-        raise ConfigError(
-            "step: expected a number, since the state has no `step` of its own; give step=…"
-        )
-    number = as_integer(step)
-    if number is None or number < 0:
-        refuse("step", "an integer of at least 0", tree.describe_value(step))
-    numbers = {name: _number(f"metrics/{name}", value) for name, value in (metrics or {}).items()}
+        refuse("step", "a number", "none, and the state has no `step`", "give step=…")
+    numbers = {name: _number(f"metrics/{name}", value) for name, value in metrics.items()}
     return StepMetadata(
-        step=number,
-        data=to_json(data, "data"),
+        step=read_integer("step", step, minimum=0),
+        data=to_json(data, "data", copy_array),
         metrics=to_json(numbers, "metrics"),
-        extra=to_json(extra, "extra"),
+        extra=to_json(extra, "extra", copy_array),
         best=best,
     )
 
@@ -137,32 +146,68 @@ def _number(name: str, value: Any) -> float:
 
 def process_manifest(
     metadata: StepMetadata, leaves: Mapping[str, Leaf], shards: Shards
-) -> dict[str, Any]:
-    """Describe the part of this process, with the checksums of its shards."""
+) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Describe the part of this process, with the checksums of its shards.
+
+    Also return the arrays in the metadata, which are the content of the stream `ARRAYS`.
+    """
     process = jax.process_index()
-    own = {"step": metadata.step, "data": metadata.data}
-    first = metadata._asdict()
-    if not metadata.requested:  # which earlier versions do not know
-        del first["requested"]
-    return {
+    fields = metadata._asdict() if process == 0 else {"step": metadata.step, "data": metadata.data}
+    arrays: list[np.ndarray] = []
+    for name in ("data", "extra"):
+        if name in fields:
+            fields[name] = take_arrays(fields[name], arrays)
+    content = {
         "format": FORMAT,
         "processes": jax.process_count(),
-        "words": first if process == 0 else own,  # the name on disk of the metadata
+        "metadata": fields,
         "leaves": leaves if process == 0 else {},
         "shards": [
             [name, part, checksum(array)]
             for name, parts in shards.items()
             for part, array in parts.items()
         ],
+        "arrays": describe_arrays(arrays),
     }
+    return content, arrays
+
+
+def later_metadata(
+    metrics: Mapping[str, Any], extra: Any, former: Mapping[str, Any]
+) -> tuple[dict[str, Any], int, list[np.ndarray]]:
+    """Return the content of `LATER` after the former one, and the arrays in it.
+
+    They are the content of the stream `LATER_ARRAYS` with the number that is returned too.
+    """
+    arrays: list[np.ndarray] = []
+    content = {"metrics": metrics, "extra": take_arrays(extra, arrays)}
+    number = former.get("stream", 0) + 1
+    if arrays or number > 1:
+        content |= {"stream": number, "arrays": describe_arrays(arrays)}
+    return content, number, arrays
 
 
 def write_leaves(
     folder: Path, metadata: StepMetadata, leaves: Mapping[str, Leaf], shards: Shards
 ) -> None:
-    """Write the manifest of this process."""
-    content = process_manifest(metadata, leaves, shards)
-    write_checked(folder / LEAVES.format(jax.process_index()), content)
+    """Write the manifest of this process, and the arrays in its metadata."""
+    process = jax.process_index()
+    content, arrays = process_manifest(metadata, leaves, shards)
+    write_checked(folder / LEAVES.format(process), content)
+    if arrays:
+        write_stream(stream_path(folder, ARRAYS.format(process)), arrays)
+
+
+def stream_path(folder: Path | str, stream: str) -> Path:
+    """Return the path of the file that a directory has for a stream."""
+    return Path(folder) / f"{stream}.bin"
+
+
+def write_stream(path: Path, arrays: Iterable[np.ndarray]) -> None:
+    """Write arrays one after the other."""
+    with path.open("wb") as file:
+        for array in arrays:
+            file.write(bytes_of(array))
 
 
 def write_files(folder: Path) -> None:
@@ -188,9 +233,8 @@ def checked_form(step: Path | str) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise DamageError(
-            f"{step}: expected manifests as stepfold writes them, got others: {error!r}"
-        ) from error
+        expected = "manifests as stepfold writes them"
+        refuse(step, expected, f"others: {error!r}", kind=DamageError, cause=error)
 
 
 def check_format(content: Any, where: Path | str) -> Any:
@@ -200,6 +244,13 @@ def check_format(content: Any, where: Path | str) -> Any:
         refuse(
             where, f"format {FORMAT} or older", f"{content['format']}", _UPGRADE, kind=NewerError
         )
+    return content
+
+
+def check_process(content: Any, where: Path | str) -> Any:
+    """Return the manifest of a process in the current format."""
+    if check_format(content, where)["format"] < 2:
+        content |= {"metadata": content["words"], "arrays": []}
     return content
 
 
@@ -214,19 +265,18 @@ def check_sizes(files: Any) -> dict[str, int]:
 
 def metadata_of(first: Any, later: Any, where: Path | str, step: int) -> StepMetadata:
     """Return the metadata of the manifest of process 0, with the values added after the commit."""
-    fields = {"requested": False} | first["words"] | later
+    later, arrays = _decode_later(later), stored_arrays(ARRAYS.format(0), first["arrays"])
+    fields = {"requested": False} | first["metadata"]
+    fields |= {name: from_json(fields[name], arrays) for name in ("data", "extra")} | later
     if unknown := fields.keys() - set(StepMetadata._fields):
-        raise NewerError(
-            f"{where}: expected metadata of {', '.join(StepMetadata._fields)}, got "
-            f"{', '.join(sorted(unknown))} as well; {_UPGRADE}"
-        )
-    _expect(not later.keys() - {"metrics", "extra"}, LATER, later)
+        expected = f"metadata of {', '.join(StepMetadata._fields)}"
+        refuse(where, expected, f"{', '.join(sorted(unknown))} as well", _UPGRADE, kind=NewerError)
+    _expect(not later.keys() - {"metrics", "extra"}, LATER, list(later))
     _expect(_is_count(fields["step"]), "step", fields["step"])
     if fields["step"] != step:
-        raise ForeignError(
-            f"{where}: expected the checkpoint of step {step}, got a copy of that of step "
-            f"{fields['step']}; give the directory its number, or move it elsewhere"
-        )
+        got = f"a copy of that of step {fields['step']}"
+        advice = "give the directory its number, or move it elsewhere"
+        refuse(where, f"the checkpoint of step {step}", got, advice, kind=ForeignError)
     _expect(type(fields["requested"]) is bool, "requested", fields["requested"])
     metrics, best = fields["metrics"], fields["best"]
     for name, value in (metrics or {}).items():
@@ -235,8 +285,28 @@ def metadata_of(first: Any, later: Any, where: Path | str, step: int) -> StepMet
         float(value)  # raises for an integer beyond the range of floats
     is_best = isinstance(best, list) and [type(item) for item in best] == [str, str]
     _expect(best is None or (is_best and best[1] in ("min", "max")), "best", best)
-    from_json(fields["extra"])
     return StepMetadata(**fields | {"best": best and (best[0], best[1])})
+
+
+def _decode_later(later: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values added after the commit, with the arrays that were written for them."""
+    values, number = dict(later), later.get("stream", 0)
+    _expect(_is_count(number), "stream", number)
+    arrays = stored_arrays(LATER_ARRAYS.format(number), values.pop("arrays", []))
+    values.pop("stream", None)
+    return values | {"extra": from_json(values["extra"], arrays)} if "extra" in values else values
+
+
+def stored_arrays(stream: str, table: Any) -> dict[int, StoredArray]:
+    """Return the arrays of a stream by their numbers."""
+    arrays: dict[int, StoredArray] = {}
+    offset = 0
+    for number, (shape, dtype, crc) in enumerate(table):
+        leaf = _read_leaf(f"{number} of {stream}", shape, dtype, None)
+        _expect(_is_count(crc), f"a checksum in {stream}", crc)
+        arrays[number] = StoredArray(leaf, crc, stream, offset)
+        offset += leaf.bytes
+    return arrays
 
 
 def merge_processes(processes: Sequence[Any], metadata: StepMetadata) -> Manifest:
@@ -244,11 +314,13 @@ def merge_processes(processes: Sequence[Any], metadata: StepMetadata) -> Manifes
     leaves = {name: _read_leaf(name, *leaf) for name, leaf in processes[0]["leaves"].items()}
     _expect(leaves, "leaves", leaves)
     shards: dict[str, dict[Region, int]] = {name: {} for name in leaves}
-    places, total = {}, 0
+    places, total, data = {}, 0, list[Any]()
     for number, process in enumerate(processes):
         _expect(process["processes"] == len(processes), "processes", process["processes"])
-        _expect(process["words"]["step"] == metadata.step, "step", process["words"]["step"])
-        from_json(process["words"]["data"])
+        own = process["metadata"]
+        _expect(own["step"] == metadata.step, "step", own["step"])
+        arrays = stored_arrays(ARRAYS.format(number), process["arrays"])
+        data.append(from_json(own["data"], arrays))
         offset = 0
         for name, index, crc in process["shards"]:
             part = tuple((start, stop) for start, stop in index)
@@ -260,8 +332,9 @@ def merge_processes(processes: Sequence[Any], metadata: StepMetadata) -> Manifes
         total += offset
     for name, leaf in leaves.items():
         _check_coverage(name, leaf, shards[name])
-    data = [process["words"]["data"] for process in processes]
-    return Manifest(metadata, leaves, shards, data, total, places)
+    merged = Manifest(metadata, leaves, shards, data, total, places)
+    total += sum(array.leaf.bytes for array in merged.arrays.values())
+    return merged._replace(bytes=total)
 
 
 def _read_leaf(name: str, shape: Any, dtype: Any, key: Any) -> Leaf:
@@ -339,42 +412,3 @@ def decode_checked(content: bytes, name: str) -> Any:
 
 def _with_checksum(text: bytes) -> bytes:
     return _CHECKSUM + f"{zlib.crc32(text):08x}\n".encode() + text
-
-
-def to_json(value: Any, name: str, depth: int = _DEPTH) -> Any:
-    """Convert a value to plain JSON, or raise with the path of what JSON cannot hold.
-
-    Tuples become lists, numpy scalars Python numbers, and bytes a dict that `from_json` decodes.
-    """
-    if not depth:
-        refuse(name, f"at most {_DEPTH} levels", "more", "flatten it")
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, bytes):
-        return {_BYTES: base64.b64encode(value).decode()}
-    if isinstance(value, list | tuple):
-        return [to_json(item, f"{name}/{i}", depth - 1) for i, item in enumerate(value)]
-    if isinstance(value, Mapping):
-        if value.keys() == {_BYTES}:
-            raise ConfigError(f"{name}: expected another key than {_BYTES!r}, which is taken")
-        for key in value:
-            if not isinstance(key, str):
-                refuse(name, "keys of text", repr(key), "JSON has no others")
-        return {key: to_json(item, f"{name}/{key}", depth - 1) for key, item in value.items()}
-    raise ConfigError(
-        f"{name}: expected what JSON can hold, got {tree.describe_value(value)}; arrays belong "
-        "into the state, and anything else is written as text or numbers"
-    )
-
-
-def from_json(value: Any, depth: int = _DEPTH) -> Any:
-    """Invert `to_json`, except that tuples stay lists."""
-    if not depth:
-        raise ValueError(f"JSON of more than {_DEPTH} levels")
-    if isinstance(value, dict):
-        if value.keys() == {_BYTES}:
-            return base64.b64decode(value[_BYTES])
-        return {key: from_json(item, depth - 1) for key, item in value.items()}
-    return [from_json(item, depth - 1) for item in value] if isinstance(value, list) else value

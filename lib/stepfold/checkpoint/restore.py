@@ -13,11 +13,11 @@ import numpy as np
 from stepfold import tree
 from stepfold.checkpoint import steps
 from stepfold.checkpoint.leaves import Leaf, Region, leaves_of, make_leaf, regions_of
-from stepfold.checkpoint.manifest import DamageError, ForeignError, from_json
-from stepfold.checkpoint.store import Store, complete_steps, metrics_of, open_store
+from stepfold.checkpoint.manifest import DamageError, ForeignError
+from stepfold.checkpoint.store import Store, complete_steps, metrics_of, open_store, open_together
 from stepfold.core.processes import agreement, broadcast_from_first, max_over_processes
-from stepfold.core.validation import as_integer, check_flags
-from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError, refuse
+from stepfold.core.validation import as_integer, check_flags, read_instance
+from stepfold.errors import CheckpointError, TreeMismatchError, refuse
 from stepfold.table import table
 
 Step = int | Literal["latest", "best"]
@@ -34,7 +34,7 @@ class Restored(NamedTuple):
         it is also None if each process saved its own, and their number was another.
       extra: the `extra` that was saved.
       metrics: the `metrics` that were saved.
-      loaded: the paths that were loaded.
+      loaded: the paths that were loaded, with the path of each in the checkpoint.
       not_loaded: saved or wanted paths that were not loaded, with the reason; empty without `parts`
         or `partial`.
       damaged: the problems of steps that were skipped, by step.
@@ -44,7 +44,7 @@ class Restored(NamedTuple):
     >>> sf.save(folder, {"w": jnp.ones(2), "b": jnp.zeros(2)}, step=1)
     >>> restored = sf.restore(folder, {"w": jnp.zeros(2), "b": jnp.ones(2)}, parts=("w",))
     >>> restored.loaded, restored.not_loaded, restored.state
-    (['w'], {'b': 'not among the parts'}, {'b': Array([1., 1.], ...), 'w': Array([1., 1.], ...)})
+    ({'w': 'w'}, {'b': 'not among the parts'}, {'b': Array([1., 1.], ...), 'w': ...})
     """
 
     state: Any
@@ -52,7 +52,7 @@ class Restored(NamedTuple):
     data: Any
     extra: Any
     metrics: dict[str, float]
-    loaded: list[str]
+    loaded: dict[str, str]
     not_loaded: dict[str, str]
     damaged: dict[int, list[str]]
 
@@ -82,7 +82,7 @@ def restore(
     With several processes, all of them call this. They restore the same step.
 
     Args:
-      directory: the directory of the series, or its URL in object storage.
+      directory: the directory or the URL of the series, or the run directory of `fit`.
       like: the wanted state, concrete or abstract (`jax.eval_shape`). Each leaf gets the sharding
         of its counterpart in `like`. The mesh may differ from the one at save time.
       step: "latest", "best", or a number.
@@ -113,7 +113,7 @@ def restore(
     (0, {'step': 0}, {'lr': 0.001}, (4, 2))
     """
     options: Any = {"parts": parts, "rename": rename, "cast": cast, "partial": partial}
-    stores = [open_store(directory)]
+    stores = [open_together(directory)]
     return restore_from(stores, like, step=step, best=best, fall_back=fall_back, **options)[0]
 
 
@@ -209,10 +209,10 @@ def _restore_step(
             [loaded.get(name, leaf) for name, leaf in tree.named_leaves(like)]
         ),
         step=manifest.metadata.step,
-        data=data,
-        extra=from_json(manifest.metadata.extra),
+        data=reader.fill("data", data),
+        extra=reader.fill("extra", manifest.metadata.extra),
         metrics=dict(manifest.metadata.metrics or {}),
-        loaded=list(sources),
+        loaded=sources,
         not_loaded=not_loaded,
         damaged={},
     )
@@ -281,14 +281,12 @@ def rank_steps(store: Store, best: Any) -> list[int]:
     if ranked or broken or not complete:
         return broken + ranked
     if best is None:
-        raise CheckpointError(
-            f"{store.location}: expected to know which metric is best, but none was given when it "
-            "was saved; give best='eval/loss', or the step"
-        )
-    raise CheckpointError(
-        f"{store.location}: expected a step with a finite number as the metric {best[0]!r}, "
-        f"got none; save with metrics={{{best[0]!r}: …}}, or give the step"
-    )
+        expected, got = "a metric that ranks the steps", "none, and none was given to the save"
+        advice = "give best='eval/loss', or the step"
+    else:
+        expected, got = f"a step with a finite number as the metric {best[0]!r}", "none"
+        advice = f"save with metrics={{{best[0]!r}: …}}, or give the step"
+    refuse(store.location, expected, got, advice, kind=CheckpointError)
 
 
 # Which leaves
@@ -343,19 +341,15 @@ def match(
     if differences and not partial:
         raise TreeMismatchError(f"{where}: {_describe(differences, like, advice)}")
     if not sources and (wanted or old_names):
-        raise TreeMismatchError(
-            f"{where}: expected paths to load, got none that fits; saved are {_some(saved)}, "
-            f"wanted {_some(wanted)}, parts {parts}"
-        )
+        advice = f"saved are {_some(saved)}, wanted {_some(wanted)}, parts {parts}"
+        refuse(where, "paths to load", "none that fits", advice, kind=TreeMismatchError)
     # A branch without leaves, such as the model state of a stateless model, is a part too.
     branches = jax.tree_util.tree_leaves_with_path(like, is_leaf=lambda x: not jax.tree.leaves(x))
     names = [*old_names, *(tree.path_name(path) for path, _ in branches)]
     for part, pattern in patterns.items():
         if not any(map(pattern.fullmatch, names)):
-            raise ConfigError(
-                f"parts: expected patterns of paths, got {part!r}, which matches none of "
-                f"{_some(dict.fromkeys(names))}; correct it, or leave it out"
-            )
+            got = f"{part!r}, which matches none of {_some(dict.fromkeys(names))}"
+            refuse("parts", "patterns of paths", got, "correct it, or leave it out")
     return Match(sources, not_loaded)
 
 
@@ -381,8 +375,7 @@ def _old_names(saved: Mapping[str, Leaf], rename: Rename | None) -> dict[str, st
     old_names: dict[str, str] = {}
     for name in saved:
         new = rename(name) if callable(rename) else _rename_branch(name, rename or {})
-        if not isinstance(new, str):
-            refuse("rename", f"a path for {name!r}", repr(new))
+        read_instance("rename", new, str, f"a path for {name!r}")
         other = old_names.setdefault(new, name)
         if other is not name:
             refuse("rename", "one path each", f"{new!r} for {other!r} and {name!r}")

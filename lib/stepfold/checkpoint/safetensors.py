@@ -225,10 +225,9 @@ def _named_leaves(
     for path, value in tree.named_leaves(params):
         name = path.replace("/", ".") if names is None else names(path)
         if not isinstance(name, str) or name in ("", "__metadata__"):
-            raise ConfigError(
-                f"{argument}: expected a name for the array at {path!r}, got {name!r}, which "
-                "safetensors does not allow; put the array into a dict, or give names=…"
-            )
+            got = f"{name!r}, which safetensors does not allow"
+            advice = "put the array into a dict, or give names=…"
+            refuse(argument, f"a name for the array at {path!r}", got, advice)
         if name in leaves:
             raise ConfigError(
                 f"{argument}: {leaves[name].path} and {path} would both be called {name!r}; give "
@@ -248,10 +247,8 @@ def _check_exportable(leaf: _NamedLeaf) -> None:
     if not is_array or isinstance(value, np.ma.MaskedArray):
         refuse(leaf.path, "an array", got, "drop it, or make an array of it")
     if value.dtype.name not in _CODES:
-        raise ConfigError(
-            f"{leaf.path}: expected a dtype that safetensors has ({', '.join(_CODES)}), got {got}; "
-            "cast it, or leave it out"
-        )
+        expected = f"a dtype that safetensors has ({', '.join(_CODES)})"
+        refuse(leaf.path, expected, got, "cast it, or leave it out")
 
 
 def _check_wanted(leaf: _NamedLeaf) -> None:
@@ -260,10 +257,8 @@ def _check_wanted(leaf: _NamedLeaf) -> None:
         refuse(leaf.path, "an array or a jax.ShapeDtypeStruct", tree.describe_value(value))
     mesh = getattr(getattr(value, "sharding", None), "mesh", None)
     if isinstance(mesh, jax.sharding.AbstractMesh):
-        raise ConfigError(
-            f"{leaf.path}: expected a sharding over devices, got one over {mesh}; give the "
-            "shardings of a mesh, as make_sharding does"
-        )
+        advice = "give the shardings of a mesh, as make_sharding does"
+        refuse(leaf.path, "a sharding over devices", f"one over {mesh}", advice)
 
 
 def _file_of(path: str | os.PathLike[str]) -> Path:
@@ -395,10 +390,8 @@ def _map_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]
     index = _index_of(file)
     if os.path.exists(index):
         return _map_indexed(index)
-    raise CheckpointError(
-        f"{os.fspath(path)}: expected {file}, or {index.name}, got neither; give a file that ends "
-        "in .safetensors, its index, or the directory of a model.safetensors"
-    )
+    advice = "give a .safetensors file, its index, or the directory of a model.safetensors"
+    refuse(os.fspath(path), f"{file} or {index.name}", "neither", advice, kind=CheckpointError)
 
 
 def _map_indexed(index: Path) -> dict[str, np.ndarray[Any, Any]]:
@@ -408,10 +401,9 @@ def _map_indexed(index: Path) -> dict[str, np.ndarray[Any, Any]]:
         held = _map_file(index.with_name(name))
         listed = {tensor for tensor, holder in weight_map.items() if holder == name}
         if differing := held.keys() ^ listed:
-            raise CheckpointError(
-                f"{index}: expected in {name} what the index says, got a difference in "
-                f"{', '.join(sorted(differing))}; export or copy all of them again"
-            )
+            expected = f"the arrays of {name} as the index lists them"
+            got = f"a difference in {', '.join(sorted(differing))}"
+            refuse(index, expected, got, "export or copy all of them again", kind=CheckpointError)
         arrays |= held
     return arrays
 
@@ -427,21 +419,17 @@ def _read_index(index: Path) -> dict[str, str]:
     except OSError as error:
         raise CheckpointError(f"{index}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{index}: expected an index in JSON, got {error}; export or copy it again"
-        ) from error
+        got, advice = str(error), "export or copy it again"
+        refuse(index, "an index in JSON", got, advice, kind=CheckpointError, cause=error)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    expected = "a weight_map of names to files in its directory"
     if not isinstance(weight_map, dict):
-        raise CheckpointError(
-            f"{index}: expected a weight_map of names to files in its directory, got "
-            f"{tree.describe_value(content)}; export or copy it again"
-        )
+        got = tree.describe_value(content)
+        refuse(index, expected, got, "export or copy it again", kind=CheckpointError)
     for file in weight_map.values():
         if file not in present:
-            raise CheckpointError(
-                f"{index}: expected a weight_map of names to files in its directory, got "
-                f"{file!r:.80}, which is not there; export or copy all of them again"
-            )
+            got, advice = f"{file!r:.80}, which is not there", "export or copy all of them again"
+            refuse(index, expected, got, advice, kind=CheckpointError)
     return weight_map
 
 
@@ -453,10 +441,9 @@ def _map_file(file: Path) -> dict[str, np.ndarray[Any, Any]]:
         with safetensors.safe_open(file, framework="numpy"):  # checks the header
             content = np.memmap(file, np.uint8, "r")
     except safetensors.SafetensorError as error:
-        raise CheckpointError(
-            f"{file}: expected a whole safetensors file, got one of {file.stat().st_size} bytes of "
-            f"which the safetensors package says: {error}; export or copy it again"
-        ) from error
+        got = f"one of {file.stat().st_size} bytes of which the safetensors package says: {error}"
+        advice, kind = "export or copy it again", CheckpointError
+        refuse(file, "a whole safetensors file", got, advice, kind=kind, cause=error)
     except CheckpointError:
         raise
     except OSError as error:
@@ -472,9 +459,7 @@ def _map_file(file: Path) -> dict[str, np.ndarray[Any, Any]]:
             flat = content[start + begin : start + end].view(jnp.dtype(_DTYPES[entry["dtype"]]))
             arrays[name] = flat.reshape(entry["shape"])
         except (KeyError, ValueError) as error:
-            raise CheckpointError(
-                f"{file}: {name}: expected a dtype of {', '.join(_DTYPES)}, and a shape that numpy "
-                f"has, got {entry['dtype']}{entry['shape']!s:.80}; convert it with what wrote "
-                "the file"
-            ) from error
+            expected = f"a dtype of {', '.join(_DTYPES)}, and a shape that numpy has"
+            got, where = f"{entry['dtype']}{entry['shape']!s:.80}", f"{file}: {name}"
+            refuse(where, expected, got, "export it again", kind=CheckpointError, cause=error)
     return arrays

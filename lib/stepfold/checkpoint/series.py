@@ -18,8 +18,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import jax
 
-from stepfold import tree
-from stepfold.checkpoint.manifest import DamageError, StepMetadata, from_json, step_metadata
+from stepfold.checkpoint.manifest import DamageError, StepMetadata, step_metadata
 from stepfold.checkpoint.restore import Restored, restore_from
 from stepfold.checkpoint.steps import (
     Best,
@@ -42,7 +41,7 @@ from stepfold.checkpoint.store import (
 from stepfold.checkpoint.verify import has_own_step, newest_complete
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
-from stepfold.core.validation import check_flags, read_integer, read_positive
+from stepfold.core.validation import check_flags, read_instance, read_integer, read_positive
 from stepfold.errors import CheckpointError, StepfoldError, refuse
 
 
@@ -197,6 +196,7 @@ def _open_temporary(temporary: Temporary, series: Store) -> Store | None:
         return None
 
 
+_OPEN, _HOW_TO_OPEN = "an open series", "use a `with` block or open"
 _Kind = Literal["permanent", "requested", "temporary"]
 
 
@@ -304,9 +304,8 @@ class Checkpoints(_StepReader):
         if self.mode is not None and self.best is None:
             refuse("mode", "best=… to go with it", f"mode={self.mode!r} alone")
         read_best(self.best, self.mode)
-        if self.temporary is not None and not isinstance(self.temporary, Temporary):
-            got = tree.describe_value(self.temporary)
-            refuse("temporary", "sf.Temporary('path', every=…)", got)
+        if self.temporary is not None:
+            read_instance("temporary", self.temporary, Temporary, "sf.Temporary('path', every=…)")
 
     @property
     def ranking(self) -> Best | None:
@@ -362,10 +361,8 @@ class Checkpoints(_StepReader):
         True
         """
         if not self._open:
-            raise CheckpointError(
-                f"{self.directory}: expected an open series to save in, got none; request a save "
-                "while fit runs, or in a `with` block"
-            )
+            advice = "request a save while fit runs, or in a `with` block"
+            refuse(self.directory, f"{_OPEN} to save in", "none", advice, kind=CheckpointError)
         for series in [*self._open]:
             series.receive_request()
 
@@ -387,9 +384,7 @@ class Checkpoints(_StepReader):
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_") or not hasattr(Series, name):
             raise AttributeError(f"'Checkpoints' object has no attribute {name!r}")
-        raise _NotOpenError(
-            f"{name}: expected an open series, got one that is not open; use a `with` block or open"
-        )
+        refuse(name, _OPEN, "one that is not open", _HOW_TO_OPEN, kind=_NotOpenError)
 
 
 class _NotOpenError(StepfoldError, AttributeError):
@@ -611,15 +606,16 @@ class Series(_StepReader):
         self._permanent.write_note(name, content)
 
     def delete_after(self, step: int, is_expendable: Callable[[Any], bool] | None = None) -> None:
-        """Delete later steps, on process 0: all, or those whose `extra` the function accepts."""
+        """Delete later steps, on process 0: all, or those whose `extra` the function accepts.
+
+        The arrays in `extra` are not read.
+        """
         self._check_open()
         self.saved = self._saving = None  # their numbers may be saved again
         for store in self._stores() if jax.process_index() == 0 else []:
             for number in reversed([number for number in store.steps() if number > step]):
                 with suppress(DamageError):  # it is never restored
-                    if is_expendable is None or is_expendable(
-                        from_json(store.read_metadata(number).extra)
-                    ):
+                    if is_expendable is None or is_expendable(store.read_metadata(number).extra):
                         store.delete(number)
 
     def wait(self) -> None:
@@ -660,10 +656,7 @@ class Series(_StepReader):
 
     def _check_open(self) -> None:
         if not self._is_open:
-            raise CheckpointError(
-                f"{self.directory}: expected an open series, got a closed one; use a `with` block "
-                "or open"
-            )
+            refuse(self.directory, _OPEN, "a closed one", _HOW_TO_OPEN, kind=CheckpointError)
 
     def _finish(self, store: Store, step: int) -> None:
         """Commit a step and apply the retention policy, in the background."""

@@ -20,7 +20,8 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 from stepfold.core.processes import KeyValues, agreement, broadcast_from_first, spell_processes
-from stepfold.errors import CheckpointError, ConfigError, refuse
+from stepfold.core.validation import read_choice
+from stepfold.errors import CheckpointError, refuse
 
 Best = tuple[str, str]  # a metric, and "min" or "max"
 
@@ -34,20 +35,16 @@ def absolute_path(argument: str, path: str | os.PathLike[str]) -> Path:
     if not isinstance(text, str) or not text or "\0" in text:
         refuse(argument, "a path", repr(path), "give a str or a Path")
     if re.match(r"\w{2,}:/", text):
-        raise ConfigError(
-            f"{argument}: expected a path on a file system, got {text!r}; mount the bucket, or "
-            "give it to Checkpoints, as a str such as 's3://bucket/run'"
-        )
+        advice = "mount the bucket, or give it to Checkpoints, as a str such as 's3://bucket/run'"
+        refuse(argument, "a path on a file system", repr(text), advice)
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
         refuse(argument, "a path", f"{text!r}, but no user has this name", "give the absolute path")
     try:
         anchor, *names = Path(expanded).absolute().parts
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"{argument}: expected an absolute path, since the working directory was deleted, got "
-            f"{text!r}; give one"
-        ) from error
+        got = f"{text!r}, below a working directory that was deleted"
+        refuse(argument, "an absolute path", got, "give one", cause=error)
     absolute = Path(anchor.replace("//", "/"))  # tensorstore takes // for an empty name
     for name in names:
         if name != "..":
@@ -65,16 +62,13 @@ def read_directory(directory: Any, *, make: bool = False) -> Path:
     path = absolute_path("directory", directory)
     # tensorstore takes a backslash for a slash, and refuses the others.
     if re.search(r"\\|\.__lock(/|$)|[\udc80-\udcff]", path.as_posix()):
-        raise ConfigError(
-            "directory: expected a path without a backslash, a name that ends in .__lock, or "
-            f"bytes that are not UTF-8, got {str(path)!r}; rename it"
-        )
+        expected = "a path in UTF-8, without a backslash, and without a name that ends in .__lock"
+        refuse("directory", expected, repr(str(path)), "rename it")
     try:
         is_file = path.exists() and not path.is_dir()
     except OSError as error:  # such as a name that is too long
-        raise CheckpointError(
-            f"{path}: expected a directory, but the path is invalid: {error.strerror}; give another"
-        ) from error
+        got, kind = f"an invalid path: {error.strerror}", CheckpointError
+        refuse(path, "a directory", got, "give another", kind=kind, cause=error)
     if is_file:
         refuse(path, "a directory", "a file", "give another path", kind=CheckpointError)
     if make:
@@ -82,14 +76,12 @@ def read_directory(directory: Any, *, make: bool = False) -> Path:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            problem = f"it cannot be made: {error.strerror}"
+            problem = f"one that cannot be made: {error.strerror}"
         if not problem and not os.access(path, os.W_OK | os.X_OK):
-            problem = "there is no permission to write there"
+            problem = "one without permission to write"
         if problem:
-            raise CheckpointError(
-                f"{path}: expected a directory to save in, but {problem}; change the permission, "
-                "or give another"
-            )
+            advice = "change the permission, or give another"
+            refuse(path, "a directory to save in", problem, advice, kind=CheckpointError)
     return path
 
 
@@ -108,6 +100,12 @@ def split_location(location: str) -> tuple[str, int | None]:
     is_root = not parent.strip("/") or parent.endswith("/")  # of a file system, or a bucket
     number = int(name) if name.isdecimal() and not is_root else None
     return f"{parent}{mark}{query}", number
+
+
+def join_location(location: str, name: str) -> str:
+    """Return the path or the URL of a name below a location; a URL keeps its query."""
+    base, mark, query = location.partition("?") if is_url(location) else (location, "", "")
+    return f"{base.rstrip('/')}/{name}{mark}{query}"
 
 
 def already_exists(location: Any, step: int) -> str:
@@ -208,9 +206,7 @@ def read_best(best: Any, mode: str | None = None) -> Best | None:
         refuse("best", "the name of a metric", repr(best))
     if mode is None:
         mode = "min" if "loss" in best.rsplit("/", 1)[-1].lower() else "max"
-    if mode not in ("min", "max"):
-        refuse("mode", "'min' or 'max'", repr(mode))
-    return best, mode
+    return best, read_choice("mode", mode, ("min", "max"))
 
 
 def order_by(best: Best, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
@@ -275,8 +271,7 @@ def check_shared(directory: Path) -> None:
     if jax.process_index() == 0:
         probe.unlink(missing_ok=True)
     if blind := [process for process, sees in enumerate(visible) if not sees]:
-        raise CheckpointError(
-            f"{directory}: expected a directory that all {jax.process_count()} processes share, "
-            f"but {spell_processes(blind)} cannot see the files of process 0; give one on a shared "
-            "file system"
-        )
+        expected = f"a directory that all {jax.process_count()} processes share"
+        got = f"one in which {spell_processes(blind)} cannot see the files of process 0"
+        advice = "give one on a shared file system"
+        refuse(directory, expected, got, advice, kind=CheckpointError)

@@ -34,11 +34,12 @@ from stepfold.checkpoint.steps import (
     check_shared,
     converted_errors,
     is_url,
+    join_location,
     locked,
     read_directory,
     sync,
 )
-from stepfold.core.processes import agreement
+from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.errors import CheckpointError, refuse
 
 if TYPE_CHECKING:
@@ -107,7 +108,13 @@ class DirectoryStore:
         with manifest.checked_form(self.path_of(step)):
             metadata, first, size = self._read_first(step)
             others = [self._read_process(step, process) for process in range(1, first["processes"])]
-            return manifest.merge_processes([first, *others], metadata)._replace(bytes=size)
+            merged = manifest.merge_processes([first, *others], metadata)
+            for name, array in merged.arrays.items():
+                path = manifest.stream_path(self._path(step) / manifest.STATE, array.stream)
+                end = array.offset + array.leaf.bytes
+                if not path.exists() or path.stat().st_size < end:
+                    refuse(name, f"{end:,} bytes of {path.name}", "less", kind=DamageError)
+            return merged._replace(bytes=size)
 
     def _read_first(self, step: int) -> tuple[StepMetadata, Any, int]:
         """Check that all files exist; return the metadata, first manifest and number of bytes."""
@@ -118,11 +125,9 @@ class DirectoryStore:
         ):
             names = os.listdir(folder)
         if not any(name.endswith(".json") for name in names):
-            raise ForeignError(
-                f"{self.path_of(step)}: expected a checkpoint that stepfold saved, got a folder "
-                "without a manifest; what orbax saved by itself is read with orbax, and saved "
-                "again with stepfold.save"
-            )
+            expected, got = "a checkpoint that stepfold saved", "a folder without a manifest"
+            advice = "read what orbax saved alone with orbax, and save it again with stepfold.save"
+            refuse(self.path_of(step), expected, got, advice, kind=ForeignError)
         first = self._read_process(step, 0)
         recorded, sizes = manifest.read_checked(folder / manifest.FILES), _sizes(folder)
         for name, size in manifest.check_sizes(recorded).items():
@@ -136,7 +141,7 @@ class DirectoryStore:
 
     def _read_process(self, step: int, process: int) -> Any:
         path = self._path(step) / manifest.STATE / manifest.LEAVES.format(process)
-        return manifest.check_format(manifest.read_checked(path), self.path_of(step))
+        return manifest.check_process(manifest.read_checked(path), self.path_of(step))
 
     def open_arrays(self, step: int, contents: Manifest) -> "ArrayReader":
         """Return a reader of the arrays of a step."""
@@ -173,8 +178,22 @@ class DirectoryStore:
     def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
         """Atomically add metrics to a step, and replace its `extra`."""
         known = self.read_metadata(step).metrics or {}
-        later = {"metrics": {**known, **metrics}, "extra": extra}
-        self._replace(self._path(step) / manifest.STATE / manifest.LATER, later)
+        folder = self._path(step) / manifest.STATE
+        path = folder / manifest.LATER
+        former = manifest.read_checked(path) if path.exists() else {}
+        later = manifest.later_metadata({**known, **metrics}, extra, former)
+        content, number, arrays = later
+        streams = [
+            manifest.stream_path(folder, manifest.LATER_ARRAYS.format(number - age))
+            for age in (0, 2)
+        ]
+        if arrays:
+            with converted_errors(streams[0], "cannot be written"):
+                manifest.write_stream(streams[0], arrays)
+                sync(streams[0])
+        self._replace(path, content)
+        with suppress(OSError):  # not the one before, which another process may read now
+            streams[1].unlink()
 
     def write_note(self, name: str, content: Any) -> None:
         """Atomically write JSON next to the steps, and return when it is durable."""
@@ -260,6 +279,29 @@ def open_store(directory: Any, *, save: bool = False) -> Store:
     if save:  # orbax takes longer to import than everything else: not at the first save
         importlib.import_module("stepfold.checkpoint.writer")
     return DirectoryStore(read_directory(directory, make=save))
+
+
+def open_to_read(directory: Any) -> Store:
+    """Open the store of a series; a run directory has one, unless it has steps itself."""
+    store = open_store(directory)
+    inner = _below(store)
+    if (is_url(inner) or os.path.isdir(inner)) and not store.steps():
+        below = open_store(inner)
+        return below if below.steps() else store
+    return store
+
+
+def open_together(directory: Any) -> Store:
+    """Open the store that `open_to_read` opens on process 0; collective."""
+    store, is_below = open_store(directory), False
+    with agreement(f"{store.location}: cannot be listed"):
+        if jax.process_index() == 0:
+            is_below = open_to_read(directory).location != store.location
+    return open_store(_below(store)) if broadcast_from_first([is_below])[0] else store
+
+
+def _below(store: Store) -> str:
+    return join_location(store.location, "checkpoints")
 
 
 def open_to_save(path: Any) -> Store:

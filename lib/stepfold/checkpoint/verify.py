@@ -5,14 +5,17 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from stepfold.checkpoint.leaves import Leaf
-from stepfold.checkpoint.manifest import DamageError, ForeignError, from_json
+from stepfold.checkpoint.manifest import DamageError, ForeignError
 from stepfold.checkpoint.restore import Step, candidates
-from stepfold.checkpoint.store import Store, open_store
+from stepfold.checkpoint.store import Store, open_to_read
+from stepfold.checkpoint.values import map_arrays
 from stepfold.errors import CheckpointError
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """Return the newest complete step, by the names and sizes of its files, or None.
+
+    `directory` is that of a series or a run, or a URL, as in `restore`.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -21,7 +24,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
     >>> sf.latest_step(folder)
     3
     """
-    return newest_complete(open_store(directory))
+    return newest_complete(open_to_read(directory))
 
 
 def newest_complete(store: Store) -> int | None:
@@ -61,6 +64,8 @@ class Contents(NamedTuple):
       extra: the `extra` that was saved.
       metrics: the `metrics` that were saved.
       bytes: its size on disk.
+      arrays: the metadata of each numpy array in `data` and `extra`, by path. It stands for the
+        array in `data` and `extra` too.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -75,13 +80,14 @@ class Contents(NamedTuple):
     extra: Any
     metrics: dict[str, float]
     bytes: int
+    arrays: dict[str, Leaf]
 
 
 def contents(directory: str | os.PathLike[str], *, step: Step = "latest") -> Contents:
     """Describe a checkpoint, without reading its arrays.
 
     Args:
-      directory: the directory of the series.
+      directory: the directory or the URL of the series, or the run directory of `fit`.
       step: "latest", "best", or a number.
 
     Raises:
@@ -96,7 +102,7 @@ def contents(directory: str | os.PathLike[str], *, step: Step = "latest") -> Con
     >>> {path: str(leaf) for path, leaf in contents.leaves.items()}
     {'w': 'float32[2]'}
     """
-    store = open_store(directory)
+    store = open_to_read(directory)
     number, _ = candidates([store], step)[0]
     if step == "latest":
         # Without a complete step, read_manifest raises the problem of the newest.
@@ -104,18 +110,23 @@ def contents(directory: str | os.PathLike[str], *, step: Step = "latest") -> Con
         number = number if complete is None else complete
     manifest = store.read_manifest(number)
     metadata = manifest.metadata
+    data = manifest.position() if manifest.has_position else manifest.data
+    leaf_of = lambda _, array: array.leaf
     return Contents(
         step=metadata.step,
         leaves=manifest.leaves,
-        data=manifest.position() if manifest.has_position else from_json(manifest.data),
-        extra=from_json(metadata.extra),
+        data=map_arrays(data, "data", leaf_of),
+        extra=map_arrays(metadata.extra, "extra", leaf_of),
         metrics=dict(metadata.metrics or {}),
         bytes=manifest.bytes,
+        arrays={name: array.leaf for name, array in manifest.arrays.items()},
     )
 
 
 def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
     """Read every step and verify all of its values against their checksums.
+
+    `directory` is that of a series or a run, or a URL, as in `restore`.
 
     Needs no device and changes nothing. Files that only orbax reads, such as `_METADATA`, are
     compared by size alone; `restore` does not need their content.
@@ -130,7 +141,7 @@ def verify(directory: str | os.PathLike[str]) -> dict[int, list[str]]:
     >>> sf.verify(folder)
     {3: []}
     """
-    verified = problems_by_step(open_store(directory))
+    verified = problems_by_step(open_to_read(directory))
     return {step: [str(problem) for problem in problems] for step, problems in verified}
 
 
@@ -150,4 +161,5 @@ def problems_of(store: Store, step: int) -> list[CheckpointError]:
         return [error]
     reader = store.open_arrays(step, manifest)
     stored = [name for name, leaf in manifest.leaves.items() if 0 not in leaf.shape]
-    return [problem for problems in reader.map(reader.problems, stored) for problem in problems]
+    of_leaves = (each for problems in reader.map(reader.problems, stored) for each in problems)
+    return [*of_leaves, *reader.stored_problems(manifest.arrays)]

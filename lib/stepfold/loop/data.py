@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.manifest import to_json
+from stepfold.checkpoint.values import check_values
 from stepfold.data.epochs import EpochEnds
 from stepfold.errors import ConfigError, DataError
 
@@ -118,7 +118,7 @@ class BatchFeed:
     def _check_position(self) -> None:
         self.check_next_position = False
         position = self._state()
-        to_json(position, "batches: get_state()")
+        check_values(position, "batches: get_state()")
         if reason := _find_lost(position):
             warnings.warn(
                 f"batches: expected a position to resume at from a checkpoint, got none: {reason}; "

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 
 from stepfold import tree
-from stepfold.checkpoint.manifest import to_json
 from stepfold.checkpoint.series import Checkpoints, Series
+from stepfold.checkpoint.values import check_values
 from stepfold.core.processes import agreement, broadcast_from_first, report_failed_peer
 from stepfold.core.state import check_not_donated, is_available, step_of, strengthen
 from stepfold.core.validation import read_integer, spell_call, takes
@@ -443,11 +443,11 @@ def _check_resumable(
             "refused: give sf.batches(data, …)",
             stacklevel=3,
         )
-    to_json(feed.position(), "batches: get_state()")
+    check_values(feed.position(), "batches: get_state()")
     feed.check_next_position = feed.is_resumable
     for hook in hooks:
         state, name = call_optional(hook, "get_state"), hook_name(hook)
-        to_json(state, f"hooks: {name}: get_state()")
+        check_values(state, f"hooks: {name}: get_state()")
         if state is not None and not callable(getattr(hook, "set_state", None)):
             raise ConfigError(
                 f"hooks: {name}: expected set_state next to get_state, to be resumed, got "

@@ -19,17 +19,11 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.leaves import is_key
-from stepfold.checkpoint.manifest import (
-    DamageError,
-    ForeignError,
-    from_json,
-    read_checked,
-    to_json,
-    write_checked,
-)
+from stepfold.checkpoint.manifest import DamageError, ForeignError, read_checked, write_checked
 from stepfold.checkpoint.series import save
 from stepfold.checkpoint.steps import absolute_path, is_url, sync
 from stepfold.checkpoint.store import complete_steps, open_store
+from stepfold.checkpoint.values import from_json, to_json
 from stepfold.core.state import is_available
 from stepfold.core.transfers import allow_transfers
 from stepfold.errors import CheckpointError, ConfigError, refuse
@@ -147,7 +141,9 @@ def take_capsule(
         location = store.location if is_url(store.location) else Path(store.location)
         for number in reversed([n for n in complete_steps(store) if n < step]):
             try:
-                position = store.read_manifest(number).position()
+                manifest = store.read_manifest(number)
+                reader = store.open_arrays(number, manifest)
+                position = reader.fill("data", manifest.position())
             except (DamageError, ForeignError):  # process 0 may delete old ones meanwhile
                 continue
             start = DataPosition(number, position)
