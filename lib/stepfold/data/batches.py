@@ -17,8 +17,8 @@ import numpy as np
 from stepfold import tree
 from stepfold.core.validation import read_integer
 from stepfold.data.epochs import EpochEnds, Epochs, Shard, Span, read_sizes
-from stepfold.data.order import Indices, Order, make_key
-from stepfold.data.sources import ENDLESS, Rows, Source, is_stream, read_source, row_list, stack
+from stepfold.data.order import Indices, Order, Rows, make_key
+from stepfold.data.sources import ENDLESS, Source, is_stream, read_source, row_list, stack
 from stepfold.data.stream import BatchIterator, Stream, StreamBatches, refuse_stop_iteration
 from stepfold.errors import ConfigError, DataError, refuse
 
@@ -195,8 +195,7 @@ class Batches(BatchIterator):
         self._source, self._epochs, self._order, self._step = source, epochs, order, step
         self._total = epochs.total
         self._is_checked = False
-        # The index of a batch, and this process's rows of it and of the batches after it.
-        self._ahead: tuple[int, Sequence[Indices]] = (0, ())
+        self._ahead = _Ahead(0, 0, np.empty((0, 0), np.int64))
 
     def __next__(self) -> Any:
         if self._total is not None and self._step >= self._total:
@@ -220,17 +219,14 @@ class Batches(BatchIterator):
         builder, index = self._builder, self._skips.index(step)
         if not self._is_checked:
             self._check_shards()
-        span = self._epochs.span(index)
-        count = span.stop - span.start
-        first, last = self._shard.rows(span.size if builder.pads else count)
-        mask = np.arange(first, last) < count if builder.pads else None
         try:
             self._source.check_length()
-            rows = self._rows(index, span, first, last)
+            rows, epoch, mask = self._rows(index)
             if builder.transform is None and builder.collate is None:
                 return _with_mask(self._source.take(rows), mask)
-            return builder.build(self._source.examples(rows), row_list(rows), span.epoch, mask)
+            return builder.build(self._source.examples(rows), row_list(rows), epoch, mask)
         except Exception as error:
+            span, first, last = self._share(index)
             last = min(span.start + last, span.stop) - 1
             error.add_note(
                 f"making the batch of step {step}: positions {span.start + first} to {last} of "
@@ -247,22 +243,35 @@ class Batches(BatchIterator):
             self._shard.check_incomplete(step, span.stop - span.start)
         self._is_checked = True
 
-    def _rows(self, index: int, span: Span, first: int, last: int) -> Rows:
-        """Return the rows of this process: those from `first` to `last` of a batch."""
-        start, ahead = self._ahead  # read once: another thread may replace it
-        if 0 <= index - start < len(ahead):
-            return ahead[index - start]
+    def _rows(self, index: int) -> tuple[Rows, int, Any]:
+        """Return this process's rows of a batch, its epoch, and its mask, or None without one."""
+        ahead = self._ahead  # read once: another thread may replace it
+        if 0 <= index - ahead.start < len(ahead.rows):
+            rows = ahead.rows[index - ahead.start]
+            return rows, ahead.epoch, np.ones(len(rows), np.bool_) if self._builder.pads else None
+        span, first, last = self._share(index)
         count = span.stop - span.start
+        mask = np.arange(first, last) < count if self._builder.pads else None
         if last > count:  # pad the batch by repeating its own rows
-            return self._order(span.epoch, span.start + np.arange(first, last) % count)
-        if self._order.seed is None:
-            return slice(span.start + first, span.start + last)
-        steps = max(1, min(_AHEAD // (last - first), span.full_batches_left))
-        starts = np.arange(span.start, span.start + steps * span.size, span.size)
-        positions = (starts[:, None] + np.arange(first, last)).ravel()
-        indices: Any = self._order(span.epoch, positions).reshape(steps, -1)
-        self._ahead = index, indices
-        return indices[0]  # type: ignore[no-any-return]
+            rows = self._order(span.epoch, span.start + np.arange(first, last) % count)
+        elif self._order.seed is None:
+            return slice(span.start + first, span.start + last), span.epoch, mask
+        else:
+            steps = max(1, min(_AHEAD // (last - first), span.full_batches_left))
+            positions: Any = slice(span.start, span.start + steps * span.size)
+            if last - first < span.size:
+                positions = np.arange(positions.start, positions.stop).reshape(steps, -1)
+                positions = positions[:, first:last].ravel()
+            indices: Any = self._order(span.epoch, positions)
+            indices = indices.reshape(steps, -1)
+            self._ahead, rows = _Ahead(index, span.epoch, indices), indices[0]
+        return rows, span.epoch, mask
+
+    def _share(self, index: int) -> tuple[Span, int, int]:
+        """Return the rows of a batch, and the start and stop of this process's share of them."""
+        span = self._epochs.span(index)
+        size = span.size if self._builder.pads else span.stop - span.start
+        return span, *self._shard.rows(size)
 
     def without(self, ranges: Sequence[tuple[int, int]]) -> Self:
         """Return batches at the same step that skip further ranges.
@@ -328,6 +337,14 @@ class Batches(BatchIterator):
     def epoch_ends(self) -> EpochEnds | None:
         """Where epochs end, also if their number of batches changes; None without epochs."""
         return None if self._epochs.length == ENDLESS else EpochEnds(self._epochs, self._skips)
+
+
+class _Ahead(NamedTuple):
+    """This process's rows of shuffled full batches of one epoch, from a batch index on."""
+
+    start: int
+    epoch: int
+    rows: Indices  # of shape (batches, rows)
 
 
 class BatchBuilder(NamedTuple):

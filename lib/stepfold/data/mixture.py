@@ -10,8 +10,8 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.core.validation import read_integer
-from stepfold.data.order import Indices, Order
-from stepfold.data.sources import ENDLESS, Rows, Source, read_source, row_list
+from stepfold.data.order import Indices, Order, Rows
+from stepfold.data.sources import ENDLESS, Source, read_source, row_list
 from stepfold.errors import ConfigError, DataError, refuse
 
 _PERIOD = 1 << 30  # the product of two numbers below it fits an int64

@@ -4,7 +4,8 @@ A source is anything with a length and rows by index. `read_source` finds out wh
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from types import NoneType
 from typing import Any
@@ -13,14 +14,11 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.data.order import Indices
+from stepfold.data.order import Rows
 from stepfold.errors import ConfigError, DataError, refuse
 
 ENDLESS = sys.maxsize
 """The length of an infinite source, as in grain."""
-
-Rows = slice | Indices
-"""Rows of a source: a range or an array of indices."""
 
 
 class Source:
@@ -111,6 +109,7 @@ class ArraySource(Source):
         self.length = len(self._leaves[0]) if named else 0
         if not self.length:
             refuse("source", "examples", f"none: {tree.describe_value(source)}", kind=DataError)
+        self._takes = [_taking(leaf) for leaf in self._leaves]
         self._structure: Any = jax.tree.structure(source)
         self._text = next((name for name, leaf in named if not tree.is_data(leaf)), None)
 
@@ -121,7 +120,9 @@ class ArraySource(Source):
                 f"{self._text}: expected numbers to make batches of; make numbers of it with "
                 "transform=… or collate=…, or leave it out"
             )
-        return self._structure.unflatten([_take(leaf, rows) for leaf in self._leaves])
+        if isinstance(rows, slice):
+            return self._structure.unflatten([leaf[rows] for leaf in self._leaves])
+        return self._structure.unflatten([take(rows, 0) for take in self._takes])
 
     def examples(self, rows: Rows) -> list[Any]:
         return [self[i] for i in row_list(rows)]
@@ -133,10 +134,14 @@ class ArraySource(Source):
         return self._structure.unflatten([leaf[index] for leaf in self._leaves])
 
 
-def _take(leaf: Any, rows: Rows) -> Any:
-    # numpy's `take` is faster than indexing, but first copies an array that is not in C order.
+def _taking(leaf: Any) -> Callable[[Any, int], Any]:
+    """Return `take` of an array, or indexing if `take` would first copy the whole array."""
     is_plain = leaf.flags.c_contiguous and leaf.flags.aligned
-    return leaf.take(rows, 0) if is_plain and not isinstance(rows, slice) else leaf[rows]
+    return leaf.take if is_plain else partial(_index, leaf)
+
+
+def _index(leaf: Any, rows: Any, axis: int) -> Any:
+    return leaf[rows]
 
 
 def _read_only(name: str, leaf: Any) -> Any:

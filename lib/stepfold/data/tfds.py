@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from stepfold import tree
-from stepfold.data.sources import Rows, SequenceSource
+from stepfold.data.order import Rows
+from stepfold.data.sources import SequenceSource
 from stepfold.errors import ConfigError, DataError, refuse
 
 _PREPARE = "prepare it once, with builder.download_and_prepare(file_format='array_record')"
