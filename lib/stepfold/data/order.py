@@ -107,16 +107,15 @@ class Order:
         if self.length > _SORTED_UP_TO:
             key = make_key(seed, epoch, self.stream)
             return partial(permute, length=self.length, key=key)
-        # The low bits of each number hold its position, which also breaks ties. Everything is on
-        # bits and mostly in place, because short epochs need a new order after a few batches.
         draws: Uints = np.random.Philox(_sequence(seed, epoch, self.stream)).random_raw(self.length)
-        carried = _SORTED_UP_TO - np.uint64(1)
-        draws &= ~carried
-        draws |= np.arange(self.length, dtype=np.uint64)
         # Two stable sorts are several times as fast as one: numpy's is a radix sort for 16 bits,
         # and then a merge sort that has little left to do. (On a big-endian machine it has more.)
-        highest = draws.view(np.uint16)[3::4]
-        draws = draws.take(highest.argsort(kind="stable"))
+        order = draws.view(np.uint16)[3::4].argsort(kind="stable")
+        draws = draws.take(order)
+        # The low bits of each number hold its position, which also breaks ties.
+        carried = _SORTED_UP_TO - np.uint64(1)
+        draws &= ~carried
+        draws |= order.view(np.uint64)
         draws.sort(kind="stable")
         draws &= carried
         return draws.view(np.int64).__getitem__
