@@ -256,25 +256,48 @@ def stack(examples: Sequence[Any], indices: Sequence[int]) -> Any:
     A list in an example is a row of numbers, as in Hugging Face datasets, not a container.
     `indices` locate the examples in error messages.
     """
-    is_row = lambda node: isinstance(node, list)
-    flat: list[Any] = [jax.tree.flatten(example, is_leaf=is_row) for example in examples]
-    structure = flat[0][1]
-    for (_, other), index in zip(flat, indices, strict=True):
+    paths, _ = jax.tree_util.tree_flatten_with_path(examples[0], is_leaf=_is_row)
+    structure: Any = jax.tree.structure(examples[0], is_leaf=_is_row)
+    stacked = [
+        _stack_leaf(tree.path_name(path) or "example", column, indices)
+        for (path, _), column in zip(paths, _columns(examples, structure, indices), strict=True)
+    ]
+    return structure.unflatten(stacked)
+
+
+def _is_row(node: Any) -> bool:
+    return isinstance(node, list)
+
+
+def _columns(
+    examples: Sequence[Any], structure: Any, indices: Sequence[int]
+) -> list[tuple[Any, ...]]:
+    """Return each leaf of all examples; raise if one has another structure than the first."""
+    try:  # several times as fast as flattening each, but a leaf may still be a tree
+        columns = list(zip(*map(structure.flatten_up_to, examples), strict=True))
+        if all(len(set(map(type, column))) == 1 for column in columns):
+            return columns
+    except (ValueError, TypeError):  # the structures differ
+        pass
+    leaves = []
+    for example, index in zip(examples, indices, strict=True):
+        own, other = jax.tree.flatten(example, is_leaf=_is_row)
         if other != structure:
             raise DataError(
                 f"source: expected examples of one structure, got {structure} at index {indices[0]}"
                 f" and {other} at index {index}; make them the same with transform=…"
             )
-    paths, _ = jax.tree_util.tree_flatten_with_path(examples[0], is_leaf=is_row)
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    stacked = [
-        _stack_leaf(tree.path_name(path) or "example", column, indices)
-        for (path, _), column in zip(paths, columns, strict=True)
-    ]
-    return structure.unflatten(stacked)
+        leaves.append(own)
+    return list(zip(*leaves, strict=True))
 
 
 def _stack_leaf(name: str, values: Sequence[Any], indices: Sequence[int]) -> Any:
+    kind, *others = set(map(type, values))
+    if not others and issubclass(kind, int | float | complex | np.number | np.bool_):
+        batch = np.array(values)  # scalars of one type have one dtype, unless integers are huge
+        is_huge = issubclass(kind, int) and batch.dtype not in (np.int_, np.bool_)
+        if not is_huge and tree.is_numeric(batch.dtype):
+            return batch
     try:
         arrays = [np.asarray(value) for value in values]
     except ValueError:  # ragged nested lists
@@ -282,12 +305,21 @@ def _stack_leaf(name: str, values: Sequence[Any], indices: Sequence[int]) -> Any
             f"{name}: expected rows of one length, got {tree.describe_value(values[0])} at index "
             f"{indices[0]}; pad or cut them with collate=…"
         ) from None
+    dtypes = [array.dtype for array in arrays]
+    is_alike = dtypes.count(dtypes[0]) == len(dtypes) and len({each.shape for each in arrays}) == 1
+    if not is_alike or not tree.is_numeric(dtypes[0]):
+        _refuse_unlike(name, values, arrays, indices)
+    return np.stack(arrays)
+
+
+def _refuse_unlike(
+    name: str, values: Sequence[Any], arrays: list[Any], indices: Sequence[int]
+) -> None:
     for value, array, index in zip(values, arrays, indices, strict=True):
         if not tree.is_data(array):
-            raise DataError(
-                f"{name}: expected numbers, got {tree.describe_value(value)} at index {index}; "
-                "make numbers of it with transform=… or collate=…"
-            )
+            got = f"{tree.describe_value(value)} at index {index}"
+            advice = "make numbers of it with transform=… or collate=…"
+            refuse(name, "numbers", got, advice, kind=DataError)
         # Type promotion here would vary the dtypes of batches, and compile the step for each.
         if (array.shape, array.dtype) != (arrays[0].shape, arrays[0].dtype):
             raise DataError(
@@ -296,4 +328,3 @@ def _stack_leaf(name: str, values: Sequence[Any], indices: Sequence[int]) -> Any
                 f"{tree.describe_value(array)} at index {index}; make them the same with "
                 "transform=… or collate=…"
             )
-    return np.stack(arrays)
