@@ -102,24 +102,22 @@ class ArraySource(Source):
         self._leaves = [_read_only(name, leaf) for name, leaf in named]
         if len({len(leaf) for leaf in self._leaves}) > 1:
             got = ", ".join(f"{name} {tree.describe_value(leaf)}" for name, leaf in named)
-            raise DataError(
-                f"source: expected as many rows in every array, got {got}; give arrays that share "
-                "their leading axis"
-            )
+            advice = "give arrays that share their leading axis"
+            refuse("source", "as many rows in every array", got, advice, kind=DataError)
         self.length = len(self._leaves[0]) if named else 0
         if not self.length:
             refuse("source", "examples", f"none: {tree.describe_value(source)}", kind=DataError)
         self._takes = [_taking(leaf) for leaf in self._leaves]
         self._structure: Any = jax.tree.structure(source)
-        self._text = next((name for name, leaf in named if not tree.is_data(leaf)), None)
+        self._unusable = next(((name, x) for name, x in named if not tree.is_data(x)), None)
 
     def take(self, rows: Rows) -> Any:
         """Return a batch: a read-only view for a range of rows, otherwise a copy."""
-        if self._text is not None:
-            raise DataError(
-                f"{self._text}: expected numbers to make batches of; make numbers of it with "
-                "transform=… or collate=…, or leave it out"
-            )
+        if self._unusable is not None:
+            name, leaf = self._unusable
+            got = tree.describe_value(leaf)
+            advice = "make numbers of it with transform=… or collate=…, or leave it out"
+            refuse(name, "numbers to make batches of", got, advice, kind=DataError)
         if isinstance(rows, slice):
             return self._structure.unflatten([leaf[rows] for leaf in self._leaves])
         return self._structure.unflatten([take(rows, 0) for take in self._takes])
@@ -140,7 +138,7 @@ def _taking(leaf: Any) -> Callable[[Any, int], Any]:
     return leaf.take if is_plain else partial(_index, leaf)
 
 
-def _index(leaf: Any, rows: Any, axis: int) -> Any:
+def _index(leaf: Any, rows: Any, _: int) -> Any:
     return leaf[rows]
 
 
@@ -168,10 +166,9 @@ class SequenceSource(Source):
 
     def check_length(self) -> None:
         if len(self._source) != self.length:
-            raise DataError(
-                f"source: expected the {self.length} examples it had when the batches were made, "
-                f"got {len(self._source)}; make new batches when the source has changed"
-            )
+            expected = f"the {self.length} examples it had when the batches were made"
+            advice = "make new batches when the source has changed"
+            refuse("source", expected, f"{len(self._source)}", advice, kind=DataError)
 
     def examples(self, rows: Rows) -> list[Any]:
         indices, examples = row_list(rows), list[Any]()
@@ -191,18 +188,19 @@ class SequenceSource(Source):
                 error.add_note(note)
             raise
         if len(examples) != len(indices):
-            raise DataError(
-                f"source: expected {len(indices)} examples of __getitems__({_abridge(indices)}), "
-                f"got {len(examples)}"
-            )
-        for index, example in zip(indices, examples, strict=True):
-            if example is None:
-                raise DataError(
-                    f"source: expected an example at index {index}, got None; filter out "
-                    "missing examples first (of a filtered grain dataset, give "
-                    "dataset.to_iter_dataset())"
-                )
+            expected = f"{len(indices)} examples of __getitems__({_abridge(indices)})"
+            refuse("source", expected, f"{len(examples)}", kind=DataError)
+        advice = "filter out missing examples first"
+        grain = "of a filtered grain dataset, give dataset.to_iter_dataset()"
+        check_examples(examples, indices, f"{advice} ({grain})")
         return examples
+
+
+def check_examples(examples: Sequence[Any], indices: Sequence[int], advice: str) -> None:
+    """Raise if an example is missing."""
+    for index, example in zip(indices, examples, strict=True):
+        if example is None:
+            refuse("source", f"an example at index {index}", "None", advice, kind=DataError)
 
 
 def _abridge(indices: list[int]) -> str:
@@ -219,15 +217,10 @@ class GrainStream:
     def __init__(self, source: Any, *, seed: int | None = None, threads: int = 0) -> None:
         """Create the stream; `seed=None` keeps the source's order, `threads=0` reads on demand."""
         if find_spec("grain") is None:
-            raise ConfigError(
-                "grain: expected the package, which is not installed; install it with "
-                "pip install 'stepfold[grain]'"
-            )
+            raise ConfigError("grain: not installed; run pip install 'stepfold[grain]'")
         if not _is_indexed(source):
-            raise ConfigError(
-                "source: expected a source with len and [i] for grain to read, got "
-                f"{type(source).__name__}; give a list of it, or read it without grain"
-            )
+            got, advice = type(source).__name__, "give a list of it, or read it without grain"
+            refuse("source", "a source with len and [i] for grain to read", got, advice)
         # Of a tree of arrays, grain would take the arrays themselves for examples.
         self._source = ArraySource(source) if _is_arrays(source) else source
         self._seed, self._threads, self._epoch = seed, threads, 0
@@ -283,10 +276,9 @@ def _columns(
     for example, index in zip(examples, indices, strict=True):
         own, other = jax.tree.flatten(example, is_leaf=_is_row)
         if other != structure:
-            raise DataError(
-                f"source: expected examples of one structure, got {structure} at index {indices[0]}"
-                f" and {other} at index {index}; make them the same with transform=…"
-            )
+            got = f"{structure} at index {indices[0]} and {other} at index {index}"
+            advice = "make them the same with transform=…"
+            refuse("source", "examples of one structure", got, advice, kind=DataError)
         leaves.append(own)
     return list(zip(*leaves, strict=True))
 
@@ -301,10 +293,8 @@ def _stack_leaf(name: str, values: Sequence[Any], indices: Sequence[int]) -> Any
     try:
         arrays = [np.asarray(value) for value in values]
     except ValueError:  # ragged nested lists
-        raise DataError(
-            f"{name}: expected rows of one length, got {tree.describe_value(values[0])} at index "
-            f"{indices[0]}; pad or cut them with collate=…"
-        ) from None
+        got = f"{tree.describe_value(values[0])} at index {indices[0]}"
+        refuse(name, "rows of one length", got, "pad or cut them with collate=…", kind=DataError)
     dtypes = [array.dtype for array in arrays]
     is_alike = dtypes.count(dtypes[0]) == len(dtypes) and len({each.shape for each in arrays}) == 1
     if not is_alike or not tree.is_numeric(dtypes[0]):
@@ -315,6 +305,7 @@ def _stack_leaf(name: str, values: Sequence[Any], indices: Sequence[int]) -> Any
 def _refuse_unlike(
     name: str, values: Sequence[Any], arrays: list[Any], indices: Sequence[int]
 ) -> None:
+    first = f"{tree.describe_value(arrays[0])} at index {indices[0]}"
     for value, array, index in zip(values, arrays, indices, strict=True):
         if not tree.is_data(array):
             got = f"{tree.describe_value(value)} at index {index}"
@@ -322,9 +313,6 @@ def _refuse_unlike(
             refuse(name, "numbers", got, advice, kind=DataError)
         # Type promotion here would vary the dtypes of batches, and compile the step for each.
         if (array.shape, array.dtype) != (arrays[0].shape, arrays[0].dtype):
-            raise DataError(
-                f"{name}: expected one shape and dtype to stack, got "
-                f"{tree.describe_value(arrays[0])} at index {indices[0]} and "
-                f"{tree.describe_value(array)} at index {index}; make them the same with "
-                "transform=… or collate=…"
-            )
+            got = f"{first} and {tree.describe_value(array)} at index {index}"
+            advice = "make them the same with transform=… or collate=…"
+            refuse(name, "one shape and dtype to stack", got, advice, kind=DataError)
