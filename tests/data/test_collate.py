@@ -238,7 +238,7 @@ NUMBERS = "encode it as integers or floats, or leave the key out"
         (
             {"ids": [1, 2], "label": 1},
             "examples: expected a list of them, or a dict of columns, got int 1 under 'label'; put "
-            "a single example into a list",
+            "a single example in a list",
         ),
         ({"ids": []}, "examples: expected at least one with at least one key, got none"),
         ([{"a": [1]}, {"b": [1]}], f"example 1, a: missing, but example 0 has it; {SEVERAL}"),

@@ -226,7 +226,8 @@ def test_indices_are_python_integers_and_are_read_at_once_if_possible():
 
 def test_missing_examples_are_refused():
     with pytest.raises(
-        sf.DataError, match="expected an example at index 6, got None; filter out .*to_iter_dataset"
+        sf.DataError,
+        match="got None as example 6 of the source; filter out .*to_iter_dataset",
     ):
         SequenceSource([0, 1, 2, 3, 4, 5, None]).take(INDICES)
 
@@ -380,7 +381,7 @@ def test_infinite_dataset_of_grain_has_its_own_order():
 
 def test_filtered_dataset_of_grain_is_refused():
     even = grain.MapDataset.range(10).filter(lambda x: x % 2 == 0)
-    with pytest.raises(sf.DataError, match="example at index 1, got None; .*to_iter_dataset"):
+    with pytest.raises(sf.DataError, match="got None as example 1 of .*to_iter_dataset"):
         next(sf.batches(even, 4))
     assert next(sf.batches(even.to_iter_dataset(), 4)).tolist() == [0, 2, 4, 6]
 

@@ -49,7 +49,7 @@ def batches(
     By default, the batches have no end: the source is repeated, and the loop decides when to stop,
     as `sf.fit(…, steps=…)` does. For one pass, such as an evaluation, give `epochs=1`, and
     `remainder="pad"` or `"keep"`: the default, "drop", leaves out up to `batch_size - 1` examples
-    of every epoch. With a seed these are others in each epoch.
+    of every epoch. With a seed, each epoch leaves out different ones.
 
     A stream supports only sequential reads. It is an iterator, an iterable without `[i]` (a grain
     `IterDataset`, a streaming Hugging Face dataset, a `tf.data.Dataset`), or a function that
@@ -218,17 +218,17 @@ class Batches(BatchIterator):
                 return _with_mask(self._source.take(rows), mask)
             return builder.build(self._source.examples(rows), row_list(rows), epoch, mask)
         except Exception as error:
-            span, first, last = self._share(index)
-            last = min(span.start + last, span.stop) - 1
+            span, start, stop = self._share(index)
+            last = min(span.start + stop, span.stop) - 1
             error.add_note(
-                f"making the batch of step {step}: positions {span.start + first} to {last} of "
+                f"making the batch of step {step}: positions {span.start + start} to {last} of "
                 f"epoch {span.epoch}"
             )
             refuse_stop_iteration(error, step)
             raise
 
     def _check_shards(self) -> None:
-        """Raise if a batch, also a later one, does not divide over the processes."""
+        """Raise if this or a later batch does not divide evenly over the processes."""
         self._shard.check_sizes(self._sizes)
         for step in [] if self._builder.pads else self._epochs.incomplete_steps():
             span = self._epochs.span(step)
@@ -237,27 +237,31 @@ class Batches(BatchIterator):
 
     def _rows(self, index: int) -> tuple[Rows, int, Any]:
         """Return this process's rows of a batch, its epoch, and its mask, or None without one."""
-        ahead = self._ahead  # read once: another thread may replace it
+        pads, ahead = self._builder.pads, self._ahead  # read once: another thread may replace it
         if 0 <= index - ahead.start < len(ahead.rows):
-            rows = ahead.rows[index - ahead.start]
-            return rows, ahead.epoch, np.ones(len(rows), np.bool_) if self._builder.pads else None
-        span, first, last = self._share(index)
+            rows: Any = ahead.rows[index - ahead.start]
+            return rows, ahead.epoch, np.ones(len(rows), np.bool_) if pads else None
+        span, start, stop = self._share(index)
         count = span.stop - span.start
-        mask = np.arange(first, last) < count if self._builder.pads else None
-        if last > count:  # pad the batch by repeating its own rows
-            rows = self._order(span.epoch, span.start + np.arange(first, last) % count)
+        mask = np.arange(start, stop) < count if pads else None
+        if stop > count:  # pad the batch by repeating its rows
+            rows = self._order(span.epoch, span.start + np.arange(start, stop) % count)
         elif self._order.seed is None:
-            return slice(span.start + first, span.start + last), span.epoch, mask
+            rows = slice(span.start + start, span.start + stop)
         else:
-            steps = max(1, min(_AHEAD // (last - first), span.full_batches_left))
-            positions: Any = slice(span.start, span.start + steps * span.size)
-            if last - first < span.size:
-                positions = np.arange(positions.start, positions.stop).reshape(steps, -1)
-                positions = positions[:, first:last].ravel()
-            indices: Any = self._order(span.epoch, positions)
-            indices = indices.reshape(steps, -1)
-            self._ahead, rows = _Ahead(index, span.epoch, indices), indices[0]
+            ahead = self._ahead = self._shuffle_ahead(index, span, start, stop)
+            rows = ahead.rows[0]
         return rows, span.epoch, mask
+
+    def _shuffle_ahead(self, index: int, span: Span, start: int, stop: int) -> "_Ahead":
+        steps = max(1, min(_AHEAD // (stop - start), span.full_batches_left))
+        end = span.start + steps * span.size
+        positions: Rows = slice(span.start, end)
+        if stop - start < span.size:  # only this process's share
+            by_batch = np.arange(span.start, end).reshape(steps, span.size)
+            positions = by_batch[:, start:stop].ravel()
+        rows: Any = self._order(span.epoch, positions)
+        return _Ahead(index, span.epoch, rows.reshape(steps, stop - start))
 
     def _share(self, index: int) -> tuple[Span, int, int]:
         """Return the rows of a batch, and the start and stop of this process's share of them."""
@@ -325,7 +329,7 @@ class Batches(BatchIterator):
 
     @property
     def epoch_ends(self) -> EpochEnds | None:
-        """Where epochs end, also if their number of batches changes; None without epochs."""
+        """Where epochs end, even if their number of batches changes; None without epochs."""
         return None if self._epochs.length == ENDLESS else EpochEnds(self._epochs, self._skips)
 
 

@@ -244,10 +244,8 @@ class Shard:
         for step, size in sizes:
             if size % count:
                 below = size // count * count
-                expected, got = (
-                    f"a multiple of the {count} processes",
-                    f"{size} from step {step} on",
-                )
+                expected = f"a multiple of the {count} processes"
+                got = f"{size} from step {step} on"
                 advice = f"give {below or count} or {below + count}"
                 refuse("batch_size", expected, got, advice, kind=DataError)
 

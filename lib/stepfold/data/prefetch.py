@@ -243,7 +243,7 @@ class Prefetch:
 
 
 _DEFAULTS = {"endless": False, "steps_per_epoch": None, "epoch_ends": None, "batch_sizes": ()}
-"""Attributes of the batches, with what they are if unknown."""
+"""Attributes of the batches, with their values if the batches lack them."""
 
 
 class _Item(NamedTuple):

@@ -103,7 +103,7 @@ class ArraySource(Source):
         if len({len(leaf) for leaf in self._leaves}) > 1:
             got = ", ".join(f"{name} {tree.describe_value(leaf)}" for name, leaf in named)
             advice = "give arrays that share their leading axis"
-            refuse("source", "as many rows in every array", got, advice, kind=DataError)
+            refuse("source", "arrays with the same number of rows", got, advice, kind=DataError)
         self.length = len(self._leaves[0]) if named else 0
         if not self.length:
             refuse("source", "examples", f"none: {tree.describe_value(source)}", kind=DataError)
@@ -190,17 +190,24 @@ class SequenceSource(Source):
         if len(examples) != len(indices):
             expected = f"{len(indices)} examples of __getitems__({_abridge(indices)})"
             refuse("source", expected, f"{len(examples)}", kind=DataError)
-        advice = "filter out missing examples first"
-        grain = "of a filtered grain dataset, give dataset.to_iter_dataset()"
-        check_examples(examples, indices, f"{advice} ({grain})")
+        check_examples(
+            examples,
+            indices,
+            "source",
+            " (of a filtered grain dataset, give dataset.to_iter_dataset())",
+        )
         return examples
 
 
-def check_examples(examples: Sequence[Any], indices: Sequence[int], advice: str) -> None:
-    """Raise if an example is missing."""
+def check_examples(
+    examples: Sequence[Any], indices: Sequence[int], origin: str, advice: str = ""
+) -> None:
+    """Raise if an example of a source or a stream is missing."""
     for index, example in zip(indices, examples, strict=True):
         if example is None:
-            refuse("source", f"an example at index {index}", "None", advice, kind=DataError)
+            got = f"None as example {index} of the {origin}"
+            advice = f"filter out missing examples first{advice}"
+            refuse("source", "an example", got, advice, kind=DataError)
 
 
 def _abridge(indices: list[int]) -> str:
@@ -217,7 +224,10 @@ class GrainStream:
     def __init__(self, source: Any, *, seed: int | None = None, threads: int = 0) -> None:
         """Create the stream; `seed=None` keeps the source's order, `threads=0` reads on demand."""
         if find_spec("grain") is None:
-            raise ConfigError("grain: not installed; run pip install 'stepfold[grain]'")
+            raise ConfigError(
+                "grain: expected the package, which is not installed; run pip install "
+                "'stepfold[grain]'"
+            )
         if not _is_indexed(source):
             got, advice = type(source).__name__, "give a list of it, or read it without grain"
             refuse("source", "a source with len and [i] for grain to read", got, advice)

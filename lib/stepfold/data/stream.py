@@ -173,9 +173,7 @@ class StreamBatches(BatchIterator):
         own = [index % count for index in range(first, last)]  # pad by repeating own rows
         mask = np.arange(first, last) < count if pads else None
         try:
-            check_examples(
-                self._buffer, range(row, row + count), "filter out missing examples first"
-            )
+            check_examples(self._buffer, range(row, row + count), "stream")
             examples = [self._buffer[index] for index in own]
             return self._builder.build(examples, [row + index for index in own], self._epoch, mask)
         except Exception as error:
