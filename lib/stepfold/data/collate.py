@@ -117,9 +117,9 @@ def check_longest(lengths: list[int], length: int, start: int = 0, advice: str =
     """Raise if a sequence is longer than a row."""
     for index, n in enumerate(lengths, start):
         if n > length:
-            advice = f"give {advice}truncate='keep_end' or 'keep_start', or a greater length"
+            choices = f"give {advice}truncate='keep_end' or 'keep_start', or a greater length"
             expected = f"at most length={length} tokens"
-            refuse(locate(index), expected, f"{n}", advice, kind=DataError)
+            refuse(locate(index), expected, f"{n}", choices, kind=DataError)
 
 
 def _padded_paths(
@@ -129,10 +129,8 @@ def _padded_paths(
     if keys is None:
         padded = [path for path, leaves in columns.items() if _is_sequence(leaves[0])]
         if not padded:
-            got = f"only scalars under {names_of(columns)}"
-            refuse(
-                "examples", "a sequence to pad", got, "give keys=() to stack them", kind=DataError
-            )
+            got, advice = f"only scalars under {names_of(columns)}", "give keys=() to stack them"
+            refuse("examples", "a sequence to pad", got, advice, kind=DataError)
         return padded
     names = {keys} if isinstance(keys, str) else keys
     if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):

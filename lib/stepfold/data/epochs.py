@@ -221,17 +221,17 @@ class Shard:
     def __init__(self, index: Any, count: Any) -> None:
         if (index is None) != (count is None):
             refuse("process_index, process_count", "both or neither", f"{index!r} and {count!r}")
-        self._given: tuple[int, int] | None = None
+        self._fixed: tuple[int, int] | None = None
         if count is not None:
             count = read_integer("process_count", count, 1)
             index = read_integer("process_index", index, 0)
             if index >= count:
                 refuse("process_index", f"one below process_count={count}", f"{index}")
-            self._given = index, count
+            self._fixed = index, count
 
     @cached_property
     def _process(self) -> tuple[int, int]:
-        return self._given or (jax.process_index(), jax.process_count())
+        return self._fixed or (jax.process_index(), jax.process_count())
 
     def rows(self, size: int) -> tuple[int, int]:
         """Return the start and stop of this process's rows in a global batch of `size`."""

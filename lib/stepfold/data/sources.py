@@ -107,7 +107,7 @@ class ArraySource(Source):
         self.length = len(self._leaves[0]) if named else 0
         if not self.length:
             refuse("source", "examples", f"none: {tree.describe_value(source)}", kind=DataError)
-        self._takes = [_taking(leaf) for leaf in self._leaves]
+        self._readers = [_reader(leaf) for leaf in self._leaves]
         self._structure: Any = jax.tree.structure(source)
         self._unusable = next(((name, x) for name, x in named if not tree.is_data(x)), None)
 
@@ -120,7 +120,7 @@ class ArraySource(Source):
             refuse(name, "numbers to make batches of", got, advice, kind=DataError)
         if isinstance(rows, slice):
             return self._structure.unflatten([leaf[rows] for leaf in self._leaves])
-        return self._structure.unflatten([take(rows, 0) for take in self._takes])
+        return self._structure.unflatten([read(rows, 0) for read in self._readers])
 
     def examples(self, rows: Rows) -> list[Any]:
         return [self[i] for i in row_list(rows)]
@@ -132,7 +132,7 @@ class ArraySource(Source):
         return self._structure.unflatten([leaf[index] for leaf in self._leaves])
 
 
-def _taking(leaf: Any) -> Callable[[Any, int], Any]:
+def _reader(leaf: Any) -> Callable[[Any, int], Any]:
     """Return `take` of an array, or indexing if `take` would first copy the whole array."""
     is_plain = leaf.flags.c_contiguous and leaf.flags.aligned
     return leaf.take if is_plain else partial(_index, leaf)

@@ -125,12 +125,12 @@ def _decoder(feature: Any) -> Callable[[Any], Any] | None:
         return _decoder(feature.feature)
     if not isinstance(feature, features.FeaturesDict):
         return None
-    found = {name: _decoder(inner) for name, inner in feature.items()}
-    texts = {name: decode for name, decode in found.items() if decode is not None}
+    decoders = {name: _decoder(inner) for name, inner in feature.items()}
+    texts = {name: decode for name, decode in decoders.items() if decode is not None}
     if not texts:
         return None
     return lambda value: value | {name: decode(value[name]) for name, decode in texts.items()}
 
 
 def _text(value: Any) -> Any:
-    return value.decode() if isinstance(value, bytes) else [_text(some) for some in value]
+    return value.decode() if isinstance(value, bytes) else [_text(item) for item in value]
