@@ -146,8 +146,8 @@ def judge(rows):
     default = packed["window 2048"]
     arrays, lists = slowest["numpy rows"], slowest["lists"]
     claims = [
-        Claim("time to collate numpy rows, relative to the loop by hand", arrays, 1.11),
-        Claim("time to collate lists, relative to the loop by hand", lists, 1.11),
+        Claim("time to collate numpy rows, relative to the loop by hand", arrays, 1.05),
+        Claim("time to collate lists, relative to the loop by hand", lists, 1.05),
         Claim(
             "share of packed rows that is padding, window 2048",
             default["empty"],

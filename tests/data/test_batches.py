@@ -253,7 +253,7 @@ def test_pad_combines_with_a_mask_of_the_source(dtype):
             {"collate": lambda rows: {"x": np.ones(1)}},
             "batches of 2 rows, .* got none",
         ),
-        (numbered(5), {"collate": lambda rows: {"mask": np.ones(7)}}, r"got float64\[7\]; call it"),
+        (numbered(5), {"collate": lambda rows: {"mask": np.ones(7)}}, r"got float64\[7\]; rename"),
     ],
 )
 def test_pad_refuses_batches_that_cannot_have_a_mask(source, options, says):
@@ -382,7 +382,7 @@ def test_incomplete_batch_that_does_not_divide_is_refused_at_the_first():
         ({"epochs": 0}, "epochs: expected an integer of at least 1, got 0"),
         ({"epochs": True}, "epochs: expected an integer of at least 1, got True"),
         ({"batch_size": 0}, "batch_size: expected an integer of at least 1, got 0"),
-        ({"remainder": "cut"}, "remainder: expected 'drop', 'pad' or 'keep', got 'cut'"),
+        ({"remainder": "cut"}, "remainder: expected one of 'drop', 'pad', 'keep', got 'cut'"),
         ({"transform": 3}, "transform: expected a function, got int 3"),
         (
             {"transform": lambda a, b, c: a},

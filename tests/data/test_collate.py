@@ -238,7 +238,7 @@ NUMBERS = "encode it as integers or floats, or leave the key out"
         (
             {"ids": [1, 2], "label": 1},
             "examples: expected a list of them, or a dict of columns, got int 1 under 'label'; put "
-            "a single example into a list",
+            "a single example in a list",
         ),
         ({"ids": []}, "examples: expected at least one with at least one key, got none"),
         ([{"a": [1]}, {"b": [1]}], f"example 1, a: missing, but example 0 has it; {SEVERAL}"),
@@ -310,7 +310,7 @@ def test_leaves_that_do_not_stack_are_refused():
         ({"length": 2.0}, "collate: length: expected an integer of at least 1, got 2.0"),
         ({"length": True}, "collate: length: expected an integer of at least 1, got True"),
         ({"truncate": "end"}, "collate: truncate: expected 'keep_end', 'keep_start' or None, got"),
-        ({"side": "top"}, "collate: side: expected 'right' or 'left', got 'top'"),
+        ({"side": "top"}, "collate: side: expected one of 'right', 'left', got 'top'"),
         ({"pad": {"lables": 1}}, "collate: pad: expected some of ['ids', 'w'], got 'lables'"),
         ({"pad": {"ids": None}}, "collate: pad: expected a number for ids, got None"),
         ({"pad": "x"}, "collate: pad: expected a number for ids, got 'x'"),

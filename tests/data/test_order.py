@@ -43,6 +43,27 @@ def test_order_of_a_huge_epoch_has_random_access(length):
     assert abs(chi_square(bins, len(found) / 16)) < 5
 
 
+@given(
+    st.integers(1, 2**14), st.integers(0, 2**70), st.integers(0, 2**40), st.integers(0, 2**32 - 1)
+)
+def test_short_epochs_are_sorted_by_random_numbers_then_positions(length, seed, epoch, stream):
+    sequence = np.random.SeedSequence(seed, spawn_key=(stream, epoch))
+    draws = np.random.Philox(sequence).random_raw(length)
+    sorted_positions = np.lexsort((np.arange(length), draws >> np.uint64(14)))
+    np.testing.assert_array_equal(
+        Order(length, seed, stream)(epoch, np.arange(length)), sorted_positions
+    )
+
+
+@given(st.integers(1, 40_000), st.none() | st.integers(0, 9), st.data())
+def test_range_of_an_order_equals_its_positions_by_index(length, seed, data):
+    first = data.draw(st.integers(0, length - 1))
+    last = data.draw(st.integers(first, length))
+    order = Order(length, seed)
+    by_range = np.arange(length)[order(1, slice(first, last))]
+    np.testing.assert_array_equal(by_range, order(1, np.arange(first, last)))
+
+
 @given(st.integers(1, 40_000), st.integers(0, 9), st.data())
 def test_part_of_an_order_equals_that_part_of_the_whole(length, seed, data):
     first = data.draw(st.integers(0, length - 1))

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import stepfold as sf
 from stepfold import tree
@@ -224,7 +226,8 @@ def test_indices_are_python_integers_and_are_read_at_once_if_possible():
 
 def test_missing_examples_are_refused():
     with pytest.raises(
-        sf.DataError, match="expected an example at index 6, got None; filter out .*to_iter_dataset"
+        sf.DataError,
+        match="got None as example 6 of the source; filter out .*to_iter_dataset",
     ):
         SequenceSource([0, 1, 2, 3, 4, 5, None]).take(INDICES)
 
@@ -271,6 +274,52 @@ def test_error_of_the_source_names_the_example():
 def test_examples_that_do_not_stack_are_refused(examples, says):
     with pytest.raises(sf.DataError, match=says):
         stack(examples, [7, 9])
+
+
+VALUES = [
+    *(1, -1, 2**63, 2**64, True, 0.5, 1j, None, "text", b"", [], [1, 2], [3, 4], [[1], [2, 3]]),
+    *((1, 2), {"a": 1}, {"a": 2}, {"b": 1}, np.int32(1), np.int64(1), np.uint64(1), np.float16(1)),
+    *(np.bool_(1), np.timedelta64(1, "s"), np.datetime64(1, "s"), np.str_("x"), np.array(1)),
+    *(np.array([1, 2]), np.array([1, 2], ">i8"), np.ones((2, 1)), np.array(["x"]), jnp.ones(2)),
+]
+
+
+def stacked_one_by_one(examples):
+    """Flatten each example and convert each leaf; return None if they do not stack."""
+    is_row = lambda node: isinstance(node, list)
+    flat = [jax.tree.flatten(example, is_leaf=is_row) for example in examples]
+    if any(structure != flat[0][1] for _, structure in flat):
+        return None
+    batch = []
+    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+        try:
+            arrays = [np.asarray(leaf) for leaf in leaves]
+        except ValueError:
+            return None
+        kinds = {(array.shape, array.dtype) for array in arrays}
+        if len(kinds) > 1 or not all(tree.is_data(array) for array in arrays):
+            return None
+        batch.append(np.stack(arrays))
+    return flat[0][1].unflatten(batch)
+
+
+@given(st.data())
+def test_stacking_equals_converting_each_leaf(data):
+    columns = [data.draw(st.lists(st.sampled_from(VALUES), min_size=1, max_size=2)) for _ in "xy"]
+    example = st.fixed_dictionaries(
+        {name: st.sampled_from(column) for name, column in zip("xy", columns, strict=True)}
+    )
+    examples = data.draw(st.lists(example, min_size=1, max_size=4))
+    expected = stacked_one_by_one(examples)
+    if expected is None:
+        with pytest.raises(sf.DataError, match="expected"):
+            stack(examples, range(len(examples)))
+        return
+    batch = stack(examples, range(len(examples)))
+    assert jax.tree.structure(batch) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(batch), jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_lists_in_examples_are_rows_of_numbers():
@@ -332,7 +381,7 @@ def test_infinite_dataset_of_grain_has_its_own_order():
 
 def test_filtered_dataset_of_grain_is_refused():
     even = grain.MapDataset.range(10).filter(lambda x: x % 2 == 0)
-    with pytest.raises(sf.DataError, match="example at index 1, got None; .*to_iter_dataset"):
+    with pytest.raises(sf.DataError, match="got None as example 1 of .*to_iter_dataset"):
         next(sf.batches(even, 4))
     assert next(sf.batches(even.to_iter_dataset(), 4)).tolist() == [0, 2, 4, 6]
 

@@ -336,7 +336,7 @@ def test_restored_stream_cannot_start_the_same_epoch():
 def test_position_of_a_stream_with_a_state_is_refused_by_one_without():
     stream = batches((x for x in range(4)), 2)
     position = {**stream.get_state(), "stream": {"json": {"next_index": 3}}}
-    with pytest.raises(sf.DataError, match="a stream with a state of its own, .* got generator"):
+    with pytest.raises(sf.DataError, match="a stream with its own state, .* got generator"):
         stream.set_state(position)
 
 

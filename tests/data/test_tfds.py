@@ -157,9 +157,9 @@ def test_position_of_another_version_or_split_is_refused(folder, other, says):
     [
         (
             "mnist",
-            "'mnist' to be prepared in .*, found no .*; prepare it once, with builder",
+            "'mnist' to be prepared in .*, got no .*; prepare it once, with builder",
         ),
-        ("digits:9.0.0", "'digits:9.0.0' to be prepared in .* found no such dataset or version"),
+        ("digits:9.0.0", "'digits:9.0.0' to be prepared in .* got no such dataset or version"),
     ],
 )
 def test_missing_dataset_is_refused_and_not_prepared(folder, name, says):
@@ -170,7 +170,7 @@ def test_missing_dataset_is_refused_and_not_prepared(folder, name, says):
 
 def test_unprepared_builder_is_refused(tmp_path):
     builder = Digits(data_dir=tmp_path)
-    with pytest.raises(sf.DataError, match="digits/1.0.0 to be prepared in .*, found nothing"):
+    with pytest.raises(sf.DataError, match="digits/1.0.0 to be prepared in .*, got nothing"):
         sf.tfds_source(builder, "train")
 
 

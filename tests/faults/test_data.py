@@ -70,7 +70,7 @@ def test_none_is_no_example(wrap):
     stream = wrap(sf.batches(Source(9, lambda: None), 4))
     batches, error = taken(stream, sf.DataError)
     assert batches == rows(2)
-    assert "expected an example at index 9, got None" in str(error)
+    assert "expected an example, got None as example 9 of the source" in str(error)
 
 
 def test_a_source_that_changes_its_length_is_noticed(wrap):

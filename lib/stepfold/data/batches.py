@@ -15,12 +15,12 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.core.validation import read_integer
+from stepfold.core.validation import read_choice, read_function, read_instance, read_integer
 from stepfold.data.epochs import EpochEnds, Epochs, Shard, Span, read_sizes
-from stepfold.data.order import Indices, Order, make_key
-from stepfold.data.sources import ENDLESS, Rows, Source, is_stream, read_source, row_list, stack
+from stepfold.data.order import Indices, Order, Rows, make_key
+from stepfold.data.sources import ENDLESS, Source, is_stream, read_source, row_list, stack
 from stepfold.data.stream import BatchIterator, Stream, StreamBatches, refuse_stop_iteration
-from stepfold.errors import ConfigError, DataError, refuse
+from stepfold.errors import DataError, refuse
 
 _AHEAD = 32768  # rows to shuffle in one call: amortizes numpy's overhead, and still fits a cache
 _TRANSFORM_STREAM = (1 << 32) - 1  # a stream of the seed that no shuffle order uses
@@ -49,7 +49,7 @@ def batches(
     By default, the batches have no end: the source is repeated, and the loop decides when to stop,
     as `sf.fit(…, steps=…)` does. For one pass, such as an evaluation, give `epochs=1`, and
     `remainder="pad"` or `"keep"`: the default, "drop", leaves out up to `batch_size - 1` examples
-    of every epoch. With a seed these are others in each epoch.
+    of every epoch. With a seed, each epoch leaves out different ones.
 
     A stream supports only sequential reads. It is an iterator, an iterable without `[i]` (a grain
     `IterDataset`, a streaming Hugging Face dataset, a `tf.data.Dataset`), or a function that
@@ -115,10 +115,9 @@ def batches(
     seed = None if seed is None else read_integer("seed", seed, 0)
     start = read_integer("start", start, 0)
     epochs = None if epochs is None else read_integer("epochs", epochs, 1)
-    if remainder not in ("drop", "pad", "keep"):
-        refuse("remainder", "'drop', 'pad' or 'keep'", repr(remainder))
-    if collate is not None and not callable(collate):
-        refuse("collate", "a function", tree.describe_value(collate))
+    read_choice("remainder", remainder, ("drop", "pad", "keep"))
+    if collate is not None:
+        read_function("collate", collate)
     transform_seed = seed if _takes_generator(transform, seed) else None
     # A seed that no transform uses is refused for sources that have their own order.
     order_seed = seed if transform_seed is None else None
@@ -138,11 +137,9 @@ def batches(
     rows = read_source(source)
     if rows.length == ENDLESS:
         if epochs is not None or order_seed is not None:
-            raise ConfigError(
-                "source: expected no seed and no epochs for an infinite source, which has its own "
-                f"order, got seed={seed}, epochs={epochs}; leave both out, and give the seed "
-                "to the function that made the source"
-            )
+            expected = "no seed and no epochs for an infinite source, which has its own order"
+            advice = "leave both out, and give the seed to the function that made the source"
+            refuse("source", expected, f"seed={seed}, epochs={epochs}", advice)
         seed = None
     pipeline |= {"length": rows.length, "source": rows.fingerprint}
     steps = Epochs(rows.length, sizes, drop=remainder == "drop", epochs=epochs)
@@ -151,22 +148,17 @@ def batches(
 
 def _check_stream(stream: Stream, seed: int | None, start: int, epochs: int | None) -> None:
     if seed is not None:
-        raise ConfigError(
-            f"seed: expected none for a stream, which has its own order, got {seed}; shuffle it "
-            "where it is made, or give a source with len() and [i], such as a list of it"
-        )
+        advice = "shuffle it where it is made, or give a list of it"
+        refuse("seed", "none for a stream, which has its own order", f"{seed}", advice)
     if start:
-        raise ConfigError(
-            f"start: expected 0 for a stream, which is read from its beginning, got {start}; "
-            "resume a stream that has a state, such as grain's, with set_state(), give a source "
-            "with len() and [i], or skip examples by hand, as in "
-            "sf.batches(itertools.islice(stream, n, None), …)"
+        advice = (
+            "resume a stream that has a state, such as grain's, with set_state(), give a list of "
+            "it, or skip examples by hand: sf.batches(itertools.islice(stream, n, None), …)"
         )
+        refuse("start", "0 for a stream, which is read from its beginning", f"{start}", advice)
     if stream.is_iterator and epochs is not None and epochs > 1:
-        raise ConfigError(
-            f"epochs: expected 1 for an iterator, which can be read only once, got {epochs}; give "
-            "a list of it, or a function that makes it, such as lambda: read(path)"
-        )
+        advice = "give a list of it, or a function that makes it, such as lambda: read(path)"
+        refuse("epochs", "1 for an iterator, which can be read only once", f"{epochs}", advice)
 
 
 class Batches(BatchIterator):
@@ -195,8 +187,7 @@ class Batches(BatchIterator):
         self._source, self._epochs, self._order, self._step = source, epochs, order, step
         self._total = epochs.total
         self._is_checked = False
-        # The index of a batch, and this process's rows of it and of the batches after it.
-        self._ahead: tuple[int, Sequence[Indices]] = (0, ())
+        self._ahead = _Ahead(0, 0, np.empty((0, 0), np.int64))
 
     def __next__(self) -> Any:
         if self._total is not None and self._step >= self._total:
@@ -220,49 +211,63 @@ class Batches(BatchIterator):
         builder, index = self._builder, self._skips.index(step)
         if not self._is_checked:
             self._check_shards()
-        span = self._epochs.span(index)
-        count = span.stop - span.start
-        first, last = self._shard.rows(span.size if builder.pads else count)
-        mask = np.arange(first, last) < count if builder.pads else None
         try:
             self._source.check_length()
-            rows = self._rows(index, span, first, last)
+            rows, epoch, mask = self._rows(index)
             if builder.transform is None and builder.collate is None:
                 return _with_mask(self._source.take(rows), mask)
-            return builder.build(self._source.examples(rows), row_list(rows), span.epoch, mask)
+            return builder.build(self._source.examples(rows), row_list(rows), epoch, mask)
         except Exception as error:
-            last = min(span.start + last, span.stop) - 1
+            span, start, stop = self._share(index)
+            last = min(span.start + stop, span.stop) - 1
             error.add_note(
-                f"making the batch of step {step}: positions {span.start + first} to {last} of "
+                f"making the batch of step {step}: positions {span.start + start} to {last} of "
                 f"epoch {span.epoch}"
             )
             refuse_stop_iteration(error, step)
             raise
 
     def _check_shards(self) -> None:
-        """Raise if a batch, also a later one, does not divide over the processes."""
+        """Raise if this or a later batch does not divide evenly over the processes."""
         self._shard.check_sizes(self._sizes)
         for step in [] if self._builder.pads else self._epochs.incomplete_steps():
             span = self._epochs.span(step)
             self._shard.check_incomplete(step, span.stop - span.start)
         self._is_checked = True
 
-    def _rows(self, index: int, span: Span, first: int, last: int) -> Rows:
-        """Return the rows of this process: those from `first` to `last` of a batch."""
-        start, ahead = self._ahead  # read once: another thread may replace it
-        if 0 <= index - start < len(ahead):
-            return ahead[index - start]
+    def _rows(self, index: int) -> tuple[Rows, int, Any]:
+        """Return this process's rows of a batch, its epoch, and its mask, or None without one."""
+        pads, ahead = self._builder.pads, self._ahead  # read once: another thread may replace it
+        if 0 <= index - ahead.start < len(ahead.rows):
+            rows: Any = ahead.rows[index - ahead.start]
+            return rows, ahead.epoch, np.ones(len(rows), np.bool_) if pads else None
+        span, start, stop = self._share(index)
         count = span.stop - span.start
-        if last > count:  # pad the batch by repeating its own rows
-            return self._order(span.epoch, span.start + np.arange(first, last) % count)
-        if self._order.seed is None:
-            return slice(span.start + first, span.start + last)
-        steps = max(1, min(_AHEAD // (last - first), span.full_batches_left))
-        starts = np.arange(span.start, span.start + steps * span.size, span.size)
-        positions = (starts[:, None] + np.arange(first, last)).ravel()
-        indices: Any = self._order(span.epoch, positions).reshape(steps, -1)
-        self._ahead = index, indices
-        return indices[0]  # type: ignore[no-any-return]
+        mask = np.arange(start, stop) < count if pads else None
+        if stop > count:  # pad the batch by repeating its rows
+            rows = self._order(span.epoch, span.start + np.arange(start, stop) % count)
+        elif self._order.seed is None:
+            rows = slice(span.start + start, span.start + stop)
+        else:
+            ahead = self._ahead = self._shuffle_ahead(index, span, start, stop)
+            rows = ahead.rows[0]
+        return rows, span.epoch, mask
+
+    def _shuffle_ahead(self, index: int, span: Span, start: int, stop: int) -> "_Ahead":
+        steps = max(1, min(_AHEAD // (stop - start), span.full_batches_left))
+        end = span.start + steps * span.size
+        positions: Rows = slice(span.start, end)
+        if stop - start < span.size:  # only this process's share
+            by_batch = np.arange(span.start, end).reshape(steps, span.size)
+            positions = by_batch[:, start:stop].ravel()
+        rows: Any = self._order(span.epoch, positions)
+        return _Ahead(index, span.epoch, rows.reshape(steps, stop - start))
+
+    def _share(self, index: int) -> tuple[Span, int, int]:
+        """Return the rows of a batch, and the start and stop of this process's share of them."""
+        span = self._epochs.span(index)
+        size = span.size if self._builder.pads else span.stop - span.start
+        return span, *self._shard.rows(size)
 
     def without(self, ranges: Sequence[tuple[int, int]]) -> Self:
         """Return batches at the same step that skip further ranges.
@@ -281,10 +286,8 @@ class Batches(BatchIterator):
         if self._epochs.total is not None:
             new._total = new._skips.step(self._epochs.total)
             if not new._total:
-                raise ConfigError(
-                    f"without: expected ranges that leave one of the {self._epochs.total} batches, "
-                    f"got {new._skips.ranges}"
-                )
+                expected = f"ranges that leave one of the {self._epochs.total} batches"
+                refuse("without", expected, f"{new._skips.ranges}")
         return new
 
     def get_state(self) -> dict[str, Any]:
@@ -326,8 +329,16 @@ class Batches(BatchIterator):
 
     @property
     def epoch_ends(self) -> EpochEnds | None:
-        """Where epochs end, also if their number of batches changes; None without epochs."""
+        """Where epochs end, even if their number of batches changes; None without epochs."""
         return None if self._epochs.length == ENDLESS else EpochEnds(self._epochs, self._skips)
+
+
+class _Ahead(NamedTuple):
+    """This process's rows of shuffled full batches of one epoch, from a batch index on."""
+
+    start: int
+    epoch: int
+    rows: Indices  # of shape (batches, rows)
 
 
 class BatchBuilder(NamedTuple):
@@ -362,10 +373,9 @@ class BatchBuilder(NamedTuple):
                 )
                 raise
             if new is None:
-                raise DataError(
-                    f"transform: expected an example, got None for index {index} of the source; "
-                    "return the example, and filter the source before batching"
-                )
+                got = f"None for index {index} of the source"
+                advice = "return the example, and filter the source before batching"
+                refuse("transform", "an example", got, advice, kind=DataError)
             transformed.append(new)
         return transformed
 
@@ -381,25 +391,20 @@ def _with_mask(batch: Any, valid: Any) -> Any:
     """Add the mask `valid`, unless it is None, or combine it with the `mask` of the batch."""
     if valid is None:
         return batch
-    if not isinstance(batch, dict):
-        raise DataError(
-            "remainder='pad': expected batches that are a dict, to add a mask to, got "
-            f"{tree.describe_value(batch)}; give a source such as {{'x': …}}"
-        )
+    argument, count = "remainder='pad'", len(valid)
+    expected = "batches that are a dict, to add a mask to"
+    read_instance(argument, batch, dict, expected, "give a source such as {'x': …}", kind=DataError)
     mask = batch.get("mask")
     if mask is None:
         if all(np.shape(leaf)[:1] != valid.shape for leaf in jax.tree.leaves(batch)):
-            raise DataError(
-                f"remainder='pad': expected batches of {len(valid)} rows, to add a mask to, got "
-                "none in what collate makes; use 'keep' or 'drop' where it changes their number"
-            )
+            expected = f"batches of {count} rows, to add a mask to"
+            advice = "use 'keep' or 'drop' where it changes their number"
+            refuse(argument, expected, "none in what collate makes", advice, kind=DataError)
         return {**batch, "mask": valid}
     if not tree.is_array(mask) or mask.shape[:1] != valid.shape or not tree.is_data(mask):
-        raise DataError(
-            f"remainder='pad': expected a mask of {len(valid)} rows to combine with, got "
-            f"{tree.describe_value(mask)}; call it something else than `mask`, or leave the "
-            "padding to collate with remainder='keep'"
-        )
+        got, expected = tree.describe_value(mask), f"a mask of {count} rows to combine with"
+        advice = "rename it, or leave the padding to collate with remainder='keep'"
+        refuse(argument, expected, got, advice, kind=DataError)
     valid = valid.reshape(-1, *[1] * (mask.ndim - 1))
     return {**batch, "mask": np.where(valid, mask, np.zeros((), mask.dtype))}
 
@@ -408,8 +413,7 @@ def _takes_generator(transform: Any, seed: int | None) -> bool:
     """Whether a transform takes a random generator: whether it has two required arguments."""
     if transform is None:
         return False
-    if not callable(transform):
-        refuse("transform", "a function", tree.describe_value(transform))
+    read_function("transform", transform)
     try:
         parameters = inspect.signature(transform).parameters.values()
     except ValueError:  # some C functions have no signature
@@ -420,14 +424,11 @@ def _takes_generator(transform: Any, seed: int | None) -> bool:
         for parameter in parameters
     )
     if count > 2:
-        raise ConfigError(
-            "transform: expected a function of an example, or of an example and a random generator,"
-            f" got {tree.describe_value(transform)} of {count} arguments; give the others by "
-            "functools.partial or a default"
-        )
+        expected = "a function of an example, or of an example and a random generator"
+        got = f"{tree.describe_value(transform)} of {count} arguments"
+        refuse("transform", expected, got, "give the others by functools.partial or a default")
     if count == 2 and seed is None:
-        raise ConfigError(
-            "transform: expected a seed for the random generator that is its second argument, got "
-            "seed=None; give seed=…, or the argument a default"
-        )
+        expected = "a seed for the random generator that is its second argument"
+        advice = "give seed=…, or the argument a default"
+        refuse("transform", expected, "seed=None", advice)
     return count == 2

@@ -11,8 +11,8 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from stepfold.core.validation import read_integer
-from stepfold.errors import ConfigError, DataError, refuse
+from stepfold.core.validation import read_choice, read_integer
+from stepfold.errors import DataError, refuse
 from stepfold.tree import describe_value, is_numeric
 
 KeyPath = tuple[Any, ...]
@@ -80,10 +80,9 @@ def collate(
     [(2, 4), (2, 4)]
     """
     length = read_integer("collate: length", length, 1)
-    if length > np.iinfo(np.int32).max:
+    if length >= 1 << 31:
         refuse("collate: length", "at most 2**31 - 1", f"{length}")
-    if side not in ("right", "left"):
-        refuse("collate: side", "'right' or 'left'", repr(side))
+    read_choice("collate: side", side, ("right", "left"))
     check_truncate("collate", truncate)
     columns = columns_of(examples, reserved=("mask",))
     padded = _padded_paths(columns, keys)
@@ -118,10 +117,9 @@ def check_longest(lengths: list[int], length: int, start: int = 0, advice: str =
     """Raise if a sequence is longer than a row."""
     for index, n in enumerate(lengths, start):
         if n > length:
-            raise DataError(
-                f"example {index}: expected at most length={length} tokens, got {n}; give {advice}"
-                "truncate='keep_end' or 'keep_start', or a greater length"
-            )
+            choices = f"give {advice}truncate='keep_end' or 'keep_start', or a greater length"
+            expected = f"at most length={length} tokens"
+            refuse(locate(index), expected, f"{n}", choices, kind=DataError)
 
 
 def _padded_paths(
@@ -131,10 +129,8 @@ def _padded_paths(
     if keys is None:
         padded = [path for path, leaves in columns.items() if _is_sequence(leaves[0])]
         if not padded:
-            raise DataError(
-                "examples: expected a sequence to pad, got only scalars under "
-                f"{names_of(columns)}; give keys=() to stack them"
-            )
+            got, advice = f"only scalars under {names_of(columns)}", "give keys=() to stack them"
+            refuse("examples", "a sequence to pad", got, advice, kind=DataError)
         return padded
     names = {keys} if isinstance(keys, str) else keys
     if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
@@ -158,7 +154,8 @@ def _pad(
 ) -> Any:
     """Pad rows with one concatenation, which is faster than an assignment per row."""
     rest = arrays[0].shape[1:]
-    padding = np.full((length, *rest), value, arrays[0].dtype)
+    padding = np.empty((length, *rest), arrays[0].dtype)
+    padding.fill(value)  # three times as fast as np.full
     fills = [padding[n:] for n in lengths]
     pieces: list[Any] = [None] * (2 * len(arrays))
     pieces[side == "left" :: 2], pieces[side != "left" :: 2] = arrays, fills
@@ -180,10 +177,9 @@ def _stack(path: KeyPath, arrays: list[Any]) -> Any:
         batch = np.stack(arrays)
     except ValueError:
         index = next(i for i, array in enumerate(arrays) if array.shape != arrays[0].shape)
-        raise DataError(
-            f"{locate(index, path)}: expected the shape {arrays[0].shape} of example 0, got "
-            f"{arrays[index].shape}; name the keys to pad in keys=, and give the rest one shape"
-        ) from None
+        expected, got = f"the shape {arrays[0].shape} of example 0", f"{arrays[index].shape}"
+        advice = "name the keys to pad in keys=, and give the rest one shape"
+        refuse(locate(index, path), expected, got, advice, kind=DataError)
     return _narrow(path, batch, arrays)
 
 
@@ -228,10 +224,8 @@ def _split(examples: Mapping[Any, Any], path: KeyPath, columns: dict[KeyPath, li
 
 def _to_list(examples: Any, where: str) -> list[Any]:
     if not (hasattr(type(examples), "__iter__") or hasattr(type(examples), "__getitem__")):
-        raise DataError(
-            "examples: expected a list of them, or a dict of columns, got "
-            f"{describe_value(examples)}{where}; put a single example into a list"
-        )
+        got, advice = f"{describe_value(examples)}{where}", "put a single example in a list"
+        refuse("examples", "a list of them, or a dict of columns", got, advice, kind=DataError)
     return list(examples)
 
 
@@ -284,7 +278,7 @@ def lengths_of(columns: Mapping[KeyPath, list[Any]], start: int = 0) -> list[int
     lengths: list[int] = []
     for path, leaves in columns.items():
         try:
-            own = [len(leaf) for leaf in leaves]
+            own = list(map(len, leaves))
             is_valid = {str, bytes, dict}.isdisjoint(map(type, leaves))  # these have a length too
         except TypeError:
             is_valid = False
@@ -297,11 +291,12 @@ def lengths_of(columns: Mapping[KeyPath, list[Any]], start: int = 0) -> list[int
         if own != lengths:
             index = next(i for i, n in enumerate(own) if n != lengths[i])
             first = name_of(next(iter(columns)))
-            raise DataError(
-                f"{locate(index + start, path)}: expected the length {lengths[index]} of {first}, "
-                f"got {own[index]}; all sequences of an example share one mask: make them as long, "
-                "or (in collate) name in keys= the sequences alone"
+            where, expected = locate(index + start, path), f"the length {lengths[index]} of {first}"
+            advice = (
+                "all sequences of an example share one mask: make them as long, or (in collate) "
+                "name in keys= the sequences alone"
             )
+            refuse(where, expected, f"{own[index]}", advice, kind=DataError)
     return lengths
 
 
@@ -326,7 +321,7 @@ def names_of(paths: Iterable[KeyPath]) -> list[str]:
     return [name_of(path) for path in paths]
 
 
-def locate(index: int, path: KeyPath) -> str:
+def locate(index: int, path: KeyPath = ()) -> str:
     """Format the location of an error."""
     return f"example {index}, {name_of(path)}" if path else f"example {index}"
 
@@ -341,10 +336,8 @@ def to_arrays(path: KeyPath, leaves: list[Any], start: int = 0) -> list[Any]:
         arrays = [_to_array(path, i, leaf) for i, leaf in enumerate(leaves, start)]
         known = next((array for array in arrays if array is not None), None)
         if known is None:
-            raise DataError(
-                f"{locate(start, path)}: expected a number somewhere, got only empty lists, which "
-                "have no dtype; give empty arrays"
-            )
+            where, got = locate(start, path), "only empty lists, which have no dtype"
+            refuse(where, "a number somewhere", got, "give empty arrays", kind=DataError)
         empty = np.empty((0, *known.shape[1:]), known.dtype)
         arrays = [empty if array is None else array for array in arrays]
     dtypes = [array.dtype for array in arrays]
@@ -356,11 +349,9 @@ def to_arrays(path: KeyPath, leaves: list[Any], start: int = 0) -> list[Any]:
             _refuse_leaf(path, index, leaves[index - start])
         narrowed.append(_narrow(path, array, [array], index))
         if narrowed[-1].dtype != narrowed[0].dtype:
-            raise DataError(
-                f"{locate(index, path)}: expected the dtype {narrowed[0].dtype} of example {start},"
-                f" got {narrowed[-1].dtype}; a dtype that changes makes a step compile again: cast "
-                "to one"
-            )
+            expected, got = f"the dtype {narrowed[0].dtype} of example {start}", narrowed[-1].dtype
+            advice = "a dtype that changes makes a step compile again: cast to one"
+            refuse(locate(index, path), expected, f"{got}", advice, kind=DataError)
     return narrowed
 
 
@@ -401,11 +392,9 @@ def concatenate(
     except ValueError:
         shapes = [array.shape for array in arrays]
         index = next(i for i, shape in enumerate(shapes) if not shape or shape[1:] != rest)
-        wanted = ", ".join(map(str, ("n", *rest)))
-        raise DataError(
-            f"{locate(start + index, path)}: expected the shape ({wanted}) as example {start} has, "
-            f"got {shapes[index]}; only the first axis may differ"
-        ) from None
+        where, advice = locate(start + index, path), "only the first axis may differ"
+        expected = f"the shape ({', '.join(map(str, ('n', *rest)))}) as example {start} has"
+        refuse(where, expected, f"{shapes[index]}", advice, kind=DataError)
     return _narrow(path, batch, arrays, start)
 
 
@@ -420,21 +409,22 @@ def _narrow(path: KeyPath, batch: Any, arrays: list[Any], start: int = 0) -> Any
     if suspect and (batch.min() < limits.min or batch.max() > limits.max):
         for index, array in enumerate(arrays, start):
             if wide := array[(array < limits.min) | (array > limits.max)].tolist():
-                raise DataError(
-                    f"{locate(index, path)}: expected integers that fit {target}, which is what "
-                    f"jax takes, got {wide[0]}; make them smaller, or floats"
-                )
+                where, advice = locate(index, path), "make them smaller, or floats"
+                expected = f"integers that fit {target}, which is what jax takes"
+                refuse(where, expected, f"{wide[0]}", advice, kind=DataError)
     return batch.astype(target)
 
 
 def pad_values(role: str, pad: Pad, paths: Iterable[KeyPath]) -> dict[KeyPath, Any]:
     """Return the padding value of each sequence."""
+    if isinstance(pad, int | float):
+        return dict.fromkeys(paths, pad)
     names = {name_of(path): path for path in paths}
     values = pad if isinstance(pad, Mapping) else dict.fromkeys(names, pad)
     for name, value in values.items():
         if name not in names:
             refuse(f"{role}: pad", f"some of {list(names)}", repr(name))
-        if not isinstance(value, (int, float, np.number, np.bool_)):
+        if not isinstance(value, int | float | np.number | np.bool_):
             refuse(f"{role}: pad", f"a number for {name}", repr(value))
     return {path: values.get(name, 0) for name, path in names.items()}
 
@@ -446,8 +436,6 @@ def check_pad(path: KeyPath, value: Any, dtype: Any) -> Any:
             dtype = np.dtype(f"{dtype.kind}4")
         low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         if not low <= value <= high or int(value) != value:
-            raise ConfigError(
-                f"pad: expected a value of {dtype} for {name_of(path)}, got {value!r}; give pad= a "
-                "dict of values by key"
-            )
+            expected = f"a value of {dtype} for {name_of(path)}"
+            refuse("pad", expected, repr(value), "give pad= a dict of values by key")
     return value

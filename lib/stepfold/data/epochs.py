@@ -5,12 +5,12 @@ import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
 from stepfold.core.validation import read_integer
-from stepfold.errors import ConfigError, DataError, refuse
+from stepfold.errors import DataError, refuse
 
 Sizes = Sequence[tuple[int, int]]
 """Batch sizes: pairs (from step, size) in ascending order, the first from step 0."""
@@ -54,10 +54,11 @@ class Skips:
         except (TypeError, ValueError):
             are_valid = False
         if not are_valid:
-            raise ConfigError(
-                "without: expected a list of pairs (first, stop) of batch indices, each first at "
-                f"least 0 and below its stop, such as [(9000, 9040)], got {ranges!r}"
+            expected = (
+                "a list of pairs (first, stop) of batch indices, each first at least 0 and below "
+                "its stop, such as [(9000, 9040)]"
             )
+            refuse("without", expected, repr(ranges))
         return Skips([*self.ranges, *pairs])
 
 
@@ -99,11 +100,7 @@ class Epochs:
         for (start, size), end in zip(sizes, [*self._starts[1:], math.inf], strict=True):
             epoch_steps = self._steps(length, size)
             if not epoch_steps:
-                raise DataError(
-                    f"batch_size: expected at most the {length} examples of the source, got {size},"
-                    " and remainder='drop' would leave out every epoch; give a smaller batch_size, "
-                    "or remainder='pad'"
-                )
+                refuse_size(size, f"at most the {length} examples of the source")
             steps_left = self._steps(length - offset, size)
             segment = _Segment(start, end, size, epoch, offset, steps_left, epoch_steps)
             self._segments.append(segment)
@@ -184,11 +181,11 @@ class EpochEnds(NamedTuple):
 def read_sizes(batch_size: Any) -> Sizes:
     """Read a batch size, or a ramp of batch sizes."""
     if callable(batch_size):
-        raise ConfigError(
-            "batch_size: expected an integer or pairs (from step, size), got a function; finding "
-            "the rows of a step would take a call for every earlier step: give pairs such as "
-            "[(0, 64), (1000, 256)]"
+        advice = (
+            "finding the rows of a step would take a call for every earlier step: give pairs such "
+            "as [(0, 64), (1000, 256)]"
         )
+        refuse("batch_size", "an integer or pairs (from step, size)", "a function", advice)
     if not isinstance(batch_size, list | tuple):
         return [(0, read_integer("batch_size", batch_size, 1))]
     pairs = [pair for pair in batch_size if isinstance(pair, list | tuple) and len(pair) == 2]
@@ -198,11 +195,16 @@ def read_sizes(batch_size: Any) -> Sizes:
     ]
     steps = [step for step, _ in sizes]
     if len(pairs) < len(batch_size) or steps[:1] != [0] or sorted(set(steps)) != steps:
-        raise ConfigError(
-            "batch_size: expected pairs (from step, size), the first from step 0 and each from a "
-            f"later step than the one before, got {batch_size!r}"
-        )
+        order = "the first from step 0 and each from a later step than the one before"
+        refuse("batch_size", f"pairs (from step, size), {order}", repr(batch_size))
     return sizes
+
+
+def refuse_size(size: int, expected: str) -> NoReturn:
+    """Refuse a batch size that no epoch fills."""
+    got = f"{size}, and remainder='drop' would leave out every epoch"
+    advice = "give a smaller batch_size, or remainder='pad'"
+    refuse("batch_size", expected, got, advice, kind=DataError)
 
 
 def size_at(sizes: Sizes, step: int) -> int:
@@ -219,17 +221,17 @@ class Shard:
     def __init__(self, index: Any, count: Any) -> None:
         if (index is None) != (count is None):
             refuse("process_index, process_count", "both or neither", f"{index!r} and {count!r}")
-        self._given: tuple[int, int] | None = None
+        self._fixed: tuple[int, int] | None = None
         if count is not None:
             count = read_integer("process_count", count, 1)
             index = read_integer("process_index", index, 0)
             if index >= count:
                 refuse("process_index", f"one below process_count={count}", f"{index}")
-            self._given = index, count
+            self._fixed = index, count
 
     @cached_property
     def _process(self) -> tuple[int, int]:
-        return self._given or (jax.process_index(), jax.process_count())
+        return self._fixed or (jax.process_index(), jax.process_count())
 
     def rows(self, size: int) -> tuple[int, int]:
         """Return the start and stop of this process's rows in a global batch of `size`."""
@@ -242,17 +244,18 @@ class Shard:
         for step, size in sizes:
             if size % count:
                 below = size // count * count
-                raise DataError(
-                    f"batch_size: expected a multiple of the {count} processes, got {size} from "
-                    f"step {step} on; give {below or count} or {below + count}"
-                )
+                expected = f"a multiple of the {count} processes"
+                got = f"{size} from step {step} on"
+                advice = f"give {below or count} or {below + count}"
+                refuse("batch_size", expected, got, advice, kind=DataError)
 
     def check_incomplete(self, step: int, rows: int) -> None:
         """Raise if the size of an incomplete batch is not a multiple of the process count."""
         count = self._process[1]
         if rows % count:
-            raise DataError(
-                "remainder='keep': expected incomplete batches to divide evenly over "
-                f"{count} processes, got {rows} rows at step {step}; use remainder='pad', "
-                "which gives every batch the same size and a mask, or 'drop'"
+            expected = f"incomplete batches to divide evenly over {count} processes"
+            advice = (
+                "use remainder='pad', which gives every batch the same size and a mask, or 'drop'"
             )
+            got = f"{rows} rows at step {step}"
+            refuse("remainder='keep'", expected, got, advice, kind=DataError)

@@ -10,9 +10,9 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.core.validation import read_integer
-from stepfold.data.order import Indices, Order
-from stepfold.data.sources import ENDLESS, Rows, Source, read_source, row_list
-from stepfold.errors import ConfigError, DataError, refuse
+from stepfold.data.order import Indices, Order, Rows
+from stepfold.data.sources import ENDLESS, Source, read_source, row_list
+from stepfold.errors import DataError, refuse
 
 _PERIOD = 1 << 30  # the product of two numbers below it fits an int64
 
@@ -79,10 +79,8 @@ def _read_stages(stages: Any, count: int) -> list[tuple[int, list[Fraction]]]:
 
     is_list = isinstance(stages, list | tuple)
     if not is_list or not all(has_length(s, 2) and has_length(s[1], count) for s in stages):
-        raise ConfigError(
-            f"mix: stages: expected pairs (first example, weights), with {count} weights as there "
-            f"are sources, got {stages!r}"
-        )
+        expected = f"pairs (first example, weights), with {count} weights as there are sources"
+        refuse("mix: stages", expected, repr(stages))
     read: list[tuple[int, list[Fraction]]] = []
     for first, weights in stages:
         minimum = read[-1][0] + 1 if read else 1
@@ -95,10 +93,8 @@ def _read_stages(stages: Any, count: int) -> list[tuple[int, list[Fraction]]]:
 def _read_weight(where: str, weight: Any, *, zero: bool) -> Fraction:
     is_number = isinstance(weight, int | float | np.number | Fraction) and weight is not True
     if not is_number or not math.isfinite(weight) or weight < 0 or (weight == 0 and not zero):
-        raise ConfigError(
-            f"mix: expected a finite weight {'of at least' if zero else 'above'} 0 {where}, got "
-            f"{weight!r}; to use nothing of a source, leave it out"
-        )
+        expected = f"a finite weight {'of at least' if zero else 'above'} 0 {where}"
+        refuse("mix", expected, repr(weight), "to use nothing of a source, leave it out")
     # From the decimal form: 0.1 is exactly 1/10, not the nearest binary fraction.
     return weight if isinstance(weight, Fraction) else Fraction(str(weight))
 
@@ -196,10 +192,9 @@ class Mixture(Source):
         for other in others:
             lines = tree.diff(first, other, "example")
             if lines:
-                raise DataError(
-                    "mix: expected examples of one structure, shape and dtype from all sources, "
-                    f"got {'; '.join(lines)}; make them the same with transform=…"
-                )
+                expected = "examples of one structure, shape and dtype from all sources"
+                advice = "make them the same with transform=…"
+                refuse("mix", expected, "; ".join(lines), advice, kind=DataError)
         order = np.argsort(np.concatenate([own for own, _ in read]))
         return jax.tree.map(
             lambda *leaves: np.concatenate(leaves).take(order, 0), *(batch for _, batch in read)

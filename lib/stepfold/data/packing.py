@@ -27,7 +27,7 @@ from stepfold.data.collate import (
     pad_values,
     to_arrays,
 )
-from stepfold.errors import ConfigError, DataError, refuse
+from stepfold.errors import DataError, refuse
 
 _ADDED = ("segment_ids", "positions", "mask")
 PackedRows = dict[KeyPath, Any]
@@ -97,10 +97,8 @@ def pack(
     rows = None if rows is None else read_integer("pack: rows", rows, 1)
     check_truncate("pack", truncate)
     if split and truncate is not None:
-        raise ConfigError(
-            f"pack: expected split=True or truncate={truncate!r}, got both; an example longer "
-            "than a row is either kept in pieces or cut"
-        )
+        advice = "an example longer than a row is either kept in pieces or cut"
+        refuse("pack", f"split=True or truncate={truncate!r}", "both", advice)
     if isinstance(examples, Mapping):
         refuse("pack", "an iterable of examples", "a dict of columns", kind=DataError)
     windows = _windows(iter(examples), length, window, split, truncate, pad)
@@ -137,10 +135,9 @@ def block_diagonal_mask(segment_ids: Any, *, causal: bool = False) -> Any:
     xp: Any = np if isinstance(segment_ids, np.ndarray) else jnp
     ids = xp.asarray(segment_ids)
     if ids.ndim == 0 or not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise DataError(
-            "block_diagonal_mask: expected integers of shape (…, length), got "
-            f"{ids.dtype}{list(ids.shape)}; give the segment_ids that pack adds"
-        )
+        got, advice = f"{ids.dtype}{list(ids.shape)}", "give the segment_ids that pack adds"
+        expected = "integers of shape (…, length)"
+        refuse("block_diagonal_mask", expected, got, advice, kind=DataError)
     length = ids.shape[-1]
     within = (ids[..., :, None] == ids[..., None, :]) & (ids != 0)[..., None]
     if causal:
@@ -161,10 +158,8 @@ def _windows(
         pads = pad_values("pack", pad, columns)
         lengths = lengths_of(columns, start)
         if 0 in lengths:
-            raise DataError(
-                f"example {lengths.index(0) + start}: expected at least one token, got none; leave "
-                "empty examples out"
-            )
+            where, advice = locate(lengths.index(0) + start), "leave empty examples out"
+            refuse(where, "at least one token", "none", advice, kind=DataError)
         if not split and truncate is None:
             check_longest(lengths, length, start, "split=True, ")
         arrays = {path: to_arrays(path, column, start) for path, column in columns.items()}
@@ -237,10 +232,9 @@ def _check_kinds(packed: PackedRows, seen: PackedRows | None, start: int) -> Pac
                 f"{kind[0]} in rows of shape {kind[1]}" if kind else "nothing"
                 for kind in (seen.get(path), kinds.get(path))
             )
-            raise DataError(
-                f"{locate(start, path)}: expected {before} as in the windows before, got {now}; "
-                "give all examples the same keys, dtypes and shapes"
-            )
+            expected = f"{before} as in the windows before"
+            advice = "give all examples the same keys, dtypes and shapes"
+            refuse(locate(start, path), expected, now, advice, kind=DataError)
     return kinds
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, Sharding
 
 from stepfold import tree
 from stepfold.core.validation import read_integer
-from stepfold.errors import ConfigError, DataError, refuse
+from stepfold.errors import DataError, refuse
 
 Place = Callable[[Any], Any]
 
@@ -81,17 +81,14 @@ def _read_sharding(sharding: Any) -> Place | None:
         if not all(leaf.is_fully_addressable for leaf in leaves):
             # device_put would take the local rows for the global batch, and contact the other
             # processes.
-            raise ConfigError(
-                "sharding: expected one over the devices of this process, got one that spans other "
-                "processes; give lambda batch: sf.shard_batch(batch, mesh)"
-            )
+            got = "one that spans other processes"
+            advice = "give lambda batch: sf.shard_batch(batch, mesh)"
+            refuse("sharding", "one over the devices of this process", got, advice)
         return lambda batch: jax.device_put(batch, sharding)
     if isinstance(sharding, Mesh) or not callable(sharding):  # a Mesh is callable
-        raise ConfigError(
-            "sharding: expected a sharding, a tree of them, or a function of a batch, got "
-            f"{tree.describe_value(sharding)}; for a mesh give lambda batch: "
-            "sf.shard_batch(batch, mesh)"
-        )
+        expected = "a sharding, a tree of them, or a function of a batch"
+        advice = "for a mesh give lambda batch: sf.shard_batch(batch, mesh)"
+        refuse("sharding", expected, tree.describe_value(sharding), advice)
     return sharding  # type: ignore[no-any-return]
 
 
@@ -246,7 +243,7 @@ class Prefetch:
 
 
 _DEFAULTS = {"endless": False, "steps_per_epoch": None, "epoch_ends": None, "batch_sizes": ()}
-"""Attributes of the batches, with what they are if unknown."""
+"""Attributes of the batches, with their values if the batches lack them."""
 
 
 class _Item(NamedTuple):

@@ -4,7 +4,8 @@ A source is anything with a length and rows by index. `read_source` finds out wh
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from types import NoneType
 from typing import Any
@@ -13,14 +14,11 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.data.order import Indices
+from stepfold.data.order import Rows
 from stepfold.errors import ConfigError, DataError, refuse
 
 ENDLESS = sys.maxsize
 """The length of an infinite source, as in grain."""
-
-Rows = slice | Indices
-"""Rows of a source: a range or an array of indices."""
 
 
 class Source:
@@ -104,24 +102,25 @@ class ArraySource(Source):
         self._leaves = [_read_only(name, leaf) for name, leaf in named]
         if len({len(leaf) for leaf in self._leaves}) > 1:
             got = ", ".join(f"{name} {tree.describe_value(leaf)}" for name, leaf in named)
-            raise DataError(
-                f"source: expected as many rows in every array, got {got}; give arrays that share "
-                "their leading axis"
-            )
+            advice = "give arrays that share their leading axis"
+            refuse("source", "arrays with the same number of rows", got, advice, kind=DataError)
         self.length = len(self._leaves[0]) if named else 0
         if not self.length:
             refuse("source", "examples", f"none: {tree.describe_value(source)}", kind=DataError)
+        self._readers = [_reader(leaf) for leaf in self._leaves]
         self._structure: Any = jax.tree.structure(source)
-        self._text = next((name for name, leaf in named if not tree.is_data(leaf)), None)
+        self._unusable = next(((name, x) for name, x in named if not tree.is_data(x)), None)
 
     def take(self, rows: Rows) -> Any:
         """Return a batch: a read-only view for a range of rows, otherwise a copy."""
-        if self._text is not None:
-            raise DataError(
-                f"{self._text}: expected numbers to make batches of; make numbers of it with "
-                "transform=… or collate=…, or leave it out"
-            )
-        return self._structure.unflatten([_take(leaf, rows) for leaf in self._leaves])
+        if self._unusable is not None:
+            name, leaf = self._unusable
+            got = tree.describe_value(leaf)
+            advice = "make numbers of it with transform=… or collate=…, or leave it out"
+            refuse(name, "numbers to make batches of", got, advice, kind=DataError)
+        if isinstance(rows, slice):
+            return self._structure.unflatten([leaf[rows] for leaf in self._leaves])
+        return self._structure.unflatten([read(rows, 0) for read in self._readers])
 
     def examples(self, rows: Rows) -> list[Any]:
         return [self[i] for i in row_list(rows)]
@@ -133,10 +132,14 @@ class ArraySource(Source):
         return self._structure.unflatten([leaf[index] for leaf in self._leaves])
 
 
-def _take(leaf: Any, rows: Rows) -> Any:
-    # numpy's `take` is faster than indexing, but first copies an array that is not in C order.
+def _reader(leaf: Any) -> Callable[[Any, int], Any]:
+    """Return `take` of an array, or indexing if `take` would first copy the whole array."""
     is_plain = leaf.flags.c_contiguous and leaf.flags.aligned
-    return leaf.take(rows, 0) if is_plain and not isinstance(rows, slice) else leaf[rows]
+    return leaf.take if is_plain else partial(_index, leaf)
+
+
+def _index(leaf: Any, rows: Any, _: int) -> Any:
+    return leaf[rows]
 
 
 def _read_only(name: str, leaf: Any) -> Any:
@@ -163,10 +166,9 @@ class SequenceSource(Source):
 
     def check_length(self) -> None:
         if len(self._source) != self.length:
-            raise DataError(
-                f"source: expected the {self.length} examples it had when the batches were made, "
-                f"got {len(self._source)}; make new batches when the source has changed"
-            )
+            expected = f"the {self.length} examples it had when the batches were made"
+            advice = "make new batches when the source has changed"
+            refuse("source", expected, f"{len(self._source)}", advice, kind=DataError)
 
     def examples(self, rows: Rows) -> list[Any]:
         indices, examples = row_list(rows), list[Any]()
@@ -186,18 +188,26 @@ class SequenceSource(Source):
                 error.add_note(note)
             raise
         if len(examples) != len(indices):
-            raise DataError(
-                f"source: expected {len(indices)} examples of __getitems__({_abridge(indices)}), "
-                f"got {len(examples)}"
-            )
-        for index, example in zip(indices, examples, strict=True):
-            if example is None:
-                raise DataError(
-                    f"source: expected an example at index {index}, got None; filter out "
-                    "missing examples first (of a filtered grain dataset, give "
-                    "dataset.to_iter_dataset())"
-                )
+            expected = f"{len(indices)} examples of __getitems__({_abridge(indices)})"
+            refuse("source", expected, f"{len(examples)}", kind=DataError)
+        check_examples(
+            examples,
+            indices,
+            "source",
+            " (of a filtered grain dataset, give dataset.to_iter_dataset())",
+        )
         return examples
+
+
+def check_examples(
+    examples: Sequence[Any], indices: Sequence[int], origin: str, advice: str = ""
+) -> None:
+    """Raise if an example of a source or a stream is missing."""
+    for index, example in zip(indices, examples, strict=True):
+        if example is None:
+            got = f"None as example {index} of the {origin}"
+            advice = f"filter out missing examples first{advice}"
+            refuse("source", "an example", got, advice, kind=DataError)
 
 
 def _abridge(indices: list[int]) -> str:
@@ -215,14 +225,12 @@ class GrainStream:
         """Create the stream; `seed=None` keeps the source's order, `threads=0` reads on demand."""
         if find_spec("grain") is None:
             raise ConfigError(
-                "grain: expected the package, which is not installed; install it with "
-                "pip install 'stepfold[grain]'"
+                "grain: expected the package, which is not installed; run pip install "
+                "'stepfold[grain]'"
             )
         if not _is_indexed(source):
-            raise ConfigError(
-                "source: expected a source with len and [i] for grain to read, got "
-                f"{type(source).__name__}; give a list of it, or read it without grain"
-            )
+            got, advice = type(source).__name__, "give a list of it, or read it without grain"
+            refuse("source", "a source with len and [i] for grain to read", got, advice)
         # Of a tree of arrays, grain would take the arrays themselves for examples.
         self._source = ArraySource(source) if _is_arrays(source) else source
         self._seed, self._threads, self._epoch = seed, threads, 0
@@ -251,44 +259,70 @@ def stack(examples: Sequence[Any], indices: Sequence[int]) -> Any:
     A list in an example is a row of numbers, as in Hugging Face datasets, not a container.
     `indices` locate the examples in error messages.
     """
-    is_row = lambda node: isinstance(node, list)
-    flat: list[Any] = [jax.tree.flatten(example, is_leaf=is_row) for example in examples]
-    structure = flat[0][1]
-    for (_, other), index in zip(flat, indices, strict=True):
-        if other != structure:
-            raise DataError(
-                f"source: expected examples of one structure, got {structure} at index {indices[0]}"
-                f" and {other} at index {index}; make them the same with transform=…"
-            )
-    paths, _ = jax.tree_util.tree_flatten_with_path(examples[0], is_leaf=is_row)
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    paths, _ = jax.tree_util.tree_flatten_with_path(examples[0], is_leaf=_is_row)
+    structure: Any = jax.tree.structure(examples[0], is_leaf=_is_row)
     stacked = [
         _stack_leaf(tree.path_name(path) or "example", column, indices)
-        for (path, _), column in zip(paths, columns, strict=True)
+        for (path, _), column in zip(paths, _columns(examples, structure, indices), strict=True)
     ]
     return structure.unflatten(stacked)
 
 
+def _is_row(node: Any) -> bool:
+    return isinstance(node, list)
+
+
+def _columns(
+    examples: Sequence[Any], structure: Any, indices: Sequence[int]
+) -> list[tuple[Any, ...]]:
+    """Return each leaf of all examples; raise if one has another structure than the first."""
+    try:  # several times as fast as flattening each, but a leaf may still be a tree
+        columns = list(zip(*map(structure.flatten_up_to, examples), strict=True))
+        if all(len(set(map(type, column))) == 1 for column in columns):
+            return columns
+    except (ValueError, TypeError):  # the structures differ
+        pass
+    leaves = []
+    for example, index in zip(examples, indices, strict=True):
+        own, other = jax.tree.flatten(example, is_leaf=_is_row)
+        if other != structure:
+            got = f"{structure} at index {indices[0]} and {other} at index {index}"
+            advice = "make them the same with transform=…"
+            refuse("source", "examples of one structure", got, advice, kind=DataError)
+        leaves.append(own)
+    return list(zip(*leaves, strict=True))
+
+
 def _stack_leaf(name: str, values: Sequence[Any], indices: Sequence[int]) -> Any:
+    kind, *others = set(map(type, values))
+    if not others and issubclass(kind, int | float | complex | np.number | np.bool_):
+        batch = np.array(values)  # scalars of one type have one dtype, unless integers are huge
+        is_huge = issubclass(kind, int) and batch.dtype not in (np.int_, np.bool_)
+        if not is_huge and tree.is_numeric(batch.dtype):
+            return batch
     try:
         arrays = [np.asarray(value) for value in values]
     except ValueError:  # ragged nested lists
-        raise DataError(
-            f"{name}: expected rows of one length, got {tree.describe_value(values[0])} at index "
-            f"{indices[0]}; pad or cut them with collate=…"
-        ) from None
+        got = f"{tree.describe_value(values[0])} at index {indices[0]}"
+        refuse(name, "rows of one length", got, "pad or cut them with collate=…", kind=DataError)
+    dtypes = [array.dtype for array in arrays]
+    is_alike = dtypes.count(dtypes[0]) == len(dtypes) and len({each.shape for each in arrays}) == 1
+    if not is_alike or not tree.is_numeric(dtypes[0]):
+        _refuse_unlike(name, values, arrays, indices)
+    return np.stack(arrays)
+
+
+def _refuse_unlike(
+    name: str, values: Sequence[Any], arrays: list[Any], indices: Sequence[int]
+) -> None:
+    first = f"{tree.describe_value(arrays[0])} at index {indices[0]}"
     for value, array, index in zip(values, arrays, indices, strict=True):
         if not tree.is_data(array):
-            raise DataError(
-                f"{name}: expected numbers, got {tree.describe_value(value)} at index {index}; "
-                "make numbers of it with transform=… or collate=…"
-            )
+            got = f"{tree.describe_value(value)} at index {index}"
+            advice = "make numbers of it with transform=… or collate=…"
+            refuse(name, "numbers", got, advice, kind=DataError)
         # Type promotion here would vary the dtypes of batches, and compile the step for each.
         if (array.shape, array.dtype) != (arrays[0].shape, arrays[0].dtype):
-            raise DataError(
-                f"{name}: expected one shape and dtype to stack, got "
-                f"{tree.describe_value(arrays[0])} at index {indices[0]} and "
-                f"{tree.describe_value(array)} at index {index}; make them the same with "
-                "transform=… or collate=…"
-            )
-    return np.stack(arrays)
+            got = f"{first} and {tree.describe_value(array)} at index {index}"
+            advice = "make them the same with transform=… or collate=…"
+            refuse(name, "one shape and dtype to stack", got, advice, kind=DataError)

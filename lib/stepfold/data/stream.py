@@ -9,8 +9,9 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.core.validation import read_integer
-from stepfold.data.epochs import Shard, Sizes, Skips, size_at
-from stepfold.errors import ConfigError, DataError
+from stepfold.data.epochs import Shard, Sizes, Skips, refuse_size, size_at
+from stepfold.data.sources import check_examples
+from stepfold.errors import DataError, refuse
 
 # Of an iterator or of its iterable. Grain's iterators have the first protocol. Hugging Face's
 # streaming datasets and torch's stateful loaders have the second.
@@ -60,11 +61,9 @@ class BatchIterator:
         keys = current.keys() | optional
         is_position = isinstance(state, dict) and state.keys() | optional == keys
         if not is_position or not isinstance(state["pipeline"], dict):
-            raise DataError(
-                "batches: expected a state that get_state() of such batches gave, with "
-                f"{', '.join(current)}, got {tree.describe_value(state)}; it was saved by another "
-                "kind of iterator"
-            )
+            expected = f"a state that get_state() of such batches gave, with {', '.join(current)}"
+            advice = "it was saved by another kind of iterator"
+            refuse("batches", expected, tree.describe_value(state), advice, kind=DataError)
         saved, now = state["pipeline"], self._pipeline
         differing = [
             f"{name} was {saved.get(name)!r} and is {now.get(name)!r}"
@@ -72,10 +71,10 @@ class BatchIterator:
             if saved.get(name) != now.get(name)
         ]
         if differing:
-            raise DataError(
-                "batches: expected the batches that the position was saved in, got others: "
-                f"{'; '.join(differing)}; make them as they were{advice.format(step=state['step'])}"
-            )
+            got = f"others: {'; '.join(differing)}"
+            advice = f"make them as they were{advice.format(step=state['step'])}"
+            expected = "the batches that the position was saved in"
+            refuse("batches", expected, got, advice, kind=DataError)
         step = read_integer("state: step", state["step"], 0)
         skips = Skips().add(state.get("skipped", []))
         # The index after the last batch: later ranges may differ.
@@ -83,11 +82,12 @@ class BatchIterator:
         index = read_integer("state: index", state.get("index", after), 0)
         was, is_now = skips.before(index), self._skips.before(index)
         if was != is_now:
-            raise DataError(
-                f"batches: expected those that skip {was} before batch {index}, as when the "
-                f"position was saved, got some that skip {is_now}; give the same ranges to "
-                "batches.without, or go back to a position before the first that differs"
+            expected = f"those that skip {was} before batch {index}, as when the position was saved"
+            advice = (
+                "give the same ranges to batches.without, or go back to a position before the "
+                "first that differs"
             )
+            refuse("batches", expected, f"some that skip {is_now}", advice, kind=DataError)
         return step, index
 
 
@@ -153,11 +153,10 @@ class StreamBatches(BatchIterator):
                 self._read_error = None
         except StopIteration:
             if self._read_error is not None:  # a generator that has raised ends silently
-                raise DataError(
-                    "source: expected a stream that continues after an error, got one that ended "
-                    f"after raising {self._read_error!r}; create the stream again, and restore the "
-                    "last position"
-                ) from self._read_error
+                expected, error = "a stream that continues after an error", self._read_error
+                got = f"one that ended after raising {error!r}"
+                advice = "create the stream again, and restore the last position"
+                refuse("source", expected, got, advice, kind=DataError, cause=error)
         except Exception as error:
             self._read_error = error
             error.add_note(
@@ -174,7 +173,7 @@ class StreamBatches(BatchIterator):
         own = [index % count for index in range(first, last)]  # pad by repeating own rows
         mask = np.arange(first, last) < count if pads else None
         try:
-            self._check_buffer()
+            check_examples(self._buffer, range(row, row + count), "stream")
             examples = [self._buffer[index] for index in own]
             return self._builder.build(examples, [row + index for index in own], self._epoch, mask)
         except Exception as error:
@@ -185,26 +184,13 @@ class StreamBatches(BatchIterator):
             refuse_stop_iteration(error, self._step)
             raise
 
-    def _check_buffer(self) -> None:
-        for index, example in enumerate(self._buffer, self._row):
-            if example is None:
-                raise DataError(
-                    f"source: expected an example, got None as example {index} of the stream; "
-                    "filter out missing examples first"
-                )
-
     def _end_epoch(self, size: int) -> None:
         if not self._row:
             if self._buffer:
-                raise DataError(
-                    f"batch_size: expected at most the {len(self._buffer)} examples of the stream, "
-                    f"got {size}, and remainder='drop' would leave out every epoch; give a smaller "
-                    "batch_size, or remainder='pad'"
-                )
-            raise DataError(
-                f"source: expected examples, got none in epoch {self._epoch} of the stream; if it "
-                "can be read only once, give epochs=1, or a function that makes it"
-            )
+                refuse_size(size, f"at most the {len(self._buffer)} examples of the stream")
+            got = f"none in epoch {self._epoch} of the stream"
+            advice = "if it can be read only once, give epochs=1, or a function that makes it"
+            refuse("source", "examples", got, advice, kind=DataError)
         self._epoch += 1
         self._row, self._position, self._buffer, self._is_open = 0, "null", [], False
 
@@ -216,10 +202,8 @@ class StreamBatches(BatchIterator):
         new = copy.copy(self)
         new._skips, new._buffer = self._skips.add(ranges), [*self._buffer]
         if new._skips.before(self._index) != self._skips.before(self._index):
-            raise ConfigError(
-                f"without: expected ranges from batch {self._index} on, because those before it "
-                f"have been read from the stream, got {ranges}; make the batches again"
-            )
+            expected = f"ranges from batch {self._index} on, since the stream is read up to there"
+            refuse("without", expected, f"{ranges}", "make the batches again")
         return new
 
     def get_state(self) -> dict[str, Any]:
@@ -260,10 +244,9 @@ class StreamBatches(BatchIterator):
                 f"sf.batches(itertools.islice(stream, {row}, None), …)"
             )
         elif step or self._step or self._buffer:  # if nothing was read, there is nothing to do
-            raise DataError(
-                "batches: expected an iterator that has not been read, got one that has been read "
-                f"up to step {self._step}; an iterator can be read only once: create it again"
-            )
+            got = f"one that has been read up to step {self._step}"
+            advice = "an iterator can be read only once: create it again"
+            refuse("batches", "an iterator that has not been read", got, advice, kind=DataError)
         self._step, self._index, self._epoch, self._row = step, index, epoch, row
         self._position, self._buffer, self._read_error = json.dumps(position), [], None
 
@@ -293,11 +276,10 @@ class Stream:
     def start_epoch(self, epoch: int) -> None:
         """Start an epoch from its beginning."""
         if self._restored_epoch == epoch:  # it would resume from the restored position
-            raise DataError(
-                f"source: expected a stream that starts epoch {epoch} from its beginning, got one "
-                f"that was restored to a position in it: {tree.describe_value(self._source)}; "
-                "create the stream and its batches again"
-            )
+            expected = f"a stream that starts epoch {epoch} from its beginning"
+            got = f"one that was restored to a position in it: {tree.describe_value(self._source)}"
+            advice = "create the stream and its batches again"
+            refuse("source", expected, got, advice, kind=DataError)
         _, self._iterator, self._state = self._open(epoch)
 
     def read(self) -> Any:
@@ -329,10 +311,9 @@ class Stream:
         if not self.is_iterator:
             iterable, iterator, state = self._open(epoch)
         if state is None:
-            raise DataError(
-                "source: expected a stream with a state of its own, like the one whose position "
-                f"was saved, got {tree.describe_value(self._source)}; give the same one"
-            )
+            expected = "a stream with its own state, like the one whose position was saved"
+            got = tree.describe_value(self._source)
+            refuse("source", expected, got, "give the same one", kind=DataError)
         value = position["text"].encode() if "text" in position else position["json"]
         try:
             getattr(state.holder, state.setter)(value)
@@ -376,10 +357,10 @@ def _iterate(iterable: Any) -> Any:
     if hasattr(iterable, "as_numpy_iterator"):
         return iterable.as_numpy_iterator()
     if not hasattr(type(iterable), "__iter__"):
-        raise DataError(
-            "source: expected a function that makes an iterator or an iterable, got one that "
-            f"makes {tree.describe_value(iterable)}; return an iterable, or yield the examples"
-        )
+        got = f"one that makes {tree.describe_value(iterable)}"
+        advice = "return an iterable, or yield the examples"
+        expected = "a function that makes an iterator or an iterable"
+        refuse("source", expected, got, advice, kind=DataError)
     return iter(iterable)
 
 

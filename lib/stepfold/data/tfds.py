@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from stepfold import tree
-from stepfold.data.sources import Rows, SequenceSource
-from stepfold.errors import ConfigError, DataError, refuse
+from stepfold.core.validation import read_instance
+from stepfold.data.order import Rows
+from stepfold.data.sources import SequenceSource
+from stepfold.errors import DataError, refuse
 
 _PREPARE = "prepare it once, with builder.download_and_prepare(file_format='array_record')"
 
@@ -37,31 +39,26 @@ def tfds_source(dataset: Any, split: str, *, data_dir: Any = None) -> "TfdsSourc
     ...
     stepfold.errors.DataError: tfds_source: expected 'mnist' to be prepared in /nowhere, ...
     """
-    if not isinstance(split, str):
-        expected = "one split, such as 'train[:90%]'"
-        refuse("tfds_source", expected, tree.describe_value(split), "open each split by itself")
+    expected = "one split, such as 'train[:90%]'"
+    read_instance("tfds_source", split, str, expected, "open each split by itself")
     if isinstance(dataset, str):
         builder = _find(dataset, data_dir)
     else:
         builder = dataset
         if not hasattr(builder, "as_data_source") or data_dir is not None:
-            raise ConfigError(
-                "tfds_source: expected the name of a dataset, or a builder and no data_dir, got "
-                f"{tree.describe_value(dataset)} and data_dir={data_dir!r}"
-            )
+            expected = "the name of a dataset, or a builder and no data_dir"
+            got = f"{tree.describe_value(dataset)} and data_dir={data_dir!r}"
+            refuse("tfds_source", expected, got)
         if not builder.is_prepared():
-            raise DataError(
-                f"tfds_source: expected {builder.info.full_name} to be prepared in "
-                f"{builder.data_dir}, found nothing there; {_PREPARE}"
-            )
+            expected = f"{builder.info.full_name} to be prepared in {builder.data_dir}"
+            refuse("tfds_source", expected, "nothing there", _PREPARE, kind=DataError)
     _check_format(builder)
     try:
         source = builder.as_data_source(split, file_format="array_record")
     except ValueError as error:
-        raise ConfigError(
-            f"tfds_source: expected a split of {builder.info.full_name} that is not empty, of "
-            f"{', '.join(builder.info.splits)}, got {split!r}"
-        ) from error
+        splits = ", ".join(builder.info.splits)
+        expected = f"a split of {builder.info.full_name} that is not empty, of {splits}"
+        refuse("tfds_source", expected, repr(split), cause=error)
     return TfdsSource(source, builder.info, split)
 
 
@@ -73,11 +70,10 @@ def _find(name: str, data_dir: Any) -> Any:
         return tfds.core.read_only_builder.builder_from_files(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
         where = tfds.core.constants.DATA_DIR if data_dir is None else data_dir
-        raise DataError(
-            f"tfds_source: expected {name!r} to be prepared in {where}, found no such dataset or "
-            f"version there; {_PREPARE} of builder = tfds.builder({name!r}, data_dir=…), or give "
-            "its directory as data_dir=…"
-        ) from error
+        expected, got = f"{name!r} to be prepared in {where}", "no such dataset or version there"
+        builder = f"builder = tfds.builder({name!r}, data_dir=…)"
+        advice = f"{_PREPARE} of {builder}, or give its directory as data_dir=…"
+        refuse("tfds_source", expected, got, advice, kind=DataError, cause=error)
 
 
 def _check_format(builder: Any) -> None:
@@ -89,11 +85,10 @@ def _check_format(builder: Any) -> None:
         "tfrecord": "which only TensorFlow reads, and only in order",
     }
     got = ", ".join(f"{form}, {why[form]}" if form in why else form for form in formats)
-    raise DataError(
-        f"tfds_source: expected {builder.info.full_name} as array_record, got {got or 'none'}; "
-        f"in another data_dir, {_PREPARE}; or give sf.batches the pipeline that tfds.load makes, "
-        "which is a stream"
-    )
+    expected = f"{builder.info.full_name} as array_record"
+    stream = "give sf.batches the pipeline that tfds.load makes, which is a stream"
+    advice = f"in another data_dir, {_PREPARE}; or {stream}"
+    refuse("tfds_source", expected, got or "none", advice, kind=DataError)
 
 
 class TfdsSource(SequenceSource):
@@ -130,12 +125,12 @@ def _decoder(feature: Any) -> Callable[[Any], Any] | None:
         return _decoder(feature.feature)
     if not isinstance(feature, features.FeaturesDict):
         return None
-    found = {name: _decoder(inner) for name, inner in feature.items()}
-    texts = {name: decode for name, decode in found.items() if decode is not None}
+    decoders = {name: _decoder(inner) for name, inner in feature.items()}
+    texts = {name: decode for name, decode in decoders.items() if decode is not None}
     if not texts:
         return None
     return lambda value: value | {name: decode(value[name]) for name, decode in texts.items()}
 
 
 def _text(value: Any) -> Any:
-    return value.decode() if isinstance(value, bytes) else [_text(some) for some in value]
+    return value.decode() if isinstance(value, bytes) else [_text(item) for item in value]
