@@ -137,7 +137,7 @@ VALID = {
     },
     "make_train_step": lambda: {
         "loss_fn": loss_fn, "tx": TX, "accumulate": 1, "precision": "f32", "remat": None,
-        "skip_nonfinite": False, "stateful": False, "grad": sf.value_and_grad,
+        "skip_nonfinite": False, "stateful": False, "grad": sf.make_grad,
     },
     "mix": lambda: {"sources": [(DATA, 1.0), (DATA, 2.0)], "seed": 0},
     "only_warn": lambda: {"hook": lambda event: None},
@@ -173,7 +173,7 @@ VALID = {
     "stop_on_spike": lambda: {"metric": "train/loss", "window": 10, "deviations": 3.0},
     "tensorboard_writer": lambda: {"folder": folder()},
     "throughput": lambda: {"flops": 1.0, "peak": 1.0, "dtype": "bfloat16", "tokens": len},
-    "value_and_grad": lambda: {
+    "make_grad": lambda: {
         "loss_fn": loss_fn, "accumulate": 1, "stateful": False, "accumulator_dtype": jnp.float32,
     },
     "verify": lambda: {"directory": saved()},

@@ -11,10 +11,10 @@ import optax
 from stepfold import tree
 from stepfold.core.gradients import (
     GradFn,
+    make_grad,
     options_of,
     read_gradients,
     rematerialized,
-    value_and_grad,
 )
 from stepfold.core.loss import LossFn, Metrics, checked, mean, total_of
 from stepfold.core.optimizer import (
@@ -55,7 +55,7 @@ def make_train_step(
     remat: str | bool | Callable[..., bool] | None = None,
     skip_nonfinite: bool = False,
     stateful: bool = False,
-    grad: Callable[..., GradFn] = value_and_grad,
+    grad: Callable[..., GradFn] = make_grad,
 ) -> StepFn:
     """Make a train step, a function `(state, batch) -> (state, metrics)`.
 
@@ -80,7 +80,7 @@ def make_train_step(
       stateful: whether the loss function carries a model state.
       grad: a function from a loss function to a `GradFn`. It gets those of the keywords
         `accumulate=` and `stateful=` that it accepts. Set others by a `functools.partial`, such as
-        `accumulator_dtype=` of `value_and_grad`. It returns the gradients of the loss, also
+        `accumulator_dtype=` of `make_grad`. It returns the gradients of the loss, also
         with `dynamic_loss_scale`: the loss function applies and removes the scale in its backward
         pass (and then supports no forward mode). It must propagate NaN and inf, since they signal
         an overflow. For `optax.contrib.dpsgd` it returns the gradients of the examples, stacked
