@@ -128,7 +128,7 @@ VALID = {
     "latest_step": lambda: {"directory": saved()},
     "load_params": lambda: {"path": exported(), "like": PARAMS, "names": None, "cast": False},
     "log_to": lambda: {"writer": sf.Writer(), "every": 1, "everywhere": False},
-    "make_eval_step": lambda: {"loss_fn": loss_fn, "precision": "f32", "stateful": False},
+    "make_eval_step": lambda: {"loss_fn": loss_fn, "precision": None, "stateful": False},
     "make_mesh": lambda: {
         "dims": (1,), "names": ("fsdp",), "dcn_dims": None, "devices": jax.devices()[:1],
     },
@@ -136,7 +136,7 @@ VALID = {
         "tree": PARAMS, "mesh": MESH, "rules": sf.fsdp(), "misfit": "error",
     },
     "make_train_step": lambda: {
-        "loss_fn": loss_fn, "tx": TX, "accumulate": 1, "precision": "f32", "remat": None,
+        "loss_fn": loss_fn, "tx": TX, "accumulate": 1, "precision": None, "remat": None,
         "skip_nonfinite": False, "stateful": False, "grad": sf.make_grad,
     },
     "mix": lambda: {"sources": [(DATA, 1.0), (DATA, 2.0)], "seed": 0},
