@@ -164,7 +164,7 @@ VALID = {
     },
     "shard_batch": lambda: {"batch": ROWS, "mesh": MESH, "axes": "fsdp"},
     "sharding_table": lambda: {"tree": PARAMS, "plan": None},
-    "skip_spikes": lambda: {"tx": TX, "window": 10, "sigma": 3.0},
+    "skip_spikes": lambda: {"tx": TX, "window": 10, "deviations": 3.0},
     "stop_after": lambda: {"seconds": 1.0},
     "stop_early": lambda: {
         "metric": "eval/loss", "patience": 1, "mode": "min", "min_delta": 0.0, "keep_state": False,
