@@ -52,7 +52,7 @@ def compiled(layout, n, way, layers, width):
         # Without a constraint the compiler may shard activations like the parameters.
         rows = NamedSharding(mesh, PartitionSpec(("dp", "fsdp")))
         spread = partial(jax.lax.with_sharding_constraint, shardings=rows)
-        loss, grad = partial(loss_fn, spread=spread), sf.value_and_grad
+        loss, grad = partial(loss_fn, spread=spread), sf.make_grad
     step = sf.make_train_step(loss, tx, accumulate=n, grad=grad)
     report = sf.describe(step, shape, make_batch(4 * n * mesh.size), sharding=plan)
 

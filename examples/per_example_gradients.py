@@ -2,7 +2,7 @@
 
 Run it with `python examples/per_example_gradients.py`; it takes some seconds on two cores. A step
 takes another way to a gradient by `grad=`, a function from a loss function to a `GradFn`. This one
-maps `sf.value_and_grad` over the examples, and returns their gradients along a leading axis, as
+maps `sf.make_grad` over the examples, and returns their gradients along a leading axis, as
 `optax.contrib.differentially_private_aggregate` and `dpsgd` expect them. These clip each one, sum
 them, and add noise. An accountant, such as Google's `dp_accounting`, computes the privacy.
 """
@@ -40,7 +40,7 @@ def loss_fn(params, batch, _key):
 
 def per_example(loss_fn):
     """Return the gradient of each example, with two metrics of them."""
-    of_one = sf.value_and_grad(loss_fn)
+    of_one = sf.make_grad(loss_fn)
 
     def grad_fn(params, batch, key, model_state):
         rows = jax.tree.map(lambda x: x[:, None], batch)  # batches of one example

@@ -40,7 +40,7 @@ def checked_by_neighbours(mesh, wrong=None):
     back = [(receiver, sender) for sender, receiver in ring]
 
     def grad(loss_fn):
-        of_rows = sf.value_and_grad(loss_fn)
+        of_rows = sf.make_grad(loss_fn)
 
         def on_one_device(params, batch, key):
             device = lax.axis_index("dp")

@@ -128,7 +128,7 @@ VALID = {
     "latest_step": lambda: {"directory": saved()},
     "load_params": lambda: {"path": exported(), "like": PARAMS, "names": None, "cast": False},
     "log_to": lambda: {"writer": sf.Writer(), "every": 1, "everywhere": False},
-    "make_eval_step": lambda: {"loss_fn": loss_fn, "precision": "f32", "stateful": False},
+    "make_eval_step": lambda: {"loss_fn": loss_fn, "precision": None, "stateful": False},
     "make_mesh": lambda: {
         "dims": (1,), "names": ("fsdp",), "dcn_dims": None, "devices": jax.devices()[:1],
     },
@@ -136,8 +136,8 @@ VALID = {
         "tree": PARAMS, "mesh": MESH, "rules": sf.fsdp(), "misfit": "error",
     },
     "make_train_step": lambda: {
-        "loss_fn": loss_fn, "tx": TX, "accumulate": 1, "precision": "f32", "remat": None,
-        "skip_nonfinite": False, "stateful": False, "grad": sf.value_and_grad,
+        "loss_fn": loss_fn, "tx": TX, "accumulate": 1, "precision": None, "remat": None,
+        "skip_nonfinite": False, "stateful": False, "grad": sf.make_grad,
     },
     "mix": lambda: {"sources": [(DATA, 1.0), (DATA, 2.0)], "seed": 0},
     "only_warn": lambda: {"hook": lambda event: None},
@@ -164,15 +164,15 @@ VALID = {
     },
     "shard_batch": lambda: {"batch": ROWS, "mesh": MESH, "axes": "fsdp"},
     "sharding_table": lambda: {"tree": PARAMS, "plan": None},
-    "skip_spikes": lambda: {"tx": TX, "window": 10, "sigma": 3.0},
+    "skip_spikes": lambda: {"tx": TX, "window": 10, "deviations": 3.0},
     "stop_early": lambda: {
         "metric": "eval/loss", "patience": 1, "mode": "min", "min_delta": 0.0, "keep_state": False,
     },
-    "stop_on_nonfinite": lambda: {"pattern": "train/loss"},
+    "stop_on_nonfinite": lambda: {"metric": "train/loss"},
     "stop_on_spike": lambda: {"metric": "train/loss", "window": 10, "deviations": 3.0},
     "tensorboard_writer": lambda: {"folder": folder()},
     "throughput": lambda: {"flops": 1.0, "peak": 1.0, "dtype": "bfloat16", "tokens": len},
-    "value_and_grad": lambda: {
+    "make_grad": lambda: {
         "loss_fn": loss_fn, "accumulate": 1, "stateful": False, "accumulator_dtype": jnp.float32,
     },
     "verify": lambda: {"directory": saved()},

@@ -3,6 +3,7 @@ import inspect
 import numpy as np
 import pytest
 
+import stepfold
 from stepfold import errors
 
 ALL = [
@@ -33,3 +34,21 @@ def test_a_refusal_has_the_cause_that_is_given():
     with pytest.raises(errors.ConfigError) as caught:
         errors.refuse("x", "a file", "none", cause=cause)
     assert caught.value.__cause__ is cause
+
+
+@pytest.mark.parametrize(("old", "new"), [("value_and_grad", "make_grad")])
+def test_a_renamed_function_gives_its_new_name(old, new):
+    with pytest.raises(AttributeError, match=f"stepfold: {old} is now {new}"):
+        getattr(stepfold, old)
+    with pytest.raises(ImportError, match=f"stepfold: {old} is now {new}"):
+        exec(f"from stepfold import {old}", {})
+    assert not hasattr(stepfold, old)
+    assert callable(getattr(stepfold, new))
+    assert old not in dir(stepfold)
+
+
+def test_an_unknown_name_is_not_there():
+    with pytest.raises(AttributeError, match="module 'stepfold' has no attribute 'missing'"):
+        _ = stepfold.missing
+    with pytest.raises(ImportError, match="cannot import name 'missing'"):
+        exec("from stepfold import missing", {})

@@ -30,6 +30,7 @@ DEFAULT = {
 SHORT = {
     "mup": {"widths": (64,)},
     "per_example_gradients": {"epochs": 3},
+    "replay_buffer": {"steps": 100},
     "silent_corruption": {"steps": 2},
     "subclass_adapter": {"steps": 20},
     "two_states": {"steps": 10},
@@ -205,6 +206,12 @@ def test_preferences_are_learned_and_show_in_generated_text(examples):
 
 
 @pytest.mark.full
+def test_a_replay_buffer_resumes_bit_for_bit(examples):
+    printed = examples.printed("replay_buffer")
+    assert "resumed from step 300 with the same bits: True" in printed
+    assert "goes right: 7 of 7" in printed
+
+
 def test_ensemble_beats_its_members_and_each_trains_as_if_alone(examples):
     printed = examples.printed("ensemble")
     *members, ensemble = numbers(r"test accuracy (\d\.\d+)", printed)

@@ -92,10 +92,10 @@ MISTAKES = {
         TypeError,
         r'loss_fn: sf.mean gives a total and a weight, .* return several as {"a": sf.mean',
     ),
-    "metrics that are numbers": (
-        lambda: trace(lambda p, b, key: (predict(p, b["x"]).mean(), {"top": b["x"].mean()})),
+    "metrics that are arrays": (
+        lambda: trace(lambda p, b, key: (predict(p, b["x"]).mean(), {"top": b["x"].mean(0)})),
         sf.LossError,
-        r"metrics/top: expected a clu.metrics.Metric, got float32\[\]; wrap values as sf.mean",
+        r"metrics/top: expected a number or a clu.metrics.Metric, got float32\[4\]; wrap values as",
     ),
     "metrics before the loss": (
         lambda: trace(lambda p, b, key: ({"top": sf.mean(b["x"])}, predict(p, b["x"]).mean())),

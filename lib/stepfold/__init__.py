@@ -7,7 +7,7 @@ from stepfold.checkpoint.series import Checkpoints, Series, Temporary, save
 from stepfold.checkpoint.verify import Contents, contents, latest_step, verify
 from stepfold.core.check import check_step
 from stepfold.core.ema import ema_params, get_ema
-from stepfold.core.gradients import value_and_grad
+from stepfold.core.gradients import make_grad
 from stepfold.core.loss import mean
 from stepfold.core.precision import Precision, dynamic_loss_scale
 from stepfold.core.spikes import skip_spikes
@@ -125,6 +125,7 @@ __all__ = [
     "load_params",
     "log_to",
     "make_eval_step",
+    "make_grad",
     "make_mesh",
     "make_sharding",
     "make_train_step",
@@ -161,9 +162,21 @@ __all__ = [
     "tensorboard_writer",
     "tfds_source",
     "throughput",
-    "value_and_grad",
     "verify",
     "wandb_writer",
     "watchdog",
     "weight_statistics",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Give the new name of a renamed one."""
+    import inspect
+
+    renamed = {"stop_after": "fit(time_limit=…)", "value_and_grad": "make_grad"}
+    if name not in renamed:
+        raise AttributeError(f"module 'stepfold' has no attribute {name!r}")
+    # `from stepfold import x` hides an AttributeError, and with it the new name.
+    caller = inspect.currentframe().f_back  # type: ignore[union-attr]
+    imports = caller is not None and "importlib" in caller.f_globals.get("__name__", "")
+    raise (ImportError if imports else AttributeError)(f"stepfold: {name} is now {renamed[name]}")

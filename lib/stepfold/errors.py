@@ -24,7 +24,7 @@ class ConfigError(StepfoldError, ValueError):
 
     >>> import stepfold as sf
     >>> try:
-    ...     sf.value_and_grad(lambda params, batch, key: params, accumulate=0)
+    ...     sf.make_grad(lambda params, batch, key: params, accumulate=0)
     ... except ValueError as error:
     ...     print(error)
     accumulate: expected an integer of at least 1, got 0
@@ -79,7 +79,7 @@ class DataError(StepfoldError, ValueError):
     """Raised if a batch, or the data it is made from, is invalid.
 
     >>> import jax, jax.numpy as jnp, stepfold as sf
-    >>> grad = sf.value_and_grad(lambda params, batch, key: params * batch.mean(), accumulate=4)
+    >>> grad = sf.make_grad(lambda params, batch, key: params * batch.mean(), accumulate=4)
     >>> grad(jnp.ones(()), jnp.ones(6), jax.random.key(0), ())
     Traceback (most recent call last):
     ...

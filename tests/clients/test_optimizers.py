@@ -126,7 +126,7 @@ def sharpest_near(rho):
     """Make a way to a gradient: that of the worst point near by (Foret et al., 2021)."""
 
     def grad(loss_fn, *, accumulate=1, stateful=False):
-        gradient = sf.value_and_grad(loss_fn, accumulate=accumulate, stateful=stateful)
+        gradient = sf.make_grad(loss_fn, accumulate=accumulate, stateful=stateful)
 
         def there(params, batch, key, model_state):
             grads, *seen = gradient(params, batch, key, model_state)
@@ -166,7 +166,7 @@ def test_step_uses_a_custom_gradient_function():
 
 def per_example(loss_fn):
     """Return the gradient of each example, along a leading axis."""
-    of_one = sf.value_and_grad(loss_fn)
+    of_one = sf.make_grad(loss_fn)
 
     def grad_fn(params, batch, key, model_state):
         rows = jax.tree.map(lambda x: x[:, None], batch)

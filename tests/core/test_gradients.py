@@ -26,7 +26,7 @@ def test_grads_terms_metrics_and_state_come_back(run, key, n):
     def loss(params, batch, key, state):
         return params["w"].sum(), {"m": sf.mean(batch["mask"])}, state + 1
 
-    grad_fn = run(sf.value_and_grad(loss, accumulate=n, stateful=True))
+    grad_fn = run(sf.make_grad(loss, accumulate=n, stateful=True))
     grads, terms, metrics, state = grad_fn(PARAMS, BATCH, key, jnp.zeros((), int))
     chex.assert_trees_all_close(grads, {"w": jnp.ones(3)}, rtol=1e-6)
     assert terms["loss"].compute() == pytest.approx(-0.5)
@@ -46,12 +46,12 @@ def test_one_microbatch_is_the_bare_gradient(key):
 
     ours, theirs = (
         jax.jit(f).lower(PARAMS, BATCH, key, ()).compile().cost_analysis()
-        for f in (sf.value_and_grad(loss_fn), bare)
+        for f in (sf.make_grad(loss_fn), bare)
     )
     assert ours["flops"] == theirs["flops"]
     assert ours["bytes accessed"] == theirs["bytes accessed"]
     draw = lambda p, b, k: (p["w"].sum(), {"u": sf.mean(jax.random.uniform(k))})
-    *_, metrics, _ = sf.value_and_grad(draw)(PARAMS, BATCH, key, ())
+    *_, metrics, _ = sf.make_grad(draw)(PARAMS, BATCH, key, ())
     assert metrics["u"].compute() == jax.random.uniform(key)  # of the key itself
 
 
@@ -67,7 +67,7 @@ def test_microbatch_i_holds_every_nth_example_and_its_own_key(key):
         return params["w"].sum(), {}, state
 
     start = {"i": jnp.int32(0), "x": jnp.zeros((4, 3)), "u": jnp.zeros(4)}
-    grad_fn = sf.value_and_grad(loss, accumulate=4, stateful=True)
+    grad_fn = sf.make_grad(loss, accumulate=4, stateful=True)
     *_, state = jax.jit(grad_fn)(PARAMS, BATCH, key, start)
     chex.assert_trees_all_equal(np.asarray(state["x"]), np.stack([X[i::4, 0] for i in range(4)]))
     keys = [jax.random.uniform(jax.random.fold_in(key, i)) for i in range(4)]
@@ -86,7 +86,7 @@ def test_weights_may_hang_on_the_key_and_on_the_model_state(key):
             parts.append(loss(params, part, jax.random.fold_in(key, i), jnp.float32(i))[0])
         return sum(p.total for p in parts) / sum(p.count for p in parts)
 
-    grad_fn = jax.jit(sf.value_and_grad(loss, accumulate=3, stateful=True))
+    grad_fn = jax.jit(sf.make_grad(loss, accumulate=3, stateful=True))
     grads, terms, _, seen = grad_fn(PARAMS, BATCH, key, jnp.float32(0))
     want, want_grads = jax.value_and_grad(whole)(PARAMS)
     assert terms["loss"].compute() == pytest.approx(float(want))
@@ -111,8 +111,8 @@ def test_metrics_of_every_kind_merge_over_microbatches(key):
             "all": everything.from_model_output(x=batch["x"]),
         }
 
-    one = jax.jit(sf.value_and_grad(loss))(PARAMS, BATCH, key, ())[2]
-    four = jax.jit(sf.value_and_grad(loss, accumulate=4))(PARAMS, BATCH, key, ())[2]
+    one = jax.jit(sf.make_grad(loss))(PARAMS, BATCH, key, ())[2]
+    four = jax.jit(sf.make_grad(loss, accumulate=4))(PARAMS, BATCH, key, ())[2]
     chex.assert_trees_all_equal(one["accuracy"], four["accuracy"])
     assert four["largest"].total == X.max()
     with jax.numpy_dtype_promotion("standard"):  # clu divides a float by an integer
@@ -121,13 +121,13 @@ def test_metrics_of_every_kind_merge_over_microbatches(key):
     np.testing.assert_array_equal(want, got)
     with jax.enable_x64(True):
         count = lambda p, b, k: (p["w"].sum(), {"m": sf.mean(b["mask"])})
-        metrics = jax.jit(sf.value_and_grad(count, accumulate=3))(PARAMS, BATCH, key, ())[2]
+        metrics = jax.jit(sf.make_grad(count, accumulate=3))(PARAMS, BATCH, key, ())[2]
         assert metrics["m"].total.dtype == jnp.int32
 
 
 def test_the_forward_pass_of_the_weights_is_dropped_by_the_compiler(key):
     def products(loss, n):
-        lowered = jax.jit(sf.value_and_grad(loss, accumulate=n)).lower(PARAMS, BATCH, key, ())
+        lowered = jax.jit(sf.make_grad(loss, accumulate=n)).lower(PARAMS, BATCH, key, ())
         return lowered.compile().as_text().count(" dot(")
 
     def of_parameters(params, batch, key):
@@ -147,7 +147,7 @@ def test_temporaries_do_not_grow_with_the_number_of_microbatches(key):
 
     def temporaries(n):
         params, batch = jnp.ones((32, 32)), jnp.ones((4096, 32))
-        lowered = jax.jit(sf.value_and_grad(loss, accumulate=n)).lower(params, batch, key, ())
+        lowered = jax.jit(sf.make_grad(loss, accumulate=n)).lower(params, batch, key, ())
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     sizes = [temporaries(n) for n in (1, 4, 16, 64)]
@@ -163,9 +163,7 @@ def test_gradients_come_in_the_parameters_dtype_and_add_up_in_float32(key):
 
     def error(dtype, **options):
         params, batch = jnp.ones(4, dtype), jnp.asarray(x, dtype)
-        grads = jax.jit(sf.value_and_grad(loss, accumulate=256, **options))(params, batch, key, ())[
-            0
-        ]
+        grads = jax.jit(sf.make_grad(loss, accumulate=256, **options))(params, batch, key, ())[0]
         assert grads.dtype == dtype
         return np.abs(np.asarray(grads, np.float32) - want).max()
 
@@ -182,8 +180,8 @@ def test_integer_and_key_leaves_of_a_batch_are_split_too(key):
         noise = jax.vmap(jax.random.uniform)(batch["key"])
         return sf.mean(params["w"].sum() * (noise + batch["n"].astype(jnp.float32)))
 
-    want = jax.jit(sf.value_and_grad(loss))(PARAMS, batch, key, ())
-    got = jax.jit(sf.value_and_grad(loss, accumulate=3))(PARAMS, batch, key, ())
+    want = jax.jit(sf.make_grad(loss))(PARAMS, batch, key, ())
+    got = jax.jit(sf.make_grad(loss, accumulate=3))(PARAMS, batch, key, ())
     chex.assert_trees_all_close(got, want, rtol=1e-5)
 
 
@@ -191,19 +189,19 @@ def test_integer_and_key_leaves_of_a_batch_are_split_too(key):
 def test_a_dtype_that_gradients_cannot_add_up_in_is_refused_when_built(dtype):
     message = "accumulator_dtype: expected a floating dtype or None, got"
     with pytest.raises(sf.ConfigError, match=message):
-        sf.value_and_grad(loss_fn, accumulate=2, accumulator_dtype=dtype)
+        sf.make_grad(loss_fn, accumulate=2, accumulator_dtype=dtype)
 
 
 def test_a_number_of_microbatches_may_be_numpys(key):
-    want = jax.jit(sf.value_and_grad(loss_fn, accumulate=2))(PARAMS, BATCH, key, ())
-    got = jax.jit(sf.value_and_grad(loss_fn, accumulate=np.int64(2)))(PARAMS, BATCH, key, ())
+    want = jax.jit(sf.make_grad(loss_fn, accumulate=2))(PARAMS, BATCH, key, ())
+    got = jax.jit(sf.make_grad(loss_fn, accumulate=np.int64(2)))(PARAMS, BATCH, key, ())
     chex.assert_trees_all_equal(got, want)
 
 
 @pytest.mark.parametrize("n", [0, -1, 2.0, "2", None, True, np.True_])
 def test_a_number_of_microbatches_that_is_none_is_refused_when_built(n):
     with pytest.raises(sf.ConfigError, match="accumulate: expected an integer of at least 1, got"):
-        sf.value_and_grad(loss_fn, accumulate=n)
+        sf.make_grad(loss_fn, accumulate=n)
 
 
 @pytest.mark.parametrize(
@@ -225,14 +223,14 @@ def test_a_number_of_microbatches_that_is_none_is_refused_when_built(n):
     ],
 )
 def test_a_batch_that_does_not_divide_is_refused(key, batch, message):
-    grad_fn = sf.value_and_grad(lambda p, b, k: p["w"].sum(), accumulate=4)
+    grad_fn = sf.make_grad(lambda p, b, k: p["w"].sum(), accumulate=4)
     with pytest.raises(sf.DataError, match=message):
         jax.jit(grad_fn)(PARAMS, batch, key, ())
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_stateless_loss_leaves_a_model_state_as_it_is(key, n):
-    grad_fn = sf.value_and_grad(lambda p, b, k: p["w"].sum(), accumulate=n)
+    grad_fn = sf.make_grad(lambda p, b, k: p["w"].sum(), accumulate=n)
     for model_state in ({"n": jnp.arange(2)}, None, ()):
         after = jax.jit(grad_fn)(PARAMS, BATCH, key, model_state)[3]
         chex.assert_trees_all_equal(after, model_state)
@@ -241,13 +239,13 @@ def test_a_stateless_loss_leaves_a_model_state_as_it_is(key, n):
 @pytest.mark.parametrize("n", [1, 3])
 def test_parameters_on_the_host_are_parameters(key, n):
     host = {"w": np.array([1.0, -2.0, 0.5])}  # float64, which jax makes float32 of
-    grads = jax.jit(sf.value_and_grad(loss_fn, accumulate=n))(host, BATCH, key, ())[0]
+    grads = jax.jit(sf.make_grad(loss_fn, accumulate=n))(host, BATCH, key, ())[0]
     assert grads["w"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_parameters_without_a_gradient_are_refused_by_name(key, n):
-    grad_fn = sf.value_and_grad(lambda p, b, k: 0.0, accumulate=n)
+    grad_fn = sf.make_grad(lambda p, b, k: 0.0, accumulate=n)
     with pytest.raises(sf.ConfigError, match=r"params/n: expected floating numbers, got int32"):
         jax.jit(grad_fn)({"n": jnp.zeros(2, int)}, BATCH, key, ())
 
@@ -271,7 +269,7 @@ def test_the_shares_of_mapped_places_add_up_to_the_whole(key, n):
     shares = gradients_in_parts(loss, n, axes=("places",))
     mapped = jax.vmap(shares, in_axes=(None, 0, None, None), axis_name="places")
     grads, terms, metrics, _ = jax.jit(mapped)(PARAMS, places, key, ())
-    wanted, whole, _, _ = sf.value_and_grad(loss)(PARAMS, BATCH, key, ())
+    wanted, whole, _, _ = sf.make_grad(loss)(PARAMS, BATCH, key, ())
     chex.assert_trees_all_close(grads["w"].sum(0), wanted["w"], rtol=1e-5)
     assert terms["loss"].count.tolist() == [float(whole["loss"].count)] * 3
     assert terms["loss"].total[1] == pytest.approx(float(whole["loss"].total))
@@ -289,7 +287,7 @@ LOSSES_WITHOUT_PARAMETERS = [
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_loss_that_does_not_depend_on_the_parameters_is_refused(key, n):
     for loss in LOSSES_WITHOUT_PARAMETERS:
-        grad_fn = sf.value_and_grad(loss, accumulate=n)
+        grad_fn = sf.make_grad(loss, accumulate=n)
         with pytest.raises(sf.LossError, match="loss: expected a function of the parameters, got"):
             jax.eval_shape(grad_fn, PARAMS, BATCH, key, ())
 
@@ -297,7 +295,7 @@ def test_a_loss_that_does_not_depend_on_the_parameters_is_refused(key, n):
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_loss_that_only_updates_its_model_state_has_zero_gradients(key, n):
     loss = lambda p, b, k, state: (b["x"].mean(), {}, state + 1)
-    grad_fn = sf.value_and_grad(loss, accumulate=n, stateful=True)
+    grad_fn = sf.make_grad(loss, accumulate=n, stateful=True)
     grads, *_, state = grad_fn(PARAMS, BATCH, key, jnp.int32(0))
     assert not grads["w"].any()
     assert state == n
@@ -311,14 +309,14 @@ def test_a_loss_may_depend_on_some_parameters_alone_and_through_any_transformati
         return jax.lax.scan(row, jnp.float32(0), batch["x"])[0]
 
     for loss in (scanned, jax.jit(scanned), jax.checkpoint(scanned)):
-        grads, *_ = sf.value_and_grad(loss, accumulate=2)(params, BATCH, key, ())
+        grads, *_ = sf.make_grad(loss, accumulate=2)(params, BATCH, key, ())
         np.testing.assert_allclose(grads["w"], X.sum(0) / 2, rtol=1e-5)
         assert not grads["unused"].any()
 
 
 def test_gradients_can_be_differentiated_in_forward_and_in_reverse_mode(key):
     def norm(params):
-        grads, *_ = sf.value_and_grad(loss_fn)(params, BATCH, key, ())
+        grads, *_ = sf.make_grad(loss_fn)(params, BATCH, key, ())
         return (grads["w"] ** 2).sum()
 
     forward = jax.jvp(norm, (PARAMS,), ({"w": jnp.eye(3)[0]},))[1]
@@ -344,7 +342,7 @@ NO_BATCH = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 @pytest.mark.parametrize("n", [1, 3])
 def test_rematerialization_changes_no_number(key, remat, n):
     got, want = (
-        jax.jit(sf.value_and_grad(loss, accumulate=n))(LAYERS, ROWS, key, ())
+        jax.jit(sf.make_grad(loss, accumulate=n))(LAYERS, ROWS, key, ())
         for loss in (rematerialized(deep_loss, remat), deep_loss)
     )
     chex.assert_trees_all_close(got, want, rtol=1e-5)
@@ -355,7 +353,7 @@ def test_rematerialization_changes_no_number(key, remat, n):
     [(None, False), (False, False), ("everything_saveable", False), (True, True)],
 )
 def test_what_is_not_kept_is_computed_again(key, remat, again):
-    grad_fn = sf.value_and_grad(rematerialized(deep_loss, remat))
+    grad_fn = sf.make_grad(rematerialized(deep_loss, remat))
     computed = str(jax.make_jaxpr(grad_fn)(LAYERS, ROWS, key, ())).count(" = sin")
     assert (computed > 2 * len(LAYERS)) == again
 

@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from clu import metrics as clu_metrics
 from clu.metrics import Average
@@ -196,12 +197,14 @@ def test_checking_twice_changes_nothing():
         ((jnp.ones(()),), r"expected the loss or \(loss, metrics\), got a tuple of 1"),
         ((jnp.ones(()), [1]), r"metrics: .* got list .*; return \(loss, metrics\) in"),
         (
-            (jnp.ones(()), {"acc": 0.5}),
-            r"metrics/acc: expected a clu.metrics.Metric, got float 0.5",
+            (jnp.ones(()), {"acc": jnp.ones(3)}),
+            r"metrics/acc: expected a number or a clu.*got float32\[3\]; wrap values as sf.mean",
         ),
+        ((jnp.ones(()), {"acc": "high"}), r"metrics/acc: expected a number or .*got str 'high'"),
+        ((jnp.ones(()), {"z": 1j}), r"metrics/z: expected a number or .*got complex 1j"),
         (
-            (jnp.ones(()), {"acc": jnp.ones(())}),
-            r"metrics/acc: .*got float32\[\]; wrap values as sf",
+            (jnp.ones(()), {"key": jax.random.key(0)}),
+            r"metrics/key: expected a number or .*key",
         ),
         ((jnp.ones(()), {0: sf.mean(1.0)}), r"metrics: expected names as strings, got 0"),
     ],
@@ -302,6 +305,56 @@ def test_the_members_of_a_collection_are_metrics():
     collection = kinds.single_from_model_output(values=jnp.arange(3.0))
     _, metrics = call(lambda p, b, k: (p.sum(), collection))
     assert metrics == {"m": collection.m}
+
+
+@pytest.mark.parametrize("value", [0.5, np.float16(0.5), np.array(0.5), jnp.array(0.5)])
+def test_a_number_is_a_metric_of_weight_one(value):
+    _, metrics = call(lambda p, b, k: (p.sum(), {"rate": value}))
+    assert type(metrics["rate"]) is Average
+    chex.assert_trees_all_equal(metrics["rate"], sf.mean(value))
+
+
+@pytest.mark.parametrize("value", [True, 3, jnp.int32(3)])
+def test_a_count_and_a_flag_are_metrics_too(value):
+    _, metrics = call(lambda p, b, k: (p.sum(), {"count": value}))
+    assert float(metrics["count"].total) == float(value)
+    assert int(metrics["count"].count) == 1
+
+
+def test_numbers_as_metrics_are_averaged_over_microbatches():
+    def loss_fn(params, batch, key):
+        return sf.mean(params * batch), {"rate": 0.25, "largest": batch.max()}
+
+    batch = jnp.arange(8.0)
+    for n in (1, 2, 4):
+        grad_fn = jax.jit(sf.make_grad(loss_fn, accumulate=n))
+        _, _, metrics, _ = grad_fn(jnp.ones(()), batch, jax.random.key(0), ())
+        assert metrics["rate"].compute() == 0.25
+        # microbatch i has the examples i, i + n, …, of which the last is the largest
+        assert metrics["largest"].compute() == sum(range(8 - n, 8)) / n
+        assert metrics["largest"].count == n
+
+
+def test_a_collection_with_a_loss_of_its_own_is_reported_next_to_that_of_the_step():
+    fields = {"loss": "nll", "seen": "nll"}
+    kinds = clu_metrics.Collection.create(
+        **{name: clu_metrics.Average.from_output(output) for name, output in fields.items()}
+    )
+
+    def loss_fn(params, batch, key):
+        nll = params * batch
+        return nll.sum(), kinds.single_from_model_output(nll=nll)
+
+    tx, batch = optax.sgd(0.1), jnp.arange(4.0)
+    state = sf.init_state(jnp.array(2.0), tx, jax.random.key(0))
+    trained = sf.make_train_step(loss_fn, tx, accumulate=2)(state, batch)[1]
+    metrics = sf.make_eval_step(loss_fn)(state, batch)
+    for name in ("metrics/loss", "seen"):
+        assert int(trained[name].total) == int(metrics[name].total) == 12
+        assert int(trained[name].count) == int(metrics[name].count) == 4
+    assert metrics["loss"].compute() == 12.0
+    with pytest.raises(sf.LossError, match="metrics/loss: the name is taken; the step itself"):
+        sf.make_eval_step(lambda p, b, k: (p, {"loss": 1.0}))(state, None)
 
 
 def test_metrics_of_clu_pass_through_as_they_are():

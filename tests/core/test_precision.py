@@ -1,3 +1,5 @@
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,6 +58,45 @@ def test_parameters_and_optimizer_stay_in_their_own_dtype():
         assert {leaf.dtype for leaf in jax.tree.leaves(tree)} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.parametrize("make", [sf.make_train_step, sf.make_eval_step])
+def test_nothing_is_cast_by_default(make):
+    mixed = {"w": jnp.ones((3, 2), jnp.bfloat16), "norm": {"scale": jnp.ones(2)}}
+    seen, _ = dtypes_in(None, mixed, BATCH | {"x": np.ones((4, 3), np.float16)}, make=make)
+    assert seen["params"] == {"w": "bfloat16", "norm": {"scale": "float32"}}
+    assert seen["batch"]["x"] == "float16"
+    assert inspect.signature(make).parameters["precision"].default is None
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 4}, {"remat": True}])
+def test_bf16_parameters_stay_bf16_by_default(options):
+    seen = set()
+
+    def loss_fn(params, batch, key):
+        product = batch @ params
+        seen.add(product.dtype.name)
+        return sf.mean(product**2)
+
+    tx = optax.adam(0.1)
+    state = sf.init_state(jnp.ones(3, jnp.bfloat16), tx, jax.random.key(0))
+    step = jax.jit(sf.make_train_step(loss_fn, tx, **options))
+    state, metrics = step(state, jnp.ones((8, 3), jnp.bfloat16))
+    assert seen == {"bfloat16"}
+    assert state.params.dtype == state.opt_state[0].mu.dtype == jnp.bfloat16
+    assert metrics["loss"].compute().dtype == metrics["grad_norm"].compute().dtype == jnp.float32
+
+
+def test_bf16_gradients_are_accumulated_in_float32_by_default():
+    loss_fn = lambda params, batch, key: sf.mean(params * batch)
+    batch = jnp.array([256.0] + 255 * [1.0], jnp.bfloat16)  # 256 + 1 is 256 in bfloat16
+    take = lambda **options: sf.make_grad(loss_fn, accumulate=256, **options)(
+        jnp.ones((), jnp.bfloat16), batch, jax.random.key(0), ()
+    )
+    grads, *_ = take()
+    assert grads.dtype == jnp.bfloat16
+    assert grads == jnp.bfloat16(511 / 256)
+    assert take(accumulator_dtype=None)[0] < 511 / 256 * 0.9
+
+
 def test_the_model_state_is_not_cast():
     seen, state = dtypes_in("bf16", stateful=True)
     assert seen["state"] == ({"mean": "float32"},)
@@ -90,10 +131,10 @@ def test_loss_and_means_are_float32_in_bf16():
     assert metrics["loss"].compute() == metrics["m"].compute() == 1 + 2**-7
 
 
-@pytest.mark.parametrize("name", ["fp32", "bfloat16", None, 16, jnp.bfloat16])
+@pytest.mark.parametrize("name", ["fp32", "bfloat16", 16, jnp.bfloat16, False])
 def test_an_unknown_name_is_refused(name):
     with pytest.raises(
-        sf.ConfigError, match="precision: expected one of f32, bf16, f16 or a Precis"
+        sf.ConfigError, match="precision: expected one of f32, bf16, f16, a Precision or None"
     ):
         sf.make_train_step(lambda p, b, k: 0.0, optax.sgd(0.1), precision=name)
 

@@ -1,3 +1,7 @@
+import gc
+import weakref
+from functools import partial
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -180,6 +184,103 @@ def test_the_second_step_compiles_nothing(key, where, compiles):
     for _ in range(2):
         state, _ = step(state, batch)
     assert compiles == []
+
+
+@pytest.mark.parametrize("source", ["function", "arrays", "plan", "stateful"])
+def test_a_second_init_of_the_same_model_does_not_compile(source, compiles):
+    def initialize(seed):
+        tx, key = optax.adam(1e-3), jax.random.key(seed)  # both new in each call, as the lambdas
+        made = lambda key: init(key) if source != "stateful" else (init(key), {"n": jnp.zeros(())})
+        sharding = None
+        if source == "plan":
+            sharding = plan_for(jax.eval_shape(lambda key: sf.init_state(made, tx, key), key))
+        given = jax.tree.map(np.asarray, init(key)) if source == "arrays" else made
+        compiles.clear()
+        stateful = source == "stateful"
+        return sf.init_state(given, tx, key, stateful=stateful, sharding=sharding)
+
+    state = initialize(0)
+    again = initialize(0)
+    assert compiles == []
+    chex.assert_trees_all_equal(again.params, state.params)
+    other = initialize(1)
+    assert compiles == []
+    assert not np.array_equal(other.params["w"], state.params["w"])
+
+
+def test_init_sees_what_the_function_reads_at_each_call(key):
+    settings = {"size": 2, "scale": 1.0, "bias": np.zeros(3)}
+
+    def read(key):
+        weights = settings["scale"] * jax.random.normal(key, (settings["size"],))
+        return {"w": weights, "b": jnp.asarray(settings["bias"])}
+
+    first = sf.init_state(read, optax.sgd(0.1), key).params
+    settings["scale"] = 2.0
+    chex.assert_trees_all_equal(
+        sf.init_state(read, optax.sgd(0.1), key).params["w"], 2 * first["w"]
+    )
+    settings["bias"][1] = -0.0
+    assert np.signbit(sf.init_state(read, optax.sgd(0.1), key).params["b"][1])
+    settings["size"] = 3
+    assert sf.init_state(read, optax.sgd(0.1), key).params["w"].shape == (3,)
+
+
+@pytest.mark.parametrize("call", [lambda ones: lambda _: ones, lambda ones: ones])
+def test_equal_programs_for_other_containers_return_these(key, call):
+    ones = jnp.ones(7)
+    for params in ([ones], (ones,), {"w": ones}, {"v": ones}, Module(ones)):
+        state = sf.init_state(call(params), optax.sgd(0.1), key)
+        assert jax.tree.structure(state.params) == jax.tree.structure(params)
+
+
+def test_init_keeps_no_model_alive(key):
+    class Model:
+        def __init__(self):
+            self.table = np.arange(6.0, dtype=np.float32)
+
+        def init(self, key):
+            return {"table": jnp.asarray(self.table), "w": jax.random.normal(key, (3,))}
+
+    model = Model()
+    watched = weakref.ref(model), weakref.ref(model.table)
+    sf.init_state(model.init, optax.sgd(0.1), key)
+    sf.init_state(partial(lambda model, key: model.init(key), model), optax.sgd(0.1), key)
+    del model
+    gc.collect()
+    assert [reference() for reference in watched] == [None, None]
+
+
+def test_init_calls_the_python_function_of_each_callback(key):
+    def through_python(value):
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        return lambda _: {"w": jax.pure_callback(lambda: np.float32(value), shape)}
+
+    made = [sf.init_state(through_python(value), optax.sgd(0.1), key) for value in (1, 2)]
+    assert [float(state.params["w"]) for state in made] == [1, 2]
+
+
+def test_init_of_traced_arrays_is_traced(key):
+    scaled = lambda scale: sf.init_state(lambda _: {"w": scale * jnp.ones(2)}, optax.sgd(0.1), key)
+    assert jax.vmap(scaled)(jnp.arange(3.0)).params["w"].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert jax.grad(lambda scale: scaled(scale).params["w"].sum())(1.0) == 2
+    jaxpr = jax.make_jaxpr(lambda: scaled(1.0))()
+    assert "random_fold_in" in str(jaxpr)  # staged, not computed while tracing
+
+
+def test_donating_one_state_leaves_the_next_one_alone(key):
+    fixed = jnp.arange(16.0)
+    states = [sf.init_state(lambda _: {"w": fixed}, optax.adam(0.1), key) for _ in range(2)]
+    jax.jit(lambda state: jax.tree.map(lambda x: x, state), donate_argnums=0)(states[0])
+    chex.assert_trees_all_equal(states[1].params["w"], jnp.arange(16.0))
+    chex.assert_trees_all_equal(fixed, jnp.arange(16.0))
+
+
+def test_debug_nans_finds_a_nan_in_init(key):
+    nan = lambda key: {"w": jnp.log(-jax.random.uniform(key, (3,)) - 1)}
+    assert np.isnan(sf.init_state(nan, optax.sgd(0.1), key).params["w"]).all()
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        sf.init_state(nan, optax.sgd(0.1), key)
 
 
 @pytest.mark.parametrize("source", [init, init(jax.random.key(0))])

@@ -295,7 +295,7 @@ def per_example_clipping(bound):
     """Clip every example's own gradient, as private training does."""
 
     def grad(loss_fn):
-        one = sf.value_and_grad(loss_fn)
+        one = sf.make_grad(loss_fn)
 
         def grad_fn(params, batch, key, model_state):
             rows = jax.tree.map(lambda x: x[:, None], batch)
@@ -333,7 +333,7 @@ def test_grad_takes_another_way_to_a_gradient():
 
 def test_grad_may_return_the_gradient_of_each_example_to_an_optimizer_that_aggregates_them():
     def each(loss_fn):
-        one = sf.value_and_grad(loss_fn)
+        one = sf.make_grad(loss_fn)
 
         def grad_fn(params, batch, key, model_state):
             rows = jax.tree.map(lambda x: x[:, None], batch)
@@ -397,16 +397,16 @@ def test_grad_is_given_the_options_that_it_takes():
 
     def everything(loss_fn, **options):
         asked.append(options)
-        return sf.value_and_grad(loss_fn, **options)
+        return sf.make_grad(loss_fn, **options)
 
     def required(loss_fn, *, accumulate):
         asked.append(accumulate)
-        return sf.value_and_grad(loss_fn, accumulate=accumulate)
+        return sf.make_grad(loss_fn, accumulate=accumulate)
 
     make(grad=everything, accumulate=3)
     make(lambda p, b, k, s: 0.0, grad=everything, stateful=True)
     make(grad=required)
-    make(grad=functools.partial(sf.value_and_grad, accumulator_dtype=None), accumulate=3)
+    make(grad=functools.partial(sf.make_grad, accumulator_dtype=None), accumulate=3)
     assert asked == [
         {"accumulate": 3, "stateful": False},
         {"accumulate": 1, "stateful": True},
@@ -426,17 +426,17 @@ def test_a_grad_that_cannot_do_what_is_asked_says_so_when_built():
 
 def test_partial_with_another_value_of_an_option_is_refused():
     message = "grad: expected a partial without accumulate=, got accumulate=4; pass it as make_tr"
-    for grad in (sf.value_and_grad, lambda loss_fn, **options: None):
+    for grad in (sf.make_grad, lambda loss_fn, **options: None):
         with pytest.raises(sf.ConfigError, match=message):
             make(grad=functools.partial(grad, accumulate=4))
         with pytest.raises(sf.ConfigError, match=message):
             make(grad=functools.partial(grad, accumulate=4), accumulate=2)
     with pytest.raises(sf.ConfigError, match="without stateful=, got stateful=True"):
-        make(grad=functools.partial(sf.value_and_grad, stateful=True))
+        make(grad=functools.partial(sf.make_grad, stateful=True))
 
 
 def test_partial_with_the_same_value_accumulates():
-    grad = functools.partial(sf.value_and_grad, accumulate=2)
+    grad = functools.partial(sf.make_grad, accumulate=2)
     (state, want), (_, got) = make(accumulate=2), make(accumulate=2, grad=grad)
     batch = jax.tree.map(lambda leaf: leaf[: len(leaf) // 2 * 2], BATCH)
     assert str(jax.make_jaxpr(want)(state, batch)) == str(jax.make_jaxpr(got)(state, batch))

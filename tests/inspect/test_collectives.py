@@ -220,7 +220,7 @@ def test_accumulation_reduces_once_or_each_time_and_it_shows(mesh):
     def loss(params, batch, key):
         return sf.mean((batch @ params) ** 2)
 
-    make = lambda n: sf.value_and_grad(loss, accumulate=n)
+    make = lambda n: sf.make_grad(loss, accumulate=n)
     grad = lambda p, b: make(4)(p, b, jax.random.key(0), ())[0]
     found = found_in(grad, mesh, array(mesh, (64, 32)), array(mesh, (64, 64), "dp"))
     (one,) = [one for one in found if one.bytes >= 64 * 32 * FLOAT and one.kind == "all-reduce"]

@@ -377,7 +377,7 @@ def init32(key):
     return {"in": jnp.ones((64, 256), jnp.float32), "out": jnp.ones((256, 32), jnp.float32)}
 
 
-@pytest.mark.parametrize("precision", ["f32", "bf16"])
+@pytest.mark.parametrize("precision", [None, "f32", "bf16"])
 def test_a_plain_step_is_not_remarked_on(precision):
     report = sf.describe(sf.make_train_step(loss_fn, TX, precision=precision), STATE, BATCH)
     assert report.remarks == ()

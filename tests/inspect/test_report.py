@@ -395,7 +395,7 @@ def test_sums_are_remarked_on_where_gradients_are_summed_whole(once):
     state = sf.init_state({"w": jnp.ones((128, 128))}, tx, jax.random.key(0))
     plan = sf.make_sharding(state, mesh)
     loss = lambda params, batch, key: sf.mean((batch @ params["w"]) ** 2)
-    grad = sf.reduce_once(plan) if once else sf.value_and_grad
+    grad = sf.reduce_once(plan) if once else sf.make_grad
     step = sf.make_train_step(loss, tx, grad=grad)
     report = sf.describe(step, state, jnp.ones((512, 128)), sharding=plan)
     words = "compiled for a CPU, which reduces the gradients of sharded parameters"

@@ -73,7 +73,7 @@ def draw(seed, mask, dtype):
 def check(factory, loss_fn, n, seed, mask, dtype, rtol):
     params, batch = draw(seed, mask, dtype)
     key = jax.random.key(seed)
-    want = compiled(sf.value_and_grad, loss_fn, 1, dtype)(params, batch, key, ())
+    want = compiled(sf.make_grad, loss_fn, 1, dtype)(params, batch, key, ())
     got = compiled(factory, loss_fn, n, dtype)(params, batch, key, ())
     chex.assert_trees_all_equal_dtypes(want[0], got[0], params)
     chex.assert_trees_all_close(got[0], want[0], rtol=rtol, atol=rtol)
@@ -96,7 +96,7 @@ some_mask = st.lists(st.booleans(), min_size=EXAMPLES, max_size=EXAMPLES)
 @given(n=st.sampled_from(COUNTS), seed=st.integers(0, 2**31 - 1), mask=some_mask)
 def test_microbatches_equal_the_full_batch(name, dtype, rtol, n, seed, mask):
     with jax.enable_x64(dtype == np.float64):
-        check(sf.value_and_grad, LOSSES[name], n, seed, mask, dtype, rtol)
+        check(sf.make_grad, LOSSES[name], n, seed, mask, dtype, rtol)
 
 
 def split(batch, n):
@@ -105,7 +105,7 @@ def split(batch, n):
 
 def mean_of_means(loss_fn, accumulate=1):
     """Average the gradients of microbatches, as most libraries do."""
-    full = sf.value_and_grad(loss_fn)
+    full = sf.make_grad(loss_fn)
 
     def grad_fn(params, batch, key, model_state):
         outs = [full(params, part, key, model_state) for part in split(batch, accumulate)]
@@ -129,7 +129,7 @@ def one_denominator(loss_fn, accumulate=1):
 
         return {name: over(term) for name, term in terms.items()}
 
-    return sf.value_and_grad(wrong, accumulate=accumulate)
+    return sf.make_grad(wrong, accumulate=accumulate)
 
 
 def weights_held_fixed(loss_fn, accumulate=1):
@@ -145,7 +145,7 @@ def weights_held_fixed(loss_fn, accumulate=1):
             is_leaf=lambda t: isinstance(t, Average),
         )
 
-    return sf.value_and_grad(wrong, accumulate=accumulate)
+    return sf.make_grad(wrong, accumulate=accumulate)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def weights_held_fixed(loss_fn, accumulate=1):
 def test_what_is_nearly_right_fails_the_same_law(mutant, name):
     mask = [1, 1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 0]
     with jax.enable_x64(True):
-        check(sf.value_and_grad, LOSSES[name], 3, 0, mask, np.float64, 1e-12)
+        check(sf.make_grad, LOSSES[name], 3, 0, mask, np.float64, 1e-12)
         with pytest.raises(AssertionError):
             check(mutant, LOSSES[name], 3, 0, mask, np.float64, 1e-12)
 
@@ -169,7 +169,7 @@ def test_a_batch_that_is_all_masked_has_zero_gradients():
     with jax.enable_x64(True):
         params, batch = draw(0, [0] * EXAMPLES, np.float64)
         for n in (1, *COUNTS):
-            grads, terms, _, _ = compiled(sf.value_and_grad, masked, n, np.float64)(
+            grads, terms, _, _ = compiled(sf.make_grad, masked, n, np.float64)(
                 params, batch, jax.random.key(0), ()
             )
             chex.assert_trees_all_equal(grads, jax.tree.map(jnp.zeros_like, params))

@@ -117,7 +117,7 @@ def test_shard_map_over_eight_devices_equals_one(n, check_vma):
         return terms, jax.lax.psum(metrics, "x")
 
     def reduced(loss_fn, **options):
-        grad_fn = sf.value_and_grad(loss_fn, **options)
+        grad_fn = sf.make_grad(loss_fn, **options)
 
         def over_devices(*inputs):
             grads, *rest = grad_fn(*inputs)

@@ -125,11 +125,11 @@ def test_a_run_may_move_from_mesh_to_mesh(tmp_path):
 
 
 def accumulated(plan):
-    return lambda loss_fn, **options: sf.value_and_grad(loss_fn, **{**options, "accumulate": 8})
+    return lambda loss_fn, **options: sf.make_grad(loss_fn, **{**options, "accumulate": 8})
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("grad", [lambda plan: sf.value_and_grad, accumulated])
+@pytest.mark.parametrize("grad", [lambda plan: sf.make_grad, accumulated])
 def test_other_gradients_depend_on_the_mesh(grad):
     results = [compile_ordered(dims, grad=grad) for dims in ((1, 1), (8, 1))]
     one, eight = (bits(train(state)) for state, train in results)
@@ -207,7 +207,7 @@ def test_the_gradients_are_those_of_the_batch(dims, blocks):
         data = {"x": rng.normal(size=(32, 8)), "mask": rng.random(32) < 0.5}
         data["mask"][:4] = False  # all that the first of eight devices has
         got = gradients(dims, loss_fn, params, data, blocks)
-        want = jax.jit(sf.value_and_grad(loss_fn))(params, data, jax.random.key(0), ())
+        want = jax.jit(sf.make_grad(loss_fn))(params, data, jax.random.key(0), ())
         for name in params:
             np.testing.assert_allclose(got[0][name], want[0][name], rtol=1e-12)
         for metrics in (1, 2):

@@ -30,7 +30,7 @@ def skipping(n):
 @cache
 def times_zero(n):
     """Multiply the update of a bad step by zero, as some loops do."""
-    tx, grad_fn = optimizer(), sf.value_and_grad(network.stateful_loss, accumulate=n, stateful=True)
+    tx, grad_fn = optimizer(), sf.make_grad(network.stateful_loss, accumulate=n, stateful=True)
 
     @jax.jit
     def step(state, batch):

@@ -15,7 +15,7 @@ import stepfold as sf
 
 from . import network
 
-WINDOW, SIGMA = 4, 3.0
+WINDOW, DEVIATIONS = 4, 3.0
 PARAMS = {"w": jnp.array([1.0, -0.0, jnp.nan]), "half": jnp.ones(3, jnp.bfloat16)}
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 
@@ -24,12 +24,12 @@ def reference(losses):
     """Say for each loss whether it is accepted."""
     accepted, above, answers = [], [], []
     for loss in losses:
-        window = np.array(accepted[-WINDOW:])
-        is_above = (
-            np.isfinite(loss)
-            and len(window) == WINDOW
-            and loss > window.mean() + SIGMA * max(window.std(), 0.01 * abs(window.mean()))
-        )
+        is_above = False
+        if np.isfinite(loss) and len(accepted) >= WINDOW:
+            window = np.array(accepted[-WINDOW:])
+            median = np.median(window)
+            spread = 1.4826 * np.median(np.abs(window - median))
+            is_above = loss > median + DEVIATIONS * max(spread, 0.01 * abs(median))
         if is_above:
             above.append(loss)
             if len(above) == WINDOW:
@@ -65,7 +65,7 @@ def pushed(losses, value):
 
 @rewritten
 def has_no_floor(updates, state, new, value):
-    is_above = (state.num_accepted == WINDOW) & (value > state.accepted.mean())
+    is_above = (state.num_accepted == WINDOW) & (value > jnp.median(state.accepted))
     is_spike = is_above & (state.accepted.std() == 0)
     inner = jax.tree.map(lambda x, y: jnp.where(is_spike, x, y), state.inner, new.inner)
     return updates, new._replace(skipped=new.skipped + is_spike, inner=inner)
@@ -97,7 +97,7 @@ def adds_a_positive_zero(updates, state, new, value):
 
 @cache
 def scanned(make):
-    tx = make(optax.adam(0.1), window=WINDOW, sigma=SIGMA)
+    tx = make(optax.adam(0.1), window=WINDOW, deviations=DEVIATIONS)
 
     def step(carry, loss):
         params, state = carry
@@ -108,6 +108,12 @@ def scanned(make):
 
     start = PARAMS, tx.init(PARAMS)
     return start, jax.jit(lambda losses: jax.lax.scan(step, start, losses)[1])
+
+
+@cache
+def skipping():
+    tx = sf.skip_spikes(optax.sgd(0.1), window=WINDOW, deviations=DEVIATIONS)
+    return tx._replace(update=jax.jit(tx.update))
 
 
 LENGTH = 24
@@ -173,9 +179,27 @@ def test_a_loss_that_was_zero_throughout_has_no_scale_to_judge_by():
     """As in reinforcement learning, until a first reward."""
     tx = sf.skip_spikes(optax.sgd(0.1), window=WINDOW)
     state = tx.init(PARAMS)
-    for loss in [0.0] * WINDOW + [1e-7, 0.5]:
+    for loss in [0.0] * WINDOW + [1e-7] * 3 + [0.5]:
         _, state = tx.update(GRADS, state, PARAMS, value=jnp.float32(loss))
-    assert int(state.skipped) == 1  # the last, after one that is not zero
+    assert int(state.skipped) == 1  # the last, when most are not zero
+
+
+@given(st.lists(st.sampled_from([0.75, 1.0, 1.25, 1.5, 1.75, 8.0]), min_size=6, max_size=24))
+def test_the_first_spike_is_where_stop_on_spike_stops(losses):
+    state, skipped = skipping().init(PARAMS), None
+    for i, loss in enumerate(losses):
+        _, state = skipping().update(GRADS, state, PARAMS, value=jnp.float32(loss))
+        if skipped is None and int(state.skipped):
+            skipped = i + 1
+    event = sf.Event(len(losses), None, {}, None, {"train/loss": np.array(losses)})
+    stop = sf.stop_on_spike(window=WINDOW, deviations=DEVIATIONS)(event)
+    assert (stop is None) == (skipped is None)
+    assert stop is None or f" in step {skipped}," in stop.message
+
+
+def test_sigma_gives_its_new_name():
+    with pytest.raises(sf.ConfigError, match="skip_spikes: there is no 'sigma'; .* deviations"):
+        sf.skip_spikes(optax.sgd(0.1), sigma=6.0)
 
 
 # In a train step
@@ -191,7 +215,7 @@ def batches(levels):
 
 def chained():
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    return sf.skip_spikes(sf.ema_params(inner, 0.9), window=WINDOW, sigma=SIGMA)
+    return sf.skip_spikes(sf.ema_params(inner, 0.9), window=WINDOW, deviations=DEVIATIONS)
 
 
 @pytest.mark.parametrize(

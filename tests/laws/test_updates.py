@@ -25,7 +25,7 @@ def plain():
 
 @cache
 def by_hand():
-    tx, grad_fn = plain(), sf.value_and_grad(network.loss)
+    tx, grad_fn = plain(), sf.make_grad(network.loss)
 
     @jax.jit
     @jax.numpy_dtype_promotion("standard")  # optax alone is not written for the strict kind

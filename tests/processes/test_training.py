@@ -48,7 +48,7 @@ def trains(start, dims, once):
     shape = jax.eval_shape(lambda key: sf.init_state(init, tx, key), jax.random.key(0))
     plan = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
     state = sf.init_state(init, tx, jax.random.key(0), sharding=plan)
-    grad = sf.reduce_once(plan) if once else sf.value_and_grad
+    grad = sf.reduce_once(plan) if once else sf.make_grad
     step = sf.make_train_step(loss_fn, tx, accumulate=2, grad=grad)
     step = sf.compile_step(step, state, sf.shard_batch(rows(0), mesh))
     evaluate = sf.compile_step(sf.make_eval_step(loss_fn), state, sf.shard_batch(rows(0), mesh))

@@ -34,7 +34,7 @@ GradFn = Callable[[Any, Any, Any, Any], tuple[Any, Terms, Metrics, Any]]
 """`(params, batch, key, model_state) -> (grads, loss terms, metrics, model_state)`."""
 
 
-def value_and_grad(
+def make_grad(
     loss_fn: LossFn,
     *,
     accumulate: int = 1,
@@ -68,7 +68,7 @@ def value_and_grad(
     ...     return sf.mean((params * batch["x"] - 1.0) ** 2, batch["mask"])
     >>> batch = {"x": jnp.arange(4.0), "mask": jnp.array([1, 1, 1, 0])}
     >>> for n in (1, 2, 4):
-    ...     grad_fn = sf.value_and_grad(loss_fn, accumulate=n)
+    ...     grad_fn = sf.make_grad(loss_fn, accumulate=n)
     ...     grads, terms, _, _ = grad_fn(jnp.array(2.0), batch, jax.random.key(0), ())
     ...     print(round(float(grads), 4), round(float(terms["loss"].compute()), 4))
     4.6667 3.6667
@@ -104,7 +104,7 @@ def gradients_in_parts(
     accumulator_dtype: DTypeLike | None = jnp.float32,
     axes: tuple[str, ...] = (),
 ) -> GradFn:
-    """Accumulate gradients over `count` microbatches; see `value_and_grad`.
+    """Accumulate gradients over `count` microbatches; see `make_grad`.
 
     `axes` names mapped axes (of `shard_map` or `vmap`) over which the examples are sharded. Terms
     and metrics are then those of the whole batch. The gradients are the local share, in the dtype
@@ -260,13 +260,13 @@ def options_of(grad: Callable[..., Any], **options: Any) -> dict[str, Any]:
             )
     if takes_any_keyword(grad):
         return options
-    defaults = inspect.signature(value_and_grad).parameters
+    defaults = inspect.signature(make_grad).parameters
     parameters = inspect.signature(grad).parameters
     for name, value in options.items():
         if name not in parameters and value != defaults[name].default:
             raise ConfigError(
                 f"grad: expected a function that accepts {name}=, got "
-                f"{getattr(grad, '__name__', grad)}; add the keyword, as sf.value_and_grad has"
+                f"{getattr(grad, '__name__', grad)}; add the keyword, as sf.make_grad has"
             )
     return {name: value for name, value in options.items() if name in parameters}
 

@@ -4,7 +4,9 @@ A loss function is `(params, batch, key) -> loss` or `-> (loss, metrics)`. A sta
 `(params, batch, key, model_state) -> (loss, metrics, model_state)`. The loss is a scalar, an
 `Average` (a total and a weight), or a dict of these, each with *its own* denominator. Totals and
 weights stay separate until the whole batch is reduced. This makes the loss exact under gradient
-accumulation, on several devices and with ragged batches; dividing earlier would not.
+accumulation, on several devices and with ragged batches; dividing earlier would not. A metric is a
+`clu.metrics.Metric`, or a number, which counts as an `Average` of weight one: its mean over
+microbatches and steps is reported.
 
 The contract is checked when a step is made and while jax traces it, so that the checks cost nothing
 in a compiled step.
@@ -220,27 +222,36 @@ def _read_scalar(path: str, value: Any) -> Any:
 
 
 def read_metrics(metrics: Any) -> Metrics:
-    """Check the metrics of a loss function, and return them as a dict."""
+    """Check the metrics of a loss function, and return them as a dict; numbers become means.
+
+    A field `loss` of a `Collection` is called `metrics/loss`, since `loss` is that of the step: the
+    one that is minimized, and that hooks watch.
+    """
     from clu.metrics import Collection, Metric
 
     if isinstance(metrics, Collection):
         # Its counter of merges has no value of its own.
-        metrics = {name: m for name, m in vars(metrics).items() if name != "_reduction_counter"}
+        fields = {name: m for name, m in vars(metrics).items() if name != "_reduction_counter"}
+        metrics = {"metrics/loss" if name == "loss" else name: m for name, m in fields.items()}
     if not isinstance(metrics, Mapping):
         advice = 'return (loss, metrics) in this order, as in loss, {"accuracy": sf.mean(hit)}'
         got = tree.describe_value(metrics)
-        refuse("metrics", "a dict of clu.metrics.Metric", got, advice, kind=LossError)
+        refuse("metrics", "a dict of metrics by name", got, advice, kind=LossError)
+    read: Metrics = {}
     for name, metric in metrics.items():
         path, got = f"metrics/{name}", tree.describe_value(metric)
         if not isinstance(name, str):
             refuse("metrics", "names as strings", repr(name), kind=LossError)
+        if tree.is_real(metric) and jnp.shape(metric) == ():
+            metric = mean(metric)
         if not isinstance(metric, Metric):
             advice = "wrap values as sf.mean(values, mask), so that they merge exactly"
-            refuse(path, "a clu.metrics.Metric", got, advice, kind=LossError)
+            refuse(path, "a number or a clu.metrics.Metric", got, advice, kind=LossError)
         if jax.tree_util.all_leaves([metric]):
             advice = "make its class a flax.struct.dataclass, or register it with jax"
             refuse(path, "a metric that is a pytree", got, advice, kind=LossError)
-    return dict(metrics)
+        read[name] = metric
+    return read
 
 
 def total_of(terms: Terms) -> jax.Array:

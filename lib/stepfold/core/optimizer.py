@@ -84,7 +84,7 @@ def update(
                 f"tx: expected an optimizer that needs only the gradients and the loss, got one "
                 f"that evaluates the loss itself ({message}); turn off its line search or "
                 "estimate, as optax.lbfgs(…, linesearch=None), or write the step by hand, around "
-                "sf.value_and_grad"
+                "sf.make_grad"
             ) from error
         if "unexpected keyword argument 'value'" in message:
             raise ConfigError(

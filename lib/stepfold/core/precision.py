@@ -1,9 +1,9 @@
 """The dtypes in which a step computes, and dynamic loss scaling for float16.
 
 Parameters and optimizer state keep the dtypes that they were created with. A `Precision` casts
-parameters and batch on entry to the loss function, so the gradients come back in the parameters'
-dtypes. Losses, means and, by default, accumulated gradients are at least float32. A loss scale
-keeps float16 gradients from underflowing.
+parameters and batch on entry to the loss function; without one, they enter as they are. Gradients
+have the parameters' dtypes in either case. Losses, means and, by default, accumulated gradients are
+at least float32. A loss scale keeps float16 gradients from underflowing.
 """
 
 import math
@@ -79,13 +79,13 @@ class Precision:
         return cast_loss
 
 
-def as_precision(precision: str | Precision) -> Precision:
-    """Look up a precision by its name; return a `Precision` unchanged."""
+def as_precision(precision: str | Precision | None) -> Precision | None:
+    """Look up a precision by its name; return a `Precision`, or None for no casts, unchanged."""
     names = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
-    if isinstance(precision, Precision):
+    if precision is None or isinstance(precision, Precision):
         return precision
     if not isinstance(precision, str) or precision not in names:
-        refuse("precision", f"one of {', '.join(names)} or a Precision", repr(precision))
+        refuse("precision", f"one of {', '.join(names)}, a Precision or None", repr(precision))
     return Precision(names[precision])
 
 

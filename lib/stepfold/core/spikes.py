@@ -8,7 +8,7 @@ import optax
 
 from stepfold import tree
 from stepfold.core.optimizer import as_optimizer
-from stepfold.core.validation import read_integer, read_positive
+from stepfold.core.validation import read_integer, read_positive, refuse_unknown
 from stepfold.errors import refuse
 
 
@@ -33,15 +33,19 @@ class SkipSpikesState(NamedTuple):
 
 
 def skip_spikes(
-    tx: optax.GradientTransformation, window: int = 100, sigma: float = 6.0
+    tx: optax.GradientTransformation,
+    window: int = 100,
+    deviations: float = 10.0,
+    **_unknown: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer to skip updates whose loss is a spike, NaN or infinite.
 
-    A loss is a spike if it is more than `sigma` standard deviations above the mean of the last
-    `window` losses that were accepted. The deviation counts as at least a hundredth of the mean, so
+    A loss is a spike if it is more than `deviations` median absolute deviations above the median of
+    the last `window` losses that were accepted, as for `stop_on_spike`. Deviations are scaled to
+    the standard deviation of a normal distribution, and are at least a hundredth of the median, so
     that a rise within rounding after a constant loss is no spike. The update is then zero, so that
     the parameters keep every bit, and so does the state of `tx`. Skipped losses do not enter the
-    window. No finite loss is judged before the window is full, or while it holds only zeros. If
+    window. No finite loss is judged before the window is full, or while most of it is zero. If
     `window` finite losses in a row are spikes, the level of the loss has changed: they become the
     window, and updates continue.
 
@@ -52,10 +56,10 @@ def skip_spikes(
     Args:
       tx: the complete optimizer. `dynamic_loss_scale`, if used, goes around `skip_spikes`.
       window: the number of accepted losses to compare with.
-      sigma: the number of standard deviations above which a loss is a spike.
+      deviations: the number of deviations above which a loss is a spike.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
-    >>> tx = sf.skip_spikes(optax.sgd(0.1), window=4, sigma=3.0)
+    >>> tx = sf.skip_spikes(optax.sgd(0.1), window=4, deviations=3.0)
     >>> step = sf.make_train_step(lambda params, batch, key: sf.mean((params - batch) ** 2), tx)
     >>> step = jax.jit(sf.observe(step, spikes=lambda state: state.opt_state.skipped))
     >>> state = sf.init_state(jnp.zeros(2), tx, jax.random.key(0))
@@ -65,7 +69,8 @@ def skip_spikes(
     (1, True)
     """
     read_integer("window", window, minimum=2)
-    read_positive("sigma", sigma)
+    read_positive("deviations", deviations)
+    refuse_unknown("skip_spikes", _unknown, ("window", "deviations"))
     inner = as_optimizer(tx)
 
     def init_fn(params: Any) -> SkipSpikesState:
@@ -86,10 +91,11 @@ def skip_spikes(
             refuse("value", "the loss, a number", tree.describe_value(value), advice)
         updates, new = inner.update(updates, state.inner, params, value=value, **extra)
         loss = jnp.asarray(value).astype(jnp.float32)
-        mean = state.accepted.mean()
-        deviation = jnp.maximum(state.accepted.std(), 0.01 * jnp.abs(mean))
+        median = jnp.median(state.accepted)
+        spread = 1.4826 * jnp.median(jnp.abs(state.accepted - median))
+        deviation = jnp.maximum(spread, 0.01 * jnp.abs(median))
         is_finite, can_judge = jnp.isfinite(loss), (state.num_accepted == window) & (deviation > 0)
-        is_above = is_finite & can_judge & (loss > mean + sigma * deviation)
+        is_above = is_finite & can_judge & (loss > median + deviations * deviation)
         is_good = is_finite & ~is_above
         above = jnp.where(is_above, jnp.append(state.above[1:], loss), state.above)
         num_above = jnp.where(is_good, 0, state.num_above + is_above.astype(jnp.int32))

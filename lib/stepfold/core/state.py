@@ -1,7 +1,9 @@
 """The train state: its initialization, and checks of states of any type."""
 
-from collections.abc import Callable
-from functools import partial
+import hashlib
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -102,7 +104,7 @@ def init_state(
     if _is_function(init):
         _check_init(init)
         with allow_transfers("device_to_device"):  # of the key to the mesh
-            return _jit(lambda key: _finish(_parts(init(key), stateful), tx, key), sharding)(key)
+            return _call(lambda key: _finish(_parts(init(key), stateful), tx, key), sharding, key)
     parts = _parts(init, stateful)
 
     def build(parts: Any, key: Any) -> TrainState:
@@ -121,7 +123,7 @@ def init_state(
         own = jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, parts)
         parts = jax.device_put(own, may_alias=False)
     with allow_transfers("device_to_device"):
-        return _jit(build, sharding)(parts, key)
+        return _call(build, sharding, parts, key)
 
 
 def _check_key(key: Any) -> None:
@@ -216,8 +218,93 @@ def check_params(params: Any) -> None:
             refuse(name, "floating numbers", tree.describe_value(leaf), advice)
 
 
-def _jit(build: Callable[..., TrainState], sharding: Any) -> Callable[..., TrainState]:
-    return jax.jit(build, **({} if sharding is None else {"out_shardings": sharding}))
+# Constants above this size make the text of a program too long to be worth hashing.
+_MAX_CONSTANT_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A lowered program, equal to others that compile to the same executable."""
+
+    key: Hashable
+    lowered: list[jax.stages.Lowered] = field(compare=False)  # empty once compiled
+
+
+@lru_cache(maxsize=32)
+def _compile(program: _Program) -> jax.stages.Compiled:
+    return program.lowered.pop().compile()
+
+
+def _call(build: Callable[..., TrainState], sharding: Any, *args: Any) -> TrainState:
+    """Call a function under jit, but compile equal programs once per process.
+
+    jit compiles for every new function object, such as a new lambda, a new optimizer, or `build`
+    here. Tracing and lowering take a small part of the time, so every call does both, and only the
+    executable is cached. It therefore never misses a change of what `init` reads, and keeps neither
+    `init` nor its arrays alive.
+    """
+    leaves, structure = jax.tree.flatten(args)
+    flat = lambda *leaves: build(*jax.tree.unflatten(structure, leaves))
+    jitted = jax.jit(flat, **({} if sharding is None else {"out_shardings": sharding}))
+    lowered = _lower(jitted, leaves)
+    key = None if lowered is None else _program_key(lowered)
+    if lowered is None or key is None:
+        state: TrainState = jitted(*leaves)
+        return state
+    new = jax.tree.leaves(_compile(_Program(key, [lowered]))(*leaves))
+    # An equal program may have had other containers.
+    return jax.tree.unflatten(lowered.out_tree, new)  # type: ignore[no-any-return]
+
+
+def _lower(jitted: Any, leaves: list[Any]) -> jax.stages.Lowered | None:
+    """Lower a call; return None if only the call itself does what the user expects."""
+    config = jax.config
+    if config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs:
+        return None
+    # Under an outer jit or eval_shape, any operation returns a tracer.
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, jax.device_put(leaves[-1]))):
+        return None
+    traced = jitted.trace(*leaves)
+    if len(traced.jaxpr.in_avals) != len(leaves):  # `build` closes over tracers
+        return None
+    num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in traced.jaxpr.consts)
+    return None if num_bytes > _MAX_CONSTANT_BYTES else traced.lower()
+
+
+def _program_key(lowered: jax.stages.Lowered) -> Hashable | None:
+    """Return all that determines the executable; None if it is unknown, or calls Python.
+
+    The text has every operation and constant, but not the devices. What jax passes to the compiler
+    besides it is private: if a release renames it, states are initialized without this cache.
+    """
+    try:
+        lowering: Any = lowered._lowering
+        args = {**lowering.compile_args}
+        if args["host_callbacks"] or args["keepalive"] or lowering.const_args:
+            return None
+        del args["all_args_info"], args["shape_poly_state"]  # names, and a new object each time
+        text = lowered.as_text()
+        if "callback" in text:
+            return None
+        parts = (
+            hashlib.sha256(text.encode()).digest(),
+            tuple(lowering._device_list),
+            lowering._compiler_options_kvs,
+            _hashable(args),
+            _hashable(jax.config.values),
+        )
+        hash(parts)
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return parts
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((name, _hashable(item)) for name, item in value.items())
+    if isinstance(value, set):
+        return frozenset(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _finish(parts: tuple[Any, Any], tx: optax.GradientTransformation, key: Any) -> TrainState:

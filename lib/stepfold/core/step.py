@@ -11,10 +11,10 @@ import optax
 from stepfold import tree
 from stepfold.core.gradients import (
     GradFn,
+    make_grad,
     options_of,
     read_gradients,
     rematerialized,
-    value_and_grad,
 )
 from stepfold.core.loss import LossFn, Metrics, checked, mean, total_of
 from stepfold.core.optimizer import (
@@ -51,11 +51,11 @@ def make_train_step(
     tx: optax.GradientTransformation,
     *,
     accumulate: int = 1,
-    precision: str | Precision = "f32",
+    precision: str | Precision | None = None,
     remat: str | bool | Callable[..., bool] | None = None,
     skip_nonfinite: bool = False,
     stateful: bool = False,
-    grad: Callable[..., GradFn] = value_and_grad,
+    grad: Callable[..., GradFn] = make_grad,
 ) -> StepFn:
     """Make a train step, a function `(state, batch) -> (state, metrics)`.
 
@@ -68,8 +68,10 @@ def make_train_step(
       loss_fn: a loss function.
       tx: the optimizer that the state was initialized with.
       accumulate: the number of microbatches to split a batch into; the result is the same.
-      precision: "f32", "bf16", "f16" or a `Precision`: the dtype in which the loss function
-        computes. If small gradients underflow in it, `tx` must be a `dynamic_loss_scale(…)`.
+      precision: "f32", "bf16", "f16" or a `Precision`: the dtype that parameters and batch are cast
+        to for the loss function. If small gradients underflow in it, `tx` must be a
+        `dynamic_loss_scale(…)`. By default nothing is cast: bfloat16 parameters compute in
+        bfloat16, and float16 parameters need the loss scale too.
       remat: what to save for the backward pass: the name of one of `jax.checkpoint_policies`, such
         a policy itself, or True to save nothing.
       skip_nonfinite: whether to skip a step whose loss, gradients or gradient norm (it may
@@ -80,7 +82,7 @@ def make_train_step(
       stateful: whether the loss function carries a model state.
       grad: a function from a loss function to a `GradFn`. It gets those of the keywords
         `accumulate=` and `stateful=` that it accepts. Set others by a `functools.partial`, such as
-        `accumulator_dtype=` of `value_and_grad`. It returns the gradients of the loss, also
+        `accumulator_dtype=` of `make_grad`. It returns the gradients of the loss, also
         with `dynamic_loss_scale`: the loss function applies and removes the scale in its backward
         pass (and then supports no forward mode). It must propagate NaN and inf, since they signal
         an overflow. For `optax.contrib.dpsgd` it returns the gradients of the examples, stacked
@@ -129,12 +131,12 @@ def make_train_step(
     loss_fn = checked(loss_fn, stateful=stateful)
     tx = as_optimizer(tx)
     policy = as_precision(precision)
-    if policy.needs_loss_scale and not isinstance(tx, LossScaled):
+    if policy and policy.needs_loss_scale and not isinstance(tx, LossScaled):
         raise ConfigError(
             f"precision={precision!r}: gradients underflow in {jnp.dtype(policy.compute).name}; "
             "wrap the whole optimizer, tx = sf.dynamic_loss_scale(tx), for init_state and for this"
         )
-    loss_fn = rematerialized(policy.applied_to(loss_fn), remat)
+    loss_fn = rematerialized(policy.applied_to(loss_fn) if policy else loss_fn, remat)
     options = options_of(grad, accumulate=accumulate, stateful=stateful)
     grad_fn, scaling = grad(loss_fn, **options), isinstance(tx, LossScaled)
 
@@ -175,7 +177,7 @@ def make_train_step(
 
 
 def make_eval_step(
-    loss_fn: LossFn, *, precision: str | Precision = "f32", stateful: bool = False
+    loss_fn: LossFn, *, precision: str | Precision | None = None, stateful: bool = False
 ) -> EvalFn:
     """Make an eval step, a function `(state, batch) -> metrics`.
 
@@ -185,7 +187,7 @@ def make_eval_step(
 
     Args:
       loss_fn: a loss function.
-      precision: the dtype in which it computes, as in `make_train_step`.
+      precision: the dtype that parameters and batch are cast to, as in `make_train_step`.
       stateful: whether it carries a model state; the new model state is discarded.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
@@ -198,7 +200,8 @@ def make_eval_step(
     check_flags(stateful=stateful)
     from stepfold.core.metrics import report
 
-    loss_fn = as_precision(precision).applied_to(checked(loss_fn, stateful=stateful))
+    loss_fn, policy = checked(loss_fn, stateful=stateful), as_precision(precision)
+    loss_fn = policy.applied_to(loss_fn) if policy else loss_fn
 
     @_explain_explicit_axes()
     def eval_step(state: TrainState, batch: Any) -> Metrics:

@@ -17,6 +17,8 @@ from stepfold.checkpoint.values import check_values
 from stepfold.data.epochs import EpochEnds
 from stepfold.errors import ConfigError, DataError
 
+_LARGE = 1 << 20  # bytes of arrays in a position that is not kept in memory
+
 
 class DataPosition(NamedTuple):
     """A step, and the position of the batch after it; None if the batches have no position."""
@@ -32,6 +34,10 @@ class BatchFeed:
     increments it. `epoch_ends` knows where epochs end, and `epoch_steps` their length if they are
     equally long. Both are None if unknown, as is `total`, the number of batches of all epochs. With
     `keep_recent`, `recent` are the batches that cannot be read again.
+
+    Batches with a method `read_state` depend on the state of the run, which they get before each
+    pull. Those, and batches whose position holds large arrays such as a replay buffer, cannot go
+    back to an earlier position.
     """
 
     def __init__(
@@ -50,7 +56,10 @@ class BatchFeed:
                 f"epochs={epochs}: expected batches that can be iterated again, or that know their "
                 f"epochs, got {tree.describe_value(batches)}; give steps=…, or sf.batches(data, …)"
             )
+        self.reads_state = hasattr(self.iterator, "read_state")
+        self._is_large = False  # the position
         can_reread = self.is_resumable or isinstance(batches, list | tuple)
+        can_reread = can_reread and not self.reads_state
         # With several processes, the batch that one of them has kept would be a part.
         keeps = keep_recent and not can_reread and jax.process_count() == 1
         self.recent = RecentBatches() if keeps else None
@@ -58,7 +67,8 @@ class BatchFeed:
         self.check_next_position = False  # once, so that later pulls cost nothing
         position = self._state() if self.is_resumable else None
         self.used = self._pulled = self._first_used = _count_in(position) or 0
-        self._known = (self.used, position)  # batches used by then, and the position
+        self._known: tuple[int, Any] = (-1, None)  # batches used by then, and the position
+        self._keep(position)
 
     def _read_lengths(self) -> None:
         self.epoch_steps: int | None = getattr(self.batches, "steps_per_epoch", None)
@@ -94,11 +104,13 @@ class BatchFeed:
                 length = len(self.batches)
         return None if length is None else max(0, length - self.used)
 
-    def next_batch(self, step: int) -> Any:
+    def next_batch(self, step: int, state: Any = None) -> Any:
         """Pull the next batch, or raise StopIteration; `step` counts the steps before it."""
         start = time.perf_counter()
         self._pulled += 1  # until it is used, the position is not certain
         try:
+            if self.reads_state:
+                self.iterator.read_state(state)
             batch = self._pull()
             if self.check_next_position:  # that of the first batch may hold less
                 self._check_position()
@@ -152,9 +164,26 @@ class BatchFeed:
         """
         if not self.is_resumable:
             return None
-        if self._known[0] != self.used:
-            self._known = (self.used, self._position_after_used())
-        return self._known[1]
+        if self._known[0] == self.used:
+            return self._known[1]
+        position = self._position_after_used()
+        self._keep(position)
+        return position
+
+    def mark(self, step: int) -> DataPosition:
+        """Return the position after a step to keep in memory, without one that is large."""
+        position = None if self._is_large else self.position()
+        return DataPosition(step, None if self._is_large else position)
+
+    @property
+    def has_position(self) -> bool:
+        """Whether the position is known, also after a failed step or pull."""
+        is_ahead = self._pulled != self.used
+        return not (is_ahead and self.is_resumable and (self._is_large or self.reads_state))
+
+    def _keep(self, position: Any) -> None:
+        """Keep a position to return it again and to go back to, unless it is large."""
+        self._known = (-1, None) if self._is_large else (self.used, position)
 
     def _position_after_used(self) -> Any:
         if self.is_iterator and hasattr(self.iterator, "state_at"):
@@ -170,7 +199,11 @@ class BatchFeed:
         return self._state()
 
     def _state(self) -> Any:
-        state = copy.deepcopy(self.iterator.get_state())  # iterators may reuse what they return
+        state = self.iterator.get_state()
+        arrays = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, np.ndarray))
+        self._is_large = self._is_large or sum(array.nbytes for array in arrays) > _LARGE
+        # Iterators may reuse what they return. A save copies arrays itself.
+        state = state if self._is_large else copy.deepcopy(state)
         return state if self.is_iterator else {"left": self._epochs_left, "position": state}
 
     def seek(
@@ -193,10 +226,10 @@ class BatchFeed:
                     f"{step}, but no position was saved; save with data=batches, or start in "
                     "another directory"
                 )
-            self._set(copy.deepcopy(position))
+            self._set(position if self._is_large else copy.deepcopy(position))
         count = _count_in(position)
         self.used = self._pulled = next(n for n in (count, used, step) if n is not None)
-        self._known = (self.used, position)
+        self._keep(position)
 
     def skip(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Skip ranges of batch indices, which begin after the position."""
@@ -294,7 +327,7 @@ def reread(batches: Any, start: DataPosition, began: int) -> Iterator[Iterator[A
         yield (batches[(step - began) % len(batches)] for step in itertools.count(start.step))
         return
     feed = BatchFeed(batches)
-    if not feed.is_resumable or start.position is None:
+    if not feed.is_resumable or feed.reads_state or start.position is None:
         raise DataError(
             "batches: expected a list, or batches with get_state and set_state as sf.batches has, "
             f"to read them again, got {tree.describe_value(batches)}"

@@ -95,7 +95,9 @@ def fit(
         changes. A jitted or compiled one is used as it is.
       state: the initial state. It is donated to the step: do not use it again.
       batches: any iterable of batches. With `get_state` and `set_state`, as `sf.batches` has, it
-        can be resumed.
+        can be resumed. The position may hold numpy arrays, such as a replay buffer. Batches that
+        depend on the parameters, such as those of an actor, have a method `read_state`. It gets the
+        state before each pull, and may use it until the pull returns, since a step donates it.
       steps: the step at which the run ends, counted from step 0 of the state: a state of step 10
         does 10 more with `steps=20`.
       epochs: the number of epochs of the data to do, instead, counted from where the data is.
@@ -156,7 +158,7 @@ def fit(
     all_hooks = _with_default_hooks(user_hooks, time_limit, config)
     feed = BatchFeed(batches, epochs, keep_recent=True)
     _check_epochs(feed, [*evaluations, checkpoints], all_hooks)
-    _check_not_shared(batches, evaluations)
+    _check_batches(feed, evaluations, steps_per_call)
     _check_end(feed, [*lengths.values(), time_limit], user_hooks)
     watched = _WatchedMetrics(user_hooks, checkpoints, evaluations)
     check_not_donated(state)
@@ -317,10 +319,12 @@ def _check_evaluations(evaluation: Any) -> list[Evaluation]:
     return evaluations
 
 
-def _check_not_shared(batches: Any, evaluations: Sequence[Evaluation]) -> None:
-    """Refuse an iterator for both: an evaluation would move the position of the training."""
-    for evaluation in evaluations:
-        if evaluation.batches is batches and hasattr(batches, "__next__"):
+def _check_batches(feed: BatchFeed, evaluations: Sequence[Evaluation], steps_per_call: int) -> None:
+    if feed.reads_state and steps_per_call > 1:
+        got, advice = f"steps_per_call={steps_per_call}", "leave it out"
+        refuse("batches", "one step per call, since they read the state of each", got, advice)
+    for evaluation in evaluations:  # one would move the position of the training
+        if evaluation.batches is feed.batches and feed.is_iterator:
             advice = "give each its own sf.batches(…)"
             refuse("evaluation", "other batches than those of the training", "the same", advice)
 

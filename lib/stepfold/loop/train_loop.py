@@ -331,7 +331,7 @@ class TrainLoop:
             )
             self._end_epoch()
         self._save(permanent=is_start)
-        self.positions.append(DataPosition(self.step, self._feed.position()))
+        self.positions.append(self._feed.mark(self.step))
         if total is not None and self.step >= total and self._end is None:
             self._end_by(Kind.END, Stop("completed", f"all {total} steps were done"))
         self._decide()
@@ -346,7 +346,8 @@ class TrainLoop:
         batches: list[Any] = []
         try:
             while len(batches) < count:
-                batch = self._interruptible(self._feed.next_batch, self.step + len(batches))
+                step = self.step + len(batches)
+                batch = self._interruptible(self._feed.next_batch, step, self.state)
                 if batch is _END:
                     break
                 batches.append(batch)
@@ -424,8 +425,7 @@ class TrainLoop:
         if self._schedule.is_log_point(step):
             self._buffer.close_interval(step)
             # The start and three log points: one is before any step whose metrics are not read yet.
-            position = DataPosition(step, self._feed.position())
-            self.positions = [*self.positions[:1], *self.positions[1:][-2:], position]
+            self.positions = [*self.positions[:1], *self.positions[1:][-2:], self._feed.mark(step)]
         epochs = self._schedule.epochs_done(step)
         saves = self.series is not None and self.series.due(step, epoch=epochs)
         evaluations = [e for e in self._options.evaluations if self._schedule.is_due(e, step)]
@@ -552,6 +552,11 @@ class TrainLoop:
             explanation = self._run_step.explain(error)
             if explanation is not None:
                 raise explanation from error
+        elif self.consensus.is_alone and not self._feed.has_position:
+            error.add_note(
+                f"step {self.step} was not saved, since the batches are ahead of it and cannot go "
+                "back: a resume begins at the checkpoint before"
+            )
         elif self.consensus.is_alone:
             try:
                 try:

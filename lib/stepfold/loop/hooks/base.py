@@ -197,7 +197,10 @@ class BaseHook:
         self._is_restored = False
 
     def get_state(self) -> Any:
-        """Return what a checkpoint has to keep, as JSON, or None."""
+        """Return what a checkpoint has to keep, JSON with numpy arrays in it, or None.
+
+        It is called at every event, so large arrays are better kept by the batches.
+        """
         names = (*self.state_key, *self.run_state)
         return {name.lstrip("_"): copy(getattr(self, name)) for name in names} or None
 
