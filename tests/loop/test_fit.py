@@ -689,17 +689,17 @@ class Kept:
 
 
 def test_what_a_checkpoint_cannot_hold_is_refused_before_the_first_step(tmp_path):
-    with pytest.raises(sf.ConfigError, match=r"batches: get_state\(\)/at: expected what JSON can"):
+    with pytest.raises(sf.ConfigError, match=r"batches: get_state\(\)/at: expected JSON or n"):
         fit(Position({"at": object()}), **saves(tmp_path))
-    with pytest.raises(sf.ConfigError, match=r"hooks: Kept: get_state\(\)/at/0: expected what"):
+    with pytest.raises(sf.ConfigError, match=r"hooks: Kept: get_state\(\)/at/0: expected JSON"):
         fit(Position({}), hooks=Kept(), **saves(tmp_path))
 
 
 class Later(Position):
-    """Batches whose position is only JSON at the start."""
+    """Batches whose position can be saved only at the start."""
 
     def __next__(self):
-        self.position = {"at": np.ones(2)}
+        self.position = {"at": object()}
         return {"x": np.ones(4, np.float32)}
 
 
@@ -710,7 +710,7 @@ def test_a_position_after_the_first_batch_is_checked_before_the_first_step(tmp_p
         steps.append(batch)
         return STEP(state, batch)
 
-    with pytest.raises(sf.ConfigError, match=r"batches: get_state\(\)/at: expected what JSON can"):
+    with pytest.raises(sf.ConfigError, match=r"batches: get_state\(\)/at: expected JSON or n"):
         sf.fit(step, start(), Later({}), steps=3, **saves(tmp_path))
     assert not steps
     sf.fit(step, start(), Later({}), steps=3)  # without checkpoints it is not needed
