@@ -751,7 +751,7 @@ def test_every_difference_is_listed(tmp_path, key):
     head, *lines = str(caught.value).splitlines()
     assert head == (
         f"{tmp_path}: expected the tree that was saved, got one that differs at 5 paths; names=… "
-        "says what arrays are called there, and cast=True converts dtypes"
+        "maps paths to their names there, and cast=True converts dtypes"
     )
     assert {tuple(line.split()) for line in lines[2:]} == {
         ("key", "nothing", "key<threefry2x32>[]"),

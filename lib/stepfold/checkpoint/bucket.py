@@ -7,7 +7,7 @@ last one object that makes it a step. That write succeeds only if there is no su
     12.damaged       the former commit of a damaged step
     saves/12-67f0c1aa-5d…/0.json        the manifest of process 0 (`manifest.py`)
     saves/12-67f0c1aa-5d…/0.000017      its shards, one after the other, cut into objects
-    saves/12-67f0c1aa-5d…/arrays-0.000017    the arrays in its metadata, likewise
+    saves/12-67f0c1aa-5d…/arrays-0.000002   the arrays in its metadata, likewise
 
 Each process writes its own shards and its manifest. Process 0 waits for all manifests before it
 commits. Every byte that is read has a checksum. A step is deleted by deleting its commit first; a
@@ -44,9 +44,9 @@ _EXPECTED = "a URL such as 's3://bucket/run'"
 _OPTIONS = ("endpoint", "aws_region")  # members of tensorstore's s3 driver, given in the query
 # A request that fails is repeated after 0.5, 1, 2, … seconds, and fails after about one minute.
 _RETRIES = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s"}
-_TIMEOUT = 300.0  # seconds to wait for the answer to one request, its repetitions included
-# Once a request got no answer, those of the next minute have to be preceded by one that gets an
-# answer at once. Otherwise, a run that ends would wait as long for each thing that it does last.
+_TIMEOUT = 300.0  # seconds to wait for the answer to one request, retries included
+# For a minute after an unanswered request, each kind of request is preceded by a probe that has to
+# be answered at once. Otherwise, the end of a run would wait this long for each of its last writes.
 _PROBE = 2.0
 _OUTAGE = 60.0
 _PATIENCE = 600.0  # seconds that process 0 waits for the manifests of the other processes
@@ -71,7 +71,7 @@ class _Save(NamedTuple):
 
 
 class _Outage:
-    """Whether a server has left a request without an answer, and which requests it answers since.
+    """Whether a server left a request unanswered, and which requests it has answered since.
 
     The buckets of one server share it, in several threads.
     """
@@ -87,7 +87,7 @@ class _Outage:
         self._answered |= {verb}
 
     def lasts_for(self, verb: str) -> bool:
-        """Return whether requests of this kind may get no answer."""
+        """Return whether requests of this kind may stay unanswered."""
         is_recent = self._began is not None and time.monotonic() - self._began < _OUTAGE
         return is_recent and verb not in self._answered
 
@@ -97,9 +97,8 @@ class Bucket:
 
     Credentials are those that tensorstore finds, in the environment or a profile. The query may
     have an `endpoint` and an `aws_region`, as in `s3://bucket/run?endpoint=https://host`. Requests
-    end within a limited time, and their errors name the object. After a server
-    error, later requests fail at once until the server answers. A bucket that is given as `other`
-    shares this if it has the same server.
+    have a time limit, and their errors name the object. After an unanswered request, others fail at
+    once until the server answers; a bucket given as `other` shares this if it has the same server.
     """
 
     def __init__(self, url: str, other: Any = None) -> None:
@@ -158,7 +157,7 @@ class Bucket:
         return wait
 
     def _probe(self, name: str, verb: str) -> None:
-        """Raise if the server does not answer at once; the request itself is one if it is small."""
+        """Raise if the server does not answer a small request at once."""
 
 
 class BucketStore(Bucket):
@@ -360,7 +359,7 @@ class BucketStore(Bucket):
         content, number, arrays = manifest.later_metadata({**known, **metrics}, extra, former)
         self._write_stream(stream.format(number), arrays)
         self.write_note(name, content)
-        # Not the one before, which another process may read now.
+        # Keep the previous one, which another process may be reading.
         self._delete_below(f"{stream.format(number - 2)}.")
 
     def write_note(self, name: str, content: Any) -> None:
@@ -394,7 +393,7 @@ class BucketStore(Bucket):
 
     def clean(self, finish: Callable[[int], None] | None = None) -> None:  # noqa: ARG002
         # A commit does not tell whether `finish` was called; the next save deletes the same steps.
-        # The age tells whether the save may be that of another run, which is not finished.
+        # A recent folder may belong to a save of another run that is not finished.
         old = [folder for folder in self._folders() if time.time() - _time_of(folder) > _DAY]
         markers = [name for name in self._names() if _MARKER.fullmatch(name)] if old else []
         for folder in old:

@@ -69,7 +69,7 @@ class StepMetadata(NamedTuple):
     metrics: Mapping[str, Any] | None = None
     extra: Any = None
     best: Best | None = None
-    requested: bool = False  # rather than scheduled; only written if it is true
+    requested: bool = False  # rather than scheduled
 
 
 class Manifest(NamedTuple):
@@ -152,11 +152,10 @@ def process_manifest(
     Also return the arrays in the metadata, which are the content of the stream `ARRAYS`.
     """
     process = jax.process_index()
-    fields = metadata._asdict() if process == 0 else {"step": metadata.step, "data": metadata.data}
     arrays: list[np.ndarray] = []
-    for name in ("data", "extra"):
-        if name in fields:
-            fields[name] = take_arrays(fields[name], arrays)
+    fields = {"step": metadata.step, "data": take_arrays(metadata.data, arrays)}
+    if process == 0:
+        fields = metadata._asdict() | fields | {"extra": take_arrays(metadata.extra, arrays)}
     content = {
         "format": FORMAT,
         "processes": jax.process_count(),
@@ -177,7 +176,7 @@ def later_metadata(
 ) -> tuple[dict[str, Any], int, list[np.ndarray]]:
     """Return the content of `LATER` after the former one, and the arrays in it.
 
-    They are the content of the stream `LATER_ARRAYS` with the number that is returned too.
+    They are the content of the stream `LATER_ARRAYS` with the returned number.
     """
     arrays: list[np.ndarray] = []
     content = {"metrics": metrics, "extra": take_arrays(extra, arrays)}
@@ -224,7 +223,7 @@ def write_files(folder: Path) -> None:
 # Reading
 
 
-# A checksum that fits does not make the content valid: it may have been written by other software.
+# A valid checksum does not make the content valid: other software may have written it.
 
 
 @contextmanager
@@ -238,17 +237,16 @@ def checked_form(step: Path | str) -> Iterator[None]:
 
 
 def check_format(content: Any, where: Path | str) -> Any:
-    """Return content whose format this version knows."""
+    """Return the content if this version knows its format."""
     _expect(_is_count(content["format"]), "format", content["format"])
     if content["format"] > FORMAT:
-        refuse(
-            where, f"format {FORMAT} or older", f"{content['format']}", _UPGRADE, kind=NewerError
-        )
+        got = f"{content['format']}"
+        refuse(where, f"format {FORMAT} or older", got, _UPGRADE, kind=NewerError)
     return content
 
 
 def check_process(content: Any, where: Path | str) -> Any:
-    """Return the manifest of a process in the current format."""
+    """Return the manifest of a process, converted to the current format."""
     if check_format(content, where)["format"] < 2:
         content |= {"metadata": content["words"], "arrays": []}
     return content

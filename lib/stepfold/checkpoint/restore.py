@@ -31,7 +31,7 @@ class Restored(NamedTuple):
       state: a tree like `like`.
       step: the step at which it was saved.
       data: the data position, for `set_state` of the batches; None if none was saved. With `parts`
-        it is also None if each process saved its own, and their number was another.
+        it is also None if each process saved its own, and there were more or fewer processes.
       extra: the `extra` that was saved.
       metrics: the `metrics` that were saved.
       loaded: the paths that were loaded, with the path of each in the checkpoint.
@@ -219,7 +219,7 @@ def _restore_step(
 
 
 def _set_aside(store: Store, number: int, step: Step, problem: str) -> None:
-    """Warn about a damaged step, and set it aside; only process 0 knows what becomes of it."""
+    """Warn about a damaged step, and set it aside; only process 0 knows its new name."""
     where = ""
     if jax.process_index() == 0:
         kept = store.set_aside(number)
@@ -317,8 +317,7 @@ def match(
 ) -> Match:
     """Find the saved leaf for each wanted leaf: all of them exactly, unless the caller opts out.
 
-    `where` and `advice` are the first and the last words of error messages; the other arguments
-    are those of `restore`.
+    `where` and `advice` begin and end error messages; the other arguments are those of `restore`.
 
     Raises:
       TreeMismatchError: with every path that does not match, or if no path matches.

@@ -31,7 +31,7 @@ from stepfold.checkpoint.leaves import as_slices, leaf_of, make_leaf, regions_of
 from stepfold.checkpoint.restore import match
 from stepfold.checkpoint.steps import absolute_path, check_regular, sync
 from stepfold.core.processes import agreement
-from stepfold.core.validation import read_integer
+from stepfold.core.validation import read_function, read_integer
 from stepfold.errors import CheckpointError, ConfigError, refuse
 
 _SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
@@ -175,7 +175,7 @@ def load_params(
         saved,
         like,
         where=str(path),
-        advice="; names=… says what arrays are called there, and cast=True converts dtypes",
+        advice="; names=… maps paths to their names there, and cast=True converts dtypes",
         rename=lambda name: paths[name],
         cast=cast,
     )
@@ -219,8 +219,8 @@ def _named_leaves(
     argument: str, params: Any, names: Callable[[str], str] | None
 ) -> list[_NamedLeaf]:
     """List the leaves of a tree with their names, which have to be unique, in the order of jax."""
-    if names is not None and not callable(names):
-        refuse("names", "a function of a path", tree.describe_value(names))
+    if names is not None:
+        read_function("names", names, "a function of a path")
     leaves: dict[str, _NamedLeaf] = {}
     for path, value in tree.named_leaves(params):
         name = path.replace("/", ".") if names is None else names(path)

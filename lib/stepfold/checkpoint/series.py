@@ -66,13 +66,16 @@ def save(
         storage, a URL such as `s3://bucket/run` (see `Checkpoints`).
       state: any tree of arrays, on any devices.
       step: the step number; defaults to `state.step`.
-      data: the data position, or the batches themselves, whose `get_state` is called.
+      data: the data position, or the batches themselves, whose `get_state` is called. It may hold
+        anything that `extra` may; each process saves its own.
       metrics: numbers by name, one of which may rank the steps.
-      extra: any JSON-serializable value, such as arguments or versions.
+      extra: JSON-serializable values, such as arguments or versions, with numpy arrays anywhere in
+        their dicts and lists, such as a replay buffer. Process 0 saves it. Arrays are copied here,
+        written in the background, and verified against their checksums like the state.
 
     Raises:
       CheckpointError: if the state cannot be saved, or the step already exists.
-      ConfigError: if a leaf of the state is not an array, or the rest is not JSON-serializable.
+      ConfigError: if a leaf of the state is not an array, or another value cannot be stored.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -201,7 +204,7 @@ _Kind = Literal["permanent", "requested", "temporary"]
 
 
 class _StepReader:
-    """What the policy and an open series read alike."""
+    """What both the policy and an open series can read."""
 
     @property
     def ranking(self) -> Best | None:
@@ -506,7 +509,7 @@ class Series(_StepReader):
         self.policy.request()
 
     def receive_request(self) -> None:
-        """Make the next `due` True, or call the function that `on_request` was given."""
+        """Make the next `due` True, or call the function given to `on_request`."""
         self._is_requested = self._notify is None
         if self._notify is not None:
             self._notify()
@@ -531,8 +534,8 @@ class Series(_StepReader):
         """Save a state; the arguments are those of `stepfold.save`.
 
         Blocks for the previous save, and with `async_` only until the state is copied off the
-        devices. Afterwards the state may be donated to a step, and its numpy arrays may be
-        modified. `before_commit` is called in a background thread before the step is committed.
+        devices. Afterwards the state may be donated to a step, and numpy arrays may be modified.
+        `before_commit` is called in a background thread before the step is committed.
 
         The save is a temporary one only if `due` found nothing else due for this step;
         `permanent=True` makes it permanent then too, and so does `requested=True`, which also
@@ -629,7 +632,7 @@ class Series(_StepReader):
             raise failure
 
     def _warn(self) -> None:
-        """Warn of the first temporary save that failed since one succeeded."""
+        """Warn of the first temporary save that failed since the last success."""
         problem, self._problem = self._problem, None
         if problem is not None and not self._has_warned:
             self._has_warned = True

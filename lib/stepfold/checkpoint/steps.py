@@ -27,7 +27,7 @@ Best = tuple[str, str]  # a metric, and "min" or "max"
 
 
 def absolute_path(argument: str, path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path that is meant now, without `~` and `..`.
+    """Return a path from the current working directory as an absolute one, without `~` and `..`.
 
     It is not resolved: links keep their names, by which users and messages know a directory.
     """

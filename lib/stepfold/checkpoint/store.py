@@ -77,7 +77,7 @@ class DirectoryStore:
         return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
     def has_step(self, step: int) -> bool:
-        """Return whether a step is there; unlike a list of steps, never out of date."""
+        """Return whether a step exists; unlike `steps`, never out of date."""
         return step in self.steps()
 
     def path_of(self, step: int) -> str:
@@ -109,11 +109,13 @@ class DirectoryStore:
             metadata, first, size = self._read_first(step)
             others = [self._read_process(step, process) for process in range(1, first["processes"])]
             merged = manifest.merge_processes([first, *others], metadata)
-            for name, array in merged.arrays.items():
+            for name, array in merged.arrays.items():  # those that were added later are not listed
                 path = manifest.stream_path(self._path(step) / manifest.STATE, array.stream)
                 end = array.offset + array.leaf.bytes
-                if not path.exists() or path.stat().st_size < end:
-                    refuse(name, f"{end:,} bytes of {path.name}", "less", kind=DamageError)
+                with converted_errors(path, "cannot be read"):
+                    has_end = path.exists() and path.stat().st_size >= end
+                if not has_end:
+                    refuse(name, f"{end:,} bytes of {path.name}", "fewer", kind=DamageError)
             return merged._replace(bytes=size)
 
     def _read_first(self, step: int) -> tuple[StepMetadata, Any, int]:
@@ -137,7 +139,8 @@ class DirectoryStore:
         path = folder / manifest.LATER
         later = manifest.read_checked(path) if path.exists() else {}
         metadata = manifest.metadata_of(first, later, self.path_of(step), step)
-        return metadata, first, sum(recorded.values())
+        added = sum(size for name, size in sizes.items() if name.startswith("later"))
+        return metadata, first, sum(recorded.values()) + added
 
     def _read_process(self, step: int, process: int) -> Any:
         path = self._path(step) / manifest.STATE / manifest.LEAVES.format(process)
@@ -183,17 +186,16 @@ class DirectoryStore:
         former = manifest.read_checked(path) if path.exists() else {}
         later = manifest.later_metadata({**known, **metrics}, extra, former)
         content, number, arrays = later
-        streams = [
-            manifest.stream_path(folder, manifest.LATER_ARRAYS.format(number - age))
-            for age in (0, 2)
-        ]
+        stream = manifest.stream_path(folder, manifest.LATER_ARRAYS.format(number))
         if arrays:
-            with converted_errors(streams[0], "cannot be written"):
-                manifest.write_stream(streams[0], arrays)
-                sync(streams[0])
+            with converted_errors(stream, "cannot be written"):
+                manifest.write_stream(stream, arrays)
+                sync(stream)
         self._replace(path, content)
-        with suppress(OSError):  # not the one before, which another process may read now
-            streams[1].unlink()
+        # Keep the previous one, which another process may be reading.
+        old = manifest.LATER_ARRAYS.format(number - 2)
+        with suppress(OSError):
+            manifest.stream_path(folder, old).unlink()
 
     def write_note(self, name: str, content: Any) -> None:
         """Atomically write JSON next to the steps, and return when it is durable."""
@@ -282,7 +284,7 @@ def open_store(directory: Any, *, save: bool = False) -> Store:
 
 
 def open_to_read(directory: Any) -> Store:
-    """Open the store of a series; a run directory has one, unless it has steps itself."""
+    """Open the store of a series, or that of a run directory if it has no steps itself."""
     store = open_store(directory)
     inner = _below(store)
     if (is_url(inner) or os.path.isdir(inner)) and not store.steps():
@@ -357,7 +359,7 @@ def metrics_of(complete: Mapping[int, StepMetadata]) -> dict[int, Mapping[str, A
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return the sizes of the files below a folder; refuse what blocks or never ends when read."""
+    """Return the sizes of the files below a folder; refuse pipes and devices."""
     sizes = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()

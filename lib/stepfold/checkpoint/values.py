@@ -1,7 +1,7 @@
 """Values saved next to a state, such as the data position: JSON with numpy arrays in it.
 
-The arrays of a save are written one after the other, as a stream of bytes. The JSON has the number
-of an array in its place, and the manifest the shapes, dtypes and checksums of all of them.
+Each process writes its arrays one after the other, as a stream of bytes. In the JSON, a number
+stands for each array. The manifest lists their shapes, dtypes and checksums.
 """
 
 import base64
@@ -22,9 +22,9 @@ _DEPTH = 100  # levels of JSON, within Python's limit of recursion
 
 @dataclass(frozen=True)
 class StoredArray:
-    """A numpy array of a checkpoint that is not read yet; equal if its values are.
+    """A numpy array of a checkpoint that is not read yet, at an offset in a stream.
 
-    It begins at the byte `offset` of the stream of its name.
+    Two of them are equal if their values are.
     """
 
     leaf: Leaf
@@ -37,7 +37,7 @@ class StoredArray:
 
 
 def check_values(value: Any, name: str) -> None:
-    """Raise a ConfigError with the path of what cannot be saved next to a state."""
+    """Refuse what cannot be saved next to a state, with its path."""
     to_json(value, name, check_array)
 
 
@@ -50,8 +50,8 @@ def to_json(
     """Convert a value to plain JSON, or raise with the path of what JSON cannot hold.
 
     Tuples become lists, numpy scalars Python numbers, and bytes a dict that `from_json` decodes.
-    `keep_array` is called with the path of each numpy array, and returns what replaces it. Without
-    it, arrays are refused.
+    Numpy arrays are replaced by what `keep_array` returns for their path and themselves; without
+    it, they are refused.
     """
     if not depth:
         refuse(name, f"at most {_DEPTH} levels", "more", "flatten it")
@@ -79,16 +79,12 @@ def to_json(
     expected, advice = "what JSON can hold", "write it as text or numbers"
     if keep_array is not None:
         expected = "JSON or numpy arrays"
-        advice = (
-            "convert an array of jax with np.asarray, and write anything else as text or numbers"
-        )
+        advice = "use np.asarray for an array of jax, and write anything else as text or numbers"
     refuse(name, expected, tree.describe_value(value), advice)
 
 
-def from_json(
-    value: Any, arrays: Mapping[int, StoredArray] | None = None, depth: int = _DEPTH
-) -> Any:
-    """Invert `to_json`, except that tuples stay lists, and arrays are not read yet.
+def from_json(value: Any, arrays: Mapping[int, StoredArray] | None = None) -> Any:
+    """Invert `to_json`, except that tuples stay lists, and arrays are not read.
 
     Each of the numbered arrays may occur once.
     """
@@ -105,11 +101,11 @@ def from_json(
             return {key: decode(item, depth - 1) for key, item in value.items()}
         return [decode(item, depth - 1) for item in value] if isinstance(value, list) else value
 
-    return decode(value, depth)
+    return decode(value, _DEPTH)
 
 
 def map_arrays(value: Any, name: str, function: Callable[[str, Any], Any]) -> Any:
-    """Replace the arrays in a value by what a function of their path and of themselves returns."""
+    """Replace each array in a value by what a function of its path and itself returns."""
     if isinstance(value, dict):
         return {key: map_arrays(item, f"{name}/{key}", function) for key, item in value.items()}
     if isinstance(value, list):
@@ -125,7 +121,7 @@ def find_arrays(value: Any, name: str) -> dict[str, Any]:
 
 
 def take_arrays(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Append the arrays in a value to a list, and return JSON with their numbers."""
+    """Append the arrays in a value to a list, and return JSON with their numbers in the list."""
 
     def take(_: str, array: np.ndarray) -> dict[str, int]:
         arrays.append(array)

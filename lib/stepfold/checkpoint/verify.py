@@ -59,8 +59,8 @@ class Contents(NamedTuple):
       step: the step at which it was saved.
       leaves: the metadata of each array, by path: its `shape`, `dtype`, and `key`, the
         implementation of a typed PRNG key, which is stored as its key data.
-      data: the data position; a list, with that of each process, if each saved its own and their
-        number was another.
+      data: the data position; a list of those of all processes if each saved its own, and there
+        were more or fewer processes.
       extra: the `extra` that was saved.
       metrics: the `metrics` that were saved.
       bytes: its size on disk.

@@ -561,7 +561,7 @@ class TrainLoop:
             try:
                 try:
                     self._save()
-                except ConfigError as failure:  # a position or hook state that JSON cannot hold
+                except ConfigError as failure:  # a position or hook state that cannot be saved
                     error.add_note(
                         f"the state is saved alone, for sf.restore, not for a resume: {failure}"
                     )
