@@ -175,8 +175,8 @@ def _check_leaves(named: list[tuple[str, Any]]) -> None:
 
 
 _UNBOX = (
-    "; these are the names of its nn.Partitioned, since no rule before sf.fsdp() matches this path: "
-    "give the mesh such axes, add a rule for the path, or unbox the parameters with nn.unbox"
+    "; these are the names of its nn.Partitioned, since no rule before sf.fsdp() matches this "
+    "path: give the mesh such axes, add a rule for the path, or unbox the parameters with nn.unbox"
 )
 
 
