@@ -125,7 +125,7 @@ MISTAKES = {
     "a flax module for parameters": (
         lambda: sf.init_state(nn.Dense(3), TX, KEY),
         sf.ConfigError,
-        r"init: Dense makes its parameters of an example; give model.init\(key, example\)",
+        r"init: Dense makes its parameters from an example; give model.init\(key, example\)",
     ),
     "a whole module of equinox": (
         lambda: sf.init_state(eqx.nn.MLP(2, 3, 4, 1, key=KEY), TX, KEY),

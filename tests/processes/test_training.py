@@ -128,7 +128,7 @@ def gives_rows(start, rows, late=0, timeout=None):
 
 def test_other_rows_are_refused_in_every_process():
     outputs = launch.run_processes(gives_rows, args=(([4], [6]),), timeout=40)
-    words = "expected as many rows in every process, got [4, 6]; drop or pad the last batch\n"
+    words = "expected the same number of rows in every process, got [4, 6]; drop or pad the last "
     assert outputs == [f"DataError shard_batch: {words}"] * 2
 
 

@@ -178,7 +178,7 @@ def test_a_launcher_of_one_task_leaves_it_alone(environ, started, variables):
         ),
         (
             MPI_5 | {"PMIX_NAMESPACE": "?"},
-            "Open MPI: expected the environment to tell on which host process 0 of 4 runs, got "
+            "Open MPI: expected the environment to name the host of process 0 of 4, got "
             "nothing; give coordinator='host:port'",
         ),
         (SRUN | {"SLURM_PROCID": "x"}, "SLURM: expected a number .* SLURM_PROCID, got 'x'"),
@@ -266,7 +266,7 @@ def test_what_runs_cannot_be_changed(environ, started, monkeypatch):
 def test_a_port_that_is_taken_is_refused(environ, started):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        message = f"coordinator: expected a free port, got {address}: .* in use.*; end what listens"
+        message = f"coordinator: expected a free port, got {address}: .* in use.*; stop the process"
         with pytest.raises(sf.ConfigError, match=message):
             start_distributed(address, 2, 0)
     assert not started

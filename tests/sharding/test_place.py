@@ -109,8 +109,8 @@ def test_arrays_that_are_placed_already_stay_or_move():
         (
             {"x": np.zeros(8), "y": [np.zeros((4, 2))], "n": 1},
             sf.DataError,
-            r"shard_batch: expected as many rows in every leaf, got batch/x float64\[8\], "
-            r"batch/y/0 float64\[4,2\]$",
+            r"shard_batch: expected the same number of rows in every leaf, got "
+            r"batch/x float64\[8\], batch/y/0 float64\[4,2\]$",
         ),
         (
             {"x": np.zeros((6, 2))},

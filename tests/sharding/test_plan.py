@@ -735,10 +735,25 @@ def test_a_stateful_models_boxes_are_read_too():
 )
 def test_a_box_that_does_not_fit_the_mesh_is_refused_with_advice(names, kind, problem):
     params = {"box": boxed(jnp.ones((8, 64)), *names, kind=kind)}
-    words = f"box/value: .*{problem}.*; these are the names of its nn.Partitioned: .* nn.unbox"
+    words = f"box/value: .*{problem}.*; these are the names of its nn.Partitioned, .* nn.unbox"
     with pytest.raises(sf.ShardingError, match=words):
         sf.make_sharding(params, MESH)
     assert by_rules(("box", P("dp")), params)["box"].value == P("dp")
     assert specs(sf.make_sharding(nn.unbox(params), MESH, sf.fsdp(min_size=1))) == {
         "box": P(None, "fsdp")
     }
+
+
+def test_a_rule_with_the_names_of_the_box_is_not_advised_to_be_given():
+    params = {"box": boxed(jnp.ones((8, 64)), None, "model"), "plain": jnp.ones((8, 64))}
+    with pytest.raises(sf.ShardingError, match=r"box/value: .*names \['model'\]") as caught:
+        by_rules(("box", P(None, "model")), params)
+    assert "nn.Partitioned" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rules", [("(box|plain)$", P()), [sf.fsdp(), ("box", P())]])
+def test_a_rule_that_does_not_reach_a_box_is_pointed_out(rules):
+    params = {"box": boxed(jnp.ones((8, 64)), None, "model"), "plain": jnp.ones((8, 64))}
+    words = r"box/value: .*no rule before sf.fsdp\(\) matches this path: .*add a rule for the path"
+    with pytest.raises(sf.ShardingError, match=words):
+        by_rules(rules, params)

@@ -9,7 +9,7 @@ from jax import lax
 
 from stepfold import tree
 from stepfold.core.state import strengthen
-from stepfold.core.validation import read_integer
+from stepfold.core.validation import read_function, read_integer
 from stepfold.errors import ConfigError, TreeMismatchError, refuse
 
 
@@ -18,20 +18,21 @@ def check_step(
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
     """Run a step twice from time to time, to find errors of the hardware.
 
-    A processor that computes a wrong number now and then raises no error. The first step and every
+    A processor that sometimes computes a wrong number raises no error. The first step and every
     `every`-th after it run twice, and the bits of both new states are compared, leaf by leaf. The
     metric `corrupt` is the number of leaves that differ in any step; `metrics["corrupt"].paths`
     lists them, and the hook `stop_on_corruption` ends the run. State and metrics are those of the
     step itself, bit for bit.
 
-    Both runs are turns of one loop, so that they execute the same instructions, and only a hash of
-    each leaf is kept of the first. The program is not larger than that of the step. It takes the
-    time of one more step in every `every`, and of reading the new state once in each.
+    Both runs are iterations of one loop, so that they execute the same instructions, and only a
+    hash of each leaf is kept of the first. The program is not larger than that of the step. The
+    cost is one extra step per `every` steps, and reading the new state once per step.
 
     A step that is not deterministic, as with atomic additions on a GPU, is found corrupt in its
-    first step. A device that is always wrong in the same way is not found; another one has to check
-    it, as in `examples/silent_corruption.py`. Of a replicated array, each process compares the copy
-    of its first device. An error in a gradient reaches all copies, one in a single copy does not.
+    first step. A device that is always wrong in the same way is not found; check it with another
+    device, as in `examples/silent_corruption.py`. Of a replicated array, each process compares the
+    copy of its first device. It sees an error in a gradient, which reaches all copies, but not an
+    error in another copy.
 
     Args:
       step: a `StepFn`; with `shard_map` or `vmap`, the result of these. Its state has a scalar
@@ -51,8 +52,7 @@ def check_step(
     >>> int(metrics["corrupt"].compute()), metrics["corrupt"].paths(state)
     (0, [])
     """
-    if not callable(step):
-        refuse("check_step", "a step (state, batch) -> …", tree.describe_value(step))
+    read_function("check_step", step, "a step (state, batch) -> …")
     read_integer("every", every)
     from stepfold.core.metrics import DifferentLeaves  # lazy: clu imports flax
 
@@ -72,8 +72,8 @@ def check_step(
 
         def run(carry: Any) -> Any:
             done, state, _, _, last = carry
-            # A barrier that depends on the turn. Without it, XLA computes once, ahead of the loop,
-            # what depends on the batch alone.
+            # A barrier that depends on the iteration. Without it, XLA hoists out of the loop what
+            # depends on the batch alone.
             done, state, same_batch = lax.optimization_barrier((done, state, batch))
             new, metrics = step(state, same_batch)
             new, done = strengthen(new), done + 1

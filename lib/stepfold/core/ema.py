@@ -114,10 +114,8 @@ def get_ema(state: Any) -> Any:
     opt_state = state.opt_state if isinstance(state, TrainState) else state
     nodes = find_nodes(opt_state, EmaParamsState)
     if len(nodes) != 1:
-        raise ConfigError(
-            f"get_ema: expected one average in the optimizer's state, got {len(nodes)}; "
-            "wrap the optimizer once, tx = sf.ema_params(tx, decay), before init_state"
-        )
+        advice = "wrap the optimizer once, tx = sf.ema_params(tx, decay), before init_state"
+        refuse("get_ema", "one average in the optimizer's state", f"{len(nodes)}", advice)
     (node,) = nodes
     ema = jax.tree.map(jnp.copy, node.ema)  # the state may be donated
     if node.mass is not None:

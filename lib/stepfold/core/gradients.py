@@ -27,7 +27,7 @@ from stepfold.core.loss import (
     total_of,
 )
 from stepfold.core.state import check_params
-from stepfold.core.validation import check_flags, read_integer, takes_any_keyword
+from stepfold.core.validation import check_flags, read_function, read_integer, takes_any_keyword
 from stepfold.errors import ConfigError, DataError, LossError, TreeMismatchError, refuse
 
 GradFn = Callable[[Any, Any, Any, Any], tuple[Any, Terms, Metrics, Any]]
@@ -235,11 +235,8 @@ def rematerialized(loss_fn: LossFn, remat: str | bool | Callable[..., bool] | No
         remat = getattr(jax.checkpoint_policies, remat)
     # A policy takes any keyword, since jax passes a primitive's parameters; its factory does not.
     if remat is not True and not (callable(remat) and takes_any_keyword(remat)):
-        raise ConfigError(
-            f"remat: expected None, True, a policy of jax.checkpoint_policies, or the name of one "
-            f"({', '.join(names)}), got {remat!r}"
-            + ("; did you mean to call it?" * callable(remat))
-        )
+        expected = f"None, True, a policy of jax.checkpoint_policies, or one of {', '.join(names)}"
+        refuse("remat", expected, repr(remat), "did you mean to call it?" * callable(remat))
     return jax.checkpoint(loss_fn, policy=None if remat is True else remat)
 
 
@@ -249,25 +246,24 @@ def options_of(grad: Callable[..., Any], **options: Any) -> dict[str, Any]:
     The options of a step are those of `make_train_step`. A `functools.partial` that sets another
     value is refused: the loss function is checked for this one.
     """
-    if not callable(grad):
-        refuse("grad", "a function of a loss function", tree.describe_value(grad))
+    read_function("grad", grad, "a function of a loss function")
     bound = grad.keywords if isinstance(grad, partial) else {}
     for name, value in options.items():
         if name in bound and bound[name] != value:
-            raise ConfigError(
-                f"grad: expected a partial without {name}=, got {name}={bound[name]!r}; "
-                f"pass it as make_train_step(…, {name}={bound[name]!r})"
-            )
+            got = f"{name}={bound[name]!r}"
+            advice = f"pass it as make_train_step(…, {got})"
+            refuse("grad", f"a partial without {name}=", got, advice)
     if takes_any_keyword(grad):
         return options
     defaults = inspect.signature(make_grad).parameters
     parameters = inspect.signature(grad).parameters
     for name, value in options.items():
         if name not in parameters and value != defaults[name].default:
-            raise ConfigError(
-                f"grad: expected a function that accepts {name}=, got "
-                f"{getattr(grad, '__name__', grad)}; add the keyword, as sf.make_grad has"
+            got, advice = (
+                f"{getattr(grad, '__name__', grad)}",
+                "add the keyword, as sf.make_grad has",
             )
+            refuse("grad", f"a function that accepts {name}=", got, advice)
     return {name: value for name, value in options.items() if name in parameters}
 
 

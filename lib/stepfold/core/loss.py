@@ -71,10 +71,9 @@ def mean(values: Any, where: Any = None) -> "Average":
     sizes = zip(where.shape, values.shape, strict=False)
     repeats = where.ndim == values.ndim and all(size in (1, wanted) for size, wanted in sizes)
     if not repeats and where.shape != values.shape[: where.ndim]:
-        raise LossError(
-            "mean: expected where in the shape of the values or of their leading axes, "
-            f"got {tree.describe_value(where)} for values {tree.describe_value(values)}"
-        )
+        expected = "where in the shape of the values or of their leading axes"
+        got = f"{tree.describe_value(where)} for values {tree.describe_value(values)}"
+        refuse("mean", expected, got, kind=LossError)
     where = where.reshape(where.shape + (1,) * (values.ndim - where.ndim))
     where = jnp.broadcast_to(where, values.shape)
     floats = [x.dtype for x in (values, where) if tree.is_float(x)]
@@ -95,11 +94,12 @@ def checked(loss_fn: LossFn, *, stateful: bool = False) -> LossFn:
     names = ["params", "batch", "key", "model_state"]
     wanted = f"loss_fn({', '.join(names[: 3 + stateful])})"
     if not callable(loss_fn):
-        raise LossError(f"expected a function {wanted}, got {tree.describe_value(loss_fn)}")
+        got = tree.describe_value(loss_fn)
+        refuse("loss_fn", f"a function {wanted}", got, kind=LossError)
     if not takes(loss_fn, 3 + stateful):
         other = "leave out stateful=True" if stateful else "give stateful=True, for a model state"
-        advice = f"; {other}" if takes(loss_fn, 4 - stateful) else ""
-        raise LossError(f"expected {wanted}, got {spell_call(loss_fn)}{advice}")
+        advice = other if takes(loss_fn, 4 - stateful) else ""
+        refuse("loss_fn", wanted, spell_call(loss_fn), advice, kind=LossError)
 
     def checked_loss(params: Any, batch: Any, key: Any, *model_state: Any) -> tuple[Any, ...]:
         try:
@@ -161,8 +161,8 @@ def _parts(returned: Any, stateful: bool) -> tuple[Any, ...]:
     if stateful and count != 3:
         refuse("stateful=True", "(loss, metrics, model_state)", got, kind=LossError)
     if not stateful and count not in (None, 2):
-        advice = "; a loss that returns model_state needs stateful=True" * (count == 3)
-        raise LossError(f"expected the loss or (loss, metrics), got {got}{advice}")
+        advice = "a loss that returns model_state needs stateful=True" * (count == 3)
+        refuse("loss_fn", "the loss or (loss, metrics)", got, advice, kind=LossError)
     return (returned, {}) if count is None else tuple(returned)
 
 

@@ -143,10 +143,9 @@ def dynamic_loss_scale(
     except (TypeError, ValueError, OverflowError):
         fits = False
     if not fits:
-        raise ConfigError(
-            "dynamic_loss_scale: expected 0 < minimum <= initial <= maximum, factor > 1 and "
-            f"period >= 1, got {minimum=}, {initial=}, {maximum=}, {factor=}, {period=}"
-        )
+        expected = "0 < minimum <= initial <= maximum, factor > 1 and period >= 1"
+        got = f"{minimum=}, {initial=}, {maximum=}, {factor=}, {period=}"
+        refuse("dynamic_loss_scale", expected, got)
     inner = as_optimizer(tx)
 
     def init_fn(params: Any) -> LossScaleState:

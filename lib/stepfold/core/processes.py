@@ -48,7 +48,7 @@ class KeyValues:
         return {path.removeprefix(prefix): json.loads(value) for path, value in pairs}
 
     def count_call(self) -> int:
-        """Return how often this process has called this, with this one."""
+        """Return the number of calls by this process, including this one."""
         path = self._path(f"calls/{jax.process_index()}")
         return int(self._client.key_value_increment(path, 1))
 
@@ -75,7 +75,7 @@ class KeyValues:
                 f"{spell_processes(late)} in {self.timeout} s; see what that does, or wait longer "
                 "with start_distributed(timeout=…)"
             )
-        # All have returned from the call before this one, so its value is not needed any more.
+        # All have returned from the call before this one, so its value is no longer needed.
         self._client.key_value_delete(self._path(f"{call - 1}/{me}"))
         return [values[process] for process in sorted(values)]
 
@@ -145,7 +145,7 @@ def agreement(message: str) -> Iterator[None]:
 def report_failed_peer() -> Iterator[None]:
     """Print the error of another process that raised one inside the block.
 
-    This process waits for it in a collective then, until jax ends all of them.
+    This process then waits for it in a collective, until jax terminates all of them.
     """
     errors = KeyValues("failed")
     if not errors or jax.process_count() == 1:
@@ -158,7 +158,7 @@ def report_failed_peer() -> Iterator[None]:
             for process, error in errors.get(block).items():
                 print(  # noqa: T201  the main thread may never come back
                     f"stepfold: process {process} raised {error}; this process waits for it until "
-                    "jax ends all, see start_distributed(shutdown=…)",
+                    "jax terminates all, see start_distributed(shutdown=…)",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -142,14 +142,12 @@ def _is_function(init: Any) -> bool:
 def _check_init(init: Any) -> None:
     if callable(getattr(init, "init", None)) and callable(getattr(init, "apply", None)):
         raise ConfigError(
-            f"init: {type(init).__name__} makes its parameters of an example; give "
+            f"init: {type(init).__name__} makes its parameters from an example; give "
             "model.init(key, example), or lambda key: model.init(key, example)"
         )
     if not takes(init, 1):
-        raise ConfigError(
-            f"init: expected a function init(key) -> params, got {spell_call(init)}; give what "
-            "else it takes by hand, as in lambda key: model.init(key, example)"
-        )
+        advice = "give what else it takes by hand, as in lambda key: model.init(key, example)"
+        refuse("init", "a function init(key) -> params", spell_call(init), advice)
 
 
 def _parts(initial: Any, stateful: bool) -> tuple[Any, Any]:
@@ -212,8 +210,8 @@ def check_params(params: Any) -> None:
             refuse(name, "an array", tree.describe_value(leaf), _PARTITION)
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             advice = (
-                "arrays that are not trained by gradients belong into model_state (stateful=True) "
-                "or into the loss function"
+                "arrays that are not trained by gradients belong in model_state (stateful=True) "
+                "or in the loss function"
             )
             refuse(name, "floating numbers", tree.describe_value(leaf), advice)
 
@@ -352,11 +350,8 @@ def step_of(state: Any) -> int:
     """Return the number of steps of a state, which must be a scalar; 0 if it has no `step`."""
     step = getattr(state, "step", 0)
     if jnp.shape(step) != ():
-        raise ConfigError(
-            "step: expected the state of one run, with a scalar step, got "
-            f"{tree.describe_value(step)}; train stacked states in a loop of your own, as "
-            "examples/ensemble.py does"
-        )
+        advice = "train stacked states in your own loop, as examples/ensemble.py does"
+        refuse("step", "the state of one run, with a scalar step", step, advice)
     return int(jax.device_get(step))
 
 

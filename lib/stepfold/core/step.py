@@ -36,7 +36,7 @@ from stepfold.core.precision import (
     unscale,
 )
 from stepfold.core.state import TrainState, strengthen
-from stepfold.core.validation import check_flags
+from stepfold.core.validation import check_flags, read_function
 from stepfold.errors import ConfigError, ShardingError, TreeMismatchError, refuse
 
 StepFn = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
@@ -247,11 +247,9 @@ def observe(
     >>> {name: float(metric.compute()) for name, metric in metrics.items()}
     {'loss': 1.0, 'grad_norm': 0.5, 'learning_rate': 1.0, 'weight_norm': 1.5}
     """
-    if not callable(step):
-        refuse("observe", "a step (state, batch) -> …", tree.describe_value(step))
+    read_function("observe", step, "a step (state, batch) -> …")
     for name, function in functions.items():
-        if not callable(function):
-            refuse(name, "a function of the state", tree.describe_value(function))
+        read_function(name, function, "a function of the state")
 
     def observed(state: Any, batch: Any) -> tuple[Any, Any]:
         state, metrics = step(state, batch)

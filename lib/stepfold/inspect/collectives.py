@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from stepfold.errors import ConfigError, refuse
+from stepfold.errors import refuse
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Collective:
       moved: the bytes that one device sends, assuming ring algorithms.
       axes: the mesh axes along which the devices differ; None without a mesh, and if the groups
         are not those of axes.
-      devices: how many devices take part together.
+      devices: the number of devices in a group.
       dtype: of the buffers, as in HLO.
       where: the scope in the user's program that causes most of the bytes.
     """
@@ -147,10 +147,9 @@ def replica_groups(attributes: str, replicas: int = 1, partitions: int = 1) -> t
         return tuple(map(frozenset, _iota(match[2]).reshape(_numbers(match[1])).tolist()))
     match = _LISTED_GROUPS.search(attributes)
     if match is None:
-        raise ConfigError(
-            "replica_groups: expected lists, an iota or a mesh in HLO text, got "
-            f"{attributes[:200]!r}; this version of XLA prints a form that is not supported"
-        )
+        expected, got = "lists, an iota or a mesh in HLO text", repr(attributes[:200])
+        advice = "this version of XLA prints a form that is not supported"
+        refuse("replica_groups", expected, got, advice)
     groups = [frozenset(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", match[1])]
     if not groups:  # no list means all
         return (frozenset(range(replicas * partitions)),)
@@ -302,10 +301,8 @@ def parse(text: str) -> Program:
         elif re.match(r"\s+(ROOT )?%[\w.-]+ = ", line):
             refuse("hlo", "`%name = type op(operands)`", repr(line[:80]))
     if entry is None:
-        raise ConfigError(
-            f"hlo: expected text with an ENTRY computation, got {text[:80]!r}; "
-            "pass what jax.jit(f).lower(...).compile().as_text() returns"
-        )
+        advice = "pass what jax.jit(f).lower(...).compile().as_text() returns"
+        refuse("hlo", "text with an ENTRY computation", repr(text[:80]), advice)
     loops = _Loops(computations, roots)
     for name, lines in computations.items():
         lines[:] = [each._replace(trips=loops.trips(name, each)) for each in lines]

@@ -307,10 +307,8 @@ def _default_sharding(shardings: list[Any]) -> Sharding:
     """Choose the sharding of uncommitted leaves: replicated, if others are on a mesh."""
     meshes = {sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)}
     if len(meshes) > 1:
-        raise ShardingError(
-            f"state: expected all of it on one mesh, got {sorted(map(str, meshes))}; "
-            "move it with sf.place(state, plan)"
-        )
+        got, advice = f"{sorted(map(str, meshes))}", "move it with sf.place(state, plan)"
+        refuse("state", "all of it on one mesh", got, advice, kind=ShardingError)
     if meshes:
         return NamedSharding(meshes.pop(), PartitionSpec())
     return next(filter(None, shardings), SingleDeviceSharding(jax.local_devices()[0]))

@@ -13,7 +13,7 @@ from stepfold.table import size, table
 
 _EXHAUSTED = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 
-_ADVICE = {  # of two of the same size, the first is the easiest to change
+_ADVICE = {  # of categories of one size, the first, since it is the easiest to change
     "output": "is the output: donate the state, so that the new one takes its place",
     "temporaries": "is temporaries: make_train_step(…, accumulate=n) divides them, remat=True "
     "keeps less for the backward pass, precision='bf16' halves them",

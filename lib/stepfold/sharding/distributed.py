@@ -157,10 +157,9 @@ def _start_by_detection(how: str, timeout: int, options: dict[str, Any]) -> Dist
     try:
         jax.distributed.initialize(initialization_timeout=timeout, **options)
     except Exception as error:
-        raise ConfigError(
-            f"{how}: expected jax to find the processes, got {type(error).__name__}: {error}; "
-            f"{_DETECTED_BY_JAX[how]}, or give coordinator, processes and process"
-        ) from error
+        got = f"{type(error).__name__}: {error}"
+        advice = f"{_DETECTED_BY_JAX[how]}, or give coordinator, processes and process"
+        refuse(how, "jax to find the processes", got, advice, cause=error)
     return Distributed(how, jax.process_index(), jax.process_count())
 
 
@@ -172,10 +171,8 @@ def _start(job: Distributed, timeout: int, options: dict[str, Any]) -> None:
         try:  # jax would crash on a port that is in use
             create_server(("", int(port))).close()
         except OSError as error:
-            raise ConfigError(
-                f"coordinator: expected a free port, got {address}: {error}; "
-                "end what listens there, or give another, coordinator='host:port'"
-            ) from None
+            advice = "stop the process listening there, or give another, coordinator='host:port'"
+            refuse("coordinator", "a free port", f"{address}: {error}", advice)
 
     def start() -> None:
         try:
@@ -234,10 +231,9 @@ def _find_job(
     """Find out which process this is, and which local devices it uses ([] for all)."""
     port = re.fullmatch(r"\S+:(\d{1,5})", str(coordinator))
     if coordinator is not None and not (port and 0 < int(port[1]) < 65536):
-        raise ConfigError(
-            f"coordinator: expected an address with a port, such as '10.0.0.1:1234', got "
-            f"{coordinator!r}; any free port on the host of process 0 will do"
-        )
+        expected = "an address with a port, such as '10.0.0.1:1234'"
+        advice = "any free port on the host of process 0 will do"
+        refuse("coordinator", expected, repr(coordinator), advice)
     if coordinator is not None and processes is not None and process is not None:
         job = Distributed("explicit coordinator", process, processes, coordinator)
         _check_index(job)
@@ -258,20 +254,16 @@ def _find_job(
         return Distributed("alone"), []
     job = replace(job, coordinator=coordinator or job.coordinator)
     if not job.coordinator:
-        raise ConfigError(
-            f"{job.how}: expected the environment to tell on which host process 0 of "
-            f"{job.processes} runs, got nothing; give coordinator='host:port'"
-        )
+        expected = f"the environment to name the host of process 0 of {job.processes}"
+        refuse(job.how, expected, "nothing", "give coordinator='host:port'")
     return job, devices
 
 
 def _check_index(job: Distributed) -> None:
     process, processes = job.process, job.processes
     if not (isinstance(process, int) and isinstance(processes, int) and 0 <= process < processes):
-        raise ConfigError(
-            f"{job.how}: expected 0 <= process < processes, got process={process!r} and "
-            f"processes={processes!r}; the first process is 0"
-        )
+        got = f"{process=} and {processes=}"
+        refuse(job.how, "0 <= process < processes", got, "the first process is 0")
 
 
 def read_launcher(environ: Mapping[str, str]) -> tuple[Distributed, list[int]] | None:
@@ -326,10 +318,8 @@ def _slurm(environ: Mapping[str, str], tasks: str) -> tuple[Distributed, list[in
 def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
     text = environ.get(name)
     if text is None or not text.isdecimal():
-        raise ConfigError(
-            f"{launcher}: expected a number in the environment variable {name}, got {text!r}; "
-            "start through the launcher, or give coordinator, processes and process"
-        )
+        advice = "start through the launcher, or give coordinator, processes and process"
+        refuse(launcher, f"a number in the environment variable {name}", repr(text), advice)
     return int(text)
 
 

@@ -10,6 +10,7 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from stepfold.core.validation import read_instance
 from stepfold.errors import ShardingError, refuse
 from stepfold.tree import describe_value
 
@@ -116,10 +117,8 @@ def _shape(
 
 def check_mesh(mesh: Any) -> None:
     """Refuse anything but a mesh."""
-    if not isinstance(mesh, Mesh):
-        raise ShardingError(
-            f"mesh: expected a jax.sharding.Mesh, got {mesh!r:.80}; sf.make_mesh() makes one"
-        )
+    advice = "sf.make_mesh() makes one"
+    read_instance("mesh", mesh, Mesh, "a jax.sharding.Mesh", advice, kind=ShardingError)
 
 
 def data_axes(mesh: Mesh, axes: str | Sequence[str] | None = None) -> tuple[str, ...]:

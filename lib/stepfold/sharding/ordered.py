@@ -21,7 +21,7 @@ from stepfold.core.gradients import GradFn, differentiate, objective_of
 from stepfold.core.loss import LossFn, share_of
 from stepfold.core.state import TrainState, check_params
 from stepfold.core.validation import read_integer, read_positive
-from stepfold.errors import ConfigError, ShardingError
+from stepfold.errors import ShardingError, refuse
 from stepfold.sharding.mesh import axes_of, check_mesh, data_axes
 from stepfold.sharding.reduce import check_rows, keep_axes, mesh_of_plan
 
@@ -81,10 +81,8 @@ def ordered(
 
     def grad(loss_fn: LossFn, *, accumulate: int = 1, stateful: bool = False) -> GradFn:
         if accumulate != 1:
-            raise ConfigError(
-                f"accumulate: expected 1 with sf.ordered, got {accumulate}; a device computes one "
-                "block at a time, so use more blocks"
-            )
+            advice = "a device computes one block at a time, so use more blocks"
+            refuse("accumulate", "1 with sf.ordered", f"{accumulate}", advice)
         objective = objective_of(loss_fn, stateful)
 
         def sum_over_devices(params: Any, batch: Any, key: Any, model_state: Any) -> Any:
@@ -237,10 +235,8 @@ def _axis_sizes(mesh: Mesh, blocks: int, axes: str | Sequence[str] | None) -> di
             "mesh of fewer devices, or use another grad="
         )
     if blocks & (blocks - 1) or blocks < num_shards:
-        raise ConfigError(
-            f"blocks: expected a power of two of at least {num_shards}, the number of devices that "
-            f"share a batch, got {blocks}"
-        )
+        least = f"{num_shards}, the number of devices that share a batch"
+        refuse("blocks", f"a power of two of at least {least}", f"{blocks}")
     return sizes
 
 
@@ -277,7 +273,7 @@ def _sum_in_tree(function: Callable[[Any], Any], first: Any, count: int, like: A
     """Sum the first output of a function of i in a binary tree, and stack the second.
 
     One call runs at a time, so log2(count) + 1 sums exist at once. They have the structure and
-    dtypes of `like`. Of integers, booleans and keys the first is taken.
+    dtypes of `like`. For integers, booleans and keys, the first value is used.
     """
     if count == 1:
         total, other = function(first)
@@ -302,7 +298,7 @@ def _sum_leaf(x: jax.Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> ja
     """
     shape: list[int] = []
     shard_shape: list[int] = []
-    dim_of: dict[str, int] = {}  # each axis that shards the array gets a dimension of its own
+    dim_of: dict[str, int] = {}  # each axis that shards the array gets its own dimension
     for size, entry in zip(x.shape, (*spec, *[None] * (x.ndim - len(spec))), strict=True):
         names = axes_of(entry)
         dim_of |= {name: len(shape) + i for i, name in enumerate(names)}

@@ -24,10 +24,10 @@ def shard_batch(batch: Any, mesh: Mesh, *, axes: str | Sequence[str] | None = No
     """Combine the rows of all processes into a global batch, sharded over a mesh.
 
     The leading axis of every leaf is sharded over the data axes of the mesh; scalars are
-    replicated. With several processes each passes its own rows, equally many, and the global batch
-    holds all of them, in the order of the mesh. An abstract batch returns an abstract one with its
-    shardings, for `describe` and `compile_step`; for `devices_of` its rows are all rows. As in jax
-    itself, the result may alias a NumPy array: do not write to that array afterwards.
+    replicated. Each of several processes passes its own rows, the same number of them; the batch
+    then holds the rows of all, in the order of the mesh. An abstract batch returns an abstract one
+    with its shardings, for `describe` and `compile_step`; for `devices_of` its rows are all rows.
+    As in jax itself, the result may alias a NumPy array: do not write to that array afterwards.
 
     Args:
       batch: a tree of arrays: the rows of this process.
@@ -74,7 +74,7 @@ def _row_counts(batch: Any) -> set[int]:
         got = ", ".join(
             f"{name} {tree.describe_value(leaf)}" for name, leaf in named if np.ndim(leaf)
         )
-        refuse("shard_batch", "as many rows in every leaf", got, kind=DataError)
+        refuse("shard_batch", "the same number of rows in every leaf", got, kind=DataError)
     return sizes
 
 
@@ -88,10 +88,11 @@ def _multiple(mesh: Mesh, names: tuple[str, ...], rows: int) -> int:
     if not can_run(mesh.devices.flat):
         num_local = num_shards  # no process runs there: the rows are those of the global batch
     if rows % num_local or rows == 0:
-        raise ShardingError(
-            f"shard_batch: expected a multiple of {num_local} rows, one for each shard of this "
-            f"process along {names}, got {rows} rows; drop or pad the last batch"
+        expected = (
+            f"a multiple of {num_local} rows, one for each shard of this process along {names}"
         )
+        got, advice = f"{rows} rows", "drop or pad the last batch"
+        refuse("shard_batch", expected, got, advice, kind=ShardingError)
     return num_shards // num_local
 
 
@@ -100,7 +101,7 @@ _GRACE_SECONDS = 3.0  # a thread of a peer may be ahead with another number of r
 
 @cache
 def _check_equal_rows(mesh: Mesh, rows: int) -> None:
-    """Wait until every process of the mesh has had a batch of as many rows.
+    """Wait until every process of the mesh has had a batch of this many rows.
 
     Runs once for each number of rows, without a collective, so that it may run in a thread: a
     collective there would run in another order in each process.
@@ -130,10 +131,9 @@ def _check_equal_rows(mesh: Mesh, rows: int) -> None:
     late = [process for process, got in counts.items() if rows not in got]
     if differ_since < math.inf:
         others = {process: max(counts[process] - counts[me], default=None) for process in late}
-        raise DataError(
-            "shard_batch: expected as many rows in every process, got "
-            f"{[others.get(process, rows) for process in processes]}; drop or pad the last batch"
-        )
+        expected = "the same number of rows in every process"
+        got = f"{[others.get(process, rows) for process in processes]}"
+        refuse("shard_batch", expected, got, "drop or pad the last batch", kind=DataError)
     if not answered:
         had = sorted(set().union(*(counts[process] for process in late)))
         before = f", only of {', '.join(map(str, had))} before" if had else ""
@@ -160,7 +160,7 @@ def _put(leaf: Any, sharding: NamedSharding, multiple: int) -> Any:
 def place_batch(batch: Any, mesh: Mesh) -> Any:
     """Place the leaves of a batch that are not yet on the state's mesh; check the others.
 
-    Arrays that are committed to the mesh stay as they are, also if they are replicated.
+    Arrays that are committed to the mesh stay as they are, even if they are replicated.
     """
     leaves, structure = jax.tree.flatten(batch)
     shardings = [committed_sharding(leaf) for leaf in leaves]

@@ -137,10 +137,9 @@ def make_sharding(
     def spec_of(path: str, leaf: Any) -> PartitionSpec:
         if math.prod(leaf.shape) <= 1:
             return PartitionSpec()
-        spec: Any = rule(path, leaf)
+        spec, is_of_box = rule(path, leaf)
         if problem := _problem(leaf.shape, spec, mesh):
-            advice = f"; {_UNBOX}" if spec is boxed.get(path) else ""
-            problems.append(f"{path}: {problem}{advice}")
+            problems.append(f"{path}: {problem}{is_of_box * _UNBOX}")
             return PartitionSpec()
         entries = list(spec)
         for dim, entry in enumerate(spec):
@@ -176,8 +175,8 @@ def _check_leaves(named: list[tuple[str, Any]]) -> None:
 
 
 _UNBOX = (
-    "these are the names of its nn.Partitioned: give the mesh such axes, give the leaf a rule, or "
-    "unbox the parameters with nn.unbox"
+    "; these are the names of its nn.Partitioned, since no rule before sf.fsdp() matches this "
+    "path: give the mesh such axes, add a rule for the path, or unbox the parameters with nn.unbox"
 )
 
 
@@ -200,17 +199,20 @@ def _boxed_specs(tree: Any) -> dict[str, PartitionSpec]:
 
 def _read_rules(
     rules: Rules, mesh: Mesh, paths: Sequence[str], boxed: dict[str, PartitionSpec]
-) -> RuleFn:
-    """Combine rules into one function: the first match wins, and `fsdp()` takes the rest."""
+) -> Callable[[str, Any], tuple[Any, bool]]:
+    """Combine rules into one function: the first match wins, and `fsdp()` takes the rest.
+
+    The function returns a spec, and whether it is that of a box.
+    """
     is_list = isinstance(rules, Sequence) and not _is_pair(rules)
     sequence: Any = [*rules, _AUTOMATIC] if is_list else [rules, _AUTOMATIC]  # type: ignore[misc]
     automatic = next(i for i, rule in enumerate(sequence) if isinstance(rule, Fsdp))
     functions = [_rule_function(rule, mesh, paths) for rule in sequence]
     functions.insert(automatic, lambda path, _leaf: boxed.get(path))
 
-    def first_match(path: str, leaf: Any) -> PartitionSpec:
-        specs = (function(path, leaf) for function in functions)
-        return next(spec for spec in specs if spec is not None)
+    def first_match(path: str, leaf: Any) -> tuple[Any, bool]:
+        specs = ((function(path, leaf), i == automatic) for i, function in enumerate(functions))
+        return next(match for match in specs if match[0] is not None)
 
     return first_match
 

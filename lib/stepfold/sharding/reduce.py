@@ -105,10 +105,8 @@ def mesh_of_plan(plan: Any, argument: str) -> Mesh:
     if not isinstance(plan, TrainState) or not all(
         isinstance(sharding, NamedSharding) for sharding in shardings
     ):
-        raise ShardingError(
-            f"{argument}: expected the plan of a TrainState, as sf.make_sharding makes it, got "
-            f"{type(plan).__name__}"
-        )
+        expected = "the plan of a TrainState, as sf.make_sharding makes it"
+        refuse(argument, expected, type(plan).__name__, kind=ShardingError)
     mesh: Mesh = shardings[0].mesh
     return mesh
 
