@@ -32,8 +32,12 @@ def evaluates(start, kind, counts):
 @pytest.mark.parametrize(
     ("kind", "counts", "words"),
     [
-        ("list", [5, 3], "as many batches in every process, got [5, 3]; "),
-        ("generator", [5, 3], "as many batches in every process, got 3 in process 1, and more in "),
+        ("list", [5, 3], "the same number of batches in every process, got [5, 3]; "),
+        (
+            "generator",
+            [5, 3],
+            "the same number of batches in every process, got 3 in process 1, and more in ",
+        ),
         ("generator", [0, 0], "at least one batch"),
     ],
 )

@@ -89,7 +89,9 @@ def test_batches_that_end_earlier_in_one_process_stop_all_at_the_same_step(
 def test_a_known_number_of_batches_that_differs_is_refused_before_the_first_step(processes):
     for text in processes.run(stops, [("list", 9, 0), ("list", 6, 0)], {}):
         (error,) = json.loads(text)["errors"]
-        assert error.startswith("batches: expected as many steps in every process, got [9, 6]; ")
+        assert error.startswith(
+            "batches: expected the same number of steps in every process, got [9, 6]; "
+        )
         assert "steps=6" in error
     for text in processes.run(stops, [("list", 9, 0), ("list", 8, 0)], {"steps": 7}):
         seen = json.loads(text)

@@ -135,7 +135,7 @@ class BatchFeed:
             warnings.warn(
                 f"batches: expected a position to resume at from a checkpoint, got none: {reason}; "
                 "the state is saved, but a resume will be refused: give sf.batches a source with "
-                "len() and [i], which seed=… shuffles, or a stream with a state of its own",
+                "len() and [i], which seed=… shuffles, or a stream with get_state and set_state",
                 stacklevel=7,
             )
 
@@ -177,7 +177,7 @@ class BatchFeed:
 
     @property
     def has_position(self) -> bool:
-        """Whether the position is known, also after a failed step or pull."""
+        """Whether the position is known, even after a failed step or pull."""
         is_ahead = self._pulled != self.used
         return not (is_ahead and self.is_resumable and (self._is_large or self.reads_state))
 

@@ -114,8 +114,8 @@ def _in_step(batches: Iterable[Any]) -> Iterator[Any]:
     if None not in counts:
         if len(set(counts)) > 1:
             raise DataError(
-                f"evaluate: expected as many batches in every process, got {counts}; give as many "
-                "to each, as sf.batches does with the same arguments"
+                "evaluate: expected the same number of batches in every process, got "
+                f"{counts}; sf.batches with the same arguments gives that"
             )
         yield from batches
         return
@@ -136,8 +136,8 @@ def _in_step(batches: Iterable[Any]) -> Iterator[Any]:
         if not has_batch.all():
             ended = spell_processes(np.flatnonzero(~has_batch).tolist())
             raise DataError(
-                f"evaluate: expected as many batches in every process, got {number} in {ended}, "
-                "and more in the others; give as many to each"
+                f"evaluate: expected the same number of batches in every process, got {number} in "
+                f"{ended}, and more in the others; give every process the same number"
             )
         yield batch
 

@@ -416,7 +416,7 @@ class _WatchedMetrics(BaseHook):
         self.unseen = {metric: arg for metric, arg in unseen if metric not in event.metrics}
 
     def warn_of_unseen(self, history: History) -> None:
-        """Warn of metrics that were never measured, also not before a resume."""
+        """Warn of metrics that were never measured, not even before a resume."""
         for metric, argument in self.unseen.items() if self.saw_event else ():
             if metric not in history:
                 warnings.warn(

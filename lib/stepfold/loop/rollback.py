@@ -1,4 +1,4 @@
-"""Going back to a checkpoint, and leaving out the batches with which a run went wrong.
+"""Going back to a checkpoint, and leaving out the batches that derailed the run.
 
 A kill at any moment loses nothing. What is left out is noted next to the checkpoints before any of
 them is deleted. A run that resumes reads the note, and first deletes the checkpoints that should be

@@ -1,4 +1,4 @@
-"""The lock of a run on its directory, also on file systems without locks, such as NFS.
+"""The lock of a run on its directory, even on file systems without locks, such as NFS.
 
 Each run that wants the directory creates a claim, a file of a unique name, and then looks at those
 of others. It has the lock if no other claim belongs to a process that lives. Of two runs, at least

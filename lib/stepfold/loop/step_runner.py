@@ -48,7 +48,7 @@ class StepRunner:
         self._step = step
         self.is_compiled = isinstance(step, CompiledStep) or hasattr(step, "lower")
         self._programs: dict[tuple[int, int], Step] = {}  # by batch size and batches in a call
-        # All that were compiled, also ahead. Other callables than functions may change.
+        # All that were compiled, in this run or before. Other callables than functions may change.
         is_function = isinstance(step, types.FunctionType)
         self._kept: dict[Any, CompiledStep] = (
             step.__dict__.setdefault("__stepfold_programs__", {}) if is_function else {}

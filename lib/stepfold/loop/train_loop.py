@@ -302,7 +302,7 @@ class TrainLoop:
             counts = totals if len(set(totals)) > 1 else [self.step + count for count in counts]
             known = [count for count in counts if count is not None]
             raise DataError(
-                f"batches: expected as many steps in every process, got {counts}; give "
+                f"batches: expected the same number of steps in every process, got {counts}; give "
                 f"steps={min(known)}, or as many batches to each"
             )
 
@@ -389,7 +389,7 @@ class TrainLoop:
         if min(counts) == 0 < max(counts) and self.consensus.failed_process is None:
             ended = [process for process, count in enumerate(counts) if not count]
             warnings.warn(
-                f"batches: expected as many in every process, got {self.step} in "
+                f"batches: expected the same number in every process, got {self.step} in "
                 f"{spell_processes(ended)}, and more in the others, which stop there too; give "
                 "steps=…, or as many batches to each",
                 stacklevel=5,
@@ -404,7 +404,7 @@ class TrainLoop:
             expected = "no end" if left == math.inf else f"{left} more"
             raise DataError(  # the others are in a step already
                 f"batches: expected {expected} after step {self.step}, as they say themselves, got "
-                "the end; give as many to each process"
+                "the end; give every process the same number"
             )
         self.progress.is_complete = True
         self._end_by(Kind.END, Stop("exhausted", f"the batches ended at step {self.step}"))

@@ -108,8 +108,12 @@ def test_rows_that_are_bad_only_together_are_found_with_few_runs(count, together
 )
 def test_arrays_with_nonfinite_values_in_bad_rows_are_named(rows, named):
     batch = {"x": np.float32([1, np.inf]), "y": jnp.array([1, 1, np.nan]), "n": np.arange(2)}
-    assert nonfinite_inputs(batch, rows) == [f"{name} is not finite as it came" for name in named]
+    assert nonfinite_inputs(batch, rows) == [
+        f"{name} contains NaN or inf in the batch itself" for name in named
+    ]
 
 
 def test_a_nonfinite_number_that_all_rows_share_is_named():
-    assert nonfinite_inputs(np.float32(np.nan), {3}) == ["batch is not finite as it came"]
+    assert nonfinite_inputs(np.float32(np.nan), {3}) == [
+        "batch contains NaN or inf in the batch itself"
+    ]

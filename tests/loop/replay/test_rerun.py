@@ -91,7 +91,7 @@ def test_a_batch_without_rows_has_a_line_and_a_note():
 def test_nonfinite_values_in_the_batch_are_named():
     replayed = replay(run([*good(), with_rows(5, value=np.nan)]), STEP, state=start())
     assert replayed.examples == ((5,),)
-    assert replayed.where == "batch/x is not finite as it came"
+    assert replayed.where == "batch/x contains NaN or inf in the batch itself"
 
 
 def test_nonfinite_values_in_the_initial_state_are_not_blamed_on_an_operation():

@@ -107,7 +107,7 @@ def nonfinite_inputs(batch: Any, rows: Collection[int]) -> list[str]:
         if tree.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact):
             values = np.asarray(leaf)
             if not np.isfinite(values[sorted(rows)] if rows and values.ndim else values).all():
-                names.append(f"{name} is not finite as it came")
+                names.append(f"{name} contains NaN or inf in the batch itself")
     return names
 
 

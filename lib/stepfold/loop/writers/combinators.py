@@ -170,7 +170,7 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
     so that the rows up to its step are durable; its errors are raised at the next event. At the
     end the writer is closed. With several processes only the first one writes. `fit(config=…)` is
     written as hyper-parameters. For images, texts and histograms, call `write_images`,
-    `write_texts` and `write_histograms` of the same writer in a hook of your own.
+    `write_texts` and `write_histograms` of the same writer in a hook.
 
     Args:
       writer: an object with a method `write_scalars(step, numbers by name)`. `resume`, `flush` and
