@@ -116,7 +116,7 @@ def test_reset_starts_a_bar_again():
 
 
 def test_an_unknown_kind_of_bar_is_refused():
-    with pytest.raises(sf.ConfigError, match="progress: expected 'tqdm', 'rich' or 'json', got"):
+    with pytest.raises(sf.ConfigError, match="progress: expected one of 'tqdm', 'rich', 'json', g"):
         ProgressBar("none", 1)
 
 

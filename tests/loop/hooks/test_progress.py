@@ -289,7 +289,7 @@ def test_of_several_processes_the_first_one_shows(monkeypatch):
 @pytest.mark.parametrize("kind", BARS)
 def test_a_missing_package_is_named_with_the_command_that_installs_it(kind, monkeypatch):
     monkeypatch.setattr("stepfold.loop.writers.base.find_spec", lambda name: None)
-    message = rf"expected {kind}, which is not installed; .* pip install 'stepfold\[{kind}\]'"
+    message = rf"expected {kind} to be installed, got no .*; .* pip install 'stepfold\[{kind}\]'"
     with pytest.raises(sf.ConfigError, match=message):
         progress(kind)
 
@@ -299,7 +299,7 @@ def test_arguments_are_checked():
         progress("json", metrics="a")
     with pytest.raises(sf.ConfigError, match="over: expected an integer of at least 1, got 0"):
         progress("json", over=0)
-    with pytest.raises(sf.ConfigError, match="expected 'tqdm', 'rich' or 'json', got 'bar'"):
+    with pytest.raises(sf.ConfigError, match="expected one of 'tqdm', 'rich', 'json', got 'bar'"):
         progress("bar")
 
 

@@ -72,9 +72,9 @@ EARLY = {"metric": "eval/loss", "patience": 1}
                 ({"min_delta": -1}, "min_delta: expected a number of at least 0, got -1"),
                 ({"min_delta": math.nan}, "min_delta: expected a number of at least 0"),
                 ({"min_delta": "1"}, "min_delta: expected a number of at least 0, got '1'"),
-                ({"mode": "least"}, "mode: expected 'min' or 'max', got 'least'"),
+                ({"mode": "least"}, "mode: expected one of 'min', 'max', got 'least'"),
                 ({"metric": None}, "metric: expected the name of a metric, got None"),
-                ({"metric": 3}, "metric: expected the name of a metric, got 3"),
+                ({"metric": 3}, "metric: expected the name of a metric, got int 3"),
                 ({"metric": ""}, "expected the name of a metric, got ''"),
             ]
         ),

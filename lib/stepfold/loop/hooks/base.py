@@ -15,7 +15,7 @@ import numpy as np
 from stepfold import tree
 from stepfold.core.state import step_of
 from stepfold.core.validation import as_integer, read_integer
-from stepfold.errors import ConfigError, TreeMismatchError, refuse
+from stepfold.errors import TreeMismatchError, refuse
 from stepfold.loop.metrics import metric_values
 
 
@@ -333,16 +333,12 @@ def _check_request(request: GoBack, step: int, hook: Hook) -> GoBack:
         pair = None, None
     first, stop = map(as_integer, pair)
     if first is None or stop is None or not 0 < first < stop:
-        raise ConfigError(
-            f"{name}: GoBack(skip=…): expected a number of steps up to {step}, or a pair (first, "
-            f"stop) of steps from 1, got {skip!r}"
-        )
+        expected = f"a number of steps up to {step}, or a pair (first, stop) of steps from 1"
+        refuse(f"{name}: GoBack(skip=…)", expected, repr(skip))
     target = first - 1 if to is None else as_integer(to)
     if target is None or not 0 <= target < first:
-        raise ConfigError(
-            f"{name}: GoBack(to=…): expected a step before {first}, the first whose batch is "
-            f"skipped, got {to!r}"
-        )
+        expected = f"a step before {first}, the first whose batch is skipped"
+        refuse(f"{name}: GoBack(to=…)", expected, repr(to))
     return GoBack(target, (first, stop), str(why), read_integer("GoBack(limit=…)", limit))
 
 
@@ -350,10 +346,8 @@ def _check_replacement(request: Replace, event: Event, hook: Hook) -> Replace:
     """Check a new state, and copy its arrays to where those of the old one are."""
     name = hook_name(hook)
     if event.is_train and not getattr(hook, "needs_exact_state", False):
-        raise ConfigError(
-            f"{name}: expected needs_exact_state = True on a hook that returns Replace at a log "
-            "point, got none; set it, or return Replace after an evaluation"
-        )
+        expected = "needs_exact_state = True on a hook that returns Replace at a log point"
+        refuse(name, expected, "none", "set it, or return Replace after an evaluation")
     lines = tree.diff(event.state, request.state, "state")
     if not lines and step_of(request.state) != step_of(event.state):
         lines = [f"state/step: expected {step_of(event.state)}, got {step_of(request.state)}"]
@@ -381,6 +375,5 @@ def check_spelling(metric: str, event: Event) -> None:
         prefix = metric[: metric.rfind("/") + 1]
         similar = [name for name in event.metrics if name.startswith(prefix)]
         if near := get_close_matches(metric, similar, n=1, cutoff=0.9):
-            raise ConfigError(
-                f"{metric}: expected a metric that is measured; did you mean {near[0]!r}?"
-            )
+            advice = f"did you mean {near[0]!r}?"
+            refuse(metric, "a metric that is measured", "none of that name", advice)

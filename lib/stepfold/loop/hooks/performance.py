@@ -14,12 +14,10 @@ import numpy as np
 
 from stepfold.checkpoint.steps import is_url
 from stepfold.core.processes import KeyValues
-from stepfold.core.validation import read_integer, read_positive
-from stepfold.errors import refuse
+from stepfold.core.validation import read_function, read_integer, read_positive
 from stepfold.inspect.peaks import mfu, peak_flops
 from stepfold.loop.hooks.base import BaseHook, Event
 from stepfold.loop.writers.base import check_path
-from stepfold.tree import describe_value
 
 _REPORT_SECONDS = 0.5  # between reports of `stragglers`, each of which takes about a millisecond
 
@@ -63,8 +61,7 @@ class throughput(BaseHook):  # noqa: N801
             if value is not None:
                 read_positive(name, value)
         for name, unit in units.items():
-            if not callable(unit):
-                refuse(name, "a function of a batch", describe_value(unit))
+            read_function(name, unit, "a function of a batch")
         self._flops, self._peak, self._dtype = flops, peak, dtype
         self._units = {"examples": _num_examples, **units}
         self.reset(0)

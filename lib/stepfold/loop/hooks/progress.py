@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TextIO
 
 import jax
 
-from stepfold.core.validation import read_integer
+from stepfold.core.validation import read_choice, read_integer
 from stepfold.errors import refuse
 from stepfold.loop.hooks.base import BaseHook, Event
 from stepfold.loop.hooks.performance import Pace
@@ -49,9 +49,7 @@ class progress(BaseHook):  # noqa: N801
         file: TextIO | None = None,
         name: str | None = None,
     ) -> None:
-        if not isinstance(kind, str) or kind not in _BARS:
-            refuse("progress", "'tqdm', 'rich' or 'json'", repr(kind))
-        if kind != "json":
+        if read_choice("progress", kind, _BARS) != "json":
             require(kind, "progress", kind)
         if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics or ()):
             refuse("metrics", "names or patterns, as ('eval/*',)", describe_value(metrics))

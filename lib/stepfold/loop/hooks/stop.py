@@ -15,7 +15,13 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.steps import read_best
-from stepfold.core.validation import check_flags, read_integer, read_positive, renamed
+from stepfold.core.validation import (
+    check_flags,
+    read_instance,
+    read_integer,
+    read_positive,
+    renamed,
+)
 from stepfold.errors import refuse
 from stepfold.loop.hooks.base import BaseHook, Event, GoBack, Stop
 
@@ -180,11 +186,9 @@ class stop_early(BaseHook):  # noqa: N801
         check_flags(keep_state=keep_state)
         self._patience = read_integer("patience", patience)
         self._min_delta = read_positive("min_delta", min_delta, allow_zero=True)
-        if not isinstance(metric, str):
-            refuse("metric", "the name of a metric", repr(metric))
+        self.metric: str = read_instance("metric", metric, str, "the name of a metric")
         if keep_state and metric.startswith("train/"):
             refuse("keep_state", "the metric of an evaluation", repr(metric))
-        self.metric: str = metric
         self._sign = 1 if read_best(metric, mode) == (metric, "min") else -1
         self._keep_state, self.name = keep_state, name
         self.reset(0)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from stepfold import tree
 from stepfold.core.state import params_of
 from stepfold.core.validation import read_integer
-from stepfold.errors import ConfigError, refuse
+from stepfold.errors import refuse
 from stepfold.loop.hooks.base import BaseHook, Event
 
 
@@ -37,8 +37,7 @@ class weight_statistics(BaseHook):  # noqa: N801
         try:
             self._pattern = re.compile(pattern)
         except (TypeError, re.error) as error:
-            message = f"pattern: expected a regular expression, got {pattern!r}: {error}"
-            raise ConfigError(message) from None
+            refuse("pattern", "a regular expression", f"{pattern!r}: {error}")
         if writer is not None and not callable(getattr(writer, "write_histograms", None)):
             refuse("writer", "one with write_histograms", tree.describe_value(writer))
         self._samples = read_integer("samples", samples)
@@ -51,10 +50,9 @@ class weight_statistics(BaseHook):  # noqa: N801
         leaves = {path: leaf for path, leaf in floats.items() if self._pattern.search(path)}
         if not leaves:
             paths = ", ".join(list(floats)[:5]) + ", …" * (len(floats) > 5)
-            raise ConfigError(
-                f"weight_statistics: expected a pattern in the path of a parameter of floats, got "
-                f"{self._pattern.pattern!r}; the paths are {paths or 'none'}"
-            )
+            expected = "a pattern in the path of a parameter of floats"
+            got, advice = repr(self._pattern.pattern), f"the paths are {paths or 'none'}"
+            refuse("weight_statistics", expected, got, advice)
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves.values()]
         meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
         # On a mesh, every process gets the whole result.

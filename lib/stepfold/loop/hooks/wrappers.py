@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from stepfold.core.validation import read_integer
+from stepfold.core.validation import read_function, read_instance, read_integer
 from stepfold.errors import refuse
 from stepfold.loop.hooks.base import (
     BaseHook,
@@ -71,8 +71,8 @@ class every(HookWrapper):  # noqa: N801
     def __init__(self, n: int, hook: Hook, *, kind: str | None = None) -> None:
         super().__init__(hook)
         self._n = read_integer("every", n)
-        if kind is not None and not isinstance(kind, str):
-            refuse("kind", "'train', or the name of an evaluation", repr(kind))
+        if kind is not None:
+            read_instance("kind", kind, str, "'train', or the name of an evaluation")
         self._kind = kind
         self._first: int | None = None  # the multiple at which the run began; None outside of one
         self._reached: dict[str, int] = {}  # the last multiple by kind of event
@@ -149,9 +149,7 @@ class callback(BaseHook):  # noqa: N801
         *,
         name: str | None = None,
     ) -> None:
-        if not callable(function):
-            wanted = "a function (trainer, epoch, metrics)"
-            refuse("callback", wanted, describe_value(function))
+        read_function("callback", function, "a function (trainer, epoch, metrics)")
         self._function, self._trainer, self.name = function, trainer, name
         self.reset(0)
 
