@@ -239,7 +239,9 @@ def test_an_error_for_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setattr("stepfold.loop.writers.base.find_spec", lambda name: None)
     with pytest.raises(sf.ConfigError, match=r"pip install 'stepfold\[tensorboard\]'"):
         tensorboard_writer("runs")
-    with pytest.raises(sf.ConfigError, match=r"wandb_writer: expected wandb, .*stepfold\[wandb\]"):
+    with pytest.raises(
+        sf.ConfigError, match=r"wandb_writer: expected wandb to be .*stepfold\[wandb\]"
+    ):
         wandb_writer()
 
 

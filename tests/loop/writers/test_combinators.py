@@ -583,7 +583,7 @@ def test_the_first_process_writes_or_all_do(monkeypatch, everywhere, rows):
 
 @pytest.mark.parametrize("wrong", [print, "metrics.csv", Memory])
 def test_log_to_refuses_objects_that_are_not_writers(wrong):
-    message = r"log_to: expected a writer, with write_scalars\(step, .* sf.jsonl_writer\(path\)"
+    message = r"log_to: expected a writer with write_scalars\(step, .* sf.jsonl_writer\(path\)"
     with pytest.raises(sf.ConfigError, match=message):
         log_to(wrong)
 

@@ -213,7 +213,7 @@ def test_damaged_lines_and_the_name_step_are_refused(path, tmp_path):
         last_step(path)
     assert [step for step, _ in read_rows(path, until=0)] == []
     for make in (jsonl_writer, csv_writer):
-        with pytest.raises(ValueError, match="expected names other than 'step'; rename"):
+        with pytest.raises(ValueError, match="expected names other than 'step', got 'step'; r"):
             make(tmp_path / "new").write_scalars(3, {"step": 1})
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.steps import absolute_path, sync
-from stepfold.core.validation import read_integer
-from stepfold.errors import ConfigError, refuse
+from stepfold.core.validation import read_instance, read_integer
+from stepfold.errors import refuse
 
 PathLike = str | os.PathLike[str]
 Values = Mapping[str, Any]
@@ -115,8 +115,7 @@ class ConvertingWriter(Writer):
 
 def _convert(kind: str, values: Values, convert: Callable[[str, Any], Any]) -> dict[str, Any]:
     for name in values:
-        if not isinstance(name, str):
-            refuse(kind, "names that are strings", tree.describe_value(name), kind=TypeError)
+        read_instance(kind, name, str, "names that are strings", kind=TypeError)
     return {name: convert(name, value) for name, value in values.items()}
 
 
@@ -137,9 +136,7 @@ def _real_array(
 
 
 def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        refuse(name, "text", tree.describe_value(value), kind=TypeError)
-    return value
+    return read_instance(name, value, str, "text", kind=TypeError)
 
 
 def _histogram(num_buckets: Mapping[str, int], name: str, value: Any) -> Histogram:
@@ -255,16 +252,15 @@ def check_path(argument: str, path: Any, kind: str = "file") -> Path:
             return target
     except OSError as error:  # such as a name that is too long
         problem = f"the path is invalid: {error.strerror}"
-    refuse(
-        argument, f"the path of a {kind} to write to", f"{path}, but {problem}", "give another path"
-    )
+    expected = f"the path of a {kind} to write to"
+    refuse(argument, expected, f"{path}, but {problem}", "give another path")
 
 
 def require(package: str, argument: str, extra: str) -> None:
     """Check that an optional package is installed, without importing it."""
     if find_spec(package) is None:
         advice = f"install it with pip install 'stepfold[{extra}]'"
-        raise ConfigError(f"{argument}: expected {package}, which is not installed; {advice}")
+        refuse(argument, f"{package} to be installed", "no such package", advice)
 
 
 @contextmanager

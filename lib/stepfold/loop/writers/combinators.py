@@ -12,7 +12,7 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.core.validation import check_flags, read_integer
-from stepfold.errors import ConfigError
+from stepfold.errors import refuse
 from stepfold.loop.hooks.base import BaseHook, Event, call_optional
 from stepfold.loop.writers.base import Writer
 
@@ -44,11 +44,9 @@ def _check_writer(argument: str, writer: Any) -> None:
     methods = [name for name in vars(Writer) if not name.startswith("_") and name != "resume"]
     missing = [name for name in methods if not callable(getattr(writer, name, None))]
     if missing or isinstance(writer, type):
-        raise ConfigError(
-            f"{argument}: expected a writer, such as jsonl_writer(path), got "
-            f"{tree.describe_value(writer)}"
-            + (f", which has no {', '.join(missing)}" if missing else ", a class; call it")
-        )
+        problem = f"which has no {', '.join(missing)}" if missing else "a class; call it"
+        got = f"{tree.describe_value(writer)}, {problem}"
+        refuse(argument, "a writer, such as jsonl_writer(path)", got)
 
 
 # Seconds between two looks at the queue. Waking the thread at every call would cost the loop tens
@@ -200,10 +198,8 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
     ) -> None:
         check_flags(everywhere=everywhere)
         if not callable(getattr(writer, "write_scalars", None)) or isinstance(writer, type):
-            raise ConfigError(
-                "log_to: expected a writer, with write_scalars(step, metrics), got "
-                f"{tree.describe_value(writer)}; sf.jsonl_writer(path) is one"
-            )
+            got, advice = tree.describe_value(writer), "sf.jsonl_writer(path) is one"
+            refuse("log_to", "a writer with write_scalars(step, metrics)", got, advice)
         self._writer, self._everywhere, self.name = writer, everywhere, name
         self._every = None if every is None else read_integer("log_to: every", every)
         self._errors: list[BaseException] = []

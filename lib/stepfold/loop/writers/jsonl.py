@@ -48,7 +48,8 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
 
     def _write(self, step: int, values: Mapping[str, base.Value]) -> None:
         if "step" in values:
-            raise ValueError(f"{self._path}: expected names other than 'step'; rename the metric")
+            expected, advice = "names other than 'step'", "rename the metric"
+            refuse(self._path, expected, "'step'", advice, kind=ValueError)
         self._write_row(step, {name: _to_json(value) for name, value in values.items()})
 
     def _write_settings(self, settings: Mapping[str, float | str]) -> None:
@@ -59,11 +60,9 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
         last = self._pending[-1][0] if self._pending else self._last_step
         step = max(self._start, last) if step is None else step
         if step < last:
-            raise ValueError(
-                f"{self._path}: expected step {last}, the last in the file, or a later one, got "
-                f"{step}; call resume({step}) first if the run resumes there, or write to another "
-                "path"
-            )
+            expected = f"step {last}, the last in the file, or a later one"
+            advice = f"call resume({step}) first if the run resumes there, or write to another path"
+            refuse(self._path, expected, f"{step}", advice, kind=ValueError)
         if row:
             self._pending.append((step, row))
         self._write_pending()
@@ -165,10 +164,9 @@ class csv_writer(jsonl_writer):  # noqa: N801
         if self._file is None:
             _check_kind(self._table, b"step,")
             if self._table.exists() and not self._path.exists():
-                raise ConfigError(
-                    f"csv_writer: expected {self._path}, from which {self._table} is derived, got "
-                    "no such file; move the table away, or give another path"
-                )
+                expected = f"{self._path}, from which {self._table} is derived"
+                advice = "move the table away, or give another path"
+                refuse("csv_writer", expected, "no such file", advice)
         return super()._open()
 
 
@@ -228,10 +226,8 @@ def _parse(path: Path, line: bytes) -> tuple[int, dict[str, Any]]:
         row = parse_json(line)
     step = row.pop("step", None) if isinstance(row, dict) else None
     if not is_count(step):
-        raise ConfigError(
-            f'jsonl_writer: expected {path} to hold lines like {{"step": 10, …}}, got '
-            f"{line[:60]!r}; correct it, or give another path"
-        )
+        expected, got = f'{path} to hold lines like {{"step": 10, …}}', repr(line[:60])
+        refuse("jsonl_writer", expected, got, "correct it, or give another path")
     return step, dict(row)
 
 
@@ -261,7 +257,5 @@ def _check_kind(path: Path, start: bytes) -> None:
         with _open_regular(path) as file:
             head = file.read(len(start))
         if head != start[: len(head)]:
-            raise ConfigError(
-                f"{path}: expected a file that begins with {start.decode()!r}, or none, got one "
-                f"that begins with {head!r}; give another path"
-            )
+            expected = f"a file that begins with {start.decode()!r}, or none"
+            refuse(path, expected, f"one that begins with {head!r}", "give another path")

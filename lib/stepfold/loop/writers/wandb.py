@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from stepfold.errors import ConfigError
+from stepfold.errors import refuse
 from stepfold.loop.writers.base import ConvertingWriter, Histogram, Value, require
 
 
@@ -55,10 +55,9 @@ class wandb_writer(ConvertingWriter):  # noqa: N801
 
     def _get_run(self) -> Any:
         if self._is_closed:
-            raise ConfigError(
-                "wandb_writer: expected no write after close(), which finished the run; make "
-                "another writer, with id=… and resume='must' to continue this run"
-            )
+            expected = "no write after close(), which finished the run"
+            advice = "make another writer, with id=… and resume='must' to continue this run"
+            refuse("wandb_writer", expected, "one", advice)
         if self._run is None:
             import wandb
 
