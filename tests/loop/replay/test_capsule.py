@@ -447,9 +447,9 @@ def test_with_several_processes_the_batch_is_not_kept(tmp_path, monkeypatch):
     assert (jax.random.key_data(read.key) == jax.random.key_data(taken.key)).all()
 
 
-@pytest.mark.parametrize("path", [None, 3])
-def test_what_is_not_a_path_is_refused(path):
-    with pytest.raises(sf.ConfigError, match=f"expected a Capsule or the path of one, got {path}"):
+@pytest.mark.parametrize(("path", "got"), [(None, "None"), (3, "int 3")])
+def test_what_is_not_a_path_is_refused(path, got):
+    with pytest.raises(sf.ConfigError, match=f"expected a Capsule or the path of one, got {got}"):
         read_capsule(path)
 
 

@@ -295,7 +295,7 @@ def test_batches_are_required_for_a_file(tmp_path):
 
 def test_batches_that_end_too_soon_are_refused(tmp_path):
     path = leave(tmp_path).path
-    with pytest.raises(sf.DataError, match="of steps 4 to 6, but they ended before step 5"):
+    with pytest.raises(sf.DataError, match="for steps 4 to 6, got an end before step 5"):
         replay(path, SUM, state=start(), batches=iter(as_list()[3:4]))
 
 

@@ -26,6 +26,7 @@ from stepfold.checkpoint.store import complete_steps, open_store
 from stepfold.checkpoint.values import from_json, to_json
 from stepfold.core.state import is_available
 from stepfold.core.transfers import allow_transfers
+from stepfold.core.validation import read_instance
 from stepfold.errors import CheckpointError, ConfigError, refuse
 from stepfold.loop.data import BatchFeed, DataPosition, reread
 from stepfold.loop.hooks.stop import Nonfinite
@@ -344,23 +345,19 @@ def read_capsule(path: str | os.PathLike[str]) -> Capsule:
     >>> sf.read_capsule(f"{folder}/capsules/1").metrics["train/loss"]
     inf
     """
-    if not isinstance(path, str | os.PathLike):
-        refuse("capsule", "a Capsule or the path of one", repr(path))
+    read_instance("capsule", path, (str, os.PathLike), "a Capsule or the path of one")
     path = absolute_path("capsule", path)
     if not os.path.isfile(path / _JSON):  # also False for a name that is too long
-        raise CheckpointError(
-            f"{path}: expected the directory of a capsule, such as run_dir/capsules/120, with "
-            f"{_JSON} in it, got none; check the path"
-        )
+        expected = f"the directory of a capsule, such as run_dir/capsules/120, with {_JSON} in it"
+        refuse(path, expected, "none", "check the path", kind=CheckpointError)
     advice = "copy it again from the run_dir, or run to the step again"
     try:
         return _parse(path, read_checked(path / _JSON))
     except DamageError as error:
         raise DamageError(f"{error}; {advice}") from error
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise DamageError(
-            f"{path}: expected a capsule as fit writes it, got a damaged one: {error!r}; {advice}"
-        ) from error
+        expected, got = "a capsule as fit writes it", f"a damaged one: {error!r}"
+        refuse(path, expected, got, advice, kind=DamageError, cause=error)
 
 
 _is_number = lambda value: type(value) in (int, float)
@@ -389,10 +386,8 @@ def _parse(path: Path, content: Any) -> Capsule:
     """Make a capsule of JSON with an intact checksum, which may still hold anything."""
     check_plain(content)
     if is_count(content["version"]) and content["version"] != _VERSION:
-        raise CheckpointError(
-            f"{path}: expected a capsule of version {_VERSION}, got {content['version']}; read it "
-            "with the stepfold that wrote it"
-        )
+        expected, got = f"a capsule of version {_VERSION}", f"{content['version']}"
+        refuse(path, expected, got, "read it with the stepfold that wrote it", kind=CheckpointError)
     if not is_count(content["version"]) or not has_form(content, _FORM):
         raise ValueError("other JSON")
     key, checkpoint, (mark, position) = content["key"], content["checkpoint"], content["mark"]

@@ -14,7 +14,7 @@ import numpy as np
 from stepfold import tree
 from stepfold.checkpoint.restore import restore
 from stepfold.core.state import step_of, strengthen
-from stepfold.errors import ConfigError, DataError
+from stepfold.errors import DataError, refuse
 from stepfold.inspect.compiled import CompiledStep
 from stepfold.loop.data import reread
 from stepfold.loop.metrics import per_step_values, per_step_weights
@@ -129,10 +129,10 @@ def replay(
     (2, ((1,),), 'log made inf')
     """
     if jax.process_count() > 1:
-        raise ConfigError(
-            f"replay: expected one process, got {jax.process_count()}; call it in a script of its "
-            "own, with the batches of all of them: sf.batches(…, process_count=1)"
+        advice = (
+            "call it in its own script, with the batches of all: sf.batches(…, process_count=1)"
         )
+        refuse("replay", "one process", f"{jax.process_count()}", advice)
     capsule = capsule if isinstance(capsule, Capsule) else read_capsule(capsule)
     batches = capsule.batches if batches is None else batches
     runner, state = StepRunner(step), _initial_state(capsule, state)
@@ -148,10 +148,8 @@ def replay(
             is_broken = is_broken or not nonfinite.issuperset(_nonfinite_leaves(state))
     metric = capsule.metric.removeprefix("train/")
     if metric not in values:
-        raise ConfigError(
-            f"step: expected the step of the run, whose metrics have {metric}, got one with "
-            f"{', '.join(values) or 'none'}"
-        )
+        got = f"one with {', '.join(values) or 'none'}"
+        refuse("step", f"the step of the run, whose metrics have {metric}", got)
     metrics = {f"train/{name}": value for name, value in values.items()}
     differences = _differences(capsule.metrics, metrics)
     is_compared = not all(map(math.isnan, capsule.metrics.values())) or bool(differences)
@@ -194,17 +192,14 @@ def _differences(
 def _initial_state(capsule: Capsule, state: Any) -> Any:
     """Restore the checkpoint, or copy the state that the run started with."""
     if capsule.distance < 0:
-        raise ConfigError(
-            f"capsule: expected a checkpoint of a state before step {capsule.step}, got none that "
-            "is left; keep more of them, sf.Checkpoints(keep=…)"
-        )
+        expected = f"a checkpoint of a state before step {capsule.step}"
+        refuse("capsule", expected, "none", "keep more of them, sf.Checkpoints(keep=…)")
     if capsule.checkpoint is not None:
         like = capsule.like if state is None else state
         if like is None:
-            raise ConfigError(
-                "state: expected an abstract state for a capsule that was read from a file, got "
-                "None; give jax.eval_shape(lambda k: sf.init_state(…, k), key), or a new state"
-            )
+            expected = "an abstract state for a capsule that was read from a file"
+            advice = "give jax.eval_shape(lambda k: sf.init_state(…, k), key), or a new state"
+            refuse("state", expected, "None", advice)
         directory, step = capsule.checkpoint
         return strengthen(restore(directory, like, step=step, fall_back=False).state)
     got = None
@@ -215,10 +210,9 @@ def _initial_state(capsule: Capsule, state: Any) -> Any:
     elif hasattr(state, "step") and step_of(state) != capsule.mark.step:
         got = f"one of step {step_of(state)}"
     if got is not None:
-        raise ConfigError(
-            f"state: expected the state of step {capsule.mark.step} that the run started with, got "
-            f"{got}; there is no checkpoint before step {capsule.step}, so make it as for the run"
-        )
+        expected = f"the state of step {capsule.mark.step} that the run started with"
+        advice = f"there is no checkpoint before step {capsule.step}, so make it as for the run"
+        refuse("state", expected, got, advice)
     return copy_arrays(strengthen(state))
 
 
@@ -226,11 +220,10 @@ def _batches_since_checkpoint(capsule: Capsule, batches: Any) -> Generator[Any, 
     """Yield the batches from the checkpoint on; the capsule may have the last one."""
     first, last = capsule.mark.step + 1, capsule.step
     count = capsule.distance + (not capsule.has_batch)
+    expected = f"those of the run, for steps {first} to {last}"
     if count and batches is None:
-        raise ConfigError(
-            f"batches: expected those of the run, for steps {first} to {last}, got None; "
-            f"{'; '.join(capsule.lost) or 'the capsule has none'}"
-        )
+        advice = "; ".join(capsule.lost) or "the capsule has none"
+        refuse("batches", expected, "None", advice)
     if count:
         can_move = isinstance(batches, list | tuple) or hasattr(iter(batches), "set_state")
         is_at_start = not can_move and batches is not capsule.batches
@@ -241,10 +234,7 @@ def _batches_since_checkpoint(capsule: Capsule, batches: Any) -> Generator[Any, 
                 yield batch
                 number += 1
         if number < first + count:
-            raise DataError(
-                f"batches: expected those of steps {first} to {last}, but they ended before step "
-                f"{number}; give the batches of the run"
-            )
+            refuse("batches", expected, f"an end before step {number}", kind=DataError)
     if capsule.has_batch:
         yield capsule.batch
 
@@ -255,11 +245,9 @@ def _read_again(capsule: Capsule, batches: Any) -> Iterator[Iterator[Any]]:
     iterator, position = batches, None
     if not {*capsule.skipped} <= {*(getattr(batches, "skipped", None) or ())}:
         if not hasattr(batches, "without"):
-            raise ConfigError(
-                f"batches: expected some that skip {[*capsule.skipped]}, as the run did, got "
-                f"{tree.describe_value(batches)}; give sf.batches(data, …), or an iterator that "
-                f"starts with the batch of step {capsule.mark.step + 1}"
-            )
+            expected = f"some that skip {[*capsule.skipped]}, as the run did"
+            start = f"an iterator that starts with the batch of step {capsule.mark.step + 1}"
+            refuse("batches", expected, batches, f"give sf.batches(data, …), or {start}")
         # Both may read one stream, so the position is restored.
         position = batches.get_state()
         iterator = batches.without(capsule.skipped)

@@ -13,7 +13,7 @@ import numpy as np
 
 from stepfold.checkpoint.steps import is_url
 from stepfold.checkpoint.store import open_store
-from stepfold.errors import CheckpointError, DataError
+from stepfold.errors import CheckpointError, DataError, refuse
 from stepfold.loop.json_files import open_regular, parse_json
 from stepfold.loop.run_info import read_run_info
 
@@ -87,10 +87,8 @@ def read_metrics(path: Path) -> tuple[dict[str, Curve], dict[str, Any], int]:
     try:
         file = open_regular(path)
     except ValueError as error:
-        raise DataError(
-            f"{path}: expected lines of metrics, got {error}; move it away, and the rest of the "
-            "run is shown without it"
-        ) from None
+        advice = "move it away, and the rest of the run is shown without it"
+        refuse(path, "lines of metrics", f"{error}", advice, kind=DataError)
     with file:
         for line in file:
             if not line.endswith(b"\n"):
