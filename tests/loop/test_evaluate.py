@@ -172,7 +172,7 @@ def test_a_state_that_was_donated_is_refused():
         ),
         (
             (MEASURE,),
-            r"a function \(state\) -> .* got eval_step\(state, batch\); .* batches, as lam",
+            r"a function \(state\) -> .* got eval_step\(state, batch\); .* batches, as sf",
         ),
     ],
 )

@@ -103,7 +103,7 @@ def test_batches_that_are_not_as_endless_as_they_say_end_all(tmp_path):
     first, second = launch.ends_of_processes(
         stops, 2, timeout=60, args=(batches, {"steps": 30, "log_every": 5})
     )
-    assert "batches: expected no end after step 8, as they say themselves" in second.output
+    assert "batches: expected no end after step 8, by their own count" in second.output
     assert first.code != 0 or "stepfold: process 1" in first.errors
 
 

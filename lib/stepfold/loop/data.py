@@ -15,7 +15,7 @@ import numpy as np
 from stepfold import tree
 from stepfold.checkpoint.values import check_values
 from stepfold.data.epochs import EpochEnds
-from stepfold.errors import ConfigError, DataError
+from stepfold.errors import DataError, refuse
 
 _LARGE = 1 << 20  # bytes of arrays in a position that is not kept in memory
 
@@ -52,10 +52,8 @@ class BatchFeed:
         self._epochs = self._epochs_left = epochs
         self._read_lengths()
         if epochs is not None and self.is_iterator and self.epoch_ends is None:
-            raise ConfigError(
-                f"epochs={epochs}: expected batches that can be iterated again, or that know their "
-                f"epochs, got {tree.describe_value(batches)}; give steps=…, or sf.batches(data, …)"
-            )
+            expected = "batches that can be iterated again, or that know their epochs"
+            refuse(f"epochs={epochs}", expected, batches, "give steps=…, or sf.batches(data, …)")
         self.reads_state = hasattr(self.iterator, "read_state")
         self._is_large = False  # the position
         can_reread = self.is_resumable or isinstance(batches, list | tuple)
@@ -150,10 +148,8 @@ class BatchFeed:
         try:
             return next(self.iterator)
         except StopIteration:
-            raise DataError(
-                "batches: expected batches in the next epoch too, got none; give an iterable that "
-                "starts again, or steps=…"
-            ) from None
+            advice = "give an iterable that starts again, or steps=…"
+            refuse("batches", "some in the next epoch too", "none", advice, kind=DataError)
 
     def position(self) -> Any:
         """Return the position of the next batch to use, or None if the batches have none.
@@ -214,18 +210,14 @@ class BatchFeed:
         If no batch is needed, batches that cannot be resumed are not refused, but stay as they are.
         """
         if needs_batches and not self.is_resumable:
-            raise DataError(
-                f"batches: expected some that can be resumed at step {step}, got "
-                f"{tree.describe_value(self.batches)}, which have no get_state and set_state; give "
-                "sf.batches(data, …), or start in another directory"
-            )
+            expected = f"get_state and set_state, to be resumed at step {step}"
+            advice = "give sf.batches(data, …), or start in another directory"
+            refuse("batches", expected, self.batches, advice, kind=DataError)
         if needs_batches:
             if position is None:
-                raise DataError(
-                    "batches: expected a position to resume at in the checkpoint of step "
-                    f"{step}, but no position was saved; save with data=batches, or start in "
-                    "another directory"
-                )
+                expected = f"a position to resume at in the checkpoint of step {step}"
+                advice = "save with data=batches, or start in another directory"
+                refuse("batches", expected, "none", advice, kind=DataError)
             self._set(position if self._is_large else copy.deepcopy(position))
         count = _count_in(position)
         self.used = self._pulled = next(n for n in (count, used, step) if n is not None)
@@ -240,10 +232,8 @@ class BatchFeed:
     def skippable(self) -> Any:
         """Return the iterator; raise if it cannot skip batches."""
         if not self.is_iterator or not hasattr(self.iterator, "without"):
-            raise ConfigError(
-                "batches: expected some that can skip a part, for a run that goes back, got "
-                f"{tree.describe_value(self.batches)}; give sf.batches(data, …)"
-            )
+            expected = "some that can skip a part, for a run that goes back"
+            refuse("batches", expected, self.batches, "give sf.batches(data, …)")
         return self.iterator
 
     def _set(self, position: Any) -> None:
@@ -294,12 +284,10 @@ class RecentBatches(Mapping[int, Any]):
 
 def check_batches(batches: Any) -> None:
     """Refuse a single batch, and anything else that is not an iterable of batches."""
-    is_one = isinstance(batches, str | bytes | dict) or tree.is_array(batches)
-    if is_one or not isinstance(batches, Iterable):
-        raise ConfigError(
-            f"batches: expected an iterable of batches, got {tree.describe_value(batches)}; "
-            "sf.batches(data, 256, seed=0) makes one"
-        )
+    is_single = isinstance(batches, str | bytes | dict) or tree.is_array(batches)
+    if is_single or not isinstance(batches, Iterable):
+        got, advice = tree.describe_value(batches), "sf.batches(data, 256, seed=0) makes one"
+        refuse("batches", "an iterable of batches", got, advice)
 
 
 def _count_in(position: Any) -> int | None:
@@ -328,10 +316,8 @@ def reread(batches: Any, start: DataPosition, began: int) -> Iterator[Iterator[A
         return
     feed = BatchFeed(batches)
     if not feed.is_resumable or feed.reads_state or start.position is None:
-        raise DataError(
-            "batches: expected a list, or batches with get_state and set_state as sf.batches has, "
-            f"to read them again, got {tree.describe_value(batches)}"
-        )
+        expected = "a list, or batches with get_state and set_state, to read them again"
+        refuse("batches", expected, batches, "give sf.batches(data, …)", kind=DataError)
     before = feed.position()
     try:
         feed.seek(start.position, start.step)

@@ -15,8 +15,15 @@ from stepfold import tree
 from stepfold.core.processes import KeyValues, spell_processes
 from stepfold.core.state import check_not_donated
 from stepfold.core.transfers import allow_transfers
-from stepfold.core.validation import check_flags, read_integer, spell_call, takes
-from stepfold.errors import ConfigError, DataError, refuse
+from stepfold.core.validation import (
+    check_flags,
+    read_function,
+    read_instance,
+    read_integer,
+    spell_call,
+    takes,
+)
+from stepfold.errors import DataError, refuse
 from stepfold.inspect.compiled import CompiledStep
 from stepfold.loop.consensus import Gather
 from stepfold.loop.data import BatchFeed, check_batches
@@ -58,8 +65,7 @@ def evaluate(
     {'loss': 4.5}
     """
     check_batches(batches)
-    if not callable(eval_step):
-        refuse("eval_step", "a function of a state and a batch", tree.describe_value(eval_step))
+    read_function("eval_step", eval_step, "a function of a state and a batch")
     ready = isinstance(eval_step, CompiledStep) or hasattr(eval_step, "lower")
     step = eval_step if ready else jax.jit(eval_step)
     check_not_donated(state)
@@ -78,11 +84,9 @@ def evaluate(
             with allow_transfers("host_to_device") if is_guarded else nullcontext():
                 result = step(state, batch)
             if not are_metrics(result):
-                raise ConfigError(
-                    "evaluate: expected metrics by name from the step, got "
-                    f"{tree.describe_value(result)}; make it with make_eval_step, or return "
-                    "{name: sf.mean(values, mask)}"
-                )
+                got = tree.describe_value(result)
+                advice = "make it with make_eval_step, or return {name: sf.mean(values, mask)}"
+                refuse("evaluate", "metrics by name from the step", got, advice)
             metrics.append(result)
             if len(metrics) == _MERGE_EVERY:
                 metrics = [merge_metrics(metrics)]
@@ -90,10 +94,8 @@ def evaluate(
         jax.block_until_ready(metrics)  # others would wait in these steps for a process that ended
         raise
     if not metrics:
-        raise DataError(
-            "evaluate: expected at least one batch, got none; an iterator that was used up has to "
-            "be made again for each evaluation"
-        )
+        advice = "an iterator that was used up has to be made again for each evaluation"
+        refuse("evaluate", "at least one batch", "none", advice, kind=DataError)
     return metric_values(merge_metrics(metrics))
 
 
@@ -110,13 +112,12 @@ def _in_step(batches: Iterable[Any]) -> Iterator[Any]:
     batch is pulled, and dispatched before the step of the batch before, so that the device has work
     while a process waits for it.
     """
+    expected = "the same number of batches in every process"
     counts = KeyValues("evaluate").gather(BatchFeed(batches).batches_left, "the start of it")
     if None not in counts:
         if len(set(counts)) > 1:
-            raise DataError(
-                "evaluate: expected the same number of batches in every process, got "
-                f"{counts}; sf.batches with the same arguments gives that"
-            )
+            advice = "sf.batches with the same arguments gives that"
+            refuse("evaluate", expected, f"{counts}", advice, kind=DataError)
         yield from batches
         return
     iterator, gather = itertools.chain(batches, itertools.repeat(_END)), Gather()
@@ -135,10 +136,8 @@ def _in_step(batches: Iterable[Any]) -> Iterator[Any]:
             return
         if not has_batch.all():
             ended = spell_processes(np.flatnonzero(~has_batch).tolist())
-            raise DataError(
-                f"evaluate: expected the same number of batches in every process, got {number} in "
-                f"{ended}, and more in the others; give every process the same number"
-            )
+            got = f"{number} in {ended}, and more in the others"
+            refuse("evaluate", expected, got, "give every process the same number", kind=DataError)
         yield batch
 
 
@@ -187,8 +186,7 @@ class Evaluation:
     _start: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not callable(self.measure):
-            refuse("measure", "a function", tree.describe_value(self.measure))
+        read_function("measure", self.measure)
         if self.batches is not None and not callable(self.batches):
             check_batches(self.batches)
             _check_end(self.batches)
@@ -202,19 +200,14 @@ class Evaluation:
             refuse("name", "a string of one line", repr(self.name))
         wanted = "state" if self.batches is None else "state, batch"
         if not takes(self.measure, 1 + (self.batches is not None)):
-            raise ConfigError(
-                f"measure: expected a function ({wanted}) -> metrics, got "
-                f"{spell_call(self.measure)}; give sf.make_eval_step(loss_fn), and batches, "
-                "as lambda: sf.batches(…, epochs=1)"
-            )
+            advice = "give sf.make_eval_step(loss_fn), and batches, as sf.batches(…, epochs=1)"
+            refuse("measure", f"a function ({wanted}) -> metrics", spell_call(self.measure), advice)
 
     def _read_start(self, batches: Any) -> None:
         if not hasattr(batches, "get_state") or not hasattr(batches, "set_state"):
-            raise ConfigError(
-                "batches: expected some that can be read again for each evaluation, got "
-                f"{tree.describe_value(batches)}; give a list, sf.batches(…, epochs=1), or a "
-                "function that makes them"
-            )
+            expected = "some that can be read again for each evaluation"
+            advice = "give a list, sf.batches(…, epochs=1), or a function that makes them"
+            refuse("batches", expected, batches, advice)
         object.__setattr__(self, "_start", copy.deepcopy(batches.get_state()))
 
     def _make_batches(self) -> Iterable[Any]:
@@ -232,10 +225,7 @@ class Evaluation:
                 return {f"{self.name}/{name}": value for name, value in metrics.items()}
             numbers = self.measure(state)
         except StopIteration as error:  # would pass for the end of the training data
-            raise DataError(
-                f"{self.name}: StopIteration came up in the evaluation: what it reads has ended; "
-                "make it again for each evaluation"
-            ) from error
-        if not isinstance(numbers, Mapping):
-            refuse(self.name, "numbers by name", tree.describe_value(numbers))
+            got, advice = "StopIteration", "make the iterator again for each evaluation"
+            refuse(self.name, "numbers by name", got, advice, kind=DataError, cause=error)
+        read_instance(self.name, numbers, Mapping, "numbers by name")
         return metric_values(numbers, f"{self.name}/")

@@ -17,8 +17,8 @@ from stepfold.checkpoint.series import Checkpoints, Series
 from stepfold.checkpoint.values import check_values
 from stepfold.core.processes import agreement, broadcast_from_first, report_failed_peer
 from stepfold.core.state import check_not_donated, is_available, step_of, strengthen
-from stepfold.core.validation import read_integer, spell_call, takes
-from stepfold.errors import ConfigError, refuse
+from stepfold.core.validation import read_instance, read_integer, spell_call, takes
+from stepfold.errors import refuse
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import (
@@ -263,10 +263,8 @@ def _check_numbers(
     read_integer("log_every", log_every)
     runner = StepRunner(step)
     if read_integer("steps_per_call", steps_per_call) > 1 and runner.is_compiled:
-        raise ConfigError(
-            f"steps_per_call={steps_per_call}: expected a step that is neither jitted nor "
-            f"compiled, to compile several of them as one, got {tree.describe_value(step)}"
-        )
+        expected = "a step that is neither jitted nor compiled, to compile several of them as one"
+        refuse(f"steps_per_call={steps_per_call}", expected, step)
     return runner
 
 
@@ -280,8 +278,8 @@ def _check_resume(resume: Any) -> tuple[str, ...] | None:
 
 
 def _check_checkpoints(checkpoints: Any) -> None:
-    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
-        refuse("checkpoints", "sf.Checkpoints(every=…)", tree.describe_value(checkpoints))
+    if checkpoints is not None:
+        read_instance("checkpoints", checkpoints, Checkpoints, "sf.Checkpoints(every=…)")
 
 
 def _with_default_hooks(
@@ -301,18 +299,15 @@ def _check_end(feed: BatchFeed, limits: Sequence[Any], hooks: Sequence[Hook]) ->
     """Refuse a run that nothing can end."""
     has_limit = any(limit is not None for limit in limits)
     if feed.endless and not has_limit and not any(map(may_stop, hooks)):
-        length = f" or epochs=… (an epoch has {feed.epoch_steps} steps)" if feed.epoch_steps else ""
-        raise ConfigError(
-            "steps, epochs: expected one of them for batches without an end, got neither; give "
-            f"steps=…{length}"
-        )
+        epochs = f" or epochs=… (an epoch has {feed.epoch_steps} steps)" if feed.epoch_steps else ""
+        expected = "one of them for batches without an end"
+        refuse("steps, epochs", expected, "neither", f"give steps=…{epochs}")
 
 
 def _check_evaluations(evaluation: Any) -> list[Evaluation]:
     evaluations = list(evaluation) if isinstance(evaluation, list | tuple) else [evaluation]
     for item in evaluations:
-        if not isinstance(item, Evaluation):
-            refuse("evaluation", "sf.Evaluation(…)", tree.describe_value(item))
+        read_instance("evaluation", item, Evaluation, "sf.Evaluation(…)")
     names = [item.name for item in evaluations]
     if len(set(names)) < len(names) or any(name.split("/")[0] == "train" for name in names):
         refuse("evaluation", "different names, none of them train", f"{names}", "give name=…")
@@ -346,17 +341,12 @@ def _check_epochs(feed: BatchFeed, recurring: Sequence[Any], hooks: Sequence[Hoo
     """Refuse schedules by epoch if the batches do not know the length of an epoch."""
     if feed.epoch_ends is not None:
         return
-    got = tree.describe_value(feed.batches)
+    expected = "batches that know how many steps an epoch has"
     if any(item is not None and item.every_epochs for item in recurring):
-        raise ConfigError(
-            "every_epochs: expected batches that know how many steps an epoch has, got "
-            f"{got}; give every=…, or sf.batches(data, …)"
-        )
+        refuse("every_epochs", expected, feed.batches, "give every=…, or sf.batches(data, …)")
     if any(hasattr(hook, "end_epoch") for hook in hooks):
-        raise ConfigError(
-            "hooks: expected batches that know how many steps an epoch has, for a hook that is "
-            f"called after epochs, got {got}; give sf.batches(data, …)"
-        )
+        expected += ", for a hook that is called after epochs"
+        refuse("hooks", expected, feed.batches, "give sf.batches(data, …)")
 
 
 class _WriteConfig(BaseHook):
@@ -396,11 +386,9 @@ class _WatchedMetrics(BaseHook):
         prefixes += [prefix for names in provided for prefix in names or ()]
         for metric, argument in self.unseen.items() if self._knows_names else ():
             if not metric.startswith(tuple(prefixes)):
-                advice = "" if evaluations else "; add evaluation=sf.Evaluation(…) for eval/…"
-                raise ConfigError(
-                    f"{argument}: expected one of {', '.join(f'{prefix}…' for prefix in prefixes)},"
-                    f" got {metric}{advice}"
-                )
+                expected = f"one of {', '.join(f'{prefix}…' for prefix in prefixes)}"
+                advice = "" if evaluations else "add evaluation=sf.Evaluation(…) for eval/…"
+                refuse(argument, expected, metric, advice)
 
     def __call__(self, event: Event) -> None:
         self.saw_event = True
@@ -408,10 +396,8 @@ class _WatchedMetrics(BaseHook):
             check_spelling(metric, event)
             is_own_kind = metric.rpartition("/")[0] == event.kind
             if is_own_kind and metric not in event.metrics and self._knows_names:
-                names = ", ".join(sorted(event.metrics))
-                refuse(
-                    metric, "a metric that is measured", f"{names}", f"{argument} needs one of them"
-                )
+                got, advice = ", ".join(sorted(event.metrics)), f"{argument} needs one of them"
+                refuse(metric, "a metric that is measured", got, advice)
         unseen = self.unseen.items()
         self.unseen = {metric: arg for metric, arg in unseen if metric not in event.metrics}
 
@@ -434,10 +420,8 @@ def _check_resumable(
         if getattr(hook, "goes_back", False) and may_stop(hook):
             feed.skippable()
             if checkpoints is None:
-                raise ConfigError(
-                    f"hooks: {hook_name(hook)}: expected checkpoints=… to go back to, got none; "
-                    "give sf.Checkpoints(every=…)"
-                )
+                argument, advice = f"hooks: {hook_name(hook)}", "give sf.Checkpoints(every=…)"
+                refuse(argument, "checkpoints=… to go back to", "none", advice)
     if checkpoints is None:
         return
     if not feed.is_resumable:
@@ -450,14 +434,12 @@ def _check_resumable(
     check_values(feed.position(), "batches: get_state()")
     feed.check_next_position = feed.is_resumable
     for hook in hooks:
-        state, name = call_optional(hook, "get_state"), hook_name(hook)
-        check_values(state, f"hooks: {name}: get_state()")
-        if state is not None and not callable(getattr(hook, "set_state", None)):
-            raise ConfigError(
-                f"hooks: {name}: expected set_state next to get_state, to be resumed, got "
-                f"{tree.describe_value(getattr(hook, 'set_state', None))}; add it, or drop "
-                "get_state"
-            )
+        state, argument = call_optional(hook, "get_state"), f"hooks: {hook_name(hook)}"
+        check_values(state, f"{argument}: get_state()")
+        set_state = getattr(hook, "set_state", None)
+        if state is not None and not callable(set_state):
+            expected, got = "set_state next to get_state, to be resumed", f"{set_state!r}"
+            refuse(argument, expected, got, "add it, or drop get_state")
 
 
 # The run
@@ -498,11 +480,9 @@ def _start(
         directory.start(loop)
         return False
     if not resume:
-        raise ConfigError(
-            "resume=False: expected a directory without checkpoints to start in, got "
-            f"steps {', '.join(map(str, series.steps()))} in {series.directory}; "
-            "delete them, or give another directory"
-        )
+        expected = "a directory without checkpoints to start in"
+        got = f"steps {', '.join(map(str, series.steps()))} in {series.directory}"
+        refuse("resume=False", expected, got, "delete them, or give another directory")
     rollbacks.resume()
     if rollbacks.done:
         loop.skip([rollback.skipped for rollback in rollbacks.done])

@@ -177,10 +177,9 @@ def read_run_info(run_dir: Path) -> dict[str, Any]:
         refuse(path, "JSON", f"a damaged file: {error}", _ADVICE, kind=DataError)
     number = info.get("format") if isinstance(info, dict) else None
     if type(number) is int and number > FORMAT:
-        raise DataError(
-            f"{path}: expected format {FORMAT} or earlier, got {number}, of a later stepfold; "
-            f"upgrade with pip install -U stepfold, or {_ADVICE}"
-        )
+        expected, got = f"format {FORMAT} or earlier", f"{number}, of a later stepfold"
+        advice = f"upgrade with pip install -U stepfold, or {_ADVICE}"
+        refuse(path, expected, got, advice, kind=DataError)
     if not has_form(info, _FORM):
         refuse(path, "a run.json that fit wrote", "other JSON", _ADVICE, kind=DataError)
     for attempt in info["attempts"] if number == 1 else ():

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from stepfold.errors import ConfigError
+from stepfold.errors import refuse
 from stepfold.loop.hooks.base import Stop
 from stepfold.loop.json_files import parse_json, read_with_time
 
@@ -60,10 +60,9 @@ class RunLock:
             self._wait_for_others()
         except OSError as error:
             self.release()
-            raise ConfigError(
-                f"run_dir: expected a directory to write in, got {self._directory}: "
-                f"{error.strerror}; make room, change the permission, or give another"
-            ) from error
+            got = f"{self._directory}: {error.strerror}"
+            advice = "make room, change the permission, or give another"
+            refuse("run_dir", "a directory to write in", got, advice, cause=error)
         except BaseException:
             self.release()
             raise
@@ -118,7 +117,7 @@ class RunLock:
                     start = live_since.setdefault(path, time.monotonic())
                     # Of two runs that wait for each other, one gives way at once.
                     if path.name < self._path.name or time.monotonic() - start > _TIE:
-                        raise ConfigError(_describe(self._directory, path, claim))
+                        _refuse(self._directory, path, claim)
                 waits = True
             if not waits:
                 return
@@ -171,10 +170,8 @@ def _start_time(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]  # a zombie is dead
 
 
-def _describe(directory: Path, path: Path, claim: dict[str, Any]) -> str:
+def _refuse(directory: Path, path: Path, claim: dict[str, Any]) -> NoReturn:
     holder = f"process {claim.get('pid')} on {claim.get('host')} since {claim.get('since')}"
-    return (
-        f"run_dir: expected a directory that no other run uses, got {directory}, in use by "
-        f"{holder if claim else 'a run'} ({path.name}); wait for its end, end it, or give another "
-        "directory"
-    )
+    got = f"{directory}, in use by {holder if claim else 'a run'} ({path.name})"
+    advice = "wait for its end, end it, or give another directory"
+    refuse("run_dir", "a directory that no other run uses", got, advice)

@@ -19,8 +19,8 @@ import numpy as np
 from stepfold import tree
 from stepfold.core.state import strengthen
 from stepfold.core.transfers import allow_transfers
-from stepfold.core.validation import spell_call, takes
-from stepfold.errors import ConfigError, OutOfMemoryError, RetraceError, refuse
+from stepfold.core.validation import read_function, spell_call, takes
+from stepfold.errors import OutOfMemoryError, RetraceError, refuse
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.inspect.memory import exhausted, is_exhausted
 from stepfold.loop.evaluate import mesh_of
@@ -38,13 +38,10 @@ class StepRunner:
     """
 
     def __init__(self, step: Step) -> None:
-        if not callable(step):
-            refuse("step", "a step (state, batch) -> …", tree.describe_value(step))
+        read_function("step", step, "a step (state, batch) -> …")
         if not takes(step, 2):
-            raise ConfigError(
-                f"step: expected a step (state, batch) -> (state, metrics), got {spell_call(step)};"
-                " sf.make_train_step makes one of a loss function"
-            )
+            advice = "sf.make_train_step makes one of a loss function"
+            refuse("step", "a step (state, batch) -> (state, metrics)", spell_call(step), advice)
         self._step = step
         self.is_compiled = isinstance(step, CompiledStep) or hasattr(step, "lower")
         self._programs: dict[tuple[int, int], Step] = {}  # by batch size and batches in a call
@@ -76,11 +73,9 @@ class StepRunner:
     def set_batch_size(self, size: int, later: Sequence[int]) -> None:
         """Expect batches of another size from now on, and compile for `later` sizes with them."""
         if later and isinstance(self._step, CompiledStep):
-            raise ConfigError(
-                f"step: expected one that is not compiled, for batches of {size} and later of "
-                f"{', '.join(map(str, later))}, got {tree.describe_value(self._step)}; give the "
-                "step itself"
-            )
+            sizes = f"{size} and later of {', '.join(map(str, later))}"
+            expected = f"one that is not compiled, for batches of {sizes}"
+            refuse("step", expected, self._step, "give the step itself")
         self._size = size
         self._later = [] if self._programs else [n for n in dict.fromkeys(later) if n != size]
 
@@ -119,10 +114,9 @@ class StepRunner:
             self._kept[signature] = program
         output: Any = program.compiled.out_tree
         if self._size and self._output is not None and self._output != output:
-            raise ConfigError(
-                "step: expected metrics of the same shapes for batches of every size, got other "
-                "shapes for other sizes; return means, as sf.mean(values)"
-            )
+            expected = "metrics of the same shapes for batches of every size"
+            got = "other shapes for other sizes"
+            refuse("step", expected, got, "return means, as sf.mean(values)")
         self._output = output
         return program
 
@@ -145,10 +139,8 @@ def check_step_output(output: Any) -> tuple[Any, dict[str, Any]]:
         refuse("step", "(state, metrics) from it", tree.describe_value(output))
     state, metrics = output
     if not are_metrics(metrics):
-        raise ConfigError(
-            f"step: expected metrics by name from it, got {tree.describe_value(metrics)}; return "
-            "each number as sf.mean(values), so that they merge exactly"
-        )
+        advice = "return each number as sf.mean(values), so that they merge exactly"
+        refuse("step", "metrics by name from it", tree.describe_value(metrics), advice)
     return state, dict(metrics)
 
 

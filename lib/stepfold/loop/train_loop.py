@@ -301,10 +301,9 @@ class TrainLoop:
         if len(set(totals)) > 1 or (None not in counts and len(set(counts)) > 1):
             counts = totals if len(set(totals)) > 1 else [self.step + count for count in counts]
             known = [count for count in counts if count is not None]
-            raise DataError(
-                f"batches: expected the same number of steps in every process, got {counts}; give "
-                f"steps={min(known)}, or as many batches to each"
-            )
+            advice = f"give steps={min(known)}, or every process the same number of batches"
+            expected = "the same number of steps in every process"
+            refuse("batches", expected, f"{counts}", advice, kind=DataError)
 
     def _begin(self) -> None:
         """Start the schedule, and finish what an exception interrupted before a resume."""
@@ -401,11 +400,10 @@ class TrainLoop:
             refuse("batches", "at least one", "none", kind=DataError)
         left = self._feed.batches_left
         if not self.consensus.is_alone and not self._votes_on_batches and left:
-            expected = "no end" if left == math.inf else f"{left} more"
-            raise DataError(  # the others are in a step already
-                f"batches: expected {expected} after step {self.step}, as they say themselves, got "
-                "the end; give every process the same number"
-            )
+            more = "no end" if left == math.inf else f"{left} more"
+            expected = f"{more} after step {self.step}, by their own count"
+            advice = "give every process the same number"  # the others are in a step already
+            refuse("batches", expected, "the end", advice, kind=DataError)
         self.progress.is_complete = True
         self._end_by(Kind.END, Stop("exhausted", f"the batches ended at step {self.step}"))
         if self.progress.total is not None and not self._feed.is_iterator:
@@ -527,10 +525,9 @@ class TrainLoop:
             self.consensus.done(Kind.GO_BACK)
             return False
         if self.rollbacks is None:
-            raise ConfigError(
-                "hooks: expected checkpoints=… for a hook that lets the run go back, got none; "
-                f"give sf.Checkpoints(every=…): {request.reason.why}"
-            )
+            expected = "checkpoints=… for a hook that lets the run go back"
+            advice = f"give sf.Checkpoints(every=…): {request.reason.why}"
+            refuse("hooks", expected, "none", advice)
         target = self.rollbacks.find_target(request.reason)
         if isinstance(target, Stop):
             self.consensus.done(Kind.GO_BACK, Kind.END)
@@ -592,11 +589,9 @@ class TrainLoop:
     def _raise_deferred_error(self) -> None:
         if self._deferred_error is not None:
             raise self._deferred_error
-        if self.consensus.failed_process is not None:
-            raise StepfoldError(
-                f"fit: expected no error in any process, got one in process "
-                f"{self.consensus.failed_process}, which shows it; all stopped at step {self.step}"
-            )
+        if (process := self.consensus.failed_process) is not None:
+            got = f"one in process {process}, which shows it; all stopped at step {self.step}"
+            refuse("fit", "no error in any process", got, kind=StepfoldError)
 
     def _log(self, until: int | None = None) -> None:
         """Send hooks the intervals that ended at or before a step, by default all."""
@@ -716,10 +711,9 @@ class TrainLoop:
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 if isinstance(error, StepfoldError):
                     raise
-                raise CheckpointError(
-                    f"{series.directory}: expected the state of a run as fit saves it in step "
-                    f"{self.step}, got {error!r}; restore the state with sf.restore instead"
-                ) from error
+                where, advice = series.directory, "restore the state with sf.restore instead"
+                expected = f"the state of a run as fit saves it in step {self.step}"
+                refuse(where, expected, f"{error!r}", advice, kind=CheckpointError, cause=error)
         self._compare_hyperparams(given, restored)
         was_complete = self.progress.is_complete
         self.progress.total = total

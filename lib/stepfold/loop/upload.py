@@ -15,7 +15,7 @@ from stepfold import tree
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import is_url, sync
 from stepfold.core.processes import agreement
-from stepfold.errors import CheckpointError, ConfigError, StepfoldError, refuse
+from stepfold.errors import CheckpointError, StepfoldError, refuse
 from stepfold.loop.hooks.base import BaseHook, Event
 from stepfold.loop.run_info import NAME, read_run_info
 from stepfold.loop.writers.jsonl import read_rows
@@ -34,11 +34,8 @@ class Upload(BaseHook):
 
     def __init__(self, run_dir: Path | None, url: Any, series: Series | None = None) -> None:
         if not is_url(url):
-            raise ConfigError(
-                "upload: expected a URL such as 's3://bucket/run', got "
-                f"{tree.describe_value(url)}; give run_dir=… alone to keep the files of a run on "
-                "a file system"
-            )
+            advice = "give run_dir=… alone to keep the files of a run on a file system"
+            refuse("upload", "a URL such as 's3://bucket/run'", tree.describe_value(url), advice)
         if run_dir is None:
             refuse("upload", "run_dir=… to go with it", "none", "give a directory")
         from stepfold.checkpoint.bucket import Bucket  # lazy: imports tensorstore
