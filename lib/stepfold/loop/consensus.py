@@ -1,10 +1,11 @@
-"""What all processes of a run have agreed to do: at once if there is one, by votes if several.
+"""Agreement of the processes of a run on what to do between two steps.
 
-Several processes act on the same requests after the same steps. Each votes with the signal that it
-received, the highest other request, and the number of its requests to save. Votes are gathered on
-devices between two steps, and no process waits for them: they are dispatched after one step, and
-read when the next ones are dispatched. jax's own `reached_preemption_sync_point` receives only
-SIGTERM, replaces its handler, and needs a setting before jax starts.
+A single process acts on its requests at once. Several processes act on the same requests after the
+same steps, which they agree on by votes. Each votes with the signal that it received, the highest
+other request, and the number of its requests to save. Votes are gathered on devices between two
+steps, and no process waits for them: they are dispatched after one step, and read when the next
+ones are dispatched. jax's own `reached_preemption_sync_point` receives only SIGTERM, replaces its
+handler, and needs a setting before jax starts.
 """
 
 import signal
@@ -25,46 +26,46 @@ _MAX_VOTE_STEPS = 256  # between votes, as steps may become slower
 
 
 class Alone:
-    """A process alone agrees with itself at once."""
+    """The consensus of a single process, which agrees to each request at once."""
 
     is_alone = True
     failed_process: int | None = None
 
     def __init__(self) -> None:
-        self.requests = Requests()  # those agreed on
+        self.requests = Requests()  # agreed on
 
     def ask(self, request: Request) -> None:
-        """Make a request; for any thread and for signal handlers."""
+        """Make a request; safe in any thread and in signal handlers."""
         self.requests.add(request)
 
     def ask_to_end(self, reason: signal.Signals | Stop) -> None:
-        """End the run soon, by a signal or for a reason that is not of a hook."""
+        """Request the end of the run, by a signal or for a reason that no hook gave."""
         kind = Kind.SIGNAL if isinstance(reason, signal.Signals) else Kind.STOP
         self.ask(Request(kind, 0, reason))
 
     def ask_to_save(self) -> None:
-        """Save soon."""
+        """Request a save."""
         self.ask(Request(Kind.SAVE))
 
     def done(self, *kinds: Kind) -> None:
-        """Forget requests that are done."""
+        """Remove requests that are done."""
         self.requests.done(*kinds)
 
     def note_event(self) -> None:
-        """Agree soon, since hooks have seen an event and may have made requests."""
+        """Agree sooner, since hooks have seen an event and may have made requests."""
 
     def poll(self, step: int) -> None:
-        """Agree on requests where it is time to; called between steps."""
+        """Agree on requests if a vote is due; called between steps."""
 
     def settle(self, batches: int = 0) -> list[int]:
         """Agree now, and return the number of batches that each process has."""
         return [batches]
 
     def conclude(self) -> None:
-        """Learn all requests of all processes, with their reasons, at the end of the steps."""
+        """Collect the requests of all processes, with their reasons, after the last step."""
 
     def restart(self, step: int) -> None:
-        """Continue after another step, as the run resumes or goes back."""
+        """Start over after a step, when the run resumes or goes back."""
 
 
 class Several(Alone):
@@ -83,7 +84,7 @@ class Several(Alone):
         self._votes: jax.Array | None = None  # dispatched, and not yet read
         self._voted_at = 0  # the step
         self._read_at: float | None = None
-        self._step_seconds = 0.0  # as this process has measured it
+        self._step_seconds = 0.0  # measured by this process
         self._pace = 0.0  # the longest of all processes, 0 if unknown
         self._max_steps = 1  # between votes; grows until the pace is certain
 
@@ -102,7 +103,7 @@ class Several(Alone):
         self._has_event = True
 
     def poll(self, step: int) -> None:
-        """Vote if it is time to, and then agree on what the votes before were.
+        """Vote if a vote is due, and agree on what the previous votes asked for.
 
         All processes vote after the same steps, because they derive them from the same votes.
         """
@@ -128,17 +129,17 @@ class Several(Alone):
     def conclude(self) -> None:
         own = [[r.kind, r.step, _to_json(r.reason), r.by_hook] for r in self._own]
         gathered = KeyValues("fit").gather(own, "the end of its steps")
-        # A vote holds only the kind of a request. These have the reason too, and replace it.
+        # Votes hold only the kinds of requests. These have the reasons too, and replace them.
         self.requests.done(*(Kind(kind) for requests in gathered for kind, *_ in requests))
         for process, requests in enumerate(gathered):
             for kind, step, reason, by_hook in requests:
                 if kind == Kind.ERROR and self.failed_process is None:
                     self.failed_process = process
-                known = _from_json(reason)
-                if isinstance(known, Stop) and process != jax.process_index():
-                    message = f"process {process} stopped: {known.message}"
-                    known = known._replace(message=message)
-                self.requests.add(Request(Kind(kind), step, known, by_hook))
+                reason = _from_json(reason)
+                if isinstance(reason, Stop) and process != jax.process_index():
+                    message = f"process {process} stopped: {reason.message}"
+                    reason = reason._replace(message=message)
+                self.requests.add(Request(Kind(kind), step, reason, by_hook))
 
     def restart(self, step: int) -> None:
         self._votes, self._voted_at = None, step
@@ -159,7 +160,7 @@ class Several(Alone):
         """Read votes, and agree on what they ask for."""
         rows = np.asarray(votes.addressable_data(0))
         self._pace = rows[:, 2].max() / 1e6
-        if np.any(rows[:, 4] != self._seen_saves):  # a count, so that no vote has to be read
+        if np.any(rows[:, 4] != self._seen_saves):  # counts, so that a dropped vote loses nothing
             self._seen_saves = rows[:, 4]
             self.requests.add(Request(Kind.SAVE))
         if number := int(rows[:, 0].max()):
@@ -170,7 +171,7 @@ class Several(Alone):
         return rows
 
     def _agree(self, kind: Kind, process: int) -> None:
-        """Agree on the highest kind of request; all learn the reasons in `conclude`."""
+        """Agree on the highest kind of request; `conclude` collects the reasons."""
         own = self._own.get(kind)
         if kind is Kind.ERROR:
             self.failed_process = process if self.failed_process is None else self.failed_process
@@ -196,7 +197,7 @@ def _from_json(reason: Any) -> Any:
 
 
 class Gather:
-    """Gather a small row of each process in all of them, on one device of each."""
+    """Gather a small row from each process in all of them, on one device per process."""
 
     def __init__(self) -> None:
         devices = {device.process_index: device for device in reversed(jax.devices())}

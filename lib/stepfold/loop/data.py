@@ -28,12 +28,12 @@ class DataPosition(NamedTuple):
 
 
 class BatchFeed:
-    """Pull batches, epoch after epoch, and know their position.
+    """Pull batches, epoch after epoch, and track their position.
 
     `used` counts the batches that steps have used since the first batch of the data; the caller
-    increments it. `epoch_ends` knows where epochs end, and `epoch_steps` their length if they are
+    increments it. `epoch_ends` says where epochs end, and `epoch_steps` is their length if they are
     equally long. Both are None if unknown, as is `total`, the number of batches of all epochs. With
-    `keep_recent`, `recent` are the batches that cannot be read again.
+    `keep_recent`, `recent` holds the last batches if they cannot be read again.
 
     Batches with a method `read_state` depend on the state of the run, which they get before each
     pull. Those, and batches whose position holds large arrays such as a replay buffer, cannot go
@@ -58,7 +58,7 @@ class BatchFeed:
         self._is_large = False  # the position
         can_reread = self.is_resumable or isinstance(batches, list | tuple)
         can_reread = can_reread and not self.reads_state
-        # With several processes, the batch that one of them has kept would be a part.
+        # With several processes, each would keep only its own rows of a batch.
         keeps = keep_recent and not can_reread and jax.process_count() == 1
         self.recent = RecentBatches() if keeps else None
         self.wait_seconds = 0.0
@@ -110,7 +110,7 @@ class BatchFeed:
             if self.reads_state:
                 self.iterator.read_state(state)
             batch = self._pull()
-            if self.check_next_position:  # that of the first batch may hold less
+            if self.check_next_position:  # the position before the first batch may hold less
                 self._check_position()
             if self.recent is not None:
                 self.recent.add(step + 1, batch)
@@ -154,9 +154,9 @@ class BatchFeed:
     def position(self) -> Any:
         """Return the position of the next batch to use, or None if the batches have none.
 
-        After a failed step or pull the batches may be ahead of the last step. Those of `sf.batches`
-        know the position after any number of batches, by `state_at`. Others go back to the last
-        known position then, and the batches used since are pulled again.
+        After a failed step or pull the batches may be ahead of the last step. `sf.batches` can tell
+        the position after any number of batches, by `state_at`. Other batches then go back to the
+        last known position, and those used since are pulled again.
         """
         if not self.is_resumable:
             return None
@@ -167,7 +167,7 @@ class BatchFeed:
         return position
 
     def mark(self, step: int) -> DataPosition:
-        """Return the position after a step to keep in memory, without one that is large."""
+        """Return the position after a step to keep in memory; it is None if it is large."""
         position = None if self._is_large else self.position()
         return DataPosition(step, None if self._is_large else position)
 
@@ -178,7 +178,7 @@ class BatchFeed:
         return not (is_ahead and self.is_resumable and (self._is_large or self.reads_state))
 
     def _keep(self, position: Any) -> None:
-        """Keep a position to return it again and to go back to, unless it is large."""
+        """Keep a position, to return it again and to go back to it, unless it is large."""
         self._known = (-1, None) if self._is_large else (self.used, position)
 
     def _position_after_used(self) -> Any:
@@ -205,9 +205,9 @@ class BatchFeed:
     def seek(
         self, position: Any, step: int, used: int | None = None, *, needs_batches: bool = True
     ) -> None:
-        """Go to a saved position; if it has no batch count, `used` or else `step` is taken.
+        """Go to a saved position; if it has no batch count, use `used`, or else `step`.
 
-        If no batch is needed, batches that cannot be resumed are not refused, but stay as they are.
+        Without `needs_batches`, batches that cannot be resumed are left as they are.
         """
         if needs_batches and not self.is_resumable:
             expected = f"get_state and set_state, to be resumed at step {step}"
@@ -297,7 +297,7 @@ def _count_in(position: Any) -> int | None:
 
 
 def _find_lost(position: Any) -> str | None:
-    """Return why a position of `sf.batches` over a stream cannot be restored, if that is so."""
+    """Return why a position of `sf.batches` over a stream cannot be restored, or None."""
     if not isinstance(position, dict):
         return None
     if position.keys() == {"lost"}:

@@ -46,16 +46,17 @@ def evaluate(
     does not depend on how the examples are batched, padded under a mask, or sharded.
 
     Args:
-      eval_step: what `make_eval_step` returns, jitted or not. It compiles once for each shape of
-        batch: once in all if the last batch is padded.
+      eval_step: an `EvalFn`, as `make_eval_step` returns, jitted or not. It is compiled for each
+        shape of batch, so only once if the last batch is padded.
       state: the state. If it is on a mesh, batches on the host are sharded over its axes "dp" and
-        "fsdp"; for other axes, place the batches.
+        "fsdp"; for other axes, shard the batches yourself.
       batches: the batches; all of them are used.
 
     Raises:
       ConfigError: if `batches` is not an iterable of batches or has no end, if the state was
         donated, or if the step does not return metrics.
-      DataError: if there is no batch, or if processes that share the state have unequal numbers.
+      DataError: if there is no batch, or if processes that share the state have different numbers
+        of batches.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> state = sf.init_state({"w": jnp.ones(())}, optax.sgd(0.1), jax.random.key(0))
@@ -66,8 +67,8 @@ def evaluate(
     """
     check_batches(batches)
     read_function("eval_step", eval_step, "a function of a state and a batch")
-    ready = isinstance(eval_step, CompiledStep) or hasattr(eval_step, "lower")
-    step = eval_step if ready else jax.jit(eval_step)
+    is_jitted = isinstance(eval_step, CompiledStep) or hasattr(eval_step, "lower")
+    step = eval_step if is_jitted else jax.jit(eval_step)
     check_not_donated(state)
     _check_end(batches)
     mesh = mesh_of(state)
@@ -91,7 +92,7 @@ def evaluate(
             if len(metrics) == _MERGE_EVERY:
                 metrics = [merge_metrics(metrics)]
     except DataError:
-        jax.block_until_ready(metrics)  # others would wait in these steps for a process that ended
+        jax.block_until_ready(metrics)  # if this process exited first, others would hang in them
         raise
     if not metrics:
         advice = "an iterator that was used up has to be made again for each evaluation"
@@ -106,11 +107,11 @@ def _check_end(batches: Any) -> None:
 
 
 def _in_step(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches, and raise on every process if some have fewer, instead of a hang.
+    """Yield batches; if some processes have fewer, raise in all of them instead of hanging.
 
-    If their numbers are unknown, the processes vote on each batch. A vote is read after the next
-    batch is pulled, and dispatched before the step of the batch before, so that the device has work
-    while a process waits for it.
+    If the numbers of batches are unknown, the processes vote on each batch. A vote is read after
+    the next batch is pulled, and dispatched before the step of the previous batch, so that the
+    device has work while a process waits for the vote.
     """
     expected = "the same number of batches in every process"
     counts = KeyValues("evaluate").gather(BatchFeed(batches).batches_left, "the start of it")
@@ -158,8 +159,8 @@ class Evaluation:
     Attributes:
       measure: an `EvalFn`; or, without batches, any function of the state that returns numbers by
         name, such as one that generates text and scores it.
-      batches: an iterable of batches, such as a list or `sf.batches(…, epochs=1)`, which is read
-        from where it is now for each evaluation; or a function that makes one.
+      batches: an iterable of batches, such as a list or `sf.batches(…, epochs=1)`, or a function
+        that makes one. Each evaluation reads an iterator from its present position.
       every: the steps between evaluations, if any.
       every_epochs: the epochs of the training data between evaluations, if any.
       at_start: whether to evaluate before the first step too.

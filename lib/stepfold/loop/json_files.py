@@ -1,7 +1,7 @@
-"""Read JSON that may be damaged, of `run.json`, metrics, locks, capsules and notes.
+"""Read JSON that may be damaged: `run.json`, metrics, locks, capsules and notes.
 
-No file blocks, and damage raises only `ValueError`. The callers know which of stepfold's errors it
-is, and what to do about it.
+No file blocks, and damage raises only `ValueError`. The callers turn it into one of stepfold's
+errors, with what to do about it.
 """
 
 import json
@@ -11,8 +11,8 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
-_DEPTH = 100  # levels of JSON, within Python's limit of recursion
-_TOO_LARGE = 10**300  # for an integer, which has to fit into a float
+_DEPTH = 100  # levels of JSON, within Python's recursion limit
+_TOO_LARGE = 10**300  # for an integer, which has to fit in a float
 _LONG = re.compile(r"\d{300}")
 _SURROGATE = re.compile(r"\\u[dD]")
 _LARGEST = 1 << 30  # bytes of a file that is read at once
@@ -73,7 +73,7 @@ def parse_json(content: bytes) -> Any:
 
 def check_plain(value: Any) -> None:
     """Raise ValueError if parsed JSON is too deep, or has too large an integer."""
-    level, depth = [value], 0  # not recursive, since that is what is limited
+    level, depth = [value], 0  # not recursive, since Python limits recursion
     while level:
         if depth > _DEPTH:
             raise ValueError(f"more than {_DEPTH} levels")
@@ -85,10 +85,11 @@ def check_plain(value: Any) -> None:
 
 
 def has_form(value: Any, form: Any) -> bool:
-    """Whether JSON has a form.
+    """Whether parsed JSON has a form.
 
-    A form is a predicate, `str`, a dict of forms (a name with `?` may be missing or null; others
-    may be there), `[form]` for a list of any length, or a tuple for a list of exactly these.
+    A form is a predicate, `str`, a dict of forms, `[form]` for a list of any length, or a tuple of
+    forms for a list of that length. In a dict, a name that ends with `?` may be missing or null,
+    and other names are ignored.
     """
     if isinstance(form, dict):
         return isinstance(value, dict) and all(

@@ -43,7 +43,7 @@ class _Restored(NamedTuple):
 
 
 class _Closed(NamedTuple):
-    """An interval that is over, but not read from the device."""
+    """An interval that has ended, but is not read from the device yet."""
 
     step: int
     restored: _Restored | None
@@ -134,19 +134,19 @@ def _rebuild(leaves: dict[str, np.ndarray], like: Mapping[str, Any]) -> dict[str
     """Build the metrics of a chunk from leaves by path; drop those that steps do not return."""
     metrics, used = {}, set[str]()
     for name, metric in like.items():
-        wanted = tree.named_leaves({name: metric})
-        found = [leaves.get(path) for path, _ in wanted]
-        # Averages are added up; other metrics may merge values of any number, as collected ones.
+        expected = tree.named_leaves({name: metric})
+        saved = [leaves.get(path) for path, _ in expected]
+        # Averages are added up, so shapes must match. Others may collect any number of values.
         form = _row_form if _inherits_from_average(metric, "merge") else np.ndim
         if all(
-            new is not None and (new.dtype, form(new)) == (leaf.dtype, form(leaf))
-            for new, (_, leaf) in zip(found, wanted, strict=True)
+            old is not None and (old.dtype, form(old)) == (leaf.dtype, form(leaf))
+            for old, (_, leaf) in zip(saved, expected, strict=True)
         ):
-            metrics[name] = jax.tree.unflatten(jax.tree.structure(metric), found)
-            used |= {path for path, _ in wanted}
+            metrics[name] = jax.tree.unflatten(jax.tree.structure(metric), saved)
+            used |= {path for path, _ in expected}
     if lost := sorted(leaves.keys() - used):
         warnings.warn(
-            f"metrics: expected those of the run that is resumed, got others without {lost[0]}"
+            f"metrics: expected those of the resumed run, got others without {lost[0]}"
             f"{', …' * (len(lost) > 1)}; their values since the last log point are dropped",
             stacklevel=2,
         )
@@ -201,7 +201,7 @@ class PerStepMetrics(Mapping[str, np.ndarray]):
 def read_interval(chunks: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], Any, Any]:
     """Read chunks of train metrics: merged, per step, and their weights.
 
-    A metric that only later steps return is that of these.
+    A metric that only later steps return is merged over those.
     """
     stacked = {name: [chunk[name] for chunk in chunks if name in chunk] for name in chunks[-1]}
     merged = {name: _merge_chunks(metrics) for name, metrics in stacked.items()}
@@ -215,8 +215,11 @@ def _merge_chunks(chunks: Sequence[Any]) -> Any:
     if _inherits_from_average(first, "merge"):
         joined = first if len(chunks) == 1 else _concatenate(chunks)
         return _mean(joined, _sum) if _inherits_from_average(first, "compute") else _merge(joined)
-    merged = [_merge(chunk) for chunk in chunks]
-    return functools.reduce(lambda one, other: one.merge(other), merged)
+    return _reduce([_merge(chunk) for chunk in chunks])
+
+
+def _reduce(metrics: Sequence[Any]) -> Any:
+    return functools.reduce(lambda merged, metric: merged.merge(metric), metrics)
 
 
 def _concatenate(chunks: Sequence[Any]) -> Any:
@@ -259,7 +262,7 @@ def merge_metrics(metrics: Sequence[Mapping[str, "Metric"]]) -> dict[str, Any]:
 def _merge_batches(metrics: Sequence[Any]) -> Any:
     if _inherits_from_average(metrics[0], "merge"):
         return jax.tree.map(lambda *leaves: _sum(np.stack(leaves)), *metrics)
-    return functools.reduce(lambda one, other: one.merge(other), metrics)
+    return _reduce(metrics)
 
 
 def _merge(stacked: Any) -> Any:
@@ -267,8 +270,7 @@ def _merge(stacked: Any) -> Any:
     if _inherits_from_average(stacked, "merge"):
         return jax.tree.map(_sum, stacked)
     count = len(jax.tree.leaves(stacked)[0])
-    steps = [jax.tree.map(lambda leaf, k=k: leaf[k], stacked) for k in range(count)]
-    return functools.reduce(lambda one, other: one.merge(other), steps)
+    return _reduce([jax.tree.map(lambda leaf, k=k: leaf[k], stacked) for k in range(count)])
 
 
 def _sum(leaf: Any) -> Any:
@@ -278,7 +280,7 @@ def _sum(leaf: Any) -> Any:
 
 
 def metric_values(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Read merged metrics as numbers; a metric of several numbers gets a name for each."""
+    """Read merged metrics as numbers; each number of a metric of several gets its own name."""
     values: dict[str, float] = {}
     for name, metric in metrics.items():
         _flatten(f"{prefix}{name}", metric_value(metric), values)
@@ -344,7 +346,7 @@ def _flatten(name: str, value: Any, values: dict[str, float]) -> None:
             )
         for index, inner in enumerate(np.ravel(value)):
             _flatten(f"{name}/{index}", inner, values)
-    elif name.splitlines() != [name]:  # a table has no place for it
+    elif name.splitlines() != [name]:  # tables have no place for line breaks
         refuse("metrics", "names of one line", repr(name), "rename it")
     else:
         try:
@@ -362,7 +364,7 @@ class Curve(list[float]):
         self.steps: list[int] = []
 
     def add(self, step: int, value: float) -> None:
-        """Add a value, unless there is one of this step or a later one."""
+        """Add a value, unless the curve already has one for this step or a later one."""
         if not self.steps or step > self.steps[-1]:
             self.steps.append(step)
             self.append(value)

@@ -1,7 +1,7 @@
-"""What may happen between two steps, in one order; and the signals that ask for it.
+"""Requests to act on between two steps, in a fixed order, and the signals that make some of them.
 
 Hooks, signals, the lock of the run directory and other processes make requests. The highest one
-that is due is acted on, and a request is forgotten only once it is done.
+that is due is acted on, and a request is removed only once it is done.
 
 At SIGINT and SIGTERM, a run finishes its step and saves before it stops. At SIGUSR1 it only saves.
 """
@@ -27,7 +27,7 @@ class Kind(enum.IntEnum):
 
     SAVE = 1
     GO_BACK = 2
-    STOP = 3  # for a reason of a hook, or of the lock
+    STOP = 3  # for a reason that a hook or the lock gave
     SIGNAL = 4
     END = 5  # all steps are done, or the batches ended
     CORRUPTION = 6
@@ -79,7 +79,7 @@ class Requests:
             self.pending.pop(kind, None)
 
     def set_state(self, saved: Any) -> None:
-        """Forget the requests of hooks, and take the one of a checkpoint."""
+        """Replace the requests of hooks by the one in a checkpoint, if it has one."""
         self.done(Kind.END, *(request.kind for request in self if request.by_hook))
         if saved is not None:
             step, kind, message = saved
@@ -89,7 +89,7 @@ class Requests:
 
 
 def of_hook(reason: Stop | GoBack, step: int, stops_at: int) -> Request:
-    """Make a request of what a hook returned at a step; a plain reason stops at another."""
+    """Make a request of what a hook returned at `step`; a plain reason stops at `stops_at`."""
     if isinstance(reason, GoBack):
         return Request(Kind.GO_BACK, step, reason, by_hook=True)
     if reason.kind == "corrupt":
@@ -114,7 +114,7 @@ class Signals:
         self.was_repeated = False  # by a second signal, to exit at once
         self.is_waiting = False  # for data or an evaluation, which a signal may interrupt
         self._pid = os.getpid()
-        self._previous: dict[signal.Signals, Any] = {}  # the handlers before these
+        self._previous: dict[signal.Signals, Any] = {}  # the handlers to restore
 
     @contextmanager
     def handle(self) -> Iterator[None]:

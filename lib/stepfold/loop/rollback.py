@@ -1,8 +1,9 @@
 """Going back to a checkpoint, and leaving out the batches that derailed the run.
 
-A kill at any moment loses nothing. What is left out is noted next to the checkpoints before any of
-them is deleted. A run that resumes reads the note, and first deletes the checkpoints that should be
-gone: those after the step that the run went back to, if they were saved before the note.
+The skipped batches are noted next to the checkpoints before any checkpoint is deleted, so that a
+kill at any moment loses nothing. A run that resumes reads the note, and first deletes the
+checkpoints that a killed run should have deleted: those after the step that it went back to, if
+they were saved before the note.
 """
 
 import json
@@ -23,7 +24,7 @@ _NOTE = "rollbacks.json"
 
 
 class Rollback(NamedTuple):
-    """One time that a run went back. `skipped` is a half-open range of batch indices."""
+    """How a run went back, and why. `skipped` is a half-open range of batch indices."""
 
     at: int
     to: int
@@ -41,18 +42,18 @@ def _is_range(value: Any) -> bool:
 
 
 def _checked(note: Any) -> list[Any]:
-    """Return a note that a run can have written, or raise ValueError."""
+    """Return a note if a run can have written it, or raise ValueError."""
     check_plain(note)
     if not has_form(note, [(is_count, is_count, _is_range, str)]):
         raise ValueError("other JSON")
     if not all(to < at for at, to, _, _ in note):
         raise ValueError("a target that is not before the step")
-    # Half of a surrogate pair in a reason would be an error where it is shown.
+    # A lone surrogate in a reason would raise where it is printed.
     return list(parse_json(json.dumps(note).encode()))
 
 
 class Rollbacks:
-    """All times that a run went back; with several processes, all of them call each method."""
+    """The rollbacks of a run; with several processes, all of them call each method."""
 
     def __init__(self, series: Series, feed: BatchFeed) -> None:
         self._series, self._feed = series, feed
@@ -62,22 +63,22 @@ class Rollbacks:
         """Read the note, and delete what a killed run has not deleted."""
         self.done = self._read()
         if self.done:
-            # The run state counts the rollbacks before the checkpoint was saved.
-            is_gone = lambda extra: (extra or {}).get("rollbacks", 0) < len(self.done)
+            # A checkpoint has the number of rollbacks before it was saved.
+            is_obsolete = lambda extra: (extra or {}).get("rollbacks", 0) < len(self.done)
             with agreement(f"{self._series.directory}: not resumed"):
-                self._series.delete_after(self.done[-1].to, is_gone)
+                self._series.delete_after(self.done[-1].to, is_obsolete)
 
     def restart(self) -> None:
         """Drop the note of an earlier run whose checkpoints are gone, even if it is damaged."""
-        is_there = False
+        has_note = False
         with agreement(f"{self._series.directory}: {_NOTE} is not read"):
             if jax.process_index() == 0:
                 try:
-                    is_there = bool(self._read_note())
+                    has_note = bool(self._read_note())
                 except DamageError as error:
-                    is_there = True
+                    has_note = True
                     warnings.warn(f"{error}; it is replaced", RuntimeWarning, stacklevel=3)
-        if broadcast_from_first([is_there])[0]:
+        if broadcast_from_first([has_note])[0]:
             self._write()
 
     def find_target(self, request: GoBack) -> int | Stop:
@@ -97,10 +98,10 @@ class Rollbacks:
     def go_back(self, request: GoBack, step: int) -> Rollback:
         """Note what to skip, and delete checkpoints later than `request.to`, the target.
 
-        The caller restores it, and then skips.
+        The caller restores the target, and then skips the batches.
         """
         first, stop = request.skip  # type: ignore[misc]  # a pair, as the dispatcher checks
-        # The batch of step n is number n - 1 of the run, which used some of an earlier one.
+        # Batches are counted from the first of the data, steps from step 0 of the state.
         offset = 1 + step - self._feed.used
         index = self._feed.skippable().batch_index
         skipped = index(first - offset), index(stop - 1 - offset) + 1

@@ -26,7 +26,7 @@ from stepfold.loop.writers.jsonl import jsonl_writer, read_rows
 class RunDirectory:
     """What a run writes besides checkpoints; without `run_dir` nothing.
 
-    `has_writer` says that a hook of the user writes the metrics, instead of a file here.
+    With `has_writer`, a hook of the user writes the metrics, so there is no metrics file here.
     """
 
     def __init__(self, run_dir: Any, upload: Any = None, *, has_writer: bool = False) -> None:
@@ -49,7 +49,7 @@ class RunDirectory:
         describe: Callable[[Sequence[Hook]], Mapping[str, Any]],
         series: Series | None,
     ) -> list[Hook]:
-        """Make the hooks that write the files; `describe` says what `run.json` has of a run."""
+        """Make the hooks that write the files; `describe` returns the metadata for `run.json`."""
         if self._url is not None:
             self._upload = Upload(self.path, self._url, series)
         if self.path is None:
@@ -57,7 +57,7 @@ class RunDirectory:
         hooks: list[Hook] = []
         if self.metrics_path is not None:
             writer = jsonl_writer(self.metrics_path, csv=self.path / "metrics.csv")
-            # Its state must not be taken for that of a writer of the user.
+            # Named, so that its state is not confused with that of a user's writer.
             hooks.append(log_to(async_writer(writer), name="metrics.jsonl"))
         self._metadata = {**describe([*others, *hooks])}
         self._report = ReportWriter(self.path, self._metadata)
@@ -71,7 +71,7 @@ class RunDirectory:
         """Hold the lock of a run; at the end, write and upload the last page.
 
         `on_loss` is called, in a thread, if another run may use the directory. `ended` returns the
-        last step, and why the run stopped there.
+        last step, and why the run stopped.
         """
         if self.path is None:
             yield
@@ -90,7 +90,7 @@ class RunDirectory:
             yield
 
     def start(self, loop: TrainLoop) -> None:
-        """Begin a run that does not resume; files of an earlier one are moved aside."""
+        """Start a run that does not resume; move the files of an earlier run aside."""
         self._metadata["replacements"] = loop.progress.replacements  # which the loop extends
         with agreement(f"run_dir: {self.path}: not opened"):
             if self.path is not None and jax.process_index() == 0:
@@ -110,7 +110,7 @@ class RunDirectory:
             self._continue_metrics(loop.history, loop.progress)
 
     def _compare_config(self) -> None:
-        """Warn of what the config has changed since the attempt before, and note it."""
+        """Warn of changes of the config since the previous attempt, and note them."""
         if self.path is None or self._report is None or jax.process_index() != 0:
             return
         try:
@@ -124,7 +124,7 @@ class RunDirectory:
             warnings.warn(f"config: changed since the checkpoint: {text}", stacklevel=5)
 
     def fetch(self, step: int) -> None:
-        """Get what another host has uploaded since, before a run resumes at a step."""
+        """Fetch what another host has uploaded, before a run resumes at a step."""
         if self._upload is not None:
             with agreement(f"run_dir: {self.path}: not resumed"):
                 self._upload.fetch(step)

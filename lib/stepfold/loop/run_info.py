@@ -136,7 +136,7 @@ def flatten_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
 def config_changes(
     before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
 ) -> dict[str, list[Any]]:
-    """Return the old and the new value of each that differs, by path; None where it is missing."""
+    """Return the old and new values that differ, by path; None where a value is missing."""
     old, new = flatten_config(before), flatten_config(after)
     return {
         name: [old.get(name), new.get(name)]

@@ -1,9 +1,9 @@
 """The lock of a run on its directory, even on file systems without locks, such as NFS.
 
-Each run that wants the directory creates a claim, a file of a unique name, and then looks at those
-of others. It has the lock if no other claim belongs to a process that lives. Of two runs, at least
-the one that came second sees the other, so that both never have it. A claim of a dead process needs
-no take-over that could be raced: it is ignored, and deleted under a name that is never used again.
+Each run that wants the directory creates a claim, a file with a unique name, and then looks at the
+claims of others. It has the lock if no other claim belongs to a live process. Of two runs, at least
+the second sees the claim of the first, so they never both have the lock. Taking over from a dead
+process involves no race: its claim is ignored and deleted, and its name is never used again.
 """
 
 import json
@@ -23,18 +23,18 @@ from stepfold.loop.hooks.base import Stop
 from stepfold.loop.json_files import parse_json, read_with_time
 
 _PREFIX = ".lock-"
-_BEAT = 5.0  # seconds between signs of life, by which processes of other hosts are judged
-_STALE = 60.0  # seconds without a sign of life, after which a process counts as dead
-_TIE = 2.0  # seconds to wait for a run that began at the same time to give way
+_BEAT = 5.0  # seconds between heartbeats, by which other hosts know that a process is alive
+_STALE = 60.0  # seconds without a heartbeat, after which a process counts as dead
+_TIE = 2.0  # seconds to wait for a run that started at the same time to give way
 
 
 class RunLock:
     """A lock on a directory, held by one run at a time.
 
-    If a claim is from this host and PID namespace, its PID and start time say whether its run
-    lives. Any other claim is watched for up to `_STALE` seconds for a sign of life, a changed
-    modification time. `stop` is called, in a thread, if the own claim was deleted, since another
-    run may have the directory then.
+    If a claim is from this host and PID namespace, its PID and start time say whether its run is
+    alive. Any other claim is watched for up to `_STALE` seconds for a heartbeat, a new modification
+    time. `stop` is called, in a thread, if the claim of this run was deleted, since another run may
+    then have the directory.
     """
 
     def __init__(self, directory: Path, stop: Callable[[Stop], None]) -> None:
@@ -76,7 +76,7 @@ class RunLock:
                 # `stop` refers to the run and its arrays, and a thread that frees an array while
                 # the interpreter exits aborts the process. The timeout is for a blocked server.
                 self._thread.join(_BEAT)
-            with suppress(OSError):  # if it stays, its process is known to be dead later
+            with suppress(OSError):  # if it stays, later runs see that its process is dead
                 self._path.unlink()
 
     def _beat(self) -> None:
@@ -91,8 +91,8 @@ class RunLock:
                 continue
 
     def _wait_for_others(self) -> None:
-        """Return once no other run lives; raise if one does."""
-        first_beats: dict[Path, tuple[float, float]] = {}  # and when it was seen first
+        """Return once no other run is alive; raise if one is."""
+        first_beats: dict[Path, tuple[float, float]] = {}  # and when each was first seen
         live_since: dict[Path, float] = {}
         while True:
             with suppress(OSError):  # not every file system lets one set times
@@ -125,7 +125,7 @@ class RunLock:
 
 
 def _read_claim(path: Path) -> tuple[dict[str, Any], float] | None:
-    """Return a claim and the time of its last sign of life; None if it is missing or no file."""
+    """Return a claim and the time of its last heartbeat; None if it is missing or no file."""
     try:
         text, beat = read_with_time(path)
     except (FileNotFoundError, ValueError):
@@ -138,7 +138,7 @@ def _read_claim(path: Path) -> tuple[dict[str, Any], float] | None:
 
 
 def _is_live(claim: dict[str, Any]) -> bool | None:
-    """Whether the process of a claim lives; None if only its signs of life can tell."""
+    """Whether the process of a claim is alive; None if only its heartbeats can tell."""
     pid, machine = claim.get("pid"), _machine()
     if machine is None or claim.get("machine") != machine or type(pid) is not int:
         return None
@@ -147,7 +147,7 @@ def _is_live(claim: dict[str, Any]) -> bool | None:
 
 
 def _machine() -> str | None:
-    """Identify the host since its boot, and the namespace of its PIDs; None if PIDs say nothing."""
+    """Identify the boot of the host and the PID namespace; None if PIDs say nothing."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

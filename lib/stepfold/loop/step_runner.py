@@ -1,6 +1,6 @@
-"""Run a step: compiled once, one batch or several in a dispatch, its metrics packed.
+"""Run a step: compile it once, dispatch one batch or several, and pack its metrics.
 
-Returning and fetching an array has a fixed cost. So metrics leave the device concatenated into one
+Returning and fetching an array has a fixed cost, so metrics leave the device concatenated into one
 array for each dtype, bit for bit, and are unpacked on the host.
 """
 
@@ -34,7 +34,7 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 class StepRunner:
     """Run a step on batches; one that is neither jitted nor compiled is compiled when first called.
 
-    Programs are kept on the step function, so that another runner of it reuses them, as in `jit`.
+    Programs are cached on the step function, so that another runner reuses them, as with `jit`.
     """
 
     def __init__(self, step: Step) -> None:
@@ -45,7 +45,8 @@ class StepRunner:
         self._step = step
         self.is_compiled = isinstance(step, CompiledStep) or hasattr(step, "lower")
         self._programs: dict[tuple[int, int], Step] = {}  # by batch size and batches in a call
-        # All that were compiled, in this run or before. Other callables than functions may change.
+        # All programs of the step, from this run or earlier ones. Only of functions, since other
+        # callables may change.
         is_function = isinstance(step, types.FunctionType)
         self._kept: dict[Any, CompiledStep] = (
             step.__dict__.setdefault("__stepfold_programs__", {}) if is_function else {}
@@ -59,19 +60,19 @@ class StepRunner:
         count = len(batches)
         program = self._programs.get((self._size, count))
         if program is None and jax.process_count() > 1:
-            self._mesh = mesh_of(state)  # each has its own rows, which jax does not put together
+            self._mesh = mesh_of(state)  # each has its own rows, which jax does not assemble
         if self._mesh is not None:
             batches = [place_batch(batch, self._mesh) for batch in batches]
         batch = batches[0] if count == 1 else tuple(batches)
         run = program or partial(self._run_first, count)
         settings: Any = jax.config
-        if settings.jax_transfer_guard_host_to_device != "disallow":  # looked up in each step
+        if settings.jax_transfer_guard_host_to_device != "disallow":  # may change between steps
             return run(state, batch)
         with allow_transfers("host_to_device"):  # of a batch on the host
             return run(state, batch)
 
     def set_batch_size(self, size: int, later: Sequence[int]) -> None:
-        """Expect batches of another size from now on, and compile for `later` sizes with them."""
+        """Expect batches of another size; the first one compiles for the `later` sizes too."""
         if later and isinstance(self._step, CompiledStep):
             sizes = f"{size} and later of {', '.join(map(str, later))}"
             expected = f"one that is not compiled, for batches of {sizes}"
@@ -156,9 +157,9 @@ class _Layout:
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["layout"])
 @dataclass(frozen=True)
 class PackedMetrics:
-    """The metrics of a call in one array for each dtype, with a leading axis if of several steps.
+    """The metrics of a call in one array for each dtype, with a leading axis for several steps.
 
-    The layout is part of the structure that jax traces and keeps with the program.
+    The layout is static: jax traces it as part of the structure, and keeps it with the program.
     """
 
     arrays: list[Any]
@@ -173,7 +174,7 @@ def _packed_step(step: Step, count: int) -> Step:
         return strengthen(state), _pack(metrics)
 
     def run_several(state: Any, batches: tuple[Any, ...]) -> tuple[Any, PackedMetrics]:
-        """Scan, which returns the bits of single calls."""
+        """Scan over batches of equal shapes and dtypes."""
         for batch in batches[1:]:
             lines = tree.diff(batches[0], batch, "batch")
             if lines:
@@ -205,7 +206,7 @@ def _pack(metrics: dict[str, Any]) -> PackedMetrics:
 
 
 def _layout_of(call: Any) -> Any:
-    """Return what the metrics of calls that are stacked have in common."""
+    """Return what calls must have in common for their metrics to be stacked."""
     if isinstance(call, PackedMetrics):
         return call.layout
     leaves, structure = jax.tree.flatten(call)
@@ -230,7 +231,7 @@ def _unpack(calls: Sequence[Any]) -> Any:
 
 
 def _fetch(calls: Sequence[PackedMetrics]) -> list[list[np.ndarray]]:
-    """Fetch arrays: all copies from an accelerator start together, a CPU's memory is viewed."""
+    """Fetch arrays: copies from an accelerator all start together, and CPU arrays are views."""
     rows = [call.arrays for call in calls]
     if all(device.platform == "cpu" for array in rows[0] for device in array.devices()):
         return [[np.asarray(array) for array in row] for row in rows]
@@ -248,7 +249,7 @@ def _signature(state: Any, batch: Any) -> tuple[Any, ...]:
 
 
 def _resize(batch: Any, size: int, other: int) -> Any:
-    """Return an abstract batch of another size; arrays with as many rows as the batch have rows."""
+    """Return an abstract batch of another size; arrays without the size as leading axis stay."""
     count = jax.process_count()
     rows = {size // count: other // count, size: other}  # of a process, or of all
 

@@ -54,17 +54,17 @@ class Upload(BaseHook):
         self._is_open = True
 
     def fetch(self, step: float = math.inf) -> None:
-        """Copy files back that another host has continued; call it before a run resumes at `step`.
+        """Copy back files that another host has continued; call it before a run resumes at `step`.
 
-        Those are the metrics, if the copy has later rows up to that step than the local file, or
-        more of them, and `run.json`, if the copy has more attempts.
+        The metrics are replaced if the copy reaches a later step, up to that step, or has more
+        rows; `run.json` is replaced if the copy has more attempts.
         """
         if jax.process_index() == 0:
             self._fetch("metrics.jsonl", lambda path: _extent(path, step))
             self._fetch(NAME, lambda path: len(read_run_info(path.parent).get("attempts", ())))
 
     def _fetch(self, name: str, extent: Callable[[Path], Any]) -> None:
-        """Replace a local file by the copy of the bucket if that extends further."""
+        """Replace a local file by its copy in the bucket if that extends further."""
         path, content = self._run_dir / name, self._bucket.read(name)
         if content is None:
             return
@@ -82,7 +82,7 @@ class Upload(BaseHook):
                     stacklevel=5,
                 )
                 return
-            with suppress(StepfoldError):  # a damaged local file is dealt with where it is used
+            with suppress(StepfoldError):  # a damaged local file raises where it is used
                 if path.exists() and extent(path) >= fetched:
                     return
                 sync(copy)
@@ -96,7 +96,7 @@ class Upload(BaseHook):
             self._problem = error
 
     def finish(self) -> None:
-        """Copy a last time, after all else is written."""
+        """Copy a last time, after everything else is written."""
         if self._is_open:
             self.flush()
             self._warn()
