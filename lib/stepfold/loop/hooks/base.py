@@ -240,9 +240,9 @@ def call_optional(owner: Any, method: str, *args: Any) -> Any:
 
 
 class HookDispatcher:
-    """Call hooks that may return numbers, then those that declare to return none.
+    """Call hooks that may return numbers, then those that declare that they return none.
 
-    A writer declares it by `provides = ()`, and sees every number wherever it stands in the list.
+    A writer declares this by `provides = ()`, so it sees all numbers wherever it is in the list.
     """
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
@@ -270,25 +270,25 @@ class HookDispatcher:
 
     def dispatch(self, event: Event) -> tuple[Event, list[Stop | GoBack | Replace]]:
         """Return the event with the numbers of all hooks, and their requests, in order."""
-        reasons: dict[int, Stop | GoBack | Replace] = {}
+        requests: dict[int, Stop | GoBack | Replace] = {}
         for index in self._order:
             returned = self.hooks[index](event)
             if isinstance(returned, str):
                 returned = Stop("hook", returned)
             if isinstance(returned, Stop):
                 if returned.message:
-                    reasons[index] = returned
+                    requests[index] = returned
             elif isinstance(returned, GoBack):
-                reasons[index] = _check_request(returned, event.step, self.hooks[index])
+                requests[index] = _check_request(returned, event.step, self.hooks[index])
             elif isinstance(returned, Replace):
-                reasons[index] = _check_replacement(returned, event, self.hooks[index])
-                event = event._replace(state=reasons[index].state)  # type: ignore[union-attr]
+                replacement = _check_replacement(returned, event, self.hooks[index])
+                requests[index], event = replacement, event._replace(state=replacement.state)
             elif isinstance(returned, Mapping):
                 event = event._replace(metrics={**event.metrics, **metric_values(returned)})
             elif returned is not None:
-                wanted = "a hook to return None, a reason to stop, a request, or numbers by name"
-                refuse(hook_name(self.hooks[index]), wanted, tree.describe_value(returned))
-        return event, [reasons[index] for index in sorted(reasons)]
+                expected = "a hook to return None, a reason to stop, a request, or numbers by name"
+                refuse(hook_name(self.hooks[index]), expected, tree.describe_value(returned))
+        return event, [requests[index] for index in sorted(requests)]
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -311,8 +311,8 @@ class HookDispatcher:
             hooks = [hook for hook in self.hooks if hook_key(hook) == key]
             if hooks and len(hooks) != len(saved):
                 warnings.warn(
-                    f"hooks: expected as many {key} with a state as in the checkpoint, "
-                    f"{len(saved)}, got {len(hooks)}; they start afresh: give each a name=…",
+                    f"hooks: expected {len(saved)} {key}, as in the checkpoint, got {len(hooks)}; "
+                    "they start afresh: give each a name=…",
                     stacklevel=2,
                 )
                 continue
@@ -343,7 +343,7 @@ def _check_request(request: GoBack, step: int, hook: Hook) -> GoBack:
 
 
 def _check_replacement(request: Replace, event: Event, hook: Hook) -> Replace:
-    """Check a new state, and copy its arrays to where those of the old one are."""
+    """Check a new state, and copy its arrays to the devices of the old ones."""
     name = hook_name(hook)
     if event.is_train and not getattr(hook, "needs_exact_state", False):
         expected = "needs_exact_state = True on a hook that returns Replace at a log point"
@@ -359,7 +359,7 @@ def _check_replacement(request: Replace, event: Event, hook: Hook) -> Replace:
 
 
 def _copy_like(new: Any, old: Any) -> Any:
-    """Copy a new array, which a step will donate, to where the old one is; keep unchanged ones."""
+    """Copy a new array, which a step will donate, to the devices of the old one."""
     if new is old or not isinstance(old, jax.Array):
         return new
     if isinstance(new, jax.Array):

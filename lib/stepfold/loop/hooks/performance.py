@@ -125,18 +125,20 @@ class Pace:
 class stragglers(BaseHook):  # noqa: N801
     """Find the process whose host the others wait for, and warn of it.
 
-    Collectives make the steps of all processes take equally long. What differs is the host time of
-    a process: waiting for batches, and in hooks. Its step time is that or, if longer, the time that
-    the slowest process leaves for its devices. Process 0 reports at log points
+    Collectives make the steps of all processes take equally long. What differs is host time: the
+    time a process waits for batches or spends in hooks. Its step time is its host time or, if
+    longer, the time that the slowest process leaves for its devices. At log points process 0
+    reports
 
     - `throughput/slowest_process`: the process with the longest host time;
     - `throughput/slowest_ratio`: its step time relative to the median process, 1 if the devices
       take longer.
 
-    Once the ratio exceeds `threshold`, it warns of the process and its host, and again after it was
-    below, or of another process. Slow devices and networks, and callbacks inside the step, do not
-    show: they delay all processes alike. A hook that waits for devices has a long host time.
-    Processes do not wait for each other's numbers. Give the hook to all; a single one is a no-op.
+    Once the ratio exceeds `threshold`, it warns of the process and its host. It warns again after
+    the ratio was below, or of another process. Slow devices and networks, and callbacks inside the
+    step, do not show: they delay all processes alike. A hook that waits for devices has a long host
+    time. Give the hook to all processes, which do not wait for each other's numbers. In a single
+    process it is a no-op.
 
     >>> import stepfold as sf
     >>> sf.stragglers(threshold=2.0)(sf.Event(10, None, {"train/loss": 1.0}, None))
@@ -169,7 +171,7 @@ class stragglers(BaseHook):  # noqa: N801
         if self._sums[3] < _REPORT_SECONDS:
             return None
         means, self._sums = (self._sums[1:] / self._sums[0]).tolist(), np.zeros(4)
-        # Those of others are from their last report: no process waits for another.
+        # The values of others are from their last report: no process waits for another.
         rows = self._values.get(self._folder) if jax.process_index() == 0 else {}
         key = f"{self._folder}/{jax.process_index()}"
         self._values.set(key, [socket.gethostname(), *means])
@@ -232,8 +234,8 @@ class profile(BaseHook):  # noqa: N801
     an event the next step has been dispatched, so the trace starts with the one after that. If
     there is an evaluation or a save at one end only, the trace is a step longer or shorter. The
     attributes `begun` and `ended` are the steps done when it started and ended, or None. The end of
-    the run ends an open trace. A resumed run does not trace the same steps again. Of several
-    processes the first is traced.
+    the run ends an open trace. A resumed run does not trace the same steps again. With several
+    processes, only the first is traced.
 
     >>> import stepfold as sf, tempfile
     >>> hook = sf.profile(100, 10, tempfile.mkdtemp())

@@ -22,13 +22,14 @@ from stepfold.tree import describe_value
 class progress(BaseHook):  # noqa: N801
     """Show the step, the remaining time, a running average of the loss, and metrics.
 
-    The average is over about the last `over` steps of the metric `average`, those before a resume
-    included; NaN and inf do not enter it. A "tqdm" or "rich" bar is drawn on stderr, at most four
+    The average is over about the last `over` steps of the metric `average`, including those before
+    a resume; NaN and inf are left out. A "tqdm" or "rich" bar is drawn on stderr, at most four
     times per second, and only in a terminal or a notebook. Lines of "json" are printed on stdout,
-    one for each event; NaN and inf are null there. `file` replaces both. A stream that is missing
-    or closed shows nothing, and one that fails is given up with a warning. Of several processes
-    only the first shows anything. `metrics` are names or patterns such as `eval/*` of the metrics
-    to show; by default JSON shows all, and a bar those of evaluations and of hooks.
+    one for each event, with null for NaN and inf. `file` replaces both streams. If the stream is
+    missing or closed, nothing is shown; if a write fails, there is a warning, and the rest is not
+    shown. With several processes, only the first shows anything. `metrics` are names or patterns,
+    such as `eval/*`, of the metrics to show; by default JSON shows all metrics, and a bar shows
+    those of evaluations and hooks.
 
     >>> import stepfold as sf
     >>> hook = sf.progress("json", metrics=("*/accuracy",))
@@ -52,7 +53,7 @@ class progress(BaseHook):  # noqa: N801
         if read_choice("progress", kind, _BARS) != "json":
             require(kind, "progress", kind)
         if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics or ()):
-            refuse("metrics", "names or patterns, as ('eval/*',)", describe_value(metrics))
+            refuse("metrics", "names or patterns, such as ('eval/*',)", describe_value(metrics))
         self._kind, self._metrics, self._file, self.name = kind, metrics, file, name
         self._average, self._over = average, read_integer("over", over)
         self._bar: _Bar | None = None  # of the run that is open
@@ -197,7 +198,7 @@ def _tqdm_bar(file: Any, step: int, total: int | None) -> _Bar:
     from tqdm.notebook import tqdm_notebook
 
     if issubclass(tqdm, tqdm_notebook):
-        file = file.file  # which it compares with stderr; it draws without it
+        file = file.file  # tqdm only compares it with stderr, and draws with widgets
     elif not (file.isatty() or _is_notebook()):
         return _HIDDEN
     options = {"unit": "step", "dynamic_ncols": True, "mininterval": 0, "miniters": 1}

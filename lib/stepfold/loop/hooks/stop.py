@@ -1,6 +1,6 @@
 """Hooks that stop a run: out of time, a NaN or inf, no progress, a spike, corruption, a hang.
 
-One with a state takes a `name`, the key of its state in a checkpoint, for two of a kind.
+Hooks with a state take a `name`, its key in a checkpoint, so that a run can have two of a kind.
 """
 
 import faulthandler
@@ -44,7 +44,7 @@ class TimeLimit(BaseHook):
 class Nonfinite(NamedTuple):
     """A step, counted from 1, with a NaN or inf in a metric, and all metrics of that step.
 
-    `before` are those of the step before it, if that is known.
+    `before` holds the metrics of the previous step, if they are known.
     """
 
     step: int
@@ -84,8 +84,8 @@ class stop_on_nonfinite(BaseHook):  # noqa: N801
         if not event.per_step:
             return None
         last, self._last = self._last, event._replace(state=None, batch=None)
-        found = [self._first_step(event, name) for name in self._watched(event)]
-        step, metric = min(filter(None, found), default=(0, ""))
+        first_steps = [self._first_step(event, name) for name in self._watched(event)]
+        step, metric = min(filter(None, first_steps), default=(0, ""))
         if not step:
             return None
         metrics = _metrics_of_step(event, step)
@@ -113,14 +113,14 @@ class stop_on_nonfinite(BaseHook):  # noqa: N801
 
 
 def _metrics_of_step(event: Event, step: int) -> dict[str, float]:
-    """Return the metrics of a step up to the event; one that is new has no earlier steps."""
+    """Return the metrics of a step up to the event, without those that only later steps have."""
     age = event.step - step
     rows = event.per_step.items()
     return {n: float(row[-1 - age]) for n, row in rows if np.ndim(row) == 1 and len(row) > age}
 
 
 class stop_on_corruption(BaseHook):  # noqa: N801
-    """Stop when both runs of a step that `check_step` checked differ, and name the leaves.
+    """Stop when the two runs of a step by `check_step` differ, and name the leaves.
 
     The state since that step may be wrong, so `fit` does not save it when it stops. A checkpoint
     that was saved between that step and the log point may be wrong too: go back to an earlier one.
@@ -252,8 +252,8 @@ class stop_on_spike(BaseHook):  # noqa: N801
         self._latest: list[float] = []
 
     def __call__(self, event: Event) -> Stop | None:
-        found = self._find(event)
-        return None if found is None else Stop("spike", found[1])
+        spike = self._find(event)
+        return None if spike is None else Stop("spike", spike[1])
 
     def _find(self, event: Event) -> tuple[int, str] | None:
         """Add values to the window; return the step of the first spike, and a sentence."""
@@ -281,8 +281,8 @@ class stop_on_spike(BaseHook):  # noqa: N801
 class roll_back_on_spike(stop_on_spike):  # noqa: N801
     """Go back to a checkpoint before a spike, skip the batches of it, and continue; see `GoBack`.
 
-    A spike is what `stop_on_spike` finds. `skip` batches are left out: that of the spike, and those
-    that follow it. After `limit` times the run stops at the next spike.
+    A spike is defined as in `stop_on_spike`. `skip` batches are left out: that of the spike, and
+    those that follow it. After `limit` times the run stops at the next spike.
 
     >>> import numpy as np, stepfold as sf
     >>> losses = {"train/loss": np.array([2.0, 2.1, 1.9, 2.0, 9.0])}
@@ -308,10 +308,10 @@ class roll_back_on_spike(stop_on_spike):  # noqa: N801
         self._skip, self._limit = read_integer("skip", skip), read_integer("limit", limit)
 
     def __call__(self, event: Event) -> GoBack | None:  # type: ignore[override]
-        found = self._find(event)
-        if found is None:
+        spike = self._find(event)
+        if spike is None:
             return None
-        step, message = found
+        step, message = spike
         return GoBack(None, (step, step + self._skip), message, self._limit)
 
 
@@ -347,8 +347,8 @@ class watchdog(BaseHook):  # noqa: N801
     """Dump the stacks of all threads when no event has come for some seconds, or abort.
 
     The time starts with the run, and has to cover everything between two events: compiling, an
-    evaluation, a save. The timer may fire up to a tenth later. It is the one of `faulthandler`,
-    of which a process has one, and fires even if a library hangs while it holds the GIL. With
+    evaluation, a save. The timer may fire up to a tenth later. It is that of `faulthandler`, so a
+    process can have only one, and it fires even if a library hangs while it holds the GIL. With
     `abort` the process exits with code 1 and saves nothing: a launcher that starts it again resumes
     from the last checkpoint. Stacks go to stderr, or to a `file` that has a descriptor.
 

@@ -18,12 +18,12 @@ from stepfold.loop.hooks.base import BaseHook, Event
 class weight_statistics(BaseHook):  # noqa: N801
     """Measure the mean, standard deviation, minimum and maximum of parameters, by path.
 
-    They are called `weights/layers/0/kernel/mean` and so on, where `name` is "weights"; `pattern`
-    is searched in the paths. It is one program and one transfer, but it waits for the step that
-    runs, so do it now and then: `sf.every(500, sf.weight_statistics("kernel"))`. `event.state` may
-    be a few steps ahead; to measure that of `event.step`, set `needs_exact_state = True` on the
-    hook. A `writer` with `write_histograms(step, arrays by name)` gets the values too, at most
-    `samples` of each parameter, evenly spaced.
+    The numbers are called `weights/layers/0/kernel/mean` and so on, with `name` as their prefix.
+    `pattern` is searched in the paths. It takes one program and one transfer, but waits for the
+    running step, so do it now and then: `sf.every(500, sf.weight_statistics("kernel"))`.
+    `event.state` may be a few steps ahead; to measure that of `event.step`, set
+    `needs_exact_state = True` on the hook. A `writer` with `write_histograms(step, arrays by name)`
+    gets the values too, at most `samples` of each parameter, evenly spaced.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> state = sf.init_state({"w": jnp.arange(5.0), "b": 0.0}, optax.sgd(0.1), jax.random.key(0))

@@ -23,9 +23,9 @@ from stepfold.tree import describe_value
 
 
 class HookWrapper:
-    """Base class of hooks around another. Attributes that it lacks are those of the inner hook.
+    """Base class of hooks around another. Attributes that it lacks are read from the inner hook.
 
-    The inner state is saved with the kind of the hook, and restored only into the same kind.
+    The state of the inner hook is saved with its kind, and restored only to a hook of that kind.
     """
 
     def __init__(self, hook: Hook) -> None:
@@ -74,7 +74,7 @@ class every(HookWrapper):  # noqa: N801
         if kind is not None:
             read_instance("kind", kind, str, "'train', or the name of an evaluation")
         self._kind = kind
-        self._first: int | None = None  # the multiple at which the run began; None outside of one
+        self._first: int | None = None  # the multiple at which the run began; None outside a run
         self._reached: dict[str, int] = {}  # the last multiple by kind of event
 
     def __call__(self, event: Event) -> Returned:
