@@ -208,7 +208,7 @@ def test_a_step_before_the_resumed_checkpoint_has_no_batch():
     batches = sf.batches(DATA, 4, start=5)
     capsule = take(3, batches, DataPosition(5, batches.get_state()))
     assert capsule.lost == (
-        "the batch: its step is older than the checkpoint that the run resumed",
+        "the batch: its step is older than the checkpoint that the run resumed from",
     )
     with pytest.raises(sf.ConfigError, match="expected a checkpoint of a state before step 3"):
         replay(capsule, STEP, state=start())
@@ -411,7 +411,7 @@ def test_a_full_disk_warns_and_keeps_the_capsule(tmp_path, monkeypatch, batch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    words = "the capsule of step 120 cannot be written, and is only on the result: .*(?i:no space)"
+    words = "the capsule of step 120 cannot be written, and is only in the result: .*(?i:no space)"
     with pytest.warns(RuntimeWarning, match=words):
         kept = save_capsule(capsule(tmp_path, batch=batch), tmp_path)
     assert (kept.step, kept.path) == (120, None)

@@ -36,8 +36,8 @@ def find_bad_rows(batch: Any, is_bad: Callable[[Any], bool]) -> tuple[tuple[Rows
         return examples, [f"row {row}: {_spell_row(batch, row)}" for row in bad[:_MOST_SHOWN]]
     many = f"more than {_MOST_SETS}" if len(examples) > _MOST_SETS else str(len(bad))
     return examples[:_MOST_SETS], [
-        f"{many} of {count} rows make it fail: look at what they share, the parameters, the key, "
-        "the statistics of a batch"
+        f"{many} of {count} rows make it fail: look at what they share, such as the parameters, "
+        "the key, or statistics over the batch"
     ]
 
 
@@ -112,7 +112,7 @@ def nonfinite_inputs(batch: Any, rows: Collection[int]) -> list[str]:
 
 
 def _spell_row(batch: Any, row: int) -> str:
-    """Describe a row, small arrays by their numbers."""
+    """Describe a row, with the values of small arrays."""
     texts = []
     for name, leaf in tree.named_leaves(batch):
         if getattr(leaf, "shape", ()):

@@ -50,8 +50,8 @@ class Capsule:
     """The step in which a metric was NaN or inf; `replay` takes it.
 
     `fit` returns one when `stop_on_nonfinite` ends a run, and writes it to
-    `run_dir/capsules/<step>`. One that is read from there has neither `like` nor `batches`, and it
-    has no `batch` if the batches of the run can be read again.
+    `run_dir/capsules/<step>`. A capsule that is read from there has neither `like` nor `batches`,
+    and no `batch` if the batches of the run can be read again.
 
     Attributes:
       before: the metrics of the step before it, if they are known.
@@ -62,7 +62,7 @@ class Capsule:
       began: the step after which the run started.
       like: the abstract state, with its shardings.
       notes: what else could not be written.
-      rollbacks: why the run went back before, and which batches it skipped.
+      rollbacks: why the run went back earlier, and which batches it skipped.
       skipped: the ranges of batch indices that the run skipped, as `sf.batches(…).without` takes.
       can_reread: whether the batches can be read again from `mark` on.
 
@@ -145,7 +145,7 @@ def take_capsule(
                 manifest = store.read_manifest(number)
                 reader = store.open_arrays(number, manifest)
                 position = reader.fill("data", manifest.position())
-            except (DamageError, ForeignError):  # process 0 may delete old ones meanwhile
+            except (DamageError, ForeignError):  # process 0 may be deleting old ones
                 continue
             start = DataPosition(number, position)
             checkpoint = CheckpointReference(location, number)
@@ -156,7 +156,7 @@ def take_capsule(
         batch, lost = _read_batch(batches, step, [start, *positions], began=positions[0].step)
     key: Any = getattr(state, "key", None)
     has_key = isinstance(key, jax.Array) and is_key(key)
-    with allow_transfers("host_to_device"):  # of the number of the step
+    with allow_transfers("host_to_device"):  # of the step number
         # On one device, so that process 0 can write it alone. The first step folds in 0.
         key = jax.random.fold_in(key.addressable_data(0), step - 1) if has_key else None
     abstract: Any = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
@@ -197,7 +197,7 @@ def _read_batch(
     if jax.process_count() > 1:
         reason = "with several processes each has its own rows, and none has all of them"
     elif not earlier:
-        reason = "its step is older than the checkpoint that the run resumed"
+        reason = "its step is older than the checkpoint that the run resumed from"
     else:
         nearest = max(earlier, key=lambda position: position.step)
         try:
@@ -227,7 +227,7 @@ def save_capsule(capsule: Capsule, run_dir: str | os.PathLike[str]) -> Capsule:
     except (OSError, ConfigError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         warnings.warn(
-            f"{run_dir}: the capsule of step {capsule.step} cannot be written, and is only on the "
+            f"{run_dir}: the capsule of step {capsule.step} cannot be written, and is only in the "
             f"result: {reason}; free disk space, or change the permission",
             RuntimeWarning,
             stacklevel=3,
@@ -270,7 +270,7 @@ def _write(capsule: Capsule, run_dir: Path) -> Path:
         new = Path(temporary, "new")
         new.mkdir()
         if arrays:
-            # The step, since a checkpoint has to have an element, and arrays may be empty.
+            # With the step, since all arrays may be empty, and a checkpoint must hold an element.
             save(new / _BATCH, {"step": capsule.step, "batch": arrays}, step=capsule.step)
         write_checked(new / _JSON, content)
         sync(new / _JSON)
@@ -296,7 +296,7 @@ def _find_checkpoints(path: Path, directory: str, relative: str | None) -> Path 
     runs = path.parent.parent, Path(os.path.realpath(path)).parent.parent  # `path` may be a link
     moved = [Path(os.path.normpath(run / relative)) for run in runs]
     is_inside = not relative.startswith(os.pardir)
-    # Of a run that was moved, another may have the old path now; not of checkpoints elsewhere.
+    # If the run was moved, another run may have its old path now. Checkpoints elsewhere stayed.
     candidates = [*moved, Path(directory)] if is_inside else [Path(directory), *moved]
     return next((path for path in candidates if path.is_dir()), candidates[0])
 

@@ -65,7 +65,7 @@ def _evaluate(jaxpr: Any, consts: Any, inputs: Any, position: tuple[int, ...]) -
         arguments = [values[v] if is_variable(v) else v.val for v in eqn.invars]
         variables = list(dict.fromkeys(filter(is_variable, eqn.invars)))
         outputs = [v for v in eqn.outvars if v in used]
-        # One operation as a program. Names of arguments would not fit their number.
+        # A program of one operation, without the argument names, whose number would not match.
         debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
         single = core.Jaxpr((), variables, outputs, [eqn], eqn.effects, debug)
         results = core.jaxpr_as_fun(core.ClosedJaxpr(single, ()))(*(values[v] for v in variables))

@@ -1,4 +1,4 @@
-"""Run the step again in which a run went wrong, and find the cause in it."""
+"""Run the step again in which a metric became NaN or inf, and find the cause."""
 
 import itertools
 import math
@@ -30,15 +30,15 @@ class Replay(NamedTuple):
 
     Attributes:
       reproduced: whether the metrics of the step are the same as in the run, bit for bit; if all
-        of them are NaN, those of the step before it. None if that is not known or was not run.
-      newly_nonfinite: the metrics that are NaN or inf here, and were not in the replayed step
-        before it.
+        of them are NaN, those of the step before it. None if there is nothing to compare.
+      newly_nonfinite: the metrics that are NaN or inf in this step, and were not in the replayed
+        step before it.
       origin: the step to which `examples`, `leaves` and `where` belong. It is an earlier one if
-        that left NaN or inf in the state and the loss showed it only later.
+        that step left NaN or inf in the state and the loss showed it only later.
       examples: the rows of the batch that cause it, each set sufficient by itself.
       leaves: the leaves of the state that were finite before the step and are not after it.
       where: the operation that produced the first NaN or inf, and its line.
-      notes: what else there is to know.
+      notes: further remarks, such as metrics that differ from those of the run.
 
     >>> import stepfold as sf
     >>> where = "log made inf at train.py:5 (loss_fn)"
@@ -102,13 +102,14 @@ def replay(
     operation by operation, up to the first that makes NaN or inf out of finite numbers. If an
     earlier step left NaN or inf in the state, that step is searched instead.
 
-    It takes the memory of two states besides that of the step.
+    It needs memory for two states in addition to that of the step.
 
     Args:
       capsule: the `capsule` of the result of `fit`, or the path where it was written.
       step: the step of the run. A jitted or compiled one is called as it is.
-      state: the state to restore the checkpoint into, as `restore` takes it; a capsule on a result
-        knows it. Without a checkpoint, the state that the run started with; it stays valid.
+      state: the state to restore the checkpoint into, as `restore` takes it; not needed for the
+        capsule of a result. Without a checkpoint, the state that the run started with, which is
+        not donated.
       batches: the batches of the run, for a capsule that was read from a file. A list, or batches
         with `get_state` and `set_state`, are moved to the right position and back; any other
         iterable has to start with the batch of the first step after the checkpoint. Batches with
@@ -260,7 +261,7 @@ def _read_again(capsule: Capsule, batches: Any) -> Iterator[Iterator[Any]]:
 
 
 def _run_step(runner: StepRunner, state: Any, batch: Any) -> tuple[Any, dict[str, float], set[str]]:
-    """Run a step; return the state, the scalar metrics, and those without a value as skipped."""
+    """Run a step; return the state, its scalar metrics, and the names of those it skipped."""
     state, packed = runner(state, [batch])
     [stacked] = runner.unpack([packed])
     values = {name: per_step_values(metric) for name, metric in stacked.items()}
@@ -282,7 +283,7 @@ def _nonfinite_leaves(state: Any) -> list[str]:
 def _find_cause(
     state: Any, batch: Any, runner: StepRunner, step: Any, metric: str | None
 ) -> tuple[tuple[Rows, ...], tuple[str, ...], str, list[str]]:
-    """Return examples, leaves, where and notes for a failing metric, or state without a metric."""
+    """Return examples, leaves, where and notes for a metric; without one, for the state."""
     nonfinite_before = set(_nonfinite_leaves(state))
 
     def run(batch: Any) -> tuple[tuple[str, ...], bool]:

@@ -141,7 +141,7 @@ def _parameters(run: Run) -> Iterator[Sequence[str]]:
 
 
 def _configuration(run: Run) -> dict[str, str]:
-    """Flatten what the run was started with: `batches/seed`, `versions/jax`, and so on."""
+    """Flatten the settings of a run: `batches/seed`, `versions/jax`, and so on."""
     names = ("seed", "devices", "mesh", "versions", "program")
     entries = {"config": run.info.get("config"), **(run.info.get("arguments") or {})}
     entries |= {name: run.info.get(name) for name in names}
@@ -172,7 +172,7 @@ def _side_by_side(runs: Sequence[Run]) -> Iterator[Sequence[str]]:
 
 
 def _status(run: Run, now: datetime, number: int = -1) -> tuple[str, str, str]:
-    """Return a kind of an attempt for the style sheet, a word, and a sentence."""
+    """Return the status of an attempt: a kind for the style sheet, a word, and a sentence."""
     if not run.attempts:
         reason = "There is no run.json, so how it ended is unknown." if run.curves else ""
         return "unknown", "Unknown", reason
@@ -283,7 +283,7 @@ def _goodput(run: Run) -> float | None:
 
 
 def _best(run: Run, metric: str) -> tuple[str, float, float] | None:
-    """Return "lowest" or "highest", that value and its step; None if neither is known as better.
+    """Return "lowest" or "highest", that value and its step; None if it is unknown which is better.
 
     It is known for losses, for `Checkpoints(best=…)`, and for metrics of evaluations.
     """

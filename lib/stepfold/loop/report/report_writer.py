@@ -41,7 +41,7 @@ class ReportWriter(BaseHook):
             real, root = os.path.realpath(directory), os.path.realpath(run_dir)
             if Path(real).is_relative_to(root):  # the run can be moved
                 settings["directory"] = os.path.relpath(real, root)
-        self.config_changes: Mapping[str, Any] = {}  # since the attempt before the next one
+        self.config_changes: Mapping[str, Any] = {}  # between the last attempt and the next one
         self._attempts: list[dict[str, Any]] = []
         self._attempt: dict[str, Any] = {}  # the last of them, once it is open
         self._opened_at = time.perf_counter()
@@ -128,7 +128,7 @@ class ReportWriter(BaseHook):
 
     def _write_page(self) -> None:
         self._write_info()
-        # Without requests to a server, for each of which a page might have to wait.
+        # Checkpoints in object storage are left out, since each request could delay the page.
         page = render([read_run(self._run_dir, remote=False)], refresh_seconds=round(self._pause))
         replace_file(self._run_dir / "report.html", page.encode(errors="replace"))
 
