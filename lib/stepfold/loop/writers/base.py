@@ -278,7 +278,7 @@ def explain_os_errors(path: Path) -> Iterator[None]:
 
 
 def append(file: int, data: bytes, *, replaced: bytes = b"") -> None:
-    """Append all of the data in place of the last bytes or, if that fails, restore them."""
+    """Append all of the data in place of the last bytes; if that fails, restore those."""
     size = os.fstat(file).st_size - len(replaced)
     try:
         if replaced:

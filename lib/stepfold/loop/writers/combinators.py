@@ -49,7 +49,7 @@ def _check_writer(argument: str, writer: Any) -> None:
         refuse(argument, "a writer, such as jsonl_writer(path)", got)
 
 
-# Seconds between two looks at the queue. Waking the thread at every call would cost the loop tens
+# Seconds between two polls of the queue. Waking the thread at every call would cost the loop tens
 # of microseconds and, on a busy machine, sometimes milliseconds.
 _POLL_SECONDS = 0.02
 
@@ -124,9 +124,7 @@ class async_writer(Writer):  # noqa: N801
                     call_optional(self._writer, method, *arguments)
                 except BaseException as error:  # noqa: BLE001  raised by the next call
                     step = f" of step {arguments[0]}" if len(arguments) > 1 else ""
-                    error.add_note(
-                        f"in the background, in {method}{step}: not in the call that raises it"
-                    )
+                    error.add_note(f"in the background, in {method}{step}: raised by a later call")
                     self._errors.append(error)
                 self._calls.popleft()  # only now, since a call in progress counts for the depth
                 is_closed = is_closed or method == "close"

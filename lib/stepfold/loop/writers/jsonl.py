@@ -107,8 +107,8 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
     def _open(self) -> int:
         if self._file is not None and os.fstat(self._file).st_nlink == 0:
             warnings.warn(
-                f"{self._path}: it was deleted with the rows up to step {self._last_step} while it "
-                "was written; later rows are in a new file",
+                f"{self._path}: the file was deleted during the run, with the rows up to step "
+                f"{self._last_step}; later rows are in a new file",
                 RuntimeWarning,
                 stacklevel=4,
             )
