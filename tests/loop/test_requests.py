@@ -103,7 +103,7 @@ def test_sigusr1_without_checkpoints_warns_once():
         warnings.simplefilter("always")
         assert course.told(course.run(hooks=hook)) == course.whole()
     messages = [str(warning.message) for warning in caught]
-    assert messages == ["SIGUSR1: expected a series to save in, got none; give checkpoints=…"]
+    assert messages == ["SIGUSR1: expected checkpoints to save, got none; give checkpoints=…"]
 
 
 def test_a_nan_is_not_saved_by_request(tmp_path):

@@ -415,7 +415,7 @@ def test_an_exception_of_a_hook_goes_on_though_its_save_fails(tmp_path):
             checkpoints=sf.Checkpoints(every=100),
             hooks=[Hook()],
         )
-    note = "the state is saved alone, for sf.restore, not for a resume: extra/fit/hooks"
+    note = "only the state is saved, for sf.restore, not for a resume: extra/fit/hooks"
     assert note in error.value.__notes__[0]
     saved = sf.restore(tmp_path / "checkpoints", error.value.result.state)
     assert (saved.step, saved.data) == (error.value.result.steps, None)

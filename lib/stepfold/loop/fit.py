@@ -76,23 +76,24 @@ def fit(
     `SystemExit(143)`; a second signal leaves at once, except for a save that is being written.
     SIGUSR1 saves after the current step without stopping, as `Checkpoints.request` does; a handler
     that the program has for it stays in place. An exception reaches the caller after a save. With
-    several processes, all save if a hook raised it, or batches of unknown number. Otherwise there
-    is no save, since the others are in a step; they print the exception, and end within the time
-    given to `start_distributed`. Each of these has the result so far as its `.result`, if the state
-    is still available.
+    several processes, all save if a hook raised it, or batches whose number is unknown. Otherwise
+    there is no save, since the others are in a step; they print the exception, and end within the
+    time given to `start_distributed`. Each of these exceptions has the result so far as its
+    `.result`, if the state is still available.
 
-    Of several requests at once, the highest counts: a save, going back, a reason to stop, a signal,
-    the end of the data, corruption, an error. Only going back comes before the end of the data, and
-    a state that the run is to go back from is not saved.
+    If there are several requests, the highest is acted on. From low to high they are: a save, going
+    back, a reason to stop, a signal, the end of the data, corruption, an error. In spite of this
+    order, a run goes back rather than end with its data. A state that the run is to go back from
+    is not saved.
 
     With several processes, a signal or a reason to stop in one of them ends the run in all, at the
-    same step, within about a second or five steps. They also stop together where the batches of one
-    end. If the number of batches is not known, as of a generator, the processes wait for each other
-    before each step to agree on it; `sf.batches` and lists know it.
+    same step, within about a second or five steps. They also stop together when one of them has no
+    more batches. The number of batches is known for `sf.batches` and lists. If it is unknown, as
+    for a generator, the processes wait for each other before each step to agree on it.
 
     Args:
-      step: a `StepFn`. It is compiled once, before the first step; for each batch size, if that
-        changes. A jitted or compiled one is used as it is.
+      step: a `StepFn`. It is compiled before the first step, once for each batch size. A jitted or
+        compiled one is used as it is.
       state: the initial state. It is donated to the step: do not use it again.
       batches: any iterable of batches. With `get_state` and `set_state`, as `sf.batches` has, it
         can be resumed. The position may hold numpy arrays, such as a replay buffer. Batches that
@@ -100,22 +101,22 @@ def fit(
         state before each pull, and may use it until the pull returns, since a step donates it.
       steps: the step at which the run ends, counted from step 0 of the state: a state of step 10
         does 10 more with `steps=20`.
-      epochs: the number of epochs of the data to do, instead, counted from where the data is.
-      more_steps: the number of steps to do, instead, after those of the state or, for a complete
-        run that is resumed, of its checkpoint. An interrupted run keeps its target. Without any of
-        the three, all batches are used.
+      epochs: the number of epochs to do, instead of `steps`, from the position of the data on.
+      more_steps: the number of steps to do, instead of `steps`, after those of the state or, for a
+        complete run that is resumed, of its checkpoint. An interrupted run keeps its target.
+        Without any of the three, all batches are used.
       run_dir: the directory of the run: `metrics.jsonl` and `metrics.csv`, `run.json` (arguments,
         versions, how it ended), `report.html`, checkpoints unless they have a directory, and the
         capsule of a step that went wrong. A resumed run appends. Files of an earlier run that is
         not resumed are moved to `run_dir/previous-1` and so on, with a warning. One run at a time
-        may use it: while its process lives, another run raises. If that was on another host, the
-        new run waits for up to a minute to find out.
+        may use it: while its process is alive, another run raises. If the process is on another
+        host, the new run waits for up to a minute to find out.
       upload: a URL in object storage, such as `s3://bucket/run`, to which metrics, `run.json` and
         the report are copied at each checkpoint and at the end. A run that resumes on another host,
         or on one with older files, gets metrics and `run.json` from there.
-      config: the hyper-parameters of the run, a mapping or a dataclass, nested, of values that JSON
-        can hold. They are in `run.json`, in the report and in what it compares, and go to the
-        writers of `log_to`, such as W&B. A resume warns of what has changed.
+      config: the hyper-parameters of the run, a mapping or a dataclass, possibly nested, of values
+        that JSON can hold. They are written to `run.json`, shown and compared in the report, and
+        passed to the writers of `log_to`, such as W&B. A resume warns of changes.
       evaluation: an `Evaluation`, or several.
       checkpoints: a `Checkpoints`.
       hooks: functions of an `Event`. Unless one of them is `stop_on_nonfinite`, a NaN or inf in
@@ -123,11 +124,11 @@ def fit(
       log_every: the steps between log points.
       resume: whether to resume from a checkpoint; if False, an existing one is an error. Or the
         parts of the state to restore, as `restore(parts=…)` takes them, to continue with another
-        optimizer: `("params", "model_state", "step", "key")` leaves its state as it is in `state`.
-        This is done once: later resumes restore the whole state that this run has saved.
-      steps_per_call: how many steps are dispatched in one call at most. No call goes past a log
-        point, an evaluation, a save, or a step at which a hook can stop the run. The result is the
-        same to rounding: XLA may compile a step in a loop with other fusions than a single step.
+        optimizer: `("params", "model_state", "step", "key")` keeps the optimizer state of `state`.
+        Only the first resume does so: later ones restore the whole state that this run has saved.
+      steps_per_call: the largest number of steps in one dispatch. No call crosses a log point, an
+        evaluation, a save, or a step at which a hook can stop the run. The result is the same up
+        to rounding: XLA may fuse the operations of a step differently in a loop.
       time_limit: the number of seconds after which to stop, checked at log points and after
         evaluations.
 
@@ -218,7 +219,7 @@ class FitResult(NamedTuple):
 
     Attributes:
       state: the state after the last step.
-      steps: the number of steps done, with those before a resume.
+      steps: the number of steps done, including those before a resume.
       history: the values of each metric; `history["train/loss"].steps` are their steps.
       stop_reason: why it stopped, a `Stop` with `kind` and `message`.
       best: the step of the best checkpoint, if `Checkpoints(best=…)` ranks them.
@@ -318,7 +319,7 @@ def _check_batches(feed: BatchFeed, evaluations: Sequence[Evaluation], steps_per
     if feed.reads_state and steps_per_call > 1:
         got, advice = f"steps_per_call={steps_per_call}", "leave it out"
         refuse("batches", "one step per call, since they read the state of each", got, advice)
-    for evaluation in evaluations:  # one would move the position of the training
+    for evaluation in evaluations:  # it would move the position of the training data
         if evaluation.batches is feed.batches and feed.is_iterator:
             advice = "give each its own sf.batches(…)"
             refuse("evaluation", "other batches than those of the training", "the same", advice)
@@ -365,7 +366,7 @@ class _WriteConfig(BaseHook):
 
 
 class _WatchedMetrics(BaseHook):
-    """Check that the metrics exist on which hooks and `Checkpoints(best=…)` depend."""
+    """Check that the metrics exist that hooks and `Checkpoints(best=…)` depend on."""
 
     provides = ()
 
@@ -472,7 +473,7 @@ def _opened(loop: TrainLoop, directory: RunDirectory, hooks: Sequence[Hook]) -> 
 def _start(
     loop: TrainLoop, directory: RunDirectory, more_steps: int | None, *, resume: bool
 ) -> bool:
-    """Resume from a checkpoint if there is one; return whether it is that of a complete run."""
+    """Resume from a checkpoint if there is one; return whether the run was complete there."""
     series, rollbacks = loop.series, loop.rollbacks
     if series is None or rollbacks is None or not _has_checkpoint(series):
         if rollbacks is not None:
@@ -511,12 +512,12 @@ def _go_back(
 def _has_checkpoint(series: Series) -> bool:
     """Whether process 0 sees a checkpoint, which may be damaged; collective."""
     with agreement(f"{series.directory}: not resumed"):
-        found = series.has_checkpoint() if jax.process_index() == 0 else False
-    return broadcast_from_first([found])[0]
+        has_checkpoint = jax.process_index() == 0 and series.has_checkpoint()
+    return broadcast_from_first([has_checkpoint])[0]
 
 
 def _find_nonfinite(loop: TrainLoop, hooks: Sequence[Hook]) -> Nonfinite | None:
-    if not loop.positions:  # hooks were not opened, and may have that of an earlier run
+    if not loop.positions:  # hooks were not opened, and may have the result of an earlier run
         return None
     results = [getattr(hook, "found", None) for hook in hooks if may_stop(hook)]
     return next((result for result in results if isinstance(result, Nonfinite)), None)

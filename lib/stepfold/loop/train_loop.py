@@ -76,7 +76,7 @@ class Schedule:
     Steps count from step 0 of the state, epochs from the first batch of the data, after
     `first_step`; `epoch_ends` knows where they end. Objects in `recurring` have `every` and
     `every_epochs`, each an integer or None. The batch size changes after the steps `size_changes`,
-    across which no call of several steps may go.
+    which a call of several steps must not cross.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class Schedule:
         return min([*steps, *(change for change in self._size_changes if change > step)])
 
     def read_at(self, log_point: int, delay: int) -> int:
-        """Return the step after which the metrics of a log point are read, `delay` at most."""
+        """Return the step after which metrics of a log point are read, at most `delay` later."""
         read = min(self._next_reads(log_point - 1), default=log_point + delay)
         return min(read, log_point + delay)
 
     def _next_reads(self, step: int) -> list[int]:
-        """List the next evaluation, save, end of an epoch and of the run: all metrics are read."""
+        """List the next evaluation, save, end of an epoch and of the run, which read metrics."""
         steps = [step + every - step % every for every in self._every]
         if self._epoch_ends is not None:
             done = self._epoch_ends.done(step - self._first_step)
@@ -137,7 +137,7 @@ class Schedule:
 
 
 class Options(NamedTuple):
-    """Arguments of `fit` for the loop, checked; `save_history` if no file has all metrics."""
+    """Checked arguments of `fit` for the loop; `save_history` is set if no file has all metrics."""
 
     evaluations: Sequence[Evaluation] = ()
     log_every: int = 10
@@ -193,7 +193,7 @@ class TrainLoop:
         # Not methods of this object: a cycle would keep the state until garbage is collected.
         self.signals = Signals(self.consensus.ask_to_end, self.consensus.ask_to_save)
         self.rollbacks = None if series is None else Rollbacks(series, feed)
-        self.go_back: GoBack | None = None  # agreed on, if `run` returned for the run to go back
+        self.go_back: GoBack | None = None  # set if `run` returned in order to go back
         self.resumed: int | None = None  # the step of the checkpoint that it resumed from
         self.positions: list[DataPosition] = []  # at the start and at the last log points
         self.progress = Progress(total, self.step, self.step, self.step)
@@ -270,7 +270,7 @@ class TrainLoop:
         self._decide()
 
     def _act(self) -> None:
-        """Act on the requests of which all processes know."""
+        """Act on the requests that all processes know of."""
         requests = self.consensus.requests
         self._decide()
         if Kind.SAVE not in requests:
@@ -279,7 +279,7 @@ class TrainLoop:
         if self.series is None:
             if not self._warned_of_save:
                 warnings.warn(
-                    "SIGUSR1: expected a series to save in, got none; give checkpoints=…",
+                    "SIGUSR1: expected checkpoints to save, got none; give checkpoints=…",
                     stacklevel=4,
                 )
             self._warned_of_save = True
@@ -390,7 +390,7 @@ class TrainLoop:
             warnings.warn(
                 f"batches: expected the same number in every process, got {self.step} in "
                 f"{spell_processes(ended)}, and more in the others, which stop there too; give "
-                "steps=…, or as many batches to each",
+                "steps=…, or every process the same number",
                 stacklevel=5,
             )
         return batches[: min(counts)]
@@ -422,7 +422,7 @@ class TrainLoop:
             self._end_by(Kind.END, Stop("completed", f"all {step} steps were done"))
         if self._schedule.is_log_point(step):
             self._buffer.close_interval(step)
-            # The start and three log points: one is before any step whose metrics are not read yet.
+            # The start and three log points: one of them precedes each step that is not logged yet.
             self.positions = [*self.positions[:1], *self.positions[1:][-2:], self._feed.mark(step)]
         epochs = self._schedule.epochs_done(step)
         saves = self.series is not None and self.series.due(step, epoch=epochs)
@@ -471,14 +471,14 @@ class TrainLoop:
 
     @property
     def _is_interrupted(self) -> bool:
-        """Whether the run ends for something that a resume makes up for."""
+        """Whether a signal or an error ends the run, so that a resume has to finish it."""
         requests = self.consensus.requests
         return Kind.SIGNAL in requests or Kind.ERROR in requests
 
     def _finish_complete(self) -> None:
         """Evaluate and save after the last batch, unless a signal comes."""
         if not self._is_interrupted:
-            self._show_end()
+            self._log_end()
             self.consensus.conclude()
             self._decide()
             if self._goes_back():
@@ -497,7 +497,7 @@ class TrainLoop:
         extra = None if self._stop_of_hook() is None else self._extra()
         if not self._is_interrupted:
             state, notes = self.state, [*self.progress.replacements]
-            self._show_end()
+            self._log_end()
             self.state, self.progress.replacements[:] = state, notes  # as saved
             self.consensus.done(Kind.GO_BACK)
         if extra is not None and not self._is_interrupted:  # a later run continues after the stop
@@ -507,7 +507,7 @@ class TrainLoop:
                 self.hooks.flush()
                 self.series.add_later(self.step, metrics={}, extra=extra)
 
-    def _show_end(self) -> None:
+    def _log_end(self) -> None:
         """Log the open interval, and evaluate a last time."""
         self._buffer.close_interval(self.step)
         self._log()
@@ -552,7 +552,7 @@ class TrainLoop:
         elif self.consensus.is_alone and not self._feed.has_position:
             error.add_note(
                 f"step {self.step} was not saved, since the batches are ahead of it and cannot go "
-                "back: a resume begins at the checkpoint before"
+                "back: a resume starts from the previous checkpoint"
             )
         elif self.consensus.is_alone:
             try:
@@ -560,7 +560,7 @@ class TrainLoop:
                     self._save()
                 except ConfigError as failure:  # a position or hook state that cannot be saved
                     error.add_note(
-                        f"the state is saved alone, for sf.restore, not for a resume: {failure}"
+                        f"only the state is saved, for sf.restore, not for a resume: {failure}"
                     )
                     self._save(alone=True)
             except Exception as failure:  # noqa: BLE001  it must not replace the error
@@ -570,10 +570,10 @@ class TrainLoop:
 
     @contextmanager
     def _defer_error(self) -> Iterator[None]:
-        """With several processes, keep an error of hooks in one until all have stopped and saved.
+        """With several processes, defer an error of a hook until all have stopped and saved.
 
-        Until they have agreed to, this process takes part in the steps of the others. Its hooks see
-        no more events; the checkpoint keeps these.
+        Until then, this process takes part in the steps of the others. Its hooks see no more
+        events; a checkpoint keeps those, and a resume shows them.
         """
         try:
             yield
@@ -628,7 +628,7 @@ class TrainLoop:
         event = Event(
             **interval._asdict(),
             total=progress.total,
-            state=jax.tree.map(lambda leaf: leaf, self.state),  # in other containers
+            state=jax.tree.map(lambda leaf: leaf, self.state),  # hooks may change its containers
             batch=self._batch,
             data_wait_seconds=self._feed.wait_seconds,
             kind=kind,
@@ -653,7 +653,7 @@ class TrainLoop:
             self._feed.recent.drop_until(event.step)  # no hook asks for them
 
     def _call_hooks(self, event: Event) -> tuple[Event, list[Stop | GoBack | Replace]]:
-        """Call the hooks; with several processes, all have to replace the state or none."""
+        """Call the hooks; with several processes, either all or none replace the state."""
         if self.consensus.is_alone:
             return self.hooks.dispatch(event)
         with agreement("hooks: failed") if self.hooks.replaces_state else nullcontext():
@@ -685,8 +685,8 @@ class TrainLoop:
     # Checkpoints
 
     def restore(self, series: Series, more_steps: int | None = None) -> bool:
-        """Restore the newest good checkpoint; return whether it is the last of a complete run."""
-        restored, given = self._restore_parts(series), self.progress.hyperparams
+        """Restore the newest good checkpoint; return whether the run was complete there."""
+        restored, hyperparams = self._restore_parts(series), self.progress.hyperparams
         self.state, self._end, self.go_back = restored.state, None, None
         self.history.clear()
         self._buffer, self._saw_event = MetricBuffer(self._run_step.unpack), False
@@ -714,7 +714,7 @@ class TrainLoop:
                 where, advice = series.directory, "restore the state with sf.restore instead"
                 expected = f"the state of a run as fit saves it in step {self.step}"
                 refuse(where, expected, f"{error!r}", advice, kind=CheckpointError, cause=error)
-        self._compare_hyperparams(given, restored)
+        self._compare_hyperparams(hyperparams, restored)
         was_complete = self.progress.is_complete
         self.progress.total = total
         if more_steps is not None:  # an interrupted run keeps its target
@@ -740,26 +740,26 @@ class TrainLoop:
             refuse("resume", "`step` among the parts, for the data position", repr(parts))
         saved = restored.extra.get("fit") if isinstance(restored.extra, dict) else None
         if isinstance(saved, dict) and saved.get("parts") == [*parts]:
-            with suppress(TreeMismatchError):  # changed once more since
+            with suppress(TreeMismatchError):  # the optimizer has changed again since
                 return series.restore(self.state)
         return restored
 
-    def _compare_hyperparams(self, given: Mapping[str, Any], restored: Restored) -> None:
-        """Warn of hyper-parameters that the script has changed, since those restored count."""
+    def _compare_hyperparams(self, current: Mapping[str, Any], restored: Restored) -> None:
+        """Warn of hyper-parameters that the script has changed; the restored ones are used."""
         saved = self.progress.hyperparams or hyperparams_of(getattr(self.state, "opt_state", ()))
-        known = {name: saved[name] for name in given if name in saved and name in restored.loaded}
+        known = {name: saved[name] for name in current if name in saved and name in restored.loaded}
         changes = [
-            f"{name}: expected {_short(value)} as in the checkpoint, got {_short(given[name])}"
+            f"{name}: expected {_short(value)} as in the checkpoint, got {_short(current[name])}"
             for name, value in known.items()
-            if value != given[name]
+            if value != current[name]
         ]
         if changes:
             warnings.warn(
-                f"{'; '.join(changes)}; the run continues with that of the checkpoint, and takes "
-                "that of the script with resume=('(?!.*/hyperparams/).*',)",
+                f"{'; '.join(changes)}; the run continues with the value of the checkpoint; to use "
+                "that of the script, give resume=('(?!.*/hyperparams/).*',)",
                 stacklevel=5,
             )
-        self.progress.hyperparams = {**given, **known}
+        self.progress.hyperparams = {**current, **known}
 
     def skip(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Skip ranges of batch indices, which begin after the position of the batches."""
@@ -769,7 +769,7 @@ class TrainLoop:
 
     def get_state(self) -> dict[str, Any]:
         """Return the run state for a checkpoint; its size does not grow with the run."""
-        if not self.hooks.wants_epochs:  # a hook that a resume adds is not owed the end of this one
+        if not self.hooks.wants_epochs:  # a hook that a resume adds does not see this epoch's end
             self.progress.epoch_ended_at = self.step
         return {
             "format": _FORMAT,
@@ -783,12 +783,12 @@ class TrainLoop:
         }
 
     def _stop_of_hook(self) -> list[Any] | None:
-        """Return the reason of a hook by which the run has still to end, and the step."""
+        """Return the step at which the run has yet to stop for a hook, and the reason."""
         stop = self.consensus.requests.pending.get(Kind.STOP)
         return [stop.step, *stop.reason] if stop is not None and stop.by_hook else None
 
     def _set_state(self, saved: Mapping[str, Any]) -> None:
-        """Continue from a saved run state, which may have been written by others."""
+        """Continue from a saved run state, which may hold anything."""
         self.progress = Progress.read(saved, self.progress)
         self.consensus.requests.set_state(saved["stop"])
         self.history.set_state(saved["history"])
@@ -814,10 +814,10 @@ class TrainLoop:
             self._save(is_checked=True, permanent=permanent, requested=permanent)
 
     def _what_to_save(self, *, permanent: bool) -> str | None:
-        """Return what a save means at this step: "state", "metadata" or nothing.
+        """Return what a save writes at this step: "state", "metadata", or None for nothing.
 
-        Not a state that may be wrong, or that the run is to go back from: a resume repeats the
-        steps since the checkpoint before, with the same bits.
+        A state that may be wrong, or that the run is to go back from, is not saved. A resume
+        repeats the steps since the previous checkpoint, with the same bits.
         """
         is_wrong = self.consensus.requests.pending.keys() & {Kind.CORRUPTION, Kind.GO_BACK}
         if self.series is None or self.step == self.series.saved or is_wrong:
@@ -843,8 +843,8 @@ class TrainLoop:
         """Save what is not saved yet, unless a parameter is NaN.
 
         `alone` leaves out what user code provides: the data position and the state of hooks.
-        `permanent` is for saves that are not made by the schedule of the temporary directory.
-        `requested` ones do not count as scheduled where old steps are deleted.
+        `permanent` saves are all but those by the schedule of the temporary directory. `requested`
+        saves do not count as scheduled where old steps are deleted.
         """
         what, progress = self._what_to_save(permanent=permanent), self.progress
         if what is None or self.series is None:
@@ -881,7 +881,7 @@ def _short(value: Any) -> str:
 
 
 def _as_stop(request: Request, step: int) -> Stop:
-    """Say why a request ends the run."""
+    """Return why a request ends the run."""
     if request.kind is Kind.SIGNAL:
         return Stop("signal", f"{Signal(request.reason).name} at step {step}")
     if request.kind is Kind.GO_BACK:
