@@ -182,7 +182,7 @@ def fit(
         Options(evaluations, log_every, steps_per_call, directory.metrics_path is None, parts),
         total=step_of(state) + more if (more := more_steps or feed.total) else steps,
     )
-    del state, describe  # so that a restored one can take its memory
+    del state, describe  # so that a restored state can take the memory
     with _attach_result(loop), _opened(loop, directory, all_hooks):
         was_complete = _start(loop, directory, more_steps, resume=resume is not False)
         with report_failed_peer():
@@ -501,7 +501,7 @@ def _go_back(
     series, rollbacks = loop.series, loop.rollbacks
     if series is None or rollbacks is None:
         return
-    loop.hooks.flush()  # rows that wait in a thread are of later steps
+    loop.hooks.flush()  # rows of later steps may still wait in a thread
     rollback = rollbacks.go_back(request, loop.step)
     directory.end_attempt(loop.step, rollback)
     loop.restore(series, more_steps)

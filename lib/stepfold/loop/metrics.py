@@ -38,7 +38,7 @@ class Interval(NamedTuple):
 class _Restored(NamedTuple):
     """Metrics of the steps of an interval before a resume."""
 
-    chunks: list[dict[str, np.ndarray]]  # leaves by path; their structure is known once a step ran
+    chunks: list[dict[str, np.ndarray]]  # leaves by path, without structure until a step has run
     values: tuple[Any, Any, Any]  # metrics, per_step and weights of an `Interval`
 
 
@@ -78,7 +78,7 @@ class MetricBuffer:
         """Yield the intervals that ended at or before a step."""
         while self.closed and self.closed[0].step <= until:
             yield self._read(self.closed[0])
-            self.closed.pop(0)  # only now, so that one whose logging fails is yielded again
+            self.closed.pop(0)  # only now, so that an interval is yielded again if logging fails
 
     def _read(self, closed: _Closed) -> Interval:
         step, restored, packed, done_at = closed
@@ -96,21 +96,21 @@ class MetricBuffer:
         return [*(_rebuild(chunk, chunks[0]) for chunk in restored.chunks), *chunks]
 
     def get_state(self) -> dict[str, Any]:
-        opened = self._restored
+        current = self._restored
         if self._open:
-            chunks = self._chunks(opened, self._open)
+            chunks = self._chunks(current, self._open)
             leaves = [
                 {path: np.asarray(leaf) for path, leaf in tree.named_leaves(chunk)}
                 for chunk in chunks
             ]
-            opened = _Restored(leaves, read_interval(chunks))
+            current = _Restored(leaves, read_interval(chunks))
         closed = map(self._read, self.closed)
         return {
             "chunks": [
                 {path: [x.dtype.name, x.shape, x.tobytes()] for path, x in chunk.items()}
-                for chunk in ([] if opened is None else opened.chunks)
+                for chunk in ([] if current is None else current.chunks)
             ],
-            "values": None if opened is None else _to_json(*opened.values),
+            "values": None if current is None else _to_json(*current.values),
             "closed": [[interval.step, *_to_json(*interval[1:4])] for interval in closed],
         }
 

@@ -107,7 +107,7 @@ class StepRunner:
         return program(state, batch)  # type: ignore[no-any-return]
 
     def _compile(self, count: int, state: Any, batch: Any) -> CompiledStep:
-        """Compile the step, unless this or an earlier runner has for such arguments."""
+        """Compile the step, or reuse the program of an earlier call with such arguments."""
         signature = count, *_signature(state, batch)
         program = self._kept.get(signature)
         if program is None or not program.is_current(state, batch):
@@ -249,7 +249,7 @@ def _signature(state: Any, batch: Any) -> tuple[Any, ...]:
 
 
 def _resize(batch: Any, size: int, other: int) -> Any:
-    """Return an abstract batch of another size; arrays without the size as leading axis stay."""
+    """Return an abstract batch of another size; arrays without a batch axis stay as they are."""
     count = jax.process_count()
     rows = {size // count: other // count, size: other}  # of a process, or of all
 

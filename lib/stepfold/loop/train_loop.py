@@ -148,7 +148,7 @@ class Options(NamedTuple):
 
 @dataclass
 class Progress:
-    """How far a run is, as a checkpoint keeps it."""
+    """The progress of a run, which its checkpoints hold."""
 
     total: int | None  # the step at which the run ends
     epoch_ended_at: int  # the last step at which hooks were called for it
@@ -158,14 +158,14 @@ class Progress:
     evaluated: dict[str, int] = field(default_factory=dict)  # the last step of each evaluation
     logged_metrics: dict[str, float] = field(default_factory=dict)  # all of `logged_step`
     replacements: list[Any] = field(default_factory=list)  # of the state: pairs (step, why)
-    # Of the optimizer, as the script gives them and the run uses them.
+    # Of the optimizer: those that the script sets, with the values that the run uses.
     hyperparams: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, saved: Mapping[str, Any], now: "Progress") -> "Progress":
-        """Read and check saved values; they must have the types of those in `now`."""
-        values = {name: saved[name] for name in asdict(now)}
-        for name, value in asdict(now).items():
+    def read(cls, saved: Mapping[str, Any], current: "Progress") -> "Progress":
+        """Read and check saved values; they must have the types of those in `current`."""
+        values = {name: saved[name] for name in asdict(current)}
+        for name, value in asdict(current).items():
             types = (int, type(None)) if name == "total" else (type(value),)
             if type(values[name]) not in types:
                 raise TypeError(f"{name}: {tree.describe_value(values[name])}")

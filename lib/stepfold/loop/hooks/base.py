@@ -156,13 +156,13 @@ class BaseHook:
     Each run starts afresh, unless `set_state` restored the hook before.
     """
 
-    name: str | None = None  # the key of its state, for two hooks of a class that watch the same
+    name: str | None = None  # the key of its state, for two hooks of a class with one `metric`
     metric: str | None = None  # the metric it watches; `fit` refuses a name that nothing measures
     # Prefixes of the names of the numbers it returns; None if unknown. A hook that provides none is
     # called after those that may, so it sees all numbers.
     provides: Sequence[str] | None = ()
     can_stop: bool = False  # whether it may return a reason to stop
-    goes_back: bool = False  # whether it returns GoBack; `fit` checks at the start that it can
+    goes_back: bool = False  # whether it returns GoBack; `fit` then checks that the run can go back
     replaces_state: bool = False  # whether it returns Replace; needed with several processes
     # Whether `event.state` has to be that of `event.step`. Each log point then waits for the device
     # before the next step is dispatched.
@@ -213,7 +213,7 @@ class BaseHook:
 
 
 def may_stop(hook: Hook) -> bool:
-    """Whether a hook may stop a run; True if it does not declare it."""
+    """Whether a hook may stop a run; True if it does not declare `can_stop`."""
     return bool(getattr(hook, "can_stop", True))
 
 
@@ -301,11 +301,11 @@ class HookDispatcher:
         self._snapshot = None
 
     def get_state(self) -> list[Any]:
-        """Return the state of all hooks, from before a transaction that did not finish."""
+        """Return the state of all hooks; if a transaction failed, the state before it."""
         return self._states() if self._snapshot is None else self._snapshot
 
     def set_state(self, state: Sequence[Any]) -> None:
-        """Restore the state of hooks by their keys, and in order among those of one key."""
+        """Restore the state of hooks by their keys; those of the same key match in order."""
         for key in dict.fromkeys(key for key, _ in state):
             saved = [state for other, state in state if other == key]
             hooks = [hook for hook in self.hooks if hook_key(hook) == key]

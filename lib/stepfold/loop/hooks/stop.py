@@ -78,7 +78,7 @@ class stop_on_nonfinite(BaseHook):  # noqa: N801
 
     def reset(self, step: int) -> None:  # noqa: ARG002
         self.found: Nonfinite | None = None
-        self._last: Event | None = None  # the train event before, without its state and batch
+        self._last: Event | None = None  # the previous train event, without its state and batch
 
     def __call__(self, event: Event) -> Stop | None:
         if not event.per_step:
@@ -90,7 +90,7 @@ class stop_on_nonfinite(BaseHook):  # noqa: N801
             return None
         metrics = _metrics_of_step(event, step)
         if self.found is None:
-            # The step before it may be the last one of the event before.
+            # The step before it may be the last one of the previous event.
             is_first = event.step - step + 1 == len(event.per_step[metric])
             earlier = last if is_first and last is not None and last.step == step - 1 else event
             self.found = Nonfinite(step, metric, metrics, _metrics_of_step(earlier, step - 1))

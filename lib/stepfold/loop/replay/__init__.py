@@ -1,1 +1,1 @@
-"""Run the step again in which a metric became NaN or inf, and find the cause."""
+"""Rerun the step in which a metric became NaN or inf, and find the cause."""

@@ -75,7 +75,7 @@ def _halves(rows: Sequence[int]) -> tuple[Rows, Rows]:
 def select_rows(batch: Any, rows: Sequence[int]) -> Any:
     """Make a batch of the same form with some of the rows, and copies of them in other places."""
     count = next(iter(_row_counts(batch).values()))
-    # Each place gets the nearest row before it, or else the first.
+    # Each row is replaced by the nearest selected one before it, or else by the first.
     nearest = np.searchsorted(rows, np.arange(count), side="right") - 1
     source = np.asarray(rows)[np.maximum(nearest, 0)]
 

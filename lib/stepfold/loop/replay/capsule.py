@@ -1,4 +1,4 @@
-"""Capsules: the inputs of the step in which a metric became NaN or inf, to run it again.
+"""Capsules: the inputs of the step in which a metric became NaN or inf, to rerun it.
 
 During a run only the data position is kept. `replay` reads the batches again from there, and
 recomputes the state, which was donated to the step, from a checkpoint.

@@ -1,4 +1,4 @@
-"""Run the step again in which a metric became NaN or inf, and find the cause."""
+"""Rerun the step in which a metric became NaN or inf, and find the cause."""
 
 import itertools
 import math
@@ -93,7 +93,7 @@ def replay(
     state: Any = None,
     batches: Any = None,
 ) -> Replay:
-    """Run the step again in which a metric became NaN or inf, and find the cause.
+    """Rerun the step in which a metric became NaN or inf, and find the cause.
 
     The newest checkpoint before the step is restored and the steps since then are run again, which
     gives the bits of the run. Then the step runs with some rows of its batch and copies of them in

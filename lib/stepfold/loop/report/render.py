@@ -1,4 +1,4 @@
-"""Render the page of a run, or of several to compare: one HTML file that requests nothing else.
+"""Render the page of a run, or of several to compare, as one self-contained HTML file.
 
 Python decides what the page says, as JSON; the script in `page.html` lays it out and draws.
 """
@@ -78,7 +78,7 @@ def _describe(run: Run, name: str, now: datetime) -> dict[str, Any]:
             notes.append(f"config/{name} changed from {old} to {new} at step {attempt['from']:,}")
     attempts = _attempts(run, now) if len(run.attempts) > 1 else ()
     metrics = _main_metrics([run])[: _METRICS // 3]
-    tables = {  # of rows, the head first
+    tables = {  # of rows, the header first
         "Attempts": [("started (UTC)", "from step", "to step", "time", "end"), *attempts],
         "Checkpoints": [("step", "saved (UTC)", "metrics"), *_checkpoints(run)],
         "Parameters": [("path", "shape", "dtype", "number", "share"), *_parameters(run)],
