@@ -294,7 +294,7 @@ def test_deleted_metrics_are_continued_with_a_warning(tmp_path):
     writer = sf.jsonl_writer(path)
     writer.write_scalars(1, {"a": 1.0})
     path.unlink()
-    with pytest.warns(RuntimeWarning, match="deleted with the rows up to step 1"):
+    with pytest.warns(RuntimeWarning, match="deleted during the run, with the rows up to step 1"):
         writer.write_scalars(2, {"a": 2.0})
     writer.close()
     assert path.read_text() == '{"step": 2, "a": 2.0}\n'
