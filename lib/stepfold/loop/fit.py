@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from stepfold import tree
 from stepfold.checkpoint.series import Checkpoints, Series
 from stepfold.checkpoint.values import check_values
 from stepfold.core.processes import agreement, broadcast_from_first, report_failed_peer
@@ -41,6 +40,7 @@ from stepfold.loop.run_directory import RunDirectory
 from stepfold.loop.run_info import flatten_config, read_config, run_metadata
 from stepfold.loop.step_runner import StepRunner
 from stepfold.loop.train_loop import Options, TrainLoop
+from stepfold.tree import describe_value
 
 
 def fit(
@@ -273,7 +273,7 @@ def _check_resume(resume: Any) -> tuple[str, ...] | None:
     if isinstance(resume, list | tuple) and resume and all(isinstance(p, str) for p in resume):
         return tuple(resume)
     if not isinstance(resume, bool):
-        got = tree.describe_value(resume)
+        got = describe_value(resume)
         refuse("resume", "True, False, or parts such as ('params', 'step', 'key')", got)
     return None
 
@@ -329,12 +329,14 @@ def _check_hooks(hooks: Any) -> list[Hook]:
     checked: list[Hook] = list(hooks) if isinstance(hooks, list | tuple) else [hooks]
     for hook in checked:
         if not callable(hook) or isinstance(hook, type) or not takes(hook, 1):
-            advice = f", which takes {spell_call(hook)}" if callable(hook) else ""
+            got, advice = describe_value(hook), ""
             if isinstance(hook, type):
-                advice = f"; call it with its arguments, as in {spell_call(hook)}"
+                advice = f"call it with its arguments, as in {spell_call(hook)}"
             elif callable(getattr(hook, "write_scalars", None)):
-                advice = "; sf.log_to(writer) makes a hook of a writer"
-            refuse("hooks", "functions of an event", f"{tree.describe_value(hook)}{advice}")
+                advice = "sf.log_to(writer) makes a hook of a writer"
+            elif callable(hook):
+                got += f", which takes {spell_call(hook)}"
+            refuse("hooks", "functions of an event", got, advice)
     return checked
 
 
@@ -428,7 +430,7 @@ def _check_resumable(
     if not feed.is_resumable:
         warnings.warn(
             "batches: expected get_state and set_state, to resume from a checkpoint, got "
-            f"{tree.describe_value(feed.batches)}; the state is saved, but a resume will be "
+            f"{describe_value(feed.batches)}; the state is saved, but a resume will be "
             "refused: give sf.batches(data, …)",
             stacklevel=3,
         )
@@ -439,7 +441,7 @@ def _check_resumable(
         check_values(state, f"{argument}: get_state()")
         set_state = getattr(hook, "set_state", None)
         if state is not None and not callable(set_state):
-            expected, got = "set_state next to get_state, to be resumed", f"{set_state!r}"
+            expected, got = "set_state next to get_state, to be resumed", describe_value(set_state)
             refuse(argument, expected, got, "add it, or drop get_state")
 
 

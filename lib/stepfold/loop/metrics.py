@@ -352,8 +352,7 @@ def _flatten(name: str, value: Any, values: dict[str, float]) -> None:
         try:
             values[name] = float(value)
         except (TypeError, ValueError, OverflowError):
-            text = str(value) if isinstance(value, str) else value
-            refuse(name, "a number", repr(text))
+            refuse(name, "a number", repr(str(value) if isinstance(value, str) else value))
 
 
 class Curve(list[float]):
