@@ -110,7 +110,7 @@ def test_the_last_batch_of_an_actor_is_kept_for_a_capsule():
 
 def test_several_steps_per_call_are_refused_for_an_actor():
     with pytest.raises(
-        sf.ConfigError, match="batches: expected one step per call, since they read"
+        sf.ConfigError, match="steps_per_call: expected 1 for batches that read the"
     ):
         sf.fit(STEP, start(), Actor(), steps=4, steps_per_call=2)
 

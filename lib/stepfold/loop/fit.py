@@ -317,8 +317,7 @@ def _check_evaluations(evaluation: Any) -> list[Evaluation]:
 
 def _check_batches(feed: BatchFeed, evaluations: Sequence[Evaluation], steps_per_call: int) -> None:
     if feed.reads_state and steps_per_call > 1:
-        got, advice = f"steps_per_call={steps_per_call}", "leave it out"
-        refuse("batches", "one step per call, since they read the state of each", got, advice)
+        refuse("steps_per_call", "1 for batches that read the state", f"{steps_per_call}")
     for evaluation in evaluations:  # it would move the position of the training data
         if evaluation.batches is feed.batches and feed.is_iterator:
             advice = "give each its own sf.batches(…)"

@@ -173,5 +173,5 @@ def _start_time(pid: int) -> str | None:
 def _refuse(directory: Path, path: Path, claim: dict[str, Any]) -> NoReturn:
     holder = f"process {claim.get('pid')} on {claim.get('host')} since {claim.get('since')}"
     got = f"{directory}, in use by {holder if claim else 'a run'} ({path.name})"
-    advice = "wait for its end, end it, or give another directory"
+    advice = "wait until it ends, stop it, or give another directory"
     refuse("run_dir", "a directory that no other run uses", got, advice)
