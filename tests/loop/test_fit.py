@@ -231,7 +231,9 @@ def test_what_a_second_signal_waits_for_is_said(tmp_path, capfd, monkeypatch):
 def test_a_run_dir_that_cannot_be_made_is_refused_before_anything_is_done(tmp_path):
     (tmp_path / "file").write_text("")
     given = (pytest.fail("pulled") for _ in "x")
-    with pytest.raises(sf.CheckpointError, match="expected a directory to save in, got one that cannot"):
+    with pytest.raises(
+        sf.CheckpointError, match="expected a directory to save in, got one that cannot"
+    ):
         fit(given, **saves(tmp_path / "file" / "run"))
 
 
