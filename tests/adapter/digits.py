@@ -1,7 +1,5 @@
 """Real images, a small model, and trainers of it."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,8 @@ import optax
 from sklearn.datasets import load_digits
 
 import stepfold as sf
-from stepfold.adapter import Trainer, TrainingArguments, plan
+from stepfold.adapter import Trainer, TrainingArguments
+from stepfold.adapter.setup import make_parts
 
 _DIGITS = load_digits()
 _DATA = {"image": np.float32(_DIGITS.data / 16), "label": np.int32(_DIGITS.target)}
@@ -65,13 +64,12 @@ def train_only(kind=Trainer, given=None, **changes):
     return trainer(kind, {"dataset_eval": None, **(given or {})}, **changes)
 
 
-def stub(arguments=None, **given):
-    """Return what the functions of a trainer read of it, for tests of one of them."""
+def parts(arguments=None, devices=None, **given):
+    """Make the parts of a trainer that need no method, for tests of a function of them."""
+    usual = {"rules": None, "dataset_train": None, "dataset_eval": None}
     arguments = TrainingArguments() if arguments is None else arguments
-    usual = {"loss_fn": plain_loss, "eval_loss_fn": None, "tx": None, "scheduler": None}
-    usual |= {"data_collator": None, "overrides": lambda method: False, "stateful": False}
-    usual |= {"finetune": True, "sharded_mesh": None, "shardings_of": lambda state: None}
-    return SimpleNamespace(arguments=arguments, plan=plan(arguments), **usual | given)
+    devices = jax.devices()[:1] if devices is None else devices
+    return make_parts(arguments, devices=devices, **usual | given)
 
 
 def bits(tree):

@@ -20,7 +20,6 @@ from stepfold.adapter.from_arguments import (
     make_mesh,
     make_optimizer,
     make_schedule,
-    plan,
     precision,
     sharding_rules,
     start_processes,
@@ -29,6 +28,7 @@ from stepfold.adapter.from_arguments import (
     writers,
     writes_everywhere,
 )
+from stepfold.adapter.sizes import plan
 from stepfold.adapter.steps import make_steps
 from stepfold.adapter.validation import MIXED
 
@@ -123,7 +123,7 @@ def test_every_remat_policy_is_one_of_make_train_step():
     assert {"none", "nothing_saveable", "checkpoint_dots_with_no_batch_dims"} <= {*policies}
     for policy in policies:
         arguments = TrainingArguments(gradient_checkpointing=policy)
-        make_steps(digits.stub(arguments, tx=optax.sgd(0.1)))
+        make_steps(arguments, digits.plain_loss, optax.sgd(0.1))
 
 
 # The loss

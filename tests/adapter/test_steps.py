@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import stepfold as sf
+from stepfold.adapter import TrainingArguments
 from stepfold.adapter.steps import (
     StepWithHooks,
     as_eval_step,
@@ -20,6 +21,7 @@ from stepfold.adapter.steps import (
 
 from . import digits
 
+ARGUMENTS = TrainingArguments()
 ROW = np.ones(4, np.float32)
 
 
@@ -84,7 +86,7 @@ def state(key):
 
 
 def test_a_step_with_a_nan_leaves_the_parameters_unchanged(state):
-    step, _ = make_steps(digits.stub(tx=optax.sgd(0.1)))
+    step, _ = make_steps(ARGUMENTS, digits.plain_loss, optax.sgd(0.1))
     bad = {**batch(), "image": np.full((20, 64), np.nan, np.float32)}
     new, metrics = jax.jit(step)(state, bad)
     assert digits.bits(new.params) == digits.bits(state.params)
@@ -93,14 +95,13 @@ def test_a_step_with_a_nan_leaves_the_parameters_unchanged(state):
 
 def test_with_a_schedule_the_learning_rate_is_measured(state):
     scheduler = optax.constant_schedule(0.1)
-    step, _ = make_steps(digits.stub(tx=optax.sgd(0.1), scheduler=scheduler))
+    step, _ = make_steps(ARGUMENTS, digits.plain_loss, optax.sgd(0.1), scheduler)
     _, metrics = jax.jit(step)(state, batch())
     assert float(metrics["learning_rate"].compute()) == pytest.approx(0.1)
 
 
 def test_an_evaluation_has_its_own_loss_and_weights_a_number_by_rows(state):
-    losses = {"loss_fn": max, "eval_loss_fn": digits.plain_loss}
-    _, evaluate = make_steps(digits.stub(tx=optax.sgd(0.1), **losses))
+    _, evaluate = make_steps(ARGUMENTS, max, optax.sgd(0.1), eval_loss_fn=digits.plain_loss)
     assert float(evaluate(state, batch(7))["loss"].count) == 7.0
 
 

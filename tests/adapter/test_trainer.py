@@ -19,7 +19,6 @@ from stepfold.adapter import (
     TrainerConfigureModelOutput,
 )
 from stepfold.adapter.hooks import NullProgressBar, ProgressBar
-from stepfold.adapter.loading import collect_of
 
 from . import digits
 
@@ -598,7 +597,7 @@ def test_a_method_set_on_the_object_is_called():
 def collected(kind=Trainer, examples=(), given=None, **changes):
     """Make a batch of the examples as a trainer does; None if it stacks them itself."""
     trainer = digits.trainer(kind, given={"dataset_eval": None, **(given or {})}, **changes)
-    collect = collect_of(trainer, None)
+    collect = trainer._collect_of(None)
     return None if collect is None else collect(list(examples))
 
 
