@@ -12,6 +12,7 @@ import pytest
 
 import stepfold as sf
 from stepfold.adapter.arguments import TrainingArguments
+from stepfold.adapter.fields import MIXED
 from stepfold.adapter.from_arguments import (
     best_metric,
     cast_params,
@@ -30,7 +31,6 @@ from stepfold.adapter.from_arguments import (
 )
 from stepfold.adapter.sizes import plan
 from stepfold.adapter.steps import make_steps
-from stepfold.adapter.validation import MIXED
 
 from . import digits
 

@@ -139,7 +139,8 @@ def runs(draw):
         temporary=temporary, log_every=log_every, goes_back=goes_back,
         steps_per_call=1 if source.remainder == "keep" else draw(st.sampled_from([1, 1, 3])),
         sessions=sessions,
-        has_trainer=draw(st.booleans()) and may_have_trainer(source, sessions, evaluations, goes_back),
+        has_trainer=draw(st.booleans())
+        and may_have_trainer(source, sessions, evaluations, goes_back),
     )  # fmt: skip
 
 

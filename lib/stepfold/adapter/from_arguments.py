@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
+from stepfold.adapter.fields import MIXED, is_changed
 from stepfold.adapter.optimizers import (
     ENDLESS,
     MOMENT_DTYPES,
@@ -27,18 +28,13 @@ from stepfold.adapter.optimizers import (
     parse_scheduler,
 )
 from stepfold.adapter.sizes import Plan, check_within
-from stepfold.adapter.validation import (
-    MIXED,
-    check_functions,
-    field_error,
-    is_changed,
-)
+from stepfold.adapter.validation import check_functions
 from stepfold.checkpoint.series import Checkpoints
 from stepfold.checkpoint.steps import absolute_path
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.precision import Precision, dynamic_loss_scale
 from stepfold.core.validation import refuse_unknown, takes_any_keyword
-from stepfold.errors import ConfigError, DataError
+from stepfold.errors import DataError, refuse
 from stepfold.loop.writers.base import Writer, console_writer
 from stepfold.loop.writers.combinators import async_writer, multi_writer
 from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer
@@ -67,16 +63,15 @@ def make_schedule(arguments: TrainingArguments, steps: int | None) -> optax.Sche
     if custom is not None:  # a schedule, or a function of the number of steps to one
         result = custom(1 if steps is None else steps)
         if callable(result) and steps is None:
-            raise ConfigError(
-                "custom_scheduler: expected a schedule, because the number of steps is unknown, "
-                "got a function from it to a schedule; give max_steps"
-            )
+            expected = "a schedule, because the number of steps is unknown"
+            got = "a function from it to a schedule"
+            refuse("custom_scheduler", expected, got, "give max_steps")
         return result if callable(result) else custom
     name, _ = parse_scheduler(arguments.scheduler or "none")
     if steps is None and name not in ENDLESS:
         expected = f"one of {', '.join(ENDLESS)}, because the number of steps is unknown"
         advice = "give one of these, or max_steps"
-        raise field_error("scheduler", expected, arguments.scheduler, advice)
+        refuse("scheduler", expected, repr(arguments.scheduler), advice)
     check_within(arguments, "warmup_steps", steps)
     warmup, peak = arguments.warmup_steps, arguments.learning_rate
     end = arguments.learning_rate_end or 0.0
@@ -146,10 +141,9 @@ def optimizer_of(
     replaced = "" if scheduler is None else _RATE
     for field in (replaced if tx is None else f"{_RATE} {_OPTIMIZER}").split():
         if is_changed(arguments, field):
-            raise ConfigError(
-                f"{'scheduler' if tx is None else 'tx'}: expected arguments that do not set what "
-                f"it replaces, got {field}={getattr(arguments, field)!r:.60}; leave out one of them"
-            )
+            expected = "arguments that do not set what it replaces"
+            got = f"{field}={getattr(arguments, field)!r:.60}"
+            refuse("scheduler" if tx is None else "tx", expected, got, "leave out one of them")
     if tx is not None:
         return _prune(tx, arguments), scheduler
     schedule = scheduler or make_schedule(arguments, steps)
@@ -225,7 +219,7 @@ def precision(arguments: TrainingArguments) -> Precision:
 def _to_dtype(field: str, dtype: str) -> np.dtype[Any]:
     if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
         expected = "float32 or narrower, because jax has float64 disabled"
-        raise field_error(field, expected, dtype, "set JAX_ENABLE_X64=1 in the environment")
+        refuse(field, expected, repr(dtype), "set JAX_ENABLE_X64=1 in the environment")
     return jnp.dtype(dtype)
 
 
@@ -259,10 +253,9 @@ def make_loss(
     if config and not takes_any_keyword(loss_fn):
         unknown = [name for name in config if name not in inspect.signature(loss_fn).parameters]
         if unknown:
-            raise ConfigError(
-                f"loss_config: expected keywords of {getattr(loss_fn, '__name__', loss_fn)}, got "
-                f"{', '.join(unknown)}; add them to its parameters, or leave them out"
-            )
+            expected = f"keywords of {getattr(loss_fn, '__name__', loss_fn)}"
+            advice = "add them to its parameters, or leave them out"
+            refuse("loss_config", expected, ", ".join(unknown), advice)
 
     def constrain(leaf: Any) -> Any:
         """Shard an array by the first entries of the spec, one for each dimension."""
@@ -286,12 +279,12 @@ def _without_aux(result: Any) -> Any:
     is_dict = isinstance(terms, dict)
     kept = {n: term for n, term in terms.items() if not n.startswith("aux")} if is_dict else {}
     if not kept:
-        raise ConfigError(
-            "aux_loss_enabled: expected a loss function that returns a dict of terms, as in "
-            "{'loss': …, 'aux_router': …}, to drop those named aux…, got "
-            f"{', '.join(terms) if is_dict else tree.describe_value(terms)}; return others too, "
-            "or leave out the field"
+        expected = (
+            "a loss function that returns a dict of terms, as in {'loss': …, 'aux_router': …}, to "
+            "drop those named aux…"
         )
+        got = ", ".join(terms) if is_dict else tree.describe_value(terms)
+        refuse("aux_loss_enabled", expected, got, "return others too, or leave out the field")
     return (kept, *rest) if isinstance(result, tuple) else kept
 
 
@@ -311,10 +304,11 @@ def transform(arguments: TrainingArguments) -> Callable[[Any], Any] | None:
 
     def drop_columns(example: Any) -> Any:
         if not isinstance(example, Mapping):
-            raise DataError(
-                "ids_to_pop_from_dataset, remove_unused_columns: expected examples that are dicts "
-                f"of columns, got {tree.describe_value(example)}; leave out both fields"
+            names, expected = (
+                "ids_to_pop_from_dataset, remove_unused_columns",
+                "examples that are dicts of columns",
             )
+            refuse(names, expected, example, "leave out both fields", kind=DataError)
         return {
             name: value
             for name, value in example.items()
@@ -382,7 +376,7 @@ def writers(arguments: TrainingArguments) -> Writer | None:
     kinds = arguments.report_to
     if arguments.output_dir is None:
         if kinds and is_changed(arguments, "report_to"):
-            raise field_error("report_to", "no files without output_dir", kinds, "give output_dir")
+            refuse("report_to", "no files without output_dir", repr(kinds), "give output_dir")
         kinds = ()
     logs = logs_of(arguments)
     files: dict[str, Callable[[], Writer]] = {

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from stepfold.adapter.validation import Truncation
+from stepfold.adapter.fields import Truncation
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from stepfold.adapter.arguments import TrainingArguments
-from stepfold.adapter.validation import seconds
+from stepfold.adapter.fields import seconds
 from stepfold.errors import refuse
 
 
