@@ -13,7 +13,7 @@ from tests.adapter import digits
 
 import stepfold as sf
 from stepfold import adapter as adapter
-from stepfold.adapter import TrainingArguments, from_arguments, loading, run, steps
+from stepfold.adapter import TrainingArguments, from_arguments, loading, run, setup
 
 FIELDS = [field.name for field in dataclasses.fields(TrainingArguments)]
 PARAMS = {"embed": jnp.ones((4, 4)), "w": jnp.ones((4, 4))}
@@ -95,7 +95,7 @@ def gradients(a):
     tx = optax.sgd(0.1)
     state = jax.eval_shape(lambda: sf.init_state(PARAMS, tx, jax.random.key(0)))
     loss_fn = lambda params, batch, key: (params["w"] @ params["w"]).sum()
-    train_step, _ = steps.make_steps(a, loss_fn, tx)
+    train_step, _ = setup.make_steps(a, digits.parts(a, loss_fn=loss_fn, tx=tx))
     return str(jax.make_jaxpr(train_step)(state, None))
 
 

@@ -33,7 +33,7 @@ def training(dataset=PLAIN, **options):
 
 def evaluation(dataset=PLAIN, steps=None, **options):
     arguments = TrainingArguments(eval_batch_size=4, **options)
-    return evaluation_batches(arguments, 4, dataset, None, steps=steps)
+    return evaluation_batches(arguments, plan(arguments)._replace(eval_steps=steps), dataset, None)
 
 
 def test_a_training_loader_prepares_batches_and_resumes_as_they_do():

@@ -1,6 +1,7 @@
 import functools
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -50,17 +51,15 @@ def test_a_card_cannot_go_below_a_file(tmp_path):
 def card():
     """Make the card of a run from what differs between the tests."""
     fields = {"model_name": "digits", "learning_rate": 0.1, "frozen_parameters": "a|b"}
-    make = functools.partial(
-        saving.make_card, TrainingArguments(**fields), {"w": jnp.ones((3, 2))}, sf.make_mesh()
-    )
-    return functools.partial(make, loaded=[], not_loaded={})
+    parts = digits.parts(devices=jax.devices(), state_shape={"w": jnp.ones((3, 2))})
+    return functools.partial(saving.make_card, TrainingArguments(**fields), parts)
 
 
 @pytest.mark.parametrize(
     "reason", ["all 2 steps were done", sf.Stop("completed", "all 2 steps were done")]
 )
 def test_a_card_lists_arguments_parameters_devices_and_curves(card, reason):
-    text = card(history={"eval/loss": [2.0, 1.0]}, stopped=reason, checkpoint="runs/2")
+    text = card({"eval/loss": [2.0, 1.0]}, {"checkpoint": "runs/2", "not loaded": {}}, reason)
     assert text.startswith("# digits\n\nThe run ended: all 2 steps were done.\n")
     for part in ("| learning_rate | `0.1` |", "`'a\\|b'`", "| w    | (3, 2)", "'fsdp': 8"):
         assert part in text
@@ -75,7 +74,7 @@ def test_a_card_lists_arguments_parameters_devices_and_curves(card, reason):
 
 
 def test_a_card_leaves_empty_sections_out(card):
-    text = card(history={"x": [jnp.nan]})
+    text = card({"x": [jnp.nan]}, {})
     assert "## Results" not in text
     assert "The run ended" not in text
 

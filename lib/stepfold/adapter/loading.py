@@ -158,15 +158,14 @@ def training_batches(
 
 def evaluation_batches(
     arguments: TrainingArguments,
-    batch_size: int,
+    plan: Plan,
     dataset: Any,
     collect: Collect | None,
-    *,
-    steps: int | None = None,
     mesh: Mesh | None = None,
 ) -> EvaluationLoader:
     """Make evaluation batches: one pass in order, with an incomplete last batch.
 
+    On a mesh, a batch that does not divide by the devices is replicated.
     With several processes, which need the same number of rows, the last batch is padded. The loss
     function has to respect its mask.
     """
@@ -180,7 +179,7 @@ def evaluation_batches(
     def make() -> Iterator[Any]:
         loader = batches(
             dataset,
-            batch_size,
+            plan.eval_batch,
             epochs=1,
             remainder="keep" if jax.process_count() == 1 else "pad",
             transform=drop_columns,
@@ -190,7 +189,7 @@ def evaluation_batches(
         )
         return (replicate_if_uneven(add_mask(batch), mesh) for batch in loader)
 
-    return EvaluationLoader(make, steps)
+    return EvaluationLoader(make, plan.eval_steps)
 
 
 def _mask_for(arguments: TrainingArguments) -> Prepare:

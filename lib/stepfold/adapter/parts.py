@@ -1,7 +1,7 @@
 """The parts of a trainer: what it was given, and what it made of that."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
@@ -14,6 +14,7 @@ from stepfold.adapter.steps import Step, as_eval_step, as_train_step
 from stepfold.checkpoint.series import Checkpoints
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import Hook
+from stepfold.loop.hooks.performance import memory_use
 from stepfold.sharding.plan import make_sharding
 
 
@@ -67,11 +68,11 @@ class Parts:
     rules: Any
     logs_path: Any = None  # absolute, since the working directory may change
     pruning_module: Any = None
-    memory_monitor: Any = None
+    memory_monitor: Any = memory_use
     dtype: Any = None
     param_dtype: Any = None
-    train_tracker: CompilationTracker
-    evalu_tracker: CompilationTracker
+    train_tracker: CompilationTracker = field(default_factory=CompilationTracker)
+    evalu_tracker: CompilationTracker = field(default_factory=CompilationTracker)
 
     # Returned by the configure methods.
     dataloader_train: Any = None

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
+from stepfold.adapter.parts import Parts
 from stepfold.checkpoint.safetensors import export_params
 from stepfold.checkpoint.series import save
 from stepfold.checkpoint.steps import absolute_path, read_directory
@@ -37,13 +37,13 @@ def save_state(
     arguments: TrainingArguments,
     directory: Path,
     state: Any,
-    *,
     data: Any,
     history: Mapping[str, Sequence[float]],
 ) -> Path:
     """Save a state in `directory/<step>`, and the arguments as `arguments.json`; return the former.
 
-    If an argument has no JSON, such as a custom schedule, the file names it instead.
+    `data` is the position of the batches. If an argument has no JSON, such as a custom schedule,
+    the file names it instead.
     """
     step = int(getattr(state, "step", 0))
     try:
@@ -111,14 +111,13 @@ def write_card(path: str | os.PathLike[str], text: str) -> None:
 
 def make_card(
     arguments: TrainingArguments,
-    params: Any,
-    mesh: Mesh,
-    *,
+    parts: Parts,
     history: Mapping[str, Sequence[float]],
+    notes: Mapping[str, Any],
     stopped: object = None,
-    **notes: Any,
 ) -> str:
     """Format the card of a run as markdown, without arguments that are None and empty sections."""
+    mesh, params = parts.mesh, getattr(parts.state_shape, "params", parts.state_shape)
     devices = {
         "devices": mesh.size,
         "kind": mesh.devices.flat[0].device_kind,
@@ -126,7 +125,7 @@ def make_card(
         "mesh": dict(mesh.shape),
     }
     sections = {
-        "Notes": _pairs({name.replace("_", " "): note for name, note in notes.items()}),
+        "Notes": _pairs(notes),
         "Results": _results(history),
         "Arguments": _pairs({k: v for k, v in arguments.to_dict().items() if v is not None}),
         "Parameters": f"```\n{parameter_table(params)}\n```",

@@ -18,15 +18,15 @@ from stepfold.adapter.from_arguments import (
     cast_params,
     checkpoints,
     logs_of,
+    make_loss,
     make_mesh,
     optimizer_of,
     precision,
     sharding_rules,
     start_processes,
 )
-from stepfold.adapter.hooks import CompilationTracker
 from stepfold.adapter.loading import length_of, offset_of
-from stepfold.adapter.optimizers import schedule_paths, with_schedule_at
+from stepfold.adapter.optimizers import learning_rate_of, schedule_paths, with_schedule_at
 from stepfold.adapter.outputs import (
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
@@ -34,44 +34,37 @@ from stepfold.adapter.outputs import (
 )
 from stepfold.adapter.parts import Parts
 from stepfold.adapter.sizes import plan
+from stepfold.adapter.steps import Step, weight_by_rows
+from stepfold.adapter.validation import check_functions
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.safetensors import load_params
 from stepfold.checkpoint.series import Checkpoints
 from stepfold.checkpoint.steps import absolute_path, is_url, split_location
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import TrainState, init_state
+from stepfold.core.step import make_eval_step, make_train_step, observe
 from stepfold.core.transfers import allow_transfers
+from stepfold.core.validation import check_flags
 from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError, refuse
-from stepfold.loop.hooks.performance import memory_use
 from stepfold.sharding.place import place
 
 
-def make_parts(
-    arguments: TrainingArguments,
-    *,
-    rules: Any,
-    devices: Sequence[jax.Device] | None,
-    dataset_train: Any,
-    dataset_eval: Any,
-    **given: Any,
-) -> Parts:
-    """Make what does not depend on a method: processes, mesh, sizes, dtypes, trackers."""
+def make_parts(arguments: TrainingArguments, *, devices: Any, rules: Any, **given: Any) -> Parts:
+    """Check what a trainer is given; make processes, mesh, sizes, dtypes and trackers."""
+    functions = "loss_fn", "eval_loss_fn", "data_collator", "given_scheduler"
+    check_functions(**{name.removeprefix("given_"): given[name] for name in functions})
+    check_flags(finetune=given["finetune"], stateful=given["stateful"])
     start_processes(arguments)
     mesh = make_mesh(arguments, devices)
-    sizes = length_of(dataset_train), length_of(dataset_eval)
+    sizes = length_of(given["dataset_train"]), length_of(given["dataset_eval"])
     return Parts(
         plan=plan(arguments, *sizes, devices=mesh.size),
         mesh=mesh,
         rules=sharding_rules(arguments) if rules is None else rules,
         logs_path=logs_of(arguments),
         pruning_module=arguments.pruning_module,
-        memory_monitor=memory_use,
         dtype=precision(arguments).compute,
         param_dtype=jnp.dtype(arguments.param_dtype or "float32"),
-        train_tracker=CompilationTracker(),
-        evalu_tracker=CompilationTracker(),
-        dataset_train=dataset_train,
-        dataset_eval=dataset_eval,
         **given,
     )
 
@@ -82,14 +75,8 @@ def make_parts(
 def with_dataloaders(parts: Parts, output: TrainerConfigureDataloaderOutput) -> Parts:
     """Set the batches, and the number of steps."""
     steps = output.max_training_steps or parts.plan.steps
-    return replace(
-        parts,
-        dataloader_train=output.dataloader_train,
-        dataloader_eval=output.dataloader_eval,
-        max_training_steps=steps,
-        max_evaluation_steps=output.max_evaluation_steps,
-        plan=parts.plan._replace(steps=steps),
-    )
+    plan = parts.plan._replace(steps=steps)
+    return replace(parts, **output.replace(max_training_steps=steps).to_dict(), plan=plan)
 
 
 def with_model(
@@ -140,6 +127,33 @@ def optimizer_for(
     """Make the optimizer and its schedule of the arguments, or return those that were given."""
     scheduler = parts.given_scheduler if scheduler is None else scheduler
     return optimizer_of(arguments, parts.max_training_steps, parts.given_tx, scheduler)
+
+
+def make_steps(arguments: TrainingArguments, parts: Parts) -> tuple[Step, Step]:
+    """Make the training step and the evaluation step, neither of them jitted.
+
+    A NaN or inf in the loss or the gradients leaves the state unchanged, so that it can be saved.
+    With a schedule, the learning rate is a metric.
+    """
+    loss_fn, policy = parts.loss_fn, arguments.gradient_checkpointing
+    if loss_fn is None:
+        expected = "a loss function (params, batch, key) -> loss"
+        advice = "give one, or override configure_functions in a subclass"
+        refuse("loss_fn", expected, "None", advice)
+    options: dict[str, Any] = {"precision": precision(arguments), "stateful": parts.stateful}
+    train_step = make_train_step(
+        make_loss(arguments, loss_fn, parts.sharded_mesh),
+        parts.tx,
+        accumulate=parts.plan.accumulate,
+        remat=None if policy == "none" else policy,
+        skip_nonfinite=True,
+        **options,
+    )
+    if parts.scheduler is not None:
+        train_step = observe(train_step, learning_rate=learning_rate_of(parts.scheduler))
+    # Without the mesh, since the last batch of an evaluation may not divide by its devices.
+    eval_loss = make_loss(arguments, parts.eval_loss_fn or loss_fn)
+    return train_step, make_eval_step(weight_by_rows(eval_loss), **options)
 
 
 # The initial state

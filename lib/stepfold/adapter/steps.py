@@ -6,16 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.sharding import Mesh
 
 from stepfold import tree
-from stepfold.adapter.arguments import TrainingArguments
-from stepfold.adapter.from_arguments import make_loss, precision
 from stepfold.adapter.loading import num_rows
-from stepfold.adapter.optimizers import learning_rate_of
 from stepfold.core.loss import mean
-from stepfold.core.step import make_eval_step, make_train_step, observe
 from stepfold.core.validation import takes
 from stepfold.errors import refuse
 from stepfold.inspect.compiled import CompiledStep, compile_step
@@ -26,43 +20,6 @@ if TYPE_CHECKING:
     from clu.metrics import Metric
 
 Step = Callable[[Any, Any], Any]
-
-
-def make_steps(
-    arguments: TrainingArguments,
-    loss_fn: Callable[..., Any] | None,
-    tx: optax.GradientTransformation,
-    scheduler: optax.Schedule | None = None,
-    *,
-    eval_loss_fn: Callable[..., Any] | None = None,
-    stateful: bool = False,
-    accumulate: int = 1,
-    mesh: Mesh | None = None,
-) -> tuple[Step, Step]:
-    """Make the training step and the evaluation step, neither of them jitted.
-
-    A NaN or inf in the loss or the gradients leaves the state unchanged, so that it can be saved.
-    With a schedule, the learning rate is a metric.
-    """
-    if loss_fn is None:
-        expected = "a loss function (params, batch, key) -> loss"
-        advice = "give one, or override configure_functions in a subclass"
-        refuse("loss_fn", expected, "None", advice)
-    policy = arguments.gradient_checkpointing
-    options: dict[str, Any] = {"precision": precision(arguments), "stateful": stateful}
-    train_step = make_train_step(
-        make_loss(arguments, loss_fn, mesh),
-        tx,
-        accumulate=accumulate,
-        remat=None if policy == "none" else policy,
-        skip_nonfinite=True,
-        **options,
-    )
-    if scheduler is not None:
-        train_step = observe(train_step, learning_rate=learning_rate_of(scheduler))
-    # Without the mesh, since the last batch of an evaluation may not divide by its devices.
-    eval_loss = make_loss(arguments, loss_fn if eval_loss_fn is None else eval_loss_fn)
-    return train_step, make_eval_step(weight_by_rows(eval_loss), **options)
 
 
 def weight_by_rows(loss_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,10 +30,11 @@ from stepfold.adapter.outputs import (
     TrainerOutput,
 )
 from stepfold.adapter.parts import Part
-from stepfold.adapter.validation import check_functions, check_list
+from stepfold.adapter.sizes import Plan
+from stepfold.adapter.validation import check_list
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import is_available
-from stepfold.core.validation import check_flags, read_instance, refuse_unknown
+from stepfold.core.validation import read_instance, refuse_unknown
 from stepfold.data.epochs import EpochEnds
 from stepfold.errors import ConfigError, refuse
 from stepfold.inspect.flops import count, estimate
@@ -92,6 +93,19 @@ class Trainer:
     training_batch_size = property(attrgetter("plan.train_batch"))
     evaluation_batch_size = property(attrgetter("plan.eval_batch"))
     optimizer = property(attrgetter("tx"))
+    sharded_training_step_function: Any = property(
+        attrgetter("_parts.train_step"),
+        lambda self, step: setattr(self, "_parts", self._parts.with_train_step(step)),
+    )
+    sharded_evaluation_step_function: Any = property(
+        attrgetter("_parts.eval_step"),
+        lambda self, step: setattr(self, "_parts", self._parts.with_eval_step(step)),
+    )
+    train_step_fn, eval_step_fn = sharded_training_step_function, sharded_evaluation_step_function
+    # Of the last run.
+    best = property(lambda self: getattr(self.result, "best", None))
+    epochs_done = property(lambda self: getattr(self._run_hook, "epochs_done", 0))
+    progress_bar = property(lambda self: getattr(self._run_hook, "bar", None))
 
     def __init__(
         self,
@@ -148,9 +162,6 @@ class Trainer:
         refuse_unknown(type(self).__name__, deprecated_kwargs, names)
         kind = TrainingArguments
         arguments = read_instance("arguments", arguments, kind, "TrainingArguments")
-        functions = {"data_collator": data_collator, "scheduler": scheduler}
-        check_functions(loss_fn=loss_fn, eval_loss_fn=eval_loss_fn, **functions)
-        check_flags(finetune=finetune, stateful=stateful)
         self.arguments = arguments
         self._parts = setup.make_parts(
             arguments,
@@ -208,7 +219,7 @@ class Trainer:
             collect = self._collect_of(data)
             train = loading.training_batches(self.arguments, plan, data, collect)
         if self.dataset_eval is not None:
-            evaluation = self._evaluation_batches(self.dataset_eval, plan.eval_steps)
+            evaluation = self._evaluation_batches(self.dataset_eval, plan)
         return TrainerConfigureDataloaderOutput(train, plan.steps, evaluation, plan.eval_steps)
 
     def configure_model(self) -> TrainerConfigureModelOutput:
@@ -222,16 +233,7 @@ class Trainer:
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
         """Make the jitted steps, the mesh, and the description of the checkpoints."""
         parts = self._parts
-        train_step, eval_step = steps.make_steps(
-            self.arguments,
-            parts.loss_fn,
-            self.tx,
-            self.scheduler,
-            eval_loss_fn=parts.eval_loss_fn,
-            stateful=parts.stateful,
-            accumulate=parts.plan.accumulate,
-            mesh=parts.sharded_mesh,
-        )
+        train_step, eval_step = setup.make_steps(self.arguments, parts)
         train_step = parts.train_tracker.track(train_step)
         shardings = (parts.state_shardings, None) if parts.sharded_mesh else None
         train_step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
@@ -249,15 +251,9 @@ class Trainer:
         make = getattr(self, own or names[0])
         return loading.collect_of(self.arguments, self.data_collator, make, is_own=own is not None)
 
-    def _evaluation_batches(self, dataset: Any, steps: int | None) -> loading.EvaluationLoader:
-        return loading.evaluation_batches(
-            self.arguments,
-            self.plan.eval_batch,
-            dataset,
-            self._collect_of(dataset),
-            steps=steps,
-            mesh=self._parts.sharded_mesh,
-        )
+    def _evaluation_batches(self, dataset: Any, plan: Plan) -> loading.EvaluationLoader:
+        collect, mesh = self._collect_of(dataset), self._parts.sharded_mesh
+        return loading.evaluation_batches(self.arguments, plan, dataset, collect, mesh)
 
     def create_collect_function(
         self, max_sequence_length: int | None, truncation_mode: str = "keep_end"
@@ -514,8 +510,8 @@ class Trainer:
         """Return the batches of an evaluation, after `start_evaluation_hook`."""
         self.start_evaluation_hook()
         if dataset is not None:
-            limit = self.arguments.max_evaluation_steps
-            return iter(self._evaluation_batches(dataset, limit))
+            plan = self.plan._replace(eval_steps=self.arguments.max_evaluation_steps)
+            return iter(self._evaluation_batches(dataset, plan))
         loader = self.dataloader_eval
         if loader is None:
             refuse("dataset_eval", "data to evaluate on", "None")
@@ -591,21 +587,13 @@ class Trainer:
             return path
         step = int(getattr(state, "step", 0)) + self._parts.data_offset
         data = loading.position_at(self.dataloader_train, step)
-        return saving.save_state(self.arguments, path, state, data=data, history=self.history)
+        return saving.save_state(self.arguments, path, state, data, self.history)
 
     def save_information(self, output_path: str | os.PathLike[str]) -> None:
         """Write a card of the run as markdown, to a file or as `README.md` in a folder."""
-        shape = self.state_shape
-        text = saving.make_card(
-            self.arguments,
-            getattr(shape, "params", shape),
-            self.mesh,
-            history=self.history,
-            stopped=self.stopped,
-            checkpoint=self.checkpoint_path,
-            loaded=self.loaded,
-            not_loaded=self.not_loaded,
-        )
+        notes: dict[str, Any] = {"checkpoint": self.checkpoint_path, "loaded": self.loaded}
+        notes["not loaded"] = self.not_loaded
+        text = saving.make_card(self.arguments, self._parts, self.history, notes, self.stopped)
         if self.is_process_zero:
             saving.write_card(output_path, text)
 
@@ -642,11 +630,6 @@ class Trainer:
         return manager.restore(self.abstract_state, step="best").state
 
     @property
-    def best(self) -> int | None:
-        """The step of the best checkpoint of the last run."""
-        return None if self.result is None else self.result.best
-
-    @property
     def epoch_history(self) -> dict[str, list[float]]:
         """The metrics as lists with one element for each epoch, with names such as `train_loss`."""
         ends = getattr(self.dataloader_train, "epoch_ends", None)
@@ -654,16 +637,6 @@ class Trainer:
             ends = EpochEnds.of_length(self.plan.epoch_steps or self.max_training_steps or 1)
         start = 0 if self._run_hook is None else self._run_hook.start_step
         return trainer_hooks.epoch_means(self.history, ends, start, self._parts.data_offset)
-
-    @property
-    def epochs_done(self) -> int:
-        """The number of epochs of the data that the last run has ended."""
-        return 0 if self._run_hook is None else self._run_hook.epochs_done
-
-    @property
-    def progress_bar(self) -> Any:
-        """The bar of the current run, or None."""
-        return None if self._run_hook is None else self._run_hook.bar
 
     @property
     def _run_hook(self) -> trainer_hooks.TrainerHook | None:
@@ -682,26 +655,6 @@ class Trainer:
 
     model_state: Any = state
     _model_state: Any = state
-
-    @property
-    def sharded_training_step_function(self) -> Any:
-        """The training step, compiled after `compile_aot`; also `train_step_fn`."""
-        return self._parts.train_step
-
-    @sharded_training_step_function.setter
-    def sharded_training_step_function(self, step: Any) -> None:
-        self._parts = self._parts.with_train_step(step)
-
-    @property
-    def sharded_evaluation_step_function(self) -> Any:
-        """The evaluation step; also `eval_step_fn`."""
-        return self._parts.eval_step
-
-    @sharded_evaluation_step_function.setter
-    def sharded_evaluation_step_function(self, step: Any) -> None:
-        self._parts = self._parts.with_eval_step(step)
-
-    train_step_fn, eval_step_fn = sharded_training_step_function, sharded_evaluation_step_function
 
     @property
     def left(self) -> NoReturn:
