@@ -50,7 +50,7 @@ def arguments(**changes):
 
 
 def trainer(kind=Trainer, given=None, **changes):
-    """Make a trainer; `changes` are of the arguments, `given` of what it is given besides."""
+    """Make a trainer; `changes` are fields of the arguments, `given` are other keywords."""
     usual = {"model": init, "dataset_train": TRAIN, "dataset_eval": TEST, "loss_fn": loss_fn}
     if "tx" in (given or {}):  # which says the rate itself
         changes = {"learning_rate": 5e-5, **changes}

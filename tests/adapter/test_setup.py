@@ -37,7 +37,7 @@ def trained():
     return state._replace(step=jnp.int32(7), opt_state=moments)
 
 
-def test_states_are_told_from_parameters():
+def test_states_and_parameters_are_distinguished():
     assert is_state(trained())
     assert not is_state({"params": 1, "step": 2})
     assert not is_state(digits.TEST)

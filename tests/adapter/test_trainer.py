@@ -217,9 +217,9 @@ def test_the_batches_of_a_subclass_are_used():
 
 def test_without_finetune_parameters_are_drawn():
     given = {"model_state": digits.init(jax.random.key(9))}
-    tuned, anew = (digits.train_only(given={**given, "finetune": yes}) for yes in (True, False))
+    tuned, fresh = (digits.train_only(given={**given, "finetune": yes}) for yes in (True, False))
     assert digits.bits(tuned.state.params) == digits.bits(given["model_state"])
-    assert digits.bits(anew.state) == digits.bits(digits.train_only().state)
+    assert digits.bits(fresh.state) == digits.bits(digits.train_only().state)
 
 
 def test_the_state_is_sharded_by_rules():
@@ -452,7 +452,7 @@ def logging():
 
 @pytest.fixture
 def trainer(logging):
-    """A trainer with a writer of its own, to log metrics by hand."""
+    """A trainer with a writer that keeps its lines, to log metrics by hand."""
     logging.writer = Lines()
     return logging
 
@@ -554,6 +554,36 @@ def test_aliases(made):
     assert made.optimizer is made.tx
     assert made.train_step_fn is made.sharded_training_step_function
     assert made.eval_step_fn is made.sharded_evaluation_step_function
+
+
+def test_the_former_name_of_not_loaded_is_refused_with_the_new_one(made):
+    assert made.not_loaded == {}
+    assert not hasattr(made, "left")
+    with pytest.raises(AttributeError, match="Trainer.left is now Trainer.not_loaded"):
+        _ = made.left
+
+
+def test_a_trainer_assigns_few_attributes(made):
+    assert len(vars(made)) <= 25, vars(made).keys()
+
+
+def test_a_part_can_be_replaced_between_runs():
+    trainer = digits.train_only(max_steps=5)
+    trainer.train()
+    seen = []
+    trainer.hooks = [lambda event: seen.append(event.step)]
+    trainer.dataloader_train = digits.train_only(seed=7).dataloader_train
+    trainer.train(more_steps=5)
+    assert seen == [10]
+
+
+def test_a_subclass_may_assign_a_part_before_its_arguments_are_read():
+    class Early(Trainer):
+        def __init__(self, *args, **kwargs):
+            self.config = "early"  # which the argument replaces
+            super().__init__(*args, **kwargs)
+
+    assert digits.train_only(Early).config is None
 
 
 def test_the_state_can_be_set_by_its_aliases():

@@ -94,8 +94,8 @@ class TrainingArguments:
     Functions such as `plan`, `make_optimizer`, `make_mesh` and `checkpoints` make the parts of a
     run from it, and each can be used alone.
 
-    Some fields have an alias, as `max_training_steps` for `max_steps`. Either name sets and reads
-    the field; JSON has the field's own name.
+    Some fields have an alias, such as `max_training_steps` for `max_steps`. Either name sets and
+    reads the field; JSON has the name of the field itself.
 
     >>> from stepfold.adapter import TrainingArguments
     >>> arguments = TrainingArguments(learning_rate=3e-4, max_training_steps=1_000)
@@ -122,7 +122,7 @@ class TrainingArguments:
     step_start_point: int = setting(0, FROM_ZERO)
     """First step, of the state's counter, the schedule and the data."""
     training_time_limit: float | str | None = setting(None, DURATION)
-    """Time after which training stops: seconds, or a text as '1h30m'."""
+    """Time after which training stops: seconds, or a text such as '1h30m'."""
     total_batch_size: int | None = setting(None, alias="batch_size")
     """Examples in a step, over all devices and microbatches; 32 unless a size is set."""
     per_device_train_batch_size: int | None = None
@@ -150,7 +150,7 @@ class TrainingArguments:
     """Decay of the learning rate: none, constant, linear, cosine, polynomial, exponential,
     inverse_sqrt, wsd or cosine_restarts; a prefix warmup_ requires warmup_steps."""
     scheduler_kwargs: dict[str, Any] = setting(dict, alias="lr_scheduler_kwargs")
-    """Further arguments of the schedule, as power, decay or cycles."""
+    """Further arguments of the schedule, such as power, decay or cycles."""
     custom_scheduler: Callable[..., Any] | None = None
     """An optax schedule, or a function from the number of steps to one, instead of learning_rate,
     scheduler and warmup_steps."""
@@ -413,10 +413,8 @@ def _resolve_aliases(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
             text = f"{name}: {cls.__name__} has no such field"
             raise ConfigError(f"{text}; {advice}" if advice else text)
         if known in resolved and (type(resolved[known]), resolved[known]) != (type(value), value):
-            pair = f"{spelling[known]}, {name}: two names of one field"
-            raise ConfigError(
-                f"{pair}, expected one value, got {resolved[known]!r} and {value!r}; write one of "
-                "them"
-            )
+            got = f"{resolved[known]!r} and {value!r}"
+            names_of = f"{spelling[known]}, {name}: two names of one field"
+            refuse(names_of, "one value", got, "write one of them")
         resolved[known], spelling[known] = value, name
     return resolved

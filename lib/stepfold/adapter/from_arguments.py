@@ -353,7 +353,7 @@ def checkpoints(arguments: TrainingArguments, plan: Plan) -> Checkpoints | None:
 
 
 def best_metric(arguments: TrainingArguments) -> tuple[str | None, str | None]:
-    """Return the name of `metric_for_best_model` in a run, as `eval/cer`, and its mode."""
+    """Return the name of `metric_for_best_model` in a run, such as `eval/cer`, and its mode."""
     metric, mode = arguments.metric_for_best_model, {None: None, True: "max", False: "min"}
     if metric is not None:
         metric = re.sub("^(evaluation[./]|eval[./_])", "eval/", metric)

@@ -316,10 +316,10 @@ def seek(loader: Any, position: Any, step: int) -> None:
     """
     if not (hasattr(loader, "get_state") and hasattr(loader, "set_state")):
         if position is not None:
-            raise CheckpointError(
-                f"ckpt_path: expected batches that can be moved to step {step}, got "
-                f"{tree.describe_value(loader)}, which have no get_state and set_state; give a "
-                "dataset with len and [i]"
+            expected = f"batches that can be moved to step {step}"
+            got = f"{tree.describe_value(loader)}, which have no get_state and set_state"
+            refuse(
+                "ckpt_path", expected, got, "give a dataset with len and [i]", kind=CheckpointError
             )
         return
     if position is None:

@@ -27,17 +27,11 @@ class Part:
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
         if trainer is None:
             return self
-        if "_parts" in vars(trainer):
-            return getattr(trainer._parts, self._name)
-        if self._name in vars(trainer):
-            return vars(trainer)[self._name]
-        raise AttributeError(f"{type(trainer).__name__} has no {self._name} before its __init__")
+        return getattr(vars(trainer).get("_parts"), self._name)
 
     def __set__(self, trainer: Any, value: Any) -> None:
-        if "_parts" in vars(trainer):
+        if "_parts" in vars(trainer):  # otherwise `__init__` is going to make it from arguments
             trainer._parts = replace(trainer._parts, **{self._name: value})
-        else:  # by a subclass, before the record is made
-            vars(trainer)[self._name] = value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ _MAX_SKIPPED = 50
 class Start(NamedTuple):
     """Where a run starts.
 
-    `source` is the argument that replaced the state, and `data` a position of its own.
+    `source` is the argument that replaced the state, and `data` the position that it brings.
     """
 
     state: Any
@@ -61,7 +61,7 @@ def find_start(
     resume_from = arguments.resume_from_checkpoint
     may_resume = not is_first or (arguments.resume_if_possible and resume_from is not False)
     if is_first and not chosen and isinstance(resume_from, str):
-        # A run with checkpoints of its own continues from these, but the path has to exist.
+        # A run that has checkpoints continues from these, but the path has to exist.
         is_own = setup.is_newest(own, resume_from, folder)
         if is_own or own is None or own.latest_step() is None:
             chosen = [("ckpt_path", resume_from)]

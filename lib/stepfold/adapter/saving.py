@@ -69,7 +69,7 @@ def save_for_torch(
     By default `layers/0/kernel` becomes `layers.0.weight`, as do `scale` and `embedding`; `names`
     overrides some or, as a function of the path, all names. Dense kernels are transposed, and
     kernels of 2D and 3D convolutions change from (…, in, out) to (out, in, …). A kernel of three
-    axes is unchanged, because it may belong to attention or to a convolution.
+    axes is unchanged, because it may be that of attention or of a convolution.
     """
     if not callable(names):
         names = _torch_names(params, {} if names is None else names)

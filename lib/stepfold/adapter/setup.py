@@ -331,8 +331,7 @@ def check_start(own: Checkpoints | None, argument: str, state: Any, like: Any) -
         are_equal = lambda leaf, other: bool((leaf == other).all())
         if not tree.diff(saved, state) and jax.tree.all(jax.tree.map(are_equal, saved, state)):
             return
-    raise ConfigError(
-        f"{argument}: expected an output_dir without checkpoints, or the state of the newest one, "
-        f"got another state; the run in {own.directory} resumes from step {newest}: leave "
-        f"{argument} out, or give another output_dir"
-    )
+    expected = "an output_dir without checkpoints, or the state of the newest one"
+    resumes = f"the run in {own.directory} resumes from step {newest}"
+    advice = f"{resumes}: leave {argument} out, or give another output_dir"
+    refuse(argument, expected, "another state", advice)

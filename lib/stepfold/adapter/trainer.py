@@ -160,8 +160,8 @@ class Trainer:
         """
         names = [*inspect.signature(Trainer.__init__).parameters][1:-1]
         refuse_unknown(type(self).__name__, deprecated_kwargs, names)
-        kind = TrainingArguments
-        arguments = read_instance("arguments", arguments, kind, "TrainingArguments")
+        expected = "TrainingArguments"
+        arguments = read_instance("arguments", arguments, TrainingArguments, expected)
         self.arguments = arguments
         self._parts = setup.make_parts(
             arguments,
@@ -432,7 +432,7 @@ class Trainer:
         are at every call, because the end of an epoch is a log point and need not be a multiple.
 
         Args:
-          metrics: numbers by name; a name without a prefix gets that of the mode, as `train/loss`.
+          metrics: numbers by name; a name without a prefix gets that of the mode, such as `train/`.
             Gradient norms are not shown, and written only with `log_grad_norms`.
           pbar: a bar of `create_progress_bar` or of tqdm, or None.
           step: the number of steps done.
@@ -485,7 +485,7 @@ class Trainer:
     def evaluate(
         self, state: Any = None, metric_calculator: Any = None, *, dataset: Any = None
     ) -> dict[str, float]:
-        """Return the metrics of a state on the evaluation data, as `eval_loss`; log nothing.
+        """Return the metrics of a state on the evaluation data, such as `eval_loss`; log nothing.
 
         Args:
           state: the state, by default the trainer's. Anything else is taken as the `dataset`.
