@@ -29,6 +29,7 @@ from stepfold.adapter.fields import (
     Truncation,
     aliases_of,
     check_field,
+    declarations,
     default_of,
     setting,
 )
@@ -317,8 +318,9 @@ class TrainingArguments:
     """Prefix of the W&B project's name, before model_name."""
 
     def __post_init__(self) -> None:
-        for name, (hint, metadata) in _FIELDS.items():
-            value = check_field(name, hint, getattr(self, name), metadata)
+        declared = declarations(type(self))
+        for name, hint in _HINTS.items():
+            value = check_field(name, hint, getattr(self, name), declared[name])
             object.__setattr__(self, name, value)
         check_combinations(self)
 
@@ -373,9 +375,7 @@ class TrainingArguments:
         return type(self)(**{**self.to_dict(), **_resolve_aliases(type(self), changes)})
 
 
-_HINTS = get_type_hints(TrainingArguments)
-# Those of a subclass are not checked.
-_FIELDS = {each.name: (_HINTS[each.name], each.metadata) for each in fields(TrainingArguments)}
+_HINTS = get_type_hints(TrainingArguments)  # fields of a subclass are not checked
 
 
 def _is_same(parsed: Any, value: Any) -> bool:

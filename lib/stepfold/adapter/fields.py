@@ -170,9 +170,19 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
-def aliases_of(cls: Any) -> dict[str, str]:
+def declarations(cls: type) -> dict[str, Mapping[str, Any]]:
+    """Return what `setting` declares of each field; a subclass may change a default alone."""
+    declared: dict[str, Mapping[str, Any]] = {}
+    for base in reversed(cls.__mro__):
+        for each in vars(base).get("__dataclass_fields__", {}).values():
+            declared[each.name] = each.metadata or declared.get(each.name, {})
+    return declared
+
+
+def aliases_of(cls: type) -> dict[str, str]:
     """Return the names of fields by their aliases."""
-    return {alias: each.name for each in fields(cls) for alias in each.metadata.get("aliases", ())}
+    declared = declarations(cls).items()
+    return {alias: name for name, each in declared for alias in each.get("aliases", ())}
 
 
 def check_field(

@@ -120,8 +120,8 @@ class EvaluationLoader:
 
 def skippable(loader: Any) -> Any:
     """Return a loader that stays the one of the run when the run skips some of its batches."""
-    is_plain = not hasattr(loader, "without") or isinstance(loader, TrainingLoader)
-    return loader if is_plain else TrainingLoader(loader)
+    can_skip = hasattr(loader, "without") and iter(loader) is loader
+    return TrainingLoader(loader) if can_skip and not isinstance(loader, TrainingLoader) else loader
 
 
 def training_batches(
@@ -337,15 +337,13 @@ def position_at(loader: Any, step: int) -> Any:
     return {**position, "step": step} if _follows_from_step(position) else position
 
 
-def offset_of(loader: Any, step: int) -> int:
-    """Return how many batches a loader of a subclass is ahead of the step of the initial state.
+def offset_of(position: Any, step: Any) -> int:
+    """Return how many batches a position is ahead of the step of a state.
 
-    It may start later in the data. One that is behind is moved to the step, as are all others.
+    A loader of a subclass may start later in the data. Batches that are behind the state are moved
+    to its step.
     """
-    if isinstance(loader, TrainingLoader) or not hasattr(loader, "get_state"):
-        return 0
-    position = loader.get_state()
-    return max(0, position["step"] - step) if _follows_from_step(position) else 0
+    return max(0, position["step"] - int(step)) if _follows_from_step(position) else 0
 
 
 def _follows_from_step(position: Any) -> bool:

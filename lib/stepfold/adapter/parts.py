@@ -9,6 +9,7 @@ import optax
 from jax.sharding import Mesh
 
 from stepfold.adapter.hooks import CompilationTracker, Watcher
+from stepfold.adapter.loading import TrainingLoader
 from stepfold.adapter.sizes import Plan
 from stepfold.adapter.steps import Step, as_eval_step, as_train_step
 from stepfold.checkpoint.series import Checkpoints
@@ -121,10 +122,10 @@ class Parts:
     def with_train_step(self, step: Step) -> Self:
         """Replace the training step.
 
-        One of a subclass stays jitted, if it is, so that it takes batches of several sizes.
+        A jitted one stays so with batches of a subclass, which may be of several sizes.
         """
-        fit_step = as_train_step(step)
-        if step is not self.own_step and fit_step is not step and hasattr(step, "lower"):
+        fit_step, loader = as_train_step(step), self.dataloader_train
+        if hasattr(step, "lower") and not isinstance(loader, TrainingLoader | None):
             fit_step = jax.jit(fit_step, donate_argnums=0)
         return replace(self, train_step=step, fit_step=fit_step)
 

@@ -25,7 +25,7 @@ from stepfold.adapter.from_arguments import (
     sharding_rules,
     start_processes,
 )
-from stepfold.adapter.loading import length_of, offset_of
+from stepfold.adapter.loading import TrainingLoader, length_of, offset_of
 from stepfold.adapter.optimizers import learning_rate_of, schedule_paths, with_schedule_at
 from stepfold.adapter.outputs import (
     TrainerConfigureDataloaderOutput,
@@ -75,8 +75,14 @@ def make_parts(arguments: TrainingArguments, *, devices: Any, rules: Any, **give
 def with_dataloaders(parts: Parts, output: TrainerConfigureDataloaderOutput) -> Parts:
     """Set the batches, and the number of steps."""
     steps = output.max_training_steps or parts.plan.steps
-    plan = parts.plan._replace(steps=steps)
-    return replace(parts, **output.replace(max_training_steps=steps).to_dict(), plan=plan)
+    return replace(
+        parts,
+        dataloader_train=output.dataloader_train,
+        dataloader_eval=output.dataloader_eval,
+        max_training_steps=steps,
+        max_evaluation_steps=output.max_evaluation_steps,
+        plan=parts.plan._replace(steps=steps),
+    )
 
 
 def with_model(
@@ -90,6 +96,8 @@ def with_model(
         state = first_state(arguments, parts, output.model, parts.initial, tx)
     elif state is not parts.own_state:  # a subclass's own, which must not be donated
         state = copy_to(state, parts.shardings_of(state))
+    loader = parts.dataloader_train
+    is_own = isinstance(loader, TrainingLoader) or not hasattr(loader, "get_state")
     parts = replace(
         parts,
         model=output.model,
@@ -97,7 +105,7 @@ def with_model(
         tx=tx,
         scheduler=scheduler or output.scheduler,
         own_state=None,
-        data_offset=offset_of(parts.dataloader_train, int(getattr(state, "step", 0))),
+        data_offset=0 if is_own else offset_of(loader.get_state(), getattr(state, "step", 0)),
     )
     return parts.with_state(state), state
 

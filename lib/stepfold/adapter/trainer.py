@@ -308,8 +308,10 @@ class Trainer:
         )
         if start.source is not None:
             self.set_state(start.state)
-        step = int(getattr(self.state, "step", 0)) + self._parts.data_offset
-        loading.seek(self.dataloader_train, start.data, step)
+        step = int(getattr(self.state, "step", 0))
+        if start.data is not None:
+            self._parts = replace(self._parts, data_offset=loading.offset_of(start.data, step))
+        loading.seek(self.dataloader_train, start.data, step + self._parts.data_offset)
         may_resume = start.may_resume
         del start, state, model_parameters  # so that a restored state can take the memory
         self.writer = self.writer or from_arguments.writers(self.arguments)

@@ -1,11 +1,10 @@
 """Checks of `TrainingArguments` as a whole, and of arguments of the trainer."""
 
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 from stepfold import tree
-from stepfold.adapter.fields import MIXED, is_changed, is_function
+from stepfold.adapter.fields import MIXED, declarations, is_changed, is_function
 from stepfold.adapter.optimizers import (
     MOMENT_DTYPES,
     check_optimizer_options,
@@ -19,9 +18,8 @@ from stepfold.sharding.mesh import axes_of
 
 def check_combinations(a: Any) -> None:
     """Raise a ConfigError if fields do not go together."""
-    for each in fields(a):
-        name = each.name
-        for other, value in each.metadata.get("unused", ()):
+    for name, declared in declarations(type(a)).items():
+        for other, value in declared.get("unused", ()):
             if getattr(a, other) == value and is_changed(a, name):
                 raise ConfigError(
                     f"{name}={getattr(a, name)!r:.60} has no effect with {other}={value!r}; "
