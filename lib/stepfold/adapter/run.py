@@ -182,14 +182,10 @@ def make_hooks(
         hooks.append(every(arguments.weight_distribution_log_steps, log_weights))
     hooks += [*(callback(function, trainer) for function in parts.callbacks), *parts.hooks]
     loader = parts.dataloader_train
-    hooks.append(
-        trainer_hooks.TrainerHook(
-            trainer,
-            has_epochs=bool(getattr(loader, "epoch_ends", getattr(loader, "steps_per_epoch", 0))),
-            needs_exact_state=bool(parts.watchers) or trainer.overrides("log_watchers"),
-        )
-    )
-    return hooks if metric is None else [*hooks, _expect_metric(metric)]
+    has_epochs = bool(getattr(loader, "epoch_ends", getattr(loader, "steps_per_epoch", None)))
+    is_exact = bool(parts.watchers) or trainer.overrides("log_watchers")
+    own = trainer_hooks.TrainerHook(trainer, has_epochs=has_epochs, needs_exact_state=is_exact)
+    return [*hooks, own, *([] if metric is None else [_expect_metric(metric)])]
 
 
 def _expect_metric(metric: str) -> Hook:

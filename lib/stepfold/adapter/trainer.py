@@ -298,14 +298,9 @@ class Trainer:
         if not self.arguments.do_train:
             return self._output("do_train is False")
         run.check_length(self._parts, more_steps)
-        start = run.find_start(
-            self.arguments,
-            self._parts,
-            self.state,
-            self._state_source,
-            {"model_parameters": model_parameters, "state": state, "ckpt_path": ckpt_path},
-            is_first=self.result is None,
-        )
+        chosen = {"model_parameters": model_parameters, "state": state, "ckpt_path": ckpt_path}
+        before, is_first = (self.state, self._state_source), self.result is None
+        start = run.find_start(self.arguments, self._parts, *before, chosen, is_first=is_first)
         if start.source is not None:
             self.set_state(start.state)
         step = int(getattr(self.state, "step", 0))
@@ -313,7 +308,13 @@ class Trainer:
             self._parts = replace(self._parts, data_offset=loading.offset_of(start.data, step))
         loading.seek(self.dataloader_train, start.data, step + self._parts.data_offset)
         may_resume = start.may_resume
-        del start, state, model_parameters  # so that a restored state can take the memory
+        del (
+            start,
+            before,
+            chosen,
+            state,
+            model_parameters,
+        )  # so that a restored state can take the memory
         self.writer = self.writer or from_arguments.writers(self.arguments)
         try:
             self.start_training_hook()
@@ -637,7 +638,7 @@ class Trainer:
         ends = getattr(self.dataloader_train, "epoch_ends", None)
         if ends is None or self.arguments.per_epoch_training_steps is not None:
             ends = EpochEnds.of_length(self.plan.epoch_steps or self.max_training_steps or 1)
-        start = 0 if self._run_hook is None else self._run_hook.start_step
+        start = getattr(self._run_hook, "start_step", 0)
         return trainer_hooks.epoch_means(self.history, ends, start, self._parts.data_offset)
 
     @property
@@ -702,8 +703,7 @@ class Trainer:
     def _is_due(self, step: int, interval: int, mode: str) -> bool:
         """Whether to show or write metrics: those of evaluations always, others at an interval."""
         is_every_log_point = interval == self.plan.log_every
-        last_step = None if self._run_hook is None else self._run_hook.last_step
-        is_last = step in (self.plan.steps, last_step)
+        is_last = step in (self.plan.steps, getattr(self._run_hook, "last_step", None))
         return mode != "train" or is_every_log_point or step % interval == 0 or is_last
 
     def _eval_step(self) -> Any:
