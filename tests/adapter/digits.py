@@ -42,7 +42,7 @@ def arguments(**changes):
     usual = {"total_batch_size": 20, "learning_rate": 1e-2, "max_steps": 20, "log_steps": 5}
     if {"num_train_epochs"} & changes.keys():
         del usual["max_steps"]
-    if not changes.get("performance_mode"):  # which is quiet by itself
+    if not changes.get("performance_mode"):  # which shows nothing anyway
         usual |= QUIET
         if {"output_dir", "save_dir"} & changes.keys():
             usual["report_to"] = ()  # to write the page of a run takes as long as all its steps

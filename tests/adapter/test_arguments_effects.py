@@ -263,7 +263,7 @@ def test_every_field_changes_a_part_or_is_refused(name, tmp_path, monkeypatch, c
     assert not str(plain).startswith("ConfigError"), plain
     assert changed != plain
     assert not str(changed).startswith("ConfigError") or name in (
-        "jax_distributed_config",  # which has a wrong key here, so as to start nothing
+        "jax_distributed_config",  # whose key is wrong here, so that nothing is started
         "sharding_array",  # whose names do not fit any more
     )
 

@@ -129,7 +129,7 @@ def test_a_seed_that_jax_does_not_take_is_refused():
 
 
 def test_there_is_a_state_after_an_exit_before_the_restore(tmp_path):
-    """As after a second Ctrl-C, before anything was restored in the place of what was let go."""
+    """For example, after a second Ctrl-C before a checkpoint was restored."""
     digits.train_only(output_dir=tmp_path, max_steps=5).train()
 
     class Impatient:
@@ -137,7 +137,7 @@ def test_there_is_a_state_after_an_exit_before_the_restore(tmp_path):
             raise KeyboardInterrupt
 
         def __call__(self, event):
-            """Hear nothing."""
+            """Ignore events."""
 
     made = digits.train_only(output_dir=tmp_path, max_steps=10, given={"hooks": [Impatient()]})
     with pytest.raises(KeyboardInterrupt):
@@ -281,7 +281,7 @@ def rows():
 
 
 def test_a_stream_is_iterated_once_for_each_epoch():
-    """Nobody knows how many steps that is, so that without them it would never end."""
+    """The number of steps is unknown, so nothing else would end the run."""
     made = digits.train_only(given={"dataset_train": rows}, num_train_epochs=2)
     assert made.train().stopped == "the batches ended at step 6"
 
@@ -580,10 +580,12 @@ def test_a_part_can_be_replaced_between_runs():
 def test_a_subclass_may_assign_a_part_before_its_arguments_are_read():
     class Early(Trainer):
         def __init__(self, *args, **kwargs):
-            self.config = "early"  # which the argument replaces
-            super().__init__(*args, **kwargs)
+            self.config, self.mesh = {"layers": 1}, None  # which the arguments replace
+            super().__init__(*args, **kwargs, config={**self.config, "width": 2})
 
-    assert digits.train_only(Early).config is None
+    trainer = digits.train_only(Early)
+    assert trainer.config == {"layers": 1, "width": 2}
+    assert trainer.mesh.size == 1
 
 
 def test_the_state_can_be_set_by_its_aliases():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Self
 
 import jax
@@ -28,11 +29,15 @@ class Part:
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
         if trainer is None:
             return self
-        return getattr(vars(trainer).get("_parts"), self._name)
+        # A subclass may assign and read it before the record is made.
+        record = vars(trainer).get("_parts") or SimpleNamespace(**vars(trainer))
+        return getattr(record, self._name)
 
     def __set__(self, trainer: Any, value: Any) -> None:
-        if "_parts" in vars(trainer):  # otherwise `__init__` is going to make it from arguments
+        if "_parts" in vars(trainer):
             trainer._parts = replace(trainer._parts, **{self._name: value})
+        else:
+            vars(trainer)[self._name] = value
 
 
 @dataclass(frozen=True, kw_only=True)
