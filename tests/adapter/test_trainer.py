@@ -322,7 +322,10 @@ def test_the_state_of_the_trainer_is_that_of_the_run():
 
 def test_epochs_are_counted():
     made = digits.train_only(num_train_epochs=2)
+    assert made.epochs_done == 0
     made.train()
+    assert made.epochs_done == 2
+    made.train(more_steps=1)
     assert made.epochs_done == 2
 
 

@@ -96,6 +96,8 @@ class Methods(BaseTrainerProtocol, Protocol):
     writer: Any
     watched_step: int
 
+    @property
+    def epochs_done(self) -> int: ...
     def on_log(self, metrics: Mapping[str, float], step: int) -> None: ...
     def overrides(self, method: str) -> bool: ...
 
@@ -120,7 +122,7 @@ class TrainerHook(BaseHook):
         if has_epochs:
             self.end_epoch = self._end_epoch  # which ends an interval of metrics
         self.bar: Any = None
-        self.start_step, self.epochs_done = 0, 0
+        self.start_step, self.epochs_done = 0, trainer.epochs_done
         self.last_step: int | None = None
         self._bar_state: Any = None  # of the resumed run
         self._event_step: int | None = None  # of the last event in this run, or before a resume

@@ -36,10 +36,7 @@ class TrainingLoader:
     """
 
     def __init__(
-        self,
-        iterator: Any,
-        prepare: Prepare = lambda batch: batch,
-        epoch_steps: int | None = None,
+        self, iterator: Any, prepare: Prepare = lambda batch: batch, epoch_steps: int | None = None
     ) -> None:
         self._iterator, self._prepare, self._epoch_steps = iterator, prepare, epoch_steps
         self._peeked: list[tuple[Any, Any]] = []  # the next batch and its position
