@@ -108,10 +108,10 @@ def length_of(arguments: TrainingArguments, parts: Parts, more_steps: int | None
     return {"epochs": epochs if epochs > 1 and not is_iterator else None}
 
 
-def step_of(arguments: TrainingArguments, parts: Parts) -> Step:
-    """Return the training step with metrics; several in a call need one that is not jitted."""
-    step: Any = parts.fit_step
-    return step if arguments.steps_per_call == 1 else getattr(step, "__wrapped__", step)  # type: ignore[no-any-return]
+def step_of(parts: Parts, *, jitted: bool) -> Step:
+    """Return the training step with metrics, as it is or not jitted."""
+    step: Step = parts.fit_step
+    return step if jitted else getattr(step, "__wrapped__", step)
 
 
 def with_hooks(
@@ -212,7 +212,7 @@ def compile_steps(arguments: TrainingArguments, parts: Parts, state: Any) -> Par
     loader, step = parts.dataloader_train, parts.train_step
     if loader is not None and not isinstance(step, CompiledStep):
         batches = loader if isinstance(loader, TrainingLoader) else TrainingLoader(iter(loader))
-        compiled = compile_step(parts.fit_step, state, batches.peek())
+        compiled = compile_step(step_of(parts, jitted=False), state, batches.peek())
         if iter(loader) is loader:
             parts = replace(parts, dataloader_train=batches)
         if step is parts.own_step:

@@ -335,7 +335,9 @@ class Trainer:
 
     def _fit(self, more_steps: int | None, *, resume: bool) -> FitResult:
         """Run the steps, with evaluations, hooks and checkpoints."""
-        arguments, step = self.arguments, run.step_of(self.arguments, self._parts)
+        arguments = self.arguments
+        # Several steps in a call are compiled as one.
+        step = run.step_of(self._parts, jitted=arguments.steps_per_call == 1)
         if self.overrides("on_step_start") or self.overrides("on_step_end"):
             step = run.with_hooks(arguments, step, self.on_step_start, self.on_step_end)
         evaluations = run.evaluations_of(self._parts, self.eval_batches)
