@@ -334,6 +334,7 @@ def checkpoints(arguments: TrainingArguments, plan: Plan) -> Checkpoints | None:
 
     Without `output_dir`, or with `do_last_save=False`, return None: nothing is saved.
 
+    >>> from stepfold.adapter import plan
     >>> arguments = TrainingArguments(output_dir="runs/a", max_steps=200, save_steps=0.25)
     >>> checkpoints(arguments, plan(arguments)).every
     50

@@ -54,6 +54,8 @@ def make_parts(arguments: TrainingArguments, *, devices: Any, rules: Any, **give
     functions = "loss_fn", "eval_loss_fn", "data_collator", "given_scheduler"
     check_functions(**{name.removeprefix("given_"): given[name] for name in functions})
     check_flags(finetune=given["finetune"], stateful=given["stateful"])
+    if not given["finetune"]:
+        given["initial"] = None
     start_processes(arguments)
     mesh = make_mesh(arguments, devices)
     sizes = length_of(given["dataset_train"]), length_of(given["dataset_eval"])

@@ -168,7 +168,7 @@ class Trainer:
             devices=devices,
             rules=rules,
             model=model,
-            initial=model_state if finetune else None,
+            initial=model_state,
             config=config,
             dataset_train=dataset_train,
             dataset_eval=dataset_eval,
