@@ -98,14 +98,16 @@ def check_length(parts: Parts, more_steps: int | None) -> None:
 # The arguments of `fit`
 
 
-def length_of(arguments: TrainingArguments, parts: Parts, more_steps: int | None) -> dict[str, Any]:
-    """Return the arguments of `fit` that set the length of a run."""
+def length_of(
+    arguments: TrainingArguments, parts: Parts, more_steps: int | None
+) -> tuple[int | None, int | None]:
+    """Return the steps and the epochs of a run without `more_steps`."""
     steps, epochs = parts.max_training_steps, arguments.num_train_epochs
     if more_steps is not None or steps is not None:
-        return {"steps": steps if more_steps is None else None, "more_steps": more_steps}
+        return None if more_steps is not None else steps, None
     # A loader of a subclass may be one epoch that can be iterated again.
     is_iterator = iter(parts.dataloader_train) is parts.dataloader_train
-    return {"epochs": epochs if epochs > 1 and not is_iterator else None}
+    return None, epochs if epochs > 1 and not is_iterator else None
 
 
 def step_of(parts: Parts, *, jitted: bool) -> Step:

@@ -350,11 +350,14 @@ class Trainer:
             move_previous_run(self.logs_path, int(getattr(self.state, "step", 0)))
         self.dataloader_train = loading.skippable(self.dataloader_train)
         has_report = self.writer is not None and "jsonl" in arguments.report_to
-        return fit(
+        length, epochs = run.length_of(arguments, self._parts, more_steps)
+        return fit(  # without `**`, since a tuple of its arguments would keep the state
             step,
             self._take_state() if is_resumed else self.state,
             self.dataloader_train,
-            **run.length_of(arguments, self._parts, more_steps),
+            steps=length,
+            epochs=epochs,
+            more_steps=more_steps,
             run_dir=self.logs_path if has_report else None,  # drawn from the JSON lines
             evaluation=evaluations,
             checkpoints=self.checkpoint_manager,
