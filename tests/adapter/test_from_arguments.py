@@ -342,7 +342,9 @@ def test_wandb_options_name_the_run():
         wandb_name="first",
         trainer_prefix="sft",
     )
-    assert wandb_options(arguments) == {
+    options = wandb_options(arguments)
+    assert options.pop("config")["learning_rate"] == arguments.learning_rate
+    assert options == {
         "project": "sft-model",
         "entity": "team",
         "name": "first",

@@ -44,6 +44,13 @@ from stepfold.sharding import mesh as meshes
 from stepfold.sharding.distributed import Distributed, start_distributed
 from stepfold.sharding.plan import Rules, fsdp
 
+# How long a run is, where it writes, and what it shows.
+_CHANGED_BY_A_RESUME = {
+    "num_train_epochs", "max_steps", "training_time_limit", "step_start_point", "output_dir",
+    "checkpoints_dir", "logs_dir", "resume_if_possible", "resume_from_checkpoint", "verbose",
+    "progress_bar_type", "performance_mode", "save_total_limit", "do_train", "do_eval",
+}  # fmt: skip
+
 # Schedule and optimizer
 
 
@@ -396,6 +403,24 @@ def writers(arguments: TrainingArguments) -> Writer | None:
     return async_writer(multi_writer(*all_writers)) if all_writers else None
 
 
+def config_of(arguments: TrainingArguments) -> dict[str, Any]:
+    """Return the arguments for `run.json`, without those that a resume changes as a rule.
+
+    What JSON cannot hold, such as a function, is named by text.
+    """
+    names = arguments.to_dict().keys() - _CHANGED_BY_A_RESUME
+    return {name: _as_json(getattr(arguments, name)) for name in sorted(names)}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    is_plain = value is None or isinstance(value, str | bool | int | float)
+    return value if is_plain else getattr(value, "__qualname__", None) or str(value)
+
+
 def logs_of(arguments: TrainingArguments) -> Path:
     """Return the directory of metric files, one per process if every process writes."""
     directory = absolute_path("output_dir", Path(arguments.output_dir or ".") / arguments.logs_dir)
@@ -417,5 +442,6 @@ def wandb_options(arguments: TrainingArguments) -> dict[str, Any]:
         "entity": arguments.wandb_entity,
         "name": arguments.wandb_name,
         "dir": output_dir and os.fspath(absolute_path("output_dir", output_dir)),
+        "config": config_of(arguments),
     }
     return {name: value for name, value in options.items() if value is not None}

@@ -359,6 +359,7 @@ class Trainer:
             epochs=epochs,
             more_steps=more_steps,
             run_dir=self.logs_path if has_report else None,  # drawn from the JSON lines
+            config=from_arguments.config_of(arguments),
             evaluation=evaluations,
             checkpoints=self.checkpoint_manager,
             hooks=self._run_hooks,
