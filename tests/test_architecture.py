@@ -172,6 +172,23 @@ def test_no_vague_module_names():
     assert not [path for path in MODULES if path.stem in vague]
 
 
+# Phrases that read as translated, and words of which plainer ones exist.
+AVOIDED = (
+    "belong into|belongs into|also if|as it came|give as many|as many to each|with which a run|"
+    "anew|nobody|makes do|so many|is well|let go|ever so|on its own account"
+)
+
+
+def test_prose_is_idiomatic():
+    found = [
+        f"{path}:{number}: {line.strip()}"
+        for path in SOURCES
+        for number, line in enumerate((LIB / path).read_text().splitlines(), 1)
+        if re.search(rf"\b({AVOIDED})\b", line, re.IGNORECASE)
+    ]
+    assert not found
+
+
 def test_a_small_module_is_public_or_has_several_importers():
     importers = defaultdict(set)
     for name, imported in module_graph().items():
