@@ -308,13 +308,8 @@ class Trainer:
             self._parts = replace(self._parts, data_offset=loading.offset_of(start.data, step))
         loading.seek(self.dataloader_train, start.data, step + self._parts.data_offset)
         may_resume = start.may_resume
-        del (
-            start,
-            before,
-            chosen,
-            state,
-            model_parameters,
-        )  # so that a restored state can take the memory
+        # So that a restored state can take their memory.
+        del start, before, chosen, state, model_parameters
         self.writer = self.writer or from_arguments.writers(self.arguments)
         try:
             self.start_training_hook()
