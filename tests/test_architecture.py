@@ -103,13 +103,47 @@ def test_orbax_is_behind_one_module():
     assert len(users) == 1, users
 
 
-def module_graph():
-    """Map each module to the modules that it imports when it runs."""
-    return {name: set(imports(path, types=False)) & NAMES.keys() for name, path in NAMES.items()}
+def module_graph(*, types=False):
+    """Map each module to the modules that it imports when it runs; `types` adds TYPE_CHECKING."""
+    return {name: imported_modules(path, types=types) for name, path in NAMES.items()}
+
+
+def imported_modules(path, *, types):
+    # `from stepfold.adapter import run` imports stepfold.adapter.run.
+    submodules = [
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    return {*imports(path, types=types), *submodules} & NAMES.keys()
 
 
 def test_imports_form_no_cycle():
-    graph, done = module_graph(), set()
+    check_no_cycle(module_graph())
+
+
+def test_imports_of_the_adapter_form_no_cycle_even_for_types():
+    graph = module_graph(types=True)
+    names = [name for name in graph if name.startswith("stepfold.adapter.")]
+    assert len(names) > 10
+    check_no_cycle({name: graph[name] & {*names} for name in names})
+
+
+def test_only_the_trainer_knows_its_class():
+    others = [
+        path
+        for path in SOURCES
+        if path.parts[0] == "adapter" and path.name not in ("trainer.py", "__init__.py")
+    ]
+    for path in others:
+        assert "stepfold.adapter.trainer" not in imported_modules(path, types=True)
+        words = {getattr(node, "id", getattr(node, "value", 0)) for node in ast.walk(parse(path))}
+        assert "Trainer" not in words, f"{path} names Trainer"  # a name, or one in quotes
+
+
+def check_no_cycle(graph):
+    done = set()
 
     def visit(name, chain):
         assert name not in chain, f"cycle: {[*chain, name]}"
@@ -136,6 +170,23 @@ def test_every_package_has_its_tests():
 def test_no_vague_module_names():
     vague = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
     assert not [path for path in MODULES if path.stem in vague]
+
+
+# Phrases that read as translated, and words of which plainer ones exist.
+AVOIDED = (
+    "belong into|belongs into|also if|as it came|give as many|as many to each|with which a run|"
+    "anew|nobody|makes do|so many|is well|let go|ever so|on its own account"
+)
+
+
+def test_prose_is_idiomatic():
+    found = [
+        f"{path}:{number}: {line.strip()}"
+        for path in SOURCES
+        for number, line in enumerate((LIB / path).read_text().splitlines(), 1)
+        if re.search(rf"\b({AVOIDED})\b", line, re.IGNORECASE)
+    ]
+    assert not found
 
 
 def test_a_small_module_is_public_or_has_several_importers():

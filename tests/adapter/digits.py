@@ -1,7 +1,5 @@
 """Real images, a small model, and trainers of it."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,8 @@ import optax
 from sklearn.datasets import load_digits
 
 import stepfold as sf
-from stepfold.adapter import Trainer, TrainingArguments, plan
+from stepfold.adapter import Trainer, TrainingArguments
+from stepfold.adapter.setup import make_parts
 
 _DIGITS = load_digits()
 _DATA = {"image": np.float32(_DIGITS.data / 16), "label": np.int32(_DIGITS.target)}
@@ -43,7 +42,7 @@ def arguments(**changes):
     usual = {"total_batch_size": 20, "learning_rate": 1e-2, "max_steps": 20, "log_steps": 5}
     if {"num_train_epochs"} & changes.keys():
         del usual["max_steps"]
-    if not changes.get("performance_mode"):  # which is quiet by itself
+    if not changes.get("performance_mode"):  # which shows nothing anyway
         usual |= QUIET
         if {"output_dir", "save_dir"} & changes.keys():
             usual["report_to"] = ()  # to write the page of a run takes as long as all its steps
@@ -51,7 +50,7 @@ def arguments(**changes):
 
 
 def trainer(kind=Trainer, given=None, **changes):
-    """Make a trainer; `changes` are of the arguments, `given` of what it is given besides."""
+    """Make a trainer; `changes` are fields of the arguments, `given` are other keywords."""
     usual = {"model": init, "dataset_train": TRAIN, "dataset_eval": TEST, "loss_fn": loss_fn}
     if "tx" in (given or {}):  # which says the rate itself
         changes = {"learning_rate": 5e-5, **changes}
@@ -65,13 +64,13 @@ def train_only(kind=Trainer, given=None, **changes):
     return trainer(kind, {"dataset_eval": None, **(given or {})}, **changes)
 
 
-def stub(arguments=None, **given):
-    """Return what the functions of a trainer read of it, for tests of one of them."""
+def parts(arguments=None, devices=None, **given):
+    """Make the parts of a trainer that need no method, for tests of a function of them."""
+    usual = dict.fromkeys(("rules", "loss_fn", "eval_loss_fn", "data_collator", "given_scheduler"))
+    usual |= {"dataset_train": None, "dataset_eval": None, "finetune": True, "stateful": False}
     arguments = TrainingArguments() if arguments is None else arguments
-    usual = {"loss_fn": plain_loss, "eval_loss_fn": None, "tx": None, "scheduler": None}
-    usual |= {"data_collator": None, "overrides": lambda method: False, "stateful": False}
-    usual |= {"finetune": True, "sharded_mesh": None, "shardings_of": lambda state: None}
-    return SimpleNamespace(arguments=arguments, plan=plan(arguments), **usual | given)
+    devices = jax.devices()[:1] if devices is None else devices
+    return make_parts(arguments, devices=devices, **usual | given)
 
 
 def bits(tree):

@@ -120,6 +120,28 @@ def test_a_subclass_has_the_aliases_and_the_checks():
         More(seed=-1)
 
 
+@by_any_name
+@dataclass(frozen=True, kw_only=True)
+class Other(TrainingArguments):
+    """Arguments with other defaults."""
+
+    max_steps: int | float | None = 100
+    """Steps to train."""
+    eval_steps: int | None = None
+    """Steps between two evaluations."""
+
+
+def test_a_subclass_that_changes_a_default_keeps_the_rest_of_the_field():
+    assert Other().max_steps == 100
+    assert Other(max_training_steps=-1).max_steps is None
+    with pytest.raises(
+        sf.ConfigError, match="max_steps: expected an integer of at least 1, or a f"
+    ):
+        Other(max_training_steps=1.5)
+    with pytest.raises(sf.ConfigError, match="eval_steps=3 has no effect with do_eval=False"):
+        Other(evaluation_steps=3, do_eval=False)
+
+
 def test_the_fields_of_easydel_and_hezar_are_known():
     easydel = """
     model_name num_train_epochs learning_rate learning_rate_end total_batch_size

@@ -13,7 +13,7 @@ from tests.adapter import digits
 
 import stepfold as sf
 from stepfold import adapter as adapter
-from stepfold.adapter import TrainingArguments, from_arguments, loading, run, steps
+from stepfold.adapter import TrainingArguments, from_arguments, loading, run, setup
 
 FIELDS = [field.name for field in dataclasses.fields(TrainingArguments)]
 PARAMS = {"embed": jnp.ones((4, 4)), "w": jnp.ones((4, 4))}
@@ -65,7 +65,7 @@ def files(a):
 def shown(a, held, capsys):
     """Pass events to a trainer's hooks, and return what they print and return."""
     found = []
-    hooks = run.make_hooks(held, has_evaluations=True)
+    hooks = run.make_hooks(a, held._parts, held, has_evaluations=True)
     for hook in hooks:
         if hasattr(hook, "open"):
             hook.open(0, 100)
@@ -95,12 +95,12 @@ def gradients(a):
     tx = optax.sgd(0.1)
     state = jax.eval_shape(lambda: sf.init_state(PARAMS, tx, jax.random.key(0)))
     loss_fn = lambda params, batch, key: (params["w"] @ params["w"]).sum()
-    train_step, _ = steps.make_steps(digits.stub(a, tx=tx, loss_fn=loss_fn))
+    train_step, _ = setup.make_steps(a, digits.parts(a, loss_fn=loss_fn, tx=tx))
     return str(jax.make_jaxpr(train_step)(state, None))
 
 
 def order(a):
-    loader = loading.training_batches(digits.stub(a), np.arange(100))
+    loader = loading.training_batches(a, adapter.plan(a), np.arange(100), None)
     return [next(loader).tolist() for _ in range(2)]
 
 
@@ -110,7 +110,7 @@ def example(a):
 
 
 def batch(a, held, capsys):
-    collate = loading.collect_of(held, digits.TRAIN)
+    collate = held._collect_of(digits.TRAIN)
     return None if collate is None else collate([{"x": [1, 2, 3]}])["x"].tolist()
 
 
@@ -263,7 +263,7 @@ def test_every_field_changes_a_part_or_is_refused(name, tmp_path, monkeypatch, c
     assert not str(plain).startswith("ConfigError"), plain
     assert changed != plain
     assert not str(changed).startswith("ConfigError") or name in (
-        "jax_distributed_config",  # which has a wrong key here, so as to start nothing
+        "jax_distributed_config",  # whose key is wrong here, so that nothing is started
         "sharding_array",  # whose names do not fit any more
     )
 

@@ -12,6 +12,7 @@ import pytest
 
 import stepfold as sf
 from stepfold.adapter.arguments import TrainingArguments
+from stepfold.adapter.fields import MIXED
 from stepfold.adapter.from_arguments import (
     best_metric,
     cast_params,
@@ -20,7 +21,6 @@ from stepfold.adapter.from_arguments import (
     make_mesh,
     make_optimizer,
     make_schedule,
-    plan,
     precision,
     sharding_rules,
     start_processes,
@@ -29,8 +29,8 @@ from stepfold.adapter.from_arguments import (
     writers,
     writes_everywhere,
 )
-from stepfold.adapter.steps import make_steps
-from stepfold.adapter.validation import MIXED
+from stepfold.adapter.setup import make_steps
+from stepfold.adapter.sizes import plan
 
 from . import digits
 
@@ -123,7 +123,7 @@ def test_every_remat_policy_is_one_of_make_train_step():
     assert {"none", "nothing_saveable", "checkpoint_dots_with_no_batch_dims"} <= {*policies}
     for policy in policies:
         arguments = TrainingArguments(gradient_checkpointing=policy)
-        make_steps(digits.stub(arguments, tx=optax.sgd(0.1)))
+        make_steps(arguments, digits.parts(loss_fn=digits.plain_loss, tx=optax.sgd(0.1)))
 
 
 # The loss
@@ -342,7 +342,9 @@ def test_wandb_options_name_the_run():
         wandb_name="first",
         trainer_prefix="sft",
     )
-    assert wandb_options(arguments) == {
+    options = wandb_options(arguments)
+    assert options.pop("config")["learning_rate"] == arguments.learning_rate
+    assert options == {
         "project": "sft-model",
         "entity": "team",
         "name": "first",

@@ -19,7 +19,10 @@ from stepfold.adapter.hooks import (
     check_watchers,
     epoch_means,
 )
+from stepfold.data.epochs import EpochEnds
 from stepfold.loop.metrics import History
+
+ENDS = EpochEnds.of_length(4)
 
 
 def event(step, skipped):
@@ -63,7 +66,7 @@ def test_an_epoch_is_averaged_by_its_steps():
     history = History()
     for step, loss in ((3, 1.0), (4, 5.0), (8, 2.0)):
         history.add(step, {"train/loss": loss})
-    assert epoch_means(history, 4) == {"train_loss": [2.0, 2.0]}
+    assert epoch_means(history, ENDS) == {"train_loss": [2.0, 2.0]}
 
 
 def test_the_mean_of_an_epoch_is_weighted_by_its_own_steps():
@@ -71,9 +74,9 @@ def test_the_mean_of_an_epoch_is_weighted_by_its_own_steps():
     history = History()
     for step, loss in ((7, 4.0), (8, 1.0), (10, 1.0), (13, 5.0)):
         history.add(step, {"train/loss": loss})
-    assert epoch_means(history, 4, start=5) == {"train_loss": [3.0, 1.0, 5.0]}
-    assert epoch_means(history, 4, start=4) == {"train_loss": [3.25, 1.0, 5.0]}
-    resumed = epoch_means(history, 4, start=8)  # the history is that of the first run too
+    assert epoch_means(history, ENDS, start=5) == {"train_loss": [3.0, 1.0, 5.0]}
+    assert epoch_means(history, ENDS, start=4) == {"train_loss": [3.25, 1.0, 5.0]}
+    resumed = epoch_means(history, ENDS, start=8)  # the history is that of the first run too
     assert resumed == {"train_loss": [3.25, 1.0, 5.0]}
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import stepfold as sf
-from stepfold.adapter import TrainingArguments
+from stepfold.adapter import TrainingArguments, plan
 from stepfold.adapter.loading import (
     EvaluationLoader,
     TrainingLoader,
@@ -22,20 +22,18 @@ from stepfold.adapter.loading import (
     without_columns,
 )
 
-from . import digits
-
 DATA = {"x": np.arange(10), "name": np.array(list("abcdefghij"))}
 PLAIN = {"x": np.arange(10)}
 
 
 def training(dataset=PLAIN, **options):
     arguments = TrainingArguments(total_batch_size=2, **options)
-    return training_batches(digits.stub(arguments), dataset)
+    return training_batches(arguments, plan(arguments), dataset, None)
 
 
 def evaluation(dataset=PLAIN, steps=None, **options):
     arguments = TrainingArguments(eval_batch_size=4, **options)
-    return evaluation_batches(digits.stub(arguments), dataset, steps)
+    return evaluation_batches(arguments, plan(arguments)._replace(eval_steps=steps), dataset, None)
 
 
 def test_a_training_loader_prepares_batches_and_resumes_as_they_do():

@@ -44,6 +44,17 @@ def test_a_run_has_its_report_next_to_its_metrics(tmp_path):
     assert logged_steps(tmp_path) == [5, 10]  # each once, by one writer
 
 
+def test_the_arguments_are_the_config_of_the_run(tmp_path):
+    options = {"report_to": ("jsonl",), "resume_if_possible": True}
+    digits.train_only(output_dir=tmp_path, max_steps=5, learning_rate=0.01, **options).train()
+    config = json.loads((tmp_path / "logs" / "run.json").read_text())["config"]
+    assert (config["learning_rate"], "max_steps" in config) == (0.01, False)
+    with pytest.warns(UserWarning, match="config: changed .* weight_decay from .* to 0.1"):
+        digits.train_only(
+            output_dir=tmp_path, max_steps=10, learning_rate=0.01, weight_decay=0.1, **options
+        ).train()
+
+
 def test_without_json_lines_a_run_has_no_report(tmp_path):
     digits.train_only(output_dir=tmp_path, max_steps=1, report_to=("csv",)).train()
     names = sorted(path.name for path in (tmp_path / "logs").iterdir())

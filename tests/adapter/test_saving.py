@@ -1,5 +1,7 @@
+import functools
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -46,27 +48,24 @@ def test_a_card_cannot_go_below_a_file(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def trainer():
+def card():
+    """Make the card of a run from what differs between the tests."""
     fields = {"model_name": "digits", "learning_rate": 0.1, "frozen_parameters": "a|b"}
-    stub = digits.stub(TrainingArguments(**fields), mesh=sf.make_mesh(), checkpoint_path=None)
-    vars(stub).update(state_shape={"w": jnp.ones((3, 2))}, loaded=[], left={})
-    vars(stub).update(history={}, stopped=None)
-    return stub
+    parts = digits.parts(devices=jax.devices(), state_shape={"w": jnp.ones((3, 2))})
+    return functools.partial(saving.make_card, TrainingArguments(**fields), parts)
 
 
 @pytest.mark.parametrize(
     "reason", ["all 2 steps were done", sf.Stop("completed", "all 2 steps were done")]
 )
-def test_a_card_lists_arguments_parameters_devices_and_curves(trainer, monkeypatch, reason):
-    monkeypatch.setattr(trainer, "history", {"eval/loss": [2.0, 1.0]})
-    monkeypatch.setattr(trainer, "stopped", reason)
-    monkeypatch.setattr(trainer, "checkpoint_path", "runs/2")
-    text = saving.make_card(trainer)
+def test_a_card_lists_arguments_parameters_devices_and_curves(card, reason):
+    text = card({"eval/loss": [2.0, 1.0]}, {"checkpoint": "runs/2", "not loaded": {}}, reason)
     assert text.startswith("# digits\n\nThe run ended: all 2 steps were done.\n")
     for part in ("| learning_rate | `0.1` |", "`'a\\|b'`", "| w    | (3, 2)", "'fsdp': 8"):
         assert part in text
     assert "| eval/loss | 2 | 2 | 1 | 1 | 2 | █▁ |" in text
     assert "| checkpoint | `'runs/2'` |" in text
+    assert "| not loaded | `{}` |" in text
     assert "warmup_steps" in text
     assert "clip_grad" not in text  # which is None
     assert f"| stepfold | `'{sf.__version__}'` |" in text
@@ -74,9 +73,8 @@ def test_a_card_lists_arguments_parameters_devices_and_curves(trainer, monkeypat
     assert heads == ["Notes", "Results", "Arguments", "Parameters", "Devices", "Versions"]
 
 
-def test_a_card_leaves_empty_sections_out(trainer, monkeypatch):
-    monkeypatch.setattr(trainer, "history", {"x": [jnp.nan]})
-    text = saving.make_card(trainer)
+def test_a_card_leaves_empty_sections_out(card):
+    text = card({"x": [jnp.nan]}, {})
     assert "## Results" not in text
     assert "The run ended" not in text
 

@@ -20,13 +20,15 @@ from stepfold.adapter.setup import (
 
 from . import digits
 
-STUB = digits.stub()
+FOLDER = "checkpoints"
 TX = optax.adam(optax.linear_schedule(0.1, 0.0, 100))
 
 
 def begin(model=None, given=None, tx=TX, fields=(), **options):
     arguments = TrainingArguments(**{"seed": 0, "max_steps": 100, **dict(fields)})
-    return first_state(digits.stub(arguments, **options), model, given, tx)
+    devices = options.pop("devices", None)
+    parts = digits.parts(arguments, devices, **options)
+    return first_state(arguments, parts, model, given, tx)
 
 
 def trained():
@@ -35,7 +37,7 @@ def trained():
     return state._replace(step=jnp.int32(7), opt_state=moments)
 
 
-def test_states_are_told_from_parameters():
+def test_states_and_parameters_are_distinguished():
     assert is_state(trained())
     assert not is_state({"params": 1, "step": 2})
     assert not is_state(digits.TEST)
@@ -80,10 +82,9 @@ def test_parameters_are_cast_wherever_they_come_from():
 
 
 def test_a_state_is_made_with_its_shardings():
-    mesh = sf.make_mesh()
-    plan = lambda shape: sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
+    options_of_mesh = {"devices": jax.devices(), "rules": sf.fsdp(min_size=1)}
     for options in ({"model": digits.init}, {"given": trained()}):
-        kernel = begin(**options, shardings_of=plan).params["kernel"]
+        kernel = begin(**options, **options_of_mesh).params["kernel"]
         assert len({str(shard.index) for shard in kernel.addressable_shards}) == 8
 
 
@@ -111,16 +112,16 @@ def test_weights_are_loaded_from_safetensors_and_checkpoints(tmp_path):
     sf.export_params(tmp_path / "w.safetensors", state.params)
     sf.save(tmp_path / "run" / "checkpoints", state)
     for path in (tmp_path / "w.safetensors", tmp_path / "run", tmp_path / "run/checkpoints/7"):
-        new, loaded, not_loaded = load_weights(STUB, path, fresh)
+        new, loaded, not_loaded = load_weights(path, fresh, FOLDER)
         assert digits.bits(new.params) == digits.bits(state.params)
         assert digits.bits(new.opt_state) == digits.bits(fresh.opt_state)
         assert (loaded, not_loaded) == (["params/bias", "params/kernel"], {})
     larger = begin(lambda key: {"bias": jnp.zeros(10), "head": jnp.zeros(3)})
-    new, loaded, not_loaded = load_weights(STUB, tmp_path / "run", larger)
+    new, loaded, not_loaded = load_weights(tmp_path / "run", larger, FOLDER)
     assert (loaded, sorted(not_loaded)) == (["params/bias"], ["params/head", "params/kernel"])
     assert digits.bits(new.params["bias"]) == digits.bits(state.params["bias"])
     with pytest.raises(sf.TreeMismatchError, match="none that fits"):
-        load_weights(STUB, tmp_path / "run", begin(lambda key: {"other": jnp.ones(3)}))
+        load_weights(tmp_path / "run", begin(lambda key: {"other": jnp.ones(3)}), FOLDER)
 
 
 def test_weights_are_loaded_into_a_state_of_flax(tmp_path):
@@ -131,7 +132,7 @@ def test_weights_are_loaded_into_a_state_of_flax(tmp_path):
     sf.export_params(tmp_path / "w.safetensors", params)
     sf.save(tmp_path / "run", sf.init_state(params, TX, jax.random.key(0)))
     for path in (tmp_path / "w.safetensors", tmp_path / "run"):
-        new, *_ = load_weights(STUB, path, flax_state)
+        new, *_ = load_weights(path, flax_state, FOLDER)
         assert digits.bits(new.params) == digits.bits(params)
         assert type(new) is TrainState
 
@@ -139,19 +140,19 @@ def test_weights_are_loaded_into_a_state_of_flax(tmp_path):
 def test_a_checkpoint_is_found_by_its_run_its_folder_or_itself(tmp_path):
     sf.save(tmp_path / "checkpoints", {"w": jnp.ones(1)}, step=7)
     folder = tmp_path / "checkpoints"
-    assert find_checkpoint(STUB, tmp_path) == (folder, None)
-    assert find_checkpoint(STUB, str(folder)) == (folder, None)
-    assert find_checkpoint(STUB, folder / "7") == (folder, 7)
+    assert find_checkpoint(tmp_path, FOLDER) == (folder, None)
+    assert find_checkpoint(str(folder), FOLDER) == (folder, None)
+    assert find_checkpoint(folder / "7", FOLDER) == (folder, 7)
     (folder / "²").mkdir()  # a digit, but no number
     for wrong in (folder / "8", folder / "²", tmp_path / "nowhere"):
         with pytest.raises(sf.CheckpointError, match="expected a checkpoint, a folder of them"):
-            find_checkpoint(STUB, wrong)
+            find_checkpoint(wrong, FOLDER)
 
 
 @pytest.mark.parametrize("path", [5, None, " "])
 def test_what_is_not_a_path_is_refused(path):
     with pytest.raises(sf.ConfigError, match=f"checkpoint: expected a path, got {path!r}; give"):
-        find_checkpoint(STUB, path)
+        find_checkpoint(path, FOLDER)
 
 
 def test_parts_of_a_state_by_path():

@@ -8,13 +8,14 @@ import optax
 import pytest
 
 import stepfold as sf
+from stepfold.adapter import TrainingArguments
+from stepfold.adapter.setup import make_steps
 from stepfold.adapter.steps import (
     StepWithHooks,
     as_eval_step,
     as_metrics,
     as_train_step,
     evaluate_with,
-    make_steps,
     weight_by_rows,
 )
 
@@ -74,6 +75,11 @@ def test_a_loss_that_is_a_number_is_weighted_by_rows_and_an_average_by_itself(st
 # Steps of a loss function
 
 
+def steps_of(**given):
+    usual = {"loss_fn": digits.plain_loss, "tx": optax.sgd(0.1)}
+    return make_steps(TrainingArguments(), digits.parts(**usual | given))
+
+
 def batch(rows=20):
     return {name: values[:rows] for name, values in digits.TRAIN.items()}
 
@@ -84,7 +90,7 @@ def state(key):
 
 
 def test_a_step_with_a_nan_leaves_the_parameters_unchanged(state):
-    step, _ = make_steps(digits.stub(tx=optax.sgd(0.1)))
+    step, _ = steps_of()
     bad = {**batch(), "image": np.full((20, 64), np.nan, np.float32)}
     new, metrics = jax.jit(step)(state, bad)
     assert digits.bits(new.params) == digits.bits(state.params)
@@ -93,14 +99,13 @@ def test_a_step_with_a_nan_leaves_the_parameters_unchanged(state):
 
 def test_with_a_schedule_the_learning_rate_is_measured(state):
     scheduler = optax.constant_schedule(0.1)
-    step, _ = make_steps(digits.stub(tx=optax.sgd(0.1), scheduler=scheduler))
+    step, _ = steps_of(scheduler=scheduler)
     _, metrics = jax.jit(step)(state, batch())
     assert float(metrics["learning_rate"].compute()) == pytest.approx(0.1)
 
 
 def test_an_evaluation_has_its_own_loss_and_weights_a_number_by_rows(state):
-    losses = {"loss_fn": max, "eval_loss_fn": digits.plain_loss}
-    _, evaluate = make_steps(digits.stub(tx=optax.sgd(0.1), **losses))
+    _, evaluate = steps_of(loss_fn=max, eval_loss_fn=digits.plain_loss)
     assert float(evaluate(state, batch(7))["loss"].count) == 7.0
 
 

@@ -19,7 +19,6 @@ from stepfold.adapter import (
     TrainerConfigureModelOutput,
 )
 from stepfold.adapter.hooks import NullProgressBar, ProgressBar
-from stepfold.adapter.loading import collect_of
 
 from . import digits
 
@@ -130,7 +129,7 @@ def test_a_seed_that_jax_does_not_take_is_refused():
 
 
 def test_there_is_a_state_after_an_exit_before_the_restore(tmp_path):
-    """As after a second Ctrl-C, before anything was restored in the place of what was let go."""
+    """For example, after a second Ctrl-C before a checkpoint was restored."""
     digits.train_only(output_dir=tmp_path, max_steps=5).train()
 
     class Impatient:
@@ -138,7 +137,7 @@ def test_there_is_a_state_after_an_exit_before_the_restore(tmp_path):
             raise KeyboardInterrupt
 
         def __call__(self, event):
-            """Hear nothing."""
+            """Ignore events."""
 
     made = digits.train_only(output_dir=tmp_path, max_steps=10, given={"hooks": [Impatient()]})
     with pytest.raises(KeyboardInterrupt):
@@ -218,9 +217,9 @@ def test_the_batches_of_a_subclass_are_used():
 
 def test_without_finetune_parameters_are_drawn():
     given = {"model_state": digits.init(jax.random.key(9))}
-    tuned, anew = (digits.train_only(given={**given, "finetune": yes}) for yes in (True, False))
+    tuned, fresh = (digits.train_only(given={**given, "finetune": yes}) for yes in (True, False))
     assert digits.bits(tuned.state.params) == digits.bits(given["model_state"])
-    assert digits.bits(anew.state) == digits.bits(digits.train_only().state)
+    assert digits.bits(fresh.state) == digits.bits(digits.train_only().state)
 
 
 def test_the_state_is_sharded_by_rules():
@@ -282,7 +281,7 @@ def rows():
 
 
 def test_a_stream_is_iterated_once_for_each_epoch():
-    """Nobody knows how many steps that is, so that without them it would never end."""
+    """The number of steps is unknown, so nothing else would end the run."""
     made = digits.train_only(given={"dataset_train": rows}, num_train_epochs=2)
     assert made.train().stopped == "the batches ended at step 6"
 
@@ -323,7 +322,10 @@ def test_the_state_of_the_trainer_is_that_of_the_run():
 
 def test_epochs_are_counted():
     made = digits.train_only(num_train_epochs=2)
+    assert made.epochs_done == 0
     made.train()
+    assert made.epochs_done == 2
+    made.train(more_steps=1)
     assert made.epochs_done == 2
 
 
@@ -453,7 +455,7 @@ def logging():
 
 @pytest.fixture
 def trainer(logging):
-    """A trainer with a writer of its own, to log metrics by hand."""
+    """A trainer with a writer that keeps its lines, to log metrics by hand."""
     logging.writer = Lines()
     return logging
 
@@ -557,6 +559,38 @@ def test_aliases(made):
     assert made.eval_step_fn is made.sharded_evaluation_step_function
 
 
+def test_the_former_name_of_not_loaded_is_refused_with_the_new_one(made):
+    assert made.not_loaded == {}
+    assert not hasattr(made, "left")
+    with pytest.raises(AttributeError, match="Trainer.left is now Trainer.not_loaded"):
+        _ = made.left
+
+
+def test_a_trainer_assigns_few_attributes(made):
+    assert len(vars(made)) <= 25, vars(made).keys()
+
+
+def test_a_part_can_be_replaced_between_runs():
+    trainer = digits.train_only(max_steps=5)
+    trainer.train()
+    seen = []
+    trainer.hooks = [lambda event: seen.append(event.step)]
+    trainer.dataloader_train = digits.train_only(seed=7).dataloader_train
+    trainer.train(more_steps=5)
+    assert seen == [10]
+
+
+def test_a_subclass_may_assign_a_part_before_its_arguments_are_read():
+    class Early(Trainer):
+        def __init__(self, *args, **kwargs):
+            self.config, self.mesh = {"layers": 1}, None  # which the arguments replace
+            super().__init__(*args, **kwargs, config={**self.config, "width": 2})
+
+    trainer = digits.train_only(Early)
+    assert trainer.config == {"layers": 1, "width": 2}
+    assert trainer.mesh.size == 1
+
+
 def test_the_state_can_be_set_by_its_aliases():
     trainer = digits.train_only()
     state = trainer.state._replace(step=jnp.int32(3))
@@ -598,7 +632,7 @@ def test_a_method_set_on_the_object_is_called():
 def collected(kind=Trainer, examples=(), given=None, **changes):
     """Make a batch of the examples as a trainer does; None if it stacks them itself."""
     trainer = digits.trainer(kind, given={"dataset_eval": None, **(given or {})}, **changes)
-    collect = collect_of(trainer, None)
+    collect = trainer._collect_of(None)
     return None if collect is None else collect(list(examples))
 
 

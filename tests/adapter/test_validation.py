@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 import stepfold as sf
 from stepfold.adapter import TrainingArguments
-from stepfold.adapter.validation import is_changed, seconds
+from stepfold.adapter.fields import is_changed, seconds
 
 FIELDS = {field.name: field for field in fields(TrainingArguments)}
 HINTS = get_type_hints(TrainingArguments)
@@ -316,7 +316,7 @@ CLASHES = [
     ({"save_strategy": "no", "save_steps": 3, **DIR}, "has no effect with save_strategy"),
     ({"save_strategy": "steps", **DIR}, "write save_steps"),
     ({"save_steps": 3}, "has no effect with output_dir=None; change output_dir"),
-    ({"save_strategy": "epoch"}, "write where to save, as output_dir"),
+    ({"save_strategy": "epoch"}, "write where to save, such as output_dir"),
     ({"save_steps": 3, "do_last_save": False, **DIR}, "a run that saves also saves its end"),
     ({"resume_from_checkpoint": True, "resume_if_possible": False}, "leave one out"),
     ({"resume_from_checkpoint": "a", "init_weights_from": "b"}, "start from one of them"),

@@ -350,6 +350,18 @@ def with_a_huge_leaf_and_its_shard(content):
             shard[1] = [[0, 1 << 40], [0, 8]]
 
 
+def with_a_huge_array(content):
+    content["arrays"][0][0] = [1 << 40, 1 << 10]
+
+
+def with_an_array_of_no_dtype(content):
+    content["arrays"][0][1] = "object"
+
+
+def without_arrays(content):
+    content["arrays"].clear()
+
+
 def of_two_processes(content):
     content["processes"] = 2
 
@@ -367,6 +379,9 @@ def without_metadata(content):
         with_shards_in_another_order,
         with_a_huge_leaf,
         with_a_huge_leaf_and_its_shard,
+        with_a_huge_array,
+        with_an_array_of_no_dtype,
+        without_arrays,
         of_two_processes,
         without_metadata,
     ],
@@ -374,7 +389,7 @@ def without_metadata(content):
 def test_a_manifest_of_other_content_is_damage(change, folder):
     url = file_url(folder)
     for step in (1, 2):
-        sf.save(url, state(step), step=step)
+        sf.save(url, state(step), step=step, data=np.arange(4))
     (path,) = folder.glob("saves/2-*/0.json")
     content = decode_checked(path.read_bytes(), "")
     change(content)

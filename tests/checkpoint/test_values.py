@@ -103,34 +103,57 @@ def test_the_state_of_a_numpy_generator_can_be_saved(tmp_path, generator):
     assert draws.integers(1000, size=8).tolist() == expected
 
 
-def test_a_hook_keeps_a_reservoir_over_a_resume(tmp_path):
-    class Reservoir:
-        def __init__(self):
-            self.seen = np.zeros(0, np.float32)
+class Reservoir:
+    """Keep the losses that it has seen."""
 
-        def __call__(self, event):
-            self.seen = np.append(self.seen, np.float32(event.metrics["train/loss"]))
+    def __init__(self):
+        self.seen = np.zeros(0, np.float32)
 
-        def get_state(self):
-            return {"seen": self.seen}
+    def __call__(self, event):
+        self.seen = np.append(self.seen, np.float32(event.metrics["train/loss"]))
 
-        def set_state(self, state):
-            self.seen = state["seen"]
+    def get_state(self):
+        return {"seen": self.seen}
 
-    tx = optax.sgd(0.1)
-    step = sf.make_train_step(lambda params, batch, key: ((params - batch) ** 2).mean(), tx)
+    def set_state(self, state):
+        self.seen = state["seen"]
 
-    def run(steps, hook):
-        state = sf.init_state(jnp.ones(2), tx, jax.random.key(0))
-        batches = sf.batches(np.arange(16, dtype=np.float32).reshape(8, 2), 2, seed=0)
-        options = {"run_dir": tmp_path, "log_every": 1, "checkpoints": sf.Checkpoints(every=2)}
-        return sf.fit(step, state, batches, steps=steps, hooks=hook, **options)
 
-    run(4, first := Reservoir())
-    run(6, second := Reservoir())
-    assert second.seen.dtype == np.float32
-    assert len(second.seen) == 6
-    assert np.array_equal(second.seen[:4], first.seen)
+class Draws:
+    """Draw batches with a generator whose state is an array."""
+
+    def __init__(self):
+        self.generator = np.random.Generator(np.random.MT19937(3))
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return self.generator.random((2, 2), np.float32)
+
+    def get_state(self):
+        return self.generator.bit_generator.state
+
+    def set_state(self, state):
+        self.generator.bit_generator.state = state
+
+
+TX = optax.sgd(0.1)
+STEP = sf.make_train_step(lambda params, batch, key: ((params - batch) ** 2).mean(), TX)
+
+
+def test_hooks_and_batches_with_arrays_resume_as_if_the_run_was_not_cut(tmp_path):
+    def run(folder, steps):
+        hook, state = Reservoir(), sf.init_state(jnp.ones(2), TX, jax.random.key(0))
+        options = {"run_dir": folder, "log_every": 1, "checkpoints": sf.Checkpoints(every=2)}
+        result = sf.fit(STEP, state, Draws(), steps=steps, hooks=hook, **options)
+        return hook.seen, np.asarray(result.state.params)
+
+    whole, params = run(tmp_path / "whole", 6)
+    run(tmp_path / "cut", 4)
+    resumed = run(tmp_path / "cut", 6)
+    assert (resumed[0].dtype, len(resumed[0])) == (np.float32, 6)
+    assert same([whole, params], [*resumed])
 
 
 @pytest.mark.parametrize(

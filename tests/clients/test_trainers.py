@@ -672,7 +672,7 @@ def _(ran, place):
     assert bits(made.state.params["kernel"]) == bits(ran.state.params["kernel"])
     assert int(made.state.step) == 0
     assert made.loaded == ["params/bias", "params/kernel"]
-    assert list(made.left) == ["params/head"]
+    assert list(made.not_loaded) == ["params/head"]
     sf.export_params(place, ran.state.params)
     made = trainer(init_weights_from=place)
     assert bits(made.state.params) == bits(ran.state.params)

@@ -238,7 +238,7 @@ def failed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("failed")
     data = np.arange(32, dtype=np.float32)
     data[23] = np.nan
-    sf.fit(STEP, start(), iter([{"x": rows} for rows in data.reshape(8, 4)]), run_dir=folder)
+    sf.fit(STEP, start(), [{"x": rows} for rows in data.reshape(8, 4)], run_dir=folder)
     return folder / "capsules" / "6"
 
 

@@ -137,7 +137,7 @@ def newer(saved):
 
 
 def test_a_checkpoint_of_a_newer_format(newer):
-    words = "expected format 1 or older, got 2; it was saved by a newer stepfold: upgrade with pip"
+    words = "expected format 2 or older, got 3; it was saved by a newer stepfold: upgrade with pip"
     for what in ({}, {"step": 2}, {"step": "best", "best": "eval/loss"}):
         with pytest.raises(sf.CheckpointError, match=words):
             sf.restore(newer, LIKE, **what)

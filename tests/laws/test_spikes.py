@@ -198,7 +198,7 @@ def test_the_first_spike_is_where_stop_on_spike_stops(losses):
 
 
 def test_sigma_gives_its_new_name():
-    with pytest.raises(sf.ConfigError, match="skip_spikes: there is no 'sigma'; .* deviations"):
+    with pytest.raises(sf.ConfigError, match="sigma: expected its new name, deviations=…, got"):
         sf.skip_spikes(optax.sgd(0.1), sigma=6.0)
 
 

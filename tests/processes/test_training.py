@@ -128,8 +128,8 @@ def gives_rows(start, rows, late=0, timeout=None):
 
 def test_other_rows_are_refused_in_every_process():
     outputs = launch.run_processes(gives_rows, args=(([4], [6]),), timeout=40)
-    words = "expected the same number of rows in every process, got [4, 6]; drop or pad the last "
-    assert outputs == [f"DataError shard_batch: {words}"] * 2
+    words = "expected the same number of rows in every process, got [4, 6]; drop or pad the last"
+    assert outputs == [f"DataError shard_batch: {words} batch\n"] * 2
 
 
 # A process that is ahead with other rows is given 3 s; gloo would give up after 30.

@@ -2,14 +2,12 @@
 
 from stepfold.adapter.arguments import TrainingArguments, by_any_name
 from stepfold.adapter.from_arguments import (
-    Plan,
     cast_params,
     checkpoints,
     make_loss,
     make_mesh,
     make_optimizer,
     make_schedule,
-    plan,
     precision,
     sharding_rules,
     start_processes,
@@ -24,6 +22,7 @@ from stepfold.adapter.outputs import (
     TrainerOutput,
 )
 from stepfold.adapter.protocol import BaseTrainerProtocol
+from stepfold.adapter.sizes import Plan, plan
 from stepfold.adapter.trainer import Trainer
 
 __all__ = [

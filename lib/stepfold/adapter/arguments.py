@@ -3,48 +3,54 @@
 import functools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self, TypeVar, get_type_hints
 
-from stepfold.adapter.validation import (
+from stepfold.adapter.fields import (
+    DIMS,
+    DTYPE,
+    DURATION,
+    FROM_ZERO,
+    NOT_NEGATIVE,
+    PATH,
+    PATTERN,
+    PRUNING,
+    RESUME,
+    SEED,
+    SPEC,
+    STEPS,
     Bar,
     MetricFile,
     Mixed,
     Remat,
     Strategy,
     Truncation,
-    check_combinations,
+    aliases_of,
     check_field,
+    declarations,
     default_of,
-    field_error,
+    setting,
 )
+from stepfold.adapter.validation import check_combinations
 from stepfold.checkpoint.steps import absolute_path
 from stepfold.core.validation import suggest
 from stepfold.errors import ConfigError, refuse
 
-ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        "num_epochs": "num_train_epochs",
-        "max_training_steps": "max_steps",
-        "batch_size": "total_batch_size",
-        "lr_scheduler": "scheduler",
-        "lr_scheduler_kwargs": "scheduler_kwargs",
-        "max_grad_norm": "clip_grad",
-        "max_sequence_length": "max_length",
-        "dataloader_shuffle": "shuffle_train_dataset",
-        "num_dataloader_workers": "dataloader_num_workers",
-        "do_evaluate": "do_eval",
-        "evaluation_steps": "eval_steps",
-        "patience": "early_stopping_patience",
-        "save_directory": "output_dir",
-        "save_dir": "output_dir",
-        "logging_steps": "log_steps",
-    }
-)
-"""Other names of fields: a field is set and read by either."""
+# Values of other fields with which a field has no effect.
+_NO_EVALUATION = ("do_eval", False), ("evaluation_strategy", "no")
+_NO_INTERVAL = (*_NO_EVALUATION, ("evaluation_strategy", "epoch"))
+_NO_DIRECTORY = (("output_dir", None),)
+_NO_SAVES = ("save_strategy", "no"), ("output_dir", None)
+_NO_CHECKPOINTS = ("output_dir", None), ("do_last_save", False)
+_NO_ORDER = (("shuffle_train_dataset", False),)
+_NO_LENGTH = (("max_length", None),)
+_NO_BAR = (("progress_bar_type", "none"),)
+_QUIET = (("performance_mode", True),)
+_NO_METRICS = ("report_metrics", False), ("performance_mode", True)
+_NO_WEIGHTS = (("weight_distribution_log_steps", None),)
+_NO_WANDB = (("use_wandb", False),)
 Class = TypeVar("Class", bound=type)
 
 
@@ -69,12 +75,12 @@ def by_any_name(cls: Class) -> Class:
     @functools.wraps(init)
     def init_by_any_name(self: Any, *args: Any, **kwargs: Any) -> None:
         if args:
-            expected = "fields by name, as num_train_epochs=3"
-            raise field_error(type(self).__name__, expected, args[0])
+            expected = "fields by name, such as num_train_epochs=3"
+            refuse(type(self).__name__, expected, f"{args[0]!r:.80}")
         init(self, **_resolve_aliases(type(self), kwargs))
 
     cls.__init__ = init_by_any_name  # type: ignore[misc]
-    for alias, name in ALIASES.items():
+    for alias, name in aliases_of(cls).items():
         setattr(cls, alias, property(attrgetter(name)))
     return cls
 
@@ -89,8 +95,8 @@ class TrainingArguments:
     Functions such as `plan`, `make_optimizer`, `make_mesh` and `checkpoints` make the parts of a
     run from it, and each can be used alone.
 
-    Some fields have an alias, as `max_training_steps` for `max_steps`. Either name sets and reads
-    the field; JSON has the field's own name.
+    Some fields have an alias, such as `max_training_steps` for `max_steps`. Either name sets and
+    reads the field; JSON has the name of the field itself.
 
     >>> from stepfold.adapter import TrainingArguments
     >>> arguments = TrainingArguments(learning_rate=3e-4, max_training_steps=1_000)
@@ -107,18 +113,18 @@ class TrainingArguments:
     """
 
     # Length and batch sizes; `plan` computes the numbers.
-    num_train_epochs: int = 1
+    num_train_epochs: int = setting(1, alias="num_epochs")
     """Epochs to train, unless max_steps is set."""
-    max_steps: int | float | None = None
+    max_steps: int | float | None = setting(None, STEPS, alias="max_training_steps", none=(-1, 0))
     """Steps to train, instead of num_train_epochs; a fraction is of the steps of these epochs; None
     or -1 is all of them."""
     per_epoch_training_steps: int | None = None
     """Steps of an epoch; by default those of the whole dataset."""
-    step_start_point: int = 0
+    step_start_point: int = setting(0, FROM_ZERO)
     """First step, of the state's counter, the schedule and the data."""
-    training_time_limit: float | str | None = None
-    """Time after which training stops: seconds, or a text as '1h30m'."""
-    total_batch_size: int | None = None
+    training_time_limit: float | str | None = setting(None, DURATION)
+    """Time after which training stops: seconds, or a text such as '1h30m'."""
+    total_batch_size: int | None = setting(None, alias="batch_size")
     """Examples in a step, over all devices and microbatches; 32 unless a size is set."""
     per_device_train_batch_size: int | None = None
     """Examples on a device: times the devices they are the batch; together with total_batch_size
@@ -127,60 +133,60 @@ class TrainingArguments:
     """Microbatches that the batch of a step is split into; the result is equal."""
     steps_per_call: int = 1
     """How many steps are dispatched in one call at most, with the same bits."""
-    eval_batch_size: int | None = None
+    eval_batch_size: int | None = setting(None, unused=_NO_EVALUATION)
     """Examples in an evaluation batch, over all devices; by default a step's."""
-    per_device_eval_batch_size: int | None = None
+    per_device_eval_batch_size: int | None = setting(None, unused=_NO_EVALUATION)
     """Examples on a device in the evaluation, instead of eval_batch_size."""
 
     # Optimizer and schedule; `make_optimizer` and `make_schedule` make them.
     optimizer: str = "adamw"
     """Name of an optimizer in optax or optax.contrib."""
-    extra_optimizer_kwargs: dict[str, Any] = field(default_factory=dict)
+    extra_optimizer_kwargs: dict[str, Any] = setting(dict)
     """Further arguments of the optimizer, by their names in optax."""
     learning_rate: float = 5e-5
     """Peak learning rate."""
-    learning_rate_end: float | None = None
+    learning_rate_end: float | None = setting(None, NOT_NEGATIVE)
     """Learning rate at the last step; 0 by default."""
-    scheduler: str | None = None
+    scheduler: str | None = setting(None, alias="lr_scheduler")
     """Decay of the learning rate: none, constant, linear, cosine, polynomial, exponential,
     inverse_sqrt, wsd or cosine_restarts; a prefix warmup_ requires warmup_steps."""
-    scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the schedule, as power, decay or cycles."""
+    scheduler_kwargs: dict[str, Any] = setting(dict, alias="lr_scheduler_kwargs")
+    """Further arguments of the schedule, such as power, decay or cycles."""
     custom_scheduler: Callable[..., Any] | None = None
     """An optax schedule, or a function from the number of steps to one, instead of learning_rate,
     scheduler and warmup_steps."""
-    warmup_steps: int = 0
+    warmup_steps: int = setting(0, FROM_ZERO)
     """Steps of a linear warmup from 0, before the decay."""
-    weight_decay: float | None = None
+    weight_decay: float | None = setting(None, NOT_NEGATIVE)
     """Weight decay: an argument of the optimizer if it has one, else added to the gradient; None
     leaves it to the optimizer."""
-    clip_grad: float | None = None
+    clip_grad: float | None = setting(None, alias="max_grad_norm")
     """Largest global norm of the gradients."""
-    tx_mu_dtype: str | None = None
+    tx_mu_dtype: str | None = setting(None, DTYPE)
     """Dtype of the optimizer's first moment, if it has such an argument."""
-    frozen_parameters: str | None = None
+    frozen_parameters: str | None = setting(None, PATTERN)
     """Regular expression; parameters whose path it matches get no update and no optimizer state."""
-    pruning_module: Any = None
+    pruning_module: Any = setting(None, PRUNING)
     """Wrapper of the optimizer: a function of it, or an object with wrap_optax(tx)."""
     init_tx: bool = True
     """Initialize the optimizer state if model_state has none that fits; False raises instead."""
 
     # Devices, dtypes and rematerialization.
-    sharding_array: tuple[int, ...] = (1, -1, 1, 1)
+    sharding_array: tuple[int, ...] = setting((1, -1, 1, 1), DIMS)
     """Devices along each axis of the mesh; -1 is all that are left."""
     sharding_axis_names: tuple[str, ...] = ("dp", "fsdp", "tp", "sp")
     """Names of these axes."""
-    sharding_dcn_axis_dims: tuple[int, ...] | None = None
+    sharding_dcn_axis_dims: tuple[int, ...] | None = setting(None, DIMS)
     """Slices, connected by a slower network, along each axis."""
-    step_partition_spec: tuple[Any, ...] | None = None
+    step_partition_spec: tuple[Any, ...] | None = setting(None, SPEC)
     """How a batch is sharded, by dimension; by default its examples over dp and fsdp."""
     auto_shard_states: bool = True
     """Shard the state over fsdp; False replicates it on every device."""
     jax_distributed_config: dict[str, Any] | None = None
     """Arguments of jax.distributed.initialize; {} detects them, None does not call it."""
-    dtype: str | None = None
+    dtype: str | None = setting(None, DTYPE)
     """Dtype that the loss function computes in; float32 by default."""
-    param_dtype: str | None = None
+    param_dtype: str | None = setting(None, DTYPE)
     """Dtype of the parameters; by default that of the model."""
     mixed_precision: Mixed | None = None
     """Another way to set dtype: bf16, fp16 (with a dynamic loss scale) or full."""
@@ -191,23 +197,23 @@ class TrainingArguments:
     'highest', None leaves jax's setting. XLA chooses the kernels."""
 
     # Data.
-    max_length: int | None = None
+    max_length: int | None = setting(None, alias="max_sequence_length")
     """Length that sequences are padded and truncated to; None does neither."""
-    truncation_mode: Truncation = "keep_end"
+    truncation_mode: Truncation = setting("keep_end", unused=_NO_LENGTH)
     """Which end of a truncated sequence is kept."""
-    shuffle_train_dataset: bool = True
+    shuffle_train_dataset: bool = setting(True, alias="dataloader_shuffle")
     """Shuffle the examples of each epoch in a new order."""
-    shuffle_seed_train: int | None = None
+    shuffle_seed_train: int | None = setting(None, FROM_ZERO, unused=_NO_ORDER)
     """Seed of the shuffled orders; by default seed."""
-    seed: int = 42
+    seed: int = setting(42, SEED)
     """Seed of everything random in the run."""
     use_grain: bool = False
     """Read the data with grain."""
-    grain_shard_index: int | None = None
+    grain_shard_index: int | None = setting(None, FROM_ZERO)
     """Data shard of this process; by default jax's process index."""
     grain_shard_count: int | None = None
     """Number of data shards; by default jax's process count."""
-    dataloader_num_workers: int = 0
+    dataloader_num_workers: int = setting(0, FROM_ZERO, alias="num_dataloader_workers")
     """Batches prefetched, or workers of grain; 0 prefetches none."""
     ids_to_pop_from_dataset: tuple[str, ...] = ()
     """Columns that are removed from each example."""
@@ -217,44 +223,44 @@ class TrainingArguments:
     # Loss and evaluation.
     do_train: bool = True
     """Train in train()."""
-    do_eval: bool = True
+    do_eval: bool = setting(True, alias="do_evaluate")
     """Evaluate, if there are data for it."""
     evaluation_strategy: Strategy | None = None
     """When to evaluate, apart from the end: "steps" is every eval_steps, "epoch" every epoch; "no"
     turns evaluation off. By default every eval_steps, if set."""
-    eval_steps: int | None = None
+    eval_steps: int | None = setting(None, alias="evaluation_steps", unused=_NO_INTERVAL)
     """Steps between two evaluations."""
-    max_evaluation_steps: int | None = None
+    max_evaluation_steps: int | None = setting(None, unused=_NO_EVALUATION)
     """Maximum number of batches in an evaluation."""
-    per_epoch_evaluation_steps: int | None = None
+    per_epoch_evaluation_steps: int | None = setting(None, unused=_NO_EVALUATION)
     """Number of batches in an evaluation, for data without a length."""
     metric_for_best_model: str | None = None
     """Metric of the best checkpoint: train.x or evaluation.x; x is evaluation.x, and name/x is of
     another evaluation."""
     greater_is_better: bool | None = None
     """Whether higher values of that metric are better; by default not for a loss."""
-    early_stopping_patience: int | None = None
+    early_stopping_patience: int | None = setting(None, alias="patience")
     """Evaluations without an improvement after which training stops."""
     aux_loss_enabled: bool = True
     """Include terms of the loss whose names begin with aux."""
-    loss_config: dict[str, Any] = field(default_factory=dict)
+    loss_config: dict[str, Any] = setting(dict)
     """Keyword arguments of the loss function."""
 
     # Output directory, checkpoints and resuming.
     model_name: str = "model"
     """Name of the model, in the card and in W&B."""
-    output_dir: str | None = None
+    output_dir: str | None = setting(None, PATH, alias="save_directory save_dir")
     """Directory of everything a run writes; None writes nothing."""
-    checkpoints_dir: str = "checkpoints"
+    checkpoints_dir: str = setting("checkpoints", unused=_NO_DIRECTORY)
     """Folder of the checkpoints in output_dir."""
     save_strategy: Strategy | None = None
     """When to save, apart from the end: "steps" is every save_steps, "epoch" every epoch, and every
     save_steps if set; "no" saves only the end. By default every save_steps, if set."""
-    save_steps: int | float | None = None
+    save_steps: int | float | None = setting(None, STEPS, none=(0,), unused=_NO_SAVES)
     """Steps between two checkpoints; a fraction is of all steps."""
-    save_interval_minutes: float | None = None
+    save_interval_minutes: float | None = setting(None, unused=_NO_SAVES)
     """Minutes between two checkpoints, in addition to save_steps."""
-    save_total_limit: int | None = None
+    save_total_limit: int | None = setting(None, unused=_NO_CHECKPOINTS)
     """Number of latest checkpoints to keep; None keeps all."""
     save_optimizer_state: bool = True
     """Always True: a checkpoint holds the whole state."""
@@ -264,56 +270,58 @@ class TrainingArguments:
     """Always False: save_total_limit deletes old checkpoints."""
     resume_if_possible: bool = True
     """Resume from the latest checkpoint in output_dir, if there is one."""
-    resume_from_checkpoint: bool | str | None = None
+    resume_from_checkpoint: bool | str | None = setting(None, RESUME)
     """True resumes as resume_if_possible; False refuses an output_dir with checkpoints; a path
     resumes from there."""
-    init_weights_from: str | None = None
+    init_weights_from: str | None = setting(None, PATH)
     """Checkpoint to initialize the parameters from, and nothing else."""
 
     # Metrics, progress and logging.
-    log_steps: int | float = 10
+    log_steps: int | float = setting(10, STEPS, alias="logging_steps")
     """Steps between two displays of metrics; a fraction is of all steps."""
-    report_steps: int | None = None
+    report_steps: int | None = setting(None, unused=_NO_METRICS)
     """Steps between two writes of metrics; by default log_steps. Metrics are read at each
     multiple of the greatest common divisor of both, which should not be 1."""
     report_metrics: bool = True
     """Write metrics at all."""
-    report_to: tuple[MetricFile, ...] = ("jsonl", "csv")
+    report_to: tuple[MetricFile, ...] = setting(("jsonl", "csv"), unused=_NO_METRICS)
     """Files that metrics are written to; with jsonl there is also report.html, which plots them."""
-    logs_dir: str = "logs"
+    logs_dir: str = setting("logs", unused=_NO_DIRECTORY)
     """Folder of these files in output_dir."""
-    log_all_workers: bool = False
+    log_all_workers: bool = setting(False, unused=_NO_METRICS)
     """Write metrics on every process, each to its own folder."""
     process_zero_is_admin: bool = True
     """Write on the first process only; False is the same as log_all_workers."""
     log_grad_norms: bool = True
     """Write the norm of the gradients."""
-    progress_bar_type: Bar = "tqdm"
+    progress_bar_type: Bar = setting("tqdm", unused=_QUIET)
     """How progress is shown: a bar, lines of JSON, or none."""
-    metrics_to_show_in_rich_pbar: tuple[str, ...] | None = None
+    metrics_to_show_in_rich_pbar: tuple[str, ...] | None = setting(None, unused=_NO_BAR)
     """Metrics in the progress bar, tqdm's too; patterns such as eval/* are allowed."""
-    verbose: bool = False
+    verbose: bool = setting(False, unused=_NO_METRICS)
     """Also print the metrics that are written."""
     performance_mode: bool = False
     """Show and write nothing, for the most steps per second; a NaN or inf still ends the run."""
-    track_memory: bool = False
+    track_memory: bool = setting(False, unused=_QUIET)
     """Measure the memory in use."""
-    weight_distribution_pattern: str | None = None
+    weight_distribution_pattern: str | None = setting(None, PATTERN, unused=_NO_WEIGHTS)
     """Parameters whose distribution is measured, by path; None is all."""
-    weight_distribution_log_steps: int | None = None
+    weight_distribution_log_steps: int | None = setting(None, none=(0,), unused=_QUIET)
     """Steps between two of these measurements."""
-    use_wandb: bool = False
+    use_wandb: bool = setting(False, unused=_NO_METRICS)
     """Write metrics to Weights & Biases."""
-    wandb_entity: str | None = None
+    wandb_entity: str | None = setting(None, unused=_NO_WANDB)
     """W&B user or team of the run."""
-    wandb_name: str | None = None
+    wandb_name: str | None = setting(None, unused=_NO_WANDB)
     """W&B name of the run."""
-    trainer_prefix: str | None = None
+    trainer_prefix: str | None = setting(None, unused=_NO_WANDB)
     """Prefix of the W&B project's name, before model_name."""
 
     def __post_init__(self) -> None:
+        declared = declarations(type(self))
         for name, hint in _HINTS.items():
-            object.__setattr__(self, name, check_field(name, hint, getattr(self, name)))
+            value = check_field(name, hint, getattr(self, name), declared[name])
+            object.__setattr__(self, name, value)
         check_combinations(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -333,15 +341,17 @@ class TrainingArguments:
           ConfigError: if a value, such as a function, would not be the same after `from_json`.
         """
         values = self.to_dict()
-        for name, value in values.items():
+        for each in fields(self):
+            name, value = each.name, values[each.name]
             try:
                 is_same = _is_same(json.loads(json.dumps(value, allow_nan=False)), value)
             except (TypeError, ValueError):
                 is_same = False
             if not is_same:
-                change = f"arguments.replace({name}={default_of(self, name)!r})"
+                change = f"arguments.replace({name}={default_of(each)!r})"
                 advice = f"write {change}, and set it again after reading"
-                raise field_error(name, "a value that JSON gives back unchanged", value, advice)
+                expected = "a value that JSON gives back unchanged"
+                refuse(name, expected, f"{value!r:.80}", advice)
         text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
         if path is not None:
             absolute_path("path", path).write_text(text, encoding="utf-8")
@@ -365,7 +375,7 @@ class TrainingArguments:
         return type(self)(**{**self.to_dict(), **_resolve_aliases(type(self), changes)})
 
 
-_HINTS = get_type_hints(TrainingArguments)
+_HINTS = get_type_hints(TrainingArguments)  # fields of a subclass are not checked
 
 
 def _is_same(parsed: Any, value: Any) -> bool:
@@ -393,19 +403,18 @@ _ELSEWHERE = {
 
 def _resolve_aliases(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Key values by the names of fields."""
-    names = [field.name for field in fields(cls)]
+    names, aliases = [field.name for field in fields(cls)], aliases_of(cls)
     resolved: dict[str, Any] = {}
     spelling: dict[str, str] = {}
     for name, value in values.items():
-        known = name if name in names else ALIASES.get(name, name)
+        known = name if name in names else aliases.get(name, name)
         if known not in names:
-            advice = _ELSEWHERE.get(name) or suggest(name, [*names, *ALIASES])
+            advice = _ELSEWHERE.get(name) or suggest(name, [*names, *aliases])
             text = f"{name}: {cls.__name__} has no such field"
             raise ConfigError(f"{text}; {advice}" if advice else text)
         if known in resolved and (type(resolved[known]), resolved[known]) != (type(value), value):
-            raise ConfigError(
-                f"{spelling[known]}, {name}: two names of one field, expected one value, got "
-                f"{resolved[known]!r} and {value!r}; write one of them"
-            )
+            got = f"{resolved[known]!r} and {value!r}"
+            names_of = f"{spelling[known]}, {name}: two names of one field"
+            refuse(names_of, "one value", got, "write one of them")
         resolved[known], spelling[known] = value, name
     return resolved

@@ -1,14 +1,13 @@
 """Make the parts of a run from `TrainingArguments`."""
 
 import inspect
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
+from stepfold.adapter.fields import MIXED, is_changed
 from stepfold.adapter.optimizers import (
     ENDLESS,
     MOMENT_DTYPES,
@@ -27,19 +27,14 @@ from stepfold.adapter.optimizers import (
     optimizer_options,
     parse_scheduler,
 )
-from stepfold.adapter.validation import (
-    MIXED,
-    check_functions,
-    field_error,
-    is_changed,
-    seconds,
-)
+from stepfold.adapter.sizes import Plan, check_within
+from stepfold.adapter.validation import check_functions
 from stepfold.checkpoint.series import Checkpoints
 from stepfold.checkpoint.steps import absolute_path
 from stepfold.core.optimizer import as_optimizer
 from stepfold.core.precision import Precision, dynamic_loss_scale
 from stepfold.core.validation import refuse_unknown, takes_any_keyword
-from stepfold.errors import ConfigError, DataError
+from stepfold.errors import DataError, refuse
 from stepfold.loop.writers.base import Writer, console_writer
 from stepfold.loop.writers.combinators import async_writer, multi_writer
 from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer
@@ -49,162 +44,12 @@ from stepfold.sharding import mesh as meshes
 from stepfold.sharding.distributed import Distributed, start_distributed
 from stepfold.sharding.plan import Rules, fsdp
 
-# Sizes and intervals
-
-
-class Plan(NamedTuple):
-    """The sizes and intervals of a run. None is unknown, or not set.
-
-    >>> arguments = TrainingArguments(per_device_train_batch_size=4, num_train_epochs=2)
-    >>> sizes = plan(arguments, train_examples=100, devices=8)
-    >>> sizes.train_batch, sizes.epoch_steps, sizes.steps
-    (32, 3, 6)
-    """
-
-    train_batch: int  # examples per step, over all devices and microbatches
-    eval_batch: int  # examples per evaluation batch, over all devices
-    accumulate: int  # microbatches per step
-    epoch_steps: int | None  # steps per epoch
-    steps: int | None  # steps of the run, including those before step_start_point
-    eval_steps: int | None  # batches per evaluation
-    evaluates: bool  # whether there are evaluations; without an interval, only at the end
-    evaluation_every: int | None  # steps between evaluations
-    evaluation_every_epochs: int | None  # epochs between evaluations
-    save_steps: int | None  # steps between checkpoints
-    save_epochs: int | None  # epochs between checkpoints
-    log_every: int  # steps between the log points of `fit`, which include those of the next two
-    log_steps: int  # steps between updates of the progress bar
-    report_steps: int  # steps between writes
-    seconds: float | None  # the time limit
-
-
-def plan(
-    arguments: TrainingArguments,
-    train_examples: int | None = None,
-    eval_examples: int | None = None,
-    devices: int | Sequence[jax.Device] | None = None,
-) -> Plan:
-    """Compute the sizes and intervals of a run.
-
-    Sizes per device are multiplied by `devices`, or their number; by default all devices of jax.
-    Numbers that do not fit together, or fractions of an unknown number, are a ConfigError.
-
-    >>> arguments = TrainingArguments(total_batch_size=32, num_train_epochs=3, log_steps=0.1)
-    >>> sizes = plan(arguments, train_examples=1_000)
-    >>> sizes.epoch_steps, sizes.steps, sizes.log_steps
-    (31, 93, 9)
-    """
-    if devices is None:
-        devices = jax.device_count()
-    num_devices = devices if isinstance(devices, int) else len(devices)
-    if num_devices < 1:
-        raise field_error("devices", "at least one", devices)
-    train_batch, accumulate = _train_batch(arguments, num_devices)
-    eval_batch = arguments.eval_batch_size or train_batch
-    if arguments.per_device_eval_batch_size is not None:
-        eval_batch = arguments.per_device_eval_batch_size * num_devices
-        if arguments.eval_batch_size not in (None, eval_batch):
-            raise ConfigError(
-                "eval_batch_size: expected per_device_eval_batch_size="
-                f"{arguments.per_device_eval_batch_size} times {num_devices} devices, {eval_batch},"
-                f" got {arguments.eval_batch_size}; give one of them"
-            )
-
-    set_epoch = epoch_steps = arguments.per_epoch_training_steps
-    if epoch_steps is None and train_examples is not None:
-        epoch_steps = train_examples // train_batch
-        if not epoch_steps:
-            expected = f"at most the {train_examples} training examples"
-            advice = "give a smaller one, or more examples"
-            raise field_error("total_batch_size", expected, train_batch, advice)
-    steps = None if epoch_steps is None else arguments.num_train_epochs * epoch_steps
-    if arguments.max_steps is not None:
-        steps = _to_steps(arguments, "max_steps", steps)
-    _check_within(arguments, "warmup_steps", steps)
-    _check_within(arguments, "step_start_point", steps)
-    log_steps = _to_steps(arguments, "log_steps", steps)
-    report_steps = arguments.report_steps or log_steps
-
-    # An epoch of per_epoch_training_steps may end before or after the data, so it is due by steps.
-    epoch = (None, 1) if set_epoch is None else (set_epoch, None)
-    evaluates = arguments.do_eval and arguments.evaluation_strategy != "no"
-    by_epoch = evaluates and arguments.evaluation_strategy == "epoch"
-    available = None if eval_examples is None else math.ceil(eval_examples / eval_batch)
-    limits = (available, arguments.max_evaluation_steps, arguments.per_epoch_evaluation_steps)
-    eval_steps = min((limit for limit in limits if limit is not None), default=None)
-
-    save_steps = save_epochs = None
-    if arguments.save_steps is not None:
-        save_steps = _to_steps(arguments, "save_steps", steps)
-    if arguments.save_strategy == "epoch":
-        if None not in (save_steps, set_epoch) and save_steps != set_epoch:
-            expected = f"per_epoch_training_steps={set_epoch}, for save_strategy='epoch'"
-            advice = "leave out one of the three"
-            raise field_error("save_steps", expected, arguments.save_steps, advice)
-        save_steps, save_epochs = save_steps or epoch[0], epoch[1]
-    limit = arguments.training_time_limit
-    return Plan(
-        train_batch=train_batch,
-        eval_batch=eval_batch,
-        accumulate=accumulate,
-        epoch_steps=epoch_steps,
-        steps=steps,
-        eval_steps=eval_steps if evaluates else None,
-        evaluates=evaluates,
-        evaluation_every=epoch[0] if by_epoch else arguments.eval_steps,
-        evaluation_every_epochs=epoch[1] if by_epoch else None,
-        save_steps=save_steps,
-        save_epochs=save_epochs,
-        # Also in performance_mode, which writes nothing, since log points detect a NaN.
-        log_every=math.gcd(log_steps, report_steps),
-        log_steps=log_steps,
-        report_steps=report_steps,
-        seconds=None if limit is None else seconds(limit),
-    )
-
-
-def _train_batch(arguments: TrainingArguments, num_devices: int) -> tuple[int, int]:
-    """Return the examples and the microbatches per step."""
-    total, per_device = arguments.total_batch_size, arguments.per_device_train_batch_size
-    accumulate = arguments.gradient_accumulation_steps
-    if total is None:
-        total = 32 if per_device is None else per_device * num_devices
-    elif per_device is not None:  # the maximum per microbatch
-        minimum = math.ceil(total / (per_device * num_devices))
-        if accumulate == 1:
-            accumulate = next(n for n in range(minimum, total + 1) if total % n == 0)
-        elif accumulate < minimum:
-            expected = (
-                f"at least {minimum}, so that each of {num_devices} devices takes at most "
-                f"per_device_train_batch_size={per_device} of total_batch_size={total} at once"
-            )
-            advice = "leave out one of the three"
-            raise field_error("gradient_accumulation_steps", expected, accumulate, advice)
-    if total % accumulate:
-        divisors = [str(n) for n in range(1, min(total, 64) + 1) if total % n == 0]
-        expected = f"a divisor of the batch of {total} examples"
-        advice = f"give one of {', '.join(divisors)}"
-        raise field_error("gradient_accumulation_steps", expected, accumulate, advice)
-    return total, accumulate
-
-
-def _to_steps(arguments: TrainingArguments, name: str, steps: int | None) -> int:
-    """Return a field, which may be a fraction of all steps, as a number of steps."""
-    value: int | float = getattr(arguments, name)
-    if isinstance(value, int):
-        return value
-    if steps is None:
-        expected = "an integer, because the number of steps is unknown"
-        raise field_error(name, expected, value, "give max_steps, or a dataset with a length")
-    return max(1, round(value * steps))
-
-
-def _check_within(arguments: TrainingArguments, name: str, steps: int | None) -> None:
-    value = getattr(arguments, name)
-    if steps is not None and value >= steps:
-        expected = f"fewer than the {steps} steps of the run"
-        raise field_error(name, expected, value, "give a lower one, or more steps")
-
+# How long a run is, where it writes, and what it shows.
+_CHANGED_BY_A_RESUME = {
+    "num_train_epochs", "max_steps", "training_time_limit", "step_start_point", "output_dir",
+    "checkpoints_dir", "logs_dir", "resume_if_possible", "resume_from_checkpoint", "verbose",
+    "progress_bar_type", "performance_mode", "save_total_limit", "do_train", "do_eval",
+}  # fmt: skip
 
 # Schedule and optimizer
 
@@ -225,17 +70,16 @@ def make_schedule(arguments: TrainingArguments, steps: int | None) -> optax.Sche
     if custom is not None:  # a schedule, or a function of the number of steps to one
         result = custom(1 if steps is None else steps)
         if callable(result) and steps is None:
-            raise ConfigError(
-                "custom_scheduler: expected a schedule, because the number of steps is unknown, "
-                "got a function from it to a schedule; give max_steps"
-            )
+            expected = "a schedule, because the number of steps is unknown"
+            got = "a function from it to a schedule"
+            refuse("custom_scheduler", expected, got, "give max_steps")
         return result if callable(result) else custom
     name, _ = parse_scheduler(arguments.scheduler or "none")
     if steps is None and name not in ENDLESS:
         expected = f"one of {', '.join(ENDLESS)}, because the number of steps is unknown"
         advice = "give one of these, or max_steps"
-        raise field_error("scheduler", expected, arguments.scheduler, advice)
-    _check_within(arguments, "warmup_steps", steps)
+        refuse("scheduler", expected, repr(arguments.scheduler), advice)
+    check_within(arguments, "warmup_steps", steps)
     warmup, peak = arguments.warmup_steps, arguments.learning_rate
     end = arguments.learning_rate_end or 0.0
     decay_steps = 1 if steps is None else steps - warmup
@@ -304,10 +148,9 @@ def optimizer_of(
     replaced = "" if scheduler is None else _RATE
     for field in (replaced if tx is None else f"{_RATE} {_OPTIMIZER}").split():
         if is_changed(arguments, field):
-            raise ConfigError(
-                f"{'scheduler' if tx is None else 'tx'}: expected arguments that do not set what "
-                f"it replaces, got {field}={getattr(arguments, field)!r:.60}; leave out one of them"
-            )
+            expected = "arguments that do not set what it replaces"
+            got = f"{field}={getattr(arguments, field)!r:.60}"
+            refuse("scheduler" if tx is None else "tx", expected, got, "leave out one of them")
     if tx is not None:
         return _prune(tx, arguments), scheduler
     schedule = scheduler or make_schedule(arguments, steps)
@@ -383,7 +226,7 @@ def precision(arguments: TrainingArguments) -> Precision:
 def _to_dtype(field: str, dtype: str) -> np.dtype[Any]:
     if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
         expected = "float32 or narrower, because jax has float64 disabled"
-        raise field_error(field, expected, dtype, "set JAX_ENABLE_X64=1 in the environment")
+        refuse(field, expected, repr(dtype), "set JAX_ENABLE_X64=1 in the environment")
     return jnp.dtype(dtype)
 
 
@@ -417,10 +260,9 @@ def make_loss(
     if config and not takes_any_keyword(loss_fn):
         unknown = [name for name in config if name not in inspect.signature(loss_fn).parameters]
         if unknown:
-            raise ConfigError(
-                f"loss_config: expected keywords of {getattr(loss_fn, '__name__', loss_fn)}, got "
-                f"{', '.join(unknown)}; add them to its parameters, or leave them out"
-            )
+            expected = f"keywords of {getattr(loss_fn, '__name__', loss_fn)}"
+            advice = "add them to its parameters, or leave them out"
+            refuse("loss_config", expected, ", ".join(unknown), advice)
 
     def constrain(leaf: Any) -> Any:
         """Shard an array by the first entries of the spec, one for each dimension."""
@@ -444,12 +286,12 @@ def _without_aux(result: Any) -> Any:
     is_dict = isinstance(terms, dict)
     kept = {n: term for n, term in terms.items() if not n.startswith("aux")} if is_dict else {}
     if not kept:
-        raise ConfigError(
-            "aux_loss_enabled: expected a loss function that returns a dict of terms, as in "
-            "{'loss': …, 'aux_router': …}, to drop those named aux…, got "
-            f"{', '.join(terms) if is_dict else tree.describe_value(terms)}; return others too, "
-            "or leave out the field"
+        expected = (
+            "a loss function that returns a dict of terms, as in {'loss': …, 'aux_router': …}, to "
+            "drop those named aux…"
         )
+        got = ", ".join(terms) if is_dict else tree.describe_value(terms)
+        refuse("aux_loss_enabled", expected, got, "return others too, or leave out the field")
     return (kept, *rest) if isinstance(result, tuple) else kept
 
 
@@ -469,10 +311,11 @@ def transform(arguments: TrainingArguments) -> Callable[[Any], Any] | None:
 
     def drop_columns(example: Any) -> Any:
         if not isinstance(example, Mapping):
-            raise DataError(
-                "ids_to_pop_from_dataset, remove_unused_columns: expected examples that are dicts "
-                f"of columns, got {tree.describe_value(example)}; leave out both fields"
+            names, expected = (
+                "ids_to_pop_from_dataset, remove_unused_columns",
+                "examples that are dicts of columns",
             )
+            refuse(names, expected, example, "leave out both fields", kind=DataError)
         return {
             name: value
             for name, value in example.items()
@@ -498,6 +341,7 @@ def checkpoints(arguments: TrainingArguments, plan: Plan) -> Checkpoints | None:
 
     Without `output_dir`, or with `do_last_save=False`, return None: nothing is saved.
 
+    >>> from stepfold.adapter import plan
     >>> arguments = TrainingArguments(output_dir="runs/a", max_steps=200, save_steps=0.25)
     >>> checkpoints(arguments, plan(arguments)).every
     50
@@ -517,7 +361,7 @@ def checkpoints(arguments: TrainingArguments, plan: Plan) -> Checkpoints | None:
 
 
 def best_metric(arguments: TrainingArguments) -> tuple[str | None, str | None]:
-    """Return the name of `metric_for_best_model` in a run, as `eval/cer`, and its mode."""
+    """Return the name of `metric_for_best_model` in a run, such as `eval/cer`, and its mode."""
     metric, mode = arguments.metric_for_best_model, {None: None, True: "max", False: "min"}
     if metric is not None:
         metric = re.sub("^(evaluation[./]|eval[./_])", "eval/", metric)
@@ -540,7 +384,7 @@ def writers(arguments: TrainingArguments) -> Writer | None:
     kinds = arguments.report_to
     if arguments.output_dir is None:
         if kinds and is_changed(arguments, "report_to"):
-            raise field_error("report_to", "no files without output_dir", kinds, "give output_dir")
+            refuse("report_to", "no files without output_dir", repr(kinds), "give output_dir")
         kinds = ()
     logs = logs_of(arguments)
     files: dict[str, Callable[[], Writer]] = {
@@ -557,6 +401,24 @@ def writers(arguments: TrainingArguments) -> Writer | None:
     if arguments.verbose:
         all_writers.append(console_writer())
     return async_writer(multi_writer(*all_writers)) if all_writers else None
+
+
+def config_of(arguments: TrainingArguments) -> dict[str, Any]:
+    """Return the arguments for `run.json`, without those that a resume changes as a rule.
+
+    What JSON cannot hold, such as a function, is named by text.
+    """
+    names = arguments.to_dict().keys() - _CHANGED_BY_A_RESUME
+    return {name: _as_json(getattr(arguments, name)) for name in sorted(names)}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    is_plain = value is None or isinstance(value, str | bool | int | float)
+    return value if is_plain else getattr(value, "__qualname__", None) or str(value)
 
 
 def logs_of(arguments: TrainingArguments) -> Path:
@@ -580,5 +442,6 @@ def wandb_options(arguments: TrainingArguments) -> dict[str, Any]:
         "entity": arguments.wandb_entity,
         "name": arguments.wandb_name,
         "dir": output_dir and os.fspath(absolute_path("output_dir", output_dir)),
+        "config": config_of(arguments),
     }
     return {name: value for name, value in options.items() if value is not None}

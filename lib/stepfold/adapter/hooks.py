@@ -4,19 +4,19 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 
 import numpy as np
 
+from stepfold.adapter.protocol import BaseTrainerProtocol
+from stepfold.adapter.validation import check_list
 from stepfold.core.validation import read_integer
+from stepfold.data.epochs import EpochEnds
 from stepfold.errors import OutOfMemoryError, refuse
 from stepfold.inspect.memory import is_exhausted
 from stepfold.loop.hooks.base import BaseHook, Event, Stop, call_optional
 from stepfold.loop.hooks.progress import progress
 from stepfold.tree import describe_value
-
-if TYPE_CHECKING:
-    from stepfold.adapter.trainer import Trainer
 
 
 class StopTraining(Exception):  # noqa: N818  not an error, as StopIteration is not
@@ -75,65 +75,92 @@ class Watcher(NamedTuple):
     every: int = 1
 
 
-def check_watchers(watchers: Sequence[Watcher]) -> None:
-    """Check the attributes of watchers, and that their names differ."""
-    for name, function, interval in watchers:
+def check_watchers(watchers: Any) -> list[Watcher]:
+    """Return watchers of correct attributes, whose names differ."""
+    checked = check_list("watchers", watchers, "Watcher(name, function, every)", Watcher)
+    for name, function, interval in checked:
         if not isinstance(name, str) or not name:
             refuse("name", "the name of a watcher", describe_value(name))
         if not callable(function):
             refuse("function", "a function of the state", describe_value(function))
         read_integer("every", interval)
-    names = [watcher.name for watcher in watchers]
+    names = [watcher.name for watcher in checked]
     if len(set(names)) < len(names):
         refuse("watchers", "different names", f"{', '.join(names)}")
+    return checked
+
+
+class Methods(BaseTrainerProtocol, Protocol):
+    """What a run uses of a trainer besides the protocol."""
+
+    writer: Any
+    watched_step: int
+
+    @property
+    def epochs_done(self) -> int: ...
+    def on_log(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def overrides(self, method: str) -> bool: ...
 
 
 class TrainerHook(BaseHook):
-    """Call the trainer's methods at each log point and after each evaluation.
+    """Call a trainer's methods at each log point and after each evaluation.
 
     It runs after the user's hooks, so `log_metrics` and `on_log` see their metrics.
+
+    Attributes:
+      bar: the progress bar.
+      start_step, last_step: the steps between which the run is.
+      epochs_done: the number of epochs that have ended; only `has_epochs` counts them.
     """
 
     can_stop = True
     writes_metrics = True  # by `log_metrics`
     provides = ("watch/",)
 
-    def __init__(self, trainer: "Trainer") -> None:
-        self._trainer = trainer
-        if getattr(trainer.dataloader_train, "steps_per_epoch", None):
+    def __init__(self, trainer: Methods, *, has_epochs: bool, needs_exact_state: bool) -> None:
+        self._trainer, self.needs_exact_state = trainer, needs_exact_state
+        if has_epochs:
             self.end_epoch = self._end_epoch  # which ends an interval of metrics
+        self.bar: Any = None
+        self.start_step, self.epochs_done = 0, trainer.epochs_done
+        self.last_step: int | None = None
         self._bar_state: Any = None  # of the resumed run
-        self.needs_exact_state = bool(trainer.watchers) or trainer.overrides("log_watchers")
+        self._event_step: int | None = None  # of the last event in this run, or before a resume
 
     def open(self, step: int, total: int | None) -> None:
         trainer = self._trainer
-        bar = trainer.progress_bar = trainer.create_progress_bar(
+        self.close_bar()  # if the run goes back
+        self.bar = trainer.create_progress_bar(
             total, desc=trainer.arguments.model_name, disabled=not trainer.is_process_zero
         )
         if self._bar_state is not None:
-            call_optional(bar, "set_state", self._bar_state)
-        call_optional(bar, "open", step)
-        trainer.start_step, trainer.last_step, trainer.watched_step = step, total, step
+            call_optional(self.bar, "set_state", self._bar_state)
+        call_optional(self.bar, "open", step)
+        self.start_step, self.last_step, trainer.watched_step = step, total, step
         if trainer.is_enable:
-            call_optional(trainer.writer, "resume", step)  # which drops the rows of later steps
+            # It drops the rows after the last event before the checkpoint, such as that of the
+            # open interval at a stop.
+            last = step if self._event_step is None else min(step, self._event_step)
+            call_optional(trainer.writer, "resume", last)
 
     def __call__(self, event: Event) -> Mapping[str, float] | Stop | None:
         trainer = self._trainer
-        trainer.model_state = event.state
-        # If a loss scale skipped all steps since the last log point, there is no loss.
-        skipped = [name for name, weights in event.weights.items() if not np.any(weights)]
-        metrics: Mapping[str, float] = {n: x for n, x in event.metrics.items() if n not in skipped}
+        trainer.model_state, self._event_step = event.state, event.step
+        metrics: Mapping[str, float] = event.metrics
         numbers: Mapping[str, float] | None = None
         stop: Stop | None = None
         try:
             if event.is_train:
-                changed = trainer.apply_training_hooks(dict(metrics))
-                metrics = metrics if changed is None else changed
+                # If a loss scale skipped all steps since the last log point, there is no loss.
+                skipped = {n: x for n, x in metrics.items() if not np.any(event.weights.get(n, 1))}
+                measured = {name: x for name, x in metrics.items() if name not in skipped}
+                changed = trainer.apply_training_hooks(measured)
+                metrics = metrics if changed is None else {**skipped, **changed}
         except StopTraining as reason:  # the metrics that ended the run are logged too
             stop = Stop(reason.kind, str(reason))
         try:
             mode = "train" if event.is_train else "eval"
-            trainer.log_metrics(metrics, trainer.progress_bar, event.step, mode)
+            trainer.log_metrics(metrics, self.bar, event.step, mode)
             if event.is_train and self.needs_exact_state:
                 numbers = trainer.log_watchers(event.state, event.step)
             trainer.on_log(metrics, event.step)
@@ -145,19 +172,23 @@ class TrainerHook(BaseHook):
         if self._trainer.is_enable:
             call_optional(self._trainer.writer, "flush")
 
+    def close_bar(self) -> None:
+        bar, self.bar = self.bar, None
+        call_optional(bar, "close")
+
     def close(self) -> None:
-        call_optional(self._trainer.progress_bar, "close")
+        self.close_bar()
         self.flush()
 
     def _end_epoch(self, epoch: int) -> None:
-        self._trainer.epochs_done = epoch + 1
+        self.epochs_done = epoch + 1
 
     def get_state(self) -> dict[str, Any]:
-        bar = self._trainer.progress_bar
-        return {"bar": bar.get_state() if hasattr(bar, "get_state") else self._bar_state}
+        bar = self.bar.get_state() if hasattr(self.bar, "get_state") else self._bar_state
+        return {"bar": bar, "step": self._event_step}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        self._bar_state = state["bar"]
+        self._bar_state, self._event_step = state["bar"], state.get("step")
 
 
 def add_advice(error: BaseException) -> None:
@@ -171,12 +202,13 @@ def add_advice(error: BaseException) -> None:
 
 
 def epoch_means(
-    history: Mapping[str, Any], epoch_steps: int, start: int = 0
+    history: Mapping[str, Any], ends: EpochEnds, start: int = 0, offset: int = 0
 ) -> dict[str, list[float]]:
     """Return metrics by epoch, with names such as `train_loss`.
 
     Train metrics are means over the steps of an epoch, others are its last value. Epochs without a
-    value are left out. `start` is the step at which the run started.
+    value are left out. `start` is the step at which the run started; `offset` is the number of
+    batches that the data are ahead of the step.
     """
     means: dict[str, list[float]] = {}
     for name, curve in history.items():
@@ -184,8 +216,8 @@ def epoch_means(
         # The history of a resumed run has the steps before `start` too.
         before = start if curve.steps[:1] > [start] else 0
         for step, value in zip(curve.steps, curve, strict=True):
-            epoch = (step - 1) // epoch_steps
-            count = step - max(before, epoch * epoch_steps)
+            epoch = ends.done(step - 1 + offset)
+            count = step - max(before, ends.end(epoch) - offset)
             epochs.setdefault(epoch, []).append((value, count))
             before = step
         if name.startswith("train/"):

@@ -5,7 +5,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -14,32 +14,31 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.from_arguments import transform
+from stepfold.adapter.sizes import Plan
 from stepfold.core.validation import read_integer, takes_any_keyword
 from stepfold.data.batches import batches
 from stepfold.data.collate import check_truncate, collate
+from stepfold.data.epochs import EpochEnds, Skips
 from stepfold.data.prefetch import prefetch
 from stepfold.data.sources import ENDLESS, GrainStream, is_stream, read_source, stack
 from stepfold.errors import CheckpointError, refuse
 from stepfold.sharding.mesh import DATA_AXES
-
-if TYPE_CHECKING:
-    from stepfold.adapter.trainer import Trainer
 
 Collect = Callable[[Any], Any]
 Prepare = Callable[[Any], Any]
 
 
 class TrainingLoader:
-    """Apply `prepare` to each batch; other attributes are those of the iterator."""
+    """Apply `prepare` to each batch; other attributes are those of the iterator.
+
+    `epoch_steps` is the number of batches in an epoch, if the iterator does not know it. Batches
+    that `without` skips are skipped here too, so that this stays the loader of the whole run.
+    """
 
     def __init__(
-        self,
-        iterator: Any,
-        prepare: Prepare = lambda batch: batch,
-        epoch_steps: int | None = None,
+        self, iterator: Any, prepare: Prepare = lambda batch: batch, epoch_steps: int | None = None
     ) -> None:
         self._iterator, self._prepare, self._epoch_steps = iterator, prepare, epoch_steps
-        self.steps_per_epoch = epoch_steps or getattr(iterator, "steps_per_epoch", None)
         self._peeked: list[tuple[Any, Any]] = []  # the next batch and its position
 
     def __iter__(self) -> Self:
@@ -49,6 +48,12 @@ class TrainingLoader:
         if self._peeked:
             return self._peeked.pop()[0]
         return self._prepare(next(self._iterator))
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __bool__(self) -> bool:
+        return True
 
     def peek(self) -> Any:
         """Return the next batch, and stay at its position."""
@@ -60,19 +65,39 @@ class TrainingLoader:
                 refuse("dataloader_train", "a batch to compile for", "none")
         return self._peeked[0][0]
 
+    @property
+    def epoch_ends(self) -> EpochEnds | None:
+        """Where epochs end: after `epoch_steps` batches, if the iterator does not know it."""
+        ends: EpochEnds | None = getattr(self._iterator, "epoch_ends", None)
+        if ends is not None or not self._epoch_steps:
+            return ends
+        skips = Skips(getattr(self._iterator, "skipped", ()))
+        return EpochEnds.of_length(self._epoch_steps)._replace(skips=skips)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """The number of batches per epoch; None if it is not known, or not the same for all."""
+        if self._epoch_steps and not getattr(self._iterator, "skipped", ()):
+            return self._epoch_steps
+        return getattr(self._iterator, "steps_per_epoch", None)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # `_iterator` itself, during a copy
             raise AttributeError(name)
         value = getattr(self._iterator, name)
-        if name == "without":
-            return lambda ranges: TrainingLoader(value(ranges), self._prepare, self._epoch_steps)
         if name == "get_state" and self._peeked:
             return lambda: self._peeked[0][1]
-        return self._move if name == "set_state" else value
+        return {"set_state": self._move, "without": self._skip}.get(name, value)
 
     def _move(self, position: Any) -> None:
         self._peeked.clear()
         self._iterator.set_state(position)
+
+    def _skip(self, ranges: Any) -> Self:
+        if self._peeked:
+            self._move(self._peeked[0][1])
+        self._iterator = self._iterator.without(ranges)
+        return self
 
 
 class EvaluationLoader:
@@ -90,13 +115,20 @@ class EvaluationLoader:
         return self._steps
 
 
-def training_batches(trainer: "Trainer", dataset: Any) -> TrainingLoader:
+def skippable(loader: Any) -> Any:
+    """Return a loader that stays the one of the run when the run skips some of its batches."""
+    can_skip = hasattr(loader, "without") and iter(loader) is loader
+    return TrainingLoader(loader) if can_skip and not isinstance(loader, TrainingLoader) else loader
+
+
+def training_batches(
+    arguments: TrainingArguments, plan: Plan, dataset: Any, collect: Collect | None
+) -> TrainingLoader:
     """Make training batches, reshuffled each epoch; incomplete batches are dropped.
 
     A source repeats without end; a stream is iterated once for each epoch, unless the number of
     steps is known.
     """
-    arguments, plan, collect = trainer.arguments, trainer.plan, collect_of(trainer, dataset)
     workers, streams, seed = arguments.dataloader_num_workers, is_stream(dataset), None
     if arguments.shuffle_train_dataset and not streams:
         seed = arguments.shuffle_seed_train
@@ -121,9 +153,16 @@ def training_batches(trainer: "Trainer", dataset: Any) -> TrainingLoader:
     return TrainingLoader(loader, _mask_for(arguments), plan.epoch_steps)
 
 
-def evaluation_batches(trainer: "Trainer", dataset: Any, steps: int | None) -> EvaluationLoader:
+def evaluation_batches(
+    arguments: TrainingArguments,
+    plan: Plan,
+    dataset: Any,
+    collect: Collect | None,
+    mesh: Mesh | None = None,
+) -> EvaluationLoader:
     """Make evaluation batches: one pass in order, with an incomplete last batch.
 
+    On a mesh, a batch that does not divide by the devices is replicated.
     With several processes, which need the same number of rows, the last batch is padded. The loss
     function has to respect its mask.
     """
@@ -131,8 +170,7 @@ def evaluation_batches(trainer: "Trainer", dataset: Any, steps: int | None) -> E
         expected = "data that can be iterated for each evaluation"
         advice = "give a list of it, or a function that makes it"
         refuse("dataset_eval", expected, tree.describe_value(dataset), advice)
-    arguments, plan, mesh = trainer.arguments, trainer.plan, trainer.sharded_mesh
-    collect, add_mask = collect_of(trainer, dataset), _mask_for(arguments)
+    add_mask = _mask_for(arguments)
     dataset, drop_columns = without_columns(dataset, arguments)
 
     def make() -> Iterator[Any]:
@@ -148,7 +186,7 @@ def evaluation_batches(trainer: "Trainer", dataset: Any, steps: int | None) -> E
         )
         return (replicate_if_uneven(add_mask(batch), mesh) for batch in loader)
 
-    return EvaluationLoader(make, steps)
+    return EvaluationLoader(make, plan.eval_steps)
 
 
 def _mask_for(arguments: TrainingArguments) -> Prepare:
@@ -203,20 +241,21 @@ def replicate_if_uneven(batch: Any, mesh: Mesh | None) -> Any:
 # Examples to batches
 
 
-def collect_of(trainer: "Trainer", dataset: Any) -> Collect | None:
-    """Return a trainer's function from a list of examples to a batch; None stacks them.
+def collect_of(
+    arguments: TrainingArguments,
+    collator: Collect | None,
+    make: Callable[..., Collect],
+    *,
+    is_own: bool,
+) -> Collect | None:
+    """Return the function from a list of examples to a batch; None stacks them.
 
-    A collect function of a subclass comes first. It gets the output of `data_collator` or, without
-    one, columns. Otherwise it is `data_collator`, or with `max_length` one that pads and truncates.
+    `make` is a method that makes a collect function. That of a subclass, with `is_own`, comes
+    first. It gets the output of `collator` or, without one, columns. Otherwise the function is
+    `collator`, or with `max_length` that of `make`, which pads and truncates.
     """
-    arguments, collator = trainer.arguments, trainer.data_collator
-    kind = "tfds_" if hasattr(dataset, "as_numpy_iterator") else ""
-    kind = "grain_" if arguments.use_grain else kind
-    names = [f"create_{kind}collect_function", "create_collect_function"]
-    own = next(filter(trainer.overrides, names), None)
-    if own is None and (collator is not None or arguments.max_length is None):
+    if not is_own and (collator is not None or arguments.max_length is None):
         return collator
-    make = getattr(trainer, own or names[0])
     options = {
         "max_sequence_length": arguments.max_length,
         "truncation_mode": arguments.truncation_mode,
@@ -224,8 +263,8 @@ def collect_of(trainer: "Trainer", dataset: Any) -> Collect | None:
     if not takes_any_keyword(make):
         parameters = inspect.signature(make).parameters
         options = {name: value for name, value in options.items() if name in parameters}
-    collect: Collect = make(**options)
-    if own is None:
+    collect = make(**options)
+    if not is_own:
         return collect
     first = columns if collator is None else collator
     return lambda examples: collect(first(examples))
@@ -274,10 +313,10 @@ def seek(loader: Any, position: Any, step: int) -> None:
     """
     if not (hasattr(loader, "get_state") and hasattr(loader, "set_state")):
         if position is not None:
-            raise CheckpointError(
-                f"ckpt_path: expected batches that can be moved to step {step}, got "
-                f"{tree.describe_value(loader)}, which have no get_state and set_state; give a "
-                "dataset with len and [i]"
+            expected = f"batches that can be moved to step {step}"
+            got = f"{tree.describe_value(loader)}, which have no get_state and set_state"
+            refuse(
+                "ckpt_path", expected, got, "give a dataset with len and [i]", kind=CheckpointError
             )
         return
     if position is None:
@@ -293,6 +332,15 @@ def position_at(loader: Any, step: int) -> Any:
         return None
     position = loader.get_state()
     return {**position, "step": step} if _follows_from_step(position) else position
+
+
+def offset_of(position: Any, step: Any) -> int:
+    """Return how many batches a position is ahead of the step of a state.
+
+    A loader of a subclass may start later in the data. Batches that are behind the state are moved
+    to its step.
+    """
+    return max(0, position["step"] - int(step)) if _follows_from_step(position) else 0
 
 
 def _follows_from_step(position: Any) -> bool:

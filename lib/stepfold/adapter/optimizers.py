@@ -14,7 +14,7 @@ from optax import contrib
 
 from stepfold import tree
 from stepfold.core.validation import read_positive, suggest
-from stepfold.errors import ConfigError, refuse
+from stepfold.errors import refuse
 
 # Schedules: functions of the peak, the end value, and the number of steps between them.
 
@@ -153,25 +153,23 @@ def optimizer_options(name: str) -> dict[str, Any]:
 
 def check_optimizer_options(name: str, options: Mapping[str, Any]) -> None:
     """Check that an optimizer takes the options, and requires no others and no loss function."""
-    known = optimizer_options(name)
-    _check_known("extra_optimizer_kwargs", name, options, known)
+    known, field = optimizer_options(name), "extra_optimizer_kwargs"
+    _check_known(field, name, options, known)
     empty = inspect.Parameter.empty
     missing = [key for key, default in known.items() if default is empty and key not in options]
     if missing:
-        raise ConfigError(
-            f"extra_optimizer_kwargs: expected {', '.join(missing)}, which {name} requires, got "
-            f"{', '.join(options) or 'none'}; add {missing[0]!r}"
-        )
+        expected = f"{', '.join(missing)}, which {name} requires"
+        refuse(field, expected, ", ".join(options) or "none", f"add {missing[0]!r}")
     needed = None
     if name == "lbfgs" and options.get("linesearch", "default") is not None:
         needed = "linesearch=None"
     elif name == "sophia" and "hessian_diagonal_fn" not in options:
         needed = "hessian_diagonal_fn=…"
     if needed is not None:
-        raise ConfigError(
-            f"extra_optimizer_kwargs: expected {needed} for {name}, got {options}; its default "
-            "calls the loss function, which a train step does not pass to optimizers"
+        advice = (
+            "its default calls the loss function, which a train step does not pass to optimizers"
         )
+        refuse(field, f"{needed} for {name}", f"{options}", advice)
 
 
 def build_optimizer(
@@ -204,11 +202,10 @@ def freeze(tx: optax.GradientTransformation, pattern: str) -> optax.GradientTran
         unique = set(jax.tree.leaves(labels))
         if unique != {"frozen", "trained"}:
             paths = [path for path, _ in tree.named_leaves(params)]
-            raise ConfigError(
-                "frozen_parameters: expected a pattern that matches some parameters but not all, "
-                f"got {pattern!r}, which matches {'all' if 'frozen' in unique else 'none'} of "
-                f"{', '.join(paths[:5])}{', …' * (len(paths) > 5)}; give a part of some paths"
-            )
+            expected = "a pattern that matches some parameters but not all"
+            some = f"{'all' if 'frozen' in unique else 'none'} of {', '.join(paths[:5])}"
+            got = f"{pattern!r}, which matches {some}{', …' * (len(paths) > 5)}"
+            refuse("frozen_parameters", expected, got, "give a part of some paths")
         return labels
 
     # -0.0, because adding 0.0 would change the sign bit of a parameter that is -0.0.

@@ -66,9 +66,8 @@ class Output:
         try:
             data = dict(_decode(json.loads(json_str)))
         except (ValueError, TypeError, RecursionError) as error:
-            raise ConfigError(
-                f"from_json: expected the text of to_json, got {json_str!r:.60}; give it unchanged"
-            ) from error
+            got = f"{json_str!r:.60}"
+            refuse("from_json", "the text of to_json", got, "give it unchanged", cause=error)
         return cls.from_dict(data)
 
     def replace(self, **changes: Any) -> Self:
@@ -160,10 +159,9 @@ class TrainerConfigureFunctionOutput(Output):
         train = _either("train_step_fn", train_step_fn, sharded_training_step_function)
         evaluate = _either("eval_step_fn", eval_step_fn, sharded_evaluation_step_function)
         if train is None:
-            raise ConfigError(
-                "sharded_training_step_function: expected a step (state, batch) -> (state, "
-                "metrics), got None; give it, or train_step_fn"
-            )
+            expected = "a step (state, batch) -> (state, metrics)"
+            name = "sharded_training_step_function"
+            refuse(name, expected, "None", "give it, or train_step_fn")
         vars(self).update(  # since the class is frozen
             sharded_training_step_function=train,
             mesh=mesh,
@@ -177,11 +175,8 @@ class TrainerConfigureFunctionOutput(Output):
 
 def _either(short_name: str, short_value: Any, value: Any) -> Any:
     if short_value is not None and value is not None and short_value is not value:
-        raise ConfigError(
-            f"{short_name}: expected the same step as by its long name, "
-            f"{tree.describe_value(value)}, got {tree.describe_value(short_value)}; give one of "
-            "them"
-        )
+        expected = f"the same step as by its long name, {tree.describe_value(value)}"
+        refuse(short_name, expected, tree.describe_value(short_value), "give one of them")
     return short_value if value is None else value
 
 
@@ -222,10 +217,9 @@ class TrainerOutput(Output):
         directory, step = self._directory_and_step()
         saved = getattr(self.state, "step", step)
         if tree.is_data(saved) and int(saved) != step:
-            raise ConfigError(
-                f"checkpoint_path: expected the checkpoint of the state, of step {int(saved)}, got "
-                f"{self.checkpoint_path!r}; save the state with save_pretrained or sf.save"
-            )
+            expected = f"the checkpoint of the state, of step {int(saved)}"
+            advice = "save the state with save_pretrained or sf.save"
+            refuse("checkpoint_path", expected, repr(self.checkpoint_path), advice)
         advice = (
             f"it is in the checkpoint {self.checkpoint_path}; load it with TrainerOutput."
             f"from_json(text, like), or sf.restore({directory!r}, like, step={step})"
@@ -248,11 +242,10 @@ class TrainerOutput(Output):
     def _directory_and_step(self) -> tuple[str, int]:
         directory, step = os.path.split(self.checkpoint_path or "")  # a path or a URL
         if not step.isdecimal():
-            raise ConfigError(
-                "checkpoint_path: expected '<directory>/<step>', since JSON does not hold the "
-                f"arrays of the state, got {self.checkpoint_path!r}; save the state with "
-                "save_pretrained or sf.save, and give replace(checkpoint_path=…)"
-            )
+            expected = "'<directory>/<step>', since JSON does not hold the arrays of the state"
+            how = "save_pretrained or sf.save, and give replace(checkpoint_path=…)"
+            got = repr(self.checkpoint_path)
+            refuse("checkpoint_path", expected, got, f"save the state with {how}")
         return directory or ".", int(step)
 
 
@@ -308,10 +301,9 @@ def _encode(name: str, value: Any) -> Any:
         case Unserializable():
             return {"stepfold": "unserializable", **vars(value)}
     for array in filter(tree.is_array, _leaves(value)):
-        raise ConfigError(
-            f"{name}: expected a value without arrays, which JSON does not hold, got "
-            f"{tree.describe_value(array)}; save arrays with sf.save, and give replace({name}=None)"
-        )
+        expected = "a value without arrays, which JSON does not hold"
+        advice = f"save arrays with sf.save, and give replace({name}=None)"
+        refuse(name, expected, tree.describe_value(array), advice)
     description = f"{type(value).__name__} {getattr(value, '__qualname__', '')}".strip()
     return _encode(name, Unserializable(description))
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from stepfold.adapter.validation import Truncation
+from stepfold.adapter.fields import Truncation
 
 
 @runtime_checkable
@@ -18,7 +18,6 @@ class BaseTrainerProtocol(Protocol):
 
     arguments: Any
     checkpoint_manager: Any
-    checkpoint_path: Any
     config: Any
     data_collator: Callable[..., Any] | None
     dataloader_eval: Any
@@ -40,15 +39,21 @@ class BaseTrainerProtocol(Protocol):
     sharded_evaluation_step_function: Any
     sharded_training_step_function: Any
     state: Any
-    state_named_sharding: Any
-    state_partition_spec: Any
     state_shape: Any
-    state_shardings: Any
     timer: Any
     train_tracker: Any
     tx: Any
-    wandb_runtime: Any
 
+    @property
+    def checkpoint_path(self) -> str | None: ...
+    @property
+    def state_named_sharding(self) -> Any: ...
+    @property
+    def state_partition_spec(self) -> Any: ...
+    @property
+    def state_shardings(self) -> Any: ...
+    @property
+    def wandb_runtime(self) -> Any: ...
     @property
     def training_batch_size(self) -> int: ...
     @property
@@ -70,7 +75,9 @@ class BaseTrainerProtocol(Protocol):
     def create_tfds_collect_function(
         self, max_sequence_length: int, truncation_mode: Truncation
     ) -> Callable[[Any], Any]: ...
-    def create_progress_bar(self, total: int, desc: str = "", disabled: bool = False) -> Any: ...
+    def create_progress_bar(
+        self, total: int | None, desc: str = "", disabled: bool = False
+    ) -> Any: ...
     def train(self) -> Any: ...
     def eval(self, model_state: Any) -> Iterator[dict[str, float]]: ...
     def evaluate(self, state: Any = None, metric_calculator: Any = None) -> dict[str, float]: ...

@@ -5,22 +5,21 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from stepfold import tree
-from stepfold.adapter.loading import position_at
+from stepfold.adapter.arguments import TrainingArguments
+from stepfold.adapter.parts import Parts
 from stepfold.checkpoint.safetensors import export_params
 from stepfold.checkpoint.series import save
 from stepfold.checkpoint.steps import absolute_path, read_directory
 from stepfold.errors import ConfigError, refuse
 from stepfold.inspect.report import parameter_table
 from stepfold.loop.run_info import versions
-
-if TYPE_CHECKING:
-    from stepfold.adapter.trainer import Trainer
+from stepfold.tree import describe_value
 
 
 def path_and_state(*values: Any) -> tuple[Path, Any]:
@@ -28,25 +27,30 @@ def path_and_state(*values: Any) -> tuple[Path, Any]:
     paths = [value for value in values if isinstance(value, str | os.PathLike)]
     states = [value for value in values if not isinstance(value, str | os.PathLike | None)]
     if len(paths) != 1 or len(states) > 1:
-        raise ConfigError(
-            f"save_pretrained: expected one path and at most one state, got {len(paths)} and "
-            f"{len(states)}; write save_pretrained(path), or (state, save_directory=path)"
-        )
+        got = f"{len(paths)} and {len(states)}"
+        advice = "write save_pretrained(path), or (state, save_directory=path)"
+        refuse("save_pretrained", "one path and at most one state", got, advice)
     return absolute_path("save_directory", paths[0]), next(iter(states), None)
 
 
-def save_state(trainer: "Trainer", directory: Path, state: Any) -> Path:
+def save_state(
+    arguments: TrainingArguments,
+    directory: Path,
+    state: Any,
+    data: Any,
+    history: Mapping[str, Sequence[float]],
+) -> Path:
     """Save a state in `directory/<step>`, and the arguments as `arguments.json`; return the former.
 
-    If an argument has no JSON, such as a custom schedule, the file names it instead.
+    `data` is the position of the batches. If an argument has no JSON, such as a custom schedule,
+    the file names it instead.
     """
     step = int(getattr(state, "step", 0))
     try:
-        text = trainer.arguments.to_json()
+        text = arguments.to_json()
     except ConfigError as error:
         text = json.dumps({"arguments": str(error)})
-    data = position_at(trainer.dataloader_train, step)
-    metrics = {name: curve[-1] for name, curve in trainer.history.items() if len(curve)}
+    metrics = {name: curve[-1] for name, curve in history.items() if len(curve)}
     save(directory, state, step=step, data=data, metrics=metrics)
     if jax.process_index() == 0:
         (directory / "arguments.json").write_text(text, encoding="utf-8")
@@ -65,7 +69,7 @@ def save_for_torch(
     By default `layers/0/kernel` becomes `layers.0.weight`, as do `scale` and `embedding`; `names`
     overrides some or, as a function of the path, all names. Dense kernels are transposed, and
     kernels of 2D and 3D convolutions change from (…, in, out) to (out, in, …). A kernel of three
-    axes is unchanged, because it may belong to attention or to a convolution.
+    axes is unchanged, because it may be that of attention or of a convolution.
     """
     if not callable(names):
         names = _torch_names(params, {} if names is None else names)
@@ -75,16 +79,12 @@ def save_for_torch(
 
 def _torch_names(params: Any, names: Mapping[str, str]) -> Callable[[str], str]:
     if not isinstance(names, Mapping):
-        expected = "a function of a path, or names by path"
-        refuse(
-            "names", expected, tree.describe_value(names), "write {'head/kernel': 'lm_head.weight'}"
-        )
+        advice = "write {'head/kernel': 'lm_head.weight'}"
+        refuse("names", "a function of a path, or names by path", describe_value(names), advice)
     paths = [path for path, _ in tree.named_leaves(params)]
     if missing := [path for path in names if path not in paths]:
-        raise ConfigError(
-            f"names: expected paths of parameters, such as {', '.join(paths[:8])}, got "
-            f"{', '.join(missing)}; correct or remove them"
-        )
+        expected = f"paths of parameters, such as {', '.join(paths[:8])}"
+        refuse("names", expected, ", ".join(missing), "correct or remove them")
 
     def torch_name(path: str) -> str:
         *parents, last = path.split("/")
@@ -109,10 +109,15 @@ def write_card(path: str | os.PathLike[str], text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def make_card(trainer: "Trainer") -> str:
+def make_card(
+    arguments: TrainingArguments,
+    parts: Parts,
+    history: Mapping[str, Sequence[float]],
+    notes: Mapping[str, Any],
+    stopped: object = None,
+) -> str:
     """Format the card of a run as markdown, without arguments that are None and empty sections."""
-    arguments, mesh, shape = trainer.arguments, trainer.mesh, trainer.state_shape
-    path, loaded, left = trainer.checkpoint_path, trainer.loaded, trainer.left
+    mesh, params = parts.mesh, getattr(parts.state_shape, "params", parts.state_shape)
     devices = {
         "devices": mesh.size,
         "kind": mesh.devices.flat[0].device_kind,
@@ -120,14 +125,14 @@ def make_card(trainer: "Trainer") -> str:
         "mesh": dict(mesh.shape),
     }
     sections = {
-        "Notes": _pairs({"checkpoint": path, "loaded": loaded, "not loaded": left}),
-        "Results": _results(trainer.history),
+        "Notes": _pairs(notes),
+        "Results": _results(history),
         "Arguments": _pairs({k: v for k, v in arguments.to_dict().items() if v is not None}),
-        "Parameters": f"```\n{parameter_table(getattr(shape, 'params', shape))}\n```",
+        "Parameters": f"```\n{parameter_table(params)}\n```",
         "Devices": _pairs(devices),
         "Versions": _pairs(versions()),
     }
-    ended = [] if trainer.stopped is None else [f"The run ended: {trainer.stopped}."]
+    ended = [] if stopped is None else [f"The run ended: {stopped}."]
     body = [f"## {name}\n\n{section}" for name, section in sections.items() if section]
     return "\n\n".join([f"# {arguments.model_name}", *ended, *body]) + "\n"
 

@@ -1,12 +1,12 @@
-"""Set up a trainer: what its configure methods return, and its state."""
+"""Make the parts of a trainer, those that its configure methods return, and its state."""
 
-import dataclasses
 import functools
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,76 +14,156 @@ import optax
 
 from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
-from stepfold.adapter.from_arguments import cast_params, checkpoints
-from stepfold.adapter.optimizers import schedule_paths, with_schedule_at
+from stepfold.adapter.from_arguments import (
+    cast_params,
+    checkpoints,
+    logs_of,
+    make_loss,
+    make_mesh,
+    optimizer_of,
+    precision,
+    sharding_rules,
+    start_processes,
+)
+from stepfold.adapter.loading import TrainingLoader, length_of, offset_of
+from stepfold.adapter.optimizers import learning_rate_of, schedule_paths, with_schedule_at
 from stepfold.adapter.outputs import (
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
     TrainerConfigureModelOutput,
 )
-from stepfold.adapter.steps import as_eval_step
+from stepfold.adapter.parts import Parts
+from stepfold.adapter.sizes import plan
+from stepfold.adapter.steps import Step, weight_by_rows
+from stepfold.adapter.validation import check_functions
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.safetensors import load_params
+from stepfold.checkpoint.series import Checkpoints
 from stepfold.checkpoint.steps import absolute_path, is_url, split_location
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import TrainState, init_state
+from stepfold.core.step import make_eval_step, make_train_step, observe
 from stepfold.core.transfers import allow_transfers
+from stepfold.core.validation import check_flags
 from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError, refuse
 from stepfold.sharding.place import place
 
-if TYPE_CHECKING:
-    from stepfold.adapter.trainer import Trainer
+
+def make_parts(arguments: TrainingArguments, *, devices: Any, rules: Any, **given: Any) -> Parts:
+    """Check what a trainer is given; make processes, mesh, sizes, dtypes and trackers."""
+    functions = "loss_fn", "eval_loss_fn", "data_collator", "given_scheduler"
+    check_functions(**{name.removeprefix("given_"): given[name] for name in functions})
+    check_flags(finetune=given["finetune"], stateful=given["stateful"])
+    if not given["finetune"]:
+        given["initial"] = None
+    start_processes(arguments)
+    mesh = make_mesh(arguments, devices)
+    sizes = length_of(given["dataset_train"]), length_of(given["dataset_eval"])
+    return Parts(
+        plan=plan(arguments, *sizes, devices=mesh.size),
+        mesh=mesh,
+        rules=sharding_rules(arguments) if rules is None else rules,
+        logs_path=logs_of(arguments),
+        pruning_module=arguments.pruning_module,
+        dtype=precision(arguments).compute,
+        param_dtype=jnp.dtype(arguments.param_dtype or "float32"),
+        **given,
+    )
+
 
 # Outputs of the configure methods
 
 
-def use_dataloaders(trainer: "Trainer", output: TrainerConfigureDataloaderOutput) -> None:
-    """Set the batches of a trainer, and the number of steps."""
-    trainer.dataloader_train = output.dataloader_train
-    trainer.dataloader_eval = output.dataloader_eval
-    trainer.max_training_steps = output.max_training_steps or trainer.plan.steps
-    trainer.max_evaluation_steps = output.max_evaluation_steps
-    trainer.plan = trainer.plan._replace(steps=trainer.max_training_steps)
+def with_dataloaders(parts: Parts, output: TrainerConfigureDataloaderOutput) -> Parts:
+    """Set the batches, and the number of steps."""
+    steps = output.max_training_steps or parts.plan.steps
+    return replace(
+        parts,
+        dataloader_train=output.dataloader_train,
+        dataloader_eval=output.dataloader_eval,
+        max_training_steps=steps,
+        max_evaluation_steps=output.max_evaluation_steps,
+        plan=parts.plan._replace(steps=steps),
+    )
 
 
-def use_model(trainer: "Trainer", output: TrainerConfigureModelOutput) -> None:
-    """Set the optimizer and the state of a trainer."""
-    trainer.model, trainer.scheduler = output.model, output.scheduler
-    trainer.config = trainer.config if output.config is None else output.config
-    state, trainer.tx = output.state, output.tx or getattr(output.state, "tx", None)
-    if trainer.tx is None:
-        trainer.tx, trainer.scheduler = trainer.make_optimizer(output.scheduler)
+def with_model(
+    arguments: TrainingArguments, parts: Parts, output: TrainerConfigureModelOutput
+) -> tuple[Parts, Any]:
+    """Set the optimizer, and return the initial state with the parts."""
+    state, tx, scheduler = output.state, output.tx or getattr(output.state, "tx", None), None
+    if tx is None:
+        tx, scheduler = optimizer_for(arguments, parts, output.scheduler)
     if state is None:
-        state = first_state(trainer, output.model, trainer.initial, trainer.tx)
-    elif state is not trainer.own_state:  # a subclass's own, which must not be donated
-        state = copy_to(state, trainer.shardings_of(state))
-    trainer.own_state = None
-    path = trainer.arguments.init_weights_from
-    if path is not None:
-        state, trainer.loaded, trainer.left = load_weights(trainer, path, state)
-    trainer.set_state(state)
+        state = first_state(arguments, parts, output.model, parts.initial, tx)
+    elif state is not parts.own_state:  # a subclass's own, which must not be donated
+        state = copy_to(state, parts.shardings_of(state))
+    loader = parts.dataloader_train
+    is_own = isinstance(loader, TrainingLoader) or not hasattr(loader, "get_state")
+    parts = replace(
+        parts,
+        model=output.model,
+        config=parts.config if output.config is None else output.config,
+        tx=tx,
+        scheduler=scheduler or output.scheduler,
+        own_state=None,
+        data_offset=0 if is_own else offset_of(loader.get_state(), getattr(state, "step", 0)),
+    )
+    return parts.with_state(state), state
 
 
-def use_functions(trainer: "Trainer", output: TrainerConfigureFunctionOutput) -> None:
-    """Set the steps, the mesh and the checkpoints of a trainer."""
-    arguments = trainer.arguments
-    if output.mesh is not None and output.mesh != trainer.mesh:
-        trainer.mesh, state = output.mesh, trainer.model_state
-        trainer.set_state(copy_to(state, trainer.shardings_of(state)))
-    trainer.sharded_training_step_function = output.train_step_fn
-    trainer.sharded_evaluation_step_function = measure = output.eval_step_fn
-    trainer.metrics_step = measure and jax.jit(as_eval_step(measure))
-    trainer.eval_jaxpr = None
-    manager = output.checkpoint_manager or checkpoints(arguments, trainer.plan)
+def with_functions(
+    arguments: TrainingArguments, parts: Parts, state: Any, output: TrainerConfigureFunctionOutput
+) -> tuple[Parts, Any]:
+    """Set the steps, the mesh and the checkpoints, and return the state on the mesh."""
+    if output.mesh is not None and output.mesh != parts.mesh:
+        parts = replace(parts, mesh=output.mesh)
+        state = copy_to(state, parts.shardings_of(state))
+        parts = parts.with_state(state)
+    manager = output.checkpoint_manager or checkpoints(arguments, parts.plan)
     if manager is not None and manager.directory is None:
         if arguments.output_dir is None:
-            raise ConfigError(
-                "checkpoint_manager: expected one with a directory, got none; give output_dir, or "
-                "sf.Checkpoints('path', …)"
-            )
+            advice = "give output_dir, or sf.Checkpoints('path', …)"
+            refuse("checkpoint_manager", "one with a directory", "none", advice)
         directory = Path(arguments.output_dir) / arguments.checkpoints_dir
-        manager = dataclasses.replace(manager, directory=directory)
-    trainer.checkpoint_manager = manager
+        manager = replace(manager, directory=directory)
+    parts = replace(parts, checkpoint_manager=manager)
+    return parts.with_train_step(output.train_step_fn).with_eval_step(output.eval_step_fn), state
+
+
+def optimizer_for(
+    arguments: TrainingArguments, parts: Parts, scheduler: optax.Schedule | None = None
+) -> tuple[optax.GradientTransformation, optax.Schedule | None]:
+    """Make the optimizer and its schedule of the arguments, or return those that were given."""
+    scheduler = parts.given_scheduler if scheduler is None else scheduler
+    return optimizer_of(arguments, parts.max_training_steps, parts.given_tx, scheduler)
+
+
+def make_steps(arguments: TrainingArguments, parts: Parts) -> tuple[Step, Step]:
+    """Make the training step and the evaluation step, neither of them jitted.
+
+    A NaN or inf in the loss or the gradients leaves the state unchanged, so that it can be saved.
+    With a schedule, the learning rate is a metric.
+    """
+    loss_fn, policy = parts.loss_fn, arguments.gradient_checkpointing
+    if loss_fn is None:
+        expected = "a loss function (params, batch, key) -> loss"
+        advice = "give one, or override configure_functions in a subclass"
+        refuse("loss_fn", expected, "None", advice)
+    options: dict[str, Any] = {"precision": precision(arguments), "stateful": parts.stateful}
+    train_step = make_train_step(
+        make_loss(arguments, loss_fn, parts.sharded_mesh),
+        parts.tx,
+        accumulate=parts.plan.accumulate,
+        remat=None if policy == "none" else policy,
+        skip_nonfinite=True,
+        **options,
+    )
+    if parts.scheduler is not None:
+        train_step = observe(train_step, learning_rate=learning_rate_of(parts.scheduler))
+    # Without the mesh, since the last batch of an evaluation may not divide by its devices.
+    eval_loss = make_loss(arguments, parts.eval_loss_fn or loss_fn)
+    return train_step, make_eval_step(weight_by_rows(eval_loss), **options)
 
 
 # The initial state
@@ -97,11 +177,11 @@ def is_state(value: Any) -> bool:
 def _check_model(model: Any) -> None:
     """Check that a model makes parameters."""
     if model is None:
-        raise ConfigError(
-            "model, model_state: expected a function key -> params as model or, unless "
-            "finetune=False initializes new parameters, parameters or a state as model_state, got "
-            "neither"
+        expected = (
+            "a function key -> params as model or, unless finetune=False initializes new "
+            "parameters, parameters or a state as model_state"
         )
+        refuse("model, model_state", expected, "neither")
     if callable(getattr(model, "init", None)) and callable(getattr(model, "apply", None)):
         raise ConfigError(
             f"model: {type(model).__name__} makes its parameters of an example, which is not known "
@@ -111,19 +191,23 @@ def _check_model(model: Any) -> None:
 
 
 def first_state(
-    trainer: "Trainer", model: Any, initial: Any, tx: optax.GradientTransformation
+    arguments: TrainingArguments,
+    parts: Parts,
+    model: Any,
+    initial: Any,
+    tx: optax.GradientTransformation | None,
 ) -> Any:
     """Make the state of a run from an init function, parameters or a state. All arrays are copied.
 
     A state keeps its step, its key and, if it fits the optimizer, its optimizer state. A new state
     and its schedule start at `step_start_point`.
     """
-    arguments, stateful = trainer.arguments, trainer.stateful
+    stateful = parts.stateful
     if is_state(initial):
         if isinstance(initial, TrainState):
             initial = _fit_optimizer(arguments, initial, tx)
         state = jax.tree.map(jnp.asarray, initial)
-        return copy_to(state, trainer.shardings_of(state))
+        return copy_to(state, parts.shardings_of(state))
     if initial is None:
         _check_model(model)
     source = model if initial is None else initial
@@ -138,7 +222,7 @@ def first_state(
     make = functools.partial(init_state, variables, tx, stateful=stateful)
     with allow_transfers("host_to_device"):
         key, step = jax.random.key(arguments.seed), arguments.step_start_point
-    state = make(key, sharding=trainer.shardings_of(jax.eval_shape(make, key)))
+    state = make(key, sharding=parts.shardings_of(jax.eval_shape(make, key)))
     if step:
         opt_state = with_schedule_at(state.opt_state, step)
         state = state._replace(step=jnp.full_like(state.step, step), opt_state=opt_state)
@@ -171,11 +255,12 @@ def copy_to(state: Any, shardings: Any) -> Any:
 
 
 def load_weights(
-    trainer: "Trainer", path: str | Path, state: Any
+    path: str | Path, state: Any, folder: str
 ) -> tuple[Any, list[str], dict[str, str]]:
     """Load all parameters from safetensors, or those that fit from a checkpoint.
 
-    Returns the state, the paths of the loaded parameters, and by path why others were not.
+    `folder` is that of the checkpoints in a run. Returns the state, the paths of the loaded
+    parameters, and by path why others were not.
     """
     directory = None if is_url(path) else absolute_path("init_weights_from", path)
     if directory and (directory.suffix == ".safetensors" or [*directory.glob("*.safetensors*")]):
@@ -183,17 +268,16 @@ def load_weights(
         names = [name for name, _ in tree.named_leaves(params, "params")]
         replace = state._replace if hasattr(state, "_replace") else state.replace  # as of flax
         return replace(params=params), names, {}
-    restored = restore_path(trainer, path, state, parts=("params",), partial=True)
+    restored = restore_path(path, folder, state, parts=("params",), partial=True)
     reasons = {n: why for n, why in restored.not_loaded.items() if n.split("/")[0] == "params"}
     return restored.state, list(restored.loaded), reasons
 
 
-def find_checkpoint(trainer: "Trainer", path: str | Path) -> tuple[Path | str, int | None]:
+def find_checkpoint(path: str | Path, folder: str) -> tuple[Path | str, int | None]:
     """Return the directory or URL of the steps, and the step if the path is that of one.
 
-    The path is that of a run, of its checkpoints, or of one step.
+    The path is that of a run, with its checkpoints in `folder`, of these, or of one step.
     """
-    folder = trainer.arguments.checkpoints_dir
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
         refuse("checkpoint", "a path", repr(path), "give the folder of a step")
     if is_url(path):
@@ -211,9 +295,9 @@ def find_checkpoint(trainer: "Trainer", path: str | Path) -> tuple[Path | str, i
     )
 
 
-def restore_path(trainer: "Trainer", path: str | Path, like: Any, **options: Any) -> Restored:
+def restore_path(path: str | Path, folder: str, like: Any, **options: Any) -> Restored:
     """Restore the checkpoint at a path, or the newest one of a run."""
-    directory, step = find_checkpoint(trainer, path)
+    directory, step = find_checkpoint(path, folder)
     return restore(directory, like, step="latest" if step is None else step, **options)
 
 
@@ -230,14 +314,14 @@ def parts_of(state: Any, *, optimizer: bool, scheduler: bool) -> Sequence[str]:
     return ["params", "model_state", *map(re.escape, wanted)]
 
 
-def is_newest(trainer: "Trainer", path: str | Path) -> bool:
+def is_newest(own: Checkpoints | None, path: str | Path, folder: str) -> bool:
     """Whether a path is the newest of a run's own checkpoints.
 
     Refuse an older one of them, since the run would not write the later ones again.
     """
-    own, (directory, step) = trainer.checkpoint_manager, find_checkpoint(trainer, path)
+    directory, step = find_checkpoint(path, folder)
     # A link may be another name of the directory; URLs are compared as they are.
-    if own is None or os.path.realpath(directory) != os.path.realpath(own.directory):
+    if own is None or os.path.realpath(directory) != os.path.realpath(own.directory or ""):
         return False
     newest = own.latest_step()
     if step is not None and step != newest:
@@ -248,18 +332,16 @@ def is_newest(trainer: "Trainer", path: str | Path) -> bool:
     return True
 
 
-def check_start(trainer: "Trainer", argument: str, state: Any) -> None:
+def check_start(own: Checkpoints | None, argument: str, state: Any, like: Any) -> None:
     """Check that a state equals the newest checkpoint of its run, if there is one."""
-    own = trainer.checkpoint_manager
     if own is None or (newest := own.latest_step()) is None:
         return
     if newest == int(getattr(state, "step", 0)):
-        saved = own.restore(trainer.abstract_state).state
+        saved = own.restore(like).state
         are_equal = lambda leaf, other: bool((leaf == other).all())
         if not tree.diff(saved, state) and jax.tree.all(jax.tree.map(are_equal, saved, state)):
             return
-    raise ConfigError(
-        f"{argument}: expected an output_dir without checkpoints, or the state of the newest one, "
-        f"got another state; the run in {own.directory} resumes from step {newest}: leave "
-        f"{argument} out, or give another output_dir"
-    )
+    expected = "an output_dir without checkpoints, or the state of the newest one"
+    resumes = f"the run in {own.directory} resumes from step {newest}"
+    advice = f"{resumes}: leave {argument} out, or give another output_dir"
+    refuse(argument, expected, "another state", advice)

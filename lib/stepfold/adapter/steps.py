@@ -8,13 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from stepfold import tree
-from stepfold.adapter.from_arguments import make_loss, precision
 from stepfold.adapter.loading import num_rows
-from stepfold.adapter.optimizers import learning_rate_of
 from stepfold.core.loss import mean
-from stepfold.core.step import make_eval_step, make_train_step, observe
 from stepfold.core.validation import takes
-from stepfold.errors import ConfigError, refuse
+from stepfold.errors import refuse
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.loop.evaluate import evaluate
 from stepfold.loop.metrics import metric_values
@@ -22,38 +19,7 @@ from stepfold.loop.metrics import metric_values
 if TYPE_CHECKING:
     from clu.metrics import Metric
 
-    from stepfold.adapter.trainer import Trainer
-
 Step = Callable[[Any, Any], Any]
-
-
-def make_steps(trainer: "Trainer") -> tuple[Step, Step]:
-    """Make the training step and the evaluation step, neither of them jitted.
-
-    A NaN or inf in the loss or the gradients leaves the state unchanged, so that it can be saved.
-    With a schedule, the learning rate is a metric.
-    """
-    loss_fn, eval_loss_fn = trainer.loss_fn, trainer.eval_loss_fn
-    if loss_fn is None:
-        raise ConfigError(
-            "loss_fn: expected a loss function (params, batch, key) -> loss, got None; give one, "
-            "or override configure_functions in a subclass"
-        )
-    arguments, policy = trainer.arguments, trainer.arguments.gradient_checkpointing
-    options: dict[str, Any] = {"precision": precision(arguments), "stateful": trainer.stateful}
-    train_step = make_train_step(
-        make_loss(arguments, loss_fn, trainer.sharded_mesh),
-        trainer.tx,
-        accumulate=trainer.plan.accumulate,
-        remat=None if policy == "none" else policy,
-        skip_nonfinite=True,
-        **options,
-    )
-    if trainer.scheduler is not None:
-        train_step = observe(train_step, learning_rate=learning_rate_of(trainer.scheduler))
-    # Without the mesh, since the last batch of an evaluation may not divide by its devices.
-    eval_loss = make_loss(arguments, loss_fn if eval_loss_fn is None else eval_loss_fn)
-    return train_step, make_eval_step(weight_by_rows(eval_loss), **options)
 
 
 def weight_by_rows(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,10 +48,8 @@ def as_train_step(step: Step) -> Step:
         return step
 
     def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, "Metric"]]:
-        returned = step(state, batch)
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            refuse("train_step_fn", "it to return (state, metrics)", tree.describe_value(returned))
-        return returned[0], as_metrics(returned[1], "train_step_fn")
+        new_state, metrics = read_pair("train_step_fn", step(state, batch))
+        return new_state, as_metrics(metrics, "train_step_fn")
 
     return train_step
 
@@ -132,18 +96,25 @@ class StepWithHooks:
     """Call `before(state, step)` and `after(state, metrics, step)` around each step.
 
     `before` returns a state, `after` a state and metrics; None changes nothing. Metrics are passed
-    as numbers, and numbers that `after` adds or changes are metrics of weight 1. The step is
-    compiled at the first batch. An exception of `after` is raised before the next step or by
-    `raise_pending`, so that the caller can save the state of this step.
+    as numbers, and numbers that `after` adds or changes are metrics of weight 1. A step that is not
+    jitted is compiled at the first batch. An exception of `after` is raised before the next step or
+    by `raise_pending`, so that the caller can save the state of this step. `restart` is called
+    before the first step, and again if the run goes back.
     """
 
     def __init__(self, step: Step, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         self._step, self._before, self._after = step, before, after
-        self._compiled: CompiledStep | None = step if isinstance(step, CompiledStep) else None
+        self._call: Step | None = step if hasattr(step, "lower") else None
+        if isinstance(step, CompiledStep):
+            self._call = step
         self._steps_done: int | None = None
         self._names: list[str] | None = None  # of the metrics of the first step
         self._compute = jax.jit(lambda metrics: {n: m.compute() for n, m in metrics.items()})
         self._pending: BaseException | None = None
+
+    def restart(self, step: int) -> None:
+        """Count from another step on."""
+        self._steps_done = step
 
     def lower(self, state: Any, batch: Any) -> Any:
         """Lower the step without the functions, as a jitted function does."""
@@ -155,9 +126,9 @@ class StepWithHooks:
             self._steps_done = int(getattr(state, "step", 0))
         replaced = self._before(state, self._steps_done)
         state = state if replaced is None else replaced
-        if self._compiled is None:
-            self._compiled = compile_step(self._step, state, batch)
-        state, metrics = self._compiled(state, batch)
+        if self._call is None:
+            self._call = compile_step(self._step, state, batch)
+        state, metrics = self._call(state, batch)
         self._steps_done += 1
         try:
             return self._call_after(state, metrics)
@@ -170,10 +141,7 @@ class StepWithHooks:
         returned = self._after(state, dict(numbers), self._steps_done)
         if returned is None:
             return state, metrics
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            expected = "it to return (state, metrics) or None"
-            refuse("on_step_end", expected, tree.describe_value(returned))
-        state, replaced = returned
+        state, replaced = read_pair("on_step_end", returned, "(state, metrics) or None")
         if replaced is None:
             return state, metrics
         # Unchanged numbers keep their metric and its weight.
@@ -182,10 +150,9 @@ class StepWithHooks:
         new = kept | as_metrics(changed, "on_step_end")
         self._names = sorted(new) if self._names is None else self._names
         if sorted(new) != self._names:
-            raise ConfigError(
-                f"on_step_end: expected the metrics of the first step, {', '.join(self._names)}, "
-                f"in each step, got {', '.join(sorted(new))}; return NaN for one that is missing"
-            )
+            expected = f"the metrics of the first step, {', '.join(self._names)}, in each step"
+            advice = "return NaN for one that is missing"
+            refuse("on_step_end", expected, ", ".join(sorted(new)), advice)
         return state, new
 
     def raise_pending(self) -> None:
@@ -193,6 +160,13 @@ class StepWithHooks:
         error, self._pending = self._pending, None
         if error is not None:
             raise error
+
+
+def read_pair(name: str, returned: Any, expected: str = "(state, metrics)") -> tuple[Any, Any]:
+    """Return the state and the metrics that a function returned."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        refuse(name, f"it to return {expected}", tree.describe_value(returned))
+    return returned
 
 
 # Evaluation

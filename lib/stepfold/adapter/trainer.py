@@ -7,9 +7,10 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -28,20 +29,22 @@ from stepfold.adapter.outputs import (
     TrainerConfigureModelOutput,
     TrainerOutput,
 )
-from stepfold.adapter.validation import check_functions, check_list
+from stepfold.adapter.parts import Part
+from stepfold.adapter.sizes import Plan
+from stepfold.adapter.validation import check_list
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import is_available
-from stepfold.core.validation import check_flags, refuse_unknown
+from stepfold.core.validation import read_instance, refuse_unknown
+from stepfold.data.epochs import EpochEnds
 from stepfold.errors import ConfigError, refuse
 from stepfold.inspect.flops import count, estimate
 from stepfold.loop.evaluate import Evaluation, evaluate
-from stepfold.loop.fit import FitResult
+from stepfold.loop.fit import FitResult, fit
 from stepfold.loop.hooks.base import Event, Hook, call_optional
-from stepfold.loop.hooks.performance import memory_use
 from stepfold.loop.hooks.stop import stop_early
 from stepfold.loop.hooks.weights import weight_statistics
 from stepfold.loop.metrics import metric_values
-from stepfold.sharding.plan import make_sharding
+from stepfold.loop.run_info import move_previous_run
 
 
 class Trainer:
@@ -59,7 +62,7 @@ class Trainer:
       history: the metrics of the run, as of `fit`; `epoch_history` has them by epoch.
       stopped: why the last run ended.
       result: the `FitResult` of the last run, with its `stop_reason` and `capsule`.
-      loaded, left: the paths that were loaded from `init_weights_from` or by
+      loaded, not_loaded: the paths that were loaded from `init_weights_from` or by
         `load_checkpoint`, and why others were not.
 
     >>> import jax, numpy as np, stepfold as sf
@@ -74,20 +77,35 @@ class Trainer:
     ('all 20 steps were done', 20)
     """
 
-    dataloader_train: Any
-    dataloader_eval: Any
-    max_training_steps: int | None
-    max_evaluation_steps: int | None
-    sharded_training_step_function: Any
-    sharded_evaluation_step_function: Any
-    # On the class too, so that a subclass may also inherit from an abstract class with these.
-    model: Any = None
-    mesh: Any = None
-    training_batch_size: int = 0
-    evaluation_batch_size: int = 0
+    # On the class, so that a subclass may also inherit from an abstract class with these.
+    plan, mesh, rules, logs_path = Part(), Part(), Part(), Part()
+    model, config, data_collator, finetune, stateful = Part(), Part(), Part(), Part(), Part()
+    dataset_train, dataset_eval, dataloader_train, dataloader_eval = Part(), Part(), Part(), Part()
+    max_training_steps, max_evaluation_steps = Part(), Part()
+    loss_fn, eval_loss_fn, tx, scheduler, pruning_module = Part(), Part(), Part(), Part(), Part()
+    evaluations, hooks, callbacks, watchers = Part(), Part(), Part(), Part()
+    checkpoint_manager, train_tracker, evalu_tracker = Part(), Part(), Part()
+    dtype, param_dtype, memory_monitor, state_shape = Part(), Part(), Part(), Part()
+    state_shardings = state_named_sharding = property(attrgetter("_parts.state_shardings"))
+    state_partition_spec = property(attrgetter("_parts.state_partition_spec"))
+    abstract_state = property(attrgetter("_parts.abstract_state"))
+    sharded_mesh = property(attrgetter("_parts.sharded_mesh"))
+    training_batch_size = property(attrgetter("plan.train_batch"))
+    evaluation_batch_size = property(attrgetter("plan.eval_batch"))
     optimizer = property(attrgetter("tx"))
-    train_step_fn = property(attrgetter("sharded_training_step_function"))
-    eval_step_fn = property(attrgetter("sharded_evaluation_step_function"))
+    sharded_training_step_function: Any = property(
+        attrgetter("_parts.train_step"),
+        lambda self, step: setattr(self, "_parts", self._parts.with_train_step(step)),
+    )
+    sharded_evaluation_step_function: Any = property(
+        attrgetter("_parts.eval_step"),
+        lambda self, step: setattr(self, "_parts", self._parts.with_eval_step(step)),
+    )
+    train_step_fn, eval_step_fn = sharded_training_step_function, sharded_evaluation_step_function
+    # Of the last run.
+    best = property(lambda self: getattr(self.result, "best", None))
+    epochs_done = property(lambda self: getattr(self._run_hook, "epochs_done", 0))
+    progress_bar = property(lambda self: getattr(self._run_hook, "bar", None))
 
     def __init__(
         self,
@@ -142,96 +160,100 @@ class Trainer:
         """
         names = [*inspect.signature(Trainer.__init__).parameters][1:-1]
         refuse_unknown(type(self).__name__, deprecated_kwargs, names)
-        if not isinstance(arguments, TrainingArguments):
-            refuse("arguments", "TrainingArguments", tree.describe_value(arguments))
-        functions = {"data_collator": data_collator, "scheduler": scheduler}
-        check_functions(loss_fn=loss_fn, eval_loss_fn=eval_loss_fn, **functions)
-        check_flags(finetune=finetune, stateful=stateful)
+        expected = "TrainingArguments"
+        arguments = read_instance("arguments", arguments, TrainingArguments, expected)
         self.arguments = arguments
-        self._state, self.model, self.config = model_state, model, config
-        self.dataset_train, self.dataset_eval = dataset_train, dataset_eval
-        self.data_collator, self.finetune, self.stateful = data_collator, finetune, stateful
-        self.loss_fn, self.eval_loss_fn = loss_fn, eval_loss_fn
-        self.tx, self.scheduler = tx, scheduler
-        self.rules = from_arguments.sharding_rules(arguments) if rules is None else rules
-        self.evaluations = check_list("evaluations", evaluations, "sf.Evaluation(…)", Evaluation)
-        self.hooks: list[Hook] = check_list("hooks", hooks, "functions of an event")
-        self.callbacks = check_list("callbacks", callbacks, "functions (trainer, epoch, metrics)")
-        self.watchers = check_list("watchers", watchers, "Watcher(name, function, every)", Watcher)
-        trainer_hooks.check_watchers(self.watchers)
-        self.initial = model_state if finetune else None
-        self._optimizer = tx, scheduler
-        self.metrics_step: Any = None  # the evaluation step, whose numbers are metrics
-        self.eval_jaxpr: Any = None  # of that step, once it is compiled ahead of time
-        self.own_state: Any = None  # made by `configure_model`, so it need not be copied
-        self.own_step: Any = None  # made by `configure_functions`, so it skips a NaN or inf
-        self.step_with_metrics: tuple[Any, Any] = None, None  # a step, and what `fit` runs for it
-        self.state_source: str | None = None  # what replaced the state since the last run
-        self.start_step = self.watched_step = 0  # before the run, and of the last `log_watchers`
-        self.last_step: int | None = None  # of the run
-        self.pruning_module, self.memory_monitor = arguments.pruning_module, memory_use
-        self.dtype = from_arguments.precision(arguments).compute
-        self.param_dtype = jnp.dtype(arguments.param_dtype or "float32")
-        self.train_tracker = trainer_hooks.CompilationTracker()
-        self.evalu_tracker = trainer_hooks.CompilationTracker()
-        self.early_stopping: stop_early | None = None
-        self.progress_bar: Any = None
+        self._parts = setup.make_parts(
+            arguments,
+            devices=devices,
+            rules=rules,
+            model=model,
+            initial=model_state,
+            config=config,
+            dataset_train=dataset_train,
+            dataset_eval=dataset_eval,
+            data_collator=data_collator,
+            finetune=finetune,
+            loss_fn=loss_fn,
+            eval_loss_fn=eval_loss_fn,
+            stateful=stateful,
+            given_tx=tx,
+            given_scheduler=scheduler,
+            evaluations=check_list("evaluations", evaluations, "sf.Evaluation(…)", Evaluation),
+            hooks=check_list("hooks", hooks, "functions of an event"),
+            callbacks=check_list("callbacks", callbacks, "functions (trainer, epoch, metrics)"),
+            watchers=trainer_hooks.check_watchers(watchers),
+        )
+        self._state = model_state
+        self._state_source: str | None = None  # what replaced the state since the last run
+        self._run_hooks: list[Hook] = []  # of the last run
+        self.watched_step = 0  # of the last `log_watchers`
         self.history: Any = {}
         self.result: FitResult | None = None
         self.stopped: str | None = None
-        self.best: int | None = None
-        self.epochs_done = 0
-        self.checkpoint_manager: Any = None
         self.loaded: list[str] = []
-        self.left: dict[str, str] = {}
-        from_arguments.start_processes(arguments)
-        self.logs_path = from_arguments.logs_of(arguments)  # the working directory may change
-        self.mesh = from_arguments.make_mesh(arguments, devices)
-        sizes = loading.length_of(dataset_train), loading.length_of(dataset_eval)
-        self.plan = from_arguments.plan(arguments, *sizes, devices=self.mesh.size)
-        self.training_batch_size = self.plan.train_batch
-        self.evaluation_batch_size = self.plan.eval_batch
+        self.not_loaded: dict[str, str] = {}
         self.initialize_trainer_utils()
 
     # What a run needs, in the order in which it is made
 
     def initialize_trainer_utils(self) -> None:
         """Make writers, timers, batches, the state and the steps."""
-        self.writer: Any = from_arguments.writers(self.arguments)
+        arguments = self.arguments
+        self.writer: Any = from_arguments.writers(arguments)
         self.timer = trainer_hooks.Timers()
-        setup.use_dataloaders(self, self.configure_dataloaders())
-        setup.use_model(self, self.configure_model())
-        setup.use_functions(self, self.configure_functions())
+        self._parts = setup.with_dataloaders(self._parts, self.configure_dataloaders())
+        model = self.configure_model()
+        self._parts, state = setup.with_model(arguments, self._parts, model)
+        if (path := arguments.init_weights_from) is not None:
+            folder = arguments.checkpoints_dir
+            state, self.loaded, self.not_loaded = setup.load_weights(path, state, folder)
+        self.set_state(state)
+        functions = self.configure_functions()
+        self._parts, self._state = setup.with_functions(arguments, self._parts, state, functions)
 
     def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
         """Make batches of the datasets, and count the steps."""
-        train = evaluation = None
-        if self.dataset_train is not None:
-            train = loading.training_batches(self, self.dataset_train)
+        plan, data, train, evaluation = self.plan, self.dataset_train, None, None
+        if data is not None:
+            collect = self._collect_of(data)
+            train = loading.training_batches(self.arguments, plan, data, collect)
         if self.dataset_eval is not None:
-            steps = self.plan.eval_steps
-            evaluation = loading.evaluation_batches(self, self.dataset_eval, steps)
-        return TrainerConfigureDataloaderOutput(
-            train, self.plan.steps, evaluation, self.plan.eval_steps
-        )
+            evaluation = self._evaluation_batches(self.dataset_eval, plan)
+        return TrainerConfigureDataloaderOutput(train, plan.steps, evaluation, plan.eval_steps)
 
     def configure_model(self) -> TrainerConfigureModelOutput:
         """Make the optimizer, its schedule, and the state."""
-        tx, scheduler = self.make_optimizer()
-        self.own_state = setup.first_state(self, self.model, self.initial, tx)
-        return TrainerConfigureModelOutput(
-            self.model, tx, scheduler, self.config, state=self.own_state
-        )
+        parts = self._parts
+        tx, scheduler = setup.optimizer_for(self.arguments, parts)
+        state = setup.first_state(self.arguments, parts, self.model, parts.initial, tx)
+        self._parts = replace(parts, own_state=state)
+        return TrainerConfigureModelOutput(self.model, tx, scheduler, self.config, state=state)
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
         """Make the jitted steps, the mesh, and the description of the checkpoints."""
-        train_step, eval_step = steps.make_steps(self)
-        train_step = self.train_tracker.track(train_step)
-        shardings = (self.state_shardings, None) if self.sharded_mesh else None
-        self.own_step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-        eval_step = jax.jit(self.evalu_tracker.track(eval_step))
-        manager = from_arguments.checkpoints(self.arguments, self.plan)
-        return TrainerConfigureFunctionOutput(self.own_step, self.mesh, manager, eval_step)
+        parts = self._parts
+        train_step, eval_step = setup.make_steps(self.arguments, parts)
+        train_step = parts.train_tracker.track(train_step)
+        shardings = (parts.state_shardings, None) if parts.sharded_mesh else None
+        train_step = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+        eval_step = jax.jit(parts.evalu_tracker.track(eval_step))
+        self._parts = replace(parts, own_step=train_step)
+        manager = from_arguments.checkpoints(self.arguments, parts.plan)
+        return TrainerConfigureFunctionOutput(train_step, parts.mesh, manager, eval_step)
+
+    def _collect_of(self, dataset: Any) -> loading.Collect | None:
+        """Return the function from a list of examples to a batch; None stacks them."""
+        kind = "tfds_" if hasattr(dataset, "as_numpy_iterator") else ""
+        kind = "grain_" if self.arguments.use_grain else kind
+        names = [f"create_{kind}collect_function", "create_collect_function"]
+        own = next(filter(self.overrides, names), None)
+        make = getattr(self, own or names[0])
+        return loading.collect_of(self.arguments, self.data_collator, make, is_own=own is not None)
+
+    def _evaluation_batches(self, dataset: Any, plan: Plan) -> loading.EvaluationLoader:
+        collect, mesh = self._collect_of(dataset), self._parts.sharded_mesh
+        return loading.evaluation_batches(self.arguments, plan, dataset, collect, mesh)
 
     def create_collect_function(
         self, max_sequence_length: int | None, truncation_mode: str = "keep_end"
@@ -275,12 +297,24 @@ class Trainer:
         """
         if not self.arguments.do_train:
             return self._output("do_train is False")
-        resume = run.start(self, model_parameters, state, ckpt_path, more_steps=more_steps)
+        run.check_length(self._parts, more_steps)
+        chosen = {"model_parameters": model_parameters, "state": state, "ckpt_path": ckpt_path}
+        before, is_first = (self.state, self._state_source), self.result is None
+        start = run.find_start(self.arguments, self._parts, *before, chosen, is_first=is_first)
+        if start.source is not None:
+            self.set_state(start.state)
+        step = int(getattr(self.state, "step", 0))
+        if start.data is not None:
+            self._parts = replace(self._parts, data_offset=loading.offset_of(start.data, step))
+        loading.seek(self.dataloader_train, start.data, step + self._parts.data_offset)
+        may_resume = start.may_resume
+        # So that a restored state can take their memory.
+        del start, before, chosen, state, model_parameters
         self.writer = self.writer or from_arguments.writers(self.arguments)
         try:
             self.start_training_hook()
             with self.timer("train"):
-                self._use_result(run.fit_trainer(self, more_steps=more_steps, resume=resume))
+                self._use_result(self._fit(more_steps, resume=may_resume))
         except BaseException as error:
             trainer_hooks.add_advice(error)
             if hasattr(error, "result"):
@@ -290,15 +324,55 @@ class Trainer:
                 self._recover_state()
             raise
         finally:
-            self.state_source = None
+            self._state_source = None
             self.finish()
         return self._output(str(self.stopped))
 
+    def _fit(self, more_steps: int | None, *, resume: bool) -> FitResult:
+        """Run the steps, with evaluations, hooks and checkpoints."""
+        arguments = self.arguments
+        # Several steps in a call are compiled as one.
+        step = run.step_of(self._parts, jitted=arguments.steps_per_call == 1)
+        if self.overrides("on_step_start") or self.overrides("on_step_end"):
+            step = run.with_hooks(arguments, step, self.on_step_start, self.on_step_end)
+        evaluations = run.evaluations_of(self._parts, self.eval_batches)
+        self._run_hooks = run.make_hooks(
+            arguments, self._parts, self, step, has_evaluations=bool(evaluations)
+        )
+        is_resumed = self.checkpoint_path is not None
+        if not is_resumed and self.writer is not None and self.is_enable:
+            self.writer.flush()  # rows logged before this run stay in the earlier run's files
+            move_previous_run(self.logs_path, int(getattr(self.state, "step", 0)))
+        self.dataloader_train = loading.skippable(self.dataloader_train)
+        has_report = self.writer is not None and "jsonl" in arguments.report_to
+        length, epochs = run.length_of(arguments, self._parts, more_steps)
+        return fit(  # without `**`, since a tuple of its arguments would keep the state
+            step,
+            self._take_state() if is_resumed else self.state,
+            self.dataloader_train,
+            steps=length,
+            epochs=epochs,
+            more_steps=more_steps,
+            run_dir=self.logs_path if has_report else None,  # drawn from the JSON lines
+            config=from_arguments.config_of(arguments),
+            evaluation=evaluations,
+            checkpoints=self.checkpoint_manager,
+            hooks=self._run_hooks,
+            log_every=self.plan.log_every,
+            resume=resume,
+            steps_per_call=arguments.steps_per_call,
+            time_limit=self.plan.seconds,
+        )
+
+    def _take_state(self) -> Any:
+        """Return the state without keeping it, so that a restored one can take its memory."""
+        state, self._state = self._state, None
+        return state
+
     def finish(self) -> None:
         """Close the bar and the writers. Idempotent."""
-        bar, writer = self.progress_bar, self.writer
-        self.progress_bar = self.writer = None
-        call_optional(bar, "close")
+        call_optional(self._run_hook, "close_bar")
+        writer, self.writer = self.writer, None
         if writer is not None and self.is_enable:
             writer.close()
 
@@ -362,7 +436,7 @@ class Trainer:
         are at every call, because the end of an epoch is a log point and need not be a multiple.
 
         Args:
-          metrics: numbers by name; a name without a prefix gets that of the mode, as `train/loss`.
+          metrics: numbers by name; a name without a prefix gets that of the mode, such as `train/`.
             Gradient norms are not shown, and written only with `log_grad_norms`.
           pbar: a bar of `create_progress_bar` or of tqdm, or None.
           step: the number of steps done.
@@ -415,7 +489,7 @@ class Trainer:
     def evaluate(
         self, state: Any = None, metric_calculator: Any = None, *, dataset: Any = None
     ) -> dict[str, float]:
-        """Return the metrics of a state on the evaluation data, as `eval_loss`; log nothing.
+        """Return the metrics of a state on the evaluation data, such as `eval_loss`; log nothing.
 
         Args:
           state: the state, by default the trainer's. Anything else is taken as the `dataset`.
@@ -425,7 +499,7 @@ class Trainer:
         """
         if state is not None and not setup.is_state(state) and dataset is None:
             state, dataset = None, state
-        state = self.model_state if state is None else state
+        state = self.state if state is None else state
         batches = self.eval_batches(dataset)
         with self.timer("evaluation"):
             return steps.evaluate_with(self._eval_step(), state, batches, metric_calculator)
@@ -440,8 +514,8 @@ class Trainer:
         """Return the batches of an evaluation, after `start_evaluation_hook`."""
         self.start_evaluation_hook()
         if dataset is not None:
-            limit = self.arguments.max_evaluation_steps
-            return iter(loading.evaluation_batches(self, dataset, limit))
+            plan = self.plan._replace(eval_steps=self.arguments.max_evaluation_steps)
+            return iter(self._evaluation_batches(dataset, plan))
         loader = self.dataloader_eval
         if loader is None:
             refuse("dataset_eval", "data to evaluate on", "None")
@@ -452,7 +526,8 @@ class Trainer:
 
     def compile_aot(self) -> bool:
         """Compile the steps that there are data for ahead of time; return whether there are any."""
-        return run.compile_steps(self)
+        self._parts = run.compile_steps(self.arguments, self._parts, self.state)
+        return self.dataloader_train is not None or self.dataloader_eval is not None
 
     def calculate_number_total_flops(self, params: Any, is_training: bool = True) -> int:
         """Count the floating-point operations of a step on all devices.
@@ -462,7 +537,7 @@ class Trainer:
         evaluation.
         """
         train_step = self.sharded_training_step_function
-        jaxpr = getattr(train_step, "jaxpr", None) if is_training else self.eval_jaxpr
+        jaxpr = getattr(train_step, "jaxpr", None) if is_training else self._parts.eval_jaxpr
         if jaxpr is not None:
             return count(jaxpr).dots
         batch = self.training_batch_size if is_training else self.evaluation_batch_size
@@ -503,12 +578,10 @@ class Trainer:
         None. Returns the folder of the checkpoint, or that of the safetensors.
         """
         path, state = saving.path_and_state(state, save_directory, ckpt_path)
-        state = self.model_state if state is None else state
+        state = self.state if state is None else state
         if gather_fns is not None:
-            raise ConfigError(
-                "gather_fns: expected None, since arrays are saved from where they are, got "
-                f"{tree.describe_value(gather_fns)}; leave it out"
-            )
+            expected = "None, since arrays are saved from where they are"
+            refuse("gather_fns", expected, tree.describe_value(gather_fns), "leave it out")
         if to_torch:
             names = easystate_to_huggingface_model_kwargs or {}
             metadata = torch_save_pretrained_kwargs or {}
@@ -516,11 +589,15 @@ class Trainer:
             refuse_unknown("save_pretrained", metadata, ["metadata"])
             saving.save_for_torch(path, getattr(state, "params", state), **names, **metadata)
             return path
-        return saving.save_state(self, path, state)
+        step = int(getattr(state, "step", 0)) + self._parts.data_offset
+        data = loading.position_at(self.dataloader_train, step)
+        return saving.save_state(self.arguments, path, state, data, self.history)
 
     def save_information(self, output_path: str | os.PathLike[str]) -> None:
         """Write a card of the run as markdown, to a file or as `README.md` in a folder."""
-        text = saving.make_card(self)
+        notes: dict[str, Any] = {"checkpoint": self.checkpoint_path, "loaded": self.loaded}
+        notes["not loaded"] = self.not_loaded
+        text = saving.make_card(self.arguments, self._parts, self.history, notes, self.stopped)
         if self.is_process_zero:
             saving.write_card(output_path, text)
 
@@ -534,20 +611,20 @@ class Trainer:
         position of the schedule. Returns the state, its step and metrics, and the paths that were
         loaded and that were not.
         """
-        parts = setup.parts_of(self.model_state, optimizer=load_optimizer, scheduler=load_scheduler)
+        parts = setup.parts_of(self.state, optimizer=load_optimizer, scheduler=load_scheduler)
+        folder = self.arguments.checkpoints_dir
         # One pattern, since not every state has all of them.
-        restored = setup.restore_path(self, path, self.state, parts=("|".join(parts),))
-        self._state = restored.state
-        self.loaded, self.left = list(restored.loaded), restored.not_loaded
-        self.state_source = "load_checkpoint"
+        restored = setup.restore_path(path, folder, self.state, parts=("|".join(parts),))
+        self._state, self._state_source = restored.state, "load_checkpoint"
+        self.loaded, self.not_loaded = list(restored.loaded), restored.not_loaded
         return restored._asdict()
 
     @property
     def best_state(self) -> Any:
         """The best state so far: that of early stopping, or of the best checkpoint."""
-        best = getattr(self.early_stopping, "best_state", None)
-        if best is not None:
-            return best
+        states = [hook.best_state for hook in self._run_hooks if isinstance(hook, stop_early)]
+        if states and states[0] is not None:
+            return states[0]
         manager = self.checkpoint_manager
         if manager is None or manager.best is None:
             raise ConfigError(
@@ -559,8 +636,17 @@ class Trainer:
     @property
     def epoch_history(self) -> dict[str, list[float]]:
         """The metrics as lists with one element for each epoch, with names such as `train_loss`."""
-        epoch_steps = self.plan.epoch_steps or self.max_training_steps or 1
-        return trainer_hooks.epoch_means(self.history, epoch_steps, self.start_step)
+        ends = getattr(self.dataloader_train, "epoch_ends", None)
+        if ends is None or self.arguments.per_epoch_training_steps is not None:
+            ends = EpochEnds.of_length(self.plan.epoch_steps or self.max_training_steps or 1)
+        start = getattr(self._run_hook, "start_step", 0)
+        return trainer_hooks.epoch_means(self.history, ends, start, self._parts.data_offset)
+
+    @property
+    def _run_hook(self) -> trainer_hooks.TrainerHook | None:
+        """The hook that calls methods of the trainer in a run."""
+        kind = trainer_hooks.TrainerHook
+        return next((hook for hook in self._run_hooks if isinstance(hook, kind)), None)
 
     @property
     def state(self) -> Any:
@@ -569,9 +655,15 @@ class Trainer:
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._state, self.state_source = state, "state"
+        self._state, self._state_source = state, "state"
 
-    model_state = _model_state = state
+    model_state: Any = state
+    _model_state: Any = state
+
+    @property
+    def left(self) -> NoReturn:
+        """Refuse the name that `not_loaded` had."""
+        raise AttributeError("Trainer.left is now Trainer.not_loaded")
 
     @property
     def checkpoint_path(self) -> str | None:
@@ -595,34 +687,15 @@ class Trainer:
         """The run of Weights & Biases once it has started, or None."""
         return getattr(sys.modules.get("wandb"), "run", None) if self.arguments.use_wandb else None
 
-    # What the other modules of the adapter use
+    # Helpers
 
     def make_optimizer(self, scheduler: Any = None) -> tuple[Any, Any]:
         """Make the optimizer and its schedule of the arguments, or return those that were given."""
-        tx, own_scheduler = self._optimizer
-        scheduler = own_scheduler if scheduler is None else scheduler
-        return from_arguments.optimizer_of(self.arguments, self.max_training_steps, tx, scheduler)
+        return setup.optimizer_for(self.arguments, self._parts, scheduler)
 
     def set_state(self, state: Any) -> None:
         """Replace the state, and describe it."""
-        self._state = state
-        self.state_shape = self.abstract_state = jax.eval_shape(lambda: state)
-        self.state_shardings = make_sharding(self.state_shape, self.mesh, self.rules)
-        self.state_named_sharding = self.state_shardings
-        self.state_partition_spec = jax.tree.map(lambda x: x.spec, self.state_shardings)
-        if self.sharded_mesh is not None:
-            make = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            self.abstract_state = jax.tree.map(make, self.state_shape, self.state_shardings)
-
-    @property
-    def sharded_mesh(self) -> Mesh | None:
-        """The mesh, or None if it is jax's default device alone, which needs no shardings."""
-        is_default = self.mesh.size == 1 and self.mesh.devices.flat[0] == jax.local_devices()[0]
-        return None if is_default else self.mesh
-
-    def shardings_of(self, state: Any) -> Any:
-        """Return the shardings of a state, or None if it needs none."""
-        return make_sharding(state, self.mesh, self.rules) if self.sharded_mesh else None
+        self._state, self._parts = state, self._parts.with_state(state)
 
     def overrides(self, method: str) -> bool:
         """Whether a method is that of a subclass, or was set on the object."""
@@ -631,19 +704,17 @@ class Trainer:
     def _is_due(self, step: int, interval: int, mode: str) -> bool:
         """Whether to show or write metrics: those of evaluations always, others at an interval."""
         is_every_log_point = interval == self.plan.log_every
-        is_last = step in (self.plan.steps, self.last_step)
+        is_last = step in (self.plan.steps, getattr(self._run_hook, "last_step", None))
         return mode != "train" or is_every_log_point or step % interval == 0 or is_last
 
     def _eval_step(self) -> Any:
-        if self.metrics_step is None:
-            raise ConfigError(
-                "eval_step_fn: expected a step (state, batch) -> metrics, got None; return one "
-                "from configure_functions"
-            )
-        return self.metrics_step
+        if self._parts.metrics_step is None:
+            expected = "a step (state, batch) -> metrics"
+            refuse("eval_step_fn", expected, "None", "return one from configure_functions")
+        return self._parts.metrics_step
 
     def _use_result(self, result: FitResult) -> None:
-        self.result, self._state, self.best = result, result.state, result.best
+        self.result, self._state = result, result.state
         self.history = result.history or self.history
         self.stopped = str(result.stop_reason)
 

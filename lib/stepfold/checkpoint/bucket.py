@@ -481,8 +481,8 @@ def _read_url(url: str) -> tuple[str, dict[str, Any]]:
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if "@" in parts.netloc:
-        got, advice = "one with a user", "give credentials in the environment or a profile"
-        refuse("directory", "a URL without a secret", got, advice)
+        advice = "give credentials in the environment or a profile"
+        refuse("directory", "a URL without a secret", "one with a user and a password", advice)
     is_file, is_s3 = parts.scheme == "file", parts.scheme == "s3"
     is_absolute = bool(parts.path) and not parts.netloc and not parts.path.startswith("/~")
     has_place = is_absolute if is_file else bool(parts.netloc)

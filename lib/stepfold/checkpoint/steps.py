@@ -43,8 +43,8 @@ def absolute_path(argument: str, path: str | os.PathLike[str]) -> Path:
     try:
         anchor, *names = Path(expanded).absolute().parts
     except FileNotFoundError as error:
-        got = f"{text!r}, below a working directory that was deleted"
-        refuse(argument, "an absolute path", got, "give one", cause=error)
+        expected = "an absolute path, since the working directory was deleted"
+        refuse(argument, expected, repr(text), "give one", cause=error)
     absolute = Path(anchor.replace("//", "/"))  # tensorstore takes // for an empty name
     for name in names:
         if name != "..":
@@ -62,7 +62,7 @@ def read_directory(directory: Any, *, make: bool = False) -> Path:
     path = absolute_path("directory", directory)
     # tensorstore takes a backslash for a slash, and refuses the others.
     if re.search(r"\\|\.__lock(/|$)|[\udc80-\udcff]", path.as_posix()):
-        expected = "a path in UTF-8, without a backslash, and without a name that ends in .__lock"
+        expected = "a path without a backslash, a name that ends in .__lock, or non-UTF-8 bytes"
         refuse("directory", expected, repr(str(path)), "rename it")
     try:
         is_file = path.exists() and not path.is_dir()

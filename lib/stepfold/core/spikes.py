@@ -8,7 +8,7 @@ import optax
 
 from stepfold import tree
 from stepfold.core.optimizer import as_optimizer
-from stepfold.core.validation import read_integer, read_positive, refuse_unknown
+from stepfold.core.validation import read_integer, read_positive, renamed
 from stepfold.errors import refuse
 
 
@@ -32,11 +32,9 @@ class SkipSpikesState(NamedTuple):
     inner: optax.OptState
 
 
+@renamed(sigma="deviations")
 def skip_spikes(
-    tx: optax.GradientTransformation,
-    window: int = 100,
-    deviations: float = 10.0,
-    **_unknown: Any,
+    tx: optax.GradientTransformation, window: int = 100, deviations: float = 10.0
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer to skip updates whose loss is a spike, NaN or infinite.
 
@@ -70,7 +68,6 @@ def skip_spikes(
     """
     read_integer("window", window, minimum=2)
     read_positive("deviations", deviations)
-    refuse_unknown("skip_spikes", _unknown, ("window", "deviations"))
     inner = as_optimizer(tx)
 
     def init_fn(params: Any) -> SkipSpikesState:

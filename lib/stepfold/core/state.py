@@ -67,7 +67,8 @@ def init_state(
 
     Arrays are copied, so that donating the state to a step never deletes the arrays of a model. No
     leaf has a weak type or an accidental placement, so that the second step does not compile again.
-    Works under `jax.eval_shape`, `jit` and `vmap`.
+    Works under `jax.eval_shape`, `jit` and `vmap`. `init` is traced at each call, but compiled only
+    if no recent call in this process had an equal program.
 
     Args:
       init: a function `key -> params`, or `key -> (params, model_state)` if stateful, called under

@@ -156,7 +156,7 @@ def _start_by_detection(how: str, timeout: int, options: dict[str, Any]) -> Dist
     """Start jax's runtime as jax detects it; how many processes there are is known afterwards."""
     try:
         jax.distributed.initialize(initialization_timeout=timeout, **options)
-    except Exception as error:  # noqa: BLE001  it is converted
+    except Exception as error:  # noqa: BLE001  refuse raises
         got = f"{type(error).__name__}: {error}"
         advice = f"{_DETECTED_BY_JAX[how]}, or give coordinator, processes and process"
         refuse(how, "jax to find the processes", got, advice, cause=error)

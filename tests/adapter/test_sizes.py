@@ -5,7 +5,7 @@ import pytest
 
 import stepfold as sf
 from stepfold.adapter.arguments import TrainingArguments
-from stepfold.adapter.from_arguments import plan
+from stepfold.adapter.sizes import plan
 
 
 def plan_for(train=None, evaluation=None, devices=8, **fields):

@@ -1,0 +1,140 @@
+"""The parts of a trainer: what it was given, and what it made of that."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, Self
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from stepfold.adapter.hooks import CompilationTracker, Watcher
+from stepfold.adapter.loading import TrainingLoader
+from stepfold.adapter.sizes import Plan
+from stepfold.adapter.steps import Step, as_eval_step, as_train_step
+from stepfold.checkpoint.series import Checkpoints
+from stepfold.loop.evaluate import Evaluation
+from stepfold.loop.hooks.base import Hook
+from stepfold.loop.hooks.performance import memory_use
+from stepfold.sharding.plan import make_sharding
+
+
+class Part:
+    """An attribute of a trainer that is one of its parts; assigning it replaces the record."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        if trainer is None:
+            return self
+        # A subclass may assign and read it before the record is made.
+        record = vars(trainer).get("_parts") or SimpleNamespace(**vars(trainer))
+        return getattr(record, self._name)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        if "_parts" in vars(trainer):
+            trainer._parts = replace(trainer._parts, **{self._name: value})
+        else:
+            vars(trainer)[self._name] = value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """All that a run is made of. A part that changes makes a new record."""
+
+    # Arguments of the trainer.
+    model: Any = None
+    config: Any = None
+    initial: Any = None  # the state or the parameters to start with
+    dataset_train: Any = None
+    dataset_eval: Any = None
+    data_collator: Callable[..., Any] | None = None
+    finetune: bool = True
+    loss_fn: Callable[..., Any] | None = None
+    eval_loss_fn: Callable[..., Any] | None = None
+    stateful: bool = False
+    given_tx: optax.GradientTransformation | None = None
+    given_scheduler: optax.Schedule | None = None
+    evaluations: Sequence[Evaluation] = ()
+    hooks: Sequence[Hook] = ()
+    callbacks: Sequence[Callable[..., Any]] = ()
+    watchers: Sequence[Watcher] = ()
+
+    # Made from `TrainingArguments`.
+    plan: Plan
+    mesh: Mesh
+    rules: Any
+    logs_path: Any = None  # absolute, since the working directory may change
+    pruning_module: Any = None
+    memory_monitor: Any = memory_use
+    dtype: Any = None
+    param_dtype: Any = None
+    train_tracker: CompilationTracker = field(default_factory=CompilationTracker)
+    evalu_tracker: CompilationTracker = field(default_factory=CompilationTracker)
+
+    # Returned by the configure methods.
+    dataloader_train: Any = None
+    dataloader_eval: Any = None
+    max_training_steps: int | None = None
+    max_evaluation_steps: int | None = None
+    data_offset: int = 0  # the data position minus the step of the state
+    tx: optax.GradientTransformation | None = None
+    scheduler: optax.Schedule | None = None
+    own_state: Any = None  # made here, so it need not be copied
+    state_shape: Any = None
+    own_step: Step | None = None  # made here, so it skips a NaN or inf
+    train_step: Step | None = None
+    eval_step: Step | None = None
+    fit_step: Any = None  # the training step with metrics, for `fit`
+    metrics_step: Any = None  # the evaluation step with metrics, jitted
+    eval_jaxpr: Any = None  # of that step, once it is compiled ahead of time
+    checkpoint_manager: Checkpoints | None = None
+
+    @property
+    def sharded_mesh(self) -> Mesh | None:
+        """The mesh, or None if it is jax's default device alone, which needs no shardings."""
+        is_default = self.mesh.size == 1 and self.mesh.devices.flat[0] == jax.local_devices()[0]
+        return None if is_default else self.mesh
+
+    @property
+    def state_shardings(self) -> Any:
+        """The sharding of each leaf of the state."""
+        return make_sharding(self.state_shape, self.mesh, self.rules)
+
+    @property
+    def state_partition_spec(self) -> Any:
+        """The partition spec of each leaf of the state."""
+        return jax.tree.map(lambda sharding: sharding.spec, self.state_shardings)
+
+    @property
+    def abstract_state(self) -> Any:
+        """The shapes and dtypes of the state, with shardings if it needs some."""
+        if self.sharded_mesh is None:
+            return self.state_shape
+        make = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.tree.map(make, self.state_shape, self.state_shardings)
+
+    def shardings_of(self, state: Any) -> Any:
+        """Return the shardings of a state, or None if it needs none."""
+        return make_sharding(state, self.mesh, self.rules) if self.sharded_mesh else None
+
+    def with_state(self, state: Any) -> Self:
+        """Describe another state."""
+        return replace(self, state_shape=jax.eval_shape(lambda: state))
+
+    def with_train_step(self, step: Step) -> Self:
+        """Replace the training step.
+
+        A jitted one stays so with batches of a subclass, which may be of several sizes.
+        """
+        fit_step, loader = as_train_step(step), self.dataloader_train
+        if hasattr(step, "lower") and not isinstance(loader, TrainingLoader | None):
+            fit_step = jax.jit(fit_step, donate_argnums=0)
+        return replace(self, train_step=step, fit_step=fit_step)
+
+    def with_eval_step(self, step: Step | None) -> Self:
+        """Replace the evaluation step."""
+        metrics_step = None if step is None else jax.jit(as_eval_step(step))
+        return replace(self, eval_step=step, metrics_step=metrics_step, eval_jaxpr=None)
