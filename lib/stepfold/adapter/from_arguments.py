@@ -45,11 +45,11 @@ from stepfold.sharding.distributed import Distributed, start_distributed
 from stepfold.sharding.plan import Rules, fsdp
 
 # How long a run is, where it writes, and what it shows.
-_CHANGED_BY_A_RESUME = {
+_CHANGED_BY_A_RESUME = frozenset({
     "num_train_epochs", "max_steps", "training_time_limit", "step_start_point", "output_dir",
     "checkpoints_dir", "logs_dir", "resume_if_possible", "resume_from_checkpoint", "verbose",
     "progress_bar_type", "performance_mode", "save_total_limit", "do_train", "do_eval",
-}  # fmt: skip
+})  # fmt: skip
 
 # Schedule and optimizer
 
