@@ -21,7 +21,9 @@ SWAPS = {
     "//": ("*",), "%": ("*",), "**": ("*",), "<<": (">>",), ">>": ("<<",), "&": ("|",), "|": ("&",),
 }  # fmt: skip
 OPERATOR = re.compile(rb"not\s+in|is\s+not|and|or|is|in|//|\*\*|<<|>>|[<>=!]=|[-+*/%&|<>]")
-MESSAGE = re.compile(r"(warnings|logging|_?logger)\.\w+$")  # a function that shows its arguments
+MESSAGE = re.compile(
+    r"((warnings|logging|_?logger)\.\w+|refuse)$"
+)  # a function that shows its arguments
 
 
 @dataclasses.dataclass(frozen=True)

@@ -202,10 +202,9 @@ def compile_step(
         expected = "a dict of options of XLA by name"
         refuse("compiler_options", expected, tree.describe_value(compiler_options))
     if not callable(step) or hasattr(step, "lower") or isinstance(step, CompiledStep):
-        raise ConfigError(
-            "compile_step: expected a step (state, batch) -> ..., neither jitted nor compiled, got "
-            f"{tree.describe_value(step)}; pass the result of sf.make_train_step as it is"
-        )
+        expected = "a step (state, batch) -> ..., neither jitted nor compiled"
+        advice = "pass the result of sf.make_train_step as it is"
+        refuse("compile_step", expected, tree.describe_value(step), advice)
     example = batch
     state, batch = abstract_arguments(state, batch, sharding)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (state, batch))
