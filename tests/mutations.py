@@ -22,8 +22,6 @@ SWAPS = {
 }  # fmt: skip
 OPERATOR = re.compile(rb"not\s+in|is\s+not|and|or|is|in|//|\*\*|<<|>>|[<>=!]=|[-+*/%&|<>]")
 MESSAGE = re.compile(r"((warnings|logging|_?logger)\.\w+|refuse)$")  # it shows its arguments
-    r"((warnings|logging|_?logger)\.\w+|refuse)$"
-)  # a function that shows its arguments
 
 
 @dataclasses.dataclass(frozen=True)
