@@ -257,7 +257,7 @@ def _call(build: Callable[..., TrainState], sharding: Any, *args: Any) -> TrainS
 
 def _lower(jitted: Any, leaves: list[Any]) -> jax.stages.Lowered | None:
     """Lower a call; return None if only the call itself does what the user expects."""
-    config = jax.config
+    config: Any = jax.config
     if config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs:
         return None
     # Under an outer jit or eval_shape, any operation returns a tracer.

@@ -171,7 +171,8 @@ class Mixture(Source):
 
     def _index(self, number: int, count: Indices) -> Indices:
         """Return the index of the count-th example drawn from a source, over all passes."""
-        order, index = self._orders[number], np.empty_like(count)
+        order: Any = self._orders[number]  # numpy's stubs of Python 3.11 take no union of indices
+        index = np.empty_like(count)
         if order.length == ENDLESS:
             return count
         passes, positions = np.divmod(count, order.length)
