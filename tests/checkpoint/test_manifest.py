@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stepfold as sf
-from stepfold.checkpoint.leaves import leaves_of
+from stepfold.checkpoint.leaves import from_json, leaves_of, to_json
 from stepfold.checkpoint.manifest import (
     DamageError,
     ForeignError,
@@ -23,7 +23,6 @@ from stepfold.checkpoint.manifest import (
     write_checked,
 )
 from stepfold.checkpoint.store import open_store
-from stepfold.checkpoint.values import from_json, to_json
 from stepfold.errors import CheckpointError, ConfigError
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.laws import course
 
 import stepfold as sf
-from stepfold.checkpoint.values import map_arrays
+from stepfold.checkpoint.leaves import map_arrays
 
 
 def make_state(seed):

@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import stepfold as sf
 from stepfold.checkpoint.__main__ import main
-from stepfold.checkpoint.values import find_arrays
+from stepfold.checkpoint.leaves import find_arrays
 
 TX = optax.sgd(0.1)
 DATA = {"x": np.arange(24, dtype=np.float32).reshape(24, 1)}

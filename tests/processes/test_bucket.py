@@ -120,6 +120,6 @@ def test_a_failure_of_one_process_is_that_of_the_save(both):
     assert "process 1 cannot save its part: cut in process 1" in first["failing 1"]
     assert "OSError: cut in process 1" in second["failing 1"]
     assert first["seconds"] < 20
-    words = "expected the part of process 1 within 1 s of that of process 0, got none"
+    words = "expected the part of process 1 within 1 s of process 0, got none"
     assert words in first["late"]
     assert sf.verify(url) == {2: [], 3: []}

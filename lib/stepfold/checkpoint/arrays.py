@@ -16,9 +16,17 @@ import jax
 import numpy as np
 import tensorstore
 
-from stepfold.checkpoint.leaves import Leaf, Region, as_slices, checksum, region, stored_name
+from stepfold.checkpoint.leaves import (
+    Leaf,
+    Region,
+    StoredArray,
+    as_slices,
+    checksum,
+    map_arrays,
+    region,
+    stored_name,
+)
 from stepfold.checkpoint.manifest import FILES, STATE, DamageError, Manifest, stream_path
-from stepfold.checkpoint.values import StoredArray, map_arrays
 from stepfold.errors import CheckpointError, refuse
 
 _AT_ONCE = 4  # leaves read concurrently; bounds the memory used beyond the restored leaves

@@ -32,10 +32,17 @@ import tensorstore
 
 from stepfold.checkpoint import manifest
 from stepfold.checkpoint.arrays import ArrayReader
-from stepfold.checkpoint.leaves import Leaf, Region, arrays_of, bytes_of, leaves_of, shards_of
+from stepfold.checkpoint.leaves import (
+    Leaf,
+    Region,
+    StoredArray,
+    arrays_of,
+    bytes_of,
+    leaves_of,
+    shards_of,
+)
 from stepfold.checkpoint.manifest import DamageError, Manifest, NewerError, Shards, StepMetadata
 from stepfold.checkpoint.steps import absolute_path, already_exists, join_location
-from stepfold.checkpoint.values import StoredArray
 from stepfold.core.processes import agreement, broadcast_from_first
 from stepfold.errors import CheckpointError, refuse
 

@@ -18,16 +18,21 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.leaves import STORED, Leaf, Region, bytes_of, checksum, copy_array
-from stepfold.checkpoint.steps import Best, check_regular, converted_errors, sync
-from stepfold.checkpoint.values import (
+from stepfold.checkpoint.leaves import (
+    STORED,
+    Leaf,
+    Region,
     StoredArray,
+    bytes_of,
+    checksum,
+    copy_array,
     describe_arrays,
     find_arrays,
     from_json,
     take_arrays,
     to_json,
 )
+from stepfold.checkpoint.steps import Best, check_regular, converted_errors, sync
 from stepfold.core.validation import read_instance, read_integer
 from stepfold.errors import CheckpointError, refuse
 

@@ -4,11 +4,10 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from stepfold.checkpoint.leaves import Leaf
+from stepfold.checkpoint.leaves import Leaf, map_arrays
 from stepfold.checkpoint.manifest import DamageError, ForeignError
 from stepfold.checkpoint.restore import Step, candidates
 from stepfold.checkpoint.store import Store, open_to_read
-from stepfold.checkpoint.values import map_arrays
 from stepfold.errors import CheckpointError
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.values import check_values
+from stepfold.checkpoint.leaves import check_values
 from stepfold.data.epochs import EpochEnds
 from stepfold.errors import DataError, refuse
 

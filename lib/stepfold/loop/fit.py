@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from stepfold.checkpoint.leaves import check_values
 from stepfold.checkpoint.series import Checkpoints, Series
-from stepfold.checkpoint.values import check_values
 from stepfold.core.processes import agreement, broadcast_from_first, report_failed_peer
 from stepfold.core.state import check_not_donated, is_available, step_of, strengthen
 from stepfold.core.validation import read_instance, read_integer, spell_call, takes

@@ -18,12 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.leaves import is_key
+from stepfold.checkpoint.leaves import from_json, is_key, to_json
 from stepfold.checkpoint.manifest import DamageError, ForeignError, read_checked, write_checked
 from stepfold.checkpoint.series import save
 from stepfold.checkpoint.steps import absolute_path, is_url, sync
 from stepfold.checkpoint.store import complete_steps, open_store
-from stepfold.checkpoint.values import from_json, to_json
 from stepfold.core.state import is_available
 from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import read_instance
