@@ -1,5 +1,7 @@
 """Batches that depend on the state, and whose position holds arrays."""
 
+import signal
+
 import jax
 import numpy as np
 import pytest
@@ -72,6 +74,39 @@ def test_a_replay_buffer_resumes_bit_for_bit(tmp_path, monkeypatch, cut, large):
     resumed = run(tmp_path / "cut", Actor(), hooks=fail, log_every=1)
     assert resumed.resumed
     assert_same(resumed, run(tmp_path / "uncut", Actor(), log_every=1))
+
+
+@pytest.mark.parametrize("large", [1 << 20, 0])
+def test_a_signal_while_an_actor_acts_loses_nothing(tmp_path, monkeypatch, large):
+    class Preempted(Actor):
+        def __next__(self):
+            if self.count == 5:
+                self.reservoir[0] = 3.0  # it has acted when the signal comes
+                signal.raise_signal(signal.SIGTERM)
+            elif self.count > 5:
+                pytest.fail("pulled after the signal")
+            return super().__next__()
+
+    class Same(Actor):
+        def __next__(self):
+            if self.count == 5:
+                self.reservoir[0] = 3.0
+            return super().__next__()
+
+    monkeypatch.setattr(data, "_LARGE", large)
+    with pytest.raises(SystemExit):
+        run(tmp_path / "cut", Preempted())
+    resumed = run(tmp_path / "cut", Same())
+    assert resumed.resumed == 6
+    assert_same(resumed, run(tmp_path / "uncut", Same()))
+
+
+def test_a_position_with_any_keys_is_not_looked_into_without_checkpoints():
+    class Odd(Actor):
+        def get_state(self):
+            return {1: "a", "b": 2}
+
+    assert sf.fit(STEP, start(), Odd(), steps=3).steps == 3
 
 
 def test_each_batch_depends_on_the_newest_state():

@@ -152,7 +152,7 @@ class BatchFeed:
             refuse("batches", "some in the next epoch too", "none", advice, kind=DataError)
 
     def position(self) -> Any:
-        """Return the position of the next batch to use, or None if the batches have none.
+        """Return the position of the next batch to use, or None if it is not known.
 
         After a failed step or pull the batches may be ahead of the last step. `sf.batches` can tell
         the position after any number of batches, by `state_at`. Other batches then go back to the
@@ -172,10 +172,14 @@ class BatchFeed:
         return DataPosition(step, None if self._is_large else position)
 
     @property
+    def can_go_back(self) -> bool:
+        """Whether a batch that was pulled but not used does not cost the position, if any."""
+        return not (self.is_resumable and (self._is_large or self.reads_state))
+
+    @property
     def has_position(self) -> bool:
         """Whether the position is known, even after a failed step or pull."""
-        is_ahead = self._pulled != self.used
-        return not (is_ahead and self.is_resumable and (self._is_large or self.reads_state))
+        return self._pulled == self.used or self.can_go_back
 
     def _keep(self, position: Any) -> None:
         """Keep a position, to return it again and to go back to it, unless it is large."""
@@ -187,6 +191,8 @@ class BatchFeed:
         state = self._state()
         if self._pulled == self.used or _count_in(state) == self.used:
             return state
+        if not self.can_go_back:
+            return None
         used, position = self._known
         self._set(position)
         for _ in range(self.used - used):
@@ -196,8 +202,7 @@ class BatchFeed:
 
     def _state(self) -> Any:
         state = self.iterator.get_state()
-        arrays = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, np.ndarray))
-        self._is_large = self._is_large or sum(array.nbytes for array in arrays) > _LARGE
+        self._is_large = self._is_large or _array_bytes(state) > _LARGE
         # Iterators may reuse what they return. A save copies arrays itself.
         state = state if self._is_large else copy.deepcopy(state)
         return state if self.is_iterator else {"left": self._epochs_left, "position": state}
@@ -288,6 +293,15 @@ def check_batches(batches: Any) -> None:
     if is_single or not isinstance(batches, Iterable):
         got, advice = tree.describe_value(batches), "sf.batches(data, 256, seed=0) makes one"
         refuse("batches", "an iterable of batches", got, advice)
+
+
+def _array_bytes(value: Any) -> int:
+    """Return the size of the arrays in a position, which may hold anything."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return sum(map(_array_bytes, value))
+    return value.nbytes if isinstance(value, np.ndarray) else 0
 
 
 def _count_in(position: Any) -> int | None:

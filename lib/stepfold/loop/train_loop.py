@@ -346,7 +346,8 @@ class TrainLoop:
         try:
             while len(batches) < count:
                 step = self.step + len(batches)
-                batch = self._interruptible(self._feed.next_batch, step, self.state)
+                pull, may_interrupt = self._feed.next_batch, self._feed.can_go_back
+                batch = self._interruptible(pull, step, self.state, may_interrupt=may_interrupt)
                 if batch is _END:
                     break
                 batches.append(batch)
@@ -364,13 +365,15 @@ class TrainLoop:
                 self._end_exhausted()
         return batches
 
-    def _interruptible(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _interruptible(
+        self, function: Callable[..., Any], *args: Any, may_interrupt: bool = True
+    ) -> Any:
         """Call a function that may block; return `_END` on StopIteration or a signal."""
         signals, is_alone = self.signals, self.consensus.is_alone
         if is_alone and signals.received is not None:
             return _END
         try:
-            signals.is_waiting = is_alone
+            signals.is_waiting = is_alone and may_interrupt
             value = function(*args)
             # Not only in `finally`, where a signal would raise outside of this `try`.
             signals.is_waiting = False
@@ -769,11 +772,12 @@ class TrainLoop:
 
     def get_state(self) -> dict[str, Any]:
         """Return the run state for a checkpoint; its size does not grow with the run."""
+        progress = asdict(self.progress)
         if not self.hooks.wants_epochs:  # a hook that a resume adds does not see this epoch's end
-            self.progress.epoch_ended_at = self.step
+            progress["epoch_ended_at"] = self.step
         return {
             "format": _FORMAT,
-            **asdict(self.progress),
+            **progress,
             "batches_used": self._feed.used,
             "history": self.history.get_state() if self._options.save_history else {},
             "buffer": self._buffer.get_state(),
@@ -827,10 +831,10 @@ class TrainLoop:
         is_start = self.resumed is None and self.series.policy.at_start
         if self.step != self.first_step or is_promoted or is_start:
             return "state"
-        if notes := self.progress.replacements:
-            # A resume replays the events that have replaced the state since the checkpoint.
-            self._saw_event = self._saw_event and notes[-1][0] != self.step
-        return "metadata" if self.resumed is not None and self._saw_event else None
+        # A resume replays the events that have replaced the state since the checkpoint.
+        is_replaced = [step for step, _ in self.progress.replacements[-1:]] == [self.step]
+        has_news = self.resumed is not None and self._saw_event and not is_replaced
+        return "metadata" if has_news else None
 
     def _save(
         self,
