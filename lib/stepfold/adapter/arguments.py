@@ -149,7 +149,7 @@ class TrainingArguments:
     """Learning rate at the last step; 0 by default."""
     scheduler: str | None = setting(None, alias="lr_scheduler")
     """Decay of the learning rate: none, constant, linear, cosine, polynomial, exponential,
-    inverse_sqrt, wsd or cosine_restarts; a prefix warmup_ requires warmup_steps."""
+    inverse_sqrt, wsd or cosine_restarts; the prefix `warmup_` requires warmup_steps."""
     scheduler_kwargs: dict[str, Any] = setting(dict, alias="lr_scheduler_kwargs")
     """Further arguments of the schedule, such as power, decay or cycles."""
     custom_scheduler: Callable[..., Any] | None = None

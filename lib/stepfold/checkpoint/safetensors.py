@@ -142,7 +142,7 @@ def load_params(
       path: a file, an index, or a directory with `model.safetensors` or
         `model.safetensors.index.json`. `model.safetensors` takes precedence, as in
         Hugging Face.
-      like: a tree of arrays or `jax.ShapeDtypeStruct`s.
+      like: a tree of arrays, also abstract ones as from `jax.eval_shape`.
       names: maps the path of an array to its name in the file, as for `export_params`.
       cast: convert between float dtypes, and from integers to integer dtypes that hold the values.
         Without it, a different dtype is an error.

@@ -103,7 +103,7 @@ def get_ema(state: Any) -> Any:
       A tree with the structure of the parameters. For a `TrainState` the leaves have the
         parameters' dtypes. Parameters that the average does not cover (masked out, frozen), or does
         not contain yet (debiased, before the first update), are returned themselves. For an
-        optimizer state these leaves are `optax.MaskedNode`s and zeros.
+        optimizer state these leaves are an `optax.MaskedNode` and zeros.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> tx = optax.chain(optax.clip(1.0), sf.ema_params(optax.adam(1e-3), 0.99))

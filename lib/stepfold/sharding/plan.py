@@ -89,7 +89,7 @@ def make_sharding(
     *,
     misfit: Literal["error", "replicate"] = "error",
 ) -> Any:
-    """Plan the sharding of a state: derive a tree of `NamedSharding`s from rules.
+    """Plan the sharding of a state: derive a `NamedSharding` for each leaf from rules.
 
     A rule is a pair `(regex, PartitionSpec)`, a function `(path, leaf) -> spec` that may return
     None, or `fsdp(…)`. The first rule that matches wins; `fsdp()` applies to leaves that none

@@ -1,0 +1,99 @@
+"""Every page of the guide runs as a program, and prints what it shows; the site has no gaps."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stepfold
+from stepfold import adapter
+
+from .forks import PRELOAD, ForkServer
+
+GUIDE = Path(__file__).parent.parent / "examples" / "guide"
+SPEC = importlib.util.spec_from_file_location("pages", GUIDE / "pages.py")
+pages = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(pages)
+
+PAGES = [str(page.relative_to(GUIDE)) for page in pages.all_pages()]
+# Pages that take more than about four seconds.
+SLOW: set[str] = set()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ForkServer(PRELOAD + ", sklearn.datasets, matplotlib.pyplot") as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.full] * (page in SLOW)) for page in PAGES]
+)
+def test_page_runs_and_prints_what_it_shows(page, server, tmp_path):
+    server.run([GUIDE / "pages.py", str(GUIDE / page)], cwd=tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_shows_the_pictures_that_it_draws(page):
+    text = (GUIDE / page).read_text()
+    for name in re.findall(r'savefig\("([\w-]+)\.svg"\)', text):
+        assert f"pictures/{name}-light.svg)" in text
+        assert (GUIDE / "pictures" / f"{name}-light.svg").exists()
+        assert (GUIDE / "pictures" / f"{name}-dark.svg").exists()
+
+
+def test_a_page_that_prints_something_else_fails(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n")
+    done = subprocess.run(
+        [sys.executable, GUIDE / "pages.py", page], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "page.md:2: expected\n3\ngot\n2\n" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Build the site; a warning is an error."""
+    pytest.importorskip("sphinx")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "--fail-on-warning", "--keep-going"]
+    subprocess.run([*command, GUIDE, out], check=True)
+    return out
+
+
+def test_reference_has_every_public_name_once(site):
+    documented = [
+        name
+        for page in sorted((site / "reference").glob("*.html"))
+        for name in re.findall(r'class="sig sig-object py" id="([\w.]+)"', page.read_text())
+    ]
+    public = {f"stepfold.{name}" for name in stepfold.__all__}
+    public |= {f"stepfold.adapter.{name}" for name in adapter.__all__}
+    assert public <= set(documented)
+    assert len(documented) == len(set(documented))
+
+
+def test_a_page_requests_nothing_from_other_hosts(site):
+    loads = (
+        r'<(?:script|img|iframe)[^>]*\bsrc="(\w+:)?//|<link[^>]*\bhref="(?:\w+:)?//[^>]*stylesheet'
+    )
+    assert [page for page in site.rglob("*.html") if re.search(loads, page.read_text())] == []
+    assert [sheet for sheet in site.rglob("*.css") if "url(http" in sheet.read_text()] == []
+
+
+def test_links_within_the_site_lead_somewhere(site):
+    anchors = {}
+    for page in site.rglob("*.html"):
+        anchors[page] = set(re.findall(r'\bid="([^"]+)"', page.read_text()))
+    broken = []
+    for page in anchors:
+        for link in re.findall(r'<a [^>]*href="([^":]*)"', page.read_text()):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if not target.exists() or (anchor and anchor not in anchors.get(target, {anchor})):
+                broken.append((str(page.relative_to(site)), link))
+    assert broken == []
