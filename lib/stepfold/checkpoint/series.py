@@ -240,12 +240,10 @@ class Checkpoints(_StepReader):
     It does nothing on disk until it is opened: by `fit`, by a `with` block, or by `open`. Each
     opening gives a new `Series`, which saves.
 
-    In object storage, a step is one object that is written last, so that the step is complete or
-    absent there too. Credentials come from the environment or a profile, as tensorstore finds them.
-    `s3://bucket/run?endpoint=https://host` names another server; `file:///a/folder` has the layout
-    of a bucket. A request that fails is repeated for about one minute, and one without an answer
-    fails after five; the next ones then fail at once until the server answers. What a killed run
-    leaves there is deleted once it is a day old.
+    A step is complete or absent, in object storage too. Credentials come from the environment or a
+    profile, as tensorstore finds them, and `s3://bucket/run?endpoint=https://host` names another
+    server. A request that fails is repeated for about one minute, and one without an answer fails
+    after five. What a killed run leaves there is deleted once it is a day old.
 
     Attributes:
       directory: the directory of the series, or a URL such as `s3://bucket/run` or

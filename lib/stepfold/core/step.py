@@ -74,20 +74,18 @@ def make_train_step(
         bfloat16, and float16 parameters need the loss scale too.
       remat: what to save for the backward pass: the name of one of `jax.checkpoint_policies`, such
         a policy itself, or True to save nothing.
-      skip_nonfinite: whether to skip a step whose loss, gradients or gradient norm (it may
-        overflow) are not finite, or whose new parameters or model state would not be. A skipped
-        step keeps parameters, optimizer state and model state bit for bit, except for the loss
-        scale and its count of finite updates. It counts in `step` and in `skipped`; its loss and
-        averages have weight zero when merged.
+      skip_nonfinite: whether to skip a step whose loss, gradients or gradient norm are not finite,
+        or whose new parameters or model state would not be. A skipped step keeps parameters,
+        optimizer state and model state bit for bit, except for the loss scale and its count of
+        finite updates. It counts in `step` and in `skipped`; its loss and averages have weight zero
+        when merged.
       stateful: whether the loss function carries a model state.
-      grad: a function from a loss function to a `GradFn`. It gets those of the keywords
-        `accumulate=` and `stateful=` that it accepts. Set others by a `functools.partial`, such as
-        `accumulator_dtype=` of `make_grad`. It returns the gradients of the loss, also
-        with `dynamic_loss_scale`: the loss function applies and removes the scale in its backward
-        pass (and then supports no forward mode). It must propagate NaN and inf, since they signal
-        an overflow. For `optax.contrib.dpsgd` it returns the gradients of the examples, stacked
-        along a leading axis; `grad_norm` is then the norm of their mean. If the `GradFn` has an
-        attribute `norm`, a function of the gradients, it computes `grad_norm`.
+      grad: a function from a loss function to a `GradFn`, `make_grad` by default; the others are
+        `ordered` and `reduce_once`. It gets those of the keywords `accumulate=` and `stateful=`
+        that it accepts; set others with `functools.partial`. It must propagate NaN and inf, since
+        they signal an overflow. For `optax.contrib.dpsgd` it returns the gradients of the examples,
+        stacked along a leading axis; `grad_norm` is then the norm of their mean. If the `GradFn`
+        has an attribute `norm`, a function of the gradients, it computes `grad_norm`.
 
     Raises:
       ConfigError, LossError: if the arguments do not fit together.

@@ -56,11 +56,9 @@ def batches(
     returns either. Every process reads the whole stream and keeps its shard of the rows. `batches`
     neither shuffles a stream nor seeks in it. A stream resumes from its own state, if it has one.
 
-    Batches that are generated, rather than read, need no source and no `batches`: `sf.fit` and
-    `sf.prefetch` take any iterable of batches, such as a generator. To resume, it needs
-    `get_state()` and `set_state()`. A source that computes example i from i has both, and a seed
-    makes its random numbers reproducible, as in
-    `sf.batches(range(n), 64, seed=0, transform=lambda i, rng: {"x": rng.normal(size=8)})`.
+    Examples may be generated from their index, and stay reproducible:
+    `sf.batches(range(n), 64, seed=0, transform=lambda i, rng: {"x": rng.normal(size=8)})`. The
+    guide explains :doc:`/ideas/batches-as-functions`.
 
     Args:
       source: an object with `len()` and `[i]`, a tree of arrays that share their leading axis, or a

@@ -64,41 +64,23 @@ def fit(
 ) -> "FitResult":
     """Train: fold batches into a state, log, evaluate, and save checkpoints.
 
-    The order of operations: a step is dispatched. Where it is due, metrics are logged, then the
-    state is evaluated, then it is saved, and then the next batch is pulled, so a saved data
-    position is that of the next batch. The metrics of a log point at which nothing else is due are
-    read up to four steps later, to keep the device busy.
+    After a step, and where it is due, `fit` logs the metrics, then evaluates, then saves, and then
+    pulls the next batch. With `checkpoints`, the same call resumes from the newest good one: state,
+    data, history and hooks continue as if the run had not been interrupted.
 
-    With `checkpoints`, a run resumes from the newest good one, with the same state, data order,
-    metrics and hooks as if it had not been interrupted. A reason to stop that a hook gave takes
-    effect at the same step then, even if a signal or an exception came in between. SIGINT and
-    SIGTERM let the current step finish, save, and then raise `KeyboardInterrupt` or
-    `SystemExit(143)`; a second signal leaves at once, except for a save that is being written.
-    SIGUSR1 saves after the current step without stopping, as `Checkpoints.request` does; a handler
-    that the program has for it stays in place. An exception reaches the caller after a save. With
-    several processes, all save if a hook raised it, or batches whose number is unknown. Otherwise
-    there is no save, since the others are in a step; they print the exception, and end within the
-    time given to `start_distributed`. Each of these exceptions has the result so far as its
-    `.result`, if the state is still available.
-
-    If there are several requests, the highest is acted on. From low to high they are: a save, going
-    back, a reason to stop, a signal, the end of the data, corruption, an error. In spite of this
-    order, a run goes back rather than end with its data. A state that the run is to go back from
-    is not saved.
-
-    With several processes, a signal or a reason to stop in one of them ends the run in all, at the
-    same step, within about a second or five steps. They also stop together when one of them has no
-    more batches. The number of batches is known for `sf.batches` and lists. If it is unknown, as
-    for a generator, the processes wait for each other before each step to agree on it.
+    SIGINT and SIGTERM let the current step finish, save, and then raise `KeyboardInterrupt` or
+    `SystemExit(143)`. A second signal leaves at once, except for a save that is being written.
+    SIGUSR1 saves and continues. An exception of a hook or of the data reaches the caller after a
+    save. Each of these exceptions has the result so far as its `.result`. With several processes,
+    all of them stop at the same step. The guide explains :doc:`/ideas/between-two-steps`.
 
     Args:
       step: a `StepFn`. It is compiled before the first step, once for each batch size. A jitted or
         compiled one is used as it is.
       state: the initial state. It is donated to the step: do not use it again.
       batches: any iterable of batches. With `get_state` and `set_state`, as `sf.batches` has, it
-        can be resumed. The position may hold numpy arrays, such as a replay buffer. Batches that
-        depend on the parameters, such as those of an actor, have a method `read_state`. It gets the
-        state before each pull, and may use it until the pull returns, since a step donates it.
+        can be resumed. Batches that depend on the parameters have a method `read_state`: it gets
+        the state before each pull, and may use it until the pull returns.
       steps: the step at which the run ends, counted from step 0 of the state: a state of step 10
         does 10 more with `steps=20`.
       epochs: the number of epochs to do, instead of `steps`, from the position of the data on.
@@ -109,11 +91,10 @@ def fit(
         versions, how it ended), `report.html`, checkpoints unless they have a directory, and the
         capsule of a step that went wrong. A resumed run appends. Files of an earlier run that is
         not resumed are moved to `run_dir/previous-1` and so on, with a warning. One run at a time
-        may use it: while its process is alive, another run raises. If the process is on another
-        host, the new run waits for up to a minute to find out.
+        may use it.
       upload: a URL in object storage, such as `s3://bucket/run`, to which metrics, `run.json` and
-        the report are copied at each checkpoint and at the end. A run that resumes on another host,
-        or on one with older files, gets metrics and `run.json` from there.
+        the report are copied at each checkpoint and at the end. A run that resumes on another host
+        gets them from there.
       config: the hyper-parameters of the run, a mapping or a dataclass, possibly nested, of values
         that JSON can hold. They are written to `run.json`, shown and compared in the report, and
         passed to the writers of `log_to`, such as W&B. A resume warns of changes.
