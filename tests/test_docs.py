@@ -47,17 +47,25 @@ def blocks():
 
 def test_readme_links_exist():
     text = (ROOT / "README.md").read_text()
-    named = re.findall(r"`((?:tests|examples|benchmarks)/[\w/.]*)`", text)
-    linked = re.findall(r"\]\(([\w/.]+)\)", text)
-    assert len(named) > 5
-    assert len(linked) > 40
-    assert not [path for path in (*named, *linked) if not (ROOT / path).exists()]
+    linked = re.findall(r"\]\(([\w/.-]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    assert len(linked) > 30
+    assert not [path for path in linked if not (ROOT / path).exists()]
 
 
-def test_readme_links_every_example():
-    text = (ROOT / "README.md").read_text()
-    for path in (ROOT / "examples").glob("*.py"):
-        assert f"](examples/{path.name})" in text
+def test_guide_lists_every_example():
+    text = (ROOT / "examples" / "guide" / "examples.md").read_text()
+    assert set(re.findall(r"`(\w+\.py)`", text)) == {
+        path.name for path in (ROOT / "examples").glob("*.py")
+    }
+
+
+def test_guide_names_files_that_exist():
+    folders = "|".join(path.name for path in (ROOT / "tests").iterdir() if path.is_dir())
+    for page in (ROOT / "examples" / "guide").rglob("*.md"):
+        text = page.read_text()
+        named = re.findall(r"`((?:lib|tests|examples|benchmarks)/[\w/.-]+)`", text)
+        named += [f"tests/{path}" for path in re.findall(rf"`((?:{folders})/test_\w+\.py)`", text)]
+        assert [path for path in named if not (ROOT / path).exists()] == [], page
 
 
 def test_readme_runs(tmp_path, monkeypatch):
