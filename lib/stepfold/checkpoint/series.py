@@ -93,11 +93,12 @@ def save(
 
 @dataclass(frozen=True)
 class Temporary:
-    """A directory for frequent saves, such as a local disk: `Checkpoints(temporary=Temporary(…))`.
+    """A second directory for frequent saves, such as a local disk.
 
-    A permanent save, one in the directory of the series, deletes the temporary steps up to its own.
-    Saves by request, at a signal, and at the end are permanent; `best`, `keep_best` and
-    `keep_every` act on permanent steps alone. A resume takes the newest good step of either.
+    Give it as `Checkpoints(temporary=Temporary(…))`. A permanent save, one in the directory of the
+    series, deletes the temporary steps up to its own. Saves by request, at a signal, and at the end
+    are permanent; `best`, `keep_best` and `keep_every` act on permanent steps alone. A resume takes
+    the newest good step of either.
 
     Each series has a folder in the directory, so that runs can share the directory. It is named by
     the real path or URL of the series and by an identity, which is stored in `series.json` next to

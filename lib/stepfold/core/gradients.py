@@ -41,7 +41,7 @@ def make_grad(
     stateful: bool = False,
     accumulator_dtype: DTypeLike | None = jnp.float32,
 ) -> GradFn:
-    """Differentiate a loss function with respect to the parameters, with exact accumulation.
+    """Make the gradient function of a loss, with exact accumulation.
 
     With `accumulate=n` the batch is processed in n sequential microbatches, with the memory of one.
     Loss, metrics and gradients equal those of the full batch up to rounding, since every term keeps

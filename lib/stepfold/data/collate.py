@@ -29,7 +29,7 @@ def collate(
     pad: Pad = 0,
     keys: str | Sequence[str] | None = None,
 ) -> dict[Any, Any]:
-    """Pad the sequences of examples to one length, stack the other leaves, and add a `mask`.
+    """Pad sequences to one length, stack other leaves, and add a `mask`.
 
     Without `keys`, every leaf with at least one axis is a sequence. It is truncated and padded
     along its first axis; the other axes (the features of a frame, say) must have the same sizes in

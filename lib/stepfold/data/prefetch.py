@@ -24,7 +24,7 @@ _NONE = object()
 
 
 def prefetch(batches: Any, *, sharding: Any = None, size: int = 2) -> "Prefetch":
-    """Read batches in a background thread and place them on devices while the current step runs.
+    """Read batches in a background thread, and place them on devices.
 
     Prefetching hides the I/O latency of a source. Python code in a source still shares the
     interpreter with the loop, so run heavy transforms in worker processes: pass

@@ -54,11 +54,11 @@ class Nonfinite(NamedTuple):
 
 
 class stop_on_nonfinite(BaseHook):  # noqa: N801
-    """Stop when a train metric is NaN or infinite in a step; one of weight 0 does not count.
+    """Stop when a train metric is NaN or infinite in a step.
 
-    Without `metric`, this is the loss, or each metric of a step that reports no `loss`. `found` is
-    the first such step of the current run, a `Nonfinite`, or None. `fit` stores what it takes to
-    rerun that step in a `Capsule`, for `replay`.
+    A metric of weight 0 does not count. Without `metric`, this is the loss, or each metric of a
+    step that reports no `loss`. `found` is the first such step of the current run, a `Nonfinite`,
+    or None. `fit` stores what it takes to rerun that step in a `Capsule`, for `replay`.
 
     >>> import numpy as np, stepfold as sf
     >>> losses = {"train/loss": np.array([1.0, np.nan, np.nan])}
@@ -215,12 +215,13 @@ class stop_early(BaseHook):  # noqa: N801
 
 
 class stop_on_spike(BaseHook):  # noqa: N801
-    """Stop when a train metric of one step is far above the `window` finite values before it.
+    """Stop when a train metric is far above its recent values.
 
     A value is too high if it is more than `deviations` median absolute deviations above the median
-    of the window: neither is moved by a few outliers. Deviations are scaled to the standard
-    deviation of a normal distribution, and are at least a hundredth of the median. No value is
-    judged before the window is full. To see where it would have stopped, wrap it in `only_warn`.
+    of the `window` finite values before it: neither is moved by a few outliers. Deviations are
+    scaled to the standard deviation of a normal distribution, and are at least a hundredth of the
+    median. No value is judged before the window is full. To see where it would have stopped, wrap
+    it in `only_warn`.
 
     >>> import numpy as np, stepfold as sf
     >>> losses = {"train/loss": np.array([2.0, 2.1, np.nan, 1.9, 2.0, 9.0])}
@@ -279,7 +280,7 @@ class stop_on_spike(BaseHook):  # noqa: N801
 
 
 class roll_back_on_spike(stop_on_spike):  # noqa: N801
-    """Go back to a checkpoint before a spike, skip the batches of it, and continue; see `GoBack`.
+    """Go back to a checkpoint before a spike, and skip its batches.
 
     A spike is defined as in `stop_on_spike`. `skip` batches are left out: that of the spike, and
     those that follow it. After `limit` times the run stops at the next spike.
@@ -316,7 +317,7 @@ class roll_back_on_spike(stop_on_spike):  # noqa: N801
 
 
 class roll_back_on_nonfinite(stop_on_nonfinite):  # noqa: N801
-    """Go back to a checkpoint before a NaN or inf, skip its batch, and continue; see `GoBack`.
+    """Go back to a checkpoint before a NaN or inf, and skip its batch.
 
     `fit` then leaves out its own `stop_on_nonfinite`. `skip` batches are left out: that of the NaN,
     and those that follow it. After `limit` times the run stops at the next one, with a capsule.

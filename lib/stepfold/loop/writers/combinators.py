@@ -55,7 +55,7 @@ _POLL_SECONDS = 0.02
 
 
 class async_writer(Writer):  # noqa: N801
-    r"""Write in a background thread, in the order of the calls, so that the loop does not wait.
+    r"""Write in a background thread, in the order of the calls.
 
     The thread also waits for values that are still on a device. An error is raised by the next
     call. `flush` returns when all earlier calls, of any thread, are done and the writer is
