@@ -173,11 +173,12 @@ def fit(
     arguments |= {"steps_per_call": steps_per_call, "upload": upload}
     describe = partial(run_metadata, state, batches, arguments, evaluations, checkpoints, config)
     all_hooks += directory.make_hooks(all_hooks, describe, series)
+    watch = directory.stopwatch
     loop = TrainLoop(
         runner,
         state,
         feed,
-        HookDispatcher([watched, *all_hooks] if watched.unseen else all_hooks),
+        HookDispatcher([watched, *all_hooks] if watched.unseen else all_hooks, watch),
         series,
         Options(evaluations, log_every, steps_per_call, directory.metrics_path is None, parts),
         total=step_of(state) + more if (more := more_steps or feed.total) else steps,
@@ -468,6 +469,7 @@ def _opened(loop: TrainLoop, directory: RunDirectory, hooks: Sequence[Hook]) -> 
         if series is not None:
             stack.enter_context(series)
             stack.callback(_print_waiting, loop)
+        stack.callback(directory.stopwatch.end)
         yield
 
 

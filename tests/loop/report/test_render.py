@@ -347,13 +347,21 @@ def test_runs_differ_by_more_than_color(tmp_path):
 def test_the_points_of_charts(tmp_path):
     assert page(write_run(tmp_path)).lines()["Metrics", "loss"] == [
         {
+            "metric": [0, "train/loss"],
             "label": "train",
             "style": 0,
             "dotted": False,
             "steps": [10, 50, 100],
             "values": [2, 1, 0.5],
         },
-        {"label": "eval", "style": 1, "dotted": True, "steps": [50, 100], "values": [1.5, 1.75]},
+        {
+            "metric": [0, "eval/loss"],
+            "label": "eval",
+            "style": 1,
+            "dotted": True,
+            "steps": [50, 100],
+            "values": [1.5, 1.75],
+        },
     ]
 
 
