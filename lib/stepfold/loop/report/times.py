@@ -14,7 +14,7 @@ _PARTS = 12  # in the table; the rest are summed up
 _MIN_SHARE = 0.001  # of the time, for a row of its own
 _PART_WORDS = {  # of parts that `ReportWriter` measures
     "start": "start, until the first metrics",
-    "steps": "steps, until devices are done",
+    "steps": "steps, with the time of devices",
     "batches": "waiting for batches",
     "saving": "saving checkpoints",
     "end": "end, until all is saved",
