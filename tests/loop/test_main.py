@@ -59,7 +59,7 @@ def test_a_comparison_links_to_the_pages_of_the_runs(tmp_path, command):
     assert files["runs"] == [["a", "./a/report.html"], ["b", "./b/report.html"]]
     command("report", tmp_path / "a")
     assert (
-        read_page(tmp_path / "a" / "report.html").data["files"]["comparison"] == "./../report.html"
+        read_page(tmp_path / "a" / "report.html").data["files"]["output"][1] == "./../report.html"
     )
 
 
@@ -136,7 +136,9 @@ def edits(value, path=()):
 
 
 def test_an_edited_run_info_gives_a_page_or_one_line_of_error(tmp_path, command):
-    attempts = [attempt(stop={"kind": "error", "message": "no"}), attempt(ended=None)]
+    parts = [["start", 1.5], ["steps", 2]]
+    stop = {"kind": "error", "message": "no"}
+    attempts = [attempt(stop=stop, parts=parts), attempt(ended=None)]
     metadata = {
         "program": "train.py",
         "arguments": {

@@ -571,10 +571,17 @@ def test_links_are_relative_to_the_page_and_lead_to_files_that_exist(tmp_path):
     assert compared["metrics"] == ["./a%231/metrics.jsonl", "./b/metrics.jsonl"]
     single = files(second, path=second / "report.html")
     assert single["runs"] == [["a#1", "./../a%231/report.html"]]
-    assert single["comparison"] == "./../report.html"
-    assert files(second)["comparison"] is None  # it is unknown where the page will be
-    write_metrics(tmp_path, {1: {"a": 1.0}})  # the page above is that of a run
-    assert files(second, path=second / "report.html")["comparison"] is None
+    assert single["output"] == [str(tmp_path / "report.html"), "./../report.html"]
+    assert files(second)["output"][1] is None  # it is unknown where the page will be
+
+
+def test_a_comparison_replaces_no_page_of_a_run(tmp_path):
+    folder = write_run(write_run(tmp_path) / "a")
+    out = tmp_path / "comparison.html"
+    command = f"python -m stepfold.loop report {folder} OTHER_RUN_DIR --out {out}"
+    assert (files(folder)["command"], files(folder)["output"]) == (command, [str(out), None])
+    runs = [folder, write_run(tmp_path / "b")]
+    assert files(*runs, path=out)["command"].endswith(f"{runs[1]} --out {out}")
 
 
 PARTS = [["start", 30.0], ["steps", 60.0], ["batches", 0.0], ["hook a", 9.97], ["saving", 0.03]]

@@ -143,14 +143,17 @@ def _files(runs: Sequence[Run], names: Sequence[str], path: Path | None) -> dict
     shown = [*zip(names, folders, strict=True)] if len(runs) > 1 else [(o.name, o) for o in others]
     words = [shlex.quote(str(each)) for each in [*folders, *others]]
     words += ["OTHER_RUN_DIR"] if len(words) == 1 else []
-    parent = folders[0].parent
-    is_run = (parent / "metrics.jsonl").exists() or (parent / "run.json").exists()
-    is_compared = len(runs) == 1 and not is_run
+    default = output = folders[0].parent / "report.html"
+    if len(runs) > 1:
+        output = path or default
+    elif (default.parent / "run.json").exists():  # it is the page of another run
+        output = default.with_name("comparison.html")
+    words += [] if output == default else ["--out", shlex.quote(str(output))]
     return {
         "command": " ".join(["python -m stepfold.loop report", *words]),
         "runs": [(name, _link(each / "report.html", folder)) for name, each in shown],
         "metrics": [_link(each / "metrics.jsonl", folder) for each in folders],
-        "comparison": _link(parent / "report.html", folder) if is_compared else None,
+        "output": (str(output), _link(output, folder)),
     }
 
 

@@ -84,7 +84,7 @@ class ReportWriter(BaseHook):
             self._try(lambda: os.replace(path, aside))
         self._opened_at, self._clock, self._row_count, self._stride = time.perf_counter(), [], 0, 1
         self._parts_before = {**self._stopwatch.seconds, "batches": self._last_row[2]}
-        self._start, self._stopwatch.ended_at = None, None
+        self._start = None
         self._sample(step, 0.0)
         self._attempt = {"began": _utc_now(), "from": step, "to": step, "total": total}
         self._attempt |= {"updated": self._attempt["began"], "ended": None, "stop": None}
