@@ -16,13 +16,17 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
         self.ended_at: float | None = None  # on the clock of `time.perf_counter`
 
+    def add(self, part: str, start: float) -> None:
+        """Add the time since `start`."""
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+            self.add(part, start)
 
     def end(self) -> None:
         """Note the end of the loop; waiting for the last save and closing hooks follow."""
