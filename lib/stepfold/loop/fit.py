@@ -173,12 +173,11 @@ def fit(
     arguments |= {"steps_per_call": steps_per_call, "upload": upload}
     describe = partial(run_metadata, state, batches, arguments, evaluations, checkpoints, config)
     all_hooks += directory.make_hooks(all_hooks, describe, series)
-    watch = directory.stopwatch
     loop = TrainLoop(
         runner,
         state,
         feed,
-        HookDispatcher([watched, *all_hooks] if watched.unseen else all_hooks, watch),
+        HookDispatcher([watched, *all_hooks] if watched.unseen else all_hooks, directory.stopwatch),
         series,
         Options(evaluations, log_every, steps_per_call, directory.metrics_path is None, parts),
         total=step_of(state) + more if (more := more_steps or feed.total) else steps,
