@@ -77,16 +77,17 @@ class LinkedNames(SphinxTransform):
 
 
 class DarkPictures(SphinxTransform):
-    """Show `name-dark.svg` in place of `name-light.svg` on a dark page."""
+    """Show `name-dark.svg` in place of `name-light.svg` on a dark page, and likewise for PNG."""
 
     default_priority = 100  # before Sphinx collects the images
 
     def apply(self) -> None:
         """Add the dark pictures."""
         for light in list(self.document.findall(docutils.nodes.image)):
-            if light["uri"].endswith("-light.svg"):
+            name, is_pair, kind = light["uri"].rpartition("-light.")
+            if is_pair and kind in ("svg", "png"):
                 dark = light.deepcopy()
-                dark["uri"] = light["uri"].removesuffix("-light.svg") + "-dark.svg"
+                dark["uri"] = f"{name}-dark.{kind}"
                 light["classes"].append("only-light")
                 dark["classes"].append("only-dark")
                 light.parent.insert(light.parent.index(light) + 1, dark)

@@ -13,13 +13,15 @@ A page is one program. What a block does depends on its language:
 - All others, such as `console` and `yaml`, are only shown.
 
 A page draws a picture by `savefig("name.svg")` of matplotlib, and shows `pictures/name-light.svg`.
-On a dark page, the site shows `pictures/name-dark.svg` in its place.
+On a dark page, the site shows `pictures/name-dark.svg` in its place. A script may also make
+`name-light.png` and `name-dark.png`, such as screenshots, which are kept as they are.
 """
 
 import contextlib
 import doctest
 import io
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -127,6 +129,8 @@ def draw_pictures(names: Sequence[str]) -> None:
             subprocess.run([sys.executable, *map(str, command)], cwd=folder, check=True)
             for picture in Path(folder).glob("*.svg"):
                 _keep(picture)
+            for picture in Path(folder).glob("*.png"):  # light and dark ones
+                shutil.copy(picture, GUIDE / "pictures")
 
 
 def _keep(picture: Path) -> None:

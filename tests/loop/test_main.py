@@ -51,6 +51,18 @@ def test_several_runs_are_compared_in_their_parent_directory_or_in_a_file(tmp_pa
     assert len(read_page(out).data["runs"]) == 2
 
 
+def test_a_comparison_links_to_the_pages_of_the_runs(tmp_path, command):
+    for name in "ab":
+        command("report", write_run(tmp_path / name))
+    command("report", tmp_path / "a", tmp_path / "b")
+    files = read_page(tmp_path / "report.html").data["files"]
+    assert files["runs"] == [["a", "./a/report.html"], ["b", "./b/report.html"]]
+    command("report", tmp_path / "a")
+    assert (
+        read_page(tmp_path / "a" / "report.html").data["files"]["output"][1] == "./../report.html"
+    )
+
+
 def test_an_explicit_file_leaves_the_run_untouched(tmp_path, command):
     folder = write_run(tmp_path / "a")
     before = sorted(folder.iterdir())
@@ -124,7 +136,9 @@ def edits(value, path=()):
 
 
 def test_an_edited_run_info_gives_a_page_or_one_line_of_error(tmp_path, command):
-    attempts = [attempt(stop={"kind": "error", "message": "no"}), attempt(ended=None)]
+    parts = [["start", 1.5], ["steps", 2]]
+    stop = {"kind": "error", "message": "no"}
+    attempts = [attempt(stop=stop, parts=parts), attempt(ended=None)]
     metadata = {
         "program": "train.py",
         "arguments": {

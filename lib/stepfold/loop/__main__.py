@@ -44,7 +44,7 @@ def _report(runs: Sequence[str], out: str | None) -> Path:
     path = default if out is None else absolute_path("--out", out)
     if path.is_dir() or not path.parent.is_dir():
         refuse("--out", "a file in an existing directory", f"{out or path}")
-    page = render([read_run(directory) for directory in directories])
+    page = render([read_run(directory) for directory in directories], path=path)
     replace_file(path, page.encode(errors="replace"))
     if out is None and is_single:
         write_csv(directories[0] / "metrics.jsonl", directories[0] / "metrics.csv")

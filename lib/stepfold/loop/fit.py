@@ -158,7 +158,7 @@ def fit(
         runner,
         state,
         feed,
-        HookDispatcher([watched, *all_hooks] if watched.unseen else all_hooks),
+        HookDispatcher([watched, *all_hooks] if watched.unseen else all_hooks, directory.stopwatch),
         series,
         Options(evaluations, log_every, steps_per_call, directory.metrics_path is None, parts),
         total=step_of(state) + more if (more := more_steps or feed.total) else steps,
@@ -449,6 +449,7 @@ def _opened(loop: TrainLoop, directory: RunDirectory, hooks: Sequence[Hook]) -> 
         if series is not None:
             stack.enter_context(series)
             stack.callback(_print_waiting, loop)
+        stack.callback(directory.stopwatch.end)
         yield
 
 

@@ -17,6 +17,7 @@ from stepfold.loop.report.report_writer import ReportWriter
 from stepfold.loop.rollback import Rollback
 from stepfold.loop.run_info import config_changes, move_previous_run, read_run_info
 from stepfold.loop.run_lock import RunLock
+from stepfold.loop.stopwatch import Stopwatch
 from stepfold.loop.train_loop import Progress, TrainLoop
 from stepfold.loop.upload import Upload
 from stepfold.loop.writers.combinators import async_writer, log_to
@@ -42,6 +43,7 @@ class RunDirectory:
         self.metrics_path = self.path / "metrics.jsonl" if self.path and writes else None
         self._metadata: dict[str, Any] = {}  # of run.json
         self._report: ReportWriter | None = None
+        self.stopwatch = Stopwatch()  # of the loop, for the report
 
     def make_hooks(
         self,
@@ -60,7 +62,7 @@ class RunDirectory:
             # Named, so that its state is not confused with that of a user's writer.
             hooks.append(log_to(async_writer(writer), name="metrics.jsonl"))
         self._metadata = {**describe([*others, *hooks])}
-        self._report = ReportWriter(self.path, self._metadata)
+        self._report = ReportWriter(self.path, self._metadata, self.stopwatch)
         # They are flushed in this order.
         return [*hooks, self._report, *([] if self._upload is None else [self._upload])]
 

@@ -210,6 +210,7 @@ _ATTEMPT = {
     "error?": {"type": str, "message": str},  # of format 1
     "pause?": _is_number,
     "clock?": [(_is_number, _is_number, _is_number)],
+    "parts?": [(str, _is_number)],
 }
 _LEAF = (str, [is_count], str, is_count)
 _FORM = {

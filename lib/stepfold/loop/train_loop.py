@@ -608,7 +608,8 @@ class TrainLoop:
         for evaluation in evaluations:
             if self.progress.evaluated.get(evaluation.name) == self.step:
                 continue
-            metrics = self._interruptible(evaluation, self.state)
+            with self.hooks.stopwatch.measure(f"evaluation {evaluation.name}"):
+                metrics = self._interruptible(evaluation, self.state)
             if metrics is _END:
                 return
             if self._deferred_error is not None:
@@ -868,16 +869,17 @@ class TrainLoop:
             self.series.add_later(self.step, metrics=metrics, extra=extra)
             self._saw_event = False
             return
-        self.series.save(
-            self.state,
-            step=self.step,
-            data=None if alone else self._feed.position(),
-            metrics=metrics,
-            extra=extra,
-            before_commit=self.hooks.flush,
-            permanent=permanent,
-            requested=requested,
-        )
+        with self.hooks.stopwatch.measure("saving"):
+            self.series.save(
+                self.state,
+                step=self.step,
+                data=None if alone else self._feed.position(),
+                metrics=metrics,
+                extra=extra,
+                before_commit=self.hooks.flush,
+                permanent=permanent,
+                requested=requested,
+            )
 
 
 def _short(value: Any) -> str:

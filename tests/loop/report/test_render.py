@@ -2,6 +2,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import re
 from datetime import timedelta
 
@@ -347,13 +348,21 @@ def test_runs_differ_by_more_than_color(tmp_path):
 def test_the_points_of_charts(tmp_path):
     assert page(write_run(tmp_path)).lines()["Metrics", "loss"] == [
         {
+            "metric": [0, "train/loss"],
             "label": "train",
             "style": 0,
             "dotted": False,
             "steps": [10, 50, 100],
             "values": [2, 1, 0.5],
         },
-        {"label": "eval", "style": 1, "dotted": True, "steps": [50, 100], "values": [1.5, 1.75]},
+        {
+            "metric": [0, "eval/loss"],
+            "label": "eval",
+            "style": 1,
+            "dotted": True,
+            "steps": [50, 100],
+            "values": [1.5, 1.75],
+        },
     ]
 
 
@@ -525,3 +534,123 @@ def test_a_run_that_pauses_is_silent_after_three_pauses(tmp_path, seconds, kind)
     updated = (NOW - timedelta(seconds=seconds)).isoformat()
     running = {"ended": None, "stop": None, "to": 50, "pause": 3000.0}
     assert status(tmp_path, updated=updated, **running)[0] == kind
+
+
+# Other runs, and the time.
+
+
+def files(*folders, **options):
+    return page(*folders, **options).data["files"]
+
+
+def test_the_page_of_a_run_has_the_command_that_compares_it_with_its_neighbors(tmp_path):
+    first, second = write_run(tmp_path / "a b"), write_run(tmp_path / "c")
+    (tmp_path / "no run").mkdir()
+    (tmp_path / "file").write_text("")
+    command = f"python -m stepfold.loop report '{first}' {second}"
+    assert files(first)["command"] == command
+    assert files(first, second)["command"] == command
+    (tmp_path / "other").mkdir()
+    alone = write_run(tmp_path / "other" / "d")
+    assert files(alone)["command"] == f"python -m stepfold.loop report {alone} OTHER_RUN_DIR"
+
+
+def test_only_the_latest_neighbors_are_named(tmp_path):
+    for number in range(10):
+        path = write_run(tmp_path / f"{number}") / "metrics.jsonl"
+        os.utime(path, (1000 - number, 1000 - number))
+    assert [name for name, _ in files(tmp_path / "0")["runs"]] == [f"{n}" for n in range(1, 8)]
+
+
+def test_links_are_relative_to_the_page_and_lead_to_files_that_exist(tmp_path):
+    first, second = write_run(tmp_path / "a#1"), write_run(tmp_path / "b")
+    (first / "report.html").write_text("")
+    (tmp_path / "report.html").write_text("")
+    compared = files(first, second, path=tmp_path / "report.html")
+    assert compared["runs"] == [["a#1", "./a%231/report.html"], ["b", None]]
+    assert compared["metrics"] == ["./a%231/metrics.jsonl", "./b/metrics.jsonl"]
+    single = files(second, path=second / "report.html")
+    assert single["runs"] == [["a#1", "./../a%231/report.html"]]
+    assert single["output"] == [str(tmp_path / "report.html"), "./../report.html"]
+    assert files(second)["output"][1] is None  # it is unknown where the page will be
+
+
+def test_a_comparison_replaces_no_page_of_a_run(tmp_path):
+    folder = write_run(write_run(tmp_path) / "a")
+    out = tmp_path / "comparison.html"
+    command = f"python -m stepfold.loop report {folder} OTHER_RUN_DIR --out {out}"
+    assert (files(folder)["command"], files(folder)["output"]) == (command, [str(out), None])
+    runs = [folder, write_run(tmp_path / "b")]
+    assert files(*runs, path=out)["command"].endswith(f"{runs[1]} --out {out}")
+
+
+PARTS = [["start", 30.0], ["steps", 60.0], ["batches", 0.0], ["hook a", 9.97], ["saving", 0.03]]
+
+
+def test_the_time_is_listed_by_what_it_went_into(tmp_path):
+    tries = [attempt(parts=PARTS), attempt(parts=[["steps", 100.0]])]
+    assert page(write_run(tmp_path, attempts=tries)).table("Where the time went") == [
+        ["steps, with the time of devices", "2 min 40 s", "80.0%", "800 ms"],
+        ["start, until the first metrics", "30 s", "15.0%", "150 ms"],
+        ["hook a", "9.97 s", "5.0%", "49.9 ms"],
+        ["saving checkpoints", "0.03 s", "0.0%", "150 µs"],
+    ]
+    assert "Where the time went" not in page(write_run(tmp_path)).data["tables"]
+
+
+def test_small_parts_of_the_time_are_summed_up(tmp_path):
+    parts = [[f"hook {number}", 1e-4] for number in range(50)]
+    rows = page(write_run(tmp_path, attempts=[attempt(parts=[*PARTS, *parts])]))
+    assert rows.table("Where the time went")[3:] == [["51 others", "0.035 s", "0.0%", "350 µs"]]
+    parts = [[f"hook {number}", 1.0] for number in range(50)]
+    rows = page(write_run(tmp_path, attempts=[attempt(parts=parts)])).table("Where the time went")
+    assert (len(rows), rows[-1][:2]) == (13, ["38 others", "38 s"])
+
+
+def test_the_times_of_runs_stand_side_by_side(tmp_path):
+    first = write_run(tmp_path / "a", attempts=[attempt(parts=PARTS)])
+    second = write_run(tmp_path / "b", attempts=[attempt(parts=[["batches", 3], ["steps", 1]])])
+    assert page(first, second).table("Where the time went") == [
+        ["waiting for batches", NONE, "3 s (75.0%)"],
+        ["steps, with the time of devices", "1 min 0 s (60.0%)", "1 s (25.0%)"],
+        ["start, until the first metrics", "30 s (30.0%)", NONE],
+        ["hook a", "9.97 s (10.0%)", NONE],
+        ["saving checkpoints", "0.03 s (0.0%)", NONE],
+    ]
+
+
+# The metrics as a table.
+
+
+def logged(result, run=0):
+    """Return the rows that a page has of a run, by step, as its script collects them."""
+    rows = {}
+    for lines in result.lines().values():
+        for line in lines:
+            if line["metric"] and line["metric"][0] == run:
+                for step, value in zip(line["steps"], line["values"], strict=True):
+                    rows.setdefault(step, {})[line["metric"][1]] = value
+    return rows
+
+
+def test_a_page_has_all_metrics_exactly_as_they_were_logged(tmp_path):
+    third = 1 / 3
+    first = {step: {"train/loss": third / step, f"w/{step}": 1e-300} for step in range(1, 1000)}
+    second = {5: {"train/loss": 0.1 + 0.2, "throughput/mfu": third}, 7: {"eval/loss": 1e20}}
+    folders = write_run(tmp_path / "a", first), write_run(tmp_path / "b", second)
+    result = page(*folders)
+    assert (logged(result), logged(result, 1)) == (first, second)
+    assert not result.data["thinned"]
+    assert [attrs["value"] for attrs in result.attributes("button")] == ["csv", "json"]
+
+
+def test_a_page_tells_that_it_has_only_some_points_of_a_long_run(tmp_path):
+    result = page(write_run(tmp_path, {step: {"a": third(step)} for step in range(1, 20_000)}))
+    assert result.data["thinned"]
+    rows = logged(result)
+    assert 500 < len(rows) < 2_000
+    assert rows == {step: {"a": third(step)} for step in rows}
+
+
+def third(step):
+    return math.sin(step) / 3

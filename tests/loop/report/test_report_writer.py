@@ -13,6 +13,7 @@ from tests.loop.small import STEP, start
 import stepfold as sf
 from stepfold.loop.report import report_writer
 from stepfold.loop.report.report_writer import ReportWriter
+from stepfold.loop.report.times import attempt_seconds
 from stepfold.loop.run_info import read_run_info
 
 from .run_files import Page
@@ -269,3 +270,69 @@ def test_the_clock_covers_the_run_evenly_however_long_it_is(tmp_path):
     assert len(set(np.diff(steps[:-1]))) == 1
     assert all(waited == pytest.approx(step / 1000) for step, _, waited in rows)
     assert np.all(np.diff([seconds for _, seconds, _ in rows]) >= 0)
+
+
+def parts_of(attempt):
+    return dict(attempt["parts"])
+
+
+def test_the_parts_of_the_time_add_up_and_have_names(tmp_path):
+    def slowly(state):
+        time.sleep(0.03)
+        return {"x": 1.0}
+
+    def named(event):
+        time.sleep(0.01)
+
+    def batches():
+        for _ in range(20):
+            time.sleep(0.005)
+            yield {"x": np.zeros(4, np.float32)}
+
+    options = {"log_every": 5, "checkpoints": sf.Checkpoints(every=10), "hooks": [named]}
+    evaluation = sf.Evaluation(slowly, every=10)
+    start_time = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a generator cannot be resumed
+        sf.fit(
+            STEP, start(), batches(), steps=20, run_dir=tmp_path, evaluation=evaluation, **options
+        )
+    elapsed = time.perf_counter() - start_time
+    (attempt,) = attempts(tmp_path)
+    parts = parts_of(attempt)
+    assert parts["evaluation eval"] >= 2 * 0.03
+    assert parts["hook named"] >= 6 * 0.01
+    assert parts["batches"] >= 20 * 0.005
+    assert {"start", "steps", "saving", "end", "hook metrics.jsonl"} < parts.keys()
+    assert min(parts.values()) >= 0
+    assert attempt["clock"][-1][1] <= sum(parts.values()) <= elapsed
+    rows = read_page(tmp_path).table("Where the time went")
+    assert {"waiting for batches", "evaluation eval", "hook named"} <= {row[0] for row in rows}
+
+
+def test_each_attempt_of_a_run_that_goes_back_has_its_own_parts(tmp_path):
+    requests = [None, None, sf.GoBack(to=10, why="spike"), None, None]
+
+    def back(event):
+        time.sleep(0.02)
+        return requests.pop(0)
+
+    back.goes_back = True
+    fit(tmp_path, log_every=5, checkpoints=sf.Checkpoints(every=5), hooks=[back])
+    first, second = map(parts_of, attempts(tmp_path))
+    assert not requests
+    assert first["hook back"] >= 3 * 0.02
+    assert second["hook back"] >= 2 * 0.02
+    for attempt, parts in zip(attempts(tmp_path), (first, second), strict=True):
+        seconds = attempt_seconds(attempt)
+        assert sum(parts.values()) == pytest.approx(seconds, abs=0.02)
+
+
+def test_a_hook_that_raises_is_timed_too(tmp_path):
+    def breaks(event):
+        time.sleep(0.02)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fit(tmp_path, hooks=[breaks])
+    assert parts_of(attempts(tmp_path)[0])["hook breaks"] >= 0.02

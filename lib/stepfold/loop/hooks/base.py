@@ -17,6 +17,7 @@ from stepfold.core.state import step_of
 from stepfold.core.validation import as_integer, read_integer
 from stepfold.errors import TreeMismatchError, refuse
 from stepfold.loop.metrics import metric_values
+from stepfold.loop.stopwatch import Stopwatch
 
 
 class Stop(NamedTuple):
@@ -245,8 +246,9 @@ class HookDispatcher:
     A writer declares this by `provides = ()`, so it sees all numbers wherever it is in the list.
     """
 
-    def __init__(self, hooks: Sequence[Hook]) -> None:
-        self.hooks = hooks
+    def __init__(self, hooks: Sequence[Hook], stopwatch: Stopwatch | None = None) -> None:
+        self.hooks, self.stopwatch = hooks, stopwatch or Stopwatch()
+        self._parts = [f"hook {hook_key(hook).rpartition('.<locals>.')[2]}" for hook in hooks]
         provides_none = [getattr(hook, "provides", None) in ((), []) for hook in hooks]
         self._order = sorted(range(len(hooks)), key=provides_none.__getitem__)
         self._snapshot: list[Any] | None = None
@@ -265,14 +267,19 @@ class HookDispatcher:
             call_optional(hook, "flush")
 
     def end_epoch(self, epoch: int) -> None:
-        for hook in self.hooks:
-            call_optional(hook, "end_epoch", epoch)
+        for hook, part in zip(self.hooks, self._parts, strict=True):
+            with self.stopwatch.measure(part):
+                call_optional(hook, "end_epoch", epoch)
 
     def dispatch(self, event: Event) -> tuple[Event, list[Stop | GoBack | Replace]]:
         """Return the event with the numbers of all hooks, and their requests, in order."""
         requests: dict[int, Stop | GoBack | Replace] = {}
         for index in self._order:
-            returned = self.hooks[index](event)
+            start = time.perf_counter()
+            try:  # cheaper than `measure`, since there may be an event for each step
+                returned = self.hooks[index](event)
+            finally:
+                self.stopwatch.add(self._parts[index], start)
             if isinstance(returned, str):
                 returned = Stop("hook", returned)
             if isinstance(returned, Stop):

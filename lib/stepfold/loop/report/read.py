@@ -5,7 +5,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,9 @@ from stepfold.checkpoint.store import open_store
 from stepfold.errors import CheckpointError, DataError, refuse
 from stepfold.loop.json_files import open_regular, parse_json
 from stepfold.loop.run_info import read_run_info
+
+_ENTRIES = 1000  # of a folder in which runs are looked for
+_SIBLINGS = 7  # at most; the latest
 
 
 class Curve(NamedTuple):
@@ -111,6 +114,17 @@ def read_metrics(path: Path) -> tuple[dict[str, Curve], dict[str, Any], int]:
         order = np.argsort(at, kind="stable")  # a file may be assembled by hand
         curves[name] = Curve(np.array(at)[order], np.array(values)[order])
     return curves, hparams, damaged_lines
+
+
+def siblings(run: Path) -> list[Path]:
+    """Return the latest runs in the same folder."""
+    times: dict[Path, float] = {}
+    with suppress(OSError), os.scandir(run.parent) as entries:
+        for entry in islice(entries, _ENTRIES):
+            with suppress(OSError):  # not a run
+                if entry.name != run.name:
+                    times[Path(entry.path)] = os.stat(f"{entry.path}/metrics.jsonl").st_mtime
+    return sorted(sorted(times, key=times.__getitem__)[-_SIBLINGS:])
 
 
 def thin(curve: Curve, columns: int, span: tuple[float, float]) -> Curve:

@@ -7,46 +7,69 @@ import base64
 import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jax
 import numpy as np
 
 from stepfold import tree
 from stepfold.checkpoint.steps import order_by, read_best
-from stepfold.loop.report.read import Curve, Run, thin
+from stepfold.loop.report.read import Run, siblings, thin
+from stepfold.loop.report.times import (
+    attempt_seconds,
+    goodput_of,
+    last_update,
+    read_clock,
+    speed_curves,
+    spell_duration,
+    time_rows,
+    times_side_by_side,
+)
 from stepfold.table import amount, size
 
 _COLUMNS = 482  # pixel columns of a chart in page.html
 _POINTS = 60_000  # in a page; with many curves each has fewer
 _FOLDED = 12  # a section with more charts is folded
+_ALL_POINTS = 10_000  # up to which a page has the whole curves
 _METRICS = 24  # metrics that are compared; a third of them are shown as figures
 _LEAVES = 2000  # parameters in the table; the rest are summed up
 _SILENT_SECONDS = 600.0  # without an update a run counts as dead, unless updates are rarer
+_TIME = "Where the time went"
 _KINDS = ("train", "eval", "test", "val", "valid", "validation")
 _NONE = "\N{EN DASH}"
 _loss_first = lambda chart: (chart != "loss", "loss" not in chart)  # a key to sort charts by
 
 
 def render(
-    runs: Sequence[Run], *, refresh_seconds: int | None = None, now: datetime | None = None
+    runs: Sequence[Run],
+    *,
+    refresh_seconds: int | None = None,
+    now: datetime | None = None,
+    path: Path | None = None,
 ) -> str:
-    """Render the page of a run, which reloads while it is running, or one that compares several."""
+    """Render the page of a run, which reloads while it is running, or one that compares several.
+
+    If the `path` of the page is known, it links to the files of runs.
+    """
     now = now or datetime.now(UTC)
     # Name runs by the shortest suffixes of their paths that are unique.
     for depth in range(1, max(len(run.path.parts) for run in runs) + 1):
         names = ["/".join(run.path.parts[-depth:]) for run in runs]
         if len(set(names)) == len(names):
             break
-    runs = [run._replace(curves={**_speed_curves(run), **run.curves}) for run in runs]
+    logged = [run.curves.keys() for run in runs]
+    runs = [run._replace(curves={**speed_curves(run), **run.curves}) for run in runs]
     page = _describe(runs[0], names[0], now) if len(runs) == 1 else _compare(runs, names, now)
-    data = json.dumps(page | _charts(runs, names), separators=(",", ":"), allow_nan=False)
+    page |= _charts(runs, names, logged) | {"files": _files(runs, names, path)}
+    data = json.dumps(page, separators=(",", ":"), allow_nan=False)
     for character in "<>&":  # so that no name ends the script element
         data = data.replace(character, f"\\u{ord(character):04x}")
     template = (Path(__file__).parent / "page.html").read_text("utf-8")
@@ -79,6 +102,7 @@ def _describe(run: Run, name: str, now: datetime) -> dict[str, Any]:
     attempts = _attempts(run, now) if len(run.attempts) > 1 else ()
     metrics = _main_metrics([run])[: _METRICS // 3]
     tables = {  # of rows, the header first
+        _TIME: [("", "time", "share", "per step"), *time_rows(run)],
         "Attempts": [("started (UTC)", "from step", "to step", "time", "end"), *attempts],
         "Checkpoints": [("step", "saved (UTC)", "metrics"), *_checkpoints(run)],
         "Parameters": [("path", "shape", "dtype", "number", "share"), *_parameters(run)],
@@ -106,16 +130,46 @@ def _compare(runs: Sequence[Run], names: Sequence[str], now: datetime) -> dict[s
         "runs": list(zip(names, words, strict=True)),
         "tables": {
             "Side by side": [("★ the best", *names), ("state", *words), *_side_by_side(runs)],
+            _TIME: [("", *names), *times_side_by_side(runs)],
             "What differs": [("", *names), *(row for row in rows if len(set(row[1:])) > 1)],
         },
     }
+
+
+def _files(runs: Sequence[Run], names: Sequence[str], path: Path | None) -> dict[str, Any]:
+    """Name the files next to the page, the runs next to this one, and how to compare them."""
+    folder, folders = path and path.parent, [run.path.absolute() for run in runs]
+    others = siblings(folders[0]) if len(runs) == 1 else []
+    shown = [*zip(names, folders, strict=True)] if len(runs) > 1 else [(o.name, o) for o in others]
+    words = [shlex.quote(str(each)) for each in [*folders, *others]]
+    words += ["OTHER_RUN_DIR"] if len(words) == 1 else []
+    default = output = folders[0].parent / "report.html"
+    if len(runs) > 1:
+        output = path or default
+    elif (default.parent / "run.json").exists():  # it is the page of another run
+        output = default.with_name("comparison.html")
+    words += [] if output == default else ["--out", shlex.quote(str(output))]
+    return {
+        "command": " ".join(["python -m stepfold.loop report", *words]),
+        "runs": [(name, _link(each / "report.html", folder)) for name, each in shown],
+        "metrics": [_link(each / "metrics.jsonl", folder) for each in folders],
+        "output": (str(output), _link(output, folder)),
+    }
+
+
+def _link(file: Path, folder: Path | None) -> str | None:
+    """Return the relative URL of a file, if it exists, for a page in a folder."""
+    if folder is None or not file.is_file():
+        return None
+    relative = Path(os.path.relpath(file, folder.absolute())).as_posix()
+    return "./" + quote(os.fsencode(relative))
 
 
 def _attempts(run: Run, now: datetime) -> Iterator[Sequence[str]]:
     for number, attempt in enumerate(run.attempts):
         steps = f"{attempt['from']:,}", f"{attempt['to']:,}"
         reason = _status(run, now, number)[2]
-        yield _time(attempt["began"]), *steps, _duration(_seconds(attempt)), reason
+        yield _time(attempt["began"]), *steps, spell_duration(attempt_seconds(attempt)), reason
 
 
 def _checkpoints(run: Run) -> Iterator[Sequence[str]]:
@@ -184,12 +238,12 @@ def _status(run: Run, now: datetime, number: int = -1) -> tuple[str, str, str]:
     if kind == "error":
         return "failed", "Failed", f"{message} (at step {step:,})"
     if attempt.get("ended") is None:
-        silent = (now - _last_update(attempt)).total_seconds()
+        silent = (now - last_update(attempt)).total_seconds()
         if silent <= max(_SILENT_SECONDS, 3 * (attempt.get("pause") or 0.0)):
             of = f" of {total:,}" if total else ""
             return "running", "Running", f"Step {step:,}{of} is done."
-        reason = f"No update for {_duration(silent)}, after step {step:,}: it was killed, or the "
-        return "silent", "No word", f"{reason}machine is gone."
+        reason = f"No update for {spell_duration(silent)}, after step {step:,}"
+        return "silent", "No word", f"{reason}: it was killed, or the machine is gone."
     # A message may begin with the name of a metric, which is left as it is.
     is_word = message.split(" ", 1)[0].isalpha()
     reason = (message[:1].upper() + message[1:] if is_word else message) + "."
@@ -200,22 +254,12 @@ def _status(run: Run, now: datetime, number: int = -1) -> tuple[str, str, str]:
     return "stopped", "Stopped" if step == total else "Stopped early", reason
 
 
-def _last_update(attempt: Mapping[str, Any]) -> datetime:
-    times = (attempt.get(name) for name in ("ended", "updated", "began"))
-    return datetime.fromisoformat(next(filter(None, times)))
-
-
-def _seconds(attempt: Mapping[str, Any]) -> float:
-    duration = _last_update(attempt) - datetime.fromisoformat(attempt["began"])
-    return max(duration.total_seconds(), 0.0)
-
-
 def _figures(run: Run) -> Iterator[tuple[str, str, str]]:
     """Name the key figures of a run, each with a note."""
-    attempts, goodput = run.attempts, _goodput(run)
+    attempts, goodput = run.attempts, goodput_of(run)
     last = attempts[-1] if attempts else {}
     total, speed = last.get("total"), 0.0
-    rows = _clock(last)[1:]  # without the first interval, which compiles
+    rows = read_clock(last)[1:]  # without the first interval, which compiles
     if len(rows) > 1 and np.all(rows[-1, :2] > rows[0, :2]):
         done, seconds, waited = (rows[-1] - rows[0]).tolist()
         speed = done / seconds
@@ -225,13 +269,13 @@ def _figures(run: Run) -> Iterator[tuple[str, str, str]]:
     if attempts:
         note = f"in {len(attempts)} attempts" if len(attempts) > 1 else ""
         if speed and total and not last.get("ended"):
-            note = f"about {_duration((total - last['to']) / speed)} to go"
-        yield "time", _duration(sum(map(_seconds, attempts))), note
+            note = f"about {spell_duration((total - last['to']) / speed)} to go"
+        yield "time", spell_duration(sum(map(attempt_seconds, attempts))), note
     if goodput is not None:
         yield "goodput", f"{goodput:.0%}", "of the time, in steps that count"
     if speed:
         # Both medians of the same intervals; the mean would count an evaluation as a slow step.
-        note = f"median; first metrics after {_duration(rows[0, 1])}"
+        note = f"median; first metrics after {spell_duration(rows[0, 1])}"
         yield "steps/s", _median(run, "throughput/steps_per_second") or _spell(speed), note
     if examples := _median(run, "throughput/examples_per_second"):
         yield "examples/s", examples, "median"
@@ -246,40 +290,6 @@ def _median(run: Run, metric: str) -> str | None:
     if curve is None or np.isnan(curve.values).all():
         return None
     return _spell(float(np.nanmedian(curve.values)))
-
-
-def _clock(attempt: Mapping[str, Any]) -> np.ndarray:
-    """Return rows of a step, the seconds since the start, and those spent waiting for batches."""
-    return np.array(attempt.get("clock") or [], np.float64).reshape(-1, 3)
-
-
-def _speed_curves(run: Run) -> dict[str, Curve]:
-    points = [np.zeros((0, 3))]
-    for attempt in run.attempts:
-        rows = _clock(attempt)[1:]
-        changes = np.diff(rows, axis=0)
-        valid = (changes[:, :2] > 0).all(axis=1)
-        steps, seconds, waited = changes[valid].T
-        shares = np.clip(waited / seconds, 0, 1)
-        points.append(np.stack([rows[1:, 0][valid], steps / seconds, shares], axis=1))
-    table = np.concatenate(points)
-    steps, rates, shares = table[np.argsort(table[:, 0], kind="stable")].T
-    curves = {"steps_per_second": Curve(steps, rates), "waiting": Curve(steps, shares)}
-    return {f"throughput/{name}": curve for name, curve in curves.items() if len(steps)}
-
-
-def _goodput(run: Run) -> float | None:
-    """Return the share of the time, pauses included, in steps that no restart repeated."""
-    if len(run.attempts) < 2:
-        return None
-    useful = 0.0
-    for number, attempt in enumerate(run.attempts):
-        rows = _clock(attempt)
-        kept = min([attempt["to"], *(later["from"] for later in run.attempts[number + 1 :])])
-        if len(rows) and kept > attempt["from"]:
-            useful += float(np.interp(kept, rows[:, 0], rows[:, 1]))
-    total = _seconds({**run.attempts[-1], "began": run.attempts[0]["began"]})
-    return min(useful / total, 1.0) if total else None
 
 
 def _best(run: Run, metric: str) -> tuple[str, float, float] | None:
@@ -319,30 +329,41 @@ def _metric_figure(run: Run, metric: str) -> tuple[str, str, str]:
     return metric, _spell(values[-1]), text
 
 
-def _charts(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:
-    """Sort curves into charts and sections; `train/loss` and `eval/loss` of all runs share one."""
+def _charts(
+    runs: Sequence[Run], names: Sequence[str], logged: Sequence[Collection[str]]
+) -> dict[str, Any]:
+    """Sort curves into charts and sections; `train/loss` and `eval/loss` of all runs share one.
+
+    `logged` are the metrics of each run that are in its file, which the page offers as a table.
+    """
     curves = [curve for run in runs for curve in run.curves.values()]
     ends = [float(end) for curve in curves for end in curve.steps[[0, -1]]]
     low, high = (min(ends), max(ends)) if ends else (0.0, 1.0)
     span = (0.0 if low < 0.2 * high else low, high)
     columns = max(10, min(_COLUMNS, _POINTS // (3 * max(len(curves), 1))))
-    several, kinds = len(runs) > 1, _kinds(runs)
+    several, kinds, is_thinned = len(runs) > 1, _kinds(runs), False
+    if sum(len(curve.steps) for curve in curves) <= _ALL_POINTS:
+        columns = _ALL_POINTS
     sections: dict[str, dict[str, list[Any]]] = {"Metrics": {}, "Speed": {}}
     for number, (name, run) in enumerate(zip(names, runs, strict=True)):
         for metric, curve in run.curves.items():
             section, chart, kind = _chart_of(metric, kinds)
             label = [name] * several + [kind] * (kind != "")
             points = thin(curve, columns, span)
+            is_logged = metric in logged[number]
+            is_thinned |= is_logged and len(points.steps) < len(curve.steps)
             line = {
+                "metric": [number, metric] if is_logged else None,
                 "label": " \xb7 ".join(label) or chart,
                 "style": (kinds.index(kind) if kind and not several else number) % 8,
                 "dotted": kind not in ("", "train"),
-                "steps": list(map(_shorten, points.steps.tolist())),
-                "values": list(map(_shorten, points.values.tolist())),
+                "steps": list(map(_as_json, points.steps.tolist())),
+                "values": list(map(_as_json, points.values.tolist())),
             }
             sections.setdefault(section, {}).setdefault(chart, []).append(line)
     return {
         "span": span,
+        "thinned": is_thinned,
         "restarts": [attempt["from"] for attempt in runs[0].attempts[1:] if not several],
         "sections": [
             {
@@ -385,11 +406,11 @@ def _main_metrics(runs: Sequence[Run]) -> list[str]:
     return [metric for chart in sorted(charts, key=_loss_first) for metric in charts[chart]]
 
 
-def _shorten(value: float) -> float | str:
-    """Shorten a number for JSON, which has no NaN and no inf."""
+def _as_json(value: float) -> float | str:
+    """Convert a number to JSON, which has no NaN and no inf."""
     if not math.isfinite(value):
         return _spell(value)
-    return int(value) if value.is_integer() and abs(value) < 1e15 else float(f"{value:.6g}")
+    return int(value) if value.is_integer() and abs(value) < 1e15 else value
 
 
 def _spell(value: float) -> str:
@@ -404,15 +425,6 @@ def _spell(value: float) -> str:
             return f"{value / unit:.4g}{name}"
     mantissa, _, power = f"{value:.4g}".partition("e")
     return mantissa + (f"e{int(power)}" if power else "")
-
-
-def _duration(seconds: float) -> str:
-    """Write a duration in its two largest units."""
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    for (large, unit), (small, part) in pairwise(units):
-        if seconds >= unit:
-            return f"{int(seconds // unit)} {large} {int(seconds % unit // part)} {small}"
-    return f"{seconds:.3g} s"
 
 
 def _time(text: str) -> str:

@@ -18,6 +18,7 @@ from stepfold.loop.hooks.base import BaseHook, Event, Stop
 from stepfold.loop.report.read import read_run
 from stepfold.loop.report.render import render
 from stepfold.loop.run_info import NAME, read_run_info, write_run_info
+from stepfold.loop.stopwatch import Stopwatch
 from stepfold.loop.writers.base import replace_file
 
 _SHARE = 0.01  # the largest share of the time to spend on pages
@@ -31,10 +32,14 @@ class ReportWriter(BaseHook):
     A file that cannot be written causes one warning, and the run continues.
     """
 
+    name = "report.html"
     provides = ()
 
-    def __init__(self, run_dir: Path, metadata: Mapping[str, Any]) -> None:
+    def __init__(
+        self, run_dir: Path, metadata: Mapping[str, Any], stopwatch: Stopwatch | None = None
+    ) -> None:
         self._run_dir, self._metadata = run_dir, metadata
+        self._stopwatch = stopwatch or Stopwatch()
         settings = (metadata.get("arguments") or {}).get("checkpoints") or {}
         directory = settings.get("directory")
         if directory is not None and not is_url(directory):
@@ -47,6 +52,9 @@ class ReportWriter(BaseHook):
         self._opened_at = time.perf_counter()
         self._clock: list[tuple[int, float, float]] = []  # step, seconds, seconds of waiting
         self._last_row, self._row_count, self._stride = (0, 0.0, 0.0), 0, 1
+        # The seconds of parts when the attempt began, and those until its first metrics.
+        self._parts_before: dict[str, float] = {}
+        self._start: float | None = None
         self._pause = _MIN_PAUSE
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="stepfold-report", daemon=True)
@@ -75,6 +83,8 @@ class ReportWriter(BaseHook):
             warnings.warn(f"{error}; it is now {aside}", stacklevel=2)
             self._try(lambda: os.replace(path, aside))
         self._opened_at, self._clock, self._row_count, self._stride = time.perf_counter(), [], 0, 1
+        self._parts_before = {**self._stopwatch.seconds, "batches": self._last_row[2]}
+        self._start = None
         self._sample(step, 0.0)
         self._attempt = {"began": _utc_now(), "from": step, "to": step, "total": total}
         self._attempt |= {"updated": self._attempt["began"], "ended": None, "stop": None}
@@ -87,12 +97,15 @@ class ReportWriter(BaseHook):
         if self._attempt:
             self._attempt["to"] = event.step
             self._sample(event.step, event.data_wait_seconds)
+            if self._start is None and event.is_train and event.step > self._attempt["from"]:
+                self._start = self._last_row[1] - sum(self._spent().values())
             self._warn()
 
     def end_attempt(self, step: int, stop: Stop | None) -> None:
         """Describe how the attempt ended; another one follows if the run goes back."""
         if self._attempt:
             self._attempt |= {"to": step, "stop": stop and stop._asdict(), "ended": _utc_now()}
+            self._attempt["parts"] = self._parts()
 
     def finish(self, step: int, stop: Stop | None, error: BaseException | None = None) -> None:
         """Write the last page, with the last step and the reason why the run ended."""
@@ -118,6 +131,22 @@ class ReportWriter(BaseHook):
                 self._stride *= 2
         self._row_count += 1
 
+    def _spent(self) -> dict[str, float]:
+        """Return the seconds of the attempt that did not go into steps, by part."""
+        spent = {**self._stopwatch.seconds, "batches": self._last_row[2]}
+        if (ended_at := self._stopwatch.ended_at) is not None:
+            spent["end"] = time.perf_counter() - ended_at
+        before = self._parts_before
+        return {part: max(0.0, all_ - before.get(part, 0.0)) for part, all_ in spent.items()}
+
+    def _parts(self) -> list[tuple[str, float]]:
+        """Return how the seconds of the attempt so far divide into parts."""
+        spent, total = self._spent(), time.perf_counter() - self._opened_at
+        rest = max(0.0, total - sum(spent.values()))
+        start = rest if self._start is None else max(0.0, min(self._start, rest))
+        parts = {"start": start, "steps": rest - start, **spent}
+        return [(part, round(seconds, 4)) for part, seconds in parts.items()]
+
     def _work(self) -> None:
         pause = 0.0  # the first page is written at once
         while not self._closing.wait(pause):
@@ -129,14 +158,17 @@ class ReportWriter(BaseHook):
     def _write_page(self) -> None:
         self._write_info()
         # Checkpoints in object storage are left out, since each request could delay the page.
-        page = render([read_run(self._run_dir, remote=False)], refresh_seconds=round(self._pause))
-        replace_file(self._run_dir / "report.html", page.encode(errors="replace"))
+        run, path = read_run(self._run_dir, remote=False), self._run_dir / "report.html"
+        page = render([run], refresh_seconds=round(self._pause), path=path)
+        replace_file(path, page.encode(errors="replace"))
 
     def _write_info(self) -> None:
         clock = [*self._clock]
         clock += [self._last_row] * (clock[-1] != self._last_row)
         updated = self._attempt["ended"] or _utc_now()
         self._attempt |= {"updated": updated, "pause": round(self._pause, 1), "clock": clock}
+        if self._attempt["ended"] is None:
+            self._attempt["parts"] = self._parts()
         write_run_info(self._run_dir, {**self._metadata, "attempts": self._attempts})
 
     def _try(self, write: Callable[[], None]) -> None:
