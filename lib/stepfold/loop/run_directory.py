@@ -11,13 +11,12 @@ from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import check_shared, read_directory
 from stepfold.core.processes import agreement
 from stepfold.errors import StepfoldError
-from stepfold.loop.hooks.base import Hook, Stop
+from stepfold.loop.hooks.base import Hook, Stop, Stopwatch
 from stepfold.loop.metrics import History
 from stepfold.loop.report.report_writer import ReportWriter
 from stepfold.loop.rollback import Rollback
 from stepfold.loop.run_info import config_changes, move_previous_run, read_run_info
 from stepfold.loop.run_lock import RunLock
-from stepfold.loop.stopwatch import Stopwatch
 from stepfold.loop.train_loop import Progress, TrainLoop
 from stepfold.loop.upload import Upload
 from stepfold.loop.writers.combinators import async_writer, log_to

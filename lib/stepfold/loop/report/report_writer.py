@@ -14,11 +14,10 @@ import jax
 
 from stepfold.checkpoint.steps import is_url
 from stepfold.errors import StepfoldError
-from stepfold.loop.hooks.base import BaseHook, Event, Stop
+from stepfold.loop.hooks.base import BaseHook, Event, Stop, Stopwatch
 from stepfold.loop.report.read import read_run
 from stepfold.loop.report.render import render
 from stepfold.loop.run_info import NAME, read_run_info, write_run_info
-from stepfold.loop.stopwatch import Stopwatch
 from stepfold.loop.writers.base import replace_file
 
 _SHARE = 0.01  # the largest share of the time to spend on pages
