@@ -145,6 +145,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--pictures"]:
         draw_pictures(sys.argv[2:])
     elif len(sys.argv) == 2:
-        sys.exit("\n".join(run_page(Path(sys.argv[1]).resolve())) or 0)
+        page = Path(sys.argv[1]).resolve()
+        sys.path[0] = ""  # as in an interactive session, so that a page can import what it wrote
+        sys.exit("\n".join(run_page(page)) or 0)
     else:
         sys.exit(__doc__)
