@@ -1,4 +1,7 @@
-"""Draw the folders of `lib/stepfold` in layers, with an arrow for each import between them."""
+"""Draw the folders of `lib/stepfold` in layers, with arrows for the imports between them.
+
+An import that is also implied by others, through a folder in between, has no arrow.
+"""
 
 import ast
 from collections import defaultdict
@@ -13,10 +16,10 @@ LAYERS = [
     ["adapter"],
     ["loop"],
     ["inspect"],
-    ["checkpoint", "data", "sharding"],
+    ["checkpoint", "sharding", "data"],
     ["core"],
     ["errors"],
-    ["tree", "table"],
+    ["table", "tree"],
 ]
 PURPOSES = {
     "adapter": "the trainer object",
@@ -54,19 +57,17 @@ def main():
         for other in imports[part] & centers.keys():
             if heights[other] <= heights[part]:
                 raise ValueError(f"{part} imports {other}, which is not below it")
-            down, top = centers[other]
+            if any(other in reachable(middle, imports) for middle in imports[part]):
+                continue
+            end, top = centers[other]
+            # An arrow past other layers starts at a corner, so that it crosses no box.
             is_next = heights[other] == heights[part] + 1
+            start = x if is_next else x + (1.55 if end > x else -1.55)
             axes.annotate(
                 "",
-                xy=(down + (0 if is_next else 0.9 * sign(down - x)), top + 0.5),
-                xytext=(x + (0 if is_next else 0.9 * sign(down - x)), y - 0.5),
-                zorder=1,
-                arrowprops={
-                    "arrowstyle": "->",
-                    "color": GRAY,
-                    "linewidth": 1.0 if is_next else 0.5,
-                    "connectionstyle": f"arc3,rad={0 if is_next else 0.25}",
-                },
+                xy=(end, top + 0.5),
+                xytext=(start, y - 0.5),
+                arrowprops={"arrowstyle": "->", "color": GRAY, "shrinkA": 0, "shrinkB": 0},
             )
     for part, (x, y) in centers.items():
         corner = (x - 1.55, y - 0.5)
@@ -92,9 +93,9 @@ def imported_parts(code):
     return parts
 
 
-def sign(number):
-    """Return -1, 0 or 1; 0 goes to the right."""
-    return -1 if number < 0 else 1
+def reachable(part, imports):
+    """Return the parts that a part imports, directly or through others."""
+    return imports[part].union(*(reachable(other, imports) for other in imports[part]))
 
 
 if __name__ == "__main__":
