@@ -54,7 +54,7 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 PUBLIC = {f"sf.{name}": f"stepfold.{name}" for name in stepfold.__all__}
-PUBLIC |= {name: f"stepfold.adapter.{name}" for name in ("Trainer", "TrainingArguments")}
+PUBLIC |= {f"stepfold.adapter.{name}": f"stepfold.adapter.{name}" for name in adapter.__all__}
 
 
 class LinkedNames(SphinxTransform):
