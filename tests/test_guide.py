@@ -19,8 +19,17 @@ pages = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(pages)
 
 PAGES = [str(page.relative_to(GUIDE)) for page in pages.all_pages()]
-# Pages that take more than about four seconds.
-SLOW: set[str] = set()
+# Those that run by default, in a few seconds each. The others run with --full.
+DEFAULT = {
+    "coming-from/nanodo.md",
+    "ideas/batches-as-functions.md",
+    "ideas/checkpoints.md",
+    "index.md",
+    "recipes/data.md",
+    "recipes/devices.md",
+    "recipes/extending.md",
+    "tutorials/first-run.md",
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +39,7 @@ def server():
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.full] * (page in SLOW)) for page in PAGES]
+    "page", [pytest.param(page, marks=[pytest.mark.full] * (page not in DEFAULT)) for page in PAGES]
 )
 def test_page_runs_and_prints_what_it_shows(page, server, tmp_path):
     server.run([GUIDE / "pages.py", str(GUIDE / page)], cwd=tmp_path)

@@ -15,6 +15,7 @@ from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 
 import stepfold
+from stepfold import adapter
 
 project = "stepfold"
 author = "the developers of stepfold"
