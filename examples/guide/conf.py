@@ -39,7 +39,7 @@ nitpick_ignore_regex = [("py:.*", r"(?s)(?!stepfold\.(adapter\.)?\w+$).*")]
 default_role = "py:obj"
 
 autodoc_member_order = "bysource"
-napoleon_use_ivar = True  # attributes as a list, since those of tuples are members too
+napoleon_attr_annotations = False  # as autodoc_typehints
 autodoc_typehints = "none"  # the aliases are spelled out, and fill a page
 autodoc_preserve_defaults = True
 codeautolink_concat_default = True  # a page is one program
