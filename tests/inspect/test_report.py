@@ -456,7 +456,8 @@ def test_all_reduces_of_sharded_parameters_on_a_cpu_are_mentioned(share, kind, e
     def sums(rules):
         plan = sf.make_sharding(params, mesh, rules)
         placed = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), params, plan)
-        return gradient_remarks(placed, found)
+        batch = jax.ShapeDtypeStruct((64, 2), jnp.float32)
+        return gradient_remarks(placed, sf.shard_batch(batch, mesh), found)
 
     assert bool(sums(sf.fsdp(min_size=1))) == expected
     assert sums(sf.fsdp(min_size=1 << 20)) == []
