@@ -81,7 +81,7 @@ def by_any_name(cls: Class) -> Class:
 
     cls.__init__ = init_by_any_name  # type: ignore[misc]
     for alias, name in aliases_of(cls).items():
-        setattr(cls, alias, property(attrgetter(name)))
+        setattr(cls, alias, property(attrgetter(name), doc=f"Alias of `{name}`."))
     return cls
 
 
