@@ -58,8 +58,8 @@ def watch_saves(folder):
         for path in folder.glob("[0-9]*"):
             if path.name.isdigit() and path not in seen:
                 seen.add(path)
-                begun = [end for _, end, step in spans["host: save"] if step == int(path.name)]
-                start = begun[0] if begun else time.perf_counter()
+                starts = [end for _, end, step in spans["host: save"] if step == int(path.name)]
+                start = starts[0] if starts else time.perf_counter()
                 spans["save thread"].append((start, time.perf_counter(), int(path.name)))
         time.sleep(0.001)
 
