@@ -173,6 +173,7 @@ class BucketStore(Bucket):
     def __init__(self, url: str, *, save: bool = False) -> None:
         super().__init__(url)
         self._saves: dict[int, _Save] = {}
+        self.group = None  # all processes of the job: none of them may die
         if save and jax.process_index() == 0:  # find out whether it is writable, before step 1
             self._write_format()
 

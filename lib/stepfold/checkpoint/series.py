@@ -31,6 +31,7 @@ from stepfold.checkpoint.steps import (
     read_directory,
 )
 from stepfold.checkpoint.store import (
+    DirectoryStore,
     Store,
     check_is_new,
     complete_steps,
@@ -39,7 +40,7 @@ from stepfold.checkpoint.store import (
     open_to_save,
 )
 from stepfold.checkpoint.verify import has_own_step, newest_complete
-from stepfold.core.processes import agreement, broadcast_from_first
+from stepfold.core.processes import Group, agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
 from stepfold.core.validation import check_flags, read_instance, read_integer, read_positive
 from stepfold.errors import CheckpointError, StepfoldError, refuse
@@ -200,6 +201,7 @@ def _open_temporary(temporary: Temporary, series: Store) -> Store | None:
         return None
 
 
+_POLL_SECONDS = 0.05  # between two looks at a save that other processes write too
 _OPEN, _HOW_TO_OPEN = "an open series", "use a `with` block or open"
 _Kind = Literal["permanent", "requested", "temporary"]
 
@@ -422,6 +424,7 @@ class Series(_StepReader):
         self._temporary: Store | None = None
         if policy.temporary is not None:
             self._temporary = _open_temporary(policy.temporary, self._permanent)
+        self.group: Group | None = None  # see `join`
         self.saved: int | None = None
         self.restored_temporary = False
         self._saved_at = self._any_saved_at = time.monotonic()  # the latter in either directory
@@ -493,14 +496,14 @@ class Series(_StepReader):
         policy, temporary = self.policy, self.temporary
         if policy.due(step, epoch=epoch):
             return "permanent"
-        if self._is_open and _is_late(policy.every_minutes, self._saved_at):
+        if self._is_open and _is_late(policy.every_minutes, self._saved_at, self.group):
             return "permanent"
         if self._is_requested:
             return "requested"
         if temporary is None or self._temporary is None or step == self._saving:
             return None
         by_step = temporary.every is not None and step % temporary.every == 0
-        is_due = by_step or _is_late(temporary.every_minutes, self._any_saved_at)
+        is_due = by_step or _is_late(temporary.every_minutes, self._any_saved_at, self.group)
         return "temporary" if is_due else None
 
     def request(self) -> None:
@@ -543,7 +546,7 @@ class Series(_StepReader):
         Raises:
           CheckpointError: if the previous save failed, this one cannot begin, or the step exists.
         """
-        with agreement(f"{self.directory}: not saved"):
+        with agreement(f"{self.directory}: not saved", self.group):
             self.wait()
             self._check_open()
             check_not_donated(state)
@@ -620,8 +623,34 @@ class Series(_StepReader):
                     if is_expendable is None or is_expendable(store.read_metadata(number).extra):
                         store.delete(number)
 
+    def join(self, group: Group, *, lost: str = "") -> None:
+        """Save with the processes of a group from now on; all of them call each method.
+
+        `lost` says which processes have died. A save that waits for them is given up.
+        """
+        self.group = group
+        for store in self._stores():
+            if isinstance(store, DirectoryStore):
+                store.group = group
+                store.abandon(lost)
+            else:
+                expected = "a directory, for a run that continues after the death of a process"
+                refuse("checkpoints", expected, store.location)
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        # Process 0, which is alive, may have committed the step before.
+        if self._saving is not None:
+            exists = any(store.has_step(self._saving) for store in self._stores())
+            if not group.meet(exists, "the end of a save")[0]:
+                self.saved = self._saving = None
+        self._failure = self._problem = None
+
     def wait(self) -> None:
         """Wait until the pending save is on disk, and raise its error."""
+        if self.group is not None and self._thread is not None:  # which may wait for a dead process
+            while not all(self.group.meet(not self._is_saving(), "waiting for a save")):
+                self._is_saving(_POLL_SECONDS)
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -629,6 +658,12 @@ class Series(_StepReader):
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+
+    def _is_saving(self, seconds: float = 0.0) -> bool:
+        """Wait for the pending save at most so long; return whether it is still pending."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is not None and self._thread.is_alive()
 
     def _warn(self) -> None:
         """Warn of the first temporary save that failed since the last success."""
@@ -697,8 +732,8 @@ class Series(_StepReader):
                 store.delete(old)
 
 
-def _is_late(minutes: float | None, since: float) -> bool:
+def _is_late(minutes: float | None, since: float, group: Group | None) -> bool:
     """Return whether minutes have passed by the clock of process 0; collective unless None."""
     if minutes is None:
         return False
-    return broadcast_from_first([int(time.monotonic() - since >= 60 * minutes)]) == [1]
+    return broadcast_from_first([int(time.monotonic() - since >= 60 * minutes)], group) == [1]

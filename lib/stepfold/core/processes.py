@@ -9,13 +9,14 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
 
-from stepfold.errors import CheckpointError, PeerTimeoutError
+from stepfold.errors import CheckpointError, PeerTimeoutError, refuse
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT = 300  # seconds
@@ -23,15 +24,114 @@ _WATCH_SECONDS = 3.0
 _LONGEST_TEXT = 1000  # characters of an error
 
 
-class KeyValues:
-    """JSON values by key, which all processes see; false if jax runs without its service."""
+class Disbanded(BaseException):
+    """A group of processes has ended, in all of them at the same meeting.
 
-    def __init__(self, name: str) -> None:
+    Attributes:
+      dead: the processes that died.
+      reason: if none died, why a process left.
+    """
+
+    def __init__(self, dead: Collection[int], reason: str = "") -> None:
+        super().__init__(f"{spell_processes(sorted(dead))} died" if dead else reason)
+        self.dead, self.reason = frozenset(dead), reason
+
+
+@dataclass(frozen=True)
+class Group:
+    """The live processes of an elastic run. A run that is not elastic has none.
+
+    Its processes meet: a meeting returns in all that are alive, or raises `Disbanded` in all of
+    them, if one has died or left since the previous meeting. All calls that agree on something take
+    the group. They then are meetings, so none waits for a dead process longer than its heartbeat.
+    After a death the others form a smaller group.
+    """
+
+    processes: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """A name that no other group of the job has."""
+        return "-".join(map(str, self.processes))
+
+    @property
+    def rank(self) -> int:
+        """The position of this process among those of the group."""
+        return self.processes.index(jax.process_index())
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """The devices of its processes."""
+        return [device for device in jax.devices() if device.process_index in self.processes]
+
+    def without(self, dead: Collection[int]) -> "Group":
+        """Return the group of the other processes."""
+        return Group(tuple(process for process in self.processes if process not in dead))
+
+    def meet(self, value: Any = None, about: str = "") -> list[Any]:
+        """Return the values of all processes, which meet about the same.
+
+        Raises:
+          Disbanded: if a process has died or left since the previous meeting.
+        """
+        met = self._meet([about, value])
+        for process in self.processes:
+            kind, reason = met.get(process, (_LEFT, "nothing, and has ended"))
+            if kind == _LEFT:
+                raise Disbanded((), f"process {process} raised {reason}")
+        if len({kind for kind, _ in met.values()}) > 1:
+            where = {process: kind for process, (kind, _) in met.items()}
+            refuse("processes", "all to do the same", f"{where}", kind=CheckpointError)
+        return [met[process][1] for process in self.processes]
+
+    def leave(self, error: BaseException) -> frozenset[int]:
+        """End the group, and return the processes that have died; empty if none has."""
+        if isinstance(error, Disbanded):  # all have left at that meeting
+            return error.dead
+        try:
+            self._meet([_LEFT, f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]])
+        except Disbanded as disbanded:
+            return disbanded.dead
+        return frozenset()
+
+    def _meet(self, message: list[Any]) -> dict[int, Any]:
+        from jax.experimental.multihost_utils import ProcessFailureError, live_devices
+
+        values, me = KeyValues("meeting", self), jax.process_index()
+        call = values.count_call()
+        try:
+            # Its end waits for each process until it comes here too, or its heartbeats stop.
+            with live_devices(jax.devices()):
+                values.set(f"{call}/{me}", message)
+        except ProcessFailureError as failure:
+            raise Disbanded({d.process_index for d in failure.failed_devices}) from None
+        met = {int(process): met for process, met in values.get(str(call)).items()}
+        values.delete(f"{call - 1}/{me}")  # all have read it, since they are here
+        return met
+
+
+_LEFT = "left"
+
+
+def rank_in(group: Group | None) -> tuple[int, int]:
+    """Return the position of this process in a group, or in all of the job, and their number."""
+    if group is None:
+        return jax.process_index(), jax.process_count()
+    return group.rank, len(group.processes)
+
+
+class KeyValues:
+    """JSON values by key, which all processes see; false if jax runs without its service.
+
+    A group has its own values.
+    """
+
+    def __init__(self, name: str, group: Group | None = None) -> None:
         # Private, since jax has no public access to the service; orbax uses the same. If it goes,
         # processes can only meet in collectives, which all have to enter in order and in time.
         from jax._src.distributed import global_state
 
-        self._name = name
+        self._name, self._group = name, group
         self._client: Any = global_state.client
 
     def __bool__(self) -> bool:
@@ -47,19 +147,25 @@ class KeyValues:
         pairs = self._client.key_value_dir_get(prefix)
         return {path.removeprefix(prefix): json.loads(value) for path, value in pairs}
 
+    def delete(self, key: str) -> None:
+        """Delete a key, if it is there."""
+        self._client.key_value_delete(self._path(key))
+
     def count_call(self) -> int:
         """Return the number of calls by this process, including this one."""
         path = self._path(f"calls/{jax.process_index()}")
         return int(self._client.key_value_increment(path, 1))
 
     def gather(self, value: Any, waiting_for: str, *, where: str = "") -> list[Any]:
-        """Return the values of all processes, each of which calls this equally often.
+        """Return the values of all processes, or of the group; each calls this equally often.
 
         Raises:
           PeerTimeoutError: if a process does not call it in time; it begins with `where`.
         """
         if not self or jax.process_count() == 1:
             return [value]
+        if self._group is not None:
+            return self._group.meet(value, f"{self._name}: {waiting_for}")
         call, me, processes = self.count_call(), jax.process_index(), range(jax.process_count())
         values: dict[int, Any] = {}
         self.set(f"{call}/{me}", value)
@@ -76,7 +182,7 @@ class KeyValues:
                 "with start_distributed(timeout=…)"
             )
         # All have returned from the call before this one, so its value is no longer needed.
-        self._client.key_value_delete(self._path(f"{call - 1}/{me}"))
+        self.delete(f"{call - 1}/{me}")
         return [values[process] for process in sorted(values)]
 
     @property
@@ -96,7 +202,8 @@ class KeyValues:
         return True
 
     def _path(self, key: str) -> str:
-        return f"stepfold/{self._name}/{key}"
+        group = "" if self._group is None else f"{self._group.name}/"
+        return f"stepfold/{self._name}/{group}{key}"
 
 
 def spell_processes(processes: Sequence[int]) -> str:
@@ -110,14 +217,14 @@ def max_over_processes(value: int) -> int:
     return int(max(KeyValues("agreement").gather(value, "an answer")))
 
 
-def broadcast_from_first(values: list[T]) -> list[T]:
+def broadcast_from_first(values: list[T], group: Group | None = None) -> list[T]:
     """Return the list of process 0, of JSON, on every process, all of which call this."""
-    first: list[T] = KeyValues("agreement").gather(values, "an answer")[0]
+    first: list[T] = KeyValues("agreement", group).gather(values, "an answer")[0]
     return first
 
 
 @contextmanager
-def agreement(message: str) -> Iterator[None]:
+def agreement(message: str, group: Group | None = None) -> Iterator[None]:
     """Raise on every process if the block raises on any of them; all of them enter it.
 
     The others raise a `CheckpointError` with this message, and with the error of the first process
@@ -129,7 +236,8 @@ def agreement(message: str) -> Iterator[None]:
     except Exception as caught:  # noqa: BLE001  raised below
         error = caught
     try:
-        problems = KeyValues("agreement").gather(_spell_error(error), "an answer", where=message)
+        values = KeyValues("agreement", group)
+        problems = values.gather(_spell_error(error), "an answer", where=message)
     except PeerTimeoutError as timeout:
         raise error or timeout from None
     if error is not None:

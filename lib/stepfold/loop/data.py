@@ -234,6 +234,10 @@ class BatchFeed:
         self._known = (-1, None)
         self._read_lengths()
 
+    def share(self, share: tuple[int, int, int]) -> None:
+        """Let this process make other rows of each global batch, those of its devices."""
+        self.batches = self.iterator = shared(self.batches, share)
+
     def skippable(self) -> Any:
         """Return the iterator; raise if it cannot skip batches."""
         if not self.is_iterator or not hasattr(self.iterator, "without"):
@@ -293,6 +297,14 @@ def check_batches(batches: Any) -> None:
     if is_single or not isinstance(batches, Iterable):
         got, advice = tree.describe_value(batches), "sf.batches(data, 256, seed=0) makes one"
         refuse("batches", "an iterable of batches", got, advice)
+
+
+def shared(batches: Any, share: tuple[int, int, int]) -> Any:
+    """Return batches of which this process makes other rows; raise if they cannot change that."""
+    if not hasattr(batches, "shared"):
+        expected = "some whose rows can be divided among the processes that are left"
+        refuse("batches", expected, batches, "give sf.batches(data, …)", kind=DataError)
+    return batches.shared(share)
 
 
 def _array_bytes(value: Any) -> int:

@@ -14,11 +14,17 @@ import jax
 
 from stepfold.checkpoint.leaves import check_values
 from stepfold.checkpoint.series import Checkpoints, Series
-from stepfold.core.processes import agreement, broadcast_from_first, report_failed_peer
+from stepfold.core.processes import (
+    Disbanded,
+    agreement,
+    broadcast_from_first,
+    report_failed_peer,
+)
 from stepfold.core.state import check_not_donated, is_available, step_of, strengthen
 from stepfold.core.validation import read_instance, read_integer, spell_call, takes
 from stepfold.errors import refuse
 from stepfold.loop.data import BatchFeed
+from stepfold.loop.elastic import Attempts, Elastic
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import (
     BaseHook,
@@ -44,7 +50,7 @@ from stepfold.tree import describe_value
 
 
 def fit(
-    step: Callable[[Any, Any], tuple[Any, Any]],
+    step: Callable[[Any, Any], tuple[Any, Any]] | Elastic,
     state: Any,
     batches: Iterable[Any],
     *,
@@ -76,7 +82,7 @@ def fit(
 
     Args:
       step: a `StepFn`. It is compiled before the first step, once for each batch size. A jitted or
-        compiled one is used as it is.
+        compiled one is used as it is. With `Elastic`, the run goes on if a process dies.
       state: the initial state. It is donated to the step: do not use it again.
       batches: any iterable of batches. With `get_state` and `set_state`, as `sf.batches` has, it
         can be resumed. Batches that depend on the parameters have a method `read_state`: it gets
@@ -131,7 +137,7 @@ def fit(
     >>> result.steps, str(result.stop_reason), result.history["train/loss"].steps
     (20, 'all 20 steps were done', [10, 20])
     """
-    parts = _check_resume(resume)
+    parts, (step, attempts) = _check_resume(resume), _read_step(step)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
     runner = _check_numbers(step, lengths, log_every, steps_per_call)
     _check_checkpoints(checkpoints)
@@ -162,15 +168,13 @@ def fit(
         series,
         Options(evaluations, log_every, steps_per_call, directory.metrics_path is None, parts),
         total=step_of(state) + more if (more := more_steps or feed.total) else steps,
+        attempts=attempts,
     )
     del state, describe  # so that a restored state can take the memory
     with _attach_result(loop), _opened(loop, directory, all_hooks):
         was_complete = _start(loop, directory, more_steps, resume=resume is not False)
         with report_failed_peer():
-            loop.run()
-            while loop.go_back is not None:
-                _go_back(loop, directory, loop.go_back, more_steps)
-                loop.run()
+            _run(loop, directory, more_steps)
     stop, capsule = _stop_reason(loop, all_hooks), None
     if (nonfinite := _find_nonfinite(loop, all_hooks)) is not None:
         checkpoints_in = None if series is None else series.directory
@@ -232,6 +236,11 @@ class FitResult(NamedTuple):
             f"FitResult(steps={self.steps}, stop_reason={str(self.stop_reason)!r}, "
             f"history={{{metrics}{more}}}, best={self.best}, resumed={self.resumed})"
         )
+
+
+def _read_step(step: Any) -> tuple[Any, Attempts | None]:
+    """Return the step, and the attempts of an elastic run."""
+    return (step.step, step.attempts()) if isinstance(step, Elastic) else (step, None)
 
 
 def _check_numbers(
@@ -477,6 +486,30 @@ def _start(
     return was_complete
 
 
+def _run(loop: TrainLoop, directory: RunDirectory, more_steps: int | None) -> None:
+    """Run to the end; go back where a hook asks for it, and go on where processes die."""
+    attempts, lost = loop.attempts, ""
+    if attempts is not None:
+        attempts.start(loop)
+    while True:
+        try:
+            if attempts is not None and lost:
+                directory.end_attempt(loop.step, Stop("process_died", lost))
+                attempts.repeat(loop, lost)
+                directory.resume(loop)
+                lost = ""
+            elif loop.go_back is not None:
+                _go_back(loop, directory, loop.go_back, more_steps)
+            loop.run()
+        except (Exception, Disbanded) as error:
+            if attempts is None or not (died := attempts.leave(error)):
+                raise
+            lost = f"{lost}, {died}" if lost else died
+        else:
+            if loop.go_back is None:
+                return
+
+
 def _go_back(
     loop: TrainLoop, directory: RunDirectory, request: GoBack, more_steps: int | None
 ) -> None:
@@ -486,7 +519,7 @@ def _go_back(
         return
     loop.hooks.flush()  # rows of later steps may still wait in a thread
     rollback = rollbacks.go_back(request, loop.step)
-    directory.end_attempt(loop.step, rollback)
+    directory.end_attempt(loop.step, Stop("go_back", str(rollback)))
     loop.restore(series, more_steps)
     loop.skip([rollback.skipped])
     directory.resume(loop)

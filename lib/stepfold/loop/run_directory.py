@@ -14,7 +14,6 @@ from stepfold.errors import StepfoldError
 from stepfold.loop.hooks.base import Hook, Stop, Stopwatch
 from stepfold.loop.metrics import History
 from stepfold.loop.report.report_writer import ReportWriter
-from stepfold.loop.rollback import Rollback
 from stepfold.loop.run_info import config_changes, move_previous_run, read_run_info
 from stepfold.loop.run_lock import RunLock
 from stepfold.loop.train_loop import Progress, TrainLoop
@@ -107,7 +106,7 @@ class RunDirectory:
         self._compare_config()
         if loop.rollbacks is not None and loop.rollbacks.done:
             self._metadata["rollbacks"] = loop.rollbacks.as_json()
-        with agreement(f"run_dir: {self.path}: not opened"):
+        with agreement(f"run_dir: {self.path}: not opened", loop.group):
             self._continue_metrics(loop.history, loop.progress)
 
     def _compare_config(self) -> None:
@@ -130,10 +129,10 @@ class RunDirectory:
             with agreement(f"run_dir: {self.path}: not resumed"):
                 self._upload.fetch(step)
 
-    def end_attempt(self, step: int, skipped: Rollback) -> None:
-        """Note where and why the run goes back."""
+    def end_attempt(self, step: int, stop: Stop) -> None:
+        """Note where the run goes back or loses a process, and why."""
         if self._report is not None:
-            self._report.end_attempt(step, Stop("go_back", str(skipped)))
+            self._report.end_attempt(step, stop)
 
     def _continue_metrics(self, history: History, progress: Progress) -> None:
         path = self.metrics_path
