@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
@@ -52,6 +53,9 @@ class OrbaxSave:
         """Copy the state off the devices and start to write it to the directory `path`."""
         arrays, leaves = arrays_of(state, group), leaves_of(state)
         stored = {name: array for name, array in arrays.items() if array.size}
+        if group is not None and len(group.processes) == 1:
+            # Orbax asks for arrays over all processes of the job, even if one is left.
+            stored = {name: np.asarray(array) for name, array in stored.items()}
         nested = ocp.tree.from_flat_dict(stored, sep="/")  # what orbax restores on its own
         # Compression costs time, and as much additional memory as the state.
         self._path, self._handler = path, _Handler(use_compression=False)
