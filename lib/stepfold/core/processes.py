@@ -212,9 +212,9 @@ def spell_processes(processes: Sequence[int]) -> str:
     return f"process {named}" if len(processes) == 1 else f"processes {named}"
 
 
-def max_over_processes(value: int) -> int:
+def max_over_processes(value: int, group: Group | None = None) -> int:
     """Return the maximum over all processes, all of which call this."""
-    return int(max(KeyValues("agreement").gather(value, "an answer")))
+    return int(max(KeyValues("agreement", group).gather(value, "an answer")))
 
 
 def broadcast_from_first(values: list[T], group: Group | None = None) -> list[T]:

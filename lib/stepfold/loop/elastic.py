@@ -55,10 +55,11 @@ class Elastic:
     with `sf.ordered` gradients bit for bit, with others up to rounding. Hooks, history and metric
     files see each step once. Only the death of process 0, the coordinator, ends the run.
 
-    Each process keeps a copy of its shards on the host. Those that are left need a copy of the
-    whole state in each of them: parameters are replicated over processes, or sharded only over the
-    devices of one. The batches are of `sf.batches`, in evaluations too; they divide the rows among
-    the devices that are left. Checkpoints are in a directory.
+    Each process keeps a copy of its shards on the host. If each process that is left has a copy of
+    the whole state, since it is replicated over processes or sharded only over the devices of one,
+    they continue from there. Otherwise they continue from the newest checkpoint, and hooks without
+    a state see the steps after it again. The batches are of `sf.batches`, in evaluations too; they
+    divide the rows among the devices that are left. Checkpoints are in a directory.
 
     Attributes:
       build: a function `devices -> (step, plan)`. The plan uses devices of each process, as many of
@@ -192,33 +193,33 @@ class Attempts:
         return f"{spell_processes(sorted(dead))} died" if dead else ""
 
     def repeat(self, loop: "TrainLoop", lost: str) -> None:
-        """Continue from the copies of the processes that are left."""
-        copy = self._copy
-        if self._kept is None:
-            self._kept = _Kept(loop.get_state(), loop.position())
+        """Continue without the processes that died: from the copies, or else a checkpoint."""
+        if self._copy is None:
+            raise CheckpointError(f"fit: {lost} before the run had begun; start it again")
+        if self._kept is None:  # the end of a run is repeated too
+            self._kept = _Kept({**loop.get_state(), "is_complete": False}, loop.position())
         step, plan = self.elastic.on(self.group.devices)
         loop.continue_with(step, plan, lost)
         loop.hooks.flush()  # rows may still wait in a thread
-        missing = ["all"] if copy is None else copy.missing(plan)
-        if any(lists := self.group.meet(missing, "their copies of the state")) or copy is None:
-            name = next(names[0] for names in lists if names)
-            expected = f"a copy of {name} in each process that is left"
-            advice = (
-                "replicate the state over processes, or start again to resume from a checkpoint"
-            )
-            refuse("build", expected, "none", advice, kind=CheckpointError)
+        missing = self.group.meet(self._copy.missing(plan), "their copies of the state")
+        self.is_repeated = not any(missing)
+        if self.is_repeated:
+            loop.resume(self._copy.restored(plan, *self._kept), "memory")
+        elif loop.series is None:
+            expected = f"a copy of {max(missing)[0]} in each process that is left, or checkpoints"
+            advice = "give sf.Checkpoints(every=…), or replicate the state over processes"
+            refuse("plan", expected, "none", advice, kind=CheckpointError)
+        else:
+            loop.state = self._copy.like(plan)
+            self._copy.drop()
+            loop.restore(loop.series)
         warnings.warn(
-            f"{lost}; the run continues from step {copy.step} on "
+            f"{lost}; the run continues from step {loop.step}"
+            f"{'' if self.is_repeated else ', its newest checkpoint,'} on "
             f"{spell_processes(self.group.processes)}",
             RuntimeWarning,
             stacklevel=4,
         )
-        state = copy.restore(plan)
-        names = {name: name for name in copy.leaves}
-        extra = {"fit": self._kept.run}
-        restored = Restored(state, copy.step, self._kept.data, extra, {}, names, {}, {})
-        loop.resume(restored, "memory")
-        self.is_repeated = True
 
 
 class HostCopy:
@@ -244,30 +245,36 @@ class HostCopy:
         """List the leaves of which the copy lacks a part that a plan has on this process."""
         return [
             name
-            for name, like in self._named(plan)
+            for name, like in self._named(plan).items()
             for part in regions_of(name, self.leaves[name], like)
-            if _cut(self._parts[name], part, self.leaves[name]) is None
+            if _cut(self._parts.get(name, {}), part, self.leaves[name]) is None
         ]
 
-    def restore(self, plan: Any) -> Any:
-        """Return the state with the shardings of a plan."""
+    def restored(self, plan: Any, run: dict[str, Any], data: Any) -> Restored:
+        """Return the state with the shardings of a plan, and what was kept with it."""
         leaves = []
-        for name, like in self._named(plan):
+        for name, like in self._named(plan).items():
             saved = self.leaves[name]
             needed = regions_of(name, saved, like)
             parts: Any = {part: _cut(self._parts[name], part, saved) for part in needed}
             leaves.append(make_leaf(name, saved, like, parts))
-        return self._structure.unflatten(leaves)
+        state, names = self._structure.unflatten(leaves), {name: name for name in self.leaves}
+        return Restored(state, self.step, data, {"fit": run}, {}, names, {}, {})
 
-    def _named(self, plan: Any) -> list[tuple[str, jax.ShapeDtypeStruct]]:
-        shardings = jax.tree.leaves(plan)
+    def like(self, plan: Any) -> Any:
+        """Return the abstract state with the shardings of a plan."""
+        return self._structure.unflatten(self._named(plan).values())
+
+    def drop(self) -> None:
+        """Drop the arrays."""
+        self._parts = {}
+
+    def _named(self, plan: Any) -> dict[str, Any]:
         if jax.tree.structure(plan) != self._structure:
             advice = "make it with sf.make_sharding(shape, mesh), of the same shape"
             refuse("build", "a plan like the state", tree.describe_value(plan), advice)
-        return [
-            (name, _abstract(leaf, sharding))
-            for (name, leaf), sharding in zip(self.leaves.items(), shardings, strict=True)
-        ]
+        pairs = zip(self.leaves.items(), jax.tree.leaves(plan), strict=True)
+        return {name: _abstract(leaf, sharding) for (name, leaf), sharding in pairs}
 
 
 def _abstract(saved: Leaf, sharding: NamedSharding) -> Any:
