@@ -151,15 +151,18 @@ class Several(Alone):
         self._own.set_state(None)
 
     def regroup(self, group: Group, step: int) -> None:
-        """Continue with the requests of this process, which the others may not know yet."""
-        own = [*self._own]
+        """Vote anew on what this process requested: some may have read a vote that others lack."""
+        own = [request for request in self._own if request.kind is not Kind.END]
         self.restart(step)
+        self.requests.done(*Kind)
         for request in own:
-            if request.kind is not Kind.END:
-                self._own.add(request)
+            self._own.add(request)
+        seen: Any = np.zeros(len(group.processes), np.int32)
         if self._group is not None and np.ndim(self._seen_saves):
             left = [process in group.processes for process in self._group.processes]
-            self._seen_saves = self._seen_saves[left]
+            seen = self._seen_saves[left]
+        self._seen_saves = np.min(group.meet(seen.tolist(), "the votes that were read"), axis=0)
+        self._step_seconds, self._pace, self._max_steps = 0.0, 0.0, 1
         self._group, self._gather = group, None
 
     def _dispatch(self, batches: int = 0) -> jax.Array:

@@ -15,6 +15,7 @@ kept then. Steps change them, so they are kept before the first step of an attem
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -170,6 +171,7 @@ class Attempts:
         """
         jax.block_until_ready(state)
         self.group.meet(step, "the end of an attempt")
+        self._kept = None
         if self._copy is None or self._copy.step != step:
             self.keep(state, step)
 
@@ -198,6 +200,7 @@ class Attempts:
             raise CheckpointError(f"fit: {lost} before the run had begun; start it again")
         if self._kept is None:  # the end of a run is repeated too
             self._kept = _Kept({**loop.get_state(), "is_complete": False}, loop.position())
+        _wait_for_devices()  # before the meetings in `continue_with`
         step, plan = self.elastic.on(self.group.devices)
         loop.continue_with(step, plan, lost)
         loop.hooks.flush()  # rows may still wait in a thread
@@ -220,6 +223,17 @@ class Attempts:
             RuntimeWarning,
             stacklevel=4,
         )
+
+
+def _wait_for_devices() -> None:
+    """Wait until nothing of a failed attempt runs on the devices of this process.
+
+    A vote may still wait for a dead process there, as long as its timeout says. The next
+    collective would wait behind it, and time out in the other processes.
+    """
+    for array in jax.live_arrays():
+        with suppress(Exception):
+            array.block_until_ready()
 
 
 class HostCopy:
