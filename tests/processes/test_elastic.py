@@ -119,6 +119,13 @@ def trains(start, folder, kills=(), mutant=None, heartbeat=8, axis="dp"):
 
         Attempts.repeat = skip_steps
 
+    if "start" in moments:  # in the first step, which the others may still compile
+
+        def die_in(params, batch, key):
+            die()
+
+        build_whole = build
+        build = lambda devices: (sf.make_train_step(die_in, tx), build_whole(devices)[1])
     elastic = sf.Elastic(build)
     state = sf.init_state(init, tx, jax.random.key(0), sharding=elastic.plan)
     with warnings.catch_warnings(record=True) as caught:
@@ -222,6 +229,15 @@ def test_a_run_that_loses_all_processes_but_the_first_continues(whole, tmp_path)
     (run,) = survivors(tmp_path, [("log 30", 1), ("save 40", 2)])
     compare(run, whole)
     assert run["attempts"] == ["process_died", "process_died", "completed"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "kills", [[("log 30", 1), ("log 30", 2)], [("save 40", 1)], [("start", 1)]]
+)
+def test_a_run_survives_the_death_of_any_process_but_the_first(kills, whole, tmp_path):
+    for run in survivors(tmp_path, kills):
+        compare(run, whole)
 
 
 @pytest.mark.full
