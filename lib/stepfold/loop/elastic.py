@@ -161,7 +161,7 @@ class Attempts:
 
     def start(self, loop: "TrainLoop") -> None:
         """Divide the batches by the plan, and let checkpoints be saved by the group."""
-        loop.continue_with(*self.elastic._parts, lost="")
+        loop.continue_with(*self.elastic._parts, at=loop.step, lost="")
 
     def agree(self, state: Any, step: int) -> None:
         """Wait for the steps of an attempt, and until all processes have done them.
@@ -202,7 +202,7 @@ class Attempts:
             self._kept = _Kept({**loop.get_state(), "is_complete": False}, loop.position())
         _wait_for_devices()  # before the meetings in `continue_with`
         step, plan = self.elastic.on(self.group.devices)
-        loop.continue_with(step, plan, lost)
+        loop.continue_with(step, plan, at=self._copy.step, lost=lost)
         loop.hooks.flush()  # rows may still wait in a thread
         missing = self.group.meet(self._copy.missing(plan), "their copies of the state")
         self.is_repeated = not any(missing)

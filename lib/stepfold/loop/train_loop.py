@@ -813,12 +813,12 @@ class TrainLoop:
             )
         self.progress.hyperparams = {**current, **known}
 
-    def continue_with(self, step: Callable[..., Any], plan: Any, lost: str) -> None:
-        """Use the step and the plan of the devices that are left."""
+    def continue_with(self, step: Callable[..., Any], plan: Any, *, at: int, lost: str) -> None:
+        """Use the step and the plan of the devices that are left, from the same step on in all."""
         self._run_step = StepRunner(step)
         self._feed.share(plan_share(plan))
         if self.group is not None:
-            self.consensus.regroup(self.group, self.step)
+            self.consensus.regroup(self.group, at)
             if self.series is not None:
                 self.series.join(self.group, lost=lost)
 
