@@ -192,7 +192,9 @@ def compare(run, whole, *, sees_once=True):
     """Compare a run with one that lost no process; the steps have the same bits."""
     assert run["bits"] == whole["bits"]
     assert run["seen"] == whole["seen"] or not sees_once
-    assert run["checkpoints"] == whole["checkpoints"]
+    # A save that a dead process had to finish is given up, if the run is past its step.
+    assert set(run["checkpoints"]) <= set(whole["checkpoints"])
+    assert run["checkpoints"][-1] == 60
     (steps, evals), (whole_steps, whole_evals) = split(run["history"]), split(whole["history"])
     assert steps == whole_steps
     for name, points in evals.items():
