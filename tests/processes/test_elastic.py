@@ -77,6 +77,8 @@ def trains(start, folder, kills=(), mutant=None, heartbeat=8, axis="dp"):
         seen.append([event.kind, event.step])
         if event.kind == "train":
             at(f"log {event.step}")
+            if f"error {event.step}" in moments:
+                raise ValueError("of a hook")
             if f"step {event.step}" in moments:
                 threading.Timer(0.02, die).start()
 
@@ -240,6 +242,14 @@ def test_a_run_that_loses_all_processes_but_the_first_continues(whole, tmp_path)
 def test_a_run_survives_the_death_of_any_process_but_the_first(kills, whole, tmp_path):
     for run in survivors(tmp_path, kills):
         compare(run, whole)
+
+
+@pytest.mark.full
+def test_an_error_in_one_process_ends_all_and_is_shown_by_all(tmp_path):
+    args = (str(tmp_path), [("error 20", 1)], None, HEARTBEAT)
+    ends = launch.ends_of_processes(trains, 2, timeout=100, args=args)
+    assert [end.code for end in ends] == [1, 1], launch.report(ends)
+    assert all("ValueError: of a hook" in end.errors for end in ends), launch.report(ends)
 
 
 @pytest.mark.full
