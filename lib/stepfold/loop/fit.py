@@ -488,9 +488,7 @@ def _start(
 
 def _run(loop: TrainLoop, directory: RunDirectory, more_steps: int | None) -> None:
     """Run to the end; go back where a hook asks for it, and go on where processes die."""
-    attempts, lost = loop.attempts, ""
-    if attempts is not None:
-        attempts.start(loop)
+    attempts, lost, has_begun = loop.attempts, "", False
     while True:
         try:
             if attempts is not None and lost:
@@ -498,6 +496,9 @@ def _run(loop: TrainLoop, directory: RunDirectory, more_steps: int | None) -> No
                 attempts.repeat(loop, lost)
                 directory.resume(loop)
                 lost = ""
+            elif attempts is not None and not has_begun:
+                attempts.start(loop)
+                has_begun = True
             elif loop.go_back is not None:
                 _go_back(loop, directory, loop.go_back, more_steps)
             loop.run()
