@@ -151,7 +151,7 @@ class Several(Alone):
         self._own.set_state(None)
 
     def regroup(self, group: Group, step: int) -> None:
-        """Vote anew on what this process requested: some may have read a vote that others lack."""
+        """Vote again on what this process requested: some may have read a vote that others lack."""
         own = [request for request in self._own if request.kind is not Kind.END]
         self.restart(step)
         self.requests.done(*Kind)
