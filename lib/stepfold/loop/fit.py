@@ -82,7 +82,7 @@ def fit(
 
     Args:
       step: a `StepFn`. It is compiled before the first step, once for each batch size. A jitted or
-        compiled one is used as it is. With `Elastic`, the run goes on if a process dies.
+        compiled one is used as it is. With `Elastic`, the run continues if a process dies.
       state: the initial state. It is donated to the step: do not use it again.
       batches: any iterable of batches. With `get_state` and `set_state`, as `sf.batches` has, it
         can be resumed. Batches that depend on the parameters have a method `read_state`: it gets
@@ -487,7 +487,7 @@ def _start(
 
 
 def _run(loop: TrainLoop, directory: RunDirectory, more_steps: int | None) -> None:
-    """Run to the end; go back where a hook asks for it, and go on where processes die."""
+    """Run to the end; go back where a hook asks for it, and continue where processes die."""
     attempts, lost, has_begun = loop.attempts, "", False
     while True:
         try:

@@ -96,7 +96,7 @@ def start_distributed(
     - an exception: that process waits for the others at its exit. They fail in their next
       collective, or jax terminates all of them after `shutdown` seconds.
 
-    With `elastic`, the others go on without a process that was killed, in a run of
+    With `elastic`, the others continue without a process that was killed, in a run of
     `fit(sf.Elastic(…), …)`. Only the death of process 0, which all others ask who is alive, still
     ends them all. It sets what jax's guide to fault tolerance asks for, as far as it is not set:
     `jax_enable_recoverability`, flags of XLA for collectives, which then fail instead of waiting
@@ -118,7 +118,7 @@ def start_distributed(
       shutdown: seconds that a process waits at its exit, also after an exception, for the others to
         exit; jax then terminates them all. By default as long as `heartbeat`; give more if process
         0 works alone for longer at the end of the script.
-      elastic: whether the others go on after the death of a process. SIGTERM then acts as before
+      elastic: whether the others continue after the death of one. SIGTERM then acts as before
         this call; jax's own handler only notes it.
 
     Raises:
