@@ -15,6 +15,7 @@ from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 
 import stepfold
+from stepfold import adapter
 
 project = "stepfold"
 author = "the developers of stepfold"
@@ -38,7 +39,7 @@ nitpick_ignore_regex = [("py:.*", r"(?s)(?!stepfold\.(adapter\.)?\w+$).*")]
 default_role = "py:obj"
 
 autodoc_member_order = "bysource"
-napoleon_use_ivar = True  # attributes as a list, since those of tuples are members too
+napoleon_attr_annotations = False  # as autodoc_typehints
 autodoc_typehints = "none"  # the aliases are spelled out, and fill a page
 autodoc_preserve_defaults = True
 codeautolink_concat_default = True  # a page is one program
@@ -54,7 +55,7 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 PUBLIC = {f"sf.{name}": f"stepfold.{name}" for name in stepfold.__all__}
-PUBLIC |= {name: f"stepfold.adapter.{name}" for name in ("Trainer", "TrainingArguments")}
+PUBLIC |= {f"stepfold.adapter.{name}": f"stepfold.adapter.{name}" for name in adapter.__all__}
 
 
 class LinkedNames(SphinxTransform):

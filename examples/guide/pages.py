@@ -20,6 +20,7 @@ On a dark page, the site shows `pictures/name-dark.svg` in its place. A script m
 import contextlib
 import doctest
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -79,14 +80,14 @@ def read_blocks(page: Path) -> list[Block]:
     """Return the blocks of a page that run, in their order."""
     text = page.read_text()
     fence = r"^```(\w+)\n(.*?)^```$"
-    blocks, end = [], 0
+    blocks, end, runs = [], 0, False
     for match in re.finditer(fence, text, re.MULTILINE | re.DOTALL):
         language, code = match.groups()
         if language in ("python", "sh"):
             blocks.append(Block(language, code, text[: match.start()].count("\n") + 2, None))
-        elif language == "text" and blocks and not text[end : match.start()].strip():
+        elif language == "text" and runs and not text[end : match.start()].strip():
             blocks[-1] = blocks[-1]._replace(output=code)
-        end = match.end()
+        end, runs = match.end(), language in ("python", "sh")
     return blocks
 
 
@@ -106,7 +107,12 @@ def run_page(page: Path) -> Iterator[str]:
 def _run_block(block: Block, page: Path, names: dict[str, object]) -> None:
     if block.language == "sh":
         command = ["bash", "-euo", "pipefail", "-c", block.code]
-        print(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout, end="")
+        # `python` is the one that runs this page, also if its environment is not activated.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        ended = subprocess.run(
+            command, check=True, env=os.environ | {"PATH": path}, stdout=subprocess.PIPE, text=True
+        )
+        print(ended.stdout, end="")
     elif file := re.match(r"# ([\w/]+\.py)\n", block.code):
         Path(file[1]).write_text(block.code)
     else:
@@ -145,6 +151,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--pictures"]:
         draw_pictures(sys.argv[2:])
     elif len(sys.argv) == 2:
-        sys.exit("\n".join(run_page(Path(sys.argv[1]).resolve())) or 0)
+        page = Path(sys.argv[1]).resolve()
+        sys.path[0] = ""  # as in an interactive session, so that a page can import what it wrote
+        sys.exit("\n".join(run_page(page)) or 0)
     else:
         sys.exit(__doc__)

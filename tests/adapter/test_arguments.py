@@ -120,6 +120,14 @@ def test_a_subclass_has_the_aliases_and_the_checks():
         More(seed=-1)
 
 
+def test_the_names_of_transformers_are_aliases():
+    names = {"lr_scheduler_type": "cosine", "max_grad_norm": 1.0, "logging_steps": 5}
+    strategy = {"eval_strategy": "epoch", "save_strategy": "epoch", "output_dir": "runs"}
+    arguments = TrainingArguments(max_steps=10, **names, **strategy)
+    assert (arguments.scheduler, arguments.evaluation_strategy) == ("cosine", "epoch")
+    assert (arguments.lr_scheduler_type, arguments.eval_strategy) == ("cosine", "epoch")
+
+
 @by_any_name
 @dataclass(frozen=True, kw_only=True)
 class Other(TrainingArguments):

@@ -154,8 +154,8 @@ def test_seed_and_epochs_are_refused_for_an_infinite_source(options):
 @pytest.mark.parametrize(
     ("sources", "says"),
     [
-        ([], r"mix: expected pairs \(source, weight\), at least one, got list \[\]"),
-        ({"a": 1}, "mix: expected pairs"),
+        ([], r"mix: expected a list of pairs \(source, weight\), got none; such as \[\(old, 3"),
+        ({"a": 1}, r"mix: expected a list of pairs \(source, weight\), got dict"),
         ([np.ones(3)], r"mix: expected a pair \(source, weight\) at 0, got float64\[3\]"),
         ([([0], 1), ([0], 0)], "a finite weight above 0 at 1, got 0; to use nothing of"),
         ([([0], -1)], "a finite weight above 0 at 0, got -1"),

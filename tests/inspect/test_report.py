@@ -402,6 +402,18 @@ def test_sums_are_remarked_on_where_gradients_are_summed_whole(once):
     assert any(remark.startswith(words) for remark in report.remarks) != once
 
 
+def test_sums_of_activations_are_not_taken_for_those_of_gradients():
+    params = {"up": jnp.ones((64, 128)), "down": jnp.ones((128, 64))}
+    shape = jax.eval_shape(lambda: sf.init_state(params, TX, jax.random.key(0)))
+    rules = [("up$", P(None, "tp")), ("down$", P("tp", None))]
+    plan = sf.make_sharding(shape, sf.make_mesh((1, 1, 8, 1)), rules)
+    loss = lambda p, batch, key: sf.mean((jnp.tanh(batch @ p["up"]) @ p["down"]) ** 2)
+    batch = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
+    report = sf.describe(sf.make_train_step(loss, TX), shape, batch, sharding=plan)
+    assert "all-reduce" in {one.kind for one in report.collectives}
+    assert report.remarks == ()
+
+
 # Remarks by hand
 
 
@@ -444,7 +456,8 @@ def test_all_reduces_of_sharded_parameters_on_a_cpu_are_mentioned(share, kind, e
     def sums(rules):
         plan = sf.make_sharding(params, mesh, rules)
         placed = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), params, plan)
-        return gradient_remarks(placed, found)
+        batch = jax.ShapeDtypeStruct((64, 2), jnp.float32)
+        return gradient_remarks(placed, sf.shard_batch(batch, mesh), found)
 
     assert bool(sums(sf.fsdp(min_size=1))) == expected
     assert sums(sf.fsdp(min_size=1 << 20)) == []

@@ -145,7 +145,7 @@ def fails_in_one(start, run_dir, where):
 
         def __call__(self, event):
             if "evaluation" not in where:
-                fail(where == "hook" and event.step == 4)
+                fail(where in ("hook", "log point") and event.step == 4)
             elif event.kind == "eval":
                 fail(event.step == (4 if where == "evaluation" else 100))
 
@@ -165,7 +165,7 @@ def fails_in_one(start, run_dir, where):
     evaluation = sf.Evaluation(lambda state: {"norm": optax.tree.norm(state.params)}, every=4)
     sf.fit(
         step, state, batches, steps=100, log_every=2, hooks=Hook(), run_dir=run_dir,
-        checkpoints=checkpoints, evaluation=evaluation,
+        checkpoints=checkpoints, evaluation=() if where == "log point" else evaluation,
     )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def test_an_error_in_one_process_is_named_by_the_others_and_ends_all(tmp_path):
 
 @pytest.mark.parametrize(
     "where",
-    ["hook", "generator"]
+    ["hook", "log point", "generator"]
     + [pytest.param(x, marks=pytest.mark.full) for x in ("evaluation", "last evaluation", "open")],
 )
 def test_an_error_that_leaves_a_process_able_to_step_ends_all_after_a_save(tmp_path, where):

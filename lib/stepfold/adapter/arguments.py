@@ -81,7 +81,7 @@ def by_any_name(cls: Class) -> Class:
 
     cls.__init__ = init_by_any_name  # type: ignore[misc]
     for alias, name in aliases_of(cls).items():
-        setattr(cls, alias, property(attrgetter(name)))
+        setattr(cls, alias, property(attrgetter(name), doc=f"Alias of `{name}`."))
     return cls
 
 
@@ -147,7 +147,7 @@ class TrainingArguments:
     """Peak learning rate."""
     learning_rate_end: float | None = setting(None, NOT_NEGATIVE)
     """Learning rate at the last step; 0 by default."""
-    scheduler: str | None = setting(None, alias="lr_scheduler")
+    scheduler: str | None = setting(None, alias="lr_scheduler lr_scheduler_type")
     """Decay of the learning rate: none, constant, linear, cosine, polynomial, exponential,
     inverse_sqrt, wsd or cosine_restarts; the prefix `warmup_` requires warmup_steps."""
     scheduler_kwargs: dict[str, Any] = setting(dict, alias="lr_scheduler_kwargs")
@@ -225,7 +225,7 @@ class TrainingArguments:
     """Train in train()."""
     do_eval: bool = setting(True, alias="do_evaluate")
     """Evaluate, if there are data for it."""
-    evaluation_strategy: Strategy | None = None
+    evaluation_strategy: Strategy | None = setting(None, alias="eval_strategy")
     """When to evaluate, apart from the end: "steps" is every eval_steps, "epoch" every epoch; "no"
     turns evaluation off. By default every eval_steps, if set."""
     eval_steps: int | None = setting(None, alias="evaluation_steps", unused=_NO_INTERVAL)

@@ -98,7 +98,8 @@ def restore(
       fall_back: whether to fall back to another step if one is damaged, instead of raising.
 
     Returns:
-      The state, and the values saved next to it; `loaded` and `not_loaded` list the paths.
+      The state, and the values saved next to it. `loaded` maps restored paths to saved ones, and
+      `not_loaded` all others to the reason.
 
     Raises:
       CheckpointError: if there is no such step, or no valid one.

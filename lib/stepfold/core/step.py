@@ -72,8 +72,9 @@ def make_train_step(
         to for the loss function. If small gradients underflow in it, `tx` must be a
         `dynamic_loss_scale(…)`. By default nothing is cast: bfloat16 parameters compute in
         bfloat16, and float16 parameters need the loss scale too.
-      remat: what to save for the backward pass: the name of one of `jax.checkpoint_policies`, such
-        a policy itself, or True to save nothing.
+      remat: what to save for the backward pass of the whole loss function: the name of one of
+        `jax.checkpoint_policies`, such a policy itself, or True to save nothing. For models of many
+        layers, apply `jax.checkpoint` to the layer instead.
       skip_nonfinite: whether to skip a step whose loss, gradients or gradient norm are not finite,
         or whose new parameters or model state would not be. A skipped step keeps parameters,
         optimizer state and model state bit for bit, except for the loss scale and its count of

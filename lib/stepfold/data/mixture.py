@@ -58,7 +58,8 @@ def mix(
     array([ 0,  1,  2,  3,  4, -1,  5, -2, -3, -4, -5, -6])
     """
     if not isinstance(sources, list | tuple) or not sources:
-        refuse("mix", "pairs (source, weight), at least one", tree.describe_value(sources))
+        got, advice = type(sources).__name__, "such as [(old, 3), (new, 1)]"
+        refuse("mix", "a list of pairs (source, weight)", got if sources else "none", advice)
     seed = None if seed is None else read_integer("mix: seed", seed, 0)
     parts, weights = [], []
     for number, pair in enumerate(sources):

@@ -20,6 +20,7 @@ from stepfold.inspect.collectives import Collective, collectives, parse, unknown
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.inspect.flops import Flops, Product, estimate, products, uncounted
 from stepfold.inspect.memory import Memory, bytes_per_device, memory_of
+from stepfold.sharding.mesh import axes_of
 from stepfold.sharding.plan import shardings_of
 from stepfold.table import amount, size, table
 
@@ -219,7 +220,7 @@ def describe(
             *leaf_remarks("donated, but not reused", unused),
             *leaf_remarks(f"replicated on each of {devices} devices", replicated),
             *product_remarks(listed),
-            *(gradient_remarks(trained, sent) if step.trains else ()),
+            *(gradient_remarks(trained, step.batch, sent) if step.trains else ()),
             *(f"not in the FLOPs: {text}" for text in uncounted_products),
             *(f"{loops}: {text}" for text in unknown_loops(program)),
         ),
@@ -288,12 +289,13 @@ def product_remarks(listed: Sequence[Product]) -> list[str]:
     return [f"{sum(x.flops for x in wide) / total:.0%} of products in wider dtypes: {lines}"]
 
 
-def gradient_remarks(trained: Any, sent: Sequence[Collective]) -> list[str]:
+def gradient_remarks(trained: Any, batch: Any, sent: Sequence[Collective]) -> list[str]:
     """Warn where a CPU's program sends more for gradients than that of a GPU or TPU."""
-    leaves = jax.tree.leaves(trained)
-    sharded = [leaf for leaf in leaves if leaf.sharding.shard_shape(leaf.shape) != leaf.shape]
+    axes = set[str]().union(*map(_sharded_over, jax.tree.leaves(batch)))
+    sharded = [leaf for leaf in jax.tree.leaves(trained) if axes & _sharded_over(leaf)]
     devices = {device for leaf in sharded for device in leaf.sharding.device_set}
-    summed = sum(entry.bytes for entry in sent if entry.kind == "all-reduce")
+    reduced = [entry for entry in sent if entry.kind == "all-reduce"]
+    summed = sum(entry.bytes for entry in reduced if entry.axes is None or axes & {*entry.axes})
     is_cpu = all(device.platform == "cpu" for device in devices)
     if not is_cpu or not sharded or summed < bytes_per_device(sharded):
         return []
@@ -301,6 +303,12 @@ def gradient_remarks(trained: Any, sent: Sequence[Collective]) -> list[str]:
         "compiled for a CPU, which reduces the gradients of sharded parameters with an all-reduce; "
         "a GPU or TPU uses a reduce-scatter, and sends half as much"
     ]
+
+
+def _sharded_over(leaf: Any) -> set[str]:
+    """Return the mesh axes of more than one device over which a leaf is sharded."""
+    names = {name for entry in getattr(leaf.sharding, "spec", ()) for name in axes_of(entry)}
+    return {name for name in names if leaf.sharding.mesh.shape[name] > 1}
 
 
 # A table of parameters

@@ -77,8 +77,9 @@ def fit(
     SIGINT and SIGTERM let the current step finish, save, and then raise `KeyboardInterrupt` or
     `SystemExit(143)`. A second signal leaves at once, except for a save that is being written.
     SIGUSR1 saves and continues. An exception of a hook or of the data reaches the caller after a
-    save. Each of these exceptions has the result so far as its `.result`. With several processes,
-    all of them stop at the same step. The guide explains :doc:`/ideas/between-two-steps`.
+    save. Each of these exceptions has an attribute `result`, the result so far. With several
+    processes, all of them stop at the same step. The guide explains
+    :doc:`/ideas/between-two-steps`.
 
     Args:
       step: a `StepFn`. It is compiled before the first step, once for each batch size. A jitted or

@@ -359,7 +359,7 @@ class TrainLoop:
     def _next_batches(self) -> list[Any]:
         """Pull batches for a call; if there are none, end the attempt."""
         count = min(self._options.steps_per_call, self._schedule.due - self.step)
-        if self._buffer.closed:  # hooks may have a reason to stop there
+        if self._buffer.closed and self._deferred_error is None:  # hooks may stop the run there
             count = min(count, self._buffer.closed[0].step + self._schedule.delay - self.step)
         batches: list[Any] = []
         try:

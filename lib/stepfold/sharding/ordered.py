@@ -52,9 +52,9 @@ def ordered(
     A device computes its blocks one after the other, with the memory of one, so there is no
     `accumulate`: use more blocks. It holds the gathered parameters, and the gradients of
     `log2(blocks per device) + 1` blocks in at least float32. A loss function sees the rows of one
-    block, so it must be a sum over examples. With `stateful`, every block starts from the same
-    model state. The new one has the mean of the blocks' floating leaves (as if batch statistics
-    were those of blocks), and all other leaves from the first block.
+    block, so it must be a sum over examples, without sharding constraints. With `stateful`, every
+    block starts from the same model state. The new one has the mean of the blocks' floating leaves
+    (as if batch statistics were those of blocks), and all other leaves from the first block.
 
     Args:
       plan: the plan of the state.

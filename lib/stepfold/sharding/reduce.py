@@ -30,8 +30,8 @@ def reduce_once(
     `axes` only those over which no parameter is sharded.
 
     The results are the same, since every term has the denominator of the whole batch. A loss
-    function sees the rows of one device, so it must be a sum over examples. Stateful loss functions
-    are refused. Each device gets its own key.
+    function sees the rows of one device, so it must be a sum over examples, without sharding
+    constraints over `axes`. Stateful loss functions are refused. Each device gets its own key.
 
     Args:
       plan: the plan of the state.

@@ -1,0 +1,102 @@
+"""Draw the folders of `lib/stepfold` in layers, with arrows for the imports between them.
+
+An import that is also implied by others, through a folder in between, has no arrow.
+"""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+import stepfold
+
+ROOT = Path(stepfold.__file__).parent
+LAYERS = [
+    ["adapter"],
+    ["loop"],
+    ["inspect"],
+    ["checkpoint", "sharding", "data"],
+    ["core"],
+    ["errors"],
+    ["table", "tree"],
+]
+PURPOSES = {
+    "adapter": "the trainer object",
+    "loop": "fit, hooks, writers, reports",
+    "inspect": "describe, choose, compile",
+    "checkpoint": "save, restore, series",
+    "data": "batches, sources, packing",
+    "sharding": "meshes, plans, placement",
+    "core": "state, loss, gradients, step",
+    "errors": "refuse",
+    "tree": "paths",
+    "table": "text",
+}
+TEXT, GRAY, BLUE = "#24292f", "#57606a", "#0969da"
+
+
+def main():
+    """Count the lines, collect the imports, and draw both."""
+    lines, imports = defaultdict(int), defaultdict(set)
+    for path in ROOT.rglob("*.py"):
+        part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if part != "__init__":
+            code = path.read_text()
+            lines[part] += code.count("\n")
+            imports[part] |= imported_parts(code) - {part}
+    figure, axes = plt.subplots(figsize=(6.8, 6.2))
+    axes.set(xlim=(-5.2, 5.2), ylim=(-0.4, 2 * len(LAYERS) - 0.8))
+    axes.axis("off")
+    centers = {}
+    for height, names in enumerate(reversed(LAYERS)):
+        for column, name in enumerate(names):
+            centers[name] = (3.5 * (column - (len(names) - 1) / 2), 2 * height + 0.2)
+    heights = {name: height for height, names in enumerate(LAYERS) for name in names}
+    for part, (x, y) in centers.items():
+        for other in imports[part] & centers.keys():
+            if heights[other] <= heights[part]:
+                raise ValueError(f"{part} imports {other}, which is not below it")
+            if any(other in reachable(middle, imports) for middle in imports[part]):
+                continue
+            end, top = centers[other]
+            # An arrow past other layers starts at a corner, so that it crosses no box.
+            is_next = heights[other] == heights[part] + 1
+            start = x if is_next else x + (1.55 if end > x else -1.55)
+            axes.annotate(
+                "",
+                xy=(end, top + 0.5),
+                xytext=(start, y - 0.5),
+                arrowprops={"arrowstyle": "->", "color": GRAY, "shrinkA": 0, "shrinkB": 0},
+            )
+    for part, (x, y) in centers.items():
+        corner = (x - 1.55, y - 0.5)
+        box = plt.Rectangle(corner, 3.1, 1.0, facecolor="#0969da22", edgecolor=BLUE, zorder=2)
+        axes.add_patch(box)
+        axes.text(x, y + 0.2, f"{part}  {lines[part]:,}", ha="center", va="center", color=TEXT)
+        axes.text(x, y - 0.2, PURPOSES[part], ha="center", va="center", fontsize=7.5, color=GRAY)
+    figure.savefig("house.svg")
+
+
+def imported_parts(code):
+    """Return the folders and modules of stepfold that a module imports."""
+    parts = set()
+    for node in ast.walk(ast.parse(code)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "stepfold":
+            names = [f"stepfold.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        parts |= {name.split(".")[1] for name in names if name.startswith("stepfold.")}
+    return parts
+
+
+def reachable(part, imports):
+    """Return the parts that a part imports, directly or through others."""
+    return imports[part].union(*(reachable(other, imports) for other in imports[part]))
+
+
+if __name__ == "__main__":
+    main()
