@@ -12,8 +12,12 @@ from . import launch
 HEARTBEAT = 8  # seconds; processes that share two cores may compile for some of them
 
 
-def trains(start, folder, kills=(), mutant=None, heartbeat=8, axis="dp"):
-    """Train 60 steps, and print what they led to; each kill is a pair (moment, process)."""
+def trains(start, folder, kills=(), mutant=None, heartbeat=8, options=None):
+    """Train 60 steps, and print what they led to; each kill is a pair (moment, process).
+
+    `options` are those of `Elastic`, the `axis` of the mesh, how many processes are to `train` with
+    how many devices of `each`, and whether the gradients are `ordered`.
+    """
     import hashlib
     import json
     import os
@@ -34,6 +38,9 @@ def trains(start, folder, kills=(), mutant=None, heartbeat=8, axis="dp"):
     from stepfold.loop.train_loop import TrainLoop
 
     start(elastic=True, heartbeat=heartbeat)
+    options = {"axis": "dp", "train": 100, "each": 2, "ordered": True, **(options or {})}
+    axis, train, each = (options.pop(name) for name in ("axis", "train", "each"))
+    ordered = options.pop("ordered")
     moments = {moment for moment, process in kills if process == jax.process_index()}
     die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 
@@ -56,15 +63,17 @@ def trains(start, folder, kills=(), mutant=None, heartbeat=8, axis="dp"):
     def build(devices):
         """Use a power of two of the devices, as many of each process as possible."""
         by_process = {}
-        for device in devices:
+        trained = sorted({device.process_index for device in devices})[:train]
+        for device in [d for d in devices if d.process_index in trained]:
             by_process.setdefault(device.process_index, []).append(device)
-        ranked = [(rank, d) for own in by_process.values() for rank, d in enumerate(own)]
-        count = 1 << len(devices).bit_length() - 1
+        ranked = [(rank, d) for own in by_process.values() for rank, d in enumerate(own[:each])]
+        count = 1 << len(ranked).bit_length() - 1
         chosen = {d for _, d in sorted(ranked, key=lambda pair: (pair[0], pair[1].id))[:count]}
         dims = (count, 1, 1, 1) if axis == "dp" else (1, count, 1, 1)
         mesh = sf.make_mesh(dims, devices=[d for d in devices if d in chosen])
         plan = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
-        return sf.make_train_step(loss_fn, tx, grad=sf.ordered(plan, blocks=8)), plan
+        grad = sf.ordered(plan, blocks=8) if ordered else None
+        return sf.make_train_step(loss_fn, tx, grad=grad), plan
 
     def examples(seed, count):
         rng = np.random.default_rng(seed)
@@ -96,7 +105,9 @@ def trains(start, folder, kills=(), mutant=None, heartbeat=8, axis="dp"):
 
     def kill_before_meeting(self, value=None, about=""):
         if about == "the end of an attempt":
-            at(f"meeting {value}")
+            at(f"meeting {value[0]}")
+        if about == "their copies":
+            at(f"copies {value}")
         return meet(self, value, about)
 
     manifest.write_leaves, Group.meet = write, kill_before_meeting
@@ -128,7 +139,7 @@ def trains(start, folder, kills=(), mutant=None, heartbeat=8, axis="dp"):
 
         build_whole = build
         build = lambda devices: (sf.make_train_step(die_in, tx), build_whole(devices)[1])
-    elastic = sf.Elastic(build)
+    elastic = sf.Elastic(build, **options)
     state = sf.init_state(init, tx, jax.random.key(0), sharding=elastic.plan)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -137,6 +148,9 @@ def trains(start, folder, kills=(), mutant=None, heartbeat=8, axis="dp"):
             run_dir=folder, hooks=watch, checkpoints=sf.Checkpoints(every=20),
             evaluation=sf.Evaluation(sf.make_eval_step(loss_fn), held_out, every=20),
         )  # fmt: skip
+    if isinstance(result.state.step, jax.ShapeDtypeStruct):  # a spare process
+        print(json.dumps({"steps": result.steps, "stop": result.stop_reason.kind, "seen": seen}))
+        return
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     everywhere = jax.sharding.NamedSharding(
         result.state.step.sharding.mesh, jax.sharding.PartitionSpec()
@@ -174,9 +188,9 @@ def whole(tmp_path_factory):
     return json.loads(output)
 
 
-def survivors(folder, kills, mutant=None, *, n=3, axis="dp"):
+def survivors(folder, kills, mutant=None, *, n=3, **options):
     """Run three processes; return what those that were not killed printed."""
-    args = (str(folder), kills, mutant, HEARTBEAT, axis)
+    args = (str(folder), kills, mutant, HEARTBEAT, options)
     ends = launch.ends_of_processes(trains, n, timeout=150, args=args)
     killed = {process for _, process in kills}
     for process, end in enumerate(ends):
@@ -259,6 +273,38 @@ def test_a_sharded_run_that_loses_a_process_continues_from_its_checkpoint(whole,
     for run in runs:
         compare(run, whole, sees_once=False)
         assert "continues from step 20, its newest checkpoint, on processes 0, 1" in run["died"][0]
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        [("step 20", 2)],
+        pytest.param([("meeting 30", 1)], marks=pytest.mark.full),
+        pytest.param([("copies 30", 2)], marks=pytest.mark.full),
+        pytest.param([("log 20", 1), ("save 40", 2)], marks=pytest.mark.full),
+    ],
+)
+def test_a_sharded_run_with_replicas_needs_no_checkpoint(kills, whole, tmp_path):
+    for run in survivors(tmp_path, kills, axis="fsdp", replicas=1):
+        compare(run, whole)
+        assert "checkpoint" not in run["died"][0]
+
+
+def test_a_spare_process_steps_in(whole, tmp_path):
+    runs = survivors(tmp_path, [("step 20", 1)], train=2, replicas=1, axis="fsdp")
+    assert runs[0]["died"][0].endswith("on processes 0, 2 with process 2, which stepped in")
+    compare(runs[0], whole)
+    assert len(runs[1]["seen"]) > 5
+    assert runs[1]["seen"] == whole["seen"][-len(runs[1]["seen"]) :]
+    compare({**runs[1], "seen": whole["seen"]}, whole)
+
+
+@pytest.mark.full
+def test_a_process_without_a_place_in_the_new_plan_waits_as_a_spare(whole, tmp_path):
+    runs = survivors(tmp_path, [("step 20", 3)], n=4, each=1)  # the mesh shrinks from 4 to 2
+    for run in runs[:2]:
+        compare(run, whole)
+    assert runs[2] == {"steps": 60, "stop": "completed", "seen": whole["seen"][:2]}
 
 
 @pytest.mark.full

@@ -646,6 +646,14 @@ class Series(_StepReader):
                 self.saved = self._saving = None
         self._failure = self._problem = None
 
+    def get_progress(self) -> list[Any]:
+        """Return what was saved and restored last, which is equal in all processes."""
+        return [self.saved, self._saving, self.restored_temporary]
+
+    def set_progress(self, progress: Sequence[Any]) -> None:
+        """Continue a series that other processes have written, as `get_progress` says."""
+        self.saved, self._saving, self.restored_temporary = progress
+
     def wait(self) -> None:
         """Wait until the pending save is on disk, and raise its error."""
         if self.group is not None and self._thread is not None:  # which may wait for a dead process

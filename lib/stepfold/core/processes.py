@@ -39,19 +39,31 @@ class Disbanded(BaseException):
 
 @dataclass(frozen=True)
 class Group:
-    """The live processes of an elastic run. A run that is not elastic has none.
+    """Processes of an elastic run that meet. A run that is not elastic has none.
 
-    Its processes meet: a meeting returns in all that are alive, or raises `Disbanded` in all of
-    them, if one has died or left since the previous meeting. All calls that agree on something take
-    the group. They then are meetings, so none waits for a dead process longer than its heartbeat.
-    After a death the others form a smaller group.
+    A meeting returns in all processes of the group, or raises `Disbanded` in all of them, if one
+    has died or left since the previous meeting. All calls that agree on something take the group.
+    They then are meetings, so none waits for a dead process longer than its heartbeat. After a
+    death the others form another group.
+
+    Attributes:
+      processes: their indices.
+      starts: for each, the number that jax's service gave it when it started. A process that was
+        started again in place of one that died has another.
     """
 
     processes: tuple[int, ...]
+    starts: tuple[int, ...] = ()
+
+    @classmethod
+    def of_live(cls) -> "Group":
+        """Return the group of the processes of the job that are alive; all of them call it."""
+        starts = sorted(live_processes(range(jax.process_count())).items())
+        return cls(tuple(process for process, _ in starts), tuple(start for _, start in starts))
 
     @property
     def name(self) -> str:
-        """A name that no other group of the job has."""
+        """A name that no group of other processes has."""
         return "-".join(map(str, self.processes))
 
     @property
@@ -64,9 +76,11 @@ class Group:
         """The devices of its processes."""
         return [device for device in jax.devices() if device.process_index in self.processes]
 
-    def without(self, dead: Collection[int]) -> "Group":
-        """Return the group of the other processes."""
-        return Group(tuple(process for process in self.processes if process not in dead))
+    def only(self, processes: Collection[int]) -> "Group":
+        """Return the group of some of its processes."""
+        pairs = zip(self.processes, self.starts, strict=True)
+        kept = [pair for pair in pairs if pair[0] in processes]
+        return Group(tuple(process for process, _ in kept), tuple(start for _, start in kept))
 
     def meet(self, value: Any = None, about: str = "") -> list[Any]:
         """Return the values of all processes, which meet about the same.
@@ -89,28 +103,33 @@ class Group:
         if isinstance(error, Disbanded):  # all have left at that meeting
             return error.dead
         try:
-            met = self._meet([_LEFT, f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]])
+            self._meet([_LEFT, f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]])
         except Disbanded as disbanded:
             return disbanded.dead
-        for process, (kind, reason) in met.items():  # an error of one fails collectives of all
-            if kind == _LEFT and process != jax.process_index():
-                error.add_note(f"process {process} raised {reason}")
         return frozenset()
 
     def _meet(self, message: list[Any]) -> dict[int, Any]:
-        from jax.experimental.multihost_utils import ProcessFailureError, live_devices
-
+        if len(self.processes) == 1:
+            return {self.processes[0]: message}
         values, me = KeyValues("meeting", self), jax.process_index()
         call = values.count_call()
-        try:
-            # Its end waits for each process until it comes here too, or its heartbeats stop.
-            with live_devices(jax.devices()):
-                values.set(f"{call}/{me}", message)
-        except ProcessFailureError as failure:
-            raise Disbanded({d.process_index for d in failure.failed_devices}) from None
+        values.set(f"{call}/{me}", message)
+        starts = live_processes(self.processes)
+        pairs = zip(self.processes, self.starts, strict=True)
+        if dead := {process for process, start in pairs if starts.get(process) != start}:
+            raise Disbanded(dead)
         met = {int(process): met for process, met in values.get(str(call)).items()}
         values.delete(f"{call - 1}/{me}")  # all have read it, since they are here
         return met
+
+
+def live_processes(processes: Sequence[int]) -> dict[int, int]:
+    """Wait for each process until it calls this too, or its heartbeats stop; return the live ones.
+
+    The values are numbers of their starts. It is what `jax.experimental`'s `live_devices` asks, but
+    that remembers one set of devices, and groups of several sets meet here.
+    """
+    return dict(KeyValues("").service.get_live_nodes([*processes]))
 
 
 _LEFT = "left"
@@ -135,29 +154,29 @@ class KeyValues:
         from jax._src.distributed import global_state
 
         self._name, self._group = name, group
-        self._client: Any = global_state.client
+        self.service: Any = global_state.client
 
     def __bool__(self) -> bool:
-        return self._client is not None
+        return self.service is not None
 
     def set(self, key: str, value: Any) -> None:
         """Set the value of a key."""
-        self._client.key_value_set(self._path(key), json.dumps(value), allow_overwrite=True)
+        self.service.key_value_set(self._path(key), json.dumps(value), allow_overwrite=True)
 
     def get(self, folder: str) -> dict[str, Any]:
         """Return all values whose keys are in a folder, without it."""
         prefix = self._path(f"{folder}/")
-        pairs = self._client.key_value_dir_get(prefix)
+        pairs = self.service.key_value_dir_get(prefix)
         return {path.removeprefix(prefix): json.loads(value) for path, value in pairs}
 
     def delete(self, key: str) -> None:
         """Delete a key, if it is there."""
-        self._client.key_value_delete(self._path(key))
+        self.service.key_value_delete(self._path(key))
 
     def count_call(self) -> int:
         """Return the number of calls by this process, including this one."""
         path = self._path(f"calls/{jax.process_index()}")
-        return int(self._client.key_value_increment(path, 1))
+        return int(self.service.key_value_increment(path, 1))
 
     def gather(self, value: Any, waiting_for: str, *, where: str = "") -> list[Any]:
         """Return the values of all processes, or of the group; each calls this equally often.

@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from stepfold.core.processes import Group, KeyValues
 from stepfold.loop.hooks.base import GoBack, Stop
 from stepfold.loop.requests import Kind, Request, Requests
+from stepfold.sharding.place import process_mesh
 
 _VOTE_SECONDS = 0.25  # between votes
 _EVENT_VOTE_SECONDS = 0.02  # the same, if hooks have seen an event since
@@ -219,9 +220,7 @@ class Gather:
     """Gather a small row from each process, or each of a group, on one device per process."""
 
     def __init__(self, group: Group | None = None) -> None:
-        every = jax.devices() if group is None else group.devices
-        devices = {device.process_index: device for device in reversed(every)}
-        mesh = Mesh(np.array([devices[process] for process in sorted(devices)]), ("process",))
+        mesh = process_mesh(group)
         self._sharding = NamedSharding(mesh, PartitionSpec("process"))
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._copy = jax.jit(lambda rows: rows, out_shardings=everywhere)

@@ -1,50 +1,49 @@
-"""Continue without processes that have died, with the bits of a run that lost none.
+"""Going on without processes that have died, with the bits of a run that lost none.
 
-An attempt is the steps up to the next log point, evaluation or save. All processes meet at its end
-(`Group.meet`). If all are alive, each copies its shards to the host, and hooks see the metrics. So
-nothing that a hook has seen is ever repeated, and a file has each row once. If one has died, the
-others build the step for the devices that are left, continue from their copies, and repeat what
-they had not agreed on: the steps of an attempt, an evaluation or a save. It is what `fit` does when
-it goes back, with a copy in memory in place of a checkpoint.
+An attempt is the steps up to the next log point, evaluation or save. All processes that train meet
+at its end (`Group.meet`). If all are alive, each copies its shards to the host, and hooks see the
+metrics. So nothing that a hook has seen is ever repeated, and a file has each row once. If one has
+died, the others build the step for the devices that are left, continue from their copies, and
+repeat what they had not agreed on: the steps of an attempt, an evaluation or a save. It is what
+`fit` does when it goes back, with a copy in memory in place of a checkpoint.
 
 Each process also keeps the state of the loop and the position of the data. Between the end of an
 attempt and the next step, they change only with what all have agreed on, so the present ones are
 kept then. Steps change them, so they are kept before the first step of an attempt.
+
+Processes without devices in the plan are spare: they wait in `fit` until a death makes another
+plan. Process 0 always trains, since its service knows who is alive.
 """
 
 import math
+import pickle
+import socket
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from signal import Signals
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
 from stepfold import tree
-from stepfold.checkpoint.leaves import (
-    Leaf,
-    Region,
-    arrays_of,
-    as_slices,
-    leaves_of,
-    make_leaf,
-    region,
-    regions_of,
-)
 from stepfold.checkpoint.restore import Restored
-from stepfold.core.processes import Disbanded, Group, spell_processes
-from stepfold.core.validation import read_function, read_integer
+from stepfold.core.processes import Disbanded, Group, KeyValues, spell_processes
+from stepfold.core.validation import read_function, read_integer, read_positive
 from stepfold.errors import CheckpointError, StepfoldError, refuse
+from stepfold.loop.hooks.base import Stop
+from stepfold.loop.host_copy import HostCopy, Replicas
 from stepfold.sharding.distributed import is_recoverable
 from stepfold.sharding.place import share_of
 
 if TYPE_CHECKING:
     from stepfold.loop.train_loop import TrainLoop
+
+_POLL_SECONDS = 0.1  # between two looks of a spare process at what the others do
 
 
 @dataclass(frozen=True)
@@ -56,17 +55,23 @@ class Elastic:
     with `sf.ordered` gradients bit for bit, with others up to rounding. Hooks, history and metric
     files see each step once. Only the death of process 0, the coordinator, ends the run.
 
-    Each process keeps a copy of its shards on the host. If each process that is left has a copy of
-    the whole state, since it is replicated over processes or sharded only over the devices of one,
-    they continue from there. Otherwise they continue from the newest checkpoint, and hooks without
-    a state see the steps after it again. The batches are of `sf.batches`, in evaluations too; they
-    divide the rows among the devices that are left. Checkpoints are in a directory.
+    Each process keeps a copy of its shards on the host, as of the last log point, evaluation or
+    save. The others continue from their copies if these have the whole state. Otherwise they
+    continue from the newest checkpoint, and hooks without a state see the steps after it again. The
+    batches are of `sf.batches`, in evaluations too; they divide the rows among the devices that
+    are left. The guide explains :doc:`/ideas/losing-a-process`.
 
     Attributes:
-      build: a function `devices -> (step, plan)`. The plan uses devices of each process, as many of
-        them as it likes. It is called at the start, and again whenever processes have died.
-      every: the largest number of steps to repeat; without it, those between two log points,
-        evaluations or saves.
+      build: a function `devices -> (step, plan)`. It is called at the start, and again whenever
+        processes have died. The plan uses devices of process 0, and as many of the others as it
+        likes. Processes of which it uses none are spare: they wait in `fit`, and step in if a later
+        plan uses their devices. There, `init_state` and the result of `fit` have no arrays, only
+        their shapes.
+      replicas: with 1, each process also keeps the shards of a process on another host that no
+        third one has. A state that is sharded over all devices then survives the death of any one
+        host without a checkpoint. It costs memory on the host, and time at the end of each attempt.
+      every, every_seconds: the most steps to repeat, or about the most seconds. Without them, those
+        between two log points, evaluations or saves.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> tx, params = optax.adam(1e-3), {"w": jnp.ones((8, 8))}
@@ -85,13 +90,19 @@ class Elastic:
 
     build: Callable[[Sequence[jax.Device]], tuple[Callable[[Any, Any], tuple[Any, Any]], Any]]
     _: KW_ONLY
+    replicas: int = 0
     every: int | None = None
+    every_seconds: float | None = None
     every_epochs: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         read_function("build", self.build, "a function build(devices) -> (step, plan)")
+        if self.replicas not in (0, 1):
+            refuse("replicas", "0 or 1", repr(self.replicas))
         if self.every is not None:
             read_integer("every", self.every)
+        if self.every_seconds is not None:
+            read_positive("every_seconds", self.every_seconds, unit="seconds")
 
     @property
     def step(self) -> Callable[[Any, Any], tuple[Any, Any]]:
@@ -122,10 +133,9 @@ class Elastic:
         parts = self.build(devices)
         if not isinstance(parts, tuple) or len(parts) != 2:
             refuse("build", "(step, plan) from it", tree.describe_value(parts))
-        used = {device.process_index for device in _mesh_of(parts[1]).devices.flat}
-        if idle := {device.process_index for device in devices} - used:
-            expected = "a plan with devices of each process"
-            refuse("build", expected, f"none of {spell_processes(sorted(idle))}")
+        if 0 not in (used := _processes_of(parts[1])):
+            expected = "a plan with devices of process 0, which cannot be spare"
+            refuse("build", expected, f"one of {spell_processes(sorted(used))}")
         return parts
 
 
@@ -137,9 +147,8 @@ def _mesh_of(plan: Any) -> Any:
     return shardings[0].mesh
 
 
-def plan_share(plan: Any) -> tuple[int, int, int]:
-    """Return which part of each batch this process makes."""
-    return share_of(_mesh_of(plan))
+def _processes_of(plan: Any) -> set[int]:
+    return {device.process_index for device in _mesh_of(plan).devices.flat}
 
 
 class _Kept(NamedTuple):
@@ -149,19 +158,66 @@ class _Kept(NamedTuple):
     data: Any
 
 
+class _Spare(NamedTuple):
+    """Takes the place of the state in a process that trains nothing."""
+
+    step: int = 0
+
+
 class Attempts:
-    """The attempts of an elastic run, and what it needs to repeat one."""
+    """The attempts of an elastic run, and what it needs to repeat one.
+
+    Attributes:
+      group: the processes that train; in a spare process, that one alone.
+      live: those that have not died, as far as this process knows.
+      losses: for each death: who, when, and what it cost.
+    """
 
     def __init__(self, elastic: Elastic) -> None:
         self.elastic = elastic
-        self.group = Group(tuple(range(jax.process_count())))
+        self.live = self._met = Group.of_live()
+        hosts = self.live.meet(socket.gethostname(), "their hosts")
+        self._hosts = dict(zip(self.live.processes, hosts, strict=True))
+        self.losses: list[dict[str, Any]] = []
         self.is_repeated = False  # whether the run continues from a copy
         self._copy: HostCopy | None = None
+        self._is_stale = True  # whether the copy is not of the present group
+        self._replicas: Replicas | None = None
         self._kept: _Kept | None = None  # None between the end of an attempt and the next
+        self._length: _Length | None = None
+        if elastic.every_seconds is not None:
+            self._length = _Length(elastic.every_seconds)
+        values = KeyValues("elastic")
+        self._notices = _Notices(values, str(values.count_call()))
+        is_whole = len(self.live.processes) == jax.process_count()
+        self._use(*(elastic._parts if is_whole else elastic.on(self.live.devices)))
+
+    def _use(self, step: Callable[..., Any], plan: Any) -> None:
+        self._step, self.plan, self._replicas, self._is_stale = step, plan, None, True
+        processes, me = _processes_of(plan), jax.process_index()
+        self.group = self.live.only(processes if me in processes else {me})
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this process trains nothing now."""
+        return jax.process_index() not in _processes_of(self.plan)
+
+    def stand_in(self, state: Any) -> Any:
+        """Return what takes the place of the state in a spare process, and the state in others."""
+        if not self.is_spare:
+            return state
+        self._copy = HostCopy(state, 0)
+        return _Spare()
 
     def start(self, loop: "TrainLoop") -> None:
         """Divide the batches by the plan, and let checkpoints be saved by the group."""
-        loop.continue_with(*self.elastic._parts, at=loop.step, lost="")
+        self._met = self.group
+        loop.continue_with(self._step, self._share, at=loop.step, lost="")
+
+    @property
+    def _share(self) -> tuple[int, int, int]:
+        """Which part of each batch this process makes."""
+        return (0, 1, 1) if self.is_spare else share_of(_mesh_of(self.plan))
 
     def agree(self, state: Any, step: int) -> None:
         """Wait for the steps of an attempt, and until all processes have done them.
@@ -170,25 +226,42 @@ class Attempts:
           Disbanded: if one has died.
         """
         jax.block_until_ready(state)
-        self.group.meet(step, "the end of an attempt")
-        self._kept = None
-        if self._copy is None or self._copy.step != step:
+        length = None if self._length is None else self._length.next(step)
+        (_, length), *_ = self.group.meet([step, length], "the end of an attempt")
+        if self._length is not None:
+            self._length.steps = length
+        if self._copy is None or self._copy.step != step or self._is_stale:
             self.keep(state, step)
+        self._kept = None
 
     def keep(self, state: Any, step: int) -> None:
-        """Copy the shards of this process to the host."""
-        self._copy, self._kept = HostCopy(state, step), None
+        """Copy the shards of this process to the host, and to another process."""
+        copy = HostCopy.of(state, step)
+        if self.elastic.replicas and len(self.group.processes) > 1:
+            start = time.monotonic()
+            if self._replicas is None:
+                self._replicas = Replicas(copy, self.plan, self.group, self._hosts)
+            copy.replicate(self._replicas)
+            # The previous copies count until all have the new ones.
+            self.group.meet(step, "their copies")
+            self._replicas.seconds = time.monotonic() - start
+        self._copy, self._kept, self._is_stale = copy, None, False
 
     def begin(self, loop: "TrainLoop") -> None:
         """Keep what the steps of an attempt are about to change."""
         self._kept = _Kept(loop.get_state(), loop.position())
         self.is_repeated = False
 
+    def next_end(self, step: int) -> float:
+        """Return the step at which an attempt of `every_seconds` ends."""
+        return math.inf if self._length is None else step + self._length.steps
+
     def leave(self, error: BaseException) -> str:
         """End an attempt that failed; return which processes have died, "" if none has."""
-        dead = self.group.leave(error)
+        dead = self._met.leave(error)
         if dead:
-            self.group = self.group.without(dead)
+            self.live = self.live.only(set(self.live.processes) - dead)
+            self._met = self._met.only(self.live.processes)
         elif isinstance(error, Disbanded):
             expected, got = "no error in any process", f"one: {error}"
             refuse("fit", expected, got, kind=StepfoldError, cause=error)
@@ -196,33 +269,136 @@ class Attempts:
 
     def repeat(self, loop: "TrainLoop", lost: str) -> None:
         """Continue without the processes that died: from the copies, or else a checkpoint."""
+        start = time.monotonic()
         if self._copy is None:
             raise CheckpointError(f"fit: {lost} before the run had begun; start it again")
-        if self._kept is None:  # the end of a run is repeated too
+        if self._kept is None and not self._copy.is_empty:  # the end of a run is repeated too
             self._kept = _Kept({**loop.get_state(), "is_complete": False}, loop.position())
-        _wait_for_devices()  # before the meetings in `continue_with`
-        step, plan = self.elastic.on(self.group.devices)
-        loop.continue_with(step, plan, at=self._copy.step, lost=lost)
+        was_at, was_new = loop.step, self._copy.is_empty
+        _wait_for_devices()  # before the meetings
+        self._notices.call(self.live, lost)
+        self._met = self.live
+        before = _processes_of(self.plan)
+        self._use(*self.elastic.on(self.live.devices))
+        note = pickle.dumps((self._copy.step, self._kept, loop.get_start()))
+        lacking, note = self._copy.collect(self.plan, self.live, note)
+        self._copy.step, kept, begun = pickle.loads(note)
+        if was_new and not self.is_spare:
+            self._kept = kept
+            loop.set_start(begun)
+        self._met = self.group
+        loop.continue_with(self._step, self._share, at=self._copy.step, lost=lost)
+        if self.is_spare:
+            self._kept, loop.state = None, _Spare(loop.step)
+            self._copy.drop()
+            return
         loop.hooks.flush()  # rows may still wait in a thread
-        missing = self.group.meet(self._copy.missing(plan), "their copies of the state")
-        self.is_repeated = not any(missing)
-        if self.is_repeated:
-            loop.resume(self._copy.restored(plan, *self._kept), "memory")
+        self.is_repeated = lacking is None
+        if self.is_repeated and self._kept is not None:
+            loop.resume(self._restored(self._copy, self._kept), "memory")
         elif loop.series is None:
-            expected = f"a copy of {max(missing)[0]} in each process that is left, or checkpoints"
-            advice = "give sf.Checkpoints(every=…), or replicate the state over processes"
+            expected = f"a copy of {lacking} in the processes that are left, or checkpoints"
+            advice = "give sf.Checkpoints(every=…), or replicas=1"
             refuse("plan", expected, "none", advice, kind=CheckpointError)
         else:
-            loop.state = self._copy.like(plan)
+            loop.state = self._copy.like(self.plan)
             self._copy.drop()
             loop.restore(loop.series)
+        stepped_in = sorted(_processes_of(self.plan) - before)
+        source = "memory" if self.is_repeated else "checkpoint"
+        self.losses.append(
+            {
+                "lost": lost,
+                "at": was_at,
+                "from": loop.step,
+                "source": source,
+                "processes": list(self.group.processes),
+                "stepped_in": stepped_in,
+                "seconds": round(time.monotonic() - start, 3),
+                "time": time.time(),
+            }
+        )
+        joined = f" with {spell_processes(stepped_in)}, which stepped in" if stepped_in else ""
         warnings.warn(
             f"{lost}; the run continues from step {loop.step}"
             f"{'' if self.is_repeated else ', its newest checkpoint,'} on "
-            f"{spell_processes(self.group.processes)}",
+            f"{spell_processes(self.group.processes)}{joined}",
             RuntimeWarning,
             stacklevel=4,
         )
+
+    def _restored(self, copy: HostCopy, kept: _Kept) -> Restored:
+        """Return the state from the copy, and what was kept with it."""
+        names = {name: name for name, _ in copy.leaves}
+        extra = {"fit": kept.run}
+        return Restored(copy.restore(self.plan), copy.step, kept.data, extra, {}, names, {}, {})
+
+    def wait(self, loop: "TrainLoop") -> str:
+        """Wait in a spare process until it is needed; return why, or "" once the run has ended."""
+        call = self._notices.wait()
+        if "lost" in call:
+            self.live = self.live.only(call["live"])
+            return str(call["lost"])
+        if call["error"]:
+            expected, got = "no error in any process", f"one: {call['error']}"
+            refuse("fit", expected, got, kind=StepfoldError)
+        number = call["signal"]
+        loop.end_as(call["step"], Stop(*call["stop"]), number and Signals(number))
+        if self._copy is not None:
+            loop.state = self._copy.like(self.plan)
+        return ""
+
+    def end(self, step: int, stop: Stop | None, number: int | None, error: str = "") -> None:
+        """Tell spare processes how the run has ended."""
+        self._notices.end({"step": step, "stop": stop, "signal": number, "error": error})
+
+
+class _Notices:
+    """What process 0 tells spare processes: that they are needed, or that the run has ended."""
+
+    def __init__(self, values: KeyValues, run: str) -> None:
+        self._values, self._run = values, run
+        self._calls = 0
+
+    def call(self, live: Group, lost: str) -> None:
+        """Call all live processes to a recovery; each counts those that it took part in."""
+        self._calls += 1
+        notice = {"number": self._calls, "live": live.processes, "lost": lost}
+        self._set("call", notice)
+
+    def end(self, notice: dict[str, Any]) -> None:
+        self._set("end", notice)
+
+    def wait(self) -> dict[str, Any]:
+        """Wait for the next call, or the end of the run."""
+        while True:
+            notices = self._values.get(self._run)
+            if notices.get("call", {}).get("number", 0) > self._calls:
+                return notices["call"]  # type: ignore[no-any-return]
+            if "end" in notices:
+                return notices["end"]  # type: ignore[no-any-return]
+            time.sleep(_POLL_SECONDS)
+
+    def _set(self, key: str, notice: dict[str, Any]) -> None:
+        if jax.process_index() == 0:
+            self._values.set(f"{self._run}/{key}", notice)
+
+
+class _Length:
+    """The length in steps of attempts of some seconds, by the clock of process 0."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self.steps = seconds, 1
+        self._last: tuple[int, float] | None = None
+
+    def next(self, step: int) -> int:
+        """Return the length of the attempt after a step."""
+        now, last = time.monotonic(), self._last
+        self._last = step, now
+        if last is None or step <= last[0]:
+            return self.steps
+        pace = (now - last[1]) / (step - last[0])
+        return max(1, min(int(self._seconds / pace), 2 * self.steps))
 
 
 def _wait_for_devices() -> None:
@@ -234,86 +410,3 @@ def _wait_for_devices() -> None:
     for array in jax.live_arrays():
         with suppress(Exception):
             array.block_until_ready()
-
-
-class HostCopy:
-    """The shards of a state that this process has, in its own memory."""
-
-    def __init__(self, state: Any, step: int) -> None:
-        self.step, self.leaves = step, leaves_of(state)
-        self._structure: Any = jax.tree.structure(state)
-        arrays = arrays_of(state, Group((jax.process_index(),)))
-        shards = {
-            name: array.addressable_shards if isinstance(array, jax.Array) else []
-            for name, array in arrays.items()
-        }
-        for shard in (shard for each in shards.values() for shard in each):
-            shard.data.copy_to_host_async()
-        # Views if the device is the host: they keep the arrays valid, even if a step donates them.
-        self._parts: dict[str, dict[Region, np.ndarray]] = {
-            name: {region(s.index, arrays[name].shape): np.asarray(s.data) for s in each}
-            for name, each in shards.items()
-        }
-
-    def missing(self, plan: Any) -> list[str]:
-        """List the leaves of which the copy lacks a part that a plan has on this process."""
-        return [
-            name
-            for name, like in self._named(plan).items()
-            for part in regions_of(name, self.leaves[name], like)
-            if _cut(self._parts.get(name, {}), part, self.leaves[name]) is None
-        ]
-
-    def restored(self, plan: Any, run: dict[str, Any], data: Any) -> Restored:
-        """Return the state with the shardings of a plan, and what was kept with it."""
-        leaves = []
-        for name, like in self._named(plan).items():
-            saved = self.leaves[name]
-            needed = regions_of(name, saved, like)
-            parts: Any = {part: _cut(self._parts[name], part, saved) for part in needed}
-            leaves.append(make_leaf(name, saved, like, parts))
-        state, names = self._structure.unflatten(leaves), {name: name for name in self.leaves}
-        return Restored(state, self.step, data, {"fit": run}, {}, names, {}, {})
-
-    def like(self, plan: Any) -> Any:
-        """Return the abstract state with the shardings of a plan."""
-        return self._structure.unflatten(self._named(plan).values())
-
-    def drop(self) -> None:
-        """Drop the arrays."""
-        self._parts = {}
-
-    def _named(self, plan: Any) -> dict[str, Any]:
-        if jax.tree.structure(plan) != self._structure:
-            advice = "make it with sf.make_sharding(shape, mesh), of the same shape"
-            refuse("build", "a plan like the state", tree.describe_value(plan), advice)
-        pairs = zip(self.leaves.items(), jax.tree.leaves(plan), strict=True)
-        return {name: _abstract(leaf, sharding) for (name, leaf), sharding in pairs}
-
-
-def _abstract(saved: Leaf, sharding: NamedSharding) -> Any:
-    """Describe a leaf on the devices of a sharding."""
-    if saved.key is None:
-        return jax.ShapeDtypeStruct(saved.shape, saved.dtype, sharding=sharding)
-    key = jax.eval_shape(lambda: jax.random.key(0, impl=saved.key))
-    return jax.ShapeDtypeStruct(saved.shape[:-1], key.dtype, sharding=sharding)
-
-
-def _cut(parts: Mapping[Region, np.ndarray], wanted: Region, saved: Leaf) -> np.ndarray | None:
-    """Assemble a region of a leaf from parts of it, or return None if they lack some of it."""
-    shape = [stop - start for start, stop in wanted]
-    result, covered = np.empty(shape, jnp.dtype(saved.dtype)), 0
-    for part, array in parts.items():
-        common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(part, wanted, strict=True))
-        if all(start < stop for start, stop in common):
-            target, source = _shift(common, wanted), _shift(common, part)
-            result[as_slices(target)] = array[as_slices(source)]
-            covered += math.prod(stop - start for start, stop in common)
-    return result if covered == result.size else None
-
-
-def _shift(part: Region, within: Region) -> Region:
-    return tuple(
-        (start - first, stop - first)
-        for (start, stop), (first, _) in zip(part, within, strict=True)
-    )

@@ -138,7 +138,7 @@ def fit(
     >>> result.steps, str(result.stop_reason), result.history["train/loss"].steps
     (20, 'all 20 steps were done', [10, 20])
     """
-    parts, (step, attempts) = _check_resume(resume), _read_step(step)
+    parts, (step, state, attempts) = _check_resume(resume), _read_step(step, state)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
     runner = _check_numbers(step, lengths, log_every, steps_per_call)
     _check_checkpoints(checkpoints)
@@ -173,6 +173,8 @@ def fit(
     )
     del state, describe  # so that a restored state can take the memory
     with _attach_result(loop), _opened(loop, directory, all_hooks):
+        if attempts is not None:
+            attempts.start(loop)
         was_complete = _start(loop, directory, more_steps, resume=resume is not False)
         with report_failed_peer():
             _run(loop, directory, more_steps)
@@ -239,9 +241,12 @@ class FitResult(NamedTuple):
         )
 
 
-def _read_step(step: Any) -> tuple[Any, Attempts | None]:
-    """Return the step, and the attempts of an elastic run."""
-    return (step.step, step.attempts()) if isinstance(step, Elastic) else (step, None)
+def _read_step(step: Any, state: Any) -> tuple[Any, Any, Attempts | None]:
+    """Return the step, the state to start with, and the attempts of an elastic run."""
+    if not isinstance(step, Elastic):
+        return step, state, None
+    attempts = step.attempts()
+    return step.step, state if attempts is None else attempts.stand_in(state), attempts
 
 
 def _check_numbers(
@@ -480,7 +485,7 @@ def _start(
     rollbacks.resume()
     if rollbacks.done:
         loop.skip([rollback.skipped for rollback in rollbacks.done])
-    with agreement(f"{series.directory}: not resumed"):
+    with agreement(f"{series.directory}: not resumed", loop.group):
         was_complete = loop.restore(series, more_steps)
     directory.fetch(loop.step)
     directory.resume(loop)
@@ -489,27 +494,45 @@ def _start(
 
 def _run(loop: TrainLoop, directory: RunDirectory, more_steps: int | None) -> None:
     """Run to the end; go back where a hook asks for it, and continue where processes die."""
-    attempts, lost, has_begun = loop.attempts, "", False
-    while True:
-        try:
-            if attempts is not None and lost:
-                directory.end_attempt(loop.step, Stop("process_died", lost))
-                attempts.repeat(loop, lost)
-                directory.resume(loop)
-                lost = ""
-            elif attempts is not None and not has_begun:
-                attempts.start(loop)
-                has_begun = True
-            elif loop.go_back is not None:
-                _go_back(loop, directory, loop.go_back, more_steps)
-            loop.run()
-        except (Exception, Disbanded) as error:
-            if attempts is None or not (died := attempts.leave(error)):
-                raise
-            lost = f"{lost}, {died}" if lost else died
-        else:
-            if loop.go_back is None:
-                return
+    attempts = loop.attempts
+    if attempts is not None:
+        return _run_elastically(loop, attempts, directory, more_steps)
+    loop.run()
+    while loop.go_back is not None:
+        _go_back(loop, directory, loop.go_back, more_steps)
+        loop.run()
+
+
+def _run_elastically(
+    loop: TrainLoop, attempts: Attempts, directory: RunDirectory, more_steps: int | None
+) -> None:
+    lost, has_ended = "", False
+    try:
+        while not has_ended:
+            try:
+                if lost:
+                    directory.end_attempt(loop.step, Stop("process_died", lost))
+                    attempts.repeat(loop, lost)
+                    lost = ""
+                    if not attempts.is_spare:
+                        directory.resume(loop)
+                if attempts.is_spare:
+                    lost = attempts.wait(loop)
+                    has_ended = not lost
+                    continue
+                if loop.go_back is not None:
+                    _go_back(loop, directory, loop.go_back, more_steps)
+                loop.run()
+                has_ended = loop.go_back is None
+            except (Exception, Disbanded) as error:
+                if not (died := attempts.leave(error)):
+                    raise
+                lost = f"{lost}, {died}" if lost else died
+    except BaseException as error:
+        attempts.end(loop.step, None, None, f"{type(error).__name__}: {error}"[:500])
+        raise
+    agreed = loop.consensus.requests.get(Kind.SIGNAL)
+    attempts.end(loop.step, loop.stop, None if agreed is None else agreed.reason)
 
 
 def _go_back(
@@ -529,9 +552,9 @@ def _go_back(
 
 def _has_checkpoint(series: Series) -> bool:
     """Whether process 0 sees a checkpoint, which may be damaged; collective."""
-    with agreement(f"{series.directory}: not resumed"):
+    with agreement(f"{series.directory}: not resumed", series.group):
         has_checkpoint = jax.process_index() == 0 and series.has_checkpoint()
-    return broadcast_from_first([has_checkpoint])[0]
+    return broadcast_from_first([has_checkpoint], series.group)[0]
 
 
 def _find_nonfinite(loop: TrainLoop, hooks: Sequence[Hook]) -> Nonfinite | None:

@@ -92,7 +92,7 @@ class RunDirectory:
     def start(self, loop: TrainLoop) -> None:
         """Start a run that does not resume; move the files of an earlier run aside."""
         self._metadata["replacements"] = loop.progress.replacements  # which the loop extends
-        with agreement(f"run_dir: {self.path}: not opened"):
+        with agreement(f"run_dir: {self.path}: not opened", loop.group):
             if self.path is not None and jax.process_index() == 0:
                 move_previous_run(self.path, loop.step, stacklevel=5)  # at the call of fit
 

@@ -28,7 +28,7 @@ from stepfold.errors import (
 )
 from stepfold.loop.consensus import Alone, Several
 from stepfold.loop.data import BatchFeed, DataPosition
-from stepfold.loop.elastic import Attempts, plan_share
+from stepfold.loop.elastic import Attempts
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import Event, GoBack, HookDispatcher, Replace, Stop
 from stepfold.loop.metrics import History, Interval, MetricBuffer
@@ -480,6 +480,8 @@ class TrainLoop:
     def _find_due(self) -> None:
         """Find the next step after which something is due, and use the programs of its batches."""
         self._schedule.due = self._schedule.next_after(self.step)
+        if self.attempts is not None:
+            self._schedule.due = int(min(self._schedule.due, self.attempts.next_end(self.step)))
         if len(sizes := self._feed.batch_sizes) > 1:
             used, total = self._feed.used, self.progress.total
             end = math.inf if total is None else total - self.step + used
@@ -813,14 +815,48 @@ class TrainLoop:
             )
         self.progress.hyperparams = {**current, **known}
 
-    def continue_with(self, step: Callable[..., Any], plan: Any, *, at: int, lost: str) -> None:
-        """Use the step and the plan of the devices that are left, from the same step on in all."""
+    def continue_with(
+        self, step: Callable[..., Any], share: tuple[int, int, int], *, at: int, lost: str
+    ) -> None:
+        """Use another step and share of the batches, with the processes that are left.
+
+        All of them continue after the step `at`.
+        """
         self._run_step = StepRunner(step)
-        self._feed.share(plan_share(plan))
+        self._feed.share(share)
         if self.group is not None:
             self.consensus.regroup(self.group, at)
             if self.series is not None:
                 self.series.join(self.group, lost=lost)
+
+    def get_start(self) -> dict[str, Any]:
+        """Return what a process has to know that steps in during the run."""
+        done = [] if self.rollbacks is None else self.rollbacks.done
+        saved = None if self.series is None else self.series.get_progress()
+        return {
+            "first_step": self.first_step,
+            "resumed": self.resumed,
+            "total": self.progress.total,
+            "rollbacks": done,
+            "saved": saved,
+        }
+
+    def set_start(self, start: Mapping[str, Any]) -> None:
+        """Step in during a run, with the values of `get_start` in another process."""
+        self.first_step, self.resumed = start["first_step"], start["resumed"]
+        self.progress.total = start["total"]
+        if self.series is not None and self.rollbacks is not None:
+            self.series.set_progress(start["saved"])
+            new = start["rollbacks"][len(self.rollbacks.done) :]
+            self.rollbacks.done += new
+            if new:
+                self.skip([rollback.skipped for rollback in new])
+
+    def end_as(self, step: int, stop: Stop, number: Signal | None) -> None:
+        """End as the others have, in a process that did not take part."""
+        self.step, self._end = step, Request(Kind.END, step, stop)
+        if number is not None:
+            self.consensus.requests.add(Request(Kind.SIGNAL, step, number))
 
     def position(self) -> Any:
         """Return the position of the next batch."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from stepfold.core.processes import DEFAULT_TIMEOUT, KeyValues
+from stepfold.core.processes import DEFAULT_TIMEOUT, KeyValues, live_processes
 from stepfold.core.validation import check_flags
 from stepfold.errors import ConfigError, refuse
 
@@ -203,11 +203,9 @@ def _leave_together() -> None:
     A recoverable process does not wait for the others at its exit, and they fail if process 0 is
     gone, which answers them.
     """
-    from jax.experimental.multihost_utils import ProcessFailureError, live_devices
-
     for _ in range(2 if jax.process_index() == 0 else 1):  # the second time, the others are gone
-        with suppress(ProcessFailureError, RuntimeError), live_devices(jax.devices()):
-            pass
+        with suppress(RuntimeError):
+            live_processes(range(jax.process_count()))
 
 
 _DETECTED_BY_JAX = {  # with what to do where jax fails

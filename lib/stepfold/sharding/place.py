@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold import tree
-from stepfold.core.processes import KeyValues, spell_processes
+from stepfold.core.processes import Group, KeyValues, spell_processes
 from stepfold.errors import DataError, PeerTimeoutError, ShardingError, refuse
 from stepfold.sharding.mesh import check_mesh, data_axes
 from stepfold.sharding.plan import shardings_of
@@ -111,6 +111,13 @@ def share_of(mesh: Mesh) -> tuple[int, int, int]:
         advice = "order the devices of the mesh by process along its data axes"
         refuse("mesh", expected, f"{local} of {count}", advice, kind=ShardingError)
     return local[0], local[-1] + 1, count
+
+
+def process_mesh(group: Group | None = None) -> Mesh:
+    """Return a mesh of one device of each process, or of each in a group."""
+    every = jax.devices() if group is None else group.devices
+    devices = {device.process_index: device for device in reversed(every)}
+    return Mesh(np.array([devices[process] for process in sorted(devices)]), ("process",))
 
 
 @cache
