@@ -42,6 +42,7 @@ from stepfold.core.validation import read_function, read_integer
 from stepfold.errors import CheckpointError, StepfoldError, refuse
 from stepfold.sharding.distributed import is_recoverable
 from stepfold.sharding.place import share_of
+from stepfold.sharding.plan import mesh_of, read_step_and_plan
 
 if TYPE_CHECKING:
     from stepfold.loop.train_loop import TrainLoop
@@ -119,27 +120,17 @@ class Elastic:
 
     def on(self, devices: Sequence[jax.Device]) -> tuple[Callable[[Any, Any], Any], Any]:
         """Build the step and the plan for some devices."""
-        parts = self.build(devices)
-        if not isinstance(parts, tuple) or len(parts) != 2:
-            refuse("build", "(step, plan) from it", tree.describe_value(parts))
-        used = {device.process_index for device in _mesh_of(parts[1]).devices.flat}
+        parts = read_step_and_plan("build", self.build(devices), devices)
+        used = {device.process_index for device in mesh_of(parts[1]).devices.flat}
         if idle := {device.process_index for device in devices} - used:
             expected = "a plan with devices of each process"
             refuse("build", expected, f"none of {spell_processes(sorted(idle))}")
         return parts
 
 
-def _mesh_of(plan: Any) -> Any:
-    shardings = jax.tree.leaves(plan)
-    if not shardings or not all(isinstance(each, NamedSharding) for each in shardings):
-        advice = "make it with sf.make_sharding"
-        refuse("build", "a plan from it, a tree of shardings", tree.describe_value(plan), advice)
-    return shardings[0].mesh
-
-
 def plan_share(plan: Any) -> tuple[int, int, int]:
     """Return which part of each batch this process makes."""
-    return share_of(_mesh_of(plan))
+    return share_of(mesh_of(plan))
 
 
 class _Kept(NamedTuple):
