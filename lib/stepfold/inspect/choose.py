@@ -39,8 +39,8 @@ def choose(
     The cheapest has the fewest FLOPs on all devices; among equals the fewest bytes sent, and then
     the least memory. Nothing runs, so the devices may be those of `devices_of`.
 
-    With `devices`, the function is one of devices, as `Elastic` takes it. `Elastic` trains with the
-    choice.
+    With `devices`, one function is inspected, chosen and run: `Elastic` takes it too, with the
+    arguments of the choice.
 
     Args:
       make_step: returns a step for the arguments of a candidate, passed by keyword. With `devices`,
