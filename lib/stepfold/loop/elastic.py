@@ -28,9 +28,7 @@ from signal import Signals
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
 
-from stepfold import tree
 from stepfold.checkpoint.restore import Restored
 from stepfold.core.processes import Disbanded, Group, KeyValues, spell_processes
 from stepfold.core.validation import read_function, read_integer, read_positive
@@ -39,6 +37,7 @@ from stepfold.loop.hooks.base import Stop
 from stepfold.loop.host_copy import HostCopy, Replicas
 from stepfold.sharding.distributed import is_recoverable
 from stepfold.sharding.place import share_of
+from stepfold.sharding.plan import mesh_of, read_step_and_plan
 
 if TYPE_CHECKING:
     from stepfold.loop.train_loop import TrainLoop
@@ -130,25 +129,15 @@ class Elastic:
 
     def on(self, devices: Sequence[jax.Device]) -> tuple[Callable[[Any, Any], Any], Any]:
         """Build the step and the plan for some devices."""
-        parts = self.build(devices)
-        if not isinstance(parts, tuple) or len(parts) != 2:
-            refuse("build", "(step, plan) from it", tree.describe_value(parts))
+        parts = read_step_and_plan("build", self.build(devices), devices)
         if 0 not in (used := _processes_of(parts[1])):
             expected = "a plan with devices of process 0, which cannot be spare"
             refuse("build", expected, f"one of {spell_processes(sorted(used))}")
         return parts
 
 
-def _mesh_of(plan: Any) -> Any:
-    shardings = jax.tree.leaves(plan)
-    if not shardings or not all(isinstance(each, NamedSharding) for each in shardings):
-        advice = "make it with sf.make_sharding"
-        refuse("build", "a plan from it, a tree of shardings", tree.describe_value(plan), advice)
-    return shardings[0].mesh
-
-
 def _processes_of(plan: Any) -> set[int]:
-    return {device.process_index for device in _mesh_of(plan).devices.flat}
+    return {device.process_index for device in mesh_of(plan).devices.flat}
 
 
 class _Kept(NamedTuple):
@@ -217,7 +206,7 @@ class Attempts:
     @property
     def _share(self) -> tuple[int, int, int]:
         """Which part of each batch this process makes."""
-        return (0, 1, 1) if self.is_spare else share_of(_mesh_of(self.plan))
+        return (0, 1, 1) if self.is_spare else share_of(mesh_of(self.plan))
 
     def agree(self, state: Any, step: int) -> None:
         """Wait for the steps of an attempt, and until all processes have done them.
