@@ -177,7 +177,7 @@ def ends_by_a_signal(start, who):
     from stepfold.core.processes import Disbanded, Group
 
     found = start(elastic=True, heartbeat=4)
-    group = Group((0, 1))
+    group = Group.of_live()
     group.meet()
     if found.process == who:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -199,7 +199,7 @@ def leaves_with_an_error(start):
     from stepfold.core.processes import Disbanded, Group
 
     found = start(elastic=True, heartbeat=4)
-    group = Group((0, 1))
+    group = Group.of_live()
     group.meet()
     if found.process == 1:
         print("dead:", set(group.leave(ValueError("no more"))))

@@ -31,7 +31,6 @@ from stepfold.checkpoint.steps import (
     read_directory,
 )
 from stepfold.checkpoint.store import (
-    DirectoryStore,
     Store,
     check_is_new,
     complete_steps,
@@ -630,12 +629,8 @@ class Series(_StepReader):
         """
         self.group = group
         for store in self._stores():
-            if isinstance(store, DirectoryStore):
-                store.group = group
-                store.abandon(lost)
-            else:
-                expected = "a directory, for a run that continues after the death of a process"
-                refuse("checkpoints", expected, store.location)
+            store.group = group
+            store.abandon(lost)
         if self._thread is not None:
             self._thread.join()
             self._thread = None

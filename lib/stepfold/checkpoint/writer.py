@@ -30,7 +30,7 @@ from stepfold.checkpoint import manifest
 from stepfold.checkpoint.leaves import arrays_of, leaves_of, shards_of
 from stepfold.checkpoint.manifest import StepMetadata
 from stepfold.checkpoint.steps import is_full, locked, sync
-from stepfold.core.processes import Group, KeyValues, agreement
+from stepfold.core.processes import Group, KeyValues, agreement, processes_of
 from stepfold.errors import CheckpointError
 
 _TIMEOUT = 60.0  # seconds to wait for other writes of a save that failed
@@ -158,7 +158,7 @@ class _Peers:
 
     def __init__(self, group: Group | None = None) -> None:
         self._values = KeyValues("save", group)
-        self.processes = range(jax.process_count()) if group is None else group.processes
+        self.processes = processes_of(group)
         self._are_several = bool(self._values) and len(self.processes) > 1
         self._save = self._values.count_call() if self._are_several else 0
         # Orbax numbers its own barriers in each process. After a death, the numbers may differ.

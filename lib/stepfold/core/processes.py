@@ -135,11 +135,15 @@ def live_processes(processes: Sequence[int]) -> dict[int, int]:
 _LEFT = "left"
 
 
+def processes_of(group: Group | None) -> Sequence[int]:
+    """Return the processes of a group, or all of the job."""
+    return range(jax.process_count()) if group is None else group.processes
+
+
 def rank_in(group: Group | None) -> tuple[int, int]:
     """Return the position of this process in a group, or in all of the job, and their number."""
-    if group is None:
-        return jax.process_index(), jax.process_count()
-    return group.rank, len(group.processes)
+    processes = processes_of(group)
+    return processes.index(jax.process_index()), len(processes)
 
 
 class KeyValues:

@@ -62,6 +62,7 @@ class BatchFeed:
         keeps = keep_recent and not can_reread and jax.process_count() == 1
         self.recent = RecentBatches() if keeps else None
         self.wait_seconds = 0.0
+        self.batch_share = 1 / jax.process_count()  # which part of the rows of a step is made here
         self.check_next_position = False  # once, so that later pulls cost nothing
         position = self._state() if self.is_resumable else None
         self.used = self._pulled = self._first_used = _count_in(position) or 0
@@ -237,6 +238,7 @@ class BatchFeed:
     def share(self, share: tuple[int, int, int]) -> None:
         """Let this process make other rows of each global batch, those of its devices."""
         self.batches = self.iterator = shared(self.batches, share)
+        self.batch_share = (share[1] - share[0]) / share[2]
 
     def skippable(self) -> Any:
         """Return the iterator; raise if it cannot skip batches."""

@@ -106,6 +106,8 @@ class RunDirectory:
         self._compare_config()
         if loop.rollbacks is not None and loop.rollbacks.done:
             self._metadata["rollbacks"] = loop.rollbacks.as_json()
+        if loop.attempts is not None and loop.attempts.losses:
+            self._metadata["losses"] = loop.attempts.losses
         with agreement(f"run_dir: {self.path}: not opened", loop.group):
             self._continue_metrics(loop.history, loop.progress)
 

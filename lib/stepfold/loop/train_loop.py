@@ -15,7 +15,13 @@ from stepfold import tree
 from stepfold.checkpoint.restore import Restored
 from stepfold.checkpoint.series import Series
 from stepfold.core.optimizer import hyperparams_of
-from stepfold.core.processes import Group, KeyValues, agreement, spell_processes
+from stepfold.core.processes import (
+    Group,
+    KeyValues,
+    agreement,
+    processes_of,
+    spell_processes,
+)
 from stepfold.core.state import has_nan, is_available, step_of
 from stepfold.data.epochs import EpochEnds, size_at
 from stepfold.errors import (
@@ -678,6 +684,8 @@ class TrainLoop:
             data_wait_seconds=self._feed.wait_seconds,
             kind=kind,
             hook_seconds=self.hooks.seconds,
+            processes=processes_of(self.group),
+            batch_share=self._feed.batch_share,
         )
         event, requests = self._call_hooks(event)
         self.history.add(event.step, event.metrics)
