@@ -93,8 +93,7 @@ def trains(start, folder, kills=(), mutant=None, heartbeat=8, options=None):
 
     def held_out():
         evaluations.append(True)
-        if len(evaluations) == 2:
-            at("evaluation")
+        at(f"evaluation {len(evaluations)}")
         return sf.batches(examples(1, 48), 16, epochs=1)
 
     write_leaves, meet = manifest.write_leaves, Group.meet
@@ -226,7 +225,8 @@ def compare(run, whole, *, sees_once=True):
     [
         "step 20",
         pytest.param("log 30", marks=pytest.mark.full),
-        pytest.param("evaluation", marks=pytest.mark.full),
+        pytest.param("evaluation 1", marks=pytest.mark.full),
+        pytest.param("evaluation 2", marks=pytest.mark.full),
         pytest.param("save 40", marks=pytest.mark.full),
         pytest.param("save 60", marks=pytest.mark.full),  # while the others wait for the last save
         pytest.param("meeting 30", marks=pytest.mark.full),

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from stepfold import tree
 from stepfold.core.processes import Group, KeyValues, spell_processes
 from stepfold.errors import DataError, PeerTimeoutError, ShardingError, refuse
+from stepfold.sharding.distributed import is_recoverable
 from stepfold.sharding.mesh import check_mesh, data_axes
 from stepfold.sharding.plan import shardings_of
 from stepfold.sharding.topology import can_run, check_here
@@ -134,7 +135,8 @@ def _check_equal_rows(mesh: Mesh, rows: int) -> None:
     """Wait until every process of the mesh has had a batch of this many rows.
 
     Runs once for each number of rows, without a collective, so that it may run in a thread: a
-    collective there would run in another order in each process.
+    collective there would run in another order in each process. If processes may die, it does not
+    wait for them, and only compares the numbers so far.
     """
     check_here(mesh.devices.flat)
     processes = sorted({device.process_index for device in mesh.devices.flat})
@@ -155,6 +157,7 @@ def _check_equal_rows(mesh: Mesh, rows: int) -> None:
         differ = any(rows not in got and got - counts[me] for got in counts.values())
         differ_since = min(differ_since, time.monotonic()) if differ else math.inf
         is_equal = all(rows in got for got in counts.values())
+        is_equal = is_equal or (is_recoverable() and not differ)
         return is_equal or time.monotonic() - differ_since > _GRACE_SECONDS
 
     answered = seen.wait(is_over)
