@@ -72,8 +72,8 @@ def trains(start, folder, kills=(), mutant=None, heartbeat=8, options=None):
         dims = (count, 1, 1, 1) if axis == "dp" else (1, count, 1, 1)
         mesh = sf.make_mesh(dims, devices=[d for d in devices if d in chosen])
         plan = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
-        grad = sf.ordered(plan, blocks=8) if ordered else None
-        return sf.make_train_step(loss_fn, tx, grad=grad), plan
+        options = {"grad": sf.ordered(plan, blocks=8)} if ordered else {}
+        return sf.make_train_step(loss_fn, tx, **options), plan
 
     def examples(seed, count):
         rng = np.random.default_rng(seed)
