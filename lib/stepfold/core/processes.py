@@ -103,9 +103,12 @@ class Group:
         if isinstance(error, Disbanded):  # all have left at that meeting
             return error.dead
         try:
-            self._meet([_LEFT, f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]])
+            met = self._meet([_LEFT, f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]])
         except Disbanded as disbanded:
             return disbanded.dead
+        for process, (kind, reason) in met.items():  # an error of one fails collectives of all
+            if kind == _LEFT and process != jax.process_index():
+                error.add_note(f"process {process} raised {reason}")
         return frozenset()
 
     def _meet(self, message: list[Any]) -> dict[int, Any]:

@@ -1,4 +1,4 @@
-"""Going on without processes that have died, with the bits of a run that lost none.
+"""Continue without processes that have died, with the bits of a run that lost none.
 
 An attempt is the steps up to the next log point, evaluation or save. All processes that train meet
 at its end (`Group.meet`). If all are alive, each copies its shards to the host, and hooks see the
