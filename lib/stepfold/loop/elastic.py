@@ -38,8 +38,9 @@ from stepfold.checkpoint.leaves import (
 )
 from stepfold.checkpoint.restore import Restored
 from stepfold.core.processes import Disbanded, Group, spell_processes
-from stepfold.core.validation import read_function, read_integer
+from stepfold.core.validation import check_flags, read_function, read_integer, read_positive
 from stepfold.errors import CheckpointError, StepfoldError, refuse
+from stepfold.loop.patience import spell_lost
 from stepfold.sharding.distributed import is_recoverable
 from stepfold.sharding.place import share_of
 
@@ -67,6 +68,15 @@ class Elastic:
         them as it likes. It is called at the start, and again whenever processes have died.
       every: the largest number of steps to repeat; without it, those between two log points,
         evaluations or saves.
+      patience: seconds without any progress after which a process that is alive but stuck, which
+        the others wait for, dumps the stacks of its threads to stderr and exits with code 1. They
+        count from when a dead process would have been found, so `start_distributed(heartbeat=…)`
+        comes on top. Give more than any step, batch, hook, save or evaluation may take longer in
+        one process than in others. It begins with the first step after each change of the devices,
+        which compiles. In a single process it has no effect; use `sf.watchdog` there.
+      leave_behind: whether the others then continue without it, as after its death. Otherwise they
+        end with an error that names it. They always end if it is process 0, the coordinator, or if
+        all are stuck alike.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> tx, params = optax.adam(1e-3), {"w": jnp.ones((8, 8))}
@@ -86,12 +96,17 @@ class Elastic:
     build: Callable[[Sequence[jax.Device]], tuple[Callable[[Any, Any], tuple[Any, Any]], Any]]
     _: KW_ONLY
     every: int | None = None
+    patience: float | None = None
+    leave_behind: bool = True
     every_epochs: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         read_function("build", self.build, "a function build(devices) -> (step, plan)")
         if self.every is not None:
             read_integer("every", self.every)
+        if self.patience is not None:
+            read_positive("patience", self.patience, unit="seconds")
+        check_flags(leave_behind=self.leave_behind)
 
     @property
     def step(self) -> Callable[[Any, Any], tuple[Any, Any]]:
@@ -188,11 +203,13 @@ class Attempts:
         """End an attempt that failed; return which processes have died, "" if none has."""
         dead = self.group.leave(error)
         if dead:
+            lost = spell_lost(self.group, dead, leave_behind=self.elastic.leave_behind)
             self.group = self.group.without(dead)
-        elif isinstance(error, Disbanded):
+            return lost
+        if isinstance(error, Disbanded):
             expected, got = "no error in any process", f"one: {error}"
             refuse("fit", expected, got, kind=StepfoldError, cause=error)
-        return f"{spell_processes(sorted(dead))} died" if dead else ""
+        return ""
 
     def repeat(self, loop: "TrainLoop", lost: str) -> None:
         """Continue without the processes that died: from the copies, or else a checkpoint."""
