@@ -1,17 +1,14 @@
 """A process that is alive but stuck ends, and the others continue without it.
 
-The others wait for it until their collective times out after a heartbeat. It is stuck if nothing
-then moves for some seconds, and counts as dead a heartbeat after it has ended.
+It ends when nothing has moved for a heartbeat and a few more seconds, and counts as dead a
+heartbeat after that.
 """
 
 import json
 import os
-import re
 import signal
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +17,7 @@ from . import launch
 HEARTBEAT, PATIENCE = 8, 5  # seconds
 
 
-def trains(start, folder, hangs=(), patience=None, leave_behind=True, heartbeat=8, stops=None):
+def trains(start, folder, hangs=(), patience=None, leave_behind=True, heartbeat=8):
     """Train 40 steps, and print what they led to; each hang is a triple (moment, process, how)."""
     import ctypes
     import hashlib
@@ -36,25 +33,23 @@ def trains(start, folder, hangs=(), patience=None, leave_behind=True, heartbeat=
 
     import stepfold as sf
     from stepfold.checkpoint import manifest
+    from stepfold.loop.elastic import Attempts
 
     start(elastic=True, heartbeat=heartbeat, timeout=20)
     me = jax.process_index()
     moments = {moment: how for moment, process, how in hangs if process in (me, "all")}
 
     def at(moment):
-        if moment not in moments:
-            return
-        if moments[moment] == "GIL":
+        how = moments.pop(moment, None)
+        if how == "GIL":
             ctypes.PyDLL(None).sleep(1000)
-        if moments[moment] == "sleep":
-            time.sleep(1000)
-        if moments[moment] == "slow":
-            time.sleep(heartbeat / 2)
-        if moments[moment] == "tell":
-            Path(folder, "pid").write_text(str(os.getpid()))
-            time.sleep(1)
+        elif how == "tell":  # which process this is, for the test to freeze it
+            Path(folder, f"frozen-{os.getpid()}").touch()
+        elif how is not None:
+            time.sleep(how)
 
     def loss_fn(params, batch, key):
+        at("trace")
         hidden = jax.numpy.tanh(batch["x"] @ params["in"])
         hidden = hidden * jax.random.bernoulli(key, 0.8, hidden.shape)
         return sf.mean((hidden @ params["out"] - batch["y"]) ** 2)
@@ -83,8 +78,8 @@ def trains(start, folder, hangs=(), patience=None, leave_behind=True, heartbeat=
 
         def __init__(self, moment, count):
             rng = np.random.default_rng(count)
-            self.moment, self.x, self.y, self.pulls = moment, rng.normal(size=(count, 8)), [], 0
-            self.x = self.x.astype(np.float32)
+            self.moment, self.pulls = moment, 0
+            self.x = rng.normal(size=(count, 8)).astype(np.float32)
 
         def __len__(self):
             return len(self.x)
@@ -106,7 +101,14 @@ def trains(start, folder, hangs=(), patience=None, leave_behind=True, heartbeat=
         at(f"save {metadata.step}")
         write_leaves(folder, metadata, *args)
 
-    manifest.write_leaves = write
+    positions, begin = [], Attempts.begin
+
+    def note_position(self, loop):
+        position = self.group.position
+        positions.append([loop.step, position.meetings, position.moves])
+        begin(self, loop)
+
+    manifest.write_leaves, Attempts.begin = write, note_position
     elastic = sf.Elastic(build, patience=patience, leave_behind=leave_behind)
     state = sf.init_state(init, tx, jax.random.key(0), sharding=elastic.plan)
     with warnings.catch_warnings(record=True) as caught:
@@ -129,6 +131,7 @@ def trains(start, folder, hangs=(), patience=None, leave_behind=True, heartbeat=
             {
                 "bits": hashlib.sha256(bits).hexdigest(),
                 "seen": seen,
+                "positions": positions,
                 "rows": [[row["step"], row.get("train/loss")] for row in map(json.loads, rows)],
                 "checkpoints": sf.Checkpoints(f"{folder}/checkpoints").steps(),
                 "died": [str(w.message) for w in caught if "died" in str(w.message)],
@@ -145,21 +148,133 @@ def whole(tmp_path_factory):
     return json.loads(output)
 
 
-def run(folder, hangs, n=3, timeout=150, **options):
-    args = (str(folder), hangs, PATIENCE, options.get("leave_behind", True), HEARTBEAT)
-    return launch.ends_of_processes(trains, n, timeout=timeout, args=args)
+def run(folder, hangs, *, n=3, leave_behind=True):
+    args = (str(folder), hangs, PATIENCE, leave_behind, HEARTBEAT)
+    return launch.ends_of_processes(trains, n, timeout=150, args=args)
+
+
+def lines(end):
+    """Return what the watching threads of a process wrote."""
+    return [line for line in end.errors.splitlines() if line.startswith("stepfold: process")]
 
 
 def check(ends, whole, stuck=2):
-    """Check that all but one process ended with the bits of a whole run."""
+    """Check that all but one process ended as a run that lost none; return their results."""
     codes = [end.code for end in ends]
     assert codes == [int(process == stuck) for process in range(len(ends))], launch.report(ends)
-    for process, end in enumerate(ends):
-        if process != stuck:
-            result = json.loads(end.output)
-            assert {name: result[name] for name in ("bits", "seen")} == {
-                name: whole[name] for name in ("bits", "seen")
-            }
-            assert not process or result["rows"] == [] or result["rows"] == whole["rows"]
-            assert result["checkpoints"][-1] == 40
+    results = [json.loads(end.output) for process, end in enumerate(ends) if process != stuck]
+    for result in results:
+        assert (result["bits"], result["seen"]) == (whole["bits"], whole["seen"])
+        assert result["rows"] in ([], whole["rows"])
+        assert result["checkpoints"][-1] == 40
+        assert result["positions"] == results[0]["positions"]
+        if stuck is not None:
             assert result["died"][0].startswith(f"process {stuck} died")
+    assert results[0]["rows"]
+    return results
+
+
+def test_a_run_continues_without_a_process_that_is_stuck_in_a_hook(whole, tmp_path):
+    ends = run(tmp_path, [("train 20", 2, 1000)])
+    for result in check(ends, whole):
+        assert "last seen at step 20 in hooks); the run continues from step" in result["died"][0]
+    for end in ends:
+        (line,) = lines(end)
+        assert line.startswith("stepfold: process 2 is stuck on ")
+        assert "last seen at step 20 in hooks, without progress for" in line
+        assert line.endswith("the others continue")
+    stacks = ends[2].errors
+    assert "Timeout" in stacks
+    assert ", line " in stacks
+    assert "in watch" in stacks  # the hook
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("moment", "how", "doing"),
+    [
+        ("batch 150", 1000, "its next batch"),
+        ("eval batch 6", 1000, "a batch of an evaluation"),
+        ("save 20", 1000, "a save"),  # in a thread, which the others find out after the timeout
+        ("train 20", "GIL", None),
+    ],
+)
+def test_a_run_continues_without_a_process_that_is_stuck(moment, how, doing, whole, tmp_path):
+    ends = run(tmp_path, [(moment, 2, how)])
+    for result in check(ends, whole):
+        assert "stuck on " in result["died"][0]
+        assert doing is None or f" in {doing})" in result["died"][0]
+    assert len(lines(ends[0])) == len(lines(ends[1])) == 1
+    assert "Timeout" in ends[2].errors
+    assert " in at\n" in ends[2].errors
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("hangs", [[("train 20", 2, "tell"), ("train 20", 0, 5)]])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_process_that_wakes_up_after_the_others_left_it_behind_ends(
+    hangs, is_late, whole, tmp_path
+):
+    def freeze():
+        while not (found := list(tmp_path.glob("frozen-*"))):
+            time.sleep(0.1)
+        pid = int(found[0].name.removeprefix("frozen-"))
+        time.sleep(1)
+        os.kill(pid, signal.SIGSTOP)
+        if is_late:  # its timer is over
+            time.sleep(HEARTBEAT + 2 * PATIENCE + 1)
+        while '"step": 30' not in (tmp_path / "metrics.jsonl").read_text():
+            time.sleep(0.1)
+        os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=freeze)
+    thread.start()
+    slow = [(f"train {step}", process, 5) for step in (30, 40) for process in (0, 1)]
+    ends = run(tmp_path, [*hangs, *slow])
+    thread.join()
+    check(ends, whole)
+    assert "Timeout" in ends[2].errors if is_late else "continue without it" in ends[2].errors
+
+
+@pytest.mark.full
+def test_a_run_that_leaves_none_behind_ends_and_a_resume_loses_nothing(whole, tmp_path):
+    ends = run(tmp_path, [("train 30", 2, 1000)], leave_behind=False)
+    assert [end.code for end in ends] == [1, 1, 1], launch.report(ends)
+    for end in ends[:2]:
+        assert "fit: expected no process to be stuck, got process 2 stuck on" in end.errors
+    ends = run(tmp_path, [])
+    assert [end.code for end in ends] == [0, 0, 0], launch.report(ends)
+    for result in (json.loads(end.output) for end in ends):
+        assert result["bits"] == whole["bits"]
+        assert result["rows"] in ([], whole["rows"])
+
+
+@pytest.mark.full
+def test_all_end_if_all_are_stuck_alike(tmp_path):
+    ends = run(tmp_path, [("batch 200", 0, 1000), ("batch 100", 1, 1000), ("batch 100", 2, 1000)])
+    assert [end.code for end in ends] == [1, 1, 1], launch.report(ends)
+    for end in ends:
+        assert len(lines(end)) == 3
+        assert all("all are at the same point, so all end" in line for line in lines(end))
+        assert " in at\n" in end.errors
+
+
+@pytest.mark.full
+def test_all_end_if_process_0_is_stuck(tmp_path):
+    ends = run(tmp_path, [("train 20", 0, 1000)])
+    assert ends[0].code == 1, launch.report(ends)
+    assert all(end.code for end in ends), launch.report(ends)
+    for end in ends:
+        (line,) = lines(end)
+        assert line.startswith("stepfold: process 0 is stuck")
+        assert line.endswith("process 0 answers the others, so all end")
+    assert " in at\n" in ends[0].errors
+
+
+@pytest.mark.full
+def test_slow_compiling_and_a_slow_evaluation_are_not_stuck(whole, tmp_path):
+    slow = HEARTBEAT + PATIENCE + 4
+    batches = [(f"eval batch {n}", process, 4) for n in range(1, 9) for process in (1, 2)]
+    ends = run(tmp_path, [("trace", "all", slow), *batches, ("eval batch 2", 0, 4)])
+    check(ends, whole, stuck=None)
+    assert not any(map(lines, ends))

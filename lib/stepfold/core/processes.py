@@ -54,8 +54,8 @@ class Position:
     """
 
     BATCH: ClassVar[str] = "its next batch"
-    DEVICES: ClassVar[str] = "waiting for its devices"
-    LEAVING: ClassVar[str] = "leaving after an error"
+    DEVICES: ClassVar[str] = "the wait for its devices"
+    LEAVING: ClassVar[str] = "its end after an error"
     RESTORE: ClassVar[str] = "a restore"
 
     meetings: int = 0
@@ -130,7 +130,7 @@ class Group:
     def poll(self, is_over: bool, about: str) -> bool:
         """Meet, and return whether something is over in all; only its end counts as progress."""
         if is_over:
-            self.position.reach(f"waiting for others after {about}")
+            self.position.reach(f"{about} of the others")
         return all(self._exchange(is_over, about))
 
     def _exchange(self, value: Any, about: str) -> list[Any]:

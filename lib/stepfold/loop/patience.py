@@ -79,15 +79,19 @@ def end_if_stuck(attempts: "Attempts | None", hooks: Sequence[Any] = ()) -> Iter
 
 def spell_lost(group: Group, dead: Collection[int], *, leave_behind: bool) -> str:
     """Describe the death of processes; raise if one was stuck and is not to be left behind."""
-    found, lost = KeyValues("stuck", group).get("found"), KeyValues("lost")
-    for process in dead:  # it may only have been frozen, and wake up
-        lost.set(f"processes/{process}", True)
-    stuck = ", ".join(found[str(process)] for process in sorted(dead) if str(process) in found)
+    if jax.process_index() in dead:  # it was frozen, and has woken up
+        expected = "an answer of each process within the heartbeat of the others"
+        refuse("fit", expected, "a later one; they continue without it", kind=StepfoldError)
+    texts = KeyValues("stuck", group).get("found")
+    stuck = {process: texts[str(process)] for process in sorted(dead) if str(process) in texts}
     if stuck and not leave_behind:
-        advice = "see its stacks in its stderr, and start all again to resume"
-        refuse("fit", "no process to be stuck", stuck, advice, kind=StepfoldError)
-    died = f"{spell_processes(sorted(dead))} died"
-    return f"{died}, stuck: {stuck}" if stuck else died
+        got = "; ".join(f"process {process} {text}" for process, text in stuck.items())
+        advice = "see the stacks in its stderr, and start all again to resume"
+        refuse("fit", "no process to be stuck", got, advice, kind=StepfoldError)
+    if not stuck:
+        return f"{spell_processes(sorted(dead))} died"
+    notes = {process: f" ({text})" for process, text in stuck.items()}
+    return ", ".join(f"process {process} died{notes.get(process, '')}" for process in sorted(dead))
 
 
 class _Watch:
@@ -124,11 +128,13 @@ class _Watch:
         self._moved_at = self._worked_at = time.monotonic()
 
     def _restart_timer(self) -> None:
-        """Restart the timer that ends this process, until it is stuck or a library holds the GIL."""
+        """Restart the timer until this process is stuck; a library that holds the GIL ends it."""
         file = sys.__stderr__ or sys.stderr
         while not self._is_over.wait(self._patience / 10):
             if self._is_stuck:
-                faulthandler.dump_traceback_later(0.01, exit=True, file=file)
+                # Process 0 ends last, since the others ask it for their positions.
+                seconds = 0.01 if self._me else self._patience / 2
+                faulthandler.dump_traceback_later(seconds, exit=True, file=file)
                 return
             if self._attempts.group.position.has_run:
                 # A little later than the others find it, so that they can name it.
@@ -146,9 +152,6 @@ class _Watch:
             if (own := [*astuple(group.position), self._host]) != self._published:
                 values.set(f"positions/{self._me}", own)
                 self._published = own
-            if str(self._me) in KeyValues("lost").get("processes"):
-                self._say(f"process {self._me} did not answer, and the others go on without it")
-                self._is_stuck = True
             seen = {int(process): Seen(*each) for process, each in values.get("positions").items()}
             if len(seen) == len(group.processes):
                 self._judge(seen)
@@ -165,27 +168,25 @@ class _Watch:
         is_late = now > max(self._moved_at + self._patience, self._worked_at + self._limit)
         if not is_late or not rest or not (stuck := find_stuck(rest)):
             return
-        texts = {
-            process: f"process {process} on {rest[process].host} at step {rest[process].step}, in "
-            f"{rest[process].doing}"
-            for process in stuck
-        }
-        for process, text in texts.items():
+        for process in stuck:
+            at = rest[process]
+            text = f"stuck on {at.host}, last seen at step {at.step} in {at.doing}"
             KeyValues("stuck", self._group).set(f"found/{process}", text)
-        if len(stuck) == len(rest):
-            outcome = "none is ahead of another, so all end"
-        elif 0 in stuck:
-            outcome = "process 0 is the coordinator, so all end"
-        else:
-            outcome = f"the others {'go on' if self._attempts.elastic.leave_behind else 'end'}"
-        self._say(
-            f"no progress for {now - self._worked_at:.0f} s, stuck are "
-            f"{'; '.join(texts.values())}; {outcome}"
-        )
+            self._say(
+                f"process {process} is {text}, without progress for {now - self._worked_at:.0f} s; "
+                f"{self._outcome(stuck, rest)}"
+            )
         self._found |= set(stuck)
         # Nothing moves until these have ended, which a held GIL delays, and count as dead.
         self._moved_at = self._worked_at = now + 2 * self._patience
         self._is_stuck = self._me in stuck
+
+    def _outcome(self, stuck: Sequence[int], rest: Mapping[int, Seen]) -> str:
+        if len(stuck) == len(rest):
+            return "all are at the same point, so all end"
+        if 0 in stuck:
+            return "process 0 answers the others, so all end"
+        return f"the others {'continue' if self._attempts.elastic.leave_behind else 'end'}"
 
     def _say(self, text: str) -> None:
         print(f"stepfold: {text}", file=sys.stderr, flush=True)  # noqa: T201  see `report_failed_peer`
