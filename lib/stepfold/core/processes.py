@@ -51,11 +51,11 @@ class Position:
       step: the step that it is at.
       doing: what was begun last.
       has_run: whether it has done a step with the present devices, so that it is compiled.
+      on_run: called after that step.
     """
 
     BATCH: ClassVar[str] = "its next batch"
     DEVICES: ClassVar[str] = "the wait for its devices"
-    LEAVING: ClassVar[str] = "its end after an error"
     RESTORE: ClassVar[str] = "a restore"
 
     meetings: int = 0
@@ -64,12 +64,16 @@ class Position:
     step: int = 0
     doing: str = "the start"
     has_run: bool = False
+    on_run: Callable[[], None] | None = None
 
     def move(self, doing: str, step: int) -> None:
         """Begin something."""
         self.doing, self.step = doing, step
-        self.has_run = doing == self.DEVICES or (self.has_run and doing != self.RESTORE)
         self.moves += 1
+        is_first = doing == self.DEVICES and not self.has_run
+        self.has_run = doing == self.DEVICES or (self.has_run and doing != self.RESTORE)
+        if is_first and self.on_run is not None:
+            self.on_run()
 
     def reach(self, doing: str) -> None:
         """Begin something, once."""
@@ -94,6 +98,10 @@ class Group:
     them, if one has died or left since the previous meeting. All calls that agree on something take
     the group. They then are meetings, so none waits for a dead process longer than its heartbeat.
     After a death the others form a smaller group.
+
+    Attributes:
+      processes: their indices.
+      position: how far this process is, counted since the group began.
     """
 
     processes: tuple[int, ...]
@@ -116,7 +124,8 @@ class Group:
 
     def without(self, dead: Collection[int]) -> "Group":
         """Return the group of the other processes."""
-        return Group(tuple(process for process in self.processes if process not in dead))
+        processes = tuple(process for process in self.processes if process not in dead)
+        return Group(processes, Position(on_run=self.position.on_run))
 
     def meet(self, value: Any = None, about: str = "") -> list[Any]:
         """Return the values of all processes, which meet about the same.
@@ -148,7 +157,7 @@ class Group:
         """End the group, and return the processes that have died; empty if none has."""
         if isinstance(error, Disbanded):  # all have left at that meeting
             return error.dead
-        self.position.enter(Position.LEAVING)
+        self.position.enter("its end after an error")
         try:
             met = self._meet([_LEFT, f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]])
         except Disbanded as disbanded:

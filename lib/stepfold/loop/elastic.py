@@ -68,15 +68,15 @@ class Elastic:
         them as it likes. It is called at the start, and again whenever processes have died.
       every: the largest number of steps to repeat; without it, those between two log points,
         evaluations or saves.
-      patience: seconds without any progress after which a process that is alive but stuck, which
-        the others wait for, dumps the stacks of its threads to stderr and exits with code 1. They
-        count from when a dead process would have been found, so `start_distributed(heartbeat=…)`
-        comes on top. Give more than any step, batch, hook, save or evaluation may take longer in
-        one process than in others. It begins with the first step after each change of the devices,
-        which compiles. In a single process it has no effect; use `sf.watchdog` there.
-      leave_behind: whether the others then continue without it, as after its death. Otherwise they
-        end with an error that names it. They always end if it is process 0, the coordinator, or if
-        all are stuck alike.
+      patience: the seconds without progress, in addition to the heartbeat, after which a process
+        that the others wait for is stuck, although it is alive. It then writes the stacks of its
+        threads to stderr, and exits with code 1. Choose more than a step takes, than a batch, hook,
+        save or evaluation may take longer in one process than in the others, and than a library may
+        hold the GIL. It does not apply to the first step on new devices, which compiles. Alone, a
+        process has no such limit; use `sf.watchdog`.
+      leave_behind: whether the others continue without a stuck process, as after its death.
+        Otherwise they end with an error that names it. They end in any case if it is process 0, or
+        if all are stuck at the same point.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> tx, params = optax.adam(1e-3), {"w": jnp.ones((8, 8))}

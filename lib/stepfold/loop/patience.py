@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -100,11 +99,13 @@ class _Watch:
     def __init__(self, attempts: "Attempts", patience: float) -> None:
         self._attempts, self._patience = attempts, patience
         heartbeats = KeyValues("start_distributed").get("heartbeat")
-        # A dead process is found before that, so those that are left are alive.
+        # Before that, the others find a dead process, and the collectives that it fails time out.
         self._limit = max(heartbeats.values(), default=_HEARTBEAT) + patience
         self._host, self._me = socket.gethostname(), jax.process_index()
         self._is_over, self._is_stuck = threading.Event(), False
         self._begin(attempts.group)
+        # At once, since a library may hold the GIL before the threads see that it has run a step.
+        attempts.group.position.on_run = self._start
         # Reading positions may block, which must not keep the other from restarting the timer.
         self._threads = [
             threading.Thread(target=target, name="stepfold-patience", daemon=True)
@@ -125,60 +126,66 @@ class _Watch:
         self._group, self._published = group, list[Any]()
         self._seen: dict[int, Seen] = {}
         self._found: set[int] = set()
-        self._moved_at = self._worked_at = time.monotonic()
+        self._moved_at = time.monotonic()
+
+    def _start(self) -> None:
+        self._publish(self._attempts.group)
+        self._end_after(self._limit + self._patience)
 
     def _restart_timer(self) -> None:
         """Restart the timer until this process is stuck; a library that holds the GIL ends it."""
-        file = sys.__stderr__ or sys.stderr
         while not self._is_over.wait(self._patience / 10):
             if self._is_stuck:
                 # Process 0 ends last, since the others ask it for their positions.
-                seconds = 0.01 if self._me else self._patience / 2
-                faulthandler.dump_traceback_later(seconds, exit=True, file=file)
+                self._end_after(self._patience / 2 if self._me == 0 else 0.01)
                 return
             if self._attempts.group.position.has_run:
                 # A little later than the others find it, so that they can name it.
-                seconds = self._limit + self._patience
-                faulthandler.dump_traceback_later(seconds, exit=True, file=file)
+                self._end_after(self._limit + self._patience)
             else:
                 faulthandler.cancel_dump_traceback_later()
+
+    def _end_after(self, seconds: float) -> None:
+        file = sys.__stderr__ or sys.stderr
+        faulthandler.dump_traceback_later(seconds, exit=True, file=file)
+
+    def _publish(self, group: Group) -> None:
+        at = group.position
+        own = [at.meetings, at.moves, at.waits, at.step, at.doing, at.has_run, self._host]
+        if own != self._published:
+            KeyValues("stuck", group).set(f"positions/{self._me}", own)
+            self._published = own
 
     def _read(self) -> None:
         """Publish the own position, and read all, until one is stuck."""
         while not self._is_over.wait(self._patience / 10) and not self._is_stuck:
             if (group := self._attempts.group) is not self._group:
                 self._begin(group)
-            values = KeyValues("stuck", group)
-            if (own := [*astuple(group.position), self._host]) != self._published:
-                values.set(f"positions/{self._me}", own)
-                self._published = own
-            seen = {int(process): Seen(*each) for process, each in values.get("positions").items()}
-            if len(seen) == len(group.processes):
-                self._judge(seen)
+            self._publish(group)
+            positions = KeyValues("stuck", group).get("positions")
+            if len(positions) == len(group.processes):
+                self._judge({int(process): Seen(*each) for process, each in positions.items()})
 
     def _judge(self, seen: dict[int, Seen]) -> None:
         """Find out who is stuck, if there was no progress for long enough."""
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._moved_at = seen, now
-            # If a process has died, the collectives of the others fail one after the other.
-            if not any(each.doing == Position.LEAVING for each in seen.values()):
-                self._worked_at = now
         rest = {process: each for process, each in seen.items() if process not in self._found}
-        is_late = now > max(self._moved_at + self._patience, self._worked_at + self._limit)
-        if not is_late or not rest or not (stuck := find_stuck(rest)):
+        seconds = now - self._moved_at
+        if seconds < self._limit or not rest or not (stuck := find_stuck(rest)):
             return
         for process in stuck:
             at = rest[process]
             text = f"stuck on {at.host}, last seen at step {at.step} in {at.doing}"
             KeyValues("stuck", self._group).set(f"found/{process}", text)
             self._say(
-                f"process {process} is {text}, without progress for {now - self._worked_at:.0f} s; "
+                f"process {process} is {text}, without progress for {seconds:.0f} s; "
                 f"{self._outcome(stuck, rest)}"
             )
         self._found |= set(stuck)
         # Nothing moves until these have ended, which a held GIL delays, and count as dead.
-        self._moved_at = self._worked_at = now + 2 * self._patience
+        self._moved_at = now + 2 * self._patience
         self._is_stuck = self._me in stuck
 
     def _outcome(self, stuck: Sequence[int], rest: Mapping[int, Seen]) -> str:
