@@ -652,7 +652,7 @@ class Series(_StepReader):
     def wait(self) -> None:
         """Wait until the pending save is on disk, and raise its error."""
         if self.group is not None and self._thread is not None:  # which may wait for a dead process
-            while not all(self.group.meet(not self._is_saving(), "waiting for a save")):
+            while not self.group.poll(not self._is_saving(), "a save"):
                 self._is_saving(_POLL_SECONDS)
         if self._thread is not None:
             self._thread.join()

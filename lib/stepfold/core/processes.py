@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 import jax
 
@@ -37,6 +37,59 @@ class Disbanded(BaseException):
         self.dead, self.reason = frozenset(dead), reason
 
 
+@dataclass
+class Position:
+    """How far a process has come in its group; all of its processes count the same things.
+
+    Each call of `move` is between something that may take long in this process alone and something
+    that waits for others. So a process that others wait for has counted less than they have.
+
+    Attributes:
+      meetings: the meetings entered.
+      moves: what was begun since the last of them.
+      waits: results of devices that were waited for, which shows that they still compute.
+      step: the step that it is at.
+      doing: what was begun last.
+      has_run: whether it has done a step with the present devices, so that it is compiled.
+      on_run: called after that step.
+    """
+
+    BATCH: ClassVar[str] = "its next batch"
+    DEVICES: ClassVar[str] = "the wait for its devices"
+    RESTORE: ClassVar[str] = "a restore"
+
+    meetings: int = 0
+    moves: int = 0
+    waits: int = 0
+    step: int = 0
+    doing: str = "the start"
+    has_run: bool = False
+    on_run: Callable[[], None] | None = None
+
+    def move(self, doing: str, step: int) -> None:
+        """Begin something."""
+        self.doing, self.step = doing, step
+        self.moves += 1
+        is_first = doing == self.DEVICES and not self.has_run
+        self.has_run = doing == self.DEVICES or (self.has_run and doing != self.RESTORE)
+        if is_first and self.on_run is not None:
+            self.on_run()
+
+    def reach(self, doing: str) -> None:
+        """Begin something, once."""
+        if self.doing != doing:
+            self.move(doing, self.step)
+
+    def enter(self, meeting: str) -> None:
+        """Enter a meeting."""
+        self.doing, self.moves = meeting, 0
+        self.meetings += 1
+
+    def wait(self) -> None:
+        """Count a result that was waited for."""
+        self.waits += 1
+
+
 @dataclass(frozen=True)
 class Group:
     """Processes of an elastic run that meet. A run that is not elastic has none.
@@ -50,10 +103,12 @@ class Group:
       processes: their indices.
       starts: for each, the number that jax's service gave it when it started. A process that was
         started again in place of one that died has another.
+      position: how far this process is, counted since the group began.
     """
 
     processes: tuple[int, ...]
     starts: tuple[int, ...] = ()
+    position: Position = field(default_factory=Position, compare=False, repr=False)
 
     @classmethod
     def of_live(cls) -> "Group":
@@ -80,7 +135,8 @@ class Group:
         """Return the group of some of its processes."""
         pairs = zip(self.processes, self.starts, strict=True)
         kept = [pair for pair in pairs if pair[0] in processes]
-        return Group(tuple(process for process, _ in kept), tuple(start for _, start in kept))
+        kept_processes, kept_starts = zip(*kept, strict=True)
+        return Group(kept_processes, kept_starts, Position(on_run=self.position.on_run))
 
     def meet(self, value: Any = None, about: str = "") -> list[Any]:
         """Return the values of all processes, which meet about the same.
@@ -88,6 +144,16 @@ class Group:
         Raises:
           Disbanded: if a process has died or left since the previous meeting.
         """
+        self.position.enter(f"a meeting about {about}")
+        return self._exchange(value, about)
+
+    def poll(self, is_over: bool, about: str) -> bool:
+        """Meet, and return whether something is over in all; only its end counts as progress."""
+        if is_over:
+            self.position.reach(f"{about} of the others")
+        return all(self._exchange(is_over, about))
+
+    def _exchange(self, value: Any, about: str) -> list[Any]:
         met = self._meet([about, value])
         for process in self.processes:
             kind, reason = met.get(process, (_LEFT, "nothing, and has ended"))
@@ -102,6 +168,7 @@ class Group:
         """End the group, and return the processes that have died; empty if none has."""
         if isinstance(error, Disbanded):  # all have left at that meeting
             return error.dead
+        self.position.enter("its end after an error")
         try:
             met = self._meet([_LEFT, f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]])
         except Disbanded as disbanded:

@@ -31,10 +31,11 @@ import jax
 
 from stepfold.checkpoint.restore import Restored
 from stepfold.core.processes import Disbanded, Group, KeyValues, spell_processes
-from stepfold.core.validation import read_function, read_integer, read_positive
+from stepfold.core.validation import check_flags, read_function, read_integer, read_positive
 from stepfold.errors import CheckpointError, StepfoldError, refuse
 from stepfold.loop.hooks.base import Stop
 from stepfold.loop.host_copy import HostCopy, Replicas
+from stepfold.loop.patience import spell_lost
 from stepfold.sharding.distributed import is_recoverable
 from stepfold.sharding.place import share_of
 from stepfold.sharding.plan import mesh_of, read_step_and_plan
@@ -71,6 +72,15 @@ class Elastic:
         host without a checkpoint. It costs memory on the host, and time at the end of each attempt.
       every, every_seconds: the most steps to repeat, or about the most seconds. Without them, those
         between two log points, evaluations or saves.
+      patience: the seconds without progress, in addition to the heartbeat, after which a process
+        that the others wait for is stuck, although it is alive. It then writes the stacks of its
+        threads to stderr, and exits with code 1. Choose more than a step takes, than a batch, hook,
+        save or evaluation may take longer in one process than in the others, and than a library may
+        hold the GIL. It does not apply to the first step on new devices, which compiles. Alone, a
+        process has no such limit; use `sf.watchdog`.
+      leave_behind: whether the others continue without a stuck process, as after its death.
+        Otherwise they end with an error that names it. They end in any case if it is process 0, or
+        if all are stuck at the same point.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> tx, params = optax.adam(1e-3), {"w": jnp.ones((8, 8))}
@@ -92,6 +102,8 @@ class Elastic:
     replicas: int = 0
     every: int | None = None
     every_seconds: float | None = None
+    patience: float | None = None
+    leave_behind: bool = True
     every_epochs: ClassVar[None] = None
 
     def __post_init__(self) -> None:
@@ -102,6 +114,9 @@ class Elastic:
             read_integer("every", self.every)
         if self.every_seconds is not None:
             read_positive("every_seconds", self.every_seconds, unit="seconds")
+        if self.patience is not None:
+            read_positive("patience", self.patience, unit="seconds")
+        check_flags(leave_behind=self.leave_behind)
 
     @property
     def step(self) -> Callable[[Any, Any], tuple[Any, Any]]:
@@ -249,12 +264,14 @@ class Attempts:
         """End an attempt that failed; return which processes have died, "" if none has."""
         dead = self._met.leave(error)
         if dead:
+            lost = spell_lost(self.group, dead, leave_behind=self.elastic.leave_behind)
             self.live = self.live.only(set(self.live.processes) - dead)
             self._met = self._met.only(self.live.processes)
-        elif isinstance(error, Disbanded):
+            return lost
+        if isinstance(error, Disbanded):
             expected, got = "no error in any process", f"one: {error}"
             refuse("fit", expected, got, kind=StepfoldError, cause=error)
-        return f"{spell_processes(sorted(dead))} died" if dead else ""
+        return ""
 
     def repeat(self, loop: "TrainLoop", lost: str) -> None:
         """Continue without the processes that died: from the copies, or else a checkpoint."""

@@ -129,9 +129,10 @@ def _in_step(batches: Iterable[Any], group: Group | None) -> Iterator[Any]:
         if len(set(counts)) > 1:
             advice = "sf.batches with the same arguments gives that"
             refuse("evaluate", expected, f"{counts}", advice, kind=DataError)
-        yield from batches
+        yield from _counted(batches, group)
         return
-    iterator, gather = itertools.chain(batches, itertools.repeat(_END)), Gather(group)
+    iterator = itertools.chain(_counted(batches, group), itertools.repeat(_END))
+    gather = Gather(group)
 
     def pull() -> tuple[Any, jax.Array]:
         batch = next(iterator)
@@ -149,6 +150,14 @@ def _in_step(batches: Iterable[Any], group: Group | None) -> Iterator[Any]:
             ended = spell_processes(np.flatnonzero(~has_batch).tolist())
             got = f"{number} in {ended}, and more in the others"
             refuse("evaluate", expected, got, "give every process the same number", kind=DataError)
+        yield batch
+
+
+def _counted(batches: Iterable[Any], group: Group | None) -> Iterator[Any]:
+    """Yield batches; in an elastic run, each counts as progress."""
+    for batch in batches:
+        if group is not None:
+            group.position.move("a batch of an evaluation", group.position.step)
         yield batch
 
 

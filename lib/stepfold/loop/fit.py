@@ -40,6 +40,7 @@ from stepfold.loop.hooks.base import (
 )
 from stepfold.loop.hooks.stop import Nonfinite, TimeLimit, stop_on_nonfinite
 from stepfold.loop.metrics import History
+from stepfold.loop.patience import end_if_stuck
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
 from stepfold.loop.requests import Kind
 from stepfold.loop.run_directory import RunDirectory
@@ -176,7 +177,7 @@ def fit(
         if attempts is not None:
             attempts.start(loop)
         was_complete = _start(loop, directory, more_steps, resume=resume is not False)
-        with report_failed_peer():
+        with report_failed_peer(), end_if_stuck(attempts, user_hooks):
             _run(loop, directory, more_steps)
     stop, capsule = _stop_reason(loop, all_hooks), None
     if (nonfinite := _find_nonfinite(loop, all_hooks)) is not None:

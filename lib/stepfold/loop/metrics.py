@@ -74,6 +74,12 @@ class MetricBuffer:
             self.closed.append(_Closed(step, self._restored, self._open, time.perf_counter()))
             self._open, self._restored = [], None
 
+    def wait(self, waited: Callable[[], None]) -> None:
+        """Wait for the steps of the open interval, one after the other."""
+        for packed in self._open:
+            jax.block_until_ready(packed)
+            waited()
+
     def take(self, until: int) -> Iterator[Interval]:
         """Yield the intervals that ended at or before a step."""
         while self.closed and self.closed[0].step <= until:

@@ -18,6 +18,7 @@ from stepfold.core.optimizer import hyperparams_of
 from stepfold.core.processes import (
     Group,
     KeyValues,
+    Position,
     agreement,
     processes_of,
     spell_processes,
@@ -247,6 +248,7 @@ class TrainLoop:
             while self._end is None and (batches := self._next_batches()):
                 self.state, metrics = self._run_step(self.state, batches)
                 self.step += len(batches)
+                self._move(Position.DEVICES)
                 self._feed.used += len(batches)
                 self._buffer.append(metrics)
                 if self.step == self._schedule.due:
@@ -368,6 +370,7 @@ class TrainLoop:
         if self._buffer.closed and self._deferred_error is None:  # hooks may stop the run there
             count = min(count, self._buffer.closed[0].step + self._schedule.delay - self.step)
         batches: list[Any] = []
+        self._move(Position.BATCH)
         try:
             while len(batches) < count:
                 step = self.step + len(batches)
@@ -380,6 +383,7 @@ class TrainLoop:
             if not self._votes_on_batches:  # the others may have dispatched this step already
                 raise
             self._defer(error)
+        self._move("a step")
         if self._votes_on_batches:
             batches = self._agree_on_batches(batches)
         if batches:
@@ -476,7 +480,13 @@ class TrainLoop:
         Only then, hooks see it.
         """
         if self.attempts is not None:
+            self._buffer.wait(self.attempts.group.position.wait)
             self.attempts.agree(self.state, self.step)
+
+    def _move(self, doing: str) -> None:
+        """In an elastic run, count how far this process is, to find out which one is stuck."""
+        if self.attempts is not None:
+            self.attempts.group.position.move(doing, self.step)
 
     def _begin_attempt(self) -> None:
         """In an elastic run, note all that steps change, to repeat them."""
@@ -654,6 +664,7 @@ class TrainLoop:
         for evaluation in evaluations:
             if self.progress.evaluated.get(evaluation.name) == self.step:
                 continue
+            self._move(f"evaluation {evaluation.name}")
             with self.hooks.stopwatch.measure(f"evaluation {evaluation.name}"):
                 metrics = self._interruptible(evaluation, self.state, self.group)
             self._agree()
@@ -671,7 +682,9 @@ class TrainLoop:
         epochs, last = self._schedule.epochs_done(self.step), self.progress.epoch_ended_at
         if epochs is not None and self.step > last and not self._deferred_error:
             with self._defer_error(), self.hooks.transaction():
+                self._move("hooks at the end of an epoch")
                 self.hooks.end_epoch(epochs - 1)
+                self._move("the loop")
                 self.progress.epoch_ended_at = self.step
 
     def _dispatch(self, interval: Interval, kind: str) -> None:
@@ -687,7 +700,9 @@ class TrainLoop:
             processes=processes_of(self.group),
             batch_share=self._feed.batch_share,
         )
+        self._move("hooks")
         event, requests = self._call_hooks(event)
+        self._move("the loop")
         self.history.add(event.step, event.metrics)
         before = {} if event.step != progress.logged_step else progress.logged_metrics
         progress.logged_metrics = {**before, **event.metrics}
@@ -742,6 +757,7 @@ class TrainLoop:
 
     def restore(self, series: Series, more_steps: int | None = None) -> bool:
         """Restore the newest good checkpoint; return whether the run was complete there."""
+        self._move(Position.RESTORE)
         restored = self._restore_parts(series)
         self.first_step = self.resumed = restored.step
         self.consensus.restart(restored.step)
@@ -914,6 +930,7 @@ class TrainLoop:
 
     def _save_or_stop(self, *, permanent: bool) -> None:
         """Save the state; if a parameter is NaN, stop once hooks have seen the metrics."""
+        self._move("a save")
         if has_nan(self.state):  # `_save` refuses to save it
             self._buffer.close_interval(self.step)
             self._log()
@@ -959,6 +976,7 @@ class TrainLoop:
         what, progress = self._what_to_save(permanent=permanent), self.progress
         if what is None or self.series is None:
             return
+        self._move("a save")
         if what == "state" and not is_checked and has_nan(self.state):
             stop = self.stop or Stop("nonfinite", f"stopped at step {self.step}")
             message = f"{stop.message}; not saved, because a parameter is NaN"

@@ -163,6 +163,7 @@ def start_distributed(
             _start(job, timeout, {**options, "cluster_detection_method": "deactivate"})
     if job.processes > 1 and (settings := KeyValues("start_distributed")):
         settings.set(f"timeout/{job.process}", timeout)
+        settings.set(f"heartbeat/{job.process}", heartbeat)
     return job
 
 
