@@ -777,7 +777,7 @@ class TrainLoop:
             warnings.warn(
                 f"{where}: step {self.step} was saved by another version of "
                 "stepfold: its state and data position are restored, but not its metrics and hooks",
-                stacklevel=4,
+                stacklevel=5,
             )
             saved = {}
         total = self.progress.total
@@ -835,7 +835,7 @@ class TrainLoop:
             warnings.warn(
                 f"{'; '.join(changes)}; the run continues with the value of the checkpoint; to use "
                 "that of the script, give resume=('(?!.*/hyperparams/).*',)",
-                stacklevel=5,
+                stacklevel=6,
             )
         self.progress.hyperparams = {**current, **known}
 
