@@ -236,6 +236,12 @@ class Attempts:
             self._replicas.seconds = time.monotonic() - start
         self._copy, self._kept, self._is_stale = copy, None, False
 
+    def drop(self) -> None:
+        """Drop the copy, so that a checkpoint replaces it if a process dies."""
+        self._kept, self._is_stale = None, True
+        if self._copy is not None:
+            self._copy.drop()
+
     def begin(self, loop: "TrainLoop") -> None:
         """Keep what the steps of an attempt are about to change."""
         self._kept = _Kept(loop.get_state(), loop.position())
@@ -278,8 +284,8 @@ class Attempts:
         self._met = self.group
         loop.continue_with(self._step, self._share, at=self._copy.step, lost=lost)
         if self.is_spare:
-            self._kept, loop.state = None, _Spare(loop.step)
-            self._copy.drop()
+            loop.state = _Spare(loop.step)
+            self.drop()
             return
         loop.hooks.flush()  # rows may still wait in a thread
         self.is_repeated = lacking is None
@@ -291,8 +297,8 @@ class Attempts:
             refuse("plan", expected, "none", advice, kind=CheckpointError)
         else:
             loop.state = self._copy.like(self.plan)
-            self._copy.drop()
-            loop.restore(loop.series)
+            self.drop()
+            loop.restart()
         stepped_in = sorted(_processes_of(self.plan) - before)
         source = "memory" if self.is_repeated else "checkpoint"
         self.losses.append(

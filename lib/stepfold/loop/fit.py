@@ -543,8 +543,11 @@ def _go_back(
     if series is None or rollbacks is None:
         return
     loop.hooks.flush()  # rows of later steps may still wait in a thread
-    rollback = rollbacks.go_back(request, loop.step)
+    rollback = rollbacks.note(request, loop.step)
+    if loop.attempts is not None:
+        loop.attempts.drop()  # from the note on, only the checkpoint counts
     directory.end_attempt(loop.step, Stop("go_back", str(rollback)))
+    rollbacks.delete_later()
     loop.restore(series, more_steps)
     loop.skip([rollback.skipped])
     directory.resume(loop)
