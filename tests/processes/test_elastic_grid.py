@@ -38,6 +38,7 @@ def runs(start, folder, kills, options):
     from stepfold.core.processes import Group
     from stepfold.loop.elastic import Attempts
     from stepfold.loop.rollback import Rollbacks
+    from stepfold.loop.run_directory import RunDirectory
     from stepfold.loop.train_loop import TrainLoop
 
     faulthandler.dump_traceback_later(options.get("patience", 60))
@@ -144,7 +145,6 @@ def runs(start, folder, kills, options):
         return sf.batches(examples(1, 48), 16, epochs=1)
 
     def about(self, value=None, about=""):
-        at("attempt" if about == "the end of an attempt" else about)
         if about == "the end of an attempt":
             at(f"meeting {value[0]}")
         return f"copies {value}" if about == "their copies" else ""
@@ -167,6 +167,9 @@ def runs(start, folder, kills, options):
     before(Rollbacks, "delete_later", lambda *_: "delete")
     before(Rollbacks, "_write", lambda *_: "note")
     before(TrainLoop, "restore", lambda *_: "restore")
+    before(TrainLoop, "run", lambda *_: "run")
+    before(RunDirectory, "lock", lambda *_: "lock")
+    before(Attempts, "start", lambda *_: "start")
     restore = TrainLoop.restore
 
     def restore_and_die(*args, **options):
@@ -181,15 +184,17 @@ def runs(start, folder, kills, options):
     evaluation = [sf.Evaluation(evaluate, held_out, every=20)]
     if "evaluations" in uses:
         size = jax.jit(lambda params: optax.tree.norm(params))
+        period = {"every": 30} if "mix" in uses else {"every_epochs": 1}
         evaluation += [
             sf.Evaluation(lambda state: {"norm": float(size(state.params))}, every=15, name="size"),
-            sf.Evaluation(evaluate, held_out, every_epochs=1, at_start=True, name="other"),
+            sf.Evaluation(evaluate, held_out, at_start=True, name="other", **period),
         ]
     checkpoints = {"every": 20, **options.get("checkpoints", {})}
     directory = f"file://{folder}/bucket" if "file" in uses else options.get("url")
 
     def run(**more):
         state = make_state(jax.random.key(0), sharding=elastic.plan)
+        at("before fit")
         return sf.fit(
             elastic, state, make_batches(), run_dir=folder, hooks=Watch(), evaluation=evaluation,
             checkpoints=sf.Checkpoints(directory, **checkpoints),
@@ -228,7 +233,7 @@ def runs(start, folder, kills, options):
         "saved": sf.Checkpoints(directory or f"{folder}/checkpoints").steps(),
         "warnings": [str(w.message) for w in caught],
         "died": [str(w.message) for w in caught if "died" in str(w.message)],
-        "stops": [attempt["stop"]["kind"] for attempt in info.get("attempts", ())],
+        "stops": [(attempt["stop"] or {}).get("kind") for attempt in info.get("attempts", ())],
         "info": {name: info.get(name) for name in ("losses", "rollbacks", "replacements")},
     }
     print(json.dumps(found))

@@ -105,17 +105,23 @@ class Elastic:
 
     @property
     def step(self) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """The step for all devices of the job."""
-        return self._parts[0]
+        """The step for all devices of the job, but those of processes that died in a run."""
+        return self.on(self._devices)[0]
 
     @property
     def plan(self) -> Any:
-        """The plan for all devices of the job, to initialize the state with."""
-        return self._parts[1]
+        """The plan for the same devices, to initialize the state with."""
+        return self.on(self._devices)[1]
+
+    @property
+    def _devices(self) -> list[jax.Device]:
+        values = KeyValues("elastic")
+        dead = values.get("dead") if values else {}
+        return [device for device in jax.devices() if str(device.process_index) not in dead]
 
     @cached_property
-    def _parts(self) -> tuple[Callable[[Any, Any], tuple[Any, Any]], Any]:
-        return self.on(jax.devices())
+    def _built(self) -> dict[tuple[jax.Device, ...], Any]:
+        return {}
 
     def attempts(self) -> "Attempts | None":
         """Return the attempts of a run; None in a single process."""
@@ -128,11 +134,14 @@ class Elastic:
         return Attempts(self)
 
     def on(self, devices: Sequence[jax.Device]) -> tuple[Callable[[Any, Any], Any], Any]:
-        """Build the step and the plan for some devices."""
+        """Build the step and the plan for some devices, once."""
+        if (parts := self._built.get(tuple(devices))) is not None:
+            return parts  # type: ignore[no-any-return]
         parts = read_step_and_plan("build", self.build(devices), devices)
         if 0 not in (used := _processes_of(parts[1])):
             expected = "a plan with devices of process 0, which cannot be spare"
             refuse("build", expected, f"one of {spell_processes(sorted(used))}")
+        self._built[tuple(devices)] = parts
         return parts
 
 
@@ -178,8 +187,7 @@ class Attempts:
             self._length = _Length(elastic.every_seconds)
         values = KeyValues("elastic")
         self._notices = _Notices(values, str(values.count_call()))
-        is_whole = len(self.live.processes) == jax.process_count()
-        self._use(*(elastic._parts if is_whole else elastic.on(self.live.devices)))
+        self._use(*elastic.on(self.live.devices))
 
     def _use(self, step: Callable[..., Any], plan: Any) -> None:
         self._step, self.plan, self._replicas, self._is_stale = step, plan, None, True
@@ -193,10 +201,17 @@ class Attempts:
 
     def stand_in(self, state: Any) -> Any:
         """Return what takes the place of the state in a spare process, and the state in others."""
-        if not self.is_spare:
-            return state
-        self._copy = HostCopy(state, 0)
-        return _Spare()
+        if self.is_spare:
+            self._copy = HostCopy(state, 0)
+            return _Spare()
+        used = {
+            device.process_index
+            for leaf in jax.tree.leaves(state)
+            for device in getattr(getattr(leaf, "sharding", None), "device_set", ())
+        }
+        if dead := sorted(used - {*self.live.processes}):
+            raise Disbanded(dead)
+        return state
 
     def start(self, loop: "TrainLoop") -> None:
         """Divide the batches by the plan, and let checkpoints be saved by the group."""
@@ -255,6 +270,8 @@ class Attempts:
         """End an attempt that failed; return which processes have died, "" if none has."""
         dead = self._met.leave(error)
         if dead:
+            for process in dead:  # a later run of this job starts without it
+                KeyValues("elastic").set(f"dead/{process}", True)
             self.live = self.live.only(set(self.live.processes) - dead)
             self._met = self._met.only(self.live.processes)
         elif isinstance(error, Disbanded):

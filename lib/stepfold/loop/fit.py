@@ -16,13 +16,14 @@ from stepfold.checkpoint.leaves import check_values
 from stepfold.checkpoint.series import Checkpoints, Series
 from stepfold.core.processes import (
     Disbanded,
+    Group,
     agreement,
     broadcast_from_first,
     report_failed_peer,
 )
 from stepfold.core.state import check_not_donated, is_available, step_of, strengthen
 from stepfold.core.validation import read_instance, read_integer, spell_call, takes
-from stepfold.errors import refuse
+from stepfold.errors import StepfoldError, refuse
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.elastic import Attempts, Elastic
 from stepfold.loop.evaluate import Evaluation
@@ -155,8 +156,10 @@ def fit(
     _check_resumable(checkpoints, feed, all_hooks)
 
     has_writer = any(getattr(hook, "writes_metrics", False) for hook in user_hooks)
-    directory = RunDirectory(run_dir, upload, has_writer=has_writer)
-    series = None if checkpoints is None else _open_series(checkpoints, directory)
+    live = None if attempts is None else attempts.live
+    with _needs_all():
+        directory = RunDirectory(run_dir, upload, has_writer=has_writer, group=live)
+        series = None if checkpoints is None else _open_series(checkpoints, directory, live)
     arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
     arguments |= {"steps_per_call": steps_per_call, "upload": upload}
     describe = partial(run_metadata, state, batches, arguments, evaluations, checkpoints, config)
@@ -172,7 +175,7 @@ def fit(
         attempts=attempts,
     )
     del state, describe  # so that a restored state can take the memory
-    with _attach_result(loop), _opened(loop, directory, all_hooks):
+    with _attach_result(loop), _needs_all(), _opened(loop, directory, all_hooks):
         if attempts is not None:
             attempts.start(loop)
         was_complete = _start(loop, directory, more_steps, resume=resume is not False)
@@ -245,8 +248,9 @@ def _read_step(step: Any, state: Any) -> tuple[Any, Any, Attempts | None]:
     """Return the step, the state to start with, and the attempts of an elastic run."""
     if not isinstance(step, Elastic):
         return step, state, None
-    attempts = step.attempts()
-    return step.step, state if attempts is None else attempts.stand_in(state), attempts
+    with _needs_all():
+        attempts = step.attempts()
+        return step.step, state if attempts is None else attempts.stand_in(state), attempts
 
 
 def _check_numbers(
@@ -443,10 +447,21 @@ def _check_resumable(
 # The run
 
 
-def _open_series(checkpoints: Checkpoints, directory: RunDirectory) -> Series:
+@contextmanager
+def _needs_all() -> Iterator[None]:
+    """End the run if a process of it dies before the first step."""
+    try:
+        yield
+    except Disbanded as error:
+        message = f"fit: {error} before the run had begun; start it again"
+        raise StepfoldError(message) from error
+
+
+def _open_series(checkpoints: Checkpoints, directory: RunDirectory, group: Group | None) -> Series:
     if checkpoints.directory is None and directory.path is None:
         refuse("checkpoints", "a directory", "none", "give run_dir=…, or sf.Checkpoints('path')")
-    return checkpoints.open(directory.path and directory.path / "checkpoints")
+    path: Any = checkpoints.directory
+    return Series(checkpoints, path or directory.path / "checkpoints", group)  # type: ignore[operator]
 
 
 @contextmanager
@@ -487,7 +502,7 @@ def _start(
         loop.skip([rollback.skipped for rollback in rollbacks.done])
     with agreement(f"{series.directory}: not resumed", loop.group):
         was_complete = loop.restore(series, more_steps)
-    directory.fetch(loop.step)
+    directory.fetch(loop)
     directory.resume(loop)
     return was_complete
 
