@@ -480,7 +480,17 @@ def _opened(loop: TrainLoop, directory: RunDirectory, hooks: Sequence[Hook]) -> 
             stack.enter_context(series)
             stack.callback(_print_waiting, loop)
         stack.callback(directory.stopwatch.end)
+        if loop.attempts is not None:
+            stack.push(partial(_tell_spares, loop, loop.attempts))
         yield
+
+
+def _tell_spares(
+    loop: TrainLoop, attempts: Attempts, _: Any, error: BaseException | None, __: Any
+) -> None:
+    """Tell spare processes of an error, since they do not meet the others."""
+    if error is not None:
+        attempts.end(loop.step, None, None, f"{type(error).__name__}: {error}"[:500])
 
 
 def _start(
@@ -522,30 +532,26 @@ def _run_elastically(
     loop: TrainLoop, attempts: Attempts, directory: RunDirectory, more_steps: int | None
 ) -> None:
     lost, has_ended = "", False
-    try:
-        while not has_ended:
-            try:
-                if lost:
-                    directory.end_attempt(loop.step, Stop("process_died", lost))
-                    attempts.repeat(loop, lost)
-                    lost = ""
-                    if not attempts.is_spare:
-                        directory.resume(loop)
-                if attempts.is_spare:
-                    lost = attempts.wait(loop)
-                    has_ended = not lost
-                    continue
-                if loop.go_back is not None:
-                    _go_back(loop, directory, loop.go_back, more_steps)
-                loop.run()
-                has_ended = loop.go_back is None
-            except (Exception, Disbanded) as error:
-                if not (died := attempts.leave(error)):
-                    raise
-                lost = f"{lost}, {died}" if lost else died
-    except BaseException as error:
-        attempts.end(loop.step, None, None, f"{type(error).__name__}: {error}"[:500])
-        raise
+    while not has_ended:
+        try:
+            if lost:
+                directory.end_attempt(loop.step, Stop("process_died", lost))
+                attempts.repeat(loop, lost)
+                lost = ""
+                if not attempts.is_spare:
+                    directory.resume(loop)
+            if attempts.is_spare:
+                lost = attempts.wait(loop)
+                has_ended = not lost
+                continue
+            if loop.go_back is not None:
+                _go_back(loop, directory, loop.go_back, more_steps)
+            loop.run()
+            has_ended = loop.go_back is None
+        except (Exception, Disbanded) as error:
+            if not (died := attempts.leave(error)):
+                raise
+            lost = f"{lost}, {died}" if lost else died
     agreed = loop.consensus.requests.get(Kind.SIGNAL)
     attempts.end(loop.step, loop.stop, None if agreed is None else agreed.reason)
 
