@@ -2,22 +2,26 @@
 
 import json
 import random
+import shutil
 
 import pytest
 from tests import s3
 
 from . import launch
+from .test_elastic import compare
 
 pytestmark = pytest.mark.full
 
 HEARTBEAT = 8  # seconds
+EARLY = "before the run had begun; start it again"
 
 
 def runs(start, folder, kills, options):
     """Train 60 steps, and print what they led to; each kill is a pair (moment, process).
 
-    A moment is `log 30`, `step 30`, `save 40` and so on, or a number of seconds after the start of
-    the first step. `options` say what the run uses.
+    A moment is `log 30`, `step 30`, `save 40` and so on, or a number of seconds after step 10. With
+    the moment `SIGTERM`, the process gets that signal at its other moments. `options` say what the
+    run uses.
     """
     import faulthandler
     import hashlib
@@ -151,14 +155,14 @@ def runs(start, folder, kills, options):
 
     begin = Attempts.begin
 
-    def start_clock(self, loop):
-        for seconds in [moment for moment in moments if isinstance(moment, float)]:
+    def start_clocks(self, loop):
+        for seconds in [m for m in moments if isinstance(m, float) and loop.step > 0]:
             moments.remove(seconds)
             moments.append("now")
             at("now", seconds)
         begin(self, loop)
 
-    Attempts.begin = start_clock
+    Attempts.begin = start_clocks
     before(Group, "meet", about)
     before(manifest, "write_leaves", lambda _, metadata, *args: f"save {metadata.step}")
     before(bucket.BucketStore, "_write_stream", lambda _, name, __: f"write {name.split('-')[0]}")
@@ -226,14 +230,208 @@ def runs(start, folder, kills, options):
         info = json.loads(Path(folder, "run.json").read_text())
     found = {
         "bits": hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest(),
-        "numbers": [leaf.ravel().astype(float).tolist() for leaf in leaves],
+        "numbers": [leaf.ravel().astype(float).tolist() for leaf in leaves if "rounding" in uses],
         "seen": seen,
         "history": history,
         "rows": [json.loads(row) for row in rows],
-        "saved": sf.Checkpoints(directory or f"{folder}/checkpoints").steps(),
-        "warnings": [str(w.message) for w in caught],
+        "checkpoints": sf.Checkpoints(directory or f"{folder}/checkpoints").steps(),
         "died": [str(w.message) for w in caught if "died" in str(w.message)],
         "stops": [(attempt["stop"] or {}).get("kind") for attempt in info.get("attempts", ())],
         "info": {name: info.get(name) for name in ("losses", "rollbacks", "replacements")},
     }
     print(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def server():
+    with pytest.MonkeyPatch.context() as patch, s3.Server() as server:
+        s3.use_credentials(patch)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return what a run of one process leads to, by its options."""
+    known = {}
+
+    def run(**options):
+        options.pop("elastic", None)  # it does not change the result
+        options["uses"] = sorted({*options.get("uses", ())} - {"fsdp"})
+        key = json.dumps(options)
+        if key not in known:
+            folder = str(tmp_path_factory.mktemp("undisturbed"))
+            (output,) = launch.run_processes(runs, 1, args=(folder, [], options))
+            known[key] = json.loads(output)
+        return known[key]
+
+    return run
+
+
+def ends(folder, kills, n, **options):
+    options = {"heartbeat": HEARTBEAT, **options}
+    return launch.ends_of_processes(runs, n, timeout=150, args=(str(folder), kills, options))
+
+
+def survivors(folder, kills, *, n=3, **options):
+    """Return what the processes print that are not killed, the first of them with its files."""
+    found = ends(folder, kills, n, **options)
+    killed = {process for _, process in kills}
+    for process, end in enumerate(found):
+        assert end.code == (-9 if process in killed else 0), launch.report(found)
+    return [json.loads(end.output) for process, end in enumerate(found) if process not in killed]
+
+
+@pytest.mark.parametrize(
+    ("kills", "uses"),
+    [
+        ([("write saves/40", 2), ("write saves/60", 1)], []),
+        ([("write saves/40", 2), ("log 50", 1)], ["fsdp"]),
+    ],
+)
+def test_deaths_with_checkpoints_in_object_storage(kills, uses, server, undisturbed, tmp_path):
+    storage = {"url": server.url(tmp_path.name), "environ": s3.CREDENTIALS}
+    (run,) = survivors(tmp_path, kills, uses=uses, **storage)
+    compare(run, undisturbed(), sees_once="fsdp" not in uses)
+    assert run["stops"] == ["process_died", "process_died", "completed"]
+
+
+@pytest.mark.parametrize(
+    ("kills", "uses"),
+    [
+        ([("note", 1), ("restored", 2)], []),
+        ([("delete", 2), ("log 40", 1)], ["prefetch"]),
+        ([("log 30", 1), ("restore", 2)], []),
+    ],
+)
+def test_deaths_while_the_run_goes_back(kills, uses, undisturbed, tmp_path):
+    options = {"uses": ["go back", *uses], "checkpoints": {"every": 10}}
+    whole = undisturbed(**options)
+    (run,) = survivors(tmp_path, kills, **options)
+    compare(run, whole)
+    (once,), (expected,) = run["info"]["rollbacks"], whole["info"]["rollbacks"]
+    assert (once["to"], once["skipped"]) == (expected["to"], expected["skipped"]) == (20, [23, 25])
+
+
+@pytest.mark.parametrize(
+    ("kills", "options"),
+    [
+        (
+            [("log 30", 2), ("step 40", 1)],
+            {
+                "uses": ["mix", "prefetch", "ema", "model state", "evaluations"],
+                "fit": {"steps_per_call": 5},
+                "elastic": {"every": 3},
+            },
+        ),
+        (
+            [("meeting 20", 2), ("evaluation 3", 1)],
+            {
+                "uses": ["sizes", "replace", "ema", "evaluations"],
+                "fit": {"steps": None, "epochs": 3},
+                "checkpoints": {"every": None, "every_epochs": 1, "best": "eval/loss"},
+                "elastic": {"every_seconds": 0.2},
+            },
+        ),
+        (
+            [("meeting 20", 2), ("save 40", 1)],
+            {
+                "uses": ["sizes", "prefetch", "replace", "fsdp", "model state"],
+                "fit": {"steps_per_call": 5},
+                "elastic": {"replicas": 1},
+            },
+        ),
+    ],
+)
+def test_deaths_with_other_parts_of_a_run(kills, options, undisturbed, tmp_path):
+    (run,) = survivors(tmp_path, kills, **options)
+    compare(run, undisturbed(**options))
+    assert run["stops"] == ["process_died", "process_died", "completed"]
+
+
+def test_without_ordered_gradients_the_run_is_equal_up_to_rounding(undisturbed, tmp_path):
+    options = {"uses": ["rounding", "evaluations"]}
+    whole = undisturbed(**options)
+    (run,) = survivors(tmp_path, [("step 10", 1), ("evaluation 3", 2)], **options)
+    assert run["seen"] == whole["seen"]
+    for numbers, expected in zip(run["numbers"], whole["numbers"], strict=True):
+        assert numbers == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    for row, expected in zip(run["rows"], whole["rows"], strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("draw", range(6))
+def test_deaths_at_random_moments(draw, undisturbed, tmp_path):
+    seed = random.randrange(10**6)
+    print(f"{seed=}")  # shown if it fails
+    drawn = random.Random(seed)
+    n, deaths, uses, elastic = [
+        (3, 1, [], {}),
+        (3, 1, ["fsdp"], {"replicas": 1}),
+        (3, 1, ["fsdp"], {}),
+        (4, 2, [], {}),
+        (4, 2, ["fsdp"], {"replicas": 1}),
+        (3, 2, [], {}),
+    ][draw]
+    kills = [(drawn.uniform(0, 1.5), p) for p in drawn.sample(range(1, n), deaths)]
+    if draw == 5:  # at once
+        kills = [(kills[0][0], process) for _, process in kills]
+    options = {"fit": {"steps": 100}, "checkpoints": {"at_start": True}}
+    found = ends(tmp_path, kills, n, uses=uses, elastic=elastic, **options)
+    killed = {process for _, process in kills}
+    for process, end in enumerate(found):  # which may have ended before
+        assert end.code in ((-9, 0) if process in killed else (0,)), launch.report(found)
+        if process not in killed:
+            run = json.loads(end.output)
+            compare(run, undisturbed(**options), sees_once="fsdp" not in uses)
+
+
+def test_a_run_that_lost_a_process_and_got_a_signal_is_resumed_by_fewer(undisturbed, tmp_path):
+    stopped = tmp_path / "stopped"
+    signals = [(m, process) for process in (0, 1) for m in ("SIGTERM", "step 40")]
+    options = {"uses": ["ema", "fsdp"], "elastic": {"replicas": 1}}
+    found = ends(stopped, [("log 20", 2), *signals], 3, **options)
+    assert [end.code for end in found] == [143, 143, -9], launch.report(found)
+    for count in (2, 1):
+        folder = tmp_path / f"{count}"
+        shutil.copytree(stopped, folder)
+        for run in survivors(folder, [], n=count, **options):
+            assert run["bits"] == undisturbed(uses=["ema"])["bits"]
+        (first, *_) = json.loads((folder / "run.json").read_text())["attempts"]
+        assert first["stop"]["message"] == "process 2 died"
+
+
+def test_a_death_is_noted_and_a_second_run_continues_without_the_process(undisturbed, tmp_path):
+    whole = undisturbed(uses=["again"])
+    first, second = survivors(tmp_path, [("log 30", 1)], uses=["again"])
+    for run in (first, second):
+        compare(run, whole)
+    assert first["stops"] == ["process_died", "completed", "completed"]
+    (loss,) = first["info"]["losses"]
+    assert (loss["lost"], loss["at"], loss["processes"]) == ("process 1 died", 30, [0, 2])
+    assert loss["from"] == 30
+    assert 0 <= loss["seconds"] < 20
+    assert "process 1 died" in (tmp_path / "report.html").read_text()
+
+
+def test_the_death_of_process_0_ends_all_and_a_resume_loses_nothing(undisturbed, tmp_path):
+    _, one, two = ends(tmp_path, [("step 50", 0)], 3)
+    for end in (one, two):
+        assert end.code not in (0, -9)
+        assert "leader task was preempted/died/restarted unexpectedly" in end.errors
+    zero, one = ends(tmp_path, [("restored", 1)], 2)  # a death before the resumed run begins
+    assert (zero.code, one.code) == (1, -9)
+    assert EARLY in zero.errors
+    for run in survivors(tmp_path, [], n=2):
+        assert run["bits"] == undisturbed()["bits"]
+
+
+@pytest.mark.parametrize(
+    ("moment", "options"),
+    [("before fit", {}), ("lock", {}), ("run", {}), ("start", {"train": 2})],
+)
+def test_a_death_before_the_first_step_ends_all(moment, options, tmp_path):
+    zero, one, two = ends(tmp_path, [(moment, 1)], 3, **options)
+    assert (zero.code, one.code, two.code) == (1, -9, 1)
+    assert f"process 1 died {EARLY}" in zero.errors
+    assert f"process 1 died {EARLY}" in two.errors or options
+    assert "process 1 died" in two.errors

@@ -52,7 +52,8 @@ class Elastic:
     Give it to `fit` in place of a step, after `start_distributed(elastic=True)`, with the same
     function in all processes. A run that loses processes then has the result of one that lost none:
     with `sf.ordered` gradients bit for bit, with others up to rounding. Hooks, history and metric
-    files see each step once. Only the death of process 0, the coordinator, ends the run.
+    files see each step once; only hooks that replace the state see an event again in which a
+    process died. Only the death of process 0, the coordinator, ends the run.
 
     Each process keeps a copy of its shards on the host, as of the last log point, evaluation or
     save. The others continue from their copies if these have the whole state. Otherwise they
@@ -315,7 +316,12 @@ class Attempts:
         else:
             loop.state = self._copy.like(self.plan)
             self.drop()
-            loop.restart()
+            try:
+                loop.restart()
+            except CheckpointError as error:
+                advice = "replicas=1 keeps a copy, sf.Checkpoints(at_start=True) saves it first"
+                error.add_note(f"{lost}, and with it {lacking}: {advice}")
+                raise
         stepped_in = sorted(_processes_of(self.plan) - before)
         source = "memory" if self.is_repeated else "checkpoint"
         self.losses.append(
