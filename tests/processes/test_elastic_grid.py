@@ -410,7 +410,7 @@ def test_a_death_is_noted_and_a_second_run_continues_without_the_process(undistu
     assert (loss["lost"], loss["at"], loss["processes"]) == ("process 1 died", 30, [0, 2])
     assert loss["from"] == 30
     assert 0 <= loss["seconds"] < 20
-    assert "process 1 died" in (tmp_path / "report.html").read_text()
+    assert "Process 1 died." in (tmp_path / "report.html").read_text()
 
 
 def test_the_death_of_process_0_ends_all_and_a_resume_loses_nothing(undisturbed, tmp_path):
