@@ -290,7 +290,10 @@ def survivors(folder, kills, *, n=3, **options):
 )
 def test_deaths_with_checkpoints_in_object_storage(kills, uses, server, undisturbed, tmp_path):
     storage = {"url": server.url(tmp_path.name), "environ": s3.CREDENTIALS}
-    (run,) = survivors(tmp_path, kills, uses=uses, **storage)
+    upload = f"{tmp_path.name}-files"
+    fit = {"upload": server.url(upload)}
+    (run,) = survivors(tmp_path, kills, uses=uses, fit=fit, **storage)
+    assert f"{upload}/metrics.jsonl" in server.objects(upload)
     compare(run, undisturbed(), sees_once="fsdp" not in uses)
     assert run["stops"] == ["process_died", "process_died", "completed"]
 
