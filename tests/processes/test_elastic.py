@@ -199,8 +199,9 @@ def survivors(folder, kills, mutant=None, *, n=3, **options):
 
 def split(values):
     """Separate the values of evaluations, which add up in another order on other devices."""
-    rows = {name: values[name] for name in values if not name.startswith("eval/")}
-    return rows, {name: values[name] for name in values if name.startswith("eval/")}
+    prefixes = ("eval/", "other/", "size/")
+    rows = {name: values[name] for name in values if not name.startswith(prefixes)}
+    return rows, {name: values[name] for name in values if name.startswith(prefixes)}
 
 
 def compare(run, whole, *, sees_once=True):
@@ -209,7 +210,7 @@ def compare(run, whole, *, sees_once=True):
     assert run["seen"] == whole["seen"] or not sees_once
     # A save that a dead process had to finish is given up, if the run is past its step.
     assert set(run["checkpoints"]) <= set(whole["checkpoints"])
-    assert run["checkpoints"][-1] == 60
+    assert run["checkpoints"][-1] == whole["checkpoints"][-1]
     (steps, evals), (whole_steps, whole_evals) = split(run["history"]), split(whole["history"])
     assert steps == whole_steps
     for name, points in evals.items():

@@ -176,19 +176,19 @@ def _read_identity(series: Store) -> str | None:
     return None
 
 
-def _open_temporary(temporary: Temporary, series: Store) -> Store | None:
+def _open_temporary(temporary: Temporary, series: Store, group: Group | None) -> Store | None:
     """Open the store of temporary steps, or return None if the disk is full; collective."""
     identity = None
-    with agreement(f"{series.location}: not opened"):
+    with agreement(f"{series.location}: not opened", group):
         if jax.process_index() == 0:
             identity = _read_identity(series)
             if identity is None:
                 identity = secrets.token_hex(4)
                 temporary.warn_about_others(series, identity)
                 series.write_note(_IDENTITY, {"id": identity})
-    folder = temporary.folder_of(series, broadcast_from_first([identity])[0] or "")
+    folder = temporary.folder_of(series, broadcast_from_first([identity], group)[0] or "")
     try:
-        return open_to_save(folder)
+        return open_to_save(folder, group)
     except CheckpointError as error:
         if not is_full(str(error)):
             raise
@@ -416,14 +416,16 @@ class Series(_StepReader):
     (20, Array([20, 20], dtype=int32))
     """
 
-    def __init__(self, policy: Checkpoints, path: str | os.PathLike[str]) -> None:
-        self.policy, self._permanent = policy, open_to_save(path)
+    def __init__(
+        self, policy: Checkpoints, path: str | os.PathLike[str], group: Group | None = None
+    ) -> None:
+        self.policy, self._permanent = policy, open_to_save(path, group)
         # A path becomes absolute; a URL stays as given.
         self.directory = path if is_url(path) else Path(self._permanent.location)
         self._temporary: Store | None = None
         if policy.temporary is not None:
-            self._temporary = _open_temporary(policy.temporary, self._permanent)
-        self.group: Group | None = None  # see `join`
+            self._temporary = _open_temporary(policy.temporary, self._permanent, group)
+        self.group = group  # see `join`
         self.saved: int | None = None
         self.restored_temporary = False
         self._saved_at = self._any_saved_at = time.monotonic()  # the latter in either directory
@@ -435,7 +437,7 @@ class Series(_StepReader):
         self._failure: BaseException | None = None
         self._problem: CheckpointError | None = None  # of a temporary save
         self._has_warned = False
-        with agreement(f"{self.directory}: not opened"):
+        with agreement(f"{self.directory}: not opened", group):
             for store in self._stores() if jax.process_index() == 0 else []:
                 store.clean(partial(self._prune, store))
         self._is_open = True

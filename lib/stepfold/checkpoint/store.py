@@ -316,12 +316,12 @@ def _below(store: Store) -> str:
     return join_location(store.location, "checkpoints")
 
 
-def open_to_save(path: Any) -> Store:
+def open_to_save(path: Any, group: Group | None = None) -> Store:
     """Open the store of a directory that all processes share; collective."""
-    with agreement(f"{path}: not opened"):
+    with agreement(f"{path}: not opened", group):
         store = open_store(path, save=True)
     if not is_url(path):
-        check_shared(Path(store.location))
+        check_shared(Path(store.location), group)
     return store
 
 

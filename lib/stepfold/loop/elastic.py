@@ -53,7 +53,8 @@ class Elastic:
     Give it to `fit` in place of a step, after `start_distributed(elastic=True)`, with the same
     function in all processes. A run that loses processes then has the result of one that lost none:
     with `sf.ordered` gradients bit for bit, with others up to rounding. Hooks, history and metric
-    files see each step once. Only the death of process 0, the coordinator, ends the run.
+    files see each step once; only hooks that replace the state see an event again in which a
+    process died. Only the death of process 0, the coordinator, ends the run.
 
     Each process keeps a copy of its shards on the host, as of the last log point, evaluation or
     save. The others continue from their copies if these have the whole state. Otherwise they
@@ -120,17 +121,23 @@ class Elastic:
 
     @property
     def step(self) -> Callable[[Any, Any], tuple[Any, Any]]:
-        """The step for all devices of the job."""
-        return self._parts[0]
+        """The step for all devices of the job, but those of processes that died in a run."""
+        return self.on(self._devices)[0]
 
     @property
     def plan(self) -> Any:
-        """The plan for all devices of the job, to initialize the state with."""
-        return self._parts[1]
+        """The plan for the same devices, to initialize the state with."""
+        return self.on(self._devices)[1]
+
+    @property
+    def _devices(self) -> list[jax.Device]:
+        values = KeyValues("elastic")
+        dead = values.get("dead") if values else {}
+        return [device for device in jax.devices() if str(device.process_index) not in dead]
 
     @cached_property
-    def _parts(self) -> tuple[Callable[[Any, Any], tuple[Any, Any]], Any]:
-        return self.on(jax.devices())
+    def _built(self) -> dict[tuple[jax.Device, ...], Any]:
+        return {}
 
     def attempts(self) -> "Attempts | None":
         """Return the attempts of a run; None in a single process."""
@@ -143,11 +150,14 @@ class Elastic:
         return Attempts(self)
 
     def on(self, devices: Sequence[jax.Device]) -> tuple[Callable[[Any, Any], Any], Any]:
-        """Build the step and the plan for some devices."""
+        """Build the step and the plan for some devices, once."""
+        if (parts := self._built.get(tuple(devices))) is not None:
+            return parts  # type: ignore[no-any-return]
         parts = read_step_and_plan("build", self.build(devices), devices)
         if 0 not in (used := _processes_of(parts[1])):
             expected = "a plan with devices of process 0, which cannot be spare"
             refuse("build", expected, f"one of {spell_processes(sorted(used))}")
+        self._built[tuple(devices)] = parts
         return parts
 
 
@@ -193,8 +203,7 @@ class Attempts:
             self._length = _Length(elastic.every_seconds)
         values = KeyValues("elastic")
         self._notices = _Notices(values, str(values.count_call()))
-        is_whole = len(self.live.processes) == jax.process_count()
-        self._use(*(elastic._parts if is_whole else elastic.on(self.live.devices)))
+        self._use(*elastic.on(self.live.devices))
 
     def _use(self, step: Callable[..., Any], plan: Any) -> None:
         self._step, self.plan, self._replicas, self._is_stale = step, plan, None, True
@@ -208,10 +217,17 @@ class Attempts:
 
     def stand_in(self, state: Any) -> Any:
         """Return what takes the place of the state in a spare process, and the state in others."""
-        if not self.is_spare:
-            return state
-        self._copy = HostCopy(state, 0)
-        return _Spare()
+        if self.is_spare:
+            self._copy = HostCopy(state, 0)
+            return _Spare()
+        used = {
+            device.process_index
+            for leaf in jax.tree.leaves(state)
+            for device in getattr(getattr(leaf, "sharding", None), "device_set", ())
+        }
+        if dead := sorted(used - {*self.live.processes}):
+            raise Disbanded(dead)
+        return state
 
     def start(self, loop: "TrainLoop") -> None:
         """Divide the batches by the plan, and let checkpoints be saved by the group."""
@@ -251,6 +267,12 @@ class Attempts:
             self._replicas.seconds = time.monotonic() - start
         self._copy, self._kept, self._is_stale = copy, None, False
 
+    def drop(self) -> None:
+        """Drop the copy, so that a checkpoint replaces it if a process dies."""
+        self._kept, self._is_stale = None, True
+        if self._copy is not None:
+            self._copy.drop()
+
     def begin(self, loop: "TrainLoop") -> None:
         """Keep what the steps of an attempt are about to change."""
         self._kept = _Kept(loop.get_state(), loop.position())
@@ -265,6 +287,8 @@ class Attempts:
         dead = self._met.leave(error)
         if dead:
             lost = spell_lost(self.group, dead, leave_behind=self.elastic.leave_behind)
+            for process in dead:  # a later run of this job starts without it
+                KeyValues("elastic").set(f"dead/{process}", True)
             self.live = self.live.only(set(self.live.processes) - dead)
             self._met = self._met.only(self.live.processes)
             return lost
@@ -295,8 +319,8 @@ class Attempts:
         self._met = self.group
         loop.continue_with(self._step, self._share, at=self._copy.step, lost=lost)
         if self.is_spare:
-            self._kept, loop.state = None, _Spare(loop.step)
-            self._copy.drop()
+            loop.state = _Spare(loop.step)
+            self.drop()
             return
         loop.hooks.flush()  # rows may still wait in a thread
         self.is_repeated = lacking is None
@@ -308,8 +332,13 @@ class Attempts:
             refuse("plan", expected, "none", advice, kind=CheckpointError)
         else:
             loop.state = self._copy.like(self.plan)
-            self._copy.drop()
-            loop.restore(loop.series)
+            self.drop()
+            try:
+                loop.restart()
+            except CheckpointError as error:
+                advice = "replicas=1 keeps a copy, sf.Checkpoints(at_start=True) saves it first"
+                error.add_note(f"{lost}, and with it {lacking}: {advice}")
+                raise
         stepped_in = sorted(_processes_of(self.plan) - before)
         source = "memory" if self.is_repeated else "checkpoint"
         self.losses.append(

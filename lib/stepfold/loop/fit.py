@@ -16,13 +16,14 @@ from stepfold.checkpoint.leaves import check_values
 from stepfold.checkpoint.series import Checkpoints, Series
 from stepfold.core.processes import (
     Disbanded,
+    Group,
     agreement,
     broadcast_from_first,
     report_failed_peer,
 )
 from stepfold.core.state import check_not_donated, is_available, step_of, strengthen
 from stepfold.core.validation import read_instance, read_integer, spell_call, takes
-from stepfold.errors import refuse
+from stepfold.errors import StepfoldError, refuse
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.elastic import Attempts, Elastic
 from stepfold.loop.evaluate import Evaluation
@@ -156,8 +157,10 @@ def fit(
     _check_resumable(checkpoints, feed, all_hooks)
 
     has_writer = any(getattr(hook, "writes_metrics", False) for hook in user_hooks)
-    directory = RunDirectory(run_dir, upload, has_writer=has_writer)
-    series = None if checkpoints is None else _open_series(checkpoints, directory)
+    live = None if attempts is None else attempts.live
+    with _needs_all():
+        directory = RunDirectory(run_dir, upload, has_writer=has_writer, group=live)
+        series = None if checkpoints is None else _open_series(checkpoints, directory, live)
     arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
     arguments |= {"steps_per_call": steps_per_call, "upload": upload}
     describe = partial(run_metadata, state, batches, arguments, evaluations, checkpoints, config)
@@ -173,7 +176,7 @@ def fit(
         attempts=attempts,
     )
     del state, describe  # so that a restored state can take the memory
-    with _attach_result(loop), _opened(loop, directory, all_hooks):
+    with _attach_result(loop), _needs_all(), _opened(loop, directory, all_hooks):
         if attempts is not None:
             attempts.start(loop)
         was_complete = _start(loop, directory, more_steps, resume=resume is not False)
@@ -246,8 +249,9 @@ def _read_step(step: Any, state: Any) -> tuple[Any, Any, Attempts | None]:
     """Return the step, the state to start with, and the attempts of an elastic run."""
     if not isinstance(step, Elastic):
         return step, state, None
-    attempts = step.attempts()
-    return step.step, state if attempts is None else attempts.stand_in(state), attempts
+    with _needs_all():
+        attempts = step.attempts()
+        return step.step, state if attempts is None else attempts.stand_in(state), attempts
 
 
 def _check_numbers(
@@ -444,10 +448,21 @@ def _check_resumable(
 # The run
 
 
-def _open_series(checkpoints: Checkpoints, directory: RunDirectory) -> Series:
+@contextmanager
+def _needs_all() -> Iterator[None]:
+    """End the run if a process of it dies before the first step."""
+    try:
+        yield
+    except Disbanded as error:
+        message = f"fit: {error} before the run had begun; start it again"
+        raise StepfoldError(message) from error
+
+
+def _open_series(checkpoints: Checkpoints, directory: RunDirectory, group: Group | None) -> Series:
     if checkpoints.directory is None and directory.path is None:
         refuse("checkpoints", "a directory", "none", "give run_dir=…, or sf.Checkpoints('path')")
-    return checkpoints.open(directory.path and directory.path / "checkpoints")
+    path: Any = checkpoints.directory
+    return Series(checkpoints, path or directory.path / "checkpoints", group)  # type: ignore[operator]
 
 
 @contextmanager
@@ -466,7 +481,17 @@ def _opened(loop: TrainLoop, directory: RunDirectory, hooks: Sequence[Hook]) -> 
             stack.enter_context(series)
             stack.callback(_print_waiting, loop)
         stack.callback(directory.stopwatch.end)
+        if loop.attempts is not None:
+            stack.push(partial(_tell_spares, loop, loop.attempts))
         yield
+
+
+def _tell_spares(
+    loop: TrainLoop, attempts: Attempts, _: Any, error: BaseException | None, __: Any
+) -> None:
+    """Tell spare processes of an error, since they do not meet the others."""
+    if error is not None:
+        attempts.end(loop.step, None, None, f"{type(error).__name__}: {error}"[:500])
 
 
 def _start(
@@ -488,7 +513,7 @@ def _start(
         loop.skip([rollback.skipped for rollback in rollbacks.done])
     with agreement(f"{series.directory}: not resumed", loop.group):
         was_complete = loop.restore(series, more_steps)
-    directory.fetch(loop.step)
+    directory.fetch(loop)
     directory.resume(loop)
     return was_complete
 
@@ -508,30 +533,26 @@ def _run_elastically(
     loop: TrainLoop, attempts: Attempts, directory: RunDirectory, more_steps: int | None
 ) -> None:
     lost, has_ended = "", False
-    try:
-        while not has_ended:
-            try:
-                if lost:
-                    directory.end_attempt(loop.step, Stop("process_died", lost))
-                    attempts.repeat(loop, lost)
-                    lost = ""
-                    if not attempts.is_spare:
-                        directory.resume(loop)
-                if attempts.is_spare:
-                    lost = attempts.wait(loop)
-                    has_ended = not lost
-                    continue
-                if loop.go_back is not None:
-                    _go_back(loop, directory, loop.go_back, more_steps)
-                loop.run()
-                has_ended = loop.go_back is None
-            except (Exception, Disbanded) as error:
-                if not (died := attempts.leave(error)):
-                    raise
-                lost = f"{lost}, {died}" if lost else died
-    except BaseException as error:
-        attempts.end(loop.step, None, None, f"{type(error).__name__}: {error}"[:500])
-        raise
+    while not has_ended:
+        try:
+            if lost:
+                directory.end_attempt(loop.step, Stop("process_died", lost))
+                attempts.repeat(loop, lost)
+                lost = ""
+                if not attempts.is_spare:
+                    directory.resume(loop)
+            if attempts.is_spare:
+                lost = attempts.wait(loop)
+                has_ended = not lost
+                continue
+            if loop.go_back is not None:
+                _go_back(loop, directory, loop.go_back, more_steps)
+            loop.run()
+            has_ended = loop.go_back is None
+        except (Exception, Disbanded) as error:
+            if not (died := attempts.leave(error)):
+                raise
+            lost = f"{lost}, {died}" if lost else died
     agreed = loop.consensus.requests.get(Kind.SIGNAL)
     attempts.end(loop.step, loop.stop, None if agreed is None else agreed.reason)
 
@@ -544,8 +565,11 @@ def _go_back(
     if series is None or rollbacks is None:
         return
     loop.hooks.flush()  # rows of later steps may still wait in a thread
-    rollback = rollbacks.go_back(request, loop.step)
+    rollback = rollbacks.note(request, loop.step)
+    if loop.attempts is not None:
+        loop.attempts.drop()  # from the note on, only the checkpoint counts
     directory.end_attempt(loop.step, Stop("go_back", str(rollback)))
+    rollbacks.delete_later()
     loop.restore(series, more_steps)
     loop.skip([rollback.skipped])
     directory.resume(loop)

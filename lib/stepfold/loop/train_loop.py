@@ -763,6 +763,14 @@ class TrainLoop:
         self.consensus.restart(restored.step)
         return self.resume(restored, series.directory, more_steps)
 
+    def restart(self) -> None:
+        """Restore the newest checkpoint, as another job would that resumes the run."""
+        if self.series is not None and self.rollbacks is not None:
+            self.rollbacks.resume()
+            self.restore(self.series)
+            if self.rollbacks.done:  # the last of them may be new
+                self.skip([rollback.skipped for rollback in self.rollbacks.done])
+
     def resume(self, restored: Restored, where: Any, more_steps: int | None = None) -> bool:
         """Continue from a state and what was kept with it; return whether the run is complete."""
         hyperparams = self.progress.hyperparams
