@@ -75,7 +75,7 @@ class CutAttempts(Attempts):
 
     def start(self, loop):
         super().start(loop)
-        self._loop, self._had_agreed = loop, False
+        self._loop, self._is_due = loop, False
         loop.consensus.poll = lambda _: loop.consensus.settle()
         self._losses.is_in_event = lambda: loop.hooks._snapshot is not None
 
@@ -86,7 +86,8 @@ class CutAttempts(Attempts):
     def leave(self, error):
         if not isinstance(error, Lost):
             return super().leave(error)
-        self._had_agreed |= bool(self._loop.consensus.requests)
+        consensus = self._loop.consensus
+        self._is_due |= bool(consensus.requests) or any(each.by_hook for each in consensus._own)
         used = random_runs.devices_of(self.plan)
         if len(used) > 1:
             self._left = [device for device in self._left if device != used[-1]]
@@ -96,9 +97,9 @@ class CutAttempts(Attempts):
 
     def repeat(self, loop, lost):
         super().repeat(loop, lost)
-        if self._had_agreed:  # on the same requests, not a step later
+        if self._is_due:  # a vote, which would come a step later
             loop.consensus.settle()
-        self._had_agreed = False
+        self._is_due = False
 
 
 class CutElastic(Elastic):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import Phase
 from hypothesis import strategies as st
-from tests.laws.test_random_runs import Found, check, draw_runs, one_run, runs
+from tests.laws.test_random_runs import Found, check, draw_runs, observed, one_run, runs
 
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.elastic import Attempts
@@ -27,12 +27,13 @@ def losing_runs(draw):
         run.checkpoints.at_start = True  # there is one to go back to
     # Blocks of a row, so that no number of devices has one block each.
     may_be_ordered = {call.kind for call in run.sessions} == {"averages"}
-    may_be_ordered &= run.source.remainder != "keep" and run.source.kind != "sizes"
+    is_keeping = run.source.remainder == "keep"
+    may_be_ordered &= not is_keeping and run.source.kind != "sizes"
     is_ordered = may_be_ordered and run.steps_per_call == 1 and draw(st.booleans())
     run.elastic = SimpleNamespace(
         devices=draw(st.sampled_from([2, 4])),
         axis=draw(st.sampled_from(["dp", "fsdp"])),
-        is_jitted=is_ordered or run.source.remainder == "keep" or draw(st.booleans()),
+        is_jitted=run.steps_per_call == 1 and (is_keeping or is_ordered or draw(st.booleans())),
         is_ordered=is_ordered,
         every=draw(st.sampled_from([None, None, 2, 3])),
         forgets=forgets,
@@ -42,15 +43,18 @@ def losing_runs(draw):
     if run.evaluations:
         names = st.sampled_from([each.name for each in run.evaluations])
         kinds.append(st.tuples(st.just("evaluate"), names, step))
-    if not forgets:
-        kinds += [st.tuples(st.just("meet"), st.integers(1, 60))] * 2
+    meetings = [st.tuples(st.just("meet"), st.integers(1, 60))] * 2
     for call in run.sessions:
-        call.losses = draw(st.lists(st.one_of(kinds), max_size=2, unique=True))
+        # After a loss, a signal that no vote knew of takes effect after another step.
+        is_signaled = call.cut[1] in ("save", "stop")
+        places = kinds[:1] if is_signaled else [*kinds, *([] if forgets else meetings)]
+        number = 0 if is_signaled and run.steps_per_call > 1 else 2
+        call.losses = draw(st.lists(st.one_of(places), max_size=number, unique=True))
     return run
 
 
 def test_a_run_that_loses_devices_is_one_that_lost_none(count):
-    draw_runs(count(15, 2000), check, strategy=losing_runs())
+    draw_runs(count(10, 2000), check, strategy=losing_runs())
 
 
 ELASTIC = SimpleNamespace(
@@ -71,6 +75,14 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_a_run_that_once_differed(name):
     check(FOUND[name])
+
+
+@pytest.mark.parametrize("meeting", range(1, 9))
+def test_a_save_that_was_requested_is_made_after_a_loss(meeting, tmp_path):
+    call = {"cut": (("pull", 2), "save"), "losses": [("meet", meeting)]}
+    run = one_run(elastic=ELASTIC, calls=[call], log_every=50)
+    found = observed(run, run.sessions[0], tmp_path / "0", tmp_path / "1")
+    assert len(found["saved"][0]) == 2  # and at the end
 
 
 def repeats_only_in(function):

@@ -16,6 +16,7 @@ from stepfold.checkpoint.restore import Restored
 from stepfold.checkpoint.series import Series
 from stepfold.core.optimizer import hyperparams_of
 from stepfold.core.processes import (
+    Disbanded,
     Group,
     KeyValues,
     agreement,
@@ -300,7 +301,11 @@ class TrainLoop:
         elif self._end is None:
             self._log()
             if self._end is None:
-                self._save_or_stop(permanent=True)
+                try:
+                    self._save_or_stop(permanent=True)
+                except Disbanded:
+                    requests.add(Request(Kind.SAVE))
+                    raise
 
     # The start
 
