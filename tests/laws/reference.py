@@ -43,9 +43,11 @@ class Fit:
 
     def __call__(self):
         call, directory = self.call, self.directory
-        found = {**directory.temporary, **directory.permanent}
+        found, rows_left = {**directory.temporary, **directory.permanent}, {}
         if not found:
-            self.warnings += ["its files are now in"] if any(directory.rows) else []
+            is_moved = any(directory.rows)
+            self.warnings += ["its files are now in"] if is_moved else []
+            rows_left = {} if is_moved else directory.rows  # at most that of step 0
             directory.skips = []
         self.data = call.data(directory.skips)
         self.run = SimpleNamespace(
@@ -68,7 +70,8 @@ class Fit:
                 self.save()
             raise
         finally:
-            directory.rows = self.run.rows
+            rows = self.run.rows
+            directory.rows = rows_left | {i: rows_left.get(i, {}) | rows[i] for i in rows}
         if self.was_complete and self.run.step == self.resumed and not self.is_signaled:
             self.warnings.append("nothing was trained")
         return self

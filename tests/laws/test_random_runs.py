@@ -421,7 +421,7 @@ def expected(run, session, directory):
     return outcome(
         has_same_program(run), raised, None if raised else fold.stop,
         fold.run.step, fold.run.state, seen,
-        {} if crashed else fold.run.rows, random_runs.history_of(fold.run.rows), fold.warnings,
+        {} if crashed else directory.rows, random_runs.history_of(fold.run.rows), fold.warnings,
         [sorted(directory.permanent), sorted(directory.temporary)], directory.skips,
     )  # fmt: skip
 
