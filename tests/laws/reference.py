@@ -160,6 +160,7 @@ class Fit:
         while len(batches) < call.steps_per_call and not self.is_signaled:
             step, used = run.step + len(batches), run.used + len(batches)
             is_due = self.is_log_point(step) or self.reads(step) or step in delayed
+            is_due |= bool(call.attempt) and step % call.attempt == 0
             if batches and (is_due or used in data.size_changes):
                 break
             try:

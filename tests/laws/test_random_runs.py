@@ -403,7 +403,7 @@ def expected(run, session, directory):
     call = SimpleNamespace(
         data=run.source.data, cut=cut, hooks=hooks, total=total, delay=delay,
         state=place(random_runs.first_state(run.task)), step=random_runs.jitted(step), place=place,
-        several=run.elastic is not None,
+        several=run.elastic is not None, attempt=run.elastic and run.elastic.every,
         wants_epochs=any(hook.wants_epochs for hook in hooks)
         or (run.has_trainer and run.source.kind in ("arrays", "sizes")),
         evaluations=[random_runs.Evaluated(run.task, e) for e in run.evaluations],
