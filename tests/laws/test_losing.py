@@ -54,7 +54,7 @@ def losing_runs(draw):
 
 
 def test_a_run_that_loses_devices_is_one_that_lost_none(count):
-    draw_runs(count(7, 2000), check, strategy=losing_runs())
+    draw_runs(count(5, 2000), check, strategy=losing_runs())
 
 
 ELASTIC = SimpleNamespace(
