@@ -258,10 +258,10 @@ class KeyValues:
         Raises:
           PeerTimeoutError: if a process does not call it in time; it begins with `where`.
         """
-        if not self or jax.process_count() == 1:
-            return [value]
         if self._group is not None:
             return self._group.meet(value, f"{self._name}: {waiting_for}")
+        if not self or jax.process_count() == 1:
+            return [value]
         call, me, processes = self.count_call(), jax.process_index(), range(jax.process_count())
         values: dict[int, Any] = {}
         self.set(f"{call}/{me}", value)

@@ -154,6 +154,8 @@ class Several(Alone):
     def regroup(self, group: Group, step: int) -> None:
         """Vote again on what this process requested: some may have read a vote that others lack."""
         own = [request for request in self._own if request.kind is not Kind.END]
+        if Kind.SAVE in self.requests:  # agreed on, and not done
+            self.ask_to_save()
         self.restart(step)
         self.requests.done(*Kind)
         for request in own:

@@ -147,7 +147,7 @@ class Elastic:
             expected = "processes that continue after the death of one, for sf.Elastic"
             advice = "start them with sf.start_distributed(elastic=True)"
             refuse("step", expected, "others", advice)
-        return Attempts(self)
+        return Attempts(self, Group.of_live(), _Notices())
 
     def on(self, devices: Sequence[jax.Device]) -> tuple[Callable[[Any, Any], Any], Any]:
         """Build the step and the plan for some devices, once."""
@@ -187,9 +187,9 @@ class Attempts:
       losses: for each death: who, when, and what it cost.
     """
 
-    def __init__(self, elastic: Elastic) -> None:
-        self.elastic = elastic
-        self.live = self._met = Group.of_live()
+    def __init__(self, elastic: Elastic, live: Group, notices: "_Notices") -> None:
+        self.elastic, self._notices = elastic, notices
+        self.live = self._met = live
         hosts = self.live.meet(socket.gethostname(), "their hosts")
         self._hosts = dict(zip(self.live.processes, hosts, strict=True))
         self.losses: list[dict[str, Any]] = []
@@ -201,14 +201,17 @@ class Attempts:
         self._length: _Length | None = None
         if elastic.every_seconds is not None:
             self._length = _Length(elastic.every_seconds)
-        values = KeyValues("elastic")
-        self._notices = _Notices(values, str(values.count_call()))
-        self._use(*elastic.on(self.live.devices))
+        self._use(*elastic.on(self.devices))
 
     def _use(self, step: Callable[..., Any], plan: Any) -> None:
         self._step, self.plan, self._replicas, self._is_stale = step, plan, None, True
         processes, me = _processes_of(plan), jax.process_index()
         self.group = self.live.only(processes if me in processes else {me})
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """The devices that are left."""
+        return self.live.devices
 
     @property
     def is_spare(self) -> bool:
@@ -309,7 +312,7 @@ class Attempts:
         self._notices.call(self.live, lost)
         self._met = self.live
         before = _processes_of(self.plan)
-        self._use(*self.elastic.on(self.live.devices))
+        self._use(*self.elastic.on(self.devices))
         note = pickle.dumps((self._copy.step, self._kept, loop.get_start()))
         lacking, note = self._copy.collect(self.plan, self.live, note)
         self._copy.step, kept, begun = pickle.loads(note)
@@ -391,9 +394,9 @@ class Attempts:
 class _Notices:
     """What process 0 tells spare processes: that they are needed, or that the run has ended."""
 
-    def __init__(self, values: KeyValues, run: str) -> None:
-        self._values, self._run = values, run
-        self._calls = 0
+    def __init__(self) -> None:
+        self._values = KeyValues("elastic")
+        self._run, self._calls = str(self._values.count_call()), 0
 
     def call(self, live: Group, lost: str) -> None:
         """Call all live processes to a recovery; each counts those that it took part in."""

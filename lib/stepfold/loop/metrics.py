@@ -369,8 +369,10 @@ class Curve(list[float]):
         self.steps: list[int] = []
 
     def add(self, step: int, value: float) -> None:
-        """Add a value, unless the curve already has one for this step or a later one."""
-        if not self.steps or step > self.steps[-1]:
+        """Add a value, or replace that of the last step; a value of an earlier step is dropped."""
+        if self.steps and step == self.steps[-1]:
+            self[-1] = value
+        elif not self.steps or step > self.steps[-1]:
             self.steps.append(step)
             self.append(value)
 

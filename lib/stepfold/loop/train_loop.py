@@ -16,6 +16,7 @@ from stepfold.checkpoint.restore import Restored
 from stepfold.checkpoint.series import Series
 from stepfold.core.optimizer import hyperparams_of
 from stepfold.core.processes import (
+    Disbanded,
     Group,
     KeyValues,
     Position,
@@ -202,7 +203,8 @@ class TrainLoop:
         self.hooks, self.series, self.history = hooks, series, History()
         self._run_step, self._feed, self._options = runner, feed, options
         self.attempts = attempts
-        self.consensus = Several(self.group) if jax.process_count() > 1 else Alone()
+        is_alone = jax.process_count() == 1 and attempts is None
+        self.consensus = Alone() if is_alone else Several(self.group)
         # Not methods of this object: a cycle would keep the state until garbage is collected.
         self.signals = Signals(self.consensus.ask_to_end, self.consensus.ask_to_save)
         self.rollbacks = None if series is None else Rollbacks(series, feed)
@@ -301,7 +303,11 @@ class TrainLoop:
         elif self._end is None:
             self._log()
             if self._end is None:
-                self._save_or_stop(permanent=True)
+                try:
+                    self._save_or_stop(permanent=True)
+                except Disbanded:
+                    requests.add(Request(Kind.SAVE))
+                    raise
 
     # The start
 
@@ -342,7 +348,8 @@ class TrainLoop:
         self._find_due()
         self._agree()
         is_start = self.step == self.progress.began
-        if self.attempts is not None and self.attempts.is_repeated and not is_start:
+        is_repeated = self.attempts is not None and self.attempts.is_repeated
+        if is_repeated and not is_start and self.step != self.resumed:
             self.positions.append(self._feed.mark(self.step))
             self._boundary()
             self._decide()
