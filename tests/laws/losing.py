@@ -67,7 +67,7 @@ class CutAttempts(Attempts):
     def __init__(self, elastic, losses):
         self._losses, self._left = losses, jax.devices()
         notices = SimpleNamespace(call=lambda *_: None, end=lambda _: None)
-        super().__init__(elastic, CutGroup((0,), (0,), losses), notices)
+        super().__init__(elastic, CutGroup((0,), (0,), losses=losses), notices)
 
     @property
     def devices(self):
