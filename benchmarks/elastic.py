@@ -44,6 +44,7 @@ def start(kind, count, *args):
 
 
 def join(coordinator, count, rank, heartbeat=100):
+    """Connect this process to the others, with one CPU device each."""
     import jax
 
     import stepfold as sf
@@ -66,7 +67,7 @@ def make_parts(width, axis, *, ordered=False):
     def init(key):
         return {name: jax.random.normal(key, (width, width)) / width**0.5 for name in names}
 
-    def loss_fn(params, batch, key):
+    def loss_fn(params, batch, key):  # noqa: ARG001
         hidden = batch["x"]
         for name in names:
             hidden = jnp.tanh(hidden @ params[name])
@@ -87,6 +88,7 @@ def make_parts(width, axis, *, ordered=False):
 
 
 def make_batches(width):
+    """Return an endless shuffle of random rows."""
     import numpy as np
 
     import stepfold as sf

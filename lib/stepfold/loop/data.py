@@ -135,7 +135,7 @@ class BatchFeed:
                 f"batches: expected a position to resume at from a checkpoint, got none: {reason}; "
                 "the state is saved, but a resume will be refused: give sf.batches a source with "
                 "len() and [i], which seed=… shuffles, or a stream with get_state and set_state",
-                stacklevel=7,
+                stacklevel=8,
             )
 
     def _pull(self) -> Any:

@@ -20,7 +20,7 @@ import pickle
 import socket
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -302,68 +302,66 @@ class Attempts:
 
     def repeat(self, loop: "TrainLoop", lost: str) -> None:
         """Continue without the processes that died: from the copies, or else a checkpoint."""
-        start = time.monotonic()
-        if self._copy is None:
-            raise CheckpointError(f"fit: {lost} before the run had begun; start it again")
-        if self._kept is None and not self._copy.is_empty:  # the end of a run is repeated too
-            self._kept = _Kept({**loop.get_state(), "is_complete": False}, loop.position())
-        was_at, was_new = loop.step, self._copy.is_empty
-        _wait_for_devices()  # before the meetings
-        self._notices.call(self.live, lost)
-        self._met = self.live
-        before = _processes_of(self.plan)
-        self._use(*self.elastic.on(self.devices))
-        note = pickle.dumps((self._copy.step, self._kept, loop.get_start()))
-        lacking, note = self._copy.collect(self.plan, self.live, note)
-        self._copy.step, kept, begun = pickle.loads(note)
-        if was_new and not self.is_spare:
-            self._kept = kept
-            loop.set_start(begun)
-        self._met = self.group
-        loop.continue_with(self._step, self._share, at=self._copy.step, lost=lost)
+        start, was_at, before = time.monotonic(), loop.step, _processes_of(self.plan)
+        lacking = self._regroup(loop, lost)
         if self.is_spare:
             loop.state = _Spare(loop.step)
             self.drop()
             return
         loop.hooks.flush()  # rows may still wait in a thread
         self.is_repeated = lacking is None
-        if self.is_repeated and self._kept is not None:
+        if self.is_repeated and self._copy is not None and self._kept is not None:
             loop.resume(self._restored(self._copy, self._kept), "memory")
-        elif loop.series is None:
+        else:
+            self._restart(loop, lost, lacking)
+        loss = {
+            "lost": lost,
+            "at": was_at,
+            "from": loop.step,
+            "source": "memory" if self.is_repeated else "checkpoint",
+            "processes": list(self.group.processes),
+            "stepped_in": sorted(_processes_of(self.plan) - before),
+            "seconds": round(time.monotonic() - start, 3),
+            "time": time.time(),
+        }
+        self.losses.append(loss)
+        warnings.warn(_spell_loss(loss), RuntimeWarning, stacklevel=4)
+
+    def _regroup(self, loop: "TrainLoop", lost: str) -> str | None:
+        """Use the devices that are left, and what is kept; return a leaf that is not, or None."""
+        if (copy := self._copy) is None:
+            raise CheckpointError(f"fit: {lost} before the run had begun; start it again")
+        if self._kept is None and not copy.is_empty:  # the end of a run is repeated too
+            self._kept = _Kept({**loop.get_state(), "is_complete": False}, loop.position())
+        was_new = copy.is_empty
+        _wait_for_devices()  # before the meetings
+        self._notices.call(self.live, lost)
+        self._met = self.live
+        self._use(*self.elastic.on(self.devices))
+        note = pickle.dumps((copy.step, self._kept, loop.get_start()))
+        lacking, note = copy.collect(self.plan, self.live, note)
+        copy.step, kept, begun = pickle.loads(note)
+        if was_new and not self.is_spare:
+            self._kept = kept
+            loop.set_start(begun)
+        self._met = self.group
+        loop.continue_with(self._step, self._share, at=copy.step, lost=lost)
+        return lacking
+
+    def _restart(self, loop: "TrainLoop", lost: str, lacking: str | None) -> None:
+        """Continue from the newest checkpoint."""
+        if loop.series is None or self._copy is None:
             expected = f"a copy of {lacking} in the processes that are left, or checkpoints"
             advice = "give sf.Checkpoints(every=…), or replicas=1"
             refuse("plan", expected, "none", advice, kind=CheckpointError)
-        else:
-            loop.state = self._copy.like(self.plan)
-            self.drop()
-            try:
-                loop.restart()
-            except CheckpointError as error:
-                advice = "replicas=1 keeps a copy, sf.Checkpoints(at_start=True) saves it first"
-                error.add_note(f"{lost}, and with it {lacking}: {advice}")
-                raise
-        stepped_in = sorted(_processes_of(self.plan) - before)
-        source = "memory" if self.is_repeated else "checkpoint"
-        self.losses.append(
-            {
-                "lost": lost,
-                "at": was_at,
-                "from": loop.step,
-                "source": source,
-                "processes": list(self.group.processes),
-                "stepped_in": stepped_in,
-                "seconds": round(time.monotonic() - start, 3),
-                "time": time.time(),
-            }
-        )
-        joined = f" with {spell_processes(stepped_in)}, which stepped in" if stepped_in else ""
-        warnings.warn(
-            f"{lost}; the run continues from step {loop.step}"
-            f"{'' if self.is_repeated else ', its newest checkpoint,'} on "
-            f"{spell_processes(self.group.processes)}{joined}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        loop.state = self._copy.like(self.plan)
+        self.drop()
+        try:
+            loop.restart()
+        except CheckpointError as error:
+            advice = "replicas=1 keeps a copy, sf.Checkpoints(at_start=True) saves it first"
+            error.add_note(f"{lost}, and with it {lacking}: {advice}")
+            raise
 
     def _restored(self, copy: HostCopy, kept: _Kept) -> Restored:
         """Return the state from the copy, and what was kept with it."""
@@ -389,6 +387,14 @@ class Attempts:
     def end(self, step: int, stop: Stop | None, number: int | None, error: str = "") -> None:
         """Tell spare processes how the run has ended."""
         self._notices.end({"step": step, "stop": stop, "signal": number, "error": error})
+
+
+def _spell_loss(loss: Mapping[str, Any]) -> str:
+    checkpoint = "" if loss["source"] == "memory" else ", its newest checkpoint,"
+    where = spell_processes(loss["processes"])
+    if loss["stepped_in"]:
+        where += f" with {spell_processes(loss['stepped_in'])}, which stepped in"
+    return f"{loss['lost']}; the run continues from step {loss['from']}{checkpoint} on {where}"
 
 
 class _Notices:

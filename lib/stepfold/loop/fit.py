@@ -177,8 +177,6 @@ def fit(
     )
     del state, describe  # so that a restored state can take the memory
     with _attach_result(loop), _needs_all(), _opened(loop, directory, all_hooks):
-        if attempts is not None:
-            attempts.start(loop)
         was_complete = _start(loop, directory, more_steps, resume=resume is not False)
         with report_failed_peer(), end_if_stuck(attempts, user_hooks):
             _run(loop, directory, more_steps)
@@ -499,6 +497,8 @@ def _start(
 ) -> bool:
     """Resume from a checkpoint if there is one; return whether the run was complete there."""
     series, rollbacks = loop.series, loop.rollbacks
+    if loop.attempts is not None:
+        loop.attempts.start(loop)
     if series is None or rollbacks is None or not _has_checkpoint(series):
         if rollbacks is not None:
             rollbacks.restart()
@@ -520,28 +520,16 @@ def _start(
 
 def _run(loop: TrainLoop, directory: RunDirectory, more_steps: int | None) -> None:
     """Run to the end; go back where a hook asks for it, and continue where processes die."""
-    attempts = loop.attempts
-    if attempts is not None:
-        return _run_elastically(loop, attempts, directory, more_steps)
-    loop.run()
-    while loop.go_back is not None:
-        _go_back(loop, directory, loop.go_back, more_steps)
-        loop.run()
-
-
-def _run_elastically(
-    loop: TrainLoop, attempts: Attempts, directory: RunDirectory, more_steps: int | None
-) -> None:
-    lost, has_ended = "", False
+    attempts, lost, has_ended = loop.attempts, "", False
     while not has_ended:
         try:
-            if lost:
+            if attempts is not None and lost:
                 directory.end_attempt(loop.step, Stop("process_died", lost))
                 attempts.repeat(loop, lost)
                 lost = ""
                 if not attempts.is_spare:
                     directory.resume(loop)
-            if attempts.is_spare:
+            if attempts is not None and attempts.is_spare:
                 lost = attempts.wait(loop)
                 has_ended = not lost
                 continue
@@ -550,11 +538,13 @@ def _run_elastically(
             loop.run()
             has_ended = loop.go_back is None
         except (Exception, Disbanded) as error:
-            if not (died := attempts.leave(error)):
+            died = "" if attempts is None else attempts.leave(error)
+            if not died:
                 raise
             lost = f"{lost}, {died}" if lost else died
-    agreed = loop.consensus.requests.get(Kind.SIGNAL)
-    attempts.end(loop.step, loop.stop, None if agreed is None else agreed.reason)
+    if attempts is not None:
+        agreed = loop.consensus.requests.get(Kind.SIGNAL)
+        attempts.end(loop.step, loop.stop, None if agreed is None else agreed.reason)
 
 
 def _go_back(

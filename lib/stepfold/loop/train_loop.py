@@ -297,7 +297,7 @@ class TrainLoop:
             if not self._warned_of_save:
                 warnings.warn(
                     "SIGUSR1: expected checkpoints to save, got none; give checkpoints=…",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
             self._warned_of_save = True
         elif self._end is None:
@@ -430,7 +430,7 @@ class TrainLoop:
                 f"batches: expected the same number in every process, got {self.step} in "
                 f"{spell_processes(ended)}, and more in the others, which stop there too; give "
                 "steps=…, or every process the same number",
-                stacklevel=5,
+                stacklevel=6,
             )
         return batches[: min(counts)]
 
@@ -449,7 +449,7 @@ class TrainLoop:
             warnings.warn(
                 f"batches: expected enough for {self.progress.total} steps, got {self._feed.used};"
                 " give epochs=… to iterate them several times, or steps=None to use them once",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     # After a step
@@ -751,7 +751,7 @@ class TrainLoop:
                 warnings.warn(
                     f"step {self.step}: expected to replace the state before it is saved, got a "
                     f"request after that, which has no effect: {request.why}",
-                    stacklevel=7,
+                    stacklevel=8,
                 )
             return
         self.state = request.state
