@@ -178,7 +178,7 @@ def fit(
     del state, describe  # so that a restored state can take the memory
     with _attach_result(loop), _needs_all(), _opened(loop, directory, all_hooks):
         was_complete = _start(loop, directory, more_steps, resume=resume is not False)
-        with report_failed_peer(), end_if_stuck(attempts, user_hooks):
+        with report_failed_peer():
             _run(loop, directory, more_steps)
     stop, capsule = _stop_reason(loop, all_hooks), None
     if (nonfinite := _find_nonfinite(loop, all_hooks)) is not None:
@@ -481,6 +481,7 @@ def _opened(loop: TrainLoop, directory: RunDirectory, hooks: Sequence[Hook]) -> 
         stack.callback(directory.stopwatch.end)
         if loop.attempts is not None:
             stack.push(partial(_tell_spares, loop, loop.attempts))
+            stack.enter_context(end_if_stuck(loop.attempts, hooks))
         yield
 
 

@@ -61,9 +61,9 @@ def find_stuck(seen: Mapping[int, Seen]) -> list[int]:
 
 
 @contextmanager
-def end_if_stuck(attempts: "Attempts | None", hooks: Sequence[Any] = ()) -> Iterator[None]:
+def end_if_stuck(attempts: "Attempts", hooks: Sequence[Any]) -> Iterator[None]:
     """Watch for stuck processes inside the block, if the run has patience."""
-    if attempts is None or attempts.elastic.patience is None:
+    if attempts.elastic.patience is None:
         yield
         return
     if any(isinstance(hook, watchdog) for hook in hooks):

@@ -21,7 +21,6 @@ from stepfold.core.processes import (
     KeyValues,
     Position,
     agreement,
-    processes_of,
     spell_processes,
 )
 from stepfold.core.state import has_nan, is_available, step_of
@@ -704,7 +703,7 @@ class TrainLoop:
             data_wait_seconds=self._feed.wait_seconds,
             kind=kind,
             hook_seconds=self.hooks.seconds,
-            processes=processes_of(self.group),
+            processes=range(jax.process_count()) if self.group is None else self.group.processes,
             batch_share=self._feed.batch_share,
         )
         self._move("hooks")

@@ -177,8 +177,11 @@ def ordered_norm(
         piece = lax.optimization_barrier(piece)
         return _barrier(jnp.square(jnp.abs(_widen(piece))).sum())
 
+    def square_sums(leaf: jax.Array) -> Any:
+        return _map(lambda i: square_sum(leaf[i]), len(leaf))
+
     def over_devices(cut: list[jax.Array], whole: list[jax.Array]) -> jax.Array:
-        sums = [_map(lambda i, leaf=leaf: square_sum(leaf[i]), len(leaf)) for leaf in cut]
+        sums = [square_sums(leaf) for leaf in cut]
         if sizes and sums:
             sums = [*lax.all_gather(jnp.stack(sums), tuple(sizes), axis=1, tiled=True)]
         sums += [lax.map(square_sum, leaf) for leaf in whole]
