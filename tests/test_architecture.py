@@ -220,6 +220,10 @@ def test_the_package_file_has_no_logic():
     assert all(isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign) for node in body)
 
 
+# Whether processes survive the death of another is a setting of jax's that it reads as it starts.
+STARTS_JAX = Path("sharding/distributed.py")
+
+
 def test_nothing_reads_the_environment_or_keeps_state():
     for path in MODULES:
         forbidden = r"^\s*global |getenv"
@@ -227,7 +231,8 @@ def test_nothing_reads_the_environment_or_keeps_state():
             forbidden += r"|os\.environ"
         assert not re.search(forbidden, (LIB / path).read_text(), re.MULTILINE), path
         names = {ast.unparse(x) for x in ast.walk(parse(path)) if isinstance(x, ast.Attribute)}
-        assert "jax.config.update" not in names, path  # docstrings may recommend it
+        if path != STARTS_JAX:
+            assert "jax.config.update" not in names, path  # docstrings may recommend it
         for node in parse(path).body:
             if isinstance(node, ast.Assign | ast.AnnAssign):
                 mutable = isinstance(node.value, ast.List | ast.Set)

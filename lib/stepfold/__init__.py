@@ -34,6 +34,7 @@ from stepfold.errors import (
 from stepfold.inspect.choose import choose
 from stepfold.inspect.compiled import compile_step
 from stepfold.inspect.report import describe, parameter_table
+from stepfold.loop.elastic import Elastic
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.fit import FitResult, fit
 from stepfold.loop.hooks.base import Event, GoBack, Replace, Stop
@@ -75,6 +76,7 @@ __all__ = [
     "ConfigError",
     "Contents",
     "DataError",
+    "Elastic",
     "Evaluation",
     "Event",
     "FitResult",

@@ -23,6 +23,13 @@ def loss_fn(params, batch, key):
 
 SHAPE = jax.eval_shape(lambda: sf.init_state(init, TX, jax.random.key(0)))
 make_step = functools.partial(sf.make_train_step, loss_fn, TX)
+
+
+def build(devices, *, dims=(1, -1, 1, 1), **options):
+    plan = sf.make_sharding(SHAPE, sf.make_mesh(dims, devices=devices))
+    return make_step(**options), plan
+
+
 PLAIN, SPLIT, AGAIN = {}, {"accumulate": 16}, {"accumulate": 16, "remat": True}
 
 
@@ -72,6 +79,45 @@ def test_layouts_are_compared_by_what_they_send_and_hold():
     assert choice.arguments in (layouts[1], SPLIT)
     assert choice.report.devices == 8
     assert "\nsharding 0  " in str(choice)
+
+
+def test_a_function_of_devices_makes_the_plans_of_all_and_runs_with_the_choice():
+    devices = jax.devices()[:4]
+    layouts = [{"dims": (1, -1, 1, 1)}, {"dims": (-1, 1, 1, 1)}]
+    choice = sf.choose(build, SHAPE, BATCH, layouts, devices=devices)
+    assert choice.arguments is layouts[1]
+    step, plan = build(devices, **layouts[1])
+    assert choice.report == sf.describe(step, SHAPE, BATCH, sharding=plan)
+    limit = choice.report.memory.peak - 1
+    choice = sf.choose(build, SHAPE, BATCH, [*layouts, SPLIT], devices=devices, limit=limit)
+    assert (choice.arguments, choice.report.devices) == (SPLIT, 4)
+    elastic = sf.Elastic(functools.partial(build, **choice.arguments))
+    state = sf.init_state(init, TX, jax.random.key(0), sharding=elastic.plan)
+    batches = sf.batches(jnp.ones((512, 64)), 512, seed=0)
+    assert sf.fit(elastic, state, batches, steps=2).steps == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda devices: make_step(), r"\(step, plan\) from it, got function"),
+        (lambda devices: (*build(devices), None), r"\(step, plan\) from it, got tuple"),
+        (lambda devices: (make_step(), None), "a plan from it, a tree of shardings, got NoneType"),
+        (lambda devices: build(devices)[::-1], "a plan from it, a tree of shardings, got function"),
+        (lambda devices: build(jax.devices()), "a plan for the devices that it gets, got one for "),
+    ],
+)
+def test_what_a_function_of_devices_returns_is_checked(function, words):
+    with pytest.raises(sf.ConfigError, match=f"make_step: expected {words}") as caught:
+        sf.choose(function, SHAPE, BATCH, [PLAIN], devices=jax.devices()[:4])
+    assert caught.value.__notes__[-1:] == ["candidates: raised for no arguments"]
+
+
+def test_a_function_of_devices_takes_no_other_plan():
+    devices, plan = jax.devices(), build(jax.devices())[1]
+    for options in ({"sharding": plan}, {"candidates": [PLAIN, {"sharding": plan}]}):
+        with pytest.raises(sf.ConfigError, match="sharding: expected none with devices=…, got one"):
+            sf.choose(build, SHAPE, BATCH, **{"candidates": [PLAIN]} | options, devices=devices)
 
 
 def test_if_none_fits_the_error_lists_all():

@@ -1,3 +1,4 @@
+import re
 import sys
 
 import jax
@@ -11,11 +12,24 @@ from sizes import WIDTH
 
 tx = optax.adam(1e-3)
 
+def new_state():
+    return sf.init_state(jnp.ones((WIDTH, 64)), tx, jax.random.key(0))
+
+state = jax.eval_shape(new_state)
+batch, longer = (jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32) for rows in (64, 128))
+
+def batch_of(rows):
+    return jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+
+def build(devices, **options):
+    step = sf.make_train_step(lambda params, x, key: sf.mean((x @ params) ** 2), tx, **options)
+    return step, sf.make_sharding(state, sf.make_mesh(devices=devices))
+
+elastic = sf.Elastic(build)
+
 def make(devices):
-    shape = jax.eval_shape(lambda: sf.init_state(jnp.ones((WIDTH, 64)), tx, jax.random.key(0)))
-    batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
-    step = sf.make_train_step(lambda params, x, key: sf.mean((x @ params) ** 2), tx)
-    return step, shape, batch, sf.make_sharding(shape, sf.make_mesh(devices=devices))
+    step, plan = build(devices)
+    return step, state, batch, plan
 
 def one_device(devices):
     return *make(devices)[:3], None
@@ -24,7 +38,16 @@ def too_large(devices):
     raise sf.OutOfMemoryError("the step cannot be compiled")
 
 def step_only(devices):
-    return make(devices)[0]
+    return build(devices)[0]
+
+def no_plan(devices):
+    return build(devices)[0], None
+
+def fewer(devices):
+    return build(devices[:2])
+
+def two_arguments(devices, layout):
+    return build(devices)
 
 number = 3
 """
@@ -40,11 +63,27 @@ def script(tmp_path, monkeypatch):
     sys.modules.pop("sizes", None)
 
 
-def test_it_describes_the_step_for_the_devices_here(script, capsys):
-    assert main([f"{script}:make"]) == 0
+@pytest.mark.parametrize("function", ["build", "elastic", "make"])
+def test_it_describes_the_step_for_the_devices_here(script, capsys, function):
+    assert main([f"{script}:{function}"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"a step on {jax.device_count()} cpu devices (fsdp 8)\n4.10 k param")
     assert "\npeak, predicted " in printed
+
+
+def test_a_plan_may_use_some_of_the_devices(script, capsys):
+    assert main([f"{script}:fewer"]) == 0
+    assert capsys.readouterr().out.startswith("a step on 2 cpu devices (fsdp 2)\n")
+
+
+def test_state_and_batch_are_values_or_functions_of_the_script(script, capsys):
+    assert main([f"{script}:build"]) == 0
+    abstract = capsys.readouterr().out
+    assert re.search(r"\nbatch +2.00 KiB", abstract)
+    assert main([f"{script}:build", "--state", "new_state"]) == 0
+    assert capsys.readouterr().out == abstract
+    assert main([f"{script}:build", "--batch", "longer"]) == 0
+    assert re.search(r"\nbatch +4.00 KiB", capsys.readouterr().out)
 
 
 def test_without_a_plan_it_is_one_device(script, capsys):
@@ -60,16 +99,38 @@ def test_a_step_that_does_not_fit_is_exit_code_1(script, capsys):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (":step_only", ":step_only: expected (step, state, batch, plan), got "),
+        (":step_only", ":step_only: expected (step, plan) from it, got function "),
+        (":no_plan", ":no_plan: expected a plan from it, a tree of shardings, got NoneType None; "),
+        (":two_arguments", ": expected a function of devices, got two_arguments(devices, layout)"),
         (":number", ": expected a function number(devices), got 3"),
         (":nothing", ": expected a function nothing(devices), got None"),
-        ("", "expected script.py:make, got "),
-        (".gone:make", "expected script.py:make, got "),
+        ("", "expected train.py:build, got "),
+        (".gone:make", "expected train.py:build, got "),
     ],
 )
 def test_mistakes_are_exit_code_2(script, capsys, function, words):
     assert main([f"{script}{function}"]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            "build --state nothing",
+            "--state: expected a name in {}, got 'nothing'; name a state, or a f",
+        ),
+        ("build --batch longr", "--batch: expected a name in {}, got 'longr'; did you mean 'longe"),
+        ("build --batch batch_of", "--batch: expected a batch, or a function without arguments "),
+        ("build --batch tx", "batch/init: expected an array, got function "),
+        ("make --state state", ":make: expected (step, plan) from it with --state or --batch, got"),
+        ("make --batch batch", ":make: expected (step, plan) from it with --state or --batch, got"),
+    ],
+)
+def test_values_that_a_script_lacks_are_exit_code_2(script, capsys, arguments, words):
+    name, *options = arguments.split()
+    assert main([f"{script}:{name}", *options]) == 2
+    assert words.format(script) in capsys.readouterr().err
 
 
 def test_an_unknown_slice_is_exit_code_2(script, capsys):
@@ -82,4 +143,4 @@ def test_the_help_shows_a_function(capsys):
         main(["--help"])
     printed = capsys.readouterr().out
     assert "usage: python -m stepfold.inspect" in printed
-    assert "def make(devices):" in printed
+    assert "def build(devices):" in printed

@@ -199,6 +199,15 @@ def make(devices, width=256):
 
 def large(devices):
     return make(devices, 1 << 16)
+
+def build(devices):
+    return make(devices)[0], make(devices)[3]
+
+def build_here(devices):
+    return build(jax.devices())
+
+elastic = sf.Elastic(build)
+_, state, batch, _ = make(jax.devices())
 """
 
 
@@ -206,8 +215,11 @@ def test_the_command_describes_a_step_on_a_slice(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     path = tmp_path / "tpu_script.py"
     path.write_text(SCRIPT)
-    assert main([f"{path}:make", "--on", "v5e:4x4"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("a step on 16 TPU v5 lite devices (fsdp 16)\n65.5 k parameters, ")
+    for name in ("make", "build", "elastic"):
+        assert main([f"{path}:{name}", "--on", "v5e:4x4"]) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith("a step on 16 TPU v5 lite devices (fsdp 16)\n65.5 k parameters, ")
+    assert main([f"{path}:build_here", "--on", "v5e:4x4"]) == 2
+    assert "a plan for the devices that it gets, got one for others" in capsys.readouterr().err
     assert main([f"{path}:large", "--on", "v5e:1x1"]) == 1
     assert "XLA reports: RESOURCE_EXHAUSTED" in capsys.readouterr().err

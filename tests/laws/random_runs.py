@@ -127,27 +127,55 @@ def place(task, mesh, state):
     return jax.device_put(state, jax.devices()[0] if plan is None else plan)
 
 
-def first_state(task, mesh):
-    return place(task, mesh, _first(task)._replace(key=jax.random.key(0)))
+def first_state(task):
+    return _first(task)._replace(key=jax.random.key(0))
 
 
 @functools.cache
-def step_of(task, kind):
+def step_of(task, kind, grad=None):
     """Make a step; `fit` keeps its programs on the function, and so do all draws of a process."""
     tx, is_stateful, skips = TASKS[task]
     loss = functools.partial(loss_fn, kind)
-    return sf.make_train_step(loss, tx, stateful=is_stateful, skip_nonfinite=skips)
+    options = {"stateful": is_stateful, "skip_nonfinite": skips}
+    return sf.make_train_step(loss, tx, **options, **({} if grad is None else {"grad": grad}))
 
 
 @functools.cache
-def jitted_step(task, kind):
-    return jax.jit(step_of(task, kind))
+def jitted(step):
+    return jax.jit(step)
 
 
 @functools.cache
 def eval_step(task):
     loss = functools.partial(loss_fn, "averages")
     return jax.jit(sf.make_eval_step(loss, stateful=TASKS[task][1]))
+
+
+# The step and the plan for some devices
+
+
+def devices_of(plan):
+    return [*jax.tree.leaves(plan)[0].mesh.devices.flat]
+
+
+def parts_on(elastic, task, kind, devices):
+    """Build the step and the plan for those of the first devices that are left."""
+    used = [device for device in jax.devices()[: elastic.devices] if device in devices]
+    step, plan = _parts_on(elastic.axis, elastic.is_ordered, task, kind, tuple(used))
+    return jitted(step) if elastic.is_jitted else step, plan
+
+
+def parts_on_one(elastic, task, kind):
+    return _parts_on(elastic.axis, elastic.is_ordered, task, kind, (jax.devices()[0],))
+
+
+@functools.cache
+def _parts_on(axis, is_ordered, task, kind, devices):
+    count = 1 << len(devices).bit_length() - 1
+    mesh = sf.make_mesh((count,), (axis,), devices=devices[:count])
+    plan = sf.make_sharding(_shape(task), mesh, sf.fsdp(min_size=1))
+    grad = sf.ordered(plan, blocks=8) if is_ordered else None
+    return step_of(task, kind, grad), plan
 
 
 # Data
@@ -255,10 +283,13 @@ class Data:
 class Cut:
     """Raise, signal or crash at one place, once; `fit` and the reference each have one."""
 
-    def __init__(self, place=None, action=None, crash=None):
+    def __init__(self, place=None, action=None, crash=None, losses=None):
         self.place, self.action, self._crash, self.fit = place, action, crash, None
+        self._losses = losses
 
     def __call__(self, *place):
+        if self._losses is not None:
+            self._losses(*place)
         if place != self.place:
             return
         self.place = None
@@ -273,6 +304,8 @@ class Cut:
             signal.raise_signal(number)
         elif self.action == "save":
             self.fit.is_save_requested = True
+        elif self.fit.call.several:
+            self.fit.is_received = True
         else:
             self.fit.is_signaled = True
             if place[0] in ("pull", "evaluate"):
@@ -310,6 +343,7 @@ class Recorder(BaseHook):
 
     def __init__(self, spec):
         self.spec, self.needs_exact_state = spec, spec.is_exact
+        self.replaces_state = bool(spec.replaces)
         self.__qualname__ = f"Recorder {spec.name}"  # the key of its state
         self.reset(0)
 
@@ -375,6 +409,9 @@ class CutBatches:
 
     def without(self, ranges):
         return CutBatches(self._batches.without(ranges), self._cut, self._start)
+
+    def shared(self, share):
+        return CutBatches(self._batches.shared(share), self._cut, self._start)
 
 
 def copy_as_killed(folder, other):
@@ -445,12 +482,28 @@ def read_rows(path):
     return dict(zip(steps, rows, strict=True))
 
 
+def history_of(rows):
+    """Return the steps and the values of each metric."""
+    history = {}
+    for step, row in sorted(rows.items()):
+        for name, value in row.items():
+            steps, values = history.setdefault(name, ([], []))
+            steps.append(step)
+            values.append(float(value))
+    return {name: [*map(list, curve)] for name, curve in history.items()}
+
+
 def read_skips(folder):
     note = folder / "rollbacks.json"
     done = read_checked(note) if note.exists() else []
     return [skipped for _, _, skipped, _ in done]
 
 
-def known_warning(message):
-    """Return the part of a warning that the reference knows."""
-    return next((text for text in WARNINGS if text in str(message)), str(message))
+def known_warnings(caught):
+    """Return the parts of warnings that the reference knows; those of losses are no difference."""
+    messages = [str(warning.message) for warning in caught]
+    return [
+        next((text for text in WARNINGS if text in message), message)
+        for message in messages
+        if "; the run continues from step" not in message
+    ]

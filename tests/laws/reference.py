@@ -27,18 +27,27 @@ class Crash(BaseException):
     """The process was killed."""
 
 
+class Forgotten(BaseException):
+    """Devices have died, and with them the copies of the state in memory."""
+
+
 class Fit:
+    """The fold; `call.several` says that requests take effect only by the votes of processes."""
+
     def __init__(self, call, directory):
         self.call, self.directory, self.warnings, self.resumed = call, directory, [], None
         self.is_signaled = self.is_save_requested = self.was_complete = self.saw_event = False
         self.saved = self.stop = None
-        call.cut.fit = self  # sets the first two
+        self.is_received, self.asked = False, []  # what the next vote is about
+        call.cut.fit = self  # sets the first two, or `is_received`
 
     def __call__(self):
         call, directory = self.call, self.directory
-        found = {**directory.temporary, **directory.permanent}
+        found, rows_left = {**directory.temporary, **directory.permanent}, {}
         if not found:
-            self.warnings += ["its files are now in"] if any(directory.rows) else []
+            is_moved = any(directory.rows)
+            self.warnings += ["its files are now in"] if is_moved else []
+            rows_left = {} if is_moved else directory.rows  # at most that of step 0
             directory.skips = []
         self.data = call.data(directory.skips)
         self.run = SimpleNamespace(
@@ -52,18 +61,30 @@ class Fit:
         if found:
             self.restore(found[max(found)])
         try:
-            while not self.fold():
-                self.restore(self.go_back())
+            while (is_done := self.try_fold()) is not True:
+                self.restore(self.newest() if is_done is None else self.go_back())
             self.stop = "nonfinite" if self.found_nonfinite else self.stop
         except Exception:
             self.run.is_complete, self.stop = False, "error"
-            self.save()
+            if not call.several:
+                self.save()
             raise
         finally:
-            directory.rows = self.run.rows
+            rows = self.run.rows
+            directory.rows = rows_left | {i: rows_left.get(i, {}) | rows[i] for i in rows}
         if self.was_complete and self.run.step == self.resumed and not self.is_signaled:
             self.warnings.append("nothing was trained")
         return self
+
+    def try_fold(self):
+        try:
+            return self.fold()
+        except Forgotten:
+            return None
+
+    def newest(self):
+        found = {**self.directory.temporary, **self.directory.permanent}
+        return found[max(found)]
 
     def restore(self, saved):
         names = [hook.name for hook in self.call.hooks]
@@ -71,7 +92,7 @@ class Fit:
         self.run.hooks = {name: x for name, x in saved.hooks.items() if name in names}
         self.run.state = self.call.place(saved.state)
         self.run.total = self.call.total(self.data, self.run, saved)
-        self.saved, self.saw_event = None, False
+        self.saved, self.saw_event, self.asked = None, False, []
 
     def fold(self):
         """Run to the end, or return False to go back."""
@@ -98,6 +119,7 @@ class Fit:
                 run.open = (*run.open, metrics)
             self.boundary()
             self.log(run.step - call.delay)
+            self.vote()
             self.take_effect()
             if self.is_save_requested and self.stop is None:
                 self.log(run.step)
@@ -138,6 +160,7 @@ class Fit:
         while len(batches) < call.steps_per_call and not self.is_signaled:
             step, used = run.step + len(batches), run.used + len(batches)
             is_due = self.is_log_point(step) or self.reads(step) or step in delayed
+            is_due |= bool(call.attempt) and step % call.attempt == 0
             if batches and (is_due or used in data.size_changes):
                 break
             try:
@@ -170,11 +193,15 @@ class Fit:
             self.save(permanent=False)
 
     def finish(self):
+        self.vote()
         run, is_interrupted = self.run, self.is_signaled
         run.is_complete = run.is_complete or run.step == run.total
         if run.is_complete and not is_interrupted:
             self.close_interval()
         self.log(run.step)
+        if self.call.several:
+            self.vote()
+            is_interrupted = self.is_signaled
         if self.goes_back():
             return False
         if not run.is_complete:
@@ -185,6 +212,8 @@ class Fit:
             self.log(run.step)
             self.evaluate(self.call.evaluations)
             self.end_epoch()
+            if run.is_complete:
+                self.vote()
             if run.is_complete and self.goes_back():
                 return False
         run.state = run.state if state is None else state
@@ -219,7 +248,8 @@ class Fit:
             after = range(step, step + self.call.delay)
             effective = next(filter(self.reads, after), step + self.call.delay)
             if any(map(has_nonfinite_loss, metrics)):
-                run.stop, self.found_nonfinite = run.stop or (effective, "nonfinite"), True
+                self.found_nonfinite = True
+                self.ask((effective, "nonfinite"))
             self.dispatch("train", step, merged(metrics, "train"), effective)
             run.closed = run.closed[1:]
 
@@ -253,11 +283,24 @@ class Fit:
             run.state, run.replaced = event.state, run.step
         run.rows = {**run.rows, step: {**run.rows.get(step, {}), **event.metrics}}
         for reason in reasons:
-            if isinstance(reason, sf.GoBack):
-                run.request = run.request or reason
-            else:
-                run.stop = run.stop or (effective, "hook")
+            self.ask(reason if isinstance(reason, sf.GoBack) else (effective, "hook"))
         self.take_effect()
+
+    def ask(self, request):
+        """Request to go back, or to stop."""
+        self.asked.append(request)
+        if not self.call.several:
+            self.vote()
+
+    def vote(self):
+        """Agree on what was requested since the previous vote."""
+        self.is_signaled, run = self.is_signaled or self.is_received, self.run
+        for request in self.asked:
+            if isinstance(request, sf.GoBack):
+                run.request = run.request or request
+            else:
+                run.stop = run.stop or request
+        self.asked = []
 
     def take_effect(self):
         """Stop by a reason that a hook gave, at a step that no cut and no call changes."""

@@ -256,7 +256,7 @@ def test_a_signal_at_any_moment_of_going_back_ends_the_run(tmp_path, skipping, m
 
 
 def test_the_loss_of_the_lock_while_the_run_goes_back_ends_it(tmp_path, monkeypatch):
-    whole = rollback.Rollbacks.go_back
+    whole = rollback.Rollbacks.note
 
     def loses(self, request, step):
         loops = [each for each in gc.get_objects() if type(each) is TrainLoop]
@@ -264,7 +264,7 @@ def test_the_loss_of_the_lock_while_the_run_goes_back_ends_it(tmp_path, monkeypa
         loop.consensus.ask_to_end(sf.Stop("error", "another run may use the directory"))
         return whole(self, request, step)
 
-    monkeypatch.setattr(rollback.Rollbacks, "go_back", loses)
+    monkeypatch.setattr(rollback.Rollbacks, "note", loses)
     run = fit(batches([23]), tmp_path, spike())
     assert (run.steps, run.stop_reason.kind) == (20, "error")
 
@@ -355,7 +355,7 @@ def test_one_that_goes_back_almost_right_is_found(tmp_path, wanted, monkeypatch,
 
 
 class running_mean(BaseHook):
-    """Log the mean of the loss over the run."""
+    """Log the mean of the loss over the run, and losses that are large."""
 
     provides, can_stop, run_state = ("mean/",), False, ("_total", "_count")
     _total, _count = 0.0, 0
@@ -366,7 +366,9 @@ class running_mean(BaseHook):
     def __call__(self, event):
         self._total += float(np.sum(event.per_step["train/loss"]))
         self._count += len(event.per_step["train/loss"])
-        return {"mean/loss": self._total / self._count}
+        worst = float(np.max(event.per_step["train/loss"]))
+        large = {"mean/large": worst} if worst > 1e3 else {}
+        return {"mean/loss": self._total / self._count, **large}
 
 
 @pytest.mark.parametrize("at", ["_write", "delete_after", "restore"])

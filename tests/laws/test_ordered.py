@@ -217,6 +217,18 @@ def test_the_gradients_are_those_of_the_batch(dims, blocks):
                 )
 
 
+def test_a_device_with_one_block_computes_the_bits_of_one_with_several():
+    def loss_fn(params, batch, key):
+        logits = batch["x"] @ params["w"]
+        return sf.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]))
+
+    rng = np.random.default_rng(3)
+    params = {"w": jnp.asarray(rng.normal(size=(16, 10)), jnp.float32)}
+    data = {"x": rng.normal(size=(8, 16)).astype(np.float32), "label": rng.integers(0, 10, 8)}
+    on_one, on_eight = (gradients((n, 1), loss_fn, params, data) for n in (1, 8))
+    assert bits(on_one) == bits(on_eight)
+
+
 @pytest.mark.parametrize("dims", [(1, 1), (2, 1), (8, 1)])
 def test_a_negative_zero_keeps_its_sign(dims):
     def loss_fn(params, batch, key):

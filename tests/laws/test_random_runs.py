@@ -1,5 +1,6 @@
 """Random runs: `fit`, cut and resumed, does what the reference fold says, to the bit."""
 
+import functools
 import shutil
 import tempfile
 import warnings
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests.laws import network, random_runs, reference
+from tests.laws.losing import CutElastic, Losses
 from tests.laws.random_runs import Broken, Cut, Source, Spec
 
 import stepfold as sf
@@ -135,12 +137,12 @@ def runs(draw):
             mesh=draw(MESHES) if changes[2] else before.mesh,
             kind=draw(st.sampled_from(kinds)) if changes[4] else before.kind,
             length=draw(lengths(source)) if changes[3] else before.length,
-            cut=(None, None) if is_last else draw(cuts(hooks, evaluations)),
+            cut=(None, None) if is_last else draw(cuts(hooks, evaluations)), losses=(),
         ))  # fmt: skip
     if source.kind == "list":
         source.passes = sessions[0].length.get("epochs", 1)
     return SimpleNamespace(
-        source=source, task=task, evaluations=evaluations, checkpoints=checkpoints,
+        source=source, task=task, elastic=None, evaluations=evaluations, checkpoints=checkpoints,
         temporary=temporary, log_every=log_every, goes_back=goes_back,
         replaces=draw(st.sampled_from([0, 0, 2, 3])),
         steps_per_call=1 if source.remainder == "keep" else draw(st.sampled_from([1, 1, 3])),
@@ -167,7 +169,7 @@ def has_equal_batches(source):
 # The law, and what it finds
 
 
-def draw_runs(number, test, phases=tuple(Phase)):
+def draw_runs(number, test, phases=tuple(Phase), strategy=None):
     """Call a test with this many random runs."""
     limits = settings(
         max_examples=number,
@@ -176,7 +178,7 @@ def draw_runs(number, test, phases=tuple(Phase)):
         report_multiple_bugs=False,
         suppress_health_check=[*HealthCheck],
     )
-    limits(given(runs())(test))()
+    limits(given(runs() if strategy is None else strategy)(test))()
 
 
 def test_runs_that_are_cut_and_resumed_are_the_reference_fold(count):
@@ -189,7 +191,8 @@ def one_run(**changed):
     source |= {"prefetch": False, "change": 2, "length": 3, "passes": 1, "poison": None, "value": 0}
     call = {"hooks": ["a"], "script": None, "exact": (), "epochs": (), "mesh": "one"}
     call |= {"length": {"steps": 12}, "cut": (None, None), "kind": "averages"}
-    run = {"task": "plain", "evaluations": [], "temporary": None}
+    call |= {"losses": ()}
+    run = {"task": "plain", "evaluations": [], "temporary": None, "elastic": None}
     run |= {
         "log_every": 5,
         "goes_back": 0,
@@ -247,6 +250,7 @@ FOUND = {
     "a hook of epochs that is new after a cut": one_run(
         calls=[{"cut": (("pull", 5), "stop")}, {"epochs": ("a",)}]
     ),
+    "a number that a hook returns twice at a step": one_run(evaluations=[EVALUATION], log_every=4),
     "a trainer of batches from a later start": one_run(source={"start": 3}, has_trainer=True),
     "a trainer with a jitted step and batches of two sizes": one_run(
         source={"remainder": "keep"}, has_trainer=True
@@ -373,11 +377,18 @@ def specs(run, session, cut):
 
 
 def expected(run, session, directory):
-    """Return what the reference says that a call of `fit` does."""
-    cut = Cut(*session.cut)
+    """Return what the reference says that a call of `fit` does; only a forgotten loss cuts it."""
+    forgets = run.elastic is not None and run.elastic.forgets
+    losses = Losses(session.losses, reference.Forgotten) if forgets else None
+    cut = Cut(*session.cut, losses=losses)
     hooks, seen = specs(run, session, cut)
-    is_exact = any(hook.is_exact for hook in hooks)
+    is_exact = any(hook.is_exact for hook in hooks) or run.elastic is not None
     delay = 0 if is_exact else min(4, max(1, run.log_every // 2))
+    step = random_runs.step_of(run.task, session.kind)
+    place = functools.partial(random_runs.place, run.task, session.mesh)
+    if run.elastic is not None:
+        step, plan = random_runs.parts_on_one(run.elastic, run.task, session.kind)
+        place = lambda state: jax.device_put(state, plan)
 
     def total(data, present, saved):
         length = session.length
@@ -391,9 +402,8 @@ def expected(run, session, directory):
 
     call = SimpleNamespace(
         data=run.source.data, cut=cut, hooks=hooks, total=total, delay=delay,
-        state=random_runs.first_state(run.task, session.mesh),
-        step=random_runs.jitted_step(run.task, session.kind),
-        place=lambda state: random_runs.place(run.task, session.mesh, state),
+        state=place(random_runs.first_state(run.task)), step=random_runs.jitted(step), place=place,
+        several=run.elastic is not None, attempt=run.elastic and run.elastic.every,
         wants_epochs=any(hook.wants_epochs for hook in hooks)
         or (run.has_trainer and run.source.kind in ("arrays", "sizes")),
         evaluations=[random_runs.Evaluated(run.task, e) for e in run.evaluations],
@@ -405,28 +415,38 @@ def expected(run, session, directory):
         fold()
     except (Broken, reference.Crash) as error:
         raised = type(error).__name__
-    if fold.is_signaled and raised is None:
+    if (fold.is_signaled or fold.is_received) and raised is None:
         raised = "SystemExit"
     crashed = raised == "Crash"
     return outcome(
         has_same_program(run), raised, None if raised else fold.stop,
         fold.run.step, fold.run.state, seen,
-        {} if crashed else fold.run.rows, fold.warnings,
+        {} if crashed else directory.rows, random_runs.history_of(fold.run.rows), fold.warnings,
         [sorted(directory.permanent), sorted(directory.temporary)], directory.skips,
     )  # fmt: skip
 
 
 def observed(run, session, folder, following):
     """Return what a call of `fit`, or a trainer, does."""
-    cut = Cut(*session.cut, crash=lambda: random_runs.copy_as_killed(folder, following))
+    losses = None
+    if run.elastic is not None:
+        losses = Losses(session.losses, forgets=run.elastic.forgets)
+    crash = lambda: random_runs.copy_as_killed(folder, following)
+    cut = Cut(*session.cut, crash, losses)
     hooks, seen = specs(run, session, cut)
     batches = run.source.make()
     if run.source.kind != "list":
         batches = random_runs.CutBatches(batches, cut, run.source.start)
-    make_step = random_runs.jitted_step if run.steps_per_call == 1 else random_runs.step_of
+    if run.elastic is None:
+        step = random_runs.step_of(run.task, session.kind)
+        step = random_runs.jitted(step) if run.steps_per_call == 1 else step
+        state = random_runs.place(run.task, session.mesh, random_runs.first_state(run.task))
+    else:
+        build = functools.partial(random_runs.parts_on, run.elastic, run.task, session.kind)
+        step = CutElastic(build, losses, every=run.elastic.every)
+        state = jax.device_put(random_runs.first_state(run.task), step.plan)
     parts = SimpleNamespace(
-        step=make_step(run.task, session.kind),
-        state=random_runs.first_state(run.task, session.mesh), batches=batches,
+        step=step, state=state, batches=batches,
         task=run.task, mesh=session.mesh, folder=folder, length=session.length,
         evaluations=[random_runs.evaluation(run.task, e, cut) for e in run.evaluations],
         hooks=[hook.for_fit() for hook in hooks], checkpoints=_checkpoints(run, folder),
@@ -448,7 +468,8 @@ def observed(run, session, folder, following):
     return outcome(
         has_same_program(run), raised, stop, result.steps, result.state, seen,
         {} if raised == "Crash" else random_runs.read_rows(folder / "metrics.jsonl"),
-        [random_runs.known_warning(each.message) for each in caught],
+        {name: [[*curve.steps], [*curve]] for name, curve in result.history.items()},
+        random_runs.known_warnings(caught),
         [saved, sorted(sf.verify(local)) if local else []],
         random_runs.read_skips(folder / "checkpoints"),
     )  # fmt: skip
@@ -464,7 +485,7 @@ def _checkpoints(run, folder):
     return sf.Checkpoints(**vars(run.checkpoints), temporary=temporary, async_=is_async)
 
 
-def outcome(exact, raised, kind, step, state, seen, rows, warned, saved, skips):
+def outcome(exact, raised, kind, step, state, seen, rows, history, warned, saved, skips):
     return {
         "raised": raised,
         "stop": kind,
@@ -472,7 +493,8 @@ def outcome(exact, raised, kind, step, state, seen, rows, warned, saved, skips):
         "state": None if raised == "Crash" else state_bits(state, exact),
         "seen": seen,
         "rows": rows,
-        "warnings": [] if raised == "Crash" else sorted(warned),
+        "history": {} if raised == "Crash" else history,
+        "warnings": [] if raised == "Crash" else sorted(set(warned)),
         "saved": saved,
         "skips": [list(pair) for pair in skips],
     }
@@ -480,6 +502,8 @@ def outcome(exact, raised, kind, step, state, seen, rows, warned, saved, skips):
 
 def has_same_program(run):
     """Whether the reference runs the program of `fit`; another one may round differently."""
+    if run.elastic is not None:
+        return run.elastic.is_ordered
     is_wrapped = run.has_trainer and any(call.mesh != "one" for call in run.sessions)
     return run.steps_per_call == 1 and not is_wrapped
 

@@ -152,7 +152,7 @@ def others(monkeypatch):
     votes = [[0] * 5, [0] * 5]
     gather = lambda mine: Votes(np.array([*votes, mine]))
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    monkeypatch.setattr(consensus_module, "Gather", lambda: gather)
+    monkeypatch.setattr(consensus_module, "Gather", lambda group: gather)
     return votes
 
 

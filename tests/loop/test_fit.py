@@ -1,6 +1,7 @@
 import io
 import itertools
 import json
+import os
 import signal
 import threading
 import time
@@ -474,18 +475,45 @@ def test_no_batch_is_refused_for_a_state_of_a_later_step_too():
         sf.fit(STEP, state, [])
 
 
-@pytest.mark.parametrize("run", ["of another format", "after another"])
-def test_a_warning_is_at_the_line_that_calls_fit(run, tmp_path, monkeypatch):
-    if run == "of another format":
-        monkeypatch.setattr(train_loop, "_FORMAT", 99)
-        fit(steps=7, **saves(tmp_path))
-        monkeypatch.undo()
-        options, words = saves(tmp_path), "was saved by another version"
-    else:
-        fit(steps=20, run_dir=tmp_path)
-        options, words = {"steps": 10, "run_dir": tmp_path}, "previous-1"
+def earlier_format(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_loop, "_FORMAT", 99)
+    fit(steps=7, **saves(tmp_path))
+    monkeypatch.undo()
+    return saves(tmp_path)
+
+
+def earlier_run(tmp_path, _):
+    fit(steps=20, run_dir=tmp_path)
+    return {"run_dir": tmp_path}
+
+
+def few_batches(*_):
+    return {"batches": [next(batches())] * 5}
+
+
+def lost_position(tmp_path, _):
+    rows = sf.batches(({"x": np.float32(i)} for i in range(99)), 4)
+    return {"batches": rows, **saves(tmp_path)}
+
+
+def signal_to_save(*_):
+    return {"hooks": lambda _: os.kill(os.getpid(), signal.SIGUSR1), "log_every": 4}
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [
+        (earlier_format, "was saved by another version"),
+        (earlier_run, "previous-1"),
+        (few_batches, "expected enough for"),
+        (lost_position, "expected a position"),
+        (signal_to_save, "SIGUSR1: expected checkpoints"),
+    ],
+)
+def test_a_warning_is_at_the_line_that_calls_fit(prepare, words, tmp_path, monkeypatch):
+    options = {"batches": batches(), "steps": 10, **prepare(tmp_path, monkeypatch)}
     with pytest.warns(UserWarning, match=words) as caught:
-        sf.fit(JITTED, number(), batches(), **{"steps": 10, **options})
+        sf.fit(JITTED, number(), **options)
     assert [warning.filename for warning in caught] == [__file__]
 
 

@@ -306,7 +306,7 @@ def test_only_what_was_over_at_a_step_is_given():
 
 
 def test_the_time_of_an_interval_is_when_it_was_over_unless_it_has_to_be_waited_for():
-    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda _, x: x @ x / 300, x)[0, 0])
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 600, lambda _, x: x @ x / 300, x)[0, 0])
     times = {}
     for name, wait in {"there": True, "waited for": False}.items():
         buffer = MetricBuffer(lambda said: unpack([float(one) for one in said]))

@@ -43,7 +43,7 @@ from stepfold.checkpoint.leaves import (
 )
 from stepfold.checkpoint.manifest import DamageError, Manifest, NewerError, Shards, StepMetadata
 from stepfold.checkpoint.steps import absolute_path, already_exists, join_location
-from stepfold.core.processes import agreement, broadcast_from_first
+from stepfold.core.processes import Group, agreement, broadcast_from_first, rank_in
 from stepfold.errors import CheckpointError, refuse
 
 _SCHEMES = {"s3": "s3", "gs": "gcs", "file": "file"}
@@ -75,6 +75,7 @@ class _Save(NamedTuple):
     leaves: Mapping[str, Leaf]
     shards: Shards
     before_commit: Callable[[], None] | None
+    group: Group | None
 
 
 class _Outage:
@@ -173,6 +174,8 @@ class BucketStore(Bucket):
     def __init__(self, url: str, *, save: bool = False) -> None:
         super().__init__(url)
         self._saves: dict[int, _Save] = {}
+        self.group: Group | None = None  # the processes that save, if those of the job may die
+        self._abandoned = ""  # why the pending save cannot be finished
         if save and jax.process_index() == 0:  # find out whether it is writable, before step 1
             self._write_format()
 
@@ -256,8 +259,8 @@ class BucketStore(Bucket):
     def begin(
         self, state: Any, metadata: StepMetadata, before_commit: Callable[[], None] | None = None
     ) -> None:
-        with agreement(f"{self.path_of(metadata.step)}: not saved"):
-            arrays, leaves = arrays_of(state), leaves_of(state)
+        with agreement(f"{self.path_of(metadata.step)}: not saved", self.group):
+            arrays, leaves = arrays_of(state, self.group), leaves_of(state)
             for array in arrays.values():  # all copies at once, then wait for each
                 for shard in getattr(array, "addressable_shards", ()):
                     if shard.replica_id == 0:
@@ -265,29 +268,34 @@ class BucketStore(Bucket):
             # Views if the device is the host: they keep the arrays valid, even if a step donates
             # them.
             shards = {name: shards_of(array) for name, array in arrays.items() if array.size}
-        seconds, number = broadcast_from_first([int(time.time()), secrets.randbits(62)])
-        folder = f"saves/{metadata.step}-{seconds:x}-{number:016x}/"
-        self._saves[metadata.step] = _Save(folder, metadata, leaves, shards, before_commit)
+        own = [int(time.time()), secrets.randbits(62)]
+        seconds, number = broadcast_from_first(own, self.group)
+        folder, self._abandoned = f"saves/{metadata.step}-{seconds:x}-{number:016x}/", ""
+        save = _Save(folder, metadata, leaves, shards, before_commit, self.group)
+        self._saves[metadata.step] = save
 
     def commit(self, step: int, finish: Callable[[], None] | None = None) -> None:
         save = self._saves.pop(step)
-        own_name = f"{save.folder}{jax.process_index()}"
+        rank, count = rank_in(save.group)
+        own_name = f"{save.folder}{rank}"
         try:
             parts = (part for parts in save.shards.values() for part in parts.values())
             self._write_stream(own_name, parts)
             if save.before_commit is not None:
                 save.before_commit()
-            content, arrays = manifest.process_manifest(save.metadata, save.leaves, save.shards)
-            stream = manifest.ARRAYS.format(jax.process_index())
+            content, arrays = manifest.process_manifest(
+                save.metadata, save.leaves, save.shards, save.group
+            )
+            stream = manifest.ARRAYS.format(rank)
             self._write_stream(f"{save.folder}{stream}", arrays)
             own = manifest.encode_checked(content)
             self.write(f"{own_name}.json", own)
-            if jax.process_index() > 0:
+            if rank > 0:
                 return
-            checksums = [zlib.crc32(own), *self._wait_for_others(save.folder)]
+            checksums = [zlib.crc32(own), *self._wait_for_others(save.folder, count)]
         except Exception as error:
             with suppress(CheckpointError):
-                if jax.process_index() == 0:
+                if rank == 0:
                     self._delete_below(save.folder)
                 else:  # process 0 waits for the manifest
                     self.write_note(f"{own_name}.json", {"failed": str(error)})
@@ -323,11 +331,17 @@ class BucketStore(Bucket):
                 with suppress(CheckpointError):
                     write()
 
-    def _wait_for_others(self, folder: str) -> Iterator[int]:
+    def abandon(self, reason: str) -> None:
+        """Let a save in progress fail soon: it may wait for a process that has died."""
+        self._abandoned = reason
+
+    def _wait_for_others(self, folder: str, count: int) -> Iterator[int]:
         """Wait for the manifests of the other processes, and yield their checksums."""
         deadline, pause = time.monotonic() + _PATIENCE, 0.02
-        for process in range(1, jax.process_count()):
+        for process in range(1, count):
             while (content := self.read(f"{folder}{process}.json")) is None:
+                if self._abandoned:
+                    raise CheckpointError(f"process {process} did not save: {self._abandoned}")
                 if time.monotonic() > deadline:
                     expected = (
                         f"the part of process {process} within {_PATIENCE:.0f} s of process 0"

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from stepfold import tree
+from stepfold.core.processes import Group, rank_in
 from stepfold.errors import ConfigError, ShardingError, TreeMismatchError, refuse
 
 Region = tuple[tuple[int, int], ...]
@@ -48,11 +49,12 @@ class Leaf(NamedTuple):
         return int(np.prod(self.shape, dtype=np.int64)) * jnp.dtype(self.dtype).itemsize
 
 
-def arrays_of(state: Any) -> dict[str, Any]:
+def arrays_of(state: Any, group: Group | None = None) -> dict[str, Any]:
     """Return the leaves of a state by path, as arrays that no one else modifies.
 
-    Typed PRNG keys become their key data.
+    Typed PRNG keys become their key data. With several processes, all arrays are of all of them.
     """
+    _, processes = rank_in(group)
     arrays: dict[str, Any] = {}
     paths: dict[str, str] = {}
     for path, leaf in tree.named_leaves(state):
@@ -63,7 +65,7 @@ def arrays_of(state: Any) -> dict[str, Any]:
         if not tree.is_data(leaf):
             advice = "keep functions and settings out of the state, or give them as extra=…"
             refuse(path, "an array", tree.describe_value(leaf), advice)
-        arrays[path] = _as_array(path, leaf)
+        arrays[path] = _as_array(path, leaf, processes)
     for path in arrays:
         for branch in accumulate(path.split("/")[:-1], "{}/{}".format):
             if branch in arrays:
@@ -84,11 +86,11 @@ def stored_name(name: str) -> str:
     return name.replace("/", ".")
 
 
-def _as_array(name: str, leaf: Any) -> Any:
+def _as_array(name: str, leaf: Any, processes: int) -> Any:
     if not isinstance(leaf, jax.Array):
         return copy_array(name, leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf))
-    if jax.process_count() > 1 and leaf.is_fully_addressable:
-        expected = f"an array over all {jax.process_count()} processes"
+    if processes > 1 and leaf.is_fully_addressable:
+        expected = f"an array over all {processes} processes"
         advice = (
             "give the state a plan (init_state(…, sharding=plan)), or place it (place(state, plan))"
         )

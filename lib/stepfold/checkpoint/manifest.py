@@ -33,6 +33,7 @@ from stepfold.checkpoint.leaves import (
     to_json,
 )
 from stepfold.checkpoint.steps import Best, check_regular, converted_errors, sync
+from stepfold.core.processes import Group, rank_in
 from stepfold.core.validation import read_instance, read_integer
 from stepfold.errors import CheckpointError, refuse
 
@@ -150,20 +151,23 @@ def _number(name: str, value: Any) -> float:
 
 
 def process_manifest(
-    metadata: StepMetadata, leaves: Mapping[str, Leaf], shards: Shards
+    metadata: StepMetadata,
+    leaves: Mapping[str, Leaf],
+    shards: Shards,
+    group: Group | None = None,
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
     """Describe the part of this process, with the checksums of its shards.
 
     Also return the arrays in the metadata, which are the content of the stream `ARRAYS`.
     """
-    process = jax.process_index()
+    process, processes = rank_in(group)
     arrays: list[np.ndarray] = []
     fields = {"step": metadata.step, "data": take_arrays(metadata.data, arrays)}
     if process == 0:
         fields = metadata._asdict() | fields | {"extra": take_arrays(metadata.extra, arrays)}
     content = {
         "format": FORMAT,
-        "processes": jax.process_count(),
+        "processes": processes,
         "metadata": fields,
         "leaves": leaves if process == 0 else {},
         "shards": [
@@ -192,11 +196,15 @@ def later_metadata(
 
 
 def write_leaves(
-    folder: Path, metadata: StepMetadata, leaves: Mapping[str, Leaf], shards: Shards
+    folder: Path,
+    metadata: StepMetadata,
+    leaves: Mapping[str, Leaf],
+    shards: Shards,
+    group: Group | None = None,
 ) -> None:
     """Write the manifest of this process, and the arrays in its metadata."""
-    process = jax.process_index()
-    content, arrays = process_manifest(metadata, leaves, shards)
+    process, _ = rank_in(group)
+    content, arrays = process_manifest(metadata, leaves, shards, group)
     write_checked(folder / LEAVES.format(process), content)
     if arrays:
         write_stream(stream_path(folder, ARRAYS.format(process)), arrays)

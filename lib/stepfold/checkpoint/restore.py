@@ -141,7 +141,7 @@ def restore_from(
         number, store = tried[-1]
         outcome, result = _try_step(store, number, like, **options)
         # All processes have to agree on the outcome before any of them continues.
-        outcome = max_over_processes(outcome)
+        outcome = max_over_processes(outcome, store.group)
         if outcome == _GOOD and isinstance(result, Restored):
             return result._replace(damaged=damaged), store
         if outcome == _DELETED:
@@ -244,9 +244,9 @@ def candidates(stores: Sequence[Store], step: Step, best: Any = None) -> list[tu
     is_best = number is None and step == "best"
     listed: list[tuple[int, Store]] = []
     for store in stores[:1] if is_best else stores:
-        with agreement(f"{store.location}: cannot be listed"):
+        with agreement(f"{store.location}: cannot be listed", store.group):
             numbers = rank_steps(store, best) if is_best else store.steps()
-        listed += [(each, store) for each in broadcast_from_first(numbers)]
+        listed += [(each, store) for each in broadcast_from_first(numbers, store.group)]
     if number is not None:
         listed = [(each, store) for each, store in listed if each == number]
     if not is_best:

@@ -39,7 +39,7 @@ from stepfold.checkpoint.store import (
     open_to_save,
 )
 from stepfold.checkpoint.verify import has_own_step, newest_complete
-from stepfold.core.processes import agreement, broadcast_from_first
+from stepfold.core.processes import Group, agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
 from stepfold.core.validation import check_flags, read_instance, read_integer, read_positive
 from stepfold.errors import CheckpointError, StepfoldError, refuse
@@ -176,19 +176,19 @@ def _read_identity(series: Store) -> str | None:
     return None
 
 
-def _open_temporary(temporary: Temporary, series: Store) -> Store | None:
+def _open_temporary(temporary: Temporary, series: Store, group: Group | None) -> Store | None:
     """Open the store of temporary steps, or return None if the disk is full; collective."""
     identity = None
-    with agreement(f"{series.location}: not opened"):
+    with agreement(f"{series.location}: not opened", group):
         if jax.process_index() == 0:
             identity = _read_identity(series)
             if identity is None:
                 identity = secrets.token_hex(4)
                 temporary.warn_about_others(series, identity)
                 series.write_note(_IDENTITY, {"id": identity})
-    folder = temporary.folder_of(series, broadcast_from_first([identity])[0] or "")
+    folder = temporary.folder_of(series, broadcast_from_first([identity], group)[0] or "")
     try:
-        return open_to_save(folder)
+        return open_to_save(folder, group)
     except CheckpointError as error:
         if not is_full(str(error)):
             raise
@@ -200,6 +200,7 @@ def _open_temporary(temporary: Temporary, series: Store) -> Store | None:
         return None
 
 
+_POLL_SECONDS = 0.05  # between two looks at a save that other processes write too
 _OPEN, _HOW_TO_OPEN = "an open series", "use a `with` block or open"
 _Kind = Literal["permanent", "requested", "temporary"]
 
@@ -415,13 +416,16 @@ class Series(_StepReader):
     (20, Array([20, 20], dtype=int32))
     """
 
-    def __init__(self, policy: Checkpoints, path: str | os.PathLike[str]) -> None:
-        self.policy, self._permanent = policy, open_to_save(path)
+    def __init__(
+        self, policy: Checkpoints, path: str | os.PathLike[str], group: Group | None = None
+    ) -> None:
+        self.policy, self._permanent = policy, open_to_save(path, group)
         # A path becomes absolute; a URL stays as given.
         self.directory = path if is_url(path) else Path(self._permanent.location)
         self._temporary: Store | None = None
         if policy.temporary is not None:
-            self._temporary = _open_temporary(policy.temporary, self._permanent)
+            self._temporary = _open_temporary(policy.temporary, self._permanent, group)
+        self.group = group  # see `join`
         self.saved: int | None = None
         self.restored_temporary = False
         self._saved_at = self._any_saved_at = time.monotonic()  # the latter in either directory
@@ -433,7 +437,7 @@ class Series(_StepReader):
         self._failure: BaseException | None = None
         self._problem: CheckpointError | None = None  # of a temporary save
         self._has_warned = False
-        with agreement(f"{self.directory}: not opened"):
+        with agreement(f"{self.directory}: not opened", group):
             for store in self._stores() if jax.process_index() == 0 else []:
                 store.clean(partial(self._prune, store))
         self._is_open = True
@@ -493,14 +497,14 @@ class Series(_StepReader):
         policy, temporary = self.policy, self.temporary
         if policy.due(step, epoch=epoch):
             return "permanent"
-        if self._is_open and _is_late(policy.every_minutes, self._saved_at):
+        if self._is_open and _is_late(policy.every_minutes, self._saved_at, self.group):
             return "permanent"
         if self._is_requested:
             return "requested"
         if temporary is None or self._temporary is None or step == self._saving:
             return None
         by_step = temporary.every is not None and step % temporary.every == 0
-        is_due = by_step or _is_late(temporary.every_minutes, self._any_saved_at)
+        is_due = by_step or _is_late(temporary.every_minutes, self._any_saved_at, self.group)
         return "temporary" if is_due else None
 
     def request(self) -> None:
@@ -543,7 +547,7 @@ class Series(_StepReader):
         Raises:
           CheckpointError: if the previous save failed, this one cannot begin, or the step exists.
         """
-        with agreement(f"{self.directory}: not saved"):
+        with agreement(f"{self.directory}: not saved", self.group):
             self.wait()
             self._check_open()
             check_not_donated(state)
@@ -620,8 +624,38 @@ class Series(_StepReader):
                     if is_expendable is None or is_expendable(store.read_metadata(number).extra):
                         store.delete(number)
 
+    def join(self, group: Group, *, lost: str = "") -> None:
+        """Save with the processes of a group from now on; all of them call each method.
+
+        `lost` says which processes have died. A save that waits for them is given up.
+        """
+        self.group = group
+        for store in self._stores():
+            store.group = group
+            store.abandon(lost)
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        # Process 0, which is alive, may have committed the step before.
+        if self._saving is not None:
+            exists = any(store.has_step(self._saving) for store in self._stores())
+            if not group.meet(exists, "the end of a save")[0]:
+                self.saved = self._saving = None
+        self._failure = self._problem = None
+
+    def get_progress(self) -> list[Any]:
+        """Return what was saved and restored last, which is equal in all processes."""
+        return [self.saved, self._saving, self.restored_temporary]
+
+    def set_progress(self, progress: Sequence[Any]) -> None:
+        """Continue a series that other processes have written, as `get_progress` says."""
+        self.saved, self._saving, self.restored_temporary = progress
+
     def wait(self) -> None:
         """Wait until the pending save is on disk, and raise its error."""
+        if self.group is not None and self._thread is not None:  # which may wait for a dead process
+            while not self.group.poll(not self._is_saving(), "a save"):
+                self._is_saving(_POLL_SECONDS)
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -629,6 +663,12 @@ class Series(_StepReader):
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+
+    def _is_saving(self, seconds: float = 0.0) -> bool:
+        """Wait for the pending save at most so long; return whether it is still pending."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is not None and self._thread.is_alive()
 
     def _warn(self) -> None:
         """Warn of the first temporary save that failed since the last success."""
@@ -697,8 +737,8 @@ class Series(_StepReader):
                 store.delete(old)
 
 
-def _is_late(minutes: float | None, since: float) -> bool:
+def _is_late(minutes: float | None, since: float, group: Group | None) -> bool:
     """Return whether minutes have passed by the clock of process 0; collective unless None."""
     if minutes is None:
         return False
-    return broadcast_from_first([int(time.monotonic() - since >= 60 * minutes)]) == [1]
+    return broadcast_from_first([int(time.monotonic() - since >= 60 * minutes)], group) == [1]

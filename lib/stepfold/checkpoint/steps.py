@@ -19,7 +19,14 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-from stepfold.core.processes import KeyValues, agreement, broadcast_from_first, spell_processes
+from stepfold.core.processes import (
+    Group,
+    KeyValues,
+    agreement,
+    broadcast_from_first,
+    processes_of,
+    spell_processes,
+)
 from stepfold.core.validation import read_choice
 from stepfold.errors import CheckpointError, refuse
 
@@ -255,23 +262,24 @@ def expendable(
 _VISIBLE_SECONDS = 3.0  # for a new file to show on the other hosts
 
 
-def check_shared(directory: Path) -> None:
+def check_shared(directory: Path, group: Group | None = None) -> None:
     """Check that all processes see the same directory; collective."""
-    if jax.process_count() == 1:
+    processes = processes_of(group)
+    if len(processes) == 1:
         return
     number = secrets.randbits(62)
-    probe = directory / f".visible-{broadcast_from_first([number])[0]:x}"
-    with agreement(f"{directory}: cannot be written"):
+    probe = directory / f".visible-{broadcast_from_first([number], group)[0]:x}"
+    with agreement(f"{directory}: cannot be written", group):
         if jax.process_index() == 0:
             probe.touch()
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while not (is_visible := probe.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    visible = KeyValues("directory").gather(is_visible, "an answer", where=str(directory))
+    visible = KeyValues("directory", group).gather(is_visible, "an answer", where=str(directory))
     if jax.process_index() == 0:
         probe.unlink(missing_ok=True)
-    if blind := [process for process, sees in enumerate(visible) if not sees]:
-        expected = f"a directory that all {jax.process_count()} processes share"
+    if blind := [p for p, sees in zip(processes, visible, strict=True) if not sees]:
+        expected = f"a directory that all {len(processes)} processes share"
         got = f"one in which {spell_processes(blind)} cannot see the files of process 0"
         advice = "give one on a shared file system"
         refuse(directory, expected, got, advice, kind=CheckpointError)

@@ -39,7 +39,7 @@ from stepfold.checkpoint.steps import (
     read_directory,
     sync,
 )
-from stepfold.core.processes import agreement, broadcast_from_first
+from stepfold.core.processes import Group, agreement, broadcast_from_first
 from stepfold.errors import CheckpointError, refuse
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class DirectoryStore:
         self.directory = directory
         self.location = str(directory)
         self._saves: dict[int, OrbaxSave] = {}
+        self.group: Group | None = None  # the processes that save, if those of the job may die
 
     # Reading
 
@@ -169,14 +170,23 @@ class DirectoryStore:
         from stepfold.checkpoint.writer import OrbaxSave  # lazy: imports orbax
 
         path = self._path(metadata.step)
-        self._saves[metadata.step] = OrbaxSave(path, state, metadata, before_commit)
+        save = OrbaxSave(path, state, metadata, before_commit, self.group)
+        self._saves[metadata.step] = save
 
     def commit(self, step: int, finish: Callable[[], None] | None = None) -> None:
         """Wait until the step is durable, and call `finish`. Readers do not see it before.
 
         On failure, its files are removed. If a kill prevents `finish`, `clean` makes up for it.
         """
-        self._saves.pop(step).commit(finish)
+        try:
+            self._saves[step].commit(finish)
+        finally:
+            del self._saves[step]
+
+    def abandon(self, reason: str) -> None:
+        """Let saves in progress fail soon: they may wait for a process that has died."""
+        for save in [*self._saves.values()]:
+            save.abandon(reason)
 
     def add_metadata(self, step: int, metrics: Mapping[str, Any], extra: Any) -> None:
         """Atomically add metrics to a step, and replace its `extra`."""
@@ -306,12 +316,12 @@ def _below(store: Store) -> str:
     return join_location(store.location, "checkpoints")
 
 
-def open_to_save(path: Any) -> Store:
+def open_to_save(path: Any, group: Group | None = None) -> Store:
     """Open the store of a directory that all processes share; collective."""
-    with agreement(f"{path}: not opened"):
+    with agreement(f"{path}: not opened", group):
         store = open_store(path, save=True)
     if not is_url(path):
-        check_shared(Path(store.location))
+        check_shared(Path(store.location), group)
     return store
 
 
@@ -321,7 +331,7 @@ def check_is_new(store: Store, step: int) -> None:
     An incomplete step is never restored, so a run that starts again comes to its number.
     """
     message = already_exists(store.location, step)
-    with agreement(message):
+    with agreement(message, store.group):
         if jax.process_index() > 0 or not store.has_step(step):
             return
         try:

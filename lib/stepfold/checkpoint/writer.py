@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
@@ -29,7 +30,7 @@ from stepfold.checkpoint import manifest
 from stepfold.checkpoint.leaves import arrays_of, leaves_of, shards_of
 from stepfold.checkpoint.manifest import StepMetadata
 from stepfold.checkpoint.steps import is_full, locked, sync
-from stepfold.core.processes import KeyValues, agreement
+from stepfold.core.processes import Group, KeyValues, agreement, processes_of
 from stepfold.errors import CheckpointError
 
 _TIMEOUT = 60.0  # seconds to wait for other writes of a save that failed
@@ -47,14 +48,18 @@ class OrbaxSave:
         state: Any,
         metadata: StepMetadata,
         before_commit: Callable[[], None] | None,
+        group: Group | None = None,
     ) -> None:
         """Copy the state off the devices and start to write it to the directory `path`."""
-        arrays, leaves = arrays_of(state), leaves_of(state)
+        arrays, leaves = arrays_of(state, group), leaves_of(state)
         stored = {name: array for name, array in arrays.items() if array.size}
+        if group is not None and len(group.processes) == 1:
+            # Orbax asks for arrays over all processes of the job, even if one is left.
+            stored = {name: np.asarray(array) for name, array in stored.items()}
         nested = ocp.tree.from_flat_dict(stored, sep="/")  # what orbax restores on its own
         # Compression costs time, and as much additional memory as the state.
         self._path, self._handler = path, _Handler(use_compression=False)
-        self._peers = _Peers()
+        self._peers = _Peers(group)
         options: dict[str, Any] = {
             "async_options": ocp.AsyncOptions(
                 create_directories_asynchronously=False,
@@ -65,7 +70,8 @@ class OrbaxSave:
             # other through jax's service there. Otherwise they would run a collective, which
             # belongs to the main thread.
             "multiprocessing_options": ocp.options.MultiprocessingOptions(
-                active_processes=set(range(jax.process_count()))
+                active_processes=set(self._peers.processes),
+                barrier_sync_key_prefix=self._peers.name,
             ),
         }
         handler = ocp.CompositeCheckpointHandler(
@@ -77,7 +83,7 @@ class OrbaxSave:
         self._reservation = ExitStack()  # of the directory and of the number, until the end
         self._reservation.enter_context(locked(path.parent))
         with self._converted_errors():
-            with agreement(f"{path}: not saved"):
+            with agreement(f"{path}: not saved", group):
                 if jax.process_index() == 0:
                     # orbax would remove another run's unfinished save of the step, and mix the two.
                     claim = path.with_name(f"{path.name}.saving")
@@ -93,7 +99,7 @@ class OrbaxSave:
             def write_manifest(folder: Path) -> None:
                 if before_commit is not None:
                     before_commit()
-                manifest.write_leaves(folder, metadata, leaves, shards)
+                manifest.write_leaves(folder, metadata, leaves, shards, group)
 
             save = _Save(nested, write_manifest=write_manifest)
             self._orbax.save(path, args=ocp.args.Composite(**{manifest.STATE: save}))
@@ -119,6 +125,10 @@ class OrbaxSave:
         finally:
             self._reservation.close()
             self._orbax.close()
+
+    def abandon(self, reason: str) -> None:
+        """Let `commit`, in another thread, fail soon: it may wait for a process that has died."""
+        self._peers.fail(reason)
 
     @contextmanager
     def _converted_errors(self) -> Iterator[None]:
@@ -146,10 +156,13 @@ class _Peers:
     orbax's own barrier would let the others wait for its whole limit, without the reason.
     """
 
-    def __init__(self) -> None:
-        self._values = KeyValues("save")
-        self._are_several = bool(self._values) and jax.process_count() > 1
+    def __init__(self, group: Group | None = None) -> None:
+        self._values = KeyValues("save", group)
+        self.processes = processes_of(group)
+        self._are_several = bool(self._values) and len(self.processes) > 1
         self._save = self._values.count_call() if self._are_several else 0
+        # Orbax numbers its own barriers in each process. After a death, the numbers may differ.
+        self.name = None if group is None else f"{group.name}-save-{self._save}"
 
     def fail(self, cause: str) -> None:
         """Let the others know why this process does not save."""
@@ -166,7 +179,7 @@ class _Peers:
         def are_all_there() -> bool:
             for process, cause in self._values.get(f"{self._save}/failed").items():
                 raise CheckpointError(f"process {process} did not save: {cause}")
-            return bool(len(self._values.get(folder)) == jax.process_count())
+            return bool(len(self._values.get(folder)) == len(self.processes))
 
         if not self._values.wait(are_all_there):
             raise CheckpointError(f"not all processes saved within {self._values.timeout} s")

@@ -80,6 +80,7 @@ def init_state(
       sharding: a tree of shardings like the state (or a prefix of it). The state is then created
         sharded, never in full on one device. A jitted step may shard leaves that are replicated
         here, and then compiles again; `jax.jit(step, out_shardings=(sharding, None))` prevents it.
+        In a process without any of its devices, the state is abstract.
 
     Raises:
       ConfigError: if the parameters are not floating arrays, `init` is not a function of a key,
@@ -111,6 +112,8 @@ def init_state(
     def build(parts: Any, key: Any) -> TrainState:
         return _finish(parts, tx, key)
 
+    if not _is_here(sharding):
+        return _call(build, sharding, parts, key)
     if sharding is not None:
         # Shard before jit, which would first put a host array on one device.
         shardings = (sharding.params, sharding.model_state) if has_plan else sharding
@@ -244,6 +247,8 @@ def _call(build: Callable[..., TrainState], sharding: Any, *args: Any) -> TrainS
     """
     leaves, structure = jax.tree.flatten(args)
     flat = lambda *leaves: build(*jax.tree.unflatten(structure, leaves))
+    if not _is_here(sharding):
+        return _abstract(flat, leaves, sharding)
     jitted = jax.jit(flat, **({} if sharding is None else {"out_shardings": sharding}))
     lowered = _lower(jitted, leaves)
     key = None if lowered is None else _program_key(lowered)
@@ -253,6 +258,22 @@ def _call(build: Callable[..., TrainState], sharding: Any, *args: Any) -> TrainS
     new = jax.tree.leaves(_compile(_Program(key, [lowered]))(*leaves))
     # An equal program may have had other containers.
     return jax.tree.unflatten(lowered.out_tree, new)  # type: ignore[no-any-return]
+
+
+def _is_here(sharding: Any) -> bool:
+    """Whether this process has some of the devices of a plan, or there is none."""
+    shardings: list[Any] = jax.tree.leaves(sharding)
+    return not shardings or any(each.addressable_devices for each in shardings)
+
+
+def _abstract(build: Callable[..., TrainState], leaves: list[Any], sharding: Any) -> TrainState:
+    """Describe the state that `build` makes, on devices that this process does not have."""
+
+    def place(on: Any, part: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), part)
+
+    state: TrainState = jax.tree.map(place, sharding, jax.eval_shape(build, *leaves))
+    return state
 
 
 def _lower(jitted: Any, leaves: list[Any]) -> jax.stages.Lowered | None:

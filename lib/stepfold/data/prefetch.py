@@ -183,7 +183,9 @@ class Prefetch:
         # Only of batches that are a function of the step, that can skip some, or can resume.
         if name in ("state_at", "skipped", "batch_index"):
             return getattr(self._iterator, name)
-        if name in ("get_state", "set_state", "without") and hasattr(self._iterator, name):
+        if name in ("get_state", "set_state", "without", "shared") and hasattr(
+            self._iterator, name
+        ):
             return getattr(self, f"_{name}")
         if name in ("get_state", "set_state"):
             expected = "batches with get_state() and set_state(), to be resumed"
@@ -237,9 +239,21 @@ class Prefetch:
 
     def _without(self, ranges: Any) -> "Prefetch":
         """Return prefetched batches without some of these, after the last batch returned."""
-        if self._thread is not None:
-            self._set_state(self._get_state())  # stop the thread, and drop prefetched batches
+        self._rewind()
         return prefetch(self._iterator.without(ranges), sharding=self._place, size=self._size)
+
+    def _shared(self, share: Any) -> "Prefetch":
+        """Return prefetched batches with other rows, after the last batch returned."""
+        if self._place is not None:
+            expected = "none, for batches that are placed on devices that may change"
+            refuse("prefetch: sharding", expected, f"{self._place}", "fit places the batches")
+        self._rewind()
+        return prefetch(self._iterator.shared(share), size=self._size)
+
+    def _rewind(self) -> None:
+        """Stop the thread, and drop prefetched batches."""
+        if self._thread is not None:
+            self._set_state(self._get_state())
 
 
 _DEFAULTS = {"endless": False, "steps_per_epoch": None, "epoch_ends": None, "batch_sizes": ()}

@@ -3,9 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from stepfold.core.validation import read_positive
 from stepfold.errors import OutOfMemoryError, refuse
 from stepfold.inspect.report import Report, describe
+from stepfold.sharding.plan import read_step_and_plan
 from stepfold.table import amount, size, table
 from stepfold.tree import describe_value
 
@@ -27,6 +30,7 @@ def choose(
     batch: Any,
     candidates: Sequence[Mapping[str, Any]],
     *,
+    devices: Sequence[jax.Device] | None = None,
     limit: float | None = None,
     sharding: Any = None,
 ) -> Choice:
@@ -35,13 +39,19 @@ def choose(
     The cheapest has the fewest FLOPs on all devices; among equals the fewest bytes sent, and then
     the least memory. Nothing runs, so the devices may be those of `devices_of`.
 
+    With `devices`, one function is inspected, chosen and run: `Elastic` takes it too, with the
+    arguments of the choice.
+
     Args:
-      make_step: returns a step for the arguments of a candidate, passed by keyword.
+      make_step: returns a step for the arguments of a candidate, passed by keyword. With `devices`,
+        a function `(devices, **arguments) -> (step, plan)`.
       state: the state, or an abstract one.
       batch: a batch, or an abstract one.
-      candidates: the arguments of each. `sharding` is its plan, and not passed to `make_step`.
+      candidates: the arguments of each. Without `devices`, `sharding` is its plan, and not passed
+        to `make_step`.
+      devices: the devices to compile for.
       limit: the bytes that a device may need; by default all that the compiler accepts.
-      sharding: the plan of candidates that have none.
+      sharding: the plan of candidates that have none, without `devices`.
 
     Raises:
       OutOfMemoryError: if none fits.
@@ -54,12 +64,19 @@ def choose(
     >>> candidates = [{}, {"accumulate": 8}, {"accumulate": 8, "remat": True}]
     >>> sf.choose(make_step, state, batch, candidates, limit=2**21).arguments
     {'accumulate': 8}
+    >>> def build(devices, **options):
+    ...     plan = sf.make_sharding(state, sf.make_mesh(devices=devices))
+    ...     return make_step(**options), plan
+    >>> choice = sf.choose(build, state, batch, candidates, devices=jax.devices(), limit=2**21)
+    >>> elastic = sf.Elastic(functools.partial(build, **choice.arguments))  # for sf.fit
     """
     if limit is not None:
         read_positive("limit", limit, unit="bytes")
     if not candidates or not all(isinstance(each, Mapping) for each in candidates):
         advice = 'pass [{"accumulate": 1}, {"accumulate": 4, "remat": True}]'
         refuse("candidates", "a list of arguments", describe_value(candidates), advice)
+    if devices is not None and (sharding is not None or any("sharding" in x for x in candidates)):
+        refuse("sharding", "none with devices=…", "one", "return the plan from the function")
     rows, fitting = [], []
     for index, arguments in enumerate(candidates):
         options = {"sharding": sharding, **arguments}
@@ -68,7 +85,12 @@ def choose(
         words += [f"sharding {index}"] if "sharding" in arguments else []
         name = ", ".join(words) or "no arguments"
         try:
-            report = describe(make_step(**options), state, batch, sharding=plan)
+            if devices is None:
+                step = make_step(**options)
+            else:
+                parts = make_step(devices, **options)
+                step, plan = read_step_and_plan("make_step", parts, devices)
+            report = describe(step, state, batch, sharding=plan)
         except OutOfMemoryError as error:
             rows.append((name, "", "", "", f"no: {str(error).partition('reports: ')[2]:.90}"))
             continue

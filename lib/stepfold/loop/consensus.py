@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from stepfold.core.processes import KeyValues
+from stepfold.core.processes import Group, KeyValues
 from stepfold.loop.hooks.base import GoBack, Stop
 from stepfold.loop.requests import Kind, Request, Requests
+from stepfold.sharding.place import process_mesh
 
 _VOTE_SECONDS = 0.25  # between votes
 _EVENT_VOTE_SECONDS = 0.02  # the same, if hooks have seen an event since
@@ -67,14 +68,18 @@ class Alone:
     def restart(self, step: int) -> None:
         """Start over after a step, when the run resumes or goes back."""
 
+    def regroup(self, group: Group, step: int) -> None:
+        """Continue after a step with the processes that are left."""
+
 
 class Several(Alone):
     """Several processes vote, and agree on the highest request of any of them."""
 
     is_alone = False
 
-    def __init__(self) -> None:
+    def __init__(self, group: Group | None = None) -> None:
         super().__init__()
+        self._group = group
         self.failed_process = None  # the first in which user code raised an error
         self._own = Requests()
         self._save_requests = 0
@@ -128,7 +133,7 @@ class Several(Alone):
 
     def conclude(self) -> None:
         own = [[r.kind, r.step, _to_json(r.reason), r.by_hook] for r in self._own]
-        gathered = KeyValues("fit").gather(own, "the end of its steps")
+        gathered = KeyValues("fit", self._group).gather(own, "the end of its steps")
         # Votes hold only the kinds of requests. These have the reasons too, and replace them.
         self.requests.done(*(Kind(kind) for requests in gathered for kind, *_ in requests))
         for process, requests in enumerate(gathered):
@@ -146,6 +151,23 @@ class Several(Alone):
         self._has_event, self._read_at = False, None
         self._own.set_state(None)
 
+    def regroup(self, group: Group, step: int) -> None:
+        """Vote again on what this process requested: some may have read a vote that others lack."""
+        own = [request for request in self._own if request.kind is not Kind.END]
+        if Kind.SAVE in self.requests:  # agreed on, and not done
+            self.ask_to_save()
+        self.restart(step)
+        self.requests.done(*Kind)
+        for request in own:
+            self._own.add(request)
+        seen: Any = np.zeros(len(group.processes), np.int32)
+        if self._group is not None and np.ndim(self._seen_saves):
+            left = [process in group.processes for process in self._group.processes]
+            seen = self._seen_saves[left]
+        self._seen_saves = np.min(group.meet(seen.tolist(), "the votes that were read"), axis=0)
+        self._step_seconds, self._pace, self._max_steps = 0.0, 0.0, 1
+        self._group, self._gather = group, None
+
     def _dispatch(self, batches: int = 0) -> jax.Array:
         # A signal that is received from now on is part of the next vote.
         microseconds = min(int(self._step_seconds * 1e6), np.iinfo(np.int32).max)
@@ -153,7 +175,7 @@ class Several(Alone):
         others = [request.kind for request in self._own if request.kind is not Kind.SIGNAL]
         number = 0 if own is None else own.reason
         vote = [number, max(others, default=0), microseconds, batches, self._save_requests]
-        self._gather = self._gather or Gather()
+        self._gather = self._gather or Gather(self._group)
         return self._gather(np.array(vote, np.int32))
 
     def _read(self, votes: jax.Array) -> np.ndarray:
@@ -197,11 +219,10 @@ def _from_json(reason: Any) -> Any:
 
 
 class Gather:
-    """Gather a small row from each process in all of them, on one device per process."""
+    """Gather a small row from each process, or each of a group, on one device per process."""
 
-    def __init__(self) -> None:
-        devices = {device.process_index: device for device in reversed(jax.devices())}
-        mesh = Mesh(np.array([devices[process] for process in sorted(devices)]), ("process",))
+    def __init__(self, group: Group | None = None) -> None:
+        mesh = process_mesh(group)
         self._sharding = NamedSharding(mesh, PartitionSpec("process"))
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._copy = jax.jit(lambda rows: rows, out_shardings=everywhere)

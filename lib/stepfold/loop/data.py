@@ -62,6 +62,7 @@ class BatchFeed:
         keeps = keep_recent and not can_reread and jax.process_count() == 1
         self.recent = RecentBatches() if keeps else None
         self.wait_seconds = 0.0
+        self.batch_share = 1 / jax.process_count()  # which part of the rows of a step is made here
         self.check_next_position = False  # once, so that later pulls cost nothing
         position = self._state() if self.is_resumable else None
         self.used = self._pulled = self._first_used = _count_in(position) or 0
@@ -134,7 +135,7 @@ class BatchFeed:
                 f"batches: expected a position to resume at from a checkpoint, got none: {reason}; "
                 "the state is saved, but a resume will be refused: give sf.batches a source with "
                 "len() and [i], which seed=… shuffles, or a stream with get_state and set_state",
-                stacklevel=7,
+                stacklevel=8,
             )
 
     def _pull(self) -> Any:
@@ -234,6 +235,11 @@ class BatchFeed:
         self._known = (-1, None)
         self._read_lengths()
 
+    def share(self, share: tuple[int, int, int]) -> None:
+        """Let this process make other rows of each global batch, those of its devices."""
+        self.batches = self.iterator = shared(self.batches, share)
+        self.batch_share = (share[1] - share[0]) / share[2]
+
     def skippable(self) -> Any:
         """Return the iterator; raise if it cannot skip batches."""
         if not self.is_iterator or not hasattr(self.iterator, "without"):
@@ -293,6 +299,14 @@ def check_batches(batches: Any) -> None:
     if is_single or not isinstance(batches, Iterable):
         got, advice = tree.describe_value(batches), "sf.batches(data, 256, seed=0) makes one"
         refuse("batches", "an iterable of batches", got, advice)
+
+
+def shared(batches: Any, share: tuple[int, int, int]) -> Any:
+    """Return batches of which this process makes other rows; raise if they cannot change that."""
+    if not hasattr(batches, "shared"):
+        expected = "some whose rows can be divided among the processes that are left"
+        refuse("batches", expected, batches, "give sf.batches(data, …)", kind=DataError)
+    return batches.shared(share)
 
 
 def _array_bytes(value: Any) -> int:

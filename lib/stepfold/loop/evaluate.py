@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from stepfold import tree
-from stepfold.core.processes import KeyValues, spell_processes
+from stepfold.core.processes import Group, KeyValues, spell_processes
 from stepfold.core.state import check_not_donated
 from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import (
@@ -26,9 +26,9 @@ from stepfold.core.validation import (
 from stepfold.errors import DataError, refuse
 from stepfold.inspect.compiled import CompiledStep
 from stepfold.loop.consensus import Gather
-from stepfold.loop.data import BatchFeed, check_batches
+from stepfold.loop.data import BatchFeed, check_batches, shared
 from stepfold.loop.metrics import are_metrics, merge_metrics, metric_values
-from stepfold.sharding.place import place_batch
+from stepfold.sharding.place import place_batch, share_of
 
 if TYPE_CHECKING:
     from clu.metrics import Metric
@@ -65,6 +65,13 @@ def evaluate(
     >>> sf.evaluate(measure, state, sf.batches(data, 4, epochs=1, remainder="pad"))
     {'loss': 4.5}
     """
+    return evaluate_together(None, eval_step, state, batches)
+
+
+def evaluate_together(
+    group: Group | None, eval_step: Callable[..., Any], state: Any, batches: Iterable[Any]
+) -> dict[str, float]:
+    """Evaluate as `evaluate` does, with the processes of a group if there is one."""
     check_batches(batches)
     read_function("eval_step", eval_step, "a function of a state and a batch")
     is_jitted = isinstance(eval_step, CompiledStep) or hasattr(eval_step, "lower")
@@ -72,8 +79,10 @@ def evaluate(
     check_not_donated(state)
     _check_end(batches)
     mesh = mesh_of(state)
+    if group is not None:
+        batches = shared(batches, (0, 1, 1) if mesh is None else share_of(mesh))
     if mesh is not None and mesh.is_multi_process:
-        batches = _in_step(batches)
+        batches = _in_step(batches, group)
     metrics: list[Any] = []
     settings: Any = jax.config
     is_guarded = settings.jax_transfer_guard_host_to_device == "disallow"
@@ -106,7 +115,7 @@ def _check_end(batches: Any) -> None:
         refuse("evaluate", "batches that end", got, "give sf.batches(…, epochs=1)")
 
 
-def _in_step(batches: Iterable[Any]) -> Iterator[Any]:
+def _in_step(batches: Iterable[Any], group: Group | None) -> Iterator[Any]:
     """Yield batches; if some processes have fewer, raise in all of them instead of hanging.
 
     If the numbers of batches are unknown, the processes vote on each batch. A vote is read after
@@ -114,14 +123,16 @@ def _in_step(batches: Iterable[Any]) -> Iterator[Any]:
     device has work while a process waits for the vote.
     """
     expected = "the same number of batches in every process"
-    counts = KeyValues("evaluate").gather(BatchFeed(batches).batches_left, "the start of it")
+    values = KeyValues("evaluate", group)
+    counts = values.gather(BatchFeed(batches).batches_left, "the start of it")
     if None not in counts:
         if len(set(counts)) > 1:
             advice = "sf.batches with the same arguments gives that"
             refuse("evaluate", expected, f"{counts}", advice, kind=DataError)
-        yield from batches
+        yield from _counted(batches, group)
         return
-    iterator, gather = itertools.chain(batches, itertools.repeat(_END)), Gather()
+    iterator = itertools.chain(_counted(batches, group), itertools.repeat(_END))
+    gather = Gather(group)
 
     def pull() -> tuple[Any, jax.Array]:
         batch = next(iterator)
@@ -139,6 +150,14 @@ def _in_step(batches: Iterable[Any]) -> Iterator[Any]:
             ended = spell_processes(np.flatnonzero(~has_batch).tolist())
             got = f"{number} in {ended}, and more in the others"
             refuse("evaluate", expected, got, "give every process the same number", kind=DataError)
+        yield batch
+
+
+def _counted(batches: Iterable[Any], group: Group | None) -> Iterator[Any]:
+    """Yield batches; in an elastic run, each counts as progress."""
+    for batch in batches:
+        if group is not None:
+            group.position.move("a batch of an evaluation", group.position.step)
         yield batch
 
 
@@ -219,10 +238,10 @@ class Evaluation:
             batches.set_state(copy.deepcopy(self._start))
         return batches  # type: ignore[no-any-return]
 
-    def __call__(self, state: Any) -> dict[str, float]:
+    def __call__(self, state: Any, group: Group | None = None) -> dict[str, float]:
         try:
             if self.batches is not None:
-                metrics = evaluate(self.measure, state, self._make_batches())
+                metrics = evaluate_together(group, self.measure, state, self._make_batches())
                 return {f"{self.name}/{name}": value for name, value in metrics.items()}
             numbers = self.measure(state)
         except StopIteration as error:  # would pass for the end of the training data

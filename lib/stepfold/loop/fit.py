@@ -14,11 +14,18 @@ import jax
 
 from stepfold.checkpoint.leaves import check_values
 from stepfold.checkpoint.series import Checkpoints, Series
-from stepfold.core.processes import agreement, broadcast_from_first, report_failed_peer
+from stepfold.core.processes import (
+    Disbanded,
+    Group,
+    agreement,
+    broadcast_from_first,
+    report_failed_peer,
+)
 from stepfold.core.state import check_not_donated, is_available, step_of, strengthen
 from stepfold.core.validation import read_instance, read_integer, spell_call, takes
-from stepfold.errors import refuse
+from stepfold.errors import StepfoldError, refuse
 from stepfold.loop.data import BatchFeed
+from stepfold.loop.elastic import Attempts, Elastic
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import (
     BaseHook,
@@ -34,6 +41,7 @@ from stepfold.loop.hooks.base import (
 )
 from stepfold.loop.hooks.stop import Nonfinite, TimeLimit, stop_on_nonfinite
 from stepfold.loop.metrics import History
+from stepfold.loop.patience import end_if_stuck
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
 from stepfold.loop.requests import Kind
 from stepfold.loop.run_directory import RunDirectory
@@ -44,7 +52,7 @@ from stepfold.tree import describe_value
 
 
 def fit(
-    step: Callable[[Any, Any], tuple[Any, Any]],
+    step: Callable[[Any, Any], tuple[Any, Any]] | Elastic,
     state: Any,
     batches: Iterable[Any],
     *,
@@ -77,7 +85,7 @@ def fit(
 
     Args:
       step: a `StepFn`. It is compiled before the first step, once for each batch size. A jitted or
-        compiled one is used as it is.
+        compiled one is used as it is. With `Elastic`, the run continues if a process dies.
       state: the initial state. It is donated to the step: do not use it again.
       batches: any iterable of batches. With `get_state` and `set_state`, as `sf.batches` has, it
         can be resumed. Batches that depend on the parameters have a method `read_state`: it gets
@@ -132,7 +140,7 @@ def fit(
     >>> result.steps, str(result.stop_reason), result.history["train/loss"].steps
     (20, 'all 20 steps were done', [10, 20])
     """
-    parts = _check_resume(resume)
+    parts, (step, state, attempts) = _check_resume(resume), _read_step(step, state)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
     runner = _check_numbers(step, lengths, log_every, steps_per_call)
     _check_checkpoints(checkpoints)
@@ -149,8 +157,10 @@ def fit(
     _check_resumable(checkpoints, feed, all_hooks)
 
     has_writer = any(getattr(hook, "writes_metrics", False) for hook in user_hooks)
-    directory = RunDirectory(run_dir, upload, has_writer=has_writer)
-    series = None if checkpoints is None else _open_series(checkpoints, directory)
+    live = None if attempts is None else attempts.live
+    with _needs_all():
+        directory = RunDirectory(run_dir, upload, has_writer=has_writer, group=live)
+        series = None if checkpoints is None else _open_series(checkpoints, directory, live)
     arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
     arguments |= {"steps_per_call": steps_per_call, "upload": upload}
     describe = partial(run_metadata, state, batches, arguments, evaluations, checkpoints, config)
@@ -163,15 +173,13 @@ def fit(
         series,
         Options(evaluations, log_every, steps_per_call, directory.metrics_path is None, parts),
         total=step_of(state) + more if (more := more_steps or feed.total) else steps,
+        attempts=attempts,
     )
     del state, describe  # so that a restored state can take the memory
-    with _attach_result(loop), _opened(loop, directory, all_hooks):
+    with _attach_result(loop), _needs_all(), _opened(loop, directory, all_hooks):
         was_complete = _start(loop, directory, more_steps, resume=resume is not False)
         with report_failed_peer():
-            loop.run()
-            while loop.go_back is not None:
-                _go_back(loop, directory, loop.go_back, more_steps)
-                loop.run()
+            _run(loop, directory, more_steps)
     stop, capsule = _stop_reason(loop, all_hooks), None
     if (nonfinite := _find_nonfinite(loop, all_hooks)) is not None:
         checkpoints_in = None if series is None else series.directory
@@ -233,6 +241,15 @@ class FitResult(NamedTuple):
             f"FitResult(steps={self.steps}, stop_reason={str(self.stop_reason)!r}, "
             f"history={{{metrics}{more}}}, best={self.best}, resumed={self.resumed})"
         )
+
+
+def _read_step(step: Any, state: Any) -> tuple[Any, Any, Attempts | None]:
+    """Return the step, the state to start with, and the attempts of an elastic run."""
+    if not isinstance(step, Elastic):
+        return step, state, None
+    with _needs_all():
+        attempts = step.attempts()
+        return step.step, state if attempts is None else attempts.stand_in(state), attempts
 
 
 def _check_numbers(
@@ -429,10 +446,21 @@ def _check_resumable(
 # The run
 
 
-def _open_series(checkpoints: Checkpoints, directory: RunDirectory) -> Series:
+@contextmanager
+def _needs_all() -> Iterator[None]:
+    """End the run if a process of it dies before the first step."""
+    try:
+        yield
+    except Disbanded as error:
+        message = f"fit: {error} before the run had begun; start it again"
+        raise StepfoldError(message) from error
+
+
+def _open_series(checkpoints: Checkpoints, directory: RunDirectory, group: Group | None) -> Series:
     if checkpoints.directory is None and directory.path is None:
         refuse("checkpoints", "a directory", "none", "give run_dir=…, or sf.Checkpoints('path')")
-    return checkpoints.open(directory.path and directory.path / "checkpoints")
+    path: Any = checkpoints.directory
+    return Series(checkpoints, path or directory.path / "checkpoints", group)  # type: ignore[operator]
 
 
 @contextmanager
@@ -451,7 +479,18 @@ def _opened(loop: TrainLoop, directory: RunDirectory, hooks: Sequence[Hook]) -> 
             stack.enter_context(series)
             stack.callback(_print_waiting, loop)
         stack.callback(directory.stopwatch.end)
+        if loop.attempts is not None:
+            stack.push(partial(_tell_spares, loop, loop.attempts))
+            stack.enter_context(end_if_stuck(loop.attempts, hooks))
         yield
+
+
+def _tell_spares(
+    loop: TrainLoop, attempts: Attempts, _: Any, error: BaseException | None, __: Any
+) -> None:
+    """Tell spare processes of an error, since they do not meet the others."""
+    if error is not None:
+        attempts.end(loop.step, None, None, f"{type(error).__name__}: {error}"[:500])
 
 
 def _start(
@@ -459,6 +498,8 @@ def _start(
 ) -> bool:
     """Resume from a checkpoint if there is one; return whether the run was complete there."""
     series, rollbacks = loop.series, loop.rollbacks
+    if loop.attempts is not None:
+        loop.attempts.start(loop)
     if series is None or rollbacks is None or not _has_checkpoint(series):
         if rollbacks is not None:
             rollbacks.restart()
@@ -471,11 +512,40 @@ def _start(
     rollbacks.resume()
     if rollbacks.done:
         loop.skip([rollback.skipped for rollback in rollbacks.done])
-    with agreement(f"{series.directory}: not resumed"):
+    with agreement(f"{series.directory}: not resumed", loop.group):
         was_complete = loop.restore(series, more_steps)
-    directory.fetch(loop.step)
+    directory.fetch(loop)
     directory.resume(loop)
     return was_complete
+
+
+def _run(loop: TrainLoop, directory: RunDirectory, more_steps: int | None) -> None:
+    """Run to the end; go back where a hook asks for it, and continue where processes die."""
+    attempts, lost, has_ended = loop.attempts, "", False
+    while not has_ended:
+        try:
+            if attempts is not None and lost:
+                directory.end_attempt(loop.step, Stop("process_died", lost))
+                attempts.repeat(loop, lost)
+                lost = ""
+                if not attempts.is_spare:
+                    directory.resume(loop)
+            if attempts is not None and attempts.is_spare:
+                lost = attempts.wait(loop)
+                has_ended = not lost
+                continue
+            if loop.go_back is not None:
+                _go_back(loop, directory, loop.go_back, more_steps)
+            loop.run()
+            has_ended = loop.go_back is None
+        except (Exception, Disbanded) as error:
+            died = "" if attempts is None else attempts.leave(error)
+            if not died:
+                raise
+            lost = f"{lost}, {died}" if lost else died
+    if attempts is not None:
+        agreed = loop.consensus.requests.get(Kind.SIGNAL)
+        attempts.end(loop.step, loop.stop, None if agreed is None else agreed.reason)
 
 
 def _go_back(
@@ -486,8 +556,11 @@ def _go_back(
     if series is None or rollbacks is None:
         return
     loop.hooks.flush()  # rows of later steps may still wait in a thread
-    rollback = rollbacks.go_back(request, loop.step)
-    directory.end_attempt(loop.step, rollback)
+    rollback = rollbacks.note(request, loop.step)
+    if loop.attempts is not None:
+        loop.attempts.drop()  # from the note on, only the checkpoint counts
+    directory.end_attempt(loop.step, Stop("go_back", str(rollback)))
+    rollbacks.delete_later()
     loop.restore(series, more_steps)
     loop.skip([rollback.skipped])
     directory.resume(loop)
@@ -495,9 +568,9 @@ def _go_back(
 
 def _has_checkpoint(series: Series) -> bool:
     """Whether process 0 sees a checkpoint, which may be damaged; collective."""
-    with agreement(f"{series.directory}: not resumed"):
+    with agreement(f"{series.directory}: not resumed", series.group):
         has_checkpoint = jax.process_index() == 0 and series.has_checkpoint()
-    return broadcast_from_first([has_checkpoint])[0]
+    return broadcast_from_first([has_checkpoint], series.group)[0]
 
 
 def _find_nonfinite(loop: TrainLoop, hooks: Sequence[Hook]) -> Nonfinite | None:

@@ -74,6 +74,12 @@ class MetricBuffer:
             self.closed.append(_Closed(step, self._restored, self._open, time.perf_counter()))
             self._open, self._restored = [], None
 
+    def wait(self, waited: Callable[[], None]) -> None:
+        """Wait for the steps of the open interval, one after the other."""
+        for packed in self._open:
+            jax.block_until_ready(packed)
+            waited()
+
     def take(self, until: int) -> Iterator[Interval]:
         """Yield the intervals that ended at or before a step."""
         while self.closed and self.closed[0].step <= until:
@@ -363,8 +369,10 @@ class Curve(list[float]):
         self.steps: list[int] = []
 
     def add(self, step: int, value: float) -> None:
-        """Add a value, unless the curve already has one for this step or a later one."""
-        if not self.steps or step > self.steps[-1]:
+        """Add a value, or replace that of the last step; a value of an earlier step is dropped."""
+        if self.steps and step == self.steps[-1]:
+            self[-1] = value
+        elif not self.steps or step > self.steps[-1]:
             self.steps.append(step)
             self.append(value)
 

@@ -8,13 +8,14 @@ they were saved before the note.
 
 import json
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
 from stepfold.checkpoint.manifest import DamageError
 from stepfold.checkpoint.series import Series
-from stepfold.core.processes import agreement, broadcast_from_first
+from stepfold.core.processes import Disbanded, agreement, broadcast_from_first
 from stepfold.errors import refuse
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.hooks.base import GoBack, Stop
@@ -64,21 +65,25 @@ class Rollbacks:
         self.done = self._read()
         if self.done:
             # A checkpoint has the number of rollbacks before it was saved.
-            is_obsolete = lambda extra: (extra or {}).get("rollbacks", 0) < len(self.done)
-            with agreement(f"{self._series.directory}: not resumed"):
-                self._series.delete_after(self.done[-1].to, is_obsolete)
+            self.delete_later(lambda extra: (extra or {}).get("rollbacks", 0) < len(self.done))
+
+    def delete_later(self, is_obsolete: Callable[[Any], bool] | None = None) -> None:
+        """Delete checkpoints later than the last target: all, or those with such an `extra`."""
+        where = f"{self._series.directory}: later steps are not deleted"
+        with agreement(where, self._series.group):
+            self._series.delete_after(self.done[-1].to, is_obsolete)
 
     def restart(self) -> None:
         """Drop the note of an earlier run whose checkpoints are gone, even if it is damaged."""
         has_note = False
-        with agreement(f"{self._series.directory}: {_NOTE} is not read"):
+        with agreement(f"{self._series.directory}: {_NOTE} is not read", self._series.group):
             if jax.process_index() == 0:
                 try:
                     has_note = bool(self._read_note())
                 except DamageError as error:
                     has_note = True
                     warnings.warn(f"{error}; it is replaced", RuntimeWarning, stacklevel=3)
-        if broadcast_from_first([has_note])[0]:
+        if broadcast_from_first([has_note], self._series.group)[0]:
             self._write()
 
     def find_target(self, request: GoBack) -> int | Stop:
@@ -87,19 +92,16 @@ class Rollbacks:
             times = "once" if len(self.done) == 1 else f"{len(self.done)} times"
             return Stop("spike", f"{request.why}; went back {times} before")
         latest, steps = request.to or 0, list[int]()
-        with agreement(f"{self._series.directory}: not gone back"):
+        with agreement(f"{self._series.directory}: not gone back", self._series.group):
             self._series.wait()
             if jax.process_index() == 0:
                 steps = [step for step in self._series.steps() if step <= latest]
-        if steps := broadcast_from_first(steps):
+        if steps := broadcast_from_first(steps, self._series.group):
             return max(steps)
         return Stop("spike", f"{request.why}; there is no checkpoint before it to go back to")
 
-    def go_back(self, request: GoBack, step: int) -> Rollback:
-        """Note what to skip, and delete checkpoints later than `request.to`, the target.
-
-        The caller restores the target, and then skips the batches.
-        """
+    def note(self, request: GoBack, step: int) -> Rollback:
+        """Note what to skip, and to which step to go back, so that a resume does so too."""
         first, stop = request.skip  # type: ignore[misc]  # a pair, as the dispatcher checks
         # Batches are counted from the first of the data, steps from step 0 of the state.
         offset = 1 + step - self._feed.used
@@ -107,9 +109,11 @@ class Rollbacks:
         skipped = index(first - offset), index(stop - 1 - offset) + 1
         rollback = Rollback(step, request.to or 0, skipped, request.why)
         self.done.append(rollback)
-        self._write()
-        with agreement(f"{self._series.directory}: later steps are not deleted"):
-            self._series.delete_after(rollback.to)
+        try:
+            self._write()
+        except Disbanded:  # the run continues as if it had not been noted, and goes back later
+            self.done.pop()
+            raise
         return rollback
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -118,7 +122,7 @@ class Rollbacks:
 
     def _read(self) -> list[Rollback]:
         note: list[Any] = []
-        with agreement(f"{self._series.directory}: {_NOTE} is not read"):
+        with agreement(f"{self._series.directory}: {_NOTE} is not read", self._series.group):
             if jax.process_index() == 0:
                 try:
                     note = self._read_note()
@@ -127,7 +131,7 @@ class Rollbacks:
                         f"{error}; restore it from a copy, or move it away and give batches "
                         "without those that the run skipped"
                     ) from error
-        note = broadcast_from_first(note)
+        note = broadcast_from_first(note, self._series.group)
         return [Rollback(at, to, (first, stop), why) for at, to, (first, stop), why in note]
 
     def _read_note(self) -> list[Any]:
@@ -142,6 +146,6 @@ class Rollbacks:
             refuse(argument, expected, got, kind=DamageError, cause=error)
 
     def _write(self) -> None:
-        with agreement(f"{self._series.directory}: {_NOTE} is not written"):
+        with agreement(f"{self._series.directory}: {_NOTE} is not written", self._series.group):
             if jax.process_index() == 0:
                 self._series.write_note(_NOTE, self.done)

@@ -9,12 +9,11 @@ import jax
 
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import check_shared, read_directory
-from stepfold.core.processes import agreement
+from stepfold.core.processes import Group, agreement
 from stepfold.errors import StepfoldError
 from stepfold.loop.hooks.base import Hook, Stop, Stopwatch
 from stepfold.loop.metrics import History
 from stepfold.loop.report.report_writer import ReportWriter
-from stepfold.loop.rollback import Rollback
 from stepfold.loop.run_info import config_changes, move_previous_run, read_run_info
 from stepfold.loop.run_lock import RunLock
 from stepfold.loop.train_loop import Progress, TrainLoop
@@ -29,13 +28,20 @@ class RunDirectory:
     With `has_writer`, a hook of the user writes the metrics, so there is no metrics file here.
     """
 
-    def __init__(self, run_dir: Any, upload: Any = None, *, has_writer: bool = False) -> None:
-        self.path = None
-        with agreement("fit: not started"):
+    def __init__(
+        self,
+        run_dir: Any,
+        upload: Any = None,
+        *,
+        has_writer: bool = False,
+        group: Group | None = None,
+    ) -> None:
+        self.path, self._group = None, group
+        with agreement("fit: not started", group):
             if run_dir is not None:
                 self.path = read_directory(run_dir, make=True)
         if self.path is not None:
-            check_shared(self.path)
+            check_shared(self.path, group)
         self._url = upload
         self._upload: Upload | None = None
         writes = self.path is not None and not has_writer
@@ -80,7 +86,7 @@ class RunDirectory:
         with ExitStack() as stack:
             lock = RunLock(self.path, on_loss)
             stack.callback(lock.release)
-            with agreement(f"run_dir: {self.path}: not opened"):
+            with agreement(f"run_dir: {self.path}: not opened", self._group):
                 if jax.process_index() == 0:
                     lock.acquire()
             if self._upload is not None:
@@ -93,7 +99,7 @@ class RunDirectory:
     def start(self, loop: TrainLoop) -> None:
         """Start a run that does not resume; move the files of an earlier run aside."""
         self._metadata["replacements"] = loop.progress.replacements  # which the loop extends
-        with agreement(f"run_dir: {self.path}: not opened"):
+        with agreement(f"run_dir: {self.path}: not opened", loop.group):
             if self.path is not None and jax.process_index() == 0:
                 move_previous_run(self.path, loop.step, stacklevel=5)  # at the call of fit
 
@@ -104,36 +110,41 @@ class RunDirectory:
         logged again.
         """
         self._metadata["replacements"] = loop.progress.replacements
-        self._compare_config()
+        losses = [] if loop.attempts is None else loop.attempts.losses
+        before = self._read_previous()
+        if losses := [*before, *(loss for loss in losses if loss not in before)]:
+            self._metadata["losses"] = losses
         if loop.rollbacks is not None and loop.rollbacks.done:
             self._metadata["rollbacks"] = loop.rollbacks.as_json()
-        with agreement(f"run_dir: {self.path}: not opened"):
+        with agreement(f"run_dir: {self.path}: not opened", loop.group):
             self._continue_metrics(loop.history, loop.progress)
 
-    def _compare_config(self) -> None:
-        """Warn of changes of the config since the previous attempt, and note them."""
+    def _read_previous(self) -> list[Any]:
+        """Warn of changes of the config since the previous attempt; return the losses before."""
         if self.path is None or self._report is None or jax.process_index() != 0:
-            return
+            return []
         try:
-            before = read_run_info(self.path).get("config")
+            info = read_run_info(self.path)
         except (StepfoldError, OSError):
-            return  # the report warns of it
+            return []  # the report warns of it
+        before, losses = info.get("config"), info.get("losses")
         changes = config_changes(before, self._metadata["config"])
         self._report.config_changes = changes
         if changes and before is not None:
             text = ", ".join(f"{name} from {old} to {new}" for name, (old, new) in changes.items())
             warnings.warn(f"config: changed since the checkpoint: {text}", stacklevel=5)
+        return losses if isinstance(losses, list) else []
 
-    def fetch(self, step: int) -> None:
-        """Fetch what another host has uploaded, before a run resumes at a step."""
+    def fetch(self, loop: TrainLoop) -> None:
+        """Fetch what another host has uploaded, before a run resumes."""
         if self._upload is not None:
-            with agreement(f"run_dir: {self.path}: not resumed"):
-                self._upload.fetch(step)
+            with agreement(f"run_dir: {self.path}: not resumed", loop.group):
+                self._upload.fetch(loop.step)
 
-    def end_attempt(self, step: int, skipped: Rollback) -> None:
-        """Note where and why the run goes back."""
+    def end_attempt(self, step: int, stop: Stop) -> None:
+        """Note where the run goes back or loses a process, and why."""
         if self._report is not None:
-            self._report.end_attempt(step, Stop("go_back", str(skipped)))
+            self._report.end_attempt(step, stop)
 
     def _continue_metrics(self, history: History, progress: Progress) -> None:
         path = self.metrics_path

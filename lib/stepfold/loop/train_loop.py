@@ -15,7 +15,14 @@ from stepfold import tree
 from stepfold.checkpoint.restore import Restored
 from stepfold.checkpoint.series import Series
 from stepfold.core.optimizer import hyperparams_of
-from stepfold.core.processes import KeyValues, agreement, spell_processes
+from stepfold.core.processes import (
+    Disbanded,
+    Group,
+    KeyValues,
+    Position,
+    agreement,
+    spell_processes,
+)
 from stepfold.core.state import has_nan, is_available, step_of
 from stepfold.data.epochs import EpochEnds, size_at
 from stepfold.errors import (
@@ -28,6 +35,7 @@ from stepfold.errors import (
 )
 from stepfold.loop.consensus import Alone, Several
 from stepfold.loop.data import BatchFeed, DataPosition
+from stepfold.loop.elastic import Attempts
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import Event, GoBack, HookDispatcher, Replace, Stop
 from stepfold.loop.metrics import History, Interval, MetricBuffer
@@ -89,6 +97,7 @@ class Schedule:
         first_step: int = 0,
         log_epochs: bool = False,
         size_changes: Sequence[int] = (),
+        delay: int = 0,
     ) -> None:
         self._log_every, self._total, self._log_epochs = log_every, total, log_epochs
         self._epoch_ends, self._first_step = epoch_ends, first_step
@@ -96,6 +105,7 @@ class Schedule:
         self._every_epochs = [item.every_epochs for item in recurring if item.every_epochs]
         self._every_epochs += [1] if log_epochs else []
         self._size_changes = size_changes
+        self.delay = delay  # of reading the metrics of a log point, in steps
         self.due = first_step  # the next step after which something is due
 
     def next_after(self, step: int) -> int:
@@ -103,8 +113,9 @@ class Schedule:
         steps = [step + self._log_every - step % self._log_every, *self._next_reads(step)]
         return min([*steps, *(change for change in self._size_changes if change > step)])
 
-    def read_at(self, log_point: int, delay: int) -> int:
+    def read_at(self, log_point: int, delay: int | None = None) -> int:
         """Return the step after which metrics of a log point are read, at most `delay` later."""
+        delay = self.delay if delay is None else delay
         read = min(self._next_reads(log_point - 1), default=log_point + delay)
         return min(read, log_point + delay)
 
@@ -185,11 +196,14 @@ class TrainLoop:
         options: Options,
         *,
         total: int | None,
+        attempts: Attempts | None = None,
     ) -> None:
         self.state, self.step = state, step_of(state)
         self.hooks, self.series, self.history = hooks, series, History()
         self._run_step, self._feed, self._options = runner, feed, options
-        self.consensus = Several() if jax.process_count() > 1 else Alone()
+        self.attempts = attempts
+        is_alone = jax.process_count() == 1 and attempts is None
+        self.consensus = Alone() if is_alone else Several(self.group)
         # Not methods of this object: a cycle would keep the state until garbage is collected.
         self.signals = Signals(self.consensus.ask_to_end, self.consensus.ask_to_save)
         self.rollbacks = None if series is None else Rollbacks(series, feed)
@@ -199,10 +213,6 @@ class TrainLoop:
         self.progress = Progress(total, self.step, self.step, self.step)
         self.progress.is_complete = total is not None and self.step >= total
         self.progress.hyperparams = hyperparams_of(getattr(state, "opt_state", ()))
-        # Metrics are read this many steps late, so that the device has work while hooks run. At a
-        # log point that evaluates or saves, and at the end, they are read at once.
-        self._delay = min(_MAX_DELAY, max(1, options.log_every // 2))
-        self._delay = 0 if hooks.needs_exact_state else self._delay
         self._buffer = MetricBuffer(runner.unpack)
         self._end: Request | None = None  # the request that ends this attempt
         self.first_step = self.step  # of this attempt
@@ -213,6 +223,11 @@ class TrainLoop:
         self._batch, self._warned_of_save = None, False
         if series is not None:
             series.on_request(self.consensus.ask_to_save)
+
+    @property
+    def group(self) -> Group | None:
+        """The live processes of an elastic run."""
+        return None if self.attempts is None else self.attempts.group
 
     @property
     def stop(self) -> Stop | None:
@@ -228,18 +243,19 @@ class TrainLoop:
             self._end = Request(Kind.END, self.step, Stop("already_completed", message))
             return
         try:
-            with agreement("hooks: not opened"):
+            with agreement("hooks: not opened", self.group):
                 self.hooks.open(self.step, total)
             self._begin()
             while self._end is None and (batches := self._next_batches()):
                 self.state, metrics = self._run_step(self.state, batches)
                 self.step += len(batches)
+                self._move(Position.DEVICES)
                 self._feed.used += len(batches)
                 self._buffer.append(metrics)
                 if self.step == self._schedule.due:
                     self._boundary()
                 if self._buffer.closed:
-                    self._log(self.step - self._delay)
+                    self._log(self.step - self._schedule.delay)
                 if not self.consensus.is_alone and not self._votes_on_batches:
                     self.consensus.poll(self.step)
                 if self.consensus.requests.pending:  # a look-up, since this is for each step
@@ -280,13 +296,17 @@ class TrainLoop:
             if not self._warned_of_save:
                 warnings.warn(
                     "SIGUSR1: expected checkpoints to save, got none; give checkpoints=…",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
             self._warned_of_save = True
         elif self._end is None:
             self._log()
             if self._end is None:
-                self._save_or_stop(permanent=True)
+                try:
+                    self._save_or_stop(permanent=True)
+                except Disbanded:
+                    requests.add(Request(Kind.SAVE))
+                    raise
 
     # The start
 
@@ -295,7 +315,7 @@ class TrainLoop:
         left, total = self._feed.batches_left, self.progress.total
         if left is not None and total is not None:
             left = min(left, max(0, total - self.step))
-        lengths = KeyValues("fit").gather([total, left], "the start of the run")
+        lengths = KeyValues("fit", self.group).gather([total, left], "the start of the run")
         totals, counts = ([length[i] for length in lengths] for i in range(2))
         self._votes_on_batches = not self.consensus.is_alone and None in counts
         if len(set(totals)) > 1 or (None not in counts and len(set(counts)) > 1):
@@ -310,19 +330,31 @@ class TrainLoop:
         first_step, total = self.step - self._feed.used, self.progress.total
         evaluations = self._options.evaluations
         saves = [] if self.series is None else [self.series.policy, self.series.temporary]
+        attempts = None if self.attempts is None else self.attempts.elastic
+        # Metrics are read this many steps late, so that the device has work while hooks run. At a
+        # log point that evaluates or saves, and at the end, they are read at once.
+        delay = min(_MAX_DELAY, max(1, self._options.log_every // 2))
         self._schedule = Schedule(
             self._options.log_every,
-            [*evaluations, *filter(None, saves)],
+            [*evaluations, *filter(None, [*saves, attempts])],
             total=total,
             epoch_ends=self._feed.epoch_ends,
             first_step=first_step,
             log_epochs=self.hooks.wants_epochs,
             size_changes=[first_step + start for start, _ in self._feed.batch_sizes[1:]],
+            delay=0 if self.hooks.needs_exact_state or attempts else delay,
         )
         self._find_due()
+        self._agree()
         is_start = self.step == self.progress.began
+        is_repeated = self.attempts is not None and self.attempts.is_repeated
+        if is_repeated and not is_start and self.step != self.resumed:
+            self.positions.append(self._feed.mark(self.step))
+            self._boundary()
+            self._decide()
+            return
         is_read = not is_start and self._schedule.read_at(self.step, 1) == self.step
-        self._log(self.step if is_read else self.step - self._delay)
+        self._log(self.step if is_read else self.step - self._schedule.delay)
         if self.step != total:
             is_due = self._schedule.is_due
             self._evaluate(
@@ -331,6 +363,7 @@ class TrainLoop:
             self._end_epoch()
         self._save(permanent=is_start)
         self.positions.append(self._feed.mark(self.step))
+        self._begin_attempt()
         if total is not None and self.step >= total and self._end is None:
             self._end_by(Kind.END, Stop("completed", f"all {total} steps were done"))
         self._decide()
@@ -341,8 +374,9 @@ class TrainLoop:
         """Pull batches for a call; if there are none, end the attempt."""
         count = min(self._options.steps_per_call, self._schedule.due - self.step)
         if self._buffer.closed and self._deferred_error is None:  # hooks may stop the run there
-            count = min(count, self._buffer.closed[0].step + self._delay - self.step)
+            count = min(count, self._buffer.closed[0].step + self._schedule.delay - self.step)
         batches: list[Any] = []
+        self._move(Position.BATCH)
         try:
             while len(batches) < count:
                 step = self.step + len(batches)
@@ -355,6 +389,7 @@ class TrainLoop:
             if not self._votes_on_batches:  # the others may have dispatched this step already
                 raise
             self._defer(error)
+        self._move("a step")
         if self._votes_on_batches:
             batches = self._agree_on_batches(batches)
         if batches:
@@ -386,7 +421,7 @@ class TrainLoop:
     def _agree_on_batches(self, batches: list[Any]) -> list[Any]:
         """Keep as many batches as all processes have, so that all stop at the same step."""
         if self.step == self.first_step:  # a process may be minutes late
-            KeyValues("fit").gather(None, "a first batch")
+            KeyValues("fit", self.group).gather(None, "a first batch")
         counts = self.consensus.settle(len(batches))
         if min(counts) == 0 < max(counts) and self.consensus.failed_process is None:
             ended = [process for process, count in enumerate(counts) if not count]
@@ -394,7 +429,7 @@ class TrainLoop:
                 f"batches: expected the same number in every process, got {self.step} in "
                 f"{spell_processes(ended)}, and more in the others, which stop there too; give "
                 "steps=…, or every process the same number",
-                stacklevel=5,
+                stacklevel=6,
             )
         return batches[: min(counts)]
 
@@ -413,7 +448,7 @@ class TrainLoop:
             warnings.warn(
                 f"batches: expected enough for {self.progress.total} steps, got {self._feed.used};"
                 " give epochs=… to iterate them several times, or steps=None to use them once",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     # After a step
@@ -421,6 +456,7 @@ class TrainLoop:
     def _boundary(self) -> None:
         """Log, then evaluate, then save, each if it is due after this step."""
         step, is_last = self.step, self.step == self.progress.total
+        self._agree()
         if is_last:
             self._end_by(Kind.END, Stop("completed", f"all {step} steps were done"))
         if self._schedule.is_log_point(step):
@@ -431,7 +467,7 @@ class TrainLoop:
         saves = self.series is not None and self.series.due(step, epoch=epochs)
         evaluations = [e for e in self._options.evaluations if self._schedule.is_due(e, step)]
         ends_epoch = epochs is not None and self.hooks.wants_epochs
-        if evaluations or saves or ends_epoch or not self._delay:
+        if evaluations or saves or ends_epoch or not self._schedule.delay:
             self._log()
             if self.consensus.requests.pending:
                 self._decide()
@@ -442,10 +478,32 @@ class TrainLoop:
         if saves and self._end is None:
             self._save_or_stop(permanent=False)
         self._find_due()
+        self._begin_attempt()
+
+    def _agree(self) -> None:
+        """In an elastic run, agree that all processes have done what they did since the last time.
+
+        Only then, hooks see it.
+        """
+        if self.attempts is not None:
+            self._buffer.wait(self.attempts.group.position.wait)
+            self.attempts.agree(self.state, self.step)
+
+    def _move(self, doing: str) -> None:
+        """In an elastic run, count how far this process is, to find out which one is stuck."""
+        if self.attempts is not None:
+            self.attempts.group.position.move(doing, self.step)
+
+    def _begin_attempt(self) -> None:
+        """In an elastic run, note all that steps change, to repeat them."""
+        if self.attempts is not None:
+            self.attempts.begin(self)
 
     def _find_due(self) -> None:
         """Find the next step after which something is due, and use the programs of its batches."""
         self._schedule.due = self._schedule.next_after(self.step)
+        if self.attempts is not None:
+            self._schedule.due = int(min(self._schedule.due, self.attempts.next_end(self.step)))
         if len(sizes := self._feed.batch_sizes) > 1:
             used, total = self._feed.used, self.progress.total
             end = math.inf if total is None else total - self.step + used
@@ -457,6 +515,7 @@ class TrainLoop:
     def _finish(self) -> None:
         """Log the rest; then go back, or evaluate a last time and save."""
         self.consensus.settle()
+        self._agree()
         progress = self.progress
         progress.is_complete = progress.is_complete or self.step == progress.total
         if progress.is_complete and not self._is_interrupted:
@@ -471,6 +530,9 @@ class TrainLoop:
         else:
             progress.is_complete = False
             self._finish_early()
+        if self.attempts is not None and self.series is not None:
+            self.series.wait()
+            self._agree()
 
     @property
     def _is_interrupted(self) -> bool:
@@ -581,7 +643,7 @@ class TrainLoop:
         try:
             yield
         except Exception as error:
-            if self.consensus.is_alone:
+            if self.consensus.is_alone or self.attempts is not None:
                 raise
             self._defer(error)
 
@@ -608,8 +670,10 @@ class TrainLoop:
         for evaluation in evaluations:
             if self.progress.evaluated.get(evaluation.name) == self.step:
                 continue
+            self._move(f"evaluation {evaluation.name}")
             with self.hooks.stopwatch.measure(f"evaluation {evaluation.name}"):
-                metrics = self._interruptible(evaluation, self.state)
+                metrics = self._interruptible(evaluation, self.state, self.group)
+            self._agree()
             if metrics is _END:
                 return
             if self._deferred_error is not None:
@@ -624,7 +688,9 @@ class TrainLoop:
         epochs, last = self._schedule.epochs_done(self.step), self.progress.epoch_ended_at
         if epochs is not None and self.step > last and not self._deferred_error:
             with self._defer_error(), self.hooks.transaction():
+                self._move("hooks at the end of an epoch")
                 self.hooks.end_epoch(epochs - 1)
+                self._move("the loop")
                 self.progress.epoch_ended_at = self.step
 
     def _dispatch(self, interval: Interval, kind: str) -> None:
@@ -637,13 +703,17 @@ class TrainLoop:
             data_wait_seconds=self._feed.wait_seconds,
             kind=kind,
             hook_seconds=self.hooks.seconds,
+            processes=range(jax.process_count()) if self.group is None else self.group.processes,
+            batch_share=self._feed.batch_share,
         )
+        self._move("hooks")
         event, requests = self._call_hooks(event)
+        self._move("the loop")
         self.history.add(event.step, event.metrics)
         before = {} if event.step != progress.logged_step else progress.logged_metrics
         progress.logged_metrics = {**before, **event.metrics}
         progress.logged_step, self._saw_event = event.step, True
-        at = self._schedule.read_at(event.step, self._delay) if kind == "train" else self.step
+        at = self._schedule.read_at(event.step) if kind == "train" else self.step
         for request in requests:
             if isinstance(request, Replace):
                 self._replace(request)
@@ -660,14 +730,15 @@ class TrainLoop:
         """Call the hooks; with several processes, either all or none replace the state."""
         if self.consensus.is_alone:
             return self.hooks.dispatch(event)
-        with agreement("hooks: failed") if self.hooks.replaces_state else nullcontext():
+        group = self.group
+        with agreement("hooks: failed", group) if self.hooks.replaces_state else nullcontext():
             event, requests = self.hooks.dispatch(event)
         reasons = [request.why for request in requests if isinstance(request, Replace)]
         if reasons and not self.hooks.replaces_state:
             advice = "set it, and return the same in all processes"
             refuse("hooks", "replaces_state = True on a hook that returns Replace", "none", advice)
         if self.hooks.replaces_state:
-            gathered = KeyValues("fit").gather(reasons, "an event")
+            gathered = KeyValues("fit", group).gather(reasons, "an event")
             if any(others != reasons for others in gathered):
                 refuse("hooks", "the same replacements in every process", str(gathered))
         return event, requests
@@ -679,10 +750,12 @@ class TrainLoop:
                 warnings.warn(
                     f"step {self.step}: expected to replace the state before it is saved, got a "
                     f"request after that, which has no effect: {request.why}",
-                    stacklevel=7,
+                    stacklevel=8,
                 )
             return
         self.state = request.state
+        if self.attempts is not None:
+            self.attempts.keep(self.state, self.step)
         notes = self.progress.replacements
         notes[:] = [*notes[1 - _MAX_NOTES :], [self.step, request.why]]
 
@@ -690,20 +763,35 @@ class TrainLoop:
 
     def restore(self, series: Series, more_steps: int | None = None) -> bool:
         """Restore the newest good checkpoint; return whether the run was complete there."""
-        restored, hyperparams = self._restore_parts(series), self.progress.hyperparams
+        self._move(Position.RESTORE)
+        restored = self._restore_parts(series)
+        self.first_step = self.resumed = restored.step
+        self.consensus.restart(restored.step)
+        return self.resume(restored, series.directory, more_steps)
+
+    def restart(self) -> None:
+        """Restore the newest checkpoint, as another job would that resumes the run."""
+        if self.series is not None and self.rollbacks is not None:
+            self.rollbacks.resume()
+            self.restore(self.series)
+            if self.rollbacks.done:  # the last of them may be new
+                self.skip([rollback.skipped for rollback in self.rollbacks.done])
+
+    def resume(self, restored: Restored, where: Any, more_steps: int | None = None) -> bool:
+        """Continue from a state and what was kept with it; return whether the run is complete."""
+        hyperparams = self.progress.hyperparams
         self.state, self._end, self.go_back = restored.state, None, None
         self.history.clear()
         self._buffer, self._saw_event = MetricBuffer(self._run_step.unpack), False
         self.positions = []
-        self.step = self.first_step = self.resumed = restored.step
-        self.consensus.restart(self.step)
+        self.step = restored.step
         extra = restored.extra if isinstance(restored.extra, dict) else {}
         saved: Any = extra.get("fit") or {}
         if saved and (not isinstance(saved, dict) or saved.get("format") != _FORMAT):
             warnings.warn(
-                f"{series.directory}: step {self.step} was saved by another version of "
+                f"{where}: step {self.step} was saved by another version of "
                 "stepfold: its state and data position are restored, but not its metrics and hooks",
-                stacklevel=4,
+                stacklevel=5,
             )
             saved = {}
         total = self.progress.total
@@ -715,7 +803,7 @@ class TrainLoop:
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 if isinstance(error, StepfoldError):
                     raise
-                where, advice = series.directory, "restore the state with sf.restore instead"
+                advice = "restore the state with sf.restore instead"
                 expected = f"the state of a run as fit saves it in step {self.step}"
                 refuse(where, expected, f"{error!r}", advice, kind=CheckpointError, cause=error)
         self._compare_hyperparams(hyperparams, restored)
@@ -761,9 +849,56 @@ class TrainLoop:
             warnings.warn(
                 f"{'; '.join(changes)}; the run continues with the value of the checkpoint; to use "
                 "that of the script, give resume=('(?!.*/hyperparams/).*',)",
-                stacklevel=5,
+                stacklevel=6,
             )
         self.progress.hyperparams = {**current, **known}
+
+    def continue_with(
+        self, step: Callable[..., Any], share: tuple[int, int, int], *, at: int, lost: str
+    ) -> None:
+        """Use another step and share of the batches, with the processes that are left.
+
+        All of them continue after the step `at`.
+        """
+        self._run_step = StepRunner(step)
+        self._feed.share(share)
+        if self.group is not None:
+            self.consensus.regroup(self.group, at)
+            if self.series is not None:
+                self.series.join(self.group, lost=lost)
+
+    def get_start(self) -> dict[str, Any]:
+        """Return what a process has to know that steps in during the run."""
+        done = [] if self.rollbacks is None else self.rollbacks.done
+        saved = None if self.series is None else self.series.get_progress()
+        return {
+            "first_step": self.first_step,
+            "resumed": self.resumed,
+            "total": self.progress.total,
+            "rollbacks": done,
+            "saved": saved,
+        }
+
+    def set_start(self, start: Mapping[str, Any]) -> None:
+        """Step in during a run, with the values of `get_start` in another process."""
+        self.first_step, self.resumed = start["first_step"], start["resumed"]
+        self.progress.total = start["total"]
+        if self.series is not None and self.rollbacks is not None:
+            self.series.set_progress(start["saved"])
+            new = start["rollbacks"][len(self.rollbacks.done) :]
+            self.rollbacks.done += new
+            if new:
+                self.skip([rollback.skipped for rollback in new])
+
+    def end_as(self, step: int, stop: Stop, number: Signal | None) -> None:
+        """End as the others have, in a process that did not take part."""
+        self.step, self._end = step, Request(Kind.END, step, stop)
+        if number is not None:
+            self.consensus.requests.add(Request(Kind.SIGNAL, step, number))
+
+    def position(self) -> Any:
+        """Return the position of the next batch."""
+        return self._feed.position()
 
     def skip(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Skip ranges of batch indices, which begin after the position of the batches."""
@@ -809,6 +944,7 @@ class TrainLoop:
 
     def _save_or_stop(self, *, permanent: bool) -> None:
         """Save the state; if a parameter is NaN, stop once hooks have seen the metrics."""
+        self._move("a save")
         if has_nan(self.state):  # `_save` refuses to save it
             self._buffer.close_interval(self.step)
             self._log()
@@ -830,7 +966,7 @@ class TrainLoop:
         # A checkpoint in the temporary directory is saved again, since that may be lost.
         is_promoted = permanent and self.series.restored_temporary
         is_start = self.resumed is None and self.series.policy.at_start
-        if self.step != self.first_step or is_promoted or is_start:
+        if self.step not in (self.resumed, self.progress.began) or is_promoted or is_start:
             return "state"
         # A resume replays the events that have replaced the state since the checkpoint.
         is_replaced = [step for step, _ in self.progress.replacements[-1:]] == [self.step]
@@ -854,6 +990,7 @@ class TrainLoop:
         what, progress = self._what_to_save(permanent=permanent), self.progress
         if what is None or self.series is None:
             return
+        self._move("a save")
         if what == "state" and not is_checked and has_nan(self.state):
             stop = self.stop or Stop("nonfinite", f"stopped at step {self.step}")
             message = f"{stop.message}; not saved, because a parameter is NaN"

@@ -14,7 +14,6 @@ import jax
 from stepfold import tree
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import is_url, sync
-from stepfold.core.processes import agreement
 from stepfold.errors import CheckpointError, StepfoldError, refuse
 from stepfold.loop.hooks.base import BaseHook, Event
 from stepfold.loop.run_info import NAME, read_run_info
@@ -49,8 +48,7 @@ class Upload(BaseHook):
         self._warn()
 
     def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
-        with agreement("upload: not started"):
-            self._copy()
+        self._copy()  # an error here is one of all processes, which open their hooks together
         self._is_open = True
 
     def fetch(self, step: float = math.inf) -> None:

@@ -118,9 +118,9 @@ def ordered(
                     stacked = jax.tree.map(gather, stacked)
                 return jax.tree.map(_barrier, merged(jax.tree.map(_barrier, stacked)))
 
-            batch_terms = merge(lax.map(forward, jnp.arange(local_blocks, dtype=jnp.int32)))
+            batch_terms = merge(_map(forward, local_blocks))
             like = _widen((params, model_state))
-            (grads, new_state), reports = _sum_in_tree(backward, 0, local_blocks, like)
+            (grads, new_state), reports = _sum_blocks(backward, local_blocks, like)
             grads = jax.tree.map(lambda g, spec: _sum_leaf(g, spec, sizes), grads, specs)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
             merge_state = lambda x, old: _merge_state(x, old.dtype, sizes, blocks)
@@ -177,8 +177,11 @@ def ordered_norm(
         piece = lax.optimization_barrier(piece)
         return _barrier(jnp.square(jnp.abs(_widen(piece))).sum())
 
+    def square_sums(leaf: jax.Array) -> Any:
+        return _map(lambda i: square_sum(leaf[i]), len(leaf))
+
     def over_devices(cut: list[jax.Array], whole: list[jax.Array]) -> jax.Array:
-        sums = [lax.map(square_sum, leaf) for leaf in cut]
+        sums = [square_sums(leaf) for leaf in cut]
         if sizes and sums:
             sums = [*lax.all_gather(jnp.stack(sums), tuple(sizes), axis=1, tiled=True)]
         sums += [lax.map(square_sum, leaf) for leaf in whole]
@@ -267,6 +270,29 @@ def _widen(arrays: Any) -> Any:
 
 def _is_inexact(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _map(function: Callable[[Any], Any], count: int) -> Any:
+    """Stack the results of a function of i, which are computed in a loop.
+
+    A loop over one block would be inlined, and then be optimized in another way than on a mesh
+    where devices have several blocks. So the compiler does not see where that begins and ends.
+    """
+    if count > 1:
+        return lax.map(function, jnp.arange(count, dtype=jnp.int32))
+    start = lax.optimization_barrier(jnp.int32(0))
+    shapes = jax.eval_shape(function, start)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    results = lax.fori_loop(start, start + 1, lambda i, _: function(i), zeros)
+    return jax.tree.map(lambda x: x[None], results)
+
+
+def _sum_blocks(function: Callable[[Any], Any], count: int, like: Any) -> Any:
+    """Sum the first output of a function of i over all blocks, and stack the second."""
+    if count > 1:
+        return _sum_in_tree(function, 0, count, like)
+    totals, others = _map(function, 1)
+    return jax.tree.map(lambda x: x[0], totals), others
 
 
 def _sum_in_tree(function: Callable[[Any], Any], first: Any, count: int, like: Any) -> Any:

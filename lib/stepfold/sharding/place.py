@@ -3,6 +3,7 @@
 import math
 import time
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -13,8 +14,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold import tree
-from stepfold.core.processes import KeyValues, spell_processes
+from stepfold.core.processes import Group, KeyValues, spell_processes
 from stepfold.errors import DataError, PeerTimeoutError, ShardingError, refuse
+from stepfold.sharding.distributed import is_recoverable
 from stepfold.sharding.mesh import check_mesh, data_axes
 from stepfold.sharding.plan import shardings_of
 from stepfold.sharding.topology import can_run, check_here
@@ -53,11 +55,11 @@ def shard_batch(batch: Any, mesh: Mesh, *, axes: str | Sequence[str] | None = No
         return jax.tree.map(lambda leaf: _put(leaf, replicated, 1), batch)
     names = data_axes(mesh, axes)
     (rows,) = sizes
-    sharded, multiple = NamedSharding(mesh, PartitionSpec(names)), _multiple(mesh, names, rows)
+    sharded, all_rows = NamedSharding(mesh, PartitionSpec(names)), _all_rows(mesh, names, rows)
     if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
-        _check_equal_rows(mesh, rows)
+        _check_equal_rows(mesh, rows if _is_even(mesh) else all_rows)
     return jax.tree.map(
-        lambda leaf: _put(leaf, sharded if np.ndim(leaf) else replicated, multiple), batch
+        lambda leaf: _put(leaf, sharded if np.ndim(leaf) else replicated, all_rows), batch
     )
 
 
@@ -79,12 +81,10 @@ def _row_counts(batch: Any) -> set[int]:
 
 
 @cache
-def _multiple(mesh: Mesh, names: tuple[str, ...], rows: int) -> int:
-    """Return the size of the global batch as a multiple of this process's rows."""
-    num_shards: int = math.prod(mesh.shape[name] for name in names)
-    sharding = NamedSharding(mesh, PartitionSpec(names))
-    indices = sharding.addressable_devices_indices_map((num_shards,)).values()
-    num_local = len({index[0].start for index in indices if index is not None})
+def _all_rows(mesh: Mesh, names: tuple[str, ...], rows: int) -> int:
+    """Return the rows of the global batch, from those of this process."""
+    local, num_shards = _local_shards(mesh, names)
+    num_local = len(local)
     if not can_run(mesh.devices.flat):
         num_local = num_shards  # no process runs there: the rows are those of the global batch
     if rows % num_local or rows == 0:
@@ -93,7 +93,38 @@ def _multiple(mesh: Mesh, names: tuple[str, ...], rows: int) -> int:
         )
         got, advice = f"{rows} rows", "drop or pad the last batch"
         refuse("shard_batch", expected, got, advice, kind=ShardingError)
-    return num_shards // num_local
+    return rows // num_local * num_shards
+
+
+def _local_shards(mesh: Mesh, names: tuple[str, ...]) -> tuple[list[int], int]:
+    """Return which shards of a batch are on devices of this process, and how many there are."""
+    num_shards: int = math.prod(mesh.shape[name] for name in names)
+    sharding = NamedSharding(mesh, PartitionSpec(names))
+    indices = sharding.addressable_devices_indices_map((num_shards,)).values()
+    return sorted({index[0].start or 0 for index in indices if index is not None}), num_shards
+
+
+def share_of(mesh: Mesh) -> tuple[int, int, int]:
+    """Return which part of each batch this process makes: the shards `(first, stop, count)`."""
+    local, count = _local_shards(mesh, data_axes(mesh))
+    if not local or local != list(range(local[0], local[-1] + 1)):
+        expected = "consecutive shards of a batch on the devices of each process"
+        advice = "order the devices of the mesh by process along its data axes"
+        refuse("mesh", expected, f"{local} of {count}", advice, kind=ShardingError)
+    return local[0], local[-1] + 1, count
+
+
+def process_mesh(group: Group | None = None) -> Mesh:
+    """Return a mesh of one device of each process, or of each in a group."""
+    every = jax.devices() if group is None else group.devices
+    devices = {device.process_index: device for device in reversed(every)}
+    return Mesh(np.array([devices[process] for process in sorted(devices)]), ("process",))
+
+
+@cache
+def _is_even(mesh: Mesh) -> bool:
+    """Whether all processes have as many devices of a mesh."""
+    return len(set(Counter(device.process_index for device in mesh.devices.flat).values())) == 1
 
 
 _GRACE_SECONDS = 3.0  # a thread of a peer may be ahead with another number of rows for a moment
@@ -104,7 +135,8 @@ def _check_equal_rows(mesh: Mesh, rows: int) -> None:
     """Wait until every process of the mesh has had a batch of this many rows.
 
     Runs once for each number of rows, without a collective, so that it may run in a thread: a
-    collective there would run in another order in each process.
+    collective there would run in another order in each process. If processes may die, it does not
+    wait for them, and only compares the numbers so far.
     """
     check_here(mesh.devices.flat)
     processes = sorted({device.process_index for device in mesh.devices.flat})
@@ -125,6 +157,7 @@ def _check_equal_rows(mesh: Mesh, rows: int) -> None:
         differ = any(rows not in got and got - counts[me] for got in counts.values())
         differ_since = min(differ_since, time.monotonic()) if differ else math.inf
         is_equal = all(rows in got for got in counts.values())
+        is_equal = is_equal or (is_recoverable() and not differ)
         return is_equal or time.monotonic() - differ_since > _GRACE_SECONDS
 
     answered = seen.wait(is_over)
@@ -144,10 +177,10 @@ def _check_equal_rows(mesh: Mesh, rows: int) -> None:
         )
 
 
-def _put(leaf: Any, sharding: NamedSharding, multiple: int) -> Any:
+def _put(leaf: Any, sharding: NamedSharding, rows: int) -> Any:
     shape = np.shape(leaf)
     if sharding.spec:
-        shape = (shape[0] * multiple, *shape[1:])
+        shape = (rows, *shape[1:])
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(shape=shape, sharding=sharding)
     if sharding.is_fully_addressable:

@@ -319,6 +319,28 @@ def shardings_of(tree: Any, plan: Any) -> list[Sharding]:
     return jax.tree.leaves(plan)
 
 
+def read_step_and_plan(
+    name: str, value: Any, devices: Sequence[jax.Device]
+) -> tuple[Callable[[Any, Any], Any], Any]:
+    """Return the pair that a function of devices made; refuse a plan for others."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        refuse(name, "(step, plan) from it", describe_value(value))
+    if not set(mesh_of(value[1], name).devices.flat) <= set(devices):
+        advice = "make its mesh with sf.make_mesh(…, devices=devices)"
+        refuse(name, "a plan for the devices that it gets", "one for others", advice)
+    return value
+
+
+def mesh_of(plan: Any, name: str = "build") -> Mesh:
+    """Return the mesh of a plan that a function of devices made."""
+    shardings = jax.tree.leaves(plan)
+    if not shardings or not all(isinstance(each, NamedSharding) for each in shardings):
+        advice = "make it with sf.make_sharding"
+        refuse(name, "a plan from it, a tree of shardings", describe_value(plan), advice)
+    mesh: Mesh = shardings[0].mesh
+    return mesh
+
+
 def sharding_table(tree: Any, plan: Any = None) -> str:
     """Format the shardings of a tree as a table: path, shape, spec, and bytes per device.
 

@@ -81,6 +81,15 @@ def test_examples_of_all_processes_are_counted(clock, monkeypatch):
     assert measure(throughput(), clock)["examples_per_second"] == 64.0
 
 
+def test_examples_are_counted_by_the_share_of_this_process(clock):
+    hook = throughput()
+    hook.open(0, None)
+    hook(train(10))
+    clock[0] += 5.0
+    speed = hook(train(20)._replace(batch_share=0.5))
+    assert speed["throughput/examples_per_second"] == 32.0
+
+
 def test_mfu_where_the_peak_is_known(clock):
     assert measure(throughput(flops=1e12, peak=4e12), clock)["mfu"] == 0.5
     assert "mfu" not in measure(throughput(flops=1e12), clock)  # unknown for a CPU

@@ -34,6 +34,7 @@ class Others:
 
     def __init__(self, monkeypatch):
         self.now, self.step, self.data, self.hooks = 0.0, 0, 0.0, 0.0
+        self.processes = ()
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(jax, "process_count", lambda: 3)
         monkeypatch.setattr(performance, "KeyValues", Values)
@@ -45,12 +46,13 @@ class Others:
         steps = 10
         self.now, self.step = self.now + steps * total, self.step + steps
         self.data, self.hooks = self.data + steps * own[0], self.hooks + steps * own[1]
-        self.hook._values["1"] = ["there", *other, total]
+        if other is not None:
+            self.hook._values["1"] = ["there", *other, total]
         self.hook._values["2"] = ["elsewhere", 0.001, 0.0, total]
         return self.hook(
             sf.Event(
                 self.step, None, {}, None, kind=kind,
-                data_wait_seconds=self.data, hook_seconds=self.hooks,
+                data_wait_seconds=self.data, hook_seconds=self.hooks, processes=self.processes,
             )
         )  # fmt: skip
 
@@ -114,6 +116,14 @@ def test_reports_are_not_more_frequent_than_twice_a_second(others):
 def test_without_the_report_of_a_process_it_has_nothing_to_report(others):
     del others.hook._values["0"]
     assert others.report((0.001, 0), (0.09, 0)) is None
+
+
+def test_a_process_that_has_died_is_not_waited_for(others):
+    others.processes = (0, 2)
+    assert others.report((0.001, 0), (0.001, 0)) is None  # of the new group
+    del others.hook._values["1"]
+    others.hook._values["0"] = ["here", 0.0, 0.0, 0.1]
+    assert others.report((0.001, 0), None) is not None
 
 
 def test_in_a_single_process_it_does_nothing():

@@ -116,6 +116,8 @@ class Event(NamedTuple):
       weights: the weights of `per_step`; 0 for a skipped step, whose value is NaN.
       time: when the step was done, on the clock of `time.perf_counter`, or None.
       kind: `"train"`, or the name of the evaluation.
+      processes: the processes that train, which are fewer once an elastic run has lost some.
+      batch_share: which part of the rows of a step this process makes.
 
     >>> import stepfold as sf
     >>> sf.Event(100, None, {"eval/loss": 12.0}, state=None, kind="eval")
@@ -133,6 +135,8 @@ class Event(NamedTuple):
     time: float | None = None
     kind: str = "train"
     hook_seconds: float = 0.0
+    processes: Sequence[int] = ()
+    batch_share: float | None = None
 
     @property
     def is_train(self) -> bool:

@@ -5,7 +5,7 @@ import socket
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class throughput(BaseHook):  # noqa: N801
         for name, unit in units.items():
             read_function(name, unit, "a function of a batch")
         self._flops, self._peak, self._dtype = flops, peak, dtype
-        self._units = {"examples": _num_examples, **units}
+        self._units = units
         self.reset(0)
 
     def reset(self, step: int) -> None:  # noqa: ARG002
@@ -84,8 +84,9 @@ class throughput(BaseHook):  # noqa: N801
             "goodput": min(self._useful_seconds / max(time.time() - self._started, seconds), 1.0),
         }
         if event.batch is not None:
-            for name, unit in self._units.items():
-                speed[f"{name}_per_second"] = float(unit(event.batch)) * steps / seconds
+            counts = {"examples": _num_examples(event)}
+            counts |= {name: float(unit(event.batch)) for name, unit in self._units.items()}
+            speed |= {f"{name}_per_second": n * steps / seconds for name, n in counts.items()}
         if self._flops is not None:
             peak = self._peak or peak_flops(jax.devices()[0].device_kind, self._dtype)
             if peak:
@@ -93,13 +94,14 @@ class throughput(BaseHook):  # noqa: N801
         return {f"throughput/{name}": value for name, value in speed.items()}
 
 
-def _num_examples(batch: Any) -> int:
-    """Count the examples of a batch over all processes, whose shares are equal."""
-    for leaf in jax.tree.leaves(batch):
+def _num_examples(event: Event) -> float:
+    """Count the examples of a batch over all processes."""
+    for leaf in jax.tree.leaves(event.batch):
         if np.ndim(leaf):
             is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-            return int(np.shape(leaf)[0]) * (1 if is_global else jax.process_count())
-    return 0
+            share = event.batch_share or 1 / jax.process_count()
+            return float(np.shape(leaf)[0] / (1.0 if is_global else share))
+    return 0.0
 
 
 class Pace:
@@ -149,19 +151,22 @@ class stragglers(BaseHook):  # noqa: N801
 
     def __init__(self, *, threshold: float = 1.5) -> None:
         self._threshold = read_positive("threshold", threshold)
-        self._folder = ""  # of the values of this run; empty in a single process
 
     def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
         self._values = KeyValues("stragglers")
-        several = jax.process_count() > 1 and bool(self._values)
-        self._folder = f"{self._values.count_call()}" if several else ""
+        self._processes: Sequence[int] = ()  # whose values are compared
         self._mark: np.ndarray | None = None  # steps and seconds at the last event
         self._sums = np.zeros(4)  # of the time since the last report
         self._warned_of: str | None = None  # the process, until it is fast again
 
     def __call__(self, event: Event) -> dict[str, float] | None:
-        if not self._folder:
+        processes = event.processes or range(jax.process_count())
+        if len(processes) == 1 or not self._values:
             return None
+        if self._processes != processes:
+            self._processes, names = processes, "-".join(map(str, processes))
+            # Counted by each group, since some processes may step in later.
+            self._folder = f"{names}.{KeyValues(f'stragglers/{names}').count_call()}"
         now = time.perf_counter()
         mark = np.array([event.step, event.data_wait_seconds, event.hook_seconds, now])
         before, self._mark = self._mark, mark
@@ -175,7 +180,7 @@ class stragglers(BaseHook):  # noqa: N801
         rows = self._values.get(self._folder) if jax.process_index() == 0 else {}
         key = f"{self._folder}/{jax.process_index()}"
         self._values.set(key, [socket.gethostname(), *means])
-        return self._compare(event.step, rows) if len(rows) == jax.process_count() else None
+        return self._compare(event.step, rows) if len(rows) == len(self._processes) else None
 
     def _compare(self, step: int, rows: Mapping[str, Any]) -> dict[str, float]:
         own = {process: data + hooks for process, (_, data, hooks, _) in rows.items()}

@@ -351,7 +351,8 @@ class watchdog(BaseHook):  # noqa: N801
     evaluation, a save. The timer may fire up to a tenth later. It is that of `faulthandler`, so a
     process can have only one, and it fires even if a library hangs while it holds the GIL. With
     `abort` the process exits with code 1 and saves nothing: a launcher that starts it again resumes
-    from the last checkpoint. Stacks go to stderr, or to a `file` that has a descriptor.
+    from the last checkpoint. Stacks go to stderr, or to a `file` that has a descriptor. It watches
+    only its own process; `Elastic(patience=…)` finds out which of several the others wait for.
 
     >>> import stepfold as sf
     >>> hook = sf.watchdog(600)

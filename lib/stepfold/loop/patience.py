@@ -1,0 +1,199 @@
+"""End a process that is alive but stuck, so that an elastic run continues without it.
+
+A process that is stuck in a batch, a hook or a file system still sends heartbeats, so the others
+wait for it forever, in a meeting or a collective. Each process therefore publishes its `Position`.
+If no position has changed for some time, those that are behind are stuck: all processes count the
+same events in the same order, and whoever waits for another has counted more than it.
+
+A process that is stuck dumps the stacks of its threads and exits, by the timer of `faulthandler`:
+all processes keep restarting it, until they are found to be stuck. It needs no GIL, so it also ends
+a process in which a library holds that. Its heartbeats then stop, and the others continue as after
+any other death.
+
+Positions tell nothing before a process has done its first step with the present devices, since that
+compiles; nor if all are alike, while they evaluate, save or call hooks, since that may take long.
+"""
+
+import faulthandler
+import socket
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from stepfold.core.processes import Group, KeyValues, Position, spell_processes
+from stepfold.errors import StepfoldError, refuse
+from stepfold.loop.hooks.stop import watchdog
+
+if TYPE_CHECKING:
+    from stepfold.loop.elastic import Attempts
+
+_HEARTBEAT = 100  # seconds, jax's default
+
+
+class Seen(NamedTuple):
+    """A position as other processes see it."""
+
+    meetings: int
+    moves: int
+    waits: int
+    step: int
+    doing: str
+    has_run: bool
+    host: str
+
+
+def find_stuck(seen: Mapping[int, Seen]) -> list[int]:
+    """Return the processes that the others wait for, all of them if none is ahead.
+
+    The list is empty if there may be a good reason for them to take long.
+    """
+    first = min(each[:2] for each in seen.values())
+    behind = [process for process, each in seen.items() if each[:2] == first]
+    if not all(seen[process].has_run for process in behind):
+        return []
+    in_steps = all(seen[p].doing in (Position.BATCH, Position.DEVICES) for p in behind)
+    return behind if len(behind) < len(seen) or in_steps else []
+
+
+@contextmanager
+def end_if_stuck(attempts: "Attempts", hooks: Sequence[Any]) -> Iterator[None]:
+    """Watch for stuck processes inside the block, if the run has patience."""
+    if attempts.elastic.patience is None:
+        yield
+        return
+    if any(isinstance(hook, watchdog) for hook in hooks):
+        expected, got = "no sf.watchdog next to Elastic(patience=…), which has its timer", "one"
+        refuse("hooks", expected, got, "drop it: patience dumps the stacks too")
+    watch = _Watch(attempts, attempts.elastic.patience)
+    try:
+        yield
+    finally:
+        watch.close()
+
+
+def spell_lost(group: Group, dead: Collection[int], *, leave_behind: bool) -> str:
+    """Describe the death of processes; raise if one was stuck and is not to be left behind."""
+    if jax.process_index() in dead:  # it was frozen, and has woken up
+        expected = "an answer of each process within the heartbeat of the others"
+        refuse("fit", expected, "a later one; they continue without it", kind=StepfoldError)
+    texts = KeyValues("stuck", group).get("found")
+    stuck = {process: texts[str(process)] for process in sorted(dead) if str(process) in texts}
+    if stuck and not leave_behind:
+        got = "; ".join(f"process {process} {text}" for process, text in stuck.items())
+        advice = "see the stacks in its stderr, and start all again to resume"
+        refuse("fit", "no process to be stuck", got, advice, kind=StepfoldError)
+    if not stuck:
+        return f"{spell_processes(sorted(dead))} died"
+    notes = {process: f" ({text})" for process, text in stuck.items()}
+    return ", ".join(f"process {process} died{notes.get(process, '')}" for process in sorted(dead))
+
+
+class _Watch:
+    """Publishes the position of this process, reads those of all, and finds out who is stuck."""
+
+    def __init__(self, attempts: "Attempts", patience: float) -> None:
+        self._attempts, self._patience = attempts, patience
+        heartbeats = KeyValues("start_distributed").get("heartbeat")
+        # Before that, the others find a dead process, and the collectives that it fails time out.
+        self._limit = max(heartbeats.values(), default=_HEARTBEAT) + patience
+        self._host, self._me = socket.gethostname(), jax.process_index()
+        self._is_over, self._is_stuck = threading.Event(), False
+        self._begin(attempts.group)
+        # At once, since a library may hold the GIL before the threads see that it has run a step.
+        attempts.group.position.on_run = self._start
+        # Reading positions may block, which must not keep the other from restarting the timer.
+        self._threads = [
+            threading.Thread(target=target, name="stepfold-patience", daemon=True)
+            for target in (self._read, self._restart_timer)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(self._patience)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _begin(self, group: Group) -> None:
+        """Start over with a group, whose positions are new."""
+        self._group, self._published = group, list[Any]()
+        self._seen: dict[int, Seen] = {}
+        self._found: set[int] = set()
+        self._moved_at = time.monotonic()
+
+    def _start(self) -> None:
+        self._publish(self._attempts.group)
+        self._end_after(self._limit + self._patience)
+
+    def _restart_timer(self) -> None:
+        """Restart the timer until this process is stuck; a library that holds the GIL ends it."""
+        while not self._is_over.wait(self._patience / 10):
+            if self._is_stuck:
+                # Process 0 ends last, since the others ask it for their positions.
+                self._end_after(self._patience / 2 if self._me == 0 else 0.01)
+                return
+            if self._attempts.group.position.has_run:
+                # A little later than the others find it, so that they can name it.
+                self._end_after(self._limit + self._patience)
+            else:
+                faulthandler.cancel_dump_traceback_later()
+
+    def _end_after(self, seconds: float) -> None:
+        file = sys.__stderr__ or sys.stderr
+        faulthandler.dump_traceback_later(seconds, exit=True, file=file)
+
+    def _publish(self, group: Group) -> None:
+        at = group.position
+        own = [at.meetings, at.moves, at.waits, at.step, at.doing, at.has_run, self._host]
+        if own != self._published:
+            KeyValues("stuck", group).set(f"positions/{self._me}", own)
+            self._published = own
+
+    def _read(self) -> None:
+        """Publish the own position, and read all, until one is stuck."""
+        while not self._is_over.wait(self._patience / 10) and not self._is_stuck:
+            if (group := self._attempts.group) is not self._group:
+                self._begin(group)
+            self._publish(group)
+            positions = KeyValues("stuck", group).get("positions")
+            if len(positions) == len(group.processes):
+                self._judge({int(process): Seen(*each) for process, each in positions.items()})
+
+    def _judge(self, seen: dict[int, Seen]) -> None:
+        """Find out who is stuck, if there was no progress for long enough."""
+        now = time.monotonic()
+        if seen != self._seen:
+            self._seen, self._moved_at = seen, now
+        rest = {process: each for process, each in seen.items() if process not in self._found}
+        seconds = now - self._moved_at
+        if seconds < self._limit or not rest or not (stuck := find_stuck(rest)):
+            return
+        for process in stuck:
+            at = rest[process]
+            text = f"stuck on {at.host}, last seen at step {at.step} in {at.doing}"
+            KeyValues("stuck", self._group).set(f"found/{process}", text)
+            self._say(
+                f"process {process} is {text}, without progress for {seconds:.0f} s; "
+                f"{self._outcome(stuck, rest)}"
+            )
+        self._found |= set(stuck)
+        # Nothing moves until these have ended, which a held GIL delays, and count as dead.
+        self._moved_at = now + 2 * self._patience
+        self._is_stuck = self._me in stuck
+
+    def _outcome(self, stuck: Sequence[int], rest: Mapping[int, Seen]) -> str:
+        if len(stuck) == len(rest):
+            return "all are at the same point, so all end"
+        if 0 in stuck:
+            return "process 0 answers the others, so all end"
+        return f"the others {'continue' if self._attempts.elastic.leave_behind else 'end'}"
+
+    def _say(self, text: str) -> None:
+        print(f"stepfold: {text}", file=sys.stderr, flush=True)  # noqa: T201  see `report_failed_peer`

@@ -1,0 +1,165 @@
+"""Random runs that lose devices do what the reference fold, which loses none, says."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import Phase
+from hypothesis import strategies as st
+from tests.laws.test_random_runs import Found, check, draw_runs, observed, one_run, runs
+
+from stepfold.loop.data import BatchFeed
+from stepfold.loop.elastic import Attempts
+from stepfold.loop.hooks.base import HookDispatcher
+from stepfold.loop.metrics import MetricBuffer
+from stepfold.loop.run_directory import RunDirectory
+from stepfold.loop.train_loop import TrainLoop
+
+pytestmark = pytest.mark.not_optimized
+
+
+@st.composite
+def losing_runs(draw):
+    """Draw runs whose calls lose one device or two, besides what cuts them."""
+    run = draw(runs().filter(lambda run: run.source.kind not in ("list", "stream")))
+    run.has_trainer = False
+    forgets = run.checkpoints is not None and draw(st.integers(0, 3)) == 0
+    if forgets:
+        run.checkpoints.at_start = True  # there is one to go back to
+    # Blocks of a row, so that no number of devices has one block each.
+    may_be_ordered = {call.kind for call in run.sessions} == {"averages"}
+    is_keeping = run.source.remainder == "keep"
+    may_be_ordered &= not is_keeping and run.source.kind != "sizes"
+    is_ordered = may_be_ordered and run.steps_per_call == 1 and draw(st.booleans())
+    run.elastic = SimpleNamespace(
+        devices=draw(st.sampled_from([2, 4])),
+        axis=draw(st.sampled_from(["dp", "fsdp"])),
+        is_jitted=run.steps_per_call == 1 and (is_keeping or is_ordered or draw(st.booleans())),
+        is_ordered=is_ordered,
+        every=draw(st.sampled_from([None, None, 2, 3])),
+        forgets=forgets,
+    )
+    step = st.integers(1, 20)
+    kinds = [st.tuples(st.just("pull"), step)]
+    if run.evaluations:
+        names = st.sampled_from([each.name for each in run.evaluations])
+        kinds.append(st.tuples(st.just("evaluate"), names, step))
+    meetings = [st.tuples(st.just("meet"), st.integers(1, 60))] * 2
+    for call in run.sessions:
+        # After a loss, a signal that no vote knew of takes effect after another step.
+        is_signaled = call.cut[1] in ("save", "stop")
+        places = kinds[:1] if is_signaled else [*kinds, *([] if forgets else meetings)]
+        number = 0 if is_signaled and run.steps_per_call > 1 else 2
+        call.losses = draw(st.lists(st.one_of(places), max_size=number, unique=True))
+    return run
+
+
+def test_a_run_that_loses_devices_is_one_that_lost_none(count):
+    draw_runs(count(5, 2000), check, strategy=losing_runs())
+
+
+ELASTIC = SimpleNamespace(
+    devices=4, axis="dp", is_jitted=False, is_ordered=False, every=None, forgets=False
+)
+# What the random runs have found, or would find if they drew it.
+FOUND = {
+    "a loss in a resumed run, in which another step is a log point": one_run(
+        elastic=ELASTIC,
+        calls=[
+            {"cut": (("pull", 4), "stop"), "length": {"steps": 8}},
+            {"epochs": ("a",), "length": {"steps": 8}, "losses": [("pull", 5)]},
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_run_that_once_differed(name):
+    check(FOUND[name])
+
+
+@pytest.mark.parametrize("meeting", range(1, 9))
+def test_a_save_that_was_requested_is_made_after_a_loss(meeting, tmp_path):
+    call = {"cut": (("pull", 2), "save"), "losses": [("meet", meeting)]}
+    run = one_run(elastic=ELASTIC, calls=[call], log_every=50)
+    found = observed(run, run.sessions[0], tmp_path / "0", tmp_path / "1")
+    assert len(found["saved"][0]) == 2  # and at the end
+
+
+def repeats_only_in(function):
+    """Let a method do something else while a run is repeated from a copy."""
+    repeat = Attempts.repeat
+
+    def sabotaged(self, loop, lost):
+        with pytest.MonkeyPatch.context() as patch:
+            function(patch)
+            repeat(self, loop, lost)
+
+    return sabotaged
+
+
+@repeats_only_in
+def batch_is_skipped(patch):
+    seek = BatchFeed.seek
+
+    def late(self, position, *args, **options):
+        seek(self, position | {"step": position["step"] + 1}, *args, **options)
+
+    patch.setattr(BatchFeed, "seek", late)
+
+
+@repeats_only_in
+def steps_are_not_repeated(patch):
+    resume = TrainLoop.resume
+
+    def ahead(self, restored, *args):
+        resume(self, restored._replace(step=self.step), *args)
+
+    patch.setattr(TrainLoop, "resume", ahead)
+
+
+@repeats_only_in
+def state_of_hooks_is_not_restored(patch):
+    patch.setattr(HookDispatcher, "set_state", lambda self, state: None)
+
+
+@repeats_only_in
+def open_interval_is_lost(patch):
+    patch.setattr(MetricBuffer, "set_state", lambda self, state: None)
+
+
+def rows_are_not_dropped(self, loop):
+    """Continue with the rows that the file has, and log them again."""
+
+
+def copy_is_of_another_step(self, state, step):
+    """Keep the first copy for good."""
+    if self._copy is None:
+        KEEP(self, state, step)
+
+
+KEEP = Attempts.keep
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("owner", "name", "defect"),
+    [
+        (Attempts, "repeat", batch_is_skipped),
+        (Attempts, "repeat", steps_are_not_repeated),
+        (Attempts, "repeat", state_of_hooks_is_not_restored),
+        (Attempts, "repeat", open_interval_is_lost),
+        (RunDirectory, "resume", rows_are_not_dropped),
+        (Attempts, "keep", copy_is_of_another_step),
+    ],
+)
+def test_a_defect_is_found_within_100_runs(monkeypatch, owner, name, defect):
+    monkeypatch.setattr(owner, name, defect)
+
+    def differs(run):
+        try:
+            check(run)
+        except Exception as error:  # a raw error is a difference too
+            raise Found from error
+
+    with pytest.raises(Found):
+        draw_runs(100, differs, [Phase.generate], losing_runs())
