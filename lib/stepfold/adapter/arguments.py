@@ -123,12 +123,12 @@ class TrainingArguments:
     step_start_point: int = setting(0, FROM_ZERO)
     """First step, of the state's counter, the schedule and the data."""
     training_time_limit: float | str | None = setting(None, DURATION)
-    """Time after which training stops: seconds, or a text such as '1h30m'."""
+    """Time after which training stops, in seconds or as a text such as '1h30m'."""
     total_batch_size: int | None = setting(None, alias="batch_size")
     """Examples in a step, over all devices and microbatches; 32 unless a size is set."""
     per_device_train_batch_size: int | None = None
-    """Examples on a device: times the devices they are the batch; together with total_batch_size
-    the most on a device at once, and the rest is accumulated."""
+    """Examples on a device; times the devices, they are the batch. Together with total_batch_size,
+    the most on a device at once; the rest is accumulated."""
     gradient_accumulation_steps: int = 1
     """Microbatches that the batch of a step is split into; the result is equal."""
     steps_per_call: int = 1
@@ -148,8 +148,8 @@ class TrainingArguments:
     learning_rate_end: float | None = setting(None, NOT_NEGATIVE)
     """Learning rate at the last step; 0 by default."""
     scheduler: str | None = setting(None, alias="lr_scheduler lr_scheduler_type")
-    """Decay of the learning rate: none, constant, linear, cosine, polynomial, exponential,
-    inverse_sqrt, wsd or cosine_restarts; the prefix `warmup_` requires warmup_steps."""
+    """Decay of the learning rate, one of none, constant, linear, cosine, polynomial, exponential,
+    inverse_sqrt, wsd and cosine_restarts. The prefix `warmup_` requires warmup_steps."""
     scheduler_kwargs: dict[str, Any] = setting(dict, alias="lr_scheduler_kwargs")
     """Further arguments of the schedule, such as power, decay or cycles."""
     custom_scheduler: Callable[..., Any] | None = None
@@ -158,7 +158,7 @@ class TrainingArguments:
     warmup_steps: int = setting(0, FROM_ZERO)
     """Steps of a linear warmup from 0, before the decay."""
     weight_decay: float | None = setting(None, NOT_NEGATIVE)
-    """Weight decay: an argument of the optimizer if it has one, else added to the gradient; None
+    """Weight decay, an argument of the optimizer if it has one, else added to the gradient; None
     leaves it to the optimizer."""
     clip_grad: float | None = setting(None, alias="max_grad_norm")
     """Largest global norm of the gradients."""
@@ -167,7 +167,7 @@ class TrainingArguments:
     frozen_parameters: str | None = setting(None, PATTERN)
     """Regular expression; parameters whose path it matches get no update and no optimizer state."""
     pruning_module: Any = setting(None, PRUNING)
-    """Wrapper of the optimizer: a function of it, or an object with wrap_optax(tx)."""
+    """Wrapper of the optimizer, a function of it or an object with wrap_optax(tx)."""
     init_tx: bool = True
     """Initialize the optimizer state if model_state has none that fits; False raises instead."""
 
@@ -189,11 +189,11 @@ class TrainingArguments:
     param_dtype: str | None = setting(None, DTYPE)
     """Dtype of the parameters; by default that of the model."""
     mixed_precision: Mixed | None = None
-    """Another way to set dtype: bf16, fp16 (with a dynamic loss scale) or full."""
+    """Another way to set dtype, one of bf16, fp16 (with a dynamic loss scale) and full."""
     gradient_checkpointing: Remat = "none"
-    """What is saved for the backward pass: a policy of jax.checkpoint_policies."""
+    """What is saved for the backward pass, a policy of jax.checkpoint_policies."""
     use_fast_kernels: bool | None = None
-    """Precision of matrix products in jax: True is 'default', the fastest of the device, False is
+    """Precision of matrix products in jax. True is 'default', the fastest of the device, False is
     'highest', None leaves jax's setting. XLA chooses the kernels."""
 
     # Data.
@@ -218,7 +218,7 @@ class TrainingArguments:
     ids_to_pop_from_dataset: tuple[str, ...] = ()
     """Columns that are removed from each example."""
     remove_unused_columns: bool = False
-    """Remove columns that no step can take: text, None and objects."""
+    """Remove columns that no step can take, such as text, None and objects."""
 
     # Loss and evaluation.
     do_train: bool = True
@@ -226,7 +226,7 @@ class TrainingArguments:
     do_eval: bool = setting(True, alias="do_evaluate")
     """Evaluate, if there are data for it."""
     evaluation_strategy: Strategy | None = setting(None, alias="eval_strategy")
-    """When to evaluate, apart from the end: "steps" is every eval_steps, "epoch" every epoch; "no"
+    """When to evaluate, apart from the end. "steps" is every eval_steps, "epoch" every epoch; "no"
     turns evaluation off. By default every eval_steps, if set."""
     eval_steps: int | None = setting(None, alias="evaluation_steps", unused=_NO_INTERVAL)
     """Steps between two evaluations."""
@@ -235,7 +235,7 @@ class TrainingArguments:
     per_epoch_evaluation_steps: int | None = setting(None, unused=_NO_EVALUATION)
     """Number of batches in an evaluation, for data without a length."""
     metric_for_best_model: str | None = None
-    """Metric of the best checkpoint: train.x or evaluation.x; x is evaluation.x, and name/x is of
+    """Metric of the best checkpoint, train.x or evaluation.x; x is evaluation.x, and name/x is of
     another evaluation."""
     greater_is_better: bool | None = None
     """Whether higher values of that metric are better; by default not for a loss."""
@@ -254,7 +254,7 @@ class TrainingArguments:
     checkpoints_dir: str = setting("checkpoints", unused=_NO_DIRECTORY)
     """Folder of the checkpoints in output_dir."""
     save_strategy: Strategy | None = None
-    """When to save, apart from the end: "steps" is every save_steps, "epoch" every epoch, and every
+    """When to save, apart from the end. "steps" is every save_steps, "epoch" every epoch, and every
     save_steps if set; "no" saves only the end. By default every save_steps, if set."""
     save_steps: int | float | None = setting(None, STEPS, none=(0,), unused=_NO_SAVES)
     """Steps between two checkpoints; a fraction is of all steps."""
@@ -263,11 +263,11 @@ class TrainingArguments:
     save_total_limit: int | None = setting(None, unused=_NO_CHECKPOINTS)
     """Number of latest checkpoints to keep; None keeps all."""
     save_optimizer_state: bool = True
-    """Always True: a checkpoint holds the whole state."""
+    """Always True, since a checkpoint holds the whole state."""
     do_last_save: bool = True
     """Save at the end; False is for runs that save nothing else."""
     remove_ckpt_after_load: bool = False
-    """Always False: save_total_limit deletes old checkpoints."""
+    """Always False; save_total_limit deletes old checkpoints."""
     resume_if_possible: bool = True
     """Resume from the latest checkpoint in output_dir, if there is one."""
     resume_from_checkpoint: bool | str | None = setting(None, RESUME)
@@ -295,7 +295,7 @@ class TrainingArguments:
     log_grad_norms: bool = True
     """Write the norm of the gradients."""
     progress_bar_type: Bar = setting("tqdm", unused=_QUIET)
-    """How progress is shown: a bar, lines of JSON, or none."""
+    """How progress is shown, as a bar, as lines of JSON, or not at all."""
     metrics_to_show_in_rich_pbar: tuple[str, ...] | None = setting(None, unused=_NO_BAR)
     """Metrics in the progress bar, tqdm's too; patterns such as eval/* are allowed."""
     verbose: bool = setting(False, unused=_NO_METRICS)
