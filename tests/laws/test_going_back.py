@@ -183,7 +183,7 @@ def test_it_stops_with_the_reason_after_the_limit(tmp_path):
     run = fit(batches([13, 23, 33]), tmp_path, spike(limit=2))
     assert run.stop_reason.kind == "spike"
     assert str(run.stop_reason).startswith("train/loss is ")
-    assert "; went back 2 times before; stopped at step " in str(run.stop_reason)
+    assert "; went back 2 times before, the limit; stopped at step " in str(run.stop_reason)
     run = fit(batches([13, 23], np.nan), tmp_path / "nan", sf.roll_back_on_nonfinite(limit=1))
     assert run.stop_reason.kind == "nonfinite"
     assert run.capsule.step == 23
@@ -272,8 +272,9 @@ def test_the_loss_of_the_lock_while_the_run_goes_back_ends_it(tmp_path, monkeypa
 def test_it_stops_if_there_is_no_checkpoint_before(tmp_path):
     run = fit(batches([9]), tmp_path, spike())
     assert run.stop_reason.kind == "spike"
-    assert "; there is no checkpoint before it to go back to; stopped at step" in str(
-        run.stop_reason
+    assert (
+        "; there is no checkpoint before it (Checkpoints(at_start=True) saves one); stopped at step"
+        in str(run.stop_reason)
     )
 
 

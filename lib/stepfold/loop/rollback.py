@@ -90,7 +90,7 @@ class Rollbacks:
         """Return the newest step to go back to, or why to stop instead."""
         if len(self.done) >= request.limit:
             times = "once" if len(self.done) == 1 else f"{len(self.done)} times"
-            return Stop("spike", f"{request.why}; went back {times} before")
+            return Stop("spike", f"{request.why}; went back {times} before, the limit")
         latest, steps = request.to or 0, list[int]()
         with agreement(f"{self._series.directory}: not gone back", self._series.group):
             self._series.wait()
@@ -98,7 +98,8 @@ class Rollbacks:
                 steps = [step for step in self._series.steps() if step <= latest]
         if steps := broadcast_from_first(steps, self._series.group):
             return max(steps)
-        return Stop("spike", f"{request.why}; there is no checkpoint before it to go back to")
+        advice = "Checkpoints(at_start=True) saves one"
+        return Stop("spike", f"{request.why}; there is no checkpoint before it ({advice})")
 
     def note(self, request: GoBack, step: int) -> Rollback:
         """Note what to skip, and to which step to go back, so that a resume does so too."""
