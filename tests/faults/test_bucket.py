@@ -291,7 +291,7 @@ def test_the_capsule_of_a_run_in_a_bucket_is_replayed(server, tmp_path):
     assert (found.reproduced, found.origin) == (True, 16)
 
 
-LIMIT = 1.5  # seconds, for one request
+LIMIT = 2.5  # seconds, for one request
 
 
 @pytest.mark.filterwarnings("ignore:upload. the files of the run are not up to date")
