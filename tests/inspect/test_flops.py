@@ -28,6 +28,32 @@ def test_a_loop_of_unknown_length_is_named_with_its_line():
     assert found.unknown == (f"a loop of unknown length, counted once: test_flops.py:{line}",)
 
 
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_a_loop_from_i_to_i_plus_n_counts_n_times(length):
+    loop = lambda i, x: lax.fori_loop(i, i + length, lambda _, c: c @ c, x)
+    assert count(loop, 3, jnp.ones((8, 8))) == (length * 2 * 8**3, ())
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "following"),
+    [
+        (lambda i, end: i < end, lambda i, end: (i + 2, end)),
+        (lambda i, end: i < end, lambda i, end: (i + 1, end - 1)),
+        (lambda i, end: i <= end, lambda i, end: (i + 1, end)),
+        (lambda i, end: end < i, lambda i, end: (i + 1, end)),
+        (lambda i, end: (i < end) & (i > 0), lambda i, end: (i + 1, end)),
+    ],
+)
+def test_a_loop_that_counts_otherwise_has_an_unknown_length(goes_on, following):
+    def loop(i, x):
+        turn = lambda c: (*following(*c[:2]), c[2] @ c[2])
+        return lax.while_loop(lambda c: goes_on(*c[:2]), turn, (i, i + 2, x))[2]
+
+    found = count(loop, 3, jnp.ones((8, 8)))
+    assert found.dots == 2 * 8**3
+    assert len(found.unknown) == 1
+
+
 def test_a_loop_of_unknown_length_without_products_is_not_named():
     assert count(lambda n, x: lax.fori_loop(0, n, lambda _, c: c * 2, x), 3, 1.0) == (0, ())
 

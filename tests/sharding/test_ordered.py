@@ -48,7 +48,7 @@ def test_it_costs_what_accumulation_costs(dims):
     """The products are the same. What is sent is at most what an all-reduce per axis sends."""
     got = describe(dims, grad=lambda plan: sf.ordered(plan, blocks=8))
     want = describe(dims, accumulate=lambda plan: 8 // math.prod(dims), grad=sf.reduce_once)
-    assert got.flops.dots == want.flops.dots
+    assert got.flops == want.flops
     assert got.moved <= 1.25 * want.moved + 4096
     gathered = 4 * (2 * 64 * 256 + 7)
     sums = 3.5 if jax.__version_info__ >= (0, 11) else 6  # with copies in place of barriers

@@ -7,11 +7,12 @@ bfloat16 into float32, and with the lengths of scans, which a TPU's program does
 import math
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 
@@ -38,8 +39,8 @@ class Product(NamedTuple):
 def count(jaxpr: Any) -> Flops:
     """Count the FLOPs of products on all devices together.
 
-    The body of a scan counts as often as it runs, and of a conditional all branches count. The body
-    of a while loop counts once; if it has products, it is listed as unknown.
+    The body of a loop counts as often as it runs, and of a conditional all branches count. The body
+    of a loop of unknown length counts once; if it has products, it is listed as unknown.
 
     >>> import jax, jax.numpy as jnp
     >>> count(jax.make_jaxpr(jnp.matmul)(jnp.ones((8, 4)), jnp.ones((4, 16))))
@@ -51,14 +52,14 @@ def count(jaxpr: Any) -> Flops:
 def uncounted(jaxpr: Any) -> tuple[str, ...]:
     """Describe what may contain products that `products` does not count."""
     unknown = []
-    for equation, _ in _equations(jaxpr):
+    for equation, _, turns in _equations(jaxpr):
         name, line = equation.primitive.name, _line(equation)
         if _OPAQUE.fullmatch(name):
             unknown.append(f"{equation.params.get('target_name', name)}: {line}")
-        elif name == "while" and any(
+        elif turns is None and any(
             inner.primitive.name in _PRODUCTS
             for jaxpr in _inner_jaxprs(equation)
-            for inner, _ in _nested_equations(jaxpr, 1)
+            for inner, _, _ in _nested_equations(jaxpr, 1)
         ):
             unknown.append(f"a loop of unknown length, counted once: {line}")
     return tuple(dict.fromkeys(unknown))
@@ -67,7 +68,7 @@ def uncounted(jaxpr: Any) -> tuple[str, ...]:
 def products(jaxpr: Any) -> list[Product]:
     """List the matrix products and convolutions by dtype and line, the largest first."""
     totals: dict[tuple[str, str], int] = {}
-    for equation, times in _equations(jaxpr):
+    for equation, times, _ in _equations(jaxpr):
         if flops_of := _PRODUCTS.get(equation.primitive.name):
             dtypes = [variable.aval.dtype for variable in equation.invars]
             widest = max(dtypes, key=lambda dtype: dtype.itemsize).name
@@ -100,19 +101,21 @@ _OPAQUE = re.compile(
 )
 
 
-def _equations(jaxpr: Any) -> Iterator[tuple[Any, int]]:
-    """Yield the equations that the compiler keeps, with the number of times that each runs."""
+def _equations(jaxpr: Any) -> Iterator[tuple[Any, int, int | None]]:
+    """Yield the equations that the compiler keeps, how often each runs, and how often its body."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     # jax's own dead-code elimination; without it, unused results would count.
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return _nested_equations(jaxpr, 1)
 
 
-def _nested_equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
+def _nested_equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int, int | None]]:
+    definitions = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
     for equation in jaxpr.eqns:
-        yield equation, times
+        turns = _turns(equation, definitions)
+        yield equation, times, turns
         for inner in _inner_jaxprs(equation):
-            yield from _nested_equations(inner, times * _trips(equation))
+            yield from _nested_equations(inner, times * (1 if turns is None else turns))
 
 
 def _inner_jaxprs(equation: Any) -> list[Any]:
@@ -126,14 +129,40 @@ def _inner_jaxprs(equation: Any) -> list[Any]:
     return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]
 
 
-def _trips(equation: Any) -> int:
-    """How often the body of an equation runs: each turn of a scan, or once on each device."""
-    if equation.primitive.name == "scan":
-        return int(equation.params["length"])
-    if equation.primitive.name == "shard_map":
-        mesh, axes = equation.params["mesh"], equation.params["newly_manual_axes"]
-        return math.prod(mesh.shape[axis] for axis in axes)
-    return 1
+def _turns(equation: Any, definitions: Mapping[Any, Any]) -> int | None:
+    """Return how often the body of an equation runs, or None if only the program knows."""
+    name, params = equation.primitive.name, equation.params
+    if name == "scan":
+        return int(params["length"])
+    if name == "shard_map":  # once on each device
+        mesh, axes = params["mesh"], params["newly_manual_axes"]
+        return int(math.prod(mesh.shape[axis] for axis in axes))
+    return _turns_of_while(equation, definitions) if name == "while" else 1
+
+
+def _turns_of_while(equation: Any, definitions: Mapping[Any, Any]) -> int | None:
+    """Return the length of `fori_loop(start, start + length, …)` with a literal length."""
+    params = equation.params
+    test, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+    carried = equation.invars[params["cond_nconsts"] + params["body_nconsts"] :]
+    inputs, outputs = body.invars[params["body_nconsts"] :], body.outvars
+    if params["cond_nconsts"] or len(carried) < 2 or outputs[1] is not inputs[1]:
+        return None
+    compares = [(each.primitive.name, each.invars) for each in test.eqns]
+    if compares != [("lt", test.invars[:2])]:
+        return None
+
+    def added(variable: Any, start: Any, definitions: Mapping[Any, Any]) -> int | None:
+        definition = None if isinstance(variable, Literal) else definitions.get(variable)
+        if definition is None or definition.primitive.name != "add":
+            return None
+        first, second = definition.invars
+        return int(second.val) if first is start and isinstance(second, Literal) else None
+
+    of_body = {variable: each for each in body.eqns for variable in each.outvars}
+    is_counting = added(outputs[0], inputs[0], of_body) == 1
+    length = added(carried[1], carried[0], definitions)
+    return max(0, length) if is_counting and length is not None else None
 
 
 def _dot_flops(equation: Any) -> int:
