@@ -21,6 +21,14 @@ def test_the_first_operation_is_found_with_its_line():
     assert str(origin) == f"log made inf at {origin.where}"
 
 
+def test_operations_that_the_result_does_not_need_are_left_out():
+    def function(x):
+        jnp.log(x) + 1
+        return 1 / x
+
+    assert find_origin(function, (jnp.float32(0),)).operation == "div"
+
+
 @pytest.mark.parametrize(
     ("function", "value", "operation"),
     [

@@ -63,6 +63,18 @@ def test_rows_that_fail_only_together_are_found():
     assert replayed.examples == ((0, 2),)
 
 
+def test_the_operation_is_one_of_the_loss_and_not_of_its_gradient():
+    def normalized(params, batch, key):
+        norm = jnp.sqrt(params["w"] * batch["x"])  # its derivative at 0 is inf
+        return sf.mean(batch["x"] / norm)
+
+    step = sf.make_train_step(normalized, TX)
+    where = replay(run([*good(), with_rows(2)], step), step, state=start()).where
+    line = normalized.__code__.co_firstlineno + 2
+    assert where.startswith("div made nan at ")
+    assert where.endswith(f"test_rerun.py:{line} (normalized)")
+
+
 def test_if_every_row_fails_the_rows_are_not_blamed():
     replayed = replay(run([with_rows(*range(8))]), STEP, state=start())
     assert len(replayed.examples) == 8

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend import core as jax_core
+from jax.interpreters import partial_eval
 
 core: Any = jax_core  # jax 0.12 exports these names, but not to a type checker
 
@@ -39,14 +40,16 @@ def find_origin(
 ) -> Origin | None:
     """Find the first operation that makes NaN or inf out of finite numbers, or NaN out of inf.
 
-    An operation that also does so with the arguments `good`, whose results are finite, is skipped:
+    Operations that the result does not need are left out, such as the gradient of a loss. An operation that also does so with the arguments `good`, whose results are finite, is skipped:
     its NaN or inf is masked later.
     """
     with jax.disable_jit():  # unrolls scans
         program = jax.make_jaxpr(function)(*bad)
+    every = [True] * len(program.jaxpr.outvars)
+    jaxpr, _ = partial_eval.dce_jaxpr(program.jaxpr, every, instantiate=True)
 
     def origins(arguments: tuple[Any, ...]) -> Iterator[Origin]:
-        return _evaluate(program.jaxpr, program.consts, jax.tree.leaves(arguments), ())
+        return _evaluate(jaxpr, program.consts, jax.tree.leaves(arguments), ())
 
     harmless = set() if good is None else {origin.position for origin in origins(good)}
     return next((origin for origin in origins(bad) if origin.position not in harmless), None)

@@ -306,9 +306,16 @@ def _find_cause(
     from stepfold.loop.replay.origin import find_origin
 
     function = step.step if isinstance(step, CompiledStep) else step
+
+    def results(state: Any, batch: Any) -> Any:
+        """Return the metric alone if possible, since the gradient may have an earlier origin."""
+        after, metrics = function(state, batch)
+        has_metric = isinstance(metrics, dict) and metric in metrics
+        return metrics[metric] if has_metric else (after, metrics)
+
     note = "no single operation makes NaN or inf out of finite numbers"
     try:
-        cause = find_origin(function, (state, batch), None if good is None else (state, good))
+        cause = find_origin(results, (state, batch), None if good is None else (state, good))
         causes += [] if cause is None else [str(cause)]
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
