@@ -31,7 +31,7 @@ _REPLICATED = PartitionSpec()
 def ordered(
     plan: TrainState, *, blocks: int = 8, axes: str | Sequence[str] | None = None
 ) -> Callable[..., GradFn]:
-    """Make a `grad=` whose results have the same bits on any number of devices.
+    """Make a `grad=` whose results have the same bits on 1, 2, 4, … devices.
 
     The batch is cut into `blocks` of consecutive rows, as if each were a device. Every block gets
     the key `fold_in(key, block)`, and optimization barriers keep its program apart from everything
