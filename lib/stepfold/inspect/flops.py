@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 
@@ -153,11 +152,12 @@ def _turns_of_while(equation: Any, definitions: Mapping[Any, Any]) -> int | None
         return None
 
     def added(variable: Any, start: Any, definitions: Mapping[Any, Any]) -> int | None:
-        definition = None if isinstance(variable, Literal) else definitions.get(variable)
+        """Return the number that is added to `start`, if it is a literal, which has a `val`."""
+        definition = None if hasattr(variable, "val") else definitions.get(variable)
         if definition is None or definition.primitive.name != "add":
             return None
         first, second = definition.invars
-        return int(second.val) if first is start and isinstance(second, Literal) else None
+        return int(second.val) if first is start and hasattr(second, "val") else None
 
     of_body = {variable: each for each in body.eqns for variable in each.outvars}
     is_counting = added(outputs[0], inputs[0], of_body) == 1

@@ -825,7 +825,7 @@ class TrainLoop:
             try:
                 return series.restore(self.state)
             except TreeMismatchError as error:
-                error.add_note(f"in fit, parts= is resume={_ALL_BUT_OPT_STATE}")
+                error.add_note(f"in place of parts=, fit takes fit(resume={_ALL_BUT_OPT_STATE})")
                 raise
         restored = series.restore(self.state, parts=parts)
         if "step" in restored.not_loaded:

@@ -160,8 +160,8 @@ class stop_early(BaseHook):  # noqa: N801
     and, with `keep_state`, the `best_state`: a copy on the host, or on the devices for arrays that
     are sharded over processes. To keep the best state on disk, use `sf.Checkpoints(best=metric)`.
     `keep_state` does not take a train metric, since at a log point the state is of a later step.
-    A resumed run continues to count, so one that has stopped stops at the next evaluation again. To
-    let it continue, give a larger `patience`, or another `name`, the key of what a checkpoint keeps.
+    A resumed run continues to count, so one that was stopped ends at the next evaluation again. To
+    let it continue, give a larger `patience`, or another `name`, the hook's key in a checkpoint.
 
     >>> import stepfold as sf
     >>> hook = sf.stop_early("eval/loss", patience=2)

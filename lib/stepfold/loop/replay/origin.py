@@ -40,8 +40,8 @@ def find_origin(
 ) -> Origin | None:
     """Find the first operation that makes NaN or inf out of finite numbers, or NaN out of inf.
 
-    Operations that the result does not need are left out, such as the gradient of a loss. An operation that also does so with the arguments `good`, whose results are finite, is skipped:
-    its NaN or inf is masked later.
+    Operations that the results do not need are left out. One that also does so with the arguments
+    `good`, whose results are finite, is skipped: its NaN or inf is masked later.
     """
     with jax.disable_jit():  # unrolls scans
         program = jax.make_jaxpr(function)(*bad)
