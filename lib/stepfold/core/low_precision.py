@@ -159,7 +159,9 @@ def _cast_like(leaf: Any, like: Any) -> Any:
 
 def _round(x: jax.Array, count: jax.Array, number: int) -> jax.Array:
     """Round float32 to bfloat16, its upper half: up with the probability of the lower half."""
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) + _random_bits(x.shape, count, number)
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) + _random_bits(
+        x.shape, count, number
+    )
     rounded = lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
     # An infinity has no lower half, but that of a NaN could become an infinity or a number.
     return jnp.where(jnp.isnan(x), jnp.bfloat16(jnp.nan), rounded)
