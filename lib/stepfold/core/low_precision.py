@@ -48,7 +48,7 @@ def low_precision(
 
     The random bits are a hash of the update count, the leaf and the position in it. They do not
     depend on the mesh, and a resumed run draws the same. What is representable in bfloat16, zero
-    included, is not changed, and nothing becomes negative. NaN and inf stay what they are.
+    included, is not changed, and no sign changes. NaN and inf stay what they are.
 
     Args:
       tx: the complete optimizer.
@@ -72,7 +72,7 @@ def low_precision(
         params = tree.cast_floats(params, jnp.float32)
         moments = _moments(inner.init, params)
         state = jax.tree.map(
-            lambda leaf, is_moment: leaf.astype(dtype) if is_moment else leaf,
+            lambda leaf, is_moment: leaf.astype(jnp.bfloat16) if is_moment else leaf,
             inner.init(params),
             moments,
         )
@@ -92,11 +92,12 @@ def low_precision(
         number = itertools.count()  # each leaf has its own random bits
 
         def store(old: Any, new: Any) -> Any:
-            is_rounded = tree.is_float(old) and old.dtype == dtype != new.dtype
-            return _round(new, state.count, next(number)) if is_rounded else new
+            if not tree.is_float(old) or old.dtype != jnp.bfloat16 or new.dtype == jnp.bfloat16:
+                return new
+            return _round(new, state.count, next(number))
 
         def move(param: Any, update: Any) -> Any:
-            if param.dtype != dtype:
+            if param.dtype != jnp.bfloat16:
                 return update
             old = param.astype(jnp.float32)
             new = store(param, old + update).astype(jnp.float32)
