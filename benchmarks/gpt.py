@@ -1,4 +1,4 @@
-"""A small byte-level GPT in plain jax, with weights and batches, for `end_to_end`."""
+"""A small byte-level GPT in plain jax, with weights and batches."""
 
 import math
 from pydoc_data import topics
@@ -15,30 +15,30 @@ ADAMW = {"b1": 0.9, "b2": 0.99, "eps": 1e-12, "weight_decay": 0.1}
 RATE = 3e-3
 
 
-def draw():
+def draw(seed=0, width=WIDTH):
     """Draw the weights for all libraries as numpy arrays."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
 
     def normal(*shape):
         return (rng.normal(size=shape) / math.sqrt(shape[0])).astype(np.float32)
 
     def layer():
-        norms = {name: np.ones(WIDTH, np.float32) for name in ("norm_in", "norm_mid")}
-        dense = {"qkv": normal(WIDTH, 3 * WIDTH), "proj": normal(WIDTH, WIDTH)}
-        dense |= {"up": normal(WIDTH, 4 * WIDTH), "down": normal(4 * WIDTH, WIDTH)}
+        norms = {name: np.ones(width, np.float32) for name in ("norm_in", "norm_mid")}
+        dense = {"qkv": normal(width, 3 * width), "proj": normal(width, width)}
+        dense |= {"up": normal(width, 4 * width), "down": normal(4 * width, width)}
         return norms | dense
 
-    ends = {"embed": normal(256, WIDTH), "place": normal(LENGTH, WIDTH)}
-    ends |= {"norm": np.ones(WIDTH, np.float32), "out": normal(WIDTH, 256)}
+    ends = {"embed": normal(256, width), "place": normal(LENGTH, width)}
+    ends |= {"norm": np.ones(width, np.float32), "out": normal(width, 256)}
     return ends | {"layers": [layer() for _ in range(LAYERS)]}
 
 
-def batches(steps):
+def batches(steps, size=BATCH):
     """Yield the same random pieces of Python's manual every time."""
     text = np.frombuffer("".join(topics.topics.values()).encode(), np.uint8)
     rng = np.random.default_rng(1)
     for _ in range(steps):
-        starts = rng.integers(len(text) - LENGTH, size=(BATCH, 1))
+        starts = rng.integers(len(text) - LENGTH, size=(size, 1))
         pieces = text[starts + np.arange(LENGTH + 1)].astype(np.int32)
         yield {"x": pieces[:, :-1], "y": pieces[:, 1:]}
 

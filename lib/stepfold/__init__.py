@@ -9,6 +9,7 @@ from stepfold.core.check import check_step
 from stepfold.core.ema import ema_params, get_ema
 from stepfold.core.gradients import make_grad
 from stepfold.core.loss import mean
+from stepfold.core.low_precision import low_precision
 from stepfold.core.precision import Precision, dynamic_loss_scale
 from stepfold.core.spikes import skip_spikes
 from stepfold.core.state import TrainState, init_state
@@ -126,6 +127,7 @@ __all__ = [
     "latest_step",
     "load_params",
     "log_to",
+    "low_precision",
     "make_eval_step",
     "make_grad",
     "make_mesh",

@@ -98,7 +98,7 @@ def loss_fn(params, batch, key):
 
 def make_optimizer():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    tx = sf.skip_spikes(sf.ema_params(tx, 0.9), window=4)
+    tx = sf.skip_spikes(sf.ema_params(sf.low_precision(tx), 0.9), window=4)
     return sf.dynamic_loss_scale(tx)
 
 
