@@ -37,9 +37,13 @@ class NameRule(NamedTuple):
       transpose: the axes of their array in the order of ours, as for `numpy.transpose`: `(1, 0)`
         for a linear layer of torch, `(2, 3, 1, 0)` for a two-dimensional convolution. Axes of
         stacked arrays are not counted.
-      axis: the axis of their array along which arrays or leaves are joined.
+      axis: the axis of their array along which arrays or leaves are joined; -1 is the last.
       sizes: the sizes of the arrays of `theirs` along `axis`, or their ratio; equal by default.
       stack: the first axis of our leaf along which arrays are stacked.
+
+    >>> import stepfold as sf
+    >>> sf.NameRule("layers/up", "h.{layer}.mlp.weight", transpose=(1, 0)).theirs
+    'h.{layer}.mlp.weight'
     """
 
     ours: str | tuple[str, ...]
@@ -85,8 +89,8 @@ class NameMap:
     h.1.up.weight (8, 4)
     wte.weight (5, 4)
     >>> loaded = sf.load_params(file, params, names=names)
-    >>> jax.tree.all(jax.tree.map(jnp.array_equal, loaded, params))
-    Array(True, dtype=bool)
+    >>> bool(jax.tree.all(jax.tree.map(jnp.array_equal, loaded, params)))
+    True
     """
 
     rules: Sequence[NameRule | tuple[Any, ...]]
@@ -218,7 +222,9 @@ def _read_rule(argument: str, value: Any) -> NameRule:
     ):
         refuse(f"{argument}: sizes", f"a size for each of {len(theirs)} names", repr(sizes))
     read_integer(f"{argument}: stack", rule.stack, 0)
-    if read_integer(f"{argument}: axis", rule.axis, 0) and len(ours) == len(theirs):
+    if as_integer(rule.axis) is None:
+        refuse(f"{argument}: axis", "an integer", repr(rule.axis))
+    if rule.axis and len(ours) == len(theirs):
         got, advice = f"{rule.axis} for one path and one name", "leave it out"
         refuse(f"{argument}: axis", "an axis along which arrays are joined", got, advice)
     return rule
@@ -249,12 +255,13 @@ def _arrays_of_rule(
     rule: NameRule, texts: Mapping[str, str], leaves: Mapping[str, Leaf]
 ) -> Iterator[NamedArray]:
     """Yield the arrays of one leaf, or of leaves that are joined."""
-    names, axis, order = _texts(rule.theirs), rule.axis, rule.transpose
+    names, order = _texts(rule.theirs), rule.transpose
     counted = [name for name in _placeholders("", names[0]) if name not in texts]
     stacked = range(rule.stack, rule.stack + len(counted))
     shapes = {path: _shape_in_file(rule, path, leaf, stacked) for path, leaf in leaves.items()}
     (first, leaf), *others = leaves.items()
     shape, counts = shapes[first], [leaf.shape[i] for i in stacked]
+    axis = rule.axis % max(len(shape), 1)
     for path, other in others:
         same = [other.shape[i] for i in stacked] == counts and other.dtype == leaf.dtype
         if not same or _set(shapes[path], axis, 0) != _set(shape, axis, 0):
@@ -290,8 +297,9 @@ def _shape_in_file(
     inner = [size for i, size in enumerate(leaf.shape) if i not in stacked]
     order = range(len(inner)) if rule.transpose is None else rule.transpose
     is_joined = len(_texts(rule.ours)) != len(_texts(rule.theirs))
+    fits_axis = -len(inner) <= rule.axis < len(inner) or not is_joined
     has_stack = len(inner) + len(stacked) == len(leaf.shape) and rule.stack <= len(inner)
-    if not has_stack or len(order) != len(inner) or rule.axis + is_joined > len(inner):
+    if not has_stack or len(order) != len(inner) or not fits_axis:
         parts = [f"{len(stacked)} stacked" if stacked else "", f"transpose={rule.transpose}"]
         parts += [f"axis={rule.axis}" if is_joined else ""]
         expected = f"dimensions for {rule.theirs} with {', '.join(filter(None, parts))}"
