@@ -86,9 +86,8 @@ def apply(config, params, tokens):
 
 def loss_fn(config, params, batch, _key):
     """Return the mean cross-entropy of the next token."""
-    logits = apply(config, params, batch["tokens"])[:, :-1]
-    targets = batch["tokens"][:, 1:]
-    return sf.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+    logits = apply(config, params, batch)[:, :-1]
+    return sf.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]))
 
 
 def main(folder=None, prefix="", steps=STEPS):
@@ -102,17 +101,15 @@ def main(folder=None, prefix="", steps=STEPS):
     like = jax.eval_shape(partial(init, config), jax.random.key(0))
     params = sf.load_params(folder, like, names=names, cast=True)
 
-    text = np.frombuffer("".join(topics.topics.values()).encode(), np.uint8)  # bytes as tokens
-    rows = np.int32(text[: len(text) // LENGTH * LENGTH].reshape(-1, LENGTH))
+    text = "".join(topics.topics.values()).encode()[: 4096 * LENGTH]  # bytes as tokens
+    rows = np.frombuffer(text, np.uint8).astype(np.int32).reshape(-1, LENGTH)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    step = jax.jit(sf.make_train_step(partial(loss_fn, config), tx), donate_argnums=0)
+    step = sf.make_train_step(partial(loss_fn, config), tx)
     state = sf.init_state(params, tx, jax.random.key(1))
-    for i, batch in zip(range(steps), sf.batches({"tokens": rows}, BATCH, seed=0), strict=False):
-        state, metrics = step(state, batch)
-        if i % 10 == 0 or i == steps - 1:
-            print(f"step {i:3}  loss {float(metrics['loss'].compute()):.3f}")
+    result = sf.fit(step, state, sf.batches(rows, BATCH, seed=0), steps=steps, log_every=10)
+    print("loss", *(f"{loss:.3f}" for loss in result.history["train/loss"]))
 
-    sf.export_params("runs/gpt2/tuned", state.params, names=names)
+    sf.export_params("runs/gpt2/tuned", result.state.params, names=names)
     Path("runs/gpt2/tuned/config.json").write_text(json.dumps(config))
     print("GPT2LMHeadModel.from_pretrained('runs/gpt2/tuned') loads it")
 

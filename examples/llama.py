@@ -1,9 +1,8 @@
 """Fine-tune a Llama of the hub with LoRA, merge the factors, and export it under the hub's names.
 
-Run it with `python examples/llama.py`; it takes a few seconds on two cores. It writes a small
-random model to `runs/llama/base`, and trains it. Given the folder of another Llama with unscaled
-positions and a head of its own, it trains that. The map of names transposes matrices, stacks layers
-for a scan, and joins query, key and value in one matrix.
+Run it with `python examples/llama.py`; it takes a few seconds on two cores. It trains a small
+random model, or that of a folder, if it has plain rotary embeddings and an untied head. The map of
+names transposes matrices, stacks layers for a scan, and joins query, key and value in one matrix.
 """
 
 import json
@@ -34,11 +33,10 @@ def name_map(config):
         ("embed", "model.embed_tokens.weight"),
         ("norm", "model.norm.weight"),
         linear("head", "lm_head.weight"),
-        ("layers/norm_in", at + "input_layernorm.weight"),
-        ("layers/norm_mid", at + "post_attention_layernorm.weight"),
+        ("layers/{name}_layernorm", at + "{name}_layernorm.weight"),  # input, post_attention
         linear("layers/qkv", qkv, sizes=(heads, shared, shared)),
         linear("layers/out", at + "self_attn.o_proj.weight"),
-        linear("layers/{name}", at + "mlp.{name}_proj.weight"),  # gate, up and down
+        linear("layers/{name}", at + "mlp.{name}_proj.weight"),  # gate, up, down
     ]
     return sf.NameMap(rules, ignore=[at + "self_attn.rotary_emb"])  # a buffer of older files
 
@@ -47,39 +45,32 @@ def init(config, key):
     """Initialize the parameters, with those of the layers stacked along a leading axis."""
     width, hidden = config["hidden_size"], config["intermediate_size"]
     fused = width + 2 * width * config["num_key_value_heads"] // config["num_attention_heads"]
-    shapes = {"qkv": (width, fused), "out": (width, width), "gate": (width, hidden)}
-    shapes |= {"up": (width, hidden), "down": (hidden, width)}
+    shapes = {"qkv": (width, fused), "out": (width, width), "down": (hidden, width)}
+    shapes |= {"gate": (width, hidden), "up": (width, hidden)}
     keys, depth = iter(jax.random.split(key, 7)), config["num_hidden_layers"]
     normal = lambda *shape: 0.02 * jax.random.normal(next(keys), shape)
     layers = {name: normal(depth, *shape) for name, shape in shapes.items()}
-    layers |= {name: jnp.ones((depth, width)) for name in ("norm_in", "norm_mid")}
-    embed, head = normal(config["vocab_size"], width), normal(width, config["vocab_size"])
-    return {"embed": embed, "layers": layers, "norm": jnp.ones(width), "head": head}
+    layers |= {f"{at}_layernorm": jnp.ones((depth, width)) for at in ("input", "post_attention")}
+    top = {"embed": normal(config["vocab_size"], width), "norm": jnp.ones(width)}
+    return {**top, "layers": layers, "head": normal(width, config["vocab_size"])}
 
 
 def apply(config, params, tokens):
     """Return the logits of the next token at every position."""
     heads, shared = config["num_attention_heads"], config["num_key_value_heads"]
-    size = config["hidden_size"] // heads
+    size, eps = config["hidden_size"] // heads, config["rms_norm_eps"]
     theta = (config.get("rope_parameters") or config)["rope_theta"]  # new files, old files
-    frequencies = theta ** (-np.arange(0, size, 2, np.float32) / size)
-    angles = np.arange(tokens.shape[1], dtype=np.float32)[:, None] * frequencies
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-
-    def norm(scale, x):
-        mean = jnp.square(x).mean(-1, keepdims=True)
-        return x * jax.lax.rsqrt(mean + config["rms_norm_eps"]) * scale
-
-    def rotate(x):
-        a, b = jnp.split(x, 2, axis=-1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    angles = np.outer(np.arange(tokens.shape[1]), theta ** (-np.arange(0, size, 2) / size))
+    turn = np.complex64(np.exp(1j * angles))[:, None]
+    norm = lambda scale, x: x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * scale
 
     def layer(x, w):
-        qkv = (norm(w["norm_in"], x) @ w["qkv"]).reshape(*x.shape[:2], -1, size)
-        q, k, v = jnp.split(qkv, (heads, heads + shared), axis=2)
-        attended = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-        x += attended.reshape(x.shape) @ w["out"]
-        h = norm(w["norm_mid"], x)
+        qkv = (norm(w["input_layernorm"], x) @ w["qkv"]).reshape(*x.shape[:2], -1, size)
+        qk, v = jnp.split(qkv, [heads + shared], axis=2)
+        qk = jax.lax.complex(*jnp.split(qk, 2, axis=-1)) * turn
+        q, k = jnp.split(jnp.concatenate([qk.real, qk.imag], axis=-1), [heads], axis=2)
+        x += jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ w["out"]
+        h = norm(w["post_attention_layernorm"], x)
         return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], None
 
     x, _ = jax.lax.scan(layer, params["embed"][tokens], params["layers"])
@@ -101,33 +92,27 @@ def merge(params, factors):
 
 def loss_fn(config, factors, batch, _key, base):
     """Return the mean cross-entropy of the next token. The base is state that never changes."""
-    logits = apply(config, merge(base, factors), batch["tokens"])[:, :-1]
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
+    logits = apply(config, merge(base, factors), batch)[:, :-1]
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
     return sf.mean(nll), {}, base
 
 
 def main(folder=None, steps=STEPS):
     """Load, train the factors, merge, export."""
+    config = CONFIG if folder is None else json.loads(Path(folder, "config.json").read_text())
+    names, start = name_map(config), partial(init, config)
     if folder is None:
-        folder = Path("runs/llama/base")
-        sf.export_params(folder, init(CONFIG, jax.random.key(0)), names=name_map(CONFIG))
-        (folder / "config.json").write_text(json.dumps(CONFIG))
-    config = json.loads(Path(folder, "config.json").read_text())
-    like, names = jax.eval_shape(partial(init, config), jax.random.key(0)), name_map(config)
-    base = sf.load_params(folder, like, names=names, cast=True)
+        sf.export_params(folder := "runs/llama/base", start(jax.random.key(0)), names=names)
+    base = sf.load_params(folder, jax.eval_shape(start, jax.random.key(0)), names=names, cast=True)
 
-    text = np.frombuffer("".join(topics.topics.values()).encode(), np.uint8)  # bytes as tokens
-    rows = np.int32(text[: len(text) // LENGTH * LENGTH].reshape(-1, LENGTH))
+    text = "".join(topics.topics.values()).encode()[: 4096 * LENGTH]  # bytes as tokens
+    rows = np.frombuffer(text, np.uint8).astype(np.int32).reshape(-1, LENGTH)
     tx, variables = optax.adam(1e-2), (init_factors(base, jax.random.key(1)), base)
-    state = sf.init_state(variables, tx, jax.random.key(2), stateful=True)
     step = sf.make_train_step(partial(loss_fn, config), tx, stateful=True)
-    step = jax.jit(step, donate_argnums=0)
-    for i, batch in zip(range(steps), sf.batches({"tokens": rows}, BATCH, seed=0), strict=False):
-        state, metrics = step(state, batch)
-        if i % 10 == 0 or i == steps - 1:
-            print(f"step {i:3}  loss {float(metrics['loss'].compute()):.3f}")
-
-    sf.export_params("runs/llama/tuned", merge(base, state.params), names=names)
+    state = sf.init_state(variables, tx, jax.random.key(2), stateful=True)
+    result = sf.fit(step, state, sf.batches(rows, BATCH, seed=0), steps=steps, log_every=10)
+    print("loss", *(f"{loss:.3f}" for loss in result.history["train/loss"]))
+    sf.export_params("runs/llama/tuned", merge(base, result.state.params), names=names)
     Path("runs/llama/tuned/config.json").write_text(json.dumps(config))
     print("LlamaForCausalLM.from_pretrained('runs/llama/tuned') loads it")
 

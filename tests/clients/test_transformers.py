@@ -97,10 +97,8 @@ def difference(one, other):
     return np.abs(np.asarray(one) - other).max()
 
 
-def test_logits_are_those_of_transformers(hub, record_property):
-    largest = difference(jax.jit(hub.apply)(hub.load(), TOKENS), hub.logits)
-    record_property("largest difference", largest)
-    assert largest < CLOSE
+def test_logits_are_those_of_transformers(hub):
+    assert difference(jax.jit(hub.apply)(hub.load(), TOKENS), hub.logits) < CLOSE
 
 
 def test_an_export_has_the_bytes_of_transformers(hub, tmp_path):
@@ -124,7 +122,7 @@ def train(loss_fn, variables, tx, *, stateful):
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_fine_tuned_model_goes_back(hub, kind, tmp_path, record_property):
+def test_a_fine_tuned_model_goes_back(hub, kind, tmp_path):
     base, lora = hub.load(), example("llama")
 
     def loss_fn(params, batch, _key):
@@ -141,9 +139,7 @@ def test_a_fine_tuned_model_goes_back(hub, kind, tmp_path, record_property):
         tuned = lora.merge(base, train(adapted, variables, optax.adam(2e-2), stateful=True))
     mine = np.asarray(jax.jit(hub.apply)(tuned, TOKENS))
     assert difference(mine, hub.logits) > 0.1
-    largest = difference(mine, hub.logits_there(tmp_path, tuned, hub.names))
-    record_property("largest difference", largest)
-    assert largest < CLOSE
+    assert difference(mine, hub.logits_there(tmp_path, tuned, hub.names)) < CLOSE
 
 
 def test_transformers_takes_the_names_of_the_files_on_the_hub(tmp_path):
