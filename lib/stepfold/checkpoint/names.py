@@ -271,8 +271,8 @@ def _arrays_of_rule(
     ratio = rule.sizes or (1,) * len(names)
     unit, rest = divmod(sum(sizes), sum(ratio))
     if rest:
-        expected = f"a size along axis {axis} of {names[0]} that divides by {sum(ratio)}"
-        refuse(first, expected, f"{sum(sizes)}", "give the sizes of the rule")
+        expected = f"a size that divides by {sum(ratio)} along axis {axis} of {names[0]}"
+        refuse(first, expected, f"{sum(sizes)}", "correct the sizes in the NameMap")
     for index in np.ndindex(*counts):
         for name, (start, stop) in zip(names, _spans(unit * part for part in ratio), strict=True):
             parts = []
@@ -293,18 +293,21 @@ def _arrays_of_rule(
 def _shape_in_file(
     rule: NameRule, path: str, leaf: Leaf, stacked: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the shape of one array for a leaf, as if no other was joined with it."""
+    """Return the shape of an array in a file, as if no other leaf or array was joined with it."""
     inner = [size for i, size in enumerate(leaf.shape) if i not in stacked]
-    order = range(len(inner)) if rule.transpose is None else rule.transpose
-    is_joined = len(_texts(rule.ours)) != len(_texts(rule.theirs))
-    fits_axis = -len(inner) <= rule.axis < len(inner) or not is_joined
-    has_stack = len(inner) + len(stacked) == len(leaf.shape) and rule.stack <= len(inner)
-    if not has_stack or len(order) != len(inner) or not fits_axis:
-        parts = [f"{len(stacked)} stacked" if stacked else "", f"transpose={rule.transpose}"]
-        parts += [f"axis={rule.axis}" if is_joined else ""]
-        expected = f"dimensions for {rule.theirs} with {', '.join(filter(None, parts))}"
+    order = list(range(len(inner)) if rule.transpose is None else rule.transpose)
+    needs = []
+    if stacked:
+        needs.append(f"{len(stacked)} stacked" + f" at {rule.stack}" * bool(rule.stack))
+    if rule.transpose is not None:
+        needs.append(f"transpose={rule.transpose}")
+    if is_joined := len(_texts(rule.ours)) != len(_texts(rule.theirs)):
+        needs.append(f"axis={rule.axis}")
+    fits = len(leaf.shape) >= rule.stack + len(stacked) and len(order) == len(inner)
+    if not fits or (is_joined and not -len(inner) <= rule.axis < len(inner)):
+        expected = f"dimensions for {_texts(rule.theirs)[0]} with {', '.join(needs)}"
         refuse(path, expected, f"{leaf}", "correct the rule in the NameMap")
-    return tuple(inner[list(order).index(i)] for i in range(len(inner)))
+    return tuple(inner[order.index(i)] for i in range(len(inner)))
 
 
 def _spans(sizes: Iterable[int]) -> Iterable[tuple[int, int]]:
