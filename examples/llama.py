@@ -104,7 +104,6 @@ def main(folder=None, steps=STEPS):
     if folder is None:
         sf.export_params(folder := "runs/llama/base", start(jax.random.key(0)), names=names)
     base = sf.load_params(folder, jax.eval_shape(start, jax.random.key(0)), names=names, cast=True)
-
     text = "".join(topics.topics.values()).encode()[: 4096 * LENGTH]  # bytes as tokens
     rows = np.frombuffer(text, np.uint8).astype(np.int32).reshape(-1, LENGTH)
     tx, variables = optax.adam(1e-2), (init_factors(base, jax.random.key(1)), base)

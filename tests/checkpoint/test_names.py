@@ -141,7 +141,7 @@ SPECS += [PartitionSpec(None, None, "dp"), PartitionSpec(None, "fsdp", "dp")]
 def test_a_sharded_leaf_is_read_in_its_parts_and_written_whole(
     tmp_path, mesh, monkeypatch, name, spec
 ):
-    rules, params, theirs = CASES[name]
+    rules, params, _ = CASES[name]
     params = jax.tree.map(lambda leaf: np.repeat(leaf, 2, axis=0), params)  # 6 layers
     stacked = name != "stacked twice"
     sf.export_params(tmp_path, params, names=sf.NameMap(rules))
@@ -274,7 +274,7 @@ def test_every_difference_is_listed_with_its_leaf_and_its_name(tmp_path):
     save_file(arrays | {"h.3.b": W[0, 0], "other": W}, file)
     with pytest.raises(sf.TreeMismatchError) as raised:
         sf.load_params(file, {"up": W, "b": W[:, 0]}, names=names)
-    first, header, rule, *rows = str(raised.value).splitlines()
+    first, _, _, *rows = str(raised.value).splitlines()
     assert first == (
         f"{file}: expected the tree that was saved, got one that differs at 6 paths; correct the "
         "rules of the NameMap, ignore names, or convert dtypes by cast=True"
@@ -343,6 +343,14 @@ def test_wrong_rules_are_refused_when_they_are_built(name):
     rules, words = RULES[name]
     with pytest.raises(sf.ConfigError, match=words):
         sf.NameMap(rules)
+
+
+@pytest.mark.parametrize("name", Rule._fields)
+def test_any_wrong_value_of_a_rule_is_refused(name):
+    for wrong in (-5, 0.5, b"a", {}, {1}, [1, 0], [None], ([],), (None,), (0.5,), object(), len):
+        if (name, wrong) not in {("axis", -5)}:
+            with pytest.raises(sf.ConfigError, match=r"rules\[0\]"):
+                sf.NameMap([Rule("a", ("b", "c"), axis=1)._replace(**{name: wrong})])
 
 
 def test_wrong_options_are_refused_when_they_are_built():

@@ -114,7 +114,7 @@ def test_an_export_has_the_bytes_of_transformers(hub, tmp_path):
 def train(loss_fn, variables, tx, *, stateful):
     step = jax.jit(sf.make_train_step(loss_fn, tx, stateful=stateful), donate_argnums=0)
     state, losses = sf.init_state(variables, tx, jax.random.key(1), stateful=stateful), []
-    for batch in itertools.islice(sf.batches({"tokens": TOKENS}, 16, seed=0), STEPS):
+    for batch in itertools.islice(sf.batches(TOKENS, 16, seed=0), STEPS):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"].compute()))
     assert losses[-1] < losses[0] - 0.2
@@ -126,7 +126,7 @@ def test_a_fine_tuned_model_goes_back(hub, kind, tmp_path):
     base, lora = hub.load(), example("llama")
 
     def loss_fn(params, batch, _key):
-        logits, targets = hub.apply(params, batch["tokens"])[:, :-1], batch["tokens"][:, 1:]
+        logits, targets = hub.apply(params, batch)[:, :-1], batch[:, 1:]
         return sf.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 
     def adapted(factors, batch, key, base):
