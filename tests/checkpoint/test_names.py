@@ -347,10 +347,9 @@ def test_wrong_rules_are_refused_when_they_are_built(name):
 
 @pytest.mark.parametrize("name", Rule._fields)
 def test_any_wrong_value_of_a_rule_is_refused(name):
-    for wrong in (-5, 0.5, b"a", {}, {1}, [1, 0], [None], ([],), (None,), (0.5,), object(), len):
-        if (name, wrong) not in {("axis", -5)}:
-            with pytest.raises(sf.ConfigError, match=r"rules\[0\]"):
-                sf.NameMap([Rule("a", ("b", "c"), axis=1)._replace(**{name: wrong})])
+    for wrong in (0.5, b"a", {}, {1}, [1, 0], [None], ([],), (None,), (0.5,), object(), len):
+        with pytest.raises(sf.ConfigError, match=r"rules\[0\]"):
+            sf.NameMap([Rule("a", ("b", "c"), axis=1)._replace(**{name: wrong})])
 
 
 def test_wrong_options_are_refused_when_they_are_built():
