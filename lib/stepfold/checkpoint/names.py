@@ -210,23 +210,22 @@ def _read_rule(argument: str, value: Any) -> NameRule:
         if not is_same or not own <= names[theirs[0]]:
             expected = f"the placeholders of {theirs[0]!r}, the same in all paths and in all names"
             refuse(argument, expected, repr(text), "correct what is between { and }")
-    order, sizes = rule.transpose, rule.sizes
-    if order is not None and not (
-        isinstance(order, tuple) and {*map(as_integer, order)} == {*range(len(order))}
-    ):
-        refuse(f"{argument}: transpose", "every axis once, such as (1, 0)", repr(order))
-    if sizes is not None and not (
-        isinstance(sizes, tuple)
-        and len(sizes) == len(theirs)
-        and min((as_integer(size) or 0) for size in sizes) > 0
-    ):
-        refuse(f"{argument}: sizes", f"a size for each of {len(theirs)} names", repr(sizes))
+    order, sizes = (
+        [as_integer(each) for each in numbers] if isinstance(numbers, tuple) else [None]
+        for numbers in (
+            () if rule.transpose is None else rule.transpose,
+            (1,) * len(theirs) if rule.sizes is None else rule.sizes,
+        )
+    )
+    if {*order} != {*range(len(order))}:
+        got = repr(rule.transpose)
+        refuse(f"{argument}: transpose", "every axis once, such as (1, 0)", got)
+    if len(sizes) != len(theirs) or min(size or 0 for size in sizes) < 1:
+        refuse(f"{argument}: sizes", f"a size for each of {len(theirs)} names", repr(rule.sizes))
+    if as_integer(rule.axis) is None or (rule.axis and len(ours) == len(theirs)):
+        expected = "an integer, and 0 unless arrays are joined"
+        refuse(f"{argument}: axis", expected, repr(rule.axis))
     read_integer(f"{argument}: stack", rule.stack, 0)
-    if as_integer(rule.axis) is None:
-        refuse(f"{argument}: axis", "an integer", repr(rule.axis))
-    if rule.axis and len(ours) == len(theirs):
-        got, advice = f"{rule.axis} for one path and one name", "leave it out"
-        refuse(f"{argument}: axis", "an axis along which arrays are joined", got, advice)
     return rule
 
 

@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
 
 from stepfold import tree
 from stepfold.checkpoint.leaves import (
@@ -184,11 +185,11 @@ def load_params(
     arrays = _map_arrays(path)
     _check_match(f"{path}", like, names, named, arrays, cast)
     tied = names.tied.items() if isinstance(names, NameMap) else ()
-    sources: dict[str, list[_Source]] = {where: [] for where in leaves}
+    sources: dict[str, list[tuple[Part, str, list[str]]]] = {where: [] for where in leaves}
     for name, array in named.items():
         copies = [copy for copy, original in tied if original == name and copy in arrays]
         for part in array.parts:
-            sources[part.path].append(_Source(part, name, copies))
+            sources[part.path].append((part, name, copies))
     loaded = []
     for where, leaf in leaves.items():
         regions = regions_of(where, leaf_of(leaf), leaf)
@@ -327,11 +328,22 @@ def _on_host(value: Any, part: Region) -> np.ndarray[Any, Any]:
     if part != region((), value.shape):
         sizes = [stop - start for start, stop in part]
         starts = [start for start, _ in part]  # dynamic: one program for all layers
-        value = jax.lax.dynamic_slice(value, starts, sizes)
+        value = jax.lax.dynamic_slice(_with_auto_axes(value), starts, sizes)
     if not value.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(value, tiled=True))
     # np.asarray caches the host copy in the jax.Array; the cache of a temporary copy is freed here.
     return np.asarray(jnp.copy(value))
+
+
+def _with_auto_axes(array: jax.Array) -> jax.Array:
+    """Return the same buffers on a mesh whose axes jax lets us slice along."""
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or not sharding.mesh.explicit_axes:
+        return array
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    buffers = [shard.data for shard in array.addressable_shards]
+    auto = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return jax.make_array_from_single_device_arrays(array.shape, auto, buffers)
 
 
 def _replace_files(
@@ -441,21 +453,13 @@ def _check_match(
     match(saved, like, where=where, advice=advice, rename=rename, cast=cast)
 
 
-class _Source(NamedTuple):
-    """Where to read a part of a leaf, and the names of copies of its array."""
-
-    part: Part
-    name: str
-    copies: Sequence[str]
-
-
 def _read(
     wanted: Region,
     like: Any,
-    sources: Iterable[_Source],
+    sources: Iterable[tuple[Part, str, list[str]]],
     arrays: Mapping[str, np.ndarray[Any, Any]],
 ) -> np.ndarray[Any, Any]:
-    """Read a region of a leaf. The files may change later, so it is a copy."""
+    """Copy a region of a leaf from arrays, each of which has tied copies."""
     values = np.empty([stop - start for start, stop in wanted], leaf_of(like).dtype)
     for part, name, copies in sources:
         ends = zip(wanted, part.ours, strict=True)
