@@ -108,6 +108,7 @@ VALID = {
         "tx": TX, "initial": 2.0, "factor": 2.0, "period": 3, "minimum": 1.0, "maximum": 8.0,
     },
     "ema_params": lambda: {"tx": TX, "decay": 0.5, "debias": False},
+    "NameMap": lambda: {"rules": [("a", "b")], "ignore": ["c"], "tied": {"d": "b"}},
     "evaluate": lambda: {"eval_step": EVAL, "state": state(), "batches": batches()},
     "every": lambda: {"n": 2, "hook": lambda event: None},
     "export_params": lambda: {

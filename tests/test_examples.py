@@ -28,6 +28,8 @@ DEFAULT = {
     "two_processes",
 }
 SHORT = {
+    "gpt2": {"steps": 5},
+    "llama": {"steps": 5},
     "mup": {"widths": (64,)},
     "per_example_gradients": {"epochs": 3},
     "replay_buffer": {"steps": 100},

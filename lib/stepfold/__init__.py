@@ -1,6 +1,7 @@
 """stepfold: a training run is a fold of a step over batches."""
 
 from stepfold.checkpoint.average import average
+from stepfold.checkpoint.names import NameMap, NameRule
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.safetensors import export_params, load_params
 from stepfold.checkpoint.series import Checkpoints, Series, Temporary, save
@@ -83,6 +84,8 @@ __all__ = [
     "FitResult",
     "GoBack",
     "LossError",
+    "NameMap",
+    "NameRule",
     "OutOfMemoryError",
     "PeerTimeoutError",
     "Precision",

@@ -1,3 +1,5 @@
+import dataclasses
+
 import equinox as eqx
 import flax.linen as linen
 import jax
@@ -135,6 +137,36 @@ def test_weights_are_loaded_into_a_state_of_flax(tmp_path):
         new, *_ = load_weights(path, flax_state, FOLDER)
         assert digits.bits(new.params) == digits.bits(params)
         assert type(new) is TrainState
+
+
+def test_weights_are_loaded_into_a_dataclass(tmp_path):
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class State:
+        step: int
+        params: dict
+
+    params = digits.init(jax.random.key(0))
+    sf.export_params(tmp_path / "w.safetensors", params)
+    state = State(3, jax.tree.map(jnp.zeros_like, params))
+    new, loaded, _ = load_weights(tmp_path / "w.safetensors", state, FOLDER)
+    assert digits.bits(new.params) == digits.bits(params)
+    assert (new.step, loaded) == (3, ["params/bias", "params/kernel"])
+
+
+def test_weights_are_loaded_with_names_and_dtypes_of_others(tmp_path):
+    params = digits.init(jax.random.key(0))
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    names = sf.NameMap([
+        sf.NameRule("kernel", "dense.weight", transpose=(1, 0)),
+        ("bias", "dense.bias"),
+    ])  # fmt: skip
+    sf.export_params(tmp_path / "w.safetensors", narrow, names=names)
+    state = begin(lambda key: jax.tree.map(jnp.zeros_like, params))
+    new, *_ = load_weights(tmp_path / "w.safetensors", state, FOLDER, names)
+    assert digits.bits(new.params) == digits.bits(
+        jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
+    )
 
 
 def test_a_checkpoint_is_found_by_its_run_its_folder_or_itself(tmp_path):

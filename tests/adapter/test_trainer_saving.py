@@ -47,6 +47,23 @@ def test_parameters_alone_are_written_for_torch(tmp_path):
     assert files[0] == files[1]
 
 
+def test_a_trainer_starts_from_and_writes_the_names_of_others(tmp_path):
+    names = sf.NameMap([
+        sf.NameRule("kernel", "dense.weight", transpose=(1, 0)),
+        ("bias", "dense.bias"),
+    ])  # fmt: skip
+    params = digits.init(jax.random.key(3))
+    sf.export_params(tmp_path / "hub", params, names=names)
+    trainer = digits.trainer(given={"names": names}, init_weights_from=tmp_path / "hub")
+    assert digits.bits(trainer.state.params) == digits.bits(params)
+    assert trainer.loaded == ["params/bias", "params/kernel"]
+    trainer.save_pretrained(tmp_path / "back", to_torch=True)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("hub", "back")]
+    assert files[0] == files[1]
+    with pytest.raises(sf.ConfigError, match="names: expected a NameMap, got dict"):
+        digits.trainer(given={"names": {"kernel": "weight"}})
+
+
 def test_arguments_without_json_leave_the_reason(tmp_path):
     trainer = digits.trainer(custom_scheduler=lambda step: 0.1, learning_rate=5e-5, max_steps=1)
     path = trainer.save_pretrained(tmp_path)

@@ -24,6 +24,7 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import stepfold as sf
+from stepfold.checkpoint import safetensors as safetensors_module
 from stepfold.core.processes import KeyValues
 
 CODES = {
@@ -281,9 +282,9 @@ def test_nothing_is_shared_with_the_file(tmp_path, mesh, spec):
 
 def test_a_sharded_array_is_read_in_its_parts(tmp_path, mesh, monkeypatch):
     sf.export_params(tmp_path, {"w": jnp.arange(128.0).reshape(16, 8)})
-    read, original = [], np.array
-    spy = lambda part, **options: (read.append(np.shape(part)), original(part, **options))[1]
-    monkeypatch.setattr("stepfold.checkpoint.safetensors.np.array", spy)
+    read, original = [], safetensors_module.converted
+    spy = lambda *arguments: (read.append(arguments[-1].shape), original(*arguments))[1]
+    monkeypatch.setattr(safetensors_module, "converted", spy)
     place = NamedSharding(mesh, PartitionSpec("dp", "fsdp"))
     sf.load_params(tmp_path, {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=place)})
     assert set(read) == {(8, 2)}
@@ -553,7 +554,7 @@ def test_any_error_of_an_export_is_raised_on_all_processes(tmp_path, monkeypatch
     monkeypatch.setattr(KeyValues, "gather", gather)
     monkeypatch.setattr("stepfold.checkpoint.safetensors._replace_files", fail)
     monkeypatch.setattr(type(jnp.ones(1)), "is_fully_addressable", False)
-    monkeypatch.setattr("stepfold.checkpoint.safetensors._on_host", np.asarray)
+    monkeypatch.setattr(safetensors_module, "_on_host", lambda value, _: np.asarray(value))
     with pytest.raises(RuntimeError, match="of any kind"):
         sf.export_params(tmp_path, {"a": jnp.ones(1)})
     assert "of any kind" in gathered[0]
@@ -727,7 +728,7 @@ def test_without_the_package_it_is_said_how_to_install_it(tmp_path, monkeypatch)
         (np.ones(3), None, "expected a name for the array at '', got '', which safetensors does"),
         ({"__metadata__": 1}, None, "expected a name for the array at '__metadata__', got"),
         ({"a": 1}, {}.get, "expected a name for the array at 'a', got None"),
-        ({"a": 1}, {"a": "b"}, "names: expected a function of a path, got dict {'a': 'b'}"),
+        ({"a": 1}, {"a": "b"}, "names: expected a function of a path, or a NameMap, got dict"),
         ({"a": None}, None, "params: expected arrays, got none: dict {'a': None}"),
     ],
 )

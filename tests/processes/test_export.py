@@ -47,6 +47,55 @@ def test_two_processes_export_as_one(processes, tmp_path):
     assert processes.run(exports_and_loads, str(tmp_path)) == ["['b']\n", ""]
 
 
+def names_of_others(start, folder):
+    import jax
+    import numpy as np
+    import safetensors.numpy
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import stepfold as sf
+    from stepfold.checkpoint import safetensors as module
+
+    start()
+    mesh = sf.make_mesh()
+    names = sf.NameMap([
+        sf.NameRule(("query", "key"), "h.{layer}.attn", axis=1),
+        sf.NameRule("up", "h.{layer}.up", transpose=(1, 0)),
+    ])  # fmt: skip
+    specs = {"query": PartitionSpec(None, "fsdp"), "up": PartitionSpec(None, None, "fsdp")}
+    specs["key"] = PartitionSpec("fsdp")  # over the layers
+    places = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    whole = {
+        name: np.arange(4 * 8 * size, dtype=np.float32).reshape(4, 8, size)
+        for name, size in (("query", 6), ("key", 2), ("up", 16))
+    }
+    params = {
+        name: jax.make_array_from_callback(array.shape, places[name], lambda i, a=array: a[i])
+        for name, array in whole.items()
+    }
+    sf.export_params(folder, params, names=names)
+    read, original = [], module.converted
+    module.converted = lambda *rest: (read.append(rest[-1].nbytes), original(*rest))[1]
+    back = sf.load_params(folder, params, names=names)
+    for name, array in whole.items():
+        assert back[name].sharding == places[name]
+        for shard in back[name].addressable_shards:
+            assert np.asarray(shard.data).tobytes() == array[shard.index].tobytes()
+    jax.experimental.multihost_utils.sync_global_devices("read")
+    print(sum(read), sum(array.nbytes for array in whole.values()))
+    if jax.process_index() == 0:
+        arrays = safetensors.numpy.load_file(f"{folder}/model.safetensors")
+        assert len(arrays) == 8
+        joined = np.concatenate([whole["query"], whole["key"]], -1)
+        for i in range(4):
+            assert np.array_equal(arrays[f"h.{i}.attn"], joined[i])
+            assert np.array_equal(arrays[f"h.{i}.up"], whole["up"][i].T)
+
+
+def test_each_process_reads_its_part_under_the_names_of_others(processes, tmp_path):
+    assert processes.run(names_of_others, str(tmp_path)) == ["1536 3072\n"] * 2
+
+
 def cannot_write(start, folder):
     import jax
 

@@ -13,6 +13,7 @@ from stepfold.adapter.hooks import CompilationTracker, Watcher
 from stepfold.adapter.loading import TrainingLoader
 from stepfold.adapter.sizes import Plan
 from stepfold.adapter.steps import Step, as_eval_step, as_train_step
+from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.series import Checkpoints
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import Hook
@@ -55,6 +56,7 @@ class Parts:
     loss_fn: Callable[..., Any] | None = None
     eval_loss_fn: Callable[..., Any] | None = None
     stateful: bool = False
+    names: NameMap | None = None
     given_tx: optax.GradientTransformation | None = None
     given_scheduler: optax.Schedule | None = None
     evaluations: Sequence[Evaluation] = ()

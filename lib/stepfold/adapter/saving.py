@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.parts import Parts
+from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.safetensors import export_params
 from stepfold.checkpoint.series import save
 from stepfold.checkpoint.steps import absolute_path, read_directory
@@ -61,7 +62,7 @@ def save_for_torch(
     directory: str | Path,
     params: Any,
     *,
-    names: Callable[[str], str] | Mapping[str, str] | None = None,
+    names: NameMap | Callable[[str], str] | Mapping[str, str] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write parameters as safetensors, with the names and the layout of torch.
@@ -69,8 +70,12 @@ def save_for_torch(
     By default `layers/0/kernel` becomes `layers.0.weight`, as do `scale` and `embedding`; `names`
     overrides some or, as a function of the path, all names. Dense kernels are transposed, and
     kernels of 2D and 3D convolutions change from (…, in, out) to (out, in, …). A kernel of three
-    axes is unchanged, because it may be that of attention or of a convolution.
+    axes is unchanged, because it may be that of attention or of a convolution. A `NameMap` decides
+    names and layouts alone.
     """
+    if isinstance(names, NameMap):
+        export_params(directory, params, names=names, metadata=metadata)
+        return
     if not callable(names):
         names = _torch_names(params, {} if names is None else names)
     layout = jax.tree_util.tree_map_with_path(_torch_layout, params)

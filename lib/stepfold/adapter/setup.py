@@ -36,6 +36,7 @@ from stepfold.adapter.parts import Parts
 from stepfold.adapter.sizes import plan
 from stepfold.adapter.steps import Step, weight_by_rows
 from stepfold.adapter.validation import check_functions
+from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.safetensors import load_params
 from stepfold.checkpoint.series import Checkpoints
@@ -44,7 +45,7 @@ from stepfold.checkpoint.store import open_store
 from stepfold.core.state import TrainState, init_state
 from stepfold.core.step import make_eval_step, make_train_step, observe
 from stepfold.core.transfers import allow_transfers
-from stepfold.core.validation import check_flags
+from stepfold.core.validation import check_flags, read_instance
 from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError, refuse
 from stepfold.sharding.place import place
 
@@ -53,6 +54,8 @@ def make_parts(arguments: TrainingArguments, *, devices: Any, rules: Any, **give
     """Check what a trainer is given; make processes, mesh, sizes, dtypes and trackers."""
     functions = "loss_fn", "eval_loss_fn", "data_collator", "given_scheduler"
     check_functions(**{name.removeprefix("given_"): given[name] for name in functions})
+    if given.get("names") is not None:
+        read_instance("names", given["names"], NameMap, "a NameMap")
     check_flags(finetune=given["finetune"], stateful=given["stateful"])
     if not given["finetune"]:
         given["initial"] = None
@@ -255,19 +258,20 @@ def copy_to(state: Any, shardings: Any) -> Any:
 
 
 def load_weights(
-    path: str | Path, state: Any, folder: str
+    path: str | Path, state: Any, folder: str, names: NameMap | None = None
 ) -> tuple[Any, list[str], dict[str, str]]:
     """Load all parameters from safetensors, or those that fit from a checkpoint.
 
-    `folder` is that of the checkpoints in a run. Returns the state, the paths of the loaded
-    parameters, and by path why others were not.
+    `folder` is that of the checkpoints in a run, and `names` maps those of safetensors. Returns the
+    state, the paths of the loaded parameters, and by path why others were not.
     """
     directory = None if is_url(path) else absolute_path("init_weights_from", path)
     if directory and (directory.suffix == ".safetensors" or [*directory.glob("*.safetensors*")]):
-        params = load_params(directory, state.params)
-        names = [name for name, _ in tree.named_leaves(params, "params")]
-        replace = state._replace if hasattr(state, "_replace") else state.replace  # as of flax
-        return replace(params=params), names, {}
+        params = load_params(directory, state.params, names=names, cast=names is not None)
+        loaded = [name for name, _ in tree.named_leaves(params, "params")]
+        method = getattr(state, "_replace", None) or getattr(state, "replace", None)  # as of flax
+        change = method or functools.partial(replace, state)
+        return change(params=params), loaded, {}
     restored = restore_path(path, folder, state, parts=("params",), partial=True)
     reasons = {n: why for n, why in restored.not_loaded.items() if n.split("/")[0] == "params"}
     return restored.state, list(restored.loaded), reasons

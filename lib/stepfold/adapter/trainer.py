@@ -32,6 +32,7 @@ from stepfold.adapter.outputs import (
 from stepfold.adapter.parts import Part
 from stepfold.adapter.sizes import Plan
 from stepfold.adapter.validation import check_list
+from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import is_available
 from stepfold.core.validation import read_instance, refuse_unknown
@@ -123,6 +124,7 @@ class Trainer:
         tx: optax.GradientTransformation | None = None,
         scheduler: Callable[..., Any] | None = None,
         rules: Any = None,
+        names: NameMap | None = None,
         devices: Sequence[jax.Device] | None = None,
         evaluations: Sequence[Evaluation] = (),
         hooks: Sequence[Hook] = (),
@@ -147,6 +149,8 @@ class Trainer:
           tx: an optimizer, instead of that of the arguments.
           scheduler: a schedule, instead of that of the arguments; with `tx`, it is only logged.
           rules: sharding rules of the state, as for `make_sharding`.
+          names: the names of the parameters in safetensors, which `init_weights_from` reads, with
+            a cast to the dtypes of the state, and `save_pretrained` writes for torch.
           devices: the devices of the mesh; all by default.
           evaluations: further evaluations, such as one that generates text.
           hooks: hooks, as for `fit`.
@@ -158,8 +162,8 @@ class Trainer:
         Raises:
           ConfigError: if an argument is not as described.
         """
-        names = [*inspect.signature(Trainer.__init__).parameters][1:-1]
-        refuse_unknown(type(self).__name__, deprecated_kwargs, names)
+        known = [*inspect.signature(Trainer.__init__).parameters][1:-1]
+        refuse_unknown(type(self).__name__, deprecated_kwargs, known)
         expected = "TrainingArguments"
         arguments = read_instance("arguments", arguments, TrainingArguments, expected)
         self.arguments = arguments
@@ -167,6 +171,7 @@ class Trainer:
             arguments,
             devices=devices,
             rules=rules,
+            names=names,
             model=model,
             initial=model_state,
             config=config,
@@ -207,7 +212,9 @@ class Trainer:
         self._parts, state = setup.with_model(arguments, self._parts, model)
         if (path := arguments.init_weights_from) is not None:
             folder = arguments.checkpoints_dir
-            state, self.loaded, self.not_loaded = setup.load_weights(path, state, folder)
+            state, self.loaded, self.not_loaded = setup.load_weights(
+                path, state, folder, self._parts.names
+            )
         self.set_state(state)
         functions = self.configure_functions()
         self._parts, self._state = setup.with_functions(arguments, self._parts, state, functions)
@@ -573,9 +580,10 @@ class Trainer:
 
         Both `save_pretrained(path, state)` and `(state, save_directory=path)` work. Without a
         state it is the trainer's. `to_torch` writes the parameters alone, as safetensors that torch
-        loads; `easystate_to_huggingface_model_kwargs` may have `names`, which are those in torch by
-        path, and `torch_save_pretrained_kwargs` the `metadata` of the file. `gather_fns` must be
-        None. Returns the folder of the checkpoint, or that of the safetensors.
+        loads, with the `names` of the trainer. `easystate_to_huggingface_model_kwargs` may have
+        other `names`, also as names in torch by path, and `torch_save_pretrained_kwargs` the
+        `metadata` of the file. `gather_fns` must be None. Returns the folder of the checkpoint, or
+        that of the safetensors.
         """
         path, state = saving.path_and_state(state, save_directory, ckpt_path)
         state = self.state if state is None else state
@@ -583,7 +591,7 @@ class Trainer:
             expected = "None, since arrays are saved from where they are"
             refuse("gather_fns", expected, tree.describe_value(gather_fns), "leave it out")
         if to_torch:
-            names = easystate_to_huggingface_model_kwargs or {}
+            names = {"names": self._parts.names, **(easystate_to_huggingface_model_kwargs or {})}
             metadata = torch_save_pretrained_kwargs or {}
             refuse_unknown("save_pretrained", names, ["names"])
             refuse_unknown("save_pretrained", metadata, ["metadata"])

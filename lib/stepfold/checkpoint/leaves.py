@@ -195,7 +195,7 @@ def make_leaf(name: str, saved: Leaf, like: Any, parts: Mapping[Region, np.ndarr
         )
         data = make_leaf(name, saved._replace(key=None), like_data, parts)
         return jax.random.wrap_key_data(data, impl=saved.key)
-    parts = {part: _converted(name, saved, like, array) for part, array in parts.items()}
+    parts = {part: converted(name, saved, like, array) for part, array in parts.items()}
     sharding = _sharding_of(like)
     if sharding is not None:
         return _shard(saved.shape, sharding, parts)
@@ -208,17 +208,8 @@ def make_leaf(name: str, saved: Leaf, like: Any, parts: Mapping[Region, np.ndarr
     return jnp.asarray(array.item()) if weak else jax.device_put(array)
 
 
-def _sharding_of(like: Any) -> Sharding | None:
-    # Keep uncommitted arrays uncommitted: otherwise a step would recompile.
-    return getattr(like, "sharding", None) if getattr(like, "committed", True) else None
-
-
-def _by_device(shape: tuple[int, ...], sharding: Sharding) -> dict[Any, Region]:
-    index = sharding.addressable_devices_indices_map(shape)
-    return {device: region(slices or (), shape) for device, slices in index.items()}
-
-
-def _converted(name: str, saved: Leaf, like: Any, array: np.ndarray) -> np.ndarray:
+def converted(name: str, saved: Leaf, like: Any, array: np.ndarray) -> np.ndarray:
+    """Convert an array to the dtype of `like`; refuse integers that it does not hold."""
     wanted = leaf_of(like)
     dtype = jnp.dtype(wanted.dtype)
     on_device = isinstance(like, jax.Array | jax.ShapeDtypeStruct)
@@ -234,6 +225,16 @@ def _converted(name: str, saved: Leaf, like: Any, array: np.ndarray) -> np.ndarr
             "was saved"
         )
     return converted
+
+
+def _sharding_of(like: Any) -> Sharding | None:
+    # Keep uncommitted arrays uncommitted: otherwise a step would recompile.
+    return getattr(like, "sharding", None) if getattr(like, "committed", True) else None
+
+
+def _by_device(shape: tuple[int, ...], sharding: Sharding) -> dict[Any, Region]:
+    index = sharding.addressable_devices_indices_map(shape)
+    return {device: region(slices or (), shape) for device, slices in index.items()}
 
 
 def _shard(

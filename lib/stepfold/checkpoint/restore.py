@@ -339,7 +339,8 @@ def match(
             differences.append((name, have, want))
             not_loaded[name] = f"saved {have or 'nothing'}, wanted {want or 'nothing'}"
     if differences and not partial:
-        raise TreeMismatchError(f"{where}: {_describe(differences, like, advice)}")
+        specific = _specific_advice(differences, may_rename=not callable(rename))
+        raise TreeMismatchError(f"{where}: {_describe(differences, like, specific or advice)}")
     if not sources and (wanted or old_names):
         advice = f"saved are {_some(saved)}, wanted {_some(wanted)}, parts {parts}"
         refuse(where, "paths to load", "none that fits", advice, kind=TreeMismatchError)
@@ -416,12 +417,12 @@ def _describe(differences: _Differences, like: Any, advice: str) -> str:
     ]
     return (
         f"expected the tree that was saved, got one that differs at {len(rows)} path"
-        f"{'s' if len(rows) > 1 else ''}{_specific_advice(differences) or advice}\n"
+        f"{'s' if len(rows) > 1 else ''}{advice}\n"
         f"{table(('path', 'saved', 'wanted'), rows)}"
     )
 
 
-def _specific_advice(differences: _Differences) -> str | None:
+def _specific_advice(differences: _Differences, *, may_rename: bool) -> str | None:
     """Return advice if all differences have one likely cause."""
     if all(name.startswith("opt_state") for name, _, _ in differences):
         return (
@@ -433,7 +434,7 @@ def _specific_advice(differences: _Differences) -> str | None:
     old = {have: name for name, have, want in differences if have and not want}
     new = {want: name for name, have, want in differences if want and not have}
     # Every leaf has another description, so that each has one counterpart.
-    if old.keys() == new.keys() and len(old) + len(new) == len(differences):
+    if may_rename and old.keys() == new.keys() and len(old) + len(new) == len(differences):
         rename = {name: new[leaf] for leaf, name in old.items()}
         return f"; if they were renamed, give rename={rename}"
     return None

@@ -18,21 +18,33 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
 
 from stepfold import tree
-from stepfold.checkpoint.leaves import as_slices, leaf_of, make_leaf, regions_of
+from stepfold.checkpoint.leaves import (
+    Region,
+    as_slices,
+    bytes_of,
+    converted,
+    leaf_of,
+    make_leaf,
+    region,
+    regions_of,
+)
+from stepfold.checkpoint.names import NamedArray, NameMap, Part, whole_array
 from stepfold.checkpoint.restore import match
 from stepfold.checkpoint.steps import absolute_path, check_regular, sync
 from stepfold.core.processes import agreement
 from stepfold.core.validation import read_function, read_integer
-from stepfold.errors import CheckpointError, ConfigError, refuse
+from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError, refuse
 
 _SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
 _CODES = {
@@ -48,7 +60,7 @@ def export_params(
     path: str | os.PathLike[str],
     params: Any,
     *,
-    names: Callable[[str], str] | None = None,
+    names: Callable[[str], str] | NameMap | None = None,
     shard_size: int = 5_000_000_000,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
@@ -72,9 +84,9 @@ def export_params(
       path: a file ending in `.safetensors`, or a directory, which gets a `model.safetensors`.
       params: a tree of arrays, without PRNG keys and functions; filter an equinox module by
         `eqx.is_array` first.
-      names: maps the path of an array, such as `layers/0/kernel`, to its name in the file. By
-        default `/` becomes `.`, as in torch. It changes only names. Change values beforehand, such
-        as the kernel below, which torch expects transposed.
+      names: a function from the path of an array, such as `layers/0/kernel`, to its name in the
+        file, or a `NameMap`, which also transposes, stacks and joins arrays. By default `/` becomes
+        `.`, as in torch.
       shard_size: maximum bytes of arrays per file, and in memory; a larger array gets its own file.
       metadata: text for the header of each file. `format` defaults to "pt": transformers rejects
         files without a format that it knows, and loads this one into torch.
@@ -103,13 +115,14 @@ def export_params(
     for name, text in header.items():
         if not isinstance(name, str) or not isinstance(text, str):
             refuse("metadata", "text for text", f"{name!r}: {text!r}")
-    leaves = _named_leaves("export_params: params", params, names)
-    for leaf in leaves:
-        _check_exportable(leaf)
-    shards = _split(leaves, shard_size)
+    leaves = _leaves_of("export_params: params", params)
+    named = _named_arrays("export_params: params", leaves, names, with_copies=True)
+    for where, leaf in leaves.items():
+        _check_exportable(where, leaf)
+    shards = _split(named, shard_size)
     # Lazy. A `map` continues after an error, unlike a generator.
-    arrays = map(_on_host, [leaf.value for shard in shards for leaf in shard])
-    together = not all(getattr(leaf.value, "is_fully_addressable", True) for leaf in leaves)
+    arrays = map(partial(_assemble, leaves), itertools.chain(*shards))
+    together = not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves.values())
     with agreement(f"{target}: not exported") if together else nullcontext():
         try:
             if jax.process_index() == 0:
@@ -129,7 +142,7 @@ def load_params(
     path: str | os.PathLike[str],
     like: Any,
     *,
-    names: Callable[[str], str] | None = None,
+    names: Callable[[str], str] | NameMap | None = None,
     cast: bool = False,
 ) -> Any:
     """Load parameters from safetensors, directly into their sharding.
@@ -143,7 +156,7 @@ def load_params(
         `model.safetensors.index.json`. `model.safetensors` takes precedence, as in
         Hugging Face.
       like: a tree of arrays, also abstract ones as from `jax.eval_shape`.
-      names: maps the path of an array to its name in the file, as for `export_params`.
+      names: maps the paths of arrays to their names in the file, as for `export_params`.
       cast: convert between float dtypes, and from integers to integer dtypes that hold the values.
         Without it, a different dtype is an error.
 
@@ -165,26 +178,23 @@ def load_params(
     Array([0., 1., 2.], dtype=float32)
     """
     _import_safetensors()
-    leaves = _named_leaves("load_params: like", like, names)
-    for leaf in leaves:
-        _check_wanted(leaf)
+    leaves = _leaves_of("load_params: like", like)
+    named = _named_arrays("load_params: like", leaves, names)
+    for where, leaf in leaves.items():
+        _check_wanted(where, leaf)
     arrays = _map_arrays(path)
-    saved = {name: leaf_of(array) for name, array in arrays.items()}
-    paths = {name: name for name in saved} | {leaf.name: leaf.path for leaf in leaves}
-    match(
-        saved,
-        like,
-        where=str(path),
-        advice="; names=… maps paths to their names there, and cast=True converts dtypes",
-        rename=lambda name: paths[name],
-        cast=cast,
-    )
+    _check_match(f"{path}", like, names, named, arrays, cast)
+    tied = names.tied.items() if isinstance(names, NameMap) else ()
+    sources: dict[str, list[tuple[Part, str, list[str]]]] = {where: [] for where in leaves}
+    for name, array in named.items():
+        copies = [copy for copy, original in tied if original == name and copy in arrays]
+        for part in array.parts:
+            sources[part.path].append((part, name, copies))
     loaded = []
-    for leaf in leaves:
-        regions = regions_of(leaf.path, saved[leaf.name], leaf.value)
-        # Copied, since the file may change.
-        parts = {part: np.array(arrays[leaf.name][as_slices(part)], order="C") for part in regions}
-        loaded.append(make_leaf(leaf.path, saved[leaf.name], leaf.value, parts))
+    for where, leaf in leaves.items():
+        regions = regions_of(where, leaf_of(leaf), leaf)
+        parts = {each: _read(each, leaf, sources[where], arrays) for each in regions}
+        loaded.append(make_leaf(where, leaf_of(leaf), leaf, parts))
     structure: Any = jax.tree.structure(like)
     return structure.unflatten(loaded)
 
@@ -203,62 +213,71 @@ def _import_safetensors() -> Any:
 # Names and arguments
 
 
-class _NamedLeaf(NamedTuple):
-    """An array, concrete or abstract, with its path in the tree and its name in the file."""
-
-    path: str
-    name: str
-    value: Any
-
-    @property
-    def bytes(self) -> int:
-        return leaf_of(self.value).bytes
-
-
-def _named_leaves(
-    argument: str, params: Any, names: Callable[[str], str] | None
-) -> list[_NamedLeaf]:
-    """List the leaves of a tree with their names, which have to be unique, in the order of jax."""
-    if names is not None:
-        read_function("names", names, "a function of a path")
-    leaves: dict[str, _NamedLeaf] = {}
+def _leaves_of(argument: str, params: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by path, in the order of jax."""
+    leaves: dict[str, Any] = {}
     for path, value in tree.named_leaves(params):
-        name = path.replace("/", ".") if names is None else names(path)
+        if path in leaves:
+            refuse(argument, "one array at each path", f"several at {path!r}", "rename a key")
+        leaves[path] = value
+    if not leaves:
+        refuse(argument, "arrays", f"none: {tree.describe_value(params)}")
+    return leaves
+
+
+def _named_arrays(
+    argument: str,
+    leaves: Mapping[str, Any],
+    names: Callable[[str], str] | NameMap | None,
+    *,
+    with_copies: bool = False,
+) -> dict[str, NamedArray]:
+    """Return the arrays of a file by name, which have to be unique."""
+    described = {path: leaf_of(value) for path, value in leaves.items()}
+    if isinstance(names, NameMap):
+        arrays = names.arrays_of(argument, described)
+        copies = names.tied.items() if with_copies else ()
+        arrays |= {copy: arrays[name]._replace(name=copy) for copy, name in copies}
+    else:
+        arrays = {}
+        if names is not None:
+            read_function("names", names, "a function of a path, or a NameMap")
+        for path, leaf in described.items():
+            name = path.replace("/", ".") if names is None else names(path)
+            if isinstance(name, str) and name in arrays:
+                raise ConfigError(
+                    f"{argument}: {arrays[name].parts[0].path} and {path} would both be called "
+                    f"{name!r}; give names=… that tells them apart"
+                )
+            arrays[name] = whole_array(name, path, leaf)
+    for name, array in arrays.items():
         if not isinstance(name, str) or name in ("", "__metadata__"):
             got = f"{name!r}, which safetensors does not allow"
             advice = "put the array into a dict, or give names=…"
-            refuse(argument, f"a name for the array at {path!r}", got, advice)
-        if name in leaves:
-            raise ConfigError(
-                f"{argument}: {leaves[name].path} and {path} would both be called {name!r}; give "
-                "names=… that tells them apart"
-            )
-        leaves[name] = _NamedLeaf(path or "params", name, value)
-    if not leaves:
-        refuse(argument, "arrays", f"none: {tree.describe_value(params)}")
-    return list(leaves.values())
+            refuse(argument, f"a name for the array at {array.parts[0].path!r}", got, advice)
+    return arrays
 
 
-def _check_exportable(leaf: _NamedLeaf) -> None:
-    value, got = leaf.value, tree.describe_value(leaf.value)
+def _check_exportable(path: str, value: Any) -> None:
+    path, got = path or "params", tree.describe_value(value)
     if isinstance(value, jax.core.Tracer):
-        refuse(leaf.path, "an array", "a tracer", "export outside of jit")
+        refuse(path, "an array", "a tracer", "export outside of jit")
     is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
     if not is_array or isinstance(value, np.ma.MaskedArray):
-        refuse(leaf.path, "an array", got, "drop it, or make an array of it")
+        refuse(path, "an array", got, "drop it, or make an array of it")
     if value.dtype.name not in _CODES:
         expected = f"a dtype that safetensors has ({', '.join(_CODES)})"
-        refuse(leaf.path, expected, got, "cast it, or leave it out")
+        refuse(path, expected, got, "cast it, or leave it out")
 
 
-def _check_wanted(leaf: _NamedLeaf) -> None:
-    value = leaf.value
+def _check_wanted(path: str, value: Any) -> None:
+    path = path or "params"
     if not tree.is_array(value):
-        refuse(leaf.path, "an array or a jax.ShapeDtypeStruct", tree.describe_value(value))
+        refuse(path, "an array or a jax.ShapeDtypeStruct", tree.describe_value(value))
     mesh = getattr(getattr(value, "sharding", None), "mesh", None)
     if isinstance(mesh, jax.sharding.AbstractMesh):
         advice = "give the shardings of a mesh, as make_sharding does"
-        refuse(leaf.path, "a sharding over devices", f"one over {mesh}", advice)
+        refuse(path, "a sharding over devices", f"one over {mesh}", advice)
 
 
 def _file_of(path: str | os.PathLike[str]) -> Path:
@@ -278,32 +297,58 @@ def _index_of(file: Path) -> Path:
 # Writing
 
 
-def _split(leaves: Iterable[_NamedLeaf], limit: int) -> list[list[_NamedLeaf]]:
+def _split(arrays: Mapping[str, NamedArray], limit: int) -> list[list[NamedArray]]:
     """Fill files in the order of the tree."""
-    shards: list[list[_NamedLeaf]] = [[]]
+    shards: list[list[NamedArray]] = [[]]
     room = limit
-    for leaf in leaves:
-        if leaf.bytes > room and shards[-1]:
+    for array in arrays.values():
+        if array.leaf.bytes > room and shards[-1]:
             shards.append([])
             room = limit
-        shards[-1].append(leaf)
-        room -= leaf.bytes
+        shards[-1].append(array)
+        room -= array.leaf.bytes
     return shards
 
 
-def _on_host(value: Any) -> np.ndarray[Any, Any]:
-    """Fetch an array, contiguous: safetensors writes other arrays in the wrong order."""
+def _assemble(leaves: Mapping[str, Any], array: NamedArray) -> np.ndarray[Any, Any]:
+    """Make an array of a file, contiguous: safetensors writes other arrays in the wrong order."""
+    values = [part.to_theirs(_on_host(leaves[part.path], part.ours)) for part in array.parts]
+    if len(values) == 1:
+        return np.asarray(values[0], order="C")
+    whole = np.empty(array.leaf.shape, array.leaf.dtype)
+    for part, value in zip(array.parts, values, strict=True):
+        whole[as_slices(part.theirs)] = value
+    return whole
+
+
+def _on_host(value: Any, part: Region) -> np.ndarray[Any, Any]:
+    """Fetch a region of an array."""
     if not isinstance(value, jax.Array):
-        return np.asarray(value, order="C")
+        return np.asarray(value)[as_slices(part)]
+    if part != region((), value.shape):
+        sizes = [stop - start for start, stop in part]
+        starts = [start for start, _ in part]  # dynamic: one program for all layers
+        value = jax.lax.dynamic_slice(_with_auto_axes(value), starts, sizes)
     if not value.is_fully_addressable:
-        return np.asarray(multihost_utils.process_allgather(value, tiled=True), order="C")
+        return np.asarray(multihost_utils.process_allgather(value, tiled=True))
     # np.asarray caches the host copy in the jax.Array; the cache of a temporary copy is freed here.
-    return np.asarray(jnp.copy(value), order="C")
+    return np.asarray(jnp.copy(value))
+
+
+def _with_auto_axes(array: jax.Array) -> jax.Array:
+    """Return the same buffers on a mesh whose axes jax lets us slice along."""
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or not sharding.mesh.explicit_axes:
+        return array
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    buffers = [shard.data for shard in array.addressable_shards]
+    auto = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return jax.make_array_from_single_device_arrays(array.shape, auto, buffers)
 
 
 def _replace_files(
     target: Path,
-    shards: Sequence[Sequence[_NamedLeaf]],
+    shards: Sequence[Sequence[NamedArray]],
     arrays: Iterator[np.ndarray[Any, Any]],
     metadata: Mapping[str, str],
 ) -> None:
@@ -320,10 +365,10 @@ def _replace_files(
     weight_map: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as temporary:
         for name, shard in zip(names, shards, strict=True):
-            _write(Path(temporary, name), {leaf.name: next(arrays) for leaf in shard}, metadata)
-            weight_map |= {leaf.name: name for leaf in shard}
+            _write(Path(temporary, name), {array.name: next(arrays) for array in shard}, metadata)
+            weight_map |= {array.name: name for array in shard}
         if len(shards) > 1:
-            total = sum(leaf.bytes for shard in shards for leaf in shard)
+            total = sum(array.leaf.bytes for array in itertools.chain(*shards))
             content = {"metadata": {"total_size": total}, "weight_map": weight_map}
             new = Path(temporary, index.name)
             new.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
@@ -378,6 +423,63 @@ _ADVICE = {
 
 
 # Reading
+
+
+def _check_match(
+    where: str,
+    like: Any,
+    names: Callable[[str], str] | NameMap | None,
+    named: Mapping[str, NamedArray],
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+    cast: bool,
+) -> None:
+    """Check that the files hold the arrays of `named`, and no others."""
+    saved = {name: leaf_of(array) for name, array in arrays.items()}
+    paths = {name: array.parts[0].path for name, array in named.items()}
+    advice = "; names=… maps paths to their names there, and cast=True converts dtypes"
+    if isinstance(names, NameMap):
+        skipped = {name for name in saved if name in names.tied or names.ignores(name)}
+        saved = {name: leaf for name, leaf in saved.items() if name in named or name not in skipped}
+        paths = {name: f"{path} ({name})" for name, path in paths.items()}
+        like = {
+            path: jax.ShapeDtypeStruct(named[name].leaf.shape, jnp.dtype(named[name].leaf.dtype))
+            for name, path in paths.items()
+        }
+        advice = "; correct the rules of the NameMap, ignore names, or convert dtypes by cast=True"
+
+    def rename(name: str) -> str:
+        return paths.get(name, name)
+
+    match(saved, like, where=where, advice=advice, rename=rename, cast=cast)
+
+
+def _read(
+    wanted: Region,
+    like: Any,
+    sources: Iterable[tuple[Part, str, list[str]]],
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+) -> np.ndarray[Any, Any]:
+    """Copy a region of a leaf from arrays, each of which has tied copies."""
+    values = np.empty([stop - start for start, stop in wanted], leaf_of(like).dtype)
+    for part, name, copies in sources:
+        ends = zip(wanted, part.ours, strict=True)
+        overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in ends]
+        if any(start >= stop for start, stop in overlap):
+            continue
+        target, source = (
+            tuple(slice(start - zero, stop - zero) for (start, stop), (zero, _) in pairs)
+            for pairs in (zip(overlap, base, strict=True) for base in (wanted, part.ours))
+        )
+        saved = part.to_ours(arrays[name])[source]
+        values[target] = converted(part.path, leaf_of(arrays[name]), like, saved)
+        for copy in copies:
+            other = arrays[copy]
+            same = other.shape == arrays[name].shape and other.dtype == arrays[name].dtype
+            if not same or bytes_of(part.to_ours(other)[source]) != bytes_of(saved):
+                expected, got = f"a copy of {name}, as NameMap(tied=…) says", "other values"
+                advice = "give it its own leaf, or ignore it"
+                refuse(f"{part.path} ({copy})", expected, got, advice, kind=TreeMismatchError)
+    return values
 
 
 def _map_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:
