@@ -1,0 +1,456 @@
+"""Cross-entropy of a linear layer, without the logits of all rows.
+
+The logits of a language model are its largest array: rows times vocabulary. Here they exist for one
+block of rows at a time. The loss is linear in the cotangent of its total, so the loop over blocks
+that adds up the loss makes the gradients too, and the backward pass only scales them. Products are
+computed once, unlike with `jax.checkpoint`.
+"""
+
+import math
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from stepfold import tree
+from stepfold.core.loss import mean
+from stepfold.core.validation import as_integer, check_flags, read_integer, read_positive
+from stepfold.errors import LossError, ShardingError, refuse
+
+if TYPE_CHECKING:
+    from clu.metrics import Average
+
+Axes = tuple[str, ...]
+"""Names of mesh axes that shard one dimension."""
+
+BLOCK_SIZE = 1024
+"""Enough rows that the products, and not updates of the gradient in memory, take the time."""
+BATCH_AXES = ("dp", "fsdp")
+"""The axes that shard rows by default, those that the mesh has."""
+
+
+class _Options(NamedTuple):
+    """What is known before arrays have values."""
+
+    vocabulary: int
+    block_size: int
+    dtype: Any  # of the products
+    kernel_dims: str  # "dv", or "vd" if transposed
+    kernel_dtype: Any
+    label_smoothing: float
+    z_loss: float
+    soft_cap: float | None
+    accuracy: bool
+    mesh: Any  # None to run on one device
+    rows: tuple[Axes, ...]  # one entry for each dimension of the labels
+    kernel: tuple[Axes, ...]
+
+    @property
+    def row_axes(self) -> Axes:
+        return tuple(name for entry in self.rows for name in entry)
+
+    @property
+    def vocabulary_axes(self) -> Axes:
+        return self.kernel[self.kernel_dims.index("v")] if self.kernel else ()
+
+    @property
+    def split_axes(self) -> Axes:
+        """The axes over which the vocabulary stays split."""
+        return tuple(name for name in self.vocabulary_axes if name not in self.row_axes)
+
+
+def linear_cross_entropy(
+    features: Any,
+    kernel: Any,
+    labels: Any,
+    weights: Any = None,
+    *,
+    bias: Any = None,
+    transposed: bool = False,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    accuracy: bool = False,
+    dtype: DTypeLike | None = None,
+    block_size: int = BLOCK_SIZE,
+    sharding: NamedSharding | None = None,
+    rows: PartitionSpec | None = None,
+) -> "Average | tuple[Average, Average]":
+    """Compute the mean cross-entropy of `features @ kernel`, without storing its logits.
+
+    The result, a total and a weight, is that of `sf.mean` of the losses. The logits exist for
+    `block_size` rows at a time, so memory does not grow with rows times vocabulary. The products
+    are those of the plain computation: nothing is computed twice. Logits, losses and the gradient
+    of the kernel are computed in at least float32. Rows of weight zero contribute nothing, even if
+    they are NaN. A label outside the vocabulary makes the loss NaN, unless its weight is zero.
+
+    Under `jax.jit` on several devices, pass the sharding of the kernel. Each device then computes
+    blocks of its own rows. The kernel is gathered once, over the axes that shard the rows, and its
+    gradient is reduced once. Its vocabulary stays split over all other axes, such as "tp". Inside
+    `jax.shard_map`, and so with `sf.ordered` and `sf.reduce_once`, axes that are mapped already are
+    left out. Only first derivatives exist.
+
+    Args:
+      features: floats `[..., size]`, the input of the layer.
+      kernel: floats `[size, vocabulary]`.
+      labels: integers `[...]`.
+      weights: a mask or weights, in the shape of the labels or of their leading axes.
+      bias: floats `[vocabulary]`.
+      transposed: whether the kernel is `[vocabulary, size]`, as an embedding table is.
+      ignore_index: the label of rows without weight, such as -100.
+      label_smoothing: the share of a target that is spread evenly over the vocabulary.
+      z_loss: adds `z_loss * log(Z) ** 2`, where Z is the sum of the exponentials of the logits.
+      soft_cap: replaces logits by `soft_cap * tanh(logits / soft_cap)`.
+      accuracy: also return the share of rows whose label has the largest logit, as a second mean.
+      dtype: the dtype of the products; by default that of features and kernel.
+      block_size: the largest number of rows, on one device, whose logits exist at a time. Smaller
+        blocks need less memory, but each updates the whole gradient of the kernel.
+      sharding: the sharding of the kernel, `plan.params[…]` of a plan.
+      rows: how the labels are sharded; by default the leading axis over "dp" and "fsdp", of which
+        the mesh needs neither.
+
+    Returns:
+      A `clu.metrics.Average`, or a pair of the loss and the accuracy.
+
+    Raises:
+      LossError: if shapes, dtypes or options are invalid, or for a second derivative.
+      ShardingError: if the shardings do not fit the shapes, or one is missing.
+
+    >>> import jax, jax.numpy as jnp, optax, stepfold as sf
+    >>> x, labels = jax.random.normal(jax.random.key(0), (6, 8)), jnp.arange(6)
+    >>> kernel, mask = jax.random.normal(jax.random.key(1), (8, 100)), labels < 4
+    >>> loss = sf.linear_cross_entropy(x, kernel, labels, mask, block_size=2)
+    >>> plain = optax.softmax_cross_entropy_with_integer_labels(x @ kernel, labels)
+    >>> bool(jnp.allclose(loss.compute(), sf.mean(plain, mask).compute())), float(loss.count)
+    (True, 4.0)
+    """
+    from clu.metrics import Average
+
+    check_flags(transposed=transposed, accuracy=accuracy)
+    arrays = _read_arrays(features, kernel, labels, weights, bias, transposed)
+    features, kernel, labels, weights, bias = arrays
+    dims = "vd" if transposed else "dv"
+    vocabulary = kernel.shape[dims.index("v")]
+    dtype = jnp.promote_types(features.dtype, kernel.dtype) if dtype is None else dtype
+    if tree.floating(dtype) is None:
+        refuse("dtype", "a floating dtype or None", repr(dtype), kind=LossError)
+    if read_positive("label_smoothing", label_smoothing, allow_zero=True) > 1:
+        refuse("label_smoothing", "a number from 0 to 1", repr(label_smoothing), kind=LossError)
+    mesh, row_entries, kernel_entries = _read_shardings(
+        sharding, rows, features, kernel, labels, dims
+    )
+    options = _Options(
+        vocabulary=vocabulary,
+        block_size=read_integer("block_size", block_size),
+        dtype=jnp.dtype(dtype),
+        kernel_dims=dims,
+        kernel_dtype=kernel.dtype,
+        label_smoothing=float(label_smoothing),
+        z_loss=float(read_positive("z_loss", z_loss, allow_zero=True)),
+        soft_cap=None if soft_cap is None else float(read_positive("soft_cap", soft_cap)),
+        accuracy=bool(accuracy),
+        mesh=mesh,
+        rows=row_entries,
+        kernel=kernel_entries,
+    )
+    if ignore_index is not None:
+        index = as_integer(ignore_index)
+        info = jnp.iinfo(labels.dtype)
+        if index is None or not info.min <= index <= info.max:
+            expected = f"an integer that the labels' {labels.dtype} holds, or None"
+            refuse("ignore_index", expected, repr(ignore_index), kind=LossError)
+        weights = jnp.where(labels == index, jnp.zeros_like(weights), weights)
+    wide = jnp.promote_types(tree.widen(options.dtype), tree.widen(features.dtype))
+    last = min(vocabulary - 1, jnp.iinfo(labels.dtype).max)  # a narrow dtype holds no larger one
+    known, factors = (labels >= 0) & (labels <= last), weights.astype(wide)
+    factors = jnp.where(known | (factors == 0), factors, jnp.nan)
+    bias = None if bias is None else bias.astype(wide)
+    total, hits = _total(options, features, kernel, bias, factors, labels.astype(jnp.int32))
+    loss = Average(total=total, count=weights.astype(wide).sum())
+    return (loss, mean(hits, weights)) if accuracy else loss
+
+
+def _read_arrays(
+    features: Any, kernel: Any, labels: Any, weights: Any, bias: Any, transposed: bool
+) -> tuple[Any, ...]:
+    """Check shapes and dtypes, and broadcast the weights to the labels."""
+    floats = {"features": features, "kernel": kernel} | ({} if bias is None else {"bias": bias})
+    for name, value in floats.items():
+        if not tree.is_float(value):
+            refuse(name, "an array of floats", tree.describe_value(value), kind=LossError)
+    features, kernel = jnp.asarray(features), jnp.asarray(kernel)
+    if features.ndim == 0:
+        refuse("features", "an array [..., size]", features, kind=LossError)
+    size, form = features.shape[-1], "[vocabulary, size]" if transposed else "[size, vocabulary]"
+    if kernel.ndim != 2 or 0 in kernel.shape or kernel.shape[int(transposed)] != size:
+        flipped = kernel.ndim == 2 and kernel.shape[int(not transposed)] == size
+        advice = f"transposed={not transposed} reads it the other way" if flipped else ""
+        expected = f"{form} for features {tree.describe_value(features)}"
+        refuse("kernel", expected, tree.describe_value(kernel), advice, kind=LossError)
+    vocabulary = kernel.shape[int(not transposed)]
+    if bias is not None and bias.shape != (vocabulary,):
+        got = tree.describe_value(bias)
+        refuse("bias", f"the shape ({vocabulary},) of the vocabulary", got, kind=LossError)
+    is_integer = tree.is_array(labels) and jnp.issubdtype(labels.dtype, jnp.integer)
+    if not is_integer or labels.shape != features.shape[:-1]:
+        expected = f"integers of the shape {features.shape[:-1]}, one for each row of the features"
+        refuse("labels", expected, tree.describe_value(labels), kind=LossError)
+    labels = jnp.asarray(labels)
+    weights = jnp.ones(labels.shape, bool) if weights is None else weights
+    leading = labels.shape[: jnp.ndim(weights)] if tree.is_real(weights) else None
+    if leading != jnp.shape(weights):
+        expected = f"real numbers in the shape {labels.shape} of the labels or of its leading axes"
+        refuse("weights", expected, tree.describe_value(weights), kind=LossError)
+    weights = jnp.asarray(weights)
+    weights = weights.reshape(weights.shape + (1,) * (labels.ndim - weights.ndim))
+    return features, kernel, labels, jnp.broadcast_to(weights, labels.shape), bias
+
+
+def _read_shardings(
+    sharding: Any, rows: Any, features: Any, kernel: Any, labels: Any, dims: str
+) -> tuple[Any, tuple[Axes, ...], tuple[Axes, ...]]:
+    """Return the mesh and the axes that shard each dimension of the labels and the kernel.
+
+    They are those with several devices that the caller has not mapped.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    manual = set(context.manual_axes)
+    free = {name for name, count in context.shape.items() if count > 1} - manual
+    if sharding is None:
+        concrete = [x for x in (features, kernel, labels) if not isinstance(x, jax.core.Tracer)]
+        is_split = not all(x.sharding.is_fully_replicated for x in concrete)
+        if free or is_split or rows is not None:
+            got = "None on a mesh with the axes " + ", ".join(sorted(free)) if free else "None"
+            advice = "pass that of the kernel, plan.params[…]"
+            refuse("sharding", "a NamedSharding", got, advice, kind=ShardingError)
+        return None, (), ()
+    if not isinstance(sharding, NamedSharding):
+        got, advice = tree.describe_value(sharding), "pass that of the kernel, plan.params[…]"
+        refuse("sharding", "a NamedSharding or None", got, advice, kind=ShardingError)
+    mesh: Any = sharding.mesh
+    if manual and dict(context.shape) != dict(mesh.shape):
+        expected = f"the mesh {dict(context.shape)} of shard_map"
+        refuse("sharding", expected, f"{dict(mesh.shape)}", kind=ShardingError)
+    active = {name for name, count in mesh.shape.items() if count > 1} - manual
+    if rows is None:
+        rows = PartitionSpec(tuple(name for name in BATCH_AXES if name in mesh.shape))
+        rows = rows if labels.ndim else PartitionSpec()
+    row_entries = _read_spec("rows", rows, labels, mesh, active)
+    kernel_entries = _read_spec("sharding", sharding.spec, kernel, mesh, active)
+    # Axes that shard only the features' size have no part in the loop.
+    row_axes, size_dim = {name for entry in row_entries for name in entry}, dims.index("d")
+    kernel_entries = tuple(
+        tuple(name for name in entry if dim != size_dim or name in row_axes)
+        for dim, entry in enumerate(kernel_entries)
+    )
+    return ((context if manual else mesh) if active else None), row_entries, kernel_entries
+
+
+def _read_spec(name: str, spec: Any, x: Any, mesh: Any, active: set[str]) -> tuple[Axes, ...]:
+    """Check that a spec fits an array, and return the active axes of each dimension."""
+    if not isinstance(spec, PartitionSpec) or len(spec) > x.ndim:
+        expected = f"a PartitionSpec of at most {x.ndim} entries for {tree.describe_value(x)}"
+        refuse(name, expected, f"{spec}", kind=ShardingError)
+    entries = [
+        entry if isinstance(entry, tuple) else (entry,) * (entry is not None) for entry in spec
+    ]
+    names = [axis for entry in entries for axis in entry]
+    if not set(names) <= set(mesh.shape) or len(names) > len(set(names)):
+        expected = f"axes of the mesh {tuple(mesh.shape)}, each at most once"
+        refuse(name, expected, f"{spec}", kind=ShardingError)
+    entries += [()] * (x.ndim - len(entries))
+    entries = [tuple(axis for axis in entry if axis in active) for entry in entries]
+    for dim, entry in enumerate(entries):
+        parts = math.prod(mesh.shape[axis] for axis in entry)
+        if x.shape[dim] % parts:
+            expected = f"a size of dimension {dim} that the {parts} devices along {entry} divide"
+            advice = "drop or pad the last batch" if name == "rows" else ""
+            refuse(name, expected, tree.describe_value(x), advice, kind=ShardingError)
+    return tuple(entries)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _total(options: _Options, *arrays: Any) -> tuple[Any, Any]:
+    """Return the weighted sum of the losses, and whether each row is a hit."""
+    return _run(options, False, *arrays)[:2]
+
+
+def _total_and_gradients(options: _Options, *arrays: Any) -> tuple[Any, Any]:
+    total, hits, *gradients = _run(options, True, *arrays)
+    return (total, hits), gradients
+
+
+def _scale_gradients(options: _Options, gradients: Any, cotangents: Any) -> tuple[Any, ...]:
+    """Multiply the gradients of the total by its cotangent."""
+    features, kernel, bias, losses = gradients
+    scale = lambda grad: grad.astype(cotangents[0].dtype) * cotangents[0]
+    bias = None if bias is None else scale(bias)
+    kernel = scale(kernel).astype(options.kernel_dtype)
+    return scale(features).astype(features.dtype), kernel, bias, scale(losses), None
+
+
+_total.defvjp(_total_and_gradients, _scale_gradients)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1))
+def _run(options: _Options, differentiate: bool, *arrays: Any) -> tuple[Any, ...]:
+    """Run the loop over blocks on each device."""
+    run = partial(_run_on_device, options, differentiate)
+    if options.mesh is None:
+        return run(*arrays)
+    has_bias = arrays[2] is not None
+    spec = lambda *entries: PartitionSpec(*(entry or None for entry in entries))
+    rows, kernel, bias = spec(*options.rows), spec(*options.kernel), spec(options.vocabulary_axes)
+    features = spec(*options.rows, ())
+    gradients = (features, kernel, bias if has_bias else None, rows) if differentiate else ()
+    return jax.shard_map(
+        run,
+        mesh=options.mesh,
+        in_specs=(features, kernel, bias if has_bias else None, rows, rows),
+        out_specs=(PartitionSpec(), rows if options.accuracy else None, *gradients),
+        axis_names=set(options.mesh.axis_names) - set(options.mesh.manual_axes),
+        check_vma=False,
+    )(*arrays)
+
+
+@_run.defjvp
+def _refuse_second_derivative(*_: Any) -> Any:
+    refuse(
+        "linear_cross_entropy",
+        "to be differentiated once, in reverse mode",
+        "a second derivative",
+        "compute the logits and optax.softmax_cross_entropy_with_integer_labels where you need it",
+        kind=LossError,
+    )
+
+
+def _run_on_device(
+    options: _Options,
+    differentiate: bool,
+    features: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    weights: jax.Array,
+    labels: jax.Array,
+) -> tuple[Any, ...]:
+    """Add up losses, and with `differentiate` gradients, over blocks of this device's rows."""
+    wide, v = weights.dtype, options.kernel_dims
+    kernel = _gather(options, kernel.astype(options.dtype), options.kernel)
+    if bias is not None:
+        bias = _gather(options, bias, (options.vocabulary_axes,))
+    ids = _vocabulary_ids(options)
+    product = partial(jnp.einsum, preferred_element_type=wide)
+
+    def step(carry: Any, block: Any) -> Any:
+        total, kernel_grad, bias_grad = carry
+        x, weight, label = block
+        # Zeros in place of rows without weight, which may hold anything.
+        x = jnp.where(weight[:, None] != 0, x, jnp.zeros_like(x)).astype(options.dtype)
+        logits = product(f"nd,{v}->nv", x, kernel)
+        logits = logits if bias is None else logits + bias
+        losses, hits, grad = _losses(options, logits, label, ids)
+        losses = jnp.where(weight != 0, losses, 0)
+        total += (losses * weight).sum()
+        if not differentiate:
+            return (total, None, None), (hits,)
+        grad *= weight[:, None]
+        bias_grad = None if bias is None else bias_grad + grad.sum(0)
+        grad = grad.astype(options.dtype)
+        kernel_grad += product(f"nd,nv->{v}", x, grad)
+        x_grad = lax.psum(product(f"nv,{v}->nd", grad, kernel), options.split_axes)
+        return (total, kernel_grad, bias_grad), (hits, x_grad.astype(features.dtype), losses)
+
+    count = max(1, math.ceil(labels.size / options.block_size))
+    rows = math.ceil(labels.size / count)
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = x.reshape(labels.size, *x.shape[labels.ndim :])
+        padding = [(0, count * rows - labels.size)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, padding).reshape(count, rows, *x.shape[1:])
+
+    def join(x: jax.Array) -> jax.Array:
+        return x.reshape(count * rows, *x.shape[2:])[: labels.size].reshape(
+            *labels.shape, *x.shape[2:]
+        )
+
+    start = jnp.zeros((), wide), None, None
+    if differentiate:
+        zeros = partial(jnp.zeros, dtype=wide)
+        start = start[0], zeros(kernel.shape), None if bias is None else zeros(bias.shape)
+    carry, stacked = lax.scan(step, start, jax.tree.map(cut, (features, weights, labels)))
+    total, *gradients = carry
+    hits, *by_row = jax.tree.map(join, stacked)
+    total = lax.psum(total, options.row_axes)
+    if not differentiate:
+        return total, hits
+    kernel_grad = _reduce(options, gradients[0], options.kernel)
+    bias_grad = None
+    if bias is not None:
+        bias_grad = _reduce(options, gradients[1], (options.vocabulary_axes,))
+    return total, hits, by_row[0], kernel_grad, bias_grad, by_row[1]
+
+
+def _losses(
+    options: _Options, logits: jax.Array, labels: jax.Array, ids: jax.Array
+) -> tuple[Any, Any, Any]:
+    """Return the losses, the hits, and the gradient of each loss with respect to its logits."""
+    axes, smoothing = options.split_axes, options.label_smoothing
+    if options.soft_cap is not None:
+        bounded = jnp.tanh(logits / options.soft_cap)
+        logits, slope = options.soft_cap * bounded, 1 - bounded**2
+    largest = lax.pmax(logits.max(1), axes)
+    is_label = labels[:, None] == ids
+    sums = [jnp.exp(logits - largest[:, None]).sum(1), jnp.where(is_label, logits, 0).sum(1)]
+    sums += [logits.sum(1)] if smoothing else []
+    exponentials, of_label, *of_all = lax.psum(jnp.stack(sums), axes)
+    log_z = largest + jnp.log(exponentials)
+    losses = log_z - (1 - smoothing) * of_label + options.z_loss * log_z**2
+    grad = jnp.exp(logits - log_z[:, None]) * (1 + 2 * options.z_loss * log_z)[:, None]
+    grad -= jnp.where(is_label, 1 - smoothing, 0.0).astype(grad.dtype)
+    if smoothing:
+        losses -= smoothing / options.vocabulary * of_all[0]
+        grad -= smoothing / options.vocabulary
+    if options.soft_cap is not None:
+        grad *= slope
+    hits = None
+    if options.accuracy:  # the first of equal logits, as argmax
+        candidates = jnp.where(logits == largest[:, None], ids, options.vocabulary)
+        hits = lax.pmin(candidates.min(1), axes) == labels
+    return losses, hits, grad
+
+
+def _vocabulary_ids(options: _Options) -> jax.Array:
+    """Return the ids of the columns that this device holds after the gather."""
+    axes = options.vocabulary_axes
+    ids = jnp.arange(options.vocabulary, dtype=jnp.int32)
+    ids = ids.reshape(*(options.mesh.shape[name] for name in axes), -1)
+    for dim, name in enumerate(axes):
+        if name in options.split_axes:
+            ids = lax.dynamic_slice_in_dim(ids, lax.axis_index(name), 1, dim)
+    return ids.reshape(-1)
+
+
+def _gather(options: _Options, x: jax.Array, entries: Iterable[Axes]) -> jax.Array:
+    """Gather an array over the axes that shard rows."""
+    for dim, entry in enumerate(entries):
+        if names := tuple(name for name in entry if name in options.row_axes):
+            x = lax.all_gather(x, names, axis=dim, tiled=True)
+    return x
+
+
+def _reduce(options: _Options, grad: jax.Array, entries: Iterable[Axes]) -> jax.Array:
+    """Sum a gradient over the axes that shard rows, and keep the shard of this device."""
+    rest = set(options.row_axes)
+    for dim, entry in enumerate(entries):
+        if names := tuple(name for name in entry if name in options.row_axes):
+            grad = lax.psum_scatter(grad, names, scatter_dimension=dim, tiled=True)
+            rest -= set(names)
+    summed: jax.Array = lax.psum(grad, tuple(sorted(rest)))
+    return summed
