@@ -56,12 +56,16 @@ class _Options(NamedTuple):
 
     @property
     def vocabulary_axes(self) -> Axes:
-        return self.kernel[self.kernel_dims.index("v")] if self.kernel else ()
+        return self.kernel[self.kernel_dims.index("v")]
 
     @property
     def split_axes(self) -> Axes:
         """The axes over which the vocabulary stays split."""
         return tuple(name for name in self.vocabulary_axes if name not in self.row_axes)
+
+    def entries(self, name: str) -> tuple[Axes, ...]:
+        """Return the axes that shard each dimension of the kernel or the bias."""
+        return self.kernel if name == "kernel" else (self.vocabulary_axes,)
 
 
 def linear_cross_entropy(
@@ -119,7 +123,8 @@ def linear_cross_entropy(
       A `clu.metrics.Average`, or a pair of the loss and the accuracy.
 
     Raises:
-      LossError: if shapes, dtypes or options are invalid, or for a second derivative.
+      ConfigError: if an option is invalid.
+      LossError: if shapes or dtypes of arrays do not fit, or for a second derivative.
       ShardingError: if the shardings do not fit the shapes, or one is missing.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
@@ -139,9 +144,9 @@ def linear_cross_entropy(
     vocabulary = kernel.shape[dims.index("v")]
     dtype = jnp.promote_types(features.dtype, kernel.dtype) if dtype is None else dtype
     if tree.floating(dtype) is None:
-        refuse("dtype", "a floating dtype or None", repr(dtype), kind=LossError)
+        refuse("dtype", "a floating dtype or None", repr(dtype))
     if read_positive("label_smoothing", label_smoothing, allow_zero=True) > 1:
-        refuse("label_smoothing", "a number from 0 to 1", repr(label_smoothing), kind=LossError)
+        refuse("label_smoothing", "a number from 0 to 1", repr(label_smoothing))
     mesh, row_entries, kernel_entries = _read_shardings(
         sharding, rows, features, kernel, labels, dims
     )
@@ -160,18 +165,17 @@ def linear_cross_entropy(
         kernel=kernel_entries,
     )
     if ignore_index is not None:
-        index = as_integer(ignore_index)
-        info = jnp.iinfo(labels.dtype)
+        index, info = as_integer(ignore_index), jnp.iinfo(labels.dtype)
         if index is None or not info.min <= index <= info.max:
             expected = f"an integer that the labels' {labels.dtype} holds, or None"
-            refuse("ignore_index", expected, repr(ignore_index), kind=LossError)
+            refuse("ignore_index", expected, repr(ignore_index))
         weights = jnp.where(labels == index, jnp.zeros_like(weights), weights)
     wide = jnp.promote_types(tree.widen(options.dtype), tree.widen(features.dtype))
     last = min(vocabulary - 1, jnp.iinfo(labels.dtype).max)  # a narrow dtype holds no larger one
     known, factors = (labels >= 0) & (labels <= last), weights.astype(wide)
     factors = jnp.where(known | (factors == 0), factors, jnp.nan)
-    bias = None if bias is None else bias.astype(wide)
-    total, hits = _total(options, features, kernel, bias, factors, labels.astype(jnp.int32))
+    layer = {"kernel": kernel} | ({} if bias is None else {"bias": bias.astype(wide)})
+    total, hits = _total(options, features, layer, factors, labels.astype(jnp.int32))
     loss = Average(total=total, count=weights.astype(wide).sum())
     return (loss, mean(hits, weights)) if accuracy else loss
 
@@ -229,7 +233,7 @@ def _read_shardings(
             got = "None on a mesh with the axes " + ", ".join(sorted(free)) if free else "None"
             advice = "pass that of the kernel, plan.params[…]"
             refuse("sharding", "a NamedSharding", got, advice, kind=ShardingError)
-        return None, (), ()
+        return None, (), ((), ())
     if not isinstance(sharding, NamedSharding):
         got, advice = tree.describe_value(sharding), "pass that of the kernel, plan.params[…]"
         refuse("sharding", "a NamedSharding or None", got, advice, kind=ShardingError)
@@ -275,126 +279,114 @@ def _read_spec(name: str, spec: Any, x: Any, mesh: Any, active: set[str]) -> tup
     return tuple(entries)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _total(options: _Options, *arrays: Any) -> tuple[Any, Any]:
+def _total_and_hits(options: _Options, *arrays: Any) -> tuple[Any, Any]:
     """Return the weighted sum of the losses, and whether each row is a hit."""
-    return _run(options, False, *arrays)[:2]
+    total, hits, _ = _run(options, False, *arrays)
+    return total, hits
 
 
 def _total_and_gradients(options: _Options, *arrays: Any) -> tuple[Any, Any]:
-    total, hits, *gradients = _run(options, True, *arrays)
+    total, hits, gradients = _run(options, True, *arrays)
     return (total, hits), gradients
 
 
 def _scale_gradients(options: _Options, gradients: Any, cotangents: Any) -> tuple[Any, ...]:
     """Multiply the gradients of the total by its cotangent."""
-    features, kernel, bias, losses = gradients
-    scale = lambda grad: grad.astype(cotangents[0].dtype) * cotangents[0]
-    bias = None if bias is None else scale(bias)
-    kernel = scale(kernel).astype(options.kernel_dtype)
-    return scale(features).astype(features.dtype), kernel, bias, scale(losses), None
+    scaled = jax.tree.map(lambda grad: grad.astype(cotangents[0].dtype) * cotangents[0], gradients)
+    features, layer, weights = scaled
+    layer["kernel"] = layer["kernel"].astype(options.kernel_dtype)
+    return features.astype(gradients[0].dtype), layer, weights, None
 
 
+_total = jax.custom_vjp(_total_and_hits, nondiff_argnums=(0,))
 _total.defvjp(_total_and_gradients, _scale_gradients)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-@partial(jax.jit, static_argnums=(0, 1))
-def _run(options: _Options, differentiate: bool, *arrays: Any) -> tuple[Any, ...]:
-    """Run the loop over blocks on each device."""
+def _run_on_devices(
+    options: _Options, differentiate: bool, features: Any, layer: Any, weights: Any, labels: Any
+) -> tuple[Any, Any, Any]:
+    """Run the loop over blocks on each device; return the total, the hits and the gradients."""
     run = partial(_run_on_device, options, differentiate)
     if options.mesh is None:
-        return run(*arrays)
-    has_bias = arrays[2] is not None
-    spec = lambda *entries: PartitionSpec(*(entry or None for entry in entries))
-    rows, kernel, bias = spec(*options.rows), spec(*options.kernel), spec(options.vocabulary_axes)
-    features = spec(*options.rows, ())
-    gradients = (features, kernel, bias if has_bias else None, rows) if differentiate else ()
+        return run(features, layer, weights, labels)
+    spec = lambda entries: PartitionSpec(*(entry or None for entry in entries))
+    rows, by_row = spec(options.rows), spec((*options.rows, ()))
+    layer_specs = {name: spec(options.entries(name)) for name in layer}
     return jax.shard_map(
         run,
         mesh=options.mesh,
-        in_specs=(features, kernel, bias if has_bias else None, rows, rows),
-        out_specs=(PartitionSpec(), rows if options.accuracy else None, *gradients),
+        in_specs=(by_row, layer_specs, rows, rows),
+        out_specs=(
+            PartitionSpec(),
+            rows if options.accuracy else None,
+            (by_row, layer_specs, rows) if differentiate else None,
+        ),
         axis_names=set(options.mesh.axis_names) - set(options.mesh.manual_axes),
         check_vma=False,
-    )(*arrays)
+    )(features, layer, weights, labels)
 
 
-@_run.defjvp
 def _refuse_second_derivative(*_: Any) -> Any:
-    refuse(
-        "linear_cross_entropy",
-        "to be differentiated once, in reverse mode",
-        "a second derivative",
-        "compute the logits and optax.softmax_cross_entropy_with_integer_labels where you need it",
-        kind=LossError,
-    )
+    expected, got = "one derivative, in reverse mode", "a second one"
+    advice = "compute the logits and optax.softmax_cross_entropy_with_integer_labels instead"
+    refuse("linear_cross_entropy", expected, got, advice, kind=LossError)
+
+
+_run = jax.custom_jvp(jax.jit(_run_on_devices, static_argnums=(0, 1)), nondiff_argnums=(0, 1))
+_run.defjvp(_refuse_second_derivative)
 
 
 def _run_on_device(
-    options: _Options,
-    differentiate: bool,
-    features: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None,
-    weights: jax.Array,
-    labels: jax.Array,
-) -> tuple[Any, ...]:
+    options: _Options, differentiate: bool, features: Any, layer: Any, weights: Any, labels: Any
+) -> tuple[Any, Any, Any]:
     """Add up losses, and with `differentiate` gradients, over blocks of this device's rows."""
     wide, v = weights.dtype, options.kernel_dims
-    kernel = _gather(options, kernel.astype(options.dtype), options.kernel)
-    if bias is not None:
-        bias = _gather(options, bias, (options.vocabulary_axes,))
-    ids = _vocabulary_ids(options)
     product = partial(jnp.einsum, preferred_element_type=wide)
+    layer = layer | {"kernel": layer["kernel"].astype(options.dtype)}
+    layer = {name: _gather(options, x, options.entries(name)) for name, x in layer.items()}
+    ids = _vocabulary_ids(options)
 
-    def step(carry: Any, block: Any) -> Any:
-        total, kernel_grad, bias_grad = carry
+    def add_block(carry: Any, block: Any) -> Any:
+        total, layer_grad = carry
         x, weight, label = block
         # Zeros in place of rows without weight, which may hold anything.
         x = jnp.where(weight[:, None] != 0, x, jnp.zeros_like(x)).astype(options.dtype)
-        logits = product(f"nd,{v}->nv", x, kernel)
-        logits = logits if bias is None else logits + bias
+        logits = product(f"nd,{v}->nv", x, layer["kernel"])
+        logits = logits + layer["bias"] if "bias" in layer else logits
         losses, hits, grad = _losses(options, logits, label, ids)
         losses = jnp.where(weight != 0, losses, 0)
         total += (losses * weight).sum()
         if not differentiate:
-            return (total, None, None), (hits,)
+            return (total, None), (hits, None)
         grad *= weight[:, None]
-        bias_grad = None if bias is None else bias_grad + grad.sum(0)
+        block_grad = {"bias": grad.sum(0)} if "bias" in layer else {}
         grad = grad.astype(options.dtype)
-        kernel_grad += product(f"nd,nv->{v}", x, grad)
-        x_grad = lax.psum(product(f"nv,{v}->nd", grad, kernel), options.split_axes)
-        return (total, kernel_grad, bias_grad), (hits, x_grad.astype(features.dtype), losses)
+        block_grad["kernel"] = product(f"nd,nv->{v}", x, grad)
+        x_grad = lax.psum(product(f"nv,{v}->nd", grad, layer["kernel"]), options.split_axes)
+        layer_grad = jax.tree.map(jnp.add, layer_grad, block_grad)
+        return (total, layer_grad), (hits, (x_grad.astype(features.dtype), losses))
 
     count = max(1, math.ceil(labels.size / options.block_size))
     rows = math.ceil(labels.size / count)
 
     def cut(x: jax.Array) -> jax.Array:
         x = x.reshape(labels.size, *x.shape[labels.ndim :])
-        padding = [(0, count * rows - labels.size)] + [(0, 0)] * (x.ndim - 1)
-        return jnp.pad(x, padding).reshape(count, rows, *x.shape[1:])
+        x = jnp.pad(x, [(0, count * rows - labels.size)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(count, rows, *x.shape[1:])
 
     def join(x: jax.Array) -> jax.Array:
-        return x.reshape(count * rows, *x.shape[2:])[: labels.size].reshape(
-            *labels.shape, *x.shape[2:]
-        )
+        shape = *labels.shape, *x.shape[2:]
+        return x.reshape(count * rows, *x.shape[2:])[: labels.size].reshape(shape)
 
-    start = jnp.zeros((), wide), None, None
-    if differentiate:
-        zeros = partial(jnp.zeros, dtype=wide)
-        start = start[0], zeros(kernel.shape), None if bias is None else zeros(bias.shape)
-    carry, stacked = lax.scan(step, start, jax.tree.map(cut, (features, weights, labels)))
-    total, *gradients = carry
-    hits, *by_row = jax.tree.map(join, stacked)
-    total = lax.psum(total, options.row_axes)
+    zeros = lambda x: jnp.zeros(x.shape, wide)
+    start: Any = jnp.zeros((), wide), jax.tree.map(zeros, layer) if differentiate else None
+    blocks = jax.tree.map(cut, (features, weights, labels))
+    (total, layer_grad), by_row = lax.scan(add_block, start, blocks)
+    total, (hits, row_grads) = lax.psum(total, options.row_axes), jax.tree.map(join, by_row)
     if not differentiate:
-        return total, hits
-    kernel_grad = _reduce(options, gradients[0], options.kernel)
-    bias_grad = None
-    if bias is not None:
-        bias_grad = _reduce(options, gradients[1], (options.vocabulary_axes,))
-    return total, hits, by_row[0], kernel_grad, bias_grad, by_row[1]
+        return total, hits, None
+    reduced = {name: _reduce(options, x, options.entries(name)) for name, x in layer_grad.items()}
+    return total, hits, (row_grads[0], reduced, row_grads[1])
 
 
 def _losses(
