@@ -248,7 +248,7 @@ MUTANTS = {
 }
 
 
-check_once = functools.cache(check)  # several mutants are drawn for one case
+check_once = functools.cache(check)  # many mutants share a case
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -112,7 +112,7 @@ def linear_cross_entropy(
       z_loss: adds `z_loss * log(Z) ** 2`, where Z is the sum of the exponentials of the logits.
       soft_cap: replaces logits by `soft_cap * tanh(logits / soft_cap)`.
       accuracy: also return the share of rows whose label has the largest logit, as a second mean.
-      dtype: the dtype of the products; by default that of features and kernel.
+      dtype: the dtype of the products; by default the wider one of features and kernel.
       block_size: the largest number of rows, on one device, whose logits exist at a time. Smaller
         blocks need less memory, but each updates the whole gradient of the kernel.
       sharding: the sharding of the kernel, `plan.params[…]` of a plan.
@@ -142,7 +142,9 @@ def linear_cross_entropy(
     features, kernel, labels, weights, bias = arrays
     dims = "vd" if transposed else "dv"
     vocabulary = kernel.shape[dims.index("v")]
-    dtype = jnp.promote_types(features.dtype, kernel.dtype) if dtype is None else dtype
+    # Not by promotion, which jax refuses if its promotion is strict.
+    wider = partial(max, key=lambda dtype: jnp.finfo(dtype).bits)
+    dtype = wider(features.dtype, kernel.dtype) if dtype is None else dtype
     if tree.floating(dtype) is None:
         refuse("dtype", "a floating dtype or None", repr(dtype))
     if read_positive("label_smoothing", label_smoothing, allow_zero=True) > 1:
@@ -170,7 +172,7 @@ def linear_cross_entropy(
             expected = f"an integer that the labels' {labels.dtype} holds, or None"
             refuse("ignore_index", expected, repr(ignore_index))
         weights = jnp.where(labels == index, jnp.zeros_like(weights), weights)
-    wide = jnp.promote_types(tree.widen(options.dtype), tree.widen(features.dtype))
+    wide = tree.widen(wider(options.dtype, features.dtype))
     last = min(vocabulary - 1, jnp.iinfo(labels.dtype).max)  # a narrow dtype holds no larger one
     known, factors = (labels >= 0) & (labels <= last), weights.astype(wide)
     factors = jnp.where(known | (factors == 0), factors, jnp.nan)
