@@ -138,8 +138,9 @@ def linear_cross_entropy(
     from clu.metrics import Average
 
     check_flags(transposed=transposed, accuracy=accuracy)
-    arrays = _read_arrays(features, kernel, labels, weights, bias, transposed)
-    features, kernel, labels, weights, bias = arrays
+    features, kernel, labels, weights, bias = _read_arrays(
+        features, kernel, labels, weights, bias, ignore_index, transposed
+    )
     dims = "vd" if transposed else "dv"
     vocabulary = kernel.shape[dims.index("v")]
     # Not by promotion, which jax refuses if its promotion is strict.
@@ -149,9 +150,7 @@ def linear_cross_entropy(
         refuse("dtype", "a floating dtype or None", repr(dtype))
     if read_positive("label_smoothing", label_smoothing, allow_zero=True) > 1:
         refuse("label_smoothing", "a number from 0 to 1", repr(label_smoothing))
-    mesh, row_entries, kernel_entries = _read_shardings(
-        sharding, rows, features, kernel, labels, dims
-    )
+    placement = _read_shardings(sharding, rows, features, kernel, labels, dims)
     options = _Options(
         vocabulary=vocabulary,
         block_size=read_integer("block_size", block_size),
@@ -162,16 +161,8 @@ def linear_cross_entropy(
         z_loss=float(read_positive("z_loss", z_loss, allow_zero=True)),
         soft_cap=None if soft_cap is None else float(read_positive("soft_cap", soft_cap)),
         accuracy=bool(accuracy),
-        mesh=mesh,
-        rows=row_entries,
-        kernel=kernel_entries,
+        **placement,
     )
-    if ignore_index is not None:
-        index, info = as_integer(ignore_index), jnp.iinfo(labels.dtype)
-        if index is None or not info.min <= index <= info.max:
-            expected = f"an integer that the labels' {labels.dtype} holds, or None"
-            refuse("ignore_index", expected, repr(ignore_index))
-        weights = jnp.where(labels == index, jnp.zeros_like(weights), weights)
     wide = tree.widen(wider(options.dtype, features.dtype))
     last = min(vocabulary - 1, jnp.iinfo(labels.dtype).max)  # a narrow dtype holds no larger one
     known, factors = (labels >= 0) & (labels <= last), weights.astype(wide)
@@ -183,44 +174,59 @@ def linear_cross_entropy(
 
 
 def _read_arrays(
-    features: Any, kernel: Any, labels: Any, weights: Any, bias: Any, transposed: bool
+    features: Any,
+    kernel: Any,
+    labels: Any,
+    weights: Any,
+    bias: Any,
+    ignore_index: Any,
+    transposed: bool,
 ) -> tuple[Any, ...]:
-    """Check shapes and dtypes, and broadcast the weights to the labels."""
-    floats = {"features": features, "kernel": kernel} | ({} if bias is None else {"bias": bias})
-    for name, value in floats.items():
-        if not tree.is_float(value):
-            refuse(name, "an array of floats", tree.describe_value(value), kind=LossError)
+    """Check shapes and dtypes; return the arrays, with weights in the shape of the labels."""
+
+    def check(fits: bool, name: str, expected: str, value: Any, advice: str = "") -> None:
+        if not fits:
+            refuse(name, expected, tree.describe_value(value), advice, kind=LossError)
+
+    for name, value in {"features": features, "kernel": kernel, "bias": bias}.items():
+        is_absent = name == "bias" and value is None
+        check(is_absent or tree.is_float(value), name, "an array of floats", value)
     features, kernel = jnp.asarray(features), jnp.asarray(kernel)
-    if features.ndim == 0:
-        refuse("features", "an array [..., size]", features, kind=LossError)
-    size, form = features.shape[-1], "[vocabulary, size]" if transposed else "[size, vocabulary]"
-    if kernel.ndim != 2 or 0 in kernel.shape or kernel.shape[int(transposed)] != size:
-        flipped = kernel.ndim == 2 and kernel.shape[int(not transposed)] == size
-        advice = f"transposed={not transposed} reads it the other way" if flipped else ""
-        expected = f"{form} for features {tree.describe_value(features)}"
-        refuse("kernel", expected, tree.describe_value(kernel), advice, kind=LossError)
-    vocabulary = kernel.shape[int(not transposed)]
-    if bias is not None and bias.shape != (vocabulary,):
-        got = tree.describe_value(bias)
-        refuse("bias", f"the shape ({vocabulary},) of the vocabulary", got, kind=LossError)
-    is_integer = tree.is_array(labels) and jnp.issubdtype(labels.dtype, jnp.integer)
-    if not is_integer or labels.shape != features.shape[:-1]:
-        expected = f"integers of the shape {features.shape[:-1]}, one for each row of the features"
-        refuse("labels", expected, tree.describe_value(labels), kind=LossError)
+    check(features.ndim > 0, "features", "an array [..., size]", features)
+    form = "[vocabulary, size]" if transposed else "[size, vocabulary]"
+    size, sizes = features.shape[-1], kernel.shape[::-1] if transposed else kernel.shape
+    flipped = kernel.ndim == 2 and sizes[1] == size
+    advice = f"transposed={not transposed} reads it the other way" if flipped else ""
+    is_kernel = kernel.ndim == 2 and sizes[0] == size and sizes[1] > 0
+    form = f"{form} for features {tree.describe_value(features)}"
+    check(is_kernel, "kernel", form, kernel, advice)
+    is_bias = bias is None or bias.shape == sizes[1:]
+    check(is_bias, "bias", f"the shape {sizes[1:]} of the vocabulary", bias)
+    shape = features.shape[:-1]
+    is_labels = tree.is_array(labels) and jnp.issubdtype(labels.dtype, jnp.integer)
+    is_labels = is_labels and labels.shape == shape
+    expected = f"integers of the shape {shape}, one for each row of the features"
+    check(is_labels, "labels", expected, labels)
     labels = jnp.asarray(labels)
-    weights = jnp.ones(labels.shape, bool) if weights is None else weights
-    leading = labels.shape[: jnp.ndim(weights)] if tree.is_real(weights) else None
-    if leading != jnp.shape(weights):
-        expected = f"real numbers in the shape {labels.shape} of the labels or of its leading axes"
-        refuse("weights", expected, tree.describe_value(weights), kind=LossError)
+    weights = jnp.ones(shape, bool) if weights is None else weights
+    is_weights = tree.is_real(weights) and jnp.shape(weights) == shape[: jnp.ndim(weights)]
+    expected = f"real numbers in the shape {shape} of the labels or of its leading axes"
+    check(is_weights, "weights", expected, weights)
     weights = jnp.asarray(weights)
     weights = weights.reshape(weights.shape + (1,) * (labels.ndim - weights.ndim))
-    return features, kernel, labels, jnp.broadcast_to(weights, labels.shape), bias
+    weights = jnp.broadcast_to(weights, shape)
+    if ignore_index is not None:
+        index, info = as_integer(ignore_index), jnp.iinfo(labels.dtype)
+        if index is None or not info.min <= index <= info.max:
+            expected = f"an integer that the labels' {labels.dtype} holds, or None"
+            refuse("ignore_index", expected, repr(ignore_index))
+        weights = jnp.where(labels == index, jnp.zeros_like(weights), weights)
+    return features, kernel, labels, weights, bias
 
 
 def _read_shardings(
     sharding: Any, rows: Any, features: Any, kernel: Any, labels: Any, dims: str
-) -> tuple[Any, tuple[Axes, ...], tuple[Axes, ...]]:
+) -> dict[str, Any]:
     """Return the mesh and the axes that shard each dimension of the labels and the kernel.
 
     They are those with several devices that the caller has not mapped.
@@ -235,7 +241,7 @@ def _read_shardings(
             got = "None on a mesh with the axes " + ", ".join(sorted(free)) if free else "None"
             advice = "pass that of the kernel, plan.params[…]"
             refuse("sharding", "a NamedSharding", got, advice, kind=ShardingError)
-        return None, (), ((), ())
+        return {"mesh": None, "rows": (), "kernel": ((), ())}
     if not isinstance(sharding, NamedSharding):
         got, advice = tree.describe_value(sharding), "pass that of the kernel, plan.params[…]"
         refuse("sharding", "a NamedSharding or None", got, advice, kind=ShardingError)
@@ -255,7 +261,8 @@ def _read_shardings(
         tuple(name for name in entry if dim != size_dim or name in row_axes)
         for dim, entry in enumerate(kernel_entries)
     )
-    return ((context if manual else mesh) if active else None), row_entries, kernel_entries
+    mesh = (context if manual else mesh) if active else None
+    return {"mesh": mesh, "rows": row_entries, "kernel": kernel_entries}
 
 
 def _read_spec(name: str, spec: Any, x: Any, mesh: Any, active: set[str]) -> tuple[Axes, ...]:
@@ -311,9 +318,8 @@ def _run_on_devices(
     run = partial(_run_on_device, options, differentiate)
     if options.mesh is None:
         return run(features, layer, weights, labels)
-    spec = lambda entries: PartitionSpec(*(entry or None for entry in entries))
-    rows, by_row = spec(options.rows), spec((*options.rows, ()))
-    layer_specs = {name: spec(options.entries(name)) for name in layer}
+    rows, by_row = _spec(options.rows), _spec((*options.rows, ()))
+    layer_specs = {name: _spec(options.entries(name)) for name in layer}
     return jax.shard_map(
         run,
         mesh=options.mesh,
@@ -326,6 +332,10 @@ def _run_on_devices(
         axis_names=set(options.mesh.axis_names) - set(options.mesh.manual_axes),
         check_vma=False,
     )(features, layer, weights, labels)
+
+
+def _spec(entries: Iterable[Axes]) -> PartitionSpec:
+    return PartitionSpec(*(entry or None for entry in entries))
 
 
 def _refuse_second_derivative(*_: Any) -> Any:
