@@ -98,7 +98,9 @@ def linear_cross_entropy(
     blocks of its own rows. The kernel is gathered once, over the axes that shard the rows, and its
     gradient is reduced once. Its vocabulary stays split over all other axes, such as "tp". Inside
     `jax.shard_map`, and so with `sf.ordered` and `sf.reduce_once`, axes that are mapped already are
-    left out. Only first derivatives exist.
+    left out. Without the sharding, the result is the same, but XLA reduces the gradient of the
+    kernel in every block. This is refused where it can be seen: under `jax.set_mesh`, and for
+    sharded arrays outside of jit. Only first derivatives exist.
 
     Args:
       features: floats `[..., size]`, the input of the layer.
