@@ -7,6 +7,7 @@ from stepfold.checkpoint.safetensors import export_params, load_params
 from stepfold.checkpoint.series import Checkpoints, Series, Temporary, save
 from stepfold.checkpoint.verify import Contents, contents, latest_step, verify
 from stepfold.core.check import check_step
+from stepfold.core.cross_entropy import linear_cross_entropy
 from stepfold.core.ema import ema_params, get_ema
 from stepfold.core.gradients import make_grad
 from stepfold.core.loss import mean
@@ -128,6 +129,7 @@ __all__ = [
     "iterate",
     "jsonl_writer",
     "latest_step",
+    "linear_cross_entropy",
     "load_params",
     "log_to",
     "low_precision",

@@ -223,3 +223,40 @@ def test_the_command_describes_a_step_on_a_slice(tmp_path, capsys, monkeypatch):
     assert "a plan for the devices that it gets, got one for others" in capsys.readouterr().err
     assert main([f"{path}:large", "--on", "v5e:1x1"]) == 1
     assert "XLA reports: RESOURCE_EXHAUSTED" in capsys.readouterr().err
+
+
+# A loss by blocks
+
+
+@pytest.mark.parametrize(
+    ("dims", "kernel"), [((8, 1), P()), ((8, 1), P(None, "fsdp")), ((4, 2), P("fsdp", "tp"))]
+)
+def test_a_cross_entropy_by_blocks_sends_no_more_than_the_plain_one(dims, kernel):
+    mesh = sf.make_mesh(dims, ("fsdp", "tp"), devices=sf.devices_of("v5e:2x4"))
+    tx, rows = optax.sgd(0.1), jax.sharding.NamedSharding(mesh, P("fsdp"))
+    init = lambda key: {"w": jnp.zeros((128, 128)), "out": jnp.zeros((128, 2048))}
+    shape = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))
+    plan = sf.make_sharding(shape, mesh, [("out", kernel), ("w", P())])
+
+    def hidden(params, batch):
+        return jnp.tanh(lax.with_sharding_constraint(batch["x"], rows) @ params["w"])
+
+    def plain(params, batch, key):
+        logits = jnp.matmul(
+            hidden(params, batch), params["out"], preferred_element_type=jnp.float32
+        )
+        return sf.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
+
+    def blocks(params, batch, key):
+        options = {"block_size": 64, "sharding": plan.params["out"]}
+        return sf.linear_cross_entropy(hidden(params, batch), params["out"], batch["y"], **options)
+
+    batch = {"x": jax.ShapeDtypeStruct((4096, 128), jnp.float32)}
+    batch["y"] = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    ours, theirs = (
+        sf.describe(sf.make_train_step(loss, tx, precision="bf16"), shape, batch, sharding=plan)
+        for loss in (blocks, plain)
+    )
+    assert ours.moved <= theirs.moved
+    assert ours.flops.dots == theirs.flops.dots
+    assert ours.memory.temporaries < theirs.memory.temporaries
