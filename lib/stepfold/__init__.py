@@ -8,7 +8,7 @@ from stepfold.checkpoint.verify import Contents, contents, latest_step, verify
 from stepfold.core.check import check_step
 from stepfold.core.ema import ema_params, get_ema
 from stepfold.core.gradients import make_grad
-from stepfold.core.loss import mean
+from stepfold.core.loss import mean, mean_by
 from stepfold.core.precision import Precision, dynamic_loss_scale
 from stepfold.core.spikes import skip_spikes
 from stepfold.core.state import TrainState, init_state
@@ -132,6 +132,7 @@ __all__ = [
     "make_sharding",
     "make_train_step",
     "mean",
+    "mean_by",
     "memory_use",
     "mix",
     "multi_writer",
