@@ -1,5 +1,6 @@
 """Train and eval steps: pure functions, not jitted."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,6 +56,7 @@ def make_train_step(
     remat: str | bool | Callable[..., bool] | None = None,
     skip_nonfinite: bool = False,
     stateful: bool = False,
+    norms: str | None = None,
     grad: Callable[..., GradFn] = make_grad,
 ) -> StepFn:
     """Make a train step, a function `(state, batch) -> (state, metrics)`.
@@ -81,6 +83,11 @@ def make_train_step(
         finite updates. It counts in `step` and in `skipped`; its loss and averages have weight zero
         when merged.
       stateful: whether the loss function carries a model state.
+      norms: a regular expression that groups the parameters, to report the norms of their
+        gradients and updates. It is searched in the paths, such as `layers/0/kernel`, and the text
+        that it matches names the group: `layers/[0-9]+` reports `grad_norm/layers/0`,
+        `update_norm/layers/0` and so on, and the `update_norm` of all parameters. Updates are what
+        the optimizer adds to them.
       grad: a function from a loss function to a `GradFn`, `make_grad` by default; the others are
         `ordered` and `reduce_once`. It gets those of the keywords `accumulate=` and `stateful=`
         that it accepts; set others with `functools.partial`. It must propagate NaN and inf, since
@@ -125,6 +132,7 @@ def make_train_step(
     (0.0, True)
     """
     check_flags(skip_nonfinite=skip_nonfinite, stateful=stateful)
+    pattern = _read_pattern(norms)
     from stepfold.core.metrics import report, without_weight  # lazy: clu imports flax
 
     loss_fn = checked(loss_fn, stateful=stateful)
@@ -149,27 +157,31 @@ def make_train_step(
         if scaling:  # the optimizer expects scaled gradients
             grads = rescale(grads, scale)
         norm_of = getattr(fn, "norm", norm)
-        grad_norm = norm_of(jax.tree.map(lambda g: g.mean(0), grads) if per_example else grads)
-        return grads, unscale(grad_norm, scale) if scaling else grad_norm, *rest
+        batch_grads = jax.tree.map(lambda g: g.mean(0), grads) if per_example else grads
+        all_norms = _norms("grad_norm", batch_grads, pattern, norm_of)
+        return grads, unscale(all_norms, scale) if scaling else all_norms, norm_of, *rest
 
     @_explain_explicit_axes()
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         _check_state(state, tx)
-        grads, grad_norm, terms, metrics, model_state = gradients(state, batch)
-        loss = total_of(terms)
+        grads, all_norms, norm_of, terms, metrics, model_state = gradients(state, batch)
+        loss, grad_norm = total_of(terms), all_norms["grad_norm"]
         updates, opt_state = update(tx, grads, state.opt_state, state.params, loss)
+        if pattern is not None:
+            all_norms |= _norms("update_norm", updates, pattern, norm_of)
+        own = {name: mean(value) for name, value in all_norms.items()}
         params = apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, opt_state, model_state, state.key)
         _check_unchanged_structure(state, new)
         new = strengthen(new)
         if not (skip_nonfinite or scaling):
-            return new, report(terms, metrics, grad_norm=mean(grad_norm))
+            return new, report(terms, metrics, **own)
         # The norm is finite only if every gradient is; an update may still not be.
         still = still_finite((state.params, state.model_state), (new.params, new.model_state))
         good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & still
         kept = skipped(state.opt_state, opt_state) if scaling else state.opt_state
         old = state._replace(step=new.step, opt_state=kept)
-        metrics = report(terms, metrics, grad_norm=mean(grad_norm), skipped=mean(~good))
+        metrics = report(terms, metrics, **own, skipped=mean(~good))
         return tree.select(good, new, old), without_weight(good, metrics)
 
     return train_step
@@ -262,6 +274,29 @@ def observe(
         return state, {**metrics, **{name: mean(value) for name, value in values.items()}}
 
     return observed
+
+
+def _read_pattern(norms: Any) -> re.Pattern[str] | None:
+    try:
+        return None if norms is None else re.compile(norms)
+    except (TypeError, re.error) as error:
+        refuse("norms", "a regular expression", f"{norms!r}: {error}")
+
+
+def _norms(
+    name: str, arrays: Any, pattern: re.Pattern[str] | None, norm_of: Callable[[Any], jax.Array]
+) -> dict[str, jax.Array]:
+    """Return the norm of all arrays, and that of each group of them, by name."""
+    groups: dict[str, list[Any]] = {}
+    named = tree.named_leaves(arrays)
+    for path, leaf in named if pattern is not None else ():
+        if (match := pattern.search(path)) and match[0]:
+            groups.setdefault(f"{name}/{match[0].strip('/')}", []).append(leaf)
+    if pattern is not None and not groups:
+        paths = ", ".join(path for path, _ in named[:5]) + ", …" * (len(named) > 5)
+        expected = "a pattern that matches a part of the path of a parameter"
+        refuse("norms", expected, repr(pattern.pattern), f"the paths are {paths}")
+    return {name: norm_of(arrays), **{group: norm_of(leaves) for group, leaves in groups.items()}}
 
 
 @contextmanager
