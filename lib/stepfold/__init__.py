@@ -37,7 +37,7 @@ from stepfold.inspect.report import describe, parameter_table
 from stepfold.loop.elastic import Elastic
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.fit import FitResult, fit
-from stepfold.loop.hooks.base import Event, GoBack, Replace, Stop
+from stepfold.loop.hooks.base import Event, GoBack, Replace, Reweight, Stop
 from stepfold.loop.hooks.performance import memory_use, profile, stragglers, throughput
 from stepfold.loop.hooks.progress import progress
 from stepfold.loop.hooks.stop import (
@@ -58,7 +58,7 @@ from stepfold.loop.writers.base import Writer, console_writer
 from stepfold.loop.writers.combinators import async_writer, log_to, multi_writer
 from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer
 from stepfold.loop.writers.tensorboard import tensorboard_writer
-from stepfold.loop.writers.wandb import wandb_writer
+from stepfold.loop.writers.wandb import trackio_writer, wandb_writer
 from stepfold.sharding.distributed import start_distributed
 from stepfold.sharding.mesh import make_mesh
 from stepfold.sharding.ordered import clip_by_ordered_norm, ordered, ordered_norm
@@ -89,6 +89,7 @@ __all__ = [
     "Replay",
     "Restored",
     "RetraceError",
+    "Reweight",
     "Series",
     "ShardingError",
     "StepfoldError",
@@ -165,6 +166,7 @@ __all__ = [
     "tensorboard_writer",
     "tfds_source",
     "throughput",
+    "trackio_writer",
     "verify",
     "wandb_writer",
     "watchdog",

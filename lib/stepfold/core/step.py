@@ -21,6 +21,7 @@ from stepfold.core.loss import LossFn, Metrics, checked, mean, total_of
 from stepfold.core.optimizer import (
     apply_updates,
     as_optimizer,
+    learning_rates,
     still_finite,
     takes_examples,
     update,
@@ -63,7 +64,8 @@ def make_train_step(
 
     It is pure and not jitted: apply `jax.jit` (donate the state), `lax.scan`, `vmap` or `shard_map`
     to it. Its metrics are `loss`, every term of the loss, the metrics of the loss function,
-    `grad_norm`, and `skipped` if steps may be skipped. The loss function gets the key
+    `grad_norm`, `skipped` if steps may be skipped, and `learning_rate` if the optimizer knows it:
+    if `optax.inject_hyperparams` keeps it in the state. The loss function gets the key
     `fold_in(key, step)`. The optimizer gets `value=loss` if it accepts it.
 
     Args:
@@ -169,7 +171,9 @@ def make_train_step(
         updates, opt_state = update(tx, grads, state.opt_state, state.params, loss)
         if pattern is not None:
             all_norms |= _norms("update_norm", updates, pattern, norm_of)
-        own = {name: mean(value) for name, value in all_norms.items()}
+        rates = learning_rates(opt_state)
+        rates = {name: rate for name, rate in rates.items() if name not in {**terms, **metrics}}
+        own = {name: mean(value) for name, value in {**all_norms, **rates}.items()}
         params = apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, opt_state, model_state, state.key)
         _check_unchanged_structure(state, new)
@@ -232,9 +236,9 @@ def observe(
 
     The metrics are computed within the step: they belong to exactly that step, and the host does
     not wait for them. A schedule counts from zero, so the learning rate that led to a state is
-    `schedule(state.step - 1)`, unless steps were skipped, which optimizers do not count.
-    `optax.inject_hyperparams` stores the rate that it used:
-    `optax.tree.get(state.opt_state, "hyperparams")["learning_rate"]`.
+    `schedule(state.step - 1)`, unless steps were skipped, which optimizers do not count. With
+    `optax.inject_hyperparams`, `make_train_step` reports the rate by itself; a function called
+    `learning_rate` takes its place.
 
     Args:
       step: a `StepFn`.
@@ -264,7 +268,7 @@ def observe(
 
     def observed(state: Any, batch: Any) -> tuple[Any, Any]:
         state, metrics = step(state, batch)
-        taken = sorted(functions.keys() & metrics.keys())
+        taken = sorted(functions.keys() & metrics.keys() - {"learning_rate"})
         if taken:
             refuse("observe", "other names than the step's own metrics", f"{', '.join(taken)}")
         values = {name: function(state) for name, function in functions.items()}
@@ -289,8 +293,9 @@ def _norms(
     """Return the norm of all arrays, and that of each group of them, by name."""
     groups: dict[str, list[Any]] = {}
     named = tree.named_leaves(arrays)
-    for path, leaf in named if pattern is not None else ():
-        if (match := pattern.search(path)) and match[0]:
+    for path, leaf in named:
+        match = None if pattern is None else pattern.search(path)
+        if match and match[0]:
             groups.setdefault(f"{name}/{match[0].strip('/')}", []).append(leaf)
     if pattern is not None and not groups:
         paths = ", ".join(path for path, _ in named[:5]) + ", …" * (len(named) > 5)

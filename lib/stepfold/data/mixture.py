@@ -1,9 +1,10 @@
 """Mix sources in exact proportions, with random access to any example."""
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -151,12 +152,8 @@ class Mixture(Source):
     ) -> None:
         self._parts, self.names, self._source_key = parts, tuple(names), source_key
         self._orders = [Order(part.length, seed, stream) for stream, part in enumerate(parts)]
-        drawn, self._stages = [0] * len(parts), list[_Stage]()
-        for first, shares in stages:
-            if self._stages:
-                drawn = self._stages[-1].drawn_before(first)
-            self._stages.append(_Stage(first, _scale(first, shares), drawn))
-        self._firsts = [stage.first for stage in self._stages]
+        self._given = dict(stages)
+        self._set_stages(self._given)
         self.fingerprint = {
             "seed": seed,
             "weights": self._stages[0].weights,
@@ -166,6 +163,33 @@ class Mixture(Source):
         if len(stages) > 1:
             later = [[stage.first, stage.weights] for stage in self._stages[1:]]
             self.fingerprint["stages"] = later
+
+    def _set_stages(self, shares_from: Mapping[int, Sequence[Fraction]]) -> None:
+        drawn, self._stages = [0] * len(self._parts), list[_Stage]()
+        for first, shares in sorted(shares_from.items()):
+            if self._stages:
+                drawn = self._stages[-1].drawn_before(first)
+            self._stages.append(_Stage(first, _scale(first, shares), drawn))
+        self._firsts = [stage.first for stage in self._stages]
+
+    def spell_weights(self, weights: Any) -> list[str]:
+        """Check the weights of all sources; return them in order, exactly, as text for JSON."""
+        ordered = _in_order(weights, self.names)
+        if not ordered:
+            expected = f"a weight for each of the sources {', '.join(self.names)}"
+            refuse("reweight", expected, repr(weights))
+        pairs = zip(self.names, ordered, strict=True)
+        shares = [_read_weight(f"of {name}", weight, zero=True) for name, weight in pairs]
+        if not any(shares):
+            refuse("reweight", "a weight above 0", "only 0")
+        return [str(share) for share in shares]
+
+    def with_changes(self, changes: Sequence[tuple[int, Sequence[str]]]) -> Self:
+        """Return the mixture with the weights of `spell_weights` from given examples on."""
+        new = copy.copy(self)
+        later = {first: [Fraction(weight) for weight in weights] for first, weights in changes}
+        new._set_stages({**self._given, **later})
+        return new
 
     def __len__(self) -> int:
         return ENDLESS
