@@ -295,7 +295,7 @@ def test_a_capsule_reads_the_batches_after_a_change_again(tmp_path):
     assert np.array_equal(result.capsule.batch["x"], expected.at(14)["x"])
     fresh = sf.batches(mixture(), SIZE)
     replayed = sf.replay(result.capsule.path, step, state=new(), batches=fresh)
-    assert replayed.notes[0].startswith("8 of 8 rows make it fail")
+    assert replayed.reproduced
     assert fresh.get_state() == sf.batches(mixture(), SIZE).get_state()
 
 

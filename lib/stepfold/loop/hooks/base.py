@@ -104,10 +104,10 @@ class Reweight(NamedTuple):
 
     The batches have to be those of `sf.batches(sf.mix(…), …)`, prefetched or not. After an
     evaluation, the next batch is the first with the new weights. At a log point it may be up to
-    four batches later, because metrics are read while later steps run; which one it is depends
-    neither on `steps_per_call` nor on where the run was cut and resumed. The change is part of the
-    position of the batches. So a resumed run has it, and one that goes back to a checkpoint before
-    it does not. `run.json` notes the step and the reason.
+    four batches later, because metrics are read while later steps run: up to the next evaluation,
+    save or end of the run. It does not depend on `steps_per_call`, nor on where an interrupted run
+    resumes. The change is part of the position of the batches. So a resumed run has it, and one
+    that goes back to a checkpoint before it does not. `run.json` notes the step and the reason.
 
     With several processes, the hook needs `replaces_state = True`, as for a `Replace`, and all
     processes have to return the same.
