@@ -6,7 +6,7 @@ an integer), so optimizers run with standard promotion.
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import wraps
 from typing import Any
 
@@ -132,11 +132,11 @@ def hyperparams_of(state: Any, root: str = "opt_state") -> dict[str, Any]:
     return found
 
 
-def learning_rates(opt_state: Any) -> dict[str, jax.Array]:
+def learning_rates(opt_state: Any, but: Collection[str] = ()) -> dict[str, jax.Array]:
     """Return the learning rates in the states of `optax.inject_hyperparams`, by name of a metric.
 
     They are those of the last update, also if a schedule or a hook changes them. If there are
-    several, each has the part of its path that is not common to all.
+    several, each has the part of its path that is not common to all. Names in `but` are left out.
     """
     values = {
         path: node.hyperparams.get("learning_rate") for path, node in _injected(opt_state, "")
@@ -145,8 +145,9 @@ def learning_rates(opt_state: Any) -> dict[str, jax.Array]:
     parts = [path.split("/") for path in rates]
     own = ["/".join(p for p in path if not all(p in each for each in parts)) for path in parts]
     names = own if len(set(own)) == len(own) else [*rates]
+    names = [f"learning_rate/{name}".rstrip("/") for name in names]
     pairs = zip(names, rates.values(), strict=True)
-    return {f"learning_rate/{name}".rstrip("/"): rate for name, rate in pairs}
+    return {name: rate for name, rate in pairs if name not in but}
 
 
 def _injected(state: Any, root: str) -> Iterator[tuple[str, Any]]:

@@ -134,12 +134,11 @@ def make_train_step(
     (0.0, True)
     """
     check_flags(skip_nonfinite=skip_nonfinite, stateful=stateful)
-    pattern = _read_pattern(norms)
     from stepfold.core.metrics import report, without_weight  # lazy: clu imports flax
 
     loss_fn = checked(loss_fn, stateful=stateful)
     tx = as_optimizer(tx)
-    policy = as_precision(precision)
+    policy, pattern = as_precision(precision), _read_pattern(norms)
     if policy and policy.needs_loss_scale and not isinstance(tx, LossScaled):
         raise ConfigError(
             f"precision={precision!r}: gradients underflow in {jnp.dtype(policy.compute).name}; "
@@ -169,10 +168,8 @@ def make_train_step(
         grads, all_norms, norm_of, terms, metrics, model_state = gradients(state, batch)
         loss, grad_norm = total_of(terms), all_norms["grad_norm"]
         updates, opt_state = update(tx, grads, state.opt_state, state.params, loss)
-        if pattern is not None:
-            all_norms |= _norms("update_norm", updates, pattern, norm_of)
-        rates = learning_rates(opt_state)
-        rates = {name: rate for name, rate in rates.items() if name not in {**terms, **metrics}}
+        all_norms |= _norms("update_norm", updates, pattern, norm_of) if pattern else {}
+        rates = learning_rates(opt_state, but={**terms, **metrics})
         own = {name: mean(value) for name, value in {**all_norms, **rates}.items()}
         params = apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, opt_state, model_state, state.key)

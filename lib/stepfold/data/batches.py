@@ -303,7 +303,7 @@ class Batches(BatchIterator):
         """Return the state whose next batch is that of `step`."""
         state: dict[str, Any] = {"step": step, "pipeline": dict(self._pipeline)}
         if self._changes:
-            state["weights"] = copy.deepcopy(self._changes)
+            state["weights"] = [*self._changes]
         return self._with_skips(state) if self._skips.ranges else state
 
     def set_state(self, state: dict[str, Any]) -> None:

@@ -245,10 +245,10 @@ class BatchFeed:
 
     def with_changes(self, mark: DataPosition) -> DataPosition:
         """Add the changes of weights since to an earlier position, to read the batches again."""
-        now = self.position()
-        if not isinstance(now, dict) or "weights" not in now or mark.position is None:
+        changes = self.position().get("weights") if hasattr(self.iterator, "reweight") else None
+        if changes is None or mark.position is None:
             return mark
-        return mark._replace(position={**mark.position, "weights": now["weights"]})
+        return mark._replace(position={**mark.position, "weights": changes})
 
     def share(self, share: tuple[int, int, int]) -> None:
         """Let this process make other rows of each global batch, those of its devices."""

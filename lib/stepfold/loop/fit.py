@@ -140,12 +140,11 @@ def fit(
     >>> result.steps, str(result.stop_reason), result.history["train/loss"].steps
     (20, 'all 20 steps were done', [10, 20])
     """
-    evaluations = _check_evaluations(evaluation, state)
-    parts, (step, state, attempts) = _check_resume(resume), _read_step(step, state)
+    evaluations, parts = _check_evaluations(evaluation, state), _check_resume(resume)
+    (step, state, attempts), user_hooks = _read_step(step, state), _check_hooks(hooks)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
     runner = _check_numbers(step, lengths, log_every, steps_per_call)
     _check_checkpoints(checkpoints)
-    user_hooks = _check_hooks(hooks)
     config = read_config(config)
     all_hooks = _with_default_hooks(user_hooks, time_limit, config)
     feed = BatchFeed(batches, epochs, keep_recent=True)
