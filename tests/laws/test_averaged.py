@@ -10,6 +10,7 @@ import pytest
 from tests.laws import random_runs
 
 import stepfold as sf
+from stepfold.loop import evaluate as evaluate_module
 
 pytestmark = pytest.mark.not_optimized
 
@@ -103,6 +104,14 @@ def check(result):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_average_is_found_at_any_depth(name):
     check(run(OPTIMIZERS[name]))
+
+
+@pytest.mark.parametrize("mutant", [lambda state: state.params, lambda state: state.opt_state.ema])
+def test_what_is_nearly_right_fails_the_same_law(mutant, monkeypatch):
+    """Of a debiased average, the state holds the sum without its weight."""
+    monkeypatch.setattr(evaluate_module, "get_ema", mutant)
+    with pytest.raises(AssertionError):
+        check(run(OPTIMIZERS["debiased"]))
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "ordered"])

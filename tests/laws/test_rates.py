@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import stepfold as sf
+from stepfold.core import step as step_module
 from stepfold.core.optimizer import learning_rates
 
 pytestmark = pytest.mark.not_optimized
@@ -46,6 +47,13 @@ def test_the_rate_is_that_of_the_update(wrapper):
     tx = WRAPPERS[wrapper](INJECTED(learning_rate=SCHEDULE))
     for used, metrics in rates_of_updates(tx, 7, accumulate=2):
         assert float(metrics["learning_rate"].compute()) == pytest.approx(used, rel=1e-5)
+
+
+def test_the_rate_of_the_next_update_fails_the_same_law(monkeypatch):
+    next_rate = lambda opt_state, but: {"learning_rate": SCHEDULE(opt_state.count)}
+    monkeypatch.setattr(step_module, "learning_rates", next_rate)
+    with pytest.raises(AssertionError):
+        test_the_rate_is_that_of_the_update("alone")
 
 
 def test_a_skipped_step_does_not_count_and_a_hook_may_change_it():
