@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stepfold as sf
+from stepfold.adapter.loading import TrainingLoader
 from stepfold.loop.data import BatchFeed
 
 pytestmark = pytest.mark.not_optimized
@@ -311,6 +312,17 @@ def test_a_capsule_reads_the_batches_after_a_change_again(tmp_path):
 def test_invalid_weights_are_refused(weights, says):
     with pytest.raises(sf.ConfigError, match=says):
         sf.batches(mixture(), SIZE).reweight(weights)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_batch_that_the_trainer_has_looked_at_is_made_again(prefetch):
+    batches = sf.batches(mixture(), SIZE)
+    loader = TrainingLoader(sf.prefetch(batches) if prefetch else batches)
+    old = loader.peek()["x"].tolist()
+    loader.reweight([0, 0, 1], 0)
+    new = next(loader)["x"]
+    assert min(old) < 2000 <= new.min()
+    assert loader.get_state()["weights"] == [[0, ["0", "0", "1"]]]
 
 
 def test_what_has_no_weights_is_refused():

@@ -135,7 +135,7 @@ def hyperparams_of(state: Any, root: str = "opt_state") -> dict[str, Any]:
 def learning_rates(opt_state: Any, but: Collection[str] = ()) -> dict[str, jax.Array]:
     """Return the learning rates in the states of `optax.inject_hyperparams`, by name of a metric.
 
-    They are those of the last update, also if a schedule or a hook changes them. If there are
+    They are those of the last update, even if a schedule or a hook changes them. If there are
     several, each has the part of its path that is not common to all. Names in `but` are left out.
     """
     values = {
