@@ -36,6 +36,7 @@ OWNERS = {
     "grain": "data/sources.py",
     "datasets": "data/sources.py",
     "tensorboardX": "loop/writers/",
+    "trackio": "loop/writers/",
     "wandb": "loop/writers/",
     "tqdm": "loop/hooks/",
     "rich": "loop/hooks/",
@@ -242,7 +243,8 @@ def test_nothing_reads_the_environment_or_keeps_state():
 # Packages that take long to import are imported on first use.
 HEAVY = (
     "orbax tensorstore tensorflow_datasets tensorflow grain datasets safetensors tensorboardX "
-    "wandb tqdm rich sklearn matplotlib pandas torch chex flax clu.metrics clu.parameter_overview "
+    "wandb trackio tqdm rich sklearn matplotlib pandas torch chex flax clu.metrics "
+    "clu.parameter_overview "
     "jax.extend jax.experimental.pallas jax.experimental.compilation_cache"
 )
 

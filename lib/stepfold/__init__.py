@@ -10,7 +10,7 @@ from stepfold.core.check import check_step
 from stepfold.core.cross_entropy import linear_cross_entropy
 from stepfold.core.ema import ema_params, get_ema
 from stepfold.core.gradients import make_grad
-from stepfold.core.loss import mean
+from stepfold.core.loss import mean, mean_by
 from stepfold.core.low_precision import low_precision
 from stepfold.core.precision import Precision, dynamic_loss_scale
 from stepfold.core.spikes import skip_spikes
@@ -40,7 +40,7 @@ from stepfold.inspect.report import describe, parameter_table
 from stepfold.loop.elastic import Elastic
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.fit import FitResult, fit
-from stepfold.loop.hooks.base import Event, GoBack, Replace, Stop
+from stepfold.loop.hooks.base import Event, GoBack, Replace, Reweight, Stop
 from stepfold.loop.hooks.performance import memory_use, profile, stragglers, throughput
 from stepfold.loop.hooks.progress import progress
 from stepfold.loop.hooks.stop import (
@@ -61,7 +61,7 @@ from stepfold.loop.writers.base import Writer, console_writer
 from stepfold.loop.writers.combinators import async_writer, log_to, multi_writer
 from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer
 from stepfold.loop.writers.tensorboard import tensorboard_writer
-from stepfold.loop.writers.wandb import wandb_writer
+from stepfold.loop.writers.wandb import trackio_writer, wandb_writer
 from stepfold.sharding.distributed import start_distributed
 from stepfold.sharding.mesh import make_mesh
 from stepfold.sharding.ordered import clip_by_ordered_norm, ordered, ordered_norm
@@ -94,6 +94,7 @@ __all__ = [
     "Replay",
     "Restored",
     "RetraceError",
+    "Reweight",
     "Series",
     "ShardingError",
     "StepfoldError",
@@ -139,6 +140,7 @@ __all__ = [
     "make_sharding",
     "make_train_step",
     "mean",
+    "mean_by",
     "memory_use",
     "mix",
     "multi_writer",
@@ -171,6 +173,7 @@ __all__ = [
     "tensorboard_writer",
     "tfds_source",
     "throughput",
+    "trackio_writer",
     "verify",
     "wandb_writer",
     "watchdog",

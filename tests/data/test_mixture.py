@@ -155,7 +155,10 @@ def test_seed_and_epochs_are_refused_for_an_infinite_source(options):
     ("sources", "says"),
     [
         ([], r"mix: expected a list of pairs \(source, weight\), got none; such as \[\(old, 3"),
-        ({"a": 1}, r"mix: expected a list of pairs \(source, weight\), got dict"),
+        ("ab", r"mix: expected a list of pairs \(source, weight\), got str"),
+        ({}, r"mix: expected a list of pairs \(source, weight\), got none"),
+        ({"a": 1}, r"mix: expected a pair \(source, weight\) at 0, got int 1"),
+        ({1: ([0], 1)}, "mix: expected names and a source_key that are strings, got int 1"),
         ([np.ones(3)], r"mix: expected a pair \(source, weight\) at 0, got float64\[3\]"),
         ([([0], 1), ([0], 0)], "a finite weight above 0 at 1, got 0; to use nothing of"),
         ([([0], -1)], "a finite weight above 0 at 0, got -1"),
@@ -200,3 +203,57 @@ def test_error_names_the_source():
         "reading from source 1 of the mixture",
         "making the batch of step 0: positions 0 to 1 of epoch 0",
     ]
+
+
+# the number of the source
+
+
+@given(WEIGHTS, st.integers(1, 40), st.integers(0, 10**6), st.booleans())
+def test_each_example_has_the_number_of_its_source(weights, size, step, is_list):
+    sources = {f"s{i}": i * 1000 + np.arange(5 + i) for i in range(len(weights))}
+    parts = {
+        name: ([{"x": x} for x in source] if is_list else {"x": source}, weight)
+        for (name, source), weight in zip(sources.items(), weights, strict=True)
+    }
+    mixture = mix(parts, seed=1, source_key="source")
+    assert mixture.names == tuple(sources)
+    batch = batches(mixture, size).at(step)
+    assert batch["source"].dtype == np.int32
+    assert batch["source"].tolist() == (batch["x"] // 1000).tolist()
+    plain = mix(list(parts.values()), seed=1)
+    assert batch["x"].tolist() == batches(plain, size).at(step)["x"].tolist()
+    seen = batches(mixture, size, transform=lambda e: e["source"] * 1000 + e["x"] % 1000).at(step)
+    assert seen.tolist() == batch["x"].tolist()
+
+
+def test_a_position_without_numbers_of_sources_is_one_with_them():
+    parts = {"a": ({"x": np.arange(5)}, 2), "b": ({"x": np.arange(9)}, 1)}
+    old, new = batches(mix([*parts.values()]), 4), batches(mix(parts, source_key="from"), 4)
+    next(old)
+    new.set_state(old.get_state())
+    assert next(new)["x"].tolist() == next(old)["x"].tolist()
+
+
+def test_nested_mixtures_each_have_a_key():
+    inner = mix([({"x": np.zeros(2)}, 1), ({"x": np.ones(2)}, 1)], source_key="inner")
+    with pytest.raises(sf.DataError, match="dicts without 'inner'.*one that has it.*another key"):
+        next(batches(mix([(inner, 1)], source_key="inner"), 2))
+    batch = next(batches(mix([(inner, 1)], source_key="outer"), 2))
+    assert {key: batch[key].tolist() for key in batch} == {
+        "x": [0, 1], "inner": [0, 1], "outer": [0, 0]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("source", [np.ones(3), [1, 2, 3]])
+def test_examples_that_are_no_dict_have_no_number(source):
+    with pytest.raises(sf.DataError, match="mix: source_key: expected examples that are dicts"):
+        next(batches(mix([(source, 1)], source_key="source"), 2))
+
+
+def test_weights_of_a_stage_may_be_given_by_name():
+    parts = {"a": (np.arange(4), 1), "b": (np.arange(4), 3)}
+    by_name = mix(parts, stages=[(5, {"b": 0, "a": 1})])
+    in_order = mix(list(parts.values()), stages=[(5, (1, 0))])
+    assert which(by_name, 0, 20).tolist() == which(in_order, 0, 20).tolist()
+    with pytest.raises(sf.ConfigError, match="with 2 weights as there are sources"):
+        mix(parts, stages=[(5, {"a": 1})])

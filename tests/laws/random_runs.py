@@ -181,7 +181,7 @@ def _parts_on(axis, is_ordered, task, kind, devices):
 # Data
 
 
-def rows_of(kind, poison, value):
+def rows_of(kind, poison, value, changes=()):
     """Make examples: of plain arrays, of a mixture, or of a stream. One may be poisoned."""
     y = Y[:EXAMPLES].copy()
     y[poison] += 0 if poison is None else value
@@ -190,7 +190,8 @@ def rows_of(kind, poison, value):
         first, second = (
             jax.tree.map(lambda a: a[part], data) for part in np.split(np.arange(EXAMPLES), 2)
         )
-        return sf.mix([(first, 2), (second, 1)], seed=3, stages=[(60, (1, 3)), (150, (1, 0))])
+        stages = {60: (1, 3), 150: (1, 0)} | {8 * batch: weights for batch, weights in changes}
+        return sf.mix([(first, 2), (second, 1)], seed=3, stages=sorted(stages.items()))
     return Stream(200, poison, value) if kind == "stream" else data
 
 
@@ -228,22 +229,27 @@ class Source(SimpleNamespace):
         batches = self._plain()
         return sf.prefetch(batches) if self.prefetch else batches
 
-    def _plain(self):
+    def _plain(self, changes=()):
         options = {"remainder": self.remainder}
         if self.kind in ("arrays", "sizes", "list"):
             options |= {"seed": 5, "start": self.start, "epochs": self.own_epochs}
         size = [(0, 4), (self.change, 8)] if self.kind == "sizes" else 8
-        batches = sf.batches(rows_of(self.kind, self.poison, self.value), size, **options)
+        rows = rows_of(self.kind, self.poison, self.value, changes)
+        batches = sf.batches(rows, size, **options)
         return batches.without(self.skips) if self.skips else batches
 
-    def data(self, skips):
-        """Return what the reference knows: the batches, and to which epoch each belongs."""
+    def data(self, skips, changes=()):
+        """Return what the reference knows: the batches, and to which epoch each belongs.
+
+        A change of the weights of a mixture is one more stage, from a batch on.
+        """
         all_skips = [*self.skips, *skips]
         if self.kind == "list":
             batches = self.make()
             epochs = [i // self.length for i in range(LIMIT)]
             return Data(batches * self.passes, epochs, 0, is_iterator=False)
-        batches = self._plain().without(skips) if skips else self._plain()
+        batches = self._plain(changes)
+        batches = batches.without(skips) if skips else batches
         made = [None] * self.start + [*itertools.islice(batches, LIMIT)]
         epochs = None
         if self.kind in ("arrays", "sizes"):
@@ -326,6 +332,8 @@ class Spec(SimpleNamespace):
         if self.replaces and event.kind == "eval" and event.step % self.replaces == 0:
             halved = jax.tree.map(lambda leaf: leaf * 0.5, event.state.params)
             return sf.Replace(event.state._replace(params=halved), self.name), state
+        if self.reweights and event.step and event.step % self.reweights == 0:
+            return sf.Reweight([state % 3, 1 + state % 2], self.name), state
         loss = event.metrics.get("train/loss", 0.0)
         if self.goes_back and loss > 1e3:
             n = min(event.step, self.goes_back)
@@ -343,7 +351,7 @@ class Recorder(BaseHook):
 
     def __init__(self, spec):
         self.spec, self.needs_exact_state = spec, spec.is_exact
-        self.replaces_state = bool(spec.replaces)
+        self.replaces_state = bool(spec.replaces or spec.reweights)
         self.__qualname__ = f"Recorder {spec.name}"  # the key of its state
         self.reset(0)
 

@@ -53,7 +53,7 @@ class Fit:
         self.run = SimpleNamespace(
             state=call.state, step=0, used=self.data.first, is_complete=False, epoch_ended=0,
             open=(), closed=(), rows={}, evaluated={}, hooks={}, stop=None, request=None,
-            replaced=None,
+            replaced=None, changes=(),
         )  # fmt: skip
         self.run.total = call.total(self.data, self.run, None)
         is_kept = call.checkpoints is not None and not self.data.is_iterator
@@ -91,6 +91,7 @@ class Fit:
         self.run, self.resumed, self.was_complete = copy.copy(saved), saved.step, saved.is_complete
         self.run.hooks = {name: x for name, x in saved.hooks.items() if name in names}
         self.run.state = self.call.place(saved.state)
+        self.data = self.call.data(self.directory.skips, saved.changes)
         self.run.total = self.call.total(self.data, self.run, saved)
         self.saved, self.saw_event, self.asked = None, False, []
 
@@ -266,7 +267,7 @@ class Fit:
                 run.evaluated = {**run.evaluated, evaluation.name: run.step}
 
     def dispatch(self, kind, step, metrics, effective):
-        run, states, reasons = self.run, dict(self.run.hooks), []
+        run, states, reasons, weights = self.run, dict(self.run.hooks), [], None
         event = SimpleNamespace(
             kind=kind, step=step, metrics=metrics, total=run.total, state=run.state
         )
@@ -274,6 +275,8 @@ class Fit:
             returned, states[hook.name] = hook.react(event, states.get(hook.name, 0))
             if isinstance(returned, sf.Replace):
                 event.state = returned.state
+            elif isinstance(returned, sf.Reweight):
+                weights = returned.weights
             elif isinstance(returned, dict):
                 event.metrics = {**event.metrics, **returned}
             elif returned is not None:
@@ -281,6 +284,10 @@ class Fit:
         run.hooks, self.saw_event = states, True
         if event.state is not run.state and self.saved != run.step:
             run.state, run.replaced = event.state, run.step
+        if weights is not None and self.saved != run.step:
+            first = self.data.indices[run.used + effective - run.step]
+            run.changes = (*(c for c in run.changes if c[0] < first), (first, weights))
+            run.replaced, self.data = run.step, self.call.data(self.directory.skips, run.changes)
         run.rows = {**run.rows, step: {**run.rows.get(step, {}), **event.metrics}}
         for reason in reasons:
             self.ask(reason if isinstance(reason, sf.GoBack) else (effective, "hook"))

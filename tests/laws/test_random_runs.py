@@ -145,6 +145,7 @@ def runs(draw):
         source=source, task=task, elastic=None, evaluations=evaluations, checkpoints=checkpoints,
         temporary=temporary, log_every=log_every, goes_back=goes_back,
         replaces=draw(st.sampled_from([0, 0, 2, 3])),
+        reweights=draw(st.sampled_from([0, 2, 3])) if source.kind == "mix" else 0,
         steps_per_call=1 if source.remainder == "keep" else draw(st.sampled_from([1, 1, 3])),
         sessions=sessions,
         has_trainer=draw(st.booleans())
@@ -197,6 +198,7 @@ def one_run(**changed):
         "log_every": 5,
         "goes_back": 0,
         "replaces": 0,
+        "reweights": 0,
         "steps_per_call": 1,
         "has_trainer": False,
     }
@@ -369,6 +371,7 @@ def specs(run, session, cut):
             name=name, seen=seen, cut=cut, script=session.script if name == "a" else None,
             goes_back=run.goes_back if name == "b" else 0,
             replaces=run.replaces if name == "c" else 0,
+            reweights=run.reweights if name == "c" else 0,
             is_exact=name in session.exact, wants_epochs=name in session.epochs,
         )
         for name in session.hooks

@@ -87,7 +87,8 @@ class TrainingLoader:
         value = getattr(self._iterator, name)
         if name == "get_state" and self._peeked:
             return lambda: self._peeked[0][1]
-        return {"set_state": self._move, "without": self._skip}.get(name, value)
+        own = {"set_state": self._move, "without": self._skip, "reweight": self._reweight}
+        return own.get(name, value)
 
     def _move(self, position: Any) -> None:
         self._peeked.clear()
@@ -98,6 +99,11 @@ class TrainingLoader:
             self._move(self._peeked[0][1])
         self._iterator = self._iterator.without(ranges)
         return self
+
+    def _reweight(self, weights: Any, step: int | None = None) -> None:
+        if self._peeked:
+            self._move(self._peeked[0][1])
+        self._iterator.reweight(weights, step)
 
 
 class EvaluationLoader:

@@ -13,7 +13,7 @@ in a compiled step.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -64,24 +64,67 @@ def mean(values: Any, where: Any = None) -> "Average":
     from clu.metrics import Average
 
     values = jnp.asarray(values)
-    where = jnp.ones(values.shape, bool) if where is None else jnp.asarray(where)
-    for name, array in (("values", values), ("where", where)):
-        if not tree.is_real(array):
-            refuse("mean", f"real numbers as {name}", tree.describe_value(array), kind=LossError)
-    sizes = zip(where.shape, values.shape, strict=False)
-    repeats = where.ndim == values.ndim and all(size in (1, wanted) for size, wanted in sizes)
-    if not repeats and where.shape != values.shape[: where.ndim]:
-        expected = "where in the shape of the values or of their leading axes"
-        got = f"{tree.describe_value(where)} for values {tree.describe_value(values)}"
-        refuse("mean", expected, got, kind=LossError)
-    where = where.reshape(where.shape + (1,) * (values.ndim - where.ndim))
-    where = jnp.broadcast_to(where, values.shape)
+    where = _spread("mean", "where", True if where is None else where, values)
     floats = [x.dtype for x in (values, where) if tree.is_float(x)]
     counting = values.dtype == bool and not tree.is_float(where)
     dtype = jnp.int32 if counting else tree.widen(floats[0] if floats else jnp.float32)
     weight = where.astype(dtype)
     total = jnp.where(weight != 0, values.astype(dtype) * weight, 0)
     return Average(total=total.sum(dtype=dtype), count=weight.sum(dtype=dtype))
+
+
+def mean_by(
+    values: Any, labels: Any, names: Sequence[str], where: Any = None, *, prefix: str = ""
+) -> "dict[str, Average]":
+    """Compute a `mean` for each label, such as the loss of each source of a mixture.
+
+    Return it as metrics of a loss function. Like every `mean` it merges exactly. A label without
+    values has weight zero: it does not change the mean of a longer interval, and if the whole
+    interval has none, the metric is NaN.
+
+    Args:
+      values: an array.
+      labels: integers in the shape of the values or of their leading axes, for example one per
+        example. Values of a label that has no name are left out.
+      names: the name of label 0, 1, …, such as the `names` of a mixture.
+      where: a mask or weights, as in `mean`.
+      prefix: what the names of the metrics begin with, such as `loss/`.
+
+    >>> import jax.numpy as jnp, stepfold as sf
+    >>> loss, source = jnp.array([1.0, 2.0, 6.0, 99.0]), jnp.array([0, 0, 1, 1])
+    >>> means = sf.mean_by(loss, source, ["web", "code"], jnp.array([1, 1, 1, 0]), prefix="loss/")
+    >>> {name: float(mean.compute()) for name, mean in means.items()}
+    {'loss/web': 1.5, 'loss/code': 6.0}
+    """
+    values = jnp.asarray(values)
+    labels = _spread("mean_by", "labels", labels, values)
+    where = _spread("mean_by", "where", True if where is None else where, values)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        refuse("mean_by", "integers as labels", tree.describe_value(labels), kind=LossError)
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        refuse("mean_by", "a list of names", tree.describe_value(names), kind=LossError)
+    nothing = jnp.zeros((), where.dtype)
+    return {
+        f"{prefix}{name}": mean(values, jnp.where(labels == label, where, nothing))
+        for label, name in enumerate(names)
+    }
+
+
+def _spread(function: str, name: str, array: Any, values: jax.Array) -> jax.Array:
+    """Broadcast an array to the shape of values, of which it may have the leading axes alone."""
+    array = jnp.asarray(array)
+    for what, each in (("values", values), (name, array)):
+        if not tree.is_real(each):
+            expected, got = f"real numbers as {what}", tree.describe_value(each)
+            refuse(function, expected, got, kind=LossError)
+    sizes = zip(array.shape, values.shape, strict=False)
+    repeats = array.ndim == values.ndim and all(size in (1, wanted) for size, wanted in sizes)
+    if not repeats and array.shape != values.shape[: array.ndim]:
+        expected = f"{name} in the shape of the values or of their leading axes"
+        got = f"{tree.describe_value(array)} for values {tree.describe_value(values)}"
+        refuse(function, expected, got, kind=LossError)
+    array = array.reshape(array.shape + (1,) * (values.ndim - array.ndim))
+    return jnp.broadcast_to(array, values.shape)
 
 
 def checked(loss_fn: LossFn, *, stateful: bool = False) -> LossFn:

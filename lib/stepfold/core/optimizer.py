@@ -6,7 +6,7 @@ an integer), so optimizers run with standard promotion.
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from functools import wraps
 from typing import Any
 
@@ -125,17 +125,39 @@ def hyperparams_of(state: Any, root: str = "opt_state") -> dict[str, Any]:
     {'opt_state/hyperparams/learning_rate': 0.5}
     """
     found: dict[str, Any] = {}
+    for where, node in _injected(state, root):
+        for name, value in node.hyperparams.items():
+            if name not in getattr(node, "hyperparams_states", ()) and tree.is_data(value):
+                found[f"{where}/hyperparams/{name}"] = np.asarray(jax.device_get(value)).tolist()
+    return found
+
+
+def learning_rates(opt_state: Any, but: Collection[str] = ()) -> dict[str, jax.Array]:
+    """Return the learning rates in the states of `optax.inject_hyperparams`, by name of a metric.
+
+    They are those of the last update, even if a schedule or a hook changes them. If there are
+    several, each has the part of its path that is not common to all. Names in `but` are left out.
+    """
+    values = {
+        path: node.hyperparams.get("learning_rate") for path, node in _injected(opt_state, "")
+    }
+    rates = {path: x for path, x in values.items() if tree.is_real(x) and jnp.shape(x) == ()}
+    parts = [path.split("/") for path in rates]
+    own = ["/".join(p for p in path if not all(p in each for each in parts)) for path in parts]
+    names = own if len(set(own)) == len(own) else [*rates]
+    names = [f"learning_rate/{name}".rstrip("/") for name in names]
+    pairs = zip(names, rates.values(), strict=True)
+    return {name: rate for name, rate in pairs if name not in but}
+
+
+def _injected(state: Any, root: str) -> Iterator[tuple[str, Any]]:
+    """Yield the states of `optax.inject_hyperparams` with their paths, also inside each other."""
     is_injected: Any = lambda node: hasattr(node, "hyperparams") and hasattr(node, "inner_state")
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_injected):
         if is_injected(node):
             where = "/".join(filter(None, (root, tree.path_name(path))))
-            for name, value in node.hyperparams.items():
-                if name not in getattr(node, "hyperparams_states", ()) and tree.is_data(value):
-                    found[f"{where}/hyperparams/{name}"] = np.asarray(
-                        jax.device_get(value)
-                    ).tolist()
-            found |= hyperparams_of(node.inner_state, f"{where}/inner_state")
-    return found
+            yield where, node
+            yield from _injected(node.inner_state, "/".join(filter(None, (where, "inner_state"))))
 
 
 def still_finite(old: Any, new: Any) -> jax.Array:

@@ -1,5 +1,6 @@
 """Train and eval steps: pure functions, not jitted."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from stepfold.core.loss import LossFn, Metrics, checked, mean, total_of
 from stepfold.core.optimizer import (
     apply_updates,
     as_optimizer,
+    learning_rates,
     still_finite,
     takes_examples,
     update,
@@ -55,13 +57,15 @@ def make_train_step(
     remat: str | bool | Callable[..., bool] | None = None,
     skip_nonfinite: bool = False,
     stateful: bool = False,
+    norms: str | None = None,
     grad: Callable[..., GradFn] = make_grad,
 ) -> StepFn:
     """Make a train step, a function `(state, batch) -> (state, metrics)`.
 
     It is pure and not jitted: apply `jax.jit` (donate the state), `lax.scan`, `vmap` or `shard_map`
     to it. Its metrics are `loss`, every term of the loss, the metrics of the loss function,
-    `grad_norm`, and `skipped` if steps may be skipped. The loss function gets the key
+    `grad_norm`, `skipped` if steps may be skipped, and `learning_rate` if the optimizer knows it:
+    if `optax.inject_hyperparams` keeps it in the state. The loss function gets the key
     `fold_in(key, step)`. The optimizer gets `value=loss` if it accepts it.
 
     Args:
@@ -81,6 +85,11 @@ def make_train_step(
         finite updates. It counts in `step` and in `skipped`; its loss and averages have weight zero
         when merged.
       stateful: whether the loss function carries a model state.
+      norms: a regular expression that groups the parameters, to report the norms of their
+        gradients and updates. It is searched in the paths, such as `layers/0/kernel`, and the text
+        that it matches names the group: `layers/[0-9]+` reports `grad_norm/layers/0`,
+        `update_norm/layers/0` and so on, and the `update_norm` of all parameters. Updates are what
+        the optimizer adds to them.
       grad: a function from a loss function to a `GradFn`, `make_grad` by default; the others are
         `ordered` and `reduce_once`. It gets those of the keywords `accumulate=` and `stateful=`
         that it accepts; set others with `functools.partial`. It must propagate NaN and inf, since
@@ -129,7 +138,7 @@ def make_train_step(
 
     loss_fn = checked(loss_fn, stateful=stateful)
     tx = as_optimizer(tx)
-    policy = as_precision(precision)
+    policy, pattern = as_precision(precision), _read_pattern(norms)
     if policy and policy.needs_loss_scale and not isinstance(tx, LossScaled):
         raise ConfigError(
             f"precision={precision!r}: gradients underflow in {jnp.dtype(policy.compute).name}; "
@@ -149,27 +158,31 @@ def make_train_step(
         if scaling:  # the optimizer expects scaled gradients
             grads = rescale(grads, scale)
         norm_of = getattr(fn, "norm", norm)
-        grad_norm = norm_of(jax.tree.map(lambda g: g.mean(0), grads) if per_example else grads)
-        return grads, unscale(grad_norm, scale) if scaling else grad_norm, *rest
+        batch_grads = jax.tree.map(lambda g: g.mean(0), grads) if per_example else grads
+        all_norms = _norms("grad_norm", batch_grads, pattern, norm_of)
+        return grads, unscale(all_norms, scale) if scaling else all_norms, norm_of, *rest
 
     @_explain_explicit_axes()
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         _check_state(state, tx)
-        grads, grad_norm, terms, metrics, model_state = gradients(state, batch)
-        loss = total_of(terms)
+        grads, all_norms, norm_of, terms, metrics, model_state = gradients(state, batch)
+        loss, grad_norm = total_of(terms), all_norms["grad_norm"]
         updates, opt_state = update(tx, grads, state.opt_state, state.params, loss)
+        all_norms |= _norms("update_norm", updates, pattern, norm_of) if pattern else {}
+        rates = learning_rates(opt_state, but={**terms, **metrics})
+        own = {name: mean(value) for name, value in {**all_norms, **rates}.items()}
         params = apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, opt_state, model_state, state.key)
         _check_unchanged_structure(state, new)
         new = strengthen(new)
         if not (skip_nonfinite or scaling):
-            return new, report(terms, metrics, grad_norm=mean(grad_norm))
+            return new, report(terms, metrics, **own)
         # The norm is finite only if every gradient is; an update may still not be.
         still = still_finite((state.params, state.model_state), (new.params, new.model_state))
         good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & still
         kept = skipped(state.opt_state, opt_state) if scaling else state.opt_state
         old = state._replace(step=new.step, opt_state=kept)
-        metrics = report(terms, metrics, grad_norm=mean(grad_norm), skipped=mean(~good))
+        metrics = report(terms, metrics, **own, skipped=mean(~good))
         return tree.select(good, new, old), without_weight(good, metrics)
 
     return train_step
@@ -220,9 +233,9 @@ def observe(
 
     The metrics are computed within the step: they belong to exactly that step, and the host does
     not wait for them. A schedule counts from zero, so the learning rate that led to a state is
-    `schedule(state.step - 1)`, unless steps were skipped, which optimizers do not count.
-    `optax.inject_hyperparams` stores the rate that it used:
-    `optax.tree.get(state.opt_state, "hyperparams")["learning_rate"]`.
+    `schedule(state.step - 1)`, unless steps were skipped, which optimizers do not count. With
+    `optax.inject_hyperparams`, `make_train_step` reports the rate by itself; a function called
+    `learning_rate` takes its place.
 
     Args:
       step: a `StepFn`.
@@ -252,7 +265,7 @@ def observe(
 
     def observed(state: Any, batch: Any) -> tuple[Any, Any]:
         state, metrics = step(state, batch)
-        taken = sorted(functions.keys() & metrics.keys())
+        taken = sorted(functions.keys() & metrics.keys() - {"learning_rate"})
         if taken:
             refuse("observe", "other names than the step's own metrics", f"{', '.join(taken)}")
         values = {name: function(state) for name, function in functions.items()}
@@ -262,6 +275,30 @@ def observe(
         return state, {**metrics, **{name: mean(value) for name, value in values.items()}}
 
     return observed
+
+
+def _read_pattern(norms: Any) -> re.Pattern[str] | None:
+    try:
+        return None if norms is None else re.compile(norms)
+    except (TypeError, re.error) as error:
+        refuse("norms", "a regular expression", f"{norms!r}: {error}")
+
+
+def _norms(
+    name: str, arrays: Any, pattern: re.Pattern[str] | None, norm_of: Callable[[Any], jax.Array]
+) -> dict[str, jax.Array]:
+    """Return the norm of all arrays, and that of each group of them, by name."""
+    groups: dict[str, list[Any]] = {}
+    named = tree.named_leaves(arrays)
+    for path, leaf in named:
+        match = None if pattern is None else pattern.search(path)
+        if match and match[0]:
+            groups.setdefault(f"{name}/{match[0].strip('/')}", []).append(leaf)
+    if pattern is not None and not groups:
+        paths = ", ".join(path for path, _ in named[:5]) + ", …" * (len(named) > 5)
+        expected = "a pattern that matches a part of the path of a parameter"
+        refuse("norms", expected, repr(pattern.pattern), f"the paths are {paths}")
+    return {name: norm_of(arrays), **{group: norm_of(leaves) for group, leaves in groups.items()}}
 
 
 @contextmanager

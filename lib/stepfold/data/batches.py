@@ -17,6 +17,7 @@ import numpy as np
 from stepfold import tree
 from stepfold.core.validation import read_choice, read_function, read_instance, read_integer
 from stepfold.data.epochs import EpochEnds, Epochs, Shard, Span, read_sizes
+from stepfold.data.mixture import Mixture, Weights
 from stepfold.data.order import Indices, Order, Rows, make_key
 from stepfold.data.sources import ENDLESS, Source, is_stream, read_source, row_list, stack
 from stepfold.data.stream import BatchIterator, Stream, StreamBatches, refuse_stop_iteration
@@ -184,6 +185,7 @@ class Batches(BatchIterator):
         super().__init__(builder, epochs.sizes, shard, pipeline)
         self._source, self._epochs, self._order, self._step = source, epochs, order, step
         self._total = epochs.total
+        self._changes: list[Any] = []  # of the weights of a mixture: pairs (example, weights)
         self._is_checked = False
         self._ahead = _Ahead(0, 0, np.empty((0, 0), np.int64))
 
@@ -299,7 +301,9 @@ class Batches(BatchIterator):
 
     def state_at(self, step: int) -> dict[str, Any]:
         """Return the state whose next batch is that of `step`."""
-        state = {"step": step, "pipeline": dict(self._pipeline)}
+        state: dict[str, Any] = {"step": step, "pipeline": dict(self._pipeline)}
+        if self._changes:
+            state["weights"] = [*self._changes]
         return self._with_skips(state) if self._skips.ranges else state
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -308,7 +312,37 @@ class Batches(BatchIterator):
         Raises:
           DataError: if the state was saved by a different pipeline, or after other skips.
         """
-        self._step, _ = self._read_state(state, ", or make new ones with start={step}")
+        step, _ = self._read_state(state, ", or make new ones with start={step}")
+        self._change(state.get("weights", []))
+        self._step = step
+
+    def reweight(self, weights: Weights, step: int | None = None) -> None:
+        """Change the weights of a mixture, from the batch of a step on, by default the next.
+
+        A batch is then a function of its step and of the changes. They are part of the position:
+        `set_state` restores those that it was saved with. Each source continues where it is. A
+        later stage of the mixture replaces the weights again.
+
+        >>> import numpy as np, stepfold as sf
+        >>> parts = {"old": (np.arange(100), 1), "new": (-np.arange(100), 1)}
+        >>> stream = sf.batches(sf.mix(parts), 4)
+        >>> first = next(stream)
+        >>> stream.reweight({"old": 3, "new": 1})
+        >>> first, next(stream)
+        (array([ 0,  0,  1, -1]), array([ 2,  3, -2,  4]))
+        """
+        source = self._source
+        if not isinstance(source, Mixture):
+            expected, advice = "those of a mixture", "give sf.batches(sf.mix(…), …)"
+            refuse("reweight", expected, tree.describe_value(source), advice)
+        step = self._step if step is None else read_integer("step", step, self._step)
+        first = self._epochs.span(self._skips.index(step)).start
+        before = [change for change in self._changes if change[0] < first]
+        self._change([*before, [first, source.spell_weights(weights)]])
+
+    def _change(self, changes: list[Any]) -> None:
+        if changes != self._changes and isinstance(self._source, Mixture):
+            self._changes, self._source = changes, self._source.with_changes(changes)
 
     def __len__(self) -> int:
         if self._total is None:

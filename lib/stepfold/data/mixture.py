@@ -1,27 +1,32 @@
 """Mix sources in exact proportions, with random access to any example."""
 
+import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.core.validation import read_integer
+from stepfold.core.validation import read_instance, read_integer
 from stepfold.data.order import Indices, Order, Rows
 from stepfold.data.sources import ENDLESS, Source, read_source, row_list
 from stepfold.errors import DataError, refuse
+
+Weights = Sequence[float] | Mapping[str, float]
+"""The relative weights of all sources, in their order or by name."""
 
 _PERIOD = 1 << 30  # the product of two numbers below it fits an int64
 
 
 def mix(
-    sources: Sequence[tuple[Any, float]],
+    sources: Sequence[tuple[Any, float]] | Mapping[str, tuple[Any, float]],
     *,
     seed: int | None = None,
-    stages: Sequence[tuple[int, Sequence[float]]] = (),
+    stages: Sequence[tuple[int, Weights]] = (),
+    source_key: str | None = None,
 ) -> "Mixture":
     """Mix sources by weight into an infinite source.
 
@@ -33,14 +38,21 @@ def mix(
     With `stages`, the weights change at given examples. A source continues in each stage where the
     stage before left it.
 
+    With `source_key`, an example says which source it is of. So `mean_by` can report the loss of
+    each.
+
     Args:
-      sources: pairs (source, weight). Weights are relative. A source may itself be a mixture.
+      sources: pairs (source, weight), in a list or by name. Weights are relative. A source may
+        itself be a mixture.
       seed: the shuffle seed; None keeps the order of the sources.
       stages: pairs (first example, weights) in ascending order: the weights of all sources from
-        that example on. With stages, weights may be 0, to start or end a source.
+        that example on, in a list or by name. With stages, weights may be 0, to start or end a
+        source.
+      source_key: the key under which examples, which are dicts, get the number of their source.
 
     Returns:
-      A source of length `sys.maxsize`, which stands for infinite. It has no epochs.
+      A source of length `sys.maxsize`, which stands for infinite. It has no epochs. Its `names` are
+        those of the sources, "0", "1", … if they are a list.
 
     Raises:
       ConfigError: if `sources` is empty, or a weight or a stage is not as described. A weight is
@@ -56,13 +68,21 @@ def mix(
     >>> parts = [(np.arange(100), 1), (-np.arange(1, 9), 0)]
     >>> next(sf.batches(sf.mix(parts, stages=[(4, (1, 1)), (8, (0, 1))]), 12))
     array([ 0,  1,  2,  3,  4, -1,  5, -2, -3, -4, -5, -6])
+    >>> mixture = sf.mix({"web": ({"x": np.zeros(5)}, 1), "code": ({"x": np.ones(5)}, 1)},
+    ...                  source_key="source")
+    >>> next(sf.batches(mixture, 4)), mixture.names
+    ({'source': array([0, 1, 0, 1], dtype=int32), 'x': array([0., 1., 0., 1.])}, ('web', 'code'))
     """
-    if not isinstance(sources, list | tuple) or not sources:
-        got, advice = type(sources).__name__, "such as [(old, 3), (new, 1)]"
-        refuse("mix", "a list of pairs (source, weight)", got if sources else "none", advice)
+    pairs = [*sources.values()] if isinstance(sources, Mapping) else sources
+    if not isinstance(pairs, list | tuple) or not pairs:
+        got, advice = type(pairs).__name__, "such as [(old, 3), (new, 1)]"
+        refuse("mix", "a list of pairs (source, weight)", got if pairs else "none", advice)
+    names = [*sources] if isinstance(sources, Mapping) else [str(i) for i in range(len(pairs))]
+    for name in [*names, *([] if source_key is None else [source_key])]:
+        read_instance("mix", name, str, "names and a source_key that are strings")
     seed = None if seed is None else read_integer("mix: seed", seed, 0)
     parts, weights = [], []
-    for number, pair in enumerate(sources):
+    for number, pair in enumerate(pairs):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             refuse("mix", f"a pair (source, weight) at {number}", tree.describe_value(pair))
         weights.append(_read_weight(f"at {number}", pair[1], zero=bool(stages)))
@@ -71,24 +91,32 @@ def mix(
         except DataError as error:
             error.add_note(f"reading source {number} of the mixture")
             raise
-    return Mixture(parts, [(0, weights), *_read_stages(stages, len(parts))], seed)
+    all_stages = [(0, weights), *_read_stages(stages, names)]
+    return Mixture(parts, all_stages, seed, names, source_key)
 
 
-def _read_stages(stages: Any, count: int) -> list[tuple[int, list[Fraction]]]:
-    def has_length(value: Any, length: int) -> bool:
-        return isinstance(value, list | tuple) and len(value) == length
+def _read_stages(stages: Any, names: Sequence[str]) -> list[tuple[int, list[Fraction]]]:
+    def is_stage(value: Any) -> bool:
+        is_pair = isinstance(value, list | tuple) and len(value) == 2
+        return is_pair and bool(_in_order(value[1], names))
 
-    is_list = isinstance(stages, list | tuple)
-    if not is_list or not all(has_length(s, 2) and has_length(s[1], count) for s in stages):
-        expected = f"pairs (first example, weights), with {count} weights as there are sources"
+    if not isinstance(stages, list | tuple) or not all(map(is_stage, stages)):
+        expected = f"pairs (first example, weights), with {len(names)} weights as there are sources"
         refuse("mix: stages", expected, repr(stages))
     read: list[tuple[int, list[Fraction]]] = []
     for first, weights in stages:
         minimum = read[-1][0] + 1 if read else 1
         first = read_integer("mix: stages: first example", first, minimum)
-        where = f"in the stage from {first} on"
-        read.append((first, [_read_weight(where, weight, zero=True) for weight in weights]))
+        where, ordered = f"in the stage from {first} on", _in_order(weights, names)
+        read.append((first, [_read_weight(where, weight, zero=True) for weight in ordered]))
     return read
+
+
+def _in_order(weights: Any, names: Sequence[str]) -> Sequence[Any]:
+    """Return the weights in the order of the sources; none if they are not those of all sources."""
+    if isinstance(weights, Mapping):
+        return [weights[name] for name in names] if weights.keys() == set(names) else ()
+    return weights if isinstance(weights, list | tuple) and len(weights) == len(names) else ()
 
 
 def _read_weight(where: str, weight: Any, *, zero: bool) -> Fraction:
@@ -119,15 +147,13 @@ class Mixture(Source):
         parts: Sequence[Source],
         stages: Sequence[tuple[int, Sequence[Fraction]]],
         seed: int | None,
+        names: Sequence[str],
+        source_key: str | None = None,
     ) -> None:
-        self._parts = parts
+        self._parts, self.names, self._source_key = parts, tuple(names), source_key
         self._orders = [Order(part.length, seed, stream) for stream, part in enumerate(parts)]
-        drawn, self._stages = [0] * len(parts), list[_Stage]()
-        for first, shares in stages:
-            if self._stages:
-                drawn = self._stages[-1].drawn_before(first)
-            self._stages.append(_Stage(first, _scale(first, shares), drawn))
-        self._firsts = [stage.first for stage in self._stages]
+        self._given = dict(stages)
+        self._set_stages(self._given)
         self.fingerprint = {
             "seed": seed,
             "weights": self._stages[0].weights,
@@ -137,6 +163,33 @@ class Mixture(Source):
         if len(stages) > 1:
             later = [[stage.first, stage.weights] for stage in self._stages[1:]]
             self.fingerprint["stages"] = later
+
+    def _set_stages(self, shares_from: Mapping[int, Sequence[Fraction]]) -> None:
+        drawn, self._stages = [0] * len(self._parts), list[_Stage]()
+        for first, shares in sorted(shares_from.items()):
+            if self._stages:
+                drawn = self._stages[-1].drawn_before(first)
+            self._stages.append(_Stage(first, _scale(first, shares), drawn))
+        self._firsts = [stage.first for stage in self._stages]
+
+    def spell_weights(self, weights: Any) -> list[str]:
+        """Check the weights of all sources; return them in order, exactly, as text for JSON."""
+        ordered = _in_order(weights, self.names)
+        if not ordered:
+            expected = f"a weight for each of the sources {', '.join(self.names)}"
+            refuse("reweight", expected, repr(weights))
+        pairs = zip(self.names, ordered, strict=True)
+        shares = [_read_weight(f"of {name}", weight, zero=True) for name, weight in pairs]
+        if not any(shares):
+            refuse("reweight", "a weight above 0", "only 0")
+        return [str(share) for share in shares]
+
+    def with_changes(self, changes: Sequence[tuple[int, Sequence[str]]]) -> Self:
+        """Return the mixture with the weights of `spell_weights` from given examples on."""
+        new = copy.copy(self)
+        later = {first: [Fraction(weight) for weight in weights] for first, weights in changes}
+        new._set_stages({**self._given, **later})
+        return new
 
     def __len__(self) -> int:
         return ENDLESS
@@ -184,35 +237,50 @@ class Mixture(Source):
 
     def examples(self, rows: Rows) -> list[Any]:
         by_row: dict[int, Any] = {}
-        for own, some in self._read(rows, lambda part, index: part.examples(index)):
-            by_row.update(zip(own, some, strict=True))
+        for number, own, some in self._read(rows, lambda part, index: part.examples(index)):
+            labeled = (self._with_number(example, np.int32(number)) for example in some)
+            by_row.update(zip(own, labeled, strict=True))
         return [by_row[row] for row in range(len(by_row))]
 
     def take(self, rows: Rows) -> Any:
         read = self._read(rows, lambda part, index: part.take(index))
-        first, *others = (jax.tree.map(lambda leaf: leaf[0], batch) for _, batch in read)
+        first, *others = (jax.tree.map(lambda leaf: leaf[0], batch) for *_, batch in read)
         for other in others:
             lines = tree.diff(first, other, "example")
             if lines:
                 expected = "examples of one structure, shape and dtype from all sources"
                 advice = "make them the same with transform=…"
                 refuse("mix", expected, "; ".join(lines), advice, kind=DataError)
-        order = np.argsort(np.concatenate([own for own, _ in read]))
-        return jax.tree.map(
-            lambda *leaves: np.concatenate(leaves).take(order, 0), *(batch for _, batch in read)
+        order = np.argsort(np.concatenate([own for _, own, _ in read]))
+        parts = (
+            self._with_number(batch, np.full(len(own), number, np.int32))
+            for number, own, batch in read
         )
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves).take(order, 0), *parts)
+
+    def _with_number(self, example: Any, number: Any) -> Any:
+        """Add the number of its source to an example, or their numbers to a batch."""
+        key = self._source_key
+        if key is None:
+            return example
+        if not isinstance(example, Mapping) or key in example:
+            is_dict = isinstance(example, Mapping)
+            got = f"one that has it: {sorted(example)}" if is_dict else tree.describe_value(example)
+            expected = f"examples that are dicts without {key!r}, to add the number of the source"
+            refuse("mix: source_key", expected, got, "give another key", kind=DataError)
+        return {**example, key: number}
 
     def _read(
         self, rows: Rows, read: Callable[[Source, Indices], Any]
-    ) -> list[tuple[list[int], Any]]:
-        """Read from each source; return the positions in `rows` and what `read` returned."""
+    ) -> list[tuple[int, list[int], Any]]:
+        """Read from each source; return its number, the positions in `rows`, and the examples."""
         which, index = self.locate(np.asarray(row_list(rows), np.int64))
         results = []
         for number, part in enumerate(self._parts):
             own = np.flatnonzero(which == number)
             try:
                 if own.size:
-                    results.append((own.tolist(), read(part, index[own])))
+                    results.append((number, own.tolist(), read(part, index[own])))
             except Exception as error:
                 error.add_note(f"reading from source {number} of the mixture")
                 raise

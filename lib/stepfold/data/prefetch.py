@@ -115,7 +115,7 @@ class Prefetch:
     """An iterator over prefetched batches, returned by `prefetch`.
 
     It is thread-safe: each batch goes to one of the threads that iterate. It has `get_state`,
-    `set_state` and `without` if the batches have them.
+    `set_state`, `without` and `reweight` if the batches have them.
 
     >>> import stepfold as sf
     >>> stream = sf.prefetch([1, 2, 3], size=1)
@@ -183,7 +183,7 @@ class Prefetch:
         # Only of batches that are a function of the step, that can skip some, or can resume.
         if name in ("state_at", "skipped", "batch_index"):
             return getattr(self._iterator, name)
-        if name in ("get_state", "set_state", "without", "shared") and hasattr(
+        if name in ("get_state", "set_state", "without", "shared", "reweight") and hasattr(
             self._iterator, name
         ):
             return getattr(self, f"_{name}")
@@ -249,6 +249,11 @@ class Prefetch:
             refuse("prefetch: sharding", expected, f"{self._place}", "fit places the batches")
         self._rewind()
         return prefetch(self._iterator.shared(share), size=self._size)
+
+    def _reweight(self, weights: Any, step: int | None = None) -> None:
+        """Change the weights of a mixture, by default after the last batch returned."""
+        self._rewind()
+        self._iterator.reweight(weights, step)
 
     def _rewind(self) -> None:
         """Stop the thread, and drop prefetched batches."""

@@ -66,7 +66,8 @@ class BatchIterator:
     def _read_state(self, state: Any, advice: str = "") -> tuple[int, int]:
         """Return the step and the batch index of a position; raise if it is of other batches."""
         current = self.get_state()
-        optional = {"skipped", "index"}  # only in a position of batches that skip some
+        # Only in a position of batches that skip some, or of a mixture whose weights have changed.
+        optional = {"skipped", "index", "weights"}
         keys = current.keys() | optional
         is_position = isinstance(state, dict) and state.keys() | optional == keys
         if not is_position or not isinstance(state["pipeline"], dict):

@@ -235,6 +235,21 @@ class BatchFeed:
         self._known = (-1, None)
         self._read_lengths()
 
+    def reweight(self, weights: Any, delay: int) -> None:
+        """Change the weights of a mixture, from `delay` batches after those used on."""
+        if not self.is_iterator or not hasattr(self.iterator, "reweight"):
+            expected = "those of a mixture, whose weights a hook can change"
+            refuse("batches", expected, self.batches, "give sf.batches(sf.mix(…), …)")
+        self.iterator.reweight(weights, self.used + delay)
+        self._known = (-1, None)
+
+    def with_changes(self, mark: DataPosition) -> DataPosition:
+        """Add the changes of weights since to an earlier position, to read the batches again."""
+        changes = self.position().get("weights") if hasattr(self.iterator, "reweight") else None
+        if changes is None or mark.position is None:
+            return mark
+        return mark._replace(position={**mark.position, "weights": changes})
+
     def share(self, share: tuple[int, int, int]) -> None:
         """Let this process make other rows of each global batch, those of its devices."""
         self.batches = self.iterator = shared(self.batches, share)

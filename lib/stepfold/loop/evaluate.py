@@ -12,8 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from stepfold import tree
+from stepfold.core.ema import get_ema
 from stepfold.core.processes import Group, KeyValues, spell_processes
-from stepfold.core.state import check_not_donated
+from stepfold.core.state import TrainState, check_not_donated
 from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import (
     check_flags,
@@ -183,6 +184,8 @@ class Evaluation:
       every: the steps between evaluations, if any.
       every_epochs: the epochs of the training data between evaluations, if any.
       at_start: whether to evaluate before the first step too.
+      ema: whether to evaluate the average that `ema_params` keeps, in place of the parameters. It
+        is found at any depth of the optimizer's state, as `get_ema` does.
       name: the prefix of the metrics, as in `eval/loss`, and the `kind` of the events.
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
@@ -201,6 +204,7 @@ class Evaluation:
     every: int | None = None
     every_epochs: int | None = None
     at_start: bool = False
+    ema: bool = False
     name: str = "eval"
     # The position of an iterator at which each evaluation begins.
     _start: Any = field(default=None, init=False, repr=False, compare=False)
@@ -212,7 +216,7 @@ class Evaluation:
             _check_end(self.batches)
             if iter(self.batches) is self.batches:
                 self._read_start(self.batches)
-        check_flags(at_start=self.at_start)
+        check_flags(at_start=self.at_start, ema=self.ema)
         for period in ("every", "every_epochs"):
             if (value := getattr(self, period)) is not None:
                 read_integer(period, value)
@@ -238,7 +242,17 @@ class Evaluation:
             batches.set_state(copy.deepcopy(self._start))
         return batches  # type: ignore[no-any-return]
 
+    def check_state(self, state: Any) -> None:
+        """Refuse a state without the average that is to be evaluated."""
+        if self.ema:
+            read_instance(f"{self.name}: ema=True", state, TrainState, "a TrainState")
+            jax.eval_shape(get_ema, state)
+
     def __call__(self, state: Any, group: Group | None = None) -> dict[str, float]:
+        if self.ema:
+            check_not_donated(state)
+            self.check_state(state)
+            state = state._replace(params=jax.jit(get_ema)(state))
         try:
             if self.batches is not None:
                 metrics = evaluate_together(group, self.measure, state, self._make_batches())

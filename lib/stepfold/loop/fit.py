@@ -140,11 +140,11 @@ def fit(
     >>> result.steps, str(result.stop_reason), result.history["train/loss"].steps
     (20, 'all 20 steps were done', [10, 20])
     """
-    parts, (step, state, attempts) = _check_resume(resume), _read_step(step, state)
+    evaluations, parts = _check_evaluations(evaluation, state), _check_resume(resume)
+    (step, state, attempts), user_hooks = _read_step(step, state), _check_hooks(hooks)
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
     runner = _check_numbers(step, lengths, log_every, steps_per_call)
     _check_checkpoints(checkpoints)
-    evaluations, user_hooks = _check_evaluations(evaluation), _check_hooks(hooks)
     config = read_config(config)
     all_hooks = _with_default_hooks(user_hooks, time_limit, config)
     feed = BatchFeed(batches, epochs, keep_recent=True)
@@ -304,10 +304,11 @@ def _check_end(feed: BatchFeed, limits: Sequence[Any], hooks: Sequence[Hook]) ->
         refuse("steps, epochs", expected, "neither", f"give steps=…{epochs}")
 
 
-def _check_evaluations(evaluation: Any) -> list[Evaluation]:
+def _check_evaluations(evaluation: Any, state: Any) -> list[Evaluation]:
     evaluations = list(evaluation) if isinstance(evaluation, list | tuple) else [evaluation]
     for item in evaluations:
         read_instance("evaluation", item, Evaluation, "sf.Evaluation(…)")
+        item.check_state(state)
     names = [item.name for item in evaluations]
     if len(set(names)) < len(names) or any(name.split("/")[0] == "train" for name in names):
         refuse("evaluation", "different names, none of them train", f"{names}", "give name=…")

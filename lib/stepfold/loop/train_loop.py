@@ -37,7 +37,7 @@ from stepfold.loop.consensus import Alone, Several
 from stepfold.loop.data import BatchFeed, DataPosition
 from stepfold.loop.elastic import Attempts
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.hooks.base import Event, GoBack, HookDispatcher, Replace, Stop
+from stepfold.loop.hooks.base import Event, GoBack, HookDispatcher, Replace, Reweight, Stop
 from stepfold.loop.metrics import History, Interval, MetricBuffer
 from stepfold.loop.requests import Kind, Request, Signals, WaitInterrupted, of_hook
 from stepfold.loop.rollback import Rollbacks
@@ -168,7 +168,8 @@ class Progress:
     is_complete: bool = False
     evaluated: dict[str, int] = field(default_factory=dict)  # the last step of each evaluation
     logged_metrics: dict[str, float] = field(default_factory=dict)  # all of `logged_step`
-    replacements: list[Any] = field(default_factory=list)  # of the state: pairs (step, why)
+    # Of the state: pairs (step, why); with "weights" at the end, of those of a mixture.
+    replacements: list[Any] = field(default_factory=list)
     # Of the optimizer: those that the script sets, with the values that the run uses.
     hyperparams: dict[str, Any] = field(default_factory=dict)
 
@@ -715,8 +716,8 @@ class TrainLoop:
         progress.logged_step, self._saw_event = event.step, True
         at = self._schedule.read_at(event.step) if kind == "train" else self.step
         for request in requests:
-            if isinstance(request, Replace):
-                self._replace(request)
+            if isinstance(request, Replace | Reweight):
+                self._replace(request, at)
             else:
                 self.consensus.ask(of_hook(request, event.step, at))
         if not self.consensus.is_alone:
@@ -726,14 +727,18 @@ class TrainLoop:
         if kind == "train" and self._feed.recent and not self.consensus.requests.pending:
             self._feed.recent.drop_until(event.step)  # no hook asks for them
 
-    def _call_hooks(self, event: Event) -> tuple[Event, list[Stop | GoBack | Replace]]:
+    def _call_hooks(self, event: Event) -> tuple[Event, list[Any]]:
         """Call the hooks; with several processes, either all or none replace the state."""
         if self.consensus.is_alone:
             return self.hooks.dispatch(event)
         group = self.group
         with agreement("hooks: failed", group) if self.hooks.replaces_state else nullcontext():
             event, requests = self.hooks.dispatch(event)
-        reasons = [request.why for request in requests if isinstance(request, Replace)]
+        reasons = [
+            request.why if isinstance(request, Replace) else f"{request.why}: {request.weights}"
+            for request in requests
+            if isinstance(request, Replace | Reweight)
+        ]
         if reasons and not self.hooks.replaces_state:
             advice = "set it, and return the same in all processes"
             refuse("hooks", "replaces_state = True on a hook that returns Replace", "none", advice)
@@ -743,8 +748,11 @@ class TrainLoop:
                 refuse("hooks", "the same replacements in every process", str(gathered))
         return event, requests
 
-    def _replace(self, request: Replace) -> None:
-        """Continue with another state, unless that of this step was saved before."""
+    def _replace(self, request: Replace | Reweight, at: int) -> None:
+        """Continue with another state, unless that of this step was saved before.
+
+        A `Reweight` has an effect on the batches of the steps after `at`.
+        """
         if self.series is not None and self.step == self.series.saved:
             if self._end is None:
                 warnings.warn(
@@ -753,11 +761,16 @@ class TrainLoop:
                     stacklevel=8,
                 )
             return
-        self.state = request.state
-        if self.attempts is not None:
-            self.attempts.keep(self.state, self.step)
+        note: list[Any] = [self.step, request.why]
+        if isinstance(request, Reweight):
+            self._feed.reweight(request.weights, max(at, self.step) - self.step)
+            note.append("weights")
+        else:
+            self.state = request.state
+            if self.attempts is not None:
+                self.attempts.keep(self.state, self.step)
         notes = self.progress.replacements
-        notes[:] = [*notes[1 - _MAX_NOTES :], [self.step, request.why]]
+        notes[:] = [*notes[1 - _MAX_NOTES :], note]
 
     # Checkpoints
 
@@ -969,7 +982,7 @@ class TrainLoop:
         if self.step not in (self.resumed, self.progress.began) or is_promoted or is_start:
             return "state"
         # A resume replays the events that have replaced the state since the checkpoint.
-        is_replaced = [step for step, _ in self.progress.replacements[-1:]] == [self.step]
+        is_replaced = [note[0] for note in self.progress.replacements[-1:]] == [self.step]
         has_news = self.resumed is not None and self._saw_event and not is_replaced
         return "metadata" if has_news else None
 

@@ -99,6 +99,35 @@ class Replace(NamedTuple):
     why: str
 
 
+class Reweight(NamedTuple):
+    """A request of a hook: change the weights of the mixture that the batches are made of.
+
+    The batches have to be those of `sf.batches(sf.mix(…), …)`, prefetched or not. After an
+    evaluation, the next batch is the first with the new weights. At a log point it may be up to
+    four batches later, because metrics are read while later steps run: up to the next evaluation,
+    save or end of the run. It does not depend on `steps_per_call`, nor on where an interrupted run
+    resumes. The change is part of the position of the batches. So a resumed run has it, and one
+    that goes back to a checkpoint before it does not. `run.json` notes the step and the reason.
+
+    With several processes, the hook needs `replaces_state = True`, as for a `Replace`, and all
+    processes have to return the same.
+
+    Attributes:
+      weights: the weights of all sources, by name or in their order; 0 leaves out a source.
+      why: a sentence for people.
+
+    >>> import stepfold as sf
+    >>> def hook(event):
+    ...     if event.metrics.get("train/loss/code", 9.0) < 1:
+    ...         return sf.Reweight({"web": 3, "code": 1}, "the loss of code is low")
+    >>> hook(sf.Event(100, None, {"train/loss/code": 0.5}, state=None)).weights
+    {'web': 3, 'code': 1}
+    """
+
+    weights: Any
+    why: str
+
+
 class Event(NamedTuple):
     """What a hook sees at a log point and after an evaluation.
 
@@ -147,7 +176,7 @@ class Event(NamedTuple):
         return f"Event({self.kind!r}, step={self.step}, total={self.total}, metrics={{{metrics}}})"
 
 
-Returned = str | Stop | GoBack | Replace | Mapping[str, Any] | None
+Returned = str | Stop | GoBack | Replace | Reweight | Mapping[str, Any] | None
 """What a hook may return: a reason to stop, a request, or numbers by name."""
 
 Hook = Callable[[Event], Returned]
@@ -167,7 +196,8 @@ class BaseHook:
     provides: Sequence[str] | None = ()
     can_stop: bool = False  # whether it may return a reason to stop
     goes_back: bool = False  # whether it returns GoBack; `fit` then checks that the run can go back
-    replaces_state: bool = False  # whether it returns Replace; needed with several processes
+    # Whether it returns Replace or Reweight; needed with several processes.
+    replaces_state: bool = False
     # Whether `event.state` has to be that of `event.step`. Each log point then waits for the device
     # before the next step is dispatched.
     needs_exact_state: bool = False
@@ -302,9 +332,9 @@ class HookDispatcher:
             with self.stopwatch.measure(part):
                 call_optional(hook, "end_epoch", epoch)
 
-    def dispatch(self, event: Event) -> tuple[Event, list[Stop | GoBack | Replace]]:
+    def dispatch(self, event: Event) -> tuple[Event, list[Any]]:
         """Return the event with the numbers of all hooks, and their requests, in order."""
-        requests: dict[int, Stop | GoBack | Replace] = {}
+        requests: dict[int, Stop | GoBack | Replace | Reweight] = {}
         for index in self._order:
             start = time.perf_counter()
             try:  # cheaper than `measure`, since there may be an event for each step
@@ -321,6 +351,8 @@ class HookDispatcher:
             elif isinstance(returned, Replace):
                 replacement = _check_replacement(returned, event, self.hooks[index])
                 requests[index], event = replacement, event._replace(state=replacement.state)
+            elif isinstance(returned, Reweight):
+                requests[index] = returned
             elif isinstance(returned, Mapping):
                 event = event._replace(metrics={**event.metrics, **metric_values(returned)})
             elif returned is not None:

@@ -15,6 +15,7 @@ from stepfold.loop.hooks.base import (
     Hook,
     Replace,
     Returned,
+    Reweight,
     Stop,
     call_optional,
     hook_name,
@@ -118,7 +119,7 @@ class only_warn(HookWrapper):  # noqa: N801
 
     def __call__(self, event: Event) -> Mapping[str, Any] | None:
         returned = super().__call__(event)
-        if not isinstance(returned, str | Stop | GoBack | Replace):
+        if not isinstance(returned, str | Stop | GoBack | Replace | Reweight):
             return returned
         reason = str(returned) if isinstance(returned, str | Stop) else returned.why
         if reason:

@@ -105,8 +105,8 @@ class Capsule:
         """Note which of the replacements of the state a replay would have to repeat."""
         notes = (
             f"step {step}: the state was replaced ({why}), which a replay does not repeat"
-            for step, why in replacements
-            if self.mark.step < step < self.step
+            for step, why, *kind in replacements
+            if not kind and self.mark.step < step < self.step
         )
         return replace(self, notes=(*self.notes, *notes))
 
@@ -149,10 +149,11 @@ def take_capsule(
             start = DataPosition(number, position)
             checkpoint = CheckpointReference(location, number)
             break
+    start, *marks = map(feed.with_changes, [start, *positions])
     if recent:
         batch, lost = _find_batch(recent, step)
     else:
-        batch, lost = _read_batch(batches, step, [start, *positions], began=positions[0].step)
+        batch, lost = _read_batch(batches, step, [start, *marks], began=positions[0].step)
     key: Any = getattr(state, "key", None)
     has_key = isinstance(key, jax.Array) and is_key(key)
     with allow_transfers("host_to_device"):  # of the step number
