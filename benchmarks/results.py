@@ -52,11 +52,16 @@ class Record:
             used = {"seconds": seconds, "cpu": round(time.process_time() - cpu, 1), "load": load}
             self.runs[name] = result | used | {"on": heading()}
             print(f"{name}: {seconds} s", flush=True)
-            if self.path is not None:
-                partial = self.path.with_suffix(".partial")
-                partial.write_text(json.dumps(self.runs, indent=1) + "\n")
-                partial.replace(self.path)
+            self.write()
         return self.runs[name]
+
+    def write(self):
+        """Replace the file, with one line for each run."""
+        if self.path is not None:
+            lines = [f"{json.dumps(name)}: {json.dumps(run)}" for name, run in self.runs.items()]
+            partial = self.path.with_suffix(".partial")
+            partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+            partial.replace(self.path)
 
 
 def heading():
