@@ -163,7 +163,7 @@ def run_cartpole(record, quick):
 
 def run_everything(record, quick):
     """Train the decoder plainly, and with everything on."""
-    seeds, steps = (range(1), 24) if quick else (range(EVERYTHING_SEEDS), everything.STEPS)
+    seeds, steps = (range(1), 120) if quick else (range(EVERYTHING_SEEDS), everything.STEPS)
     rows = []
     for seed in seeds:
         plain = record.keep(f"plain/{seed}", everything.plain, seed, steps)

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -126,12 +127,12 @@ def test_cartpole_falls_without_control_and_ends_after_500_steps(results):
     cartpole, key = results.cartpole, jax.random.key(0)
     game, lengths = cartpole.reset(key), []
     for _ in range(60):
-        game, ended, time = cartpole.play(game, np.ones(4, int), key)
+        game, ended, time = cartpole.play(game, jnp.ones(4, jnp.int32), key)
         lengths += time[ended].tolist()
     assert lengths
     assert max(lengths) < 15  # always to the right
-    almost = cartpole.Game(np.zeros((1, 4)), np.array([cartpole.LONGEST - 1]))
-    game, ended, time = cartpole.play(almost, np.ones(1, int), key)
+    almost = cartpole.Game(jnp.zeros((1, 4)), jnp.array([cartpole.LONGEST - 1]))
+    game, ended, time = cartpole.play(almost, jnp.ones(1, jnp.int32), key)
     assert (ended.tolist(), time.tolist(), game.time.tolist()) == ([True], [500], [0])
 
 
