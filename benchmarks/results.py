@@ -30,7 +30,9 @@ import mnist1d
 import nanogpt
 from measure import Claim, show
 
-PACKAGES = ("stepfold", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "torch")
+import stepfold as sf
+
+PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "torch")
 EVERYTHING_SEEDS = 3
 GPU_CASES = ("everything", "attention by XLA")
 
@@ -66,7 +68,7 @@ class Record:
 
 def heading():
     """Describe the versions and the machine."""
-    versions = [f"Python {platform.python_version()}"]
+    versions = [f"Python {platform.python_version()}", f"stepfold {sf.__version__}"]
     for package in PACKAGES:
         try:
             versions.append(f"{package} {version(package)}")
@@ -152,7 +154,7 @@ def run_cartpole(record, quick):
                 "published": 500,
                 "likelier actions, mean": statistics.mean(best),
                 "lowest": min(best),
-                "last tenth of training, mean": statistics.mean(run["trained"] for run in runs),
+                "last tenth of training": statistics.mean(run["trained"] for run in runs),
                 "CPU s": statistics.median(run["cpu"] for run in runs),
                 "updates": updates,
                 "seeds": len(best),
@@ -239,7 +241,7 @@ def judge_cartpole(rows):
     """Compare with the largest return, and the two ways with each other."""
     if not rows:
         return
-    one, other = (row["last tenth of training, mean"] for row in rows.values())
+    one, other = (row["last tenth of training"] for row in rows.values())
     yield Claim("return under scan, less that in fit", abs(one - other), 5, clock=False)
     for name, row in rows.items():
         if row["seeds"] > 1:
