@@ -63,7 +63,7 @@ def main():
     draw_mnist1d(left, runs)
     draw_cartpole(right, runs)
     figure.savefig("results.svg")
-    if "torch" in runs["nanogpt"]:
+    if "torch" in runs.get("nanogpt", {}):
         draw_nanogpt(runs)
 
 
