@@ -24,12 +24,12 @@ from measure import show
 STEPS, BATCH = 60, 64
 
 
-def start(kind, count, *args):
-    """Run `kind` in several processes, and return what those printed that were not killed."""
+def start(kind, count, *args, file=__file__):
+    """Run `kind` of a file in several processes, and return what process 0 printed."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    head = [sys.executable, __file__, "--process", kind, f"localhost:{port}", str(count)]
+    head = [sys.executable, file, "--process", kind, f"localhost:{port}", str(count)]
     tail = [json.dumps(args)]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     running = [subprocess.Popen([*head, str(rank), *tail], **pipe) for rank in range(count)]

@@ -46,6 +46,8 @@ class Size(NamedTuple):
 
 
 LARGE = Size(18, 2048, 16, 2048, 32_768, rows=32, product=8192, steps=5)
+# The products of GPT-2 with 124M parameters, but its head does not share the embedding's weights.
+GPT2 = Size(12, 768, 12, 1024, 50_304, rows=64, product=8192, steps=5)
 TINY = Size(2, 64, 2, 64, 256, rows=8, product=256, steps=1)
 CASES = {
     "everything": {},
@@ -136,10 +138,10 @@ def timed(step, state, batch, steps, blocks=5):
     return statistics.median(seconds)
 
 
-def measure(name, quick=False):
-    """Compile and run one case in this process."""
+def measure(name, quick=False, size=LARGE):
+    """Compile and run one case in this process; on a CPU, the model is tiny."""
     device, count = jax.devices()[0], jax.device_count()
-    size = TINY if quick or device.platform == "cpu" else LARGE
+    size = TINY if quick or device.platform == "cpu" else size
     options = {"accumulate": 4, "remat": True, "fused": True} | CASES[name]
     attention = fused_on(device) if options["fused"] else None
     peak = count * peak_of(device, size.product)
