@@ -34,7 +34,6 @@ import stepfold as sf
 
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "torch")
 EVERYTHING_SEEDS = 3
-GPU_CASES = ("everything", "attention by XLA")
 
 
 class Record:
@@ -189,7 +188,7 @@ def run_gpu(record, quick):
     if quick or jax.devices()[0].platform == "cpu":
         print("gpu: left out, there is no GPU")
         return []
-    return [record.keep(f"gpu/{name}", gpu.measure, name, size=gpu.GPT2) for name in GPU_CASES]
+    return [record.keep("gpu", gpu.measure, "everything", size=gpu.GPT2)]
 
 
 EXPERIMENTS = {
