@@ -2,9 +2,9 @@
 
 The plain run is `make_train_step` and `fit` in one process. The other one has ordered gradients of
 a state that is sharded over two processes, meets damaged batches, goes back to a checkpoint and
-skips them, and then loses a process and continues on the other. Where stepfold has them, its loss
-is a cross-entropy without logits, and its optimizer state is in bfloat16. Both see the same
-batches, except those that are damaged.
+skips them, and then loses a process and continues on the other. Its loss is a cross-entropy without
+logits, and its optimizer state is in bfloat16. Both see the same batches, except those that are
+damaged.
 """
 
 import json
@@ -24,8 +24,13 @@ import numpy as np
 import stepfold as sf
 
 LAYERS, WIDTH, BATCH, STEPS, HEARTBEAT = 2, 32, 16, 300, 30
-HAS_LINEAR = hasattr(sf, "linear_cross_entropy")
-HAS_LOW_PRECISION = hasattr(sf, "low_precision")
+PARTS = (
+    "ordered gradients",
+    "going back",
+    "a lost process",
+    "linear cross-entropy",
+    "bfloat16 state",
+)
 
 
 def pieces(seed, steps, damaged=()):
@@ -61,28 +66,27 @@ def plain(seed, steps=STEPS):
 
 
 def linear_loss(params, batch, _key):
-    """Return the loss of `nanogpt.loss_fn` without its logits, where stepfold can."""
+    """Return the loss of `nanogpt.loss_fn` without its logits."""
     features = nanogpt.features(params, batch["x"])
     return sf.linear_cross_entropy(features, params["embed"].T, batch["y"])
 
 
 def optimizer(steps, mesh=None):
     """Make the optimizer of the plain run, with a norm in one order, and its state in bfloat16."""
-    tx = nanogpt.optimizer(steps, None if mesh is None else sf.clip_by_ordered_norm(1.0, mesh))
-    return sf.low_precision(tx) if HAS_LOW_PRECISION else tx
+    clip = None if mesh is None else sf.clip_by_ordered_norm(1.0, mesh)
+    return sf.low_precision(nanogpt.optimizer(steps, clip))
 
 
 def eventful(seed, steps, folder):
     """Train in this process of two; process 1 is killed after three quarters of the steps."""
     weights, key = nanogpt.draw(seed, LAYERS, WIDTH), jax.random.key(seed)
     shape = jax.eval_shape(lambda: sf.init_state(weights, optimizer(steps), key))
-    loss_fn = linear_loss if HAS_LINEAR else nanogpt.loss_fn
 
     def build(devices):
         mesh = sf.make_mesh((1, len(devices), 1, 1), devices=devices)
         plan = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
         tx = optimizer(steps, mesh)
-        return sf.make_train_step(loss_fn, tx, grad=sf.ordered(plan)), plan
+        return sf.make_train_step(linear_loss, tx, grad=sf.ordered(plan)), plan
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
@@ -118,9 +122,7 @@ def everything(seed, steps=STEPS):
     """Train in two processes with everything on."""
     with tempfile.TemporaryDirectory() as folder:
         found = elastic.start("eventful", 2, seed, steps, folder, file=__file__)
-    parts = ["ordered gradients", "going back", "a lost process"]
-    parts += ["linear cross-entropy"] * HAS_LINEAR + ["bfloat16 state"] * HAS_LOW_PRECISION
-    return found | {"parts": parts}
+    return found | {"parts": [*PARTS]}
 
 
 if __name__ == "__main__":
