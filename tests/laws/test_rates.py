@@ -50,7 +50,10 @@ def test_the_rate_is_that_of_the_update(wrapper):
 
 
 def test_the_rate_of_the_next_update_fails_the_same_law(monkeypatch):
-    next_rate = lambda opt_state, but: {"learning_rate": SCHEDULE(opt_state.count)}
+    @jax.numpy_dtype_promotion("standard")
+    def next_rate(opt_state, but):
+        return {"learning_rate": SCHEDULE(opt_state.count)}
+
     monkeypatch.setattr(step_module, "learning_rates", next_rate)
     with pytest.raises(AssertionError):
         test_the_rate_is_that_of_the_update("alone")
