@@ -386,12 +386,12 @@ TREES = {
     "a name twice": (
         [("a", "x"), ("b", "x")],
         {"a": W, "b": W},
-        "b: expected a name of its own, got 'x', the name of a; correct",
+        "b: expected a unique name, got 'x', the name of a; correct",
     ),
     "a name twice by counting": (
         [("a", "{i}"), ("b", "2")],
         {"a": W, "b": W},
-        "b: expected a name of its own, got '2', the name of a",
+        "b: expected a unique name, got '2', the name of a",
     ),
     "a missing member": (
         [(("a", "b"), "x")],

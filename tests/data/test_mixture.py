@@ -257,3 +257,25 @@ def test_weights_of_a_stage_may_be_given_by_name():
     assert which(by_name, 0, 20).tolist() == which(in_order, 0, 20).tolist()
     with pytest.raises(sf.ConfigError, match="with 2 weights as there are sources"):
         mix(parts, stages=[(5, {"a": 1})])
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        "x",
+        5,
+        [[1]],
+        [[0, ["1"]]],
+        [["a", ["1", "1"]]],
+        [[-1, ["1", "1"]]],
+        [[4, ["1", "-1"]]],
+        [[4, ["1", "1/0"]]],
+        [[4, ["0", "0"]]],
+    ],
+)
+def test_damaged_weights_in_a_position_are_refused(weights):
+    stream = sf.batches(sf.mix([(np.arange(9), 1), (np.arange(9), 1)]), 2)
+    before = stream.get_state()
+    with pytest.raises(sf.DataError, match="^state: weights: expected "):
+        stream.set_state({**before, "step": 1, "weights": weights})
+    assert stream.get_state() == before

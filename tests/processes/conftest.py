@@ -19,8 +19,8 @@ def launcher(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def processes() -> Iterator[launch.Session]:
     """Run the workers of a module in the same two processes."""
-    # With jax 0.10, one launch in about thirty hung after its last collective, in a process whose
-    # peer had done all. A deadlock of a worker hangs again.
+    # With jax 0.10, a process has hung once after its peer had printed all results. A deadlock of a
+    # worker hangs again.
     attempts = 1 if jax.__version_info__ >= (0, 11) else 2
     with launch.Session(attempts) as session:
         yield session

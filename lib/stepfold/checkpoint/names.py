@@ -118,7 +118,7 @@ class NameMap:
                 path = array.parts[0].path
                 if array.name in arrays:
                     got = f"{array.name!r}, the name of {arrays[array.name].parts[0].path}"
-                    refuse(path, "a name of its own", got, "correct the rules of the NameMap")
+                    refuse(path, "a unique name", got, "correct the rules of the NameMap")
                 arrays[array.name] = array
         for copy, name in self.tied.items():
             if name not in arrays or copy in arrays:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.core.validation import read_instance, read_integer
+from stepfold.core.validation import as_integer, read_instance, read_integer
 from stepfold.data.order import Indices, Order, Rows
 from stepfold.data.sources import ENDLESS, Source, read_source, row_list
 from stepfold.errors import DataError, refuse
@@ -186,8 +186,22 @@ class Mixture(Source):
 
     def with_changes(self, changes: Sequence[tuple[int, Sequence[str]]]) -> Self:
         """Return the mixture with the weights of `spell_weights` from given examples on."""
+        count = len(self.names)
+        try:
+            later = {first: [Fraction(weight) for weight in weights] for first, weights in changes}
+            is_valid = all(
+                as_integer(first) is not None
+                and first >= 0
+                and len(shares) == count
+                and min(shares) >= 0 < max(shares)
+                for first, shares in later.items()
+            )
+        except (TypeError, ValueError, ZeroDivisionError):
+            is_valid = False
+        if not is_valid:
+            expected = f"pairs of an example and {count} weights, as get_state() gave"
+            refuse("state: weights", expected, repr(changes), kind=DataError)
         new = copy.copy(self)
-        later = {first: [Fraction(weight) for weight in weights] for first, weights in changes}
         new._set_stages({**self._given, **later})
         return new
 
