@@ -13,6 +13,7 @@ from pathlib import Path
 import hypothesis
 import jax
 import pytest
+from tests.faults.forks import Forks
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
@@ -201,3 +202,10 @@ def compiles() -> Iterator[list[str]]:
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield names
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Run functions in processes of their own, which may be killed."""
+    with Forks() as forks:
+        yield forks

@@ -12,7 +12,7 @@ import zlib
 import jax
 import numpy as np
 import pytest
-from tests.loop.small import STEP, start
+from tests.small import STEP, start
 
 import stepfold as sf
 from stepfold.checkpoint.manifest import encode_checked, read_checked

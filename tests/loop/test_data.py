@@ -5,7 +5,7 @@ import weakref
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.loop.small import STEP, start
+from tests.small import STEP, start
 
 import stepfold as sf
 from stepfold.loop.data import BatchFeed, DataPosition, reread

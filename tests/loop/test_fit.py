@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.loop.small import STEP, TX, start
+from tests.small import STEP, TX, start
 
 import stepfold as sf
 from stepfold.loop import train_loop

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.laws import course
-from tests.loop.small import STEP, start
+from tests.small import STEP, start
 
 import stepfold as sf
 from stepfold.errors import CheckpointError

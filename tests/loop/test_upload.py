@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.loop.small import STEP, start
+from tests.small import STEP, start
 
 import stepfold as sf
 

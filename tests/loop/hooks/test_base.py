@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tests.loop.small import STEP, start
+from tests.small import STEP, start
 
 import stepfold as sf
 from stepfold.loop.hooks.base import (

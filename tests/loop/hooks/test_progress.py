@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from tests.loop.small import STEP, start
+from tests.small import STEP, start
 
 import stepfold as sf
 from stepfold.loop.hooks import progress as module

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.loop.small import STEP, TX, start
+from tests.small import STEP, TX, start
 
 import stepfold as sf
 from stepfold.loop.hooks import stop

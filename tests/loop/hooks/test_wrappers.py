@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
-from tests.loop.small import STEP, start
+from tests.small import STEP, start
 
 import stepfold as sf
 from stepfold.loop.hooks.base import BaseHook, Event, HookDispatcher, Stop, hook_name

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.loop.small import TX, start
+from tests.small import TX, start
 
 import stepfold as sf
 from stepfold.checkpoint.manifest import DamageError, read_checked, write_checked

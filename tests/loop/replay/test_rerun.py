@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.loop.small import TX, start
+from tests.small import TX, start
 
 import stepfold as sf
 from stepfold.loop.data import RecentBatches

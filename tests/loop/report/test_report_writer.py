@@ -8,7 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
-from tests.loop.small import STEP, start
+from tests.small import STEP, start
 
 import stepfold as sf
 from stepfold.loop.report import report_writer

@@ -1,0 +1,49 @@
+"""What most tests train: examples, a loss, a step that is compiled once, and a state to start from.
+
+The model is the number `w`, which moves to the mean of `x`. Import what a test needs from here, and
+define only what its claim depends on.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import stepfold as sf
+
+TX = optax.sgd(0.1)
+
+
+def examples(count=16):
+    """Return `count` examples {"x"}, all different."""
+    return {"x": np.linspace(-1.0, 2.0, count, dtype=np.float32)}
+
+
+def loss_fn(params, batch, key):
+    return sf.mean((params["w"] - batch["x"]) ** 2)
+
+
+def masked_loss_fn(params, batch, key):
+    """Return the same loss for batches with a mask, as `sf.batches(remainder="pad")` makes them."""
+    return sf.mean((params["w"] - batch["x"]) ** 2, batch["mask"])
+
+
+def noisy_loss_fn(params, batch, key):
+    """Return a loss that depends on the key of the step, so that a wrong key shows."""
+    noise = jax.random.normal(key, batch["x"].shape)
+    return sf.mean((params["w"] - batch["x"] + noise) ** 2)
+
+
+STEP = sf.make_train_step(loss_fn, TX)
+EVAL_STEP = sf.make_eval_step(loss_fn)
+_INITIAL = sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
+
+
+def start():
+    """Copy the initial state, since a run donates it; `init_state` compiles at each call."""
+    return jax.tree.map(jnp.copy, _INITIAL)
+
+
+def batches(size=4, **options):
+    """Return resumable batches of the examples, in a shuffled order."""
+    return sf.batches(examples(), size, **{"seed": 0, **options})
