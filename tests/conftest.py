@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +14,13 @@ from pathlib import Path
 import hypothesis
 import jax
 import pytest
+from tests.costs import Costs
 from tests.faults.forks import Forks
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
 TESTS = Path(__file__).parent
-SLOW = ("test_examples.py", "test_benchmarks.py")
+SLOW = ("test_examples.py", "test_guide.py", "test_benchmarks.py")
 
 # A process that a shell starts in the background ignores SIGINT, and so do its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,23 +49,24 @@ if not IS_WORKER:  # in a worker, jax reads these settings from the environment
 NOT_OPTIMIZED = ("adapter", "checkpoint", "clients", "core", "data", "faults", "loop", "processes")
 
 # Drawing examples slowly on a loaded machine is no failure.
-hypothesis.settings.register_profile(
-    "law",
-    deadline=None,
-    derandomize=True,
-    max_examples=25,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("law")
+for profile, max_examples in (("default", 10), ("full", 50)):
+    hypothesis.settings.register_profile(
+        profile,
+        deadline=None,
+        derandomize=True,
+        max_examples=max_examples,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+hypothesis.settings.load_profile("default")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Use up to four workers for folders, and none for files and single tests.
+    """Use up to four workers for folders and several files, and none for a file and single tests.
 
     One more than the cores, since tests of processes and of timeouts mostly wait.
     """
-    folders = any(Path(arg.partition("::")[0]).is_dir() for arg in config.args)
-    return min(4, (os.cpu_count() or 1) + 1) if folders else 0
+    paths = {Path(arg.partition("::")[0]) for arg in config.args}
+    return min(4, (os.cpu_count() or 1) + 1) if len(paths) > 1 or paths.pop().is_dir() else 0
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
@@ -101,11 +104,51 @@ class FilesBySetting(LoadFileScheduling):
         super()._assign_work_unit(node)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run all slow proofs, as for a release")
+    parser.addoption(
+        "--share",
+        metavar="I/N",
+        type=read_share,
+        help="run one of N parts of what --full adds, without the examples and pages",
+    )
+    parser.addoption("--site", help="the folder of the guide's site, if it is built already")
+
+
+def read_share(text: str) -> tuple[int, int]:
+    """Read "3/8". Any whole number will do for 3, such as a number of commits."""
+    number, parts = map(int, text.split("/"))
+    return number % parts, parts
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.full |= config.option.share is not None
+    if config.option.full:
+        hypothesis.settings.load_profile("full")
+    config.pluginmanager.register(Costs(config))
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slowest files first, so that the workers end at about the same time."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the tests of a share, and run the slowest files first.
+
+    Then the workers end at about the same time.
+    """
+    if config.option.share is not None:
+        chosen = [item for item in items if is_in_share(item, *config.option.share)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in {*chosen}])
+        items[:] = chosen
     items.sort(key=lambda item: not item.path.is_relative_to(TESTS / "processes"))
     items.sort(key=lambda item: item.path.name not in SLOW)
+
+
+def is_in_share(item: pytest.Item, number: int, parts: int) -> bool:
+    """Whether a test does more with `--full`, and belongs to a part of these tests."""
+    is_longer = "count" in getattr(item, "fixturenames", ()) or hasattr(item.obj, "hypothesis")
+    always_runs = item.path.name in ("test_examples.py", "test_guide.py")
+    if always_runs or not (is_longer or item.get_closest_marker("full")):
+        return False
+    return zlib.crc32(item.nodeid.encode()) % parts == number
 
 
 def pytest_collection_finish() -> None:
@@ -147,10 +190,6 @@ def key() -> jax.Array:
 def pytest_unconfigure() -> None:
     if not IS_WORKER:
         shutil.rmtree(CACHE["jax_compilation_cache_dir"], ignore_errors=True)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run all slow proofs, as for a release")
 
 
 @pytest.fixture

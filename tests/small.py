@@ -4,6 +4,8 @@ The model is the number `w`, which moves to the mean of `x`. Import what a test 
 define only what its claim depends on.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,12 +38,16 @@ def noisy_loss_fn(params, batch, key):
 
 STEP = sf.make_train_step(loss_fn, TX)
 EVAL_STEP = sf.make_eval_step(loss_fn)
-_INITIAL = sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
+
+
+@functools.cache
+def _initial():
+    return sf.init_state({"w": jnp.ones(())}, TX, jax.random.key(0))
 
 
 def start():
     """Copy the initial state, since a run donates it; `init_state` compiles at each call."""
-    return jax.tree.map(jnp.copy, _INITIAL)
+    return jax.tree.map(jnp.copy, _initial())
 
 
 def batches(size=4, **options):

@@ -1,44 +1,22 @@
 """Every example runs as a program of its own, and prints what its docstring promises.
 
-By default only some do, and the `main` of some others with arguments that make it short.
+By default only the quickstart does; `.ci/run` always runs all.
 """
 
-import importlib.util
 import re
 import shutil
 from pathlib import Path
 from pydoc_data import topics
 
-import jax
 import pytest
 
 from .forks import PRELOAD, ForkServer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+CASES = [pytest.param(name, marks=[pytest.mark.full] * (name != "quickstart")) for name in NAMES]
 # Fewer steps where they are enough for what the test checks.
 ARGUMENTS = {"packing": ("40",), "sharded_transformer": ("4",)}
-# Those that run by default; arguments with which the `main` of others takes less than 3 s.
-DEFAULT = {
-    "adapter",
-    "own_loop",
-    "quickstart",
-    "sharded_transformer",
-    "tfds_digits",
-    "two_processes",
-}
-SHORT = {
-    "gpt2": {"steps": 5},
-    "llama": {"steps": 5},
-    "mup": {"widths": (64,)},
-    "per_example_gradients": {"epochs": 3},
-    "replay_buffer": {"steps": 100},
-    "silent_corruption": {"steps": 2},
-    "subclass_adapter": {"steps": 20},
-    "two_states": {"steps": 10},
-}
-
-pytestmark = pytest.mark.not_optimized  # except in processes of their own
 
 
 class Examples:
@@ -73,21 +51,11 @@ def numbers(pattern, printed):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name not in DEFAULT)) for name in NAMES]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.full] * (name != "quickstart")) for name in NAMES],
 )
 def test_example_runs(name, examples):
     assert examples.printed(name)
-
-
-@pytest.mark.parametrize("name", SHORT)
-def test_main_runs_with_other_arguments(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    with jax.numpy_dtype_promotion("standard"):
-        example.main(**SHORT[name])
-    assert capsys.readouterr().out
 
 
 def test_examples_are_short_and_have_a_main_function():
@@ -104,6 +72,7 @@ def test_quickstart_learns_digits(examples):
     assert float(re.findall(r"test accuracy (\d+\.\d+)", printed)[-1]) > 0.95
 
 
+@pytest.mark.full
 def test_sharded_transformer_prints_its_plan(examples):
     printed = examples.printed("sharded_transformer")
     assert re.search(r"layers/up +float32\[4,128,512\] +·, fsdp, tp +128 KiB", printed)
@@ -117,6 +86,7 @@ def test_sharded_transformer_learns(examples):
     assert losses[-1] < losses[0] / 1.8
 
 
+@pytest.mark.full
 def test_tfds_digits_writes_reads_and_learns_without_tensorflow(examples):
     printed = examples.printed("tfds_digits")
     assert "no TensorFlow" in printed
@@ -147,6 +117,7 @@ def test_packing_needs_fewer_rows_for_the_same_loss(examples):
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.full
 def test_adapter_learns_and_resumes(examples):
     printed, folder = examples.printed("adapter"), examples.folder("adapter")
     accuracies = numbers(r"test accuracy (0\.\d+)", printed)
@@ -163,6 +134,7 @@ def test_subclassed_trainer_learns(examples):
     assert float(re.search(r"test accuracy (0\.\d+)", printed)[1]) > 0.7
 
 
+@pytest.mark.full
 def test_own_loop_learns_to_write_and_resumes_bit_for_bit(examples):
     printed, folder = examples.printed("own_loop"), examples.folder("own_loop")
     losses = numbers(r"test loss (\d\.\d+)", printed)
@@ -214,6 +186,7 @@ def test_a_replay_buffer_resumes_bit_for_bit(examples):
     assert "goes right: 7 of 7" in printed
 
 
+@pytest.mark.full
 def test_ensemble_beats_its_members_and_each_trains_as_if_alone(examples):
     printed = examples.printed("ensemble")
     *members, ensemble = numbers(r"test accuracy (\d\.\d+)", printed)
