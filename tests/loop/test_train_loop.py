@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.loop import small
+from tests import small
 
 import stepfold as sf
 from stepfold.loop import train_loop
