@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.loop import small
+from tests import small
 
 import stepfold as sf
 from stepfold.loop import train_loop
@@ -43,8 +43,8 @@ def start(mesh=None):
 DATA = {"x": np.ones((64, 16), np.float32), "mask": np.arange(64) % 3 > 0}
 
 
-def batches(seed=0):
-    return sf.batches(DATA, 16, seed=seed)
+def batches(seed=0, **options):
+    return sf.batches(DATA, 16, seed=seed, **options)
 
 
 def evaluation(**options):
@@ -249,7 +249,8 @@ def test_a_checkpoint_has_the_metrics_of_its_own_step_and_no_older_ones(tmp_path
             assert (name, saved in curve.steps) == (name, True)
             assert curve[curve.steps.index(saved)] == value
     assert "eval/loss" in sf.contents(tmp_path / "checkpoints", step=21).metrics
-    assert result.best == 21
+    curve = result.history["eval/loss"]
+    assert result.best == curve.steps[curve.index(min(curve))]
 
 
 def test_the_best_is_the_step_at_which_the_best_was_measured(tmp_path):
@@ -257,6 +258,47 @@ def test_the_best_is_the_step_at_which_the_best_was_measured(tmp_path):
     own = sf.Evaluation(lambda state: {"loss": next(values)}, every=7)
     assert run(tmp_path, steps=28, evaluation=own).best == 14
     assert sf.restore(tmp_path / "checkpoints", start(), step="best").step == 14
+
+
+def enough(event):
+    """Stop at the first log point, step 5, which is read two steps later."""
+    return "enough" if event.is_train else None
+
+
+LOSSES = {0: 4.0, 2: 3.0, 4: 1.0, 6: 2.0, 7: 0.5, 8: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("saves", "options", "best", "saved"),
+    [
+        ({"every": 5}, {"steps": 10}, 4, [2, 4, 5, 10]),
+        ({"every_minutes": 60}, {"steps": 10}, 4, [2, 4, 10]),
+        ({"every": 5, "keep": 1}, {"steps": 10}, 4, [4, 10]),
+        ({"every": 4, "mode": "max"}, {"steps": 8}, 2, [2, 4, 8]),
+        ({"best": "train/loss", "mode": "max", "every": 5}, {"steps": 8}, 5, [5, 8]),
+        ({}, {"steps": 2, "at_start": True}, 2, [0, 2]),
+        ({"mode": "max"}, {"steps": 2, "at_start": True}, 0, [0, 2]),
+        ({}, {"hooks": enough, "steps": 10, "every": 4}, 7, [4, 7]),
+        ({"every": 4}, {"batches": batches(epochs=2), "every": None}, 8, [4, 8]),
+    ],
+)
+def test_the_best_state_is_saved_whatever_the_schedule(saves, options, best, saved, tmp_path):
+    options = {"every": 2, "at_start": False, "batches": batches(), **options}
+    schedule = {name: options.pop(name) for name in ("every", "at_start")}
+    own = sf.Evaluation(lambda state: {"loss": LOSSES.get(int(state.step), 9.0)}, **schedule)
+    plan = sf.Checkpoints(tmp_path, **{"keep": None, "best": "eval/loss", **saves})
+    given = options.pop("batches")
+    options |= {"checkpoints": plan, "evaluation": own, "log_every": 5}
+    result = sf.fit(STEP, start(), given, **options)
+    assert (result.best, sorted(sf.verify(tmp_path))) == (best, saved)
+
+
+def test_a_resumed_run_saves_only_what_is_better_than_before(tmp_path):
+    own = sf.Evaluation(lambda state: {"loss": LOSSES.get(int(state.step), 9.0)}, every=2)
+    plan = {"checkpoints": sf.Checkpoints(tmp_path, keep=None, best="eval/loss")}
+    for steps in (5, 9):
+        result = sf.fit(STEP, start(), batches(), steps=steps, evaluation=own, **plan)
+    assert (result.best, sorted(sf.verify(tmp_path))) == (4, [2, 4, 5, 9])
 
 
 def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
