@@ -865,12 +865,8 @@ class TrainLoop:
         """Restore the state, or parts of it if the run that saved it did not."""
         parts = self._options.parts
         if parts is None:
-            try:
-                return series.restore(self.state)
-            except TreeMismatchError as error:
-                error.add_note(f"in place of parts=, fit takes fit(resume={_ALL_BUT_OPT_STATE})")
-                raise
-        restored = series.restore(self.state, parts=parts)
+            return series.restore(self.state, advice=_advise)
+        restored = series.restore(self.state, parts=parts, advice=_advise)
         if "step" in restored.not_loaded:
             refuse("resume", "`step` among the parts, for the data position", repr(parts))
         saved = restored.extra.get("fit") if isinstance(restored.extra, dict) else None
@@ -1063,6 +1059,16 @@ class TrainLoop:
                 permanent=permanent,
                 requested=requested,
             )
+
+
+def _advise(paths: Sequence[str]) -> str:
+    """Say what to do about a checkpoint whose state differs at some paths."""
+    if all(path.startswith("opt_state") for path in paths):
+        return (
+            ": it was saved with another optimizer; to continue with this one, give "
+            f"resume={_ALL_BUT_OPT_STATE}, and to start a new run, another directory"
+        )
+    return "; to train another model, give another directory; to resume, make the state as before"
 
 
 def _short(value: Any) -> str:
