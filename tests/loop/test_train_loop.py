@@ -424,9 +424,10 @@ def test_with_several_processes_a_signal_has_no_effect_before_all_agree(monkeypa
 
 def test_a_last_step_that_went_wrong_is_why_it_stopped():
     data = [{"x": np.full(4, value, np.float32)} for value in [1] * 19 + [np.nan]]
-    result = sf.fit(small.STEP, small.start(), data, steps=20)
-    assert result.capsule.step == 20
-    assert result.stop_reason.message.startswith("train/loss is nan in step 20")
+    for steps, end in ((20, "all 20 steps were done"), (None, "the batches ended at step 20")):
+        result = sf.fit(small.STEP, small.start(), data, steps=steps)
+        assert result.capsule.step == 20
+        assert str(result.stop_reason) == f"train/loss is nan in step 20, seen when {end}"
 
 
 class Broken(Exception):

@@ -587,8 +587,11 @@ def _stop_reason(loop: TrainLoop, hooks: Sequence[Hook]) -> Stop | None:
     if nonfinite is None or loop.stop is None or loop.stop.kind == "corrupt":
         return loop.stop
     why = f"{nonfinite.metric} is {nonfinite.metrics[nonfinite.metric]} in step {nonfinite.step}"
-    message = loop.stop.message
-    return Stop("nonfinite", message if why in message else f"{why}; {message}")
+    kind, message = loop.stop
+    if why in message:
+        return Stop("nonfinite", message)
+    is_end = kind in ("completed", "exhausted")
+    return Stop("nonfinite", f"{why}{', seen when ' if is_end else '; '}{message}")
 
 
 def _result(loop: TrainLoop, stop: Stop | None, capsule: Capsule | None = None) -> FitResult:
