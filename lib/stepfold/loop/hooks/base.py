@@ -203,6 +203,7 @@ class BaseHook:
     needs_exact_state: bool = False
     needs_hook_seconds: bool = False  # whether it reads `event.hook_seconds`
     replaces_nonfinite_stop: bool = False  # whether `fit` leaves out its own `stop_on_nonfinite`
+    shows_progress: bool = False  # whether it shows the progress of a run, so that `fit` does not
     writes_metrics: bool = False  # whether it writes `metrics.jsonl`, so that `fit` does not
     run_state: Sequence[str] = ()  # attributes that a checkpoint keeps, with JSON values
     state_key: Sequence[str] = ()  # attributes that must be unchanged for a state to be restored
