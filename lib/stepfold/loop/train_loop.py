@@ -39,7 +39,15 @@ from stepfold.loop.consensus import Alone, Several
 from stepfold.loop.data import BatchFeed, DataPosition
 from stepfold.loop.elastic import Attempts
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.hooks.base import Event, GoBack, HookDispatcher, Replace, Reweight, Stop
+from stepfold.loop.hooks.base import (
+    Event,
+    GoBack,
+    HookDispatcher,
+    Replace,
+    Reweight,
+    Stop,
+    find_save_interval,
+)
 from stepfold.loop.metrics import Curve, History, Interval, MetricBuffer
 from stepfold.loop.requests import Kind, Request, Signals, WaitInterrupted, of_hook
 from stepfold.loop.rollback import Rollbacks
@@ -49,6 +57,7 @@ _MAX_DELAY = 4  # steps that are dispatched before the metrics of a log point ar
 _FORMAT = 3  # of the run state in a checkpoint; incremented when its meaning changes
 _ALL_BUT_OPT_STATE = ("params", "model_state", "step", "key")
 _MAX_NOTES = 100  # on replacements of the state
+_SLOW_SAVES = 30.0  # seconds in saves, from which on a fifth of the time is worth a warning
 _END = object()
 
 
@@ -224,6 +233,9 @@ class TrainLoop:
         self._votes_on_batches = False
         self._deferred_error: Exception | None = None  # of user code, see `_defer_error`
         self._batch, self._warned_of_save = None, False
+        # The step, time, seconds in saves and their number, after the first save.
+        self._first_save: tuple[int, float, float, int] | None = None
+        self._warned_of_saves = False
         if series is not None:
             series.on_request(self.consensus.ask_to_save)
 
@@ -482,6 +494,7 @@ class TrainLoop:
             self._end_epoch()
         if (saves or is_best) and self._end is None:
             self._save_or_stop(permanent=is_best)
+            self._warn_of_slow_saves()
         self._find_due()
         self._begin_attempt()
 
@@ -826,7 +839,7 @@ class TrainLoop:
         self.state, self._end, self.go_back = restored.state, None, None
         self.history.clear()
         self._buffer, self._saw_event = MetricBuffer(self._run_step.unpack), False
-        self.positions = []
+        self.positions, self._first_save = [], None
         self.step = restored.step
         extra = restored.extra if isinstance(restored.extra, dict) else {}
         saved: Any = extra.get("fit") or {}
@@ -992,6 +1005,23 @@ class TrainLoop:
                 self._end = Request(Kind.STOP, self.step, stop)
         else:
             self._save(is_checked=True, permanent=permanent, requested=permanent)
+
+    def _warn_of_slow_saves(self) -> None:
+        """Warn once if saves take much of the time since the first of them."""
+        watch = self.hooks.stopwatch
+        seconds, count = watch.seconds.get("saving", 0.0), watch.counts.get("saving", 0)
+        now = self.step, perf_counter(), seconds, count
+        first = self._first_save = self._first_save or now
+        steps, elapsed, saving, saves = (end - start for start, end in zip(first, now, strict=True))
+        if self._warned_of_saves or saving < _SLOW_SAVES or saving < 0.2 * elapsed or steps < 1:
+            return
+        self._warned_of_saves = True
+        every = find_save_interval(saving, round(saves), elapsed - saving, round(steps))
+        warnings.warn(
+            f"checkpoints: {saves} saves took {saving:.0f} of the last {elapsed:.0f} s; every "
+            f"{every} steps, they would take 5 % of the time",
+            stacklevel=6,
+        )
 
     def _what_to_save(self, *, permanent: bool, is_best: bool = False) -> str | None:
         """Return what a save writes at this step: "state", "metadata", or None for nothing.
