@@ -162,7 +162,7 @@ class DefaultProgress(progress):
         self._drawn_at = self._opened_at + _QUIET_SECONDS
 
     def close(self) -> None:
-        if self._drawn_at > time.monotonic():
+        if self._bar is not None and self._drawn_at > time.monotonic():
             self._pending = None
         super().close()
 
