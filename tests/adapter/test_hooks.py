@@ -119,8 +119,8 @@ def test_reset_starts_a_bar_again():
 
 
 def test_an_unknown_kind_of_bar_is_refused():
-    with pytest.raises(sf.ConfigError, match="progress: expected one of 'tqdm', 'rich', 'json', g"):
-        ProgressBar("none", 1)
+    with pytest.raises(sf.ConfigError, match="progress: expected one of 'tqdm', 'rich', .* got 'b"):
+        ProgressBar("bar", 1)
 
 
 def test_the_null_bar_draws_nothing(capsys):

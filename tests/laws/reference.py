@@ -53,7 +53,7 @@ class Fit:
         self.run = SimpleNamespace(
             state=call.state, step=0, used=self.data.first, is_complete=False, epoch_ended=0,
             open=(), closed=(), rows={}, evaluated={}, hooks={}, stop=None, request=None,
-            replaced=None, changes=(),
+            replaced=None, changes=(), ranked={},
         )  # fmt: skip
         self.run.total = call.total(self.data, self.run, None)
         is_kept = call.checkpoints is not None and not self.data.is_iterator
@@ -103,11 +103,12 @@ class Fit:
             return True
         if run.step > 0:  # what an exception interrupted
             self.log(run.step if self.reads(run.step) else run.step - call.delay)
+        is_best = False
         if run.step != run.total:
             is_due = lambda item: self.is_due(item, run.step) if run.step else item.at_start
-            self.evaluate(filter(is_due, call.evaluations))
+            is_best = self.evaluate([*filter(is_due, call.evaluations)])
             self.end_epoch()
-        self.save(permanent=run.step == 0)
+        self.save(permanent=run.step == 0 or is_best, is_best=is_best)
         if run.total is not None and run.step >= run.total:
             self.stop = "completed"
         self.take_effect()
@@ -187,11 +188,12 @@ class Fit:
         if self.reads(step) or not self.call.delay:
             self.log(step)
             self.take_effect()
+        is_best = False
         if step != run.total:
-            self.evaluate([e for e in self.call.evaluations if self.is_due(e, step)])
+            is_best = self.evaluate([e for e in self.call.evaluations if self.is_due(e, step)])
         if self.stop is None:
             self.end_epoch()
-            self.save(permanent=False)
+            self.save(permanent=is_best, is_requested=is_best)
 
     def finish(self):
         self.vote()
@@ -224,6 +226,7 @@ class Fit:
             self.save()
         elif not self.is_signaled and self.saved_in():
             self.saved_in()[run.step].stop = None  # the end is done
+            self.saved_in()[run.step].ranked = self.rank(run.step)
         return True
 
     def goes_back(self):
@@ -261,10 +264,26 @@ class Fit:
                 try:
                     self.call.cut("evaluate", evaluation.name, run.step)
                 except Signal:
-                    return
+                    break
                 metrics = merged([*evaluation.results(run.state)], evaluation.name)
                 self.dispatch(evaluation.name, run.step, metrics, run.step)
                 run.evaluated = {**run.evaluated, evaluation.name: run.step}
+        return bool(evaluations) and self.is_best()
+
+    def is_best(self):
+        """Whether the metric that ranks checkpoints is better than ever before in the run."""
+        values = {step: x for step in self.run.rows for x in self.rank(step).values()}
+        return self.call.checkpoints is not None and self.ranking(values)[:1] == [self.run.step]
+
+    def rank(self, step):
+        """The metric of a step that ranks its checkpoint, if an evaluation has measured it."""
+        best = self.call.checkpoints and self.call.checkpoints.best
+        metrics = self.run.rows.get(step, {}) if best and not best.startswith("train/") else {}
+        return {best: metrics[best]} if best in metrics else {}
+
+    def ranking(self, values):
+        sign = -1 if self.call.checkpoints.mode == "max" else 1
+        return [s for _, s in sorted((sign * x, s) for s, x in values.items() if not np.isnan(x))]
 
     def dispatch(self, kind, step, metrics, effective):
         run, states, reasons, weights = self.run, dict(self.run.hooks), [], None
@@ -332,14 +351,19 @@ class Fit:
 
     # Checkpoints
 
-    def save(self, *, permanent=True, is_requested=False):
+    def save(self, *, permanent=True, is_requested=False, is_best=False):
         call, run, directory = self.call, self.run, self.directory
-        if not call.checkpoints or run.step == self.saved or run.request is not None:
+        if not call.checkpoints or run.request is not None:
+            return
+        if run.step == self.saved and not (run.is_complete and self.saw_event):
             return
         if not call.wants_epochs:  # no hook is owed the end of an epoch
             run.epoch_ended = run.step
         is_new = permanent and run.step in directory.temporary
-        is_new |= self.resumed is None and call.checkpoints.at_start
+        is_new |= self.resumed is None and (call.checkpoints.at_start or is_best)
+        if run.step == self.saved:  # the last evaluation came after the save
+            directory.permanent[run.step] = copy.copy(run)
+            return
         if run.step == (self.resumed or 0) and not is_new:
             if self.resumed is not None and self.saw_event and run.replaced != run.step:
                 self.saved_in()[run.step] = copy.copy(run)
@@ -354,7 +378,7 @@ class Fit:
                 self.log(run.step)
                 self.stop = self.stop or "nonfinite"
         elif is_permanent:
-            self.saved = run.step
+            self.saved, self.saw_event, run.ranked = run.step, False, {}
             run.is_requested = is_requested and not self.is_due(call.checkpoints, run.step)
             directory.permanent[run.step] = copy.copy(run)
             for step in [step for step in directory.temporary if step <= run.step]:
@@ -371,19 +395,13 @@ class Fit:
 
     def kept(self):
         policy, permanent, run = self.call.checkpoints, self.directory.permanent, self.run
-        rows = {step: saved.rows.get(step, {}) for step, saved in permanent.items()}
-        sign = -1 if policy.mode == "max" else 1
-        ranked = sorted(
-            (sign * row[policy.best], step)
-            for step, row in rows.items()
-            if not np.isnan(row.get(policy.best, np.nan))
-        )
+        rows = {step: saved.rows.get(step, {}) | saved.ranked for step, saved in permanent.items()}
+        best = self.ranking({step: row.get(policy.best, np.nan) for step, row in rows.items()})
         every = [step for step in rows if policy.keep_every and step % policy.keep_every == 0]
-        best = [step for _, step in ranked[: policy.keep_best]]
         requested = [step for step in sorted(rows) if permanent[step].is_requested]
         scheduled = [step for step in sorted(rows) if step not in requested]
         latest = [*scheduled[-policy.keep :], *requested[-policy.keep :]]
-        return {*latest, *best, *every, run.step}
+        return {*latest, *best[: policy.keep_best], *every, run.step}
 
     def targets(self):
         request, directory = self.run.request, self.directory

@@ -62,9 +62,9 @@ def test_a_new_rate_can_be_taken_in_place_and_stays(tmp_path):
 
 def test_another_optimizer_continues_in_place_and_resumes_bit_for_bit(tmp_path):
     run(tmp_path, adam(1e-2), 4)
-    with pytest.raises(sf.TreeMismatchError) as caught:
+    words = r"another optimizer; .* give resume=\('params', 'model_state', 'step', 'key'\), and to"
+    with pytest.raises(sf.TreeMismatchError, match=words):
         run(tmp_path, optax.sgd(0.1, momentum=0.9), 12)
-    assert "fit(resume=('params', 'model_state', 'step', 'key'))" in caught.value.__notes__[-1]
 
     class Cut(RuntimeError):
         pass

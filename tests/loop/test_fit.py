@@ -17,6 +17,7 @@ from tests.small import STEP, TX, start
 import stepfold as sf
 from stepfold.loop import train_loop
 from stepfold.loop.fit import FitResult
+from stepfold.loop.hooks import progress as progress_hooks
 from stepfold.loop.hooks.base import Stop
 from stepfold.loop.metrics import History
 
@@ -154,8 +155,10 @@ def test_other_data_is_refused_in_words(tmp_path):
 
 def test_another_state_is_refused_with_its_paths(tmp_path):
     fit(steps=10, **saves_at_end(tmp_path))
-    with pytest.raises(sf.TreeMismatchError, match="differs at 2 paths"):
+    words = "differs at 2 paths; to train another model, give another directory"
+    with pytest.raises(sf.TreeMismatchError, match=words) as caught:
         sf.fit(JITTED, {"m": jnp.int32(0)}, batches(), steps=20, **saves_at_end(tmp_path))
+    assert not any(f"{name}=" in str(caught.value) for name in ("rename", "parts", "partial"))
 
 
 @pytest.mark.filterwarnings("ignore:batches. expected get_state and set_state")
@@ -223,6 +226,34 @@ def test_what_a_second_signal_waits_for_is_said(tmp_path, capfd, monkeypatch):
     said = "waiting for the checkpoint of step 7, which is being written\n"
     assert said in capfd.readouterr().err
     assert sf.verify(tmp_path / "checkpoints") == {7: []}
+
+
+# What it prints
+
+
+@pytest.mark.parametrize(
+    ("hooks", "is_shown"),
+    [([], True), ([sf.progress("none")], False), ([sf.log_to(sf.console_writer())], False)],
+)
+def test_a_long_run_without_a_hook_that_shows_progress_prints_lines(
+    hooks, is_shown, capfd, monkeypatch
+):
+    fit(hooks=hooks)  # a short one prints none
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(progress_hooks, "_QUIET_SECONDS", -9.0)
+    fit(hooks=[*hooks, lambda event: {"own": 0.25}])
+    lines = [line[:23] for line in capfd.readouterr().err.splitlines()]
+    assert lines == (["step 10 of 20  own 0.25", "step 20 of 20  own 0.25"] if is_shown else [])
+
+
+@pytest.mark.parametrize("hooks", [[], [sf.progress("json", file=io.StringIO())]])
+def test_a_run_that_resumes_says_so(hooks, tmp_path, capfd):
+    fit(steps=10, hooks=hooks, **saves_at_end(tmp_path))
+    assert capfd.readouterr().err == ""
+    fit(hooks=hooks, **saves_at_end(tmp_path))
+    assert capfd.readouterr().err == f"resuming from step 10 of {tmp_path}\n"
+    fit(steps=30, hooks=sf.progress("none"), **saves_at_end(tmp_path))
+    assert capfd.readouterr().err == ""
 
 
 # Where things go

@@ -4,7 +4,10 @@ import contextlib
 import functools
 import gc
 import itertools
+import re
 import signal
+import time
+import warnings
 import weakref
 
 import jax
@@ -43,8 +46,8 @@ def start(mesh=None):
 DATA = {"x": np.ones((64, 16), np.float32), "mask": np.arange(64) % 3 > 0}
 
 
-def batches(seed=0):
-    return sf.batches(DATA, 16, seed=seed)
+def batches(seed=0, **options):
+    return sf.batches(DATA, 16, seed=seed, **options)
 
 
 def evaluation(**options):
@@ -249,7 +252,8 @@ def test_a_checkpoint_has_the_metrics_of_its_own_step_and_no_older_ones(tmp_path
             assert (name, saved in curve.steps) == (name, True)
             assert curve[curve.steps.index(saved)] == value
     assert "eval/loss" in sf.contents(tmp_path / "checkpoints", step=21).metrics
-    assert result.best == 21
+    curve = result.history["eval/loss"]
+    assert result.best == curve.steps[curve.index(min(curve))]
 
 
 def test_the_best_is_the_step_at_which_the_best_was_measured(tmp_path):
@@ -257,6 +261,66 @@ def test_the_best_is_the_step_at_which_the_best_was_measured(tmp_path):
     own = sf.Evaluation(lambda state: {"loss": next(values)}, every=7)
     assert run(tmp_path, steps=28, evaluation=own).best == 14
     assert sf.restore(tmp_path / "checkpoints", start(), step="best").step == 14
+
+
+def enough(event):
+    """Stop at the first log point, step 5, which is read two steps later."""
+    return "enough" if event.is_train else None
+
+
+LOSSES = {0: 4.0, 2: 3.0, 4: 1.0, 6: 2.0, 7: 0.5, 8: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("saves", "options", "best", "saved"),
+    [
+        ({"every": 5}, {"steps": 10}, 4, [2, 4, 5, 10]),
+        ({"every_minutes": 60}, {"steps": 10}, 4, [2, 4, 10]),
+        ({"every": 5, "keep": 1}, {"steps": 10}, 4, [4, 10]),
+        ({"every": 4, "mode": "max"}, {"steps": 8}, 2, [2, 4, 8]),
+        ({"best": "train/loss", "mode": "max", "every": 5}, {"steps": 8}, 5, [5, 8]),
+        ({}, {"steps": 2, "at_start": True}, 2, [0, 2]),
+        ({"mode": "max"}, {"steps": 2, "at_start": True}, 0, [0, 2]),
+        ({}, {"hooks": enough, "steps": 10, "every": 4}, 7, [4, 7]),
+        ({"every": 4}, {"batches": batches(epochs=2), "every": None}, 8, [4, 8]),
+    ],
+)
+def test_the_best_state_is_saved_whatever_the_schedule(saves, options, best, saved, tmp_path):
+    options = {"every": 2, "at_start": False, "batches": batches(), **options}
+    schedule = {name: options.pop(name) for name in ("every", "at_start")}
+    own = sf.Evaluation(lambda state: {"loss": LOSSES.get(int(state.step), 9.0)}, **schedule)
+    plan = sf.Checkpoints(tmp_path, **{"keep": None, "best": "eval/loss", **saves})
+    given = options.pop("batches")
+    options |= {"checkpoints": plan, "evaluation": own, "log_every": 5}
+    result = sf.fit(STEP, start(), given, **options)
+    assert (result.best, sorted(sf.verify(tmp_path))) == (best, saved)
+
+
+def test_a_resumed_run_saves_only_what_is_better_than_before(tmp_path):
+    own = sf.Evaluation(lambda state: {"loss": LOSSES.get(int(state.step), 9.0)}, every=2)
+    plan = {"checkpoints": sf.Checkpoints(tmp_path, keep=None, best="eval/loss")}
+    for steps in (5, 9):
+        result = sf.fit(STEP, start(), batches(), steps=steps, evaluation=own, **plan)
+    assert (result.best, sorted(sf.verify(tmp_path))) == (4, [2, 4, 5, 9])
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_saves_that_hold_the_run_up_cause_one_warning_and_a_note(is_slow, tmp_path, monkeypatch):
+    save = sf.Series.save
+    slow = lambda self, *args, **options: (time.sleep(0.3), save(self, *args, **options))
+    monkeypatch.setattr(sf.Series, "save", slow)
+    monkeypatch.setattr(train_loop, "_SLOW_SAVES", 0.5 if is_slow else 30.0)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        sf.fit(
+            STEP, start(), batches(), steps=8, run_dir=tmp_path,
+            checkpoints=sf.Checkpoints(every=2),
+        )  # fmt: skip
+    assert len(caught) == is_slow
+    words = r"saves took \d of the last \d s; every [\d]+ steps, they would take 5 % of the time"
+    assert all(re.search(words, str(warning.message)) for warning in caught)
+    assert [warning.filename for warning in caught] == [__file__] * is_slow
+    note = r"Saves took \d\d % of the time; every [\d,]+ steps, they would take 5 %"
+    assert re.search(note.replace(" %", "%", 1), (tmp_path / "report.html").read_text())
 
 
 def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
@@ -382,9 +446,10 @@ def test_with_several_processes_a_signal_has_no_effect_before_all_agree(monkeypa
 
 def test_a_last_step_that_went_wrong_is_why_it_stopped():
     data = [{"x": np.full(4, value, np.float32)} for value in [1] * 19 + [np.nan]]
-    result = sf.fit(small.STEP, small.start(), data, steps=20)
-    assert result.capsule.step == 20
-    assert result.stop_reason.message.startswith("train/loss is nan in step 20")
+    for steps, end in ((20, "all 20 steps were done"), (None, "the batches ended at step 20")):
+        result = sf.fit(small.STEP, small.start(), data, steps=steps)
+        assert result.capsule.step == 20
+        assert str(result.stop_reason) == f"train/loss is nan in step 20, seen when {end}"
 
 
 class Broken(Exception):

@@ -114,6 +114,7 @@ class TrainerHook(BaseHook):
     """
 
     can_stop = True
+    shows_progress = True  # by the bar
     writes_metrics = True  # by `log_metrics`
     provides = ("watch/",)
 

@@ -310,7 +310,7 @@ def match(
     like: Any,
     *,
     where: str = "restore",
-    advice: str = _ADVICE,
+    advice: str | Callable[[Sequence[str]], str] = _ADVICE,
     parts: Sequence[str] | None = None,
     rename: Rename | None = None,
     cast: bool = False,
@@ -318,7 +318,8 @@ def match(
 ) -> Match:
     """Find the saved leaf for each wanted leaf: all of them exactly, unless the caller opts out.
 
-    `where` and `advice` begin and end error messages; the other arguments are those of `restore`.
+    `where` and `advice` begin and end error messages. As a function of the paths that differ,
+    `advice` replaces all that is said of `restore`, whose arguments are the others.
 
     Raises:
       TreeMismatchError: with every path that does not match, or if no path matches.
@@ -339,8 +340,11 @@ def match(
             differences.append((name, have, want))
             not_loaded[name] = f"saved {have or 'nothing'}, wanted {want or 'nothing'}"
     if differences and not partial:
-        specific = _specific_advice(differences, may_rename=not callable(rename))
-        raise TreeMismatchError(f"{where}: {_describe(differences, like, specific or advice)}")
+        if callable(advice):
+            text = advice([name for name, _, _ in differences])
+        else:
+            text = _specific_advice(differences, may_rename=not callable(rename)) or advice
+        raise TreeMismatchError(f"{where}: {_describe(differences, like, text)}")
     if not sources and (wanted or old_names):
         advice = f"saved are {_some(saved)}, wanted {_some(wanted)}, parts {parts}"
         refuse(where, "paths to load", "none that fits", advice, kind=TreeMismatchError)

@@ -254,10 +254,12 @@ class Checkpoints(_StepReader):
       every_epochs: epochs between checkpoints.
       every_minutes: minutes between checkpoints; `fit` checks it at log points, and where it
         evaluates or ends an epoch.
-      keep: number of latest checkpoints to keep; None keeps all. Those that were requested are
-        counted apart: as many of them are kept.
+      keep: number of latest checkpoints to keep; None keeps all. Those that were requested, or
+        saved because they were the best so far, are counted apart: as many of them are kept.
       keep_every: keep every step that is a multiple of this number permanently.
       best: the metric that ranks checkpoints, such as `eval/loss`; the best ones are kept as well.
+        `fit` also saves after each evaluation in which it is better than before, whatever the
+        schedule. A metric of train steps ranks scheduled checkpoints only.
       mode: whether the "min" or the "max" of the metric is the best. If None, "min" where the last
         part of the metric's name contains "loss", otherwise "max".
       keep_best: number of best checkpoints to keep.
@@ -542,7 +544,8 @@ class Series(_StepReader):
 
         The save is a temporary one only if `due` found nothing else due for this step;
         `permanent=True` makes it permanent then too, and so does `requested=True`, which also
-        counts it among the requested steps unless the schedule has a save for this step.
+        counts it among the requested steps unless the schedule has a save for this step. `fit` sets
+        both to save the best state so far.
 
         Raises:
           CheckpointError: if the previous save failed, this one cannot begin, or the step exists.

@@ -39,6 +39,7 @@ from stepfold.loop.hooks.base import (
     hook_name,
     may_stop,
 )
+from stepfold.loop.hooks.progress import DefaultProgress, progress
 from stepfold.loop.hooks.stop import Nonfinite, TimeLimit, stop_on_nonfinite
 from stepfold.loop.metrics import History
 from stepfold.loop.patience import end_if_stuck
@@ -110,7 +111,10 @@ def fit(
       evaluation: an `Evaluation`, or several.
       checkpoints: a `Checkpoints`.
       hooks: functions of an `Event`. Unless one of them is `stop_on_nonfinite`, a NaN or inf in
-        the loss stops the run; the result then has a `capsule` for `replay`.
+        the loss stops the run; the result then has a `capsule` for `replay`. Unless one of them
+        shows progress, as `progress` and `log_to(console_writer())` do, a run of more than a few
+        seconds prints a line on stderr now and then; `progress("none")` turns that off, and the
+        line that says from where a run resumes.
       log_every: the steps between log points.
       resume: whether to resume from a checkpoint; if False, an existing one is an error. Or the
         parts of the state to restore, as `restore(parts=…)` takes them, to continue with another
@@ -165,6 +169,8 @@ def fit(
     arguments |= {"steps_per_call": steps_per_call, "upload": upload}
     describe = partial(run_metadata, state, batches, arguments, evaluations, checkpoints, config)
     all_hooks += directory.make_hooks(all_hooks, describe, series)
+    if not any(getattr(hook, "shows_progress", False) for hook in user_hooks):
+        all_hooks.append(DefaultProgress())
     loop = TrainLoop(
         runner,
         state,
@@ -178,6 +184,10 @@ def fit(
     del state, describe  # so that a restored state can take the memory
     with _attach_result(loop), _needs_all(), _opened(loop, directory, all_hooks):
         was_complete = _start(loop, directory, more_steps, resume=resume is not False)
+        if loop.resumed is not None and series is not None:
+            for hook in all_hooks:
+                if isinstance(hook, progress):
+                    hook.show_resume(loop.resumed, directory.path or series.directory)
         with report_failed_peer():
             _run(loop, directory, more_steps)
     stop, capsule = _stop_reason(loop, all_hooks), None
@@ -587,8 +597,11 @@ def _stop_reason(loop: TrainLoop, hooks: Sequence[Hook]) -> Stop | None:
     if nonfinite is None or loop.stop is None or loop.stop.kind == "corrupt":
         return loop.stop
     why = f"{nonfinite.metric} is {nonfinite.metrics[nonfinite.metric]} in step {nonfinite.step}"
-    message = loop.stop.message
-    return Stop("nonfinite", message if why in message else f"{why}; {message}")
+    kind, message = loop.stop
+    if why in message:
+        return Stop("nonfinite", message)
+    is_end = kind in ("completed", "exhausted")
+    return Stop("nonfinite", f"{why}{', seen when ' if is_end else '; '}{message}")
 
 
 def _result(loop: TrainLoop, stop: Stop | None, capsule: Capsule | None = None) -> FitResult:

@@ -211,6 +211,7 @@ _ATTEMPT = {
     "pause?": _is_number,
     "clock?": [(_is_number, _is_number, _is_number)],
     "parts?": [(str, _is_number)],
+    "saves?": is_count,
 }
 _LEAF = (str, [is_count], str, is_count)
 _FORM = {

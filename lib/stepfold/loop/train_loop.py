@@ -14,6 +14,7 @@ import jax
 from stepfold import tree
 from stepfold.checkpoint.restore import Restored
 from stepfold.checkpoint.series import Series
+from stepfold.checkpoint.steps import order_by
 from stepfold.core.optimizer import hyperparams_of
 from stepfold.core.processes import (
     Disbanded,
@@ -21,6 +22,7 @@ from stepfold.core.processes import (
     KeyValues,
     Position,
     agreement,
+    broadcast_from_first,
     spell_processes,
 )
 from stepfold.core.state import has_nan, is_available, step_of
@@ -37,8 +39,16 @@ from stepfold.loop.consensus import Alone, Several
 from stepfold.loop.data import BatchFeed, DataPosition
 from stepfold.loop.elastic import Attempts
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.hooks.base import Event, GoBack, HookDispatcher, Replace, Reweight, Stop
-from stepfold.loop.metrics import History, Interval, MetricBuffer
+from stepfold.loop.hooks.base import (
+    Event,
+    GoBack,
+    HookDispatcher,
+    Replace,
+    Reweight,
+    Stop,
+    find_save_interval,
+)
+from stepfold.loop.metrics import Curve, History, Interval, MetricBuffer
 from stepfold.loop.requests import Kind, Request, Signals, WaitInterrupted, of_hook
 from stepfold.loop.rollback import Rollbacks
 from stepfold.loop.step_runner import StepRunner
@@ -47,6 +57,7 @@ _MAX_DELAY = 4  # steps that are dispatched before the metrics of a log point ar
 _FORMAT = 3  # of the run state in a checkpoint; incremented when its meaning changes
 _ALL_BUT_OPT_STATE = ("params", "model_state", "step", "key")
 _MAX_NOTES = 100  # on replacements of the state
+_SLOW_SAVES = 30.0  # seconds in saves, from which on a fifth of the time is worth a warning
 _END = object()
 
 
@@ -217,11 +228,14 @@ class TrainLoop:
         self._buffer = MetricBuffer(runner.unpack)
         self._end: Request | None = None  # the request that ends this attempt
         self.first_step = self.step  # of this attempt
-        self._saw_event = False  # whether hooks saw an event that the restored checkpoint lacks
+        self._saw_event = False  # whether hooks saw an event that the last checkpoint lacks
         # With several processes, vote on each pull if one of them may have fewer batches.
         self._votes_on_batches = False
         self._deferred_error: Exception | None = None  # of user code, see `_defer_error`
         self._batch, self._warned_of_save = None, False
+        # The step, time, seconds in saves and their number, after the first save.
+        self._first_save: tuple[int, float, float, int] | None = None
+        self._warned_of_saves = False
         if series is not None:
             series.on_request(self.consensus.ask_to_save)
 
@@ -356,13 +370,14 @@ class TrainLoop:
             return
         is_read = not is_start and self._schedule.read_at(self.step, 1) == self.step
         self._log(self.step if is_read else self.step - self._schedule.delay)
+        is_best = False
         if self.step != total:
             is_due = self._schedule.is_due
-            self._evaluate(
-                [e for e in evaluations if (e.at_start if is_start else is_due(e, self.step))]
-            )
+            due = [e for e in evaluations if (e.at_start if is_start else is_due(e, self.step))]
+            self._evaluate(due)
+            is_best = bool(due) and self._is_best()
             self._end_epoch()
-        self._save(permanent=is_start)
+        self._save(permanent=is_start or is_best, is_best=is_best)
         self.positions.append(self._feed.mark(self.step))
         self._begin_attempt()
         if total is not None and self.step >= total and self._end is None:
@@ -474,10 +489,12 @@ class TrainLoop:
                 self._decide()
         if not is_last:  # `_finish` does it otherwise
             self._evaluate(evaluations)
+        is_best = bool(evaluations) and self._end is None and self._is_best()
         if self._end is None:
             self._end_epoch()
-        if saves and self._end is None:
-            self._save_or_stop(permanent=False)
+        if (saves or is_best) and self._end is None:
+            self._save_or_stop(permanent=is_best)
+            self._warn_of_slow_saves()
         self._find_due()
         self._begin_attempt()
 
@@ -560,18 +577,29 @@ class TrainLoop:
         if self._end is not None and Kind.GO_BACK in self.consensus.requests:
             message = f"{self._end.reason.message}; not saved, because the run was to go back"
             self._end = self._end._replace(reason=self._end.reason._replace(message=message))
-        extra = None if self._stop_of_hook() is None else self._extra()
+        extra = {} if self.series is None else self._extra()
+        has_stop, known = self._stop_of_hook() is not None, self._rank()
         if not self._is_interrupted:
             state, notes = self.state, [*self.progress.replacements]
             self._log_end()
             self.state, self.progress.replacements[:] = state, notes  # as saved
             self.consensus.done(Kind.GO_BACK)
-        if extra is not None and not self._is_interrupted:  # a later run continues after the stop
+        if self._is_interrupted:
+            return
+        if has_stop:  # a later run continues after the stop
             self.consensus.done(Kind.STOP)
+        has_news = has_stop or self._rank() != known
+        if has_news and self.series is not None and self.step in (self.series.saved, self.resumed):
             extra["fit"]["stop"] = None
-            if self.series is not None and self.step in (self.series.saved, self.resumed):
-                self.hooks.flush()
-                self.series.add_later(self.step, metrics={}, extra=extra)
+            self.hooks.flush()
+            self.series.add_later(self.step, metrics=self._rank(), extra=extra)
+
+    def _rank(self) -> dict[str, float]:
+        """Return the metric that ranks checkpoints, if an evaluation has measured it here."""
+        name = None if self.series is None else self.series.policy.best
+        metrics = self.progress.logged_metrics if self.progress.logged_step == self.step else {}
+        is_known = name is not None and name in metrics and not name.startswith("train/")
+        return {name: metrics[name]} if name is not None and is_known else {}
 
     def _log_end(self) -> None:
         """Log the open interval, and evaluate a last time."""
@@ -683,6 +711,21 @@ class TrainLoop:
             with self._defer_error(), self.hooks.transaction():
                 self._dispatch(interval, evaluation.name)
                 self.progress.evaluated[evaluation.name] = self.step
+
+    def _is_best(self) -> bool:
+        """Whether the metric that ranks checkpoints is the best so far; the same in all processes.
+
+        Call it after an evaluation. Metrics of train steps belong to the state before those steps.
+        """
+        ranking = None if self.series is None else self.series.ranking
+        if ranking is None or ranking[0].startswith("train/"):
+            return False
+        curve = self.history.get(ranking[0], Curve())
+        values = {step: {ranking[0]: x} for step, x in zip(curve.steps, curve, strict=True)}
+        is_best = order_by(ranking, values)[:1] == [self.step]
+        return (
+            is_best if self.consensus.is_alone else broadcast_from_first([is_best], self.group)[0]
+        )
 
     def _end_epoch(self) -> None:
         """Call hooks at the end of an epoch, after all events of its last step."""
@@ -796,7 +839,7 @@ class TrainLoop:
         self.state, self._end, self.go_back = restored.state, None, None
         self.history.clear()
         self._buffer, self._saw_event = MetricBuffer(self._run_step.unpack), False
-        self.positions = []
+        self.positions, self._first_save = [], None
         self.step = restored.step
         extra = restored.extra if isinstance(restored.extra, dict) else {}
         saved: Any = extra.get("fit") or {}
@@ -835,12 +878,8 @@ class TrainLoop:
         """Restore the state, or parts of it if the run that saved it did not."""
         parts = self._options.parts
         if parts is None:
-            try:
-                return series.restore(self.state)
-            except TreeMismatchError as error:
-                error.add_note(f"in place of parts=, fit takes fit(resume={_ALL_BUT_OPT_STATE})")
-                raise
-        restored = series.restore(self.state, parts=parts)
+            return series.restore(self.state, advice=_advise)
+        restored = series.restore(self.state, parts=parts, advice=_advise)
         if "step" in restored.not_loaded:
             refuse("resume", "`step` among the parts, for the data position", repr(parts))
         saved = restored.extra.get("fit") if isinstance(restored.extra, dict) else None
@@ -967,18 +1006,37 @@ class TrainLoop:
         else:
             self._save(is_checked=True, permanent=permanent, requested=permanent)
 
-    def _what_to_save(self, *, permanent: bool) -> str | None:
+    def _warn_of_slow_saves(self) -> None:
+        """Warn once if saves take much of the time since the first of them."""
+        watch = self.hooks.stopwatch
+        seconds, count = watch.seconds.get("saving", 0.0), watch.counts.get("saving", 0)
+        now = self.step, perf_counter(), seconds, count
+        first = self._first_save = self._first_save or now
+        steps, elapsed, saving, saves = (end - start for start, end in zip(first, now, strict=True))
+        if self._warned_of_saves or saving < _SLOW_SAVES or saving < 0.2 * elapsed or steps < 1:
+            return
+        self._warned_of_saves = True
+        every = find_save_interval(saving, round(saves), elapsed - saving, round(steps))
+        warnings.warn(
+            f"checkpoints: {saves} saves took {saving:.0f} of the last {elapsed:.0f} s; every "
+            f"{every} steps, they would take 5 % of the time",
+            stacklevel=6,
+        )
+
+    def _what_to_save(self, *, permanent: bool, is_best: bool = False) -> str | None:
         """Return what a save writes at this step: "state", "metadata", or None for nothing.
 
         A state that may be wrong, or that the run is to go back from, is not saved. A resume
         repeats the steps since the previous checkpoint, with the same bits.
         """
         is_wrong = self.consensus.requests.pending.keys() & {Kind.CORRUPTION, Kind.GO_BACK}
-        if self.series is None or self.step == self.series.saved or is_wrong:
+        if self.series is None or is_wrong:
             return None
+        if self.step == self.series.saved:  # the last evaluation may come after the save
+            return "metadata" if self.progress.is_complete and self._saw_event else None
         # A checkpoint in the temporary directory is saved again, since that may be lost.
         is_promoted = permanent and self.series.restored_temporary
-        is_start = self.resumed is None and self.series.policy.at_start
+        is_start = self.resumed is None and (self.series.policy.at_start or is_best)
         if self.step not in (self.resumed, self.progress.began) or is_promoted or is_start:
             return "state"
         # A resume replays the events that have replaced the state since the checkpoint.
@@ -993,14 +1051,16 @@ class TrainLoop:
         alone: bool = False,
         permanent: bool = True,
         requested: bool = False,
+        is_best: bool = False,
     ) -> None:
         """Save what is not saved yet, unless a parameter is NaN.
 
         `alone` leaves out what user code provides: the data position and the state of hooks.
         `permanent` saves are all but those by the schedule of the temporary directory. `requested`
-        saves do not count as scheduled where old steps are deleted.
+        saves, and those of the best state, do not count as scheduled where old steps are deleted.
         """
-        what, progress = self._what_to_save(permanent=permanent), self.progress
+        what = self._what_to_save(permanent=permanent, is_best=is_best)
+        progress = self.progress
         if what is None or self.series is None:
             return
         self._move("a save")
@@ -1011,13 +1071,12 @@ class TrainLoop:
             self._end = Request(kind, self.step, stop._replace(message=message))
             return
         metrics = progress.logged_metrics if progress.logged_step == self.step else {}
-        extra = self._extra()
+        extra, self._saw_event = self._extra(), False
         if alone:
             extra["fit"]["hooks"] = []
         if what == "metadata":  # add to the checkpoint that the run resumed from
             self.hooks.flush()
             self.series.add_later(self.step, metrics=metrics, extra=extra)
-            self._saw_event = False
             return
         with self.hooks.stopwatch.measure("saving"):
             self.series.save(
@@ -1030,6 +1089,16 @@ class TrainLoop:
                 permanent=permanent,
                 requested=requested,
             )
+
+
+def _advise(paths: Sequence[str]) -> str:
+    """Say what to do about a checkpoint whose state differs at some paths."""
+    if all(path.startswith("opt_state") for path in paths):
+        return (
+            ": it was saved with another optimizer; to continue with this one, give "
+            f"resume={_ALL_BUT_OPT_STATE}, and to start a new run, another directory"
+        )
+    return "; to train another model, give another directory; to resume, make the state as before"
 
 
 def _short(value: Any) -> str:

@@ -1,5 +1,6 @@
 """Events, reasons to stop, and the dispatch of hooks."""
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -203,6 +204,7 @@ class BaseHook:
     needs_exact_state: bool = False
     needs_hook_seconds: bool = False  # whether it reads `event.hook_seconds`
     replaces_nonfinite_stop: bool = False  # whether `fit` leaves out its own `stop_on_nonfinite`
+    shows_progress: bool = False  # whether it shows the progress of a run, so that `fit` does not
     writes_metrics: bool = False  # whether it writes `metrics.jsonl`, so that `fit` does not
     run_state: Sequence[str] = ()  # attributes that a checkpoint keeps, with JSON values
     state_key: Sequence[str] = ()  # attributes that must be unchanged for a state to be restored
@@ -282,11 +284,13 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.counts: dict[str, int] = {}  # how often a part was measured
         self.ended_at: float | None = None  # on the clock of `time.perf_counter`
 
     def add(self, part: str, start: float) -> None:
         """Add the time since `start`."""
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+        self.counts[part] = self.counts.get(part, 0) + 1
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
@@ -299,6 +303,14 @@ class Stopwatch:
     def end(self) -> None:
         """Note the end of the loop; waiting for the last save and closing hooks follow."""
         self.ended_at = time.perf_counter()
+
+
+def find_save_interval(saving: float, saves: int, rest: float, steps: int) -> int:
+    """Return how many steps apart saves would take 5 % of the time.
+
+    So far, `saves` took `saving` seconds, and `steps` the `rest` of the time.
+    """
+    return math.ceil(19 * saving / saves * steps / max(rest, 1e-6))
 
 
 class HookDispatcher:

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar of tqdm or rich, or lines of JSON."""
+"""Progress of a run: a bar of tqdm or rich, or lines of text or JSON."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TextIO
 
@@ -24,12 +25,16 @@ class progress(BaseHook):  # noqa: N801
 
     The average is over about the last `over` steps of the metric `average`, including those before
     a resume; NaN and inf are left out. A "tqdm" or "rich" bar is drawn on stderr, at most four
-    times per second, and only in a terminal or a notebook. Lines of "json" are printed on stdout,
-    one for each event, with null for NaN and inf. `file` replaces both streams. If the stream is
-    missing or closed, nothing is shown; if a write fails, there is a warning, and the rest is not
-    shown. With several processes, only the first shows anything. `metrics` are names or patterns,
-    such as `eval/*`, of the metrics to show; by default JSON shows all metrics, and a bar shows
-    those of evaluations and hooks.
+    times per second, in a terminal or a notebook. In a pipe or a file it becomes "lines": a line of
+    text every second at first, later every minute. Lines of "json" are printed on stdout, one for
+    each event, with null for NaN and inf. `file` replaces both streams. If the stream is missing or
+    closed, nothing is shown; if a write fails, there is a warning, and the rest is not shown. With
+    several processes, only the first shows anything. `metrics` are names or patterns, such as
+    `eval/*`, of the metrics to show; by default JSON shows all metrics, and a bar shows those of
+    evaluations and hooks.
+
+    Without such a hook, `fit` prints "lines" on stderr if the run takes longer than a few seconds.
+    With "none" nothing is shown.
 
     >>> import stepfold as sf
     >>> hook = sf.progress("json", metrics=("*/accuracy",))
@@ -37,8 +42,9 @@ class progress(BaseHook):  # noqa: N801
     {"step": 10, "total": 20, "steps_per_second": null, ..., "loss": 2.0, "train/accuracy": 0.5}
     """
 
-    run_state = ("_sum", "_weight", "_last_train_step")
-    state_key = ("_average",)
+    run_state: Sequence[str] = ("_sum", "_weight", "_last_train_step")
+    state_key: Sequence[str] = ("_average",)
+    shows_progress = True
 
     def __init__(
         self,
@@ -50,7 +56,7 @@ class progress(BaseHook):  # noqa: N801
         file: TextIO | None = None,
         name: str | None = None,
     ) -> None:
-        if read_choice("progress", kind, _BARS) != "json":
+        if read_choice("progress", kind, _BARS) in ("tqdm", "rich"):
             require(kind, "progress", kind)
         if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics or ()):
             refuse("metrics", "names or patterns, such as ('eval/*',)", describe_value(metrics))
@@ -75,7 +81,7 @@ class progress(BaseHook):  # noqa: N801
             self._stream = _Stream(file)
             self._bar = _BARS[self._kind](self._stream, step, total)
             self._check_stream()
-        self._step, self._drawn_at = step, -math.inf
+        self._step, self._opened_at, self._drawn_at = step, time.monotonic(), -math.inf
         self._pending: dict[str, float] | None = None  # values that are not drawn yet
 
     def __call__(self, event: Event) -> None:
@@ -94,8 +100,18 @@ class progress(BaseHook):  # noqa: N801
         if self._weight:
             self._pending[self._average.rsplit("/", 1)[-1]] = self._sum / self._weight
         self._pending |= {name: x for name, x in event.metrics.items() if self._is_shown(name)}
-        if self._kind == "json" or time.monotonic() - self._drawn_at >= _PAUSE:
+        now = time.monotonic()
+        pause = _PAUSE
+        if self._bar is not None and self._bar.is_lines:
+            pause = min(max(1.0, (now - self._opened_at) / 10), 60.0)
+        if self._kind == "json" or now - self._drawn_at >= pause:
             self._draw()
+
+    def show_resume(self, step: int, directory: Any) -> None:
+        """Print that a run resumes; on stderr, since lines of JSON are for programs."""
+        file = sys.stderr if self._kind == "json" or self._file is None else self._file
+        if self._kind != "none" and _is_open(file) and jax.process_index() == 0:
+            _Stream(file).write(f"resuming from step {step} of {directory}\n")
 
     def _draw(self) -> None:
         if self._bar is not None and self._pending is not None:
@@ -133,15 +149,35 @@ class progress(BaseHook):  # noqa: N801
             self._bar = None
 
 
+class DefaultProgress(progress):
+    """What `fit` shows without a hook of this kind: lines, and nothing of a run of few seconds."""
+
+    run_state = state_key = ()
+
+    def __init__(self) -> None:
+        super().__init__("lines")
+
+    def open(self, step: int, total: int | None) -> None:
+        super().open(step, total)
+        self._drawn_at = self._opened_at + _QUIET_SECONDS
+
+    def close(self) -> None:
+        if self._bar is not None and self._drawn_at > time.monotonic():
+            self._pending = None
+        super().close()
+
+
 class _Bar(NamedTuple):
     """What draws a step, metrics and steps per second; a bar keeps the metrics of earlier calls."""
 
     draw: Callable[[int, Mapping[str, float], float | None], None]
     close: Callable[[], None]
+    is_lines: bool = False
 
 
 _HIDDEN = _Bar(lambda *_: None, lambda: None)
 _PAUSE = 0.25  # least seconds between two drawings of a bar
+_QUIET_SECONDS = 2.0  # at the start of a run without a hook that shows progress
 
 
 def _is_open(file: Any) -> bool:
@@ -200,7 +236,7 @@ def _tqdm_bar(file: Any, step: int, total: int | None) -> _Bar:
     if issubclass(tqdm, tqdm_notebook):
         file = file.file  # tqdm only compares it with stderr, and draws with widgets
     elif not (file.isatty() or _is_notebook()):
-        return _HIDDEN
+        return _text_lines(file, step, total)
     options = {"unit": "step", "dynamic_ncols": True, "mininterval": 0, "miniters": 1}
     bar = tqdm(initial=step, total=total, file=file, **options)
     texts: dict[str, str] = {}
@@ -220,7 +256,7 @@ def _rich_bar(file: Any, step: int, total: int | None) -> _Bar:
 
     console = Console(file=file)
     if not (console.is_terminal or console.is_jupyter):
-        return _HIDDEN
+        return _text_lines(file, step, total)
     columns = [rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn()]
     columns += [rich.TimeRemainingColumn(), rich.TextColumn("{task.description}", markup=False)]
     # What the program prints on a terminal goes above the bar.
@@ -239,6 +275,18 @@ def _rich_bar(file: Any, step: int, total: int | None) -> _Bar:
     return _Bar(draw, bar.stop)
 
 
+def _text_lines(file: Any, _: int, total: int | None) -> _Bar:
+    def draw(step: int, values: Mapping[str, float], rate: float | None) -> None:
+        texts = [f"step {step}" if total is None else f"step {step} of {total}"]
+        texts += [f"{name} {value:.4g}" for name, value in values.items()]
+        texts += [] if rate is None else [f"{rate:.3g} steps/s"]
+        if rate is not None and total is not None and step < total:
+            texts.append(f"{timedelta(seconds=round((total - step) / rate))} left")
+        print("  ".join(texts), file=file, flush=True)
+
+    return _Bar(draw, lambda: None, is_lines=True)
+
+
 def _json_lines(file: Any, _: int, total: int | None) -> _Bar:
     def draw(step: int, values: Mapping[str, float], rate: float | None) -> None:
         left = None if total is None or not rate else (total - step) / rate
@@ -250,4 +298,10 @@ def _json_lines(file: Any, _: int, total: int | None) -> _Bar:
     return _Bar(draw, lambda: None)
 
 
-_BARS = {"tqdm": _tqdm_bar, "rich": _rich_bar, "json": _json_lines}
+_BARS = {
+    "tqdm": _tqdm_bar,
+    "rich": _rich_bar,
+    "lines": _text_lines,
+    "json": _json_lines,
+    "none": lambda *_: _HIDDEN,
+}

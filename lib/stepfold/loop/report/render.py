@@ -26,6 +26,7 @@ from stepfold.core.processes import spell_processes
 from stepfold.loop.report.read import Run, siblings, thin
 from stepfold.loop.report.times import (
     attempt_seconds,
+    describe_slow_saves,
     goodput_of,
     last_update,
     read_clock,
@@ -93,6 +94,8 @@ def _describe(run: Run, name: str, now: datetime) -> dict[str, Any]:
         devices = run.info.get("devices") or {}
         on = f" on {devices.get('count', '')} \xd7 {devices['kind']}" if "kind" in devices else ""
         notes.append(f"Started {_time(run.attempts[0]['began'])} UTC{on}")
+    if slow_saves := describe_slow_saves(run):
+        notes.append(slow_saves)
     if run.damaged_lines:
         lines = "1 line" if run.damaged_lines == 1 else f"{run.damaged_lines:,} lines"
         notes.append(f"{lines} of metrics.jsonl cannot be read")

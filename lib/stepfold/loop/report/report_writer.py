@@ -53,6 +53,7 @@ class ReportWriter(BaseHook):
         self._last_row, self._row_count, self._stride = (0, 0.0, 0.0), 0, 1
         # The seconds of parts when the attempt began, and those until its first metrics.
         self._parts_before: dict[str, float] = {}
+        self._saves_before = 0
         self._start: float | None = None
         self._pause = _MIN_PAUSE
         self._closing = threading.Event()
@@ -83,6 +84,7 @@ class ReportWriter(BaseHook):
             self._try(lambda: os.replace(path, aside))
         self._opened_at, self._clock, self._row_count, self._stride = time.perf_counter(), [], 0, 1
         self._parts_before = {**self._stopwatch.seconds, "batches": self._last_row[2]}
+        self._saves_before = self._stopwatch.counts.get("saving", 0)
         self._start = None
         self._sample(step, 0.0)
         self._attempt = {"began": _utc_now(), "from": step, "to": step, "total": total}
@@ -104,7 +106,7 @@ class ReportWriter(BaseHook):
         """Describe how the attempt ended; another one follows if the run goes back."""
         if self._attempt:
             self._attempt |= {"to": step, "stop": stop and stop._asdict(), "ended": _utc_now()}
-            self._attempt["parts"] = self._parts()
+            self._attempt |= {"parts": self._parts(), "saves": self._saves()}
 
     def finish(self, step: int, stop: Stop | None, error: BaseException | None = None) -> None:
         """Write the last page, with the last step and the reason why the run ended."""
@@ -146,6 +148,9 @@ class ReportWriter(BaseHook):
         parts = {"start": start, "steps": rest - start, **spent}
         return [(part, round(seconds, 4)) for part, seconds in parts.items()]
 
+    def _saves(self) -> int:
+        return self._stopwatch.counts.get("saving", 0) - self._saves_before
+
     def _work(self) -> None:
         pause = 0.0  # the first page is written at once
         while not self._closing.wait(pause):
@@ -167,7 +172,7 @@ class ReportWriter(BaseHook):
         updated = self._attempt["ended"] or _utc_now()
         self._attempt |= {"updated": updated, "pause": round(self._pause, 1), "clock": clock}
         if self._attempt["ended"] is None:
-            self._attempt["parts"] = self._parts()
+            self._attempt |= {"parts": self._parts(), "saves": self._saves()}
         write_run_info(self._run_dir, {**self._metadata, "attempts": self._attempts})
 
     def _try(self, write: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from stepfold.loop.hooks.base import find_save_interval
 from stepfold.loop.report.read import Curve, Run
 
 _NONE = "\N{EN DASH}"
@@ -24,7 +25,7 @@ _PART_WORDS = {  # of parts that `ReportWriter` measures
 def time_rows(run: Run) -> Iterator[Sequence[str]]:
     """Yield the parts of the time of a run, the longest first: their time, share, and per step."""
     parts = _parts(run)
-    steps = sum(max(0, attempt["to"] - attempt["from"]) for attempt in run.attempts)
+    steps = _count_steps(run)
     rows = [(_PART_WORDS.get(part, part), seconds) for part, seconds in parts.items() if seconds]
     total = sum(parts.values())
     shown = min(_PARTS, sum(seconds >= _MIN_SHARE * total for _, seconds in rows))
@@ -33,6 +34,23 @@ def time_rows(run: Run) -> Iterator[Sequence[str]]:
     for name, seconds in rows:
         per_step = _brief(seconds / max(steps, 1))
         yield name, spell_duration(seconds), f"{seconds / total:.1%}", per_step
+
+
+def describe_slow_saves(run: Run) -> str | None:
+    """Say that saves took more than a fifth of the time, and how rare they would take little."""
+    parts = _parts(run)
+    saving, total = parts.get("saving", 0.0), sum(parts.values())
+    rest = total - sum(parts.get(part, 0.0) for part in ("saving", "start", "end"))
+    saves = sum(attempt.get("saves") or 0 for attempt in run.attempts)
+    steps = _count_steps(run)
+    if not saves or not steps or saving < 0.2 * total:
+        return None
+    every = find_save_interval(saving, saves, rest, steps)
+    return f"Saves took {saving / total:.0%} of the time; every {every:,} steps, they would take 5 %"
+
+
+def _count_steps(run: Run) -> int:
+    return sum(max(0, attempt["to"] - attempt["from"]) for attempt in run.attempts)
 
 
 def times_side_by_side(runs: Sequence[Run]) -> Iterator[Sequence[str]]:

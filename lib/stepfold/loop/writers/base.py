@@ -183,6 +183,8 @@ class console_writer(ConvertingWriter):  # noqa: N801
           16  train/loss 0.0125       train/accuracy 0.98438
     """
 
+    shows_progress = True
+
     def __init__(self, stream: TextIO | None = None) -> None:
         if stream is not None and not callable(getattr(stream, "write", None)):
             refuse("stream", "an open text file or None", repr(stream))

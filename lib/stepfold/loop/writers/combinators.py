@@ -32,6 +32,7 @@ class multi_writer(Writer):  # noqa: N801
         for i, writer in enumerate(writers):
             _check_writer(f"writers[{i}]", writer)
         self._writers = writers
+        self.shows_progress = any(getattr(writer, "shows_progress", False) for writer in writers)
 
     def _forward(self, method: str, *arguments: Any) -> None:
         with ExitStack() as stack:  # calls all in reverse order, even if some raise
@@ -77,6 +78,7 @@ class async_writer(Writer):  # noqa: N801
     def __init__(self, writer: Any, *, depth: int = 256) -> None:
         _check_writer("writer", writer)
         self._writer, self._depth = writer, read_integer("depth", depth)
+        self.shows_progress = bool(getattr(writer, "shows_progress", False))
         self._calls: deque[tuple[str, tuple[Any, ...], threading.Event]] = deque()
         self._errors: list[BaseException] = []
         self._thread: threading.Thread | None = None
@@ -199,6 +201,7 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
             got, advice = tree.describe_value(writer), "sf.jsonl_writer(path) is one"
             refuse("log_to", "a writer with write_scalars(step, metrics)", got, advice)
         self._writer, self._everywhere, self.name = writer, everywhere, name
+        self.shows_progress = bool(getattr(writer, "shows_progress", False))
         self._every = None if every is None else read_integer("log_to: every", every)
         self._errors: list[BaseException] = []
         # An `async_writer` is thread-safe, and a lock would stall the loop while it is flushed.
