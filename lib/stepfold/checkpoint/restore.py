@@ -15,6 +15,7 @@ from stepfold.checkpoint import steps
 from stepfold.checkpoint.leaves import Leaf, Region, leaves_of, make_leaf, regions_of
 from stepfold.checkpoint.manifest import DamageError, ForeignError
 from stepfold.checkpoint.store import Store, complete_steps, metrics_of, open_store, open_together
+from stepfold.core.metric_modes import known_mode
 from stepfold.core.processes import agreement, broadcast_from_first, max_over_processes
 from stepfold.core.validation import as_integer, check_flags, read_instance
 from stepfold.errors import CheckpointError, TreeMismatchError, refuse
@@ -87,7 +88,7 @@ def restore(
         of its counterpart in `like`. The mesh may differ from the one at save time.
       step: "latest", "best", or a number.
       best: the metric that ranks steps for "best", or (metric, "min" or "max"). None uses the
-        metric recorded at save time.
+        metric recorded at save time. Its mode is the recorded one, or the one its name implies.
       parts: regular expressions of paths, such as `("params",)`: restore only these paths, and keep
         the rest of `like`. Each has to match a path.
       rename: saved paths to new paths, of leaves or branches, such as
@@ -271,11 +272,15 @@ def rank_steps(store: Store, best: Any) -> list[int]:
     """
     complete = complete_steps(store)
     broken = [step for step in store.steps() if step not in complete]
-    if best is None:
-        newest_first = reversed(complete.values())
-        best = next((metadata.best for metadata in newest_first if metadata.best), None)
+    newest_first = reversed(complete.values())
+    recorded = next((metadata.best for metadata in newest_first if metadata.best), None)
+    if best is None or (recorded and best == recorded[0]):
+        best = recorded
     elif isinstance(best, tuple | list) and len(best) == 2:
         best = steps.read_best(*best)
+    elif isinstance(best, str) and best and known_mode(best) is None:
+        expected = "a metric whose name or save says which value is better"
+        refuse("best", expected, repr(best), f"give best=({best!r}, 'min') or ({best!r}, 'max')")
     else:
         best = steps.read_best(best)
     ranked = steps.order_by(best, metrics_of(complete)) if best else []

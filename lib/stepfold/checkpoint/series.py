@@ -258,8 +258,9 @@ class Checkpoints(_StepReader):
         counted apart: as many of them are kept.
       keep_every: keep every step that is a multiple of this number permanently.
       best: the metric that ranks checkpoints, such as `eval/loss`; the best ones are kept as well.
-      mode: whether the "min" or the "max" of the metric is the best. If None, "min" where the last
-        part of the metric's name contains "loss", otherwise "max".
+      mode: whether the "min" or the "max" of the metric is the best. None takes it from the name of
+        the metric, such as "min" for a loss and "max" for an accuracy, and raises if the name
+        leaves a doubt.
       keep_best: number of best checkpoints to keep.
       at_start: whether `fit` saves before the first step too, so that a run can go back to there.
       async_: whether to write in a background thread. A save then blocks only for the copy off the
