@@ -76,9 +76,11 @@ def restore(
     truncated, padded or skipped.
 
     A damaged step is never returned. With "latest" the next older step is restored instead, and
-    with "best" the next best one. The damaged step is renamed to `12.damaged`, with a warning.
-    With a number as the `step`, or with `fall_back=False`, a damaged step raises an error and keeps
-    its name.
+    with "best" the next best one, with a warning. With a number as the `step`, or with
+    `fall_back=False`, a damaged step raises an error.
+
+    Nothing is written: a step that seems damaged may still be on its way here. A save of the same
+    number, a resume by `fit` and `Checkpoints.clean` rename a damaged step to `12.damaged`.
 
     With several processes, all of them call this. They restore the same step.
 
@@ -126,15 +128,18 @@ def restore_from(
     step: Step = "latest",
     best: tuple[str, str] | str | None = None,
     fall_back: bool = True,
+    set_aside: bool = False,
     **options: Any,
 ) -> tuple[Restored, Store]:
     """Restore from one of several stores as `restore` does; return the store too.
 
     "latest" is the newest step of all stores, "best" the best of the first one. A step that several
-    stores have is taken from the first of them.
+    stores have is taken from the first of them. With `set_aside`, damaged steps that were skipped
+    are renamed, once there is a good one.
     """
     check_flags(fall_back=fall_back)
     damaged: dict[int, list[str]] = {}
+    skipped: list[tuple[Store, int, str]] = []
     tried: list[tuple[int, Store]] = []
     remaining = candidates(stores, step, best)
     while remaining:
@@ -144,6 +149,8 @@ def restore_from(
         # All processes have to agree on the outcome before any of them continues.
         outcome = max_over_processes(outcome, store.group)
         if outcome == _GOOD and isinstance(result, Restored):
+            for where, bad, problem in skipped:
+                _warn_of_damage(where, bad, step, problem, set_aside=set_aside)
             return result._replace(damaged=damaged), store
         if outcome == _DELETED:
             listed = candidates(stores, step, best)
@@ -159,7 +166,7 @@ def restore_from(
         if not fall_back or not isinstance(step, str):
             break
         if not isinstance(error, ForeignError):
-            _set_aside(store, number, step, problem)
+            skipped.append((store, number, problem))
     problems = "; ".join(f"step {number}: {lines[0]}" for number, lines in damaged.items())
     refuse(stores[0].location, "a good checkpoint", f"none: {problems}", kind=CheckpointError)
 
@@ -220,10 +227,12 @@ def _restore_step(
     )
 
 
-def _set_aside(store: Store, number: int, step: Step, problem: str) -> None:
-    """Warn about a damaged step, and set it aside; only process 0 knows its new name."""
+def _warn_of_damage(
+    store: Store, number: int, step: Step, problem: str, *, set_aside: bool
+) -> None:
+    """Warn of a damaged step, and rename it if asked; only process 0 knows its new name."""
     where = ""
-    if jax.process_index() == 0:
+    if set_aside and jax.process_index() == 0:
         kept = store.set_aside(number)
         where = f", kept as {kept}" if kept else ", left where it is"
     other = "the next best" if step == "best" else "an older one"

@@ -30,7 +30,6 @@ from stepfold.checkpoint.manifest import (
     StepMetadata,
 )
 from stepfold.checkpoint.steps import (
-    already_exists,
     check_shared,
     converted_errors,
     is_url,
@@ -323,31 +322,6 @@ def open_to_save(path: Any, group: Group | None = None) -> Store:
     if not is_url(path):
         check_shared(Path(store.location), group)
     return store
-
-
-def check_is_new(store: Store, step: int) -> None:
-    """Check on process 0 that a step does not exist, and set aside an incomplete one; collective.
-
-    An incomplete step is never restored, so a run that starts again comes to its number.
-    """
-    message = already_exists(store.location, step)
-    with agreement(message, store.group):
-        if jax.process_index() > 0 or not store.has_step(step):
-            return
-        try:
-            store.read_metadata(step)
-        except DamageError as error:
-            if kept := store.set_aside(step):
-                warnings.warn(
-                    f"{store.location}: step {step} is incomplete, kept as {kept}, and saved "
-                    f"again: {error}",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-                return
-        except CheckpointError:
-            pass  # unreadable, or of another program: it is there
-        raise CheckpointError(message)
 
 
 def complete_steps(store: Store) -> dict[int, StepMetadata]:
