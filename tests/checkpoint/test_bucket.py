@@ -247,8 +247,11 @@ def test_a_damaged_step_is_set_aside_by_a_marker_and_saved_again(url, server, tm
         (name,) = (n for n in server.objects(f"{tmp_path.name}/saves/2-") if n.endswith("0.000000"))
         server.write(name, server.read(name)[:-1] + b"?")
     assert len(sf.verify(url)[2]) == 1
-    with pytest.warns(RuntimeWarning, match=r"step 2 is damaged, kept as 2\.damaged, and an older"):
-        restored = sf.restore(url, like())
+    with (
+        sf.Checkpoints(url) as series,
+        pytest.warns(RuntimeWarning, match=r"step 2 is damaged, kept as 2\.damaged, and an older"),
+    ):
+        restored = series.restore(like())
     assert (restored.step, list(restored.damaged)) == (1, [2])
     check_same(restored.state, state(1))
     store = open_store(url)
@@ -278,7 +281,7 @@ def test_of_an_incomplete_step_the_number_is_free(folder):
     (path,) = folder.glob("saves/1-*/0.json")
     path.unlink()
     assert sf.latest_step(url) is None
-    with pytest.warns(RuntimeWarning, match=r"step 1 is incomplete, kept as 1\.damaged, and saved"):
+    with pytest.warns(RuntimeWarning, match=r"step 1 is damaged, kept as 1\.damaged, and saved"):
         sf.save(url, state(2), step=1)
     check_same(sf.restore(url, like()).state, state(2))
 

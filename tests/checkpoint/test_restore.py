@@ -152,33 +152,22 @@ def test_the_next_is_taken_as_long_as_one_is_good(series, step, way, instead):
     broken = []
     for bad, good in itertools.pairwise(way):
         damage(series, bad)
-        says = f"step {bad} is damaged, kept as {bad}.damaged, and {instead}"
-        with pytest.warns(RuntimeWarning, match=says):
+        broken.append(bad)
+        with pytest.warns(RuntimeWarning) as warned:
             found = sf.restore(series, numbers(0), step=step)
+        assert [
+            f"step {each} is damaged, and {instead}" in str(warning.message)
+            for each, warning in zip(broken, warned, strict=True)
+        ] == [True] * len(broken)
+        assert all(warning.filename == __file__ for warning in warned)
         assert found.step == good
-        assert list(found.damaged) == [bad]
+        assert list(found.damaged) == broken
         assert found.damaged[bad][0].endswith("the values are not those that were saved")
         check_same(found.state, numbers(good))
-        broken.append(f"{bad}.damaged")
-        assert names(series) == sorted([*map(str, set(way) - set(way[: len(broken)])), *broken])
     damage(series, way[-1])
-    words = f"expected a good checkpoint, got none: step {way[-1]}: [iw].*: the values are not"
-    with (
-        pytest.warns(RuntimeWarning, match=f"step {way[-1]} is damaged"),
-        pytest.raises(CheckpointError, match=words),
-    ):
+    words = f"expected a good checkpoint, got none: .*step {way[-1]}: [iw].*: the values are not"
+    with pytest.raises(CheckpointError, match=words):
         sf.restore(series, numbers(0), step=step)
-
-
-def test_several_damaged_steps_are_told_together(series):
-    damage(series, 4)
-    shutil.rmtree(series / "3" / "state" / "d")
-    with pytest.warns(RuntimeWarning) as warned:
-        found = sf.restore(series, numbers(0))
-    assert len(warned) == 2
-    assert all(one.filename == __file__ for one in warned)
-    assert list(found.damaged) == [4, 3]
-    assert found.step == 2
 
 
 @pytest.mark.parametrize("options", [{"step": 4}, {"fall_back": False}])
@@ -186,14 +175,6 @@ def test_a_damaged_step_that_was_asked_for_is_refused_and_left(series, options):
     damage(series, 4)
     with pytest.raises(CheckpointError, match=r"got none: step 4: w\[0:4096\]: the values are not"):
         sf.restore(series, numbers(0), **options)
-    assert names(series) == ["1", "2", "3", "4"]
-
-
-def test_what_cannot_be_renamed_is_left(series, monkeypatch):
-    damage(series, 4)
-    monkeypatch.setattr("pathlib.Path.rename", lambda *_: (_ for _ in ()).throw(OSError("no")))
-    with pytest.warns(RuntimeWarning, match="step 4 is damaged, left where it is, and an older"):
-        assert sf.restore(series, numbers(0)).step == 3
     assert names(series) == ["1", "2", "3", "4"]
 
 

@@ -105,7 +105,7 @@ def test_an_incomplete_step_makes_room_for_its_number(tmp_path):
         sf.save(tmp_path, STATE, step=step)
         (tmp_path / str(step) / "state" / "_METADATA").unlink()
     assert sf.latest_step(tmp_path) is None
-    with pytest.warns(RuntimeWarning, match="step 2 is incomplete, kept as 2.damaged, and saved "):
+    with pytest.warns(RuntimeWarning, match="step 2 is damaged, kept as 2.damaged, and saved "):
         sf.save(tmp_path, STATE, step=2)
     assert names(tmp_path) == ["1", "2", "2.damaged"]
     assert sf.verify(tmp_path)[2] == []

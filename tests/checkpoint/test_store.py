@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import math
 import os
 import shutil
@@ -10,9 +11,11 @@ import time
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import stepfold as sf
+from stepfold.checkpoint import claims
 from stepfold.checkpoint.restore import rank_steps
 from stepfold.checkpoint.store import DirectoryStore, complete_steps, open_store
 from stepfold.errors import CheckpointError
@@ -57,14 +60,17 @@ def test_a_damaged_step_keeps_its_files_under_another_name(tmp_path):
 
 def test_only_what_was_left_over_is_cleaned_up(tmp_path):
     left_over = ("7.deleted", "7.deleted-2", "8.saving", "8.orbax-checkpoint-tmp-17")
+    (tmp_path / f"8.saving-{0:016x}").write_text("a claim")
     others = ("7", "07", "7.damaged", "best", "notes.deleted", "a7.deleted")
     for name in (*left_over, *others):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "9.deleted").write_text("a file of mine")
+    files = ("notes.txt", "9.deleted", "8.saving-mine")
+    for name in files[1:]:
+        (tmp_path / name).write_text("mine")
     open_store(tmp_path).clean()
-    assert names(tmp_path) == sorted([*others, "notes.txt", "9.deleted"])
+    assert names(tmp_path) == sorted([*others, *files])
 
 
 def test_names_of_others_and_targets_of_links_are_never_cleaned_up(tmp_path):
@@ -99,12 +105,61 @@ def test_without_locks_only_old_leftovers_are_cleaned_up(tmp_path, no_exclusive_
     assert names(tmp_path) == ["7.orbax-checkpoint-tmp", "9.deleted"]
 
 
+# A step that another process began to save, on a file system without locks
+
+
+def leave_save(folder, age=0.0, **claim):
+    """Leave what a killed process had of step 3, with its claim."""
+    (folder / "3.orbax-checkpoint-tmp/state").mkdir(parents=True)
+    claim = {"machine": claims._machine(), "host": "there", "since": "then"} | claim
+    path = folder / f"3.saving-{0:016x}"
+    path.write_text(json.dumps(claim))
+    os.utime(path, (time.time() - age,) * 2)
+    return path
+
+
+@pytest.mark.parametrize("left", ["claim of a dead process", "old claim of a host", "folder"])
+def test_a_killed_save_does_not_block_the_next(tmp_path, no_exclusive_locks, left):
+    if left == "claim of a dead process":
+        leave_save(tmp_path, pid=2**22 + 1)
+    elif left == "old claim of a host":
+        leave_save(tmp_path, machine="other", age=70)
+    else:
+        (tmp_path / "3.saving").mkdir()  # of an earlier stepfold
+    with sf.Checkpoints(tmp_path) as series:
+        series.save({"w": np.ones(3)}, step=3)
+    assert sf.verify(tmp_path) == {3: []}
+    assert set(names(tmp_path)) - {"3.saving"} == {"3"}
+
+
+def test_a_save_that_another_host_may_be_writing_is_watched(
+    tmp_path, no_exclusive_locks, monkeypatch
+):
+    monkeypatch.setattr(claims, "_STALE", 0.6)
+    path = leave_save(tmp_path, machine="other", pid=7)
+    ends = threading.Event()
+
+    def beat():
+        while not ends.wait(0.05):
+            os.utime(path)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(CheckpointError, match="another run is saving it, process 7 on there since"):
+        sf.save(tmp_path, {"w": np.ones(3)}, step=3)
+    assert (tmp_path / "3.orbax-checkpoint-tmp").is_dir()
+    ends.set()
+    thread.join()
+    sf.save(tmp_path, {"w": np.ones(3)}, step=3)
+    assert names(tmp_path) == ["3"]
+
+
 def test_a_refused_save_leaves_the_save_of_another_run(tmp_path, no_exclusive_locks):
     state = {"w": jnp.ones(3)}
     first, second = (sf.Checkpoints(tmp_path).open() for _ in range(2))
     may_commit = threading.Event()
     first.save(state, step=3, before_commit=lambda: may_commit.wait(60))
-    with pytest.raises(CheckpointError, match="3: not saved: another run is saving it"):
+    with pytest.raises(CheckpointError, match="3: not saved: another run is saving it, process"):
         second.save(state, step=3)
     sf.Checkpoints(tmp_path).open().close()
     may_commit.set()

@@ -108,8 +108,11 @@ def test_a_damaged_temporary_step_falls_back(tmp_path, steps):
         run(series, steps)
     *_, older, newest = sorted({6, 8, 10} if max(steps) == 10 else {2, 4})
     damage(local(tmp_path), newest)
-    with pytest.warns(RuntimeWarning, match=f"step {newest} is damaged, kept as"):
-        restored = series_in(tmp_path).restore(LIKE)
+    with (
+        series_in(tmp_path) as series,
+        pytest.warns(RuntimeWarning, match=f"step {newest} is damaged, kept as"),
+    ):
+        restored = series.restore(LIKE)
     assert (restored.step, [*restored.damaged]) == (older, [newest])
     np.testing.assert_array_equal(restored.state["w"], state(older)["w"])
     with series_in(tmp_path) as series:  # it is saved again
@@ -125,10 +128,7 @@ def test_a_damaged_temporary_step_falls_back_on_the_permanent_one(tmp_path):
         restored = series_in(tmp_path).restore(LIKE)
     assert (restored.step, [*restored.damaged]) == (6, [10])
     damage(tmp_path / "durable", 6)
-    with (
-        pytest.raises(CheckpointError, match="expected a good checkpoint, got none: step 6"),
-        pytest.warns(RuntimeWarning, match="step 6 is damaged"),
-    ):
+    with pytest.raises(CheckpointError, match="good checkpoint, got none: step 10: .*; step 6: "):
         series_in(tmp_path).restore(LIKE)
 
 

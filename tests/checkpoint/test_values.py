@@ -289,7 +289,7 @@ def test_damage_of_an_array_is_found(place, size, monkeypatch):
     assert any(
         "data/buffer: the values are not those that" in line for line in sf.verify(place[1])[2]
     )
-    with pytest.warns(RuntimeWarning, match="step 2 is damaged, kept as .*data/buffer: the values"):
+    with pytest.warns(RuntimeWarning, match="step 2 is damaged, and .*data/buffer: the values"):
         assert sf.restore(place[1], STATE).data == {"n": 1}
 
 

@@ -120,7 +120,7 @@ def test_a_step_is_written_as_a_whole(tmp_path):
 def test_a_step_that_another_run_is_saving_is_refused_and_left(tmp_path):
     first, second = open_store(tmp_path, save=True), open_store(tmp_path, save=True)
     first.begin(STATE, StepMetadata(3))
-    with pytest.raises(CheckpointError, match="3: not saved: another run is saving it, or was"):
+    with pytest.raises(CheckpointError, match="3: not saved: another run is saving it, process"):
         second.begin(STATE, StepMetadata(3))
     first.commit(3)
     assert sf.verify(tmp_path) == {3: []}

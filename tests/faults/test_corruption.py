@@ -158,7 +158,7 @@ def is_found(saved, folder):
     assert bits(got) == saved.right[1 if found else 2]
     assert list(got.damaged) == [2] * found
     assert [warning.category for warning in told] == [RuntimeWarning] * found
-    assert {path.name for path in folder.iterdir()} == {"1", "2.damaged" if found else "2"}
+    assert {path.name for path in folder.iterdir()} == {"1", "2"}
     return found
 
 
@@ -210,8 +210,8 @@ def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_over(tmp_path, da
         (tmp_path / "checkpoints/5/state").rglob("d/*"), key=lambda path: path.stat().st_size
     )
     damage(array, random.Random(0))
-    with (
-        pytest.warns(RuntimeWarning, match="step 5 is damaged, kept as 5.damaged"),
-        pytest.raises(sf.CheckpointError, match="expected a good checkpoint, got none: step 5: "),
-    ):
-        course.run(tmp_path, steps=10, checkpoints=sf.Checkpoints(every=5))
+    for _ in range(2):
+        with pytest.raises(
+            sf.CheckpointError, match="expected a good checkpoint, got none: step 5"
+        ):
+            course.run(tmp_path, steps=10, checkpoints=sf.Checkpoints(every=5))

@@ -590,5 +590,5 @@ def test_damage_is_still_damage(saved):
     for path in saved.glob("2/state/d/*"):
         path.write_bytes(bytes(path.stat().st_size))
     assert [bool(problems) for problems in sf.verify(saved).values()] == [False, True]
-    with pytest.warns(RuntimeWarning, match="step 2 is damaged, kept as 2.damaged"):
+    with pytest.warns(RuntimeWarning, match="step 2 is damaged, and an older"):
         assert sf.restore(saved, {"w": np.zeros(3)}).step == 1

@@ -12,8 +12,8 @@ import pytest
 from tests import small
 
 import stepfold as sf
-from stepfold.loop import run_lock
-from stepfold.loop.run_lock import RunLock
+from stepfold.checkpoint import claims as run_lock
+from stepfold.loop.run_directory import RunLock
 
 from .forks import Forks
 

@@ -617,7 +617,7 @@ def test_a_metric_that_its_evaluation_does_not_measure_is_refused(tmp_path):
 
 
 def test_a_metric_that_a_hook_provides_may_be_watched(tmp_path):
-    early = sf.stop_early("throughput/waiting", patience=100)
+    early = sf.stop_early("throughput/waiting", patience=100, mode="min")
     fit(hooks=[early, sf.throughput()])
     assert early.best_step > 0
 
@@ -626,8 +626,10 @@ def test_a_metric_that_a_function_may_give_is_looked_for_until_the_end(tmp_path)
     own = lambda event: {"own": 1.0 / event.step}
     kept = {"run_dir": tmp_path, "checkpoints": sf.Checkpoints(every=10, best="own", mode="min")}
     assert fit(hooks=own, **kept).best == 20
-    kept = {"checkpoints": sf.Checkpoints(tmp_path / "x", every=10, best="other")}
-    with pytest.warns(UserWarning, match="other: expected a metric that is measured, got own, "):
+    kept = {"checkpoints": sf.Checkpoints(tmp_path / "x", every=10, best="other/loss")}
+    with pytest.warns(
+        UserWarning, match="other/loss: expected a metric that is measured, got own, "
+    ):
         assert fit(hooks=own, **kept).best is None
 
 

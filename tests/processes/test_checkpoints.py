@@ -220,9 +220,9 @@ def test_two_processes_agree_on_an_older_step_after_damage(both):
     assert other[:2] == [True, 1]
     assert other[2][0].endswith("the values are not those that were saved")
     assert [len(told) for told in seen(both, "told")] == [1, 1]
-    assert seen(both, "told")[0][0].startswith("2 is damaged, kept as 2.damaged, and an older one")
+    assert seen(both, "told")[0][0].startswith("2 is damaged, and an older one")
     folder, _ = both
-    assert sorted(path.name for path in (folder / "damaged").iterdir()) == ["1", "2.damaged"]
+    assert sorted(path.name for path in (folder / "damaged").iterdir()) == ["1", "2"]
 
 
 def test_two_processes_refuse_an_existing_step(both):

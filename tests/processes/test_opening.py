@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from stepfold.loop import run_lock
+from stepfold.checkpoint import claims as run_lock
 
 
 def opens(start, run_dirs, folders, late, blind):

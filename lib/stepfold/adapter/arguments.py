@@ -238,7 +238,7 @@ class TrainingArguments:
     """Metric of the best checkpoint, train.x or evaluation.x; x is evaluation.x, and name/x is of
     another evaluation."""
     greater_is_better: bool | None = None
-    """Whether higher values of that metric are better; by default not for a loss."""
+    """Whether higher values of that metric are better; by default as its name says."""
     early_stopping_patience: int | None = setting(None, alias="patience")
     """Evaluations without an improvement after which training stops."""
     aux_loss_enabled: bool = True

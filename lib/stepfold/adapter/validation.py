@@ -12,6 +12,7 @@ from stepfold.adapter.optimizers import (
     optimizer_options,
     parse_scheduler,
 )
+from stepfold.core.metric_modes import known_mode
 from stepfold.errors import ConfigError, refuse
 from stepfold.sharding.mesh import axes_of
 
@@ -113,6 +114,11 @@ def _conflicts_of_output(a: Any) -> _Conflicts:
             yield "early_stopping_patience", off, "write metric_for_best_model='train.loss'"
     if a.greater_is_better is not None and metric is None and a.early_stopping_patience is None:
         yield "greater_is_better", "metric_for_best_model", "write metric_for_best_model"
+    if a.greater_is_better is None and metric is not None and known_mode(metric) is None:
+        advice = (
+            "the name does not say which value is better; write greater_is_better=True or False"
+        )
+        yield "metric_for_best_model", "greater_is_better", advice
 
     # Checkpoints.
     has_interval = (a.save_steps, a.save_interval_minutes) != (None, None)

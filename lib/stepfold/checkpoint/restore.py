@@ -15,6 +15,7 @@ from stepfold.checkpoint import steps
 from stepfold.checkpoint.leaves import Leaf, Region, leaves_of, make_leaf, regions_of
 from stepfold.checkpoint.manifest import DamageError, ForeignError
 from stepfold.checkpoint.store import Store, complete_steps, metrics_of, open_store, open_together
+from stepfold.core.metric_modes import known_mode
 from stepfold.core.processes import agreement, broadcast_from_first, max_over_processes
 from stepfold.core.validation import as_integer, check_flags, read_instance
 from stepfold.errors import CheckpointError, TreeMismatchError, refuse
@@ -75,9 +76,11 @@ def restore(
     truncated, padded or skipped.
 
     A damaged step is never returned. With "latest" the next older step is restored instead, and
-    with "best" the next best one. The damaged step is renamed to `12.damaged`, with a warning.
-    With a number as the `step`, or with `fall_back=False`, a damaged step raises an error and keeps
-    its name.
+    with "best" the next best one, with a warning. With a number as the `step`, or with
+    `fall_back=False`, a damaged step raises an error.
+
+    Nothing is written: a step that seems damaged may still be on its way here. A save of the same
+    number, a resume by `fit` and `Checkpoints.clean` rename a damaged step to `12.damaged`.
 
     With several processes, all of them call this. They restore the same step.
 
@@ -87,7 +90,7 @@ def restore(
         of its counterpart in `like`. The mesh may differ from the one at save time.
       step: "latest", "best", or a number.
       best: the metric that ranks steps for "best", or (metric, "min" or "max"). None uses the
-        metric recorded at save time.
+        metric recorded at save time. Its mode is the recorded one, or the one its name implies.
       parts: regular expressions of paths, such as `("params",)`: restore only these paths, and keep
         the rest of `like`. Each has to match a path.
       rename: saved paths to new paths, of leaves or branches, such as
@@ -125,15 +128,18 @@ def restore_from(
     step: Step = "latest",
     best: tuple[str, str] | str | None = None,
     fall_back: bool = True,
+    set_aside: bool = False,
     **options: Any,
 ) -> tuple[Restored, Store]:
     """Restore from one of several stores as `restore` does; return the store too.
 
     "latest" is the newest step of all stores, "best" the best of the first one. A step that several
-    stores have is taken from the first of them.
+    stores have is taken from the first of them. With `set_aside`, damaged steps that were skipped
+    are renamed, once there is a good one.
     """
     check_flags(fall_back=fall_back)
     damaged: dict[int, list[str]] = {}
+    skipped: list[tuple[Store, int, str]] = []
     tried: list[tuple[int, Store]] = []
     remaining = candidates(stores, step, best)
     while remaining:
@@ -143,6 +149,8 @@ def restore_from(
         # All processes have to agree on the outcome before any of them continues.
         outcome = max_over_processes(outcome, store.group)
         if outcome == _GOOD and isinstance(result, Restored):
+            for where, bad, problem in skipped:
+                _warn_of_damage(where, bad, step, problem, set_aside=set_aside)
             return result._replace(damaged=damaged), store
         if outcome == _DELETED:
             listed = candidates(stores, step, best)
@@ -158,7 +166,7 @@ def restore_from(
         if not fall_back or not isinstance(step, str):
             break
         if not isinstance(error, ForeignError):
-            _set_aside(store, number, step, problem)
+            skipped.append((store, number, problem))
     problems = "; ".join(f"step {number}: {lines[0]}" for number, lines in damaged.items())
     refuse(stores[0].location, "a good checkpoint", f"none: {problems}", kind=CheckpointError)
 
@@ -219,10 +227,12 @@ def _restore_step(
     )
 
 
-def _set_aside(store: Store, number: int, step: Step, problem: str) -> None:
-    """Warn about a damaged step, and set it aside; only process 0 knows its new name."""
+def _warn_of_damage(
+    store: Store, number: int, step: Step, problem: str, *, set_aside: bool
+) -> None:
+    """Warn of a damaged step, and rename it if asked; only process 0 knows its new name."""
     where = ""
-    if jax.process_index() == 0:
+    if set_aside and jax.process_index() == 0:
         kept = store.set_aside(number)
         where = f", kept as {kept}" if kept else ", left where it is"
     other = "the next best" if step == "best" else "an older one"
@@ -271,11 +281,15 @@ def rank_steps(store: Store, best: Any) -> list[int]:
     """
     complete = complete_steps(store)
     broken = [step for step in store.steps() if step not in complete]
-    if best is None:
-        newest_first = reversed(complete.values())
-        best = next((metadata.best for metadata in newest_first if metadata.best), None)
+    newest_first = reversed(complete.values())
+    recorded = next((metadata.best for metadata in newest_first if metadata.best), None)
+    if best is None or (recorded and best == recorded[0]):
+        best = recorded
     elif isinstance(best, tuple | list) and len(best) == 2:
         best = steps.read_best(*best)
+    elif isinstance(best, str) and best and known_mode(best) is None:
+        expected = "a metric whose name or save says which value is better"
+        refuse("best", expected, repr(best), f"give best=({best!r}, 'min') or ({best!r}, 'max')")
     else:
         best = steps.read_best(best)
     ranked = steps.order_by(best, metrics_of(complete)) if best else []

@@ -23,6 +23,7 @@ from stepfold.checkpoint.restore import Restored, restore_from
 from stepfold.checkpoint.steps import (
     Best,
     absolute_path,
+    already_exists,
     expendable,
     is_full,
     is_url,
@@ -32,13 +33,12 @@ from stepfold.checkpoint.steps import (
 )
 from stepfold.checkpoint.store import (
     Store,
-    check_is_new,
     complete_steps,
     metrics_of,
     open_store,
     open_to_save,
 )
-from stepfold.checkpoint.verify import has_own_step, newest_complete
+from stepfold.checkpoint.verify import damage_of, has_own_step, newest_complete
 from stepfold.core.processes import Group, agreement, broadcast_from_first
 from stepfold.core.state import check_not_donated
 from stepfold.core.validation import check_flags, read_instance, read_integer, read_positive
@@ -260,8 +260,9 @@ class Checkpoints(_StepReader):
       best: the metric that ranks checkpoints, such as `eval/loss`; the best ones are kept as well.
         `fit` also saves after each evaluation in which it is better than before, whatever the
         schedule. A metric of train steps ranks scheduled checkpoints only.
-      mode: whether the "min" or the "max" of the metric is the best. If None, "min" where the last
-        part of the metric's name contains "loss", otherwise "max".
+      mode: whether the "min" or the "max" of the metric is the best. None takes it from the name of
+        the metric, such as "min" for a loss and "max" for an accuracy, and raises if the name
+        leaves a doubt.
       keep_best: number of best checkpoints to keep.
       at_start: whether `fit` saves before the first step too, so that a run can go back to there.
       async_: whether to write in a background thread. A save then blocks only for the copy off the
@@ -377,6 +378,26 @@ class Checkpoints(_StepReader):
         With `temporary`, the newest step and a step by its number may be a temporary one.
         """
         return restore_from(self._stores() or [open_store(self.directory)], like, **options)[0]
+
+    def clean(self) -> list[str]:
+        """Rename damaged steps to `12.damaged`, and delete what killed runs left behind.
+
+        Every value of every step is compared with its checksum. Returns the new names. With several
+        processes, one of them calls this.
+
+        >>> import jax.numpy as jnp, pathlib, stepfold as sf, tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> sf.save(folder, {"w": jnp.ones(2)}, step=12)
+        >>> pathlib.Path(folder, "12/state/files.json").unlink()
+        >>> sf.Checkpoints(folder).clean()
+        ['12.damaged']
+        """
+        kept = []
+        for store in self._stores() or [open_store(self.directory)]:
+            store.clean()
+            bad = [step for step in store.steps() if damage_of(store, step) is not None]
+            kept += [name for step in bad if (name := store.set_aside(step)) is not None]
+        return kept
 
     def _stores(self) -> Sequence[Store]:
         if self.directory is None:
@@ -586,7 +607,7 @@ class Series(_StepReader):
         metadata: StepMetadata,
         before_commit: Callable[[], None] | None,
     ) -> None:
-        check_is_new(store, metadata.step)
+        _make_room(store, metadata.step)
         store.begin(state, metadata, before_commit)
         self._saving, self._any_saved_at = metadata.step, time.monotonic()
         self._thread = threading.Thread(
@@ -690,8 +711,13 @@ class Series(_StepReader):
         return any(map(has_own_step, self._stores()))
 
     def restore(self, like: Any, **options: Any) -> Restored:
-        """Wait for the pending save, then restore as `Checkpoints.restore` does."""
+        """Wait for the pending save, then restore as `Checkpoints.restore` does.
+
+        While the series is open, damaged steps that are skipped are renamed to `12.damaged`, so
+        that their numbers can be saved again.
+        """
         self.wait()
+        options |= {"set_aside": self._is_open}  # after closing, it only reads
         restored, store = restore_from(self._stores(), like, **options)
         self.restored_temporary = store is not self._permanent
         return restored
@@ -738,6 +764,26 @@ class Series(_StepReader):
             requested = {step for step, metadata in complete.items() if metadata.requested}
             for old in expendable(metrics_of(complete), requested, last=step, **options):
                 store.delete(old)
+
+
+def _make_room(store: Store, step: int) -> None:
+    """Check on process 0 that a step does not exist, or set it aside if damaged; collective.
+
+    A damaged step is not restored, so a run that resumes comes to its number again.
+    """
+    message = already_exists(store.location, step)
+    with agreement(message, store.group):
+        if jax.process_index() > 0 or not store.has_step(step):
+            return
+        damage = damage_of(store, step)
+        kept = damage and store.set_aside(step)
+        if not kept:
+            raise CheckpointError(message)
+        warnings.warn(
+            f"{store.location}: step {step} is damaged, kept as {kept}, and saved again: {damage}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _is_late(minutes: float | None, since: float, group: Group | None) -> bool:

@@ -19,6 +19,7 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
+from stepfold.core.metric_modes import mode_of
 from stepfold.core.processes import (
     Group,
     KeyValues,
@@ -27,7 +28,6 @@ from stepfold.core.processes import (
     processes_of,
     spell_processes,
 )
-from stepfold.core.validation import read_choice
 from stepfold.errors import CheckpointError, refuse
 
 Best = tuple[str, str]  # a metric, and "min" or "max"
@@ -203,17 +203,8 @@ def sync(path: Path) -> None:
 
 
 def read_best(best: Any, mode: str | None = None) -> Best | None:
-    """Validate the metric that ranks checkpoints, and infer its mode.
-
-    Without a mode, a metric whose last part contains "loss" is minimized; any other is maximized.
-    """
-    if best is None:
-        return None
-    if not isinstance(best, str) or not best:
-        refuse("best", "the name of a metric", repr(best))
-    if mode is None:
-        mode = "min" if "loss" in best.rsplit("/", 1)[-1].lower() else "max"
-    return best, read_choice("mode", mode, ("min", "max"))
+    """Validate the metric that ranks checkpoints, and its mode; see `mode_of`."""
+    return None if best is None else (best, mode_of("best", best, mode))
 
 
 def order_by(best: Best, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:

@@ -30,7 +30,6 @@ from stepfold.checkpoint.manifest import (
     StepMetadata,
 )
 from stepfold.checkpoint.steps import (
-    already_exists,
     check_shared,
     converted_errors,
     is_url,
@@ -47,9 +46,10 @@ if TYPE_CHECKING:
     from stepfold.checkpoint.bucket import BucketStore
     from stepfold.checkpoint.writer import OrbaxSave
 
-# What a killed process leaves behind. orbax writes a step into `orbax-checkpoint-tmp`; `saving`
-# reserves the step for one run.
+# What a killed process leaves behind. orbax writes a step into `orbax-checkpoint-tmp`; `saving` is
+# the claim of a run on the step, a file, or a folder of an earlier stepfold.
 _LEFT_OVER = re.compile(r"\d+\.(saving|(deleted|orbax-checkpoint-tmp)(-\d+)?)")
+_CLAIM = re.compile(r"(\d+)\.saving-[0-9a-f]{16}")
 _DAMAGED = re.compile(r"\d+\.damaged(-\d+)?")
 _DAY = 24 * 60 * 60.0
 
@@ -87,8 +87,8 @@ class DirectoryStore:
 
     def other_names(self) -> list[str]:
         """List the names of damaged steps, and of what interrupted operations left behind."""
-        names = sorted(path.name for path in self._folders())
-        return [name for name in names if _LEFT_OVER.fullmatch(name) or _DAMAGED.fullmatch(name)]
+        damaged = [path for path in self._folders() if _DAMAGED.fullmatch(path.name)]
+        return sorted(path.name for path in (*damaged, *self._left_over()))
 
     def saved_at(self, step: int) -> float:
         """Return the time of a save, in seconds since the epoch."""
@@ -248,17 +248,17 @@ class DirectoryStore:
         """
         committed = []
         with locked(self.directory, alone=True) as held:
-            for path in self._folders():
-                if held is not False and _LEFT_OVER.fullmatch(path.name):
-                    with suppress(OSError):  # another run may delete it as well
-                        if held or time.time() - path.lstat().st_mtime > _DAY:
-                            if path.suffix == ".saving" and path.with_suffix("").is_dir():
-                                committed.append(path)
-                            else:
-                                _remove(path)
-        for path in committed:  # without the lock, which deletions take
+            for path in self._left_over() if held is not False else []:
+                with suppress(OSError):  # another run may delete it as well
+                    if held or time.time() - path.lstat().st_mtime > _DAY:
+                        claim = _CLAIM.fullmatch(path.name)
+                        if claim and self._path(int(claim[1])).is_dir():
+                            committed.append((path, int(claim[1])))
+                        else:
+                            _remove(path)
+        for path, step in committed:  # without the lock, which deletions take
             if finish is not None:
-                finish(int(path.stem))
+                finish(step)
             with suppress(OSError):
                 _remove(path)
 
@@ -266,11 +266,22 @@ class DirectoryStore:
         return self.directory / str(step)
 
     def _folders(self) -> list[Path]:
+        return [path for path in self._entries() if path.is_dir()]
+
+    def _left_over(self) -> list[Path]:
+        """List the claims of saves, and the folders that interrupted operations left behind."""
+        return [
+            path
+            for path in self._entries()
+            if _CLAIM.fullmatch(path.name) or (_LEFT_OVER.fullmatch(path.name) and path.is_dir())
+        ]
+
+    def _entries(self) -> list[Path]:
         with (
             converted_errors(self.directory, "cannot be read"),
             suppress(FileNotFoundError, NotADirectoryError),
         ):
-            return [path for path in self.directory.iterdir() if path.is_dir()]
+            return list(self.directory.iterdir())
         return []
 
 
@@ -325,31 +336,6 @@ def open_to_save(path: Any, group: Group | None = None) -> Store:
     return store
 
 
-def check_is_new(store: Store, step: int) -> None:
-    """Check on process 0 that a step does not exist, and set aside an incomplete one; collective.
-
-    An incomplete step is never restored, so a run that starts again comes to its number.
-    """
-    message = already_exists(store.location, step)
-    with agreement(message, store.group):
-        if jax.process_index() > 0 or not store.has_step(step):
-            return
-        try:
-            store.read_metadata(step)
-        except DamageError as error:
-            if kept := store.set_aside(step):
-                warnings.warn(
-                    f"{store.location}: step {step} is incomplete, kept as {kept}, and saved "
-                    f"again: {error}",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-                return
-        except CheckpointError:
-            pass  # unreadable, or of another program: it is there
-        raise CheckpointError(message)
-
-
 def complete_steps(store: Store) -> dict[int, StepMetadata]:
     """Read the metadata of all complete steps, in order; warn about those that cannot be read."""
     complete = {}
@@ -390,7 +376,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _remove(path: Path) -> None:
-    if path.is_symlink():  # to a directory on another disk, which is not ours
+    if path.is_symlink() or path.is_file():  # a link to a directory, which is not ours, or a claim
         path.unlink()
     else:
         shutil.rmtree(path)

@@ -152,6 +152,12 @@ def problems_by_step(store: Store) -> Iterator[tuple[int, list[CheckpointError]]
             yield step, problems
 
 
+def damage_of(store: Store, step: int) -> DamageError | None:
+    """Return the first problem of a step that is damage, after reading all of its values."""
+    damage = (problem for problem in problems_of(store, step) if isinstance(problem, DamageError))
+    return next(damage, None)
+
+
 def problems_of(store: Store, step: int) -> list[CheckpointError]:
     """List the problems of one step."""
     try:

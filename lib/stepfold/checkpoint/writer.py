@@ -27,6 +27,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from stepfold.checkpoint import manifest
+from stepfold.checkpoint.claims import Claim, ClaimedError
 from stepfold.checkpoint.leaves import arrays_of, leaves_of, shards_of
 from stepfold.checkpoint.manifest import StepMetadata
 from stepfold.checkpoint.steps import is_full, locked, sync
@@ -86,12 +87,12 @@ class OrbaxSave:
             with agreement(f"{path}: not saved", group):
                 if jax.process_index() == 0:
                     # orbax would remove another run's unfinished save of the step, and mix the two.
-                    claim = path.with_name(f"{path.name}.saving")
-                    claim.mkdir(parents=True)
+                    with suppress(FileExistsError):
+                        path.parent.mkdir(parents=True)
+                    claim = Claim(path.parent, f"{path.name}.saving", lost=lambda: None)
+                    self._reservation.callback(claim.release)
+                    claim.acquire()
                     self._owns_files = True
-                    # If the whole directory was removed, the claim is gone too.
-                    self._reservation.enter_context(suppress(FileNotFoundError))
-                    self._reservation.callback(claim.rmdir)
             # Views if the device is the host: they keep the arrays valid, even if a step donates
             # them.
             shards = {name: shards_of(array) for name, array in arrays.items()}
@@ -240,11 +241,8 @@ def _cause(error: Exception) -> str:
     text = str(error)
     if isinstance(error, CheckpointError):
         return text
-    if isinstance(error, FileExistsError):
-        return (
-            "another run is saving it, or was killed then; end all but one, and open it again, or "
-            f"delete {error.filename} on a file system without locks"
-        )
+    if isinstance(error, ClaimedError):
+        return f"another run is saving it, {text}; end all but one"
     if _is_at_exit(error):
         return "the program ended before it was written; close the series, as a `with` block does"
     if "Too many open files" in text:

@@ -3,19 +3,20 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from stepfold.checkpoint.claims import Claim, ClaimedError
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import check_shared, read_directory
 from stepfold.core.processes import Group, agreement
-from stepfold.errors import StepfoldError
+from stepfold.errors import StepfoldError, refuse
 from stepfold.loop.hooks.base import Hook, Stop, Stopwatch
 from stepfold.loop.metrics import History
 from stepfold.loop.report.report_writer import ReportWriter
 from stepfold.loop.run_info import config_changes, move_previous_run, read_run_info
-from stepfold.loop.run_lock import RunLock
 from stepfold.loop.train_loop import Progress, TrainLoop
 from stepfold.loop.upload import Upload
 from stepfold.loop.writers.combinators import async_writer, log_to
@@ -161,3 +162,31 @@ class RunDirectory:
             writer.resume(last_row)
             writer.write_scalars(step, metrics)
             writer.close()
+
+
+class RunLock(Claim):
+    """A claim on a directory; see `Claim`.
+
+    `stop` is called, in a thread, if the file of the lock was deleted.
+    """
+
+    def __init__(self, directory: Path, stop: Callable[[Stop], None]) -> None:
+        self._stop = stop
+        super().__init__(directory, ".lock", self._stop_run)
+
+    def acquire(self) -> None:
+        """Acquire the lock, or raise ConfigError with the process that holds it."""
+        try:
+            super().acquire()
+        except OSError as error:
+            got = f"{self._directory}: {error.strerror}"
+            advice = "make room, change the permission, or give another"
+            refuse("run_dir", "a directory to write in", got, advice, cause=error)
+        except ClaimedError as error:
+            got = f"{self._directory}, in use by {error}"
+            advice = "wait until it ends, stop it, or give another directory"
+            refuse("run_dir", "a directory that no other run uses", got, advice)
+
+    def _stop_run(self) -> None:
+        text = f"another run may use {self._directory}: {self.path.name} was deleted"
+        self._stop(Stop("error", text))

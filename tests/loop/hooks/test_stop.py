@@ -37,7 +37,12 @@ def evaluation(step, value, name="eval/loss", state=None):
 
 
 def test_every_hook_here_declares_what_it_may_do():
-    hooks = [TimeLimit(1), stop_on_nonfinite(), stop_early("a", patience=1), stop_on_spike()]
+    hooks = [
+        TimeLimit(1),
+        stop_on_nonfinite(),
+        stop_early("a", patience=1, mode="max"),
+        stop_on_spike(),
+    ]
     assert all(hook.can_stop and hook.provides == () for hook in hooks)
     assert [hook.metric for hook in hooks] == [None, None, "a", "train/loss"]
     assert [hook.replaces_nonfinite_stop for hook in hooks] == [False, True, False, False]
@@ -74,7 +79,7 @@ EARLY = {"metric": "eval/loss", "patience": 1}
                 ({"min_delta": "1"}, "min_delta: expected a number of at least 0, got '1'"),
                 ({"mode": "least"}, "mode: expected one of 'min', 'max', got 'least'"),
                 ({"metric": None}, "metric: expected the name of a metric, got None"),
-                ({"metric": 3}, "metric: expected the name of a metric, got int 3"),
+                ({"metric": 3}, "metric: expected the name of a metric, got 3"),
                 ({"metric": ""}, "expected the name of a metric, got ''"),
             ]
         ),
@@ -98,7 +103,7 @@ def test_arguments_are_checked(make, options, message):
     [
         (stop_on_nonfinite("train/los"), "train/los.*train/loss"),
         (stop_on_spike("train/los"), "train/los.*train/loss"),
-        (stop_early("eval/los", patience=1), "eval/los.*eval/loss"),
+        (stop_early("eval/los", patience=1, mode="min"), "eval/los.*eval/loss"),
         (stop_on_corruption(), "train/corrupt: expected a metric that is measured"),
     ],
 )

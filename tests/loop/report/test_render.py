@@ -271,11 +271,12 @@ def test_metrics_have_their_last_and_their_best_value(tmp_path):
 
 
 def test_the_mode_of_the_checkpoints_counts(tmp_path):
-    rows = {10: {"eval/error": 3.0}, 20: {"eval/error": 5.0}}
-    plan = {"checkpoints": {"best": "eval/error", "mode": "min"}}
-    figures = page(write_run(tmp_path, rows, arguments=plan)).figures()
-    assert figures["eval/error"] == ("5", "lowest 3 at step 10")
-    assert page(write_run(tmp_path, rows)).figures()["eval/error"][1] == "highest 5 at step 20"
+    rows = {10: {"eval/error": 3.0, "eval/x": 1.0}, 20: {"eval/error": 5.0, "eval/x": 2.0}}
+    for mode, best in (("min", "lowest 1 at step 10"), ("max", "highest 2 at step 20")):
+        plan = {"checkpoints": {"best": "eval/x", "mode": mode}}
+        assert page(write_run(tmp_path, rows, arguments=plan)).figures()["eval/x"] == ("2", best)
+    assert page(write_run(tmp_path, rows)).figures()["eval/x"][1] == "between 1 and 2"
+    assert page(write_run(tmp_path, rows)).figures()["eval/error"][1] == "lowest 3 at step 10"
 
 
 @pytest.mark.parametrize("clock", [[], [[0, 0, 0]], [[0, 0, 0], [10, 1, 0], [10, 1, 0]]])

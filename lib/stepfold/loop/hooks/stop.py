@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.steps import read_best
+from stepfold.core.metric_modes import mode_of
 from stepfold.core.validation import (
     check_flags,
-    read_instance,
     read_integer,
     read_positive,
     renamed,
@@ -154,8 +153,9 @@ class stop_on_corruption(BaseHook):  # noqa: N801
 class stop_early(BaseHook):  # noqa: N801
     """Stop when a metric, such as `eval/loss`, has not improved for `patience` evaluations.
 
-    A value improves if it is better than the best one by more than `min_delta`. With `mode="min"`,
-    the default for a metric that is called a loss, lower is better; with `mode="max"` higher is.
+    A value improves if it is better than the best one by more than `min_delta`. With `mode="min"`
+    lower is better, with `mode="max"` higher is. Without, the name of the metric has to tell, such
+    as that of a loss or an accuracy; others raise.
     The hook has the `best` value of the current run (NaN before the first), its `best_step` (-1)
     and, with `keep_state`, the `best_state`: a copy on the host, or on the devices for arrays that
     are sharded over processes. To keep the best state on disk, use `sf.Checkpoints(best=metric)`.
@@ -188,10 +188,10 @@ class stop_early(BaseHook):  # noqa: N801
         check_flags(keep_state=keep_state)
         self._patience = read_integer("patience", patience)
         self._min_delta = read_positive("min_delta", min_delta, allow_zero=True)
-        self.metric: str = read_instance("metric", metric, str, "the name of a metric")
+        self._sign = 1 if mode_of("metric", metric, mode) == "min" else -1
+        self.metric: str = metric
         if keep_state and metric.startswith("train/"):
             refuse("keep_state", "the metric of an evaluation", repr(metric))
-        self._sign = 1 if read_best(metric, mode) == (metric, "min") else -1
         self._keep_state, self.name = keep_state, name
         self.reset(0)
 

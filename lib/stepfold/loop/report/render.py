@@ -21,7 +21,8 @@ import jax
 import numpy as np
 
 from stepfold import tree
-from stepfold.checkpoint.steps import order_by, read_best
+from stepfold.checkpoint.steps import order_by
+from stepfold.core.metric_modes import known_mode
 from stepfold.core.processes import spell_processes
 from stepfold.loop.report.read import Run, siblings, thin
 from stepfold.loop.report.times import (
@@ -190,9 +191,10 @@ def _losses(run: Run) -> Iterator[Sequence[str]]:
 
 def _checkpoints(run: Run) -> Iterator[Sequence[str]]:
     plan, main = run.argument("checkpoints") or {}, _main_metrics([run])
-    by = read_best(plan.get("best"), plan.get("mode"))
+    name = plan.get("best")
+    mode = name and (plan.get("mode") or known_mode(name))
     metrics = {saved.step: saved.metrics or {} for saved in run.checkpoints}
-    best = order_by(by, metrics)[:1] if by else []
+    best = order_by((name, mode), metrics)[:1] if mode else []
     for step, time, values in run.checkpoints:
         star = "★ " if step in best else ""
         texts = [f"{name} {_spell(value)}" for name, value in metrics[step].items() if name in main]
@@ -311,19 +313,15 @@ def _median(run: Run, metric: str) -> str | None:
 def _best(run: Run, metric: str) -> tuple[str, float, float] | None:
     """Return "lowest" or "highest", that value and its step; None if it is unknown which is better.
 
-    It is known for losses, for `Checkpoints(best=…)`, and for metrics of evaluations.
+    The name tells, or `Checkpoints(best=…, mode=…)`.
     """
     if metric not in run.curves:
         return None
     curve, plan = run.curves[metric], run.argument("checkpoints") or {}
-    is_best = plan.get("best") == metric
-    order = read_best(metric, plan.get("mode") if is_best else None)
-    is_low = order is not None and order[1] == "min"
-    prefix, _, name = metric.partition("/")
-    namesakes = [other for other in run.curves if other.partition("/")[2] == name]
-    is_evaluated = name and (prefix != "train" or len(namesakes) > 1)
+    mode = plan.get("mode") if plan.get("best") == metric else None
+    is_low = (mode := mode or known_mode(metric)) == "min"
     finite = np.flatnonzero(np.isfinite(curve.values))
-    if not len(finite) or not (is_low or is_best or is_evaluated):
+    if not len(finite) or mode is None:
         return None
     values = curve.values[finite]
     index = finite[np.argmin(values) if is_low else np.argmax(values)]

@@ -1,9 +1,9 @@
-"""The lock of a run on its directory, even on file systems without locks, such as NFS.
+"""A claim on a name in a directory, even on file systems without locks, such as NFS.
 
-Each run that wants the directory creates a claim, a file with a unique name, and then looks at the
-claims of others. It has the lock if no other claim belongs to a live process. Of two runs, at least
-the second sees the claim of the first, so they never both have the lock. Taking over from a dead
-process involves no race: its claim is ignored and deleted, and its name is never used again.
+Each process that wants the name creates a claim, a file with a unique name, and then looks at the
+claims of others. It has the name if no other claim belongs to a live process. Of two processes, at
+least the second sees the claim of the first, so they never both have it. Taking over from a dead
+process involves no race: its claim is ignored and deleted, and is never used again.
 """
 
 import json
@@ -16,38 +16,41 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from stepfold.errors import refuse
-from stepfold.loop.hooks.base import Stop
-from stepfold.loop.json_files import parse_json, read_with_time
+from stepfold.checkpoint.steps import check_regular
+from stepfold.errors import CheckpointError
 
-_PREFIX = ".lock-"
 _BEAT = 5.0  # seconds between heartbeats, by which other hosts know that a process is alive
 _STALE = 60.0  # seconds without a heartbeat, after which a process counts as dead
-_TIE = 2.0  # seconds to wait for a run that started at the same time to give way
+_TIE = 2.0  # seconds to wait for a process that started at the same time to give way
+_LARGEST = 1 << 20  # bytes of a claim
 
 
-class RunLock:
-    """A lock on a directory, held by one run at a time.
+class ClaimedError(Exception):
+    """Another live process has the name; the text says which one."""
 
-    If a claim is from this host and PID namespace, its PID and start time say whether its run is
-    alive. Any other claim is watched for up to `_STALE` seconds for a heartbeat, a new modification
-    time. `stop` is called, in a thread, if the claim of this run was deleted, since another run may
-    then have the directory.
+
+class Claim:
+    """A claim on a name, held by one process at a time.
+
+    If a claim is from this host and PID namespace, its PID and start time say whether its process
+    is alive. Any other claim is watched for up to `_STALE` seconds for a heartbeat, a new
+    modification time. `lost` is called, in a thread, if the file of this claim was deleted, since
+    another process may then have the name.
     """
 
-    def __init__(self, directory: Path, stop: Callable[[Stop], None]) -> None:
-        self._directory = directory
-        self._path = directory / f"{_PREFIX}{secrets.token_hex(8)}"
+    def __init__(self, directory: Path, name: str, lost: Callable[[], None]) -> None:
+        self._directory, self._prefix = directory, f"{name}-"
+        self.path = directory / f"{name}-{secrets.token_hex(8)}"
         self._pid = os.getpid()
         self._is_released = threading.Event()
-        self._stop = stop
-        self._thread = threading.Thread(target=self._beat, name="stepfold-lock", daemon=True)
+        self._lost = lost
+        self._thread = threading.Thread(target=self._beat, name="stepfold-claim", daemon=True)
 
     def acquire(self) -> None:
-        """Acquire the lock, or raise ConfigError with the process that holds it."""
-        claim = {
+        """Claim the name, or raise ClaimedError."""
+        content = {
             "host": socket.gethostname(),
             "pid": self._pid,
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -55,14 +58,9 @@ class RunLock:
             "started": _start_time(self._pid) if _machine() else "",
         }
         try:
-            with self._path.open("x") as file:
-                json.dump(claim, file)
+            with self.path.open("x") as file:
+                json.dump(content, file)
             self._wait_for_others()
-        except OSError as error:
-            self.release()
-            got = f"{self._directory}: {error.strerror}"
-            advice = "make room, change the permission, or give another"
-            refuse("run_dir", "a directory to write in", got, advice, cause=error)
         except BaseException:
             self.release()
             raise
@@ -73,35 +71,34 @@ class RunLock:
         if os.getpid() == self._pid:
             self._is_released.set()
             if self._thread.ident is not None:
-                # `stop` refers to the run and its arrays, and a thread that frees an array while
+                # `lost` refers to the run and its arrays, and a thread that frees an array while
                 # the interpreter exits aborts the process. The timeout is for a blocked server.
                 self._thread.join(_BEAT)
-            with suppress(OSError):  # if it stays, later runs see that its process is dead
-                self._path.unlink()
+            with suppress(OSError):  # if it stays, later processes see that its process is dead
+                self.path.unlink()
 
     def _beat(self) -> None:
         while not self._is_released.wait(_BEAT):
             try:
-                os.utime(self._path)
+                os.utime(self.path)
             except FileNotFoundError:
-                message = f"another run may use {self._directory}: {self._path.name} was deleted"
-                self._stop(Stop("error", message))
+                self._lost()
                 return
             except OSError:  # such as a file server that does not answer for a while
                 continue
 
     def _wait_for_others(self) -> None:
-        """Return once no other run is alive; raise if one is."""
+        """Return once no other process with a claim is alive; raise if one is."""
         first_beats: dict[Path, tuple[float, float]] = {}  # and when each was first seen
         live_since: dict[Path, float] = {}
         while True:
             with suppress(OSError):  # not every file system lets one set times
-                os.utime(self._path)
-            now = self._path.stat().st_mtime  # by the clock of the file server
+                os.utime(self.path)
+            now = self.path.stat().st_mtime  # by the clock of the file server
             waits = False
-            names = [name for name in os.listdir(self._directory) if name.startswith(_PREFIX)]
+            names = [name for name in os.listdir(self._directory) if name.startswith(self._prefix)]
             for path in map(self._directory.joinpath, names):
-                if path == self._path or (read := _read_claim(path)) is None:
+                if path == self.path or (read := _read_claim(path)) is None:
                     continue
                 claim, beat = read
                 is_live = _is_live(claim)
@@ -115,9 +112,9 @@ class RunLock:
                     continue
                 if is_live:
                     start = live_since.setdefault(path, time.monotonic())
-                    # Of two runs that wait for each other, one gives way at once.
-                    if path.name < self._path.name or time.monotonic() - start > _TIE:
-                        _refuse(self._directory, path, claim)
+                    # Of two processes that wait for each other, one gives way at once.
+                    if path.name < self.path.name or time.monotonic() - start > _TIE:
+                        raise ClaimedError(_holder(path, claim))
                 waits = True
             if not waits:
                 return
@@ -127,12 +124,14 @@ class RunLock:
 def _read_claim(path: Path) -> tuple[dict[str, Any], float] | None:
     """Return a claim and the time of its last heartbeat; None if it is missing or no file."""
     try:
-        text, beat = read_with_time(path)
-    except (FileNotFoundError, ValueError):
+        check_regular(path, limit=_LARGEST)
+        with path.open("rb") as file:  # opening makes NFS ask the server for the time
+            text, beat = file.read(), os.fstat(file.fileno()).st_mtime
+    except (FileNotFoundError, CheckpointError):
         return None
     try:
-        claim = parse_json(text)
-    except ValueError:  # it is being written, or damaged
+        claim = json.loads(text)
+    except (ValueError, RecursionError):  # it is being written, or damaged
         claim = None
     return (claim if isinstance(claim, dict) else {}), beat
 
@@ -143,7 +142,7 @@ def _is_live(claim: dict[str, Any]) -> bool | None:
     if machine is None or claim.get("machine") != machine or type(pid) is not int:
         return None
     start = _start_time(pid)
-    return None if start == "" else start == claim.get("started")
+    return None if start == "" else start is not None and start == claim.get("started")
 
 
 def _machine() -> str | None:
@@ -170,8 +169,7 @@ def _start_time(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]  # a zombie is dead
 
 
-def _refuse(directory: Path, path: Path, claim: dict[str, Any]) -> NoReturn:
+def _holder(path: Path, claim: dict[str, Any]) -> str:
+    """Describe the process that has a claim."""
     holder = f"process {claim.get('pid')} on {claim.get('host')} since {claim.get('since')}"
-    got = f"{directory}, in use by {holder if claim else 'a run'} ({path.name})"
-    advice = "wait until it ends, stop it, or give another directory"
-    refuse("run_dir", "a directory that no other run uses", got, advice)
+    return f"{holder if claim else 'a run'} ({path.name})"
