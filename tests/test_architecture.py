@@ -243,7 +243,7 @@ def test_nothing_reads_the_environment_or_keeps_state():
 # Packages that take long to import are imported on first use.
 HEAVY = (
     "orbax tensorstore tensorflow_datasets tensorflow grain datasets safetensors tensorboardX "
-    "wandb trackio tqdm rich sklearn matplotlib pandas torch chex flax clu.metrics "
+    "wandb trackio tqdm rich sklearn matplotlib pandas torch flax clu.metrics "
     "clu.parameter_overview "
     "jax.extend jax.experimental.pallas jax.experimental.compilation_cache"
 )

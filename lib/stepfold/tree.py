@@ -6,6 +6,7 @@ messages, sharding rules and checkpoints name a leaf in the same way.
 
 import math
 import re
+from collections import Counter
 from typing import Any
 
 import jax
@@ -43,7 +44,7 @@ def describe_value(leaf: object) -> str:
     if is_array(leaf):
         shape = ",".join(map(str, leaf.shape))  # type: ignore[attr-defined]
         return f"{leaf.dtype}[{shape}]"  # type: ignore[attr-defined]
-    text = repr(leaf)
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(leaf))  # an address says nothing
     return f"{type(leaf).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
@@ -106,25 +107,37 @@ def floating(dtype: Any) -> Any:
 
 def diff(wanted: Tree, got: Tree, root: str = "") -> list[str]:
     """List where two trees differ in structure, shape or dtype, one line per path."""
-    want, have = dict(named_leaves(wanted, root)), dict(named_leaves(got, root))
+    want, have = _by_path(wanted, root), _by_path(got, root)
     lines = [
-        f"{path}: missing, expected {describe_value(want[path])}"
-        for path in want
-        if path not in have
+        f"{place[0]}: missing, expected {describe_value(leaf)}"
+        for place, leaf in want.items()
+        if place not in have
     ]
     lines += [
-        f"{path}: unexpected {describe_value(have[path])}" for path in have if path not in want
+        f"{place[0]}: unexpected {describe_value(leaf)}"
+        for place, leaf in have.items()
+        if place not in want
     ]
     lines += [
-        f"{path}: expected {describe_value(want[path])}, got {describe_value(have[path])}"
-        for path in want
-        if path in have and _signature(want[path]) != _signature(have[path])
+        f"{place[0]}: expected {describe_value(leaf)}, got {describe_value(have[place])}"
+        for place, leaf in want.items()
+        if place in have and _signature(leaf) != _signature(have[place])
     ]
     structures: list[Any] = [jax.tree.structure(wanted), jax.tree.structure(got)]
     if not lines and structures[0] != structures[1]:
         # The same leaves at the same paths in other containers, such as a list for a tuple.
         lines = [f"{root}: expected the containers {structures[0]}, got {structures[1]}"]
     return lines
+
+
+def _by_path(tree: Tree, root: str) -> dict[tuple[str, int], Any]:
+    """Map paths to leaves; a number tells leaves of one path apart, as in {"a/b": …, "a": {"b": …}}."""
+    counts: Counter[str] = Counter()
+    leaves = {}
+    for path, leaf in named_leaves(tree, root):
+        leaves[path, counts[path]] = leaf
+        counts[path] += 1
+    return leaves
 
 
 def _signature(leaf: Any) -> tuple[Any, Any]:

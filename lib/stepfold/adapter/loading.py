@@ -15,6 +15,7 @@ from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.from_arguments import transform
 from stepfold.adapter.sizes import Plan
+from stepfold.core.axes import default_data_axes
 from stepfold.core.validation import read_integer, takes_any_keyword
 from stepfold.data.batches import batches
 from stepfold.data.collate import check_truncate, collate
@@ -22,7 +23,6 @@ from stepfold.data.epochs import EpochEnds, Skips
 from stepfold.data.prefetch import prefetch
 from stepfold.data.sources import ENDLESS, GrainStream, is_stream, read_source, stack
 from stepfold.errors import CheckpointError, refuse
-from stepfold.sharding.mesh import DATA_AXES
 
 Collect = Callable[[Any], Any]
 Prepare = Callable[[Any], Any]
@@ -238,7 +238,7 @@ def replicate_if_uneven(batch: Any, mesh: Mesh | None) -> Any:
     """
     if mesh is None or jax.process_count() > 1:
         return batch
-    shards = math.prod(mesh.shape.get(axis, 1) for axis in DATA_AXES)
+    shards = math.prod(mesh.shape[axis] for axis in default_data_axes(mesh.axis_names))
     if num_rows(batch) % shards == 0:
         return batch
     return jax.device_put(batch, NamedSharding(mesh, PartitionSpec()))

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from stepfold import tree
+from stepfold.core.axes import default_data_axes
 from stepfold.core.loss import mean
 from stepfold.core.validation import as_integer, check_flags, read_integer, read_positive
 from stepfold.errors import LossError, ShardingError, refuse
@@ -30,8 +31,6 @@ Axes = tuple[str, ...]
 
 BLOCK_SIZE = 1024
 """Enough rows that the products, and not updates of the gradient in memory, take the time."""
-BATCH_AXES = ("dp", "fsdp")
-"""The axes that shard rows by default, those that the mesh has."""
 
 
 class _Options(NamedTuple):
@@ -118,8 +117,8 @@ def linear_cross_entropy(
       block_size: the largest number of rows, on one device, whose logits exist at a time. Smaller
         blocks need less memory, but each updates the whole gradient of the kernel.
       sharding: the sharding of the kernel, `plan.params[…]` of a plan.
-      rows: how the labels are sharded; by default the leading axis over "dp" and "fsdp", of which
-        the mesh needs neither.
+      rows: how the labels are sharded; by default the leading axis over those of "dp" (or "data")
+        and "fsdp" that the mesh has.
 
     Returns:
       A `clu.metrics.Average`, or a pair of the loss and the accuracy.
@@ -253,7 +252,7 @@ def _read_shardings(
         refuse("sharding", expected, f"{dict(mesh.shape)}", kind=ShardingError)
     active = {name for name, count in mesh.shape.items() if count > 1} - manual
     if rows is None:
-        rows = PartitionSpec(tuple(name for name in BATCH_AXES if name in mesh.shape))
+        rows = PartitionSpec(default_data_axes(mesh.axis_names))
         rows = rows if labels.ndim else PartitionSpec()
     row_entries = _read_spec("rows", rows, labels, mesh, active)
     kernel_entries = _read_spec("sharding", sharding.spec, kernel, mesh, active)

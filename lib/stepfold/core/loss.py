@@ -13,6 +13,7 @@ in a compiled step.
 """
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax.errors import ConcretizationTypeError, TracerArrayConversionError
+from jax.interpreters import partial_eval
 
 from stepfold import tree
 from stepfold.core.validation import spell_call, takes
@@ -41,8 +43,10 @@ Metrics = dict[str, "Metric"]
 def mean(values: Any, where: Any = None) -> "Average":
     """Compute the mean of values as a total and a weight, so that means merge exactly.
 
-    Use it for losses and for metrics. Sums are computed in at least float32. The mean of booleans
-    counts in integers unless `where` is floating, so that an accuracy is exact in any merge order.
+    Use it for losses and for metrics. Totals and weights are at least float32, so that they never
+    wrap around, however many means are merged. `fit` and `evaluate` merge in float64. Booleans are
+    counted in integers first, so that the counts of a batch are exact up to 2**24, and to rounding
+    above.
 
     Args:
       values: an array, or a scalar.
@@ -66,11 +70,13 @@ def mean(values: Any, where: Any = None) -> "Average":
     values = jnp.asarray(values)
     where = _spread("mean", "where", True if where is None else where, values)
     floats = [x.dtype for x in (values, where) if tree.is_float(x)]
-    counting = values.dtype == bool and not tree.is_float(where)
-    dtype = jnp.int32 if counting else tree.widen(floats[0] if floats else jnp.float32)
-    weight = where.astype(dtype)
-    total = jnp.where(weight != 0, values.astype(dtype) * weight, 0)
-    return Average(total=total.sum(dtype=dtype), count=weight.sum(dtype=dtype))
+    dtype = tree.widen(floats[0] if floats else jnp.float32)
+    # A float32 that counts one by one stands still at 2**24.
+    sum_dtype = jnp.int32 if values.dtype == bool and not floats else dtype
+    weight = where.astype(sum_dtype)
+    total = jnp.where(weight != 0, values.astype(sum_dtype) * weight, 0)
+    sums = total.sum(dtype=sum_dtype), weight.sum(dtype=sum_dtype)
+    return Average(total=sums[0].astype(dtype), count=sums[1].astype(dtype))
 
 
 def mean_by(
@@ -163,6 +169,43 @@ def checked(loss_fn: LossFn, *, stateful: bool = False) -> LossFn:
     return checked_loss
 
 
+def warning_of_unread_mask(loss_fn: LossFn) -> LossFn:
+    """Wrap a checked loss function to warn, when it is traced, if its loss ignores the mask.
+
+    `sf.batches(remainder="pad")` and `sf.collate` mark padding by `mask`. To see what the loss
+    depends on, it is traced once more, the first time that a batch has one. What is traced is then
+    dropped, so that the step is compiled from the same program.
+    """
+    is_checked = False
+
+    def loss(params: Any, batch: Any, *rest: Any) -> tuple[Any, ...]:
+        nonlocal is_checked
+        mask = batch.get("mask") if type(batch) is dict else None
+        if isinstance(mask, jax.core.Tracer) and not is_checked:
+            terms = lambda mask: loss_fn(params, {**batch, "mask": mask}, *rest)[0]
+            is_checked, is_used = True, _depends_on_value(terms, mask)
+            if not is_used:
+                warnings.warn(_UNREAD_MASK, stacklevel=2)
+        return loss_fn(params, batch, *rest)
+
+    return loss
+
+
+_UNREAD_MASK = (
+    'loss_fn: expected a loss that depends on batch["mask"], got one that counts padding like data; '
+    'return sf.mean(values, batch["mask"]), or drop the rows that do not fill a batch with '
+    'sf.batches(…, remainder="drop"). If other values mark the padding, leave the mask out of the '
+    "batch"
+)
+
+
+def _depends_on_value(function: Callable[[Any], Any], argument: Any) -> bool:
+    """Whether what a function returns depends on the values of its argument."""
+    jaxpr = jax.make_jaxpr(function)(argument).jaxpr
+    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return any(used)
+
+
 def _check_axis_names(error: Exception) -> None:
     """Replace jax's error on a collective over an axis that is not mapped."""
     match = re.search(r"unbound axis name:? ([^.]+)", str(error))
@@ -194,6 +237,8 @@ def _advice_on(error: Exception, batch: Any) -> str:
     got = ", ".join(leaves[:8]) + ", …" * (len(leaves) > 8)
     no_mask = isinstance(error, KeyError) and "mask" in error.args
     advice = '; sf.batches(…, remainder="pad") and sf.collate add a mask' * no_mask
+    if isinstance(error, TypeError) and "jax.numpy.integer" in str(error):  # optax's
+        advice = "; labels of classes are integers: cast them, as batch[…].astype(jnp.int32)"
     return f"loss_fn was called with {got}{advice}"
 
 

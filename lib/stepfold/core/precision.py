@@ -1,7 +1,7 @@
 """The dtypes in which a step computes, and dynamic loss scaling for float16.
 
 Parameters and optimizer state keep the dtypes that they were created with. A `Precision` casts
-parameters and batch on entry to the loss function; without one, they enter as they are. Gradients
+parameters and inputs on entry to the loss function; without one, they enter as they are. Gradients
 have the parameters' dtypes in either case. Losses, means and, by default, accumulated gradients are
 at least float32. A loss scale keeps float16 gradients from underflowing.
 """
@@ -28,13 +28,17 @@ class Precision:
     """The dtype in which a loss function computes.
 
     The names "f32", "bf16" and "f16" stand for `Precision(jnp.float32)` and so on. Floating leaves
-    of the parameters and the batch are cast. Integers, booleans, keys and the model state are not.
-    "f32" casts narrower dtypes up and leaves float64 unchanged.
+    of the parameters and the inputs in the batch are cast. What the loss compares or weighs with is
+    not narrowed, since in bfloat16 100.7 is 100.5: leaves of the batch that have at most one axis,
+    or whose name is or ends in `target`, `label`, `weight`, `mask` (or their plural) or `y`.
+    Integers, booleans, keys and the model state are not cast. "f32" casts narrower dtypes up and
+    leaves float64 unchanged.
 
     Attributes:
       compute: a floating dtype.
       keep: a regular expression, searched in the leaf paths (`params/norm/scale`, `batch/target`).
-        Leaves that match are not cast, for example to keep norms or routers in float32.
+        Leaves that match are not cast, for example to keep norms or routers in float32, or targets
+        of other names.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> seen = {}
@@ -73,10 +77,21 @@ class Precision:
 
         def cast_loss(params: Any, batch: Any, *rest: Any) -> Any:
             params = tree.cast_floats(params, self.compute, self.keep, "params")
-            batch = tree.cast_floats(batch, self.compute, self.keep, "batch")
+            inputs = tree.cast_floats(batch, self.compute, self.keep, "batch")
+            batch = jax.tree_util.tree_map_with_path(_unless_narrowed, batch, inputs)
             return loss_fn(params, batch, *rest)
 
         return cast_loss
+
+
+_TARGETS = re.compile(r"(^|[/_])(y|(target|label|weight|mask)s?)$")
+
+
+def _unless_narrowed(path: tuple[Any, ...], leaf: Any, cast: Any) -> Any:
+    """Return a leaf of the batch itself if it is a target or a weight that the cast narrows."""
+    is_narrowed = tree.is_float(leaf) and cast.dtype.itemsize < leaf.dtype.itemsize
+    is_target = jnp.ndim(leaf) < 2 or _TARGETS.search(tree.path_name(path))
+    return leaf if is_narrowed and is_target else cast
 
 
 def as_precision(precision: str | Precision | None) -> Precision | None:

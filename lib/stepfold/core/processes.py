@@ -338,7 +338,7 @@ def agreement(message: str, group: Group | None = None) -> Iterator[None]:
         raise error or timeout from None
     if error is not None:
         raise error
-    for process, problem in enumerate(problems):
+    for process, problem in zip(processes_of(group), problems, strict=True):
         if message in problem:
             raise CheckpointError(message)
         if problem:

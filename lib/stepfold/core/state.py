@@ -4,12 +4,13 @@ import hashlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from chex import ArrayTree, PRNGKey  # by their names, which type hints refer to
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
@@ -17,9 +18,6 @@ from stepfold.core.optimizer import as_optimizer, check_lookahead
 from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import check_flags, spell_call, takes
 from stepfold.errors import ConfigError, refuse
-
-if TYPE_CHECKING:
-    import chex  # for types only, since it imports a test framework
 
 # Steps use another branch of the key than init, since `split(key)[i]` equals `fold_in(key, i)`.
 # Otherwise step i would draw the same bits that initialized the i-th layer.
@@ -45,10 +43,10 @@ class TrainState(NamedTuple):
     """
 
     step: jax.Array
-    params: "chex.ArrayTree"
+    params: ArrayTree
     opt_state: optax.OptState
-    model_state: "chex.ArrayTree"
-    key: "chex.PRNGKey"
+    model_state: ArrayTree
+    key: PRNGKey
 
     def __repr__(self) -> str:
         fields = zip(self._fields, map(tree.summary, self), strict=True)
@@ -56,9 +54,9 @@ class TrainState(NamedTuple):
 
 
 def init_state(
-    init: Callable[["chex.PRNGKey"], Any] | Any,
+    init: Callable[[PRNGKey], Any] | Any,
     tx: optax.GradientTransformation,
-    key: "chex.PRNGKey",
+    key: PRNGKey,
     *,
     stateful: bool = False,
     sharding: Any = None,
@@ -160,6 +158,7 @@ def _parts(initial: Any, stateful: bool) -> tuple[Any, Any]:
         count = f" of {len(initial)}" if isinstance(initial, tuple) else ""
         refuse("stateful=True", "(params, model_state)", f"{type(initial).__name__}{count}")
     params, model_state = initial if stateful else (initial, ())
+    check_not_donated(params, "params")
     if not jax.tree.leaves(params):
         refuse(
             "params", "at least one array", tree.describe_value(params), "does init return them?"
@@ -420,9 +419,9 @@ def _any_nan(leaves: list[Any]) -> jax.Array:
     return jnp.array([jnp.isnan(leaf).any() for leaf in leaves] or [False]).any()
 
 
-def check_not_donated(state: Any) -> None:
+def check_not_donated(state: Any, root: str = "state") -> None:
     """Refuse a state with donated arrays, with the path of the first one."""
-    for name, leaf in tree.named_leaves(state, "state"):
+    for name, leaf in tree.named_leaves(state, root):
         is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
         if is_concrete and leaf.is_deleted():
             raise ConfigError(

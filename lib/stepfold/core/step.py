@@ -17,7 +17,7 @@ from stepfold.core.gradients import (
     read_gradients,
     rematerialized,
 )
-from stepfold.core.loss import LossFn, Metrics, checked, mean, total_of
+from stepfold.core.loss import LossFn, Metrics, checked, mean, total_of, warning_of_unread_mask
 from stepfold.core.optimizer import (
     apply_updates,
     as_optimizer,
@@ -37,7 +37,7 @@ from stepfold.core.precision import (
     skipped,
     unscale,
 )
-from stepfold.core.state import TrainState, strengthen
+from stepfold.core.state import TrainState, check_not_donated, strengthen
 from stepfold.core.validation import check_flags, read_function
 from stepfold.errors import ConfigError, ShardingError, TreeMismatchError, refuse
 
@@ -72,8 +72,8 @@ def make_train_step(
       loss_fn: a loss function.
       tx: the optimizer that the state was initialized with.
       accumulate: the number of microbatches to split a batch into; the result is the same.
-      precision: "f32", "bf16", "f16" or a `Precision`: the dtype that parameters and batch are cast
-        to for the loss function. If small gradients underflow in it, `tx` must be a
+      precision: "f32", "bf16", "f16" or a `Precision`: the dtype that parameters and inputs are cast
+        to for the loss function; it says which leaves of the batch are not. If small gradients underflow in it, `tx` must be a
         `dynamic_loss_scale(…)`. By default nothing is cast: bfloat16 parameters compute in
         bfloat16, and float16 parameters need the loss scale too.
       remat: what to save for the backward pass of the whole loss function: the name of one of
@@ -102,6 +102,10 @@ def make_train_step(
       LossError, DataError, TreeMismatchError: while tracing, if the loss, the batch or the state is
         invalid.
       ConfigError: while tracing, if the optimizer evaluates the loss itself.
+
+    Warns:
+      UserWarning: while tracing, if the batch has a `mask`, as padded batches have, that the loss
+        does not depend on.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> def loss_fn(params, batch, key):
@@ -136,7 +140,7 @@ def make_train_step(
     check_flags(skip_nonfinite=skip_nonfinite, stateful=stateful)
     from stepfold.core.metrics import report, without_weight  # lazy: clu imports flax
 
-    loss_fn = checked(loss_fn, stateful=stateful)
+    loss_fn = warning_of_unread_mask(checked(loss_fn, stateful=stateful))
     tx = as_optimizer(tx)
     policy, pattern = as_precision(precision), _read_pattern(norms)
     if policy and policy.needs_loss_scale and not isinstance(tx, LossScaled):
@@ -194,12 +198,13 @@ def make_eval_step(
     """Make an eval step, a function `(state, batch) -> metrics`.
 
     Its metrics are `loss`, every term of the loss, and the metrics of the loss function. Merged
-    over batches they are exact, for any batch sizes and masks. The loss function gets the key of
+    over batches they are exact, for any batch sizes and masks; a loss that ignores the `mask` of
+    its batch is warned of. The loss function gets the key of
     the next train step; to evaluate without dropout, pass a loss function without it.
 
     Args:
       loss_fn: a loss function.
-      precision: the dtype that parameters and batch are cast to, as in `make_train_step`.
+      precision: the dtype that parameters and inputs are cast to, as in `make_train_step`.
       stateful: whether it carries a model state; the new model state is discarded.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
@@ -212,7 +217,8 @@ def make_eval_step(
     check_flags(stateful=stateful)
     from stepfold.core.metrics import report
 
-    loss_fn, policy = checked(loss_fn, stateful=stateful), as_precision(precision)
+    loss_fn = warning_of_unread_mask(checked(loss_fn, stateful=stateful))
+    policy = as_precision(precision)
     loss_fn = policy.applied_to(loss_fn) if policy else loss_fn
 
     @_explain_explicit_axes()
@@ -323,6 +329,7 @@ def _check_kind(state: Any) -> None:
         kind = type(state)
         advice = "give its .state" if isinstance(inner, TrainState) else "sf.init_state makes one"
         refuse("state", "a TrainState", f"{kind.__module__}.{kind.__name__}", advice)
+    check_not_donated(state)
 
 
 def _check_state(state: Any, tx: optax.GradientTransformation) -> None:

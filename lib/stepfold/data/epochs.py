@@ -240,8 +240,9 @@ class Shard:
     def of(self, share: tuple[int, int, int]) -> "Shard":
         """Return the shard with the rows of a `Share`."""
         if self._fixed is not None:
-            expected = "none of them, for rows that depend on the devices"
-            refuse("process_index, process_count", expected, f"{self._fixed.first} of them")
+            expected, share = "neither, since the devices choose the rows", self._fixed
+            got = f"process_index={share.first}, process_count={share.parts}"
+            refuse("process_index, process_count", expected, got, "omit both")
         shard = Shard(None, None)
         shard._share = Share(*share)
         return shard

@@ -25,9 +25,11 @@ from stepfold import tree
 from stepfold.core.state import strengthen
 from stepfold.core.validation import check_flags
 from stepfold.errors import ConfigError, RetraceError, ShardingError, refuse
+from stepfold.inspect.flops import constrained_axes
 from stepfold.inspect.memory import exhausted, is_exhausted
+from stepfold.sharding.mesh import axes_of
 from stepfold.sharding.place import committed_sharding, place_batch
-from stepfold.sharding.plan import shardings_of
+from stepfold.sharding.plan import shardings_of, warn_of_unused_axes
 from stepfold.sharding.topology import check_here
 
 
@@ -169,7 +171,7 @@ def compile_step(
         get strong types, as in the states that the step returns.
       batch: a batch, or an abstract one.
       sharding: the state's plan, or one sharding for all of it; by default the shardings of its
-        arrays. A batch that is not placed is split over the mesh's axes "dp" and "fsdp", as by
+        arrays. A batch that is not placed is split over the default axes of the mesh, as by
         `shard_batch`; for other axes, place it.
       donate: whether the state's memory is used for the new state. An `EvalFn`'s never is.
       compiler_options: options of XLA for this program, as `jax.jit` takes them, such as
@@ -248,7 +250,17 @@ def compile_step(
             raise
         raise exhausted(error, state, batch) from error
     is_compiled = True
+    _warn_of_unused_axes((state, batch), traced.jaxpr)
     return CompiledStep(step, jitted, compiled, traced.jaxpr, state, batch, trains=trains)
+
+
+def _warn_of_unused_axes(arguments: Any, jaxpr: Any) -> None:
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(arguments)]
+    named = [each for each in shardings if isinstance(each, NamedSharding)]
+    used = {name for each in named for entry in each.spec for name in axes_of(entry)}
+    mesh = named[0].mesh if named else None
+    if isinstance(mesh, Mesh) and used != set(mesh.axis_names):
+        warn_of_unused_axes(mesh, used | constrained_axes(jaxpr), stacklevel=4)
 
 
 def _is_state(state: Any, output: Any) -> bool:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.interpreters import partial_eval
 
+from stepfold.sharding.mesh import axes_of
+
 
 class Flops(NamedTuple):
     """The arithmetic of one step.
@@ -75,6 +77,16 @@ def products(jaxpr: Any) -> list[Product]:
             totals[key] = totals.get(key, 0) + times * flops_of(equation)
     listed = [Product(dtype, flops, where) for (dtype, where), flops in totals.items()]
     return sorted(listed, key=lambda product: -product.flops)
+
+
+def constrained_axes(jaxpr: Any) -> set[str]:
+    """Return the mesh axes that sharding constraints and `shard_map` name inside a step."""
+    axes: set[str] = set()
+    for equation, _, _ in _equations(jaxpr):
+        spec = getattr(equation.params.get("sharding"), "spec", ())
+        axes.update(name for entry in spec for name in axes_of(entry))
+        axes.update(equation.params.get("newly_manual_axes", ()))
+    return axes
 
 
 def estimate(parameters: int, tokens: int, *, training: bool = True) -> int:

@@ -49,8 +49,8 @@ def evaluate(
     Args:
       eval_step: an `EvalFn`, as `make_eval_step` returns, jitted or not. It is compiled for each
         shape of batch, so only once if the last batch is padded.
-      state: the state. If it is on a mesh, batches on the host are sharded over its axes "dp" and
-        "fsdp"; for other axes, shard the batches yourself.
+      state: the state. If it is on a mesh, batches on the host are sharded over its axes "dp" (or
+        "data") and "fsdp"; for other axes, shard the batches yourself.
       batches: the batches; all of them are used.
 
     Raises:

@@ -10,12 +10,10 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from stepfold.core.axes import DATA_AXES, default_data_axes
 from stepfold.core.validation import read_instance
 from stepfold.errors import ShardingError, refuse
 from stepfold.tree import describe_value
-
-DATA_AXES = ("dp", "fsdp")
-"""The mesh axes over which batches are sharded by default."""
 
 
 def make_mesh(
@@ -33,8 +31,8 @@ def make_mesh(
 
     Args:
       dims: the number of devices along each axis; one may be -1, for all that remain.
-      names: the names of the axes. By default batches are sharded over "dp" and "fsdp", parameters
-        over "fsdp".
+      names: the names of the axes. By default batches are sharded over "dp" (or, in a mesh without
+        it, "data") and "fsdp", parameters over "fsdp".
       dcn_dims: for several slices (or hosts) with a slower network in between: the number of slices
         along each axis; one may be -1. `dims` is then the mesh within one slice, and the size of an
         axis is the product of both.
@@ -122,9 +120,11 @@ def check_mesh(mesh: Any) -> None:
 
 
 def data_axes(mesh: Mesh, axes: str | Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the axes to shard batches over: `axes`, or those of `DATA_AXES` in the mesh."""
+    """Return the axes to shard batches over: `axes`, or the default ones of the mesh."""
     wanted = DATA_AXES if axes is None else axes_of(axes)
-    names = tuple(name for name in wanted if name in mesh.axis_names)
+    names = default_data_axes(mesh.axis_names)
+    if axes is not None:
+        names = tuple(name for name in wanted if name in mesh.axis_names)
     if not names or (axes is not None and len(names) < len(wanted)):
         raise ShardingError(
             f"axes: expected axes of the mesh {mesh.axis_names} to shard the batch over, got "

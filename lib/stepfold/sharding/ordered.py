@@ -60,8 +60,8 @@ def ordered(
       plan: the plan of the state.
       blocks: the number of blocks, a power of two: the same for all meshes to compare, and a
         multiple of the number of devices that share a batch.
-      axes: the mesh axes over which the batch is sharded; by default those of "dp" and "fsdp" that
-        the mesh has.
+      axes: the mesh axes over which the batch is sharded; by default those of "dp" (or "data") and
+        "fsdp" that the mesh has.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> params, tx, mesh = {"w": jnp.ones((64, 64))}, optax.adam(0.1), sf.make_mesh()
@@ -89,10 +89,12 @@ def ordered(
             from stepfold.core.metrics import merged  # lazy: clu imports flax
 
             first = lax.axis_index(tuple(sizes)) * local_blocks if sizes else 0
-            rows = jax.tree.map(lambda x: x.reshape(local_blocks, -1, *x.shape[1:]), batch)
+            in_blocks = lambda x: x.reshape(local_blocks, len(x) // local_blocks, *x.shape[1:])
+            rows = jax.tree.map(lambda x: in_blocks(x) if x.ndim else x, batch)
 
             def arguments(i: Any) -> Any:
-                block = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, False), rows)
+                take = lambda x: lax.dynamic_index_in_dim(x, i, 0, False) if x.ndim else x
+                block = jax.tree.map(take, rows)
                 block_key = jax.random.fold_in(key, first + i)
                 # With i in the barrier, the compiler moves nothing out of the loop over the blocks.
                 return lax.optimization_barrier((params, block, block_key, model_state))
@@ -129,11 +131,14 @@ def ordered(
 
         def grad_fn(params: Any, batch: Any, key: Any, model_state: Any) -> Any:
             check_params(params)
-            check_rows(batch, blocks, f"the {blocks} blocks of sf.ordered")
+            batch = jax.tree.map(jnp.asarray, batch)
+            check_rows(batch, blocks, f"the {blocks} blocks of sf.ordered", allow_scalars=True)
+            sharded = PartitionSpec(tuple(sizes))
+            batch_specs = jax.tree.map(lambda x: sharded if x.ndim else _REPLICATED, batch)
             over_devices = jax.shard_map(
                 sum_over_devices,
                 mesh=mesh,
-                in_specs=(_REPLICATED, PartitionSpec(tuple(sizes)), _REPLICATED, _REPLICATED),
+                in_specs=(_REPLICATED, batch_specs, _REPLICATED, _REPLICATED),
                 out_specs=(specs, _REPLICATED, _REPLICATED, _REPLICATED),
                 check_vma=False,
             )

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from stepfold import tree
 from stepfold.core.processes import Group, KeyValues, spell_processes
+from stepfold.core.state import check_not_donated
 from stepfold.errors import DataError, PeerTimeoutError, ShardingError, refuse
 from stepfold.sharding.distributed import is_recoverable
 from stepfold.sharding.mesh import check_mesh, data_axes
@@ -34,7 +35,8 @@ def shard_batch(batch: Any, mesh: Mesh, *, axes: str | Sequence[str] | None = No
     Args:
       batch: a tree of arrays: the rows of this process.
       mesh: the mesh.
-      axes: the mesh axes to shard over; by default those of "dp" and "fsdp" that it has.
+      axes: the mesh axes to shard over; by default those of "dp" (or, without it, "data") and
+        "fsdp" that it has.
 
     Raises:
       DataError: if the leaves, or the processes, have different numbers of rows.
@@ -259,6 +261,7 @@ def place(state: Any, plan: Any) -> Any:
     >>> len(placed["w"].sharding.device_set) == jax.device_count()
     True
     """
+    check_not_donated(state)
     leaves, structure = jax.tree.flatten(state)
     return jax.tree.unflatten(structure, map(_copied, leaves, shardings_of(state, plan)))
 

@@ -6,16 +6,17 @@ A rule maps the path of a leaf to the mesh axes that shard its dimensions.
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from stepfold.core.axes import ACTIVATION_AXIS, DATA_AXES, default_data_axes
 from stepfold.core.state import TrainState
 from stepfold.errors import ShardingError, TreeMismatchError, refuse
-from stepfold.sharding.mesh import DATA_AXES, axes_of, check_mesh
+from stepfold.sharding.mesh import axes_of, check_mesh
 from stepfold.table import size, table
 from stepfold.tree import describe_value, is_array, named_leaves, path_name
 
@@ -34,6 +35,8 @@ class Fsdp:
         """Return the rule function for a mesh."""
         wanted = axes_of(self.axis)
         names = tuple(name for name in wanted if name in mesh.shape)
+        if wanted == DATA_AXES:
+            names = default_data_axes(mesh.axis_names)
         # A mesh may lack "fsdp", the default, and either of the default axes of a batch.
         may_lack = self.axis == "fsdp" or (wanted == DATA_AXES and names)
         if names != wanted and not may_lack:
@@ -109,6 +112,9 @@ def make_sharding(
       misfit: what to do if the mesh axes do not divide a dimension that a rule shards over them:
         "error", or "replicate" to leave it unsharded, with a warning that names the leaves.
 
+    An axis of several devices that neither a rule nor, by its name, a batch uses is warned of. The
+    axis "sp" is for activations, and needs no rule.
+
     Raises:
       ShardingError: if a pattern matches no path, a spec has more entries than the leaf has
         dimensions, an axis is not in the mesh or used twice, or a dimension does not divide.
@@ -130,6 +136,7 @@ def make_sharding(
     named = named_leaves(tree)
     _check_leaves(named)
     boxed = _boxed_specs(tree)
+    used: set[Any] = set()
     rule = _read_rules(rules, mesh, [path for path, _ in named], boxed)
     problems: list[str] = []
     uneven: list[str] = []
@@ -141,6 +148,7 @@ def make_sharding(
         if problem := _problem(leaf.shape, spec, mesh):
             problems.append(f"{path}: {problem}{is_of_box * _UNBOX}")
             return PartitionSpec()
+        used.update(name for entry in spec for name in axes_of(entry))
         entries = list(spec)
         for dim, entry in enumerate(spec):
             parts = math.prod(mesh.shape[name] for name in axes_of(entry))
@@ -164,7 +172,24 @@ def make_sharding(
     if uneven:
         title = "misfit='replicate' left these dimensions unsharded:"
         warnings.warn("\n  ".join([title, *uneven]), stacklevel=2)
+    if batch_axes := default_data_axes(mesh.axis_names):  # otherwise, the axes of batches are open
+        warn_of_unused_axes(mesh, {*used, *batch_axes, ACTIVATION_AXIS}, stacklevel=3)
     return jax.tree.unflatten(jax.tree.structure(tree), [NamedSharding(mesh, s) for s in specs])
+
+
+def warn_of_unused_axes(mesh: Mesh, used: Collection[str], stacklevel: int) -> None:
+    """Warn of axes over which nothing is sharded, so that their devices repeat the same work."""
+    unused = {name: size for name, size in mesh.shape.items() if size > 1 and name not in used}
+    if unused:
+        names = ", ".join(map(repr, unused))
+        warnings.warn(
+            f"mesh: expected every axis to shard parameters or batches, got {unused}, which no "
+            f"rule and no batch uses, so that their devices compute the same; add a rule such as "
+            f"(regex, PartitionSpec({next(iter(unused))!r})), shard batches with "
+            f"sf.shard_batch(…, axes=…), or rename {names}: by default, batches use 'dp' (or "
+            "'data') and 'fsdp', and parameters 'fsdp'",
+            stacklevel=stacklevel,
+        )
 
 
 def _check_leaves(named: list[tuple[str, Any]]) -> None:

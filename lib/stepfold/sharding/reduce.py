@@ -35,8 +35,8 @@ def reduce_once(
 
     Args:
       plan: the plan of the state.
-      axes: the mesh axes over which the batch is sharded; by default those of "dp" and "fsdp" that
-        the mesh has. All others are left to the compiler.
+      axes: the mesh axes over which the batch is sharded; by default those of "dp" (or "data") and
+        "fsdp" that the mesh has. All others are left to the compiler.
 
     >>> import jax, jax.numpy as jnp, optax, stepfold as sf
     >>> params, tx, mesh = {"w": jnp.ones((64, 64))}, optax.sgd(0.1), sf.make_mesh()
@@ -111,10 +111,13 @@ def mesh_of_plan(plan: Any, argument: str) -> Mesh:
     return mesh
 
 
-def check_rows(batch: Any, count: int, divisor: str) -> None:
+def check_rows(batch: Any, count: int, divisor: str, *, allow_scalars: bool = False) -> None:
     """Refuse a batch whose rows `count`, described by `divisor`, does not divide."""
     for name, leaf in named_leaves(batch, "batch"):
-        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] % count:
+        is_scalar = jnp.ndim(leaf) == 0
+        if is_scalar and allow_scalars:
+            continue
+        if is_scalar or jnp.shape(leaf)[0] % count:
             expected = f"a leading size that {divisor} divide"
             got, advice = describe_value(leaf), "drop or pad the last batch"
             refuse(name, expected, got, advice, kind=DataError)
