@@ -57,8 +57,7 @@ def test_rows_equal_those_of_a_simple_implementation(kind, rows, length, truncat
     assert batch["mask"].dtype == bool
     assert batch["mask"].flags.c_contiguous
     assert batch["tokens"].shape == batch["mask"].shape == (len(rows), length)
-    same = {np.float64: "float64", jnp.float32: "float32"}
-    assert batch["tokens"].dtype == same.get(kind, "int32")
+    assert batch["tokens"].dtype == (np.int64 if kind in (list, tuple) else np.dtype(kind))
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -109,7 +108,7 @@ def test_scalars_stack():
     examples = [{"ids": row, "a": 1, "b": 0.5, "c": True, "d": np.float64(2)} for row in ROWS]
     batch = collate(examples, length=4)
     dtypes = {name: batch[name].dtype.name for name in "abcd"}
-    assert dtypes == {"a": "int32", "b": "float32", "c": "bool", "d": "float64"}
+    assert dtypes == {"a": "int64", "b": "float64", "c": "bool", "d": "float64"}
     assert {batch[name].shape for name in "abcd"} == {(2,)}
 
 
@@ -154,34 +153,36 @@ def test_dtypes_of_arrays_are_kept(dtype):
     assert {batch["x"].dtype, batch["one"].dtype} == {np.dtype(dtype)}
 
 
-def test_integers_of_64_bits_become_those_of_jax():
-    rows = [np.array([2**31 - 1]), np.array([-(2**31), 0], np.int64)]
-    assert collate(rows, length=2)["tokens"].tolist() == [[2**31 - 1, 0], [-(2**31), 0]]
-    assert collate([row.astype(np.uint64) for row in ROWS], length=2)["tokens"].dtype == np.uint32
-    mixed = [ROWS[0], ROWS[1].astype(np.int64), [9]]
-    assert collate(mixed, length=2)["tokens"].tolist() == [[2, 3], [7, 8], [9, 0]]
-    for rows in ([[1], [2, 2**31]], [np.array([1]), np.array([2, 2**31])], [[1], [2**31, 1]]):
+def test_integers_that_jax_wraps_around_are_refused():
+    for rows in ([[1], [2, 2**31]], [np.array([1]), np.array([2, -(2**40)])], [[1], [2**31, 1]]):
+        value = min(rows[1]) if min(rows[1]) < 0 else 2**31
         with refuses(
-            "example 1, tokens: expected integers that fit int32, which is what jax "
-            "takes, got 2147483648; make them smaller, or floats"
+            "example 1, tokens: expected integers that fit int32, which jax reads them as, "
+            f"got {value}; make them smaller, or floats, or enable x64"
         ):
-            collate(rows, length=2)  # fmt: skip
+            collate(rows, length=2)
     with refuses("example 0, a: expected integers that fit int32"):
         collate([{"ids": [1], "a": 2**40}], length=2)
+    with refuses("example 0, tokens: expected integers that fit uint32"):
+        collate([np.array([2**32], np.uint64)], length=2)
+    fitting = [np.array([2**31 - 1]), np.array([-(2**31)])]
+    assert collate(fitting, length=1)["tokens"].tolist() == [[2**31 - 1], [-(2**31)]]
+    with jax.enable_x64(True):
+        assert collate([[2**40]], length=1, pad=2**40)["tokens"].tolist() == [[2**40]]
 
 
 def test_lists_keep_their_kind():
     def dtype(row):
         return collate([row], length=2)["tokens"].dtype
 
-    assert dtype([1, 2.5]) == dtype([0.5, 1]) == np.float32
+    assert dtype([1, 2.5]) == dtype([0.5, 1]) == np.float64
     assert dtype([True, False]) == np.bool_
-    assert dtype([np.int64(3), 4]) == dtype([3, np.int64(4)]) == dtype(range(3)) == np.int32
+    assert dtype([np.int64(3), 4]) == dtype([3, np.int64(4)]) == dtype(range(3)) == np.int64
     assert collate([[1, 2.5]], length=2)["tokens"].tolist() == [[1, 2.5]]
 
 
 def test_empty_sequence_is_a_row_of_padding():
-    batch = collate([[], [1.5], np.zeros(0, np.float32)], length=2, pad=-1)
+    batch = collate([[], [1.5], np.zeros(0)], length=2, pad=-1)
     assert batch["tokens"].tolist() == [[-1, -1], [1.5, -1], [-1, -1]]
     assert batch["mask"].sum() == 1
     assert collate([np.zeros((0, 3))], length=2)["tokens"].shape == (1, 2, 3)
@@ -278,7 +279,7 @@ NUMBERS = "encode it as integers or floats, or leave the key out"
         ([{"a": [1], "b": [1]}, {"a": [1, 2], "b": [1]}],
          "example 1, b: expected the length 2 of a, got 1; all sequences of an example share one "
          "mask: make them as long, or (in collate) name in keys= the sequences alone"),
-        ([[1], [0.5]], "example 1, tokens: expected the dtype int32 of example 0, got float32; a "
+        ([[1], [0.5]], "example 1, tokens: expected the dtype int64 of example 0, got float64; a "
                        "dtype that changes makes a step compile again: cast to one"),
         ([[[1, 2]], [[3, 4, 5]]], "example 1, tokens: expected the shape (n, 2) as example 0 has, "
                                   "got (1, 3); only the first axis may differ"),

@@ -138,7 +138,7 @@ def test_each_key_has_its_own_padding():
     assert row["text"]["ids"].tolist() == [1, 2, 0]
     assert row["text"]["labels"].tolist() == [2, 3, -100]
     assert row["weight"].tolist() == [0.5, 1, -1]
-    assert row["weight"].dtype == np.float32
+    assert row["weight"].dtype == np.float64
 
 
 def test_sequences_of_vectors_are_packed_along_their_first_axis():
@@ -169,10 +169,10 @@ def test_longer_sequences_are_truncated(truncate, kept):
     [
         (
             [1, 2**40],
-            "example 4, tokens: expected integers that fit int32, which is what jax takes",
+            "example 4, tokens: expected integers that fit int32, which jax reads them as",
         ),
         ([[1]], "example 4, tokens: expected the shape (n) as example 3 has, got (1, 1)"),
-        ([0.5], "example 4, tokens: expected the dtype int32 of example 3, got float32"),
+        ([0.5], "example 4, tokens: expected the dtype int64 of example 3, got float64"),
     ],
 )
 def test_errors_name_the_example_although_others_are_split(last, message):
@@ -199,10 +199,10 @@ def test_no_examples_give_no_rows():
         ([[1], [2], ["a"]], "example 2, tokens: expected numbers in one shape, got list ['a']"),
         ([[1], [2], [2**40]], "example 2, tokens: expected integers that fit int32"),
         ([{"a": [1], "b": [1, 2]}], "example 0, b: expected the length 1 of a, got 2"),
-        ([{"a": [1]}, {"a": [1]}, {"b": [1]}], "example 2, a: expected int32 in rows of shape (4,) "
+        ([{"a": [1]}, {"a": [1]}, {"b": [1]}], "example 2, a: expected int64 in rows of shape (4,) "
          "as in the windows before, got nothing; give all examples the same keys, dtypes and "),
-        ([[1], [2], [0.5]], "example 2, tokens: expected int32 in rows of shape (4,) as in the "
-                            "windows before, got float32 in rows of shape (4,)"),
+        ([[1], [2], [0.5]], "example 2, tokens: expected int64 in rows of shape (4,) as in the "
+                            "windows before, got float64 in rows of shape (4,)"),
         ([[1], [[2]]], "example 1, tokens: expected the shape (n) as example 0 has, got (1, 1)"),
         *(([{name: [1]}], f"examples: the key '{name}' is reserved for an added column")
           for name in ("segment_ids", "positions", "mask")),

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import stepfold as sf
+from stepfold.data import prefetch as module
 
 
 def numbered(count=12, size=3, **options):
@@ -610,3 +611,10 @@ def test_batches_of_a_stream_are_left_out_after_the_last_one_returned():
     stream = sf.prefetch(sf.batches(Numbers(), 2), size=8)
     assert next(stream).tolist() == [0, 1]
     assert next(stream.without([(1, 3)])).tolist() == [6, 7]
+
+
+def test_the_thread_enters_every_context_of_jax():
+    # A new version may add some: carry them, or say in `prefetch.py` why not.
+    contexts = {name for name in dir(jax) if type(getattr(jax, name)) is type(jax.enable_x64)}
+    left_out = {"thread_guard", "jax2tf_associative_scan_reductions"}
+    assert {*module._CONTEXTS, "disable_jit"} == {*contexts - left_out, "disable_jit"}
