@@ -99,7 +99,7 @@ def main(directory="runs/own_loop"):
             state, metrics = step(state, next(batches))
             if series.due(number):
                 averaged = state._replace(params=sf.get_ema(state))
-                test_batches = sf.batches(test[::16], 64, epochs=1)
+                test_batches = sf.batches(test[::16], 64, epochs=1, remainder="drop")
                 test_loss = sf.evaluate(eval_step, averaged, test_batches)["loss"]
                 loss = float(metrics["loss"].compute())
                 print(f"step {number:3}  loss {loss:.4f}  test loss {test_loss:.4f}", flush=True)

@@ -163,7 +163,11 @@ def train_with_everything(key, folder, kind):
                     temporary=sf.Temporary(folder / "local", every=2),
                 ),
                 evaluation=[
-                    sf.Evaluation(measure_average, lambda: sf.batches(TEST, 8, epochs=1), every=8),
+                    sf.Evaluation(
+                        measure_average,
+                        lambda: sf.batches(TEST, 8, epochs=1, remainder="drop"),
+                        every=8,
+                    ),
                     sf.Evaluation(
                         jax.jit(lambda state: {"norm": optax.tree.norm(state.params)}),
                         every=8,

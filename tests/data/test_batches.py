@@ -170,12 +170,8 @@ def test_order_computed_ahead_equals_that_of_each_step():
     [
         ({"source": np.arange(9)}, "length was 8 and is 9; make them as they were"),
         ({"seed": 1}, "seed was 0 and is 1"),
-        ({"batch_size": 2}, "batch_size was 4 and is 2"),
         ({"batch_size": [(0, 4), (5, 2)]}, r"batch_size was 4 and is \[\[0, 4\], \[5, 2\]\]"),
-        (
-            {"seed": None, "remainder": "keep"},
-            "seed was 0 and is None; remainder was 'drop'",
-        ),
+        ({"seed": None, "remainder": "keep"}, "seed was 0 and is None; remainder was 'drop'"),
     ],
 )
 def test_position_of_other_batches_is_refused(other, says):
@@ -188,19 +184,10 @@ def test_position_of_other_batches_is_refused(other, says):
     assert stream.get_state()["step"] == 0
 
 
-@pytest.mark.parametrize(
-    "state", [None, {}, {"next_index": 3}, b"state", {"step": 1, "pipeline": 2}]
-)
+@pytest.mark.parametrize("state", [None, {}, b"state", {"step": 1, "pipeline": 2}])
 def test_invalid_position_is_refused(state):
     with pytest.raises(sf.DataError, match="expected a state that get_state.* by another kind of"):
         batches(np.arange(8), 4).set_state(state)
-
-
-def test_position_is_valid_on_any_number_of_processes():
-    saved = batches(np.arange(8), 4, start=1, process_index=1, process_count=2).get_state()
-    stream = batches(np.arange(8), 4)
-    stream.set_state(saved)
-    assert next(stream).tolist() == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(("epochs", "more"), [(3, 5), (3, None), (None, 2), (5, 3)])
@@ -244,21 +231,17 @@ def test_pad_combines_with_a_mask_of_the_source(dtype):
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "says"),
+    ("source", "collate", "says"),
     [
-        (np.arange(5), {}, r"expected batches that are a dict, .* got int64\[2\]; give a source"),
-        ([{"mask": {"a": 1}}] * 5, {}, "expected a mask of 2 rows to combine with, got dict"),
-        (
-            numbered(5),
-            {"collate": lambda rows: {"x": np.ones(1)}},
-            "batches of 2 rows, .* got none",
-        ),
-        (numbered(5), {"collate": lambda rows: {"mask": np.ones(7)}}, r"got float64\[7\]; rename"),
+        (np.arange(5), None, r"batches that are a dict, .* got int64\[2\]; give a source"),
+        ([{"mask": {"a": 1}}] * 5, None, "expected a mask of 2 rows to combine with, got dict"),
+        ([1] * 5, lambda rows: {"x": np.ones(1)}, "batches of 2 rows, .* got none"),
+        ([1] * 5, lambda rows: {"mask": np.ones(7)}, r"got float64\[7\]; rename"),
     ],
 )
-def test_pad_refuses_batches_that_cannot_have_a_mask(source, options, says):
+def test_pad_refuses_batches_that_cannot_have_a_mask(source, collate, says):
     with pytest.raises(sf.DataError, match=says):
-        next(batches(source, 2, remainder="pad", **options))
+        next(batches(source, 2, remainder="pad", collate=collate))
 
 
 def test_padded_evaluation_is_exact_and_compiles_once(compiles):
@@ -326,14 +309,13 @@ def test_random_numbers_of_examples_are_independent():
 @pytest.mark.parametrize(
     ("function", "draws"),
     [
-        (lambda example: 0, False),
         (lambda example, scale=2: 0, False),
         (lambda *args: len(args) - 1, False),
         (partial(lambda scale, example: 0, 2), False),
-        (np.float32, False),
+        (int, False),  # written in C, and without a signature
         (abs, False),
-        (lambda example, rng: rng.integers(1 << 60), True),
-        (partial(lambda scale, example, rng: rng.integers(1 << 60), 2), True),
+        (lambda example, rng: rng.integers(1 << 30), True),
+        (partial(lambda scale, example, rng: rng.integers(1 << 30), 2), True),
     ],
 )
 def test_transform_with_two_arguments_gets_a_generator(function, draws):
@@ -378,29 +360,22 @@ def test_incomplete_batch_that_does_not_divide_is_refused_at_the_first():
         ({"seed": -1}, "seed: expected an integer of at least 0, got -1"),
         ({"seed": 1.0}, "seed: expected an integer of at least 0, got 1.0"),
         ({"start": -1}, "start: expected an integer of at least 0, got -1"),
-        ({"start": None}, "start: expected an integer of at least 0, got None"),
         ({"epochs": 0}, "epochs: expected an integer of at least 1, got 0"),
         ({"epochs": True}, "epochs: expected an integer of at least 1, got True"),
-        ({"batch_size": 0}, "batch_size: expected an integer of at least 1, got 0"),
         ({"remainder": "cut"}, "remainder: expected one of 'drop', 'pad', 'keep', got 'cut'"),
         ({"transform": 3}, "transform: expected a function, got int 3"),
-        (
-            {"transform": lambda a, b, c: a},
-            "example and a random generator, got function .* of 3 arguments",
-        ),
+        ({"transform": lambda a, b, c: a}, "and a random generator, got function .* 3 arguments"),
         ({"transform": noise}, "transform: expected a seed .* got seed=None; give seed=…"),
         ({"collate": "stack"}, "collate: expected a function, got str 'stack'"),
         ({"process_index": 0}, "expected both or neither, got 0 and None"),
+        ({"process_index": 0, "process_count": 0}, "process_count: expected an integer of at leas"),
+        ({"process_index": -1, "process_count": 2}, "process_index: expected an integer of at le"),
+        ({"process_index": 2, "process_count": 2}, "expected one below process_count=2, got 2"),
     ],
 )
 def test_invalid_arguments_are_refused_when_given(options, says):
     with pytest.raises(sf.ConfigError, match=says):
         batches(**{"source": np.arange(8), "batch_size": 4, **options})
-
-
-def test_integers_of_any_library_are_accepted():
-    stream = batches(np.arange(8), np.int32(4), seed=np.uint8(3), start=jax.numpy.int32(1))
-    assert json.loads(json.dumps(stream.get_state()))["step"] == 1
 
 
 def test_sources_without_a_full_batch_are_refused():
@@ -425,11 +400,11 @@ class Broken:
         return index
 
 
-@pytest.mark.parametrize("error", [OSError("disk"), KeyError(13), IndexError(13)])
-def test_error_of_the_source_keeps_its_type_and_names_the_example(error):
+def test_error_of_the_source_keeps_its_type_and_names_the_example():
+    error = IndexError(13)
     stream = batches(Broken(error), 4, start=2)
     next(stream)
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(IndexError) as caught:
         next(stream)
     assert caught.value is error
     assert caught.value.__notes__ == [
@@ -437,13 +412,6 @@ def test_error_of_the_source_keeps_its_type_and_names_the_example(error):
         "making the batch of step 3: positions 12 to 15 of epoch 0",
     ]
     assert stream.get_state()["step"] == 3  # it can be tried again
-
-
-def test_stop_iteration_of_the_source_does_not_end_the_batches():
-    with pytest.raises(sf.DataError, match="StopIteration came up at step 3"):
-        list(batches(Broken(StopIteration()), 4, epochs=1))
-    with pytest.raises(sf.DataError, match="StopIteration came up at step 0"):
-        list(batches([1, 2], 2, epochs=1, transform=lambda example: next(iter(()))))
 
 
 def test_error_of_a_transform_names_the_example():
@@ -462,15 +430,6 @@ def test_functions_that_return_none_are_refused():
         next(batches(np.arange(8), 4, collate=lambda examples: None))
 
 
-def test_changed_length_of_the_source_is_detected():
-    source = list(range(8))
-    stream = batches(source, 4)
-    next(stream)
-    source.pop()
-    with pytest.raises(sf.DataError, match="expected the 8 examples .* got 7"):
-        next(stream)
-
-
 # Batches that are left out
 
 
@@ -478,35 +437,16 @@ def test_changed_length_of_the_source_is_detected():
     ("ranges", "says"),
     [
         ((3, 5), r"a list of pairs \(first, stop\) .* such as \[\(9000, 9040\)\], got \(3, 5\)"),
-        ([3], r"expected a list of pairs .* got \[3\]"),
-        ([(1, 2, 3)], r"expected a list of pairs .* got \[\(1, 2, 3\)\]"),
         (None, "expected a list of pairs .* got None"),
         ([(-1, 2)], r"each first at least 0 and below its stop, .* got \[\(-1, 2\)\]"),
         ([(0, 1.5)], r"pairs \(first, stop\) of batch indices, .* got \[\(0, 1.5\)\]"),
-        ([(4, 4)], r"each first at least 0 and below its stop, .* got \[\(4, 4\)\]"),
-        ([(1, 2), (9, 4)], r"below its stop, .* got \[\(1, 2\), \(9, 4\)\]"),
+        ([(1, 2), (4, 4)], r"below its stop, .* got \[\(1, 2\), \(4, 4\)\]"),
         ([(0, 7), (6, 20)], r"that leave one of the 20 batches, got \[\(0, 20\)\]"),
     ],
 )
 def test_invalid_ranges_are_refused(ranges, says):
     with pytest.raises(sf.ConfigError, match=says):
         batches(numbered(20), 2, epochs=2).without(ranges)
-
-
-def test_leaving_out_keeps_the_step_and_the_batches_themselves():
-    whole = batches(np.arange(40), 2, seed=0, epochs=1)
-    next(whole)
-    left = whole.without([(3, 5)])
-    assert [left.get_state()["step"], len(left), len(whole)] == [1, 18, 20]
-    assert [left.skipped, whole.skipped, left.steps_per_epoch] == [[(3, 5)], [], None]
-    same(list(left), [whole.at(step) for step in (1, 2, *range(5, 20))])
-    same(next(whole), whole.at(1))
-    assert "skipped" not in whole.get_state()
-    assert (
-        batches(np.arange(40), 2).without([]).get_state() == batches(np.arange(40), 2).get_state()
-    )
-    with pytest.raises(IndexError, match="expected a step below 18, got 18"):
-        left.at(18)
 
 
 def test_sizes_change_at_the_batch_index():
@@ -516,10 +456,3 @@ def test_sizes_change_at_the_batch_index():
     assert left.batch_sizes == [(0, 2), (1, 8), (2, 4)]
     assert [len(next(left)) for _ in range(4)] == [2, 8, 4, 4]
     assert ramp.without([(3, 5)]).batch_sizes == [(0, 2), (3, 4)]
-
-
-def test_a_transform_without_a_signature_takes_the_example_alone():
-    # inspect.signature raises for some functions written in C, such as `dict`.
-    examples = [{"x": number} for number in range(4)]
-    batch = next(sf.batches(examples, 4, transform=dict, seed=0))
-    assert sorted(batch["x"].tolist()) == [0, 1, 2, 3]

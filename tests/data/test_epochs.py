@@ -1,13 +1,12 @@
 """Epochs are divided into batches of one size or of several, and batches into shards."""
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import stepfold as sf
-from stepfold.data.epochs import Epochs, Shard, read_sizes, size_at
+from stepfold.data.epochs import Epochs, read_sizes
 
 
 @given(
@@ -52,9 +51,7 @@ def test_spans_equal_those_found_step_by_step(length, segments, drop, epochs):
     ("size", "says"),
     [
         (0, "batch_size: expected an integer of at least 1, got 0"),
-        (2.0, "batch_size: expected an integer of at least 1, got 2.0"),
         (True, "batch_size: expected an integer of at least 1, got True"),
-        (None, "batch_size: expected an integer of at least 1, got None"),
         ([], r"batch_size: expected pairs \(from step, size\), the first from step 0 .* got \[\]"),
         ([(5, 2)], "the first from step 0"),
         ([(0, 2), (9, 4), (9, 8)], "each from a later step than the one before"),
@@ -67,44 +64,3 @@ def test_spans_equal_those_found_step_by_step(length, segments, drop, epochs):
 def test_invalid_batch_sizes_are_refused(size, says):
     with pytest.raises(sf.ConfigError, match=says):
         read_sizes(size)
-
-
-def test_batch_size_changes_at_its_step():
-    ramp = [(0, 2), (3, 8), (5, 4)]
-    assert [size_at(ramp, step) for step in range(7)] == [2, 2, 2, 8, 8, 4, 4]
-    assert size_at([(0, 6)], 10**12) == 6
-
-
-def test_shards_in_order_form_the_batch():
-    rows = [i for process in range(4) for i in range(*Shard(process, 4).rows(12))]
-    assert rows == list(range(12))
-
-
-def test_shard_defaults_to_the_process_of_jax(monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 2)
-    monkeypatch.setattr(jax, "process_count", lambda: 3)
-    assert Shard(None, None).rows(6) == (4, 6)
-    assert Shard(1, 2).rows(6) == (3, 6)
-
-
-@pytest.mark.parametrize(
-    ("index", "count", "says"),
-    [
-        (0, None, "expected both or neither, got 0 and None"),
-        (0, 0, "process_count: expected an integer of at least 1, got 0"),
-        (-1, 2, "process_index: expected an integer of at least 0, got -1"),
-        (2, 2, "process_index: expected one below process_count=2, got 2"),
-    ],
-)
-def test_invalid_processes_are_refused(index, count, says):
-    with pytest.raises(sf.ConfigError, match=says):
-        Shard(index, count)
-
-
-def test_sizes_that_do_not_divide_by_the_processes_are_refused():
-    Shard(0, 4).check_sizes([(0, 8), (5, 12)])
-    with pytest.raises(sf.DataError, match="got 6 from step 5 on; give 4 or 8"):
-        Shard(0, 4).check_sizes([(0, 8), (5, 6)])
-    Shard(0, 4).check_incomplete(3, 8)
-    with pytest.raises(sf.DataError, match="got 7 rows at step 3; use remainder='pad'"):
-        Shard(0, 4).check_incomplete(3, 7)

@@ -1,5 +1,6 @@
 """The shuffle order of an epoch is a uniform permutation with random access."""
 
+import itertools
 import math
 from collections import Counter
 
@@ -24,14 +25,8 @@ def test_permute_is_a_bijection(length, seed, epoch):
     np.testing.assert_array_equal(np.sort(found), np.arange(length))
 
 
-@pytest.mark.parametrize("length", [2**14, 2**14 + 1, 99_991, 2**17, 250_000])
-def test_order_of_a_long_epoch_is_a_permutation(length):
-    found = Order(length, 3)(1, np.arange(length))
-    np.testing.assert_array_equal(np.sort(found), np.arange(length))
-
-
-@pytest.mark.parametrize("length", [2**31, 2**31 + 1, 2**33, 2**40 + 5, 2**62, 2**63 - 1])
-def test_order_of_a_huge_epoch_has_random_access(length):
+@pytest.mark.parametrize("length", [2**14 + 1, 2**31, 2**31 + 1, 2**40 + 5, 2**63 - 1])
+def test_order_of_a_long_epoch_has_random_access(length):
     order = Order(length, 0)
     positions = np.array([k * (length - 1) // 9_999 for k in range(10_000)])
     found = order(0, positions)
@@ -55,15 +50,6 @@ def test_short_epochs_are_sorted_by_random_numbers_then_positions(length, seed, 
     )
 
 
-@given(st.integers(1, 40_000), st.none() | st.integers(0, 9), st.data())
-def test_range_of_an_order_equals_its_positions_by_index(length, seed, data):
-    first = data.draw(st.integers(0, length - 1))
-    last = data.draw(st.integers(first, length))
-    order = Order(length, seed)
-    by_range = np.arange(length)[order(1, slice(first, last))]
-    np.testing.assert_array_equal(by_range, order(1, np.arange(first, last)))
-
-
 @given(st.integers(1, 40_000), st.integers(0, 9), st.data())
 def test_part_of_an_order_equals_that_part_of_the_whole(length, seed, data):
     first = data.draw(st.integers(0, length - 1))
@@ -85,16 +71,13 @@ def test_all_orders_of_few_examples_are_equally_likely(length):
     assert chi_square(np.array(list(seen.values())), 3000 / orders) < 5
 
 
-def orders(length, few, monkeypatch):
-    monkeypatch.setattr(module, "_SORTED_UP_TO", np.uint64(few))
-    return [Order(length, seed)(0, np.arange(length)) for seed in range(1000)]
-
-
 @pytest.mark.parametrize("few", [1 << 14, 16], ids=["sorted", "computed"])
 @pytest.mark.parametrize("length", [17, 101])
 def test_positions_and_successors_of_indices_are_uniform(length, few, monkeypatch):
+    monkeypatch.setattr(module, "_SORTED_UP_TO", np.uint64(few))
     counts, pairs = np.zeros((length, length)), np.zeros((length, length))
-    for found in orders(length, few, monkeypatch):
+    for seed in range(1000):
+        found = Order(length, seed)(0, np.arange(length))
         counts[np.arange(length), found] += 1
         pairs[found[:-1], found[1:]] += 1
     assert abs(chi_square(counts, 1000 / length)) < 5
@@ -113,26 +96,16 @@ def test_neighbours_and_epochs_are_uncorrelated(length):
 
 
 def test_seed_epoch_and_stream_change_the_order():
-    made = [
-        tuple(Order(50, seed, stream)(epoch, np.arange(50)))
-        for seed in (0, 1, 2**32, 2**64)
-        for stream in (0, 1)
-        for epoch in (0, 1, 2**33)
-    ]
+    choices = itertools.product((0, 1, 2**32, 2**64), (0, 1), (0, 1, 2**33))
+    made = [tuple(Order(50, seed, s)(epoch, np.arange(50))) for seed, s, epoch in choices]
     assert len(set(made)) == len(made)
-
-
-SHORT = [6, 3, 2, 4, 1, 5, 0]
-
-
-LONG = [550836170, 420037856, 716433994, 796551296]
-
-
-HUGE = [520527967170, 421114782313, 83640708604, 273160990998]
 
 
 def test_orders_do_not_change_between_versions():
     # Saved positions would become invalid.
-    assert Order(7, 0)(0, np.arange(7)).tolist() == SHORT
-    assert Order(10**9, 0)(3, np.arange(4)).tolist() == LONG
-    assert Order(10**12, 0)(3, np.arange(4)).tolist() == HUGE
+    for length, epoch, start in [
+        (7, 0, [6, 3, 2, 4, 1, 5, 0]),
+        (10**9, 3, [550836170, 420037856, 716433994, 796551296]),
+        (10**12, 3, [520527967170, 421114782313, 83640708604, 273160990998]),
+    ]:
+        assert Order(length, 0)(epoch, np.arange(len(start))).tolist() == start

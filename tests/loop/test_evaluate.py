@@ -61,7 +61,7 @@ def test_a_compiled_step_stays_what_it_is(compiles):
 def test_a_compiled_step_refuses_another_batch():
     compiled = sf.compile_step(MEASURE, state(), {"x": DATA["x"][:5]})
     with pytest.raises(sf.RetraceError, match=r"batch/x: expected float32\[5\], got float32\[4\]"):
-        sf.evaluate(compiled, state(), sf.batches(DATA, 4, epochs=1))
+        sf.evaluate(compiled, state(), sf.batches(DATA, 4, epochs=1, remainder="drop"))
 
 
 @pytest.mark.parametrize("given", [None, {"x": DATA["x"]}])

@@ -8,6 +8,7 @@ to the same `BatchBuilder`.
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
@@ -34,7 +35,7 @@ def batches(
     seed: int | None = None,
     start: int = 0,
     epochs: int | None = None,
-    remainder: Literal["drop", "pad", "keep"] = "drop",
+    remainder: Literal["drop", "pad", "keep"] | None = None,
     transform: Callable[..., Any] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     process_index: int | None = None,
@@ -47,10 +48,16 @@ def batches(
     its shard of the rows of the same global batch. In-order batches of arrays are read-only views
     of the source; all others are new arrays.
 
+    Arrays keep their dtypes, and Python numbers become int64, float64 and bool, as in numpy. jax
+    reads 64-bit numbers as 32-bit ones unless x64 is enabled. It wraps integers that do not fit, so
+    those in the first batch are warned of. Batches of `mix`, `collate` and `pack` have the same
+    dtypes.
+
     By default, the batches have no end: the source is repeated, and the loop decides when to stop,
     as `sf.fit(…, steps=…)` does. For one pass, such as an evaluation, give `epochs=1`, and
     `remainder="pad"` or `"keep"`: the default, "drop", leaves out up to `batch_size - 1` examples
-    of every epoch. With a seed, each epoch leaves out different ones.
+    of every epoch. With a seed, each epoch leaves out different ones; without one, `epochs=…` warns
+    unless `remainder="drop"` is given.
 
     A stream supports only sequential reads. It is an iterator, an iterable without `[i]` (a grain
     `IterDataset`, a streaming Hugging Face dataset, a `tf.data.Dataset`), or a function that
@@ -114,6 +121,7 @@ def batches(
     seed = None if seed is None else read_integer("seed", seed, 0)
     start = read_integer("start", start, 0)
     epochs = None if epochs is None else read_integer("epochs", epochs, 1)
+    is_chosen, remainder = remainder is not None, "drop" if remainder is None else remainder
     read_choice("remainder", remainder, ("drop", "pad", "keep"))
     if collate is not None:
         read_function("collate", collate)
@@ -142,6 +150,14 @@ def batches(
         seed = None
     pipeline |= {"length": rows.length, "source": rows.fingerprint}
     steps = Epochs(rows.length, sizes, drop=remainder == "drop", epochs=epochs)
+    left_out = rows.length % sizes[-1][1]
+    if left_out and not is_chosen and epochs is not None and seed is None:
+        warnings.warn(
+            f"remainder: expected a choice for the last {left_out} of {rows.length} examples, got "
+            "none, and 'drop' leaves them out of every epoch; give remainder='pad' and use its "
+            "mask, or 'keep', or 'drop'",
+            stacklevel=2,
+        )
     return Batches(rows, builder, steps, Order(rows.length, seed), shard, pipeline, start)
 
 
@@ -192,7 +208,7 @@ class Batches(BatchIterator):
     def __next__(self) -> Any:
         if self._total is not None and self._step >= self._total:
             raise StopIteration
-        batch = self._make(self._step)
+        batch = self._checked(self._make(self._step))
         self._step += 1
         return batch
 
@@ -205,7 +221,7 @@ class Batches(BatchIterator):
         step = read_integer("step", step, 0)
         if self._total is not None and step >= self._total:
             refuse("batches", f"a step below {self._total}", f"{step}", kind=IndexError)
-        return self._make(step)
+        return self._checked(self._make(step))
 
     def _make(self, step: int) -> Any:
         builder, index = self._builder, self._skips.index(step)

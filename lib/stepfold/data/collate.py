@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from stepfold.core.validation import read_choice, read_integer
+from stepfold.data.dtypes import dtype_in_jax, find_wrapped, refuse_keys, refuse_masked
 from stepfold.errors import DataError, refuse
 from stepfold.tree import describe_value, is_numeric
 
@@ -38,9 +39,8 @@ def collate(
     sequences of an example share one mask, so they have the same length. The mask is bool, and
     false at padding.
 
-    Arrays keep their dtypes, and Python numbers become int32, float32 and bool. 64-bit integers
-    become 32-bit, as JAX does by default; a value that does not fit is an error. An empty sequence
-    becomes a row of padding.
+    Dtypes are those of `batches`; an integer that jax would wrap around is an error. An empty
+    sequence becomes a row of padding.
 
     Args:
       examples: dicts with the same keys, which may be nested, or bare sequences, which get the key
@@ -68,7 +68,7 @@ def collate(
     >>> batch["labels"].tolist(), batch["source"].tolist()
     ([[6, 7, 8, -100], [1, -100, -100, -100]], [0, 2])
     >>> batch["mask"].sum(), batch["ids"].dtype.name
-    (np.int64(4), 'int32')
+    (np.int64(4), 'int64')
     >>> sf.collate([[1, 2, 3], [4]], length=2, side="left")["tokens"].tolist()
     [[2, 3], [0, 4]]
 
@@ -180,7 +180,8 @@ def _stack(path: KeyPath, arrays: list[Any]) -> Any:
         expected, got = f"the shape {arrays[0].shape} of example 0", f"{arrays[index].shape}"
         advice = "name the keys to pad in keys=, and give the rest one shape"
         refuse(locate(index, path), expected, got, advice, kind=DataError)
-    return _narrow(path, batch, arrays)
+    _check_fit(path, batch, arrays)
+    return batch
 
 
 # Columns
@@ -341,39 +342,43 @@ def to_arrays(path: KeyPath, leaves: list[Any], start: int = 0) -> list[Any]:
         empty = np.empty((0, *known.shape[1:]), known.dtype)
         arrays = [empty if array is None else array for array in arrays]
     dtypes = [array.dtype for array in arrays]
-    if dtypes.count(dtypes[0]) == len(dtypes) and is_numeric(dtypes[0]):
-        return arrays
-    narrowed: list[Any] = []
-    for index, array in enumerate(arrays, start):
-        if not is_numeric(array.dtype):
-            _refuse_leaf(path, index, leaves[index - start])
-        narrowed.append(_narrow(path, array, [array], index))
-        if narrowed[-1].dtype != narrowed[0].dtype:
-            expected, got = f"the dtype {narrowed[0].dtype} of example {start}", narrowed[-1].dtype
+    if dtypes.count(dtypes[0]) < len(dtypes) or not is_numeric(dtypes[0]):
+        _refuse_dtypes(path, leaves, dtypes, start)
+    return arrays
+
+
+def _refuse_dtypes(path: KeyPath, leaves: list[Any], dtypes: list[Any], start: int) -> None:
+    for index, dtype in enumerate(dtypes):
+        if not is_numeric(dtype):
+            _refuse_leaf(path, start + index, leaves[index])
+        if dtype != dtypes[0]:
+            expected = f"the dtype {dtypes[0]} of example {start}"
             advice = "a dtype that changes makes a step compile again: cast to one"
-            refuse(locate(index, path), expected, f"{got}", advice, kind=DataError)
-    return narrowed
+            refuse(locate(start + index, path), expected, f"{dtype}", advice, kind=DataError)
 
 
 def _to_array(path: KeyPath, index: int, leaf: Any) -> Any:
     """Convert a leaf to an array, or to None if it is an empty list, which has no dtype."""
     if type(leaf) is np.ndarray:
         return leaf
+    refuse_masked(locate(index, path), [type(leaf)])
     if isinstance(leaf, list | tuple) and not leaf:
         return None
     if type(leaf) is list and type(leaf[0]) is int:
         try:  # twice as fast as np.asarray, and as strict: it only accepts integers that fit
-            return np.frombuffer(c_array("i", leaf), np.intc)
+            return np.frombuffer(c_array("q", leaf), np.int64)
         except (TypeError, OverflowError):
             pass
     try:
         array = np.asarray(leaf)
     except ValueError:  # ragged lists
         _refuse_leaf(path, index, leaf)
+    except TypeError:
+        refuse_keys(locate(index, path), [leaf])
+        raise
     if not is_numeric(array.dtype):
         _refuse_leaf(path, index, leaf)
-    is_python = array.dtype == np.float64 and not hasattr(leaf, "dtype")
-    return array.astype(np.float32) if is_python else array
+    return array
 
 
 def _refuse_leaf(path: KeyPath, index: int, leaf: Any) -> NoReturn:
@@ -395,24 +400,19 @@ def concatenate(
         where, advice = locate(start + index, path), "only the first axis may differ"
         expected = f"the shape ({', '.join(map(str, ('n', *rest)))}) as example {start} has"
         refuse(where, expected, f"{shapes[index]}", advice, kind=DataError)
-    return _narrow(path, batch, arrays, start)
+    _check_fit(path, batch, arrays, start)
+    return batch
 
 
-def _narrow(path: KeyPath, batch: Any, arrays: list[Any], start: int = 0) -> Any:
-    """Cast 64-bit integers to 32 bits, as JAX does by default; raise if a value does not fit."""
-    if batch.dtype.kind not in "iu" or batch.dtype.itemsize < 8:
-        return batch
-    target = np.dtype(f"{batch.dtype.kind}4")
-    limits = np.iinfo(target)
-    # Negative integers are large when viewed as unsigned: one pass is enough for most batches.
-    suspect = batch.size and batch.view(f"u{batch.itemsize}").max() > limits.max
-    if suspect and (batch.min() < limits.min or batch.max() > limits.max):
-        for index, array in enumerate(arrays, start):
-            if wide := array[(array < limits.min) | (array > limits.max)].tolist():
-                where, advice = locate(index, path), "make them smaller, or floats"
-                expected = f"integers that fit {target}, which is what jax takes"
-                refuse(where, expected, f"{wide[0]}", advice, kind=DataError)
-    return batch.astype(target)
+def _check_fit(path: KeyPath, batch: Any, arrays: list[Any], start: int = 0) -> None:
+    """Raise if jax would wrap an integer around; name the example that has it."""
+    if find_wrapped(batch) is None:
+        return
+    for index, array in enumerate(arrays, start):
+        if (wrapped := find_wrapped(array)) is not None:
+            expected = f"integers that fit {dtype_in_jax(array.dtype)}, which jax reads them as"
+            advice = "make them smaller, or floats, or enable x64"
+            refuse(locate(index, path), expected, f"{wrapped}", advice, kind=DataError)
 
 
 def pad_values(role: str, pad: Pad, paths: Iterable[KeyPath]) -> dict[KeyPath, Any]:
@@ -432,8 +432,7 @@ def pad_values(role: str, pad: Pad, paths: Iterable[KeyPath]) -> dict[KeyPath, A
 def check_pad(path: KeyPath, value: Any, dtype: Any) -> Any:
     """Return a padding value; raise if the dtype of the sequence cannot represent it."""
     if value != 0 and dtype.kind in "iub":
-        if dtype.kind != "b" and dtype.itemsize == 8:
-            dtype = np.dtype(f"{dtype.kind}4")
+        dtype = dtype_in_jax(dtype)
         low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         if not low <= value <= high or int(value) != value:
             expected = f"a value of {dtype} for {name_of(path)}"

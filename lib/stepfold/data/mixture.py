@@ -19,6 +19,7 @@ Weights = Sequence[float] | Mapping[str, float]
 """The relative weights of all sources, in their order or by name."""
 
 _PERIOD = 1 << 30  # the product of two numbers below it fits an int64
+_MIN_SHARE = 5e-8  # of the weights, which rounding to the period changes by less than 1 %
 
 
 def mix(
@@ -56,7 +57,7 @@ def mix(
 
     Raises:
       ConfigError: if `sources` is empty, or a weight or a stage is not as described. A weight is
-        a positive finite number.
+        a positive finite number, and at least 5e-8 of their sum.
       DataError: if a source is invalid or empty.
 
     >>> import numpy as np
@@ -240,13 +241,15 @@ class Mixture(Source):
     def _index(self, number: int, count: Indices) -> Indices:
         """Return the index of the count-th example drawn from a source, over all passes."""
         order: Any = self._orders[number]  # numpy's stubs of Python 3.11 take no union of indices
-        index = np.empty_like(count)
-        if order.length == ENDLESS:
+        if order.length == ENDLESS or not count.size:
             return count
         passes, positions = np.divmod(count, order.length)
-        for epoch in np.unique(passes).tolist():
-            here = passes == epoch
-            index[here] = order(epoch, positions[here])
+        index, by_pass = np.empty_like(count), passes.argsort(kind="stable")
+        epochs, starts = np.unique(passes[by_pass], return_index=True)
+        ends = [*starts[1:].tolist(), len(count)]
+        for epoch, start, end in zip(epochs.tolist(), starts.tolist(), ends, strict=True):
+            rows = by_pass[start:end]
+            index[rows] = order(epoch, positions[rows])
         return index
 
     def examples(self, rows: Rows) -> list[Any]:
@@ -329,7 +332,13 @@ def _scale(first: int, weights: Sequence[Fraction]) -> list[int]:
         refuse("mix", f"a weight above 0 from example {first} on", "only 0")
     shares = [weight / sum(weights) for weight in weights]
     period = min(_PERIOD, math.lcm(*(share.denominator for share in shares)))
-    return [max(int(share > 0), round(share * period)) for share in shares]
+    scaled = [round(share * period) for share in shares]
+    for number, (share, weight) in enumerate(zip(shares, scaled, strict=True)):
+        if abs(weight - share * period) > share * period / 100:
+            expected = f"a weight at {number} of at least {_MIN_SHARE} of the sum of all"
+            advice = "to use nothing of a source, leave it out"
+            refuse("mix", expected, f"{float(share):.3g} of it", advice)
+    return scaled
 
 
 def _due(count: Indices, weight: int, total: int) -> Indices:

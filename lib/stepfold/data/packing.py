@@ -58,7 +58,7 @@ def pack(
     Args:
       examples: an iterable of any length, of dicts with the same keys, whose leaves are sequences
         that have one length within an example; or of bare sequences, which get the key `tokens`.
-        Dtypes are as in `collate`.
+        Dtypes are those of `batches`.
       length: the length of a row.
       rows: the number of rows per batch. Rows of padding fill the last batch. By default, the
         iterator yields single rows.

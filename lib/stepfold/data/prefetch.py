@@ -3,8 +3,10 @@
 import atexit
 import pickle
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Self
 
@@ -21,6 +23,24 @@ Place = Callable[[Any], Any]
 _JOIN_SECONDS = 0.5  # to wait for a stopped thread; one blocked in its source ends later
 _END = object()
 _NONE = object()
+
+# jax's contexts belong to a thread, so the thread of `prefetch` enters those of the loop. They are
+# listed by name, since only the private `jax._src.config.config_states` has them all. Left out are
+# `thread_guard`, which is meant for one thread, and what no public call reads: the contexts of
+# `make_user_context`, `compute_on` and `set_xla_metadata`, and the deprecated `with mesh:`. A
+# function that places batches and depends on these has to enter them itself.
+_CONTEXTS = (
+    *("enable_x64", "default_device", "default_matmul_precision", "allow_f16_reductions"),
+    *("numpy_dtype_promotion", "numpy_rank_promotion", "auto_pcast", "softmax_custom_jvp"),
+    *("default_prng_impl", "enable_custom_prng", "legacy_prng_key", "threefry_partitionable"),
+    *("debug_nans", "debug_infs", "debug_key_reuse", "disable_jit", "no_tracing", "no_execution"),
+    *("transfer_guard_host_to_device", "transfer_guard_device_to_host"),
+    *("transfer_guard_device_to_device", "array_garbage_collection_guard"),
+    *("enable_checks", "check_tracer_leaks", "explain_cache_misses", "log_compiles"),
+    "remove_size_one_mesh_axis_from_type",
+)
+# Those that change where a batch is and what it holds, compared at every `next`.
+_PLACING = ("default_device", "enable_x64", "default_prng_impl")
 
 
 def prefetch(batches: Any, *, sharding: Any = None, size: int = 2) -> "Prefetch":
@@ -39,6 +59,10 @@ def prefetch(batches: Any, *, sharding: Any = None, size: int = 2) -> "Prefetch"
     collected, and at exit. Batches of numpy arrays are copied, because their source may reuse its
     buffers while they wait; only those of `sf.batches` without `collate` never share memory that is
     written again.
+
+    The thread makes and places batches in the jax contexts of the first `next`, such as
+    `jax.default_device`, `jax.enable_x64` and `jax.set_mesh`. A later `next` in others warns if the
+    batches are jax's arrays.
 
     Args:
       batches: an iterable of batches. Do not use it elsewhere while it is prefetched. If it has
@@ -133,6 +157,7 @@ class Prefetch:
         self._failed: Any = _NONE  # a batch that was read, and could not be placed
         self._queue: _Queue | None = None
         self._thread: threading.Thread | None = None
+        self._placing: tuple[Any, ...] = ()  # the contexts of the thread that change its batches
         self._stop: Callable[[], object] = lambda: None
 
     def __iter__(self) -> Self:
@@ -145,6 +170,8 @@ class Prefetch:
             queue = self._queue or self._start()
             item = queue.ready.get()
             if isinstance(item, _Item):
+                if _read_placing() != self._placing:
+                    self._warn_of_contexts(item.batch)
                 self._state = item.state
                 queue.free.put(None)
                 return item.batch
@@ -161,9 +188,26 @@ class Prefetch:
         if self._state is None:
             self._state = _copy_state(self._iterator)
         self._queue, self._stop = queue, weakref.finalize(self, queue.stop)
+        self._placing = _read_placing()
         self._thread = _start_thread(queue, self._iterator, self._place, self._failed)
         self._failed = _NONE
         return queue
+
+    def _warn_of_contexts(self, batch: Any) -> None:
+        if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):
+            return  # contexts do not change arrays of numpy
+        names, now = (*_PLACING, "set_mesh"), _read_placing()
+        pairs = [
+            f"{name} was {before} and is {after}"
+            for name, before, after in zip(names, self._placing, now, strict=True)
+            if before != after
+        ]
+        self._placing = now  # warn once
+        warnings.warn(
+            "prefetch: expected the jax contexts of the first next(), in which batches are made, "
+            f"got others: {', '.join(pairs)}; call the first next() in them",
+            stacklevel=3,
+        )
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -309,10 +353,14 @@ class _Queue:
 def _start_thread(
     queue: _Queue, iterator: Any, place: Place | None, failed: Any
 ) -> threading.Thread:
+    values = {name: getattr(jax.config, f"jax_{name}") for name in _CONTEXTS}
+    mesh = jax.sharding.get_mesh()
+
     def run() -> None:
         nonlocal iterator, place, failed
         try:
-            _fill(queue, iterator, place, failed)
+            with _entered(values, mesh):
+                _fill(queue, iterator, place, failed)
         except BaseException as error:  # noqa: BLE001  raised by the iterator instead
             queue.ready.put(_Failure(error, _NONE))
         finally:
@@ -331,6 +379,21 @@ def _start_thread(
     atexit.register(leave)
     thread.start()
     return thread
+
+
+@contextmanager
+def _entered(values: Mapping[str, Any], mesh: Mesh) -> Iterator[None]:
+    """Enter jax's contexts, with the values that they have in another thread."""
+    with ExitStack() as stack:
+        for name, value in values.items():
+            stack.enter_context(getattr(jax, name)(value))
+        stack.enter_context(jax.set_mesh(mesh))
+        yield
+
+
+def _read_placing() -> tuple[Any, ...]:
+    values = [getattr(jax.config, f"jax_{name}") for name in _PLACING]
+    return (*values, jax.sharding.get_mesh())
 
 
 def _fill(queue: _Queue, iterator: Any, place: Place | None, batch: Any) -> None:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from stepfold import tree
+from stepfold.data.dtypes import refuse_keys, refuse_masked
 from stepfold.data.order import Rows
 from stepfold.errors import ConfigError, DataError, refuse
 
@@ -63,6 +64,8 @@ def read_source(source: Any) -> Source:
         advice = "a set has no order: give a list of it, sorted"
     elif isinstance(source, Mapping):
         advice = f"give one of its values, which are called {', '.join(map(repr, source))}"
+    elif hasattr(type(source), "iloc"):  # pandas, whose [i] is a label or a column
+        advice = "give a dict of its columns, each as np.asarray(column)"
     elif is_stream(source):
         advice = "a stream has no random access: give a list of it"
     elif not _is_indexed(source):
@@ -151,6 +154,7 @@ def _read_only(name: str, leaf: Any) -> Any:
     if not leaf.ndim:
         got = f"the scalar {tree.describe_value(leaf)}"
         refuse(name, expected, got, "give every example its own", kind=DataError)
+    refuse_keys(name, [leaf])
     array = np.asarray(leaf).view()
     array.flags.writeable = False
     return array
@@ -295,6 +299,7 @@ def _columns(
 
 def _stack_leaf(name: str, values: Sequence[Any], indices: Sequence[int]) -> Any:
     kind, *others = set(map(type, values))
+    refuse_masked(name, (kind, *others))
     if not others and issubclass(kind, int | float | complex | np.number | np.bool_):
         batch = np.array(values)  # scalars of one type have one dtype, unless integers are huge
         is_huge = issubclass(kind, int) and batch.dtype not in (np.int_, np.bool_)
@@ -305,6 +310,9 @@ def _stack_leaf(name: str, values: Sequence[Any], indices: Sequence[int]) -> Any
     except ValueError:  # ragged nested lists
         got = f"{tree.describe_value(values[0])} at index {indices[0]}"
         refuse(name, "rows of one length", got, "pad or cut them with collate=…", kind=DataError)
+    except TypeError:
+        refuse_keys(name, values)
+        raise
     dtypes = [array.dtype for array in arrays]
     is_alike = dtypes.count(dtypes[0]) == len(dtypes) and len({each.shape for each in arrays}) == 1
     if not is_alike or not tree.is_numeric(dtypes[0]):

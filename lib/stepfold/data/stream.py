@@ -9,6 +9,7 @@ import numpy as np
 
 from stepfold import tree
 from stepfold.core.validation import read_integer
+from stepfold.data.dtypes import warn_of_wrapped
 from stepfold.data.epochs import Shard, Sizes, Skips, refuse_size, size_at
 from stepfold.data.sources import check_examples
 from stepfold.errors import DataError, refuse
@@ -29,6 +30,7 @@ class BatchIterator:
         self._pipeline, self._skips = pipeline, Skips()
         # Stacking makes new arrays, and views of a source are of memory that it keeps.
         self.reuses_buffers = builder.collate is not None
+        self._has_checked_values = False
 
     def __iter__(self) -> Self:
         return self
@@ -55,6 +57,13 @@ class BatchIterator:
     def batch_sizes(self) -> Sizes:
         """The global batch sizes: pairs of a step and the size from that step on."""
         return [*{self._skips.step(index): size for index, size in self._sizes}.items()]
+
+    def _checked(self, batch: Any) -> Any:
+        """Return a batch; warn if the first one has integers that jax would wrap around."""
+        if not self._has_checked_values:
+            self._has_checked_values = True
+            warn_of_wrapped(batch)
+        return batch
 
     def get_state(self) -> dict[str, Any]:
         """Return the position and the pipeline's settings, serializable as JSON."""
@@ -142,7 +151,7 @@ class StreamBatches(BatchIterator):
                 self._end_epoch(size)
                 continue
             is_skipped = self._index != self._skips.index(self._step)
-            batch = None if is_skipped else self._make(size)
+            batch = None if is_skipped else self._checked(self._make(size))
             self._position = self._stream.position()
             self._step += not is_skipped
             self._index += 1
