@@ -13,7 +13,7 @@ from pathlib import Path
 import hypothesis
 import jax
 import pytest
-from tests.faults.forks import Forks
+from tests.forks import Forks
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 

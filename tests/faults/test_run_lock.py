@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from tests.loop import small
+from tests import small
 
 import stepfold as sf
 from stepfold.loop import run_lock

@@ -16,9 +16,9 @@ def launcher(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def processes() -> Iterator[launch.Session]:
-    """Run the workers of a module in the same two processes."""
+    """Run workers in the same two processes."""
     # With jax 0.10, a process has hung once after its peer had printed all results. A deadlock of a
     # worker hangs again.
     attempts = 1 if jax.__version_info__ >= (0, 11) else 2

