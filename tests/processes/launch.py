@@ -11,7 +11,6 @@ stop and die gets its own launch, as here. A process that hangs shows the stacks
 """
 
 import contextlib
-import functools
 import io
 import itertools
 import os
@@ -109,7 +108,7 @@ class Session:
                 ends = self._ends()
                 assert not any(end.code for end in ends), report(ends)
 
-    def run(self, worker, *args, timeout=60):
+    def run(self, worker, *args, timeout=120):
         """Run `worker(start, *args)` in both processes, and return what each printed."""
         for _ in range(self._attempts - 1):
             with contextlib.suppress(Hang):

@@ -1,16 +1,17 @@
 """The launcher of these tests reports errors and leaves no process behind."""
 
 import os
+import sys
+import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from . import launch
 
 
 def prints(start, text):
-    import sys
-
     print(text, "out")
     print(text, "err", file=sys.stderr)
 
@@ -31,10 +32,6 @@ def test_error_shows_all_outputs(launcher):
 
 
 def stays(start, folder):
-    import os
-    import time
-    from pathlib import Path
-
     (Path(folder) / f"{os.getpid()}").touch()
     print("stays")
     time.sleep(600)
@@ -51,11 +48,6 @@ def test_no_process_outlives_its_timeout(launcher, tmp_path):
 def test_a_session_runs_workers_in_the_same_processes_until_one_fails():
     def says_where(start, worker, folder):
         """Print the ID of this process, and hang, raise or leave a setting if this is asked."""
-        import os
-        import time
-
-        import jax
-
         print(os.getpid(), start().process)
         if jax.process_index() == 1:
             if worker == "hangs":
@@ -66,7 +58,7 @@ def test_a_session_runs_workers_in_the_same_processes_until_one_fails():
                 jax.config.update("jax_enable_x64", True)
 
     words = {
-        "hangs": "still running after 5 s, now killed(?s:.*)process 1 ended with -6(?s:.*) in says_where",
+        "hangs": "after 5 s, now killed(?s:.*)process 1 ended with -6(?s:.*) in says_where",
         "raises": "process 1 ended with 1, wrote:(?s:.*)on purpose",
         "leaves": "did not restore {'jax_enable_x64': True}",
     }

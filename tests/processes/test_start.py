@@ -3,9 +3,20 @@
 import os
 import re
 import signal
+import subprocess
+import sys
+import threading
 import time
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+import stepfold as sf
+from stepfold import ConfigError
+from stepfold.core.processes import Disbanded, Group
 
 from . import launch
 
@@ -13,10 +24,6 @@ HOW = {"explicit": "with an explicit coordinator", "mpirun": "under Open MPI"}
 
 
 def sums_over_all_devices(start):
-    import jax
-    import numpy as np
-    from jax.sharding import NamedSharding, PartitionSpec
-
     found = start()
     assert (jax.process_index(), jax.process_count()) == (found.process, found.processes)
     assert (jax.local_device_count(), jax.device_count()) == (2, 4)
@@ -67,12 +74,6 @@ def test_variables_of_srun_are_enough(hosts, address):
 
 
 def dies_while_the_other_waits(start, who):
-    import os
-    import signal
-    import time
-
-    from jax.experimental import multihost_utils
-
     found = start(heartbeat=5)
     multihost_utils.sync_global_devices("all are there")
     print("together")
@@ -93,12 +94,6 @@ def test_killed_process_ends_the_others_with_an_error(launcher, who):
 
 
 def freezes(start):
-    import os
-    import signal
-    import subprocess
-
-    from jax.experimental import multihost_utils
-
     found = start(heartbeat=4)
     multihost_utils.sync_global_devices("all are there")
     print("together")
@@ -117,10 +112,6 @@ def test_frozen_process_ends_the_others():
 
 
 def raises(start):
-    import time
-
-    from jax.experimental import multihost_utils
-
     found = start(shutdown=3)
     multihost_utils.sync_global_devices("all are there")
     print("together")
@@ -140,14 +131,6 @@ def test_error_ends_the_others_within_the_shutdown_timeout(launcher):
 
 
 def coordinator_dies_before_all_are_there(start):
-    import os
-    import signal
-    import sys
-    import threading
-    import time
-
-    from stepfold import ConfigError
-
     rank = int(os.path.basename(sys.argv[1])[0])
     if rank == 2:
         sys.exit()
@@ -170,12 +153,6 @@ def test_a_coordinator_that_is_killed_before_all_are_connected_ends_the_others_w
 
 
 def ends_by_a_signal(start, who):
-    import os
-    import signal
-    import time
-
-    from stepfold.core.processes import Disbanded, Group
-
     found = start(elastic=True, heartbeat=4)
     group = Group.of_live()
     group.meet()
@@ -196,8 +173,6 @@ def test_the_others_learn_of_an_elastic_process_that_a_signal_ends():
 
 
 def leaves_with_an_error(start):
-    from stepfold.core.processes import Disbanded, Group
-
     found = start(elastic=True, heartbeat=4)
     group = Group.of_live()
     group.meet()
@@ -217,8 +192,6 @@ def test_an_elastic_process_that_leaves_tells_the_others_why():
 
 
 def asks_for_elastic_later(start):
-    import stepfold as sf
-
     start()
     try:
         start(elastic=True)
