@@ -296,8 +296,8 @@ def clean_environ():
 def program(worker, args, *, call=""):
     """Return a program that calls `worker(*args)`, with what the worker uses of its file.
 
-    These are the imports, except those of tests, and the functions and classes that it names. A
-    worker imports modules of tests itself.
+    These are the imports, except those of tests, and the functions, classes and constants that it
+    names. A worker imports modules of tests itself.
     """
     source = textwrap.dedent(inspect.getsource(worker))
     parts = parts_of(sys.modules[worker.__module__].__file__)
@@ -320,8 +320,12 @@ def parts_of(path):
             module = getattr(node, "module", None) or node.names[0].name
             if module.split(".")[0] not in ("pytest", "tests") and not getattr(node, "level", 0):
                 parts |= {alias.asname or alias.name.split(".")[0]: node for alias in node.names}
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.decorator_list:
-            parts[node.name] = node
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            if not any("pytest" in names_in(decorator) for decorator in node.decorator_list):
+                parts[node.name] = node
+        elif isinstance(node, ast.Assign):
+            targets = {name for target in node.targets for name in names_in(target)}
+            parts |= {name: node for name in targets if name.isupper()}
     return parts
 
 

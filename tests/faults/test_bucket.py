@@ -16,15 +16,6 @@ import stepfold as sf
 from stepfold.checkpoint import bucket
 from stepfold.checkpoint.store import open_store
 
-from .forks import Forks
-
-
-@pytest.fixture(scope="module")
-def server():
-    with pytest.MonkeyPatch.context() as patch, s3.Server() as server:
-        s3.use_credentials(patch)
-        yield server
-
 
 def tree(step):
     return {"w": np.arange(40, dtype=np.float32) + step, "n": np.full(3, step)}
@@ -39,13 +30,6 @@ def restored(url, **options):
 
 def saves(url, credentials):
     """Save steps 3 and 4, each of which deletes an older one."""
-    import os
-
-    import numpy as np
-
-    import stepfold as sf
-    from stepfold.checkpoint import bucket
-
     os.environ.update(credentials)
     bucket._OBJECT = 100  # several objects for each step
     bucket._RETRIES = {"max_retries": 2, "initial_delay": "50ms", "max_delay": "100ms"}
@@ -94,20 +78,21 @@ def test_a_kill_at_any_request_leaves_whole_steps(server, forks, tmp_path, count
 
     A kill after an answer leaves what one before the next request does.
     """
-    path, copies, one_at_a_time = tmp_path.name, {}, threading.Lock()
+    path, copies, client, one_at_a_time = tmp_path.name, {}, [], threading.Lock()
     stride = count(20, 1)
 
     def copy(number, method, name):
         with one_at_a_time:
             if number % stride == 0:
-                copies[f"{path}-{number}"] = saved_steps(forks.output())
+                copies[f"{path}-{number}"] = saved_steps(client[0].output() if client else "")
                 for each in server.objects(f"{path}/"):
                     target = f"{path}-{number}{each.removeprefix(path)}"
                     server.write(target, server.read(each))
 
     save_two(server, path)
     with s3.Proxy(server, copy) as proxy:
-        end = forks.run(saves, proxy.url(path), s3.CREDENTIALS)
+        client.append(forks.start(saves, proxy.url(path), s3.CREDENTIALS))
+        end = client[0].wait()
     assert end.output == "saved 3\nsaved 4\n", end
     assert len(copies) > 30 // stride
     for copied, done in copies.items():
@@ -120,15 +105,14 @@ def test_a_client_that_is_killed_leaves_whole_steps(server, forks, tmp_path, at,
     path = tmp_path.name
 
     def fault(number, method, name):
-        kill = lambda: os.kill(pid, signal.SIGKILL)
         if number != at:
             return None
-        return kill if is_answered else kill()
+        return client.kill if is_answered else client.kill()
 
     save_two(server, path)
     with s3.Proxy(server, fault) as proxy:
-        pid = forks.start(saves, proxy.url(path), s3.CREDENTIALS)
-        end = forks.wait()
+        client = forks.start(saves, proxy.url(path), s3.CREDENTIALS)
+        end = client.wait()
     assert end.code == -signal.SIGKILL, end
     check_after_a_kill(server.url(path), saved_steps(end.output))
 
@@ -163,13 +147,6 @@ def test_a_slow_server_makes_a_save_slow_and_no_worse(server, forks, tmp_path):
 
 def races(url, credentials, go, value):
     """Save a step at the moment that another process does."""
-    import os
-    import time
-
-    import numpy as np
-
-    import stepfold as sf
-
     os.environ.update(credentials)
     os.mkdir(f"{go}.{value}")
     while not os.path.exists(go):
@@ -183,15 +160,13 @@ def races(url, credentials, go, value):
                 raise
 
 
-def test_of_two_processes_that_save_a_step_exactly_one_wins(server, tmp_path):
+def test_of_two_processes_that_save_a_step_exactly_one_wins(server, forks, tmp_path):
     url, go = server.url(tmp_path.name), tmp_path / "go"
-    with Forks() as first, Forks() as second:
-        for number, forks in enumerate((first, second)):
-            forks.start(races, url, s3.CREDENTIALS, str(go), number)
-        while len(list(tmp_path.iterdir())) < 2:
-            time.sleep(0.01)
-        go.touch()
-        ends = [first.wait(), second.wait()]
+    racing = [forks.start(races, url, s3.CREDENTIALS, str(go), number) for number in (0, 1)]
+    while len(list(tmp_path.iterdir())) < 2:
+        time.sleep(0.01)
+    go.touch()
+    ends = [process.wait() for process in racing]
     assert [end.code for end in ends] == [0, 0], ends
     won = [[int(line) for line in end.output.splitlines()] for end in ends]
     assert sorted(won[0] + won[1]) == [0, 1, 2, 3, 4]
@@ -203,16 +178,9 @@ def test_of_two_processes_that_save_a_step_exactly_one_wins(server, tmp_path):
 
 
 def saves_at_google(endpoint):
-    import os
-
     # tensorstore's own variables for tests.
     os.environ["TENSORSTORE_GCS_HTTP_URL"] = endpoint
     os.environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"] = "a-secret"
-    import numpy as np
-
-    import stepfold as sf
-    from stepfold.checkpoint.store import open_store
-
     url = "gs://checkpoints/run"
     with sf.Checkpoints(url, keep=2) as series:
         for step in range(1, 5):

@@ -5,30 +5,27 @@ its exit code can no longer be changed.
 """
 
 import os
+import resource
 import signal
+import sys
+import threading
 import time
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tests.processes import launch
 
 import stepfold as sf
+
+from . import training
 
 LIKE = {"w": jnp.zeros((512, 1024)), "step": jnp.zeros((), jnp.int32)}
 
 
 def leaves(folder, how, failing=False):
     """Begin to save step 2 in the background, and be gone."""
-    import os
-    import resource
-    import signal
-    import sys
-    import threading
-
-    import jax.numpy as jnp
-
-    import stepfold as sf
-
     series = sf.Checkpoints(folder, every=1).open()
     for step in (1, 2):
         if failing and step == 2:
@@ -92,10 +89,13 @@ def check(folder, end, codes):
 
 
 def full(*ways):
-    return [pytest.param(how, marks=pytest.mark.full) for how in ways]
+    return [
+        pytest.param(*(way if isinstance(way, tuple) else (way,)), marks=pytest.mark.full)
+        for way in ways
+    ]
 
 
-USUAL = ["return", "raise", *full("SIGINT", "exit", "exit 3")]
+USUAL = ["return", *full("raise", "SIGINT", "exit", "exit 3")]
 
 
 @pytest.mark.parametrize("how", USUAL)
@@ -104,16 +104,18 @@ def test_leaving_without_close(forks, tmp_path, count, how):
         check(tmp_path / f"{i}", forks.run(leaves, str(tmp_path / f"{i}"), how), CODES[how])
 
 
-@pytest.mark.parametrize("how", ["forgotten", *full("stdout closed", "stdout None")])
+@pytest.mark.parametrize("how", full("forgotten", "stdout closed", "stdout None"))
 def test_leaving_without_close_in_other_ways(forks, tmp_path, how):
     check(tmp_path, forks.run(leaves, str(tmp_path), how), (0,))
 
 
+@pytest.mark.full
 def test_leaving_without_close_and_without_a_place_for_errors(forks, tmp_path):
     assert forks.run(leaves, str(tmp_path), "stderr closed").code == 0
     is_committed(tmp_path)
 
 
+@pytest.mark.full
 def test_a_second_interrupt_while_the_save_is_waited_for(forks, tmp_path, count):
     for i in range(count(1, 4)):
         folder = tmp_path / f"{i}"
@@ -133,7 +135,7 @@ def test_leaving_where_the_save_fails(forks, tmp_path, how):
 
 
 @pytest.mark.parametrize(
-    "how", ["stderr closed", *full("stdout closed", "stdout None", "stdout broken")]
+    "how", full("stderr closed", "stdout closed", "stdout None", "stdout broken")
 )
 def test_leaving_where_the_save_fails_and_nobody_can_be_told(forks, tmp_path, how):
     forks.run(leaves, str(tmp_path), how, True)
@@ -141,13 +143,6 @@ def test_leaving_where_the_save_fails_and_nobody_can_be_told(forks, tmp_path, ho
 
 
 def leaves_two(start, folder, how):
-    import sys
-
-    import jax
-    import jax.numpy as jnp
-
-    import stepfold as sf
-
     start(shutdown=8)
     mesh = sf.make_mesh()
     spread, whole = jax.NamedSharding(mesh, jax.P("fsdp")), jax.NamedSharding(mesh, jax.P())
@@ -162,6 +157,7 @@ def leaves_two(start, folder, how):
         sys.exit()
 
 
+@pytest.mark.full
 def test_two_processes_that_leave_without_close(tmp_path, count):
     for how in ("raise", "return")[: count(1, 2)]:
         folder = tmp_path / how
@@ -173,24 +169,52 @@ def test_two_processes_that_leave_without_close(tmp_path, count):
             assert len({*map(id, aborted), *map(id, loud)}) == len(ends), launch.report(ends)
 
 
-def trains(folder, notes, options):
-    import training
-
-    training.run(folder, notes, **options)
-
-
 def test_an_interrupt_at_any_time_of_a_run(forks, tmp_path, count):
     """In the midst of a save, of a step, of jax: the folder is good, and the run goes on."""
     for i in range(count(1, 4)):
         folder, notes = tmp_path / f"{i}", tmp_path / f"{i}.notes"
-        process = forks.start(trains, str(folder), str(notes), {})
+        run = forks.start(training.train, str(folder), str(notes), {})
         while not notes.exists() or b"saving" not in notes.read_bytes():
             time.sleep(0.01)
         time.sleep(0.12 * i)
-        os.kill(process, signal.SIGINT)
-        end = forks.wait()
+        run.kill(signal.SIGINT)
+        end = run.wait()
         if end.code == 0:
             assert '"end"' in notes.read_text()
         assert not any(sf.verify(folder).values()), end
-        assert forks.run(trains, str(folder), str(notes), {}).code == 0
+        assert forks.run(training.train, str(folder), str(notes), {}).code == 0
         assert all(path.name.isdecimal() for path in folder.iterdir())
+
+
+def forks_in_a_hook(number):
+    codes = []
+
+    def fork(_):
+        ready, tell = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.write(tell, b"1")
+            try:
+                time.sleep(5)
+            except KeyboardInterrupt:
+                os._exit(130)
+            os._exit(0)
+        os.read(ready, 1)
+        time.sleep(0.1)
+        os.kill(pid, number)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    def count(state, batch):
+        return {"step": state["step"] + 1}, {"loss": sf.mean(batch)}
+
+    batches = [np.zeros(2)] * 2
+    result = sf.fit(count, {"step": jnp.int32(0)}, batches, hooks=fork, log_every=1)
+    print(str(result.stop_reason), codes)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, -15), *full((signal.SIGINT, 130), (signal.SIGUSR1, -10))],
+)
+def test_a_signal_ends_a_child_and_not_the_run(forks, number, code):
+    end = forks.run(forks_in_a_hook, int(number), timeout=30)
+    assert (end.code, end.output) == (0, f"the batches ended at step 2 {[code, code]}\n"), end

@@ -463,14 +463,8 @@ def test_a_name_that_tensorstore_refuses_is_refused(top, use, name):
 
 def uses_as_nobody(closed):
     """Use paths in a directory that only root may enter."""
-    import os
-
-    import jax
-    import numpy as np
     import safetensors.numpy  # noqa: F401, since only root may be able to read the environment
     import tensorboardX  # noqa: F401
-
-    import stepfold as sf
 
     jax.config.update("jax_enable_compilation_cache", False)  # it is root's
     os.setgid(65534)

@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 import subprocess
+import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -159,15 +161,6 @@ def test_a_checkpoint_of_a_newer_format(newer):
 
 def as_nobody(tasks):
     """Do things as a user who owns nothing; print what each returns or raises, and its warnings."""
-    import json
-    import os
-    import warnings
-
-    import jax
-    import numpy as np
-
-    import stepfold as sf
-
     like = {"w": np.zeros((4, 2), np.float32), "count": np.zeros((), np.int32)}
     if os.geteuid() == 0:
         jax.config.update("jax_enable_compilation_cache", False)  # it is root's

@@ -4,12 +4,24 @@ Most kills are stops of a process whose files are copied before it continues, as
 """
 
 import json
+import os
 import random
 import shutil
 import signal
+import threading
+import time
+import zlib
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+
+import stepfold as sf
+from stepfold import Series
+from stepfold.checkpoint.store import DirectoryStore
 
 
 def trains(runs):
@@ -18,21 +30,6 @@ def trains(runs):
     A run is a folder, the poisoned batches, those to skip from the start, and after how many
     seconds to stop, if at all. It writes what it ends with into the folder.
     """
-    import json
-    import os
-    import signal
-    import threading
-    import time
-    import zlib
-    from pathlib import Path
-
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-
-    import stepfold as sf
-
     size, tx = 64, optax.adam(0.02)
     x = np.random.default_rng(0).normal(size=(8 * size, 8)).astype(np.float32)
     order = sf.batches(np.arange(8 * size), 8, seed=0)
@@ -121,14 +118,7 @@ def test_a_run_stopped_at_random_moments_ends_as_one_that_skipped_from_the_start
 
 def stops_while_it_goes_back(runs, kills):
     """Train as `trains` does, and stop or die around everything that changes checkpoints."""
-    import os
-    import signal
-    import threading
-
     from test_rollback import trains
-
-    from stepfold import Series
-    from stepfold.checkpoint.store import DirectoryStore
 
     is_going_back = []
 

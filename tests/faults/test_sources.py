@@ -1,10 +1,95 @@
-"""Sources and streams that break: the error is clear, and nothing is lost."""
+"""What sources do wrong reaches the loop, at its step and in words; nothing is lost or hangs."""
+
+import gc
+import signal
+import textwrap
+import threading
+import time
 
 import jax
 import numpy as np
 import pytest
 
 import stepfold as sf
+
+
+def full(*values):
+    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+
+
+WRAPS = {
+    "plain": lambda batches: batches,
+    "ahead": lambda batches: sf.prefetch(sf.prefetch(batches, size=1), size=16),
+}
+
+
+@pytest.fixture(params=WRAPS)
+def wrap(request):
+    return WRAPS[request.param]
+
+
+class Source:
+    """Twenty numbers, of which reading one goes wrong."""
+
+    def __init__(self, index=-1, fault=None):
+        self.index, self.fault, self.length = index, fault, 20
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return self.fault() if index == self.index else np.int64(index)
+
+
+def raising(error):
+    def fault():
+        raise error
+
+    return fault
+
+
+def taken(stream, kind):
+    """Take batches until it goes wrong; give them, and the error."""
+    batches = []
+    with pytest.raises(kind) as caught:
+        batches.extend(batch.tolist() for batch in stream)  # keeps those before the error
+    return batches, caught.value
+
+
+def rows(steps):
+    return [list(range(4 * step, 4 * step + 4)) for step in range(steps)]
+
+
+@pytest.mark.parametrize("index", [0, 6, 19])
+@pytest.mark.parametrize("error", [OSError("disk"), KeyError("row"), KeyboardInterrupt()], ids=repr)
+def test_an_error_of_the_source_comes_at_its_step(wrap, index, error):
+    stream = wrap(sf.batches(Source(index, raising(error)), 4))
+    batches, caught = taken(stream, type(error))
+    assert batches == rows(index // 4)
+    assert caught is error
+    assert stream.get_state()["step"] == index // 4
+
+
+def test_a_slow_source_is_waited_for(wrap):
+    slow = lambda: time.sleep(0.2) or np.int64(9)
+    stream = wrap(sf.batches(Source(9, slow), 4, epochs=1))
+    assert [batch.tolist() for batch in stream] == rows(5)
+
+
+def test_a_thread_whose_iterator_is_in_a_cycle_ends_when_it_is_collected():
+    before = set(threading.enumerate())
+    stream = sf.prefetch(sf.batches(Source(), 4))
+    next(stream)
+    (thread,) = set(threading.enumerate()) - before
+    stream.cycle = stream
+    del stream
+    assert thread.is_alive()
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+# Sources that break for a while, or for good
 
 
 class Flaky:
@@ -135,11 +220,11 @@ def test_a_missing_example_of_a_stream_is_refused_on_every_process(process):
         assert "making the batch of step 1: examples 4 to 7" in caught.value.__notes__[0]
 
 
-def test_a_stop_iteration_on_the_way_does_not_end_the_batches():
+@pytest.mark.parametrize("kind", [list, iter])
+def test_a_stop_iteration_on_the_way_does_not_end_the_batches(wrap, kind):
     stop = lambda example: next(iter(()))
-    for source in ([1, 2], iter([1, 2])):
-        with pytest.raises(sf.DataError, match="StopIteration came up at step 0"):
-            next(sf.batches(source, 2, transform=stop))
+    with pytest.raises(sf.DataError, match="StopIteration came up at step 0"):
+        next(wrap(sf.batches(kind([1, 2]), 2, transform=stop)))
 
 
 def test_a_source_that_shrinks_or_grows_is_noticed_and_its_position_kept():
@@ -162,3 +247,103 @@ def test_a_stream_of_what_does_not_stack_says_which_and_keeps_it():
             next(stream)
     padded = sf.batches(iter(ragged), 2, collate=lambda rows: sf.collate(rows, length=3))
     assert [jax.tree.map(np.shape, batch) for batch in padded][1]["mask"] == (2, 3)
+
+
+# Programs whose source waits
+
+
+START = """
+import itertools, threading, time
+import numpy as np
+import stepfold as sf
+
+def slow(after):
+    yield from itertools.repeat(np.ones(3), after)
+    print("waiting", flush=True)
+    time.sleep(600)
+    yield np.ones(3)
+
+"""
+
+
+def runs(source):
+    exec(source, globals())
+
+
+def started(forks, code):
+    """Start a program, and wait until its source waits."""
+    process = forks.start(runs, START + textwrap.dedent(code))
+    deadline = time.monotonic() + 60
+    while not process.output():
+        assert time.monotonic() < deadline, process.errors()
+        time.sleep(0.01)
+    return process
+
+
+def test_an_interrupt_reaches_a_loop_that_waits_for_a_batch(forks):
+    process = started(forks, """
+        def loop():
+            for batch in sf.prefetch(slow(2)):
+                pass
+
+        try:
+            loop()
+        except KeyboardInterrupt:
+            print("interrupted", [t.name for t in threading.enumerate() if not t.daemon])
+            raise
+        """)  # fmt: skip
+    time.sleep(0.1)
+    process.kill(signal.SIGINT)
+    end = process.wait()
+    assert end.output == "waiting\ninterrupted ['MainThread']\n"
+    assert end.errors.rstrip().endswith("KeyboardInterrupt")
+    assert end.errors.count("Traceback") == 1
+    assert end.code == -signal.SIGINT
+
+
+def test_an_interrupt_leaves_an_iterator_that_goes_on(forks):
+    process = started(forks, """
+        def source():
+            yield 1
+            print("waiting", flush=True)
+            time.sleep(1)
+            yield 2
+
+        stream = sf.prefetch(source())
+        got = [next(stream)]
+        try:
+            got += [next(stream)]
+        except KeyboardInterrupt:
+            got += ["interrupted"]
+        print(got + list(stream), [t.name for t in threading.enumerate()])
+        """)  # fmt: skip
+    time.sleep(0.1)
+    process.kill(signal.SIGINT)
+    output = "waiting\n[1, 'interrupted', 2] ['MainThread']\n"
+    assert process.wait() == (0, output, "")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "stream = sf.prefetch(slow(1)); next(stream); time.sleep(0.2)",
+        *full(
+            "with sf.prefetch(slow(1)) as stream: next(stream); time.sleep(0.2)",
+            "stream = sf.prefetch(sf.prefetch(slow(3))); next(stream); time.sleep(0.2)",
+            "next(sf.prefetch(slow(1))); time.sleep(0.2)",
+        ),
+    ],
+)
+def test_a_program_ends_although_its_source_waits(forks, code):
+    assert started(forks, code).wait() == (0, "waiting\n", "")
+
+
+@pytest.mark.full
+def test_a_program_ends_although_batches_are_being_placed(forks):
+    process = started(forks, """
+        import jax
+        stream = sf.prefetch(itertools.repeat(np.ones((64, 512))), sharding=jax.device_put, size=99)
+        next(stream)
+        print("waiting", flush=True)
+        """)  # fmt: skip
+    assert process.wait() == (0, "waiting\n", "")

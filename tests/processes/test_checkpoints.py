@@ -453,7 +453,7 @@ def saves_in_a_bucket(start, url, credentials):
 def both_in_a_bucket(server, tmp_path_factory):
     """Let two processes do all that they do in one go, since each start costs seconds."""
     url = server.url(tmp_path_factory.mktemp("bucket").name)
-    outputs = launch.run_processes(saves_in_a_bucket, 2, timeout=90, args=(url, s3.CREDENTIALS))
+    outputs = launch.run_processes(saves_in_a_bucket, 2, args=(url, s3.CREDENTIALS))
     return url, [json.loads(output) for output in outputs]
 
 

@@ -13,6 +13,7 @@ def full(*values):
     return pytest.param(*values, marks=pytest.mark.full)
 
 
+@pytest.mark.full
 def test_a_run_that_loses_a_process_ends_with_the_bits_of_one_that_does_not(undisturbed, tmp_path):
     (run,) = survivors(tmp_path, [("step 20", 1)], n=2)
     compare(run, undisturbed())

@@ -92,17 +92,20 @@ def same(seen, alone):
         assert values == pytest.approx(alone["history"][name][1], rel=1e-4)
 
 
-@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("placed", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_two_processes_fit_as_one(processes, placed, alone):
     for text in processes.run(fits, None, None, placed):
         same(json.loads(text), alone)
 
 
-@pytest.mark.parametrize(("cut", "store"), [("SIGTERM", "{}"), ("hook", "file://{}/bucket")])
+@pytest.mark.parametrize(
+    ("cut", "store"),
+    [pytest.param("SIGTERM", "{}", marks=pytest.mark.full), ("hook", "file://{}/bucket")],
+)
 def test_stop_of_one_process_stops_both_at_the_same_step(processes, cut, store, alone, tmp_path):
     series = store.format(tmp_path)
     if cut == "SIGTERM":
-        stopped = launch.run_processes(fits, 2, args=(series, cut, True), timeout=40)
+        stopped = launch.run_processes(fits, 2, args=(series, cut, True))
     else:
         stopped = processes.run(fits, series, cut, True)
     first, second = map(json.loads, stopped)
@@ -159,7 +162,7 @@ def fails_in_one(start, run_dir, where):
 
 def test_an_error_in_one_process_is_named_by_the_others_and_ends_all(tmp_path):
     args = (str(tmp_path), "batches")
-    first, second = launch.ends_of_processes(fails_in_one, 2, timeout=40, args=args)
+    first, second = launch.ends_of_processes(fails_in_one, 2, args=args)
     assert second.code != 0
     assert "OSError: cut here" in second.errors
     assert first.code not in (0, -signal.SIGKILL)
@@ -168,14 +171,17 @@ def test_an_error_in_one_process_is_named_by_the_others_and_ends_all(tmp_path):
 
 @pytest.mark.parametrize(
     "where",
-    ["hook", "log point", "generator"]
-    + [pytest.param(x, marks=pytest.mark.full) for x in ("evaluation", "last evaluation", "open")],
+    ["hook"]
+    + [
+        pytest.param(where, marks=pytest.mark.full)
+        for where in ("log point", "generator", "evaluation", "last evaluation", "open")
+    ],
 )
 def test_an_error_that_leaves_a_process_able_to_step_ends_all_after_a_save(tmp_path, where):
     args = (str(tmp_path), where)
     began = time.monotonic()
-    first, second = launch.ends_of_processes(fails_in_one, 2, timeout=40, args=args)
-    assert time.monotonic() - began < 20
+    first, second = launch.ends_of_processes(fails_in_one, 2, args=args)
+    assert time.monotonic() - began < 90
     assert second.code == 1, (first, second)
     assert "OSError: cut here" in second.errors
     saved = sf.latest_step(tmp_path / "checkpoints")
@@ -225,6 +231,7 @@ def schedules(start, folder):
     print(json.dumps([sizes, [curve[step] for step in range(10, 16)], result.resumed]))
 
 
+@pytest.mark.full
 def test_sizes_stages_and_batches_left_out_are_those_of_one_process(processes, tmp_path):
     alone = json.loads(launch.run_alone(schedules, None))
     assert (alone[0], alone[2]) == ([8, 16], None)
@@ -271,6 +278,7 @@ def trainer_trains(start, folder):
     print(json.dumps(found))
 
 
+@pytest.mark.full
 def test_a_trainer_of_two_processes_trains_as_one(processes, tmp_path):
     alone = json.loads(launch.run_alone(trainer_trains, str(tmp_path / "one")))
     for text in processes.run(trainer_trains, str(tmp_path / "two")):
@@ -302,6 +310,7 @@ def fails_in_step_6(start, folder):
     print(json.dumps([result.capsule.step, result.capsule.lost, str(result.capsule.path)]))
 
 
+@pytest.mark.full
 def test_one_process_replays_the_capsule_of_process_0(processes, tmp_path):
     first, second = map(json.loads, processes.run(fails_in_step_6, str(tmp_path)))
     lost = ["the batch: with several processes each has its own rows, and none has all of them"]
@@ -356,7 +365,8 @@ def goes_back(start, folder, asks):
     print(json.dumps(ends))
 
 
-@pytest.mark.parametrize("asks", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("asks", [False, True])
 def test_two_processes_go_back_together(processes, tmp_path, asks):
     for text in processes.run(goes_back, str(tmp_path), asks):
         went_back, skipped = json.loads(text)
@@ -491,6 +501,7 @@ def mixes(start, folder):
     print(json.dumps(found))
 
 
+@pytest.mark.full
 def test_two_processes_change_the_weights_of_a_mixture_together(processes, tmp_path):
     for text in processes.run(mixes, str(tmp_path)):
         (whole, position), (resumed, later), (expected, earlier), one = json.loads(text)

@@ -85,7 +85,7 @@ def stops(start, batches, options, folder=None, signal_at=None, hook_at=None):
     print(json.dumps(seen))
 
 
-@pytest.mark.parametrize("per_call", [1, 4])
+@pytest.mark.parametrize("per_call", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_batches_that_end_earlier_in_one_process_stop_all_at_the_same_step(
     processes, per_call, tmp_path
 ):
@@ -110,10 +110,11 @@ def test_a_known_number_of_batches_that_differs_is_refused_before_the_first_step
         assert (seen["steps"], seen["warned"]) == (7, [])
 
 
+@pytest.mark.full
 def test_batches_that_are_not_as_endless_as_they_say_end_all(tmp_path):
     batches = [("endless", 30, 0.01), ("endless", 8, 0.01)]
     first, second = launch.ends_of_processes(
-        stops, 2, timeout=60, args=(batches, {"steps": 30, "log_every": 5})
+        stops, 2, args=(batches, {"steps": 30, "log_every": 5})
     )
     assert "batches: expected no end after step 8, by their own count" in second.output
     assert first.code != 0 or "stepfold: process 1" in first.errors
@@ -175,9 +176,9 @@ def saves(start, folder, who, how, kind):
     ("who", "how", "kind"),
     [
         ((1,), "signal", "list"),
-        ((0,), "hook", "list"),
         ((1,), "thread", "generator"),
-        ((0, 1), "hook", "list"),
+        pytest.param((0,), "hook", "list", marks=pytest.mark.full),
+        pytest.param((0, 1), "hook", "list", marks=pytest.mark.full),
     ],
 )
 def test_requests_save_once_in_all_processes_at_one_step(processes, tmp_path, who, how, kind):
@@ -214,6 +215,7 @@ def resumes(start, folder, local, stop_at):
     print(json.dumps([resumed, found, ended]))
 
 
+@pytest.mark.full
 def test_several_processes_resume_from_a_temporary_step(processes, tmp_path):
     def go(folder, stop_at):
         args = (str(tmp_path / folder), str(tmp_path / "local"), stop_at)

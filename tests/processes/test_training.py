@@ -82,7 +82,7 @@ def train_alone():
     [
         pytest.param("session", (1, -1, 1, 1), False, marks=pytest.mark.full),
         ("session", (2, 2, 1, 1), True),
-        ("mpirun", (2, 2, 1, 1), False),
+        pytest.param("mpirun", (2, 2, 1, 1), False, marks=pytest.mark.full),
     ],
 )
 def test_two_processes_train_as_one(processes, train_alone, launcher, dims, once):
@@ -118,8 +118,8 @@ def gives_rows(start, rows, late=0, timeout=None):
         print(type(error).__name__, error)
 
 
-def test_other_rows_are_refused_in_every_process():
-    outputs = launch.run_processes(gives_rows, args=(([4], [6]),), timeout=40)
+def test_other_rows_are_refused_in_every_process(processes):
+    outputs = processes.run(gives_rows, ([4], [6]))
     words = "expected the same number of rows in every process, got [4, 6]; drop or pad the last"
     assert outputs == [f"DataError shard_batch: {words} batch\n"] * 2
 
@@ -127,12 +127,13 @@ def test_other_rows_are_refused_in_every_process():
 # A process that is ahead with other rows is given 3 s; gloo would give up after 30.
 @pytest.mark.parametrize(("late", "rows"), [(4, 2), pytest.param(65, 4, marks=pytest.mark.full)])
 def test_a_late_process_is_waited_for(processes, late, rows):
-    outputs = processes.run(gives_rows, ([rows], [rows]), late, timeout=40 + late)
+    outputs = processes.run(gives_rows, ([rows], [rows]), late, timeout=120 + late)
     assert outputs == ["equal\n"] * 2
 
 
+@pytest.mark.full
 def test_no_answer_is_another_error_than_other_rows():
-    one, other = launch.ends_of_processes(gives_rows, args=(([4], [4, 6]), 0, 5), timeout=40)
+    one, other = launch.ends_of_processes(gives_rows, args=(([4], [4, 6]), 0, 5))
     assert one.output == "equal\n"
     assert other.output == (
         "PeerTimeoutError shard_batch: expected a batch of 6 rows from every process, as this one "
@@ -181,7 +182,8 @@ def trains_ordered(start, alone, dims):
     print(json.dumps(bits))
 
 
-@pytest.mark.parametrize("dims", [(2, 2, 1, 1), pytest.param((4, 1, 1, 1), marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dims", [(2, 2, 1, 1), (4, 1, 1, 1)])
 def test_two_processes_compute_the_bits_of_one_device(dims):
     (alone,) = launch.run_processes(trains_ordered, 1, args=(True, (1, 1, 1, 1)))
     both = launch.run_processes(trains_ordered, 2, args=(False, dims))
@@ -228,7 +230,7 @@ def prefetches_new_rows(start):
 
 
 def test_new_numbers_of_rows_in_the_thread_need_no_collective(processes):
-    assert processes.run(prefetches_new_rows, timeout=40) == ["True\n"] * 2
+    assert processes.run(prefetches_new_rows) == ["True\n"] * 2
 
 
 def test_sharding_over_processes_is_refused_without_communication(processes):
