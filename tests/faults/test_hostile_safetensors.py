@@ -20,7 +20,7 @@ DATA = b"".join(np.asarray(leaf).tobytes() for leaf in PARAMS.values())
 
 
 def load(path):
-    """Load in a thread that has 20 seconds; return the parameters or the error."""
+    """Load in a thread that has two minutes; return the parameters or the error."""
     found = []
 
     def call():
@@ -31,8 +31,8 @@ def load(path):
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(20)
-    assert found, "still running after 20 s"
+    thread.join(120)
+    assert found, "still running after 120 s"
     return found[0]
 
 

@@ -34,7 +34,7 @@ from stepfold.checkpoint.leaves import find_arrays
 
 TX = optax.sgd(0.1)
 DATA = {"x": np.arange(24, dtype=np.float32).reshape(24, 1)}
-SECONDS = 20
+SECONDS = 120
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 

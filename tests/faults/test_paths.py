@@ -487,19 +487,10 @@ def uses_as_nobody(closed):
                 print(error)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_directory_without_permission_is_refused(forks, tmp_path):
-    closed = tmp_path / "closed"
+def test_a_directory_without_permission_is_refused(forks, public_path):
+    closed = public_path / "closed"
     closed.mkdir(mode=0o700)
-    parents = [path for path in tmp_path.parents if path != path.parent]
-    modes = {path: path.stat().st_mode for path in (tmp_path, *parents)}
-    try:
-        for path, mode in modes.items():
-            path.chmod(mode | 0o011)
-        end = forks.run(uses_as_nobody, str(closed))
-    finally:
-        for path, mode in modes.items():
-            path.chmod(mode)
+    end = forks.run(uses_as_nobody, str(closed))
     assert end.code == 0, end
     lines = end.output.splitlines()
     assert len(lines) == 16

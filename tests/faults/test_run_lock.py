@@ -39,7 +39,7 @@ def trains(folder, seconds, steps):
         sys.exit(3)
 
 
-def wait_for(found, seconds=20):
+def wait_for(found, seconds=60):
     deadline = time.monotonic() + seconds
     while not found():
         assert time.monotonic() < deadline
@@ -227,7 +227,7 @@ def test_what_is_not_a_file_is_no_claim(tmp_path, monkeypatch, kind):
     make[kind]()
     thread = threading.Thread(target=acquire, args=(tmp_path,), daemon=True)
     thread.start()
-    thread.join(3)
+    thread.join(60)
     assert not thread.is_alive()
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
