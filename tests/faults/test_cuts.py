@@ -120,15 +120,6 @@ def without_fault(options):
     return {name: options[name] for name in options if name == "steps_per_call"}
 
 
-def test_a_batch_of_another_shape(tmp_path):
-    step, cut = 14, lambda batch: {name: leaf[:4] for name, leaf in batch.items()}
-    data = Batches(step, cut, after=True)
-    with pytest.raises(sf.RetraceError, match=r"batch/x: expected float32\[8,3\], got float32\[4,"):
-        course.run(tmp_path, data=data)
-    is_saved(tmp_path, step)
-    goes_on(tmp_path, step)
-
-
 def calling(do_at, do):
     """Make the step of the course, with a call of the host in it that fails at a step."""
     once = Once(lambda step: int(step) == do_at, do)
@@ -150,15 +141,6 @@ def test_an_error_of_the_step_on_the_device(tmp_path):
     with pytest.raises(jax.errors.JaxRuntimeError, match="cut here"):
         course.run(tmp_path, step=calling(13, fails))
     goes_on(tmp_path, 7, step=calling(None, fails))
-
-
-def test_an_error_while_tracing_leaves_nothing_behind(tmp_path):
-    def step(state, batch):
-        raise TypeError("of my own")
-
-    with pytest.raises(TypeError, match="of my own"):
-        course.run(tmp_path, step=step)
-    assert sf.latest_step(tmp_path / "checkpoints") is None
 
 
 # Stops

@@ -97,32 +97,11 @@ def stopped(forks, runs, options, place):
     return copies
 
 
-@pytest.mark.full
-def test_stops_at_random_times(forks, whole, tmp_path, count):
-    """The copies are continued, and copied again; all end as the whole run does."""
-    chance, lost = random.Random(0), []
-    times = lambda saves: [(number, chance.uniform(0, 0.2)) for number in saves]
-    runs = [Run(tmp_path / f"run-{i}") for i in range(count(1, 6))]
-    options = [{"stop_after": times(range(1, 9, count(3, 1)))} for _ in runs]
-    last = count(1, 3)
-    for attempt in range(last + 1):
-        copies = stopped(forks, runs, options, tmp_path / f"{attempt}")
-        for run in runs:
-            run.check_end(whole)
-        lost += [copy.check(whole) for copy in copies]
-        runs, options = copies, [{} for _ in copies]
-        if attempt < last - 1:
-            options = [{"stop_after": times([chance.randint(1, 3)])} for _ in copies]
-    assert not runs
-    assert len(lost) >= count(2, 48)
-    print(f"{len(lost)} stops at random times, steps lost {sorted(lost)}")
-
-
-@pytest.mark.parametrize("is_temporary", [False, True])
-def test_kills_at_random_times(alone, whole, whole_of_both, is_temporary, tmp_path, count):
+@pytest.mark.parametrize("is_temporary", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_kills_at_random_times(alone, whole, request, is_temporary, tmp_path, count):
     """Kill runs with checkpoints in one directory, or with temporary ones in a second."""
     chance, lost = random.Random(is_temporary), []
-    whole = whole_of_both if is_temporary else whole
+    whole = request.getfixturevalue("whole_of_both") if is_temporary else whole
     while len(lost) < count(1, 30 if is_temporary else 9):
         run = Run(tmp_path / f"{len(lost)}", alone, is_temporary=is_temporary)
         for _ in range(count(1, 3)):
@@ -139,7 +118,7 @@ def test_stops_before_each_change_of_a_file(forks, whole, tmp_path, count):
     """Over two saves and two deletions, and once more while the next run cleans up and saves."""
     before = dict(whole.noted("saving"))
     points = list(range(before[8] + 1, before[12] + 1))
-    points = points[:: len(points) // count(5, len(points))]
+    points = points[:: len(points) // count(3, len(points))]
     run = Run(tmp_path / "run")
     first = stopped(forks, [run], [{"stop_at": points}], tmp_path / "first")
     assert len(first) == len(points)
@@ -153,7 +132,8 @@ def test_stops_before_each_change_of_a_file(forks, whole, tmp_path, count):
     print(f"{len(lost)} stops at changes of files, steps lost {sorted(lost)}")
 
 
-@pytest.mark.parametrize("is_temporary", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("is_temporary", [False, True])
 def test_kills_with_two_processes(two, whole_of_two, is_temporary, tmp_path, count):
     """Kill one process, the other or both, and resume."""
     chance, lost, whole = random.Random(0), [], whole_of_two(is_temporary)

@@ -15,6 +15,12 @@ from tests.laws import course
 import stepfold as sf
 from stepfold.checkpoint.store import DirectoryStore
 
+from . import training
+
+
+def full(*values):
+    return pytest.param(*values, marks=pytest.mark.full)
+
 
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != "series.json")
@@ -45,10 +51,10 @@ def saves_and_is_killed(folder, local, at, options):
 @pytest.mark.parametrize(
     ("at", "newest", "left", "kept"),
     [
-        (1, 4, [[], [2, 4]], [[], [4]]),  # after a temporary save, another one
+        full(1, 4, [[], [2, 4]], [[], [4]]),  # after a temporary save, another one
         (2, 6, [[6], [4]], [[6], []]),  # after a permanent save, the temporary ones
-        (5, 12, [[6, 12], []], [[12], []]),  # after a permanent save, another one
-        (6, 16, [[12], [14, 16]], [[12], [16]]),  # after the last save
+        full(5, 12, [[6, 12], []], [[12], []]),  # after a permanent save, another one
+        full(6, 16, [[12], [14, 16]], [[12], [16]]),  # after the last save
     ],
 )
 def test_a_deletion_that_a_kill_prevents_is_done_when_the_series_is_opened(
@@ -101,26 +107,14 @@ def local(folder):
     return inner
 
 
-class Cut(BaseException):
-    pass
+def cut_at(folder, step, checkpoints=None):
+    with training.cut(step) as hook:
+        course.run(folder, checkpoints=checkpoints or described(folder), hooks=hook)
 
 
-def cut_at(folder, step, monkeypatch):
-    """End a run after a step as a kill does: nothing is saved then."""
-
-    def hook(event):
-        if event.is_train and event.step == step:
-            raise Cut
-
-    with monkeypatch.context() as patch:
-        patch.setattr("stepfold.loop.train_loop.TrainLoop._rescue", lambda *_: None)
-        with pytest.raises(Cut):
-            course.run(folder, checkpoints=described(folder), hooks=hook)
-
-
-@pytest.mark.parametrize("step", [5, 35])
-def test_fit_resumes_from_a_temporary_step(tmp_path, monkeypatch, step):
-    cut_at(tmp_path, step, monkeypatch)
+@pytest.mark.parametrize("step", [full(5), 35])
+def test_fit_resumes_from_a_temporary_step(tmp_path, step):
+    cut_at(tmp_path, step)
     durable = [number for number in (12, 24) if number < step]
     assert [*sf.verify(tmp_path / "checkpoints")] == durable
     (newest,) = sf.verify(local(tmp_path))
@@ -132,8 +126,8 @@ def test_fit_resumes_from_a_temporary_step(tmp_path, monkeypatch, step):
     assert [*sf.verify(local(tmp_path))] == []
 
 
-def test_fit_falls_back_from_a_damaged_temporary_step(tmp_path, monkeypatch):
-    cut_at(tmp_path, 15, monkeypatch)
+def test_fit_falls_back_from_a_damaged_temporary_step(tmp_path):
+    cut_at(tmp_path, 15)
     for path in local(tmp_path).rglob("d/*"):  # one of them has the values
         path.write_bytes(bytes(path.stat().st_size))
     with pytest.warns(RuntimeWarning, match="is damaged, kept as"):
@@ -142,20 +136,20 @@ def test_fit_falls_back_from_a_damaged_temporary_step(tmp_path, monkeypatch):
     assert course.told(result) == course.whole()
 
 
-def test_without_the_local_disk_a_run_goes_on_from_the_durable_step(tmp_path, monkeypatch):
-    cut_at(tmp_path, 15, monkeypatch)
+@pytest.mark.full
+def test_without_the_local_disk_a_run_goes_on_from_the_durable_step(tmp_path):
+    cut_at(tmp_path, 15)
     (tmp_path / "local").rename(tmp_path / "lost")
     result = course.run(tmp_path, checkpoints=described(tmp_path))
     assert result.resumed == 12
     assert course.told(result) == course.whole()
 
 
-@pytest.mark.parametrize("how", ["deleted", "renamed"])
-def test_a_run_in_a_new_directory_of_the_name_starts_over(tmp_path, monkeypatch, how):
+@pytest.mark.parametrize("how", ["deleted", full("renamed")])
+def test_a_run_in_a_new_directory_of_the_name_starts_over(tmp_path, how):
     folder, local = tmp_path / "run", sf.Temporary(tmp_path / "local", every=2)
     make = lambda: sf.Checkpoints(every=12, keep=None, temporary=local)
-    monkeypatch.setattr(f"{__name__}.described", lambda _: make())
-    cut_at(folder, 15, monkeypatch)
+    cut_at(folder, 15, make())
     shutil.rmtree(folder) if how == "deleted" else folder.rename(tmp_path / "old")
     with pytest.warns(RuntimeWarning, match="temporary steps of an earlier series in .*run/check"):
         result = course.run(folder, checkpoints=make())
@@ -167,11 +161,11 @@ def test_a_run_in_a_new_directory_of_the_name_starts_over(tmp_path, monkeypatch,
         assert course.run(folder, checkpoints=make()).resumed == 14
 
 
-@pytest.mark.parametrize("when", ["at a temporary save", "right after a resume"])
-def test_a_signal_saves_permanently(tmp_path, monkeypatch, when):
+@pytest.mark.parametrize("when", ["at a temporary save", full("right after a resume")])
+def test_a_signal_saves_permanently(tmp_path, when):
     send = lambda: os.kill(os.getpid(), signal.SIGTERM)
     if when == "right after a resume":
-        cut_at(tmp_path, 15, monkeypatch)
+        cut_at(tmp_path, 15)
         (step,) = sf.verify(local(tmp_path))
 
         class Signalled:
@@ -209,7 +203,7 @@ def test_requests_and_the_end_are_saved_permanently(tmp_path):
     assert [*sf.verify(tmp_path / "checkpoints")] == [12, 24, 30, 36, 40]
 
 
-def test_a_run_that_is_not_to_resume_refuses_temporary_steps_too(tmp_path, monkeypatch):
-    cut_at(tmp_path, 5, monkeypatch)
+def test_a_run_that_is_not_to_resume_refuses_temporary_steps_too(tmp_path):
+    cut_at(tmp_path, 5)
     with pytest.raises(sf.ConfigError, match="expected a directory without checkpoints"):
         course.run(tmp_path, checkpoints=described(tmp_path), resume=False)

@@ -4,6 +4,7 @@ It notes in a file what it has done, and how its state looked, for a test to hol
 found after it was killed.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import stepfold as sf
 
@@ -276,3 +278,21 @@ class Run:
         assert sorted(set(self.noted("end"))) == sorted(whole.noted("end"))
         assert self.newest() == whole.newest() == STEPS
         assert self.names() == whole.names(), "something was left behind"
+
+
+class Cut(BaseException):
+    """End a run as a kill does."""
+
+
+@contextlib.contextmanager
+def cut(step):
+    """Give a hook that cuts a run after a step; nothing is saved then."""
+
+    def hook(event):
+        if event.is_train and event.step == step:
+            raise Cut
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stepfold.loop.train_loop.TrainLoop._rescue", lambda *_: None)
+        with pytest.raises(Cut):
+            yield hook

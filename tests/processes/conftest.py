@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator
 
-import jax
 import pytest
 
 from . import elastic, launch
@@ -20,10 +19,7 @@ def launcher(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def processes() -> Iterator[launch.Session]:
     """Run workers in the same two processes."""
-    # With jax 0.10, a process has hung once after its peer had printed all results. A deadlock of a
-    # worker hangs again.
-    attempts = 1 if jax.__version_info__ >= (0, 11) else 2
-    with launch.Session(attempts) as session:
+    with launch.Session() as session:
         yield session
 
 

@@ -81,20 +81,12 @@ def run_alone(worker, *args):
     return output.getvalue()
 
 
-class Hang(AssertionError):
-    """A worker did not end in time."""
-
-
 class Session:
     """Two processes that run one worker after the other, since each launch takes seconds.
 
     A worker that fails, ends its process or takes too long ends both, and the next one gets new
-    ones. A worker must leave signal handlers and settings of jax as they were. One that takes too
-    long is run up to `attempts` times.
+    ones. A worker must leave signal handlers and settings of jax as they were.
     """
-
-    def __init__(self, attempts=1):
-        self._attempts = attempts
 
     def __enter__(self):
         self._running, self._ended = [], contextlib.ExitStack()
@@ -110,22 +102,15 @@ class Session:
 
     def run(self, worker, *args, timeout=120):
         """Run `worker(start, *args)` in both processes, and return what each printed."""
-        for _ in range(self._attempts - 1):
-            with contextlib.suppress(Hang):
-                return self._run(worker, args, timeout)
-        return self._run(worker, args, timeout)
-
-    def _run(self, worker, args, timeout):
         if not self._running:
             self._launch()
         self._send(program(worker, args, call="start, "))
         deadline = time.monotonic() + timeout
         while not all(Path(f"{self._own(rank)}.done").exists() for rank in (0, 1)):
-            late = time.monotonic() > deadline
-            if late:
-                self._fail(f"still running after {timeout} s", Hang)
+            if time.monotonic() > deadline:
+                self._fail(f"still running after {timeout} s")
             if any(process.poll() is not None for process in self._running):
-                self._fail("ended too early", AssertionError)
+                self._fail("ended too early")
             time.sleep(0.005)
         return [end.output for end in self._ends()]
 
@@ -140,11 +125,11 @@ class Session:
         script.with_suffix(".part").write_text(source)
         script.with_suffix(".part").rename(script)  # at once, with all of its text
 
-    def _fail(self, problem, kind):
+    def _fail(self, problem):
         time.sleep(0.5)  # the other process may be about to write why it fails too
         wait(self._running, 0)
         ends, self._running = self._ends(), []
-        raise kind(f"{problem}, now killed:\n{report(ends)}")
+        raise AssertionError(f"{problem}, now killed:\n{report(ends)}")
 
     def _ends(self):
         ends = []

@@ -15,6 +15,8 @@ import pytest
 from . import elastic, launch
 from .elastic import HEARTBEAT, compare
 
+pytestmark = pytest.mark.full
+
 PATIENCE = 5  # seconds
 
 
@@ -64,7 +66,6 @@ def test_a_run_continues_without_a_process_that_is_stuck_in_a_hook(whole, tmp_pa
     assert "in __call__" in stacks  # the hook
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("moment", "how", "doing"),
     [
@@ -84,7 +85,6 @@ def test_a_run_continues_without_a_process_that_is_stuck(moment, how, doing, who
     assert " in happens\n" in ends[2].errors
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("waits", [0, HEARTBEAT + 2 * PATIENCE + 1])  # until its timer is over
 @pytest.mark.parametrize("where", ["hook", "meeting"])
 def test_a_process_that_wakes_up_after_the_others_left_it_behind_ends(
@@ -112,7 +112,6 @@ def test_a_process_that_wakes_up_after_the_others_left_it_behind_ends(
     check(ends, whole)
 
 
-@pytest.mark.full
 def test_a_run_that_leaves_none_behind_ends_and_a_resume_loses_nothing(whole, tmp_path):
     ends = run(tmp_path, [("log 30", 2, 1000)], leave_behind=False)
     assert [end.code for end in ends] == [1, 1, 1], launch.report(ends)
@@ -124,7 +123,6 @@ def test_a_run_that_leaves_none_behind_ends_and_a_resume_loses_nothing(whole, tm
         compare(result, whole, sees_once=False)
 
 
-@pytest.mark.full
 def test_all_end_if_all_are_stuck_alike(tmp_path):
     hangs = [("example 200", 0, 1000), ("example 100", 1, 1000), ("example 100", 2, 1000)]
     ends = run(tmp_path, hangs)
@@ -135,7 +133,6 @@ def test_all_end_if_all_are_stuck_alike(tmp_path):
         assert " in happens\n" in end.errors
 
 
-@pytest.mark.full
 def test_all_end_if_process_0_is_stuck(tmp_path):
     ends = run(tmp_path, [("log 20", 0, 1000)])
     assert ends[0].code == 1, launch.report(ends)
@@ -147,7 +144,6 @@ def test_all_end_if_process_0_is_stuck(tmp_path):
     assert " in happens\n" in ends[0].errors
 
 
-@pytest.mark.full
 def test_slow_compiling_and_a_slow_evaluation_are_not_stuck(whole, tmp_path):
     slow = HEARTBEAT + PATIENCE + 4
     # Three batches, of which process 0 makes 8 rows, and the others 4.
