@@ -14,8 +14,9 @@ from pathlib import Path
 import hypothesis
 import jax
 import pytest
+from tests import s3
 from tests.costs import Costs
-from tests.faults.forks import Forks
+from tests.forks import Forks
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
@@ -241,6 +242,14 @@ def compiles() -> Iterator[list[str]]:
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield names
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[s3.Server]:
+    """Use a server of S3 that all tests of this process share, with its credentials."""
+    with pytest.MonkeyPatch.context() as patch:
+        s3.use_credentials(patch)
+        yield s3.shared_server()
 
 
 @pytest.fixture(scope="session")

@@ -6,15 +6,14 @@
 []
 """
 
+import atexit
 import contextlib
+import functools
 import http.client
 import json
-import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.parse
 import xml.etree.ElementTree
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,34 +22,38 @@ from tests.forks import DIE_WITH_PARENT
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "a-secret"}
 BUCKET = "checkpoints"
-SERVER = DIE_WITH_PARENT.format(signal=9) + "from moto.server import main; main(sys.argv[1:])"
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+# The system chooses the port, so that servers of several test runs never have the same.
+SERVER = (
+    DIE_WITH_PARENT.format(signal=9)
+    + """
+from moto.moto_server import werkzeug_app as moto
+from werkzeug.serving import make_server
+app = moto.DomainDispatcherApplication(moto.create_backend_app)
+app.debug = True
+server = make_server(
+    "127.0.0.1", 0, app, threaded=True, request_handler=moto.MotoRequestHandler
+)
+print(server.port, flush=True)
+server.serve_forever()
+"""
+)
 
 
 class Server:
     """moto's server, with one bucket."""
 
     def __enter__(self):
-        self.port = free_port()
-        command = [sys.executable, "-c", SERVER, "-H", "127.0.0.1", "-p", str(self.port)]
         quiet = subprocess.DEVNULL
-        self.process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
-        deadline = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(OSError):
-                self.request("PUT", "")
-                return self
-            assert time.monotonic() < deadline, "moto's server did not start"
-            time.sleep(0.05)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER], stdin=quiet, stdout=subprocess.PIPE, stderr=quiet
+        )
+        self.port = int(self.process.stdout.readline())
+        self.request("PUT", "")
+        return self
 
     def __exit__(self, *_):
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        self.process.kill()
+        self.process.communicate()
 
     def url(self, path, port=None):
         """Return the URL of a series, through the proxy at a port if it is given."""
@@ -84,6 +87,14 @@ class Server:
 
     def delete(self, name):
         self.request("DELETE", name)
+
+
+@functools.cache
+def shared_server():
+    """Start a server for all tests of this process."""
+    server = Server().__enter__()
+    atexit.register(server.__exit__)
+    return server
 
 
 class Proxy:

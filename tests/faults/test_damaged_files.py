@@ -32,6 +32,8 @@ DAMAGE = {
     "a directory": os.mkdir,
 }
 SURROGATE = "train/\\ud800"
+USUAL = ("too deep to parse", "an integer of 400 digits", "not UTF-8", "a pipe")
+KINDS = [pytest.param(kind, marks=() if kind in USUAL else pytest.mark.full) for kind in DAMAGE]
 
 
 def damage(path, kind, end=b""):
@@ -49,7 +51,7 @@ def a_pipe_does_not_block():
         raise AssertionError("it blocks")
 
     before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(20)
+    signal.alarm(120)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -76,7 +78,7 @@ def folder(done, tmp_path):
 # run.json
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_continues_without_a_damaged_run_json(folder, kind):
     damage(folder / "run.json", kind)
     with pytest.warns(UserWarning, match=r"run\.json: expected .*; it is now .*run\.json\.aside"):
@@ -88,7 +90,7 @@ def test_a_run_continues_without_a_damaged_run_json(folder, kind):
     assert "2 of" not in (folder / "report.html").read_text()
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_command_refuses_a_damaged_run_json(folder, capsys, kind):
     damage(folder / "run.json", kind)
     assert main(["report", str(folder)]) == 1
@@ -108,7 +110,7 @@ def test_half_of_a_surrogate_pair_in_run_json_is_replaced(folder):
 # metrics.jsonl
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("resumes", [True, False])
 def test_a_run_refuses_damaged_metrics_before_its_first_step(folder, kind, resumes):
     damage(folder / "metrics.jsonl", kind, b"\n")
@@ -118,7 +120,7 @@ def test_a_run_refuses_damaged_metrics_before_its_first_step(folder, kind, resum
         run(folder, 8)
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_report_shows_the_metrics_that_are_not_damaged(tmp_path, kind):
     path = tmp_path / "metrics.jsonl"
     if callable(DAMAGE[kind]):
@@ -172,7 +174,7 @@ def saved(series):
 ADVICE = r"rollbacks\.json: .*; restore it from a copy, or move it away and give batches without"
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_checked", [True, False])
 def test_a_damaged_note_is_refused_before_a_checkpoint_is_deleted(series, kind, is_checked):
     before, path = saved(series), series / "rollbacks.json"
@@ -211,7 +213,7 @@ def test_a_note_of_what_cannot_be_is_refused_before_a_checkpoint_is_deleted(seri
     assert saved(series) == before
 
 
-@pytest.mark.parametrize("kind", sorted(DAMAGE.keys() - {"a directory"}))
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.values != ("a directory",)])
 def test_a_new_run_replaces_a_damaged_note(series, kind):
     for step in saved(series):
         shutil.rmtree(series / step)
@@ -247,7 +249,7 @@ def capsule(failed, tmp_path):
     return shutil.copytree(failed, tmp_path / "capsules" / "6")
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_checked", [True, False])
 def test_a_damaged_capsule_is_refused(capsule, kind, is_checked):
     path = capsule / "capsule.json"
@@ -276,23 +278,19 @@ DEEP_NODE = json.loads('{"list": [' * 200 + "1" + "]}" * 200)
         {"arrays": "x"}, {"lost": 3},
         {"lost": [3]}, {"notes": 3}, {"rollbacks": [3]}, {"skipped": [[3]]}, {"skipped": [[3, 1]]},
         {"began": None}, {"can_reread": 3}, {"before": 3}, {"version": None}, {"version": []},
+        *(name for name in ("step", "metric", "batch", "mark", "version", "skipped", "lost")),
     ],
     ids=lambda changes: str(changes)[:60],
 )  # fmt: skip
 def test_a_capsule_of_what_cannot_be_is_refused(capsule, changes):
+    """Change entries, or leave one out."""
     path = capsule / "capsule.json"
     content = read_checked(path)
     assert sf.read_capsule(capsule).step == 6
-    path.write_bytes(encode_checked({**content, **changes}))
-    with pytest.raises(sf.CheckpointError, match=r"capsules/6: expected a capsule"):
-        sf.read_capsule(capsule)
-
-
-@pytest.mark.parametrize("name", ["step", "metric", "batch", "mark", "version", "skipped", "lost"])
-def test_a_capsule_without_an_entry_is_refused(capsule, name):
-    path = capsule / "capsule.json"
-    content = read_checked(path)
-    del content[name]
+    if isinstance(changes, str):
+        del content[changes]
+    else:
+        content |= changes
     path.write_bytes(encode_checked(content))
     with pytest.raises(sf.CheckpointError, match=r"capsules/6: expected a capsule"):
         sf.read_capsule(capsule)

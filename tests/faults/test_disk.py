@@ -122,25 +122,6 @@ def test_a_full_disk(small_disk, async_, how):
         goes_on(folder, series)
 
 
-def test_a_full_disk_is_told_of_at_the_end(small_disk):
-    disk = small_disk("size=4m")
-    folder = disk / "run"
-    sf.save(folder, make_state(1), step=1)
-    fill(disk, left=300_000)
-    with (
-        pytest.raises(sf.CheckpointError, match=NO_ROOM),
-        sf.Checkpoints(folder, keep=1) as series,
-    ):
-        series.save(make_state(2), step=2)
-    is_as_before(folder)
-    with pytest.raises(sf.CheckpointError, match=NO_ROOM):
-        sf.save(folder, make_state(2), step=2)
-    is_as_before(folder)
-    (disk / "ballast").unlink()
-    sf.save(folder, make_state(2), step=2)
-    is_of(sf.restore(folder, LIKE), 2)
-
-
 def test_a_disk_that_is_full_at_any_byte(small_disk, count):
     """The arrays fit, but not the manifest; the manifest, but not what orbax writes after it."""
     disk = small_disk("size=4m")

@@ -1,4 +1,7 @@
-"""Malformed safetensors files and indexes raise a CheckpointError, and never give wrong numbers."""
+"""Hostile safetensors files and indexes raise a CheckpointError, and never give wrong numbers.
+
+Those that are merely broken are in tests/checkpoint/test_safetensors.py.
+"""
 
 import json
 import os
@@ -20,7 +23,7 @@ DATA = b"".join(np.asarray(leaf).tobytes() for leaf in PARAMS.values())
 
 
 def load(path):
-    """Load in a thread that has 20 seconds; return the parameters or the error."""
+    """Load in a thread that has two minutes; return the parameters or the error."""
     found = []
 
     def call():
@@ -31,8 +34,8 @@ def load(path):
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(20)
-    assert found, "still running after 20 s"
+    thread.join(120)
+    assert found, "still running after 120 s"
     return found[0]
 
 
@@ -47,32 +50,15 @@ def entry(**changed):
 
 FILES = {
     "empty": b"",
-    "seven bytes": b"\0" * 7,
-    "zeros": b"\0" * 1000,
-    "a header longer than the file": as_bytes(HEADER, length=10**6),
     "a header of 2**63 bytes": as_bytes(HEADER, length=2**63),
-    "a header of all ones": as_bytes(HEADER, length=2**64 - 1),
-    "no json": as_bytes(b"{"),
     "no utf-8": as_bytes(b"\xff\xfe"),
     "deep": as_bytes(b"[" * 100_000 + b"]" * 100_000),
-    "deep in an entry": as_bytes(b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
-    "a list": as_bytes([HEADER]),
-    "null": as_bytes(b"null"),
-    "no entries": as_bytes({}),
     "an entry of null": as_bytes(HEADER | {"a": None}),
-    "an entry of text": as_bytes(HEADER | {"a": "F32"}),
-    "metadata of numbers": as_bytes(HEADER | {"__metadata__": {"step": 3}}),
     "metadata in a list": as_bytes(HEADER | {"__metadata__": [1]}),
-    "an unknown dtype": entry(dtype="F31"),
-    "a dtype that is null": entry(dtype=None),
     "a negative shape": entry(shape=[-2, -3]),
-    "a fractional shape": entry(shape=[2.0, 3.0]),
-    "a shape of text": entry(shape="23"),
     "a huge shape": entry(shape=[2**62, 2**62]),
     "a shape that overflows to the size": entry(shape=[2**62 + 3, 4, 1]),
-    "a larger shape": entry(shape=[3, 3]),
     "negative offsets": entry(data_offsets=[-24, 0]),
-    "offsets backwards": entry(data_offsets=[24, 0]),
     "offsets beyond the end": entry(data_offsets=[24, 48]),
     "overlapping offsets": as_bytes(
         HEADER | {"b": {"dtype": "I32", "shape": [4], "data_offsets": [8, 24]}}
@@ -80,8 +66,6 @@ FILES = {
     "a hole": as_bytes(
         {"a": ENTRY, "b": {"dtype": "I32", "shape": [4], "data_offsets": [28, 44]}}, DATA + b"1234"
     ),
-    "fewer bytes": as_bytes(HEADER, DATA[:-1]),
-    "more bytes": as_bytes(HEADER, DATA + b"\0"),
     "a name with a surrogate": as_bytes(
         b'{"\\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}', b""
     ),
@@ -105,21 +89,11 @@ INDEXES = {
     "no utf-8": b"\xff",
     "deep": b"[" * 100_000 + b"]" * 100_000,
     "a number of 5,000 digits": b"1" * 5000,
-    "a list": b"[]",
-    "null": b"null",
-    "no map": b"{}",
     "a map of null": index(None),
-    "a map in a list": index(["part.safetensors"]),
-    "a file of null": index(FULL | {"a": None}),
-    "a file in a list": index(FULL | {"a": ["part.safetensors"]}),
-    "a file elsewhere": index(FULL | {"a": "../part.safetensors"}),
     "an absolute file": index(FULL | {"a": "/part.safetensors"}),
     "a file with a null": index(FULL | {"a": "\0.safetensors"}),
     "a file with a long name": index(FULL | {"a": "a" * 5000 + ".safetensors"}),
     "a file with a surrogate": index(FULL | {"a": "\ud800.safetensors"}),
-    "a file that is missing": index(FULL | {"a": "gone.safetensors"}),
-    "a name too few": index({"a": "part.safetensors"}),
-    "a name too many": index(FULL | {"c": "part.safetensors"}),
 }
 
 

@@ -34,7 +34,7 @@ from stepfold.checkpoint.leaves import find_arrays
 
 TX = optax.sgd(0.1)
 DATA = {"x": np.arange(24, dtype=np.float32).reshape(24, 1)}
-SECONDS = 20
+SECONDS = 120
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
@@ -299,117 +299,76 @@ W, LEAVES, ARRAY = "metadata", "leaves", "number of an array"
 CHANGES = {
     # the document
     "a list": lambda c: [c],
-    "a number": lambda c: 3,
-    "a string": lambda c: "leaves",
     "null": lambda c: b"null",
     "no json": lambda c: b"{",
     "no utf-8": lambda c: b"\xff\xfe{}",
     "empty": lambda c: b"",
-    "deep": lambda c: DEEP,
     "deep inside": lambda c: b'{"format": 2, "metadata": ' + DEEP + b"}",
     "a number of 5,000 digits": lambda c: b"1" * 5000,
     # the format and the processes
-    "a format of text": setting("format", to="1"),
     "a fractional format": setting("format", to=0.5),
-    "a negative format": setting("format", to=-1),
     "a true format": setting("format", to=True),
     "a format that is NaN": setting("format", to=math.nan),
     "two processes": setting("processes", to=2),
     "a billion processes": setting("processes", to=10**9),
     "no processes": setting("processes", to=0),
-    "negative processes": setting("processes", to=-1),
-    "processes of text": setting("processes", to="1"),
     "half a process": setting("processes", to=1.5),
-    "infinite processes": setting("processes", to=math.inf),
     # the metadata
-    "metadata in a list": setting(W, to=[]),
     "metadata is null": setting(W, to=None),
     "a step of text": setting(W, "step", to="2"),
-    "a fractional step": setting(W, "step", to=2.0),
-    "a step that is null": setting(W, "step", to=None),
-    "a step in a list": setting(W, "step", to=[2]),
     "no data": lambda c: c[W].pop("data") and None,
     "metrics of text": setting(W, "metrics", to="loss"),
-    "metrics in a list": setting(W, "metrics", to=[1]),
     "a metric of text": setting(W, "metrics", to={"train/loss": "low"}),
-    "a metric that is null": setting(W, "metrics", to={"train/loss": None}),
-    "a metric in a list": setting(W, "metrics", to={"train/loss": [1]}),
     "a metric of 400 digits": setting(W, "metrics", to={"train/loss": 10**400}),
     "a metric with a surrogate": setting(W, "metrics", to={"\ud800": 0.5}),
     "best of text": setting(W, "best", to="min"),
     "best of one": setting(W, "best", to=["train/loss"]),
-    "best of three": setting(W, "best", to=["train/loss", "min", "min"]),
-    "best of numbers": setting(W, "best", to=[1, 2]),
     "best without a mode": setting(W, "best", to=["train/loss", "middle"]),
     "best is true": setting(W, "best", to=True),
-    "bytes of a number": setting(W, "extra", to={"bytes in base64": 1}),
     "bytes not in base64": setting(W, "data", to={"bytes in base64": "a"}),
     "deep extra": setting(W, "extra", to=nested(600)),
     "deep data": setting(W, "data", to=nested(600)),
     # the arrays in the metadata
     "arrays in a dict": setting("arrays", to={}),
-    "arrays are null": setting("arrays", to=None),
     "no arrays": setting("arrays", to=[]),
-    "an array that is null": setting("arrays", 0, to=None),
     "an array of two parts": lambda c: c["arrays"][0].pop() and None,
     "an array of another shape": setting("arrays", 0, 0, to=[2, 4]),
     "an array that is huge": setting("arrays", 0, 0, to=[2**30, 2**20]),
-    "an array without end": setting("arrays", 0, 0, to=[10**30]),
     "an array of negative shape": setting("arrays", 0, 0, to=[-2, -3]),
     "an array of objects": setting("arrays", 0, 1, to="object"),
-    "an array of an unknown dtype": setting("arrays", 0, 1, to="float31"),
     "an array of a structure": setting("arrays", 0, 1, to="f4,f4"),
     "an array with a checksum of text": setting("arrays", 0, 2, to="0"),
     "an array that is not there": setting(W, "data", to={"n": {ARRAY: 2}}),
     "an array of number -1": setting(W, "data", to={ARRAY: -1}),
-    "an array of number null": setting(W, "data", to={ARRAY: None}),
     "an array of number []": setting(W, "data", to={ARRAY: []}),
     "an array in many places": setting(W, "data", to=[{ARRAY: 0}] * 1000),
     # the leaves
     "leaves in a list": setting(LEAVES, to=[]),
-    "leaves are null": setting(LEAVES, to=None),
     "no leaves": setting(LEAVES, to={}),
-    "a leaf that is null": setting(LEAVES, "params/split", to=None),
-    "a leaf without a dtype": setting(LEAVES, "params/split", to=[[16, 4]]),
     "a leaf of four parts": setting(LEAVES, "params/split", to=[[16, 4], "float32", None, 1]),
     "a leaf of text": setting(LEAVES, "params/split", to="abc"),
     "a shape of text": setting(LEAVES, "params/split", 0, to="64"),
-    "a shape that is null": setting(LEAVES, "params/split", 0, to=None),
-    "a shape of texts": setting(LEAVES, "params/split", 0, to=["16", "4"]),
-    "a fractional shape": setting(LEAVES, "params/split", 0, to=[16.0, 4.0]),
     "a negative shape": setting(LEAVES, "params/split", 0, to=[-16, -4]),
-    "a nested shape": setting(LEAVES, "params/split", 0, to=[[16], 4]),
     "a shape of booleans": setting(LEAVES, "key", 0, to=[True, 2]),
     "a huge shape": setting(LEAVES, "params/split", 0, to=[10**30, 4]),
     "a huge empty shape": setting(LEAVES, "params/empty", 0, to=[0, 10**30]),
-    "a shape with an infinity": setting(LEAVES, "params/split", 0, to=[math.inf, 4]),
     "an unknown dtype": setting(LEAVES, "params/split", 1, to="float31"),
     "a dtype of objects": setting(LEAVES, "params/split", 1, to="object"),
-    "a dtype that is null": setting(LEAVES, "params/split", 1, to=None),
-    "a dtype in a list": setting(LEAVES, "params/split", 1, to=["float32"]),
     "another dtype of the same size": setting(LEAVES, "params/empty", 1, to="void"),
-    "a key of a number": setting(LEAVES, "key", 2, to=1),
     "a key of a float": setting(LEAVES, "params/split", 2, to="threefry2x32"),
     "a key without an axis": setting(LEAVES, "key", 0, to=[]),
     "a key of another size": setting(LEAVES, "key", 2, to="rbg"),
     "a name with a surrogate": lambda c: c[LEAVES].update({"\ud800": [[0], "float32", None]}),
     # the shards
     "shards in a dict": setting("shards", to={}),
-    "shards are null": setting("shards", to=None),
     "no shards": setting("shards", to=[]),
-    "a shard that is null": setting("shards", 0, to=None),
     "a shard of two parts": lambda c: c["shards"][0].pop() and None,
     "a shard of an unknown leaf": setting("shards", 0, 0, to="params/other"),
-    "a shard of a list": setting("shards", 0, 0, to=[1]),
-    "a region of text": setting("shards", 0, 1, to="ab"),
-    "a region of numbers": lambda c: shards(c)[0].__setitem__(1, [0, 2]),
     "a region of three": lambda c: shards(c)[0].__setitem__(1, [[0, 2, 1], [0, 4]]),
     "a region of fewer axes": lambda c: shards(c)[0].__setitem__(1, [[0, 2]]),
-    "a fractional region": lambda c: shards(c)[0].__setitem__(1, [[0.0, 2.0], [0, 4]]),
     "a negative region": lambda c: shards(c)[0].__setitem__(1, [[-2, 0], [0, 4]]),
     "a region of NaN": lambda c: shards(c)[0].__setitem__(1, [[math.nan, 2], [0, 4]]),
     "a checksum of text": lambda c: shards(c)[0].__setitem__(2, "0"),
-    "a checksum that is null": lambda c: shards(c)[0].__setitem__(2, None),
     "a huge checksum": lambda c: shards(c)[0].__setitem__(2, 10**400),
     "a missing shard": lambda c: c["shards"].remove(shards(c)[0]),
     "overlapping shards": overlapping,
@@ -451,14 +410,10 @@ def choose(names, usual):
 
 USUAL_CHANGES = {  # one for each check of a manifest
     *("no json", "deep inside", "a fractional format", "a billion processes", "metadata is null"),
-    *("a step of text", "no data", "a metric of text", "best of one", "bytes not in base64"),
-    *("deep extra", "no leaves", "a leaf of text", "a negative shape", "a huge shape"),
-    *("an unknown dtype", "a key of another size", "a name with a surrogate", "no shards"),
-    *("a shard of an unknown leaf", "a region of fewer axes", "a checksum of text"),
-    *("a missing shard", "overlapping shards", "shards with holes", "a shard outside"),
-    *("an array that is huge", "an array of objects", "an array in many places", "no arrays"),
-    "an array of number []",
-    *("a shard backwards", "a repeated shard"),
+    *("no data", "a metric of text", "best of one", "bytes not in base64", "no leaves"),
+    *("a leaf of text", "a huge shape", "an unknown dtype", "a key of another size"),
+    *("a shard of an unknown leaf", "a missing shard", "overlapping shards", "shards with holes"),
+    *("a shard outside", "an array that is huge", "an array of objects", "an array of number []"),
 }
 
 
@@ -584,8 +539,6 @@ FILES = {
     "sizes in a list": sizes(list),
     "a size of text": sizes(lambda c: c | {"_METADATA": "1"}),
     "a negative size": sizes(lambda c: c | {"_METADATA": -1}),
-    "a size that is null": sizes(lambda c: c | {"gone": None}),
-    "a size in a list": sizes(lambda c: c | {"gone": [1]}),
     "a path outside": sizes(lambda c: c | {"../../1/state/leaves-0.json": 10}),
     "an absolute path": sizes(lambda c: c | {"/dev/zero": 0}),
     "a path with a null": sizes(lambda c: c | {"\0": 0}),
@@ -593,12 +546,10 @@ FILES = {
     "a path with a surrogate": sizes(lambda c: c | {"\ud800": 0}),
     "later metadata in a list": later([1]),
     "later metrics of text": later({"metrics": "low", "extra": None}),
-    "later metrics of null": later({"metrics": {"train/loss": None}, "extra": None}),
     "later extra that is deep": later({"metrics": {}, "extra": nested(600)}),
     "another later step": later({"step": "2"}),
     "later arrays that are not there": later(LATER_ARRAYS),
     "later arrays elsewhere": later(LATER_ARRAYS | {"stream": "../../1/state/arrays-0"}),
-    "later arrays of stream -1": later(LATER_ARRAYS | {"stream": -1}),
     "later arrays in a pipe": lambda folder: [
         later(LATER_ARRAYS)(folder),
         replace("later-1.bin", os.mkfifo)(folder),
@@ -609,18 +560,14 @@ FILES = {
     "a second process of another step": second_process(setting(W, "step", to=1)),
     "a second process without data": second_process(lambda c: c[W].pop("data") and None),
     "a second process with deep data": second_process(setting(W, "data", to=nested(600))),
-    "a second process in a list": second_process(lambda c: [c]),
 }
 
 
 USUAL_FILES = {  # one for each kind of file, and one for each that is read
     *("a pipe for d/*", "a link to /dev/zero for leaves-0.json", "a directory for later.json"),
-    *("a link to nothing for manifest.ocdbt", "a link to itself for files.json"),
-    *("an unrecorded device for data", "a link to a folder with a pipe", "a path outside"),
-    *("a terabyte of leaves-0.json", "a negative size", "later metrics of text"),
-    *("a second process that repeats", "a second process without data"),
-    *("a link to /dev/zero for arrays-0.bin", "later arrays that are not there"),
-    *("later arrays elsewhere", "later arrays in a pipe"),
+    *("a link to nothing for manifest.ocdbt", "a link to itself for files.json", "a path outside"),
+    *("a terabyte of leaves-0.json", "later metrics of text", "later arrays elsewhere"),
+    *("a second process that repeats", "a link to /dev/zero for arrays-0.bin"),
 }
 
 
@@ -660,8 +607,11 @@ def test_step_of_a_newer_version_is_an_error(saved, copy, change):
     assert "newer stepfold: upgrade" in results["verify"][2][0]
     for name in ("latest", "contents", "exact", "restore", "fit"):
         assert isinstance(results[name], sf.CheckpointError), name
-    assert (copy / "2").is_dir()
     assert results["cli verify"][0] == 1
+    # A series that saves nonetheless deletes nothing of the newer version.
+    with contextlib.suppress(sf.CheckpointError), sf.Checkpoints(copy, keep=1) as series:
+        series.save(make_state(), step=3)
+    assert (copy / "2").is_dir()
 
 
 def positions(value, path=()):
@@ -679,7 +629,7 @@ NAMES = ("leaves-0.json", "files.json")
 
 @pytest.mark.parametrize("part", range(4))
 def test_random_changes_are_errors_or_immaterial(saved, tmp_path, part, count):
-    for seed in range(part, count(40, 400), 4):
+    for seed in range(part, count(12, 400), 4):
         copy = Path(shutil.copytree(saved.folder, tmp_path / "copy"))
         change_at_random(copy, random.Random(seed))
         use(saved, copy, resume=seed % 8 == part)

@@ -4,14 +4,15 @@ import json
 import os
 import shutil
 import subprocess
+import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 import stepfold as sf
-from stepfold.checkpoint import manifest
 
 LIKE = {"w": jnp.zeros((4, 2)), "count": jnp.zeros((), jnp.int32)}
 
@@ -100,10 +101,14 @@ def of_somebody(folder):
     (folder / "5" / "results.csv").write_text("1,2\n")
 
 
-STRANGERS = (of_orbax, of_orbax_with_items, of_somebody)
+STRANGERS = (
+    of_orbax,
+    pytest.param(of_orbax_with_items, marks=pytest.mark.full),
+    of_somebody,
+)
 
 
-@pytest.mark.parametrize("make", STRANGERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", STRANGERS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_directory_from_another_tool(tmp_path, make):
     """It is refused, and saving beside it neither deletes it nor takes it for one of ours."""
@@ -127,52 +132,12 @@ def test_a_directory_from_another_tool(tmp_path, make):
     assert before <= set(folder.rglob("*"))
 
 
-@pytest.fixture
-def newer(saved):
-    """Save step 2 as a version to come would."""
-    path = saved / "2" / "state" / "leaves-0.json"
-    content = manifest.read_checked(path) | {"format": manifest.FORMAT + 1}
-    manifest.write_checked(path, content)
-    return saved
-
-
-def test_a_checkpoint_of_a_newer_format(newer):
-    words = "expected format 2 or older, got 3; it was saved by a newer stepfold: upgrade with pip"
-    for what in ({}, {"step": 2}, {"step": "best", "best": "eval/loss"}):
-        with pytest.raises(sf.CheckpointError, match=words):
-            sf.restore(newer, LIKE, **what)
-    problems = sf.verify(newer)
-    assert problems[1] == []
-    assert "saved by a newer stepfold" in problems[2][0]
-    assert {path.name for path in newer.iterdir()} == {"1", "2"}
-    # Saving goes on or is refused, but not after it has saved, and deletes nothing of the other.
-    refused = None
-    try:
-        with sf.Checkpoints(newer, keep=1) as series:
-            series.save(make_state(3), step=3)
-    except sf.CheckpointError as error:
-        refused = str(error)
-    assert (refused is None) is (newer / "3").exists(), refused
-    assert refused is None or "newer stepfold" in refused
-    assert (newer / "2").exists()
-
-
 def as_nobody(tasks):
     """Do things as a user who owns nothing; print what each returns or raises, and its warnings."""
-    import json
-    import os
-    import warnings
-
-    import jax
-    import numpy as np
-
-    import stepfold as sf
-
     like = {"w": np.zeros((4, 2), np.float32), "count": np.zeros((), np.int32)}
-    if os.geteuid() == 0:
-        jax.config.update("jax_enable_compilation_cache", False)  # it is root's
-        os.setgid(65534)
-        os.setuid(65534)
+    jax.config.update("jax_enable_compilation_cache", False)  # it is root's
+    os.setgid(65534)
+    os.setuid(65534)
     actions = {
         "open": lambda folder: sf.Checkpoints(folder).open().close(),
         "save": lambda folder: sf.save(folder, like, step=3),
@@ -199,19 +164,9 @@ def results_as_nobody(forks, tasks):
 
 
 @pytest.fixture
-def others(saved):
-    """Let anybody come as far as the checkpoints, and no further than the modes of those say."""
-    places = [
-        place
-        for place in saved.parents
-        if place != place.parent and place.stat().st_mode & 0o011 != 0o011
-    ]
-    modes = {place: place.stat().st_mode for place in places}
-    for place in places:
-        place.chmod(0o755)
-    yield saved
-    for place, mode in modes.items():
-        place.chmod(mode)
+def others(saved, public_path):
+    """Copy what is saved to where other users may read it."""
+    return shutil.copytree(saved, public_path / "saved")
 
 
 def test_without_permission_to_write_it_is_refused_and_can_be_read(forks, others):
@@ -270,15 +225,6 @@ def test_a_file_system_that_is_read_only(read_only):
     assert sf.verify(read_only) == {1: [], 2: []}
 
 
-def test_a_link_to_a_directory(saved, tmp_path):
-    link = tmp_path / "link"
-    link.symlink_to(saved, target_is_directory=True)
-    with sf.Checkpoints(link, keep=2) as series:
-        series.save(make_state(3), step=3)
-    is_of(sf.restore(link, LIKE), 3)
-    assert sf.verify(saved) == {2: [], 3: []}
-
-
 def test_a_link_to_nowhere(tmp_path):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "gone", target_is_directory=True)
@@ -295,24 +241,3 @@ def test_a_step_that_is_a_link(saved, tmp_path):
         series.save(make_state(3), step=3)
     assert sf.verify(saved) == {3: []}
     assert sorted(path.name for path in saved.iterdir()) == ["3"]
-
-
-def test_another_working_directory_between_open_and_save(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with sf.Checkpoints("run", keep=1) as series:
-        (tmp_path / "elsewhere").mkdir()
-        for step in (1, 2):
-            os.chdir(tmp_path / "elsewhere")
-            series.save(make_state(step), step=step)
-            os.chdir("/")
-        series.wait()
-    assert sf.verify(tmp_path / "run") == {2: []}
-    assert not any((tmp_path / "elsewhere").iterdir())
-
-
-def test_a_thousand_leaves(tmp_path):
-    leaves = {f"layer {i}/ä.%": np.arange(i % 7, dtype=np.float32) + i for i in range(1000)}
-    sf.save(tmp_path, leaves, step=1)
-    restored = sf.restore(tmp_path, {name: np.zeros_like(leaf) for name, leaf in leaves.items()})
-    assert all(np.array_equal(restored.state[name], leaf) for name, leaf in leaves.items())
-    assert sf.verify(tmp_path) == {1: []}

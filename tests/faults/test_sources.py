@@ -1,10 +1,18 @@
-"""Sources and streams that break: the error is clear, and nothing is lost."""
+"""Sources and streams that break: the error is clear, nothing is lost, and no program hangs."""
+
+import signal
+import textwrap
+import time
 
 import jax
 import numpy as np
 import pytest
 
 import stepfold as sf
+
+
+def full(*values):
+    return [pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
 class Flaky:
@@ -59,19 +67,11 @@ def insisting(stream):
 
 @pytest.mark.parametrize("kind", [Indexed, AtOnce, InOrder])
 def test_what_fails_for_a_while_is_asked_again_and_nothing_is_lost(kind):
-    source = kind(23, {0: 1, 7: 3, 8: 1, 22: 2})
-    found, errors = insisting(sf.batches(source, 5, epochs=1, remainder="keep"))
+    source, transform = kind(23, {0: 1, 7: 3, 8: 1, 22: 2}), Flaky(23, {3: 1, 11: 2}).give
+    batches = sf.batches(source, 5, epochs=1, remainder="keep", transform=transform)
+    found, errors = insisting(batches)
     assert [x for batch in found for x in batch] == list(range(23))
-    assert errors == 7
-
-
-@pytest.mark.parametrize("kind", [Indexed, InOrder])
-def test_a_transform_that_fails_for_a_while_loses_nothing(kind):
-    flaky = Flaky(23, {3: 1, 11: 2})
-    stream = sf.batches(kind(23, {}), 4, epochs=1, remainder="keep", transform=flaky.give)
-    found, errors = insisting(stream)
-    assert [x for batch in found for x in batch] == list(range(23))
-    assert errors == 3
+    assert errors == 10
 
 
 def test_a_position_saved_after_an_error_is_that_of_the_last_whole_batch():
@@ -110,11 +110,6 @@ def test_a_generator_that_raised_does_not_end_as_if_all_were_well():
     assert stream.get_state()["step"] == 2
 
 
-def test_a_stream_that_ends_early_gives_all_that_there_was():
-    found = sf.batches((x for x in range(6)), 4, remainder="pad", transform=lambda x: {"x": x})
-    assert [batch["x"][batch["mask"]].tolist() for batch in found] == [[0, 1, 2, 3], [4, 5]]
-
-
 def test_a_function_that_cannot_begin_anew_says_in_which_epoch():
     beginnings = iter([range(4)])
     stream = sf.batches(lambda: next(beginnings, None), 4)
@@ -135,24 +130,6 @@ def test_a_missing_example_of_a_stream_is_refused_on_every_process(process):
         assert "making the batch of step 1: examples 4 to 7" in caught.value.__notes__[0]
 
 
-def test_a_stop_iteration_on_the_way_does_not_end_the_batches():
-    stop = lambda example: next(iter(()))
-    for source in ([1, 2], iter([1, 2])):
-        with pytest.raises(sf.DataError, match="StopIteration came up at step 0"):
-            next(sf.batches(source, 2, transform=stop))
-
-
-def test_a_source_that_shrinks_or_grows_is_noticed_and_its_position_kept():
-    source = list(range(12))
-    stream = sf.batches(source, 4)
-    next(stream)
-    source.append(12)
-    with pytest.raises(sf.DataError, match="expected the 12 examples .* got 13"):
-        next(stream)
-    source.pop()
-    assert next(stream).tolist() == [4, 5, 6, 7]
-
-
 def test_a_stream_of_what_does_not_stack_says_which_and_keeps_it():
     ragged = [np.zeros(3), np.zeros(3), np.zeros(3), np.zeros(2)]
     stream = sf.batches(iter(ragged), 2)
@@ -162,3 +139,103 @@ def test_a_stream_of_what_does_not_stack_says_which_and_keeps_it():
             next(stream)
     padded = sf.batches(iter(ragged), 2, collate=lambda rows: sf.collate(rows, length=3))
     assert [jax.tree.map(np.shape, batch) for batch in padded][1]["mask"] == (2, 3)
+
+
+# Programs whose source waits
+
+
+START = """
+import itertools, threading, time
+import numpy as np
+import stepfold as sf
+
+def slow(after):
+    yield from itertools.repeat(np.ones(3), after)
+    print("waiting", flush=True)
+    time.sleep(600)
+    yield np.ones(3)
+
+"""
+
+
+def runs(source):
+    exec(source, globals())
+
+
+def started(forks, code):
+    """Start a program, and wait until its source waits."""
+    process = forks.start(runs, START + textwrap.dedent(code))
+    deadline = time.monotonic() + 60
+    while not process.output():
+        assert time.monotonic() < deadline, process.errors()
+        time.sleep(0.01)
+    return process
+
+
+def test_an_interrupt_reaches_a_loop_that_waits_for_a_batch(forks):
+    process = started(forks, """
+        def loop():
+            for batch in sf.prefetch(slow(2)):
+                pass
+
+        try:
+            loop()
+        except KeyboardInterrupt:
+            print("interrupted", [t.name for t in threading.enumerate() if not t.daemon])
+            raise
+        """)  # fmt: skip
+    time.sleep(0.1)
+    process.kill(signal.SIGINT)
+    end = process.wait()
+    assert end.output == "waiting\ninterrupted ['MainThread']\n"
+    assert end.errors.rstrip().endswith("KeyboardInterrupt")
+    assert end.errors.count("Traceback") == 1
+    assert end.code == -signal.SIGINT
+
+
+def test_an_interrupt_leaves_an_iterator_that_goes_on(forks):
+    process = started(forks, """
+        def source():
+            yield 1
+            print("waiting", flush=True)
+            time.sleep(1)
+            yield 2
+
+        stream = sf.prefetch(source())
+        got = [next(stream)]
+        try:
+            got += [next(stream)]
+        except KeyboardInterrupt:
+            got += ["interrupted"]
+        print(got + list(stream), [t.name for t in threading.enumerate()])
+        """)  # fmt: skip
+    time.sleep(0.1)
+    process.kill(signal.SIGINT)
+    output = "waiting\n[1, 'interrupted', 2] ['MainThread']\n"
+    assert process.wait() == (0, output, "")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "stream = sf.prefetch(slow(1)); next(stream); time.sleep(0.2)",
+        *full(
+            "with sf.prefetch(slow(1)) as stream: next(stream); time.sleep(0.2)",
+            "stream = sf.prefetch(sf.prefetch(slow(3))); next(stream); time.sleep(0.2)",
+            "next(sf.prefetch(slow(1))); time.sleep(0.2)",
+        ),
+    ],
+)
+def test_a_program_ends_although_its_source_waits(forks, code):
+    assert started(forks, code).wait() == (0, "waiting\n", "")
+
+
+@pytest.mark.full
+def test_a_program_ends_although_batches_are_being_placed(forks):
+    process = started(forks, """
+        import jax
+        stream = sf.prefetch(itertools.repeat(np.ones((64, 512))), sharding=jax.device_put, size=99)
+        next(stream)
+        print("waiting", flush=True)
+        """)  # fmt: skip
+    assert process.wait() == (0, "waiting\n", "")

@@ -1,133 +1,33 @@
-"""With a second directory for frequent saves, a killed run goes on from the newest of either."""
+"""With a second directory for frequent saves, a run that was cut goes on from the newest of either.
+
+Kills at any moment are in test_kills.py.
+"""
 
 import os
-import random
 import shutil
 import signal
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.laws import course
-from tests.processes import launch
 
 import stepfold as sf
+from stepfold.checkpoint.store import DirectoryStore
 
 from . import training
-from .test_kills import Run, trains_on_two
+
+
+def full(*values):
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != "series.json")
 
 
-def trains(folder, notes, options):
-    import training
-
-    training.run(folder, notes, **options)
-
-
-class Both(Run):
-    """A run that saves in two folders."""
-
-    def __init__(self, folder, go):
-        super().__init__(folder, go)
-        self.local = folder / "local"
-
-    def go(self, *options):
-        return super().go(*({"temporary": str(self.local), **each} for each in options or ({},)))
-
-    def found(self):
-        """Return the number of the newest step, and see that every step of both is whole."""
-        series = sf.Checkpoints(self.folder, temporary=sf.Temporary(self.local, every=1))
-        folders = [self.folder, *(self.local.iterdir() if self.local.exists() else [])]
-        problems = {folder: sf.verify(folder) for folder in folders if folder.exists()}
-        assert not any(any(steps.values()) for steps in problems.values()), problems
-        return series.latest_step() or 0
-
-    def check(self, whole):
-        """Hold what a killed process left against a run without kills; give the steps lost."""
-        there = self.found()
-        assert there >= max(self.noted("committed"), default=0), "a committed save was lost"
-        lost = max((step for step, _ in self.noted("reached")), default=0) - there
-        assert lost <= 2 * training.EVERY
-        assert {*map(tuple, self.noted("reached"))} <= {*map(tuple, whole.noted("reached"))}
-        assert {*map(tuple, self.noted("restored"))} <= {*map(tuple, whole.noted("reached"))}
-        return lost
-
-    def names(self):
-        (local,) = self.local.iterdir()
-        return [names_in(folder) for folder in (self.folder, local)]
-
-    def check_end(self, whole):
-        assert sorted(set(self.noted("end"))) == sorted(whole.noted("end"))
-        assert self.found() == whole.found() == training.STEPS
-        assert self.names() == whole.names(), "something was left behind"
-
-
-@pytest.fixture(scope="module")
-def alone(forks):
-    def go(folder, notes, options):
-        end = forks.run(trains, folder, notes, options)
-        assert end.code in (0, -signal.SIGKILL), end.errors
-        assert "Error" not in end.errors, end.errors
-        return end.code == 0
-
-    return go
-
-
-@pytest.fixture(scope="module")
-def whole(alone, tmp_path_factory):
-    run = Both(tmp_path_factory.mktemp("whole"), alone)
-    assert run.go()
-    return run
-
-
-def test_without_kills_both_have_what_they_are_to_keep(whole):
-    assert whole.names() == [["12", "6"], ["16"]]
-
-
-def test_kills_before_each_change_of_a_file(alone, whole, tmp_path, count):
-    """Over two temporary saves, a permanent one, and what it deletes."""
-    before = dict(whole.noted("saving"))
-    points = list(range(before[8] + 1, before[14] + 1))
-    lost = []
-    for point in points[:: len(points) // count(2, len(points))]:
-        run = Both(tmp_path / f"{point}", alone)
-        for kill_at in (point, 1 + point % 32):
-            ended = run.go({"kill_at": kill_at})
-            lost += [run.check(whole)] * (not ended)
-        assert run.go()
-        run.check_end(whole)
-    print(f"{len(lost)} kills at changes of files, steps lost {sorted(lost)}")
-
-
-def test_kills_at_random_times(alone, whole, tmp_path, count):
-    chance = random.Random(1)
-    lost = []
-    while len(lost) < count(1, 50):
-        run = Both(tmp_path / f"{len(lost)}", alone)
-        for _ in range(3):
-            if run.go({"kill_after": (chance.randint(1, 7), chance.uniform(0, 0.2))}):
-                break
-            lost.append(run.check(whole))
-        else:
-            assert run.go()
-        run.check_end(whole)
-    print(f"{len(lost)} kills at random times, steps lost {sorted(lost)}")
-
-
 def saves_and_is_killed(folder, local, at, options):
     """Save a step every two, temporarily but for every sixth; be killed before a deletion."""
-    import os
-    import signal
-
-    import numpy as np
-
-    import stepfold as sf
-    from stepfold.checkpoint.store import DirectoryStore
-
     delete, count = DirectoryStore.delete, 0
 
     def deletes(store, step):
@@ -151,10 +51,10 @@ def saves_and_is_killed(folder, local, at, options):
 @pytest.mark.parametrize(
     ("at", "newest", "left", "kept"),
     [
-        (1, 4, [[], [2, 4]], [[], [4]]),  # after a temporary save, another one
+        full(1, 4, [[], [2, 4]], [[], [4]]),  # after a temporary save, another one
         (2, 6, [[6], [4]], [[6], []]),  # after a permanent save, the temporary ones
-        (5, 12, [[6, 12], []], [[12], []]),  # after a permanent save, another one
-        (6, 16, [[12], [14, 16]], [[12], [16]]),  # after the last save
+        full(5, 12, [[6, 12], []], [[12], []]),  # after a permanent save, another one
+        full(6, 16, [[12], [14, 16]], [[12], [16]]),  # after the last save
     ],
 )
 def test_a_deletion_that_a_kill_prevents_is_done_when_the_series_is_opened(
@@ -194,27 +94,6 @@ def test_a_series_that_is_opened_deletes_nothing_that_was_kept(tmp_path):
     assert [*sf.verify(local(tmp_path))] == [7, 8]
 
 
-@pytest.mark.full
-def test_kills_with_two_processes(tmp_path):
-    place, chance = str(Path(training.__file__).parent), random.Random(0)
-
-    def go(folder, notes, *options):
-        args = (place, folder, notes, options if len(options) == 2 else options * 2)
-        codes = [end.code for end in launch.ends_of_processes(trains_on_two, 2, args=args)]
-        assert codes == [0, 0] or -signal.SIGKILL in codes, codes
-        return codes == [0, 0]
-
-    whole = Both(tmp_path / "whole", go)
-    assert whole.go()
-    for i in range(10):
-        run = Both(tmp_path / f"{i}", go)
-        kill = {"kill_after": (chance.randint(1, 7), chance.uniform(0, 0.2))}
-        if not run.go(*(kill if i % 3 in (me, 2) else {} for me in (0, 1))):
-            run.check(whole)
-        assert run.go()
-        run.check_end(whole)
-
-
 # In fit
 
 
@@ -228,26 +107,14 @@ def local(folder):
     return inner
 
 
-class Cut(BaseException):
-    pass
+def cut_at(folder, step, checkpoints=None):
+    with training.cut(step) as hook:
+        course.run(folder, checkpoints=checkpoints or described(folder), hooks=hook)
 
 
-def cut_at(folder, step, monkeypatch):
-    """End a run after a step as a kill does: nothing is saved then."""
-
-    def hook(event):
-        if event.is_train and event.step == step:
-            raise Cut
-
-    with monkeypatch.context() as patch:
-        patch.setattr("stepfold.loop.train_loop.TrainLoop._rescue", lambda *_: None)
-        with pytest.raises(Cut):
-            course.run(folder, checkpoints=described(folder), hooks=hook)
-
-
-@pytest.mark.parametrize("step", [5, 35])
-def test_fit_resumes_from_a_temporary_step(tmp_path, monkeypatch, step):
-    cut_at(tmp_path, step, monkeypatch)
+@pytest.mark.parametrize("step", [full(5), 35])
+def test_fit_resumes_from_a_temporary_step(tmp_path, step):
+    cut_at(tmp_path, step)
     durable = [number for number in (12, 24) if number < step]
     assert [*sf.verify(tmp_path / "checkpoints")] == durable
     (newest,) = sf.verify(local(tmp_path))
@@ -259,8 +126,8 @@ def test_fit_resumes_from_a_temporary_step(tmp_path, monkeypatch, step):
     assert [*sf.verify(local(tmp_path))] == []
 
 
-def test_fit_falls_back_from_a_damaged_temporary_step(tmp_path, monkeypatch):
-    cut_at(tmp_path, 15, monkeypatch)
+def test_fit_falls_back_from_a_damaged_temporary_step(tmp_path):
+    cut_at(tmp_path, 15)
     for path in local(tmp_path).rglob("d/*"):  # one of them has the values
         path.write_bytes(bytes(path.stat().st_size))
     with pytest.warns(RuntimeWarning, match="is damaged, kept as"):
@@ -269,20 +136,20 @@ def test_fit_falls_back_from_a_damaged_temporary_step(tmp_path, monkeypatch):
     assert course.told(result) == course.whole()
 
 
-def test_without_the_local_disk_a_run_goes_on_from_the_durable_step(tmp_path, monkeypatch):
-    cut_at(tmp_path, 15, monkeypatch)
+@pytest.mark.full
+def test_without_the_local_disk_a_run_goes_on_from_the_durable_step(tmp_path):
+    cut_at(tmp_path, 15)
     (tmp_path / "local").rename(tmp_path / "lost")
     result = course.run(tmp_path, checkpoints=described(tmp_path))
     assert result.resumed == 12
     assert course.told(result) == course.whole()
 
 
-@pytest.mark.parametrize("how", ["deleted", "renamed"])
-def test_a_run_in_a_new_directory_of_the_name_starts_over(tmp_path, monkeypatch, how):
+@pytest.mark.parametrize("how", ["deleted", full("renamed")])
+def test_a_run_in_a_new_directory_of_the_name_starts_over(tmp_path, how):
     folder, local = tmp_path / "run", sf.Temporary(tmp_path / "local", every=2)
     make = lambda: sf.Checkpoints(every=12, keep=None, temporary=local)
-    monkeypatch.setattr(f"{__name__}.described", lambda _: make())
-    cut_at(folder, 15, monkeypatch)
+    cut_at(folder, 15, make())
     shutil.rmtree(folder) if how == "deleted" else folder.rename(tmp_path / "old")
     with pytest.warns(RuntimeWarning, match="temporary steps of an earlier series in .*run/check"):
         result = course.run(folder, checkpoints=make())
@@ -294,11 +161,11 @@ def test_a_run_in_a_new_directory_of_the_name_starts_over(tmp_path, monkeypatch,
         assert course.run(folder, checkpoints=make()).resumed == 14
 
 
-@pytest.mark.parametrize("when", ["at a temporary save", "right after a resume"])
-def test_a_signal_saves_permanently(tmp_path, monkeypatch, when):
+@pytest.mark.parametrize("when", ["at a temporary save", full("right after a resume")])
+def test_a_signal_saves_permanently(tmp_path, when):
     send = lambda: os.kill(os.getpid(), signal.SIGTERM)
     if when == "right after a resume":
-        cut_at(tmp_path, 15, monkeypatch)
+        cut_at(tmp_path, 15)
         (step,) = sf.verify(local(tmp_path))
 
         class Signalled:
@@ -336,7 +203,7 @@ def test_requests_and_the_end_are_saved_permanently(tmp_path):
     assert [*sf.verify(tmp_path / "checkpoints")] == [12, 24, 30, 36, 40]
 
 
-def test_a_run_that_is_not_to_resume_refuses_temporary_steps_too(tmp_path, monkeypatch):
-    cut_at(tmp_path, 5, monkeypatch)
+def test_a_run_that_is_not_to_resume_refuses_temporary_steps_too(tmp_path):
+    cut_at(tmp_path, 5)
     with pytest.raises(sf.ConfigError, match="expected a directory without checkpoints"):
         course.run(tmp_path, checkpoints=described(tmp_path), resume=False)

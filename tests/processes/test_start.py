@@ -3,9 +3,20 @@
 import os
 import re
 import signal
+import subprocess
+import sys
+import threading
 import time
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+import stepfold as sf
+from stepfold import ConfigError
+from stepfold.core.processes import Disbanded, Group
 
 from . import launch
 
@@ -13,10 +24,6 @@ HOW = {"explicit": "with an explicit coordinator", "mpirun": "under Open MPI"}
 
 
 def sums_over_all_devices(start):
-    import jax
-    import numpy as np
-    from jax.sharding import NamedSharding, PartitionSpec
-
     found = start()
     assert (jax.process_index(), jax.process_count()) == (found.process, found.processes)
     assert (jax.local_device_count(), jax.device_count()) == (2, 4)
@@ -35,7 +42,6 @@ def one_sentence(process, launcher):
     return rf"process {process} of 2 {HOW[launcher]}: 2 of 4 cpu devices, coordinator 127.0.0.1:\d+"
 
 
-@pytest.mark.parametrize("launcher", ["explicit", "mpirun"], indirect=True)
 def test_two_processes_are_one_runtime(launcher):
     for process, output in enumerate(launch.run_processes(sums_over_all_devices, 2, launcher)):
         total, sentence = output.splitlines()
@@ -43,9 +49,9 @@ def test_two_processes_are_one_runtime(launcher):
         assert re.fullmatch(one_sentence(process, launcher), sentence)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("hosts", "address"),
-    [pytest.param("here", "127.0.0.1", marks=pytest.mark.full), ("localhost,b", "localhost")],
+    ("hosts", "address"), [("here", "127.0.0.1"), ("localhost,b", "localhost")]
 )
 def test_variables_of_srun_are_enough(hosts, address):
     environ = [
@@ -67,12 +73,6 @@ def test_variables_of_srun_are_enough(hosts, address):
 
 
 def dies_while_the_other_waits(start, who):
-    import os
-    import signal
-    import time
-
-    from jax.experimental import multihost_utils
-
     found = start(heartbeat=5)
     multihost_utils.sync_global_devices("all are there")
     print("together")
@@ -83,22 +83,16 @@ def dies_while_the_other_waits(start, who):
     print("came through")
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_killed_process_ends_the_others_with_an_error(launcher, who):
     begin = time.monotonic()
-    ends = launch.ends_of_processes(dies_while_the_other_waits, 2, launcher, 60, (who,))
-    # Five seconds of heartbeat, and the start of Python and jax.
-    assert time.monotonic() - begin < 30
+    ends = launch.ends_of_processes(dies_while_the_other_waits, 2, launcher, args=(who,))
+    # The heartbeat is 5 s, not jax's 100.
+    assert time.monotonic() - begin < 90
     assert all(end.code != 0 and end.output == "together\n" for end in ends)
 
 
 def freezes(start):
-    import os
-    import signal
-    import subprocess
-
-    from jax.experimental import multihost_utils
-
     found = start(heartbeat=4)
     multihost_utils.sync_global_devices("all are there")
     print("together")
@@ -109,18 +103,15 @@ def freezes(start):
     print("came through")
 
 
+@pytest.mark.full
 def test_frozen_process_ends_the_others():
-    waiting, _ = launch.ends_of_processes(freezes, timeout=60)
+    waiting, _ = launch.ends_of_processes(freezes)
     assert waiting.code == -signal.SIGABRT
     assert "stopped sending heartbeats" in waiting.errors
     assert waiting.output == "together\n"
 
 
 def raises(start):
-    import time
-
-    from jax.experimental import multihost_utils
-
     found = start(shutdown=3)
     multihost_utils.sync_global_devices("all are there")
     print("together")
@@ -133,21 +124,13 @@ def raises(start):
 
 def test_error_ends_the_others_within_the_shutdown_timeout(launcher):
     begin = time.monotonic()
-    ends = launch.ends_of_processes(raises, 2, launcher, 60)
-    assert time.monotonic() - begin < 30
+    ends = launch.ends_of_processes(raises, 2, launcher)
+    assert time.monotonic() - begin < 90
     assert all(end.code != 0 and end.output == "together\n" for end in ends)
     assert "ValueError: no more" in ends[1].errors
 
 
 def coordinator_dies_before_all_are_there(start):
-    import os
-    import signal
-    import sys
-    import threading
-    import time
-
-    from stepfold import ConfigError
-
     rank = int(os.path.basename(sys.argv[1])[0])
     if rank == 2:
         sys.exit()
@@ -160,22 +143,17 @@ def coordinator_dies_before_all_are_there(start):
         print(f"{time.monotonic() - began:.1f} {error}")
 
 
+@pytest.mark.full
 def test_a_coordinator_that_is_killed_before_all_are_connected_ends_the_others_within_seconds():
-    ends = launch.ends_of_processes(coordinator_dies_before_all_are_there, 3, timeout=50)
+    ends = launch.ends_of_processes(coordinator_dies_before_all_are_there, 3)
     assert [end.code for end in ends] == [-signal.SIGKILL, 0, 0], launch.report(ends)
     seconds, _, message = ends[1].output.partition(" ")
-    assert 4 < float(seconds) < 20
+    assert 4 < float(seconds) < 90
     assert "expected process 0 at the coordinator" in message
     assert "but it has ended (" in message
 
 
 def ends_by_a_signal(start, who):
-    import os
-    import signal
-    import time
-
-    from stepfold.core.processes import Disbanded, Group
-
     found = start(elastic=True, heartbeat=4)
     group = Group.of_live()
     group.meet()
@@ -190,14 +168,12 @@ def ends_by_a_signal(start, who):
 
 def test_the_others_learn_of_an_elastic_process_that_a_signal_ends():
     """jax's own handler of SIGTERM would only note it."""
-    first, second = launch.ends_of_processes(ends_by_a_signal, 2, timeout=60, args=(1,))
+    first, second = launch.ends_of_processes(ends_by_a_signal, 2, args=(1,))
     assert (first.code, second.code) == (0, -signal.SIGTERM), launch.report([first, second])
     assert first.output == "process 1 died frozenset({1})\n"
 
 
 def leaves_with_an_error(start):
-    from stepfold.core.processes import Disbanded, Group
-
     found = start(elastic=True, heartbeat=4)
     group = Group.of_live()
     group.meet()
@@ -217,15 +193,13 @@ def test_an_elastic_process_that_leaves_tells_the_others_why():
 
 
 def asks_for_elastic_later(start):
-    import stepfold as sf
-
     start()
     try:
-        start(elastic=True)
+        sf.start_distributed(elastic=True)
     except sf.ConfigError as error:
         print(error)
 
 
-def test_a_runtime_that_ends_with_any_process_is_not_made_elastic_later():
-    for output in launch.run_processes(asks_for_elastic_later, 2):
+def test_a_runtime_that_ends_with_any_process_is_not_made_elastic_later(processes):
+    for output in processes.run(asks_for_elastic_later):
         assert output.startswith("elastic: expected a runtime of jax that was started with it, ")
