@@ -184,6 +184,13 @@ def run(request: pytest.FixtureRequest) -> Callable:
 
 
 @pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """Promote dtypes as jax does by default; other tests are strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
 def key() -> jax.Array:
     return jax.random.key(0)
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import stepfold as sf
 
@@ -53,3 +54,10 @@ def start():
 def batches(size=4, **options):
     """Return resumable batches of the examples, in a shuffled order."""
     return sf.batches(examples(), size, **{"seed": 0, **options})
+
+
+def full_but(default, cases):
+    """Mark the cases of a grid as slow proofs, but for those that run by default."""
+    given = lambda case: case if isinstance(case, tuple) else (case,)
+    is_slow = lambda case: case not in default
+    return [pytest.param(*given(c), marks=[pytest.mark.full] * is_slow(c)) for c in cases]

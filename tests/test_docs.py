@@ -7,7 +7,6 @@ import pkgutil
 import re
 from pathlib import Path
 
-import jax
 import pytest
 
 import stepfold
@@ -15,13 +14,8 @@ from stepfold import adapter
 
 ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+pytestmark = [pytest.mark.not_optimized, pytest.mark.usefixtures("standard_promotion")]
 MODULES = [module.name for module in pkgutil.walk_packages(stepfold.__path__, "stepfold.")]
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -38,19 +32,9 @@ def test_no_field_begins_with_what_sphinx_takes_for_its_type():
     assert [line for line in docstrings if ": " in line] == []
 
 
-PUBLIC = [(stepfold, name) for name in stepfold.__all__]
-PUBLIC += [(adapter, name) for name in adapter.__all__]
-
-
-@pytest.mark.parametrize(("module", "name"), PUBLIC, ids=str)
-def test_every_public_name_has_an_example(module, name):
-    assert ">>> " in (inspect.getdoc(getattr(module, name)) or "")
-
-
-def blocks():
-    text = (ROOT / "README.md").read_text()
-    found = re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return [(text[: match.start()].count("\n") + 1, match.group(1)) for match in found]
+def test_every_public_name_has_an_example():
+    public = [getattr(module, name) for module in (stepfold, adapter) for name in module.__all__]
+    assert [one for one in public if ">>> " not in (inspect.getdoc(one) or "")] == []
 
 
 def test_readme_links_exist():
@@ -80,8 +64,10 @@ def test_guide_names_files_that_exist():
 
 def test_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {}
-    assert blocks()
-    for line, code in blocks():
+    names, text = {}, (ROOT / "README.md").read_text()
+    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    assert blocks
+    for block in blocks:
         # Blank lines in front make a traceback point at the README's own lines.
-        exec(compile("\n" * line + code, str(ROOT / "README.md"), "exec"), names)
+        code = "\n" * (text[: block.start()].count("\n") + 1) + block.group(1)
+        exec(compile(code, str(ROOT / "README.md"), "exec"), names)

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from tests.laws.network import bits
+from tests.small import full_but
 
 import stepfold as sf
 
@@ -53,7 +54,7 @@ def run(batches, steps, **options):
     return sf.fit(STEP, state, batches, steps=steps, **options)
 
 
-@pytest.mark.parametrize("batches", [lazily, by_a_loader])
+@pytest.mark.parametrize("batches", full_but([lazily], [lazily, by_a_loader]))
 def test_run_resumes_bit_for_bit_at_the_position_of_grain(batches, tmp_path):
     whole = run(batches(), 12, log_every=3)
     for steps in (7, 12):

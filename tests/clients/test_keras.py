@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CODE = """
 import pathlib, jax, keras
 from tests.clients import course, models
@@ -17,6 +19,7 @@ course.check_it_goes_on(trained)
 """
 
 
+@pytest.mark.full
 def test_a_model_with_batch_norm_and_dropout(tmp_path):
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])

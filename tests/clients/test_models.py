@@ -6,7 +6,7 @@ import pytest
 from . import course, models
 
 MODELS = {
-    "flax linen": models.of_linen,
+    "flax linen": pytest.param(models.of_linen, marks=pytest.mark.full),
     "flax nnx": models.of_nnx,
     "equinox": models.of_equinox,
     "haiku": pytest.param(models.of_haiku, marks=pytest.mark.full),

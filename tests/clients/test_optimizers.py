@@ -5,18 +5,15 @@ import numpy as np
 import optax
 import pytest
 from tests.laws.network import bits
+from tests.small import full_but
 
 import stepfold as sf
 
 from .course import TRAIN, digits, measured, score
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 STEPS = 40
-
-
-@pytest.fixture(autouse=True)
-def as_a_user_would():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _start():
@@ -76,11 +73,12 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_learns_and_resumes_bit_for_bit(tx, tmp_path):
-    assert loss_of(trained(tx, tmp_path).params) < 0.8
+@pytest.mark.parametrize("name", full_but(["adafactor"], OPTIMIZERS))
+def test_learns_and_resumes_bit_for_bit(name, tmp_path):
+    assert loss_of(trained(OPTIMIZERS[name], tmp_path).params) < 0.8
 
 
+@pytest.mark.full
 def test_schedule_free_evaluates_its_average(tmp_path):
     tx = optax.contrib.schedule_free_adamw(3e-2, warmup_steps=5)
     state = trained(tx, tmp_path)
@@ -94,6 +92,7 @@ def test_schedule_free_evaluates_its_average(tmp_path):
     assert found["loss"] != measured(MEASURE, state, 100)["loss"]
 
 
+@pytest.mark.full
 def test_lookahead_keeps_two_sets_of_parameters(tmp_path):
     """Its gradients are of the fast ones alone, and so it is given those of the state's."""
     ahead = optax.lookahead(optax.adam(2e-2), sync_period=5, slow_step_size=0.5)
@@ -138,12 +137,6 @@ def sharpest_near(rho):
     return grad
 
 
-def test_custom_gradient_function(tmp_path):
-    tx = optax.adam(2e-2)
-    state = trained(tx, tmp_path, grad=sharpest_near(0.05), accumulate=2)
-    assert loss_of(state.params) < 0.8
-
-
 def test_step_uses_a_custom_gradient_function():
     state = sf.init_state(START, optax.sgd(1.0), jax.random.key(0))
     batch = {name: values[:50] for name, values in TRAIN.items()}
@@ -181,11 +174,6 @@ def per_example(loss_fn):
 def private(tx, bound, noise):
     aggregate = optax.contrib.differentially_private_aggregate(bound, noise, key=0)
     return optax.chain(aggregate, tx)
-
-
-def test_private_sgd_takes_the_gradient_of_each_example(tmp_path):
-    tx = private(optax.sgd(0.3, momentum=0.9), bound=1.0, noise=0.5)
-    assert loss_of(trained(tx, tmp_path, grad=per_example).params) < 0.8
 
 
 def test_private_sgd_is_that_of_optax():

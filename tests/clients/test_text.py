@@ -14,20 +14,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 import stepfold as sf
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 LENGTH, VOCABULARY, WIDTH, STEPS = 96, 400, 32, 40
-
-
-@pytest.fixture(autouse=True)
-def as_a_user_would():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(scope="module")
 def examples():
     """Give the paragraphs of the manual as ids of tokens, and the tokens that follow them."""
     paragraphs = [part for text in topics.values() for part in text.split("\n\n")]
-    texts = Dataset.from_dict({"text": [part for part in paragraphs if len(part) > 40][:1200]})
+    texts = Dataset.from_dict({"text": [part for part in paragraphs if len(part) > 40][:800]})
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -76,6 +72,7 @@ start = lambda: sf.init_state(init, TX, jax.random.key(0))
 pad = partial(sf.collate, length=LENGTH)
 
 
+@pytest.mark.full
 def test_padded_text_is_learned_and_resumes(examples, tmp_path):
     def run(steps, folder, checkpoints):
         batches = sf.batches(examples, 32, seed=0, collate=pad)

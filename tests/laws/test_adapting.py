@@ -4,19 +4,15 @@ import jax
 import numpy as np
 import pytest
 from tests.adapter import digits
+from tests.small import full_but
 
 import stepfold as sf
 from stepfold.adapter import Trainer, make_optimizer, make_schedule
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*donated")
-
-
-@pytest.fixture(autouse=True)
-def as_a_user_would():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*donated"),
+    pytest.mark.usefixtures("standard_promotion"),
+]
 OPTIONS = {"gradient_accumulation_steps": 4, "scheduler": "cosine", "warmup_steps": 5}
 SETTINGS = {
     "one device": {},
@@ -63,10 +59,7 @@ def by_hand(options):
     return state
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["eight devices"] + [pytest.param(n, marks=pytest.mark.full) for n in ("one device", "bf16")],
-)
+@pytest.mark.parametrize("name", full_but(["one device"], SETTINGS))
 def test_a_run_comes_to_the_same_bits_whoever_holds_it(name):
     options = OPTIONS | SETTINGS[name]
     wanted = digits.bits(by_hand(options))
@@ -78,17 +71,17 @@ def test_a_run_comes_to_the_same_bits_whoever_holds_it(name):
 @pytest.fixture(scope="module")
 def wanted():
     with jax.numpy_dtype_promotion("standard"):
-        return digits.bits(digits.trainer().train().state)
+        return digits.bits(by_hand(OPTIONS))
 
 
 def test_compiled_ahead_of_time_it_comes_to_the_same_bits(wanted):
-    trainer = digits.trainer()
+    trainer = digits.trainer(**OPTIONS)
     assert trainer.compile_aot()
     assert digits.bits(trainer.train().state) == wanted
 
 
 def test_evaluated_saved_and_shown_it_comes_to_the_same_bits(tmp_path, wanted):
-    options = {
+    options = OPTIONS | {
         "output_dir": tmp_path,
         "report_to": ("jsonl",),
         "save_steps": 5,

@@ -1,4 +1,7 @@
-"""A run whose batches change their size: the same bits, and each size compiled before step 1."""
+"""Each size of batches that change their size is compiled before step 1.
+
+The random runs hold the bits of such runs, cut, resumed, and without some of their batches.
+"""
 
 import itertools
 import json
@@ -9,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from clu.metrics import Average
+from tests.small import full_but
 
 import stepfold as sf
 
 from . import course, network
-from .test_leaving_out import CutError
 
 # tests/laws/test_folding.py compares the bits of optimized programs.
 pytestmark = pytest.mark.not_optimized
@@ -23,54 +26,6 @@ RAMP = [(0, 8), (7, 16), (20, 8), (90, 32)]
 
 def ramp(sizes=RAMP, **options):
     return sf.batches(course.data(), sizes, **{"seed": 0, **options})
-
-
-def by_hand(batches):
-    step, state = jax.jit(course.STEP, donate_argnums=0), course.start()
-    for batch in itertools.islice(batches, course.STEPS):
-        state, _ = step(state, batch)
-    return network.bits(state)
-
-
-@pytest.fixture(scope="module")
-def wanted():
-    return by_hand(ramp())
-
-
-WAYS = {
-    "alone": (lambda batches: batches, {}),
-    "prefetched": (sf.prefetch, {}),
-    "placed": (lambda batches: sf.prefetch(batches, sharding=jax.device_put), {}),
-    "several in a call": (lambda batches: batches, {"steps_per_call": 3}),
-    "jitted": (lambda batches: batches, {"step": jax.jit(course.STEP)}),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_run_has_the_bits_of_a_loop_by_hand(wanted, way):
-    wrap, options = WAYS[way]
-    assert network.bits(course.run(data=wrap(ramp()), **options).state) == wanted
-
-
-def test_a_run_resumes_with_the_same_bits(tmp_path):
-    examples = itertools.count()
-
-    def cut_in_step_14(example):
-        if next(examples) == 7 * 8 + 5 * 16 + 4:
-            raise CutError
-        return example
-
-    with pytest.raises(CutError):
-        course.run(tmp_path, data=ramp(transform=cut_in_step_14))
-    resumed = course.run(tmp_path, data=ramp())
-    assert resumed.resumed == 12
-    assert course.told(resumed) == course.told(course.run(data=ramp()))
-
-
-def test_a_run_that_leaves_some_out_changes_the_size_with_the_batch():
-    ranges = [(2, 5), (10, 14)]
-    result = course.run(data=ramp().without(ranges))
-    assert network.bits(result.state) == by_hand(ramp().without(ranges))
 
 
 def make_step(events, tx=course.TX):
@@ -86,7 +41,7 @@ def noted(events):
     return lambda event: events.append("step") if "step" not in events else None
 
 
-@pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.parametrize("on_mesh", full_but([False], [False, True]))
 def test_each_size_is_compiled_once_before_the_first_step(compiles, caplog, tmp_path, on_mesh):
     events, state = [], course.start()
     sizes, data, wrap = RAMP, course.data(), lambda batches: batches
@@ -179,10 +134,3 @@ def test_a_compiled_step_is_refused_for_sizes_that_it_does_not_take():
 def test_another_shape_within_a_size_is_still_refused():
     with pytest.raises(sf.RetraceError, match=r"batch/x: expected float32\[8,3\], got"):
         course.run(data=ramp([(0, 8), (30, 16)], remainder="keep"))
-
-
-def test_epochs_of_changing_sizes_end_after_their_last_batch():
-    """Of 70 rows, the first epoch has 4 batches of 8 and 2 of 16, and each later one 4."""
-    evaluation = course.evaluation(every=None, every_epochs=1)
-    result = course.run(data=ramp([(0, 8), (4, 16)]), epochs=2, evaluation=evaluation)
-    assert (result.steps, result.history["eval/loss"].steps) == (10, [6, 10])

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tests.small import full_but
 
 import stepfold as sf
 
@@ -21,7 +22,9 @@ VARIANTS = {
     "accumulate": {"accumulate": 4},
     "guarded": {"skip_nonfinite": True, "remat": "dots_saveable"},
     "bf16": {"precision": "bf16", "accumulate": 2},
+    "together": {"skip_nonfinite": True, "remat": "dots_saveable", "accumulate": 4},
 }
+each_variant = pytest.mark.parametrize("name", full_but(["together"], VARIANTS))
 
 
 def optimizer():
@@ -39,9 +42,7 @@ def step_of(name):
     return sf.make_train_step(network.stateful_loss, optimizer(), stateful=True, **VARIANTS[name])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] * (n != "guarded")) for n in VARIANTS]
-)
+@each_variant
 def test_a_scan_of_steps_equals_the_steps_bit_for_bit(name):
     step, batches = step_of(name), [network.batch(seed) for seed in range(5)]
     state, seen = start(), []
@@ -55,7 +56,7 @@ def test_a_scan_of_steps_equals_the_steps_bit_for_bit(name):
 
 
 @pytest.mark.usefixtures("compile_fast")
-@pytest.mark.parametrize("name", VARIANTS)
+@each_variant
 @settings(max_examples=2)
 @given(seed=st.integers(0, 2**31 - 1))
 def test_jit_equals_no_jit(name, seed):
@@ -74,7 +75,7 @@ def _raw(tree):
 
 
 @pytest.mark.usefixtures("compile_fast")
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", full_but([2], [1, 2]))
 @settings(max_examples=5)
 @given(seed=st.integers(0, 2**31 - 1))
 def test_eight_devices_equal_one(n, seed):
@@ -104,11 +105,7 @@ def _mesh():
 
 @pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize(
-    ("n", "check_vma"),
-    [
-        *((1, True), (2, False)),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in ((1, False), (2, True))),
-    ],
+    ("n", "check_vma"), full_but([(2, True)], [(1, False), (1, True), (2, False), (2, True)])
 )
 def test_shard_map_over_eight_devices_equals_one(n, check_vma):
     def summed(params, batch, key):
@@ -143,10 +140,9 @@ def test_shard_map_over_eight_devices_equals_one(n, check_vma):
 def test_an_ensemble_by_vmap_equals_its_members():
     keys = jax.random.split(jax.random.key(0), 3)
     many = jax.vmap(partial(sf.init_state, network.init, optimizer(), stateful=True))(keys)
-    step, batch = step_of("guarded"), network.batch(0)
+    step, batch = step_of("together"), network.batch(0)
     states, metrics = jax.jit(jax.vmap(step, in_axes=(0, None)))(many, batch)
-    for i, key in enumerate(keys):
-        alone = sf.init_state(network.init, optimizer(), key, stateful=True)
-        state, seen = jax.jit(step)(alone, batch)
+    for i in range(len(keys)):
+        state, seen = jax.jit(step)(jax.tree.map(lambda x: x[i], many), batch)
         member = jax.tree.map(lambda x: x[i], (states, metrics))
         chex.assert_trees_all_close(_raw(member), _raw((state, seen)), rtol=1e-4, atol=1e-5)

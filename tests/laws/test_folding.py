@@ -1,12 +1,13 @@
-"""`fit` is the fold: the same bits, and the right things at the right steps."""
+"""`fit` is the fold: optimized programs give the same bits in every form of the loop.
+
+The random runs hold what a run does at which step, and what its history says.
+"""
 
 import itertools
 
 import jax
-import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from tests.small import full_but
 
 import stepfold as sf
 
@@ -51,34 +52,11 @@ def test_fit_gives_the_bits_of_a_loop_by_hand(form, wanted):
     assert course.curves(result.history) == course.whole()[1]
 
 
-@pytest.mark.parametrize("count", [2, 3, 16])
+@pytest.mark.parametrize("count", full_but([3], [2, 3, 16]))
 def test_several_steps_in_a_call_give_the_bits_of_one(count, wanted):
     result = course.run(steps_per_call=count)
     assert network.bits(result.state) == wanted[0]
     assert course.curves(result.history) == course.whole()[1]
-
-
-@pytest.mark.parametrize("log_every", [1, 7, 100])
-def test_the_history_is_what_the_steps_said_merged_by_hand(log_every, wanted):
-    result = course.run(log_every=log_every, evaluation=())
-    steps = sorted({*range(log_every, course.STEPS + 1, log_every), course.STEPS})
-    assert {tuple(curve.steps) for curve in result.history.values()} == {tuple(steps)}
-    for number, (start, stop) in enumerate(itertools.pairwise([0, *steps])):
-        seen = wanted[1][start:stop]
-        for name in ("fit", "size", "close", "grad_norm"):
-            value = result.history[f"train/{name}"][number]
-            assert value == _mean([metrics[name] for metrics in seen])
-        terms = [metrics["loss"].terms for metrics in seen]
-        means = [_mean([term[name] for term in terms]) for name in ("fit", "size")]
-        assert result.history["train/loss"][number] == sum(means)
-
-
-def _mean(averages):
-    total, count = (
-        np.sum([np.float64(getattr(average, part)) for average in averages])
-        for part in ("total", "count")
-    )
-    return total / count
 
 
 def test_an_evaluation_in_the_run_is_that_of_the_state_at_its_step():
@@ -86,80 +64,6 @@ def test_an_evaluation_in_the_run_is_that_of_the_state_at_its_step():
     state, _ = by_hand(12)
     found = course.evaluation()(state)
     assert {name: result.history[name][-1] for name in found} == found
-
-
-class Plain:
-    """A step that costs nothing, and a state that is a number, to count what is done when."""
-
-    def __init__(self):
-        self.shown, self.evaluated, self.epochs = [], [], []
-
-    def step(self, state, batch):
-        return {"n": state["n"] + 1}, {"at": sf.mean(state["n"] + 1)}
-
-    def hook(self, event):
-        if event.per_step:
-            values = [int(value) for value in event.per_step["train/at"]]
-            assert values == list(range(event.step - len(values) + 1, event.step + 1))
-            self.shown.append(event.step)
-
-    def evaluation(self, every):
-        def measure(state):
-            self.evaluated.append(int(state["n"]))
-            return {"n": state["n"]}
-
-        return sf.Evaluation(measure, every=every)
-
-
-def multiples(every, total, *, last):
-    return sorted({*range(every, total + 1, every), *([total] if last else [])})
-
-
-some = st.integers(1, 12)
-PLAIN = jax.jit(Plain().step)
-
-
-@settings(max_examples=40)
-@given(log=some, every=some, total=st.integers(1, 30), known=st.booleans())
-@example(log=3, every=4, total=24, known=False)
-@example(log=10, every=5, total=20, known=True)
-@example(log=30, every=12, total=7, known=True)
-def test_each_thing_is_done_at_its_steps(log, every, total, known):
-    plain = Plain()
-    state, batches = {"n": np.float32(0)}, [np.float32(0)] * (total + 5 * known)
-    options = {"log_every": log, "hooks": plain.hook, "evaluation": plain.evaluation(every)}
-    result = sf.fit(PLAIN, state, batches, steps=total if known else None, **options)
-    assert result.steps == total
-    assert plain.shown == multiples(log, total, last=True)
-    assert plain.evaluated == multiples(every, total, last=True)
-    assert result.history["train/at"].steps == plain.shown
-    assert result.history["eval/n"] == result.history["eval/n"].steps == plain.evaluated
-
-
-@settings(max_examples=4)
-@given(log=some, every=some, total=st.integers(1, 30), count=st.integers(2, 7))
-def test_several_steps_in_a_call_change_no_point(log, every, total, count):
-    plain = Plain()
-    state, batches = {"n": np.float32(0)}, [np.float32(0)] * total
-    options = {"log_every": log, "hooks": plain.hook, "evaluation": plain.evaluation(every)}
-    result = sf.fit(plain.step, state, batches, steps_per_call=count, **options)
-    assert result.steps == total
-    assert plain.shown == multiples(log, total, last=True)
-    assert plain.evaluated == multiples(every, total, last=True)
-
-
-@pytest.mark.parametrize(
-    ("log", "every", "count", "total"), [(5, 7, 1, 20), (4, 6, 4, 18), (30, 3, 16, 10)]
-)
-def test_checkpoints_are_at_their_steps(log, every, count, total, tmp_path):
-    options = {"log_every": log, "every": every, "steps_per_call": count, "steps": total}
-    result = course.run(tmp_path, evaluation=(), **options)
-    saved = multiples(every, total, last=True)
-    assert sf.verify(tmp_path / "checkpoints") == {step: [] for step in saved}
-    for step in saved:
-        found = sf.contents(tmp_path / "checkpoints", step=step)
-        assert found.data["step"] == step
-    assert result.steps == total
 
 
 @pytest.mark.parametrize("count", [1, 4])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.small import full_but
 
 import stepfold as sf
 
@@ -104,9 +105,7 @@ def uncut(tmp_path_factory):
     return writer.rows, epochs, states_of(hooks)
 
 
-@pytest.mark.parametrize(
-    "step", [4, 7, 16, *(pytest.param(n, marks=pytest.mark.full) for n in (8, 22, 30))]
-)
+@pytest.mark.parametrize("step", full_but([7], [4, 7, 8, 16, 22, 30]))
 def test_after_a_cut_hooks_are_where_an_uninterrupted_run_has_them(tmp_path, uncut, step):
     writer, epochs = Memory(), []
     resumed = make_hooks(writer, epochs)

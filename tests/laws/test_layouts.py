@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.small import full_but
 
 import stepfold as sf
 
@@ -43,8 +44,6 @@ LAYOUTS = {
     "sp 4": (1, 1, 1, 4),
     "dp 2 x sp 4": (2, 1, 1, 4),
 }
-# Every axis, with others.
-EACH_KIND = ("dp 2 x fsdp 2 x tp 2", "dp 2 x sp 4")
 # Not what compiles, but where arrays are and what comes out.
 pytestmark = pytest.mark.not_optimized
 
@@ -122,10 +121,7 @@ def check(got, want):
     chex.assert_trees_all_close(got[1], want[1], rtol=1e-7, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.full] * (name not in EACH_KIND)) for name in LAYOUTS],
-)
+@pytest.mark.parametrize("name", full_but(["dp 2 x fsdp 2 x tp 2"], LAYOUTS))
 def test_a_transformer_trains_alike_in_every_layout(name, compiles):
     mesh = mesh_of(LAYOUTS[name])
     plan, place = planned(transformer.init, mesh, RULES), NamedSharding(mesh, P("dp", "sp"))
@@ -136,7 +132,7 @@ def test_a_transformer_trains_alike_in_every_layout(name, compiles):
     check(got, on_one_device(transformer.init, transformer.loss))
 
 
-@pytest.mark.parametrize("way", ["compile_step", "jit that is told"])
+@pytest.mark.parametrize("way", full_but(["compile_step"], ["compile_step", "jit that is told"]))
 def test_a_state_stays_in_place(way, compiles):
     # Left to itself, jit would cut the bias, which the plan leaves whole, and compile once more.
     tx, mesh = optax.adam(0.1), mesh_of((1, 1, 8, 1))
@@ -175,7 +171,7 @@ def test_a_state_is_born_in_shares_and_each_device_has_its_own():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("fsdp 8", marks=pytest.mark.full), "dp 2 x fsdp 2 x tp 2"]
+    "name", full_but(["dp 2 x fsdp 2 x tp 2"], ["fsdp 8", "dp 2 x fsdp 2 x tp 2"])
 )
 def test_gradients_that_are_reduced_once_train_alike(name, compiles):
     mesh = mesh_of(LAYOUTS[name])
@@ -185,6 +181,7 @@ def test_gradients_that_are_reduced_once_train_alike(name, compiles):
     check(got, on_one_device(transformer.init, transformer.loss))
 
 
+@pytest.mark.full
 def test_the_automatic_rule_alone_trains_alike(compiles):
     mesh = sf.make_mesh()
     plan = planned(transformer.init, mesh, sf.fsdp(min_size=1024))
@@ -194,7 +191,8 @@ def test_the_automatic_rule_alone_trains_alike(compiles):
     check(got, on_one_device(transformer.init, transformer.loss))
 
 
-@pytest.mark.parametrize("dims", [pytest.param((1, 8), marks=pytest.mark.full), (4, 2)])
+@pytest.mark.full
+@pytest.mark.parametrize("dims", [(1, 8), (4, 2)])
 def test_experts_lie_on_devices_of_their_own(dims, compiles):
     mesh = mesh_of(dims, ("dp", "ep"))
     plan = planned(transformer.init_experts, mesh, ("experts/", P("ep")))

@@ -3,7 +3,6 @@
 import itertools
 import json
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -231,27 +230,13 @@ def test_epochs_end_after_their_last_batch_that_is_left(data):
 
 # A run
 
-SKIPPED = [(3, 5), (20, 28), (31, 32)]
-
-
-def left_out(ranges=SKIPPED, **options):
-    return course.batches(**options).without(ranges)
-
-
-@pytest.fixture(scope="module")
-def whole():
-    return course.run(data=left_out())
-
-
-def test_a_run_is_that_over_the_batches_that_are_left(whole):
-    indices = [index for index in range(60) if is_left(index, SKIPPED)]
-    assert course.told(course.run(data=[course.batches().at(i) for i in indices])) == course.told(
-        whole
-    )
-
 
 class CutError(Exception):
     pass
+
+
+def left_out(ranges, **options):
+    return course.batches(**options).without(ranges)
 
 
 def run_cut(folder, ranges, cut):
@@ -267,13 +252,6 @@ def run_cut(folder, ranges, cut):
         course.run(folder, data=left_out(ranges, transform=transform))
 
 
-@pytest.mark.parametrize("cut", [2, 3, 17, 33])
-def test_a_run_resumes_with_the_same_bits(tmp_path, whole, cut):
-    run_cut(tmp_path, SKIPPED, cut)
-    resumed = course.run(tmp_path, data=sf.prefetch(left_out()))
-    assert (resumed.resumed, course.told(resumed)) == (cut, course.told(whole))
-
-
 def test_a_run_with_other_ranges_before_is_refused_and_with_later_ones_resumes(tmp_path):
     run_cut(tmp_path, [(3, 5), (20, 28)], 17)
     for other in ([], [(3, 6)], [(3, 5), (18, 19)]):
@@ -285,22 +263,6 @@ def test_a_run_with_other_ranges_before_is_refused_and_with_later_ones_resumes(t
     resumed = course.run(tmp_path, data=left_out([(3, 5), (19, 30)]))
     assert resumed.resumed == 17
     assert course.told(resumed) == course.told(course.run(data=left_out([(3, 5), (19, 30)])))
-
-
-def test_a_run_by_epochs_ends_them_where_they_end():
-    """An epoch has eight batches; two of the first are left out, and all of the third."""
-    evaluation = course.evaluation(every=None, every_epochs=1)
-    skipped = [(3, 5), (16, 24)]
-    result = course.run(data=left_out(skipped), epochs=4, evaluation=evaluation)
-    assert (result.steps, result.history["eval/loss"].steps) == (22, [6, 14, 22])
-    later = course.run(data=left_out(skipped, start=6), epochs=1, evaluation=evaluation)
-    assert later.steps == 8
-    start_at = lambda step: course.start()._replace(step=jnp.int32(step))
-    options = {"state": start_at(100), "epochs": 2, "evaluation": evaluation}
-    result = course.run(data=left_out([(0, 8), (9, 10)]), **options)
-    assert (result.steps, result.history["eval/loss"].steps) == (107, [107])
-    result = course.run(data=left_out(skipped), **(options | {"state": start_at(100)}))
-    assert (result.steps, result.history["eval/loss"].steps) == (114, [106, 114])
 
 
 def test_a_fault_after_a_skip_is_replayed(tmp_path):

@@ -1,4 +1,7 @@
-"""A run whose hook changes the weights of a mixture is one of a mixture with these stages."""
+"""A run whose hook changes the weights of a mixture is one of a mixture with these stages.
+
+The random runs hold it for changes at log points, cuts, and runs that go back.
+"""
 
 import contextlib
 import json
@@ -25,7 +28,6 @@ PARTS = {
 }
 STAGE = (130, {"web": 1, "code": 1, "books": 1})
 TX = optax.sgd(0.0)
-SEEN = []
 
 
 def loss_fn(params, batch, key):
@@ -34,6 +36,9 @@ def loss_fn(params, batch, key):
 
 def new_state(plan=None):
     return sf.init_state({"w": jnp.zeros(8)}, TX, jax.random.key(0), sharding=plan)
+
+
+STEP = sf.make_train_step(loss_fn, TX)
 
 
 def mixture(changes=()):
@@ -112,7 +117,7 @@ def run(
             batches = sf.batches(mixture(), SIZE)
             batches = Spy(sf.prefetch(batches, size=3) if prefetch else batches, seen)
             result = sf.fit(
-                sf.make_train_step(loss_fn, TX), new_state(plan), batches, steps=STEPS,
+                STEP, new_state(plan), batches, steps=STEPS,
                 run_dir=folder, checkpoints=None if folder is None else sf.Checkpoints(every=4),
                 evaluation=sf.Evaluation(lambda state: {"one": 1.0}, every=6), hooks=hook,
                 **{"log_every": 6, **options},
@@ -122,75 +127,25 @@ def run(
     return seen, result
 
 
-def check(seen, delay=0, skip=(1000, 1001)):
+def check(seen, skip=(1000, 1001)):
     """Compare with batches of a mixture with stages, which skip a range."""
     index = sf.batches(mixture(), SIZE).without([skip]).batch_index
-    changes = [(index(step + delay), weights) for step, weights in CHANGES.items()]
+    changes = [(index(step), weights) for step, weights in CHANGES.items()]
     expected = sf.batches(mixture(changes), SIZE).without([skip])
     assert seen == {step: next(expected)["x"].tolist() for step in range(STEPS)}
 
 
-VARIANTS = [
-    {},
-    {"prefetch": True},
-    {"steps_per_call": 4},
-    {"layout": "fsdp", "steps_per_call": 4},
-    {"prefetch": True, "layout": "dp", "log_every": 1},
-]
-
-
-@pytest.mark.parametrize("options", VARIANTS)
-def test_the_change_reaches_the_batch_after_an_evaluation(options):
-    check(run(**options)[0])
-
-
-@pytest.mark.parametrize("options", VARIANTS)
-@pytest.mark.parametrize("cuts", [[6], [9, 12, 18]])
-def test_a_resumed_run_has_the_same_batches(tmp_path, options, cuts):
-    if options.get("log_every") != 1:
-        options = {**options, "log_every": 3}
-    check(run(tmp_path, cuts=cuts, **options)[0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefetch": True},
+        pytest.param({"layout": "fsdp", "steps_per_call": 4}, marks=pytest.mark.full),
+    ],
+)
+def test_a_resumed_run_has_the_same_batches(tmp_path, options):
+    check(run(tmp_path, cuts=[9, 12, 18], log_every=3, **options)[0])
     notes = json.loads((tmp_path / "run.json").read_text())["replacements"]
     assert notes == [[step, f"at {step}", "weights"] for step in CHANGES]
-
-
-@pytest.mark.parametrize("options", VARIANTS[:4])
-@pytest.mark.parametrize("cuts", [(), (7, 19), (14,)])
-def test_a_change_at_a_log_point_has_one_delay_wherever_the_run_is_cut(tmp_path, options, cuts):
-    """Half of the 5 steps between log points, 2, unless an evaluation or a save reads them."""
-    with mock.patch.dict(CHANGES, {5: CHANGES[6], 15: CHANGES[12]}, clear=True):
-        seen, _ = run(tmp_path, kind="train", cuts=cuts, **{**options, "log_every": 5})
-        check(seen, delay=1)
-
-
-def test_a_change_at_a_log_point_comes_later():
-    with mock.patch.dict(CHANGES, {7: CHANGES[6], 14: CHANGES[12]}, clear=True):
-        for options in VARIANTS[:4]:
-            check(run(kind="train", **{**options, "log_every": 7})[0], delay=3)
-
-
-@pytest.mark.parametrize("options", VARIANTS[:3])
-@pytest.mark.parametrize("cuts", [(), (15,)])
-def test_going_back_keeps_the_changes_before_the_checkpoint(tmp_path, options, cuts):
-    """The evaluation of step 18 leaves out the batches of steps 17 and 18."""
-    seen, result = run(tmp_path, go_back=(18, 2), cuts=cuts, **options)
-    check(seen, skip=(16, 18))
-    assert result.resumed == 16
-
-
-@pytest.mark.parametrize("options", VARIANTS[:3])
-def test_going_back_takes_back_the_changes_after_the_checkpoint(tmp_path, options):
-    """The evaluation of step 18 leaves out those of steps 9 and 10: the change at 12 is undone."""
-    seen, result = run(tmp_path, go_back=(18, (9, 11)), is_once=True, **options)
-    with mock.patch.dict(CHANGES, {6: CHANGES[6]}, clear=True):
-        check(seen, skip=(8, 10))
-    assert result.resumed == 8
-
-
-@pytest.mark.parametrize("options", VARIANTS[:3])
-def test_a_change_after_going_back_begins_with_the_next_batch(tmp_path, options):
-    seen, _ = run(tmp_path, go_back=(12, 2), **options)
-    check(seen, skip=(10, 12))
 
 
 def keep_if_none(self, changes):
@@ -238,7 +193,7 @@ def test_what_is_nearly_right_fails_the_same_law(tmp_path, method, mutant):
         go_back_and_resume(tmp_path / "mutant")
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     st.lists(
         st.tuples(

@@ -18,13 +18,8 @@ import stepfold as sf
 
 from .network import compile_fast  # noqa: F401  a fixture
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def load(name, **constants):
@@ -118,6 +113,7 @@ def test_one_inner_step_of_sgd_equals_data_parallelism():
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compile_fast")
 def test_workers_share_parameters_and_nothing_else(tmp_path):
     example, batch = load("diloco"), images(1280)
@@ -139,8 +135,9 @@ def test_workers_share_parameters_and_nothing_else(tmp_path):
 # Muon
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compile_fast")
-@pytest.mark.parametrize("dims", [pytest.param((4, 1), marks=pytest.mark.full), (1, 4)])
+@pytest.mark.parametrize("dims", [(4, 1), (1, 4)])
 def test_stacked_muon_makes_the_same_updates(dims):
     # Three matrices of a shape on four devices need padding.
     example = load("sharded_muon", LAYERS=3, WIDTH=64, HIDDEN=128)

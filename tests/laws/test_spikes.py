@@ -97,7 +97,7 @@ def adds_a_positive_zero(updates, state, new, value):
 
 @cache
 def scanned(make):
-    tx = make(optax.adam(0.1), window=WINDOW, deviations=DEVIATIONS)
+    tx = make(optax.sgd(0.1, momentum=0.9), window=WINDOW, deviations=DEVIATIONS)
 
     def step(carry, loss):
         params, state = carry
@@ -221,10 +221,10 @@ def chained():
 @pytest.mark.parametrize(
     ("wrap", "options"),
     [
-        (lambda tx: tx, {}),
+        pytest.param(lambda tx: tx, {}, marks=pytest.mark.full),
         (lambda tx: tx, {"accumulate": 4, "skip_nonfinite": True}),
         (sf.dynamic_loss_scale, {"accumulate": 2}),
-        (lambda tx: optax.chain(optax.clip(1.0), tx), {}),
+        pytest.param(lambda tx: optax.chain(optax.clip(1.0), tx), {}, marks=pytest.mark.full),
     ],
 )
 def test_a_train_step_passes_the_loss(wrap, options):
@@ -261,9 +261,6 @@ def test_calls_scans_layouts_and_restores_have_the_same_bits(tmp_path):
     for batch in batches(levels):
         state, _ = compiled(state, sf.shard_batch(batch, mesh))
     assert network.bits(state) == wanted
-    ensemble = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), start())
-    mapped = jax.jit(jax.vmap(lambda s, b: jax.lax.scan(step, s, b)[0], (0, None)))
-    assert network.bits(jax.tree.map(lambda leaf: leaf[1], mapped(ensemble, stacked))) == wanted
 
 
 def test_the_loss_has_to_be_passed():

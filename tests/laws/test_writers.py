@@ -112,7 +112,7 @@ def read_script(script):
     ]
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @pytest.mark.parametrize("make", [csv_writer, jsonl_writer], ids=["csv", "jsonl"])
 @given(scripts, kills)
 def test_kills_leave_no_trace(make, script, kills):
@@ -135,7 +135,7 @@ def test_kills_leave_no_trace(make, script, kills):
         assert names == ["killed", "uninterrupted"]
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(scripts, st.integers(0, 600))
 def test_a_kill_loses_only_the_row_being_written(script, budget):
     script = steps_of(script)
@@ -150,7 +150,7 @@ def test_a_kill_loses_only_the_row_being_written(script, budget):
         assert [(step, {n: float(x) for n, x in row.items()}) for step, row in rows] == expected
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(scripts, st.integers(0, 600))
 def test_a_killed_run_has_a_readable_csv(script, budget):
     script = steps_of(script)
