@@ -8,17 +8,25 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.small import full_but
 
 import stepfold
 from stepfold import adapter
 
 ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-pytestmark = [pytest.mark.not_optimized, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 MODULES = [module.name for module in pkgutil.walk_packages(stepfold.__path__, "stepfold.")]
 
+SLOW = {  # whose examples compile most
+    *("stepfold.core.cross_entropy", "stepfold.core.ema", "stepfold.core.gradients"),
+    *("stepfold.core.precision", "stepfold.core.step", "stepfold.sharding.ordered"),
+    *("stepfold.inspect.choose", "stepfold.inspect.report"),
+    *("stepfold.loop.elastic", "stepfold.loop.replay.rerun"),
+}
 
-@pytest.mark.parametrize("name", MODULES)
+
+@pytest.mark.parametrize("name", full_but({*MODULES} - SLOW, MODULES))
 def test_docstrings_run(name):
     failed, _ = doctest.testmod(importlib.import_module(name), optionflags=FLAGS)
     assert failed == 0

@@ -5,7 +5,6 @@ import functools
 import inspect
 import math
 import types
-from functools import partial
 
 import chex
 import jax
@@ -116,15 +115,21 @@ def plain(case, arguments, weights, labels):
     return (losses * weights).sum(), (weights.sum(), hits.sum())
 
 
+@functools.cache  # many mutants share a case
+def expected(case, seed):
+    """Return the weights in full, and the outcome of `plain` with its gradients."""
+    arguments, weights, labels = draw(case, seed)
+    full = np.ones(case.shape) if weights is None else np.float64(weights)
+    full = full.reshape(full.shape + (1,) * (len(case.shape) - full.ndim))
+    full = np.broadcast_to(full, case.shape) * (labels != IGNORED)
+    by_definition = jax.value_and_grad(functools.partial(plain, case), (0, 1), has_aux=True)
+    return full, jax.jit(by_definition)(arguments, full, np.maximum(labels, 0))
+
+
 def check(case, seed=0, function=sf.linear_cross_entropy):
     with jax.enable_x64(True):
         arguments, weights, labels = draw(case, seed)
-        full = np.ones(case.shape) if weights is None else np.float64(weights)
-        full = full.reshape(full.shape + (1,) * (len(case.shape) - full.ndim))
-        full = np.broadcast_to(full, case.shape) * (labels != IGNORED)
-        in_place = np.maximum(labels, 0)
-        by_definition = jax.value_and_grad(partial(plain, case), (0, 1), has_aux=True)
-        want = jax.jit(by_definition)(arguments, full, in_place)
+        full, want = expected(case, seed)
 
         count = math.prod(MESHES[case.mesh])
         mesh = sf.make_mesh(MESHES[case.mesh], devices=jax.devices()[:count])
@@ -164,8 +169,12 @@ def check(case, seed=0, function=sf.linear_cross_entropy):
 
 
 def test_blocks_equal_the_plain_loss(count):
-    law = given(case=cases, seed=st.integers(0, 2**31 - 1))(check)
-    settings(max_examples=count(3, 60))(law)()
+    @settings(max_examples=count(3, 60))
+    @given(cases, st.integers(0, 2**31 - 1))
+    def law(case, seed):
+        check(case, seed)
+
+    law()
 
 
 @pytest.mark.parametrize("mesh", full_but(["dp 2 x fsdp 2 x tp 2"], MESHES))
@@ -249,7 +258,7 @@ MUTANTS = {
 }
 
 
-check_once = functools.cache(check)  # many mutants share a case
+check_once = functools.cache(check)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -122,6 +122,7 @@ def test_two_poisoned_batches_are_skipped(tmp_path, per_call, log_every):
     assert "went back from step" in (folder / "report.html").read_text()
 
 
+@pytest.mark.full
 def test_checkpoints_in_a_bucket_are_left_too(tmp_path, skipping):
     folder = tmp_path / "a"
     options = {"log_every": 8, "checkpoints": sf.Checkpoints(f"file://{tmp_path}/bucket", every=6)}
@@ -129,12 +130,6 @@ def test_checkpoints_in_a_bucket_are_left_too(tmp_path, skipping):
     check(run, folder, skipping((18, 19), (41, 42), log_every=8))
     entries = json.loads((folder / "run.json").read_text())["rollbacks"]
     assert [entry["to"] for entry in entries] == [18, 36]
-
-
-def test_without_the_hook_the_poison_does_damage(tmp_path, skipping):
-    run = fit(batches([23, 41]), tmp_path / "a")
-    plain, _ = skipping()
-    assert run.history["train/loss"][-1] > 2 * plain.history["train/loss"][-1]
 
 
 def test_a_nan_is_skipped(tmp_path, skipping):

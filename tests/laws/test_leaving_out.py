@@ -265,6 +265,7 @@ def test_a_run_with_other_ranges_before_is_refused_and_with_later_ones_resumes(t
     assert course.told(resumed) == course.told(course.run(data=left_out([(3, 5), (19, 30)])))
 
 
+@pytest.mark.full
 def test_a_fault_after_a_skip_is_replayed(tmp_path):
     """The zero is in batch 11, and so in step 8 of a run that skips three."""
     make = planted(0.0, 11, (3,))

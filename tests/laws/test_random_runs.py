@@ -183,7 +183,7 @@ def draw_runs(number, test, phases=tuple(Phase), strategy=None):
 
 
 def test_runs_that_are_cut_and_resumed_are_the_reference_fold(count):
-    draw_runs(count(12, 2000), check)
+    draw_runs(count(8, 2000), check)
 
 
 def one_run(**changed):

@@ -34,8 +34,8 @@ def loss_fn(params, batch, key):
     return sf.mean(0.0 * params["w"].sum() + batch["x"]), {"bad": (batch["x"] < 0).any()}
 
 
-def new_state(plan=None):
-    return sf.init_state({"w": jnp.zeros(8)}, TX, jax.random.key(0), sharding=plan)
+def new_state():
+    return sf.init_state({"w": jnp.zeros(8)}, TX, jax.random.key(0))
 
 
 STEP = sf.make_train_step(loss_fn, TX)
@@ -103,24 +103,16 @@ class Hook:
         return None
 
 
-def run(
-    folder=None, *, kind="eval", cuts=(), go_back=None, is_once=False, layout=None, prefetch=False,
-    **options,
-):  # fmt: skip
+def run(folder, *, cuts=(), go_back=None, is_once=False, log_every=6):
     """Run to the end, as often as it is cut; return the examples of each step, and the result."""
-    seen, hook, plan = {}, Hook(kind, cuts, go_back, is_once), None
-    if layout is not None:
-        mesh = sf.make_mesh((8,), (layout,))
-        plan = sf.make_sharding(jax.eval_shape(new_state), mesh, sf.fsdp(min_size=1))
+    seen, hook = {}, Hook("eval", cuts, go_back, is_once)
     for _ in range(1 + len(cuts)):
         with contextlib.suppress(Cut):
-            batches = sf.batches(mixture(), SIZE)
-            batches = Spy(sf.prefetch(batches, size=3) if prefetch else batches, seen)
+            batches = Spy(sf.prefetch(sf.batches(mixture(), SIZE), size=3), seen)
             result = sf.fit(
-                STEP, new_state(plan), batches, steps=STEPS,
-                run_dir=folder, checkpoints=None if folder is None else sf.Checkpoints(every=4),
-                evaluation=sf.Evaluation(lambda state: {"one": 1.0}, every=6), hooks=hook,
-                **{"log_every": 6, **options},
+                STEP, new_state(), batches, steps=STEPS, run_dir=folder, log_every=log_every,
+                checkpoints=sf.Checkpoints(every=8), hooks=hook,
+                evaluation=sf.Evaluation(lambda state: {"one": 1.0}, every=6),
             )  # fmt: skip
     assert not hook.cuts
     assert result.steps == STEPS
@@ -135,15 +127,8 @@ def check(seen, skip=(1000, 1001)):
     assert seen == {step: next(expected)["x"].tolist() for step in range(STEPS)}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"prefetch": True},
-        pytest.param({"layout": "fsdp", "steps_per_call": 4}, marks=pytest.mark.full),
-    ],
-)
-def test_a_resumed_run_has_the_same_batches(tmp_path, options):
-    check(run(tmp_path, cuts=[9, 12, 18], log_every=3, **options)[0])
+def test_a_resumed_run_has_the_same_batches(tmp_path):
+    check(run(tmp_path, cuts=[9, 12, 18], log_every=3)[0])
     notes = json.loads((tmp_path / "run.json").read_text())["replacements"]
     assert notes == [[step, f"at {step}", "weights"] for step in CHANGES]
 
@@ -180,17 +165,21 @@ BATCHES = sf.data.batches.Batches
     ],
 )
 def test_what_is_nearly_right_fails_the_same_law(tmp_path, method, mutant):
-    def go_back_and_resume(folder):
-        with mock.patch.dict(CHANGES, {12: CHANGES[12]}, clear=True):
-            seen, _ = run(folder / "a", go_back=(18, (9, 11)), is_once=True)
-            with mock.patch.dict(CHANGES, clear=True):
-                check(seen, skip=(8, 10))
-            check(run(folder / "b", cuts=[18], log_every=3)[0])
-
-    go_back_and_resume(tmp_path)
     mutant.own = getattr(BATCHES, method)
     with mock.patch.object(BATCHES, method, mutant), pytest.raises(AssertionError):
-        go_back_and_resume(tmp_path / "mutant")
+        go_back_and_resume(tmp_path)
+
+
+def go_back_and_resume(folder):
+    with mock.patch.dict(CHANGES, {12: CHANGES[12]}, clear=True):
+        seen, _ = run(folder / "a", go_back=(18, (9, 11)), is_once=True)
+        with mock.patch.dict(CHANGES, clear=True):
+            check(seen, skip=(8, 10))
+        check(run(folder / "b", cuts=[18], log_every=3)[0])
+
+
+def test_a_run_goes_back_and_resumes_with_the_same_batches(tmp_path):
+    go_back_and_resume(tmp_path)
 
 
 @settings(max_examples=15)

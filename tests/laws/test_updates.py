@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stepfold as sf
@@ -83,6 +83,7 @@ def check(make, n, seed):
     chex.assert_trees_all_close(sf.get_ema(state), want[2], rtol=1e-3, atol=1e-4)
 
 
+@settings(max_examples=5)
 @given(seed=st.integers(0, 2**31 - STEPS))
 def test_clip_and_ema_act_once_per_update(seed):
     check(averaged_once, 4, seed)
