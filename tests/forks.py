@@ -73,7 +73,7 @@ def exit_code(pid, seconds):
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() >= deadline:
             return None
-        time.sleep(0.005)
+        time.sleep(0.01)
 
 for line in sys.stdin:
     request = json.loads(line)

@@ -65,10 +65,6 @@ def at_log(step):
     return lambda event: bool(event.per_step) and event.step == step
 
 
-def at_evaluation(step):
-    return lambda event: not event.per_step and event.step == step
-
-
 def measured(step, do):
     """An evaluation beside the other one, that does something at a step."""
     once = Once(lambda state: int(state.step) == step, do)
@@ -115,7 +111,7 @@ def is_saved(folder, step):
 
 def without_fault(options):
     """Return the options with which a run that was cut resumes."""
-    if "evaluation" in options:
+    if isinstance(options.get("evaluation"), list):
         return {"evaluation": measured(0, fails)}
     return {name: options[name] for name in options if name == "steps_per_call"}
 
@@ -251,20 +247,8 @@ class Waits:
         threading.Timer(0.1, sends(self.name)).start()
         time.sleep(600)
 
-    def was_interrupted(self):
-        return time.monotonic() - self.began < 60
 
-
-@both
-def test_a_signal_breaks_off_waiting_for_data(name, tmp_path):
-    waits = Waits(name)
-    interrupted(name, folder=tmp_path, data=Batches(13, waits))
-    assert waits.was_interrupted()
-    goes_on(tmp_path, 13)
-
-
-def test_a_signal_breaks_off_waiting_for_data_of_an_evaluation(tmp_path):
-    waits = Waits("SIGTERM")
+def waits_for_data(waits):
     once = Once(lambda: True, waits)
 
     def data():
@@ -272,19 +256,26 @@ def test_a_signal_breaks_off_waiting_for_data_of_an_evaluation(tmp_path):
             once()
             yield batch
 
-    slow = sf.Evaluation(course.MEASURE, data, every=course.EVALUATE)
-    interrupted("SIGTERM", folder=tmp_path, evaluation=slow)
-    assert waits.was_interrupted()
-    goes_on(tmp_path, course.EVALUATE, evaluation=slow)
+    return {"evaluation": sf.Evaluation(course.MEASURE, data, every=course.EVALUATE)}
+
+
+WAITING = {  # what waits, and the step from which the run is resumed at the earliest
+    "data": (lambda waits: {"data": Batches(13, waits)}, 13),
+    "data of an evaluation": (waits_for_data, course.EVALUATE),
+    "an evaluation": (lambda waits: {"evaluation": measured(12, waits)}, 7),
+}
 
 
 @both
-def test_a_signal_breaks_off_an_evaluation(name, tmp_path):
-    waits = Waits(name)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        course.run(tmp_path, evaluation=measured(12, waits))
-    assert waits.was_interrupted()
-    goes_on(tmp_path, 7, evaluation=measured(0, fails))
+@pytest.mark.parametrize("what", WAITING)
+def test_a_signal_breaks_off_waiting(name, what, tmp_path):
+    (make, step), waits = WAITING[what], Waits(name)
+    with pytest.raises(SIGNALS[name][0]):
+        course.run(tmp_path, **make(waits))
+    assert time.monotonic() - waits.began < 60
+    if what != "an evaluation":
+        is_saved(tmp_path, sf.latest_step(tmp_path / "checkpoints"))
+    goes_on(tmp_path, step, **without_fault(make(fails)))
 
 
 def test_without_checkpoints_a_signal_gives_the_result_all_the_same():
@@ -339,40 +330,35 @@ def course_with(action, where, folder, steps):
     course.run(folder, hooks=hook, steps=steps)
 
 
-def is_killed(where, folder):
-    course_with(lambda: os.kill(os.getpid(), signal.SIGKILL), where, folder, 40)
+def gets_a_signal(number, where, folder, steps):
+    course_with(lambda: os.kill(os.getpid(), number), where, folder, steps)
+    print("went on")
+
+
+def full(*values):
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize(
     ("where", "steps"),
-    [
-        ("save", {14, 21}),
-        pytest.param("saved", {21}, marks=pytest.mark.full),
-        pytest.param("log", {14, 21}, marks=pytest.mark.full),
-        pytest.param("evaluation", {14, 21}, marks=pytest.mark.full),
-    ],
+    [("save", {14, 21}), full("saved", {21}), full("log", {14, 21}), full("evaluation", {14, 21})],
 )
 def test_a_process_that_is_killed(forks, where, steps, tmp_path):
-    end = forks.run(is_killed, where, str(tmp_path))
+    end = forks.run(gets_a_signal, int(signal.SIGKILL), where, str(tmp_path), course.STEPS)
     assert end.code == -signal.SIGKILL, end
     assert goes_on(tmp_path).resumed in steps
-
-
-def gets_a_signal(where, number, folder):
-    course_with(lambda: os.kill(os.getpid(), number), where, folder, 20)
-    print("went on")
 
 
 @pytest.mark.parametrize(
     ("where", "name", "codes"),
     [
         ("midway", "SIGTERM", {143}),
-        pytest.param("midway", "SIGINT", {1, 130, -signal.SIGINT}, marks=pytest.mark.full),
-        pytest.param("last save", "SIGTERM", {143}, marks=pytest.mark.full),
+        full("midway", "SIGINT", {1, 130, -signal.SIGINT}),
+        full("last save", "SIGTERM", {143}),
     ],
 )
 def test_the_exit_code_tells_of_a_signal(forks, where, name, codes, tmp_path):
-    end = forks.run(gets_a_signal, where, int(SIGNALS[name][1]), str(tmp_path))
+    end = forks.run(gets_a_signal, int(SIGNALS[name][1]), where, str(tmp_path), 20)
     assert end.code in codes, end
     assert "went on" not in end.output
     assert sf.latest_step(tmp_path / "checkpoints") == (20 if where == "last save" else 17)

@@ -150,12 +150,6 @@ def test_a_run_resumes(top, name):
     assert names(real) == rest
 
 
-def test_two_names_of_a_run_are_one_run(top):
-    names = [("../link/a", 2), ("../far/deep/a", 4), (top / "far/deep/../../link/a", 6)]
-    resumed = [fit(steps, run_dir=path).resumed for path, steps in names]
-    assert resumed == [None, 2, 4]
-
-
 def test_the_working_directory_may_change_at_any_time(top, tmp_path):
     checkpoints = sf.Checkpoints("../runs/b", every=2)
     local = sf.Temporary("local", every=1)
@@ -294,19 +288,6 @@ def test_parameters_are_exported_and_loaded(top, name):
         sf.export_params(path, {"w": np.ones(3)})
         assert sf.load_params(path, {"w": np.zeros(3)})["w"].tolist() == [1, 1, 1]
     assert names(real) == ["model.safetensors", "one.safetensors"]
-
-
-def test_metrics_are_written(top):
-    for path in ("../link/../a", "~/a"):
-        for writer in (
-            sf.jsonl_writer(f"{path}/m.jsonl", csv=f"{path}/t.csv"),
-            sf.csv_writer(f"{path}/m.csv"),
-            sf.tensorboard_writer(f"{path}/board"),
-        ):
-            writer.write_scalars(1, {"loss": 0.5})
-            writer.close()
-    for folder in (top / "far" / "a", top / "home" / "a"):
-        assert names(folder) == ["board", "m.csv", "m.csv.jsonl", "m.jsonl", "t.csv"]
 
 
 # URLs
@@ -487,18 +468,6 @@ def test_an_error_of_a_specification_is_no_damage(saved, monkeypatch, capsys, re
         assert "1: cannot be read\n" in capsys.readouterr().out
     assert names(saved) == ["1", "2"]
     assert sf.restore(saved, like).step == 2
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("refuse", [refuse_spec, refuse_path])
-def test_a_run_that_cannot_read_its_checkpoints_keeps_them(tmp_path, monkeypatch, refuse):
-    fit(4, run_dir=tmp_path)
-    with monkeypatch.context() as patch:
-        refuse(patch)
-        for _ in range(2):
-            with pytest.raises(sf.CheckpointError, match="cannot be read"):
-                fit(6, run_dir=tmp_path)
-    assert fit(6, run_dir=tmp_path).resumed == 4
 
 
 def test_a_key_that_tensorstore_refuses_is_no_damage(tmp_path, monkeypatch):

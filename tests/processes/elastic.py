@@ -144,7 +144,8 @@ def runs(start, folder, events, options):
     seen, evaluations, asked = [], [], []
 
     class Watch:
-        replaces_state = needs_exact_state = "replace" in uses
+        replaces_state = "replace" in uses
+        needs_exact_state = replaces_state or "go back" in uses
 
         def __call__(self, event):
             seen.append([event.kind, event.step])

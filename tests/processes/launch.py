@@ -111,7 +111,7 @@ class Session:
                 self._fail(f"still running after {timeout} s")
             if any(process.poll() is not None for process in self._running):
                 self._fail("ended too early")
-            time.sleep(0.005)
+            time.sleep(0.02)
         return [end.output for end in self._ends()]
 
     def _launch(self):

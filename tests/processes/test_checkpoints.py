@@ -23,27 +23,27 @@ from stepfold.checkpoint import safetensors as module
 SPECS = {"rows": P("fsdp"), "columns": P(None, "tp"), "both": P(("fsdp", "tp")), "whole": P()}
 
 
+def placed(value, mesh):
+    """Return a state of every kind of leaf, on a mesh of one process or of several."""
+    state = {}
+    for name, spec in SPECS.items():
+        seed = sum(map(ord, name)) + value
+        rows = np.random.default_rng(seed).normal(size=(16, 8)).astype(np.float32)
+        place = NamedSharding(mesh, spec)
+        state[name] = jax.make_array_from_callback((16, 8), place, lambda i, rows=rows: rows[i])
+    numbers = np.asarray(jax.random.key_data(jax.random.key(value)))
+    place = NamedSharding(mesh, P())
+    data = jax.make_array_from_callback((2,), place, lambda i: numbers[i])
+    state["key"] = jax.random.wrap_key_data(data)
+    return state | {"numpy": np.full(3, value), "number": value}
+
+
 def works(start, folder):
     start()
     warnings.simplefilter("error")  # until the worker ends
     process, folder = jax.process_index(), Path(folder)
     mesh = sf.make_mesh((1, 2, 2, 1))
     seen = {}
-
-    def placed(value):
-        """Give the state that the test has too, over all devices."""
-        specs = {"rows": P("fsdp"), "columns": P(None, "tp"), "both": P(("fsdp", "tp"))}
-        state = {}
-        for name, spec in (specs | {"whole": P()}).items():
-            seed = sum(map(ord, name)) + value
-            numbers = np.random.default_rng(seed).normal(size=(16, 8)).astype(np.float32)
-            place = NamedSharding(mesh, spec)
-            state[name] = jax.make_array_from_callback((16, 8), place, lambda i: numbers[i])
-        data = np.asarray(jax.random.key_data(jax.random.key(value)))
-        place = NamedSharding(mesh, P())
-        data = jax.make_array_from_callback((2,), place, lambda i: data[i])
-        state["key"] = jax.random.wrap_key_data(data)
-        return state | {"numpy": np.full(3, value), "number": value}
 
     def same(found, wanted):
         """Compare the parts that are here."""
@@ -62,20 +62,21 @@ def works(start, folder):
 
     # What one process saved on eight, four and one device.
     seen["from one"] = [
-        same(sf.restore(folder / "one", placed(0), step=n).state, placed(n)) for n in (8, 4, 1)
+        same(sf.restore(folder / "one", placed(0, mesh), step=n).state, placed(n, mesh))
+        for n in (8, 4, 1)
     ]
     # What two save, each with a position of its own at last.
-    sf.save(folder / "two", placed(1), step=1, data={"at": 5}, metrics={"loss": 1.0})
-    sf.save(folder / "two", placed(2), step=2, data={"at": process}, metrics={"loss": 0.5})
-    found = sf.restore(folder / "two", placed(0))
-    seen["to two"] = [same(found.state, placed(2)), found.step, found.data]
-    seen["best"] = sf.restore(folder / "two", placed(0), step="best", best="loss").step
+    sf.save(folder / "two", placed(1, mesh), step=1, data={"at": 5}, metrics={"loss": 1.0})
+    sf.save(folder / "two", placed(2, mesh), step=2, data={"at": process}, metrics={"loss": 0.5})
+    found = sf.restore(folder / "two", placed(0, mesh))
+    seen["to two"] = [same(found.state, placed(2, mesh)), found.step, found.data]
+    seen["best"] = sf.restore(folder / "two", placed(0, mesh), step="best", best="loss").step
     # Arrays in the positions: one that all share, and then one of each process.
     series = folder / "run" / "checkpoints"
-    sf.save(series, placed(1), step=1, data={"shared": np.arange(3)})
+    sf.save(series, placed(1, mesh), step=1, data={"shared": np.arange(3)})
     own = {"own": np.full(3, process)}
-    sf.save(series, placed(2), step=2, data=own, extra=[np.full(2, process)])
-    found = sf.restore(folder / "run", placed(0))
+    sf.save(series, placed(2, mesh), step=2, data=own, extra=[np.full(2, process)])
+    found = sf.restore(folder / "run", placed(0, mesh))
     seen["arrays"] = [found.data["own"].tolist(), found.extra[0].tolist()]
     # A series in the background, of steps that give their state away.
     step = jax.jit(
@@ -112,33 +113,25 @@ def works(start, folder):
     seen["damaged"] = [same(found.state, wanted), found.step, found.damaged[2]]
     seen["told"] = [str(one.message).rpartition(": step ")[2] for one in told]
     try:
-        sf.save(folder / "two", placed(2), step=2)
+        sf.save(folder / "two", placed(2, mesh), step=2)
     except sf.CheckpointError as error:
         seen["there"] = str(error).partition(": ")[2]
     print(json.dumps(seen))
 
 
-def placed(value, count, dims):
-    """Give the same state as in the two processes, on devices of this one."""
-    mesh = sf.make_mesh(dims, devices=jax.devices()[:count])
-    state = {}
-    for name, spec in SPECS.items():
-        seed = sum(map(ord, name)) + value
-        numbers = np.random.default_rng(seed).normal(size=(16, 8)).astype(np.float32)
-        state[name] = jax.device_put(numbers, NamedSharding(mesh, spec))
-    state["key"] = jax.device_put(jax.random.key(value), NamedSharding(mesh, P()))
-    return state | {"numpy": np.full(3, value), "number": value}
-
-
 LAYOUTS = {8: (1, 4, 2, 1), 4: (1, 1, 4, 1), 1: (1, 1, 1, 1)}
+
+
+def mesh_of(count):
+    return sf.make_mesh(LAYOUTS[count], devices=jax.devices()[:count])
 
 
 @pytest.fixture(scope="module")
 def both(processes, tmp_path_factory):
     """Let two processes do all that they do in one go."""
     folder = tmp_path_factory.mktemp("processes")
-    for count, dims in LAYOUTS.items():
-        sf.save(folder / "one", placed(count, count, dims), step=count)
+    for count in LAYOUTS:
+        sf.save(folder / "one", placed(count, mesh_of(count)), step=count)
     outputs = processes.run(works, str(folder))
     return folder, [json.loads(output) for output in outputs]
 
@@ -147,18 +140,15 @@ def seen(both, what):
     return [one[what] for one in both[1]]
 
 
-def test_two_processes_restore_a_save_of_one(both):
+def test_two_processes_restore_a_save_of_one_and_their_own_with_a_data_position_each(both):
     assert seen(both, "from one") == [[True] * 3] * 2
-
-
-def test_two_processes_restore_their_own_save_with_a_data_position_each(both):
     assert seen(both, "to two") == [[True, 2, {"at": 0}], [True, 2, {"at": 1}]]
     assert seen(both, "best") == [2, 2]
 
 
 def test_each_of_two_processes_restores_the_arrays_of_its_position(both):
     assert seen(both, "arrays") == [[[0, 0, 0], [0, 0]], [[1, 1, 1], [0, 0]]]
-    folder, like = both[0] / "run", placed(0, 1, LAYOUTS[1])
+    folder, like = both[0] / "run", placed(0, mesh_of(1))
     assert np.array_equal(sf.restore(folder, like, step=1).data["shared"], np.arange(3))
     with pytest.raises(sf.CheckpointError, match="data: expected 2 processes, each with the pos"):
         sf.restore(folder, like, step=2)
@@ -174,7 +164,7 @@ def test_each_of_two_processes_restores_the_arrays_of_its_position(both):
 @pytest.mark.parametrize("count", LAYOUTS)
 def test_one_process_restores_a_save_of_two(both, count):
     folder, _ = both
-    wanted = placed(1, count, LAYOUTS[count])
+    wanted = placed(1, mesh_of(count))
     like = jax.tree.map(
         lambda leaf: (
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
@@ -188,15 +178,11 @@ def test_one_process_restores_a_save_of_two(both, count):
     assert (found.data, found.metrics) == ({"at": 5}, {"loss": 1.0})
 
 
-def test_one_process_refuses_the_data_positions_of_two(both):
+def test_one_process_verifies_a_save_of_two_and_refuses_their_data_positions(both):
     folder, _ = both
     words = "data: expected 2 processes, each with the position it saved, got 1; resume on as many"
     with pytest.raises(sf.CheckpointError, match=words):
-        sf.restore(folder / "two", placed(0, 1, LAYOUTS[1]), step=2)
-
-
-def test_one_process_verifies_a_save_of_two(both):
-    folder, _ = both
+        sf.restore(folder / "two", placed(0, mesh_of(1)), step=2)
     assert sf.verify(folder / "two") == {1: [], 2: []}
     assert sf.verify(folder / "series") == {4: [], 6: [], 7: []}
 
@@ -248,21 +234,13 @@ def differs(start, folder):
     print(sorted(path.name for path in Path(folder, "large").iterdir()))
 
 
-@pytest.fixture(scope="module")
-def one_differs(processes, tmp_path_factory):
-    outputs = processes.run(differs, str(tmp_path_factory.mktemp("processes")))
-    return [output.splitlines() for output in outputs]
-
-
-def test_process_local_array_is_refused_with_its_path(one_differs):
-    for lines in one_differs:
-        assert lines[0].startswith("a/w: expected ")
-
-
-def test_overflow_in_one_process_is_an_error_in_both(one_differs):
-    first, second = one_differs
-    assert first[-2:] == ["CheckpointError True", "['1']"]
-    assert second[-2:] == ["TreeMismatchError False", "['1']"]
+def test_what_does_not_fit_in_one_process_is_an_error_in_both(processes, tmp_path):
+    outputs = [output.splitlines() for output in processes.run(differs, str(tmp_path))]
+    for local, *_ in outputs:
+        assert local.startswith("a/w: expected ")
+    first, second = outputs
+    assert first[1:] == ["CheckpointError True", "['1']"]
+    assert second[1:] == ["TreeMismatchError False", "['1']"]
 
 
 def exports_and_loads(start, folder):

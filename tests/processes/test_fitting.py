@@ -18,6 +18,13 @@ from stepfold.adapter import Trainer, TrainingArguments
 from . import launch
 
 
+def init_sharded(init, tx, mesh):
+    """Initialize a state over the devices of a mesh."""
+    shape = jax.eval_shape(lambda: sf.init_state(init, tx, jax.random.key(0)))
+    plan = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
+    return sf.init_state(init, tx, jax.random.key(0), sharding=plan)
+
+
 def fits(start, folder=None, cut=None, placed=False):
     """Fit on four devices; `cut` says what stops the last process at step 10 or 12."""
     start()
@@ -32,9 +39,7 @@ def fits(start, folder=None, cut=None, placed=False):
     def loss_fn(params, batch, key):
         return sf.mean((jnp.tanh(batch["x"] @ params["w"]) ** 2).mean(-1), batch["mask"])
 
-    make = lambda key: sf.init_state(init, tx, key)
-    plan = sf.make_sharding(jax.eval_shape(make, jax.random.key(0)), mesh, sf.fsdp(min_size=1))
-    state = sf.init_state(init, tx, jax.random.key(0), sharding=plan)
+    state = init_sharded(init, tx, mesh)
     test = lambda: sf.batches(data, 32, epochs=1, remainder="pad")
 
     def batches():
@@ -121,10 +126,7 @@ def fails_in_one(start, run_dir, where):
     me = start(heartbeat=10, shutdown=5).process
     mesh, tx = sf.make_mesh(), optax.sgd(0.1)
     step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"].mean() * b["x"]), tx)
-    init = lambda key: {"w": jnp.ones(8)}
-    make = lambda key: sf.init_state(init, tx, key)
-    plan = sf.make_sharding(jax.eval_shape(make, jax.random.key(0)), mesh, sf.fsdp(min_size=1))
-    state = sf.init_state(init, tx, jax.random.key(0), sharding=plan)
+    state = init_sharded({"w": jnp.ones(8)}, tx, mesh)
 
     def fail(at):
         if me == 1 and at:
@@ -198,49 +200,6 @@ def test_an_error_that_leaves_a_process_able_to_step_ends_all_after_a_save(tmp_p
             assert saved == 4
 
 
-def schedules(start, folder):
-    """Fit on batches of two sizes of a mixture in two stages, some left out; cut at step 9."""
-    alone = start().processes == 1
-    mesh, tx, traced, seen = sf.make_mesh(), optax.sgd(0.1), [], []
-    parts = [({"x": np.arange(9, dtype=np.float32)}, 1), ({"x": -np.ones(5, np.float32)}, 2)]
-    mixture = sf.mix(parts, seed=0, stages=[(100, (3, 1))])
-
-    def loss(params, batch, key):
-        traced.append(batch["x"].shape[0])
-        return sf.mean((params["w"].mean() - batch["x"]) ** 2)
-
-    def fit(placed, steps):
-        ramp = sf.batches(mixture, [(0, 8), (6, 16)]).without([(2, 4), (9, 12)])
-        if placed:
-            ramp = sf.prefetch(ramp, sharding=lambda batch: sf.shard_batch(batch, mesh))
-        init = lambda key: {"w": jnp.ones(8)}
-        make = lambda key: sf.init_state(init, tx, key)
-        plan = sf.make_sharding(jax.eval_shape(make, jax.random.key(0)), mesh, sf.fsdp(min_size=1))
-        state = sf.init_state(init, tx, jax.random.key(0), sharding=plan)
-        checkpoints = folder and sf.Checkpoints(folder, every=9)
-        hooks = [lambda event: seen.append(len(traced))]
-        step = sf.make_train_step(loss, tx)
-        options = {"steps": steps, "log_every": 1, "checkpoints": checkpoints, "hooks": hooks}
-        return sf.fit(step, state, ramp, **options)
-
-    if not alone:
-        fit(True, 9)
-    result = fit(not alone, 15)
-    sizes = sorted(set(traced[: seen[0]]))
-    curve = dict(zip(result.history["train/loss"].steps, result.history["train/loss"], strict=True))
-    print(json.dumps([sizes, [curve[step] for step in range(10, 16)], result.resumed]))
-
-
-@pytest.mark.full
-def test_sizes_stages_and_batches_left_out_are_those_of_one_process(processes, tmp_path):
-    alone = json.loads(launch.run_alone(schedules, None))
-    assert (alone[0], alone[2]) == ([8, 16], None)
-    for text in processes.run(schedules, str(tmp_path)):
-        sizes, losses, resumed = json.loads(text)
-        assert (sizes, resumed) == ([8, 16], 9)
-        assert losses == pytest.approx(alone[1], rel=1e-5)
-
-
 def trainer_trains(start, folder):
     """Train, evaluate over an uneven rest, and save."""
     start()
@@ -250,18 +209,12 @@ def trainer_trains(start, folder):
     def loss_fn(params, batch, key):
         return sf.mean((jnp.tanh(batch["x"] @ params["w"]) ** 2).mean(-1), batch["mask"])
 
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=12, save_steps=6, total_batch_size=16, eval_batch_size=24,
+        learning_rate=1e-2, log_steps=4, progress_bar_type="none", report_to=("jsonl",),
+    )  # fmt: skip
     trainer = Trainer(
-        TrainingArguments(
-            output_dir=folder,
-            max_steps=12,
-            save_steps=6,
-            total_batch_size=16,
-            eval_batch_size=24,
-            learning_rate=1e-2,
-            log_steps=4,
-            progress_bar_type="none",
-            report_to=("jsonl",),
-        ),
+        arguments,
         model=lambda key: {"w": jax.random.normal(key, (8, 1024))},
         dataset_train=data,
         dataset_eval={"x": data["x"][:50]},
@@ -299,9 +252,7 @@ def fails_in_step_6(start, folder):
     mesh, tx = sf.make_mesh(), optax.sgd(0.1)
     data = {"x": np.linspace(1, 2, 80, dtype=np.float32)}
     data["x"][43] = 0
-    init = lambda key: sf.init_state({"w": jnp.ones(())}, tx, key)
-    plan = sf.make_sharding(jax.eval_shape(init, jax.random.key(0)), mesh)
-    state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0), sharding=plan)
+    state = init_sharded({"w": jnp.ones(())}, tx, mesh)
     step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * jnp.log(b["x"])), tx)
     result = sf.fit(
         step, state, sf.batches(data, 8), steps=10, log_every=4, run_dir=folder,
@@ -339,8 +290,6 @@ def goes_back(start, folder, asks):
     def loss_fn(params, batch, key):
         return sf.mean((batch["x"] @ params["w"] - batch["x"].sum(-1) - batch["bad"]) ** 2)
 
-    init = lambda key: sf.init_state({"w": jnp.zeros(8)}, tx, key)
-    plan = sf.make_sharding(jax.eval_shape(init, jax.random.key(0)), mesh, sf.fsdp(min_size=1))
     step, asked = sf.make_train_step(loss_fn, tx), []
 
     def ask(event):
@@ -354,7 +303,7 @@ def goes_back(start, folder, asks):
         ("a", batches(), ask if asks else sf.roll_back_on_spike(window=8, deviations=100.0)),
         ("b", batches().without([(13, 14)]), ()),
     ]:
-        state = sf.init_state({"w": jnp.zeros(8)}, tx, jax.random.key(0), sharding=plan)
+        state = init_sharded({"w": jnp.zeros(8)}, tx, mesh)
         result = sf.fit(
             step, state, data, steps=30, log_every=4, run_dir=f"{folder}/{name}",
             checkpoints=sf.Checkpoints(every=5, keep=9), hooks=hooks,
@@ -405,8 +354,6 @@ def replaces(start, folder):
     start()
     me, tx, mesh = jax.process_index(), optax.adam(0.02), sf.make_mesh()
     x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
-    init = lambda key: sf.init_state({"w": jnp.ones(8)}, tx, key)
-    plan = sf.make_sharding(jax.eval_shape(init, jax.random.key(0)), mesh, sf.fsdp(min_size=1))
     step = sf.make_train_step(lambda p, b, key: sf.mean((b @ p["w"] - 1) ** 2), tx)
 
     class Scale:
@@ -420,7 +367,7 @@ def replaces(start, folder):
             return sf.Replace(event.state._replace(params=params), "halved")
 
     def fit(name, steps, hook):
-        state = sf.init_state({"w": jnp.ones(8)}, tx, jax.random.key(0), sharding=plan)
+        state = init_sharded({"w": jnp.ones(8)}, tx, mesh)
         return sf.fit(
             step, state, sf.batches(x, 8, seed=0), steps=steps, run_dir=f"{folder}/{name}",
             checkpoints=sf.Checkpoints(every=4), hooks=hook,
@@ -456,8 +403,6 @@ def mixes(start, folder):
     """Fit with a hook that changes the weights of a mixture: in one go, resumed, and by one."""
     start()
     me, tx, mesh = jax.process_index(), optax.sgd(0.1), sf.make_mesh()
-    init = lambda key: sf.init_state({"w": jnp.ones(8)}, tx, key)
-    plan = sf.make_sharding(jax.eval_shape(init, jax.random.key(0)), mesh)
     step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"].sum() * b), tx)
     parts = {"a": (np.arange(64, dtype=np.float32), 1), "b": (-np.arange(64, dtype=np.float32), 1)}
     changes = {4: {"a": 1, "b": 3}, 8: {"a": 1, "b": 0}}
@@ -475,7 +420,7 @@ def mixes(start, folder):
     def fit(name, steps, hook, prefetch):
         batches = sf.batches(sf.mix(parts), 8)
         batches = sf.prefetch(batches) if prefetch else batches
-        state = sf.init_state({"w": jnp.ones(8)}, tx, jax.random.key(0), sharding=plan)
+        state = init_sharded({"w": jnp.ones(8)}, tx, mesh)
         result = sf.fit(
             step, state, batches, steps=steps, run_dir=f"{folder}/{name}", log_every=4,
             checkpoints=sf.Checkpoints(every=5), hooks=hook,
@@ -485,7 +430,7 @@ def mixes(start, folder):
     def plain(first, second):
         """Run with the changes as stages, from these batches on."""
         stages = [(8 * first, changes[4]), (8 * second, changes[8])]
-        state = sf.init_state({"w": jnp.ones(8)}, tx, jax.random.key(0), sharding=plan)
+        state = init_sharded({"w": jnp.ones(8)}, tx, mesh)
         return weights(sf.fit(step, state, sf.batches(sf.mix(parts, stages=stages), 8), steps=12))
 
     weights = lambda result: np.asarray(result.state.params["w"].addressable_data(0)).tolist()

@@ -12,7 +12,6 @@ import types
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -278,11 +277,7 @@ def evaluates(start, kind, counts):
     ("kind", "counts", "words"),
     [
         ("list", [5, 3], "the same number of batches in every process, got [5, 3]; "),
-        (
-            "generator",
-            [5, 3],
-            "the same number of batches in every process, got 3 in process 1, and more in ",
-        ),
+        ("generator", [5, 3], "the same number of batches in every process, got 3 in process 1, "),
         ("generator", [0, 0], "at least one batch"),
     ],
 )
@@ -345,12 +340,8 @@ def test_a_slow_process_is_named(processes):
 def opens(start, run_dirs, folders, late, blind):
     """Fit for 4 steps; `late` is by how many seconds the last process is later."""
     me = start().process
-    mesh, tx = sf.make_mesh(), optax.sgd(0.1)
-    step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"].mean() * b["x"]), tx)
-    make = lambda key: sf.init_state(lambda key: {"w": jnp.ones(8)}, tx, key)
-    plan = sf.make_sharding(jax.eval_shape(make, jax.random.key(0)), mesh, sf.fsdp(min_size=1))
-    state = sf.init_state(lambda key: {"w": jnp.ones(8)}, tx, jax.random.key(0), sharding=plan)
-    batches = sf.batches({"x": np.ones(16, np.float32)}, 8, seed=0)
+    state, step = begin(sf.make_mesh())
+    batches = sf.batches({"x": np.ones((16, 8), np.float32)}, 8, seed=0)
     time.sleep(late if me == 1 else 0)
     began = time.monotonic()
     checkpoints = folders and sf.Checkpoints(folders[me], every=2)
