@@ -119,10 +119,6 @@ def test_metrics_of_every_kind_merge_over_microbatches(key):
         assert four["last"].compute() == 3
     want, got = (np.sort(np.ravel(m["all"].compute()["x"])) for m in (one, four))
     np.testing.assert_array_equal(want, got)
-    with jax.enable_x64(True):
-        count = lambda p, b, k: (p["w"].sum(), {"m": sf.mean(b["mask"])})
-        metrics = jax.jit(sf.make_grad(count, accumulate=3))(PARAMS, BATCH, key, ())[2]
-        assert metrics["m"].total.dtype == jnp.int32
 
 
 def test_the_forward_pass_of_the_weights_is_dropped_by_the_compiler(key):
