@@ -41,7 +41,9 @@ MASK_IS_READ = {
     "by a model": lambda p, b, k: jnp.where(b["mask"], squares(p, b), 0.0).sum(),
     "in one term": lambda p, b, k: {"a": sf.mean(squares(p, b), b["mask"]), "b": p["w"] ** 2},
     "in a scan": in_a_scan,
-    "in a checkpoint": jax.checkpoint(lambda p, b, k: jnp.vdot(squares(p, b), b["mask"].astype("f"))),
+    "in a checkpoint": jax.checkpoint(
+        lambda p, b, k: jnp.vdot(squares(p, b), b["mask"].astype("f"))
+    ),
     "in jit": jax.jit(lambda p, b, k: sf.mean(squares(p, b), b["mask"]).compute()),
 }
 MASK_IS_IGNORED = {

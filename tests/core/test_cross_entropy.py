@@ -42,14 +42,6 @@ def close(got, want, **tolerance):
 # What it returns
 
 
-def test_it_is_the_mean_of_the_plain_losses(run):
-    features, kernel, labels = arrays()
-    mask = labels % 3 > 0
-    loss = run(blocks)(features, kernel, labels, mask)
-    close((loss.total, loss.count), (plain(features, kernel, labels, mask).total, mask.sum()))
-    close(blocks(features, kernel, labels).compute(), plain(features, kernel, labels).compute())
-
-
 def test_hits_are_counted_as_in_a_mean_of_booleans():
     features, kernel, labels = arrays()
     hits = (features @ kernel).argmax(-1)[:7]
@@ -198,13 +190,6 @@ def loss_fn(params, batch, key, **options):
     return loss, {"accuracy": accuracy}
 
 
-def plain_fn(params, batch, key):
-    hidden = jnp.tanh(batch["x"] @ params["body"])
-    hit = (hidden @ params["out"]).argmax(-1) == batch["y"]
-    loss = plain(hidden, params["out"], batch["y"], batch["mask"])
-    return loss, {"accuracy": sf.mean(hit, batch["mask"])}
-
-
 def inputs():
     features, kernel, labels = arrays()
     params = {"body": jnp.eye(SIZE), "out": kernel}
@@ -212,17 +197,6 @@ def inputs():
 
 
 TX = optax.sgd(0.1)
-
-
-@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"remat": True}, {"precision": "f32"}])
-def test_a_step_is_that_of_the_plain_loss(options):
-    params, batch = inputs()
-    state = sf.init_state(params, TX, jax.random.key(0))
-    steps = [sf.make_train_step(loss, TX, **options) for loss in (loss_fn, plain_fn)]
-    (got, metrics), (want, wanted) = (jax.jit(step)(state, batch) for step in steps)
-    close(got.params, want.params)
-    for name in ("loss", "accuracy", "grad_norm"):
-        close(metrics[name].compute(), wanted[name].compute())
 
 
 def products_run(step, state, batch):
@@ -243,6 +217,7 @@ def test_the_scan_for_the_weights_computes_no_product():
     assert full[1] == 5  # forward and two backward, and the other layer's two
 
 
+@pytest.mark.full
 def test_it_runs_under_vmap_scan_and_checkpoint():
     features, kernel, labels = arrays()
     kernels = jnp.stack([kernel, 2 * kernel])

@@ -74,26 +74,6 @@ def test_microbatch_i_holds_every_nth_example_and_its_own_key(key):
     chex.assert_trees_all_close(state["u"], jnp.stack(keys))
 
 
-def test_weights_may_hang_on_the_key_and_on_the_model_state(key):
-    def loss(params, batch, key, seen):
-        weight = jax.random.uniform(key, batch["mask"].shape) * (1.0 + seen)
-        return sf.mean((batch["x"] @ params["w"]) ** 2, weight), {}, seen + 1
-
-    def whole(params):
-        parts = []
-        for i in range(3):
-            part = jax.tree.map(lambda x: x[i::3], BATCH)
-            parts.append(loss(params, part, jax.random.fold_in(key, i), jnp.float32(i))[0])
-        return sum(p.total for p in parts) / sum(p.count for p in parts)
-
-    grad_fn = jax.jit(sf.make_grad(loss, accumulate=3, stateful=True))
-    grads, terms, _, seen = grad_fn(PARAMS, BATCH, key, jnp.float32(0))
-    want, want_grads = jax.value_and_grad(whole)(PARAMS)
-    assert terms["loss"].compute() == pytest.approx(float(want))
-    chex.assert_trees_all_close(grads, want_grads, rtol=1e-5)
-    assert seen == 3
-
-
 @flax.struct.dataclass
 class LargestTotal(clu_metrics.Average):
     def merge(self, other):
@@ -119,19 +99,6 @@ def test_metrics_of_every_kind_merge_over_microbatches(key):
         assert four["last"].compute() == 3
     want, got = (np.sort(np.ravel(m["all"].compute()["x"])) for m in (one, four))
     np.testing.assert_array_equal(want, got)
-
-
-def test_the_forward_pass_of_the_weights_is_dropped_by_the_compiler(key):
-    def products(loss, n):
-        lowered = jax.jit(sf.make_grad(loss, accumulate=n)).lower(PARAMS, BATCH, key, ())
-        return lowered.compile().as_text().count(" dot(")
-
-    def of_parameters(params, batch, key):
-        term = loss_fn(params, batch, key)
-        return term.replace(count=term.count + (batch["x"] @ params["w"]).sum() ** 2)
-
-    assert products(loss_fn, 4) == products(loss_fn, 1)
-    assert products(of_parameters, 4) > products(of_parameters, 1)
 
 
 def test_temporaries_do_not_grow_with_the_number_of_microbatches(key):
@@ -186,12 +153,6 @@ def test_a_dtype_that_gradients_cannot_add_up_in_is_refused_when_built(dtype):
     message = "accumulator_dtype: expected a floating dtype or None, got"
     with pytest.raises(sf.ConfigError, match=message):
         sf.make_grad(loss_fn, accumulate=2, accumulator_dtype=dtype)
-
-
-def test_a_number_of_microbatches_may_be_numpys(key):
-    want = jax.jit(sf.make_grad(loss_fn, accumulate=2))(PARAMS, BATCH, key, ())
-    got = jax.jit(sf.make_grad(loss_fn, accumulate=np.int64(2)))(PARAMS, BATCH, key, ())
-    chex.assert_trees_all_equal(got, want)
 
 
 @pytest.mark.parametrize("n", [0, -1, 2.0, "2", None, True, np.True_])

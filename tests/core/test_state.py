@@ -84,13 +84,6 @@ def test_donating_the_state_leaves_the_callers_arrays_alone(key, place):
     assert jax.random.key_data(key) is not None
 
 
-def test_a_model_that_init_closes_over_survives_donation(key):
-    mine, tx = init(key), optax.adam(0.1)
-    state = sf.init_state(lambda _: mine, tx, key)
-    jax.jit(sf.make_train_step(loss_fn, tx), donate_argnums=0)(state, jnp.ones((8, 16)))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(mine))
-
-
 @jax.tree_util.register_pytree_node_class
 class Module:
     def __init__(self, weight):
@@ -208,24 +201,6 @@ def test_a_second_init_of_the_same_model_does_not_compile(source, compiles):
     assert not np.array_equal(other.params["w"], state.params["w"])
 
 
-def test_init_sees_what_the_function_reads_at_each_call(key):
-    settings = {"size": 2, "scale": 1.0, "bias": np.zeros(3)}
-
-    def read(key):
-        weights = settings["scale"] * jax.random.normal(key, (settings["size"],))
-        return {"w": weights, "b": jnp.asarray(settings["bias"])}
-
-    first = sf.init_state(read, optax.sgd(0.1), key).params
-    settings["scale"] = 2.0
-    chex.assert_trees_all_equal(
-        sf.init_state(read, optax.sgd(0.1), key).params["w"], 2 * first["w"]
-    )
-    settings["bias"][1] = -0.0
-    assert np.signbit(sf.init_state(read, optax.sgd(0.1), key).params["b"][1])
-    settings["size"] = 3
-    assert sf.init_state(read, optax.sgd(0.1), key).params["w"].shape == (3,)
-
-
 @pytest.mark.parametrize("call", [lambda ones: lambda _: ones, lambda ones: ones])
 def test_equal_programs_for_other_containers_return_these(key, call):
     ones = jnp.ones(7)
@@ -332,11 +307,6 @@ def test_what_is_no_key_is_refused(key):
         sf.ConfigError, match=r"key: expected one PRNG key, got .*jax.random.key\(0\)"
     ):
         sf.init_state(init, optax.sgd(0.1), key)
-
-
-def test_old_keys_are_keys(key):
-    state = sf.init_state(init, optax.sgd(0.1), jax.random.PRNGKey(0))
-    assert state.key.dtype == jnp.uint32
 
 
 @pytest.mark.parametrize(

@@ -58,19 +58,6 @@ def test_a_step_is_the_gradient_and_the_update(run):
     assert sorted(metrics) == ["close", "grad_norm", "loss"]
 
 
-def test_training_lowers_the_loss_and_compiles_once(compiles):
-    state, step = make()
-    state = jax.tree.map(jnp.copy, state)
-    step, losses = jax.jit(step, donate_argnums=0), []
-    state, metrics = step(state, BATCH)
-    compiles.clear()
-    for _ in range(50):
-        state, metrics = step(state, BATCH)
-        losses.append(metrics["loss"])
-    assert compiles == []
-    assert losses[-1].compute() < 0.7 * losses[0].compute()
-
-
 def test_every_term_is_reported_besides_the_loss():
     def terms(params, batch, key):
         return {"fit": loss_fn(params, batch, key)[0], "decay": (params["w"] ** 2).sum()}
@@ -312,25 +299,6 @@ def per_example_clipping(bound):
     return grad
 
 
-def test_grad_takes_another_way_to_a_gradient():
-    state, step = make(tx=optax.sgd(1.0), grad=per_example_clipping(0.1))
-    new, metrics = jax.jit(step)(state, BATCH)
-
-    grad = jax.jit(jax.grad(lambda params, row: loss_fn(params, row, None)[0].total))
-
-    def example(i):
-        grads = grad(state.params, {name: value[i : i + 1] for name, value in BATCH.items()})
-        return jax.tree.map(lambda g: g * min(1.0, 0.1 / max(optax.tree.norm(grads), 1e-12)), grads)
-
-    mean = jax.tree.map(lambda *g: sum(g) / 12, *[example(i) for i in range(12)])
-    want = jax.tree.map(lambda p, g: p - g, state.params, mean)
-    chex.assert_trees_all_close(new.params, want, rtol=1e-5)
-    assert metrics["loss"].compute() == pytest.approx(
-        float(loss_fn(state.params, BATCH, None)[0].compute())
-    )
-    assert metrics["grad_norm"].compute() <= 0.1
-
-
 def test_grad_may_return_the_gradient_of_each_example_to_an_optimizer_that_aggregates_them():
     def each(loss_fn):
         one = sf.make_grad(loss_fn)
@@ -435,13 +403,6 @@ def test_partial_with_another_value_of_an_option_is_refused():
         make(grad=functools.partial(sf.make_grad, stateful=True))
 
 
-def test_partial_with_the_same_value_accumulates():
-    grad = functools.partial(sf.make_grad, accumulate=2)
-    (state, want), (_, got) = make(accumulate=2), make(accumulate=2, grad=grad)
-    batch = jax.tree.map(lambda leaf: leaf[: len(leaf) // 2 * 2], BATCH)
-    assert str(jax.make_jaxpr(want)(state, batch)) == str(jax.make_jaxpr(got)(state, batch))
-
-
 def test_a_loss_or_an_optimizer_that_is_none_is_refused_when_built():
     words = r"expected a function loss_fn\(params, batch, key\), got"
     with pytest.raises(sf.LossError, match=words):
@@ -459,21 +420,6 @@ def test_an_eval_step_measures_and_changes_nothing():
     assert sorted(metrics) == ["close", "loss"]
     want = loss_fn(state.params, BATCH, None)[0].compute()
     assert metrics["loss"].compute() == pytest.approx(float(want))
-
-
-def test_an_evaluation_is_exact_however_it_is_cut():
-    state, _ = make(lambda p, b, k: 0.0)
-    step = jax.jit(
-        sf.make_eval_step(
-            lambda p, b, k: ({"fit": loss_fn(p, b, k)[0], "size": sf.mean(b["x"] ** 2)}, {})
-        )
-    )
-    whole = step(state, BATCH)["loss"].compute()
-    parts = [
-        step(state, jax.tree.map(lambda x: x[i:j], BATCH)) for i, j in ((0, 5), (5, 6), (6, 12))
-    ]
-    merged = functools.reduce(lambda a, b: a.merge(b), [part["loss"] for part in parts])
-    assert merged.compute() == pytest.approx(float(whole), rel=1e-6)
 
 
 def test_a_stateful_eval_step_reads_the_model_state():
@@ -512,45 +458,6 @@ def squares(params, batch, key):
 def observed(tx, **functions):
     step = sf.observe(sf.make_train_step(squares, tx), **functions)
     return step, sf.init_state(jnp.ones(4), tx, jax.random.key(0))
-
-
-def test_the_learning_rate_is_that_of_each_step():
-    schedule = optax.linear_schedule(0.5, 0.0, 5)
-    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
-    step, state = observed(
-        tx,
-        kept=lambda state: optax.tree.get(state.opt_state, "hyperparams")["learning_rate"],
-        told=lambda state: schedule(state.step - 1),
-    )
-    step = jax.jit(step)
-    for count in range(4):
-        state, metrics = step(state, jnp.zeros(4))
-        for name in ("kept", "told"):
-            assert float(metrics[name].compute()) == pytest.approx(0.5 - 0.1 * count)
-
-
-def test_the_step_itself_is_not_changed():
-    tx = optax.adam(0.1)
-    step, state = observed(tx, norm=lambda state: optax.tree.norm(state.params))
-    new, metrics = step(state, jnp.zeros(4))
-    plain, plainly = sf.make_train_step(squares, tx)(state, jnp.zeros(4))
-    jax.tree.map(np.testing.assert_array_equal, new.params, plain.params)
-    assert metrics.keys() - plainly.keys() == {"norm"}
-    assert float(metrics["norm"].compute()) == pytest.approx(float(jnp.linalg.norm(new.params)))
-
-
-def test_fit_shows_it_step_by_step():
-    step, state = observed(optax.sgd(0.1), step=lambda state: state.step)
-    seen = []
-    batches = sf.batches(np.zeros((8, 4), np.float32), 4, seed=0)
-    sf.fit(
-        *(step, state, batches),
-        steps=8,
-        log_every=4,
-        steps_per_call=2,
-        hooks=[lambda event: seen.extend(event.per_step["train/step"])],
-    )
-    assert seen == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(

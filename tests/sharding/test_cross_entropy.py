@@ -108,6 +108,7 @@ def test_it_runs_where_axes_are_mapped_already(layout, grad):
     np.testing.assert_allclose(results[1][1], results[0][1], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_ordered_gradients_have_the_same_bits_on_any_mesh():
     results = []
     for dims in [(1, 1, 1, 1), (1, 8, 1, 1), (2, 2, 1, 1)]:

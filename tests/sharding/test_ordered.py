@@ -55,6 +55,7 @@ def test_it_costs_what_accumulation_costs(dims):
     assert got.memory.temporaries <= want.memory.temporaries + sums * gathered
 
 
+@pytest.mark.full
 def test_more_blocks_need_less_memory():
     def layers(params, batch, key):
         for _ in range(4):
@@ -103,8 +104,8 @@ def test_meshes_that_shard_computations_are_refused():
 
 
 def test_axes_of_other_names_shard_the_batch():
-    state, plan, batch = start((4,), ("data",), rules=[("up$", P("data"))])
-    step = sf.make_train_step(loss_fn, TX, grad=sf.ordered(plan, axes="data"))
+    state, plan, batch = start((4,), ("rows",), rules=[("up$", P("rows"))])
+    step = sf.make_train_step(loss_fn, TX, grad=sf.ordered(plan, axes="rows"))
     state, metrics = jax.jit(step)(state, batch)
     assert int(state.step) == 1
     assert float(metrics["loss"].compute()) > 0
@@ -127,6 +128,7 @@ def test_other_arguments_are_refused():
         jax.jit(step)(state, batch[:24])
 
 
+@pytest.mark.full
 def test_float16_with_a_loss_scale_skips_an_overflow():
     tx = sf.dynamic_loss_scale(optax.sgd(0.1))
     mesh = sf.make_mesh((2, 4, 1, 1))
