@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -58,22 +59,24 @@ def test_of_equal_logits_the_first_counts():
     assert (accuracy.total, accuracy.count) == (1, 2)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3), (3, 0), (2, 2, 3)])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
 def test_features_have_any_leading_dimensions(shape):
     features, kernel, _ = arrays()
     features = jnp.broadcast_to(features[0], (*shape, SIZE))
     labels = jnp.zeros(shape, jnp.int32)
-    loss, accuracy = blocks(features, kernel, labels, accuracy=True)
+    loss, accuracy = jax.jit(partial(blocks, accuracy=True))(features, kernel, labels)
     assert int(loss.count) == int(accuracy.count) == math.prod(shape)
     close(loss.total, plain(features, kernel, labels).total)
-    got, want = (gradients(loss, features, kernel, labels) for loss in (blocks, plain))
+    got, want = (
+        jax.jit(partial(gradients, loss))(features, kernel, labels) for loss in (blocks, plain)
+    )
     if loss.count:
         close(got, want)
     else:  # 0 / 0
         assert got[0].shape == features.shape
 
 
-@pytest.mark.parametrize("label", [-1, VOCABULARY, -(2**31), 2**31 - 1])
+@pytest.mark.parametrize("label", [-1, VOCABULARY])
 def test_a_label_outside_the_vocabulary_is_nan_unless_it_has_no_weight(label):
     features, kernel, labels = arrays()
     labels = labels.at[3].set(label)
@@ -86,7 +89,7 @@ def test_a_label_outside_the_vocabulary_is_nan_unless_it_has_no_weight(label):
     assert blocks(features, kernel, labels, ignore_index=label).count == ROWS - 1
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint32])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint32])
 def test_labels_of_any_integer_dtype(dtype):
     features, kernel, labels = arrays()
     kernel = jnp.tile(kernel, (1, 10))  # more than int8 and uint8 hold
@@ -97,7 +100,7 @@ def test_labels_of_any_integer_dtype(dtype):
 # Dtypes
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_losses_are_float32_and_gradients_in_the_dtypes_of_the_arguments(dtype):
     features, kernel, labels = arrays(dtype)
     loss = blocks(features, kernel, labels)

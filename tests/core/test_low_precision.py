@@ -136,7 +136,6 @@ def test_an_average_of_bfloat16_parameters_is_float32_inside_and_around(wraps):
     )
 
 
-@pytest.mark.parametrize("params", [PARAMS, low()], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "make",
     [
@@ -147,7 +146,8 @@ def test_an_average_of_bfloat16_parameters_is_float32_inside_and_around(wraps):
     ],
     ids=["skip_spikes inside", "skip_spikes around", "apply_if_finite inside", "skip_nonfinite"],
 )
-def test_a_skipped_update_keeps_every_bit(make, params):
+def test_a_skipped_update_keeps_every_bit(make):
+    params = low()
     tx, skip = make(optax.adam(0.1)), make is sf.low_precision
     start = sf.init_state(params, tx, jax.random.key(0))
     bad = BATCH * np.float32(np.nan)
@@ -196,8 +196,9 @@ def test_a_loss_scale_around_it_backs_off_and_inside_it_is_refused():
         train(sf.low_precision(sf.dynamic_loss_scale(optax.adam(0.1))))
 
 
-@pytest.mark.parametrize("params", [PARAMS, low()], ids=["float32", "bfloat16"])
-def test_it_may_be_in_groups_masks_and_accumulation(params):
+@pytest.mark.full
+def test_it_may_be_in_groups_masks_and_accumulation():
+    params = low()
     inner = sf.low_precision(optax.adam(0.1))
     for tx in (
         optax.masked(inner, MASK),
@@ -251,8 +252,8 @@ def test_states_may_be_stacked():
     assert inits(jnp.arange(2.0)).opt_state.inner[0].nu.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("params", [PARAMS, low()], ids=["float32", "bfloat16"])
-def test_a_run_continues_from_a_checkpoint_bit_for_bit(tmp_path, params):
+def test_a_run_continues_from_a_checkpoint_bit_for_bit(tmp_path):
+    params = low()
     tx = sf.low_precision(optax.adam(0.1))
     state, _ = train(tx, 2, params=params)
     sf.save(tmp_path, state)

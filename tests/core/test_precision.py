@@ -67,7 +67,7 @@ def test_nothing_is_cast_by_default(make):
     assert inspect.signature(make).parameters["precision"].default is None
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 4}, {"remat": True}])
+@pytest.mark.parametrize("options", [{"accumulate": 4}])
 def test_bf16_parameters_stay_bf16_by_default(options):
     seen = set()
 

@@ -90,9 +90,9 @@ def plainly():
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
-        (MESHES[0], {"accumulate": 4}),
-        (MESHES[1], {}),
-        (MESHES[2], {"accumulate": 4}),
+        pytest.param(MESHES[0], {"accumulate": 4}, marks=pytest.mark.full),
+        pytest.param(MESHES[1], {}, marks=pytest.mark.full),
+        pytest.param(MESHES[2], {"accumulate": 4}, marks=pytest.mark.full),
         (MESHES[3], {"accumulate": 2, "remat": "dots_saveable"}),
     ],
 )
