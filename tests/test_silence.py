@@ -1,4 +1,4 @@
-"""A plausible misuse of a public name works as meant, warns, or is refused, but never in silence."""
+"""A plausible misuse of a public name works as meant, warns, or is refused."""
 
 import typing
 

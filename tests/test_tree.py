@@ -1,3 +1,5 @@
+"""Paths, descriptions, differences and casts of trees."""
+
 import re
 
 import jax

@@ -1,3 +1,5 @@
+"""`linear_cross_entropy`: dtypes, labels, costs, refusals. That it is exact is a law."""
+
 import math
 from functools import partial
 

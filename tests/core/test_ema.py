@@ -1,3 +1,5 @@
+"""`ema_params` keeps the average that it says, and `get_ema` finds it at any depth."""
+
 import chex
 import jax
 import jax.numpy as jnp

@@ -1,3 +1,5 @@
+"""`make_grad`: what accumulation costs and refuses. That it is exact is a law."""
+
 import chex
 import flax
 import jax

@@ -1,3 +1,5 @@
+"""The loss contract: what `mean` computes, and how each breach is refused."""
+
 import chex
 import jax
 import jax.numpy as jnp

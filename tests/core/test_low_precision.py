@@ -1,3 +1,5 @@
+"""`low_precision` rounds the moments and nothing else, in any optimizer."""
+
 import re
 from functools import partial
 

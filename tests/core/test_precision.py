@@ -1,3 +1,5 @@
+"""`precision` casts what it says, and the loss scale follows overflows."""
+
 import inspect
 
 import jax

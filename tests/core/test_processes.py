@@ -1,3 +1,5 @@
+"""Processes that agree see the same values and the same errors."""
+
 import json
 
 import jax

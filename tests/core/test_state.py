@@ -1,3 +1,5 @@
+"""`init_state` copies, shards and compiles once; what is no state is refused."""
+
 import gc
 import weakref
 from functools import partial

@@ -1,3 +1,5 @@
+"""Steps report what they say, keep the form of the state, and skip bad batches."""
+
 import functools
 
 import chex
@@ -15,6 +17,7 @@ BATCH = {
     "y": RNG.normal(size=12).astype(np.float32),
     "mask": np.arange(12) % 4 > 0,
 }
+NO_MASK = {"x": BATCH["x"], "y": BATCH["y"]}
 
 
 def init(key):
@@ -74,7 +77,7 @@ def test_the_key_of_a_step_is_folded_from_its_number():
     drawn = []
     for i in range(3):
         want = jax.random.uniform(jax.random.fold_in(state.key, i))
-        state, metrics = jax.jit(step)(state, BATCH)
+        state, metrics = jax.jit(step)(state, NO_MASK)
         drawn.append(float(metrics["u"].compute()))
         assert drawn[-1] == pytest.approx(float(want))
     assert len(set(drawn)) == 3
@@ -87,7 +90,7 @@ def test_a_model_state_is_carried_along(n):
 
     state, step = make(loss, stateful=True, accumulate=n)
     for _ in range(2):
-        state, _ = jax.jit(step)(state, BATCH)
+        state, _ = jax.jit(step)(state, NO_MASK)
     assert state.model_state["n"] == 2 * n
 
 
@@ -235,7 +238,7 @@ def test_a_skipped_step_weighs_nothing_when_merged():
 def test_a_metric_may_not_take_the_place_of_what_is_skipped():
     state, step = make(lambda p, b, k: (p["b"], {"skipped": sf.mean(1.0)}), skip_nonfinite=True)
     with pytest.raises(sf.LossError, match="metrics/skipped: the name is taken"):
-        jax.eval_shape(step, state, BATCH)
+        jax.eval_shape(step, state, NO_MASK)
 
 
 def test_a_model_state_that_turns_bad_alone_skips_too():
@@ -243,7 +246,7 @@ def test_a_model_state_that_turns_bad_alone_skips_too():
         return params["b"], {}, {"n": jnp.where(batch["y"][0] > 5, jnp.nan, model_state["n"] + 1)}
 
     state, step = make(loss, stateful=True, skip_nonfinite=True)
-    after, metrics = jax.jit(step)(state, BATCH | {"y": np.full(12, 9.0, np.float32)})
+    after, metrics = jax.jit(step)(state, NO_MASK | {"y": np.full(12, 9.0, np.float32)})
     assert metrics["skipped"].total == 1
     assert after.model_state["n"] == 0
     assert after.params["b"] == state.params["b"]
@@ -252,7 +255,7 @@ def test_a_model_state_that_turns_bad_alone_skips_too():
 def test_a_loss_that_is_not_finite_is_skipped_though_its_gradients_are():
     infinite = lambda p, b, k: p["b"] + jnp.where(b["y"][0] > 5, jnp.inf, 0.0)
     state, step = make(infinite, skip_nonfinite=True)
-    after, metrics = jax.jit(step)(state, BATCH | {"y": np.full(12, 9.0, np.float32)})
+    after, metrics = jax.jit(step)(state, NO_MASK | {"y": np.full(12, 9.0, np.float32)})
     assert metrics["skipped"].total == 1
     chex.assert_trees_all_equal(after.params, state.params)
 
@@ -270,7 +273,7 @@ def test_an_update_that_is_not_finite_is_skipped_though_its_gradients_are(wrap):
 
 def test_finite_gradients_whose_square_overflows_are_skipped():
     state, step = make(lambda p, b, k: p["b"] * 1e30, skip_nonfinite=True)
-    after, metrics = jax.jit(step)(state, BATCH)
+    after, metrics = jax.jit(step)(state, NO_MASK)
     assert metrics["skipped"].total == 1
     chex.assert_trees_all_equal(after.opt_state, state.opt_state)
 
@@ -427,7 +430,7 @@ def test_a_stateful_eval_step_reads_the_model_state():
         return params["b"], {"n": sf.mean(model_state["n"])}, {"n": model_state["n"] + 1}
 
     state, _ = make(loss, stateful=True)
-    metrics = jax.jit(sf.make_eval_step(loss, stateful=True))(state, BATCH)
+    metrics = jax.jit(sf.make_eval_step(loss, stateful=True))(state, NO_MASK)
     assert metrics["n"].compute() == 0
 
 
@@ -435,8 +438,8 @@ def test_an_eval_step_has_the_key_of_the_step_to_come():
     state, step = make(lambda p, b, k: (p["b"], {"u": sf.mean(jax.random.uniform(k))}))
     evaluate = sf.make_eval_step(lambda p, b, k: (p["b"], {"u": sf.mean(jax.random.uniform(k))}))
     for _ in range(2):
-        drawn = jax.jit(evaluate)(state, BATCH)["u"].compute()
-        state, metrics = jax.jit(step)(state, BATCH)
+        drawn = jax.jit(evaluate)(state, NO_MASK)["u"].compute()
+        state, metrics = jax.jit(step)(state, NO_MASK)
         assert drawn == metrics["u"].compute()
 
 

@@ -1,3 +1,5 @@
+"""Collectives of a program: kinds, bytes, axes, and how often they run."""
+
 import re
 
 import jax

@@ -1,3 +1,5 @@
+"""A compiled step has the bits of jit, never compiles again, and refuses others."""
+
 import copy
 import functools
 import statistics

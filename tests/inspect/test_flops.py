@@ -1,3 +1,5 @@
+"""FLOPs are counted from the jaxpr, by dtype and line."""
+
 import functools
 import inspect
 from pathlib import Path

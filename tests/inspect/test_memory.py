@@ -1,3 +1,5 @@
+"""The memory of a step by category, and the errors of a step that does not fit."""
+
 import dataclasses
 import re
 from functools import cache

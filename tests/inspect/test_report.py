@@ -1,3 +1,5 @@
+"""`describe` says what a step holds, sends and computes, and remarks on waste."""
+
 import json
 import resource
 import warnings

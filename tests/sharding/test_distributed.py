@@ -1,3 +1,5 @@
+"""`start_distributed` starts jax by launcher or arguments, or refuses."""
+
 import importlib.util
 import os
 import re

@@ -1,3 +1,5 @@
+"""What `ordered` costs and refuses. Its bits are a law."""
+
 import math
 
 import jax

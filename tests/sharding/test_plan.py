@@ -1,3 +1,5 @@
+"""`make_sharding` plans any state by rules, and names rules that do not fit."""
+
 import math
 
 import flax.linen as nn

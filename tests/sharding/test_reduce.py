@@ -1,3 +1,5 @@
+"""`reduce_once` computes the plain step, and communicates once per step."""
+
 from functools import cache
 
 import chex
