@@ -118,6 +118,19 @@ def test_axes_of_other_names_shard_the_batch():
         sf.ordered(plan)
 
 
+def test_a_batch_may_have_scalars_and_empty_leaves():
+    state, plan, batch = start((4,), ("dp",))
+
+    def loss(params, batch, key):
+        assert batch["none"].shape == (1, 0)
+        return sf.mean((batch["x"] @ params["up"]) ** 2 * batch["scale"])
+
+    grad_fn = sf.ordered(plan)(loss)
+    batch = {"x": batch[:8], "scale": jnp.float32(2), "none": jnp.zeros((8, 0))}
+    _, terms, *_ = jax.eval_shape(grad_fn, state.params, batch, jax.random.key(0), ())
+    assert terms["loss"].total.shape == ()
+
+
 def test_other_arguments_are_refused():
     state, plan, batch = start((8, 1, 1, 1))
     with pytest.raises(sf.ShardingError, match="^ordered: expected the plan of a TrainState"):

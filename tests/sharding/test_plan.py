@@ -121,7 +121,7 @@ def test_factored_moments_follow_by_the_dimension_that_is_left():
     born(tx, plan)
 
 
-@pytest.mark.filterwarnings("ignore:mesh: expected every axis")
+@pytest.mark.filterwarnings("ignore:mesh. expected every axis")
 @pytest.mark.parametrize(
     ("spec", "cut"),
     [
@@ -224,7 +224,7 @@ def test_a_model_state_is_asked_for_by_its_path(key):
     assert plan.model_state == {"mean": P("tp"), "seen": P()}
 
 
-@pytest.mark.filterwarnings("ignore:mesh: expected every axis")
+@pytest.mark.filterwarnings("ignore:mesh. expected every axis")
 @pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "raw"])
 def test_keys_and_scalars_are_replicated_without_asking(key):
     asked = []
@@ -402,7 +402,7 @@ def test_a_plan_of_specs_that_fit_is_where_arrays_can_be_put(pairs, dtype):
         assert place.is_equivalent_to(NamedSharding(MESH, wanted), x.ndim)
 
 
-@pytest.mark.filterwarnings("ignore:mesh: expected every axis")
+@pytest.mark.filterwarnings("ignore:mesh. expected every axis")
 @given(pairs=TREES.filter(lambda t: jax.tree.leaves(t, is_leaf=is_pair)))
 def test_the_state_of_any_optimizer_is_born_as_planned(pairs):
     found = jax.tree_util.tree_leaves_with_path(pairs, is_leaf=is_pair)

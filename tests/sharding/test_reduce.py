@@ -37,7 +37,7 @@ def fast():
 
 
 numeric = pytest.mark.usefixtures("fast")
-ignores_mask = pytest.mark.filterwarnings("ignore:loss_fn: expected a loss that depends on batch")
+ignores_mask = pytest.mark.filterwarnings("ignore:loss_fn. expected a loss that depends")
 
 
 def loss_fn(params, batch, key):
