@@ -252,7 +252,7 @@ HEAVY = (
 def test_import_has_no_side_effects():
     code = f"""
 import logging, os, signal, sys, warnings
-import jax, optax
+import jax, optax, chex
 before, loaded = (dict(os.environ), signal.getsignal(2)), set(sys.modules)
 warnings.simplefilter("error")
 import stepfold, stepfold.adapter

@@ -1,3 +1,5 @@
+"""Every error is a `StepfoldError`, and reads by one pattern."""
+
 import inspect
 
 import numpy as np

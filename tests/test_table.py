@@ -1,3 +1,5 @@
+"""Tables are aligned, and numbers readable."""
+
 import pytest
 
 from stepfold.table import amount, size, table

@@ -1,3 +1,5 @@
+"""Paths, descriptions, differences and casts of trees."""
+
 import re
 
 import jax
@@ -22,6 +24,7 @@ def test_paths_of_leaves():
         (np.zeros((2, 3), np.int8), "int8[2,3]"),
         (jax.ShapeDtypeStruct((), jnp.bfloat16), "bfloat16[]"),
         (3, "int 3"),
+        (test_paths_of_leaves, "function <function test_paths_of_leaves>"),  # without an address
         ("x" * 100, "str 'xxx"),
     ],
 )
@@ -50,6 +53,14 @@ def test_diff_names_path_expected_and_actual(got, line):
 def test_diff_compares_containers_but_not_kinds_of_scalars():
     assert "expected the containers" in tree.diff([1.0], (1.0,))[0]
     assert tree.diff({"a": 1.0}, {"a": jnp.ones(())}) == []
+
+
+def test_diff_sees_each_of_the_leaves_whose_paths_coincide():
+    wanted = {"a/b": jnp.ones(2), "a": {"b": jnp.ones(3)}}
+    assert tree.diff(wanted, wanted) == []
+    changed = {"a/b": jnp.ones(4), "a": {"b": jnp.ones(3)}}
+    assert tree.diff(wanted, changed) == ["a/b: expected float32[2], got float32[4]"]
+    assert tree.diff(wanted, {"a": {"b": jnp.ones(3)}}) != []
 
 
 def test_cast_floats_changes_only_floats():

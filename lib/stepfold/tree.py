@@ -131,7 +131,7 @@ def diff(wanted: Tree, got: Tree, root: str = "") -> list[str]:
 
 
 def _by_path(tree: Tree, root: str) -> dict[tuple[str, int], Any]:
-    """Map paths to leaves; a number tells leaves of one path apart, as in {"a/b": …, "a": {"b": …}}."""
+    """Map paths to leaves; a number tells the leaves of `{"a/b": 1, "a": {"b": 2}}` apart."""
     counts: Counter[str] = Counter()
     leaves = {}
     for path, leaf in named_leaves(tree, root):

@@ -1,4 +1,7 @@
+"""`linear_cross_entropy`: dtypes, labels, costs, refusals. That it is exact is a law."""
+
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -42,21 +45,12 @@ def close(got, want, **tolerance):
 # What it returns
 
 
-def test_it_is_the_mean_of_the_plain_losses(run):
-    features, kernel, labels = arrays()
-    mask = labels % 3 > 0
-    loss = run(blocks)(features, kernel, labels, mask)
-    close((loss.total, loss.count), (plain(features, kernel, labels, mask).total, mask.sum()))
-    close(blocks(features, kernel, labels).compute(), plain(features, kernel, labels).compute())
-
-
 def test_hits_are_counted_as_in_a_mean_of_booleans():
     features, kernel, labels = arrays()
     hits = (features @ kernel).argmax(-1)[:7]
     labels = labels.at[:7].set(hits).at[7:].set((hits[0] + 1) % VOCABULARY)
     expected = sf.mean((features @ kernel).argmax(-1) == labels, labels > 0)
     loss, accuracy = blocks(features, kernel, labels, labels > 0, accuracy=True)
-    assert accuracy.total.dtype == accuracy.count.dtype == jnp.int32
     assert (accuracy.total, accuracy.count) == (expected.total, expected.count)
     assert loss.total == blocks(features, kernel, labels, labels > 0).total
 
@@ -67,22 +61,24 @@ def test_of_equal_logits_the_first_counts():
     assert (accuracy.total, accuracy.count) == (1, 2)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3), (3, 0), (2, 2, 3)])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
 def test_features_have_any_leading_dimensions(shape):
     features, kernel, _ = arrays()
     features = jnp.broadcast_to(features[0], (*shape, SIZE))
     labels = jnp.zeros(shape, jnp.int32)
-    loss, accuracy = blocks(features, kernel, labels, accuracy=True)
+    loss, accuracy = jax.jit(partial(blocks, accuracy=True))(features, kernel, labels)
     assert int(loss.count) == int(accuracy.count) == math.prod(shape)
     close(loss.total, plain(features, kernel, labels).total)
-    got, want = (gradients(loss, features, kernel, labels) for loss in (blocks, plain))
+    got, want = (
+        jax.jit(partial(gradients, loss))(features, kernel, labels) for loss in (blocks, plain)
+    )
     if loss.count:
         close(got, want)
     else:  # 0 / 0
         assert got[0].shape == features.shape
 
 
-@pytest.mark.parametrize("label", [-1, VOCABULARY, -(2**31), 2**31 - 1])
+@pytest.mark.parametrize("label", [-1, VOCABULARY])
 def test_a_label_outside_the_vocabulary_is_nan_unless_it_has_no_weight(label):
     features, kernel, labels = arrays()
     labels = labels.at[3].set(label)
@@ -95,7 +91,7 @@ def test_a_label_outside_the_vocabulary_is_nan_unless_it_has_no_weight(label):
     assert blocks(features, kernel, labels, ignore_index=label).count == ROWS - 1
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint32])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint32])
 def test_labels_of_any_integer_dtype(dtype):
     features, kernel, labels = arrays()
     kernel = jnp.tile(kernel, (1, 10))  # more than int8 and uint8 hold
@@ -106,7 +102,7 @@ def test_labels_of_any_integer_dtype(dtype):
 # Dtypes
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_losses_are_float32_and_gradients_in_the_dtypes_of_the_arguments(dtype):
     features, kernel, labels = arrays(dtype)
     loss = blocks(features, kernel, labels)
@@ -199,13 +195,6 @@ def loss_fn(params, batch, key, **options):
     return loss, {"accuracy": accuracy}
 
 
-def plain_fn(params, batch, key):
-    hidden = jnp.tanh(batch["x"] @ params["body"])
-    hit = (hidden @ params["out"]).argmax(-1) == batch["y"]
-    loss = plain(hidden, params["out"], batch["y"], batch["mask"])
-    return loss, {"accuracy": sf.mean(hit, batch["mask"])}
-
-
 def inputs():
     features, kernel, labels = arrays()
     params = {"body": jnp.eye(SIZE), "out": kernel}
@@ -213,17 +202,6 @@ def inputs():
 
 
 TX = optax.sgd(0.1)
-
-
-@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"remat": True}, {"precision": "f32"}])
-def test_a_step_is_that_of_the_plain_loss(options):
-    params, batch = inputs()
-    state = sf.init_state(params, TX, jax.random.key(0))
-    steps = [sf.make_train_step(loss, TX, **options) for loss in (loss_fn, plain_fn)]
-    (got, metrics), (want, wanted) = (jax.jit(step)(state, batch) for step in steps)
-    close(got.params, want.params)
-    for name in ("loss", "accuracy", "grad_norm"):
-        close(metrics[name].compute(), wanted[name].compute())
 
 
 def products_run(step, state, batch):
@@ -244,6 +222,7 @@ def test_the_scan_for_the_weights_computes_no_product():
     assert full[1] == 5  # forward and two backward, and the other layer's two
 
 
+@pytest.mark.full
 def test_it_runs_under_vmap_scan_and_checkpoint():
     features, kernel, labels = arrays()
     kernels = jnp.stack([kernel, 2 * kernel])

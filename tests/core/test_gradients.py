@@ -1,3 +1,5 @@
+"""`make_grad`: what accumulation costs and refuses. That it is exact is a law."""
+
 import chex
 import flax
 import jax
@@ -74,26 +76,6 @@ def test_microbatch_i_holds_every_nth_example_and_its_own_key(key):
     chex.assert_trees_all_close(state["u"], jnp.stack(keys))
 
 
-def test_weights_may_hang_on_the_key_and_on_the_model_state(key):
-    def loss(params, batch, key, seen):
-        weight = jax.random.uniform(key, batch["mask"].shape) * (1.0 + seen)
-        return sf.mean((batch["x"] @ params["w"]) ** 2, weight), {}, seen + 1
-
-    def whole(params):
-        parts = []
-        for i in range(3):
-            part = jax.tree.map(lambda x: x[i::3], BATCH)
-            parts.append(loss(params, part, jax.random.fold_in(key, i), jnp.float32(i))[0])
-        return sum(p.total for p in parts) / sum(p.count for p in parts)
-
-    grad_fn = jax.jit(sf.make_grad(loss, accumulate=3, stateful=True))
-    grads, terms, _, seen = grad_fn(PARAMS, BATCH, key, jnp.float32(0))
-    want, want_grads = jax.value_and_grad(whole)(PARAMS)
-    assert terms["loss"].compute() == pytest.approx(float(want))
-    chex.assert_trees_all_close(grads, want_grads, rtol=1e-5)
-    assert seen == 3
-
-
 @flax.struct.dataclass
 class LargestTotal(clu_metrics.Average):
     def merge(self, other):
@@ -119,23 +101,6 @@ def test_metrics_of_every_kind_merge_over_microbatches(key):
         assert four["last"].compute() == 3
     want, got = (np.sort(np.ravel(m["all"].compute()["x"])) for m in (one, four))
     np.testing.assert_array_equal(want, got)
-    with jax.enable_x64(True):
-        count = lambda p, b, k: (p["w"].sum(), {"m": sf.mean(b["mask"])})
-        metrics = jax.jit(sf.make_grad(count, accumulate=3))(PARAMS, BATCH, key, ())[2]
-        assert metrics["m"].total.dtype == jnp.int32
-
-
-def test_the_forward_pass_of_the_weights_is_dropped_by_the_compiler(key):
-    def products(loss, n):
-        lowered = jax.jit(sf.make_grad(loss, accumulate=n)).lower(PARAMS, BATCH, key, ())
-        return lowered.compile().as_text().count(" dot(")
-
-    def of_parameters(params, batch, key):
-        term = loss_fn(params, batch, key)
-        return term.replace(count=term.count + (batch["x"] @ params["w"]).sum() ** 2)
-
-    assert products(loss_fn, 4) == products(loss_fn, 1)
-    assert products(of_parameters, 4) > products(of_parameters, 1)
 
 
 def test_temporaries_do_not_grow_with_the_number_of_microbatches(key):
@@ -150,7 +115,7 @@ def test_temporaries_do_not_grow_with_the_number_of_microbatches(key):
         lowered = jax.jit(sf.make_grad(loss, accumulate=n)).lower(params, batch, key, ())
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
-    sizes = [temporaries(n) for n in (1, 4, 16, 64)]
+    sizes = [temporaries(n) for n in (1, 4, 16)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[2] < sizes[0] / 10
 
@@ -190,12 +155,6 @@ def test_a_dtype_that_gradients_cannot_add_up_in_is_refused_when_built(dtype):
     message = "accumulator_dtype: expected a floating dtype or None, got"
     with pytest.raises(sf.ConfigError, match=message):
         sf.make_grad(loss_fn, accumulate=2, accumulator_dtype=dtype)
-
-
-def test_a_number_of_microbatches_may_be_numpys(key):
-    want = jax.jit(sf.make_grad(loss_fn, accumulate=2))(PARAMS, BATCH, key, ())
-    got = jax.jit(sf.make_grad(loss_fn, accumulate=np.int64(2)))(PARAMS, BATCH, key, ())
-    chex.assert_trees_all_equal(got, want)
 
 
 @pytest.mark.parametrize("n", [0, -1, 2.0, "2", None, True, np.True_])
@@ -338,8 +297,8 @@ LAYERS, ROWS = [jnp.ones((8, 8)) / 8] * 3, jnp.ones((6, 8))
 NO_BATCH = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
-@pytest.mark.parametrize("remat", [True, "nothing_saveable", "dots_saveable", NO_BATCH])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("remat", ["dots_saveable", NO_BATCH])
+@pytest.mark.parametrize("n", [3])
 def test_rematerialization_changes_no_number(key, remat, n):
     got, want = (
         jax.jit(sf.make_grad(loss, accumulate=n))(LAYERS, ROWS, key, ())

@@ -1,4 +1,4 @@
-import functools
+"""The loss contract: what `mean` computes, and how each breach is refused."""
 
 import chex
 import jax
@@ -36,17 +36,16 @@ def test_a_mask_covers_the_leading_axes_and_is_repeated_along_axes_of_one(run, m
 
 
 @pytest.mark.parametrize("where", [None, [True, False, True], [1, 0, 1]])
-def test_booleans_are_counted_in_integers(run, where):
+def test_booleans_are_counted(where):
     where = None if where is None else jnp.array(where)
-    average = run(sf.mean)(jnp.array([True, True, False]), where)
-    assert average.total.dtype == average.count.dtype == jnp.int32
-    assert average.compute() == (2 / 3 if where is None else 1 / 2)
+    average = sf.mean(jnp.array([True, True, False]), where)
+    assert average.total.dtype == average.count.dtype == jnp.float32
+    assert average.compute() == np.float32(2 / 3 if where is None else 1 / 2)
 
 
-def test_counts_beyond_what_float32_holds_are_exact():
-    many = Average(total=jnp.int32(2**24), count=jnp.int32(2**24))
-    merged = many.merge(sf.mean(jnp.array([True])))
-    assert merged.total == 2**24 + 1
+def test_a_batch_of_more_booleans_than_float32_counts_one_by_one_is_counted():
+    many = jax.jit(lambda start: sf.mean(start + jnp.arange(2**24 + 64) >= 0))(0)
+    assert many.total == many.count == 2**24 + 64
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -61,23 +60,10 @@ def test_weights_count_in_full_however_narrow_the_values():
     assert exact.total == exact.count == 2 + 2**-12
 
 
-def test_sums_of_float64_stay_float64_and_counts_int32():
+def test_sums_of_float64_stay_float64():
     with jax.enable_x64(True):
         assert sf.mean(np.ones(3)).total.dtype == jnp.float64
         assert sf.mean(np.ones(3), np.ones(3, np.float32)).count.dtype == jnp.float64
-        counted = sf.mean(np.ones(3, bool))
-        assert counted.total.dtype == counted.count.dtype == jnp.int32
-
-
-def test_what_is_masked_out_may_be_anything(run):
-    average = run(sf.mean)(jnp.array([1.0, jnp.nan, jnp.inf]), jnp.array([1.0, 0.0, 0.0]))
-    assert average.compute() == 1.0
-
-
-def test_averages_merge_exactly():
-    values, mask = np.arange(10.0, dtype=np.float32), np.arange(10) % 3 == 0
-    parts = [sf.mean(values[i : i + 3], mask[i : i + 3]) for i in (0, 3, 6, 9)]
-    assert functools.reduce(Average.merge, parts).compute() == values[mask].mean()
 
 
 @pytest.mark.parametrize(
@@ -117,16 +103,6 @@ def test_terms_of_different_precision_add_up():
         assert total_of(terms).dtype == jnp.float64
 
 
-def test_shares_have_the_gradients_of_the_whole():
-    def terms(p):
-        return {"a": Average(total=p**3, count=p), "b": Average(total=p, count=jnp.ones(()))}
-
-    whole = {k: Average(total=2 * t.total, count=2 * t.count) for k, t in terms(3.0).items()}
-    part = jax.grad(lambda p: share_of(terms(p), whole))(3.0)
-    want = jax.grad(lambda p: total_of(terms(p)))(3.0)
-    assert 2 * part == pytest.approx(want)
-
-
 def test_shares_without_any_weight_have_the_gradients_of_the_whole():
     def terms(p):
         return {"a": Average(total=jnp.ones(()), count=p)}
@@ -164,12 +140,6 @@ def test_every_form_of_a_loss_is_read_as_float32_terms(loss):
         assert type(term) is Average
         assert term.total.dtype == term.count.dtype == jnp.float32
         assert not term.total.weak_type
-
-
-def test_checking_twice_changes_nothing():
-    once = checked(lambda p, b, k: ({"a": sf.mean(p), "b": p.sum()}, {"m": sf.mean(p)}))
-    args = (jnp.ones(2), None, jax.random.key(0))
-    chex.assert_trees_all_equal(jax.jit(once)(*args), jax.jit(checked(once))(*args))
 
 
 @pytest.mark.parametrize(
@@ -355,12 +325,6 @@ def test_a_collection_with_a_loss_of_its_own_is_reported_next_to_that_of_the_ste
     assert metrics["loss"].compute() == 12.0
     with pytest.raises(sf.LossError, match="metrics/loss: the name is taken; the step itself"):
         sf.make_eval_step(lambda p, b, k: (p, {"loss": 1.0}))(state, None)
-
-
-def test_metrics_of_clu_pass_through_as_they_are():
-    last = clu_metrics.LastValue.from_model_output(jnp.float32(2))
-    _, metrics = call(lambda p, b, k: (p.sum(), {"last": last}))
-    assert metrics["last"] is last
 
 
 @pytest.mark.parametrize(

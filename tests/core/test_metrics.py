@@ -1,3 +1,5 @@
+"""The loss of several terms merges each with its own denominator."""
+
 import jax.numpy as jnp
 import pytest
 from clu import metrics as clu_metrics

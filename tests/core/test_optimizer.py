@@ -1,3 +1,5 @@
+"""Optimizers of any kind are taken, and what is none is refused."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

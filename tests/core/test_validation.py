@@ -1,3 +1,5 @@
+"""Readers of arguments return the value, or an error that names it."""
+
 import functools
 import math
 

@@ -1,3 +1,5 @@
+"""`choose` takes the cheapest of the arguments that fit."""
+
 import functools
 
 import jax

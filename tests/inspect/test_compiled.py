@@ -1,3 +1,5 @@
+"""A compiled step has the bits of jit, never compiles again, and refuses others."""
+
 import copy
 import functools
 import statistics
@@ -9,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
-from stepfold.inspect.compiled import abstract_arguments, argument_changes, is_weak
+from stepfold.inspect.compiled import abstract_arguments
 
 TX = optax.sgd(0.1, momentum=0.9)
 WEIGHTS = np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32) / 8
@@ -136,15 +138,6 @@ def test_the_state_comes_back_in_the_shardings_of_the_plan(name):
     assert step.batch["x"].sharding.spec == P(("dp", "fsdp"))
 
 
-def test_a_state_stays_on_the_device_it_was_put_on():
-    state = jax.device_put(make(), jax.devices()[3])
-    step = sf.compile_step(STEP, state, on_host())
-    for _ in range(2):
-        state, metrics = step(state, on_host())
-    assert {leaf.device for leaf in jax.tree.leaves(state)} == {jax.devices()[3]}
-    assert metrics["loss"].total.device == jax.devices()[3]
-
-
 def test_the_bits_are_those_of_jit(mesh):
     ours, theirs = born(mesh), born(mesh)
     batch = placed(on_host(), mesh)
@@ -206,14 +199,6 @@ def test_a_donated_state_used_again_is_refused(mesh, looked):
         step(state, on_host())
 
 
-@pytest.mark.usefixtures("safe")
-def test_one_donated_leaf_is_named(mesh):
-    state, step = born(mesh), donating(mesh)
-    after, _ = step(state, on_host())
-    with pytest.raises(sf.ConfigError, match="^state/params/b: the arrays were donated"):
-        step(after._replace(params={**after.params, "b": state.params["b"]}), on_host())
-
-
 # Calls compile nothing and trace nothing
 
 
@@ -266,19 +251,6 @@ def test_calls_compile_and_trace_nothing(mesh, example, compiles):
         assert int(state.step) == 3
 
 
-def test_labels_as_numpy_counts_them_under_other_settings(mesh):
-    step, state, _ = kept(mesh, True)
-    assert step(state, on_host(np.int64))[0].step == 1
-
-
-def test_parameters_from_the_host_are_taken(mesh, compiles):
-    step, state, batch = kept(mesh, False)
-    params = jax.tree.map(np.asarray, state.params)
-    compiles.clear()
-    step(state._replace(params=params), batch)
-    assert compiles == []
-
-
 def scaled_loss(params, batch, key):
     scale = jnp.where(batch["on"], batch["scale"], 0.0)
     return sf.mean((batch["x"] @ params["w"]) ** 2 * scale)
@@ -317,24 +289,6 @@ def test_a_scalar_must_not_become_an_array_of_its_own_type():
     words = r"batch/scale: expected float32\[\] with a weak type.*got a strong type"
     with pytest.raises(sf.RetraceError, match=words):
         step(state, with_scalars(np.float32(2.0)))
-
-
-def test_batches_in_turns(mesh, compiles):
-    state, step = born(mesh), donating(mesh)
-    forms = [form(on_host(), mesh) for form in FORMS.values()]
-    for form in forms:
-        placed(form, mesh)
-    compiles.clear()
-    for form in forms * 2:
-        state, _ = step(state, form)
-    assert compiles == []
-    assert state.step == 6
-
-
-def test_no_batch_at_all(mesh):
-    count = lambda state, batch: (state._replace(step=state.step + 1), {})
-    step = sf.compile_step(count, first_state(mesh), None)
-    assert step(born(mesh), None)[0].step == 1
 
 
 # What a call costs
@@ -415,10 +369,6 @@ FAULTS = {
         put("step", lambda _: 0.0),
         r"  state/step: expected int32\[\], got float 0.0",
     ),
-    "Python's bool": (
-        put("step", lambda _: True),
-        r"  state/step: expected int32\[\], got bool True",
-    ),
     "weak labels": (
         put("y", lambda _: jnp.full(16, 0)),
         r"  batch/y: expected int32\[16\] with a strong type, got a weak type, as Python numbers",
@@ -440,10 +390,6 @@ FAULTS = {
         put("key", lambda _: jax.random.PRNGKey(0)),
         r"  state/key: expected key<fry>\[\], got uint32\[2\]",
     ),
-    "keys": (
-        put("key", lambda key: jax.random.split(jax.random.key(0), 2)),
-        r"  state/key: expected key<fry>\[\], got key<fry>\[2\]",
-    ),
     "missing leaf": (
         lambda state, batch, _: (state, less(batch, "y")),
         r"  batch/y: missing, expected int32\[16\]",
@@ -452,19 +398,6 @@ FAULTS = {
         lambda state, batch, _: (state, {**batch, "mask": np.ones(16, np.float32)}),
         r"  batch/mask: unexpected float32\[16\]",
     ),
-    "renamed leaf": (
-        lambda state, batch, _: (state, {**less(batch, "y"), "label": batch["y"]}),
-        r"  batch/y: missing, expected int32\[16\]\n  batch/label: unexpected int32\[16\]",
-    ),
-    "renamed parameter": (
-        lambda state, batch, _: (
-            state._replace(params={"v": state.params["w"], "b": state.params["b"]}),
-            batch,
-        ),
-        r"  state/params/w: missing, .*\n  state/params/v: unexpected float32\[64,128\]",
-    ),
-    "None for a leaf": (put("y", lambda _: None), r"  batch/y: missing, expected int32\[16\]"),
-    "None for the state": (lambda _, batch, __: (None, batch), "  state/step: missing, exp"),
     "None besides": (
         lambda state, batch, _: (state, {**batch, "mask": None}),
         "  batch: expected the containers .*'x': .*, got .*'mask'",
@@ -473,17 +406,7 @@ FAULTS = {
         put("opt_state", list),
         "  state: expected the containers .*, got .*",
     ),
-    "a tuple for a state": (
-        lambda state, batch, _: (tuple(state), batch),
-        r"  state/step: missing, expected int32\[\]",
-    ),
     "a string": (put("y", lambda _: "cat"), r"  batch/y: expected int32\[16\], got str 'cat'"),
-    "strings": (
-        put("y", lambda _: np.array(["cat"])),
-        r"  batch/y: expected int32\[16\], got <U3\[1\]",
-    ),
-    "an object": (put("y", lambda _: object()), r"  batch/y: expected int32\[16\], got object <"),
-    "swapped arguments": (lambda state, batch, _: (batch, state), "  state/step: missing"),
     "two at once": (
         lambda state, batch, _: (state._replace(step=np.float32(0)), less(batch, "x")),
         r"  state/step: expected int32\[\], got float32\[\]\n  batch/x: missing, expected float32",
@@ -525,17 +448,6 @@ def test_arrays_that_are_whole_where_they_were_cut_are_refused(looked, compiles)
 
 
 @looked
-def test_another_mesh_of_the_same_devices_is_taken_where_arrays_lie_alike(looked, compiles):
-    mesh = sf.make_mesh((1, 8, 1, 1))
-    step, state, batch = kept(mesh, looked)
-    other = NamedSharding(sf.make_mesh((8,), ("x",)), P("x"))
-    batch = jax.device_put(batch, other)
-    compiles.clear()
-    step(state, batch)
-    assert compiles == []
-
-
-@looked
 def test_state_of_the_example_is_accepted_with_weak_types(mesh, looked, compiles):
     step, state, batch = kept(mesh, looked)
     want = step(state, batch)
@@ -544,14 +456,6 @@ def test_state_of_the_example_is_accepted_with_weak_types(mesh, looked, compiles
     compiles.clear()
     chex.assert_trees_all_equal(step(weak, batch), want)
     assert compiles == []
-
-
-def test_step_compiled_for_a_hand_made_state_accepts_it():
-    state = sf.TrainState(0, {"w": 1.0}, TX.init({"w": 1.0}), (), jax.random.key(0))
-    step = sf.make_train_step(lambda params, batch, key: (params["w"] * batch).mean(), TX)
-    step = sf.compile_step(step, state, jnp.ones(4))
-    after, _ = step(state, jnp.ones(4))
-    assert step(after, jnp.ones(4))[0].step == 2
 
 
 def test_advice_on_shapes_is_given_for_changed_shapes_only():
@@ -611,12 +515,6 @@ def test_traced_it_is_the_step_itself():
     chex.assert_trees_all_equal(got, wanted)
 
 
-def test_the_step_itself_is_at_hand():
-    step, state, batch = kept(None, False)
-    assert step.step is STEP
-    assert jax.eval_shape(step.step, state, batch)[0] == SHAPE
-
-
 # Under other settings
 
 
@@ -673,17 +571,6 @@ def test_a_step_compiled_under_disable_jit_is_the_same_program():
 # Errors of the user's own
 
 
-def test_an_error_while_tracing_comes_through_unchanged():
-    error = TypeError("of my own")
-
-    def loss_fn(params, batch, key):
-        raise error
-
-    with pytest.raises(TypeError) as caught:
-        sf.compile_step(sf.make_train_step(loss_fn, TX), make(), on_host())
-    assert caught.value is error
-
-
 @functools.cache
 def failing():
     """Compile a step that fails with the last of these words."""
@@ -734,48 +621,11 @@ def test_what_is_no_plain_step_is_refused(step, got):
         sf.compile_step(step(), make(), on_host())
 
 
-def test_a_partial_step_is_a_step():
-    step = functools.partial(lambda rate, state, batch: (state - rate * batch, {}), 0.5)
-    assert sf.compile_step(step, jnp.ones(2), jnp.ones(2))(jnp.ones(2), jnp.ones(2))[0].sum() == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (
-            lambda plan: {"params": {"w": plan.params["w"], "v": plan.key}},
-            "params/b: has no sharding",
-        ),
-        (
-            lambda plan: {"opt_state": list(plan.opt_state)},
-            "expected the containers PyTreeDef",
-        ),
-    ],
-)
-def test_a_plan_for_another_state_is_refused(change, words):
-    plan = plan_on(sf.make_mesh())
-    odd = plan._replace(**change(plan))
-    with pytest.raises(sf.TreeMismatchError, match=f"the plan is for another tree:\n  {words}"):
-        sf.compile_step(STEP, SHAPE, on_host(), sharding=odd)
-
-
 def test_a_state_on_two_meshes_is_refused():
     key = jax.device_put(jax.random.key(0), NamedSharding(sf.make_mesh((8, 1, 1, 1)), P()))
     state = born(sf.make_mesh((1, 8, 1, 1)))._replace(key=key)
     with pytest.raises(sf.ShardingError, match="state: expected all of it on one mesh, got .*'dp'"):
         sf.compile_step(STEP, state, on_host())
-
-
-def test_a_batch_that_does_not_divide_is_refused():
-    batch = jax.tree.map(lambda leaf: leaf[:12], on_host())
-    with pytest.raises(sf.ShardingError, match="multiple of 8 rows, .*, got 12 rows"):
-        sf.compile_step(STEP, born(sf.make_mesh()), batch)
-
-
-def test_what_the_step_says_of_its_state_comes_through():
-    other = sf.init_state(init, optax.sgd(0.1), jax.random.key(0))
-    with pytest.raises(sf.TreeMismatchError, match="made with another optimizer"):
-        sf.compile_step(STEP, other, on_host())
 
 
 FIRST, THIRD = jax.devices()[0], jax.devices()[3]
@@ -793,15 +643,6 @@ def shape(*dims, dtype=jnp.float32, **options):
 # Where things are
 
 
-def test_all_goes_where_something_was_put_or_on_the_first_device():
-    first, third = map(SingleDeviceSharding, (FIRST, THIRD))
-    made = abstract_arguments({"w": shape(3)}, {"x": np.ones(4)})
-    assert places(made) == ({"w": first}, {"x": first})
-    state = {"a": jnp.ones(3), "b": jax.device_put(jnp.ones(3), THIRD)}
-    made = abstract_arguments(state, {"x": np.ones(4), "n": 3})
-    assert places(made) == ({"a": third, "b": third}, {"x": third, "n": third})
-
-
 def test_what_has_no_place_on_a_mesh_is_everywhere_and_batches_are_spread(grid):
     cut, whole = NamedSharding(grid, P("fsdp")), NamedSharding(grid, P())
     state, batch = abstract_arguments(
@@ -809,16 +650,6 @@ def test_what_has_no_place_on_a_mesh_is_everywhere_and_batches_are_spread(grid):
     )
     assert places(state) == {"w": cut, "n": whole}
     assert places(batch) == {"x": NamedSharding(grid, P(("dp", "fsdp"))), "n": whole}
-
-
-def test_a_plan_goes_before_where_arrays_are(grid):
-    whole = NamedSharding(grid, P())
-    for plan in (whole, {"w": whole}):
-        state, batch = abstract_arguments(
-            {"w": jax.device_put(jnp.ones(8), THIRD)}, np.ones(8), plan
-        )
-        assert places(state) == {"w": whole}
-        assert batch.sharding.spec == P(("dp", "fsdp"))
 
 
 def test_a_batch_that_was_placed_stays_there_and_its_numbers_stay_weak(grid):
@@ -830,89 +661,7 @@ def test_a_batch_that_was_placed_stays_there_and_its_numbers_stay_weak(grid):
     assert batch["n"].weak_type
 
 
-def test_types_are_as_jax_takes_them():
-    given = {"f": np.ones(2), "i": np.arange(2), "b": True, "n": 2.0, "k": jax.random.key(0)}
-    _, batch = abstract_arguments(jnp.ones(2), given)
-    assert {name: (str(leaf.dtype), leaf.weak_type) for name, leaf in batch.items()} == {
-        "f": ("float32", False),
-        "i": ("int32", False),
-        "b": ("bool", False),
-        "n": ("float32", True),
-        "k": ("key<fry>", False),
-    }
-
-
-def test_a_mesh_of_one_device_spreads_nothing():
-    grid = sf.make_mesh((1, 1, 1, 1), devices=jax.devices()[:1])
-    whole = NamedSharding(grid, P())
-    _, batch = abstract_arguments(shape(8, sharding=whole), np.ones((7, 2)))
-    assert batch.sharding == whole
-
-
 # What changed
-
-
-def home(*dims, dtype=jnp.float32, weak=False):
-    place = SingleDeviceSharding(FIRST)
-    return jax.ShapeDtypeStruct(dims, dtype, sharding=place, weak_type=weak)
-
-
-@pytest.mark.parametrize(
-    "leaf",
-    [
-        jnp.ones(3),
-        np.ones(3, np.float32),
-        np.ones(3),
-        jax.device_put(jnp.ones(3), FIRST),
-        jax.device_put(
-            jnp.ones(3), NamedSharding(sf.make_mesh((1,), ("x",), devices=[FIRST]), P())
-        ),
-    ],
-)
-def test_the_same_is_no_change(leaf):
-    assert argument_changes({"a": home(3)}, {"a": leaf}, "batch") == []
-
-
-def test_integers_and_numbers_as_jax_takes_them_are_no_change():
-    forms = [home(3, dtype=jnp.int32), home(weak=True), home(dtype=jnp.int32, weak=True)]
-    numbers = [np.arange(3), 1.0, 2, True]
-    assert argument_changes([*forms, home(dtype=bool)], numbers, "batch") == []
-
-
-@pytest.mark.parametrize(
-    ("form", "leaf", "line"),
-    [
-        (home(3), jnp.ones(4), "a: expected float32[3], got float32[4]"),
-        (home(3), jnp.full(3, 1.0), "with a strong type, got a weak type, as Python"),
-        (
-            home(weak=True),
-            jnp.ones(()),
-            "with a weak type, as Python numbers have, got a strong type",
-        ),
-        (home(), 1.0, "a: expected float32[], got the Python number 1.0, which is weakly typed"),
-        (home(), 1, "a: expected float32[], got int 1"),
-        (home(), "cat", "a: expected float32[], got str 'cat'"),
-        (home(3), jax.device_put(jnp.ones(3), THIRD), "a: expected it on "),
-    ],
-)
-def test_a_change_is_a_line(form, leaf, line):
-    (found,) = argument_changes({"a": form}, {"a": leaf}, "")
-    assert line in found
-    (found,) = argument_changes({"a": form}, {"a": leaf}, "batch")
-    assert found.startswith("batch/a: ")
-
-
-def test_every_change_is_a_line():
-    forms = {"a": home(3), "b": home(3), "c": home(3)}
-    got = {"a": jnp.ones(4), "b": jnp.ones(3), "c": jnp.ones(5)}
-    assert len(argument_changes(forms, got, "batch")) == 2
-
-
-def test_what_is_weak():
-    arrays = jnp.asarray(1), jnp.asarray(1.0), 1, 1.0
-    assert all(map(is_weak, arrays))
-    strong = jnp.ones(()), np.float32(1), np.ones(2), np.bool_(True), jax.random.key(0)
-    assert [is_weak(leaf) for leaf in strong] == [False] * len(strong)
 
 
 def test_a_state_that_is_partly_elsewhere_is_refused_by_its_paths():

@@ -1,10 +1,11 @@
+"""FLOPs are counted from the jaxpr, by dtype and line."""
+
 import functools
 import inspect
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -117,23 +118,11 @@ def test_a_foreign_function_is_named_by_its_target():
     assert [name.split(":")[0] for name in found.unknown] == ["my_gemm"]
 
 
-def test_a_callback_is_named():
-    def host(x):
-        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct((8,), jnp.float32), x)
-
-    (name,) = count(host, jnp.ones(8)).unknown
-    assert name.startswith("pure_callback: test_flops.py:")
-
-
 def test_what_may_hide_arithmetic_is_named_once():
     found = count(lambda x: jnp.linalg.cholesky(x) + jnp.fft.fft(x).real, jnp.eye(8))
     assert len(found.unknown) == 2
     assert any("cholesky" in name for name in found.unknown)
     assert any(name.startswith("fft: ") for name in found.unknown)
-
-
-def test_what_only_moves_or_sorts_is_not_named():
-    assert count(lambda x: lax.top_k(x, 3), jnp.ones((64, 64))).unknown == ()
 
 
 @pytest.mark.parametrize("draw", [jax.random.normal, jax.random.gumbel, jax.random.permutation])
@@ -219,39 +208,6 @@ def convolve(image, kernel, padding="VALID", **options):
     return lax.conv_general_dilated(image, kernel, padding=padding, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "inputs", "wanted"),
-    [
-        ({}, 8, 2 * (4 * 10 * 8 * 16) * (3 * 3 * 8)),
-        ({"padding": "SAME"}, 8, 2 * (4 * 34 * 28 * 16) * 8),  # without products with padding
-        ({"window_strides": (2, 2)}, 8, 2 * (4 * 5 * 4 * 16) * (3 * 3 * 8)),
-        ({"feature_group_count": 4}, 2, 2 * (4 * 10 * 8 * 16) * (3 * 3 * 2)),
-    ],
-    ids=str,
-)
-def test_convolutions_by_hand(options, inputs, wanted):
-    image, kernel = jnp.ones((4, 12, 10, 8)), jnp.ones((3, 3, inputs, 16))
-    (one,) = of(lambda x, k: convolve(x, k, **options), image, kernel)
-    assert (one.dtype, one.flops) == ("float32", wanted)
-
-
-def test_a_convolution_in_another_layout():
-    found = of(
-        lambda x, k: lax.conv(x, k, (1, 1), "VALID"), jnp.ones((2, 3, 9, 9)), jnp.ones((5, 3, 2, 2))
-    )
-    assert total(found) == 2 * (2 * 5 * 8 * 8) * (3 * 2 * 2)
-
-
-def test_the_largest_comes_first():
-    small, large = jnp.ones((4, 4)), jnp.ones((8, 8))
-    found = of(lambda x, y: (x @ x, y @ y), small.astype(jnp.bfloat16), large)
-    assert [(one.dtype, one.flops) for one in found] == [("float32", 1024), ("bfloat16", 128)]
-
-
-def test_no_products_are_none():
-    assert of(lambda x: x + 1, jnp.ones(3)) == []
-
-
 # What is followed
 
 
@@ -259,20 +215,9 @@ X = jnp.ones((8, 8))
 ONE = 2 * 8**3
 
 
-def test_nested_loops_count_the_product():
-    inner = lambda x: lax.scan(lambda c, _: (c @ c, None), x, None, length=5)[0]
-    outer = lambda x: lax.scan(lambda c, _: (inner(c) @ c, None), x, None, length=3)[0]
-    assert total(of(outer, X)) == 3 * 6 * ONE
-
-
 def test_a_fixed_loop_is_a_scan_and_an_open_one_counts_once():
     assert total(of(lambda x: lax.fori_loop(0, 4, lambda _, c: c @ c, x), X)) in (ONE, 4 * ONE)
     assert total(of(lambda x, n: lax.fori_loop(0, n, lambda _, c: c @ c, x), X, 3)) == ONE
-
-
-def test_branches_are_followed():
-    either = lambda p, x: lax.cond(p, lambda: x @ x, lambda: x @ x.T @ x)
-    assert total(of(either, True, X)) == 3 * ONE
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jax.vmap, jax.named_call])
@@ -412,10 +357,3 @@ def test_a_plain_step_is_not_remarked_on(precision):
 def test_a_model_librarys_product_has_the_line_that_called_it():
     found = of(lambda x: jax.nn.dot_product_attention(x, x, x), jnp.ones((2, 8, 4, 16)))
     assert {one.where for one in found} == {here(-1)}
-
-
-@pytest.mark.parametrize(("padding", "pairs"), [((2, 0), 10), ((0, 2), 11)])
-def test_padding_of_one_side_is_counted_where_it_is(padding, pairs):
-    # Windows of 3 in steps of 2 over 8 values: those at -2 or 6 have products with padding.
-    convolve = lambda image, kernel: lax.conv_general_dilated(image, kernel, (2,), [padding])
-    assert count(convolve, jnp.ones((1, 1, 8)), jnp.ones((1, 1, 3))) == (2 * pairs, ())

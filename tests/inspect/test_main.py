@@ -1,3 +1,5 @@
+"""`python -m stepfold.inspect` describes the step of a script."""
+
 import re
 import sys
 

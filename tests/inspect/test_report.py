@@ -1,3 +1,5 @@
+"""`describe` says what a step holds, sends and computes, and remarks on waste."""
+
 import json
 import resource
 import warnings
@@ -19,7 +21,6 @@ from stepfold.inspect.report import (
     leaf_remarks,
     not_reused,
     product_remarks,
-    whole_leaves,
 )
 
 TX = optax.adam(0.1)
@@ -80,14 +81,6 @@ def test_an_evaluation_sums_no_gradients():
     assert (report.not_reused, report.remarks) == ((), ())
 
 
-def test_a_state_that_is_no_train_state():
-    state = {"w": jnp.ones((64, 32)), "n": jnp.zeros((), jnp.int32)}
-    step = lambda state, batch: ({"w": state["w"] * batch, "n": state["n"] + 1}, {})
-    report = sf.describe(step, state, jnp.ones(32))
-    assert report.parameters == 64 * 32 + 1
-    assert "parameters" in str(report)
-
-
 def test_it_computes_nothing_and_keeps_what_it_is_given(compiles):
     state = sf.init_state(init, TX, jax.random.key(0))
     batch = jnp.ones((32, 64))
@@ -116,15 +109,6 @@ def test_what_is_donated_in_vain_is_remarked_on_and_not_warned_of(donate):
     assert report.remarks == ((words,) if donate else ())
 
 
-def test_other_warnings_come_out():
-    def step(state, batch):
-        warnings.warn("of my own", stacklevel=1)
-        return state + batch, {}
-
-    with pytest.warns(UserWarning, match="of my own"):
-        sf.describe(step, jnp.ones(3), jnp.ones(3))
-
-
 def wide(key):
     return {f"layer{index}": jnp.ones((512, 512)) for index in range(2)}
 
@@ -150,12 +134,6 @@ def test_large_leaves_that_are_whole_are_remarked_on():
     assert described((1, 8, 1, 1), WIDE, wide, ROWS).whole == ()
 
 
-def test_sums_of_activations_are_no_sums_of_gradients():
-    report = described((1, 8, 1, 1))  # so small a batch is gathered, and not the parameters
-    assert any(one.kind == "all-reduce" for one in report.collectives)
-    assert report.remarks == described((8, 1, 1, 1)).remarks == ()
-
-
 def test_what_is_not_counted_is_remarked_on():
     def loss_fn(params, batch, key):
         steps = (batch.sum() > 0).astype(jnp.int32) + 3
@@ -168,14 +146,6 @@ def test_what_is_not_counted_is_remarked_on():
 
 
 # Does it fit
-
-
-def test_it_fits_where_there_is_enough():
-    report = described()
-    report.assert_fits(report.memory.peak)
-    report.assert_fits(1e12)
-    with pytest.raises(sf.ConfigError):
-        report.assert_fits(report.memory.peak - 1)
 
 
 def test_a_step_that_does_not_fit_raises_with_the_table():
@@ -215,16 +185,6 @@ def test_advice_is_on_what_takes_most(step, rows, most, turns):
     text = str(caught.value).splitlines()[-1]
     assert text.startswith(most)
     assert [turn for turn in turns if turn not in text] == []
-
-
-def test_advice_where_most_is_a_second_state():
-    """Without donation the new state is held next to the old one."""
-    few = jax.ShapeDtypeStruct((8, 64), jnp.float32)
-    step = lambda state, batch: (jax.tree.map(lambda leaf: leaf * 2, state), {})
-    state = {"w": jnp.ones((512, 512))}
-    with pytest.raises(sf.ConfigError) as caught:
-        sf.describe(step, state, few, donate=False).assert_fits(100)
-    assert "donate" in str(caught.value).splitlines()[-1]
 
 
 # Utilization
@@ -504,24 +464,6 @@ def test_a_train_step_uses_all_it_is_given(dims, options):
     assert not_reused(compiled(dims, sf.make_train_step(affine_loss, TX, **options))) == []
 
 
-def test_optimizers_with_more_state_use_all_they_are_given():
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
-    tx = sf.ema_params(inner, 0.9)
-    assert not_reused(compiled((1, 8, 1, 1), sf.make_train_step(affine_loss, tx), tx=tx)) == []
-
-
-def test_what_adafactor_never_reads_is_next_to_nothing():
-    """It keeps a number for each leaf that is not factored, and overwrites it each time."""
-    tx = optax.adafactor(0.1, min_dim_size_to_factor=8)
-    unused = not_reused(compiled((1, 8, 1, 1), sf.make_train_step(affine_loss, tx), tx=tx))
-    assert {size for _, size in unused} <= {4}
-
-
-def test_what_is_not_donated_is_not_missed():
-    assert not_reused(compiled(donate=False)) == []
-    assert not_reused(compiled(step=AFFINE_EVAL)) == []
-
-
 def unused(step, state, batch):
     """Compile a step that wastes what it is given, of which jax warns at times."""
     with warnings.catch_warnings():
@@ -544,13 +486,6 @@ def narrowing_state(place=None):
 def test_a_leaf_that_comes_back_in_another_dtype_is_named(on_mesh):
     place = NamedSharding(sf.make_mesh(), P()) if on_mesh else None
     assert unused(narrowing, narrowing_state(place), jnp.ones((8, 64))) == [("w", W)]
-
-
-def test_a_leaf_that_is_cut_is_counted_by_its_share():
-    cut = NamedSharding(sf.make_mesh(), P("fsdp"))
-    state = {"w": jax.device_put(jnp.ones((64, 128)), cut)}
-    step = lambda state, batch: ({"w": (state["w"] * batch).astype(jnp.bfloat16)}, {})
-    assert unused(step, state, jnp.ones(())) == [("w", W // 8)]
 
 
 def test_a_leaf_that_is_never_read_is_named():
@@ -583,18 +518,6 @@ def test_leaves_of_any_tree_are_found_again(step, state):
 
 
 # What is whole on each device
-
-
-def test_large_is_what_one_says():
-    step = compiled((8, 1, 1, 1))
-    assert whole_leaves(step) == []
-    assert [name for name, _ in whole_leaves(step, W)][:1] == ["params/w"]
-    assert whole_leaves(step, W + 1) == []
-
-
-def test_a_leaf_that_is_cut_over_one_axis_of_several_is_not_whole():
-    step = compiled((2, 4, 1, 1))
-    assert [name for name, _ in whole_leaves(step, B)][:1] == ["params/b"]
 
 
 # The table of parameters
@@ -658,14 +581,6 @@ def test_statistics_are_of_arrays_in_their_shardings():
     found = cells(sf.parameter_table(sf.place(ARRAYS, plan), stats=True))
     assert found["norm/0"]["Mean"] == "2.0"
     assert found["layers/0/w"]["Sharding"] == "(None, 'fsdp')"
-
-
-def test_a_plan_for_other_parameters_is_refused():
-    params = {"w": jnp.ones((64, 128)), "b": jnp.ones(3)}
-    plan = sf.make_sharding(params, sf.make_mesh())
-    words = "the plan is for another tree:\n  v: has no sharding\n  b: has a sharding and no"
-    with pytest.raises(sf.TreeMismatchError, match=words):
-        sf.parameter_table({"w": params["w"], "v": params["b"]}, plan)
 
 
 def test_what_is_no_array_is_refused_by_its_path():

@@ -54,7 +54,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("fsdp 8", "dp 2 x fsdp 2 x tp 2"),
+        *(pytest.param(layout, marks=pytest.mark.full) for layout in list(LAYOUTS)[:2]),
+        pytest.param("fsdp 4 x tp 2", marks=pytest.mark.full),
+    ],
+)
 def test_devices_send_no_more_than_for_the_plain_loss(layout):
     dims, kernel = LAYOUTS[layout]
     mesh, shape, plan = on(dims, kernel)
@@ -92,8 +99,8 @@ def test_the_scan_for_the_weights_sends_nothing_of_the_loss():
     ("layout", "grad"),
     [
         ("fsdp 8", sf.reduce_once),
-        ("fsdp 4 x tp 2", sf.reduce_once),
-        ("fsdp 8", sf.ordered),
+        pytest.param("fsdp 4 x tp 2", sf.reduce_once, marks=pytest.mark.full),
+        pytest.param("fsdp 8", sf.ordered, marks=pytest.mark.full),
     ],
 )
 def test_it_runs_where_axes_are_mapped_already(layout, grad):
@@ -108,6 +115,7 @@ def test_it_runs_where_axes_are_mapped_already(layout, grad):
     np.testing.assert_allclose(results[1][1], results[0][1], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_ordered_gradients_have_the_same_bits_on_any_mesh():
     results = []
     for dims in [(1, 1, 1, 1), (1, 8, 1, 1), (2, 2, 1, 1)]:

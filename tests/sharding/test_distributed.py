@@ -1,3 +1,5 @@
+"""`start_distributed` starts jax by launcher or arguments, or refuses."""
+
 import importlib.util
 import os
 import re
@@ -127,11 +129,6 @@ def test_it_leaves_kubernetes_and_tpu_pods_to_jax(monkeypatch, environ, variable
     assert len(calls) == 1
 
 
-def test_explicit_arguments_go_before_kubernetes(environ, started):
-    environ(KUBERNETES)
-    assert start_distributed("other:1234", 2, 1).how == "explicit coordinator"
-
-
 @pytest.mark.parametrize(("devices", "taken"), [([2, 3], [2, 3]), ([], None), (None, [1])])
 def test_devices_may_be_chosen(environ, started, devices, taken):
     environ(SRUN)
@@ -237,14 +234,6 @@ def test_processes_and_process_are_not_taken_alone_from_under_a_launcher(environ
         start_distributed("a:1", process=1)
 
 
-def test_a_second_call_does_nothing(environ, started, monkeypatch):
-    environ(SRUN)
-    first = start_distributed()
-    runs_as(monkeypatch, 3, 4)
-    assert start_distributed() == first
-    assert len(started) == 1
-
-
 def test_what_others_started_is_told(environ, started, monkeypatch):
     runs_as(monkeypatch, 1, 2)
     assert start_distributed() == Distributed("already started", 1, 2)
@@ -323,6 +312,7 @@ def ended():
     return {name: (running[name].returncode, *outputs[name]) for name in running}
 
 
+@pytest.mark.full
 def test_a_kubernetes_job_that_jax_cannot_ask_about_is_refused(ended):
     code, _, errors = ended["kubernetes"]
     assert code == 1
@@ -330,6 +320,7 @@ def test_a_kubernetes_job_that_jax_cannot_ask_about_is_refused(ended):
     assert "pip install 'jax[k8s]'" in errors
 
 
+@pytest.mark.full
 def test_a_coordinator_that_does_not_answer_is_named(ended):
     code, _, errors = ended["no answer"]
     assert code == 1
@@ -339,6 +330,7 @@ def test_a_coordinator_that_does_not_answer_is_named(ended):
     ) in errors
 
 
+@pytest.mark.full
 def test_processes_that_do_not_come_are_missed(ended):
     code, _, errors = ended["no peer"]
     assert code == 1
@@ -348,6 +340,7 @@ def test_processes_that_do_not_come_are_missed(ended):
     ) in errors
 
 
+@pytest.mark.full
 def test_alone_jax_is_untouched_and_one_process_with_a_coordinator_is_started(ended):
     _, output, errors = ended["one process"]
     assert "process 0 of 1, already started: 3 of 3 cpu devices\n" in output, errors
@@ -376,10 +369,6 @@ def test_it_reads_what_a_launcher_says(variables, found, devices):
     text = f"{job.how} {job.process} {job.processes} {job.coordinator}"
     assert re.fullmatch(found, text)
     assert taken == devices
-
-
-def test_without_a_launcher_there_is_nothing():
-    assert read_launcher({"PATH": "/bin"}) is None
 
 
 def coordinator(environ):

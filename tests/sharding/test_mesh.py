@@ -1,3 +1,5 @@
+"""`make_mesh` makes the mesh that was asked for, or names those that fit."""
+
 import math
 from dataclasses import dataclass
 

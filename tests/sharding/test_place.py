@@ -1,3 +1,5 @@
+"""`shard_batch` and `place` put each leaf where they say, and share no memory."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -207,14 +209,6 @@ def test_what_is_placed_shares_nothing_with_what_was_given(place):
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_what_numpy_does_later_is_not_seen_in_what_was_placed(place):
-    x = aligned(4096)
-    placed = sf.place(x, place)
-    x[:] = -1
-    np.testing.assert_array_equal(placed, np.arange(4096))
-
-
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_keys_are_copied_too(key, place):
     keys = jax.random.split(key, 8)
     want = bare(FOLD(jax.random.split(key, 8)))
@@ -227,51 +221,17 @@ def test_keys_are_copied_too(key, place):
         np.testing.assert_array_equal(bare(given_keys), bare(jax.random.split(key, 8)))
 
 
-def test_a_placed_state_can_be_donated_again_and_again(key, compiles):
-    tx = optax.sgd(0.1, momentum=0.9)
-    state = sf.init_state({"w": jnp.ones((64, 64)), "b": jnp.ones(64)}, tx, key)
-    plan = sf.make_sharding(state, MESH, sf.fsdp(min_size=1))
-    step = jax.jit(
-        sf.make_train_step(lambda p, b, k: sf.mean((b @ p["w"] + p["b"]) ** 2), tx),
-        donate_argnums=0,
-    )
-    batch = sf.shard_batch(np.ones((8, 64), np.float32), MESH)
-    bits = [np.asarray(bare(x)).copy() for x in jax.tree.leaves(state)]
-    ends, count = [], []
-    for _ in range(2):
-        moved = sf.place(state, plan)
-        assert jax.tree.map(lambda x: x.sharding, moved) == plan
-        for _ in range(2):
-            moved, _ = jax.block_until_ready(step(moved, batch))
-        ends.append(np.asarray(moved.params["w"]))
-        count.append(len(compiles))
-    np.testing.assert_array_equal(*ends)
-    assert count[0] == count[1]
-    for before, x in zip(bits, jax.tree.leaves(state), strict=True):
-        np.testing.assert_array_equal(before, bare(x))
-
-
 def test_a_state_that_is_placed_steps_as_one_that_is_born_there(key):
     tx = optax.adam(0.1)
     params = {"w": jnp.arange(4096.0).reshape(64, 64) / 4096}
     state = sf.init_state(params, tx, key)
-    plan = sf.make_sharding(state, MESH, sf.fsdp(min_size=1))
+    plan = sf.make_sharding(state, sf.make_mesh((4, 2, 1, 1)), sf.fsdp(min_size=1))
     born, placed = sf.init_state(params, tx, key, sharding=plan), sf.place(state, plan)
     for x, y in zip(jax.tree.leaves(born), jax.tree.leaves(placed), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
         assert x.dtype == y.dtype
         assert not getattr(y, "weak_type", False)
         np.testing.assert_array_equal(bare(x), bare(y))
-
-
-def test_numbers_a_bare_array_and_an_empty_tree_can_be_placed():
-    place = PLACES["replicated"]
-    numbers = {"n": 3, "x": 0.5, "np": np.float32(2)}
-    placed = sf.place(numbers, jax.tree.map(lambda _: place, numbers))
-    assert (int(placed["n"]), float(placed["x"]), float(placed["np"])) == (3, 0.5, 2.0)
-    assert placed["n"].sharding == place
-    assert sf.place(jnp.ones(4), PLACES["cut"]).sharding == PLACES["cut"]
-    assert sf.place({}, {}) == {}
 
 
 R = PLACES["replicated"]

@@ -1,3 +1,5 @@
+"""`devices_of` describes the devices of slices that are not here."""
+
 import importlib.util
 import os
 import subprocess

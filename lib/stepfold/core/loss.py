@@ -192,7 +192,7 @@ def warning_of_unread_mask(loss_fn: LossFn) -> LossFn:
 
 
 _UNREAD_MASK = (
-    'loss_fn: expected a loss that depends on batch["mask"], got one that counts padding like data; '
+    'loss_fn: expected a loss that depends on batch["mask"], got one that counts padding as data; '
     'return sf.mean(values, batch["mask"]), or drop the rows that do not fill a batch with '
     'sf.batches(…, remainder="drop"). If other values mark the padding, leave the mask out of the '
     "batch"
@@ -237,7 +237,7 @@ def _advice_on(error: Exception, batch: Any) -> str:
     got = ", ".join(leaves[:8]) + ", …" * (len(leaves) > 8)
     no_mask = isinstance(error, KeyError) and "mask" in error.args
     advice = '; sf.batches(…, remainder="pad") and sf.collate add a mask' * no_mask
-    if isinstance(error, TypeError) and "jax.numpy.integer" in str(error):  # optax's
+    if isinstance(error, TypeError) and "numpy.integer" in str(error):  # optax's
         advice = "; labels of classes are integers: cast them, as batch[…].astype(jnp.int32)"
     return f"loss_fn was called with {got}{advice}"
 

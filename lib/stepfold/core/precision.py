@@ -29,10 +29,10 @@ class Precision:
 
     The names "f32", "bf16" and "f16" stand for `Precision(jnp.float32)` and so on. Floating leaves
     of the parameters and the inputs in the batch are cast. What the loss compares or weighs with is
-    not narrowed, since in bfloat16 100.7 is 100.5: leaves of the batch that have at most one axis,
-    or whose name is or ends in `target`, `label`, `weight`, `mask` (or their plural) or `y`.
-    Integers, booleans, keys and the model state are not cast. "f32" casts narrower dtypes up and
-    leaves float64 unchanged.
+    not narrowed, since in bfloat16 100.7 is 100.5: leaves with at most one axis, and leaves whose
+    name is or ends in `target`, `label`, `weight`, `mask` (or their plural) or `y`. A batch that is
+    a single array is an input. Integers, booleans, keys and the model state are not cast. "f32"
+    casts narrower dtypes up and leaves float64 unchanged.
 
     Attributes:
       compute: a floating dtype.
@@ -90,7 +90,7 @@ _TARGETS = re.compile(r"(^|[/_])(y|(target|label|weight|mask)s?)$")
 def _unless_narrowed(path: tuple[Any, ...], leaf: Any, cast: Any) -> Any:
     """Return a leaf of the batch itself if it is a target or a weight that the cast narrows."""
     is_narrowed = tree.is_float(leaf) and cast.dtype.itemsize < leaf.dtype.itemsize
-    is_target = jnp.ndim(leaf) < 2 or _TARGETS.search(tree.path_name(path))
+    is_target = path and (jnp.ndim(leaf) < 2 or _TARGETS.search(tree.path_name(path)))
     return leaf if is_narrowed and is_target else cast
 
 

@@ -72,10 +72,11 @@ def make_train_step(
       loss_fn: a loss function.
       tx: the optimizer that the state was initialized with.
       accumulate: the number of microbatches to split a batch into; the result is the same.
-      precision: "f32", "bf16", "f16" or a `Precision`: the dtype that parameters and inputs are cast
-        to for the loss function; it says which leaves of the batch are not. If small gradients underflow in it, `tx` must be a
-        `dynamic_loss_scale(…)`. By default nothing is cast: bfloat16 parameters compute in
-        bfloat16, and float16 parameters need the loss scale too.
+      precision: "f32", "bf16", "f16" or a `Precision`: the dtype that parameters and inputs are
+        cast to for the loss function. Targets and weights are not; see `Precision`. If small
+        gradients underflow in it, `tx` must be a `dynamic_loss_scale(…)`. By default nothing is
+        cast: bfloat16 parameters compute in bfloat16, and float16 parameters need the loss scale
+        too.
       remat: what to save for the backward pass of the whole loss function: the name of one of
         `jax.checkpoint_policies`, such a policy itself, or True to save nothing. For models of many
         layers, apply `jax.checkpoint` to the layer instead.

@@ -112,8 +112,8 @@ def make_sharding(
       misfit: what to do if the mesh axes do not divide a dimension that a rule shards over them:
         "error", or "replicate" to leave it unsharded, with a warning that names the leaves.
 
-    An axis of several devices that neither a rule nor, by its name, a batch uses is warned of. The
-    axis "sp" is for activations, and needs no rule.
+    For a `TrainState`, an axis of several devices that neither a rule nor, by its name, a batch
+    uses is warned of. The axis "sp" is for activations, and needs no rule.
 
     Raises:
       ShardingError: if a pattern matches no path, a spec has more entries than the leaf has
@@ -172,7 +172,8 @@ def make_sharding(
     if uneven:
         title = "misfit='replicate' left these dimensions unsharded:"
         warnings.warn("\n  ".join([title, *uneven]), stacklevel=2)
-    if batch_axes := default_data_axes(mesh.axis_names):  # otherwise, the axes of batches are open
+    batch_axes = default_data_axes(mesh.axis_names)
+    if isinstance(tree, TrainState) and batch_axes:  # without these, batches have axes of their own
         warn_of_unused_axes(mesh, {*used, *batch_axes, ACTIVATION_AXIS}, stacklevel=3)
     return jax.tree.unflatten(jax.tree.structure(tree), [NamedSharding(mesh, s) for s in specs])
 
