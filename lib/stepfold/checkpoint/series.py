@@ -34,6 +34,7 @@ from stepfold.checkpoint.steps import (
 from stepfold.checkpoint.store import (
     Store,
     complete_steps,
+    local_path,
     metrics_of,
     open_store,
     open_to_save,
@@ -156,9 +157,9 @@ class Temporary:
 
 
 def _folder_prefix(series: Store) -> str:
-    location = series.location
     # Links are resolved, since they may change, and a directory may have several names.
-    name = location if is_url(location) else os.path.realpath(location)
+    path = local_path(series.location)
+    name = series.location if path is None else os.path.realpath(path)
     return f"series-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
 
 
@@ -442,7 +443,8 @@ class Series(_StepReader):
     ) -> None:
         self.policy, self._permanent = policy, open_to_save(path, group)
         # A path becomes absolute; a URL stays as given.
-        self.directory = path if is_url(path) else Path(self._permanent.location)
+        location = self._permanent.location
+        self.directory = location if is_url(location) else Path(location)
         self._temporary: Store | None = None
         if policy.temporary is not None:
             self._temporary = _open_temporary(policy.temporary, self._permanent, group)
