@@ -460,6 +460,8 @@ class Series(_StepReader):
         self._failure: BaseException | None = None
         self._problem: CheckpointError | None = None  # of a temporary save
         self._has_warned = False
+        # By store and step: the metrics, and whether the save was requested; see `_kept_steps`.
+        self._known: dict[str, dict[int, tuple[Mapping[str, Any], bool]]] = {}
         with agreement(f"{self.directory}: not opened", group):
             for store in self._stores() if jax.process_index() == 0 else []:
                 store.clean(partial(self._prune, store))
@@ -623,6 +625,7 @@ class Series(_StepReader):
             store = next(holding, self._permanent)
             metadata = step_metadata({}, step=step, data=None, metrics=metrics, extra=extra)
             store.add_metadata(step, metadata.metrics or {}, metadata.extra)
+            self._known.get(store.location, {}).pop(step, None)
 
     def read_note(self, name: str) -> Any:
         """Return the JSON that `write_note` wrote next to the steps, or None."""
@@ -759,10 +762,20 @@ class Series(_StepReader):
             except CheckpointError as error:
                 self._problem = error
         if options["keep"] is not None:  # otherwise, do not read all steps
-            complete = complete_steps(store)
-            requested = {step for step, metadata in complete.items() if metadata.requested}
-            for old in expendable(metrics_of(complete), requested, last=step, **options):
+            self._known.get(store.location, {}).pop(step, None)  # it may replace another
+            kept = self._kept_steps(store)
+            metrics = {step: metrics for step, (metrics, _) in kept.items()}
+            requested = {step for step, (_, is_requested) in kept.items() if is_requested}
+            for old in expendable(metrics, requested, last=step, **options):
                 store.delete(old)
+
+    def _kept_steps(self, store: Store) -> Mapping[int, tuple[Mapping[str, Any], bool]]:
+        """Return what the retention policy asks of each complete step, reading each step once."""
+        steps, known = store.steps(), self._known.get(store.location, {})
+        read = complete_steps(store, [step for step in steps if step not in known])
+        known |= {step: (found.metrics or {}, found.requested) for step, found in read.items()}
+        self._known[store.location] = {step: known[step] for step in steps if step in known}
+        return self._known[store.location]
 
 
 def _make_room(store: Store, step: int) -> None:

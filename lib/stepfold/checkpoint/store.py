@@ -14,7 +14,7 @@ import shutil
 import stat
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
@@ -372,10 +372,13 @@ def open_to_save(path: Any, group: Group | None = None) -> Store:
     return store
 
 
-def complete_steps(store: Store) -> dict[int, StepMetadata]:
-    """Read the metadata of all complete steps, in order; warn about those that cannot be read."""
+def complete_steps(store: Store, steps: Iterable[int] | None = None) -> dict[int, StepMetadata]:
+    """Read the metadata of all complete steps, in order; warn about those that cannot be read.
+
+    `steps` may list those to read.
+    """
     complete = {}
-    for step in store.steps():
+    for step in store.steps() if steps is None else steps:
         try:
             complete[step] = store.read_metadata(step)
         except (DamageError, ForeignError, NewerError):
