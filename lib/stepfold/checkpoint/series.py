@@ -309,6 +309,12 @@ class Checkpoints(_StepReader):
         if self.mode is not None and self.best is None:
             refuse("mode", "best=… to go with it", f"mode={self.mode!r} alone")
         read_best(self.best, self.mode)
+        if self.best is None and self.keep_best != 1:
+            refuse("keep_best", "best=… to go with it", f"keep_best={self.keep_best} alone")
+        for name, default in (("keep_every", None), ("keep_best", 1)):
+            if self.keep is None and getattr(self, name) != default:
+                got, advice = "keep=None, which keeps all steps", "give a number, or leave it out"
+                refuse(name, "a number as keep to go with it", got, advice)
         if self.temporary is not None:
             read_instance("temporary", self.temporary, Temporary, "sf.Temporary('path', every=…)")
 
@@ -460,6 +466,8 @@ class Series(_StepReader):
         self._failure: BaseException | None = None
         self._problem: CheckpointError | None = None  # of a temporary save
         self._has_warned = False
+        self._has_ranked_metric: bool | None = None  # whether a save had it; None without metrics
+        self._has_epochs: bool | None = None  # whether `due` was given one; None if not called
         # By store and step: the metrics, and whether the save was requested; see `_kept_steps`.
         self._known: dict[str, dict[int, tuple[Mapping[str, Any], bool]]] = {}
         with agreement(f"{self.directory}: not opened", group):
@@ -477,6 +485,8 @@ class Series(_StepReader):
             self.policy._open.remove(self)
             try:
                 self.wait()
+                if self._notify is None:  # `fit` checks both itself
+                    self._warn_of_silence()
             finally:
                 self._is_open = False
 
@@ -514,6 +524,7 @@ class Series(_StepReader):
         measured by the clock of process 0. With several processes, each call then synchronizes all
         of them.
         """
+        self._has_epochs = self._has_epochs or epoch is not None
         kind = None if step == self.saved or step < 1 else self._kind_due(step, epoch)
         self._due = None if kind is None else (step, kind)
         return kind is not None
@@ -580,6 +591,9 @@ class Series(_StepReader):
                 state, step=step, data=data, metrics=metrics, extra=extra, best=self.ranking
             )
             kind = self._kind_of(metadata.step, permanent=permanent, requested=requested)
+        if self.ranking is not None and metadata.metrics:
+            has_metric = self.ranking[0] in metadata.metrics
+            self._has_ranked_metric = self._has_ranked_metric or has_metric
         if kind == "temporary" and self._temporary is not None:
             self._saving, self._any_saved_at = metadata.step, time.monotonic()
             try:
@@ -707,6 +721,22 @@ class Series(_StepReader):
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def _warn_of_silence(self) -> None:
+        """Warn if the schedule or the ranking had no effect, because of how they were used."""
+        policy, problem = self.policy, ""
+        if policy.every_epochs and self._has_epochs is False and self.saved is None:
+            problem = (
+                "every_epochs: expected due(step, epoch=…) where an epoch ends, got no epoch; "
+                "nothing was saved"
+            )
+        if self.ranking is not None and self._has_ranked_metric is False:
+            problem = (
+                f"best: expected the metric {self.ranking[0]!r} in save(metrics=…), got others "
+                "alone; no step is ranked"
+            )
+        if problem:
+            warnings.warn(f"{self.directory}: {problem}", RuntimeWarning, stacklevel=3)
 
     def has_checkpoint(self) -> bool:
         """Return whether stepfold has saved a step here, even if all of them are damaged now."""
