@@ -453,7 +453,7 @@ def test_only_old_folders_without_a_commit_are_left_overs(folder):
 def test_what_others_put_there_is_left_alone(folder):
     url = file_url(folder)
     sf.save(url, state(1), step=1)
-    others = ["saves/notes.txt", "saves/3-x-y/a", "12.txt", "012.commit", "run.json", "5/state/a"]
+    others = ["saves/notes.txt", "saves/3-x-y/a", "12.txt", "012.commit", "run.json", "5a/state/a"]
     for name in others:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("")

@@ -8,6 +8,8 @@ import pytest
 
 import stepfold as sf
 from stepfold.checkpoint.__main__ import main
+from stepfold.checkpoint.bucket import BucketStore
+from stepfold.checkpoint.restore import candidates
 from stepfold.checkpoint.steps import join_location
 from stepfold.errors import CheckpointError
 
@@ -81,3 +83,39 @@ def test_a_run_without_checkpoints_says_so(run):
 def test_a_url_keeps_its_query():
     joined = join_location("s3://bucket/run/?endpoint=http://host", "checkpoints")
     assert joined == "s3://bucket/run/checkpoints?endpoint=http://host"
+
+
+@pytest.mark.parametrize("layout", ["directory", "bucket"])
+def test_a_path_and_its_url_are_one_series(tmp_path, layout):
+    names = [str(tmp_path / "a b"), (tmp_path / "a b").as_uri()]
+    first, second = names if layout == "directory" else names[::-1]
+    sf.save(first, STATE, step=1)
+    for name in names:
+        assert sf.latest_step(name) == 1
+        assert sf.restore(name, STATE).step == 1
+    sf.save(second, STATE, step=2)
+    with sf.Checkpoints(second, keep=2) as series:
+        series.save(STATE, step=3)
+    for name in names:
+        assert sf.verify(name) == {2: [], 3: []}
+    with pytest.raises(CheckpointError, match="expected a new step, got 3, which is there already"):
+        sf.save(second, STATE, step=3)
+    is_bucket = (tmp_path / "a b/3.commit").exists()
+    assert is_bucket == (layout == "bucket")
+    assert (tmp_path / "a b/3").exists() != is_bucket
+
+
+def test_steps_in_both_layouts_are_refused(tmp_path):
+    url = tmp_path.as_uri()
+    sf.save(url, STATE, step=1)
+    (tmp_path / "2").mkdir()
+    for name in (url, tmp_path):
+        with pytest.raises(CheckpointError, match="expected steps in one layout, got both folders"):
+            sf.restore(name, STATE)
+
+
+def test_folders_of_steps_that_were_copied_to_a_bucket_are_named(tmp_path):
+    sf.save(tmp_path, STATE, step=1)
+    store = BucketStore(tmp_path.as_uri())
+    with pytest.raises(CheckpointError, match="saved to a URL, got a folder of a file system: 1/;"):
+        candidates([store], "latest")

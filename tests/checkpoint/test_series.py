@@ -5,6 +5,7 @@ import dataclasses
 import shutil
 import threading
 import time
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 
 import stepfold as sf
 from stepfold.checkpoint import manifest
+from stepfold.checkpoint.bucket import BucketStore
 from stepfold.checkpoint.manifest import step_metadata
 from stepfold.checkpoint.store import DirectoryStore
 from stepfold.errors import CheckpointError, ConfigError
@@ -119,10 +121,9 @@ def test_an_unreadable_old_step_is_kept_and_does_not_fail_a_save(tmp_path, monke
             raise CheckpointError("1: cannot be read: Permission denied")
         return read(store, step)
 
+    sf.save(tmp_path, STATE, step=1)
+    monkeypatch.setattr(DirectoryStore, "read_metadata", refuse_first)
     with sf.Checkpoints(tmp_path, keep=1) as series:
-        series.save(STATE, step=1)
-        series.wait()
-        monkeypatch.setattr(DirectoryStore, "read_metadata", refuse_first)
         for step in (2, 3):
             series.save(STATE, step=step)
             with pytest.warns(RuntimeWarning, match="step 1 is left out: 1: cannot be read: Perm"):
@@ -618,3 +619,38 @@ def test_a_policy_can_be_copied_while_it_is_open(tmp_path):
         with pytest.raises(CheckpointError, match="expected an open series to save in"):
             other.request()
         assert not series.due(2)
+
+
+@pytest.mark.parametrize("layout", [DirectoryStore, BucketStore])
+def test_a_save_reads_as_few_manifests_as_the_first(tmp_path, monkeypatch, layout):
+    reads = Counter()
+    read = layout.read_metadata
+
+    def count(store, step):
+        reads[step] += 1
+        return read(store, step)
+
+    monkeypatch.setattr(layout, "read_metadata", count)
+    url = tmp_path if layout is DirectoryStore else tmp_path.as_uri()
+    with sf.Checkpoints(url, keep=1, keep_every=1, best="loss") as series:
+        for step in range(1, 6):
+            series.save(STATE, step=step)
+    assert reads == dict.fromkeys(range(1, 6), 1)
+    with sf.Checkpoints(url, keep=1, keep_every=1, best="loss") as series:
+        for step in (6, 7):  # those of an earlier run are read once
+            series.save(STATE, step=step)
+    assert reads == dict.fromkeys(range(1, 6), 2) | {6: 1, 7: 1}
+
+
+def test_retention_sees_what_changed_since_a_step_was_read(tmp_path):
+    with sf.Checkpoints(tmp_path, keep=1, best="loss", async_=False) as series:
+        for step, loss in ((1, 3.0), (2, 2.0), (3, 4.0)):
+            series.save(STATE, step=step, metrics={"loss": loss})
+        assert series.steps() == [2, 3]
+        series.add_later(3, metrics={"loss": 1.0}, extra=None)
+        series.save(STATE, step=4, metrics={"loss": 5.0})
+        assert series.steps() == [3, 4]
+        series.delete_after(3)
+        series.save(STATE, step=4, metrics={"loss": 0.5})  # another step 4, the best
+        series.save(STATE, step=5, metrics={"loss": 6.0})
+        assert series.steps() == [4, 5]

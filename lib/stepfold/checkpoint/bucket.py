@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -63,6 +64,7 @@ _DAY = 24 * 60 * 60.0
 
 _FORMAT_NAME = "stepfold.json"
 _COMMIT = re.compile(r"(0|[1-9]\d*)\.commit")
+_COPIED = re.compile(r"(0|[1-9]\d*)/state/")  # an object of a series that was copied to a bucket
 _MARKER = re.compile(r"(\d+)\.damaged(-\d+)?")
 _FOLDER = re.compile(r"saves/(\d+)-([0-9a-f]+)-[0-9a-f]+/")
 
@@ -190,8 +192,13 @@ class BucketStore(Bucket):
     # Reading
 
     def steps(self) -> list[int]:
-        matches = (_COMMIT.fullmatch(name) for name in self._names())
-        return sorted(int(match[1]) for match in matches if match)
+        names = self._names()
+        numbers = sorted(int(match[1]) for match in map(_COMMIT.fullmatch, names) if match)
+        if not numbers and (copied := next(filter(_COPIED.match, names), None)):
+            got = f"a folder of a file system: {copied.partition('/')[0]}/"
+            advice = "copy the series to a file system, and give its path"
+            refuse(self.location, "steps saved to a URL", got, advice, kind=CheckpointError)
+        return numbers
 
     def has_step(self, step: int) -> bool:
         return self.read(f"{step}.commit") is not None
@@ -495,6 +502,12 @@ class BucketReader(ArrayReader):
             memory, start = memory[piece.size :], 0
         if memory.size:
             raise DamageError(f"{names[-1]}: it is shorter than when it was saved")
+
+
+def path_of_url(url: str) -> Path | None:
+    """Return the path of a URL such as file:///a/folder, or None if it is that of a bucket."""
+    _, spec = _read_url(url)
+    return Path(spec["path"]) if spec["driver"] == "file" else None
 
 
 def _read_url(url: str) -> tuple[str, dict[str, Any]]:

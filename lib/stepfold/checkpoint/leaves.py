@@ -6,6 +6,7 @@ Checksums are computed from the values in memory, so that they also cover the wa
 """
 
 import base64
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,6 +96,8 @@ def _as_array(name: str, leaf: Any, processes: int) -> Any:
             "give the state a plan (init_state(…, sharding=plan)), or place it (place(state, plan))"
         )
         refuse(name, expected, "one of this process alone", advice)
+    if isinstance(leaf, jax.core.Tracer):
+        refuse(name, "an array", "a tracer", "save outside of jit")
     array = jax.random.key_data(leaf) if is_key(leaf) else leaf
     check_array(name, array)
     return array
@@ -218,7 +221,16 @@ def converted(name: str, saved: Leaf, like: Any, array: np.ndarray) -> np.ndarra
             f"{name}: wanted {wanted}, which jax makes only with jax_enable_x64; turn it on, or "
             "use a narrower dtype with cast=True"
         )
-    converted = array.astype(dtype, copy=False)
+    with np.errstate(over="ignore"):  # counted below, also for dtypes that numpy does not have
+        converted = array.astype(dtype, copy=False)
+    is_cast = dtype != array.dtype and jnp.issubdtype(dtype, jnp.floating)
+    if is_cast and (lost := np.count_nonzero(np.isfinite(array) & ~np.isfinite(converted))):
+        warnings.warn(
+            f"{name}: {lost:,} of {array.size:,} values are beyond the range of {dtype}, and are "
+            f"not finite now; saved {saved}, wanted {wanted}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     if jnp.issubdtype(dtype, jnp.integer) and not np.array_equal(converted, array):
         raise TreeMismatchError(
             f"{name}: saved {saved}, wanted {wanted}, but not every value fits; use the dtype that "
@@ -321,7 +333,8 @@ def to_json(
     expected, advice = "what JSON can hold", "write it as text or numbers"
     if keep_array is not None:
         expected = "JSON or numpy arrays"
-        advice = "use np.asarray for an array of jax, and write anything else as text or numbers"
+        convert = "jax.random.key_data for PRNG keys, and np.asarray for an array of jax"
+        advice = f"use {convert}, and write anything else as text or numbers"
     refuse(name, expected, tree.describe_value(value), advice)
 
 

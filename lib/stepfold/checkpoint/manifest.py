@@ -133,12 +133,19 @@ def step_metadata(
         refuse("step", "a number", "none, and the state has no `step`", "give step=…")
     numbers = {name: _number(f"metrics/{name}", value) for name, value in metrics.items()}
     return StepMetadata(
-        step=read_integer("step", step, minimum=0),
+        step=_read_step(step),
         data=to_json(data, "data", copy_array),
         metrics=to_json(numbers, "metrics"),
         extra=to_json(extra, "extra", copy_array),
         best=best,
     )
+
+
+def _read_step(step: Any) -> int:
+    number = read_integer("step", step, minimum=0)
+    if not _is_count(number):
+        refuse("step", "an integer below 2**63", f"{number}")
+    return number
 
 
 def _number(name: str, value: Any) -> float:

@@ -89,14 +89,15 @@ def restore(
       like: the wanted state, concrete or abstract (`jax.eval_shape`). Each leaf gets the sharding
         of its counterpart in `like`. The mesh may differ from the one at save time.
       step: "latest", "best", or a number.
-      best: the metric that ranks steps for "best", or (metric, "min" or "max"). None uses the
-        metric recorded at save time. Its mode is the recorded one, or the one its name implies.
+      best: the metric that ranks steps for `step="best"`, or (metric, "min" or "max"). None uses
+        the one recorded at save time. Without a mode, it is the recorded one or that of the name.
       parts: regular expressions of paths, such as `("params",)`: restore only these paths, and keep
         the rest of `like`. Each has to match a path.
       rename: saved paths to new paths, of leaves or branches, such as
         `{"params/old": "params/new"}`; or a function of the saved path.
       cast: whether float dtypes may be converted to other float dtypes, and integer to integer
-        dtypes. A float beyond the range of the wanted dtype becomes inf; an integer is an error.
+        dtypes. A float beyond the range of the wanted dtype becomes inf, with a warning; an integer
+        is an error.
       partial: whether to restore the leaves that match and keep the rest of `like`.
       fall_back: whether to fall back to another step if one is damaged, instead of raising.
 
@@ -252,6 +253,9 @@ def candidates(stores: Sequence[Store], step: Step, best: Any = None) -> list[tu
     if number is None and not (isinstance(step, str) and step in ("latest", "best")):
         refuse("step", "'latest', 'best' or a number", repr(step))
     is_best = number is None and step == "best"
+    if best is not None and not is_best:
+        got = f"step={step!r}"
+        refuse("best", "step='best' to go with it", got, "give that, or leave best out")
     listed: list[tuple[int, Store]] = []
     for store in stores[:1] if is_best else stores:
         with agreement(f"{store.location}: cannot be listed", store.group):
@@ -297,7 +301,7 @@ def rank_steps(store: Store, best: Any) -> list[int]:
         return broken + ranked
     if best is None:
         expected, got = "a metric that ranks the steps", "none, and none was given to the save"
-        advice = "give best='eval/loss', or the step"
+        advice = "give restore(step='best', best='eval/loss'), or the number of a step"
     else:
         expected, got = f"a step with a finite number as the metric {best[0]!r}", "none"
         advice = f"save with metrics={{{best[0]!r}: …}}, or give the step"
@@ -356,8 +360,10 @@ def match(
     if differences and not partial:
         if callable(advice):
             text = advice([name for name, _, _ in differences])
-        else:
+        elif advice:
             text = _specific_advice(differences, may_rename=not callable(rename)) or advice
+        else:  # the caller has none of the options
+            text = ""
         raise TreeMismatchError(f"{where}: {_describe(differences, like, text)}")
     if not sources and (wanted or old_names):
         advice = f"saved are {_some(saved)}, wanted {_some(wanted)}, parts {parts}"

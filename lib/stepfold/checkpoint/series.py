@@ -34,6 +34,7 @@ from stepfold.checkpoint.steps import (
 from stepfold.checkpoint.store import (
     Store,
     complete_steps,
+    local_path,
     metrics_of,
     open_store,
     open_to_save,
@@ -156,9 +157,9 @@ class Temporary:
 
 
 def _folder_prefix(series: Store) -> str:
-    location = series.location
     # Links are resolved, since they may change, and a directory may have several names.
-    name = location if is_url(location) else os.path.realpath(location)
+    path = local_path(series.location)
+    name = series.location if path is None else os.path.realpath(path)
     return f"series-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
 
 
@@ -310,6 +311,12 @@ class Checkpoints(_StepReader):
         if self.mode is not None and self.best is None:
             refuse("mode", "best=… to go with it", f"mode={self.mode!r} alone")
         read_best(self.best, self.mode)
+        if self.best is None and self.keep_best != 1:
+            refuse("keep_best", "best=… to go with it", f"keep_best={self.keep_best} alone")
+        for name, default in (("keep_every", None), ("keep_best", 1)):
+            if self.keep is None and getattr(self, name) != default:
+                got, advice = "keep=None, which keeps all steps", "give a number, or leave it out"
+                refuse(name, "a number as keep to go with it", got, advice)
         if self.temporary is not None:
             read_instance("temporary", self.temporary, Temporary, "sf.Temporary('path', every=…)")
 
@@ -444,7 +451,8 @@ class Series(_StepReader):
     ) -> None:
         self.policy, self._permanent = policy, open_to_save(path, group)
         # A path becomes absolute; a URL stays as given.
-        self.directory = path if is_url(path) else Path(self._permanent.location)
+        location = self._permanent.location
+        self.directory = location if is_url(location) else Path(location)
         self._temporary: Store | None = None
         if policy.temporary is not None:
             self._temporary = _open_temporary(policy.temporary, self._permanent, group)
@@ -460,6 +468,10 @@ class Series(_StepReader):
         self._failure: BaseException | None = None
         self._problem: CheckpointError | None = None  # of a temporary save
         self._has_warned = False
+        self._has_ranked_metric: bool | None = None  # whether a save had it; None without metrics
+        self._has_epochs: bool | None = None  # whether `due` was given one; None if not called
+        # By store and step: the metrics, and whether the save was requested; see `_kept_steps`.
+        self._known: dict[str, dict[int, tuple[Mapping[str, Any], bool]]] = {}
         with agreement(f"{self.directory}: not opened", group):
             for store in self._stores() if jax.process_index() == 0 else []:
                 store.clean(partial(self._prune, store))
@@ -475,6 +487,8 @@ class Series(_StepReader):
             self.policy._open.remove(self)
             try:
                 self.wait()
+                if self._notify is None:  # `fit` checks both itself
+                    self._warn_of_silence()
             finally:
                 self._is_open = False
 
@@ -512,6 +526,7 @@ class Series(_StepReader):
         measured by the clock of process 0. With several processes, each call then synchronizes all
         of them.
         """
+        self._has_epochs = self._has_epochs or epoch is not None
         kind = None if step == self.saved or step < 1 else self._kind_due(step, epoch)
         self._due = None if kind is None else (step, kind)
         return kind is not None
@@ -579,6 +594,9 @@ class Series(_StepReader):
                 state, step=step, data=data, metrics=metrics, extra=extra, best=self.ranking
             )
             kind = self._kind_of(metadata.step, permanent=permanent, requested=requested)
+        if self.ranking is not None and metadata.metrics:
+            has_metric = self.ranking[0] in metadata.metrics
+            self._has_ranked_metric = self._has_ranked_metric or has_metric
         if kind == "temporary" and self._temporary is not None:
             self._saving, self._any_saved_at = metadata.step, time.monotonic()
             try:
@@ -624,6 +642,7 @@ class Series(_StepReader):
             store = next(holding, self._permanent)
             metadata = step_metadata({}, step=step, data=None, metrics=metrics, extra=extra)
             store.add_metadata(step, metadata.metrics or {}, metadata.extra)
+            self._known.get(store.location, {}).pop(step, None)
 
     def read_note(self, name: str) -> Any:
         """Return the JSON that `write_note` wrote next to the steps, or None."""
@@ -706,6 +725,22 @@ class Series(_StepReader):
                 stacklevel=3,
             )
 
+    def _warn_of_silence(self) -> None:
+        """Warn if the schedule or the ranking had no effect, because of how they were used."""
+        policy, problem = self.policy, ""
+        if policy.every_epochs and self._has_epochs is False and self.saved is None:
+            problem = (
+                "every_epochs: expected due(step, epoch=…) where an epoch ends, got no epoch; "
+                "nothing was saved"
+            )
+        if self.ranking is not None and self._has_ranked_metric is False:
+            problem = (
+                f"best: expected the metric {self.ranking[0]!r} in save(metrics=…), got others "
+                "alone; no step is ranked"
+            )
+        if problem:
+            warnings.warn(f"{self.directory}: {problem}", RuntimeWarning, stacklevel=3)
+
     def has_checkpoint(self) -> bool:
         """Return whether stepfold has saved a step here, even if all of them are damaged now."""
         return any(map(has_own_step, self._stores()))
@@ -760,10 +795,20 @@ class Series(_StepReader):
             except CheckpointError as error:
                 self._problem = error
         if options["keep"] is not None:  # otherwise, do not read all steps
-            complete = complete_steps(store)
-            requested = {step for step, metadata in complete.items() if metadata.requested}
-            for old in expendable(metrics_of(complete), requested, last=step, **options):
+            self._known.get(store.location, {}).pop(step, None)  # it may replace another
+            kept = self._kept_steps(store)
+            metrics = {step: metrics for step, (metrics, _) in kept.items()}
+            requested = {step for step, (_, is_requested) in kept.items() if is_requested}
+            for old in expendable(metrics, requested, last=step, **options):
                 store.delete(old)
+
+    def _kept_steps(self, store: Store) -> Mapping[int, tuple[Mapping[str, Any], bool]]:
+        """Return what the retention policy asks of each complete step, reading each step once."""
+        steps, known = store.steps(), self._known.get(store.location, {})
+        read = complete_steps(store, [step for step in steps if step not in known])
+        known |= {step: (found.metrics or {}, found.requested) for step, found in read.items()}
+        self._known[store.location] = {step: known[step] for step in steps if step in known}
+        return self._known[store.location]
 
 
 def _make_room(store: Store, step: int) -> None:

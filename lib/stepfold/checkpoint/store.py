@@ -1,7 +1,7 @@
 """The store of a series: everything that is read and written goes through one class.
 
-`Checkpoints`, `restore` and `verify` use the methods of a `Store` and nothing below them. The path
-decides between `DirectoryStore` and, for object storage, `bucket.BucketStore`.
+`Checkpoints`, `restore` and `verify` use the methods of a `Store` and nothing below them. It is a
+`DirectoryStore` or, for object storage, a `bucket.BucketStore`; see `open_store`.
 
 A step directory is named by its number. A step is renamed before it is removed, so that no reader
 finds a part of it: `12.deleted` is being deleted, and `12.damaged` is kept for inspection.
@@ -14,7 +14,7 @@ import shutil
 import stat
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
@@ -52,6 +52,11 @@ _LEFT_OVER = re.compile(r"\d+\.(saving|(deleted|orbax-checkpoint-tmp)(-\d+)?)")
 _CLAIM = re.compile(r"(\d+)\.saving-[0-9a-f]{16}")
 _DAMAGED = re.compile(r"\d+\.damaged(-\d+)?")
 _DAY = 24 * 60 * 60.0
+# What shows the layout of a series that a path names, or a URL such as file:///a/folder.
+_LAYOUTS = {
+    "directory": re.compile(r"(0|[1-9]\d*)"),
+    "bucket": re.compile(r"(0|[1-9]\d*)\.commit|stepfold\.json"),
+}
 
 
 class DirectoryStore:
@@ -291,17 +296,48 @@ Store = Union[DirectoryStore, "BucketStore"]
 def open_store(directory: Any, *, save: bool = False) -> Store:
     """Open the store at a path or a URL; `save` creates the directory, and prepares for saving.
 
+    A path and its URL, such as file:///a/folder, name the same series. Its layout is that of the
+    steps in it: a bucket may have been downloaded. Only a new series has the layout that goes with
+    its name.
+
     Raises:
       ConfigError: if there is no store for such a path.
       CheckpointError: if the path is not a directory, or is not writable.
     """
-    if is_url(directory):
+    path = local_path(directory)
+    layout = path and _layout_of(path)
+    if path is None or layout == "bucket" or (layout is None and is_url(directory)):
         from stepfold.checkpoint.bucket import BucketStore  # lazy: imports tensorstore
 
-        return BucketStore(directory, save=save)
+        return BucketStore(directory if is_url(directory) else path.as_uri(), save=save)
     if save:  # orbax takes longer to import than everything else: not at the first save
         importlib.import_module("stepfold.checkpoint.writer")
-    return DirectoryStore(read_directory(directory, make=save))
+    return DirectoryStore(read_directory(path, make=save))
+
+
+def local_path(directory: Any) -> Path | None:
+    """Return the path that a path or a URL of a file system names; None for object storage."""
+    if not is_url(directory):
+        return read_directory(directory)
+    from stepfold.checkpoint.bucket import path_of_url  # lazy: imports tensorstore
+
+    return path_of_url(directory)
+
+
+def _layout_of(path: Path) -> str | None:
+    """Return "directory" or "bucket" if a folder has steps in one of the layouts."""
+    names = []
+    with (
+        converted_errors(path, "cannot be read"),
+        suppress(FileNotFoundError, NotADirectoryError),
+    ):
+        names = os.listdir(path)
+    layouts = {layout for layout, name in _LAYOUTS.items() if any(map(name.fullmatch, names))}
+    if len(layouts) > 1:
+        expected, got = "steps in one layout", "both folders of steps, and those of a bucket"
+        advice = "move saves/, stepfold.json and the .commit files to another directory"
+        refuse(path, expected, got, advice, kind=CheckpointError)
+    return next(iter(layouts), None)
 
 
 def open_to_read(directory: Any) -> Store:
@@ -331,15 +367,18 @@ def open_to_save(path: Any, group: Group | None = None) -> Store:
     """Open the store of a directory that all processes share; collective."""
     with agreement(f"{path}: not opened", group):
         store = open_store(path, save=True)
-    if not is_url(path):
+    if not is_url(store.location):
         check_shared(Path(store.location), group)
     return store
 
 
-def complete_steps(store: Store) -> dict[int, StepMetadata]:
-    """Read the metadata of all complete steps, in order; warn about those that cannot be read."""
+def complete_steps(store: Store, steps: Iterable[int] | None = None) -> dict[int, StepMetadata]:
+    """Read the metadata of all complete steps, in order; warn about those that cannot be read.
+
+    `steps` may list those to read.
+    """
     complete = {}
-    for step in store.steps():
+    for step in store.steps() if steps is None else steps:
         try:
             complete[step] = store.read_metadata(step)
         except (DamageError, ForeignError, NewerError):
