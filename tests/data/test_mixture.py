@@ -233,14 +233,8 @@ def test_weights_of_a_stage_may_be_given_by_name():
 @pytest.mark.parametrize(
     "weights",
     [
-        "x",
-        5,
-        [1],
-        [0, ["1"]],
-        ["a", ["1", "1"]],
-        [-1, ["1", "1"]],
-        [4, ["1", "-1"]],
-        [4, ["1", "1/0"]],
+        *("x", 5, [1], [0, ["1"]], ["a", ["1", "1"]], [-1, ["1", "1"]]),
+        *([4, ["1", "-1"]], [4, ["1", "1/0"]], [4, ["0", "0"]]),
     ],
 )
 def test_damaged_weights_in_a_position_are_refused(weights):

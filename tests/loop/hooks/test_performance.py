@@ -3,6 +3,7 @@
 import gzip
 import json
 import time
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -76,18 +77,15 @@ def test_an_evaluation_takes_no_time_of_steps_and_lowers_the_goodput(clock):
     assert speed["throughput/goodput"] == 0.25
 
 
-def test_examples_of_all_processes_are_counted(clock, monkeypatch):
+def test_examples_of_all_processes_are_counted_by_the_share_of_this_one(clock, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     assert measure(throughput(), clock)["examples_per_second"] == 64.0
-
-
-def test_examples_are_counted_by_the_share_of_this_process(clock):
+    clock[0] += 100.0
     hook = throughput()
     hook.open(0, None)
     hook(train(10))
     clock[0] += 5.0
-    speed = hook(train(20)._replace(batch_share=0.5))
-    assert speed["throughput/examples_per_second"] == 32.0
+    assert hook(train(20)._replace(batch_share=0.5))["throughput/examples_per_second"] == 32.0
 
 
 def test_mfu_where_the_peak_is_known(clock):
@@ -97,7 +95,7 @@ def test_mfu_where_the_peak_is_known(clock):
 
 def test_goodput_counts_pauses_and_lost_steps(clock):
     hook = throughput()
-    measure(hook, clock, 10.0)
+    first = measure(hook, clock, 10.0)
     state = hook.get_state()
     clock[0] += 20.0
     hook(train(30))  # lost: the checkpoint is older
@@ -107,15 +105,8 @@ def test_goodput_counts_pauses_and_lost_steps(clock):
     resumed.open(20, None)
     resumed(train(20))
     clock[0] += 10.0
-    speed = resumed(train(30))
-    assert speed["throughput/goodput"] == 20.0 / 50.0
-
-
-def test_the_next_run_of_a_hook_is_measured_afresh(clock):
-    hook = throughput()
-    first = measure(hook, clock, 5.0, data_wait=4.0)
-    clock[0] += 100.0
-    assert measure(hook, clock, 5.0, data_wait=4.0) == first
+    assert resumed(train(30))["throughput/goodput"] == 20.0 / 50.0
+    assert measure(resumed, clock, 10.0) == first  # in the next run
 
 
 def test_fit_measures_a_slow_source():
@@ -131,13 +122,20 @@ def test_fit_measures_a_slow_source():
     assert min(result.history["throughput/step_seconds"]) >= 0.0075
 
 
-def test_arguments_are_checked():
-    with pytest.raises(sf.ConfigError, match="flops: expected a number above 0, got 0"):
-        throughput(flops=0)
-    with pytest.raises(sf.ConfigError, match="peak: expected a number above 0, got -1"):
-        throughput(peak=-1)
-    with pytest.raises(sf.ConfigError, match="tokens: expected a function of a batch, got int 9"):
-        throughput(tokens=9)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: throughput(flops=0), "flops: expected a number above 0, got 0"),
+        (lambda: throughput(peak=-1), "peak: expected a number above 0, got -1"),
+        (lambda: throughput(tokens=9), "tokens: expected a function of a batch, got int 9"),
+        (lambda: profile(-1, 1, "a"), "first: expected an integer of at least 0, got -1"),
+        (lambda: profile(1, 0, "a"), "count: expected an integer of at least 1, got 0"),
+        (lambda: profile(1, 1, None), "folder: expected the path of a folder, got None"),
+    ],
+)
+def test_arguments_are_checked(make, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        make()
 
 
 # Pace
@@ -182,7 +180,9 @@ def test_host_memory_is_that_of_the_process():
     assert more[0] == 1
 
 
-def test_the_fullest_device_counts(monkeypatch):
+def test_the_fullest_device_counts_if_it_has_statistics(monkeypatch):
+    assert set(memory_use(EVENT)) == {"memory/host"}
+
     class Device:
         def __init__(self, use, peak):
             self._stats = {"bytes_in_use": use * 2**30, "peak_bytes_in_use": peak * 2**30}
@@ -193,10 +193,6 @@ def test_the_fullest_device_counts(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Device(1, 4), Device(2, 3)])
     memory = memory_use(EVENT)
     assert (memory["memory/device"], memory["memory/device_peak"]) == (2.0, 4.0)
-
-
-def test_a_device_without_statistics_is_left_out():
-    assert set(memory_use(EVENT)) == {"memory/host"}
 
 
 # profile
@@ -226,23 +222,18 @@ def test_a_trace_holds_the_given_steps_exact_to_the_log_points(tmp_path, count, 
     assert executions(tmp_path) == traced
 
 
-def test_a_run_that_ends_earlier_closes_the_trace(tmp_path):
-    hook = profile(4, 1000, tmp_path)
-    run(hook)
-    assert len(traces(tmp_path)) == 1
-    assert hook.ended is None
-    jax.profiler.start_trace(tmp_path / "another")  # raises while one is open
-    jax.profiler.stop_trace()
-
-
-def test_an_exception_closes_the_trace(tmp_path):
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_ends_earlier_or_fails_closes_the_trace(tmp_path, fails):
     def fail(event):
-        if event.step == 8:
+        if fails and event.step == 8:
             raise RuntimeError("mine")
 
-    with pytest.raises(RuntimeError, match="mine"):
-        run(profile(4, 1000, tmp_path), fail)
-    assert len(traces(tmp_path)) == 1
+    hook = profile(4, 1000, tmp_path)
+    with pytest.raises(RuntimeError, match="mine") if fails else nullcontext():
+        run(hook, fail)
+    assert (len(traces(tmp_path)), hook.ended) == (1, None)
+    jax.profiler.start_trace(tmp_path / "another")  # raises while one is open
+    jax.profiler.stop_trace()
 
 
 def test_steps_that_were_traced_before_a_resume_are_not_traced_again(tmp_path):
@@ -251,17 +242,6 @@ def test_steps_that_were_traced_before_a_resume_are_not_traced_again(tmp_path):
     run(profile(2, 2, tmp_path / "b"), steps=20, checkpoints=checkpoints)
     assert len(traces(tmp_path / "a")) == 1
     assert not (tmp_path / "b").exists()
-
-
-def test_other_steps_are_traced_after_a_resume(tmp_path):
-    first, second = profile(2, 2, tmp_path / "a"), profile(20, 2, tmp_path / "b")
-    first(train(2))
-    first.close()
-    second.set_state(first.get_state())
-    second.open(10, None)
-    second(train(20))
-    second.close()
-    assert len(traces(tmp_path / "b")) == 1
 
 
 def test_the_next_run_of_a_hook_is_traced_too(tmp_path):
@@ -280,25 +260,10 @@ def test_the_next_run_of_a_hook_is_traced_too(tmp_path):
     assert traces(tmp_path) == []
 
 
-def test_an_evaluation_does_not_start_a_trace(tmp_path):
+def test_evaluations_and_other_processes_than_the_first_are_not_traced(tmp_path, monkeypatch):
     hook = profile(2, 2, tmp_path / "a")
-    hook(Event(2, None, {"eval/loss": 1.0, "train/lr": 0.1}, None, kind="eval"))
-    hook.close()
-    assert not (tmp_path / "a").exists()
-
-
-def test_of_several_processes_the_first_is_traced(tmp_path, monkeypatch):
-    hook = profile(2, 2, tmp_path / "a")
+    hook(evaluation(2))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     hook(train(2))
     hook.close()
     assert not (tmp_path / "a").exists()
-
-
-def test_arguments_of_profile_are_checked(tmp_path):
-    with pytest.raises(sf.ConfigError, match="first: expected an integer of at least 0, got -1"):
-        profile(-1, 1, tmp_path)
-    with pytest.raises(sf.ConfigError, match="count: expected an integer of at least 1, got 0"):
-        profile(1, 0, tmp_path)
-    with pytest.raises(sf.ConfigError, match="folder: expected the path of a folder, got None"):
-        profile(1, 1, None)

@@ -68,11 +68,6 @@ def test_only_numbers_are_curves_and_hyper_parameters_are_kept(path):
     assert (list(curves), hparams) == (["a"], {"lr": 0.1})
 
 
-def test_steps_out_of_order_are_sorted(path):
-    path.write_text("".join(f'{{"step": {step}, "a": {step}.5}}\n' for step in (3, 1, 2)))
-    assert read(path) == {"a": [(1, 1.5), (2, 2.5), (3, 3.5)]}
-
-
 def test_a_file_that_cannot_be_read_is_an_error(path):
     path.mkdir()
     with pytest.raises(sf.DataError, match="expected lines of metrics, got a directory instead"):
@@ -122,19 +117,6 @@ def test_all_parts_of_a_run_are_read(tmp_path):
         (10, {"eval/loss": 0.5}),
         (20, None),
     ]
-
-
-def test_checkpoints_may_be_elsewhere(tmp_path):
-    with sf.Checkpoints(tmp_path / "there", every=10) as series:
-        series.save({"w": np.ones(2)}, step=10)
-    arguments = {"checkpoints": {"directory": str(tmp_path / "there")}}
-    write_run(tmp_path / "run", arguments=arguments)
-    assert [saved.step for saved in read_run(tmp_path / "run").checkpoints] == [10]
-
-
-def test_an_empty_directory_is_an_empty_run(tmp_path):
-    run = read_run(tmp_path)
-    assert (run.info, run.curves, run.checkpoints, run.attempts) == ({}, {}, [], ())
 
 
 def test_a_damaged_run_info_is_an_error(tmp_path):

@@ -45,13 +45,6 @@ def test_it_requests_nothing_from_outside(tmp_path):
     assert "default-src 'none'" in policy
 
 
-def test_the_policy_lets_only_the_script_of_the_page_run(tmp_path):
-    text = render([read_run(write_run(tmp_path))], now=NOW)
-    script = Page(text).texts["script"][1]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"script-src 'sha256-{digest}'" in text
-
-
 def test_names_stay_text_everywhere(tmp_path):
     rows = {1: {f"train/{HOSTILE}": 1.0, HOSTILE: 2.0}, 2: {f"{HOSTILE}/x": 1.0}}
     leaves = [[HOSTILE, [2], HOSTILE, 2]]
@@ -142,11 +135,6 @@ def test_a_run_that_ended_gives_the_reason(tmp_path, kind, message, to, total, e
     assert reason.lower() == message.lower() + "."
 
 
-def test_the_name_of_a_metric_is_left_as_it_is(tmp_path):
-    stop = {"kind": "nonfinite", "message": "train/loss is nan"}
-    assert status(tmp_path, stop=stop, to=3)[2] == "train/loss is nan."
-
-
 def test_an_error_is_shown_with_its_step(tmp_path):
     stop = {"kind": "error", "message": "OSError: gone"}
     expected = ("failed", "Failed", "OSError: gone (at step 1,234)")
@@ -201,20 +189,6 @@ def test_the_key_figures(tmp_path):
     }
 
 
-def test_a_running_run_estimates_the_time_left(tmp_path):
-    running = attempt(ended=None, stop=None, total=1000)
-    figures = page(write_run(tmp_path, attempts=[running])).figures()
-    assert figures["time"] == ("1 min 40 s", "about 13 min 20 s to go")
-
-
-def test_figures_sum_over_attempts(tmp_path):
-    tries = [attempt(ended=None), attempt(began="2026-03-01T10:01:40+00:00")]
-    tries[1]["ended"] = "2026-03-01T10:03:20+00:00"
-    figures = page(write_run(tmp_path, attempts=tries)).figures()
-    assert figures["time"] == ("3 min 20 s", "in 2 attempts")
-    assert figures["goodput"][0] == "45%"
-
-
 def test_goodput_counts_pauses_and_repeated_steps(tmp_path):
     first = attempt(ended=None, to=50, clock=[[0, 0, 0], [50, 50, 0]])
     second = attempt(**{
@@ -243,13 +217,6 @@ def test_durations_have_two_units(tmp_path, seconds, text):
     began = NOW - timedelta(seconds=seconds)
     ended = attempt(began=began.isoformat(), ended=NOW.isoformat())
     assert page(write_run(tmp_path, attempts=[ended])).figures()["time"][0] == text
-
-
-def test_examples_per_second_are_shown_if_they_were_measured(tmp_path):
-    name = "throughput/examples_per_second"
-    figures = page(write_run(tmp_path, {10: {name: 100.0}, 20: {name: 300.0}})).figures()
-    assert figures["examples/s"] == ("200", "median")
-    assert "examples/s" not in page(write_run(tmp_path, {10: {name: math.nan}})).figures()
 
 
 def test_metrics_have_their_last_and_their_best_value(tmp_path):
@@ -335,12 +302,6 @@ def test_metrics_of_the_same_name_share_a_chart(tmp_path):
     assert ("Speed", "throughput/steps_per_second") in charts
 
 
-def test_main_metrics_begin_with_the_loss(tmp_path):
-    figures = page(write_run(tmp_path, ROWS, **NAMED)).data["figures"][1]
-    names = [name for name, _, _ in figures]
-    assert names == ["train/loss", "held_out/loss", "train/accuracy", "score"]
-
-
 def test_runs_have_different_lines(tmp_path):
     charts = styles(page(*(write_run(tmp_path / name, ROWS, **NAMED) for name in "ab")))
     assert charts["Metrics", "loss"] == [
@@ -350,11 +311,6 @@ def test_runs_have_different_lines(tmp_path):
         ("b · held_out", 1, True),
     ]
     assert charts["weights", "w/std"] == [("a", 0, False), ("b", 1, False)]
-
-
-def test_runs_differ_by_more_than_color(tmp_path):
-    text = render([read_run(write_run(tmp_path / name)) for name in "ab"], now=NOW)
-    assert re.search(r"\.several \.line\.s1 \{ stroke-dasharray", text)
 
 
 def test_the_points_of_charts(tmp_path):
@@ -395,14 +351,6 @@ def test_restarts_are_marked_for_a_single_run(tmp_path):
     assert page(folder, write_run(tmp_path / "b")).data["restarts"] == []
 
 
-def test_very_many_charts_are_folded_and_have_fewer_points_each(tmp_path):
-    rows = {step: {f"weights/{k}": float(step % 7) for k in range(200)} for step in range(1, 400)}
-    sections = page(write_run(tmp_path, rows)).data["sections"]
-    (section,) = [section for section in sections if section["folded"]]
-    assert (section["title"], len(section["charts"])) == ("weights", 200)
-    assert sum(len(chart["lines"][0]["steps"]) for chart in section["charts"]) <= 60_000
-
-
 def test_very_many_steps_make_a_small_page_with_every_spike(tmp_path):
     rows = [{"step": k, "train/loss": 9.5 if k == 6_666 else 1.0} for k in range(20_000)]
     lines = [json.dumps(row) + "\n" for row in rows]
@@ -429,13 +377,6 @@ def test_speed_curves_leave_out_compilation(tmp_path):
     np.testing.assert_allclose(waiting["values"], [5 / 20, 3 / 60], rtol=1e-5)
 
 
-def test_measured_waiting_replaces_that_of_the_clock(tmp_path):
-    (line,) = page(write_run(tmp_path, {7: {"throughput/waiting": 0.5}})).lines()[
-        "Speed", "throughput/waiting"
-    ]
-    assert (line["steps"], line["values"]) == ([7], [0.5])
-
-
 # Tables.
 
 
@@ -448,13 +389,6 @@ def test_parameters_are_listed_by_size(tmp_path):
     ]
 
 
-def test_small_parameters_are_summed_up(tmp_path):
-    leaves = [[f"w{k}", [1], "float32", 1] for k in range(5000)]
-    parameters = {"count": 5000, "bytes": 0, "leaves": leaves}
-    rows = page(write_run(tmp_path, parameters=parameters)).table("Parameters")
-    assert (len(rows), rows[-1]) == (2001, ["3,000 smaller ones", "", "", "3,000", "60.0%"])
-
-
 def page_with(run, **parts):
     return Page(render([run._replace(**parts)], now=NOW))
 
@@ -465,29 +399,6 @@ def test_checkpoints_are_listed(tmp_path):
     assert page_with(read_run(write_run(tmp_path)), checkpoints=saved).table("Checkpoints") == [
         ["1,000", "1970-01-01 00:00:00", "eval/loss 0.25"],
         ["2,000", "1970-01-01 00:01:00", "damaged"],
-    ]
-
-
-def test_the_best_checkpoint_has_a_star(tmp_path):
-    losses = {1: 0.5, 2: 0.25}
-    saved = [SavedStep(step, 0.0, {"eval/loss": loss}) for step, loss in losses.items()]
-    plan = {"checkpoints": {"best": "eval/loss", "mode": None}}
-    run = read_run(write_run(tmp_path, arguments=plan))
-    rows = page_with(run, checkpoints=saved).table("Checkpoints")
-    assert [row[0] for row in rows] == ["1", "★ 2"]
-
-
-def test_checkpoints_on_disk_are_shown(tmp_path):
-    write_run(tmp_path, arguments={"checkpoints": {"best": "eval/loss"}})
-    with sf.Checkpoints(tmp_path / "checkpoints", every=10) as series:
-        for step, loss in {10: 0.25, 20: 0.5, 30: 0.125}.items():
-            series.save({"w": np.ones(2)}, step=step, metrics={"eval/loss": loss})
-    (tmp_path / "checkpoints" / "30" / "state" / "_METADATA").unlink()
-    rows = page(tmp_path).table("Checkpoints")
-    assert [(row[0], row[2]) for row in rows] == [
-        ("★ 10", "eval/loss 0.25"),
-        ("20", "eval/loss 0.5"),
-        ("30", "damaged"),
     ]
 
 
@@ -532,20 +443,6 @@ def test_runs_stand_side_by_side_and_the_best_has_a_star(tmp_path):
     assert table["train/loss, lowest"] == ["0.5 at 100", "★ 0.25 at 10"]
     assert table["eval/loss, lowest"] == ["1.5 at 50", NONE]
     assert "train/norm, highest" not in table
-
-
-def test_a_curve_of_a_single_value_and_of_very_large_values(tmp_path):
-    run = read_run(write_run(tmp_path))
-    curve = Curve(np.array([1.0, 2.0]), np.array([-1.7e308, 1.7e308]))
-    (line,) = page_with(run, curves={"train/x": curve}).lines()["Metrics", "x"]
-    assert line["values"] == [-1.7e308, 1.7e308]
-
-
-@pytest.mark.parametrize(("seconds", "kind"), [(8900, "running"), (9100, "silent")])
-def test_a_run_that_pauses_is_silent_after_three_pauses(tmp_path, seconds, kind):
-    updated = (NOW - timedelta(seconds=seconds)).isoformat()
-    running = {"ended": None, "stop": None, "to": 50, "pause": 3000.0}
-    assert status(tmp_path, updated=updated, **running)[0] == kind
 
 
 # Other runs, and the time.

@@ -66,22 +66,6 @@ def test_methods_and_arguments_are_clus():
             assert list(signature.parameters) == list(expected.parameters), (kind, name)
 
 
-def test_all_writers_have_the_base_class():
-    assert all(isinstance(writer, Writer) for writer in WRITERS)
-
-
-def test_the_base_class_does_nothing():
-    writer = Writer()
-    writer.write_scalars(1, {"a": 1})
-    writer.write_texts(1, {"a": "b"})
-    writer.write_histograms(1, {"a": np.ones(3)}, {"a": 2})
-    writer.write_images(1, {"a": np.ones((2, 2, 1))})
-    writer.write_hparams({"lr": 1})
-    writer.resume(1)
-    writer.flush()
-    writer.close()
-
-
 @pytest.mark.parametrize(
     ("value", "plain"),
     [
@@ -142,13 +126,6 @@ def test_histograms_are_numpys():
     assert converted.edges == edges.tolist()
     assert np.isclose(converted.total, array.sum())
     assert np.isclose(converted.squares, (array**2).sum())
-
-
-def test_histograms_have_thirty_buckets_by_default():
-    recorder = Recorder()
-    arrays = {"w": jnp.arange(100.0, dtype=jnp.bfloat16), "v": np.arange(100)}
-    recorder.write_histograms(1, arrays, {"v": 5})
-    assert [len(each.counts) for each in recorder.values.values()] == [30, 5]
 
 
 @pytest.mark.parametrize(
@@ -267,13 +244,6 @@ def test_numbers_are_aligned(capsys):
     ]
 
 
-def test_the_stream_is_the_one_at_the_time_of_the_call():
-    writer, out = console_writer(), io.StringIO()
-    with contextlib.redirect_stdout(out):
-        writer.write_scalars(1, {"a": 1})
-    assert out.getvalue() == "       1  a 1\n"
-
-
 def test_another_stream_is_used_and_left_open(capsys):
     out = io.StringIO()
     writer = console_writer(out)
@@ -292,11 +262,3 @@ def test_another_stream_is_used_and_left_open(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_objects_that_are_not_streams_are_refused():
-    with pytest.raises(sf.ConfigError, match="stream: expected an open text file or None, got 'a'"):
-        console_writer("a")
-
-
-def test_values_that_are_not_numbers_are_refused_by_name():
-    with pytest.raises(TypeError, match="loss: expected one real number"):
-        console_writer().write_scalars(1, {"loss": "x"})

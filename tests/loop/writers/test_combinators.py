@@ -125,13 +125,6 @@ def test_a_writer_like_clus_can_be_combined():
     ]
 
 
-def test_multi_writer_resumes_those_that_can(tmp_path):
-    writer = multi_writer(Foreign(), console_writer(), jsonl_writer(tmp_path / "a.jsonl"))
-    writer.resume(3)
-    assert (tmp_path / "a.jsonl").exists()
-    writer.close()
-
-
 def test_calls_arrive_in_order_in_another_thread():
     recorder = Recorder()
     writer = async_writer(recorder)
@@ -190,24 +183,6 @@ def test_background_errors_are_raised_once_by_a_later_call(call):
     assert recorder.calls[-1] == ("close",)
 
 
-def test_the_next_write_raises_an_error_and_is_written():
-    recorder = Recorder(fails=[2])
-    writer = async_writer(recorder)
-    writer.write_scalars(2, {})
-    time.sleep(0.2)
-    with pytest.raises(OSError, match="scalars fails at 2"):
-        writer.write_scalars(3, {})
-    writer.close()
-    assert recorder.calls == [("scalars", 3, {}), ("close",)]
-
-
-def test_an_error_of_close_is_raised():
-    writer = async_writer(Recorder(fails=["close"]))
-    writer.write_scalars(1, {})
-    with pytest.raises(OSError, match="close fails"):
-        writer.close()
-
-
 def test_only_a_full_queue_blocks():
     recorder = Recorder()
     recorder.gate.clear()
@@ -231,16 +206,6 @@ def test_only_a_full_queue_blocks():
     assert [call[1] for call in recorder.calls[:-1]] == list(range(9))
 
 
-def test_close_is_idempotent_and_a_closed_writer_can_be_written_to():
-    recorder = Recorder()
-    writer = async_writer(recorder)
-    writer.close()
-    writer.write_scalars(1, {})
-    writer.close()
-    writer.close()
-    assert [call[0] for call in recorder.calls] == ["close", "scalars", "close", "close"]
-
-
 def test_flush_and_close_may_be_called_at_once_by_several_threads():
     for _ in range(20):
         recorder = Recorder()
@@ -254,21 +219,6 @@ def test_flush_and_close_may_be_called_at_once_by_several_threads():
             assert not thread.is_alive()
         writer.close()
         assert [call for call in recorder.calls if call[0] == "scalars"] == [("scalars", 1, {})]
-
-
-def test_resume_keeps_its_place_in_the_queue(tmp_path):
-    path = tmp_path / "a.jsonl"
-    writer = async_writer(jsonl_writer(path))
-    for step in range(50):
-        writer.write_scalars(step, {"a": step})
-    writer.resume(10)
-    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 10, "a": 10}
-    writer.close()
-
-
-def test_arguments_are_checked():
-    with pytest.raises(sf.ConfigError, match="depth: expected an integer of at least 1, got 0"):
-        async_writer(console_writer(), depth=0)
 
 
 def test_rows_queued_before_a_flush_are_durable_when_it_returns(tmp_path, monkeypatch):
@@ -333,15 +283,6 @@ def test_a_process_that_ends_without_close_writes_all_that_is_queued(forks):
     end = forks.run(write_slowly, [], None)
     assert end.output.split() == [*map(str, range(20)), "closed"]
     assert (end.code, end.errors) == (0, "")
-
-
-def test_a_process_that_fails_writes_all_that_is_queued_and_prints_errors(forks):
-    end = forks.run(write_slowly, [19], "a bug")
-    assert end.code == 1
-    assert "KeyError: 'a bug'" in end.errors
-    assert "OSError: the disk is full" in end.errors
-    assert "in write_scalars of step 19" in end.errors
-    assert end.output.split()[-2:] == ["18", "closed"]
 
 
 @pytest.mark.parametrize("writes", [False, True])
@@ -415,33 +356,6 @@ def test_every_thins_out_train_metrics_but_not_evaluations_or_the_last_step():
     assert [step for step, row in writer.rows.items() if "eval/loss" in row] == [*range(10, 80, 10)]
 
 
-def test_after_a_resume_with_another_every_the_new_one_counts():
-    hook = log_to(Memory(), every=10)
-    hook(train(1000))
-    again = log_to(writer := Memory(), every=100)
-    again.set_state(hook.get_state())
-    again.open(1000, None)
-    for step in (1100, 1150, 1200):
-        again(train(step))
-    assert list(writer.rows) == [1100, 1200]
-
-
-def test_every_continues_after_a_resume():
-    hook = log_to(Memory(), every=100)
-    hook(train(90))
-    again = log_to(writer := Memory(), every=100)
-    again.set_state(hook.get_state())
-    again.open(105, None)
-    for step in (100, 110, 120):
-        again(train(step))
-    assert list(writer.rows) == [100]
-    later = log_to(other := Memory(), every=100)
-    later.open(250, None)
-    for step in (260, 300):
-        later(train(step))
-    assert list(other.rows) == [300]
-
-
 def test_log_to_needs_only_write_scalars():
     class Least:
         def write_scalars(self, step, scalars):
@@ -454,17 +368,6 @@ def test_log_to_needs_only_write_scalars():
     hook.flush()
     hook.close()
     assert steps == [10]
-
-
-def test_a_writer_is_closed_even_if_its_flush_raises():
-    class Full(Memory):
-        def flush(self):
-            raise OSError("no space left")
-
-    writer = Full()
-    with pytest.raises(OSError, match="no space left"):
-        log_to(writer).close()
-    assert writer.calls == ["close"]
 
 
 @pytest.mark.parametrize("call", [lambda hook: hook(train(20)), lambda hook: hook.close()])
@@ -533,41 +436,6 @@ def test_other_writers_are_not_called_by_two_threads_at_once():
     assert writer.clashes == 0
 
 
-def be_killed_after_a_flush(path):
-    import os
-    import signal
-    import time
-
-    from stepfold.loop.hooks.base import Event, HookDispatcher
-    from stepfold.loop.writers.base import Writer
-    from stepfold.loop.writers.combinators import async_writer, log_to, multi_writer
-    from stepfold.loop.writers.jsonl import jsonl_writer
-
-    class Slow(Writer):
-        def write_scalars(self, step, scalars):
-            if step == 20:
-                time.sleep(0.5)
-
-    hooks = HookDispatcher([log_to(async_writer(multi_writer(Slow(), jsonl_writer(path))))])
-    hooks.open(0, None)
-    for step in (10, 20, 30, 40, 50):
-        hooks.dispatch(Event(step, None, {"train/loss": 1.0}, None))
-    hooks.flush()  # and then the checkpoint of step 50 commits
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_rows_are_there_after_a_checkpoint_and_a_kill_despite_a_slow_sibling(forks, tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert forks.run(be_killed_after_a_flush, str(path)).code == -signal.SIGKILL
-    hook = log_to(async_writer(jsonl_writer(path)))
-    hook.open(50, None)
-    for step in (60, 70, 80):
-        hook(train(step))
-    hook.close()
-    rows = [json.loads(line)["step"] for line in path.read_text().splitlines()]
-    assert rows == [10, 20, 30, 40, 50, 60, 70, 80]
-
-
 @pytest.mark.parametrize(("everywhere", "rows"), [(False, []), (True, [10])])
 def test_the_first_process_writes_or_all_do(monkeypatch, everywhere, rows):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
@@ -588,6 +456,3 @@ def test_log_to_refuses_objects_that_are_not_writers(wrong):
         log_to(wrong)
 
 
-def test_log_to_refuses_every_that_is_not_a_count():
-    with pytest.raises(sf.ConfigError, match="every: expected an integer of at least 1, got 0"):
-        log_to(Memory(), every=0)
