@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from tests.small import STEP, start
 
 import stepfold as sf
 from stepfold.loop.hooks.base import (
@@ -61,11 +60,6 @@ def test_the_kind_decides_what_a_train_event_is():
     assert EVENT.is_train
     assert not Event(10, None, {"train/lr": 0.1, "eval/loss": 2.0}, None, kind="eval").is_train
     assert Event(10, None, {"eval/loss": 2.0}, None).is_train
-
-
-def test_the_repr_of_an_event_is_one_short_line():
-    event = Event(10, 20, {"eval/loss": 2.0}, {"w": np.ones(100_000)}, kind="eval")
-    assert repr(event) == "Event('eval', step=10, total=20, metrics={eval/loss: 2})"
 
 
 def test_a_misspelt_metric_is_refused_and_an_absent_one_is_not():
@@ -216,15 +210,6 @@ def test_a_state_that_may_be_that_of_several_hooks_is_dropped_with_a_warning():
     assert resumed[0].count == 0
 
 
-def test_a_hook_whose_state_is_none_is_not_restored():
-    class Stateless(BaseHook):
-        def set_state(self, state):
-            raise AssertionError
-
-    dispatcher = HookDispatcher([Stateless()])
-    dispatcher.set_state(dispatcher.get_state())
-
-
 # What hooks declare
 
 
@@ -247,46 +232,3 @@ def test_methods_and_declarations_count_where_they_exist():
 
 
 # In a run
-
-
-class Recorder:
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, event):
-        self.calls.append(event.step)
-        half = event.metrics["train/loss"] / 2
-        return {"recorder/half": half, "recorder/data_wait": event.data_wait_seconds}
-
-    def open(self, step, total):
-        self.calls.append(("open", step, total))
-
-    def close(self):
-        self.calls.append("close")
-
-    def get_state(self):
-        return {"calls": len(self.calls)}
-
-    def set_state(self, state):
-        self.calls.append(("set_state", state))
-
-
-def run(directory, steps, *hooks):
-    batches = sf.batches({"x": np.zeros(8, np.float32)}, 4, seed=0)
-    checkpoints = None if directory is None else sf.Checkpoints(directory, every=10)
-    return sf.fit(STEP, start(), batches, steps=steps, checkpoints=checkpoints, hooks=hooks)
-
-
-def test_hooks_are_opened_called_and_closed_and_a_resume_restores_their_state(tmp_path):
-    first, second, third = Recorder(), Recorder(), Recorder()
-    result = run(tmp_path, 10, first)
-    assert first.calls == [("open", 0, 10), 10, "close"]
-    loss = result.history["train/loss"]
-    assert result.history["recorder/half"] == [value / 2 for value in loss]
-    assert result.history["recorder/data_wait"][0] > 0
-    result = run(tmp_path, 20, second)
-    assert second.calls == [("set_state", {"calls": 2}), ("open", 10, 20), 20, "close"]
-    assert result.history["recorder/half"].steps == [10, 20]
-    with pytest.warns(UserWarning, match="nothing was trained"):
-        run(tmp_path, 20, third)  # already completed: nothing to open
-    assert third.calls == [("set_state", {"calls": 3}), "close"]

@@ -97,27 +97,11 @@ def test_it_compiles_once(compiles):
     assert len(compiles) == before
 
 
-def test_with_needs_exact_state_the_numbers_are_those_of_the_step():
-    hook = weight_statistics()
-    hook.needs_exact_state = True
-    batches = [np.zeros(4, np.float32)] * 30
-    state = sf.TrainState(jnp.array(0), {"w": jnp.zeros(())}, (), (), jax.random.key(0))
-    step = lambda state, batch: (
-        state._replace(step=state.step + 1, params={"w": state.params["w"] - 1}),
-        {"loss": sf.mean(batch)},
-    )
-    result = sf.fit(step, state, batches, log_every=10, hooks=[hook])
-    assert list(result.history["weights/w/mean"]) == [-10, -20, -30]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"pattern": "("}, r"pattern: expected a regular expression, got '\('"),
-        (
-            {"pattern": "heads"},
-            "in the path of .* got 'heads'; the paths are bias, layers/0",
-        ),
+        ({"pattern": "heads"}, "in the path of .* got 'heads'; the paths are bias, layers/0"),
         ({"writer": print}, "writer: expected one with write_histograms, got "),
         ({"samples": 0}, "samples: expected an integer of at least 1, got 0"),
     ],

@@ -25,9 +25,6 @@ def has_zero(batch):
 
 def test_bad_rows_are_named_with_their_values():
     assert find_bad_rows(X, has_zero) == (((1,), (3,)), ["row 1: x=0.0", "row 3: x=0.0"])
-
-
-def test_small_arrays_are_shown_with_their_numbers():
     batch = {"x": np.arange(6).reshape(3, 2), "image": np.zeros((3, 9), np.float32), "n": 4}
     notes = find_bad_rows(batch, lambda batch: 2 in batch["x"])[1]
     assert notes == ["row 1: image=float32[9], x=[2 3]"]

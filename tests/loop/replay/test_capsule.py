@@ -114,50 +114,18 @@ def test_a_batch_that_can_be_read_again_is_not_in_the_file(tmp_path, kind):
     assert not (taken.path / "batch").exists()
 
 
-class Source:
-    """Batches that are a function of the position."""
-
-    def __init__(self, batch):
-        self.step, self.batch = 0, batch
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.step += 1
-        return self.batch(self.step)
-
-    def get_state(self):
-        return self.step
-
-    def set_state(self, state):
-        self.step = state
-
-
 def test_an_error_of_the_source_does_not_cost_the_result():
-    read = []
+    reads = []
 
-    def batch(step):
-        if step in read:
+    def once(value):
+        reads.append(float(value))
+        if reads.count(20) == 2:
             raise LookupError("that is archived")
-        read.append(step)
-        return with_nan(6)[4 * step - 4 : 4 * step]
+        return value
 
-    result = run(Source(batch))
+    result = run(sf.batches(with_nan(6), 4, transform=once))
     assert result.capsule.step == 6
     assert result.capsule.lost == ("the batch: it cannot be read again: that is archived",)
-
-
-def test_a_source_that_reuses_its_arrays_does_not_change_the_batch():
-    buffer = np.zeros(4, np.float32)
-
-    def batch(step):
-        buffer[:] = with_nan(2)[4 * step - 4 : 4 * step]
-        return buffer
-
-    capsule = run(Source(batch), steps=4).capsule
-    buffer[:] = 9
-    assert np.array_equal(capsule.batch, with_nan(2)[4:8], equal_nan=True)
 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 8, 9])
@@ -176,12 +144,6 @@ def test_a_step_before_the_resumed_checkpoint_has_no_batch():
     )
     with pytest.raises(sf.ConfigError, match="expected a checkpoint of a state before step 3"):
         replay(capsule, STEP, state=start())
-
-
-def test_a_hook_that_only_warns_leaves_none():
-    with pytest.warns(UserWarning, match="train/loss is nan in step"):
-        result = run(sf.batches(with_nan(6), 4), hooks=sf.only_warn(sf.stop_on_nonfinite()))
-    assert (result.capsule, result.steps) == (None, 10)
 
 
 # The files.
@@ -349,29 +311,11 @@ def test_what_is_not_a_path_is_refused(tmp_path, path, got):
         read_capsule(tmp_path)
 
 
-def flip_a_bit(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-def test_a_flipped_bit_and_a_missing_batch_are_detected(tmp_path):
-    values = np.random.default_rng(0).normal(size=5000)
-    path = write(tmp_path, batch=values)
-    file = max((path / "batch").rglob("*"), key=lambda file: file.is_file() and file.stat().st_size)
-    flip_a_bit(file)
-    with pytest.raises(DamageError, match="the values are not those that were saved"):
-        read_capsule(path)
-    shutil.rmtree(path / "batch")
-    with pytest.raises(DamageError, match=r"missing; the capsule was copied in part"):
-        read_capsule(path)
-    flip_a_bit(path / "capsule.json")
-    with pytest.raises(DamageError, match="capsule.json: its checksum"):
-        read_capsule(path)
-
-
-def test_another_version_is_refused(tmp_path):
+def test_another_version_and_a_missing_batch_are_refused(tmp_path):
     file = write(tmp_path) / "capsule.json"
+    shutil.rmtree(file.parent / "batch")
+    with pytest.raises(DamageError, match=r"missing; the capsule was copied in part"):
+        read_capsule(file.parent)
     for version in (1, 3):
         write_checked(file, {**read_checked(file), "version": version})
         with pytest.raises(sf.CheckpointError, match=f"a capsule of version 2, got {version}"):

@@ -9,7 +9,7 @@ from tests.small import TX, start
 import stepfold as sf
 from stepfold.loop.data import RecentBatches
 from stepfold.loop.replay.capsule import read_capsule
-from stepfold.loop.replay.rerun import Replay, replay
+from stepfold.loop.replay.rerun import replay
 
 
 def loss(params, batch, key):
@@ -45,16 +45,6 @@ def test_it_prints_what_happened():
     assert where.endswith("(loss)")
 
 
-def test_many_leaves_are_counted():
-    replayed = Replay(1, False, {}, (), 1, ((1, 4),), tuple("abcdefghij"), "", ("a note",))
-    assert str(replayed).splitlines() == [
-        "step 1: not reproduced; not finite: nothing",
-        "examples: rows 1, 4, only together",
-        "leaves: a, b, c, d, e, f, g, h, and 2 more",
-        "a note",
-    ]
-
-
 def test_the_operation_is_one_of_the_loss_and_not_of_its_gradient():
     def normalized(params, batch, key):
         norm = jnp.sqrt(params["w"] * batch["x"])  # its derivative at 0 is inf
@@ -65,18 +55,6 @@ def test_the_operation_is_one_of_the_loss_and_not_of_its_gradient():
     line = normalized.__code__.co_firstlineno + 2
     assert where.startswith("div made nan at ")
     assert where.endswith(f"test_rerun.py:{line} (normalized)")
-
-
-def test_a_batch_without_rows_has_a_line_and_a_note():
-    def odd(params, batch, key):
-        return sf.mean(params["w"] * jnp.log(batch["x"])), {"y": sf.mean(batch["y"])}
-
-    step = sf.make_train_step(odd, TX)
-    capsule = run([{"x": np.zeros(4, np.float32), "y": np.zeros(3, np.float32)}], step)
-    replayed = replay(capsule, step, state=start())
-    assert replayed.examples == ()
-    assert replayed.notes[0].startswith("examples: rows cannot be separated: batch: expected one")
-    assert replayed.where.startswith("log made inf")
 
 
 def test_nonfinite_values_in_the_batch_and_the_state_are_not_blamed_on_an_operation():
@@ -212,36 +190,6 @@ def test_batches_of_an_iterator_come_from_those_that_are_given(monkeypatch, is_k
     assert capsule.has_batch == is_kept
     check(capsule, start(), as_list())
     check(capsule, start(), iter(as_list()))
-
-
-class Reusing:
-    """Batches in one buffer; that of step 3 leaves inf in the parameters, so that step 4 fails."""
-
-    def __init__(self):
-        self.step, self.buffer = 0, np.ones(8, np.float32)
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.step += 1
-        self.buffer[:] = 1
-        self.buffer[5] = 0 if self.step == 3 else 1
-        return {"x": self.buffer}
-
-    def get_state(self):
-        return self.step
-
-    def set_state(self, state):
-        self.step = state
-
-
-def test_a_source_that_reuses_its_arrays_does_not_hide_an_earlier_origin():
-    root = sf.make_train_step(lambda p, b, key: sf.mean(jnp.sqrt(p["w"] * b["x"])), TX)
-    capsule = run(Reusing(), root, steps=6)
-    replayed = replay(capsule, root, state=start())
-    assert (replayed.step, replayed.reproduced, replayed.origin) == (4, True, 3)
-    assert replayed.examples == ((5,),)
 
 
 def test_after_a_checkpoint_of_the_step_before_its_batch_is_enough(tmp_path):

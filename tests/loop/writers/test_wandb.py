@@ -1,3 +1,5 @@
+"""An offline run of Weights & Biases holds what was written."""
+
 import json
 import struct
 import time
@@ -86,10 +88,12 @@ def test_an_offline_run_holds_what_was_written(tmp_path):
     assert config["seed"] == 1
 
 
-def test_no_run_is_started_before_the_first_write(tmp_path):
+def test_no_run_is_started_before_the_first_write_or_after_close(tmp_path):
     writer = offline(tmp_path)
     writer.flush()
+    with pytest.raises(TypeError, match="loss: expected one real number"):
+        writer.write_scalars(1, {"loss": "x"})
     writer.close()
     assert list(tmp_path.iterdir()) == []
-
-
+    with pytest.raises(sf.ConfigError, match="no write after close.*resume='must'"):
+        writer.write_scalars(1, {"a": 1})
