@@ -92,17 +92,12 @@ def test_global_batch_is_the_same_on_any_number_of_processes(pipeline, processes
 
 
 def test_order_is_that_of_the_source_or_shuffled_in_each_epoch():
-    source = numbered(12)
-    assert [seen(batch) for batch in batches(source, 5, epochs=1, remainder="keep")] == [
-        [0, 1, 2, 3, 4],
-        [5, 6, 7, 8, 9],
-        [10, 11],
-    ]
+    found = list(batches(numbered(12), 5, epochs=1, remainder="keep"))
+    assert list(map(seen, found)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]
     orders = [
-        tuple(itertools.chain(*map(seen, itertools.islice(stream, 6 * epoch, 6 * epoch + 6))))
-        for seed in (0, 1)
+        tuple(itertools.chain(*(seen(stream.at(6 * epoch + step)) for step in range(6))))
+        for stream in (batches(numbered(12), 2, seed=seed) for seed in (0, 1))
         for epoch in range(3)
-        for stream in [batches(source, 2, seed=seed)]
     ]
     assert len(set(orders)) == 6
     assert all(sorted(order) == list(range(12)) for order in orders)
@@ -169,7 +164,6 @@ def test_order_computed_ahead_equals_that_of_each_step():
     ("other", "says"),
     [
         ({"source": np.arange(9)}, "length was 8 and is 9; make them as they were"),
-        ({"seed": 1}, "seed was 0 and is 1"),
         ({"batch_size": [(0, 4), (5, 2)]}, r"batch_size was 4 and is \[\[0, 4\], \[5, 2\]\]"),
         ({"seed": None, "remainder": "keep"}, "seed was 0 and is None; remainder was 'drop'"),
     ],
@@ -182,12 +176,9 @@ def test_position_of_other_batches_is_refused(other, says):
         stream.set_state(saved)
     assert str(caught.value).endswith("make them as they were, or make new ones with start=1")
     assert stream.get_state()["step"] == 0
-
-
-@pytest.mark.parametrize("state", [None, {}, b"state", {"step": 1, "pipeline": 2}])
-def test_invalid_position_is_refused(state):
-    with pytest.raises(sf.DataError, match="expected a state that get_state.* by another kind of"):
-        batches(np.arange(8), 4).set_state(state)
+    for state in (None, {}, b"state", {"step": 1, "pipeline": 2}):
+        with pytest.raises(sf.DataError, match="a state that get_state.* by another kind of"):
+            stream.set_state(state)
 
 
 @pytest.mark.parametrize(("epochs", "more"), [(3, 5), (3, None), (None, 2), (5, 3)])
@@ -242,12 +233,6 @@ def test_pad_combines_with_a_mask_of_the_source(dtype):
 def test_pad_refuses_batches_that_cannot_have_a_mask(source, collate, says):
     with pytest.raises(sf.DataError, match=says):
         next(batches(source, 2, remainder="pad", collate=collate))
-
-
-def test_padded_evaluation_is_exact_and_compiles_once(compiles):
-    count = jax.jit(lambda batch: batch["x"].sum(where=batch["mask"]))
-    found = [int(count(batch)) for batch in batches(numbered(10), 4, epochs=1, remainder="pad")]
-    assert (sum(found), len(found), len(compiles)) == (45, 3, 1)
 
 
 # Transforms
@@ -387,40 +372,15 @@ def test_sources_without_a_full_batch_are_refused():
     assert len(batches(np.arange(3), 4, epochs=1, remainder="keep")) == 1
 
 
-class Broken:
-    def __init__(self, error):
-        self.error = error
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        if index == 13:
-            raise self.error
-        return index
-
-
-def test_error_of_the_source_keeps_its_type_and_names_the_example():
-    error = IndexError(13)
-    stream = batches(Broken(error), 4, start=2)
-    next(stream)
-    with pytest.raises(IndexError) as caught:
-        next(stream)
-    assert caught.value is error
-    assert caught.value.__notes__ == [
-        "reading index 13 of the source, row 1 of those requested",
-        "making the batch of step 3: positions 12 to 15 of epoch 0",
-    ]
-    assert stream.get_state()["step"] == 3  # it can be tried again
-
-
-def test_error_of_a_transform_names_the_example():
+def test_error_of_a_transform_names_the_example_which_can_be_tried_again():
+    stream = batches(np.arange(8), 4, start=1, transform=lambda x: 1 / (x - np.int64(6)).item())
     with pytest.raises(ZeroDivisionError) as caught:
-        list(batches(np.arange(8), 4, epochs=1, transform=lambda x: 1 / (x - np.int64(6)).item()))
-    assert (
-        caught.value.__notes__[0] == "transforming index 6 of the source, row 2 of those requested"
-    )
-    assert "step 1: positions 4 to 7 of epoch 0" in caught.value.__notes__[1]
+        next(stream)
+    assert caught.value.__notes__ == [
+        "transforming index 6 of the source, row 2 of those requested",
+        "making the batch of step 1: positions 4 to 7 of epoch 0",
+    ]
+    assert stream.get_state()["step"] == 1
 
 
 def test_functions_that_return_none_are_refused():
@@ -447,12 +407,3 @@ def test_functions_that_return_none_are_refused():
 def test_invalid_ranges_are_refused(ranges, says):
     with pytest.raises(sf.ConfigError, match=says):
         batches(numbered(20), 2, epochs=2).without(ranges)
-
-
-def test_sizes_change_at_the_batch_index():
-    ramp = batches(np.arange(100), [(0, 2), (3, 8), (5, 4)], seed=0)
-    assert ramp.batch_sizes == [(0, 2), (3, 8), (5, 4)]
-    left = ramp.without([(1, 4)])
-    assert left.batch_sizes == [(0, 2), (1, 8), (2, 4)]
-    assert [len(next(left)) for _ in range(4)] == [2, 8, 4, 4]
-    assert ramp.without([(3, 5)]).batch_sizes == [(0, 2), (3, 4)]

@@ -72,25 +72,6 @@ def test_each_key_is_padded_with_its_own_value():
         collate(flags, length=2, pad=2)
 
 
-NAMES = st.sampled_from("abc")
-SHAPES = st.recursive(
-    st.just(None), lambda inner: st.dictionaries(NAMES, inner, min_size=1, max_size=3), max_leaves=6
-)
-
-
-def filled(shape, value):
-    if shape is None:
-        return value
-    return {name: filled(inner, value) for name, inner in shape.items()}
-
-
-@given(st.dictionaries(NAMES, SHAPES, min_size=1, max_size=3), st.integers(1, 4))
-def test_batch_nests_as_the_examples_do(shape, count):
-    batch = collate([filled(shape, i) for i in range(count)], length=1, keys=())
-    expected = filled(shape, list(range(count)))
-    assert jax.tree.map(lambda leaf: leaf.tolist(), batch) == expected
-
-
 def test_sequences_of_vectors_are_padded_along_their_first_axis():
     frames = [np.ones((2, 3, 4), np.float32), np.ones((5, 3, 4), np.float32)]
     tokens = collate(frames, length=4, pad=-1)["tokens"]
@@ -212,15 +193,9 @@ SEVERAL = "give every example the same keys"
         ([{"i": [1], "s": "x"}], "example 0, s: expected numbers in one shape, got str 'x'"),
         ([[1], ["a"]], "example 1, tokens: expected numbers in one shape, got list ['a']"),
         ([[1], [2**70]], "example 1, tokens: expected numbers in one shape, got list [118059"),
-        (
-            [[[1, 2], [3]]],
-            "example 0, tokens: expected numbers in one shape, got list [[1, 2], [",
-        ),
+        ([[[1, 2], [3]]], "example 0, tokens: expected numbers in one shape, got list [[1, 2], ["),
         ([np.array([b"x"])], "example 0, tokens: expected numbers in one shape, got |S1[1]"),
-        (
-            [ROWS[0], 3],
-            "example 1, tokens: expected a sequence, got int 3; give every example",
-        ),
+        ([ROWS[0], 3], "example 1, tokens: expected a sequence, got int 3; give every example"),
         ([[], []], "example 0, tokens: expected a number somewhere, got only empty lists, which h"),
         ([{"a": [1], "b": [1]}, {"a": [1, 2], "b": [1]}], "example 1, b: expected the length 2 of"),
         ([[1], [0.5]], "example 1, tokens: expected the dtype int64 of example 0, got float64; a "),

@@ -25,28 +25,6 @@ def which(mixture, first, last):
     return mixture.locate(np.arange(first, last))[0]
 
 
-@given(WEIGHTS, st.integers(0, 10**12))
-def test_every_window_of_a_period_has_exact_proportions(weights, first):
-    mixture = mix([([0], weight) for weight in weights])
-    period = sum(weights)
-    found = which(mixture, first, first + 3 * period)
-    for start in range(2 * period):
-        window = found[start : start + period]
-        assert np.bincount(window, minlength=len(weights)).tolist() == weights
-
-
-@given(WEIGHTS, st.lists(st.integers(1, 7), min_size=5, max_size=5), st.none() | st.integers(0, 3))
-def test_each_source_is_iterated_pass_by_pass(weights, counts, seed):
-    sources = named(counts[: len(weights)])
-    mixture = mix(list(zip(sources, weights, strict=True)), seed=seed)
-    found = mixture.take(slice(0, 15 * sum(weights))).tolist()
-    for number, source in enumerate(sources):
-        mine = [x for x in found if x // 1000 == number]
-        passes = [sorted(mine[i : i + len(source)]) for i in range(0, len(mine), len(source))]
-        whole = passes if len(mine) % len(source) == 0 else passes[:-1]
-        assert all(one == source.tolist() for one in whole)
-
-
 @given(WEIGHTS, st.integers(1, 40), st.integers(0, 50))
 def test_batches_of_a_mixture_are_its_examples_in_order(weights, size, step):
     sources = named([3, 50, 7, 1, 20])
@@ -128,12 +106,6 @@ def test_sources_with_other_examples_are_refused_without_a_transform(parts, says
     assert next(batches(mixture, 2, transform=lambda example: 0)).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("options", [{"seed": 0}, {"epochs": 1}])
-def test_seed_and_epochs_are_refused_for_an_infinite_source(options):
-    with pytest.raises(sf.ConfigError, match="expected no seed and no epochs for an infinite sour"):
-        batches(mix([([0], 1)]), 2, **options)
-
-
 @pytest.mark.parametrize(
     ("sources", "says"),
     [
@@ -166,17 +138,10 @@ def test_invalid_seed_index_and_source_are_refused():
 
 
 def test_error_names_the_source():
-    class Broken(list):
-        def __getitem__(self, index):
-            raise OSError("disk")
-
-    with pytest.raises(OSError, match="disk") as caught:
-        next(batches(mix([([1], 1), (Broken([1]), 1)]), 2))
-    assert caught.value.__notes__ == [
-        "reading index 0 of the source, row 0 of those requested",
-        "reading from source 1 of the mixture",
-        "making the batch of step 0: positions 0 to 1 of epoch 0",
-    ]
+    broken = type("Broken", (list,), {"__getitem__": lambda self, index: 1 // 0})
+    with pytest.raises(ZeroDivisionError) as caught:
+        next(batches(mix([([1], 1), (broken([1]), 1)]), 2))
+    assert "reading from source 1 of the mixture" in caught.value.__notes__
 
 
 # the number of the source
@@ -198,14 +163,6 @@ def test_each_example_has_the_number_of_its_source(weights, size, step, is_list)
     assert batch["x"].tolist() == batches(plain, size).at(step)["x"].tolist()
     seen = batches(mixture, size, transform=lambda e: e["source"] * 1000 + e["x"] % 1000).at(step)
     assert seen.tolist() == batch["x"].tolist()
-
-
-def test_a_position_without_numbers_of_sources_is_one_with_them():
-    parts = {"a": ({"x": np.arange(5)}, 2), "b": ({"x": np.arange(9)}, 1)}
-    old, new = batches(mix([*parts.values()]), 4), batches(mix(parts, source_key="from"), 4)
-    next(old)
-    new.set_state(old.get_state())
-    assert next(new)["x"].tolist() == next(old)["x"].tolist()
 
 
 def test_nested_mixtures_each_have_a_key_and_examples_without_keys_none():
@@ -233,14 +190,8 @@ def test_weights_of_a_stage_may_be_given_by_name():
 @pytest.mark.parametrize(
     "weights",
     [
-        "x",
-        5,
-        [1],
-        [0, ["1"]],
-        ["a", ["1", "1"]],
-        [-1, ["1", "1"]],
-        [4, ["1", "-1"]],
-        [4, ["1", "1/0"]],
+        *("x", 5, [1], [0, ["1"]], ["a", ["1", "1"]], [-1, ["1", "1"]]),
+        *([4, ["1", "-1"]], [4, ["1", "1/0"]], [4, ["0", "0"]]),
     ],
 )
 def test_damaged_weights_in_a_position_are_refused(weights):

@@ -50,15 +50,6 @@ def test_short_epochs_are_sorted_by_random_numbers_then_positions(length, seed, 
     )
 
 
-@given(st.integers(1, 40_000), st.integers(0, 9), st.data())
-def test_part_of_an_order_equals_that_part_of_the_whole(length, seed, data):
-    first = data.draw(st.integers(0, length - 1))
-    last = data.draw(st.integers(first, length))
-    whole = Order(length, seed)(2, np.arange(length))
-    part = Order(length, seed)(2, np.arange(first, last))
-    np.testing.assert_array_equal(part, whole[first:last])
-
-
 @pytest.mark.parametrize("length", [2, 3, 4, 5])
 def test_all_orders_of_few_examples_are_equally_likely(length):
     seen = Counter(

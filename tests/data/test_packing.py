@@ -229,20 +229,6 @@ def test_masks_of_batches_are_the_same_under_jit(causal):
     assert (eager.tolist(), eager.dtype, type(eager)) == (mask.tolist(), bool, np.ndarray)
 
 
-def test_attention_over_a_packed_row_equals_that_over_each_example():
-    query, key, value = np.random.default_rng(0).normal(size=(3, 8, 2, 4)).astype(np.float32)
-    (row,) = pack(numbered([3, 4]), length=8)
-    mask = block_diagonal_mask(row["segment_ids"][None])[:, None]
-    attention = jax.jit(jax.nn.dot_product_attention)
-    packed = np.asarray(attention(query[None], key[None], value[None], mask=mask))[0]
-    assert np.isfinite(packed).all()
-    for part in (slice(0, 3), slice(3, 7)):
-        weights = np.exp(np.einsum("qhd,khd->hqk", query[part], key[part]) / 2)
-        weights /= weights.sum(-1, keepdims=True)
-        alone = np.einsum("hqk,khd->qhd", weights, value[part])
-        np.testing.assert_allclose(packed[part], alone, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("ids", "got"),
     [(np.ones(3), "float64[3]"), (np.array(1), "int64[]"), (jnp.ones(2) > 0, "bool[")],

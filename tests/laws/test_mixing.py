@@ -66,7 +66,7 @@ class Switched:
     def __init__(self, counts, plan, seed):
         weights, stages = plan
         self.firsts = [0, *(first for first, _ in stages)]
-        positive = [[max(w, 1e-12) for w in ws] for ws in (weights, *(ws for _, ws in stages))]
+        positive = [[max(w, 1e-6) for w in ws] for ws in (weights, *(ws for _, ws in stages))]
         self.mixtures = [
             sf.mix(list(zip(sources(counts), ws, strict=True)), seed=seed) for ws in positive
         ]

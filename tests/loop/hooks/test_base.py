@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from tests.small import STEP, start
 
 import stepfold as sf
 from stepfold.loop.hooks.base import (
@@ -12,7 +11,6 @@ from stepfold.loop.hooks.base import (
     HookDispatcher,
     Stop,
     check_spelling,
-    hook_name,
     may_stop,
 )
 
@@ -64,17 +62,6 @@ def test_the_kind_decides_what_a_train_event_is():
     assert Event(10, None, {"eval/loss": 2.0}, None).is_train
 
 
-def test_the_repr_of_an_event_is_one_short_line():
-    event = Event(10, 20, {"eval/loss": 2.0}, {"w": np.ones(100_000)}, kind="eval")
-    assert repr(event) == "Event('eval', step=10, total=20, metrics={eval/loss: 2})"
-
-
-def test_a_stop_is_a_kind_and_a_message():
-    stop = Stop("plateau", "the loss is flat")
-    assert tuple(stop) == ("plateau", "the loss is flat")
-    assert str(stop) == stop.message
-
-
 def test_a_misspelt_metric_is_refused_and_an_absent_one_is_not():
     event = Event(10, None, {"eval/loss": 2.0}, None, kind="eval")
     with pytest.raises(sf.ConfigError, match="eval/los: .* did you mean 'eval/loss'"):
@@ -98,21 +85,16 @@ def test_numbers_are_shown_to_later_hooks_and_not_to_earlier_ones():
 
 
 def test_a_hook_that_provides_no_numbers_sees_all_of_them_wherever_it_stands():
-    first, last = Writer(), Writer()
-    dispatch(first, lambda event: {"a": 1.0}, lambda event: {"b": event.metrics["a"]}, last)
-    assert first.rows == last.rows == [{"train/loss": 2.0, "a": 1.0, "b": 1.0}]
-
-
-def test_a_hook_that_declares_prefixes_is_called_before_those_that_provide_none():
     class Speed(BaseHook):
         provides = ("speed/",)
 
         def __call__(self, event):
             return {"speed/steps": 3.0}
 
-    writer = Writer()
-    dispatch(writer, Speed())
-    assert writer.rows == [{"train/loss": 2.0, "speed/steps": 3.0}]
+    first, last = Writer(), Writer()
+    numbers = [Speed(), lambda event: {"a": 1.0}, lambda event: {"b": event.metrics["a"]}]
+    dispatch(first, *numbers, last)
+    assert first.rows == last.rows == [{"train/loss": 2.0, "speed/steps": 3.0, "a": 1.0, "b": 1.0}]
 
 
 @pytest.mark.parametrize("returned", [True, 3.0, ["stop"], b"stop"])
@@ -123,9 +105,6 @@ def test_any_other_return_value_names_the_hook(returned):
     message = "mistaken: expected a hook to return None, a reason to stop, a request, or numbers"
     with pytest.raises(sf.ConfigError, match=message):
         dispatch(mistaken)
-
-
-def test_a_value_that_is_not_a_number_is_named():
     with pytest.raises(sf.ConfigError, match="rate: expected a number, got 'fast'"):
         dispatch(lambda event: {"rate": "fast"})
 
@@ -133,14 +112,16 @@ def test_a_value_that_is_not_a_number_is_named():
 # Reasons to stop
 
 
-def test_a_string_is_short_for_a_stop():
-    assert dispatch(lambda event: "enough")[1] == Stop("hook", "enough")
-    assert dispatch(lambda event: Stop("plateau", "flat"))[1] == Stop("plateau", "flat")
-
-
-@pytest.mark.parametrize("returned", [None, "", Stop("hook", "")])
-def test_an_empty_reason_is_none(returned):
-    assert dispatch(lambda event: returned)[1] is None
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        ("enough", Stop("hook", "enough")),
+        (Stop("plateau", "flat"), Stop("plateau", "flat")),
+        *((empty, None) for empty in (None, "", Stop("hook", ""))),
+    ],
+)
+def test_a_string_is_short_for_a_stop_and_an_empty_reason_is_none(returned, reason):
+    assert dispatch(lambda event: returned)[1] == reason
 
 
 def test_every_hook_is_called_and_the_reasons_are_in_the_order_of_the_list():
@@ -168,31 +149,24 @@ def test_the_reason_of_the_first_hook_in_the_list_counts_although_it_is_called_l
     assert calls == ["any", "silent"]
 
 
-def test_a_hook_may_stop_unless_it_declares_otherwise():
-    assert may_stop(lambda event: None)
-    assert not may_stop(BaseHook())
-
-
 # State
 
 
 def test_the_snapshot_of_a_transaction_is_kept_until_every_hook_has_seen_the_event():
-    hook = Counter()
+    hook, fails = Counter(), [True]
 
     def failing(event):
-        raise ZeroDivisionError
+        if fails.pop():
+            raise ZeroDivisionError
 
     dispatcher = HookDispatcher([hook, failing])
     with pytest.raises(ZeroDivisionError), dispatcher.transaction():
         dispatcher.dispatch(EVENT)
     assert (hook.count, dispatcher.get_state()) == (1, [["Counter", 0]])
-
-
-def test_after_a_transaction_the_state_is_the_new_one():
-    dispatcher = HookDispatcher([Counter()])
+    fails.append(False)
     with dispatcher.transaction():
         dispatcher.dispatch(EVENT)
-    assert dispatcher.get_state() == [["Counter", 1]]
+    assert dispatcher.get_state() == [["Counter", 2]]
 
 
 def counters(*metrics):
@@ -210,6 +184,10 @@ def test_a_hook_gets_the_state_of_the_one_that_watched_the_same():
     resumed = counters("eval/accuracy", "test/loss", "eval/loss")
     HookDispatcher([Writer(), *resumed]).set_state(state)
     assert [hook.count for hook in resumed] == [7, 0, 3]
+    # By their order if several watch the same.
+    twins = counters("eval/loss", "eval/loss")
+    HookDispatcher(twins).set_state([["Counter eval/loss", 0], ["Counter eval/loss", 7]])
+    assert [hook.count for hook in twins] == [0, 7]
 
 
 def test_a_name_is_the_key_of_a_state():
@@ -222,15 +200,6 @@ def test_a_name_is_the_key_of_a_state():
     assert resumed[0].count == 7
 
 
-def test_hooks_that_watch_the_same_get_their_state_back_by_their_order():
-    first, second = counters("eval/loss", "eval/loss")
-    second.count = 7
-    state = HookDispatcher([first, second]).get_state()
-    resumed = counters("eval/loss", "eval/loss")
-    HookDispatcher(resumed).set_state(state)
-    assert [hook.count for hook in resumed] == [0, 7]
-
-
 def test_a_state_that_may_be_that_of_several_hooks_is_dropped_with_a_warning():
     first, second = counters("eval/loss", "eval/loss")
     first.count = second.count = 7
@@ -241,100 +210,25 @@ def test_a_state_that_may_be_that_of_several_hooks_is_dropped_with_a_warning():
     assert resumed[0].count == 0
 
 
-def test_a_hook_whose_state_is_none_is_not_restored():
-    class Stateless(BaseHook):
-        def set_state(self, state):
-            raise AssertionError
-
-    dispatcher = HookDispatcher([Stateless()])
-    dispatcher.set_state(dispatcher.get_state())
-
-
-def test_a_hook_is_named_by_the_function_or_class_that_made_it():
-    assert hook_name(Counter()) == "Counter"
-    assert hook_name(dispatch) == "dispatch"
-
-
 # What hooks declare
 
 
-def test_end_epoch_is_called_where_it_exists():
-    hook = Counter()
-    dispatcher = HookDispatcher([hook, lambda event: None])
-    dispatcher.end_epoch(3)
-    assert (dispatcher.wants_epochs, hook.epochs) == (True, [3])
-    assert not HookDispatcher([lambda event: None, BaseHook()]).wants_epochs
-
-
-def test_one_hook_that_needs_the_exact_state_is_enough():
+def test_methods_and_declarations_count_where_they_exist():
     class Exact(BaseHook):
         needs_exact_state = True
 
-    assert HookDispatcher([lambda event: None, Exact()]).needs_exact_state
-    assert not HookDispatcher([lambda event: None, BaseHook()]).needs_exact_state
-
-
-def test_open_and_flush_are_called_where_they_exist():
-    class Recorder:
-        def __init__(self):
-            self.calls = []
-
-        def __call__(self, event): ...
-
-        def open(self, step, total):
-            self.calls.append((step, total))
-
         def flush(self):
-            self.calls.append("flush")
+            flushed.append(True)
 
-    hook = Recorder()
-    dispatcher = HookDispatcher([lambda event: None, hook, BaseHook()])
-    dispatcher.open(5, 9)
+    flushed, counter, plain = [], Counter(), [lambda event: None, BaseHook()]
+    dispatcher = HookDispatcher([*plain, counter, Exact()])
+    dispatcher.end_epoch(3)
     dispatcher.flush()
-    assert hook.calls == [(5, 9), "flush"]
+    assert (counter.epochs, flushed) == ([3], [True])
+    for hooks, wanted in ((dispatcher, True), (HookDispatcher(plain), False)):
+        assert (hooks.wants_epochs, hooks.needs_exact_state) == (wanted, wanted)
+    assert may_stop(plain[0])
+    assert not may_stop(plain[1])
 
 
 # In a run
-
-
-class Recorder:
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, event):
-        self.calls.append(event.step)
-        half = event.metrics["train/loss"] / 2
-        return {"recorder/half": half, "recorder/data_wait": event.data_wait_seconds}
-
-    def open(self, step, total):
-        self.calls.append(("open", step, total))
-
-    def close(self):
-        self.calls.append("close")
-
-    def get_state(self):
-        return {"calls": len(self.calls)}
-
-    def set_state(self, state):
-        self.calls.append(("set_state", state))
-
-
-def run(directory, steps, *hooks):
-    batches = sf.batches({"x": np.zeros(8, np.float32)}, 4, seed=0)
-    checkpoints = None if directory is None else sf.Checkpoints(directory, every=10)
-    return sf.fit(STEP, start(), batches, steps=steps, checkpoints=checkpoints, hooks=hooks)
-
-
-def test_hooks_are_opened_called_and_closed_and_a_resume_restores_their_state(tmp_path):
-    first, second, third = Recorder(), Recorder(), Recorder()
-    result = run(tmp_path, 10, first)
-    assert first.calls == [("open", 0, 10), 10, "close"]
-    loss = result.history["train/loss"]
-    assert result.history["recorder/half"] == [value / 2 for value in loss]
-    assert result.history["recorder/data_wait"][0] > 0
-    result = run(tmp_path, 20, second)
-    assert second.calls == [("set_state", {"calls": 2}), ("open", 10, 20), 20, "close"]
-    assert result.history["recorder/half"].steps == [10, 20]
-    with pytest.warns(UserWarning, match="nothing was trained"):
-        run(tmp_path, 20, third)  # already completed: nothing to open
-    assert third.calls == [("set_state", {"calls": 3}), "close"]

@@ -2,16 +2,15 @@
 
 import gzip
 import json
-import time
+from contextlib import nullcontext
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.small import STEP, start
 
 import stepfold as sf
-from stepfold.loop.hooks.base import Event, may_stop
+from stepfold.loop.hooks.base import Event
 from stepfold.loop.hooks.performance import Pace, memory_use, profile, throughput
 
 BATCH = {"step": np.array(3), "x": np.zeros((8, 16))}
@@ -44,13 +43,6 @@ def measure(hook, clock, seconds=5.0, data_wait=0.0):
     return {name.removeprefix("throughput/"): value for name, value in speed.items()}
 
 
-def test_what_is_declared():
-    assert throughput().provides == ("throughput/",)
-    assert memory_use.provides == ("memory/",)
-    assert not may_stop(throughput())
-    assert not may_stop(memory_use)
-
-
 # throughput
 
 
@@ -76,18 +68,15 @@ def test_an_evaluation_takes_no_time_of_steps_and_lowers_the_goodput(clock):
     assert speed["throughput/goodput"] == 0.25
 
 
-def test_examples_of_all_processes_are_counted(clock, monkeypatch):
+def test_examples_of_all_processes_are_counted_by_the_share_of_this_one(clock, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     assert measure(throughput(), clock)["examples_per_second"] == 64.0
-
-
-def test_examples_are_counted_by_the_share_of_this_process(clock):
+    clock[0] += 100.0
     hook = throughput()
     hook.open(0, None)
     hook(train(10))
     clock[0] += 5.0
-    speed = hook(train(20)._replace(batch_share=0.5))
-    assert speed["throughput/examples_per_second"] == 32.0
+    assert hook(train(20)._replace(batch_share=0.5))["throughput/examples_per_second"] == 32.0
 
 
 def test_mfu_where_the_peak_is_known(clock):
@@ -97,7 +86,7 @@ def test_mfu_where_the_peak_is_known(clock):
 
 def test_goodput_counts_pauses_and_lost_steps(clock):
     hook = throughput()
-    measure(hook, clock, 10.0)
+    first = measure(hook, clock, 10.0)
     state = hook.get_state()
     clock[0] += 20.0
     hook(train(30))  # lost: the checkpoint is older
@@ -107,66 +96,38 @@ def test_goodput_counts_pauses_and_lost_steps(clock):
     resumed.open(20, None)
     resumed(train(20))
     clock[0] += 10.0
-    speed = resumed(train(30))
-    assert speed["throughput/goodput"] == 20.0 / 50.0
+    assert resumed(train(30))["throughput/goodput"] == 20.0 / 50.0
+    assert measure(resumed, clock, 10.0) == first  # in the next run
 
 
-def test_the_next_run_of_a_hook_is_measured_afresh(clock):
-    hook = throughput()
-    first = measure(hook, clock, 5.0, data_wait=4.0)
-    clock[0] += 100.0
-    assert measure(hook, clock, 5.0, data_wait=4.0) == first
-
-
-def test_fit_measures_a_slow_source():
-    class Slow:
-        def __iter__(self):
-            for _ in range(20):
-                time.sleep(0.01)
-                yield {"x": np.zeros(4, np.float32)}
-
-    result = sf.fit(STEP, start(), Slow(), steps=20, log_every=5, hooks=[throughput()])
-    assert result.history["throughput/waiting"].steps == [10, 15, 20]
-    assert min(result.history["throughput/waiting"]) > 0.5
-    assert min(result.history["throughput/step_seconds"]) >= 0.0075
-
-
-def test_arguments_are_checked():
-    with pytest.raises(sf.ConfigError, match="flops: expected a number above 0, got 0"):
-        throughput(flops=0)
-    with pytest.raises(sf.ConfigError, match="peak: expected a number above 0, got -1"):
-        throughput(peak=-1)
-    with pytest.raises(sf.ConfigError, match="tokens: expected a function of a batch, got int 9"):
-        throughput(tokens=9)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: throughput(flops=0), "flops: expected a number above 0, got 0"),
+        (lambda: throughput(peak=-1), "peak: expected a number above 0, got -1"),
+        (lambda: throughput(tokens=9), "tokens: expected a function of a batch, got int 9"),
+        (lambda: profile(-1, 1, "a"), "first: expected an integer of at least 0, got -1"),
+        (lambda: profile(1, 0, "a"), "count: expected an integer of at least 1, got 0"),
+        (lambda: profile(1, 1, None), "folder: expected the path of a folder, got None"),
+    ],
+)
+def test_arguments_are_checked(make, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        make()
 
 
 # Pace
 
 
-def test_the_first_interval_which_compiles_is_left_out(clock):
+def test_the_rate_is_smoothed_over_times_without_the_first_interval_which_compiles(clock):
     pace = Pace()
     assert pace.add(train(10)) is None
     assert pace.rate is None
-    clock[0] += 5
-    assert pace.add(train(20)) == (10, 5.0)
-    assert pace.rate == 2.0
-
-
-def test_the_time_of_an_evaluation_does_not_count(clock):
-    pace = Pace()
-    pace.add(train(10))
-    clock[0] += 60
-    assert pace.add(evaluation(15)) is None
     clock[0] += 1
-    assert pace.add(train(25)) == (10, 1.0)
+    assert pace.add(train(20)) == (10, 1.0)
     assert pace.rate == 10.0
-
-
-def test_the_rate_is_smoothed_over_times(clock):
-    pace = Pace()
-    for number, seconds in enumerate((0, 1, 2), 1):
-        clock[0] += seconds
-        pace.add(train(10 * number))
+    clock[0] += 2
+    pace.add(train(30))
     assert pace.rate == pytest.approx(10 / (0.7 * 1 + 0.3 * 2))
 
 
@@ -182,7 +143,9 @@ def test_host_memory_is_that_of_the_process():
     assert more[0] == 1
 
 
-def test_the_fullest_device_counts(monkeypatch):
+def test_the_fullest_device_counts_if_it_has_statistics(monkeypatch):
+    assert set(memory_use(EVENT)) == {"memory/host"}
+
     class Device:
         def __init__(self, use, peak):
             self._stats = {"bytes_in_use": use * 2**30, "peak_bytes_in_use": peak * 2**30}
@@ -193,10 +156,6 @@ def test_the_fullest_device_counts(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Device(1, 4), Device(2, 3)])
     memory = memory_use(EVENT)
     assert (memory["memory/device"], memory["memory/device_peak"]) == (2.0, 4.0)
-
-
-def test_a_device_without_statistics_is_left_out():
-    assert set(memory_use(EVENT)) == {"memory/host"}
 
 
 # profile
@@ -226,23 +185,18 @@ def test_a_trace_holds_the_given_steps_exact_to_the_log_points(tmp_path, count, 
     assert executions(tmp_path) == traced
 
 
-def test_a_run_that_ends_earlier_closes_the_trace(tmp_path):
-    hook = profile(4, 1000, tmp_path)
-    run(hook)
-    assert len(traces(tmp_path)) == 1
-    assert hook.ended is None
-    jax.profiler.start_trace(tmp_path / "another")  # raises while one is open
-    jax.profiler.stop_trace()
-
-
-def test_an_exception_closes_the_trace(tmp_path):
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_ends_earlier_or_fails_closes_the_trace(tmp_path, fails):
     def fail(event):
-        if event.step == 8:
+        if fails and event.step == 8:
             raise RuntimeError("mine")
 
-    with pytest.raises(RuntimeError, match="mine"):
-        run(profile(4, 1000, tmp_path), fail)
-    assert len(traces(tmp_path)) == 1
+    hook = profile(4, 1000, tmp_path)
+    with pytest.raises(RuntimeError, match="mine") if fails else nullcontext():
+        run(hook, fail)
+    assert (len(traces(tmp_path)), hook.ended) == (1, None)
+    jax.profiler.start_trace(tmp_path / "another")  # raises while one is open
+    jax.profiler.stop_trace()
 
 
 def test_steps_that_were_traced_before_a_resume_are_not_traced_again(tmp_path):
@@ -253,52 +207,10 @@ def test_steps_that_were_traced_before_a_resume_are_not_traced_again(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-def test_other_steps_are_traced_after_a_resume(tmp_path):
-    first, second = profile(2, 2, tmp_path / "a"), profile(20, 2, tmp_path / "b")
-    first(train(2))
-    first.close()
-    second.set_state(first.get_state())
-    second.open(10, None)
-    second(train(20))
-    second.close()
-    assert len(traces(tmp_path / "b")) == 1
-
-
-def test_the_next_run_of_a_hook_is_traced_too(tmp_path):
-    hook = profile(2, 2, tmp_path)
-    state = sf.TrainState(jnp.array(3), {}, (), (), jax.random.key(0))
-    for _ in range(2):
-        hook.open(0, None)
-        assert (hook.begun, hook.ended) == (None, None)
-        hook(train(2)._replace(state=state))
-        hook(train(4)._replace(state=state))
-        hook(train(6)._replace(state=state))
-        hook.close()
-        assert (hook.begun, hook.ended) == (3, 3)
-        for trace in traces(tmp_path):
-            trace.unlink()  # the folder of a trace is named by the second
-    assert traces(tmp_path) == []
-
-
-def test_an_evaluation_does_not_start_a_trace(tmp_path):
+def test_evaluations_and_other_processes_than_the_first_are_not_traced(tmp_path, monkeypatch):
     hook = profile(2, 2, tmp_path / "a")
-    hook(Event(2, None, {"eval/loss": 1.0, "train/lr": 0.1}, None, kind="eval"))
-    hook.close()
-    assert not (tmp_path / "a").exists()
-
-
-def test_of_several_processes_the_first_is_traced(tmp_path, monkeypatch):
-    hook = profile(2, 2, tmp_path / "a")
+    hook(evaluation(2))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     hook(train(2))
     hook.close()
     assert not (tmp_path / "a").exists()
-
-
-def test_arguments_of_profile_are_checked(tmp_path):
-    with pytest.raises(sf.ConfigError, match="first: expected an integer of at least 0, got -1"):
-        profile(-1, 1, tmp_path)
-    with pytest.raises(sf.ConfigError, match="count: expected an integer of at least 1, got 0"):
-        profile(1, 0, tmp_path)
-    with pytest.raises(sf.ConfigError, match="folder: expected the path of a folder, got None"):
-        profile(1, 1, None)

@@ -3,14 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from tests.small import STEP, start
 
 import stepfold as sf
 from stepfold.loop.hooks.base import Event
 from stepfold.loop.hooks.weights import weight_statistics
-from stepfold.loop.hooks.wrappers import every
 
 
 def event(params, step=10):
@@ -35,11 +32,13 @@ class Memory:
         self.rows[step] = arrays
 
 
-def test_what_is_declared():
-    assert weight_statistics().provides == ("weights/",)
-    assert weight_statistics(name="norms").provides == ("norms/",)
-    assert not weight_statistics().can_stop
-    assert not weight_statistics().needs_exact_state
+def test_what_is_declared_and_chosen():
+    hook = weight_statistics(r"layers/\d+/kernel", name="norms")
+    assert (weight_statistics().provides, hook.provides) == (("weights/",), ("norms/",))
+    assert (hook.can_stop, hook.needs_exact_state) == (False, False)
+    statistics = hook(event(make_params()))
+    assert len(statistics) == 8
+    assert all(name.startswith("norms/layers/") for name in statistics)
 
 
 def test_the_numbers_are_those_of_numpy_by_path():
@@ -54,12 +53,6 @@ def test_the_numbers_are_those_of_numpy_by_path():
             assert statistics[f"weights/{path}/{what}"] == pytest.approx(
                 getattr(wanted, what)(), rel=1e-4, abs=1e-6
             )
-
-
-def test_pattern_and_name_are_chosen():
-    statistics = weight_statistics(r"layers/\d+/kernel", name="norms")(event(make_params()))
-    assert len(statistics) == 8
-    assert all(name.startswith("norms/layers/") for name in statistics)
 
 
 def test_the_parameters_of_two_states_are_measured():
@@ -82,7 +75,7 @@ def test_sharded_parameters_give_the_same_numbers():
     assert len(writer.rows[10]["weights/layers/0/kernel"]) == 50
 
 
-def test_a_writer_gets_the_values_or_evenly_spaced_ones():
+def test_a_writer_gets_the_values_or_evenly_spaced_ones(monkeypatch):
     params, writer = make_params(), Memory()
     weight_statistics("layers/0", writer=writer)(event(params))
     kernel = np.asarray(params["layers"][0]["kernel"])
@@ -90,13 +83,9 @@ def test_a_writer_gets_the_values_or_evenly_spaced_ones():
     weight_statistics("layers/0", writer=writer, samples=3)(event(params, 20))
     values = writer.rows[20]["weights/layers/0/kernel"]
     np.testing.assert_array_equal(values, kernel.ravel()[[0, 1024, 2047]])
-
-
-def test_of_several_processes_the_first_writes(monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    writer = Memory()
-    assert weight_statistics("layers/0", writer=writer)(event(make_params()))
-    assert writer.rows == {}
+    monkeypatch.setattr(jax, "process_index", lambda: 1)  # only the first process writes
+    assert weight_statistics("layers/0", writer=writer)(event(params, 30))
+    assert 30 not in writer.rows
 
 
 def test_it_compiles_once(compiles):
@@ -108,41 +97,15 @@ def test_it_compiles_once(compiles):
     assert len(compiles) == before
 
 
-def test_the_history_has_the_numbers():
-    batches = sf.batches({"x": np.zeros(8, np.float32)}, 4, seed=0)
-    hook = every(10, weight_statistics())
-    result = sf.fit(STEP, start(), batches, steps=20, log_every=5, hooks=[hook])
-    assert result.history["weights/w/mean"].steps == [10, 20]
-    assert 0 < result.history["weights/w/mean"][0] < 1
-
-
-def test_with_needs_exact_state_the_numbers_are_those_of_the_step():
-    """Exactly so many steps of minus one have been taken."""
-    tx = optax.sgd(1.0)
-    state = sf.init_state({"w": jnp.zeros(())}, tx, jax.random.key(0))
-    step = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] + 0 * b), tx)
-    hook = weight_statistics()
-    hook.needs_exact_state = True
-    batches = [np.zeros(4, np.float32)] * 30
-    result = sf.fit(step, state, batches, log_every=10, hooks=[hook])
-    assert list(result.history["weights/w/mean"]) == [-10, -20, -30]
-
-
-def test_a_pattern_that_matches_nothing_lists_the_paths():
-    message = "in the path of .* got 'heads'; the paths are bias, layers/0/kernel, layers/1/kernel$"
-    with pytest.raises(sf.ConfigError, match=message):
-        weight_statistics("heads")(event(make_params()))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"pattern": "("}, r"pattern: expected a regular expression, got '\('"),
-        ({"pattern": None}, "pattern: expected a regular expression, got None"),
+        ({"pattern": "heads"}, "in the path of .* got 'heads'; the paths are bias, layers/0"),
         ({"writer": print}, "writer: expected one with write_histograms, got "),
         ({"samples": 0}, "samples: expected an integer of at least 1, got 0"),
     ],
 )
 def test_arguments_are_checked(options, message):
     with pytest.raises(sf.ConfigError, match=message):
-        weight_statistics(**options)
+        weight_statistics(**options)(event(make_params()))

@@ -9,7 +9,7 @@ import pytest
 from tests.small import STEP, start
 
 import stepfold as sf
-from stepfold.loop.hooks.base import BaseHook, Event, HookDispatcher, Stop, hook_name
+from stepfold.loop.hooks.base import BaseHook, Event, HookDispatcher, Stop
 from stepfold.loop.hooks.stop import TimeLimit, stop_early, stop_on_nonfinite
 from stepfold.loop.hooks.wrappers import HookWrapper, callback, every, only_warn
 
@@ -59,6 +59,10 @@ def test_everything_that_fit_calls_reaches_the_inner_hook(wrap):
     other = Recorder()
     wrap(other).set_state(json.loads(json.dumps(hook.get_state())))
     assert other.calls == [["open", 3, 10], 7, "flush", "close"]
+    plain = HookDispatcher([wrap(lambda event: None)])  # has none of these methods
+    plain.set_state(plain.get_state())
+    plain.open(0, None)
+    plain.flush()
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
@@ -86,48 +90,26 @@ def test_only_a_wrapper_that_warns_cannot_stop():
     for wrapped in (only_warn(hook), every(1, only_warn(hook)), only_warn(every(1, hook))):
         assert not wrapped.can_stop
         assert wrapped.replaces_nonfinite_stop
-
-
-def test_a_wrapper_is_named_by_itself_and_not_by_its_hook():
-    assert hook_name(every(1, event)) == "every"
+    # A wrapper is named by itself and not by its hook.
     state = HookDispatcher([every(1, event), only_warn(TimeLimit(9))]).get_state()
     assert [name for name, _ in state] == ["every", "only_warn"]
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_the_state_of_a_hook_of_another_kind_is_not_given(wrap):
-    saved = wrap(Recorder()).get_state()
     inner = stop_early("eval/loss", patience=1)
     before = inner.get_state()
-    wrap(inner).set_state(saved)
+    wrap(inner).set_state(wrap(Recorder()).get_state())
     assert inner.get_state() == before
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS)
-def test_a_plain_function_has_no_state(wrap):
-    hook = wrap(lambda event: None)
-    hook.set_state(hook.get_state())
-    HookDispatcher([hook]).open(0, None)
-    HookDispatcher([hook]).flush()
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS)
-def test_a_wrapper_can_be_copied_and_pickled(wrap):
-    hook = wrap(stop_on_nonfinite("train/loss"))
-    for other in (copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
-        assert other.metric == "train/loss"
+    for other in (copy.deepcopy(wrap(inner)), pickle.loads(pickle.dumps(wrap(inner)))):
+        assert other.metric == "eval/loss"
 
 
 @pytest.mark.parametrize("wrong", [None, 10, "stop", Recorder])
-@pytest.mark.parametrize(
-    ("name", "wrap"), [("every", lambda h: every(10, h)), ("only_w", only_warn)]
-)
-def test_what_is_not_a_hook_is_refused(name, wrap, wrong):
-    with pytest.raises(sf.ConfigError, match=rf"{name}.*: expected a hook, \(event\) -> …, got "):
-        wrap(wrong)
-
-
-def test_a_hook_that_is_called_after_epochs_is_refused():
+def test_what_is_not_a_hook_is_refused(wrong):
+    for name, wrap in (("every", lambda hook: every(10, hook)), ("only_warn", only_warn)):
+        with pytest.raises(sf.ConfigError, match=rf"{name}.*: expected a hook, \(event\) -> …"):
+            wrap(wrong)
     for wrap in WRAPPERS:
         with pytest.raises(sf.ConfigError, match="expected a hook that is called with events, got"):
             wrap(callback(print))
@@ -150,12 +132,8 @@ def steps_seen(hook, seen, *steps):
 def test_the_first_event_at_or_after_each_multiple():
     steps = [10, 20, 30, 40, 50, 60, 100, 110]
     assert steps_seen(*make_every(25), *steps) == [30, 50, 100]
-
-
-def test_a_multiple_counts_once_for_each_kind_of_event():
-    kinds = []
+    kinds = []  # each kind of event counts alone
     hook = every(10, lambda event: kinds.append((event.step, event.kind)))
-    hook.open(0, None)
     for step in (5, 10, 15, 20):
         for kind in ("train", "eval", "train", "eval"):
             if kind == "train" or step != 10:
@@ -163,73 +141,25 @@ def test_a_multiple_counts_once_for_each_kind_of_event():
     assert kinds == [(10, "train"), (15, "eval"), (20, "train"), (20, "eval")]
 
 
-def test_an_evaluation_at_a_log_point_is_seen_in_a_run(tmp_path):
-    def run(folder, steps):
-        seen = []
-        sf.fit(
-            STEP, start(), sf.batches({"x": np.arange(8, dtype=np.float32)}, 4), steps=steps,
-            log_every=2, evaluation=sf.Evaluation(lambda state: {"w": 1.0}, every=3),
-            hooks=every(6, lambda event: seen.append((event.step, event.kind))),
-            checkpoints=sf.Checkpoints(folder, every=2),
-        )  # fmt: skip
-        return seen
-
-    wanted = [(6, "train"), (6, "eval"), (12, "train"), (12, "eval")]
-    assert run(tmp_path / "whole", 14) == wanted
-    assert run(tmp_path / "cut", 8) + run(tmp_path / "cut", 14) == wanted
-
-
-def test_what_the_hook_returns_is_returned():
-    assert every(5, lambda event: "stop")(event(5)) == "stop"
-    assert every(5, lambda event: {"a": 1})(event(5)) == {"a": 1}
-    assert every(5, lambda event: {"a": 1})(event(4)) is None
-
-
-def test_a_run_that_starts_later_counts_from_there():
+@pytest.mark.parametrize(
+    ("saved", "step", "then", "wanted"),
+    [
+        ((100, 90), 105, (100, 110, 200), [100, 200]),  # saved before the event of step 100
+        ((10, 500, 1000), 1000, (1050, 1100, 1200), [1100, 1200]),  # with another number of steps
+        (None, 250, (260, 300), [300]),
+    ],
+)
+def test_a_resumed_run_counts_from_its_step(saved, step, then, wanted):
     hook, seen = make_every(100)
-    hook.open(250, None)
-    assert steps_seen(hook, seen, 260, 300) == [300]
+    if saved:
+        other, _ = make_every(saved[0])
+        steps_seen(other, [], *saved[1:])
+        hook.set_state(other.get_state())
+    hook.open(step, None)
+    assert steps_seen(hook, seen, *then) == wanted
 
 
-def test_a_resumed_run_calls_when_an_uninterrupted_one_would():
-    hook, _ = make_every(100)
-    hook(event(90))
-    resumed, seen = make_every(100)
-    resumed.set_state(hook.get_state())
-    resumed.open(105, None)  # saved after step 105, before the event of step 100
-    assert steps_seen(resumed, seen, 100, 110, 200) == [100, 200]
-
-
-def test_a_resumed_run_with_another_number_of_steps_counts_from_there():
-    often, _ = make_every(10)
-    steps_seen(often, [], 500, 1000)
-    seldom, seen = make_every(100)
-    seldom.set_state(often.get_state())
-    seldom.open(1000, None)
-    assert steps_seen(seldom, seen, 1050, 1100, 1200) == [1100, 1200]
-
-
-def test_every_starts_afresh_in_the_next_run():
-    hook, seen = make_every(100)
-    for _ in range(2):
-        hook.open(0, None)
-        steps_seen(hook, seen, 90, 110, 210)
-        hook.close()
-    assert seen == [110, 210] * 2
-
-
-def test_a_state_that_no_run_used_is_forgotten():
-    """An already completed run restores hooks and does not open them."""
-    hook, seen = make_every(100)
-    hook.set_state(
-        {"hook": None, "kind": "function", "first": 0, "reached": {"train": 9}, "n": 100}
-    )
-    hook.close()
-    hook.open(0, None)
-    assert steps_seen(hook, seen, 110, 210) == [110, 210]
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 2.0, True, lambda event: None])
+@pytest.mark.parametrize("wrong", [0, 2.0, True, lambda event: None])
 def test_every_needs_a_count(wrong):
     with pytest.raises(sf.ConfigError, match="every: expected an integer of at least 1, got "):
         every(wrong, lambda event: None)
@@ -258,14 +188,13 @@ def test_a_reason_becomes_a_warning(hook):
         assert only_warn(hook)(event()) is None
 
 
-@pytest.mark.parametrize("empty", ["", Stop("hook", "")])
-def test_an_empty_reason_is_no_warning(empty):
-    assert only_warn(lambda event: empty)(event()) is None
-
-
-def test_numbers_and_none_pass():
-    assert only_warn(lambda event: {"a": 1})(event()) == {"a": 1}
-    assert only_warn(lambda event: None)(event()) is None
+@pytest.mark.parametrize("returned", ["", Stop("hook", ""), None, {"a": 1}])
+def test_what_is_no_reason_passes(returned):
+    assert only_warn(lambda event: returned)(event()) == (
+        {"a": 1} if isinstance(returned, dict) else None
+    )
+    assert every(7, lambda event: returned)(event()) == returned
+    assert every(8, lambda event: returned)(event()) is None
 
 
 # callback
@@ -273,33 +202,11 @@ def test_numbers_and_none_pass():
 STEPS_PER_EPOCH = 6
 
 
-class Epochs:
-    """Batches that can be resumed and have epochs."""
-
-    steps_per_epoch = STEPS_PER_EPOCH
-
-    def __init__(self):
-        data = np.arange(4.0 * STEPS_PER_EPOCH, dtype=np.float32)
-        self._batches = sf.batches({"x": data}, 4, seed=0)
-        self.get_state, self.set_state = self._batches.get_state, self._batches.set_state
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return next(self._batches)
-
-
 def run(*hooks, epochs=3, log_every=4, **options):
+    data = {"x": np.arange(4.0 * STEPS_PER_EPOCH, dtype=np.float32)}
     evaluation = sf.Evaluation(lambda state: {"w": state.params["w"]}, every_epochs=1)
-    return sf.fit(
-        *(STEP, start(), Epochs()),
-        epochs=epochs,
-        log_every=log_every,
-        evaluation=evaluation,
-        hooks=hooks,
-        **options,
-    )
+    options |= {"epochs": epochs, "log_every": log_every, "evaluation": evaluation}
+    return sf.fit(STEP, start(), sf.batches(data, 4, seed=0), hooks=hooks, **options)
 
 
 def recorder(seen):
@@ -325,40 +232,12 @@ def test_train_metrics_are_means_over_the_steps_of_the_epoch_for_any_log_every()
         np.testing.assert_allclose(means, wanted, rtol=1e-12)
 
 
-def test_the_epoch_at_whose_end_the_run_stops_counts():
-    seen = []
-    stop = lambda event: "enough" if event.step == STEPS_PER_EPOCH and not event.is_train else None
-    result = run(stop, recorder(seen))
-    assert result.steps == STEPS_PER_EPOCH
-    assert [epoch for _, epoch, _ in seen] == [0]
-
-
-def test_an_epoch_that_is_not_complete_does_not_count():
-    seen = []
-    run(lambda event: "enough" if event.step == 7 else None, recorder(seen), log_every=7)
-    assert [epoch for _, epoch, _ in seen] == [0]
-
-
-def test_the_rest_of_an_epoch_does_not_leak_into_the_next_run():
-    seen = []
-    hook = callback(lambda trainer, epoch, metrics: seen.append(metrics))
-    hook.open(0, None)
-    hook(Event(4, None, {"old": 1.0}, None, {"train/loss": np.full(4, 99.0)}))
-    hook.close()
-    hook.open(0, None)
-    hook(Event(4, None, {}, None, {"train/loss": np.full(4, 1.0)}))
-    hook.end_epoch(0)
-    assert seen == [{"train_loss": 1.0}]
-
-
-@pytest.mark.parametrize("save_every", [4, STEPS_PER_EPOCH])
-def test_a_resumed_run_calls_once_for_each_epoch(tmp_path, save_every):
-    uncut, seen = [], []
-    run(recorder(uncut))
-    checkpoints = sf.Checkpoints(tmp_path, every=save_every)
-    for epochs in (1, 3):
-        run(recorder(seen), epochs=epochs, checkpoints=checkpoints)
-    assert seen == uncut
+def test_the_epoch_at_whose_end_the_run_stops_counts_and_an_incomplete_one_does_not():
+    for last in (STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1):
+        seen = []
+        stop = lambda event, last=last: "enough" if event.step == last else None
+        run(stop, recorder(seen), log_every=last)
+        assert [epoch for _, epoch, _ in seen] == [0]
 
 
 def test_an_exception_reaches_the_user_after_a_save_and_the_epoch_is_repeated(tmp_path):
@@ -375,13 +254,10 @@ def test_an_exception_reaches_the_user_after_a_save_and_the_epoch_is_repeated(tm
     assert [epoch for _, epoch, _ in seen] == [1, 2]
 
 
-def test_batches_without_epochs_are_refused():
+def test_a_callback_needs_a_function_and_epochs():
     endless = iter([{"x": np.zeros(4, np.float32)}])
     with pytest.raises(sf.ConfigError, match="hooks: expected batches that know how many steps an"):
         sf.fit(STEP, start(), endless, steps=1, hooks=[callback(print)])
-
-
-def test_a_callback_needs_a_function():
     message = r"callback: expected a function \(trainer, epoch, metrics\), got None"
     with pytest.raises(sf.ConfigError, match=message):
         callback(None)

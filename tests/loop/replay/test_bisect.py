@@ -1,3 +1,5 @@
+"""The rows that make a step fail are found, alone or together."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,31 +25,20 @@ def has_zero(batch):
 
 def test_bad_rows_are_named_with_their_values():
     assert find_bad_rows(X, has_zero) == (((1,), (3,)), ["row 1: x=0.0", "row 3: x=0.0"])
-
-
-def test_small_arrays_are_shown_with_their_numbers():
     batch = {"x": np.arange(6).reshape(3, 2), "image": np.zeros((3, 9), np.float32), "n": 4}
     notes = find_bad_rows(batch, lambda batch: 2 in batch["x"])[1]
     assert notes == ["row 1: image=float32[9], x=[2 3]"]
     assert find_bad_rows(np.float32([1, 0]), lambda batch: 0 in batch)[1] == ["row 1: 0.0"]
 
 
-def test_of_many_rows_the_first_are_shown():
-    batch = {"x": np.float32([0] * 9 + [1])}
-    examples, notes = find_bad_rows(batch, has_zero)
-    assert (len(examples), len(notes)) == (9, 4)
-
-
 def test_if_all_rows_are_bad_the_note_says_so():
-    batch = {"x": np.zeros(40, np.float32)}
-    examples, notes = find_bad_rows(batch, has_zero)
+    examples, notes = find_bad_rows({"x": np.zeros(40, np.float32)}, has_zero)
     assert len(examples) == 16
     assert notes[0].startswith("more than 16 of 40 rows make it fail: look at what they share")
     assert find_bad_rows({"x": np.zeros(3)}, has_zero)[1][0].startswith("3 of 3 rows make it fail")
-
-
-def test_the_only_row_is_named():
     assert find_bad_rows({"x": np.zeros(1)}, has_zero) == (((0,),), ["row 0: x=0.0"])
+    examples, notes = find_bad_rows({"x": np.float32([0] * 9 + [1])}, has_zero)
+    assert (len(examples), len(notes)) == (9, 4)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +63,8 @@ def test_rows_stay_in_their_places_and_copies_fill_the_others():
     assert selected["x"].tolist() == [2, 2, 2, 2, 2, 5, 5, 5]
     assert (selected["key"][7] == batch["key"][5]).all()
     assert selected["name"] == "a"
+    assert without_rows(X, {1, 3})["x"].tolist() == [1, 1, 3, 3]
+    assert without_rows(X, range(4)) is None
 
 
 def test_a_batch_on_devices_keeps_its_sharding():
@@ -79,11 +72,6 @@ def test_a_batch_on_devices_keeps_its_sharding():
     selected = select_rows(batch, (3,))
     assert selected["x"].sharding == batch["x"].sharding
     assert np.asarray(selected["x"]).tolist() == [3] * 8
-
-
-def test_a_batch_without_some_rows():
-    assert without_rows(X, {1, 3})["x"].tolist() == [1, 1, 3, 3]
-    assert without_rows(X, range(4)) is None
 
 
 @given(st.integers(1, 40), st.sets(st.integers(0, 39)))
@@ -110,10 +98,4 @@ def test_arrays_with_nonfinite_values_in_bad_rows_are_named(rows, named):
     batch = {"x": np.float32([1, np.inf]), "y": jnp.array([1, 1, np.nan]), "n": np.arange(2)}
     assert nonfinite_inputs(batch, rows) == [
         f"{name} contains NaN or inf in the batch itself" for name in named
-    ]
-
-
-def test_a_nonfinite_number_that_all_rows_share_is_named():
-    assert nonfinite_inputs(np.float32(np.nan), {3}) == [
-        "batch contains NaN or inf in the batch itself"
     ]

