@@ -195,7 +195,6 @@ ALONE = {
     "use_wandb": True,
     "dataloader_num_workers": 3,
     "init_weights_from": "weights/a",
-    "resume_from_checkpoint": True,
 }
 OPEN = {
     "learning_rate": st.floats(1e-12, 10.0),

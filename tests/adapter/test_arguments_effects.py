@@ -65,7 +65,7 @@ def files(a):
 def shown(a, held, capsys):
     """Pass events to a trainer's hooks, and return what they print and return."""
     found = []
-    hooks = run.make_hooks(a, held._parts, held, has_evaluations=True)
+    hooks = run.make_hooks(a, held._parts, held, evaluations=[sf.Evaluation(len, every=5)])
     for hook in hooks:
         if hasattr(hook, "open"):
             hook.open(0, 100)

@@ -165,7 +165,7 @@ def test_auxiliary_terms_are_dropped():
     ("result", "message"),
     [
         (1.0, "expected a loss function that returns a dict of terms, .* got float 1.0"),
-        ({"aux": 1.0}, "expected .* a dict of terms, .* to drop those named aux…, got aux; return"),
+        ({"aux": 1.0}, "expected .* a dict of terms, .* to drop those named aux…, got aux; name"),
     ],
 )
 def test_without_auxiliary_terms_others_have_to_be_left(result, message):

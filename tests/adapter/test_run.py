@@ -74,9 +74,9 @@ def test_metrics_of_an_earlier_run_that_is_not_resumed_are_moved_aside(tmp_path)
 @pytest.mark.parametrize(
     "fields", [{"early_stopping_patience": 1}, {"metric_for_best_model": "f1"}]
 )
-def test_fields_that_need_an_evaluation_are_refused_without_one(fields):
+def test_fields_that_need_an_evaluation_are_refused_without_one(fields, tmp_path):
     with pytest.raises(sf.ConfigError, match=f"{next(iter(fields))}: expected data to evaluate on"):
-        digits.trainer(**fields, given={"dataset_eval": None}).train()
+        digits.trainer(**fields, output_dir=tmp_path, given={"dataset_eval": None}).train()
 
 
 def test_a_metric_that_no_evaluation_measures_is_refused():

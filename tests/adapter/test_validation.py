@@ -318,7 +318,12 @@ CLASHES = [
     ({"save_steps": 3}, "has no effect with output_dir=None; change output_dir"),
     ({"save_strategy": "epoch"}, "write where to save, such as output_dir"),
     ({"save_steps": 3, "do_last_save": False, **DIR}, "a run that saves also saves its end"),
-    ({"resume_from_checkpoint": True, "resume_if_possible": False}, "leave one out"),
+    ({"resume_from_checkpoint": True, "resume_if_possible": False, **DIR}, "leave one out"),
+    ({"resume_from_checkpoint": True, "output_dir": None}, "write where the run is"),
+    (
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        "write total_batch_size, the examples of an update",
+    ),
     ({"resume_from_checkpoint": "a", "init_weights_from": "b"}, "start from one of them"),
     ({"wandb_name": "a"}, "has no effect with use_wandb=False; change use_wandb"),
     ({"report_metrics": False, "use_wandb": True}, "has no effect with report_metrics"),
