@@ -93,7 +93,7 @@ GOOD_AND_BAD = {
         [0, -1, "", "1x", "1 x", "h", "0s", True, math.inf],
     ),
     "resume_from_checkpoint": (
-        [(True, True), (False, False), ("runs/b", "runs/b"), (Path("a"), "a"), (None, None)],
+        [(False, False), ("runs/b", "runs/b"), (Path("a"), "a"), (None, None)],
         [3, "", 1.0],
     ),
     "max_steps": ([(None, None), (-1, None), (0, None), (3, 3)], [-2, 1.0, 1.5, "10", True, -1.0]),
