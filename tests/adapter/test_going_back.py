@@ -51,6 +51,7 @@ def test_methods_around_a_step_get_its_number_after_the_run_has_gone_back(tmp_pa
     assert all(step == of_state for step, of_state in [*starts, *ends])
 
 
+@pytest.mark.full
 def test_the_bar_of_an_attempt_is_closed_before_the_next_opens(tmp_path):
     calls = []
 
@@ -76,7 +77,7 @@ def test_the_bar_of_an_attempt_is_closed_before_the_next_opens(tmp_path):
     assert calls == [("open", 0), "close", ("open", 8), "close"]
 
 
-@pytest.mark.parametrize("kind", ["arrays", "grain"])
+@pytest.mark.parametrize("kind", ["arrays", pytest.param("grain", marks=pytest.mark.full)])
 def test_epochs_end_earlier_once_batches_are_skipped(tmp_path, kind):
     epochs = []
     callback = lambda trainer, epoch, metrics: epochs.append((epoch, int(trainer.state.step)))
@@ -94,7 +95,7 @@ def test_epochs_end_earlier_once_batches_are_skipped(tmp_path, kind):
     assert len(trainer.epoch_history["train_loss"]) == 3
 
 
-@pytest.mark.parametrize("is_own", [False, True])
+@pytest.mark.parametrize("is_own", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_position_of_save_pretrained_leaves_out_what_the_run_has_skipped(tmp_path, is_own):
     class Own(Trainer):
         def configure_dataloaders(self):
@@ -117,6 +118,7 @@ def test_the_position_of_save_pretrained_leaves_out_what_the_run_has_skipped(tmp
     assert digits.bits(other.train(ckpt_path=path).state) == digits.bits(more)
 
 
+@pytest.mark.full
 def test_the_row_of_an_open_interval_goes_when_a_stopped_run_continues(tmp_path):
     stop = lambda event: "enough" if event.is_train and event.step == 5 else None
     fields = {"output_dir": tmp_path, "report_to": ("jsonl",), "max_steps": 15}

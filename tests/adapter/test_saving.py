@@ -1,6 +1,5 @@
 """What a trainer writes: checkpoints, safetensors for torch, and the card of a run."""
 
-import functools
 import json
 from pathlib import Path
 
@@ -51,38 +50,6 @@ def test_a_card_cannot_go_below_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(sf.CheckpointError, match="file: expected a directory, got a file"):
         saving.write_card(tmp_path / "file" / "card.md", "text")
-
-
-@pytest.fixture(scope="module")
-def card():
-    """Make the card of a run from what differs between the tests."""
-    fields = {"model_name": "digits", "learning_rate": 0.1, "frozen_parameters": "a|b"}
-    parts = digits.parts(devices=jax.devices(), state_shape={"w": jnp.ones((3, 2))})
-    return functools.partial(saving.make_card, TrainingArguments(**fields), parts)
-
-
-@pytest.mark.parametrize(
-    "reason", ["all 2 steps were done", sf.Stop("completed", "all 2 steps were done")]
-)
-def test_a_card_lists_arguments_parameters_devices_and_curves(card, reason):
-    text = card({"eval/loss": [2.0, 1.0]}, {"checkpoint": "runs/2", "not loaded": {}}, reason)
-    assert text.startswith("# digits\n\nThe run ended: all 2 steps were done.\n")
-    for part in ("| learning_rate | `0.1` |", "`'a\\|b'`", "| w    | (3, 2)", "'fsdp': 8"):
-        assert part in text
-    assert "| eval/loss | 2 | 2 | 1 | 1 | 2 | █▁ |" in text
-    assert "| checkpoint | `'runs/2'` |" in text
-    assert "| not loaded | `{}` |" in text
-    assert "warmup_steps" in text
-    assert "clip_grad" not in text  # which is None
-    assert f"| stepfold | `'{sf.__version__}'` |" in text
-    heads = [line[3:] for line in text.splitlines() if line.startswith("## ")]
-    assert heads == ["Notes", "Results", "Arguments", "Parameters", "Devices", "Versions"]
-
-
-def test_a_card_leaves_empty_sections_out(card):
-    text = card({"x": [jnp.nan]}, {})
-    assert "## Results" not in text
-    assert "The run ended" not in text
 
 
 def test_a_long_curve_is_thinned_and_a_flat_one_is_low():

@@ -54,24 +54,7 @@ def test_parameters_are_cast_wherever_they_come_from():
     assert (stateful.params.dtype, stateful.model_state.dtype) == (jnp.bfloat16, jnp.float32)
 
 
-def test_weights_are_loaded_from_safetensors_and_checkpoints(tmp_path):
-    state = trained()
-    fresh = begin(digits.init, fields={"seed": 1})
-    sf.export_params(tmp_path / "w.safetensors", state.params)
-    sf.save(tmp_path / "run" / "checkpoints", state)
-    for path in (tmp_path / "w.safetensors", tmp_path / "run", tmp_path / "run/checkpoints/7"):
-        new, loaded, not_loaded = load_weights(path, fresh, FOLDER)
-        assert digits.bits(new.params) == digits.bits(state.params)
-        assert digits.bits(new.opt_state) == digits.bits(fresh.opt_state)
-        assert (loaded, not_loaded) == (["params/bias", "params/kernel"], {})
-    larger = begin(lambda key: {"bias": jnp.zeros(10), "head": jnp.zeros(3)})
-    new, loaded, not_loaded = load_weights(tmp_path / "run", larger, FOLDER)
-    assert (loaded, sorted(not_loaded)) == (["params/bias"], ["params/head", "params/kernel"])
-    assert digits.bits(new.params["bias"]) == digits.bits(state.params["bias"])
-    with pytest.raises(sf.TreeMismatchError, match="none that fits"):
-        load_weights(tmp_path / "run", begin(lambda key: {"other": jnp.ones(3)}), FOLDER)
-
-
+@pytest.mark.full
 def test_weights_are_loaded_into_a_state_of_flax(tmp_path):
     params = digits.init(jax.random.key(0))
     flax_state = TrainState.create(

@@ -228,6 +228,7 @@ def fit_bad(step, tx, key, folder):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strict", WITHOUT_DEBUG_NANS, indirect=True)
 def test_a_nan_is_replayed(strict, tmp_path):
     tx = optax.adamw(1e-2)
@@ -303,6 +304,7 @@ def test_a_run_with_everything_on_in_development_mode(tmp_path):
     assert "Exception ignored" not in ended.stderr
 
 
+@pytest.mark.full
 def test_tools_around_a_run(strict, tmp_path):
     """Compiled and described ahead of time, evaluated, averaged, exported and loaded."""
     tx = optax.adamw(1e-2)
