@@ -45,8 +45,11 @@ def temporary_directory(tmp_path_factory):
     os.chdir(before)
 
 
+INITIAL = sf.init_state(PARAMS, TX, jax.random.key(0))
+
+
 def state():
-    return sf.init_state(PARAMS, TX, jax.random.key(0))
+    return jax.tree.map(jnp.copy, INITIAL)
 
 
 def batches():
@@ -213,7 +216,7 @@ def raw_error(case, wrong):
     arguments = VALID[name]()
     if name == "fit" and parameter not in NEED_RUN_DIR:
         arguments["run_dir"] = None  # to write the files of a run takes longer than its steps
-    arguments[parameter] = WRONG[wrong]
+    valid, arguments[parameter] = arguments[parameter], WRONG[wrong]
     function = getattr(sf, name)
     try:
         with warnings.catch_warnings():
@@ -227,7 +230,7 @@ def raw_error(case, wrong):
     except Exception as error:  # noqa: BLE001  returned
         is_clear = isinstance(error, TypeError) and parameter in str(error)
         return None if is_clear else f"{type(error).__name__}: {error}"
-    is_flag = isinstance(VALID[name]()[parameter], bool)
+    is_flag = isinstance(valid, bool)
     if is_flag and not isinstance(WRONG[wrong], bool):
         return "accepted"
     return None

@@ -34,11 +34,15 @@ def rates(a):
 
 def updates(a):
     tx = adapter.make_optimizer(a, adapter.make_schedule(a, 100))
-    state = sf.init_state(PARAMS, tx, jax.random.key(0))
-    loss_fn = lambda params, batch, key: sum((3 * leaf).sum() for leaf in jax.tree.leaves(params))
-    new, _ = jax.jit(sf.make_train_step(loss_fn, tx))(state, None)
-    forms = [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(state.opt_state)]
-    return forms, [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(new.params)]
+    forms = [(x.shape, x.dtype.name) for x in jax.tree.leaves(jax.eval_shape(tx.init, PARAMS))]
+
+    @jax.jit
+    def update():
+        gradients = jax.tree.map(lambda leaf: 3 * leaf, PARAMS)
+        return tx.update(gradients, tx.init(PARAMS), PARAMS)[0]
+
+    with jax.numpy_dtype_promotion("standard"):
+        return forms, [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(update())]
 
 
 def mesh(a):
@@ -65,7 +69,7 @@ def files(a):
 def shown(a, held, capsys):
     """Pass events to a trainer's hooks, and return what they print and return."""
     found = []
-    hooks = run.make_hooks(a, held._parts, held, has_evaluations=True)
+    hooks = run.make_hooks(a, held._parts, held, evaluations=[sf.Evaluation(len, every=5)])
     for hook in hooks:
         if hasattr(hook, "open"):
             hook.open(0, 100)

@@ -35,6 +35,7 @@ def options(folder, **changes):
     )
 
 
+@pytest.mark.full
 def test_methods_around_a_step_get_its_number_after_the_run_has_gone_back(tmp_path):
     starts, ends = [], []
 
@@ -50,6 +51,7 @@ def test_methods_around_a_step_get_its_number_after_the_run_has_gone_back(tmp_pa
     assert all(step == of_state for step, of_state in [*starts, *ends])
 
 
+@pytest.mark.full
 def test_the_bar_of_an_attempt_is_closed_before_the_next_opens(tmp_path):
     calls = []
 
@@ -75,7 +77,7 @@ def test_the_bar_of_an_attempt_is_closed_before_the_next_opens(tmp_path):
     assert calls == [("open", 0), "close", ("open", 8), "close"]
 
 
-@pytest.mark.parametrize("kind", ["arrays", "grain"])
+@pytest.mark.parametrize("kind", ["arrays", pytest.param("grain", marks=pytest.mark.full)])
 def test_epochs_end_earlier_once_batches_are_skipped(tmp_path, kind):
     epochs = []
     callback = lambda trainer, epoch, metrics: epochs.append((epoch, int(trainer.state.step)))
@@ -93,15 +95,7 @@ def test_epochs_end_earlier_once_batches_are_skipped(tmp_path, kind):
     assert len(trainer.epoch_history["train_loss"]) == 3
 
 
-def test_the_history_by_epoch_follows_the_shorter_epoch(tmp_path):
-    trainer = digits.train_only(**options(tmp_path, log_steps=2, given={"hooks": [BackOnce(8)]}))
-    trainer.train()
-    curve = trainer.history["train/loss"]
-    first = [value for step, value in zip(curve.steps, curve, strict=True) if step <= 8]
-    assert trainer.epoch_history["train_loss"][0] == pytest.approx(np.mean(first))
-
-
-@pytest.mark.parametrize("is_own", [False, True])
+@pytest.mark.parametrize("is_own", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_position_of_save_pretrained_leaves_out_what_the_run_has_skipped(tmp_path, is_own):
     class Own(Trainer):
         def configure_dataloaders(self):
@@ -124,6 +118,7 @@ def test_the_position_of_save_pretrained_leaves_out_what_the_run_has_skipped(tmp
     assert digits.bits(other.train(ckpt_path=path).state) == digits.bits(more)
 
 
+@pytest.mark.full
 def test_the_row_of_an_open_interval_goes_when_a_stopped_run_continues(tmp_path):
     stop = lambda event: "enough" if event.is_train and event.step == 5 else None
     fields = {"output_dir": tmp_path, "report_to": ("jsonl",), "max_steps": 15}
@@ -134,28 +129,6 @@ def test_the_row_of_an_open_interval_goes_when_a_stopped_run_continues(tmp_path)
     assert [row["step"] for row in rows()] == [5, 7]
     digits.train_only(**fields).train()
     assert [row["step"] for row in rows()] == [5, 10, 15]
-
-
-def test_an_interval_whose_steps_were_all_skipped_has_a_row(tmp_path):
-    def loss_fn(params, batch, key):
-        return (params * 1e4).sum()
-
-    given = {"model": np.ones(2, np.float32), "loss_fn": loss_fn}
-    fields = {"mixed_precision": "fp16", "log_steps": 1, "optimizer": "sgd", "max_steps": 3}
-    seen = []
-
-    class Own(Trainer):
-        def apply_training_hooks(self, metrics):
-            seen.append(sorted(metrics))
-            return super().apply_training_hooks(metrics)
-
-    trainer = digits.train_only(
-        Own, output_dir=tmp_path, report_to=("jsonl",), **fields, given=given
-    )
-    trainer.train()
-    row = json.loads((tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()[0])
-    assert row.keys() >= {"train/skipped", "train/loss"}
-    assert "train/loss" not in seen[0]  # there is none, and so no NaN to stop at
 
 
 # Batches of a subclass
@@ -169,6 +142,7 @@ class Ahead(Trainer):
         return TrainerConfigureDataloaderOutput(sf.batches(data, 20, seed=0, start=3), 20)
 
 
+@pytest.mark.full
 def test_batches_of_a_subclass_may_start_later_in_the_data(tmp_path):
     trainer = digits.train_only(Ahead)
     trainer.train()
@@ -180,6 +154,7 @@ def test_batches_of_a_subclass_may_start_later_in_the_data(tmp_path):
     assert again.dataloader_train.get_state()["step"] == 24
 
 
+@pytest.mark.full
 def test_batches_of_a_subclass_may_have_several_sizes_for_a_jitted_step():
     class Own(Trainer):
         def configure_dataloaders(self):

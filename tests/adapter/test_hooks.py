@@ -1,17 +1,15 @@
+"""Hooks, bars and timers of a trainer count and show what happened."""
+
 import io
 import json
 import time
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stepfold as sf
 from stepfold.adapter import Watcher
 from stepfold.adapter.hooks import (
-    CompilationTracker,
-    NullProgressBar,
     ProgressBar,
     StopOnSkipped,
     Timers,
@@ -62,13 +60,6 @@ def test_a_watcher_of_other_values_is_refused(values, message):
         check_watchers([Watcher(*values)])
 
 
-def test_an_epoch_is_averaged_by_its_steps():
-    history = History()
-    for step, loss in ((3, 1.0), (4, 5.0), (8, 2.0)):
-        history.add(step, {"train/loss": loss})
-    assert epoch_means(history, ENDS) == {"train_loss": [2.0, 2.0]}
-
-
 def test_the_mean_of_an_epoch_is_weighted_by_its_own_steps():
     """A run may start in it, and a log point may be in the next one."""
     history = History()
@@ -109,49 +100,7 @@ def test_the_running_average_of_a_bar_is_resumed():
     assert second.get_state() == first.get_state()
 
 
-def test_reset_starts_a_bar_again():
-    file = io.StringIO()
-    bar = ProgressBar("json", None, file=file)
-    bar.update(5)
-    bar.reset()
-    bar.update(2)
-    assert [line["step"] for line in lines(file)] == [5, 2]
-
-
-def test_an_unknown_kind_of_bar_is_refused():
-    with pytest.raises(sf.ConfigError, match="progress: expected one of 'tqdm', 'rich', .* got 'b"):
-        ProgressBar("bar", 1)
-
-
-def test_the_null_bar_draws_nothing(capsys):
-    bar = NullProgressBar()
-    bar.open(0)
-    bar.set_postfix(loss=1.0)
-    bar.update()
-    bar.reset()
-    bar.close()
-    assert capsys.readouterr() == ("", "")
-
-
 # Trackers
-
-
-def test_a_function_is_counted_when_it_is_traced():
-    tracker = CompilationTracker()
-    step = jax.jit(tracker.track(lambda x: x + 1))
-    for _ in range(3):
-        step(jnp.ones(2))
-    assert tracker.compilations == 1
-
-
-def test_seconds_add_up_and_are_known_while_they_run():
-    timer = Timers()
-    for _ in range(2):
-        with timer("wait"):
-            time.sleep(0.01)
-            assert timer.running("wait") >= 0.01
-    assert timer.seconds["wait"] >= 0.02
-    assert timer.running("wait") == 0.0
 
 
 def test_a_block_inside_one_of_the_same_name_is_timed_once_and_one_that_fails_too():

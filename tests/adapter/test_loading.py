@@ -1,6 +1,7 @@
+"""Batches of a trainer have the order, the columns, the mask and the position that they should."""
+
 import copy
 
-import jax
 import numpy as np
 import pytest
 
@@ -9,17 +10,12 @@ from stepfold.adapter import TrainingArguments, plan
 from stepfold.adapter.loading import (
     EvaluationLoader,
     TrainingLoader,
-    collect_function,
-    columns,
     evaluation_batches,
-    length_of,
-    num_rows,
     position_at,
     replicate_if_uneven,
     seek,
     training_batches,
     with_mask,
-    without_columns,
 )
 
 DATA = {"x": np.arange(10), "name": np.array(list("abcdefghij"))}
@@ -140,35 +136,12 @@ def test_an_iterator_is_refused_as_evaluation_data():
         evaluation(iter([1, 2]))
 
 
-def test_columns_are_dropped_from_arrays_and_from_examples():
-    options = TrainingArguments(ids_to_pop_from_dataset=("name",))
-    assert without_columns(DATA, options) == ({"x": DATA["x"]}, None)
-    rows = [{"x": 1, "name": "a"}]
-    dataset, drop_columns = without_columns(rows, options)
-    assert [drop_columns(row) for row in dataset] == [{"x": 1}]
-    assert next(training(DATA, remove_unused_columns=True)).keys() == {"x", "mask"}
-
-
-def test_the_length_of_datasets_that_have_one():
-    assert [length_of(data) for data in (PLAIN, [1, 2], None, lambda: [1])] == [10, 2, None, None]
-
-
 def test_a_mask_of_the_user_is_kept():
+    assert next(training(ids_to_pop_from_dataset=("mask",))).keys() == {"x"}
     batch = {"x": np.ones((2, 3)), "mask": np.zeros((2, 3))}
     assert with_mask(batch) is batch
     assert with_mask((1, 2)) == (1, 2)
     assert with_mask({"x": np.float32(1)}) == {"x": np.float32(1)}
-
-
-def test_the_rows_of_a_batch():
-    assert num_rows({"x": np.float32(1.0), "y": np.ones(4)}) == 4
-    assert num_rows(()) == 1
-
-
-def test_data_without_batches_is_refused_by_the_source():
-    with pytest.raises(sf.DataError, match="source: expected an array"):
-        training(3)
-    assert isinstance(training(jax.numpy.arange(10)), TrainingLoader)
 
 
 def test_a_batch_that_does_not_divide_is_replicated():
@@ -183,38 +156,6 @@ def test_a_batch_that_does_not_divide_is_replicated():
 # Collect functions
 
 
-def test_without_a_length_examples_are_stacked():
-    collect = collect_function(None, "keep_end")
-    assert collect([{"x": [1, 2]}, {"x": [3, 4]}])["x"].tolist() == [[1, 2], [3, 4]]
-    assert collect({"x": [[1, 2], [3, 4]]})["x"].tolist() == [[1, 2], [3, 4]]
-    with pytest.raises(sf.DataError, match="expected one shape and dtype to stack"):
-        collect([{"x": [1]}, {"x": [1, 2]}])
-
-
-def test_rows_and_columns_make_the_same_batch():
-    collect = collect_function(3, "keep_start")
-    rows = collect([{"ids": [1, 2, 3, 4], "label": 0}, {"ids": [5], "label": 1}])
-    assert rows["ids"].tolist() == [[1, 2, 3], [5, 0, 0]]
-    as_columns = collect({"ids": [[1, 2, 3, 4], [5]], "label": [0, 1]})
-    assert {name: values.tolist() for name, values in as_columns.items()} == {
-        name: values.tolist() for name, values in rows.items()
-    }
-
-
-@pytest.mark.parametrize("length", [0, -1, 2.5, "4"])
-def test_a_length_that_is_not_a_count_is_refused(length):
-    with pytest.raises(sf.ConfigError, match="max_sequence_length"):
-        collect_function(length, "keep_end")
-
-
-def test_columns_of_one_shape_are_arrays_and_others_lists():
-    table = columns([{"x": np.ones(2), "ids": [1]}, {"x": np.ones(2), "ids": [2, 3]}])
-    assert table["x"].shape == (2, 2)
-    assert table["ids"] == [[1], [2, 3]]
-    assert columns([{"a": [1, [2]]}, {"a": [3, [4]]}])["a"] == [[1, [2]], [3, [4]]]
-    assert columns([1.0, 2.0]).tolist() == [1.0, 2.0]
-
-
 # Positions
 
 
@@ -224,13 +165,6 @@ def test_batches_with_a_position_for_each_step_are_moved_to_it():
     assert batches.get_state()["step"] == 3
     assert position_at(batches, 1)["step"] == 1
     assert batches.get_state()["step"] == 3
-
-
-def test_batches_are_moved_to_a_saved_position():
-    batches = sf.batches(np.arange(8), 2, seed=0)
-    saved = {**batches.get_state(), "step": 2}
-    seek(batches, saved, 2)
-    assert batches.get_state() == saved
 
 
 def test_an_iterator_continues_where_it_is():

@@ -1,7 +1,4 @@
-"""Schedules and optimizers by name, freezing, and the step counts of schedules."""
-
-import re
-import warnings
+"""Schedules and optimizers by name: those of optax, with the transformations around them."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +7,8 @@ import optax
 import pytest
 
 import stepfold as sf
+from stepfold.adapter.arguments import TrainingArguments
+from stepfold.adapter.from_arguments import make_optimizer, make_schedule, optimizer_of
 from stepfold.adapter.optimizers import (
     ENDLESS,
     SCHEDULES,
@@ -20,7 +19,6 @@ from stepfold.adapter.optimizers import (
     freeze,
     learning_rate_of,
     optimizer_names,
-    optimizer_options,
     parse_scheduler,
     schedule_paths,
     with_schedule_at,
@@ -50,111 +48,52 @@ def test_scheduler_names(name, parsed):
     assert parse_scheduler(name) == parsed
 
 
-def test_unknown_schedulers_are_refused():
-    with pytest.raises(
-        sf.ConfigError,
-        match=r"scheduler: expected one of none, constant, .* got 'cosin'; did you mean 'cosine'\?",
-    ):
-        parse_scheduler("cosin")
-    with pytest.raises(sf.ConfigError, match="got 'qqqq'; give custom_scheduler="):
-        parse_scheduler("qqqq")
+REFUSED = [
+    (parse_scheduler, "cosin", "one of none, constant, .* got 'cosin'; did you mean 'cosine'"),
+    (parse_scheduler, "qqqq", "got 'qqqq'; give custom_scheduler="),
+    *((parse_scheduler, name, f"got {name!r}") for name in ("warm_up_warmup_cosine", "warmup_")),
+    (find_optimizer, "adamww", "one of acprop, .*, got 'adamww'; did you mean 'adamw'"),
+    (find_optimizer, "qqqqqq", "got 'qqqqqq'; give tx=… for another optimizer"),
+    *((find_optimizer, name, "optimizer: expected one of") for name in ("scale_by_adam", "chain")),
+    (find_optimizer, "dpsgd", "built by name, got 'dpsgd'; .*each example"),
+    (find_optimizer, "schedule_free", "built by name, got 'schedule_free'; .*wraps"),
+]
 
 
-@pytest.mark.parametrize("name", ["constant_with_warmupcosine", "warm_up_warmup_cosine", "warmup_"])
-def test_a_warmup_prefix_is_stripped_once(name):
-    with pytest.raises(sf.ConfigError, match=f"got {name!r}"):
-        parse_scheduler(name)
-
-
-def test_scheduler_options_are_those_of_the_schedule():
-    check_scheduler_options("polynomial", {"power": 1.0})
-    check_scheduler_options("warmup_wsd", {"decay": 0.5})
-    with pytest.raises(
-        sf.ConfigError, match="scheduler_kwargs: .* got 'power'; linear takes none$"
-    ):
-        check_scheduler_options("linear", {"power": 1.0})
-    with pytest.raises(sf.ConfigError, match="got 'cycles'; polynomial takes power$"):
-        check_scheduler_options("polynomial", {"cycles": 1.0})
-    with pytest.raises(sf.ConfigError, match=r"takes power; did you mean 'power'\?"):
-        check_scheduler_options("polynomial", {"powr": 1.0})
-
-
-@pytest.mark.parametrize("value", [0, -1.0, "2", None, True])
-def test_scheduler_options_are_positive_numbers(value):
-    with pytest.raises(
-        sf.ConfigError, match=r"scheduler_kwargs\['power'\]: expected a number above 0, got"
-    ):
-        check_scheduler_options("polynomial", {"power": value})
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("wsd", {"decay": 1.5}, r"\['decay'\]: expected at most 1, got 1.5"),
-        ("cosine_restarts", {"cycles": 101}, r"\['cycles'\]: .* integer from 1 to 100, got 101"),
-        ("cosine_restarts", {"cycles": 2.5}, r"\['cycles'\]: .* integer from 1 to 100, got 2.5"),
-    ],
-)
-def test_scheduler_options_out_of_range_are_refused(name, options, message):
+@pytest.mark.parametrize(("find", "name", "message"), REFUSED)
+def test_other_names_are_refused(find, name, message):
     with pytest.raises(sf.ConfigError, match=message):
-        SCHEDULES[name](0.1, 0.0, 100, **options)
+        find(name)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_is_endless_if_it_ignores_the_number_of_steps(name):
-    short, long = (SCHEDULES[name](0.1, 0.01, steps) for steps in (10, 1000))
-    with jax.numpy_dtype_promotion("standard"):
-        same = all(float(short(step)) == float(long(step)) for step in range(12))
-    assert same == (name in ENDLESS)
+SMOOTH = {"linesearch": optax.scale_by_backtracking_linesearch(5)}
+REFUSED_OPTIONS = [
+    ("linear", {"power": 1.0}, "scheduler_kwargs: .* got 'power'; linear takes none$"),
+    ("polynomial", {"cycles": 1.0}, "got 'cycles'; polynomial takes power$"),
+    ("polynomial", {"powr": 1.0}, "takes power; did you mean 'power'"),
+    *(
+        ("polynomial", {"power": value}, r"scheduler_kwargs\['power'\]: expected a number above 0")
+        for value in (0, -1.0, "2", None, True)
+    ),
+    ("adamw", {"beta1": 0.8}, "extra_optimizer_kwargs: .* got 'beta1'; adamw takes b1, "),
+    ("adamw", {"weigt_decay": 0.8}, "got 'weigt_decay'; .* did you mean 'weight_decay'"),
+    ("adamw", {"learning_rate": 0.8}, "set the rate with learning_rate and scheduler"),
+    ("lbfgs", {}, "expected linesearch=None for lbfgs, got {}; .* which a train step does"),
+    ("lbfgs", SMOOTH, "expected linesearch=None for lbfgs, got {'linesear"),
+    ("sophia", {}, "expected hessian_diagonal_fn=… for sophia, got {}"),
+]
 
 
-# Optimizers
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED_OPTIONS)
+def test_other_options_are_refused(name, options, message):
+    check = check_scheduler_options if name in SCHEDULES else check_optimizer_options
+    with pytest.raises(sf.ConfigError, match=message):
+        check(name, options)
 
 
-def test_unknown_optimizers_are_refused():
-    with pytest.raises(
-        sf.ConfigError, match=r"expected one of acprop, .*, got 'adamww'; did you mean 'adamw'\?"
-    ):
-        find_optimizer("adamww")
-    with pytest.raises(sf.ConfigError, match="got 'qqqqqq'; give tx=… for another optimizer"):
-        find_optimizer("qqqqqq")
-
-
-@pytest.mark.parametrize("name", ["scale_by_adam", "chain", "_deprecated_dpsgd", "apply_updates"])
-def test_other_functions_of_optax_are_not_optimizers(name):
-    with pytest.raises(sf.ConfigError, match="optimizer: expected one of"):
-        find_optimizer(name)
-
-
-@pytest.mark.parametrize(("name", "why"), [("dpsgd", "each example"), ("schedule_free", "wraps")])
-def test_optimizers_that_a_name_cannot_build(name, why):
-    with pytest.raises(sf.ConfigError, match=f"optimizer: .* built by name, got '{name}'; .*{why}"):
-        find_optimizer(name)
-
-
-def test_the_optimizers_of_optax_and_contrib_are_listed():
-    names = {*optimizer_names()}
-    assert {"adamw", "sgd", "adafactor", "lion", "polyak_sgd", "sm3", "fromage"} <= names
-    assert {"muon", "prodigy", "sophia", "schedule_free_adamw"} <= names
-    assert not {"scale_by_adam", "chain", "schedule_free"} & names
-
-
-def test_looking_names_up_raises_no_deprecation_warning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer_names()
-
-
-def test_optimizer_options_are_checked_against_the_signature():
-    check_optimizer_options("adamw", {"b1": 0.8})
-    with pytest.raises(
-        sf.ConfigError, match=r"extra_optimizer_kwargs: .* got 'beta1'; adamw takes b1, "
-    ):
-        check_optimizer_options("adamw", {"beta1": 0.8})
-    with pytest.raises(sf.ConfigError, match=r"got 'weigt_decay'; .* did you mean 'weight_decay'"):
-        check_optimizer_options("adamw", {"weigt_decay": 0.8})
-    with pytest.raises(sf.ConfigError, match="set the rate with learning_rate and scheduler"):
-        check_optimizer_options("adamw", {"learning_rate": 0.8})
+def test_options_of_the_signature_are_accepted():
+    check_scheduler_options("warmup_wsd", {"decay": 0.5})
+    check_optimizer_options("lbfgs", {"linesearch": None})
 
 
 def test_options_without_a_default_are_required(monkeypatch):
@@ -170,25 +109,24 @@ def test_options_without_a_default_are_required(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "option"), [("lbfgs", "linesearch"), ("sophia", "hessian_diagonal_fn")]
+    ("name", "options", "message"),
+    [
+        ("wsd", {"decay": 1.5}, r"\['decay'\]: expected at most 1, got 1.5"),
+        ("cosine_restarts", {"cycles": 101}, r"\['cycles'\]: .* integer from 1 to 100, got 101"),
+        ("cosine_restarts", {"cycles": 0}, r"\['cycles'\]: .* integer from 1 to 100, got 0"),
+    ],
 )
-def test_optimizers_that_call_the_loss_function_need_an_option(name, option):
-    with pytest.raises(
-        sf.ConfigError,
-        match=rf"expected {re.escape(option)}=.* for {name}, got {{}}; .* which a train step does",
-    ):
-        check_optimizer_options(name, {})
-    check_optimizer_options(name, {option: None})
+def test_options_out_of_range_are_refused(name, options, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        SCHEDULES[name](0.1, 0.0, 100, **options)
 
 
-def test_a_line_search_of_ones_own_calls_the_loss_function_too():
-    with pytest.raises(sf.ConfigError, match="expected linesearch=None for lbfgs, got {'linesear"):
-        check_optimizer_options("lbfgs", {"linesearch": optax.scale_by_backtracking_linesearch(5)})
-
-
-def test_optimizer_options_come_with_their_defaults():
-    assert optimizer_options("sgd")["nesterov"] is False
-    assert "learning_rate" not in optimizer_options("sgd")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_is_endless_if_it_ignores_the_number_of_steps(name):
+    short, long = (SCHEDULES[name](0.1, 0.01, steps) for steps in (10, 1000))
+    with jax.numpy_dtype_promotion("standard"):
+        same = all(float(short(step)) == float(long(step)) for step in range(12))
+    assert same == (name in ENDLESS)
 
 
 # Freezing
@@ -199,7 +137,7 @@ PARAMS = {"embed": {"w": jnp.array([-0.0, 1.0])}, "head": jnp.array([1.0, 2.0])}
 def one_step(tx):
     state = sf.init_state(PARAMS, tx, jax.random.key(0))
     loss_fn = lambda params, batch, key: (params["embed"]["w"] * 100 + params["head"]).sum()
-    return state, sf.make_train_step(loss_fn, tx)(state, None)[0]
+    return state, jax.jit(sf.make_train_step(loss_fn, tx))(state, None)[0]
 
 
 def test_frozen_parameters_keep_every_bit():
@@ -209,21 +147,10 @@ def test_frozen_parameters_keep_every_bit():
     assert (new.params["head"] != PARAMS["head"]).all()
 
 
-def test_frozen_parameters_have_no_state():
-    state, _ = one_step(freeze(optax.adam(0.1), "embed"))
-    shapes = [leaf.shape for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
-    assert shapes == [(2,), (2,)]  # two moments of the head
-
-
 def test_frozen_parameters_do_not_count_in_the_global_norm():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
     _, new = one_step(freeze(tx, "embed"))
     np.testing.assert_allclose(new.params["head"], PARAMS["head"] - 0.5**0.5, rtol=1e-6)
-
-
-def test_a_frozen_optimizer_gets_the_loss():
-    _, new = one_step(freeze(optax.polyak_sgd(), "embed"))
-    assert (new.params["head"] != PARAMS["head"]).all()
 
 
 @pytest.mark.parametrize(("pattern", "matched"), [("zzz", "none"), ("", "all")])
@@ -250,7 +177,7 @@ def test_a_pattern_matches_some_parameters_but_not_all(pattern, matched):
     ],
 )
 def test_schedules_are_found_and_moved(tx):
-    state = sf.init_state(PARAMS, tx, jax.random.key(0))
+    state = sf.TrainState(jnp.int32(0), PARAMS, tx.init(PARAMS), (), None)
     paths = schedule_paths(state.opt_state)
     assert paths
     assert set(paths) <= {name for name, _ in sf.tree.named_leaves(state)}
@@ -259,11 +186,14 @@ def test_schedules_are_found_and_moved(tx):
     assert float(learning_rate_of(SCHEDULE)(moved)) == 0.5
 
 
+MOVED = ["lion", "sm3", "schedule_free_sgd", "dadapt_adamw", "madgrad", "momo", "momo_adam"]
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        *("sgd", "lion", "sm3", "schedule_free_sgd"),
-        *("dadapt_adamw", "madgrad", "momo", "momo_adam", "prodigy"),
+        *("sgd", "prodigy"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in MOVED),
     ],
 )
 def test_a_moved_optimizer_updates_at_the_rate_of_its_step(name):
@@ -288,6 +218,229 @@ def test_without_a_schedule_the_step_of_the_state_counts():
     assert float(rate) == pytest.approx(0.8)
 
 
-def test_the_count_of_adam_itself_stays():
-    moved = with_schedule_at(optax.adam(SCHEDULE).init(PARAMS), 6)
-    assert int(moved[0].count) == 0
+# The schedule
+
+
+@pytest.fixture
+def standard_promotion():
+    """Promote dtypes as around an optimizer."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def schedule_of(steps=110, **fields):
+    return make_schedule(TrainingArguments(learning_rate=0.1, **fields), steps)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "constant"])
+def test_every_schedule_warms_up_to_its_peak_and_falls(name):
+    schedule = schedule_of(scheduler=name, warmup_steps=10, learning_rate_end=0.001)
+    assert [float(schedule(step)) for step in (0, 5, 10)] == pytest.approx([0.0, 0.05, 0.1])
+    values = [float(schedule(step)) for step in range(10, 111)]
+    assert min(values) >= 0.001 - 1e-6
+    assert max(values) <= 0.1 + 1e-6
+    if name != "inverse_sqrt":
+        assert values[-1] == pytest.approx(0.001)
+
+
+def test_a_constant_schedule_needs_no_length():
+    assert float(schedule_of(None)(7)) == pytest.approx(0.1)
+    warmup = schedule_of(None, scheduler="warmup_constant", warmup_steps=10)
+    assert float(warmup(5)) == pytest.approx(0.05)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("polynomial", {"power": 1.0}),
+        ("cosine", {"exponent": 2.0}),
+        ("inverse_sqrt", {"timescale": 10}),
+        ("wsd", {"decay": 0.5}),
+        ("cosine_restarts", {"cycles": 2}),
+    ],
+)
+def test_scheduler_options_reach_the_schedule(name, options):
+    default = schedule_of(scheduler=name)
+    changed = schedule_of(scheduler=name, scheduler_kwargs=options)
+    assert any(float(default(step)) != float(changed(step)) for step in range(110))
+
+
+def test_a_custom_scheduler_is_a_schedule_or_makes_one():
+    for custom in (
+        optax.constant_schedule(0.3),
+        lambda steps: optax.linear_schedule(0.3, 0, steps),
+    ):
+        schedule = make_schedule(TrainingArguments(custom_scheduler=custom), 10)
+        assert float(schedule(0)) == pytest.approx(0.3)
+    assert float(schedule(10)) == 0.0
+
+
+def test_a_schedule_that_depends_on_an_unknown_length_is_refused():
+    with pytest.raises(
+        sf.ConfigError,
+        match=r"scheduler: .* number of steps is unknown, got 'linear'; .* max_steps",
+    ):
+        schedule_of(None, scheduler="linear")
+    arguments = TrainingArguments(custom_scheduler=lambda n: optax.linear_schedule(1, 0, n))
+    with pytest.raises(
+        sf.ConfigError, match="custom_scheduler: .* number of steps is unknown, .* max_steps"
+    ):
+        make_schedule(arguments, None)
+    endless = TrainingArguments(custom_scheduler=optax.constant_schedule(0.3))
+    assert float(make_schedule(endless, None)(0)) == pytest.approx(0.3)
+
+
+def test_a_warmup_has_to_end():
+    with pytest.raises(
+        sf.ConfigError, match="warmup_steps: expected fewer than the 10 steps of the run, got 10"
+    ):
+        schedule_of(10, warmup_steps=10)
+
+
+# The optimizer
+
+MATRICES = {"embed": jnp.arange(12.0).reshape(3, 4) / 7, "w": jnp.ones((4, 4)) / 3}
+REQUIRED = {
+    "galore": {"rank": 2},
+    "lbfgs": {"linesearch": None},
+    "noisy_sgd": {"key": 0},
+    "sophia": {"hessian_diagonal_fn": optax.trace(0.9)},
+}
+
+
+def params_after(tx, steps=3):
+    """Train for some steps on a quadratic loss."""
+
+    def loss_fn(params, batch, key):
+        return sum(((leaf - 1.5) ** 2).sum() for leaf in jax.tree.leaves(params))
+
+    state = sf.init_state(MATRICES, tx, jax.random.key(0))
+    step = jax.jit(sf.make_train_step(loss_fn, tx))
+    for _ in range(steps):
+        state, _ = step(state, None)
+    return state.params
+
+
+def pairs(left, right):
+    return zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+
+
+def optimizer(steps=100, **fields):
+    arguments = TrainingArguments(**fields)
+    return make_optimizer(arguments, make_schedule(arguments, steps))
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated")  # by optax
+def test_every_optimizer_of_optax_trains_with_a_schedule():
+    before = MATRICES["embed"]
+    optimizers = {
+        name: as_optimizer(
+            optimizer(
+                optimizer=name,
+                extra_optimizer_kwargs=REQUIRED.get(name, {}),
+                learning_rate=0.1,
+                scheduler="linear",
+            )
+        )
+        for name in optimizer_names()
+    }
+
+    @jax.jit  # one program for all of them compiles several times faster than one for each
+    def train():
+        trained = {}
+        for name, tx in optimizers.items():
+            state, params = tx.init(before), before
+            for _ in range(2):
+                updates, state = tx.update(2 * (params - 1.5), state, params, value=jnp.array(3.0))
+                params = optax.apply_updates(params, updates)
+            trained[name] = params
+        return trained
+
+    trained = train()
+    assert len(trained) > 40
+    assert [name for name, params in trained.items() if not np.isfinite(params).all()] == []
+    assert [name for name, params in trained.items() if (params == before).all()] == []
+
+
+def test_the_chain_is_as_written_by_hand():
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 10, 100, 0.01)
+    by_hand = optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adamw(schedule, b1=0.8, weight_decay=0.1)
+    )
+    tx = optimizer(
+        learning_rate=0.1,
+        learning_rate_end=0.01,
+        scheduler="cosine",
+        warmup_steps=10,
+        clip_grad=0.5,
+        weight_decay=0.1,
+        extra_optimizer_kwargs={"b1": 0.8},
+    )
+    for ours, theirs in pairs(params_after(tx), params_after(by_hand)):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_weight_decay_is_added_to_the_gradient_if_the_optimizer_has_none():
+    tx = optimizer(optimizer="sgd", learning_rate=0.1, weight_decay=0.5)
+    by_hand = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1))
+    for ours, theirs in pairs(params_after(tx), params_after(by_hand)):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("adam", {}), ("sgd", {"momentum": 0.9}), ("adafactor", {"momentum": 0.9})],
+)
+def test_the_dtype_of_the_first_moment(name, options):
+    tx = optimizer(optimizer=name, tx_mu_dtype="bf16", extra_optimizer_kwargs=options)
+    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(tx.init(MATRICES))}
+    assert "bfloat16" in dtypes
+
+
+def test_float16_has_a_loss_scale_around_the_chain():
+    tx = optimizer(mixed_precision="fp16", frozen_parameters="embed")
+    state = sf.init_state(MATRICES, tx, jax.random.key(0))
+    assert float(state.opt_state.scale) == 2.0**15
+    assert not hasattr(optimizer(mixed_precision="bf16").init(MATRICES), "scale")
+
+
+# An optimizer or a schedule in place of those of the arguments
+
+
+def test_a_custom_optimizer_is_returned_as_it_is():
+    tx = optax.sgd(0.1)
+    assert optimizer_of(TrainingArguments(), 10, tx) == (tx, None)
+    schedule = optax.constant_schedule(0.1)
+    assert optimizer_of(TrainingArguments(), 10, tx, schedule) == (tx, schedule)
+
+
+def test_a_custom_schedule_is_that_of_the_optimizer_of_the_arguments():
+    halving = optax.linear_schedule(1.0, 0.5, 1)
+    tx, schedule = optimizer_of(TrainingArguments(optimizer="sgd"), 10, None, halving)
+    params = jnp.ones(())
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert (schedule, float(updates)) == (halving, -1.0)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"learning_rate": 1.0}, {"clip_grad": 1.0}, {"optimizer": "lion"}]
+)
+def test_fields_without_an_effect_are_refused(fields):
+    (name,) = fields
+    with pytest.raises(
+        sf.ConfigError, match=f"^tx: expected arguments that do not set .* got {name}=.*; leave out"
+    ):
+        optimizer_of(TrainingArguments(**fields), 10, optax.sgd(0.1))
+    schedule = optax.constant_schedule(0.1)
+    with pytest.raises(sf.ConfigError, match="^scheduler: .* do not set .* got learning_rate=1.0;"):
+        optimizer_of(TrainingArguments(learning_rate=1.0), 10, None, schedule)
+
+
+def test_pruning_wraps_a_custom_optimizer_too():
+    arguments = TrainingArguments(pruning_module=lambda tx: optax.chain(tx, optax.scale(0.0)))
+    tx, _ = optimizer_of(arguments, 10, optax.sgd(0.1))
+    updates, _ = tx.update(jnp.ones(()), tx.init(jnp.ones(())))
+    assert float(updates) == 0.0

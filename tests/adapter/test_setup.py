@@ -1,7 +1,5 @@
-import dataclasses
+"""The state and the checkpoint that a trainer starts from."""
 
-import equinox as eqx
-import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +10,8 @@ from flax.training.train_state import TrainState
 import stepfold as sf
 from stepfold.adapter import TrainingArguments
 from stepfold.adapter.setup import (
-    copy_to,
     find_checkpoint,
     first_state,
-    is_state,
     load_weights,
     parts_of,
 )
@@ -39,25 +35,6 @@ def trained():
     return state._replace(step=jnp.int32(7), opt_state=moments)
 
 
-def test_states_and_parameters_are_distinguished():
-    assert is_state(trained())
-    assert not is_state({"params": 1, "step": 2})
-    assert not is_state(digits.TEST)
-
-
-def test_an_init_function_is_called_with_the_key_of_the_seed():
-    wanted = sf.init_state(digits.init, TX, jax.random.key(3))
-    assert digits.bits(begin(digits.init, fields={"seed": 3})) == digits.bits(wanted)
-
-
-def test_parameters_are_copied():
-    params = digits.init(jax.random.key(0))
-    state = begin(given=params)
-    assert digits.bits(state.params) == digits.bits(params)
-    jax.jit(lambda state: state, donate_argnums=0)(state)
-    assert not params["kernel"].is_deleted()
-
-
 def test_a_state_keeps_its_optimizer_state_if_that_fits():
     state = trained()
     assert digits.bits(begin(given=state)) == digits.bits(state)
@@ -66,12 +43,6 @@ def test_a_state_keeps_its_optimizer_state_if_that_fits():
     assert int(other.step) == 7
     with pytest.raises(sf.TreeMismatchError, match="init_tx=False: expected a model_state whose"):
         begin(given=state, tx=optax.sgd(0.1), fields={"init_tx": False})
-
-
-def test_a_new_state_and_its_schedule_start_at_a_step():
-    state = begin(digits.init, fields={"step_start_point": 40})
-    assert int(state.step) == int(state.opt_state[1].count) == 40
-    assert int(state.opt_state[0].count) == 0
 
 
 def test_parameters_are_cast_wherever_they_come_from():
@@ -83,49 +54,7 @@ def test_parameters_are_cast_wherever_they_come_from():
     assert (stateful.params.dtype, stateful.model_state.dtype) == (jnp.bfloat16, jnp.float32)
 
 
-def test_a_state_is_made_with_its_shardings():
-    options_of_mesh = {"devices": jax.devices(), "rules": sf.fsdp(min_size=1)}
-    for options in ({"model": digits.init}, {"given": trained()}):
-        kernel = begin(**options, **options_of_mesh).params["kernel"]
-        assert len({str(shard.index) for shard in kernel.addressable_shards}) == 8
-
-
-def test_a_copy_has_no_weak_types():
-    state = {"step": 0, "w": np.ones(2)}
-    copy = copy_to(jax.tree.map(jnp.asarray, state), None)
-    assert not copy["step"].weak_type
-
-
-def test_models_without_parameters_are_refused():
-    with pytest.raises(sf.ConfigError, match="model, model_state: expected a function key -> para"):
-        begin()
-    with pytest.raises(sf.ConfigError, match="finetune=False initializes new parameters"):
-        begin(finetune=False)
-    with pytest.raises(sf.ConfigError, match="model: Dense makes its parameters of an example"):
-        begin(linen.Dense(3))
-    begin(linen.Dense(3), {"w": jnp.ones(1)})
-    linear = eqx.nn.Linear(2, 3, key=jax.random.key(0))
-    assert begin(linear).params.weight.shape == (3, 2)
-
-
-def test_weights_are_loaded_from_safetensors_and_checkpoints(tmp_path):
-    state = trained()
-    fresh = begin(digits.init, fields={"seed": 1})
-    sf.export_params(tmp_path / "w.safetensors", state.params)
-    sf.save(tmp_path / "run" / "checkpoints", state)
-    for path in (tmp_path / "w.safetensors", tmp_path / "run", tmp_path / "run/checkpoints/7"):
-        new, loaded, not_loaded = load_weights(path, fresh, FOLDER)
-        assert digits.bits(new.params) == digits.bits(state.params)
-        assert digits.bits(new.opt_state) == digits.bits(fresh.opt_state)
-        assert (loaded, not_loaded) == (["params/bias", "params/kernel"], {})
-    larger = begin(lambda key: {"bias": jnp.zeros(10), "head": jnp.zeros(3)})
-    new, loaded, not_loaded = load_weights(tmp_path / "run", larger, FOLDER)
-    assert (loaded, sorted(not_loaded)) == (["params/bias"], ["params/head", "params/kernel"])
-    assert digits.bits(new.params["bias"]) == digits.bits(state.params["bias"])
-    with pytest.raises(sf.TreeMismatchError, match="none that fits"):
-        load_weights(tmp_path / "run", begin(lambda key: {"other": jnp.ones(3)}), FOLDER)
-
-
+@pytest.mark.full
 def test_weights_are_loaded_into_a_state_of_flax(tmp_path):
     params = digits.init(jax.random.key(0))
     flax_state = TrainState.create(
@@ -137,36 +66,6 @@ def test_weights_are_loaded_into_a_state_of_flax(tmp_path):
         new, *_ = load_weights(path, flax_state, FOLDER)
         assert digits.bits(new.params) == digits.bits(params)
         assert type(new) is TrainState
-
-
-def test_weights_are_loaded_into_a_dataclass(tmp_path):
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass(frozen=True)
-    class State:
-        step: int
-        params: dict
-
-    params = digits.init(jax.random.key(0))
-    sf.export_params(tmp_path / "w.safetensors", params)
-    state = State(3, jax.tree.map(jnp.zeros_like, params))
-    new, loaded, _ = load_weights(tmp_path / "w.safetensors", state, FOLDER)
-    assert digits.bits(new.params) == digits.bits(params)
-    assert (new.step, loaded) == (3, ["params/bias", "params/kernel"])
-
-
-def test_weights_are_loaded_with_names_and_dtypes_of_others(tmp_path):
-    params = digits.init(jax.random.key(0))
-    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    names = sf.NameMap([
-        sf.NameRule("kernel", "dense.weight", transpose=(1, 0)),
-        ("bias", "dense.bias"),
-    ])  # fmt: skip
-    sf.export_params(tmp_path / "w.safetensors", narrow, names=names)
-    state = begin(lambda key: jax.tree.map(jnp.zeros_like, params))
-    new, *_ = load_weights(tmp_path / "w.safetensors", state, FOLDER, names)
-    assert digits.bits(new.params) == digits.bits(
-        jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
-    )
 
 
 def test_a_checkpoint_is_found_by_its_run_its_folder_or_itself(tmp_path):

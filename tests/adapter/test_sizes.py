@@ -18,7 +18,6 @@ def plan_for(train=None, evaluation=None, devices=8, **fields):
         ({}, 32, 1),
         ({"total_batch_size": 64}, 64, 1),
         ({"per_device_train_batch_size": 2}, 16, 1),
-        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}, 16, 4),
         ({"total_batch_size": 64, "gradient_accumulation_steps": 4}, 64, 4),
         # With a total, the size per device is the most that one takes at once.
         ({"total_batch_size": 64, "per_device_train_batch_size": 2}, 64, 4),

@@ -2,20 +2,15 @@
 
 import dataclasses
 import math
-import re
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 import stepfold as sf
@@ -29,20 +24,10 @@ SCHEDULE = optax.constant_schedule(0.1)
 
 # Values of single fields.
 
-# What a field needs of the others, so that any value it accepts is accepted together with them.
-NEEDS = {
-    "save_steps": DIR,
-    "save_interval_minutes": DIR,
-    "save_total_limit": DIR,
-    "grain_shard_index": {"grain_shard_count": 2**40},
-    "grain_shard_count": {"grain_shard_index": 0},
-    "learning_rate_end": {"scheduler": "linear", "learning_rate": sys.float_info.max},
-}
-
 
 def stored(name, value):
     """Return a value as its field stores it."""
-    others = {} if value is None else NEEDS.get(name, {})
+    others = DIR if name == "save_steps" and value is not None else {}
     return getattr(TrainingArguments(**others, **{name: value}), name)
 
 
@@ -93,7 +78,7 @@ GOOD_AND_BAD = {
         [0, -1, "", "1x", "1 x", "h", "0s", True, math.inf],
     ),
     "resume_from_checkpoint": (
-        [(True, True), (False, False), ("runs/b", "runs/b"), (Path("a"), "a"), (None, None)],
+        [(False, False), ("runs/b", "runs/b"), (Path("a"), "a"), (None, None)],
         [3, "", 1.0],
     ),
     "max_steps": ([(None, None), (-1, None), (0, None), (3, 3)], [-2, 1.0, 1.5, "10", True, -1.0]),
@@ -118,13 +103,6 @@ def test_a_field_accepts_its_values_and_nothing_else():
                 stored(name, value)
             item = value[0] if "[0]:" in str(error.value) else value
             assert f"got {item!r:.80}" in str(error.value)
-
-
-def test_every_field_refuses_nonsense_with_its_name_and_value():
-    for name in FIELDS:
-        for value in (object(), float("nan")):
-            with pytest.raises(sf.ConfigError, match=rf"^{name}: expected .+, got {value!r}"):
-                TrainingArguments(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -156,22 +134,6 @@ def test_a_message_says_what_to_do(name, value, message):
         TrainingArguments(**{name: value})
 
 
-def test_a_long_value_is_cut_in_the_message():
-    with pytest.raises(sf.ConfigError) as error:
-        TrainingArguments(seed="x" * 500)
-    assert len(str(error.value)) < 150
-
-
-def test_a_size_below_one_is_refused():
-    sizes = """total_batch_size per_device_train_batch_size per_device_eval_batch_size
-    eval_batch_size gradient_accumulation_steps steps_per_call num_train_epochs
-    per_epoch_training_steps"""
-    for name in sizes.split():
-        for value in (-1, 0, 1.5):
-            with pytest.raises(sf.ConfigError, match=f"{name}: expected an integer of at least 1"):
-                TrainingArguments(**{name: value})
-
-
 def test_seconds():
     texts = ["90s", "45min", "1h30m", "2d", "1.5h", 7]
     assert [seconds(text) for text in texts] == [90, 2700, 5400, 172800, 5400, 7]
@@ -185,19 +147,6 @@ def test_a_policy_of_jax_is_stored_by_its_name():
     assert arguments == TrainingArguments.from_json(arguments.to_json())
 
 
-def test_an_integer_rate_equals_the_float():
-    assert TrainingArguments(learning_rate=1) == TrainingArguments(learning_rate=1.0)
-
-
-def test_an_object_with_wrap_optax_prunes():
-    class Pruner:
-        def wrap_optax(self, tx):
-            return tx
-
-    pruner = Pruner()
-    assert TrainingArguments(pruning_module=pruner).pruning_module is pruner
-
-
 def test_every_default_is_stored_unchanged():
     arguments = TrainingArguments()
     for name, field in FIELDS.items():
@@ -205,74 +154,6 @@ def test_every_default_is_stored_unchanged():
         default = field.default_factory() if has_factory else field.default
         assert getattr(arguments, name) == default
         assert type(getattr(arguments, name)) is type(default)
-
-
-def odd_values():
-    """Return values of all kinds, and text that is no choice."""
-    return st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(-3, 3),
-        st.floats(),
-        st.text("xyz_ ", max_size=5),
-        st.lists(st.integers(-2, 2), max_size=3),
-        st.dictionaries(st.integers(0, 2), st.none(), max_size=2),
-        st.just(object()),
-    )
-
-
-def kinds(name):
-    """Return the types that a field is declared to accept."""
-    hint = HINTS[name]
-    parts = getattr(hint, "__args__", ()) if "|" in str(hint) or "Opt" in str(hint) else (hint,)
-    types = set()
-    for part in parts:
-        origin = getattr(part, "__origin__", part)
-        types.add(str if "Literal" in str(part) and origin not in (tuple, dict) else origin)
-    return types
-
-
-NUMERIC = [name for name in FIELDS if kinds(name) & {int, float} and bool not in kinds(name)]
-
-
-@hypothesis.settings(max_examples=300)
-@given(st.sampled_from(NUMERIC), odd_values())
-def test_no_invalid_number_is_accepted(name, value):
-    try:
-        kept = stored(name, value)
-    except sf.ConfigError as error:
-        assert re.match(rf"{name}: expected .*, got ", str(error))  # noqa: PT017
-        return
-    if kept is None:
-        assert type(None) in kinds(name)
-        assert value is None or (name, value) in {
-            *(("max_steps", -1), ("max_steps", 0), ("save_steps", 0)),
-            ("weight_distribution_log_steps", 0),
-        }
-    elif not isinstance(kept, str):
-        assert type(kept) in kinds(name)
-        assert math.isfinite(kept)
-        assert kept >= 0
-        assert kept == value
-        assert not isinstance(value, bool)
-
-
-CHOICES = [
-    *("optimizer", "scheduler", "mixed_precision", "gradient_checkpointing", "truncation_mode"),
-    *("evaluation_strategy", "save_strategy", "progress_bar_type", "dtype", "param_dtype"),
-    "tx_mu_dtype",
-]
-FLAGS = [name for name in FIELDS if kinds(name) <= {bool, type(None)}]
-
-
-@hypothesis.settings(max_examples=300)
-@given(st.sampled_from([*CHOICES, *FLAGS]), odd_values())
-def test_no_invalid_choice_is_accepted(name, value):
-    assume(value not in ("", None) and not (name in FLAGS and isinstance(value, bool)))
-    with pytest.raises(sf.ConfigError) as error:
-        TrainingArguments(**{name: value})
-    assert name in str(error.value)
-    assert "expected" in str(error.value)
 
 
 # Fields that do not go together.
@@ -318,7 +199,12 @@ CLASHES = [
     ({"save_steps": 3}, "has no effect with output_dir=None; change output_dir"),
     ({"save_strategy": "epoch"}, "write where to save, such as output_dir"),
     ({"save_steps": 3, "do_last_save": False, **DIR}, "a run that saves also saves its end"),
-    ({"resume_from_checkpoint": True, "resume_if_possible": False}, "leave one out"),
+    ({"resume_from_checkpoint": True, "resume_if_possible": False, **DIR}, "leave one out"),
+    ({"resume_from_checkpoint": True, "output_dir": None}, "write where the run is"),
+    (
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        "write total_batch_size, the examples of an update",
+    ),
     ({"resume_from_checkpoint": "a", "init_weights_from": "b"}, "start from one of them"),
     ({"wandb_name": "a"}, "has no effect with use_wandb=False; change use_wandb"),
     ({"report_metrics": False, "use_wandb": True}, "has no effect with report_metrics"),

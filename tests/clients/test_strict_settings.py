@@ -130,6 +130,7 @@ class Once:
         return outcome
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["f16", pytest.param("bf16", marks=pytest.mark.full)])
 def test_a_run_with_everything_on(strict, tmp_path, kind):
     train_with_everything(strict, tmp_path, kind)
@@ -231,6 +232,7 @@ def fit_bad(step, tx, key, folder):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strict", WITHOUT_DEBUG_NANS, indirect=True)
 def test_a_nan_is_replayed(strict, tmp_path):
     tx = optax.adamw(1e-2)
@@ -260,6 +262,7 @@ def test_a_nan_under_debug_nans_ends_the_run_after_a_save(strict, tmp_path):
     check_same_bits(restored.state, result.state)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strict", [EACH[0], ALONE["debug nans"]], indirect=True)
 def test_a_skipped_nan_is_no_error_under_debug_nans(strict, tmp_path):
     tx = optax.adamw(1e-2)
@@ -285,6 +288,7 @@ def in_development_mode(folder):
     print("done")
 
 
+@pytest.mark.full
 def test_a_run_with_everything_on_in_development_mode(tmp_path):
     source = textwrap.dedent(inspect.getsource(in_development_mode))
     script = tmp_path / "script.py"
@@ -304,6 +308,7 @@ def test_a_run_with_everything_on_in_development_mode(tmp_path):
     assert "Exception ignored" not in ended.stderr
 
 
+@pytest.mark.full
 def test_tools_around_a_run(strict, tmp_path):
     """Compiled and described ahead of time, evaluated, averaged, exported and loaded."""
     tx = optax.adamw(1e-2)

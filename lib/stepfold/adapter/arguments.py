@@ -395,6 +395,15 @@ _ELSEWHERE = {
     "evaluate_with_generate": "pass sf.Evaluation any function of the state, such as one that "
     "generates text",
     "lr": "write learning_rate=…",
+    "warmup_ratio": "write warmup_steps, this part of all steps",
+    "adam_beta1": "write extra_optimizer_kwargs={'b1': …}",
+    "adam_beta2": "write extra_optimizer_kwargs={'b2': …}",
+    "adam_epsilon": "write extra_optimizer_kwargs={'eps': …}",
+    "gradient_clipping": "write max_grad_norm=…",
+    "label_smoothing_factor": "the loss function smooths labels: optax.smooth_labels",
+    "load_best_model_at_end": "read Trainer.best_state after the run",
+    "train_batch_size": "write total_batch_size, of all devices, or per_device_train_batch_size",
+    "dataloader_drop_last": "incomplete batches are dropped in training, and kept in evaluations",
     "model": "it is an argument of the Trainer",
     "fp16": "write mixed_precision='fp16'",
     "bf16": "write mixed_precision='bf16'",
@@ -417,4 +426,7 @@ def _resolve_aliases(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
             names_of = f"{spelling[known]}, {name}: two names of one field"
             refuse(names_of, "one value", got, "write one of them")
         resolved[known], spelling[known] = value, name
+    if "batch_size" in values and resolved.get("gradient_accumulation_steps", 1) != 1:
+        expected = "total_batch_size, of all microbatches, to be accumulated"
+        refuse("batch_size", expected, f"{values['batch_size']!r}", "write that name")
     return resolved

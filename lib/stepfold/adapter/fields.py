@@ -62,8 +62,9 @@ def _dtype(value: Any) -> str | None:
     short = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
     short |= {"fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
     dtype = tree.floating(short.get(value, value) if isinstance(value, str) else value)
-    # numpy reads float as float64.
-    return None if dtype is None or value is float or str(value) == "float" else str(dtype.name)
+    # numpy reads float as float64. Nothing scales the values of an 8-bit float.
+    is_vague = value is float or str(value) == "float"
+    return None if dtype is None or is_vague or dtype.itemsize < 2 else str(dtype.name)
 
 
 def _dims(value: Any) -> tuple[int, ...] | None:

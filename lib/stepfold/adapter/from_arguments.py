@@ -285,13 +285,13 @@ def _without_aux(result: Any) -> Any:
     terms, *rest = result if isinstance(result, tuple) else (result,)
     is_dict = isinstance(terms, dict)
     kept = {n: term for n, term in terms.items() if not n.startswith("aux")} if is_dict else {}
-    if not kept:
+    if not kept or len(kept) == len(terms):
         expected = (
             "a loss function that returns a dict of terms, as in {'loss': …, 'aux_router': …}, to "
             "drop those named aux…"
         )
         got = ", ".join(terms) if is_dict else tree.describe_value(terms)
-        refuse("aux_loss_enabled", expected, got, "return others too, or leave out the field")
+        refuse("aux_loss_enabled", expected, got, "name them so, or leave out the field")
     return (kept, *rest) if isinstance(result, tuple) else kept
 
 

@@ -99,6 +99,7 @@ class Methods(BaseTrainerProtocol, Protocol):
     @property
     def epochs_done(self) -> int: ...
     def on_log(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def eval_batches(self) -> Iterator[Any]: ...
     def overrides(self, method: str) -> bool: ...
 
 
@@ -147,6 +148,8 @@ class TrainerHook(BaseHook):
     def __call__(self, event: Event) -> Mapping[str, float] | Stop | None:
         trainer = self._trainer
         trainer.model_state, self._event_step = event.state, event.step
+        if not (event.is_train or event.metrics):  # after a `save_pretrained`
+            return None
         metrics: Mapping[str, float] = event.metrics
         numbers: Mapping[str, float] | None = None
         stop: Stop | None = None

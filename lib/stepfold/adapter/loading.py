@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
 from stepfold.adapter.arguments import TrainingArguments
+from stepfold.adapter.fields import is_changed
 from stepfold.adapter.from_arguments import transform
 from stepfold.adapter.sizes import Plan
 from stepfold.core.axes import default_data_axes
@@ -20,8 +22,9 @@ from stepfold.core.validation import read_integer, takes_any_keyword
 from stepfold.data.batches import batches
 from stepfold.data.collate import check_truncate, collate
 from stepfold.data.epochs import EpochEnds, Skips
-from stepfold.data.prefetch import prefetch
+from stepfold.data.prefetch import Prefetch, prefetch
 from stepfold.data.sources import ENDLESS, GrainStream, is_stream, read_source, stack
+from stepfold.data.stream import BatchIterator
 from stepfold.errors import CheckpointError, refuse
 
 Collect = Callable[[Any], Any]
@@ -136,6 +139,11 @@ def training_batches(
     steps is known.
     """
     workers, streams, seed = arguments.dataloader_num_workers, is_stream(dataset), None
+    for name in ("shuffle_seed_train", "step_start_point") if streams else ():
+        if is_changed(arguments, name):
+            expected = "no value with a stream, which has its own order and start"
+            advice = "leave it out, or give a dataset with len and [i]"
+            refuse(name, expected, f"{getattr(arguments, name)}", advice)
     if arguments.shuffle_train_dataset and not streams:
         seed = arguments.shuffle_seed_train
         seed = arguments.seed if seed is None else seed
@@ -147,7 +155,7 @@ def training_batches(
         dataset,
         plan.train_batch,
         seed=seed,
-        start=0 if streams else arguments.step_start_point,
+        start=arguments.step_start_point,
         epochs=arguments.num_train_epochs if streams and not plan.steps else None,
         transform=drop_columns,
         collate=collect,
@@ -247,6 +255,41 @@ def replicate_if_uneven(batch: Any, mesh: Mesh | None) -> Any:
 # Examples to batches
 
 
+def check_examples(dataset: Any) -> None:
+    """Refuse a loader of batches, whose batches would be examples here."""
+    is_loader = isinstance(dataset, BatchIterator | Prefetch | TrainingLoader | EvaluationLoader)
+    if is_loader or type(getattr(dataset, "batch_size", None)) is int:
+        advice = (
+            "give the data themselves and total_batch_size, or return the batches from "
+            "configure_dataloaders of a subclass"
+        )
+        expected = "a dataset of single examples"
+        refuse(
+            "dataset_train, dataset_eval", expected, f"batches: {type(dataset).__name__}", advice
+        )
+
+
+def warn_of_batches(dataset: Any) -> None:
+    """Warn of a list whose items look like batches: their arrays have the first axis in common.
+
+    Sequences of tokens have no other axis, and an image and its mask have another one in common.
+    """
+    if not isinstance(dataset, list) or not dataset:
+        return
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(dataset[0])]
+    common = next(
+        (i for i, sizes in enumerate(zip(*shapes, strict=False)) if len({*sizes}) > 1), None
+    )
+    common = min(map(len, shapes), default=0) if common is None else common
+    if common == 1 < max(map(len, shapes)) and len(shapes) > 1 and shapes[0][0] > 1:
+        text = (
+            f"dataset: each item looks like a batch of {shapes[0][0]} examples, and is taken as a "
+            "single one; return batches from configure_dataloaders of a subclass, or, if these are "
+            "examples, give data_collator=…"
+        )
+        warnings.warn(text, stacklevel=2)
+
+
 def collect_of(
     arguments: TrainingArguments,
     collator: Collect | None,
@@ -260,6 +303,9 @@ def collect_of(
     first. It gets the output of `collator` or, without one, columns. Otherwise the function is
     `collator`, or with `max_length` that of `make`, which pads and truncates.
     """
+    if collator is not None and not is_own and arguments.max_length is not None:
+        expected = "None with a data_collator, which pads and truncates itself"
+        refuse("max_length", expected, f"{arguments.max_length}", "leave out one of them")
     if not is_own and (collator is not None or arguments.max_length is None):
         return collator
     options = {

@@ -1,8 +1,15 @@
 """Runs of the trainer: where they start, and the arguments of `fit`."""
 
-from collections.abc import Callable, Mapping
+import functools
+import inspect
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import jax
 
 from stepfold.adapter import hooks as trainer_hooks
 from stepfold.adapter import setup
@@ -10,7 +17,9 @@ from stepfold.adapter.arguments import TrainingArguments
 from stepfold.adapter.from_arguments import best_metric, precision
 from stepfold.adapter.loading import TrainingLoader
 from stepfold.adapter.parts import Parts
-from stepfold.adapter.steps import Step, StepWithHooks
+from stepfold.adapter.steps import Step, StepWithHooks, as_metrics, name_in_run
+from stepfold.checkpoint.steps import absolute_path
+from stepfold.core.validation import takes_any_keyword
 from stepfold.errors import refuse
 from stepfold.inspect.compiled import CompiledStep, compile_step
 from stepfold.loop.evaluate import Evaluation, mesh_of
@@ -18,6 +27,7 @@ from stepfold.loop.hooks.base import BaseHook, Event, Hook
 from stepfold.loop.hooks.performance import memory_use
 from stepfold.loop.hooks.stop import stop_early
 from stepfold.loop.hooks.wrappers import callback, every
+from stepfold.loop.metrics import merge_metrics, metric_values
 from stepfold.sharding.place import place_batch
 from stepfold.tree import describe_value
 
@@ -60,6 +70,10 @@ def find_start(
         refuse("train", "one of model_parameters, state and ckpt_path", "more")
     resume_from = arguments.resume_from_checkpoint
     may_resume = not is_first or (arguments.resume_if_possible and resume_from is not False)
+    if is_first and resume_from is True and (own is None or own.latest_step() is None):
+        folder_of = "nothing is saved" if own is None else f"{own.directory} has no checkpoint"
+        text = f"resume_from_checkpoint=True: {folder_of}, so the run starts from the beginning"
+        warnings.warn(text, stacklevel=3)
     if is_first and not chosen and isinstance(resume_from, str):
         # A run that has checkpoints continues from these, but the path has to exist.
         is_own = setup.is_newest(own, resume_from, folder)
@@ -126,16 +140,90 @@ def with_hooks(
     return StepWithHooks(step, before, after)
 
 
-def evaluations_of(parts: Parts, batches: Callable[[], Any]) -> list[Evaluation]:
-    """Return the evaluation on the trainer's data, if there is one, and those that were given."""
-    plan, measure = parts.plan, parts.metrics_step
-    if parts.dataloader_eval is None or not plan.evaluates or measure is None:
+def evaluations_of(
+    arguments: TrainingArguments, parts: Parts, trainer: trainer_hooks.Methods
+) -> list[Evaluation]:
+    """Return the evaluation on the trainer's data, if there is one, and those that were given.
+
+    An `evaluate` or `eval` of a subclass measures in place of the evaluation step.
+    """
+    plan, loader, measure = parts.plan, parts.dataloader_eval, parts.metrics_step
+    own = next(filter(trainer.overrides, ("evaluate", "eval")), None)
+    interval = {"every": plan.evaluation_every, "every_epochs": plan.evaluation_every_epochs}
+    if not plan.evaluates:
         return list(parts.evaluations)
-    interval: dict[str, Any] = {
-        "every": plan.evaluation_every,
-        "every_epochs": plan.evaluation_every_epochs,
-    }
-    return [Evaluation(measure, batches, **interval), *parts.evaluations]
+    if own is not None and (loader is not None or any(interval.values())):
+        return [
+            Evaluation(functools.partial(_measure_by, trainer, own), **interval),
+            *parts.evaluations,
+        ]
+    if loader is not None and measure is not None:
+        return [Evaluation(measure, trainer.eval_batches, **interval), *parts.evaluations]
+    if any(interval.values()):
+        name = "eval_steps" if arguments.eval_steps else "evaluation_strategy"
+        advice = "give dataset_eval, or leave it out"
+        if loader is not None:
+            advice = "return eval_step_fn from configure_functions too"
+        refuse(name, "data and a step to evaluate with", "none", advice)
+    return list(parts.evaluations)
+
+
+def _measure_by(trainer: trainer_hooks.Methods, method: str, state: Any) -> dict[str, float]:
+    """Call the `evaluate` or `eval` of a subclass; the metrics that `eval` yields are averaged."""
+    trainer.model_state = state
+    returned = getattr(trainer, method)(state)
+    if method == "eval" and not isinstance(returned, Mapping):
+        measured = [as_metrics(metrics, "eval") for metrics in returned]
+        returned = merge_metrics(measured) if measured else None
+    if not isinstance(returned, Mapping):
+        refuse(method, "it to return metrics by name", describe_value(returned))
+    return metric_values({name_in_run(name): value for name, value in returned.items()})
+
+
+PRETRAINED = "pretrained"
+"""The folder in `output_dir` for what a subclass's `save_pretrained` writes in a run."""
+
+
+def saves_of(
+    arguments: TrainingArguments, parts: Parts, trainer: trainer_hooks.Methods
+) -> list[Evaluation]:
+    """Return the calls of a subclass's `save_pretrained`: those of the checkpoints, and the last.
+
+    They are an evaluation without metrics, since that has the exact state of its step.
+    """
+    manager = parts.checkpoint_manager
+    if manager is None or not trainer.overrides("save_pretrained"):
+        return []
+    if arguments.output_dir is None:
+        expected = "a directory for what save_pretrained of a subclass writes in a run"
+        refuse("output_dir", expected, "None")
+    parameters = inspect.signature(trainer.save_pretrained).parameters
+    path = "ckpt_path" if "ckpt_path" in parameters else "save_directory"
+    if not ({"state", path} <= {*parameters} or takes_any_keyword(trainer.save_pretrained)):
+        expected = "the parameters ckpt_path and state, or state and save_directory"
+        refuse("save_pretrained", expected, ", ".join(parameters), "name them so")
+    folder = absolute_path("output_dir", arguments.output_dir) / PRETRAINED
+
+    def save(state: Any) -> dict[str, float]:
+        step = int(getattr(state, "step", 0))
+        if jax.process_index() == 0:
+            _delete_old(folder, step, manager.keep)
+        trainer.model_state = state
+        trainer.save_pretrained(**{path: str(folder / str(step)), "state": state})
+        return {}
+
+    return [
+        Evaluation(save, every=manager.every, every_epochs=manager.every_epochs, name=PRETRAINED)
+    ]
+
+
+def _delete_old(folder: Path, step: int, keep: int | None) -> None:
+    """Delete the folder of a step that is saved again, and all but the latest of the others."""
+    steps = sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
+    others = [number for number in steps if number != step]
+    old = [] if keep is None else others[: max(0, len(others) + 1 - keep)]
+    for number in [*old, *({step} & {*steps})]:
+        shutil.rmtree(folder / str(number))
 
 
 class _AroundStep(BaseHook):
@@ -157,7 +245,7 @@ def make_hooks(
     trainer: trainer_hooks.Methods,
     step: Step | None = None,
     *,
-    has_evaluations: bool,
+    evaluations: Sequence[Evaluation],
 ) -> list[Hook]:
     """Make the hooks of a run. The trainer's comes after those that return numbers."""
     hooks: list[Hook] = [_AroundStep(step)] if isinstance(step, StepWithHooks) else []
@@ -168,10 +256,11 @@ def make_hooks(
     patience = arguments.early_stopping_patience
     metric = "eval/loss" if metric is None and patience is not None else metric
     is_of_evaluation = metric is not None and not metric.startswith("train/")
-    if is_of_evaluation and not has_evaluations:
-        name = "metric_for_best_model" if patience is None else "early_stopping_patience"
-        advice = "give dataset_eval, or metric_for_best_model='train.loss'"
-        refuse(name, f"data to evaluate on, to measure {metric}", "none", advice)
+    if metric is not None and patience is None and not getattr(parts.checkpoint_manager, "best", 0):
+        expected = "checkpoints of which the best is kept, or early_stopping_patience"
+        refuse("metric_for_best_model", expected, "neither", "give output_dir")
+    if is_of_evaluation:
+        _check_evaluations(arguments, parts, str(metric), evaluations)
     if metric is not None and patience is not None:
         hooks.append(stop_early(metric, patience=patience, mode=mode, keep_state=is_of_evaluation))
     if arguments.track_memory:
@@ -188,6 +277,25 @@ def make_hooks(
     is_exact = bool(parts.watchers) or trainer.overrides("log_watchers")
     own = trainer_hooks.TrainerHook(trainer, has_epochs=has_epochs, needs_exact_state=is_exact)
     return [*hooks, own, *([] if metric is None else [_expect_metric(metric)])]
+
+
+def _check_evaluations(
+    arguments: TrainingArguments, parts: Parts, metric: str, evaluations: Sequence[Evaluation]
+) -> None:
+    """Check that a metric that ends the run or ranks its checkpoints is measured in time."""
+    has_patience = arguments.early_stopping_patience is not None
+    name = "early_stopping_patience" if has_patience else "metric_for_best_model"
+    if not evaluations:
+        advice = "give dataset_eval, or metric_for_best_model='train.loss'"
+        refuse(name, f"data to evaluate on, to measure {metric}", "none", advice)
+    manager = parts.checkpoint_manager
+    saves = manager and (manager.every, manager.every_epochs, manager.every_minutes)
+    if not has_patience and not any(saves or ()):
+        return  # the only checkpoint is that of the end
+    own = [item for item in evaluations if metric.startswith(f"{item.name}/")]
+    if own and not any(item.every or item.every_epochs for item in own):
+        advice = "write evaluation_strategy='epoch', or eval_steps"
+        refuse(name, f"{metric} to be measured during the run", "one evaluation at the end", advice)
 
 
 def _expect_metric(metric: str) -> Hook:

@@ -35,7 +35,7 @@ from stepfold.adapter.outputs import (
 from stepfold.adapter.parts import Parts
 from stepfold.adapter.sizes import plan
 from stepfold.adapter.steps import Step, weight_by_rows
-from stepfold.adapter.validation import check_functions
+from stepfold.adapter.validation import check_config, check_functions
 from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.safetensors import load_params
@@ -48,6 +48,7 @@ from stepfold.core.transfers import allow_transfers
 from stepfold.core.validation import check_flags, read_instance
 from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError, refuse
 from stepfold.sharding.place import place
+from stepfold.tree import describe_value
 
 
 def make_parts(arguments: TrainingArguments, *, devices: Any, rules: Any, **given: Any) -> Parts:
@@ -57,6 +58,10 @@ def make_parts(arguments: TrainingArguments, *, devices: Any, rules: Any, **give
     if given.get("names") is not None:
         read_instance("names", given["names"], NameMap, "a NameMap")
     check_flags(finetune=given["finetune"], stateful=given["stateful"])
+    check_config(given.get("config"))
+    if rules is not None and not arguments.auto_shard_states:
+        expected = "None with auto_shard_states=False, which replicates the state"
+        refuse("rules", expected, describe_value(rules), "leave out one of them")
     if not given["finetune"]:
         given["initial"] = None
     start_processes(arguments)

@@ -62,9 +62,14 @@ def as_eval_step(step: Step) -> Step:
 
     def eval_step(state: Any, batch: Any) -> dict[str, "Metric"]:
         metrics = as_metrics(step(state, batch), "eval_step_fn", weight=num_rows(batch))
-        return {n.removeprefix("eval_").removeprefix("eval/"): m for n, m in metrics.items()}
+        return {name_in_run(name): metric for name, metric in metrics.items()}
 
     return eval_step
+
+
+def name_in_run(name: str) -> str:
+    """Return the name of a metric of an evaluation without `eval_` or `eval/`."""
+    return name.removeprefix("eval_").removeprefix("eval/")
 
 
 def as_metrics(metrics: Any, argument: str, *, weight: int = 1) -> dict[str, "Metric"]:

@@ -31,7 +31,7 @@ from stepfold.adapter.outputs import (
 )
 from stepfold.adapter.parts import Part
 from stepfold.adapter.sizes import Plan
-from stepfold.adapter.validation import check_list
+from stepfold.adapter.validation import check_functions, check_list, check_methods
 from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import is_available
@@ -52,7 +52,9 @@ class Trainer:
     """A run as an object, for code that expects EasyDeL's `BaseTrainerProtocol`.
 
     It holds the parts of a run, and delegates to `fit` and `evaluate`. A subclass may override any
-    method. Unless it overrides `on_step_start` or `on_step_end`, no Python runs between steps.
+    method. A run calls those that configure it, collate, log, evaluate and save, and the hooks;
+    `evaluate`, `eval` and `save_pretrained` only if they are overridden. Unless `on_step_start` or
+    `on_step_end` is overridden, no Python runs between steps.
 
     Attributes:
       model_state: the state; `state` and `_model_state` are the same.
@@ -141,7 +143,8 @@ class Trainer:
           model: a function `key -> params` or a tree of parameters; with `model_state`, any object.
           dataset_train: a source or stream, as for `stepfold.batches`.
           dataset_eval: the same, for evaluations.
-          data_collator: a function from a list of examples to a batch.
+          data_collator: a function from a list of examples to a batch; by default the attribute
+            `data_collator` of the dataset, if it has one.
           finetune: whether to use the parameters of `model_state`; False initializes new ones.
           loss_fn: a `LossFn`; required unless a subclass overrides `configure_functions`.
           eval_loss_fn: the loss function of evaluations; `loss_fn` by default.
@@ -166,6 +169,7 @@ class Trainer:
         refuse_unknown(type(self).__name__, deprecated_kwargs, known)
         expected = "TrainingArguments"
         arguments = read_instance("arguments", arguments, TrainingArguments, expected)
+        check_methods(self)
         self.arguments = arguments
         self._parts = setup.make_parts(
             arguments,
@@ -232,7 +236,7 @@ class Trainer:
     def configure_model(self) -> TrainerConfigureModelOutput:
         """Make the optimizer, its schedule, and the state."""
         parts = self._parts
-        tx, scheduler = setup.optimizer_for(self.arguments, parts)
+        tx, scheduler = self.make_optimizer()
         state = setup.first_state(self.arguments, parts, self.model, parts.initial, tx)
         self._parts = replace(parts, own_state=state)
         return TrainerConfigureModelOutput(self.model, tx, scheduler, self.config, state=state)
@@ -251,12 +255,18 @@ class Trainer:
 
     def _collect_of(self, dataset: Any) -> loading.Collect | None:
         """Return the function from a list of examples to a batch; None stacks them."""
+        loading.check_examples(dataset)
         kind = "tfds_" if hasattr(dataset, "as_numpy_iterator") else ""
         kind = "grain_" if self.arguments.use_grain else kind
         names = [f"create_{kind}collect_function", "create_collect_function"]
         own = next(filter(self.overrides, names), None)
         make = getattr(self, own or names[0])
-        return loading.collect_of(self.arguments, self.data_collator, make, is_own=own is not None)
+        collators = (getattr(data, "data_collator", None) for data in (dataset, self.dataset_train))
+        collator = self.data_collator or next(filter(None, collators), None)
+        check_functions(data_collator=collator)
+        if collator is None and own is None:
+            loading.warn_of_batches(dataset)
+        return loading.collect_of(self.arguments, collator, make, is_own=own is not None)
 
     def _evaluation_batches(self, dataset: Any, plan: Plan) -> loading.EvaluationLoader:
         collect, mesh = self._collect_of(dataset), self._parts.sharded_mesh
@@ -342,10 +352,11 @@ class Trainer:
         step = run.step_of(self._parts, jitted=arguments.steps_per_call == 1)
         if self.overrides("on_step_start") or self.overrides("on_step_end"):
             step = run.with_hooks(arguments, step, self.on_step_start, self.on_step_end)
-        evaluations = run.evaluations_of(self._parts, self.eval_batches)
+        evaluations = run.evaluations_of(arguments, self._parts, self)
         self._run_hooks = run.make_hooks(
-            arguments, self._parts, self, step, has_evaluations=bool(evaluations)
+            arguments, self._parts, self, step, evaluations=evaluations
         )
+        evaluations += run.saves_of(arguments, self._parts, self)
         is_resumed = self.checkpoint_path is not None
         if not is_resumed and self.writer is not None and self.is_enable:
             self.writer.flush()  # rows logged before this run stay in the earlier run's files
@@ -498,6 +509,8 @@ class Trainer:
     ) -> dict[str, float]:
         """Return the metrics of a state on the evaluation data, such as `eval_loss`; log nothing.
 
+        A run calls the method of a subclass for each of its evaluations.
+
         Args:
           state: the state, by default the trainer's. Anything else is taken as the `dataset`.
           metric_calculator: a function that returns further metrics: `(state, batch) -> metrics`,
@@ -512,7 +525,12 @@ class Trainer:
             return steps.evaluate_with(self._eval_step(), state, batches, metric_calculator)
 
     def eval(self, model_state: Any) -> Iterator[dict[str, float]]:
-        """Evaluate a state on each batch of the evaluation data."""
+        """Evaluate a state on each batch of the evaluation data.
+
+        A run calls the method of a subclass that does not override `evaluate`. It may return a
+        dict, or yield one for each batch, whose means a run logs: with metrics such as
+        `sf.mean(values, mask)` instead of numbers they are exact.
+        """
         for batch in self.eval_batches():
             metrics = evaluate(self._eval_step(), model_state, [batch])
             yield {f"eval_{name}": value for name, value in metrics.items()}
@@ -584,6 +602,10 @@ class Trainer:
         other `names`, also as names in torch by path, and `torch_save_pretrained_kwargs` the
         `metadata` of the file. `gather_fns` must be None. Returns the folder of the checkpoint, or
         that of the safetensors.
+
+        A run saves its own checkpoints. In addition it calls the method of a subclass at each step
+        of `save_strategy` and at the end, with the path `output_dir/pretrained/<step>`. The latest
+        `save_total_limit` of these folders are kept.
         """
         path, state = saving.path_and_state(state, save_directory, ckpt_path)
         state = self.state if state is None else state

@@ -1,6 +1,7 @@
 """Checks of `TrainingArguments` as a whole, and of arguments of the trainer."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stepfold import tree
@@ -83,6 +84,10 @@ def _conflicts_of_optimizer(a: Any) -> _Conflicts:
 
 
 def _conflicts_of_data(a: Any) -> _Conflicts:
+    has_total = a.total_batch_size is not None
+    if a.per_device_train_batch_size and a.gradient_accumulation_steps > 1 and not has_total:
+        advice = "write total_batch_size, the examples of an update over all microbatches"
+        yield "per_device_train_batch_size", "gradient_accumulation_steps", advice
     axes = [axis for entry in a.step_partition_spec or () for axis in axes_of(entry)]
     if any(axis not in a.sharding_axis_names or axes.count(axis) > 1 for axis in axes):
         yield "step_partition_spec", "sharding_axis_names", "name axes of the mesh, each once"
@@ -130,6 +135,9 @@ def _conflicts_of_output(a: Any) -> _Conflicts:
         interval = "save_strategy" if a.save_strategy else "save_steps"
         advice = "a run that saves also saves its end, so that it can be resumed"
         yield "do_last_save", interval, advice
+    if a.resume_from_checkpoint is True and a.output_dir is None:
+        advice = "write where the run is that is to be resumed"
+        yield "resume_from_checkpoint", "output_dir", advice
     if a.resume_from_checkpoint is True and not a.resume_if_possible:
         yield "resume_from_checkpoint", "resume_if_possible", "leave one out"
     if a.init_weights_from is not None and isinstance(a.resume_from_checkpoint, str):
@@ -137,6 +145,52 @@ def _conflicts_of_output(a: Any) -> _Conflicts:
 
 
 # Checks of other arguments
+
+
+_SETTINGS = ("weight_decay", "max_grad_norm", "scheduler_step_per_batch")
+
+
+def check_config(config: Any) -> None:
+    """Refuse a `config` with settings of the training, as qurious has, or of TrainingArguments."""
+    read = lambda value: value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    training = read(read(config).get("training"))
+    found = [name for name in _SETTINGS if name in training or f"training.{name}" in read(config)]
+    if found or hasattr(config, "num_train_epochs"):
+        expected = "the configuration of the model"
+        got = f"training.{found[0]}" if found else tree.describe_value(config)
+        advice = "settings of the training are fields of TrainingArguments, such as max_grad_norm"
+        if found == ["scheduler_step_per_batch"]:
+            advice = "a schedule counts steps; for one of epochs give custom_scheduler"
+        refuse("config", expected, got, advice)
+
+
+# Methods of other trainers, and the method or argument that has their place here.
+_METHODS = {
+    "configure_functions": "train_step eval_step training_step validation_step prediction_step "
+    "optimization_step _forward_pass _compute_loss compute_loss",
+    "create_collect_function": "_prepare_batch prepare_input_batch",
+    "configure_dataloaders": "create_train_dataloader create_eval_dataloader train_dataloader "
+    "val_dataloader get_train_dataloader get_eval_dataloader",
+    "configure_model": "create_optimizer create_scheduler create_optimizer_and_scheduler "
+    "configure_optimizers",
+    "save_pretrained": "_save_checkpoint",
+    "train": "inner_training_loop train_epoch",
+}
+
+
+def check_methods(trainer: Any) -> None:
+    """Warn of a method of another library's trainer that a run does not call.
+
+    A subclass that overrides the method in its place may call it itself.
+    """
+    kind = type(trainer)
+    for ours, names in _METHODS.items():
+        for name in names.split():
+            owner = next((base for base in kind.__mro__ if name in vars(base)), None)
+            is_used = owner is None or owner.__module__.startswith("stepfold.")
+            if not is_used and callable(getattr(kind, name)) and not trainer.overrides(ours):
+                text = f"{kind.__name__}.{name}: a run calls no method of this name"
+                warnings.warn(f"{text}; override {ours} in its place, or to call it", stacklevel=3)
 
 
 def check_functions(**values: Any) -> None:
