@@ -358,7 +358,8 @@ def _flatten(name: str, value: Any, values: dict[str, float]) -> None:
         try:
             values[name] = float(value)
         except (TypeError, ValueError, OverflowError):
-            refuse(name, "a number", repr(str(value) if isinstance(value, str) else value))
+            got = repr(str(value)) if isinstance(value, str) else tree.describe_value(value)
+            refuse(name, "a number", got)
 
 
 class Curve(list[float]):

@@ -187,7 +187,7 @@ class console_writer(ConvertingWriter):  # noqa: N801
 
     def __init__(self, stream: TextIO | None = None) -> None:
         if stream is not None and not callable(getattr(stream, "write", None)):
-            refuse("stream", "an open text file or None", repr(stream))
+            refuse("stream", "an open text file or None", tree.describe_value(stream))
         self._stream = stream
 
     def _write(self, step: int, values: Mapping[str, Value]) -> None:
