@@ -631,6 +631,17 @@ def test_a_metric_that_a_function_may_give_is_looked_for_until_the_end(tmp_path)
         assert fit(hooks=own, **kept).best is None
 
 
+def test_an_evaluation_may_lack_a_watched_metric_of_which_a_hook_knows():
+    """A hook that does not say what it returns may give it later, whatever is similar to it."""
+    own = sf.Evaluation(lambda state: {"loss_a": state["n"]}, every=5)
+    add = lambda event: {"eval/loss_b": event.step} if event.step == 20 else None
+    early = sf.stop_early("eval/loss_b", patience=9)
+    assert fit(evaluation=own, hooks=[early, add]).steps == 20
+    assert early.best_step == 20
+    with pytest.raises(sf.ConfigError, match="eval/loss_b: .* did you mean 'eval/loss_a'"):
+        fit(evaluation=own, hooks=[sf.stop_early("eval/loss_b", patience=9), sf.throughput()])
+
+
 class Rows:
     def __init__(self):
         self.rows = {}

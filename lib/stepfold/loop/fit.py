@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,14 +29,12 @@ from stepfold.loop.data import BatchFeed
 from stepfold.loop.elastic import Attempts, Elastic
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import (
-    BaseHook,
     Event,
     GoBack,
     Hook,
     HookDispatcher,
     Stop,
     call_optional,
-    check_spelling,
     hook_name,
     may_stop,
 )
@@ -150,7 +149,7 @@ def fit(
     runner = _check_numbers(step, lengths, log_every, steps_per_call)
     _check_checkpoints(checkpoints)
     config = read_config(config)
-    all_hooks = _with_default_hooks(user_hooks, time_limit, config)
+    all_hooks = _with_default_hooks(user_hooks, time_limit)
     feed = BatchFeed(batches, epochs, keep_recent=True)
     _check_epochs(feed, [*evaluations, checkpoints], all_hooks)
     _check_batches(feed, evaluations, steps_per_call)
@@ -175,7 +174,12 @@ def fit(
         runner,
         state,
         feed,
-        HookDispatcher([watched, *all_hooks] if watched.unseen else all_hooks, directory.stopwatch),
+        HookDispatcher(
+            all_hooks,
+            directory.stopwatch,
+            opened=None if config is None else partial(_write_config, user_hooks, config),
+            check=watched.check if watched.unseen else None,
+        ),
         series,
         Options(evaluations, log_every, steps_per_call, directory.metrics_path is None, parts),
         total=step_of(state) + more if (more := more_steps or feed.total) else steps,
@@ -292,17 +296,18 @@ def _check_checkpoints(checkpoints: Any) -> None:
         read_instance("checkpoints", checkpoints, Checkpoints, "sf.Checkpoints(every=…)")
 
 
-def _with_default_hooks(
-    hooks: Sequence[Hook], time_limit: Any, config: Mapping[str, Any] | None
-) -> list[Hook]:
-    """Add hooks that stop at a NaN and at the time limit, and one that writes the config."""
+def _with_default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:
+    """Add hooks that stop at a NaN and at the time limit."""
     is_guarded = any(getattr(hook, "replaces_nonfinite_stop", False) for hook in hooks)
     all_hooks: list[Hook] = [*([] if is_guarded else [stop_on_nonfinite()]), *hooks]
     if time_limit is not None:
         all_hooks.append(TimeLimit(time_limit))
-    if config is not None:
-        all_hooks.append(_WriteConfig(hooks, config))
     return all_hooks
+
+
+def _write_config(hooks: Sequence[Hook], config: Mapping[str, Any]) -> None:
+    for hook in hooks:
+        call_optional(hook, "write_config", flatten_config(config))
 
 
 def _check_end(feed: BatchFeed, limits: Sequence[Any], hooks: Sequence[Hook]) -> None:
@@ -361,25 +366,8 @@ def _check_epochs(feed: BatchFeed, recurring: Sequence[Any], hooks: Sequence[Hoo
         refuse("hooks", expected, feed.batches, "give sf.batches(data, …)")
 
 
-class _WriteConfig(BaseHook):
-    """Pass the config to the hooks before this one, once they are open."""
-
-    def __init__(self, hooks: Sequence[Hook], config: Mapping[str, Any]) -> None:
-        self._hooks, self._config = hooks, flatten_config(config)
-
-    def __call__(self, event: Event) -> None:
-        pass
-
-    def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
-        hooks, self._hooks = self._hooks, ()  # once, even if the run goes back
-        for hook in hooks:
-            call_optional(hook, "write_config", self._config)
-
-
-class _WatchedMetrics(BaseHook):
+class _WatchedMetrics:
     """Check that the metrics exist that hooks and `Checkpoints(best=…)` depend on."""
-
-    provides = ()
 
     def __init__(
         self,
@@ -402,13 +390,16 @@ class _WatchedMetrics(BaseHook):
                 advice = "" if evaluations else "add evaluation=sf.Evaluation(…) for eval/…"
                 refuse(argument, expected, metric, advice)
 
-    def __call__(self, event: Event) -> None:
+    def check(self, event: Event) -> None:
+        """Refuse a metric that this kind of event should have, if all names are known."""
         self.saw_event = True
         for metric, argument in self.unseen.items():
-            check_spelling(metric, event)
             is_own_kind = metric.rpartition("/")[0] == event.kind
             if is_own_kind and metric not in event.metrics and self._knows_names:
-                got, advice = ", ".join(sorted(event.metrics)), f"{argument} needs one of them"
+                near = get_close_matches(metric, event.metrics, n=1, cutoff=0.9)
+                advice = f"{argument} needs one of them"
+                advice += f"; did you mean {near[0]!r}?" if near else ""
+                got = ", ".join(sorted(event.metrics))
                 refuse(metric, "a metric that is measured", got, advice)
         unseen = self.unseen.items()
         self.unseen = {metric: arg for metric, arg in unseen if metric not in event.metrics}

@@ -11,7 +11,6 @@ from stepfold.loop.hooks.base import (
     GoBack,
     HookDispatcher,
     Stop,
-    check_spelling,
     hook_name,
     may_stop,
 )
@@ -73,14 +72,6 @@ def test_a_stop_is_a_kind_and_a_message():
     stop = Stop("plateau", "the loss is flat")
     assert tuple(stop) == ("plateau", "the loss is flat")
     assert str(stop) == stop.message
-
-
-def test_a_misspelt_metric_is_refused_and_an_absent_one_is_not():
-    event = Event(10, None, {"eval/loss": 2.0}, None, kind="eval")
-    with pytest.raises(sf.ConfigError, match="eval/los: .* did you mean 'eval/loss'"):
-        check_spelling("eval/los", event)
-    for other in ("eval/loss", "eval/accuracy", "train/los", "test/loss"):
-        check_spelling(other, event)
 
 
 # Numbers

@@ -293,7 +293,9 @@ def test_another_stream_is_used_and_left_open(capsys):
 
 
 def test_objects_that_are_not_streams_are_refused():
-    with pytest.raises(sf.ConfigError, match="stream: expected an open text file or None, got str 'a'"):
+    with pytest.raises(
+        sf.ConfigError, match="stream: expected an open text file or None, got str 'a'"
+    ):
         console_writer("a")
 
 

@@ -46,7 +46,9 @@ def describe_slow_saves(run: Run) -> str | None:
     if not saves or not steps or saving < 0.2 * total:
         return None
     every = find_save_interval(saving, saves, rest, steps)
-    return f"Saves took {saving / total:.0%} of the time; every {every:,} steps, they would take 5 %"
+    return (
+        f"Saves took {saving / total:.0%} of the time; every {every:,} steps, they would take 5 %"
+    )
 
 
 def _count_steps(run: Run) -> int:
