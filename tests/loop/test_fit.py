@@ -1,3 +1,4 @@
+import contextlib
 import io
 import itertools
 import json
@@ -647,7 +648,7 @@ class Rows:
         self.rows = {}
 
     def write_scalars(self, step, scalars):
-        self.rows[step] = dict(scalars)
+        self.rows.setdefault(step, {}).update(scalars)
 
 
 def test_numbers_of_hooks_reach_writers_and_the_history_in_any_order():
@@ -658,6 +659,25 @@ def test_numbers_of_hooks_reach_writers_and_the_history_in_any_order():
         names = {"memory/host", "throughput/step_seconds", "train/at", "own"}
         assert names <= writer.rows[20].keys()
         assert result.history["own"].steps == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("options", "written"),
+    [
+        ({}, [10, 16]),
+        ({"batches": batches(epochs=3), "steps": None}, [10, 18]),
+        ({"hooks": lambda event: "enough" if event.step == 8 else None}, [9]),
+        ({"hooks": lambda event: 1 / (event.step - 8) and None}, []),
+    ],
+)
+def test_a_writer_that_leaves_out_intervals_writes_the_last_one(options, written):
+    writer = Rows()
+    own = sf.Evaluation(lambda state: {})
+    options = {"batches": batches(), "hooks": lambda event: None, "steps": 16, **options}
+    hooks = [sf.log_to(writer, every=10), options.pop("hooks")]
+    with contextlib.suppress(ZeroDivisionError):
+        sf.fit(JITTED, number(), hooks=hooks, log_every=2, evaluation=own, **options)
+    assert [step for step, row in writer.rows.items() if "train/at" in row] == written
 
 
 def test_an_evaluation_is_one_whatever_a_hook_adds_to_it():

@@ -605,6 +605,9 @@ class TrainLoop:
         """Log the open interval, and evaluate a last time."""
         self._buffer.close_interval(self.step)
         self._log()
+        if self._deferred_error is None:
+            with self._defer_error():
+                self.hooks.end_run()
         self._evaluate(self._options.evaluations)
         self._end_epoch()
 

@@ -224,6 +224,9 @@ class BaseHook:
             self.reset(step)
         self._is_restored = False
 
+    def end_run(self) -> None:
+        """Act on the last train metrics of a run that is not interrupted, before it evaluates."""
+
     def flush(self) -> None:
         """Make what was written durable; called in a thread before a checkpoint commits."""
 
@@ -350,6 +353,10 @@ class HookDispatcher:
     def flush(self) -> None:
         for hook in self.hooks:
             call_optional(hook, "flush")
+
+    def end_run(self) -> None:
+        for hook in self.hooks:
+            call_optional(hook, "end_run")
 
     def end_epoch(self, epoch: int) -> None:
         for hook, part in zip(self.hooks, self._parts, strict=True):

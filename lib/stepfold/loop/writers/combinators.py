@@ -174,7 +174,7 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
       writer: an object with a method `write_scalars(step, numbers by name)`. `resume`, `flush` and
         `close` are optional.
       every: write train metrics only at the first event at or after each multiple of this many
-        steps, and at the last step. Evaluations are always written.
+        steps, and at the end of a run that is not interrupted. Evaluations are always written.
       everywhere: whether every process writes, each with its own writer.
       name: the key of its state in a checkpoint, for two hooks of this kind.
 
@@ -212,6 +212,7 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
 
     def reset(self, step: int) -> None:
         self._multiple = step // self._every if self._every else 0
+        self._skipped: Event | None = None  # the last event, if it was not written
 
     def open(self, step: int, total: int | None) -> None:
         super().open(step, total)
@@ -227,10 +228,18 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
         if self._every is not None and event.is_train:
             previous, self._multiple = self._multiple, event.step // self._every
             is_due = self._multiple > previous or event.step == event.total
+        self._skipped = None if is_due else event._replace(state=None, batch=None)
         if is_due:
             with self._lock:
                 self._active_writer().write_scalars(event.step, event.metrics)
         _raise_first(self._errors)
+
+    def end_run(self) -> None:
+        """Write the last interval of train metrics."""
+        if self._skipped is not None:
+            with self._lock:
+                self._active_writer().write_scalars(self._skipped.step, self._skipped.metrics)
+            self._skipped = None
 
     def flush(self) -> None:
         """Flush the writer. An error is raised by the next event or by `close`, not here."""
