@@ -281,6 +281,22 @@ def test_metrics_that_a_hook_writes_are_not_written_twice(tmp_path):
     assert '"own"' in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: sf.log_to(sf.jsonl_writer(path / "metrics.jsonl")),
+        lambda path: sf.every(5, sf.log_to(sf.async_writer(sf.csv_writer(path / "metrics.csv")))),
+        lambda path: sf.log_to(sf.multi_writer(sf.jsonl_writer(path / "x/../metrics.jsonl"))),
+        lambda path: sf.log_to(sf.jsonl_writer(path / "x", csv=path / "metrics.csv")),
+    ],
+)
+def test_a_writer_to_a_file_that_fit_writes_is_refused(make, tmp_path):
+    with pytest.raises(sf.ConfigError, match="hooks: expected writers to other files .*metrics"):
+        fit(run_dir=tmp_path, hooks=make(tmp_path))
+    assert fit(run_dir=tmp_path, hooks=sf.log_to(sf.jsonl_writer(tmp_path / "own"))).steps == 20
+    assert rows(tmp_path / "metrics.jsonl") == rows(tmp_path / "own") == [10, 20]
+
+
 def test_checkpoints_without_a_place_are_refused():
     with pytest.raises(sf.ConfigError, match="expected a directory, got none; give run_dir"):
         fit(checkpoints=sf.Checkpoints(every=7))

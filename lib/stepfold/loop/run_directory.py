@@ -1,8 +1,10 @@
 """The directory of a run: its lock, metric files, `run.json`, report, and their upload."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ import jax
 from stepfold.checkpoint.series import Series
 from stepfold.checkpoint.steps import check_shared, read_directory
 from stepfold.core.processes import Group, agreement
-from stepfold.errors import StepfoldError
+from stepfold.errors import StepfoldError, refuse
 from stepfold.loop.hooks.base import Hook, Stop, Stopwatch
 from stepfold.loop.metrics import History
 from stepfold.loop.report.report_writer import ReportWriter
@@ -63,6 +65,7 @@ class RunDirectory:
             return []
         hooks: list[Hook] = []
         if self.metrics_path is not None:
+            _check_files(others, [self.metrics_path, self.path / "metrics.csv"])
             writer = jsonl_writer(self.metrics_path, csv=self.path / "metrics.csv")
             # Named, so that its state is not confused with that of a user's writer.
             hooks.append(log_to(async_writer(writer), name="metrics.jsonl"))
@@ -161,3 +164,12 @@ class RunDirectory:
             writer.resume(last_row)
             writer.write_scalars(step, metrics)
             writer.close()
+
+
+def _check_files(hooks: Sequence[Hook], own: Sequence[Path]) -> None:
+    """Refuse hooks that write the files of the run too."""
+    real = {os.path.realpath(file) for file in own}
+    for file in (file for hook in hooks for file in getattr(hook, "written_files", ())):
+        if os.path.realpath(file) in real:
+            expected = "writers to other files than those that fit writes in run_dir"
+            refuse("hooks", expected, f"{file}", "drop it, or give another path")

@@ -3,8 +3,9 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from stepfold import tree
 from stepfold.core.validation import check_flags, read_integer
 from stepfold.errors import refuse
 from stepfold.loop.hooks.base import BaseHook, Event, call_optional
-from stepfold.loop.writers.base import Writer
+from stepfold.loop.writers.base import Writer, files_of
 
 
 class multi_writer(Writer):  # noqa: N801
@@ -33,6 +34,10 @@ class multi_writer(Writer):  # noqa: N801
             _check_writer(f"writers[{i}]", writer)
         self._writers = writers
         self.shows_progress = any(getattr(writer, "shows_progress", False) for writer in writers)
+
+    @property
+    def _files(self) -> Sequence[Path]:
+        return [file for writer in self._writers for file in files_of(writer)]
 
     def _forward(self, method: str, *arguments: Any) -> None:
         with ExitStack() as stack:  # calls all in reverse order, even if some raise
@@ -84,6 +89,10 @@ class async_writer(Writer):  # noqa: N801
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # so that no call is added for a thread that ends
         self._wake = threading.Event()
+
+    @property
+    def _files(self) -> Sequence[Path]:
+        return files_of(self._writer)
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         self._forward("write_scalars", step, scalars)
@@ -209,6 +218,10 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
             nullcontext() if isinstance(writer, async_writer) else threading.Lock()
         )
         self.reset(0)
+
+    @property
+    def written_files(self) -> Sequence[Path]:
+        return files_of(self._writer)
 
     def reset(self, step: int) -> None:
         self._multiple = step // self._every if self._every else 0
