@@ -544,6 +544,13 @@ def lost_position(tmp_path, _):
     return {"batches": rows, **saves(tmp_path)}
 
 
+def long_history(tmp_path, monkeypatch):
+    monkeypatch.setattr("stepfold.loop.metrics._SAVED_POINTS", 3)
+    plan = {"checkpoints": sf.Checkpoints(tmp_path, every=7), "log_every": 1}
+    fit(steps=7, **plan)
+    return plan
+
+
 def signal_to_save(*_):
     return {"hooks": lambda _: os.kill(os.getpid(), signal.SIGUSR1), "log_every": 4}
 
@@ -556,6 +563,7 @@ def signal_to_save(*_):
         (few_batches, "expected enough for"),
         (lost_position, "expected a position"),
         (signal_to_save, "SIGUSR1: expected checkpoints"),
+        (long_history, "history: expected all points of train/at, got the last 3 of them"),
     ],
 )
 def test_a_warning_is_at_the_line_that_calls_fit(prepare, words, tmp_path, monkeypatch):

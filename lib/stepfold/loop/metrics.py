@@ -396,8 +396,22 @@ class History(dict[str, Curve]):
         }
 
     def set_state(self, state: Mapping[str, Sequence[bytes]]) -> None:
+        """Go to a saved state; of earlier points that it lacks, those known here are kept."""
+        before, cut = dict(self), []
+        self.clear()
         for name, (steps, values) in state.items():
-            for step, value in zip(
-                np.frombuffer(steps, np.int64), np.frombuffer(values), strict=True
-            ):
-                self.add(int(step), {name: value})
+            first, *_ = saved = np.frombuffer(steps, np.int64).tolist()
+            known = before.get(name, Curve())
+            for step, value in zip(known.steps, known, strict=True):
+                if step < first:
+                    self.add(step, {name: value})
+            if len(saved) == _SAVED_POINTS and name not in self:
+                cut.append(name)
+            for step, value in zip(saved, np.frombuffer(values).tolist(), strict=True):
+                self.add(step, {name: value})
+        if cut:
+            warnings.warn(
+                f"history: expected all points of {cut[0]}{', …' * (len(cut) > 1)}, got the last "
+                f"{_SAVED_POINTS} of them, which a checkpoint keeps; give run_dir=… to keep all",
+                stacklevel=7,  # at the call of `fit`
+            )

@@ -840,7 +840,6 @@ class TrainLoop:
         """Continue from a state and what was kept with it; return whether the run is complete."""
         hyperparams = self.progress.hyperparams
         self.state, self._end, self.go_back = restored.state, None, None
-        self.history.clear()
         self._buffer, self._saw_event = MetricBuffer(self._run_step.unpack), False
         self.positions, self._first_save = [], None
         self.step = restored.step
@@ -853,6 +852,8 @@ class TrainLoop:
                 stacklevel=5,
             )
             saved = {}
+        if not saved:
+            self.history.clear()
         total = self.progress.total
         self.progress = Progress(total, self.step, self.step, self.step)
         self.consensus.requests.set_state(None)
