@@ -16,6 +16,7 @@ import pytest
 from tests.small import STEP, TX, start
 
 import stepfold as sf
+from stepfold.loop import fit as fit_module
 from stepfold.loop import train_loop
 from stepfold.loop.fit import FitResult
 from stepfold.loop.hooks import progress as progress_hooks
@@ -411,6 +412,30 @@ def test_a_loss_that_is_no_number_leaves_a_capsule(tmp_path):
     assert result.stop_reason.message.startswith("train/loss is nan in step 3; stopped at step ")
     assert result.stop_reason.message.endswith(f"; see {tmp_path / 'capsules' / '3'}")
     assert sf.read_capsule(result.capsule.path).metrics.keys() == result.capsule.metrics.keys()
+
+
+def test_a_capsule_is_taken_while_the_directory_is_locked_and_named_in_its_files(
+    tmp_path, monkeypatch
+):
+    take, locks = fit_module.take_capsule, []
+    see = lambda *args, **options: locks.extend(tmp_path.glob(".lock-*")) or take(*args, **options)
+    monkeypatch.setattr(fit_module, "take_capsule", see)
+    result = learn(run_dir=tmp_path)
+    (attempt,) = json.loads((tmp_path / "run.json").read_text())["attempts"]
+    assert len(locks) == 1
+    assert attempt["stop"] == result.stop_reason._asdict()
+
+
+def test_an_interruption_while_a_capsule_is_taken_has_the_result(monkeypatch):
+    def interrupt(*args, **options):
+        signal.raise_signal(signal.SIGINT)
+        return take(*args, **options)
+
+    take = fit_module.take_capsule
+    monkeypatch.setattr(fit_module, "take_capsule", interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        learn()
+    assert caught.value.result.capsule.step == 3
 
 
 def test_without_a_folder_it_is_on_the_result():

@@ -194,19 +194,10 @@ def fit(
                     hook.show_resume(loop.resumed, directory.path or series.directory)
         with report_failed_peer():
             _run(loop, directory, more_steps)
-    stop, capsule = _stop_reason(loop, all_hooks), None
-    if (nonfinite := _find_nonfinite(loop, all_hooks)) is not None:
-        checkpoints_in = None if series is None else series.directory
-        capsule = take_capsule(
-            nonfinite, loop.state, feed, positions=loop.positions, directory=checkpoints_in
-        )
-        rollbacks = loop.rollbacks.done if loop.rollbacks else ()
-        capsule = replace(capsule, rollbacks=tuple(map(str, rollbacks)))
-        capsule = capsule.with_replacements(loop.progress.replacements)
-        capsule = save_capsule(capsule, directory.path) if directory.path else capsule
-        if stop is not None and capsule.path is not None:
-            stop = stop._replace(message=f"{stop.message}; see {capsule.path}")
-    result = _result(loop, stop, capsule)
+        if (nonfinite := _find_nonfinite(loop, all_hooks)) is not None:
+            with directory.stopwatch.measure("capsule"):
+                loop.capsule = _take_capsule(loop, nonfinite, feed, directory)
+    result = _result(loop, _stop_reason(loop, all_hooks))
     _raise_signal(loop, result)
     watched.warn_of_unseen(result.history)
     if result.steps == loop.first_step and (was_complete or loop.resumed is None):
@@ -582,6 +573,23 @@ def _find_nonfinite(loop: TrainLoop, hooks: Sequence[Hook]) -> Nonfinite | None:
     return next((result for result in results if isinstance(result, Nonfinite)), None)
 
 
+def _take_capsule(
+    loop: TrainLoop, nonfinite: Nonfinite, feed: BatchFeed, directory: RunDirectory
+) -> Capsule:
+    """Take the capsule of a step, and write it to the directory of the run."""
+    checkpoints_in = None
+    if loop.series is not None:
+        loop.series.wait()
+        checkpoints_in = loop.series.directory
+    capsule = take_capsule(
+        nonfinite, loop.state, feed, positions=loop.positions, directory=checkpoints_in
+    )
+    rollbacks = loop.rollbacks.done if loop.rollbacks else ()
+    capsule = replace(capsule, rollbacks=tuple(map(str, rollbacks)))
+    capsule = capsule.with_replacements(loop.progress.replacements)
+    return save_capsule(capsule, directory.path) if directory.path else capsule
+
+
 def _stop_reason(loop: TrainLoop, hooks: Sequence[Hook]) -> Stop | None:
     """Return why the run stopped; only corruption takes precedence over a NaN or inf."""
     nonfinite = _find_nonfinite(loop, hooks)
@@ -589,16 +597,17 @@ def _stop_reason(loop: TrainLoop, hooks: Sequence[Hook]) -> Stop | None:
         return loop.stop
     why = f"{nonfinite.metric} is {nonfinite.metrics[nonfinite.metric]} in step {nonfinite.step}"
     kind, message = loop.stop
-    if why in message:
-        return Stop("nonfinite", message)
-    is_end = kind in ("completed", "exhausted")
-    return Stop("nonfinite", f"{why}{', seen when ' if is_end else '; '}{message}")
+    if why not in message:
+        is_end = kind in ("completed", "exhausted")
+        message = f"{why}{', seen when ' if is_end else '; '}{message}"
+    path = None if loop.capsule is None else loop.capsule.path
+    return Stop("nonfinite", message if path is None else f"{message}; see {path}")
 
 
-def _result(loop: TrainLoop, stop: Stop | None, capsule: Capsule | None = None) -> FitResult:
+def _result(loop: TrainLoop, stop: Stop | None) -> FitResult:
     best = None if loop.series is None else loop.series.best_step()
     stop = stop or Stop("error", "")
-    return FitResult(loop.state, loop.step, loop.history, stop, best, loop.resumed, capsule)
+    return FitResult(loop.state, loop.step, loop.history, stop, best, loop.resumed, loop.capsule)
 
 
 @contextmanager

@@ -49,6 +49,7 @@ from stepfold.loop.hooks.base import (
     find_save_interval,
 )
 from stepfold.loop.metrics import Curve, History, Interval, MetricBuffer
+from stepfold.loop.replay.capsule import Capsule
 from stepfold.loop.requests import Kind, Request, Signals, WaitInterrupted, of_hook
 from stepfold.loop.rollback import Rollbacks
 from stepfold.loop.step_runner import StepRunner
@@ -222,6 +223,7 @@ class TrainLoop:
         self.go_back: GoBack | None = None  # set if `run` returned in order to go back
         self.resumed: int | None = None  # the step of the checkpoint that it resumed from
         self.positions: list[DataPosition] = []  # at the start and at the last log points
+        self.capsule: Capsule | None = None  # of the step that ended the run by a NaN or inf
         self.progress = Progress(total, self.step, self.step, self.step)
         self.progress.is_complete = total is not None and self.step >= total
         self.progress.hyperparams = hyperparams_of(getattr(state, "opt_state", ()))
