@@ -298,6 +298,21 @@ def test_a_writer_to_a_file_that_fit_writes_is_refused(make, tmp_path):
     assert rows(tmp_path / "metrics.jsonl") == rows(tmp_path / "own") == [10, 20]
 
 
+@pytest.mark.parametrize("hook_stops", [False, True])
+def test_a_run_that_has_lost_its_directory_saves_no_more(hook_stops, tmp_path, monkeypatch):
+    def lose(event):
+        for path in tmp_path.glob(".lock-*"):
+            path.unlink()
+            time.sleep(0.2)
+        return "enough" if hook_stops else None
+
+    monkeypatch.setattr("stepfold.loop.run_lock._BEAT", 0.05)
+    result = fit(steps=10_000, hooks=lose, **saves(tmp_path, every=5))
+    assert result.stop_reason.kind == "error"
+    assert "another run may use" in result.stop_reason.message
+    assert sf.latest_step(tmp_path / "checkpoints") == 5 < result.steps < 1000
+
+
 def test_checkpoints_without_a_place_are_refused():
     with pytest.raises(sf.ConfigError, match="expected a directory, got none; give run_dir"):
         fit(checkpoints=sf.Checkpoints(every=7))

@@ -43,7 +43,7 @@ from stepfold.loop.hooks.stop import Nonfinite, TimeLimit, stop_on_nonfinite
 from stepfold.loop.metrics import History
 from stepfold.loop.patience import end_if_stuck
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
-from stepfold.loop.requests import Kind
+from stepfold.loop.requests import Kind, Request
 from stepfold.loop.run_directory import RunDirectory
 from stepfold.loop.run_info import flatten_config, read_config, run_metadata
 from stepfold.loop.step_runner import StepRunner
@@ -464,7 +464,8 @@ def _opened(loop: TrainLoop, directory: RunDirectory, hooks: Sequence[Hook]) -> 
         if series is not None:
             stack.callback(series.close)  # even if another run holds the lock
         ended = lambda: (loop.step, _stop_reason(loop, hooks))
-        stack.enter_context(directory.lock(loop.consensus.ask_to_end, ended))
+        lose = lambda stop: loop.consensus.ask(Request(Kind.CORRUPTION, 0, stop))
+        stack.enter_context(directory.lock(lose, ended))
         for hook in hooks:
             stack.callback(call_optional, hook, "close")
         stack.enter_context(loop.signals.handle())  # until the last save is on disk

@@ -590,7 +590,8 @@ class TrainLoop:
             return
         if has_stop:  # a later run continues after the stop
             self.consensus.done(Kind.STOP)
-        has_news = has_stop or self._rank() != known
+        is_wrong = Kind.CORRUPTION in self.consensus.requests
+        has_news = (has_stop or self._rank() != known) and not is_wrong
         if has_news and self.series is not None and self.step in (self.series.saved, self.resumed):
             extra["fit"]["stop"] = None
             self.hooks.flush()
