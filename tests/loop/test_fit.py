@@ -298,6 +298,14 @@ def test_a_writer_to_a_file_that_fit_writes_is_refused(make, tmp_path):
     assert rows(tmp_path / "metrics.jsonl") == rows(tmp_path / "own") == [10, 20]
 
 
+def test_a_refused_argument_leaves_no_series_open(tmp_path):
+    plan = sf.Checkpoints(tmp_path, every=7)
+    with pytest.raises(sf.ConfigError, match="upload: expected"):
+        fit(run_dir=tmp_path / "run", checkpoints=plan, upload=str(tmp_path))
+    with pytest.raises(sf.CheckpointError, match="expected an open series"):
+        plan.request()
+
+
 @pytest.mark.parametrize("hook_stops", [False, True])
 def test_a_run_that_has_lost_its_directory_saves_no_more(hook_stops, tmp_path, monkeypatch):
     def lose(event):

@@ -161,37 +161,40 @@ def fit(
 
     has_writer = any(getattr(hook, "writes_metrics", False) for hook in user_hooks)
     live = None if attempts is None else attempts.live
-    with _needs_all():
-        directory = RunDirectory(run_dir, upload, has_writer=has_writer, group=live)
-        series = None if checkpoints is None else _open_series(checkpoints, directory, live)
-    arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
-    arguments |= {"steps_per_call": steps_per_call, "upload": upload}
-    describe = partial(run_metadata, state, batches, arguments, evaluations, checkpoints, config)
-    all_hooks += directory.make_hooks(all_hooks, describe, series)
-    if not any(getattr(hook, "shows_progress", False) for hook in user_hooks):
-        all_hooks.append(DefaultProgress())
-    loop = TrainLoop(
-        runner,
-        state,
-        feed,
-        HookDispatcher(
-            all_hooks,
-            directory.stopwatch,
-            opened=None if config is None else partial(_write_config, user_hooks, config),
-            check=watched.check if watched.unseen else None,
-        ),
-        series,
-        Options(evaluations, log_every, steps_per_call, directory.metrics_path is None, parts),
-        total=step_of(state) + more if (more := more_steps or feed.total) else steps,
-        attempts=attempts,
-    )
+    with ExitStack() as unless_opened:  # an argument may be refused
+        with _needs_all():
+            directory = RunDirectory(run_dir, upload, has_writer=has_writer, group=live)
+            series = _open_series(checkpoints, directory, live)
+            if series is not None:
+                unless_opened.callback(series.close)
+        arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
+        arguments |= {"steps_per_call": steps_per_call, "upload": upload}
+        describe = partial(
+            run_metadata, state, batches, arguments, evaluations, checkpoints, config
+        )
+        all_hooks += directory.make_hooks(all_hooks, describe, series)
+        if not any(getattr(hook, "shows_progress", False) for hook in user_hooks):
+            all_hooks.append(DefaultProgress())
+        loop = TrainLoop(
+            runner,
+            state,
+            feed,
+            HookDispatcher(
+                all_hooks,
+                directory.stopwatch,
+                opened=None if config is None else partial(_write_config, user_hooks, config),
+                check=watched.check if watched.unseen else None,
+            ),
+            series,
+            Options(evaluations, log_every, steps_per_call, directory.metrics_path is None, parts),
+            total=step_of(state) + more if (more := more_steps or feed.total) else steps,
+            attempts=attempts,
+        )
+        unless_opened.pop_all()
     del state, describe  # so that a restored state can take the memory
     with _attach_result(loop), _needs_all(), _opened(loop, directory, all_hooks):
         was_complete = _start(loop, directory, more_steps, resume=resume is not False)
-        if loop.resumed is not None and series is not None:
-            for hook in all_hooks:
-                if isinstance(hook, progress):
-                    hook.show_resume(loop.resumed, directory.path or series.directory)
+        _show_resume(loop, directory, all_hooks)
         with report_failed_peer():
             _run(loop, directory, more_steps)
         if (nonfinite := _find_nonfinite(loop, all_hooks)) is not None:
@@ -449,7 +452,11 @@ def _needs_all() -> Iterator[None]:
         raise StepfoldError(message) from error
 
 
-def _open_series(checkpoints: Checkpoints, directory: RunDirectory, group: Group | None) -> Series:
+def _open_series(
+    checkpoints: Checkpoints | None, directory: RunDirectory, group: Group | None
+) -> Series | None:
+    if checkpoints is None:
+        return None
     if checkpoints.directory is None and directory.path is None:
         refuse("checkpoints", "a directory", "none", "give run_dir=…, or sf.Checkpoints('path')")
     path: Any = checkpoints.directory
@@ -511,6 +518,13 @@ def _start(
     directory.fetch(loop)
     directory.resume(loop)
     return was_complete
+
+
+def _show_resume(loop: TrainLoop, directory: RunDirectory, hooks: Sequence[Hook]) -> None:
+    if loop.resumed is not None and loop.series is not None:
+        for hook in hooks:
+            if isinstance(hook, progress):
+                hook.show_resume(loop.resumed, directory.path or loop.series.directory)
 
 
 def _run(loop: TrainLoop, directory: RunDirectory, more_steps: int | None) -> None:
