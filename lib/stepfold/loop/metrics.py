@@ -260,9 +260,10 @@ def are_metrics(value: Any) -> bool:
 
 
 def merge_metrics(metrics: Sequence[Mapping[str, "Metric"]]) -> dict[str, Any]:
-    """Merge the metrics of several steps or batches exactly."""
+    """Merge the metrics of several batches exactly, each over the batches that have it."""
     host: Any = jax.device_get(list(metrics))
-    return {name: _merge_batches([each[name] for each in host]) for name in host[0]}
+    names = dict.fromkeys(name for each in host for name in each)
+    return {name: _merge_batches([each[name] for each in host if name in each]) for name in names}
 
 
 def _merge_batches(metrics: Sequence[Any]) -> Any:
