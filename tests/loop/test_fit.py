@@ -200,6 +200,17 @@ def test_whatever_a_hook_ends_a_run_with_has_the_result(error, tmp_path):
     assert sf.latest_step(tmp_path / "checkpoints") == 14
 
 
+def test_only_a_nan_that_jax_finds_is_blamed_on_its_setting():
+    divide = lambda event: np.ones(1) / np.zeros(1)
+    with np.errstate(all="raise"), pytest.raises(FloatingPointError) as of_numpy:
+        fit(hooks=divide)
+    assert not hasattr(of_numpy.value, "__notes__")
+    nan = [{"x": np.full(4, np.nan, np.float32)}]
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as of_jax:
+        fit(nan, steps=None)
+    assert any(note.startswith("jax_debug_nans ended the run") for note in of_jax.value.__notes__)
+
+
 def test_what_goes_wrong_after_the_last_step_has_the_result():
     class Hook:
         def __call__(self, event):

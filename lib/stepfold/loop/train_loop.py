@@ -639,7 +639,8 @@ class TrainLoop:
     def _rescue(self, error: BaseException) -> None:
         """Save after an exception, but not with several processes: the others do not take part."""
         self.progress.is_complete = False
-        if isinstance(error, FloatingPointError):
+        # By its message, since numpy raises this class too.
+        if isinstance(error, FloatingPointError) and str(error).startswith("invalid value ("):
             error.add_note(
                 f"jax_debug_nans ended the run after step {self.step}. It ignores a NaN that "
                 "skip_nonfinite or a loss scale skips. Turn it off to let stop_on_nonfinite end "
