@@ -103,6 +103,8 @@ def runs(draw):
     names = ["train", *(e.name for e in evaluations)]
     if draw(st.integers(0, 5)):
         every, every_epochs = draw(period(9, epochs=has_epochs))
+        if draw(st.integers(0, 4)) == 0:  # only the best, and at the end
+            every = every_epochs = None
         checkpoints = SimpleNamespace(
             every=every, every_epochs=every_epochs, keep=draw(st.integers(1, 3)),
             at_start=draw(st.booleans()),

@@ -305,6 +305,26 @@ def test_batches_are_read_again_and_left_where_they_were():
     assert int(next(batches)[0]) == 8
 
 
+def test_batches_are_read_again_across_the_end_of_an_epoch():
+    batches = Counting(3)
+    feed = BatchFeed(batches, epochs=3)
+    for _ in range(2):
+        feed.next_batch(0)
+        feed.used += 1
+    with reread(batches, feed.mark(2), began=0) as again:
+        assert [*again] == [2, 0, 1, 2, 0, 1, 2]
+
+
+def test_the_batches_left_of_a_list_are_those_of_all_epochs():
+    feed = BatchFeed([1, 2, 3], epochs=3)
+    left = []
+    for step in range(9):
+        feed.next_batch(step)
+        feed.used += 1
+        left.append(feed.batches_left)
+    assert left == [8, 7, 6, 5, 4, 3, 2, 1, 0]
+
+
 def test_what_cannot_be_read_again_is_refused():
     words = "batches: expected a list, or batches with get_state and set_state, .* got generator"
     with (

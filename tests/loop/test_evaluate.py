@@ -50,6 +50,15 @@ def test_a_step_may_be_jitted_or_compiled(form):
     assert sf.evaluate(form(MEASURE), state(), sf.batches(DATA, 5, epochs=1)) == {"loss": 9.0}
 
 
+def test_a_metric_that_some_batches_lack_is_merged_over_the_others():
+    def measure(state, batch):
+        names = ("first", "both") if len(batch["x"]) == 4 else ("both", "last")
+        return {name: sf.mean(batch["x"]) for name in names}
+
+    given = [{"x": np.float32(x)} for x in ([0, 0, 2, 2], [4, 4, 4, 4], [9, 9])]
+    assert sf.evaluate(measure, state(), given) == {"first": 2.5, "both": 3.8, "last": 9.0}
+
+
 def test_a_compiled_step_stays_what_it_is(compiles):
     compiled, given = sf.compile_step(MEASURE, state(), {"x": DATA["x"][:5]}), state()
     compiled(given, {"x": DATA["x"][:5]})

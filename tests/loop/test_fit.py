@@ -1,3 +1,4 @@
+import contextlib
 import io
 import itertools
 import json
@@ -15,6 +16,7 @@ import pytest
 from tests.small import STEP, TX, start
 
 import stepfold as sf
+from stepfold.loop import fit as fit_module
 from stepfold.loop import train_loop
 from stepfold.loop.fit import FitResult
 from stepfold.loop.hooks import progress as progress_hooks
@@ -198,6 +200,17 @@ def test_whatever_a_hook_ends_a_run_with_has_the_result(error, tmp_path):
     assert sf.latest_step(tmp_path / "checkpoints") == 14
 
 
+def test_only_a_nan_that_jax_finds_is_blamed_on_its_setting():
+    divide = lambda event: np.ones(1) / np.zeros(1)
+    with np.errstate(all="raise"), pytest.raises(FloatingPointError) as of_numpy:
+        fit(hooks=divide)
+    assert not hasattr(of_numpy.value, "__notes__")
+    nan = [{"x": np.full(4, np.nan, np.float32)}]
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as of_jax:
+        fit(nan, steps=None)
+    assert any(note.startswith("jax_debug_nans ended the run") for note in of_jax.value.__notes__)
+
+
 def test_what_goes_wrong_after_the_last_step_has_the_result():
     class Hook:
         def __call__(self, event):
@@ -278,6 +291,45 @@ def test_metrics_that_a_hook_writes_are_not_written_twice(tmp_path):
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["metrics.jsonl", "report.html", "run.json"]
     assert '"own"' in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: sf.log_to(sf.jsonl_writer(path / "metrics.jsonl")),
+        lambda path: sf.every(5, sf.log_to(sf.async_writer(sf.csv_writer(path / "metrics.csv")))),
+        lambda path: sf.log_to(sf.multi_writer(sf.jsonl_writer(path / "x/../metrics.jsonl"))),
+        lambda path: sf.log_to(sf.jsonl_writer(path / "x", csv=path / "metrics.csv")),
+    ],
+)
+def test_a_writer_to_a_file_that_fit_writes_is_refused(make, tmp_path):
+    with pytest.raises(sf.ConfigError, match="hooks: expected writers to other files .*metrics"):
+        fit(run_dir=tmp_path, hooks=make(tmp_path))
+    assert fit(run_dir=tmp_path, hooks=sf.log_to(sf.jsonl_writer(tmp_path / "own"))).steps == 20
+    assert rows(tmp_path / "metrics.jsonl") == rows(tmp_path / "own") == [10, 20]
+
+
+def test_a_refused_argument_leaves_no_series_open(tmp_path):
+    plan = sf.Checkpoints(tmp_path, every=7)
+    with pytest.raises(sf.ConfigError, match="upload: expected"):
+        fit(run_dir=tmp_path / "run", checkpoints=plan, upload=str(tmp_path))
+    with pytest.raises(sf.CheckpointError, match="expected an open series"):
+        plan.request()
+
+
+@pytest.mark.parametrize("hook_stops", [False, True])
+def test_a_run_that_has_lost_its_directory_saves_no_more(hook_stops, tmp_path, monkeypatch):
+    def lose(event):
+        for path in tmp_path.glob(".lock-*"):
+            path.unlink()
+            time.sleep(0.2)
+        return "enough" if hook_stops else None
+
+    monkeypatch.setattr("stepfold.loop.run_lock._BEAT", 0.05)
+    result = fit(steps=10_000, hooks=lose, **saves(tmp_path, every=5))
+    assert result.stop_reason.kind == "error"
+    assert "another run may use" in result.stop_reason.message
+    assert sf.latest_step(tmp_path / "checkpoints") == 5 < result.steps < 1000
 
 
 def test_checkpoints_without_a_place_are_refused():
@@ -394,6 +446,30 @@ def test_a_loss_that_is_no_number_leaves_a_capsule(tmp_path):
     assert result.stop_reason.message.startswith("train/loss is nan in step 3; stopped at step ")
     assert result.stop_reason.message.endswith(f"; see {tmp_path / 'capsules' / '3'}")
     assert sf.read_capsule(result.capsule.path).metrics.keys() == result.capsule.metrics.keys()
+
+
+def test_a_capsule_is_taken_while_the_directory_is_locked_and_named_in_its_files(
+    tmp_path, monkeypatch
+):
+    take, locks = fit_module.take_capsule, []
+    see = lambda *args, **options: locks.extend(tmp_path.glob(".lock-*")) or take(*args, **options)
+    monkeypatch.setattr(fit_module, "take_capsule", see)
+    result = learn(run_dir=tmp_path)
+    (attempt,) = json.loads((tmp_path / "run.json").read_text())["attempts"]
+    assert len(locks) == 1
+    assert attempt["stop"] == result.stop_reason._asdict()
+
+
+def test_an_interruption_while_a_capsule_is_taken_has_the_result(monkeypatch):
+    def interrupt(*args, **options):
+        signal.raise_signal(signal.SIGINT)
+        return take(*args, **options)
+
+    take = fit_module.take_capsule
+    monkeypatch.setattr(fit_module, "take_capsule", interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        learn()
+    assert caught.value.result.capsule.step == 3
 
 
 def test_without_a_folder_it_is_on_the_result():
@@ -527,6 +603,13 @@ def lost_position(tmp_path, _):
     return {"batches": rows, **saves(tmp_path)}
 
 
+def long_history(tmp_path, monkeypatch):
+    monkeypatch.setattr("stepfold.loop.metrics._SAVED_POINTS", 3)
+    plan = {"checkpoints": sf.Checkpoints(tmp_path, every=7), "log_every": 1}
+    fit(steps=7, **plan)
+    return plan
+
+
 def signal_to_save(*_):
     return {"hooks": lambda _: os.kill(os.getpid(), signal.SIGUSR1), "log_every": 4}
 
@@ -539,6 +622,7 @@ def signal_to_save(*_):
         (few_batches, "expected enough for"),
         (lost_position, "expected a position"),
         (signal_to_save, "SIGUSR1: expected checkpoints"),
+        (long_history, "history: expected all points of train/at, got the last 3 of them"),
     ],
 )
 def test_a_warning_is_at_the_line_that_calls_fit(prepare, words, tmp_path, monkeypatch):
@@ -633,12 +717,23 @@ def test_a_metric_that_a_function_may_give_is_looked_for_until_the_end(tmp_path)
         assert fit(hooks=own, **kept).best is None
 
 
+def test_an_evaluation_may_lack_a_watched_metric_of_which_a_hook_knows():
+    """A hook that does not say what it returns may give it later, whatever is similar to it."""
+    own = sf.Evaluation(lambda state: {"loss_a": state["n"]}, every=5)
+    add = lambda event: {"eval/loss_b": event.step} if event.step == 20 else None
+    early = sf.stop_early("eval/loss_b", patience=9)
+    assert fit(evaluation=own, hooks=[early, add]).steps == 20
+    assert early.best_step == 20
+    with pytest.raises(sf.ConfigError, match="eval/loss_b: .* did you mean 'eval/loss_a'"):
+        fit(evaluation=own, hooks=[sf.stop_early("eval/loss_b", patience=9), sf.throughput()])
+
+
 class Rows:
     def __init__(self):
         self.rows = {}
 
     def write_scalars(self, step, scalars):
-        self.rows[step] = dict(scalars)
+        self.rows.setdefault(step, {}).update(scalars)
 
 
 def test_numbers_of_hooks_reach_writers_and_the_history_in_any_order():
@@ -649,6 +744,25 @@ def test_numbers_of_hooks_reach_writers_and_the_history_in_any_order():
         names = {"memory/host", "throughput/step_seconds", "train/at", "own"}
         assert names <= writer.rows[20].keys()
         assert result.history["own"].steps == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("options", "written"),
+    [
+        ({}, [10, 16]),
+        ({"batches": batches(epochs=3), "steps": None}, [10, 18]),
+        ({"hooks": lambda event: "enough" if event.step == 8 else None}, [9]),
+        ({"hooks": lambda event: 1 / (event.step - 8) and None}, []),
+    ],
+)
+def test_a_writer_that_leaves_out_intervals_writes_the_last_one(options, written):
+    writer = Rows()
+    own = sf.Evaluation(lambda state: {})
+    options = {"batches": batches(), "hooks": lambda event: None, "steps": 16, **options}
+    hooks = [sf.log_to(writer, every=10), options.pop("hooks")]
+    with contextlib.suppress(ZeroDivisionError):
+        sf.fit(JITTED, number(), hooks=hooks, log_every=2, evaluation=own, **options)
+    assert [step for step, row in writer.rows.items() if "train/at" in row] == written
 
 
 def test_an_evaluation_is_one_whatever_a_hook_adds_to_it():

@@ -432,10 +432,25 @@ def test_a_history_comes_back_from_json_as_it_was():
     assert other["a"].steps == list(range(5))
 
 
-def test_the_state_of_a_history_is_bounded(monkeypatch):
+def test_the_state_of_a_history_is_bounded_and_a_cut_is_warned_of(monkeypatch):
     monkeypatch.setattr("stepfold.loop.metrics._SAVED_POINTS", 10)
-    history, other = History(), History()
-    for step in range(50):
+    history, other, small = History(), History(), History()
+    for step in range(25):
         history.add(step, {"a": step})
-    other.set_state(history.get_state())
-    assert other["a"] == other["a"].steps == list(range(40, 50))
+    small.add(3, {"a": 3.0})
+    with pytest.warns(UserWarning, match="history: expected .* the last 10 of .* give run_dir"):
+        other.set_state(history.get_state())
+    assert other["a"].steps == list(range(15, 25))
+    other.set_state(small.get_state())  # warnings are errors here
+    assert other["a"].steps == [3]
+
+
+def test_going_back_keeps_the_points_that_a_checkpoint_lacks(monkeypatch):
+    monkeypatch.setattr("stepfold.loop.metrics._SAVED_POINTS", 10)
+    history = History()
+    for step in range(25):
+        history.add(step, {"a": step})
+    saved = history.get_state()
+    history.add(30, {"a": 30.0, "b": 1.0})
+    history.set_state(saved)
+    assert history == {"a": [float(step) for step in range(25)]}

@@ -11,6 +11,8 @@ import stepfold as sf
 from stepfold.loop.run_info import read_run_info, run_metadata, write_run_info
 
 DATA = {"x": np.arange(24, dtype=np.float32)}
+LOSS = {"lost": "process 1 died", "processes": [0], "at": 4, "from": 2, "source": "memory"}
+LOSS |= {"seconds": 0.5, "time": 1e9}
 ATTEMPT = {"began": "2026-03-01T10:00:00+00:00", "from": 0, "to": 3}
 
 
@@ -165,6 +167,12 @@ def test_other_json_is_refused(tmp_path, info):
         {"attempts": [ATTEMPT | {"pause": 1e999}]},
         {"attempts": [ATTEMPT | {"stop": {}}]},
         {"attempts": [ATTEMPT | {"stop": "done"}]},
+        {"attempts": [ATTEMPT | {"config_changes": {"rate": 3}}]},
+        {"attempts": [ATTEMPT | {"config_changes": [1]}]},
+        {"losses": 3, "attempts": []},
+        {"losses": [LOSS | {"at": None}], "attempts": []},
+        {"losses": [LOSS | {"time": 1e299}], "attempts": []},
+        {"losses": [LOSS | {"processes": ["a"]}], "attempts": []},
         {"arguments": 3, "attempts": []},
         {"arguments": {"checkpoints": {"mode": "up"}}, "attempts": []},
     ],
@@ -176,7 +184,8 @@ def test_a_file_with_a_wrong_entry_is_refused(tmp_path, info):
 
 
 def test_unknown_entries_may_be_missing_or_null(tmp_path):
-    info = {"format": 2, "attempts": [ATTEMPT | {"total": None, "stop": None}], "devices": None}
+    changed = ATTEMPT | {"total": None, "stop": None, "config_changes": {"rate": [0.1, None]}}
+    info = {"format": 2, "attempts": [changed], "devices": None, "losses": [LOSS]}
     (tmp_path / "run.json").write_text(json.dumps(info))
     assert read_run_info(tmp_path) == info
 

@@ -97,7 +97,7 @@ class BatchFeed:
             return math.inf
         length = None
         if isinstance(self.batches, list | tuple):
-            length = (self._epochs_left or 1) * len(self.batches)
+            length = (self._epochs or 1) * len(self.batches)
         elif hasattr(self.iterator, "state_at"):  # the length of others may be an estimate
             with suppress(TypeError):
                 length = len(self.batches)
@@ -151,6 +151,15 @@ class BatchFeed:
         except StopIteration:
             advice = "give an iterable that starts again, or steps=…"
             refuse("batches", "some in the next epoch too", "none", advice, kind=DataError)
+
+    def read_on(self) -> Iterator[Any]:
+        """Yield the batches from the present position on, of later epochs too."""
+        while True:
+            try:
+                batch = self._pull()
+            except StopIteration:
+                return
+            yield batch
 
     def position(self) -> Any:
         """Return the position of the next batch to use, or None if it is not known.
@@ -364,6 +373,6 @@ def reread(batches: Any, start: DataPosition, began: int) -> Iterator[Iterator[A
     before = feed.position()
     try:
         feed.seek(start.position, start.step)
-        yield feed.iterator
+        yield feed.read_on()
     finally:
         feed.seek(before, start.step)

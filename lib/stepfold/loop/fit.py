@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,14 +29,12 @@ from stepfold.loop.data import BatchFeed
 from stepfold.loop.elastic import Attempts, Elastic
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import (
-    BaseHook,
     Event,
     GoBack,
     Hook,
     HookDispatcher,
     Stop,
     call_optional,
-    check_spelling,
     hook_name,
     may_stop,
 )
@@ -44,7 +43,7 @@ from stepfold.loop.hooks.stop import Nonfinite, TimeLimit, stop_on_nonfinite
 from stepfold.loop.metrics import History
 from stepfold.loop.patience import end_if_stuck
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
-from stepfold.loop.requests import Kind
+from stepfold.loop.requests import Kind, Request
 from stepfold.loop.run_directory import RunDirectory
 from stepfold.loop.run_info import flatten_config, read_config, run_metadata
 from stepfold.loop.step_runner import StepRunner
@@ -150,7 +149,7 @@ def fit(
     runner = _check_numbers(step, lengths, log_every, steps_per_call)
     _check_checkpoints(checkpoints)
     config = read_config(config)
-    all_hooks = _with_default_hooks(user_hooks, time_limit, config)
+    all_hooks = _with_default_hooks(user_hooks, time_limit)
     feed = BatchFeed(batches, epochs, keep_recent=True)
     _check_epochs(feed, [*evaluations, checkpoints], all_hooks)
     _check_batches(feed, evaluations, steps_per_call)
@@ -162,47 +161,46 @@ def fit(
 
     has_writer = any(getattr(hook, "writes_metrics", False) for hook in user_hooks)
     live = None if attempts is None else attempts.live
-    with _needs_all():
-        directory = RunDirectory(run_dir, upload, has_writer=has_writer, group=live)
-        series = None if checkpoints is None else _open_series(checkpoints, directory, live)
-    arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
-    arguments |= {"steps_per_call": steps_per_call, "upload": upload}
-    describe = partial(run_metadata, state, batches, arguments, evaluations, checkpoints, config)
-    all_hooks += directory.make_hooks(all_hooks, describe, series)
-    if not any(getattr(hook, "shows_progress", False) for hook in user_hooks):
-        all_hooks.append(DefaultProgress())
-    loop = TrainLoop(
-        runner,
-        state,
-        feed,
-        HookDispatcher([watched, *all_hooks] if watched.unseen else all_hooks, directory.stopwatch),
-        series,
-        Options(evaluations, log_every, steps_per_call, directory.metrics_path is None, parts),
-        total=step_of(state) + more if (more := more_steps or feed.total) else steps,
-        attempts=attempts,
-    )
+    with ExitStack() as unless_opened:  # an argument may be refused
+        with _needs_all():
+            directory = RunDirectory(run_dir, upload, has_writer=has_writer, group=live)
+            series = _open_series(checkpoints, directory, live)
+            if series is not None:
+                unless_opened.callback(series.close)
+        arguments: dict[str, Any] = {**lengths, "log_every": log_every, "time_limit": time_limit}
+        arguments |= {"steps_per_call": steps_per_call, "upload": upload}
+        describe = partial(
+            run_metadata, state, batches, arguments, evaluations, checkpoints, config
+        )
+        all_hooks += directory.make_hooks(all_hooks, describe, series)
+        if not any(getattr(hook, "shows_progress", False) for hook in user_hooks):
+            all_hooks.append(DefaultProgress())
+        loop = TrainLoop(
+            runner,
+            state,
+            feed,
+            HookDispatcher(
+                all_hooks,
+                directory.stopwatch,
+                opened=None if config is None else partial(_write_config, user_hooks, config),
+                check=watched.check if watched.unseen else None,
+            ),
+            series,
+            Options(evaluations, log_every, steps_per_call, directory.metrics_path is None, parts),
+            total=step_of(state) + more if (more := more_steps or feed.total) else steps,
+            attempts=attempts,
+        )
+        unless_opened.pop_all()
     del state, describe  # so that a restored state can take the memory
     with _attach_result(loop), _needs_all(), _opened(loop, directory, all_hooks):
         was_complete = _start(loop, directory, more_steps, resume=resume is not False)
-        if loop.resumed is not None and series is not None:
-            for hook in all_hooks:
-                if isinstance(hook, progress):
-                    hook.show_resume(loop.resumed, directory.path or series.directory)
+        _show_resume(loop, directory, all_hooks)
         with report_failed_peer():
             _run(loop, directory, more_steps)
-    stop, capsule = _stop_reason(loop, all_hooks), None
-    if (nonfinite := _find_nonfinite(loop, all_hooks)) is not None:
-        checkpoints_in = None if series is None else series.directory
-        capsule = take_capsule(
-            nonfinite, loop.state, feed, positions=loop.positions, directory=checkpoints_in
-        )
-        rollbacks = loop.rollbacks.done if loop.rollbacks else ()
-        capsule = replace(capsule, rollbacks=tuple(map(str, rollbacks)))
-        capsule = capsule.with_replacements(loop.progress.replacements)
-        capsule = save_capsule(capsule, directory.path) if directory.path else capsule
-        if stop is not None and capsule.path is not None:
-            stop = stop._replace(message=f"{stop.message}; see {capsule.path}")
-    result = _result(loop, stop, capsule)
+        if (nonfinite := _find_nonfinite(loop, all_hooks)) is not None:
+            with directory.stopwatch.measure("capsule"):
+                loop.capsule = _take_capsule(loop, nonfinite, feed, directory)
+    result = _result(loop, _stop_reason(loop, all_hooks))
     _raise_signal(loop, result)
     watched.warn_of_unseen(result.history)
     if result.steps == loop.first_step and (was_complete or loop.resumed is None):
@@ -292,17 +290,18 @@ def _check_checkpoints(checkpoints: Any) -> None:
         read_instance("checkpoints", checkpoints, Checkpoints, "sf.Checkpoints(every=…)")
 
 
-def _with_default_hooks(
-    hooks: Sequence[Hook], time_limit: Any, config: Mapping[str, Any] | None
-) -> list[Hook]:
-    """Add hooks that stop at a NaN and at the time limit, and one that writes the config."""
+def _with_default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:
+    """Add hooks that stop at a NaN and at the time limit."""
     is_guarded = any(getattr(hook, "replaces_nonfinite_stop", False) for hook in hooks)
     all_hooks: list[Hook] = [*([] if is_guarded else [stop_on_nonfinite()]), *hooks]
     if time_limit is not None:
         all_hooks.append(TimeLimit(time_limit))
-    if config is not None:
-        all_hooks.append(_WriteConfig(hooks, config))
     return all_hooks
+
+
+def _write_config(hooks: Sequence[Hook], config: Mapping[str, Any]) -> None:
+    for hook in hooks:
+        call_optional(hook, "write_config", flatten_config(config))
 
 
 def _check_end(feed: BatchFeed, limits: Sequence[Any], hooks: Sequence[Hook]) -> None:
@@ -361,25 +360,8 @@ def _check_epochs(feed: BatchFeed, recurring: Sequence[Any], hooks: Sequence[Hoo
         refuse("hooks", expected, feed.batches, "give sf.batches(data, …)")
 
 
-class _WriteConfig(BaseHook):
-    """Pass the config to the hooks before this one, once they are open."""
-
-    def __init__(self, hooks: Sequence[Hook], config: Mapping[str, Any]) -> None:
-        self._hooks, self._config = hooks, flatten_config(config)
-
-    def __call__(self, event: Event) -> None:
-        pass
-
-    def open(self, step: int, total: int | None) -> None:  # noqa: ARG002
-        hooks, self._hooks = self._hooks, ()  # once, even if the run goes back
-        for hook in hooks:
-            call_optional(hook, "write_config", self._config)
-
-
-class _WatchedMetrics(BaseHook):
+class _WatchedMetrics:
     """Check that the metrics exist that hooks and `Checkpoints(best=…)` depend on."""
-
-    provides = ()
 
     def __init__(
         self,
@@ -402,13 +384,16 @@ class _WatchedMetrics(BaseHook):
                 advice = "" if evaluations else "add evaluation=sf.Evaluation(…) for eval/…"
                 refuse(argument, expected, metric, advice)
 
-    def __call__(self, event: Event) -> None:
+    def check(self, event: Event) -> None:
+        """Refuse a metric that this kind of event should have, if all names are known."""
         self.saw_event = True
         for metric, argument in self.unseen.items():
-            check_spelling(metric, event)
             is_own_kind = metric.rpartition("/")[0] == event.kind
             if is_own_kind and metric not in event.metrics and self._knows_names:
-                got, advice = ", ".join(sorted(event.metrics)), f"{argument} needs one of them"
+                near = get_close_matches(metric, event.metrics, n=1, cutoff=0.9)
+                advice = f"{argument} needs one of them"
+                advice += f"; did you mean {near[0]!r}?" if near else ""
+                got = ", ".join(sorted(event.metrics))
                 refuse(metric, "a metric that is measured", got, advice)
         unseen = self.unseen.items()
         self.unseen = {metric: arg for metric, arg in unseen if metric not in event.metrics}
@@ -467,7 +452,11 @@ def _needs_all() -> Iterator[None]:
         raise StepfoldError(message) from error
 
 
-def _open_series(checkpoints: Checkpoints, directory: RunDirectory, group: Group | None) -> Series:
+def _open_series(
+    checkpoints: Checkpoints | None, directory: RunDirectory, group: Group | None
+) -> Series | None:
+    if checkpoints is None:
+        return None
     if checkpoints.directory is None and directory.path is None:
         refuse("checkpoints", "a directory", "none", "give run_dir=…, or sf.Checkpoints('path')")
     path: Any = checkpoints.directory
@@ -482,7 +471,8 @@ def _opened(loop: TrainLoop, directory: RunDirectory, hooks: Sequence[Hook]) -> 
         if series is not None:
             stack.callback(series.close)  # even if another run holds the lock
         ended = lambda: (loop.step, _stop_reason(loop, hooks))
-        stack.enter_context(directory.lock(loop.consensus.ask_to_end, ended))
+        lose = lambda stop: loop.consensus.ask(Request(Kind.CORRUPTION, 0, stop))
+        stack.enter_context(directory.lock(lose, ended))
         for hook in hooks:
             stack.callback(call_optional, hook, "close")
         stack.enter_context(loop.signals.handle())  # until the last save is on disk
@@ -528,6 +518,13 @@ def _start(
     directory.fetch(loop)
     directory.resume(loop)
     return was_complete
+
+
+def _show_resume(loop: TrainLoop, directory: RunDirectory, hooks: Sequence[Hook]) -> None:
+    if loop.resumed is not None and loop.series is not None:
+        for hook in hooks:
+            if isinstance(hook, progress):
+                hook.show_resume(loop.resumed, directory.path or loop.series.directory)
 
 
 def _run(loop: TrainLoop, directory: RunDirectory, more_steps: int | None) -> None:
@@ -591,6 +588,23 @@ def _find_nonfinite(loop: TrainLoop, hooks: Sequence[Hook]) -> Nonfinite | None:
     return next((result for result in results if isinstance(result, Nonfinite)), None)
 
 
+def _take_capsule(
+    loop: TrainLoop, nonfinite: Nonfinite, feed: BatchFeed, directory: RunDirectory
+) -> Capsule:
+    """Take the capsule of a step, and write it to the directory of the run."""
+    checkpoints_in = None
+    if loop.series is not None:
+        loop.series.wait()
+        checkpoints_in = loop.series.directory
+    capsule = take_capsule(
+        nonfinite, loop.state, feed, positions=loop.positions, directory=checkpoints_in
+    )
+    rollbacks = loop.rollbacks.done if loop.rollbacks else ()
+    capsule = replace(capsule, rollbacks=tuple(map(str, rollbacks)))
+    capsule = capsule.with_replacements(loop.progress.replacements)
+    return save_capsule(capsule, directory.path) if directory.path else capsule
+
+
 def _stop_reason(loop: TrainLoop, hooks: Sequence[Hook]) -> Stop | None:
     """Return why the run stopped; only corruption takes precedence over a NaN or inf."""
     nonfinite = _find_nonfinite(loop, hooks)
@@ -598,16 +612,17 @@ def _stop_reason(loop: TrainLoop, hooks: Sequence[Hook]) -> Stop | None:
         return loop.stop
     why = f"{nonfinite.metric} is {nonfinite.metrics[nonfinite.metric]} in step {nonfinite.step}"
     kind, message = loop.stop
-    if why in message:
-        return Stop("nonfinite", message)
-    is_end = kind in ("completed", "exhausted")
-    return Stop("nonfinite", f"{why}{', seen when ' if is_end else '; '}{message}")
+    if why not in message:
+        is_end = kind in ("completed", "exhausted")
+        message = f"{why}{', seen when ' if is_end else '; '}{message}"
+    path = None if loop.capsule is None else loop.capsule.path
+    return Stop("nonfinite", message if path is None else f"{message}; see {path}")
 
 
-def _result(loop: TrainLoop, stop: Stop | None, capsule: Capsule | None = None) -> FitResult:
+def _result(loop: TrainLoop, stop: Stop | None) -> FitResult:
     best = None if loop.series is None else loop.series.best_step()
     stop = stop or Stop("error", "")
-    return FitResult(loop.state, loop.step, loop.history, stop, best, loop.resumed, capsule)
+    return FitResult(loop.state, loop.step, loop.history, stop, best, loop.resumed, loop.capsule)
 
 
 @contextmanager

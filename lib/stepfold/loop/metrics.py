@@ -260,9 +260,10 @@ def are_metrics(value: Any) -> bool:
 
 
 def merge_metrics(metrics: Sequence[Mapping[str, "Metric"]]) -> dict[str, Any]:
-    """Merge the metrics of several steps or batches exactly."""
+    """Merge the metrics of several batches exactly, each over the batches that have it."""
     host: Any = jax.device_get(list(metrics))
-    return {name: _merge_batches([each[name] for each in host]) for name in host[0]}
+    names = dict.fromkeys(name for each in host for name in each)
+    return {name: _merge_batches([each[name] for each in host if name in each]) for name in names}
 
 
 def _merge_batches(metrics: Sequence[Any]) -> Any:
@@ -358,7 +359,8 @@ def _flatten(name: str, value: Any, values: dict[str, float]) -> None:
         try:
             values[name] = float(value)
         except (TypeError, ValueError, OverflowError):
-            refuse(name, "a number", repr(str(value) if isinstance(value, str) else value))
+            got = repr(str(value)) if isinstance(value, str) else tree.describe_value(value)
+            refuse(name, "a number", got)
 
 
 class Curve(list[float]):
@@ -395,8 +397,22 @@ class History(dict[str, Curve]):
         }
 
     def set_state(self, state: Mapping[str, Sequence[bytes]]) -> None:
+        """Go to a saved state; of earlier points that it lacks, those known here are kept."""
+        before, cut = dict(self), []
+        self.clear()
         for name, (steps, values) in state.items():
-            for step, value in zip(
-                np.frombuffer(steps, np.int64), np.frombuffer(values), strict=True
-            ):
-                self.add(int(step), {name: value})
+            first, *_ = saved = np.frombuffer(steps, np.int64).tolist()
+            known = before.get(name, Curve())
+            for step, value in zip(known.steps, known, strict=True):
+                if step < first:
+                    self.add(step, {name: value})
+            if len(saved) == _SAVED_POINTS and name not in self:
+                cut.append(name)
+            for step, value in zip(saved, np.frombuffer(values).tolist(), strict=True):
+                self.add(step, {name: value})
+        if cut:
+            warnings.warn(
+                f"history: expected all points of {cut[0]}{', …' * (len(cut) > 1)}, got the last "
+                f"{_SAVED_POINTS} of them, which a checkpoint keeps; give run_dir=… to keep all",
+                stacklevel=7,  # at the call of `fit`
+            )

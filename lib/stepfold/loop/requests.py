@@ -30,7 +30,7 @@ class Kind(enum.IntEnum):
     STOP = 3  # for a reason that a hook or the lock gave
     SIGNAL = 4
     END = 5  # all steps are done, or the batches ended
-    CORRUPTION = 6
+    CORRUPTION = 6  # of the state, or another run may own the directory: nothing is saved
     ERROR = 7  # user code raised one, in some process
 
 

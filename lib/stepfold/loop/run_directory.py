@@ -1,5 +1,6 @@
 """The directory of a run: its lock, metric files, `run.json`, report, and their upload."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -64,6 +65,7 @@ class RunDirectory:
             return []
         hooks: list[Hook] = []
         if self.metrics_path is not None:
+            _check_files(others, [self.metrics_path, self.path / "metrics.csv"])
             writer = jsonl_writer(self.metrics_path, csv=self.path / "metrics.csv")
             # Named, so that its state is not confused with that of a user's writer.
             hooks.append(log_to(async_writer(writer), name="metrics.jsonl"))
@@ -190,3 +192,12 @@ class RunLock(Claim):
     def _stop_run(self) -> None:
         text = f"another run may use {self._directory}: {self.path.name} was deleted"
         self._stop(Stop("error", text))
+
+
+def _check_files(hooks: Sequence[Hook], own: Sequence[Path]) -> None:
+    """Refuse hooks that write the files of the run too."""
+    real = {os.path.realpath(file) for file in own}
+    for file in (file for hook in hooks for file in getattr(hook, "written_files", ())):
+        if os.path.realpath(file) in real:
+            expected = "writers to other files than those that fit writes in run_dir"
+            refuse("hooks", expected, f"{file}", "drop it, or give another path")

@@ -200,7 +200,12 @@ def _is_time(value: Any) -> bool:
 
 
 _is_number = lambda value: type(value) in (int, float) and abs(value) < 1e300
+_is_unix_time = lambda value: _is_number(value) and 0 <= value < 1e11
 _is_mode = lambda value: value in ("min", "max")
+_are_changes = lambda value: (
+    isinstance(value, dict)
+    and all(isinstance(pair, list) and len(pair) == 2 for pair in value.values())
+)
 # The entries that the report reads; others may hold anything.
 _ATTEMPT = {
     **dict.fromkeys(("began", "updated?", "ended?"), _is_time),
@@ -212,6 +217,14 @@ _ATTEMPT = {
     "clock?": [(_is_number, _is_number, _is_number)],
     "parts?": [(str, _is_number)],
     "saves?": is_count,
+    "config_changes?": _are_changes,
+}
+_LOSS = {
+    **dict.fromkeys(("lost", "source"), str),
+    **dict.fromkeys(("at", "from"), is_count),
+    "processes": [is_count],
+    "seconds": _is_number,
+    "time": _is_unix_time,
 }
 _LEAF = (str, [is_count], str, is_count)
 _FORM = {
@@ -225,6 +238,7 @@ _FORM = {
     "devices?": {},
     "parameters?": {"count": is_count, "bytes": is_count, "leaves?": [_LEAF]},
     "attempts": [_ATTEMPT],
+    "losses?": [_LOSS],
 }
 
 

@@ -49,6 +49,7 @@ from stepfold.loop.hooks.base import (
     find_save_interval,
 )
 from stepfold.loop.metrics import Curve, History, Interval, MetricBuffer
+from stepfold.loop.replay.capsule import Capsule
 from stepfold.loop.requests import Kind, Request, Signals, WaitInterrupted, of_hook
 from stepfold.loop.rollback import Rollbacks
 from stepfold.loop.step_runner import StepRunner
@@ -222,6 +223,7 @@ class TrainLoop:
         self.go_back: GoBack | None = None  # set if `run` returned in order to go back
         self.resumed: int | None = None  # the step of the checkpoint that it resumed from
         self.positions: list[DataPosition] = []  # at the start and at the last log points
+        self.capsule: Capsule | None = None  # of the step that ended the run by a NaN or inf
         self.progress = Progress(total, self.step, self.step, self.step)
         self.progress.is_complete = total is not None and self.step >= total
         self.progress.hyperparams = hyperparams_of(getattr(state, "opt_state", ()))
@@ -588,7 +590,8 @@ class TrainLoop:
             return
         if has_stop:  # a later run continues after the stop
             self.consensus.done(Kind.STOP)
-        has_news = has_stop or self._rank() != known
+        is_wrong = Kind.CORRUPTION in self.consensus.requests
+        has_news = (has_stop or self._rank() != known) and not is_wrong
         if has_news and self.series is not None and self.step in (self.series.saved, self.resumed):
             extra["fit"]["stop"] = None
             self.hooks.flush()
@@ -605,6 +608,9 @@ class TrainLoop:
         """Log the open interval, and evaluate a last time."""
         self._buffer.close_interval(self.step)
         self._log()
+        if self._deferred_error is None:
+            with self._defer_error():
+                self.hooks.end_run()
         self._evaluate(self._options.evaluations)
         self._end_epoch()
 
@@ -633,7 +639,8 @@ class TrainLoop:
     def _rescue(self, error: BaseException) -> None:
         """Save after an exception, but not with several processes: the others do not take part."""
         self.progress.is_complete = False
-        if isinstance(error, FloatingPointError):
+        # By its message, since numpy raises this class too.
+        if isinstance(error, FloatingPointError) and str(error).startswith("invalid value ("):
             error.add_note(
                 f"jax_debug_nans ended the run after step {self.step}. It ignores a NaN that "
                 "skip_nonfinite or a loss scale skips. Turn it off to let stop_on_nonfinite end "
@@ -837,7 +844,6 @@ class TrainLoop:
         """Continue from a state and what was kept with it; return whether the run is complete."""
         hyperparams = self.progress.hyperparams
         self.state, self._end, self.go_back = restored.state, None, None
-        self.history.clear()
         self._buffer, self._saw_event = MetricBuffer(self._run_step.unpack), False
         self.positions, self._first_save = [], None
         self.step = restored.step
@@ -850,6 +856,8 @@ class TrainLoop:
                 stacklevel=5,
             )
             saved = {}
+        if not saved:
+            self.history.clear()
         total = self.progress.total
         self.progress = Progress(total, self.step, self.step, self.step)
         self.consensus.requests.set_state(None)

@@ -10,7 +10,6 @@ from stepfold.loop.hooks.base import (
     GoBack,
     HookDispatcher,
     Stop,
-    check_spelling,
     may_stop,
 )
 
@@ -60,14 +59,6 @@ def test_the_kind_decides_what_a_train_event_is():
     assert EVENT.is_train
     assert not Event(10, None, {"train/lr": 0.1, "eval/loss": 2.0}, None, kind="eval").is_train
     assert Event(10, None, {"eval/loss": 2.0}, None).is_train
-
-
-def test_a_misspelt_metric_is_refused_and_an_absent_one_is_not():
-    event = Event(10, None, {"eval/loss": 2.0}, None, kind="eval")
-    with pytest.raises(sf.ConfigError, match="eval/los: .* did you mean 'eval/loss'"):
-        check_spelling("eval/los", event)
-    for other in ("eval/loss", "eval/accuracy", "train/los", "test/loss"):
-        check_spelling(other, event)
 
 
 # Numbers

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import jax
@@ -225,6 +224,9 @@ class BaseHook:
             self.reset(step)
         self._is_restored = False
 
+    def end_run(self) -> None:
+        """Act on the last train metrics of a run that is not interrupted, before it evaluates."""
+
     def flush(self) -> None:
         """Make what was written durable; called in a thread before a checkpoint commits."""
 
@@ -317,10 +319,20 @@ class HookDispatcher:
     """Call hooks that may return numbers, then those that declare that they return none.
 
     A writer declares this by `provides = ()`, so it sees all numbers wherever it is in the list.
+    `opened` is called once, after the hooks are opened, and `check` with each event that all hooks
+    have seen.
     """
 
-    def __init__(self, hooks: Sequence[Hook], stopwatch: Stopwatch | None = None) -> None:
+    def __init__(
+        self,
+        hooks: Sequence[Hook],
+        stopwatch: Stopwatch | None = None,
+        *,
+        opened: Callable[[], None] | None = None,
+        check: Callable[[Event], None] | None = None,
+    ) -> None:
         self.hooks, self.stopwatch = hooks, stopwatch or Stopwatch()
+        self._opened, self._check = opened, check
         self._parts = [f"hook {hook_key(hook).rpartition('.<locals>.')[2]}" for hook in hooks]
         provides_none = [getattr(hook, "provides", None) in ((), []) for hook in hooks]
         self._order = sorted(range(len(hooks)), key=provides_none.__getitem__)
@@ -334,10 +346,17 @@ class HookDispatcher:
     def open(self, step: int, total: int | None) -> None:
         for hook in self.hooks:
             call_optional(hook, "open", step, total)
+        opened, self._opened = self._opened, None  # once, even if the run goes back
+        if opened is not None:
+            opened()
 
     def flush(self) -> None:
         for hook in self.hooks:
             call_optional(hook, "flush")
+
+    def end_run(self) -> None:
+        for hook in self.hooks:
+            call_optional(hook, "end_run")
 
     def end_epoch(self, epoch: int) -> None:
         for hook, part in zip(self.hooks, self._parts, strict=True):
@@ -370,6 +389,8 @@ class HookDispatcher:
             elif returned is not None:
                 expected = "a hook to return None, a reason to stop, a request, or numbers by name"
                 refuse(hook_name(self.hooks[index]), expected, tree.describe_value(returned))
+        if self._check is not None:
+            self._check(event)
         return event, [requests[index] for index in sorted(requests)]
 
     @contextmanager
@@ -449,13 +470,3 @@ def _copy_like(new: Any, old: Any) -> Any:
     else:
         copied = np.array(new, old.dtype)
     return jax.device_put(copied, old.sharding) if old.committed else jnp.asarray(copied)
-
-
-def check_spelling(metric: str, event: Event) -> None:
-    """Refuse a metric that the event lacks, if the event has one of a very similar name."""
-    if metric not in event.metrics:
-        prefix = metric[: metric.rfind("/") + 1]
-        similar = [name for name in event.metrics if name.startswith(prefix)]
-        if near := get_close_matches(metric, similar, n=1, cutoff=0.9):
-            advice = f"did you mean {near[0]!r}?"
-            refuse(metric, "a metric that is measured", "none of that name", advice)

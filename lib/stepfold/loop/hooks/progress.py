@@ -155,7 +155,7 @@ class DefaultProgress(progress):
     run_state = state_key = ()
 
     def __init__(self) -> None:
-        super().__init__("lines")
+        super().__init__("lines", name="progress")
 
     def open(self, step: int, total: int | None) -> None:
         super().open(step, total)

@@ -230,7 +230,7 @@ def save_capsule(capsule: Capsule, run_dir: str | os.PathLike[str]) -> Capsule:
             f"{run_dir}: the capsule of step {capsule.step} cannot be written, and is only in the "
             f"result: {reason}; free disk space, or change the permission",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         return capsule
 

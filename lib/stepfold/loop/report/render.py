@@ -180,7 +180,7 @@ def _attempts(run: Run, now: datetime) -> Iterator[Sequence[str]]:
 
 def _losses(run: Run) -> Iterator[Sequence[str]]:
     """List the processes that an elastic run has lost, and what that cost."""
-    for loss in run.info.get("losses", ()):
+    for loss in run.info.get("losses") or ():
         at = datetime.fromtimestamp(loss["time"], UTC).isoformat()
         source = "its copies" if loss["source"] == "memory" else "a checkpoint"
         continued = f"from step {loss['from']:,}, from {source}"

@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -40,6 +40,11 @@ class Writer:
           10  train/loss 0.5
     """
 
+    @property
+    def _files(self) -> Sequence[Path]:
+        """The files that it writes, of which each needs to have one writer."""
+        return ()
+
     def _forward(self, method: str, *arguments: Any) -> None:
         """Handle the call of a method that is not overridden."""
 
@@ -72,6 +77,11 @@ class Writer:
     def close(self) -> None:
         """Flush and release resources."""
         self._forward("close")
+
+
+def files_of(writer: Any) -> Sequence[Path]:
+    """Return the files that a writer of stepfold writes."""
+    return writer._files if isinstance(writer, Writer) else ()
 
 
 class Histogram(NamedTuple):
@@ -187,7 +197,7 @@ class console_writer(ConvertingWriter):  # noqa: N801
 
     def __init__(self, stream: TextIO | None = None) -> None:
         if stream is not None and not callable(getattr(stream, "write", None)):
-            refuse("stream", "an open text file or None", repr(stream))
+            refuse("stream", "an open text file or None", tree.describe_value(stream))
         self._stream = stream
 
     def _write(self, step: int, values: Mapping[str, Value]) -> None:

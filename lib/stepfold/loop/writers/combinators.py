@@ -3,8 +3,9 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from stepfold import tree
 from stepfold.core.validation import check_flags, read_integer
 from stepfold.errors import refuse
 from stepfold.loop.hooks.base import BaseHook, Event, call_optional
-from stepfold.loop.writers.base import Writer
+from stepfold.loop.writers.base import Writer, files_of
 
 
 class multi_writer(Writer):  # noqa: N801
@@ -33,6 +34,10 @@ class multi_writer(Writer):  # noqa: N801
             _check_writer(f"writers[{i}]", writer)
         self._writers = writers
         self.shows_progress = any(getattr(writer, "shows_progress", False) for writer in writers)
+
+    @property
+    def _files(self) -> Sequence[Path]:
+        return [file for writer in self._writers for file in files_of(writer)]
 
     def _forward(self, method: str, *arguments: Any) -> None:
         with ExitStack() as stack:  # calls all in reverse order, even if some raise
@@ -84,6 +89,10 @@ class async_writer(Writer):  # noqa: N801
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # so that no call is added for a thread that ends
         self._wake = threading.Event()
+
+    @property
+    def _files(self) -> Sequence[Path]:
+        return files_of(self._writer)
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         self._forward("write_scalars", step, scalars)
@@ -174,7 +183,7 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
       writer: an object with a method `write_scalars(step, numbers by name)`. `resume`, `flush` and
         `close` are optional.
       every: write train metrics only at the first event at or after each multiple of this many
-        steps, and at the last step. Evaluations are always written.
+        steps, and at the end of a run that is not interrupted. Evaluations are always written.
       everywhere: whether every process writes, each with its own writer.
       name: the key of its state in a checkpoint, for two hooks of this kind.
 
@@ -210,8 +219,13 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
         )
         self.reset(0)
 
+    @property
+    def written_files(self) -> Sequence[Path]:
+        return files_of(self._writer)
+
     def reset(self, step: int) -> None:
         self._multiple = step // self._every if self._every else 0
+        self._skipped: Event | None = None  # the last event, if it was not written
 
     def open(self, step: int, total: int | None) -> None:
         super().open(step, total)
@@ -227,10 +241,18 @@ class log_to(BaseHook):  # noqa: N801  it is used like a function
         if self._every is not None and event.is_train:
             previous, self._multiple = self._multiple, event.step // self._every
             is_due = self._multiple > previous or event.step == event.total
+        self._skipped = None if is_due else event._replace(state=None, batch=None)
         if is_due:
             with self._lock:
                 self._active_writer().write_scalars(event.step, event.metrics)
         _raise_first(self._errors)
+
+    def end_run(self) -> None:
+        """Write the last interval of train metrics."""
+        if self._skipped is not None:
+            with self._lock:
+                self._active_writer().write_scalars(self._skipped.step, self._skipped.metrics)
+            self._skipped = None
 
     def flush(self) -> None:
         """Flush the writer. An error is raised by the next event or by `close`, not here."""

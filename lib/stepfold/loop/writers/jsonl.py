@@ -5,7 +5,7 @@ import math
 import mmap
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -45,6 +45,10 @@ class jsonl_writer(base.FileWriter):  # noqa: N801
         self._csv = None if csv is None else base.check_path("jsonl_writer: csv", csv)
         self._last_line, self._last_step, self._start = b"", -1, 0
         self._pending: list[tuple[int, dict[str, Any]]] = []  # rows that could not be written
+
+    @property
+    def _files(self) -> Sequence[Path]:
+        return [self._path, *([] if self._csv is None else [self._csv])]
 
     def _write(self, step: int, values: Mapping[str, base.Value]) -> None:
         if "step" in values:
@@ -155,6 +159,10 @@ class csv_writer(jsonl_writer):  # noqa: N801
     def __init__(self, path: base.PathLike) -> None:
         self._table = base.check_path("csv_writer", path)
         super().__init__(f"{self._table}.jsonl")
+
+    @property
+    def _files(self) -> Sequence[Path]:
+        return [*super()._files, self._table]
 
     def flush(self) -> None:
         super().flush()
