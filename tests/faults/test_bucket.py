@@ -150,6 +150,7 @@ def races(url, credentials, go, value):
                 raise
 
 
+@pytest.mark.full
 def test_of_two_processes_that_save_a_step_exactly_one_wins(server, forks, tmp_path):
     url, go = server.url(tmp_path.name), tmp_path / "go"
     racing = [forks.start(races, url, s3.CREDENTIALS, str(go), number) for number in (0, 1)]
