@@ -342,7 +342,7 @@ def full(*values):
 @pytest.mark.parametrize(
     ("where", "steps"),
     [
-        full("save", {14, 21}),
+        ("save", {14, 21}),
         full("saved", {21}),
         full("log", {14, 21}),
         full("evaluation", {14, 21}),
