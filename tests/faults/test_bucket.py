@@ -78,11 +78,11 @@ def test_a_kill_at_any_request_leaves_whole_steps(server, forks, tmp_path, count
     A kill after an answer leaves what one before the next request does.
     """
     path, copies, client, one_at_a_time = tmp_path.name, {}, [], threading.Lock()
-    stride = count(30, 1)
+    stride = count(20, 1)
 
     def copy(number, method, name):
         with one_at_a_time:
-            if number % stride == 0:
+            if number % stride == stride // 2:
                 copies[f"{path}-{number}"] = saved_steps(client[0].output() if client else "")
                 for each in server.objects(f"{path}/"):
                     target = f"{path}-{number}{each.removeprefix(path)}"
@@ -150,6 +150,7 @@ def races(url, credentials, go, value):
                 raise
 
 
+@pytest.mark.full
 def test_of_two_processes_that_save_a_step_exactly_one_wins(server, forks, tmp_path):
     url, go = server.url(tmp_path.name), tmp_path / "go"
     racing = [forks.start(races, url, s3.CREDENTIALS, str(go), number) for number in (0, 1)]

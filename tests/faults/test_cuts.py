@@ -341,7 +341,12 @@ def full(*values):
 
 @pytest.mark.parametrize(
     ("where", "steps"),
-    [("save", {14, 21}), full("saved", {21}), full("log", {14, 21}), full("evaluation", {14, 21})],
+    [
+        ("save", {14, 21}),
+        full("saved", {21}),
+        full("log", {14, 21}),
+        full("evaluation", {14, 21}),
+    ],
 )
 def test_a_process_that_is_killed(forks, where, steps, tmp_path):
     end = forks.run(gets_a_signal, int(signal.SIGKILL), where, str(tmp_path), course.STEPS)

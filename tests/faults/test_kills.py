@@ -118,7 +118,7 @@ def test_stops_before_each_change_of_a_file(forks, whole, tmp_path, count):
     """Over two saves and two deletions, and once more while the next run cleans up and saves."""
     before = dict(whole.noted("saving"))
     points = list(range(before[8] + 1, before[12] + 1))
-    points = points[:: len(points) // count(3, len(points))]
+    points = points[:: len(points) // count(2, len(points))]
     run = Run(tmp_path / "run")
     first = stopped(forks, [run], [{"stop_at": points}], tmp_path / "first")
     assert len(first) == len(points)

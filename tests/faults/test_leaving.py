@@ -132,6 +132,7 @@ def test_two_processes_that_leave_without_close(tmp_path, how):
             assert end.code == -signal.SIGABRT or is_loud, launch.report(ends)
 
 
+@pytest.mark.full
 def test_an_interrupt_at_any_time_of_a_run(forks, tmp_path, count):
     """In the midst of a save, of a step, of jax: the folder is good, and the run goes on."""
     for i in range(count(1, 4)):

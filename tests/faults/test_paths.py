@@ -259,6 +259,7 @@ def test_a_link_that_moves_on_takes_no_temporary_steps_along(top):
             series.save({"w": np.ones(2)}, step=number)
 
 
+@pytest.mark.full
 def test_a_trainer_resumes(top):
     make = lambda steps, **options: digits.train_only(
         output_dir="../runs/a", max_steps=steps, save_steps=2, report_to=("jsonl",), **options

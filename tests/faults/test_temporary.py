@@ -126,6 +126,7 @@ def test_fit_resumes_from_a_temporary_step(tmp_path, step):
     assert [*sf.verify(local(tmp_path))] == []
 
 
+@pytest.mark.full
 def test_fit_falls_back_from_a_damaged_temporary_step(tmp_path):
     cut_at(tmp_path, 15)
     for path in local(tmp_path).rglob("d/*"):  # one of them has the values
@@ -161,7 +162,8 @@ def test_a_run_in_a_new_directory_of_the_name_starts_over(tmp_path, how):
         assert course.run(folder, checkpoints=make()).resumed == 14
 
 
-@pytest.mark.parametrize("when", ["at a temporary save", full("right after a resume")])
+@pytest.mark.full
+@pytest.mark.parametrize("when", ["at a temporary save", "right after a resume"])
 def test_a_signal_saves_permanently(tmp_path, when):
     send = lambda: os.kill(os.getpid(), signal.SIGTERM)
     if when == "right after a resume":
