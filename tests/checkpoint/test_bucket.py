@@ -19,7 +19,6 @@ from tests import s3
 
 import stepfold as sf
 from stepfold.checkpoint import bucket
-from stepfold.checkpoint.__main__ import main
 from stepfold.checkpoint.manifest import decode_checked, encode_checked
 from stepfold.checkpoint.store import open_store
 
@@ -104,17 +103,6 @@ def test_a_series_keeps_the_last_and_the_best_steps_and_takes_metrics_later(url)
     assert open_store(url).other_names() == []
 
 
-def test_the_command_line_reads_it(url, capsys):
-    for step in (1, 2):
-        sf.save(url, state(step), step=step, metrics={"loss": 0.5})
-    assert [main([verb, url]) for verb in ("ls", "show", "verify")] == [0, 0, 0]
-    assert main(["diff", url, "1", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "2: good" in lines
-    assert "7 of 9 leaves differ, 2 have the same bits" in lines
-    assert main(["show", url, "3"]) == 2
-
-
 SPECS = [P("fsdp"), P(None, "tp"), P(("fsdp", "tp")), P()]
 
 
@@ -174,38 +162,26 @@ def test_the_loop_waits_only_for_the_copy(server, tmp_path):
     assert not found["n"].any()
 
 
-def test_an_existing_step_is_refused_before_anything_is_written(url):
-    sf.save(url, state(1), step=1)
-    words = r"expected a new step, got 1, which is there already; delete it, or save into another"
-    with pytest.raises(sf.CheckpointError, match=words):
-        sf.save(url, state(2), step=1)
-    check_same(sf.restore(url, like()).state, state(1))
-    assert open_store(url).other_names() == []
+def test_of_two_writers_of_a_step_exactly_one_wins(folder):
+    both, ends = threading.Barrier(2, timeout=30), {}
 
+    def write(value):
+        try:
+            with sf.Checkpoints(file_url(folder), keep=None) as series:
+                # Both have found that the step is new before either commits.
+                series.save(state(value), step=1, before_commit=both.wait)
+        except sf.CheckpointError as error:
+            ends[value] = str(error)
 
-def test_of_two_writers_of_a_step_exactly_one_wins(url, count):
-    # Both have looked before either commits, since both wait there for the other.
-    for number in range(count(2, 20)):
-        both, ends = threading.Barrier(2, timeout=30), {}
-
-        def write(value, number=number, both=both, ends=ends):
-            try:
-                with sf.Checkpoints(url, keep=None) as series:
-                    series.save(state(value), step=number, before_commit=both.wait)
-            except sf.CheckpointError as error:
-                ends[value] = str(error)
-            else:
-                ends[value] = ""
-
-        threads = [threading.Thread(target=write, args=(value,)) for value in (1, 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        (winner,) = [value for value, error in ends.items() if not error]
-        assert f"expected a new step, got {number}, which is there already" in ends[3 - winner]
-        check_same(sf.restore(url, like(), step=number).state, state(winner))
-    assert open_store(url).other_names() == []  # the other's folder is gone
+    threads = [threading.Thread(target=write, args=(value,)) for value in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ((loser, error),) = ends.items()
+    assert "expected a new step, got 1, which is there already" in error
+    check_same(sf.restore(file_url(folder), like()).state, state(3 - loser))
+    assert open_store(file_url(folder)).other_names() == []  # the other's folder is gone
 
 
 def test_a_flipped_bit_is_detected_or_immaterial(folder, count, monkeypatch):
@@ -263,29 +239,6 @@ def test_a_damaged_step_is_set_aside_by_a_marker_and_saved_again(url, server, tm
     assert store.other_names() == ["2.damaged", "2.damaged-2"]
 
 
-@pytest.mark.parametrize("name", ["2.commit", "0.json", "0.000000"])
-def test_a_missing_object_is_damage(name, folder):
-    url = file_url(folder)
-    for step in (1, 2):
-        sf.save(url, state(step), step=step)
-    (path,) = (*folder.glob(name), *folder.glob(f"saves/2-*/{name}"))
-    path.unlink()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        assert sf.restore(url, like()).step == 1
-
-
-def test_of_an_incomplete_step_the_number_is_free(folder):
-    url = file_url(folder)
-    sf.save(url, state(1), step=1)
-    (path,) = folder.glob("saves/1-*/0.json")
-    path.unlink()
-    assert sf.latest_step(url) is None
-    with pytest.warns(RuntimeWarning, match=r"step 1 is damaged, kept as 1\.damaged, and saved"):
-        sf.save(url, state(2), step=1)
-    check_same(sf.restore(url, like()).state, state(2))
-
-
 def test_a_commit_of_a_newer_version_is_not_read_and_not_removed(folder):
     url = file_url(folder)
     for step in (1, 2):
@@ -330,20 +283,8 @@ def without_a_shard(content):
     content["shards"].pop()
 
 
-def with_a_shard_twice(content):
-    content["shards"].append(content["shards"][0])
-
-
-def with_a_shard_of_no_leaf(content):
-    content["shards"][0][0] = "other"
-
-
 def with_shards_in_another_order(content):
     content["shards"].reverse()
-
-
-def with_a_huge_leaf(content):
-    content["leaves"]["w"] = [[1 << 60, 8], "float32", None]
 
 
 def with_a_huge_leaf_and_its_shard(content):
@@ -351,14 +292,6 @@ def with_a_huge_leaf_and_its_shard(content):
     for shard in content["shards"]:
         if shard[0] == "w":
             shard[1] = [[0, 1 << 40], [0, 8]]
-
-
-def with_a_huge_array(content):
-    content["arrays"][0][0] = [1 << 40, 1 << 10]
-
-
-def with_an_array_of_no_dtype(content):
-    content["arrays"][0][1] = "object"
 
 
 def without_arrays(content):
@@ -369,24 +302,14 @@ def of_two_processes(content):
     content["processes"] = 2
 
 
-def without_metadata(content):
-    del content["metadata"]
-
-
 @pytest.mark.parametrize(
     "change",
     [
         without_a_shard,
-        with_a_shard_twice,
-        with_a_shard_of_no_leaf,
         with_shards_in_another_order,
-        with_a_huge_leaf,
         with_a_huge_leaf_and_its_shard,
-        with_a_huge_array,
-        with_an_array_of_no_dtype,
         without_arrays,
         of_two_processes,
-        without_metadata,
     ],
 )
 def test_a_manifest_of_other_content_is_damage(change, folder):
@@ -600,4 +523,3 @@ def test_buckets_of_google_are_opened_with_their_driver():
     base, spec = bucket._read_url("gs://bucket/a%20b/run/")
     assert base == "gs://bucket/a b/run/"
     assert spec == {"driver": "gcs", "bucket": "bucket", "path": "a b/run/"}
-    assert open_store("gs://bucket/run").path_of(3) == "gs://bucket/run/3"

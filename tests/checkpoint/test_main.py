@@ -1,3 +1,5 @@
+"""The command line lists, shows, verifies and compares steps, and its exit code tells of damage."""
+
 import runpy
 import shutil
 import sys
@@ -175,17 +177,6 @@ def test_other_folders_are_not_called_damaged(folder, says):
     code, lines = says("verify", folder)
     assert code == 0
     assert lines[2] == ["3:", "not", "a", "checkpoint", "of", "stepfold"]
-
-
-def test_arrays_that_cannot_be_read_are_listed(folder, says, monkeypatch):
-    def fail(*_, **__):
-        raise MemoryError
-
-    monkeypatch.setattr("tensorstore.open", fail)
-    code, lines = says("verify", folder)
-    assert code == 1
-    assert lines[0] == ["1:", "cannot", "be", "read"]
-    assert len(lines) == 10
 
 
 def test_steps_are_listed_while_one_is_deleted(folder, says, monkeypatch):

@@ -40,32 +40,12 @@ CASES = {
         {"layers": {"w": W}},
         {f"h.{i}.w": W[i] for i in range(3)},
     ),
-    "stacked scalars": (
-        [("w", "h.{i}.w")],
-        {"w": W[0, 0]},
-        {f"h.{i}.w": W[0, 0, i] for i in range(6)},
-    ),
-    "stacked on the last axis": (
-        [Rule("w", "h.{i}.w", stack=2)],
-        {"w": W},
-        {f"h.{i}.w": W[:, :, i] for i in range(6)},
-    ),
     "stacked twice": (
         [Rule("w", "h.{layer}.e.{expert}.w", transpose=(1, 0))],
         {"w": EXPERTS},
         {f"h.{i}.e.{j}.w": EXPERTS[i, j].T for i in range(2) for j in range(4)},
     ),
     "transposed": ([Rule("w", "w", transpose=(1, 0))], {"w": W[0]}, {"w": W[0].T}),
-    "a convolution": (
-        [Rule("w", "w", transpose=(2, 3, 1, 0))],
-        {"w": EXPERTS},
-        {"w": EXPERTS.transpose(3, 2, 0, 1)},
-    ),
-    "leaves joined in theirs": (
-        [Rule(("q", "k", "v"), "h.{i}.qkv", axis=1)],
-        {"q": Q, "k": K, "v": V},
-        {f"h.{i}.qkv": np.concatenate([Q[i], K[i], V[i]], 1) for i in range(3)},
-    ),
     "leaves joined, transposed": (
         [Rule(("q", "k", "v"), "h.{i}.qkv", transpose=(1, 0))],
         {"q": Q, "k": K, "v": V},
@@ -76,15 +56,6 @@ CASES = {
         {"q": {"w": Q, "b": Q[:, 0]}, "k": {"w": K, "b": K[:, 0]}},
         {f"h.{i}.w": np.concatenate([Q[i], K[i]], -1) for i in range(3)}
         | {f"h.{i}.b": np.concatenate([Q[i, 0], K[i, 0]], -1) for i in range(3)},
-    ),
-    "arrays joined in ours": (
-        [Rule("w", ("h.{i}.a", "h.{i}.b", "h.{i}.c"), axis=-1)],
-        {"w": W},
-        {
-            f"h.{i}.{name}": W[i, :, 2 * j : 2 * j + 2]
-            for i in range(3)
-            for j, name in enumerate("abc")
-        },
     ),
     "arrays joined with sizes, transposed": (
         [Rule("w", ("h.{i}.a", "h.{i}.b"), transpose=(1, 0), sizes=(2, 1))],
@@ -264,21 +235,6 @@ def test_tied_copies_may_be_missing_but_have_to_be_equal(tmp_path):
             sf.load_params(file, {"w": W}, names=names)
 
 
-def test_casts_are_asked_for(tmp_path):
-    names, file = sf.NameMap([("w", "h.{i}")]), tmp_path / "m.safetensors"
-    dtypes = [jnp.bfloat16, np.float32, np.float16]
-    save_file({f"h.{i}": W[i].astype(dtype) for i, dtype in enumerate(dtypes)}, file)
-    with pytest.raises(sf.TreeMismatchError, match="only dtypes differ: cast=True converts them"):
-        sf.load_params(file, {"w": W}, names=names)
-    same(sf.load_params(file, {"w": W}, names=names, cast=True), {"w": W})
-    narrow = {"w": W.astype(np.int8)}
-    save_file({f"h.{i}": W[i].astype(np.int32) + 100 * i for i in range(3)}, file)
-    with pytest.raises(
-        sf.TreeMismatchError, match=r"w: saved int32\[4,6\], .* not every value fits"
-    ):
-        sf.load_params(file, narrow, names=names, cast=True)
-
-
 def test_every_difference_is_listed_with_its_leaf_and_its_name(tmp_path):
     names = sf.NameMap([Rule("up", "h.{i}.up", transpose=(1, 0)), ("b", "h.{i}.b")])
     file = tmp_path / "m.safetensors"
@@ -305,50 +261,23 @@ def test_every_difference_is_listed_with_its_leaf_and_its_name(tmp_path):
 RULES = {
     "no list": ({"w": "w"}, "NameMap: rules: expected a list, got dict"),
     "no rule": (["w"], r"rules\[0\]: expected a NameRule, or a tuple of its fields, got str 'w'"),
-    "half a rule": (
-        [("w",)],
-        r"rules\[0\]: expected a NameRule, or a tuple of its fields, got tup",
-    ),
+    "half a rule": ([("w",)], r"rules\[0\]: expected a NameRule, or a tuple of its fields, got t"),
     "no name": ([("w", 3)], r"rules\[0\]: expected a path or a name, with placeholders .* got 3"),
     "an empty name": ([("w", "")], "expected a path or a name, with placeholders .* got ''"),
-    "no names": (
-        [("w", ())],
-        r"rules\[0\]: expected one path or one name, got 1 paths and 0 names",
-    ),
-    "many to many": (
-        [(("a", "b"), ("a", "b"))],
-        "expected one path or one name, got 2 paths and 2",
-    ),
+    "no names": ([("w", ())], "expected one path or one name, got 1 paths and 0 names"),
+    "many to many": ([(("a", "b"), ("a", "b"))], "one path or one name, got 2 paths and 2"),
     "half a placeholder": ([("w", "h.{i.w")], r"got 'h.{i.w'; write a word between { and }"),
     "an empty placeholder": ([("w", "h.{}.w")], r"got 'h.{}.w'; write a word between { and }"),
     "unknown in ours": ([("{i}/w", "w")], r"expected the placeholders of 'w', .* got '{i}/w'"),
-    "unknown in one of theirs": (
-        [("w", ("{i}.a", "{j}.b"))],
-        r"placeholders of '{i}.a', .* got '{j}.b'",
-    ),
+    "unknown in one of theirs": ([("w", ("{i}.a", "{j}.b"))], "of '{i}.a', .* got '{j}.b'"),
     "missing in one of ours": ([(("a/{i}", "b"), "{i}.c")], "expected the placeholders .* got 'b'"),
-    "an axis twice": (
-        [Rule("w", "w", transpose=(0, 0))],
-        r"rules\[0\]: transpose: expected every axis once, such as \(1, 0\), got \(0, 0\)",
-    ),
+    "an axis twice": ([Rule("w", "w", transpose=(0, 0))], r"transpose: .* got \(0, 0\)"),
     "an axis too many": ([Rule("w", "w", transpose=(1, 2))], "expected every axis once"),
     "no axes": ([Rule("w", "w", transpose=True)], "expected every axis once, .* got True"),
-    "an axis of nothing": (
-        [Rule("w", "w", axis=1)],
-        "axis: expected an integer, and 0 unless arrays are joined, got 1",
-    ),
-    "no axis": (
-        [Rule("w", ("a", "b"), axis="x")],
-        "axis: expected an integer, and 0 unless .* got 'x'",
-    ),
-    "sizes of others": (
-        [Rule("w", ("a", "b"), sizes=(1, 2, 3))],
-        r"sizes: expected a size for each of 2 names, got \(1, 2, 3\)",
-    ),
-    "no size": (
-        [Rule("w", ("a", "b"), sizes=(1, 0))],
-        r"sizes: expected a size for each of 2 names, got \(1, 0\)",
-    ),
+    "an axis of nothing": ([Rule("w", "w", axis=1)], "axis: .* 0 unless arrays are joined, got 1"),
+    "no axis": ([Rule("w", ("a", "b"), axis="x")], "axis: expected an integer, .* got 'x'"),
+    "other sizes": ([Rule("w", ("a", "b"), sizes=(1, 2, 3))], r"each of 2 names, got \(1, 2, 3\)"),
+    "no size": ([Rule("w", ("a", "b"), sizes=(1, 0))], r"sizes: .* each of 2 names, got \(1, 0\)"),
     "no stack": ([Rule("w", "{i}", stack=-1)], "stack: expected an integer of at least 0, got -1"),
 }
 
@@ -376,40 +305,29 @@ def test_wrong_options_are_refused_when_they_are_built():
             sf.NameMap([], **options)
 
 
+JOINED = [Rule(("a", "b"), "{i}.x", axis=1)]
 TREES = {
-    "a leaf without a rule": (
-        [("a", "a")],
-        {"a": W, "b": W, "c": W},
-        "params: expected a rule that matches the path of every leaf, got none for b, c; add",
-    ),
+    "no rule": ([("a", "a")], {"a": W, "b": W, "c": W}, "params: .* got none for b, c; add"),
     "a longer path": ([("{a}", "{a}")], {"a": {"b": W}}, "got none for a/b; add rules"),
     "a name twice": (
         [("a", "x"), ("b", "x")],
         {"a": W, "b": W},
         "b: expected a unique name, got 'x', the name of a; correct",
     ),
-    "a name twice by counting": (
+    "a name counted twice": (
         [("a", "{i}"), ("b", "2")],
         {"a": W, "b": W},
-        "b: expected a unique name, got '2', the name of a",
+        "got '2', the name of a",
     ),
-    "a missing member": (
-        [(("a", "b"), "x")],
-        {"a": W},
-        "a: expected leaves at a, b, which are one array, got none at b; correct",
-    ),
+    "a missing member": ([(("a", "b"), "x")], {"a": W}, "a: expected leaves at a, b, .* none at b"),
     "other shapes": (
-        [Rule(("a", "b"), "{i}.x", axis=1)],
+        JOINED,
         {"a": Q, "b": W[:, :2]},
         r"b: .* be joined with a, float32\[3,4,4\], along axis 1 of {i}.x, got float32\[3,2,6\]",
     ),
-    "other layers": (
-        [Rule(("a", "b"), "{i}.x", axis=1)],
-        {"a": Q, "b": K[:2]},
-        r"b: expected what can be joined with a, .* got float32\[2,4,2\]",
-    ),
+    "other layers": (JOINED, {"a": Q, "b": K[:2]}, r"b: .* joined with a, .* float32\[2,4,2\]"),
     "other dtypes": (
-        [Rule(("a", "b"), "{i}.x", axis=1)],
+        JOINED,
         {"a": Q, "b": K.astype(np.float16)},
         r"b: expected what can be joined with a, .* got float16\[3,4,2\]; correct .* or cast it",
     ),
@@ -418,16 +336,8 @@ TREES = {
         {"a": W},
         r"a: expected dimensions for a with transpose=\(1, 0\), got float32\[3,4,6\]; correct",
     ),
-    "axes to stack": (
-        [("a", "{i}.{j}")],
-        {"a": W[0, 0]},
-        r"a: expected dimensions for {i}.{j} with 2 stacked, got float32\[6\]",
-    ),
-    "an axis to stack on": (
-        [Rule("a", "{i}", stack=3)],
-        {"a": W},
-        r"a: expected dimensions for {i} with 1 stacked at 3, got float32\[3,4,6\]",
-    ),
+    "axes to stack": ([("a", "{i}.{j}")], {"a": W[0, 0]}, r"with 2 stacked, got float32\[6\]"),
+    "an axis to stack on": ([Rule("a", "{i}", stack=3)], {"a": W}, "with 1 stacked at 3, got flo"),
     "an axis to join": (
         [Rule(("a", "b"), "{i}", axis=2)],
         {"a": Q, "b": K},
@@ -453,11 +363,7 @@ TREES = {
         {"a": W, "b": W},
         "tied: expected .* got 'x' for 'y'",
     ),
-    "what safetensors keeps": (
-        [("a", "__metadata__")],
-        {"a": W},
-        "expected a name for the array at 'a', got '__metadata__'",
-    ),
+    "a name of safetensors": ([("a", "__metadata__")], {"a": W}, "at 'a', got '__metadata__'"),
 }
 
 

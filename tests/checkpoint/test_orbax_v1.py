@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1
 
 import stepfold as sf
@@ -78,33 +77,6 @@ def abstract(state, sharding=None):
             node = node.setdefault(branch, {})
         node[last] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return found
-
-
-def test_it_is_loaded_onto_a_mesh(folder):
-    sharding = NamedSharding(sf.make_mesh(), PartitionSpec())
-    found = v1.load(folder / "4", abstract(new_state(), sharding))
-    check_equal(found, new_state()._replace(step=jnp.asarray(4, jnp.int32)))
-    assert {leaf.sharding for leaf in jax.tree.leaves(found)} == {sharding}
-
-
-def test_the_parameters_alone_are_loaded(folder):
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = {"params": abstract(new_state(), sharding)["params"]}
-    context = v1.Context()
-    context.pytree.loading.partial_load = True
-    with context:
-        found = v1.load(folder / "4", like)
-    assert found.keys() == {"params"}
-    for name, leaf in named_leaves(new_state().params):
-        assert bits(dict(named_leaves(found["params"]))[name]) == bits(leaf)
-
-
-def test_the_metadata_describe_the_arrays(folder):
-    metadata = v1.metadata(folder / "4")
-    found = {name: (x.shape, x.dtype) for name, x in named_leaves(metadata.metadata)}
-    assert found == {name: (x.shape, x.dtype) for name, x in named(new_state()).items()}
-    assert metadata.init_timestamp_nsecs < metadata.commit_timestamp_nsecs
-    assert v1.checkpointables_metadata(folder / "4").metadata.keys() == {"state"}
 
 
 def test_a_series_is_opened(folder):

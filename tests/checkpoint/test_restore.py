@@ -12,9 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
-from stepfold.checkpoint.restore import candidates
-from stepfold.checkpoint.store import DirectoryStore, open_store
-from stepfold.core.processes import KeyValues, broadcast_from_first, max_over_processes
+from stepfold.checkpoint.store import DirectoryStore
+from stepfold.core.processes import KeyValues
 from stepfold.errors import CheckpointError, ConfigError, TreeMismatchError
 
 from .sameness import check_same
@@ -98,19 +97,6 @@ def test_a_step_goes_on_without_compiling_again(tmp_path, compiles, sharded):
         assert len(compiles) == count
 
 
-def test_a_plan_says_where(tmp_path):
-    sf.save(tmp_path, make())
-    mesh = sf.make_mesh((1, 4, 2, 1))
-    shape = jax.eval_shape(make, 1)
-    plan = sf.make_sharding(shape, mesh, sf.fsdp(min_size=1))
-    like = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        shape,
-        plan,
-    )
-    check_same(sf.restore(tmp_path, like).state, jax.device_put(make(), plan))
-
-
 def test_a_state_that_was_given_away_still_says_how(tmp_path):
     state = make()
     wanted = jax.tree.map(jnp.copy, state)
@@ -192,20 +178,6 @@ def test_another_tree_is_refused_before_anything_is_read(series):
     assert names(series) == ["1", "2", "3", "4"]
 
 
-def test_nothing_is_cast_in_silence(series):
-    like = {"w": jnp.zeros(4096, jnp.bfloat16), "i": jnp.int8(0)}
-    with pytest.raises(TreeMismatchError, match="only dtypes differ: cast=True converts them"):
-        sf.restore(series, like)
-    found = sf.restore(series, like, cast=True)
-    check_same(found.state, {"w": numbers(4)["w"].astype(jnp.bfloat16), "i": jnp.int8(4)})
-
-
-def test_integers_that_do_not_fit_are_refused(tmp_path):
-    sf.save(tmp_path, {"i": jnp.int32(300)}, step=1)
-    with pytest.raises(TreeMismatchError, match=r"i: saved int32\[\], wanted int8\[\], but not"):
-        sf.restore(tmp_path, {"i": jnp.int8(0)}, cast=True)
-
-
 def test_what_fits_is_loaded_and_the_rest_stays(tmp_path):
     sf.save(tmp_path, {"params": {"w": jnp.ones(2), "head": jnp.ones(3)}, "old": 1}, step=1)
     like = {"params": {"w": jnp.zeros(2), "head": jnp.zeros(4), "new": jnp.zeros(1)}}
@@ -220,18 +192,6 @@ def test_what_fits_is_loaded_and_the_rest_stays(tmp_path):
     }
 
 
-def test_parameters_go_under_another_optimizer(tmp_path):
-    state = make()
-    sf.save(tmp_path, state)
-    like = sf.init_state(init, optax.sgd(0.1, momentum=0.9), jax.random.key(1))
-    with pytest.raises(TreeMismatchError, match=": it was saved with another optimizer; make the"):
-        sf.restore(tmp_path, like)
-    found = sf.restore(tmp_path, like, parts=("params", "model_state", "step", "key"))
-    check_same(found.state, state._replace(opt_state=like.opt_state))
-    assert list(found.loaded) == ["step", "params/b", "params/w", "key"]
-    assert set(found.not_loaded.values()) == {"not among the parts"}
-
-
 def test_renamed_leaves_and_other_containers_are_found(tmp_path):
     sf.save(tmp_path, {"encoder": [jnp.ones(2), (jnp.zeros(1),)]}, step=1)
     like = {"body": (jnp.zeros(2), [jnp.ones(1)])}
@@ -240,15 +200,6 @@ def test_renamed_leaves_and_other_containers_are_found(tmp_path):
     assert found.loaded == {"body/0": "encoder/0", "body/1/0": "encoder/1/0"}
     with pytest.raises(TreeMismatchError, match="differs at 4 paths"):
         sf.restore(tmp_path, like)
-
-
-@pytest.mark.parametrize("abstract", [False, True])
-def test_wide_numbers_stay_wide(tmp_path, abstract):
-    with jax.enable_x64(True):
-        state = {"f": jnp.array([0.1], jnp.float64), "i": jnp.array([1 << 40], jnp.int64)}
-        sf.save(tmp_path, state, step=1)
-        like = jax.eval_shape(lambda: state) if abstract else state
-        check_same(sf.restore(tmp_path, like).state, state)
 
 
 def test_wide_numbers_are_not_narrowed_in_silence(tmp_path):
@@ -267,29 +218,6 @@ def test_the_default_device_is_the_callers(tmp_path):
         check_same(sf.restore(tmp_path, state).state, state)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_nothing_is_compiled_to_restore(tmp_path, compiles, sharded):
-    place = NamedSharding(sf.make_mesh(), P("fsdp")) if sharded else None
-    state = {f"w{n}": jax.device_put(np.ones((8, n), np.float32), place) for n in range(3, 6)}
-    sf.save(tmp_path, state, step=1)
-    count = len(compiles)
-    sf.restore(tmp_path, state)
-    assert len(compiles) == count
-
-
-def test_a_step_goes_on_with_weak_numbers_without_compiling_again(tmp_path, compiles):
-    state = {"w": jnp.ones(3), "scale": jnp.asarray(2.0)}
-    assert state["scale"].weak_type
-    step = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf * 2, state))
-    state = step(state)
-    step(state)
-    sf.save(tmp_path, state, step=1)
-    restored = sf.restore(tmp_path, state).state
-    count = len(compiles)
-    step(restored)
-    assert len(compiles) == count
-
-
 def test_memory_of_another_kind_is_kept(tmp_path):
     place = NamedSharding(sf.make_mesh(), P("fsdp"), memory_kind="pinned_host")
     state = {"w": jax.device_put(np.arange(8.0, dtype=np.float32), place)}
@@ -305,34 +233,10 @@ def test_a_place_that_does_not_fit_is_told_with_its_path(tmp_path):
         sf.restore(tmp_path, like)
 
 
-@pytest.mark.parametrize("step", [np.int64(3), jnp.int32(3)])
-def test_any_integer_is_a_step_as_when_saving(series, step):
-    assert sf.restore(series, numbers(0), step=step).step == 3
-
-
 @pytest.mark.parametrize("best", [5, ("a", "max", "c"), ("loss", "least")])
 def test_what_is_no_best_is_refused(series, best):
     with pytest.raises(ConfigError, match="best|mode"):
         sf.restore(series, numbers(0), step="best", best=best)
-
-
-def test_a_folder_without_files_is_passed_over(series):
-    (series / "5").mkdir()
-    assert sf.latest_step(series) == 4
-    assert sf.restore(series, numbers(0)).step == 4
-    assert sf.restore(series, numbers(0), step="best").step == 2
-
-
-def test_a_step_that_is_gone_meanwhile_is_passed_over(series, monkeypatch):
-    listed = DirectoryStore.steps
-
-    def list_and_lose(store):
-        found = listed(store)
-        shutil.rmtree(store.directory / "4", ignore_errors=True)
-        return found
-
-    monkeypatch.setattr(DirectoryStore, "steps", list_and_lose)
-    assert sf.restore(series, numbers(0)).step == 3
 
 
 def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(series, monkeypatch):
@@ -349,26 +253,6 @@ def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(series, m
         sf.restore(series, numbers(0), step=4)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        ValueError("RESOURCE_EXHAUSTED: Too many open files [os_error_code='24']"),
-        ValueError("PERMISSION_DENIED: Error opening local file [os_error_code='13']"),
-    ],
-)
-def test_a_good_step_is_not_blamed_for_what_the_machine_lacks(series, monkeypatch, error):
-    def fail(*_, **__):
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr("tensorstore.open", fail)
-        with pytest.raises(CheckpointError, match="cannot be read: "):
-            sf.restore(series, numbers(0))
-    assert names(series) == ["1", "2", "3", "4"]
-    assert sf.restore(series, numbers(0)).step == 4
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("folder")
@@ -376,15 +260,6 @@ def folder(tmp_path_factory):
         for step, loss in {2: 3.0, 9: 1.0, 10: 2.0}.items():
             series.save({"w": np.ones(2)}, step=step, metrics={"loss": loss})
     return path
-
-
-def test_the_wanted_step_comes_first(folder):
-    store = open_store(folder)
-    in_order = lambda *wanted: [step for step, _ in candidates([store], *wanted)]
-    assert in_order("latest") == [10, 9, 2]
-    assert in_order("best") == [9, 10, 2]
-    assert in_order("best", ("loss", "max")) == [2, 10, 9]
-    assert in_order(9) == [9]
 
 
 @pytest.mark.parametrize(
@@ -432,9 +307,3 @@ def test_all_processes_learn_of_any_error(series, monkeypatch, place):
     with pytest.raises(RuntimeError, match="of any kind"):
         sf.restore(series, numbers(0))
     assert gathered[-1]  # an error, not "" or 0
-
-
-def test_one_process_agrees_with_itself():
-    assert [max_over_processes(number) for number in range(3)] == [0, 1, 2]
-    assert broadcast_from_first([3, 1 << 40]) == [3, 1 << 40]
-    assert broadcast_from_first([]) == []

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 
-import equinox as eqx
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -70,13 +69,6 @@ def mesh():
 # Round trips
 
 
-@pytest.mark.parametrize("shard_size", [1, 30, 10**9])
-def test_what_was_exported_is_loaded(tmp_path, shard_size):
-    sf.export_params(tmp_path, params(), shard_size=shard_size)
-    same(sf.load_params(tmp_path, params()), params())
-    same(sf.load_params(tmp_path, abstract(params())), params())
-
-
 def test_names_and_metadata_are_as_torch_has_them(tmp_path):
     file = tmp_path / "m.safetensors"
     sf.export_params(file, params(), metadata={"step": "3"})
@@ -100,33 +92,12 @@ def test_files_have_at_most_shard_size_and_keep_the_order_of_the_tree(tmp_path):
     assert held == [["00", "01"], ["02"], ["03"], ["04", "05", "06"]]
 
 
-def test_arrays_of_a_file_are_aligned(tmp_path):
-    sf.export_params(tmp_path, {"a": jnp.ones(3, jnp.int8), "b": jnp.ones(3), "c": jnp.ones(2)})
-    content = (tmp_path / "model.safetensors").read_bytes()
-    starts = [content.index(np.ones(2, np.float32).tobytes()), content.index(b"\1\1\1")]
-    assert starts[0] % 8 == 0
-    assert starts[1] == len(content) - 3
-
-
 def test_names_rename_both_ways(tmp_path):
     names = lambda path: path.replace("/", ".").replace("kernel", "weight")
     sf.export_params(tmp_path, params(), names=names)
     with safetensors.safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
         assert "layers.1.weight" in file.keys()  # noqa: SIM118  it is no dict
     same(sf.load_params(tmp_path, params(), names=names), params())
-
-
-def test_what_another_program_wrote_is_loaded(tmp_path):
-    arrays = {
-        "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
-        "b": np.array(7, np.int32),
-    }
-    safetensors.numpy.save_file(arrays, tmp_path / "m.safetensors")
-    like = {"a": {"weight": jnp.zeros((2, 3))}, "b": jnp.int32(0)}
-    same(
-        sf.load_params(tmp_path / "m.safetensors", like),
-        {"a": {"weight": arrays["a.weight"]}, "b": arrays["b"]},
-    )
 
 
 @pytest.mark.torch
@@ -144,28 +115,6 @@ def test_torch_loads_it_into_a_layer_of_its_own(tmp_path):
     x = rng.normal(size=(4, 3)).astype(np.float32)
     wanted = x @ np.asarray(layer["kernel"]) + 1
     np.testing.assert_allclose(linear(torch.from_numpy(x)).detach().numpy(), wanted, rtol=1e-5)
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_torch_reads_every_dtype(tmp_path, dtype):
-    torch = pytest.importorskip("torch")
-    from safetensors.torch import load_file
-
-    sf.export_params(tmp_path, {"a": jnp.arange(4).astype(dtype)})
-    got = load_file(tmp_path / "model.safetensors")["a"]
-    wanted = jnp.arange(4).astype(dtype)
-    assert str(got.dtype).removeprefix("torch.") == dtype.name
-    assert bytes(got.view(torch.uint8).tolist()) == np.asarray(wanted).tobytes()
-
-
-def test_an_equinox_module_goes_out_and_in(tmp_path, key):
-    model = eqx.nn.Linear(2, 3, key=key)
-    arrays, rest = eqx.partition(model, eqx.is_array)
-    sf.export_params(tmp_path, arrays)
-    back = eqx.combine(sf.load_params(tmp_path, arrays), rest)
-    assert type(back) is eqx.nn.Linear
-    same(eqx.filter(back, eqx.is_array), arrays)
 
 
 # Laws
@@ -233,20 +182,6 @@ def test_any_tree_round_trips_and_the_package_reads_the_same(tmp_path_factory, t
 # Where arrays come from and go to
 
 
-@pytest.mark.parametrize(
-    "spec", [(), ("dp",), ("dp", "fsdp"), (None, "fsdp"), (("dp", "fsdp"),)], ids=str
-)
-def test_sharded_arrays_go_out_and_come_in_sharded(tmp_path, mesh, spec):
-    place = NamedSharding(mesh, PartitionSpec(*spec))
-    wanted = {"w": jnp.arange(128.0).reshape(16, 8)}
-    sf.export_params(tmp_path, jax.device_put(wanted, place))
-    like = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=place)}
-    back = sf.load_params(tmp_path, like)
-    same(back, wanted)
-    assert back["w"].sharding == place
-    assert back["w"].committed
-
-
 def test_without_a_sharding_arrays_may_move_as_jax_likes(tmp_path):
     sf.export_params(tmp_path, params())
     back = sf.load_params(tmp_path, jax.tree.map(np.asarray, params()))
@@ -280,16 +215,7 @@ def test_nothing_is_shared_with_the_file(tmp_path, mesh, spec):
     assert all((np.asarray(shard.data) == 2).all() for shard in doubled.addressable_shards)
 
 
-def test_a_sharded_array_is_read_in_its_parts(tmp_path, mesh, monkeypatch):
-    sf.export_params(tmp_path, {"w": jnp.arange(128.0).reshape(16, 8)})
-    read, original = [], safetensors_module.converted
-    spy = lambda *arguments: (read.append(arguments[-1].shape), original(*arguments))[1]
-    monkeypatch.setattr(safetensors_module, "converted", spy)
-    place = NamedSharding(mesh, PartitionSpec("dp", "fsdp"))
-    sf.load_params(tmp_path, {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=place)})
-    assert set(read) == {(8, 2)}
-
-
+@pytest.mark.full
 def test_the_host_holds_one_shard_at_a_time(tmp_path):
     code = """
         import resource, sys, jax, jax.numpy as jnp, stepfold as sf
@@ -341,28 +267,21 @@ def test_export_is_no_part_of_a_jitted_function(tmp_path):
 # What the disk refuses
 
 
-def listing(folder):
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-@pytest.mark.parametrize("shard_size", [3_000, 10**9])
-def test_a_full_disk_leaves_what_was_there(tmp_path, shard_size):
+def test_a_full_disk_leaves_what_was_there(tmp_path):
     sf.export_params(tmp_path, {"a": jnp.ones(3)})
-    before = listing(tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    tree = {f"{i}": jnp.ones(500) for i in range(4)} | {"last": jnp.ones(2_000)}
     resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, limits[1]))
     try:
-        with pytest.raises(sf.CheckpointError) as caught:
-            sf.export_params(tmp_path, tree, shard_size=shard_size)
+        with pytest.raises(
+            sf.CheckpointError, match="model.safetensors cannot be written: File to"
+        ):
+            sf.export_params(
+                tmp_path, {"a": np.ones(100), "last": np.ones(2_000)}, shard_size=3_000
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert str(caught.value) == (
-        f"export_params: {tmp_path}/model.safetensors cannot be written: File too large; give a "
-        "path that can be written to"
-    )
-    assert isinstance(caught.value.__cause__, OSError)
-    assert listing(tmp_path) == before
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize(
@@ -394,13 +313,6 @@ def test_paths_that_are_something_else_are_refused(tmp_path):
     with pytest.raises(sf.ConfigError, match="path: expected one on a disk, got gs://b/x"):
         sf.export_params("gs://b/x", params())
     assert (tmp_path / "file").read_text() == "mine"
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_may_not_be_written_to_is_refused(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(sf.CheckpointError, match="Permission denied; give a path that can be"):
-        sf.export_params(tmp_path, params())
 
 
 # Files as one thing
@@ -488,17 +400,6 @@ def test_a_reader_finds_the_old_or_the_new_wherever_it_is_stopped(tmp_path, befo
     assert found == sorted(found)
     assert (found[0], found[-1]) == (1, 2)
     assert number > 3
-
-
-def test_shards_do_not_take_the_name_of_one_that_is_there(tmp_path):
-    for value, end in ((1, ""), (2, ".2"), (3, "")):
-        save(tmp_path, {"a": value, "b": value})
-        assert names(tmp_path) == [
-            f"model-00001-of-00002{end}.safetensors",
-            f"model-00002-of-00002{end}.safetensors",
-            "model.safetensors.index.json",
-        ]
-        assert loaded(tmp_path, "ab") == {value}
 
 
 def test_files_of_others_stay(tmp_path):
@@ -592,33 +493,6 @@ def test_nothing_there_is_an_error(tmp_path):
     refused(tmp_path / "x.safetensors", "expected a regular file, got a directory")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "expected an index in JSON, got Expecting value"),
-        ("\udc80", "expected an index in JSON, got 'utf-8' codec"),
-        (
-            "[]",
-            "expected a weight_map of names to files in its directory, got list []; export or copy",
-        ),
-        (
-            '{"weight_map": {"a": 1}}',
-            "expected a weight_map of names to files in its directory, got 1, which is not there",
-        ),
-        ('{"weight_map": {"a": "../x.safetensors"}}', "expected a weight_map of names to files"),
-        (
-            '{"weight_map": {"a": "x.safetensors"}}',
-            "expected a weight_map of names to files in its directory, got 'x.safetensors', which "
-            "is not there; export or copy all of them again",
-        ),
-    ],
-)
-def test_a_broken_index_is_refused_with_its_name(tmp_path, text, words):
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_bytes(text.encode(errors="surrogateescape"))
-    refused(tmp_path, f"{index}: {words}")
-
-
 def test_an_index_and_files_of_different_exports_are_refused(tmp_path):
     save(tmp_path, {"a": 1, "b": 2})
     arrays = {"a": np.ones(10, np.float32), "x": np.ones(10, np.float32)}
@@ -657,28 +531,14 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path):
     same(sf.load_params(file, arrays), arrays)
 
 
-def test_arrays_that_are_not_aligned_are_read(tmp_path):
-    raw(tmp_path / "t.safetensors", b'{"a":%s} ' % json.dumps(entry(0, 8)).encode(), b"\0" * 8)
-    found = sf.load_params(tmp_path / "t.safetensors", {"a": np.ones(2, np.float32)})
-    assert found["a"].tolist() == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("header", "data", "length", "words"),
     [
         ({"a": entry(0, 8)}, b"x" * 7, None, "got one of 76 bytes of which the safetensors"),
-        ({"a": entry(0, 8)}, b"x" * 9, None, "file not fully covered"),
         ({"a": entry(0, 8), "b": entry(4, 12)}, b"x" * 12, None, "invalid offset for tensor `b`"),
-        ({"a": entry(0, 8), "b": entry(12, 20)}, b"x" * 20, None, "invalid offset for tensor `b`"),
-        ({"a": entry(8, 0)}, b"x" * 8, None, "invalid offset for tensor `a`"),
-        ({"a": entry(0, 80)}, b"x" * 8, None, "invalid shape, data type, or offset"),
         ({"a": entry(0, 8, shape=(2**40, 2**40))}, b"x" * 8, None, "overflow"),
-        ({"a": entry(0, 8, dtype="F99")}, b"x" * 8, None, "unknown variant `F99`"),
         ({}, b"", 1 << 60, "header too large"),
-        ({}, b"", 50, "invalid header length"),
         (b"no json {", b"", None, "invalid JSON in header"),
-        (b"\xff\xff", b"", None, "invalid UTF-8 in header"),
-        (b"[1]", b"", None, "invalid JSON in header"),
     ],
 )
 def test_what_is_broken_is_refused_with_its_name(tmp_path, header, data, length, words):
@@ -686,23 +546,6 @@ def test_what_is_broken_is_refused_with_its_name(tmp_path, header, data, length,
     raw(file, header, data, length)
     text = refused(file, words)
     assert text.startswith(f"{file}: expected a whole safetensors file, got one of ")
-
-
-def test_no_beginning_of_a_file_is_taken_for_one(tmp_path):
-    file = tmp_path / "t.safetensors"
-    sf.export_params(file, {"a": np.arange(4.0), "b": np.ones((), np.int8)})
-    content = file.read_bytes()
-    for size in range(0, len(content), 9):
-        file.write_bytes(content[:size])
-        refused(file, "expected a whole safetensors file")
-
-
-@pytest.mark.parametrize(
-    "bad", [entry(0, 4, (8,), "F4"), entry(0, 4, [1] * 70), entry(0, 0, (2**62, 0))]
-)
-def test_what_numpy_has_not_is_refused_by_name(tmp_path, bad):
-    raw(tmp_path / "t.safetensors", {"a": bad}, b"x" * bad["data_offsets"][1])
-    refused(tmp_path / "t.safetensors", "a: expected a dtype of BOOL, ")
 
 
 def test_without_the_package_it_is_said_how_to_install_it(tmp_path, monkeypatch):
@@ -742,27 +585,6 @@ def test_what_has_no_name_is_refused(tmp_path, params, names, words):
 # What is loaded has to be what is wanted
 
 
-def test_every_difference_is_listed(tmp_path, key):
-    sf.export_params(tmp_path, params())
-    like = params()
-    like["layers"][0] = {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(3), "scale": jnp.ones(3)}
-    like |= {"empty": None, "key": key}
-    with pytest.raises(sf.TreeMismatchError) as caught:
-        sf.load_params(tmp_path, like)
-    head, *lines = str(caught.value).splitlines()
-    assert head == (
-        f"{tmp_path}: expected the tree that was saved, got one that differs at 5 paths; names=… "
-        "maps paths to their names there, and cast=True converts dtypes"
-    )
-    assert {tuple(line.split()) for line in lines[2:]} == {
-        ("key", "nothing", "key<threefry2x32>[]"),
-        ("layers/0/scale", "nothing", "float32[3]"),
-        ("empty", "float8_e4m3fn[0,4]", "None"),
-        ("layers/0/bias", "bfloat16[3]", "float32[3]"),
-        ("layers/0/kernel", "float32[2,3]", "float32[3,2]"),
-    }
-
-
 @pytest.mark.parametrize(
     ("saved", "wanted"),
     [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float8_e5m2"),
@@ -779,37 +601,6 @@ def test_dtypes_are_converted_only_if_asked(tmp_path, mesh, saved, wanted):
         back = sf.load_params(tmp_path, like, cast=True)["a"]
         assert back.dtype == wanted
         assert back.tobytes() == values.astype(wanted).tobytes()
-
-
-@pytest.mark.parametrize(
-    ("saved", "wanted"), [("float32", "int32"), ("int32", "float32"), ("bool", "int32")]
-)
-def test_kinds_of_numbers_are_not_converted(tmp_path, key, saved, wanted):
-    sf.export_params(tmp_path, {"a": jnp.ones(3, saved), "b": jax.random.key_data(key)})
-    with pytest.raises(sf.TreeMismatchError) as caught:
-        sf.load_params(tmp_path, {"a": jnp.ones(3, wanted), "b": key}, cast=True)
-    for line in (rf"a +{saved}\[3\] +{wanted}\[3\]", r"b +uint32\[2\] +key<threefry2x32>\[\]"):
-        assert re.search(line, str(caught.value))
-
-
-@pytest.mark.parametrize("values", [[0, 300], [-1, 5]])
-def test_integers_that_do_not_fit_are_refused(tmp_path, values):
-    sf.export_params(tmp_path, {"a": np.int64(values)})
-    words = r"a: saved int64\[2\], wanted uint8\[2\], but not every value fits"
-    with pytest.raises(sf.TreeMismatchError, match=words):
-        sf.load_params(tmp_path, {"a": jnp.zeros(2, jnp.uint8)}, cast=True)
-
-
-def test_what_jax_would_narrow_is_refused(tmp_path):
-    sf.export_params(tmp_path, {"a": np.float64([1, 1e300])})
-    like = {"a": jax.ShapeDtypeStruct((2,), np.float64)}
-    words = r"a: wanted float64\[2\], which jax makes only with jax_enable_x64"
-    with pytest.raises(sf.TreeMismatchError, match=words):
-        sf.load_params(tmp_path, like)
-    with jax.enable_x64(True):
-        back = sf.load_params(tmp_path, like)
-    assert back["a"].dtype == np.float64
-    assert np.asarray(back["a"]).tolist() == [1, 1e300]
 
 
 def test_what_says_no_shape_or_no_device_is_refused(tmp_path):

@@ -3,7 +3,6 @@
 import errno
 import math
 import os
-import re
 import time
 from pathlib import Path
 
@@ -21,12 +20,11 @@ from stepfold.checkpoint.steps import (
     check_shared,
     expendable,
     order_by,
-    read_best,
     split_location,
     sync,
 )
 from stepfold.checkpoint.store import DirectoryStore
-from stepfold.errors import CheckpointError, ConfigError
+from stepfold.errors import CheckpointError
 
 
 def names(folder):
@@ -41,39 +39,6 @@ def test_a_directory_is_read_and_made_where_asked(tmp_path, monkeypatch):
     assert steps.read_directory("a/b", make=True).is_dir()
 
 
-def test_any_path_like_is_a_directory(tmp_path):
-    class Location:
-        def __fspath__(self):
-            return str(tmp_path)
-
-    assert steps.read_directory(Location()) == tmp_path
-
-
-def test_a_name_that_is_too_long_is_an_error_of_checkpoints(tmp_path):
-    with pytest.raises(CheckpointError, match="File name too long"):
-        steps.read_directory(tmp_path / ("a" * 300), make=True)
-
-
-@pytest.mark.parametrize("directory", [None, 3, "", b"a", "a\0b"])
-def test_what_is_no_path_is_refused(directory):
-    with pytest.raises(
-        ConfigError, match=re.escape(f"directory: expected a path, got {directory!r}")
-    ):
-        steps.read_directory(directory)
-
-
-def test_a_bucket_is_refused():
-    words = "directory: expected a path on a file system, got 'gs://a/b'; mount the bucket"
-    with pytest.raises(ConfigError, match=words):
-        steps.read_directory("gs://a/b")
-
-
-def test_a_backslash_is_refused(tmp_path):
-    words = r"directory: expected a path without a backslash, .* got '.*a.*b'; rename it"
-    with pytest.raises(ConfigError, match=words):
-        steps.read_directory(tmp_path / "a\\b")
-
-
 def test_a_file_is_no_directory(tmp_path):
     (tmp_path / "a").write_text("")
     with pytest.raises(CheckpointError, match="a: expected a directory, got a file; give another"):
@@ -83,13 +48,6 @@ def test_a_file_is_no_directory(tmp_path):
     )
     with pytest.raises(CheckpointError, match=words):
         steps.read_directory(tmp_path / "a" / "b", make=True)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_that_cannot_be_made_is_told(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(CheckpointError, match="cannot be made: Permission denied; change the perm"):
-        steps.read_directory(tmp_path / "a", make=True)
 
 
 def test_a_directory_that_may_not_be_read_is_told(tmp_path, monkeypatch):
@@ -184,33 +142,6 @@ def test_a_disk_that_fails_is_told(tmp_path, monkeypatch):
 
 NUMBERS = st.floats() | st.none()
 SERIES = st.dictionaries(st.integers(0, 40), st.dictionaries(st.just("loss"), NUMBERS), max_size=9)
-
-
-@pytest.mark.parametrize(
-    ("best", "mode", "wanted"),
-    [
-        (None, None, None),
-        ("eval/loss", None, ("eval/loss", "min")),
-        ("accuracy", None, ("accuracy", "max")),
-        ("loss", "max", ("loss", "max")),
-        ("accuracy", "min", ("accuracy", "min")),
-    ],
-)
-def test_the_metric_that_ranks_has_a_mode(best, mode, wanted):
-    assert read_best(best, mode) == wanted
-
-
-@pytest.mark.parametrize(
-    ("best", "mode", "words"),
-    [
-        (3, None, "best: expected the name of a metric, got 3"),
-        ("", None, "best: expected the name of a metric, got ''"),
-        ("loss", "least", "mode: expected one of 'min', 'max', got 'least'"),
-    ],
-)
-def test_what_is_no_metric_or_mode_is_refused(best, mode, words):
-    with pytest.raises(ConfigError, match=words):
-        read_best(best, mode)
 
 
 def test_equals_are_as_old_as_they_are():

@@ -192,18 +192,6 @@ def save(folder, step, metrics=None, **options):
         series.save({"w": jnp.ones(2)}, step=step, metrics=metrics)
 
 
-def test_metrics_are_read_of_what_is_whole(tmp_path):
-    save(tmp_path, 1, {"loss": 3.0})
-    save(tmp_path, 2)
-    save(tmp_path, 3, {"loss": math.nan})
-    save(tmp_path, 4, {"loss": 1.0})
-    (tmp_path / "4" / "state" / "_METADATA").unlink()
-    found = metrics_in(open_store(tmp_path))
-    assert (found[1], found[2]) == ({"loss": 3.0}, {})
-    assert math.isnan(found[3]["loss"])
-    assert list(found) == [1, 2, 3]
-
-
 def test_a_step_that_goes_meanwhile_is_not_read(tmp_path, monkeypatch):
     save(tmp_path, 1)
     monkeypatch.setattr(DirectoryStore, "steps", lambda store: [1, 2])

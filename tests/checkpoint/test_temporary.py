@@ -120,18 +120,6 @@ def test_a_damaged_temporary_step_falls_back(tmp_path, steps):
     assert series_in(tmp_path).restore(LIKE).step == newest
 
 
-def test_a_damaged_temporary_step_falls_back_on_the_permanent_one(tmp_path):
-    with series_in(tmp_path) as series:
-        run(series, range(1, 11))
-    damage(local(tmp_path), 10)
-    with pytest.warns(RuntimeWarning, match="step 10 is damaged"):
-        restored = series_in(tmp_path).restore(LIKE)
-    assert (restored.step, [*restored.damaged]) == (6, [10])
-    damage(tmp_path / "durable", 6)
-    with pytest.raises(CheckpointError, match="good checkpoint, got none: step 10: .*; step 6: "):
-        series_in(tmp_path).restore(LIKE)
-
-
 def test_a_step_of_both_is_taken_from_the_permanent_one_first(tmp_path):
     with series_in(tmp_path) as series:
         run(series, range(1, 5))
@@ -264,14 +252,6 @@ def test_temporary_steps_that_cannot_be_deleted_are_a_warning(tmp_path, monkeypa
         with pytest.warns(RuntimeWarning, match="local/.*4: cannot be deleted: No space"):
             saved_one_by_one(series, [6])
     assert steps_in(tmp_path / "durable") == [6]
-
-
-def test_a_failed_permanent_save_is_raised(tmp_path, monkeypatch):
-    with series_in(tmp_path) as series:
-        monkeypatch.setattr(manifest, "write_leaves", fails)
-        run(series, [6])
-        with pytest.raises(CheckpointError, match="6: not saved"):
-            series.wait()
 
 
 @pytest.mark.parametrize("steps", [[2, 4], [4, 6, 8]], ids=["before a permanent step", "after one"])

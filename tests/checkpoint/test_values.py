@@ -1,10 +1,8 @@
 """Numpy arrays in the data position and in `extra`, such as the replay buffer of a hook."""
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,68 +92,6 @@ def test_a_buffer_may_be_modified_as_soon_as_save_returns(place):
     found.data["buffer"] += 1  # it is writable
 
 
-@pytest.mark.parametrize("generator", [np.random.MT19937, np.random.Philox, np.random.SFC64])
-def test_the_state_of_a_numpy_generator_can_be_saved(tmp_path, generator):
-    draws = np.random.Generator(generator(3))
-    sf.save(tmp_path, STATE, step=1, extra={"rng": draws.bit_generator.state})
-    expected = draws.integers(1000, size=8).tolist()
-    draws.bit_generator.state = sf.restore(tmp_path, STATE).extra["rng"]
-    assert draws.integers(1000, size=8).tolist() == expected
-
-
-class Reservoir:
-    """Keep the losses that it has seen."""
-
-    def __init__(self):
-        self.seen = np.zeros(0, np.float32)
-
-    def __call__(self, event):
-        self.seen = np.append(self.seen, np.float32(event.metrics["train/loss"]))
-
-    def get_state(self):
-        return {"seen": self.seen}
-
-    def set_state(self, state):
-        self.seen = state["seen"]
-
-
-class Draws:
-    """Draw batches with a generator whose state is an array."""
-
-    def __init__(self):
-        self.generator = np.random.Generator(np.random.MT19937(3))
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return self.generator.random((2, 2), np.float32)
-
-    def get_state(self):
-        return self.generator.bit_generator.state
-
-    def set_state(self, state):
-        self.generator.bit_generator.state = state
-
-
-TX = optax.sgd(0.1)
-STEP = sf.make_train_step(lambda params, batch, key: ((params - batch) ** 2).mean(), TX)
-
-
-def test_hooks_and_batches_with_arrays_resume_as_if_the_run_was_not_cut(tmp_path):
-    def run(folder, steps):
-        hook, state = Reservoir(), sf.init_state(jnp.ones(2), TX, jax.random.key(0))
-        options = {"run_dir": folder, "log_every": 1, "checkpoints": sf.Checkpoints(every=2)}
-        result = sf.fit(STEP, state, Draws(), steps=steps, hooks=hook, **options)
-        return hook.seen, np.asarray(result.state.params)
-
-    whole, params = run(tmp_path / "whole", 6)
-    run(tmp_path / "cut", 4)
-    resumed = run(tmp_path / "cut", 6)
-    assert (resumed[0].dtype, len(resumed[0])) == (np.float32, 6)
-    assert same([whole, params], [*resumed])
-
-
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -174,15 +110,6 @@ def test_an_array_that_has_no_place_is_refused_with_its_path(tmp_path, value, wo
     with pytest.raises(ConfigError, match=words):
         sf.save(tmp_path, STATE, step=1, data={"a": [value]})
     assert sf.latest_step(tmp_path) is None
-
-
-def test_a_checkpoint_without_arrays_has_no_file_for_them(tmp_path):
-    sf.save(tmp_path / "a", STATE, step=1, data={"n": 1}, extra=[2])
-    sf.save(tmp_path / "b", STATE, step=1, data={"n": BUFFER})
-    names = [
-        {path.name for path in (tmp_path / name / "1" / "state").iterdir()} for name in ("a", "b")
-    ]
-    assert names[1] - names[0] == {"arrays-0.bin"}
 
 
 # Reading without arrays
@@ -219,16 +146,6 @@ def test_parts_are_restored_with_the_arrays_of_the_position(place):
 
 
 # Temporary steps, later metadata
-
-
-def test_temporary_steps_have_arrays(tmp_path):
-    temporary = sf.Temporary(tmp_path / "local", every=1)
-    checkpoints = sf.Checkpoints(tmp_path / "series", every=10, temporary=temporary)
-    with checkpoints as series:
-        assert series.due(3)
-        series.save(STATE, step=3, data={"buffer": BUFFER})
-    assert sf.latest_step(tmp_path / "series") is None
-    assert same(checkpoints.restore(STATE).data, {"buffer": BUFFER})
 
 
 def test_arrays_are_added_after_a_save(place):

@@ -1,6 +1,6 @@
+"""A save writes what the state was at the call, in the layout of orbax, or leaves nothing."""
+
 import errno
-import subprocess
-import sys
 import threading
 import time
 
@@ -45,35 +45,6 @@ def test_orbax_reads_the_arrays_by_itself(folder):
     assert bits(found["key"]) == bits(STATE["key"])
 
 
-def test_orbax_restores_onto_what_it_is_given(folder):
-    like = {
-        "params": {"w": jnp.zeros((2, 3)), "layers": {"0": np.int64(0), "1": np.zeros(2)}},
-        "key": jnp.zeros(2, jnp.uint32),
-        "half": jnp.zeros(2, jnp.bfloat16),
-    }
-    item = ocp.args.Composite(state=ocp.args.StandardRestore(jax.eval_shape(lambda: like)))
-    with ocp.CheckpointManager(folder) as manager, jax.enable_x64(True):
-        found = manager.restore(4, args=item).state
-    assert bits(found["params"]["w"]) == bits(STATE["params"]["w"])
-    assert bits(found["half"]) == bits(STATE["half"])
-    assert jax.random.wrap_key_data(found["key"]) == STATE["key"]
-
-
-WITHOUT_US = """
-import sys, jax, orbax.checkpoint as ocp
-item = ocp.args.Composite(state=ocp.args.PyTreeRestore())
-found = ocp.CheckpointManager(sys.argv[1]).restore(4, args=item).state
-assert "stepfold" not in sys.modules
-print(found["params"]["w"].tolist(), float(found["half"][0]))
-"""
-
-
-def test_whoever_has_no_stepfold_reads_the_arrays(folder):
-    command = [sys.executable, "-c", WITHOUT_US, str(folder)]
-    ended = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert ended.stdout == "[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]] 1.5\n"
-
-
 def add_one(tree):
     return jax.tree.map(lambda leaf: leaf + 1, tree)
 
@@ -107,26 +78,6 @@ def test_what_is_written_to_at_once_is_saved_as_it_was(tmp_path):
         found = sf.restore(tmp_path, state, step=number).state
         wanted = np.arange(1 << 18, dtype=np.float32) + np.float32(number)
         check_same(found, {"a": wanted, "b": np.full((), float(number))})
-
-
-def test_a_step_is_written_as_a_whole(tmp_path):
-    store = open_store(tmp_path, save=True)
-    store.begin(STATE, StepMetadata(3))
-    store.commit(3)
-    assert [path.name for path in tmp_path.iterdir()] == ["3"]
-    assert sf.verify(tmp_path) == {3: []}
-
-
-def test_a_step_that_another_run_is_saving_is_refused_and_left(tmp_path):
-    first, second = open_store(tmp_path, save=True), open_store(tmp_path, save=True)
-    first.begin(STATE, StepMetadata(3))
-    with pytest.raises(CheckpointError, match="3: not saved: another run is saving it, process"):
-        second.begin(STATE, StepMetadata(3))
-    first.commit(3)
-    assert sf.verify(tmp_path) == {3: []}
-    assert [path.name for path in tmp_path.iterdir()] == ["3"]
-    second.begin(STATE, StepMetadata(4))
-    second.commit(4)
 
 
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
@@ -179,7 +130,7 @@ def test_a_save_does_not_wait_for_the_disk(tmp_path, monkeypatch):
     assert sf.latest_step(tmp_path) == 3
 
 
-@pytest.mark.parametrize("years", [56, 1, -1, -30])
+@pytest.mark.parametrize("years", [56, -30])
 def test_a_clock_that_jumps_ends_no_save(tmp_path, monkeypatch, years):
     """As the clock of a machine that starts in 1970 and is then set."""
     now, offset, written = time.time, [0.0], manifest.write_leaves

@@ -309,7 +309,8 @@ def open_store(directory: Any, *, save: bool = False) -> Store:
     if path is None or layout == "bucket" or (layout is None and is_url(directory)):
         from stepfold.checkpoint.bucket import BucketStore  # lazy: imports tensorstore
 
-        return BucketStore(directory if is_url(directory) else path.as_uri(), save=save)
+        url = directory if path is None or is_url(directory) else path.as_uri()
+        return BucketStore(url, save=save)
     if save:  # orbax takes longer to import than everything else: not at the first save
         importlib.import_module("stepfold.checkpoint.writer")
     return DirectoryStore(read_directory(path, make=save))

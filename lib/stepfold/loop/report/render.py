@@ -191,8 +191,8 @@ def _losses(run: Run) -> Iterator[Sequence[str]]:
 
 def _checkpoints(run: Run) -> Iterator[Sequence[str]]:
     plan, main = run.argument("checkpoints") or {}, _main_metrics([run])
-    name = plan.get("best")
-    mode = name and (plan.get("mode") or known_mode(name))
+    name = plan.get("best") or ""
+    mode = plan.get("mode") or known_mode(name)
     metrics = {saved.step: saved.metrics or {} for saved in run.checkpoints}
     best = order_by((name, mode), metrics)[:1] if mode else []
     for step, time, values in run.checkpoints:
