@@ -14,8 +14,6 @@ import stepfold as sf
 from stepfold.data.batches import batches
 
 REMAINDERS = st.sampled_from(["drop", "pad", "keep"])
-
-
 SEEDS = st.none() | st.integers(0, 3)
 
 

@@ -32,11 +32,7 @@ def simple(rows, length, truncate, side, pad):
 
 
 ragged = st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=12), min_size=1, max_size=6)
-
-
 either_end = st.sampled_from(["keep_end", "keep_start"])
-
-
 either_side = st.sampled_from(["right", "left"])
 
 

@@ -28,8 +28,6 @@ from stepfold.data.sources import (
 )
 
 X = np.arange(24).reshape(8, 3)
-
-
 INDICES = np.array([6, 0, 6])
 
 

@@ -12,8 +12,6 @@ from sklearn.datasets import load_digits
 import stepfold as sf
 
 DIGITS = load_digits()
-
-
 MANUAL = sorted(pydoc_data.topics.topics.items())[:20]
 
 

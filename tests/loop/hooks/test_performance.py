@@ -55,6 +55,8 @@ def test_time_examples_and_other_units(clock):
         "examples_per_second": 16.0,
         "tokens_per_second": 256.0,
     }
+    assert measure(throughput(flops=1e12, peak=4e12), clock)["mfu"] == 0.5
+    assert "mfu" not in measure(throughput(flops=1e12), clock)  # unknown for a CPU
 
 
 def test_an_evaluation_takes_no_time_of_steps_and_lowers_the_goodput(clock):
@@ -77,11 +79,6 @@ def test_examples_of_all_processes_are_counted_by_the_share_of_this_one(clock, m
     hook(train(10))
     clock[0] += 5.0
     assert hook(train(20)._replace(batch_share=0.5))["throughput/examples_per_second"] == 32.0
-
-
-def test_mfu_where_the_peak_is_known(clock):
-    assert measure(throughput(flops=1e12, peak=4e12), clock)["mfu"] == 0.5
-    assert "mfu" not in measure(throughput(flops=1e12), clock)  # unknown for a CPU
 
 
 def test_goodput_counts_pauses_and_lost_steps(clock):

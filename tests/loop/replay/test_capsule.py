@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from typing import NamedTuple
+from collections import namedtuple
 
 import jax
 import jax.numpy as jnp
@@ -192,6 +192,7 @@ def test_a_capsule_is_read_as_it_was_written(tmp_path):
     assert (os.listdir(tmp_path / "capsules"), os.listdir(path)) == (["120"], ["capsule.json"])
 
 
+Pair = namedtuple("Pair", "first second")
 DTYPES = [
     *("bool", "int8", "int64", "uint32", "float16", "float32", "float64", "complex64"),
     *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4, ml_dtypes.float4_e2m1fn),
@@ -226,11 +227,6 @@ def test_random_keys_are_read_back(tmp_path, impl):
     back, _ = there_and_back({"keys": keys}, tmp_path)
     assert back["keys"].dtype == keys.dtype
     assert (jax.random.key_data(back["keys"]) == jax.random.key_data(keys)).all()
-
-
-class Pair(NamedTuple):
-    first: object
-    second: object
 
 
 class Text:
