@@ -100,6 +100,15 @@ def test_the_running_average_of_a_bar_is_resumed():
     assert second.get_state() == first.get_state()
 
 
+def test_reset_starts_a_bar_again():
+    file = io.StringIO()
+    bar = ProgressBar("json", None, file=file)
+    bar.update(5)
+    bar.reset()
+    bar.update(2)
+    assert [line["step"] for line in lines(file)] == [5, 2]
+
+
 # Trackers
 
 

@@ -10,12 +10,15 @@ from stepfold.adapter import TrainingArguments, plan
 from stepfold.adapter.loading import (
     EvaluationLoader,
     TrainingLoader,
+    collect_function,
+    columns,
     evaluation_batches,
     position_at,
     replicate_if_uneven,
     seek,
     training_batches,
     with_mask,
+    without_columns,
 )
 
 DATA = {"x": np.arange(10), "name": np.array(list("abcdefghij"))}
@@ -136,6 +139,15 @@ def test_an_iterator_is_refused_as_evaluation_data():
         evaluation(iter([1, 2]))
 
 
+def test_columns_are_dropped_from_arrays_and_from_examples():
+    options = TrainingArguments(ids_to_pop_from_dataset=("name",))
+    assert without_columns(DATA, options) == ({"x": DATA["x"]}, None)
+    rows = [{"x": 1, "name": "a"}]
+    dataset, drop_columns = without_columns(rows, options)
+    assert [drop_columns(row) for row in dataset] == [{"x": 1}]
+    assert next(training(DATA, remove_unused_columns=True)).keys() == {"x", "mask"}
+
+
 def test_a_mask_of_the_user_is_kept():
     assert next(training(ids_to_pop_from_dataset=("mask",))).keys() == {"x"}
     batch = {"x": np.ones((2, 3)), "mask": np.zeros((2, 3))}
@@ -154,6 +166,22 @@ def test_a_batch_that_does_not_divide_is_replicated():
 
 
 # Collect functions
+
+
+def test_without_a_length_examples_are_stacked():
+    collect = collect_function(None, "keep_end")
+    assert collect([{"x": [1, 2]}, {"x": [3, 4]}])["x"].tolist() == [[1, 2], [3, 4]]
+    assert collect({"x": [[1, 2], [3, 4]]})["x"].tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(sf.DataError, match="expected one shape and dtype to stack"):
+        collect([{"x": [1]}, {"x": [1, 2]}])
+
+
+def test_columns_of_one_shape_are_arrays_and_others_lists():
+    table = columns([{"x": np.ones(2), "ids": [1]}, {"x": np.ones(2), "ids": [2, 3]}])
+    assert table["x"].shape == (2, 2)
+    assert table["ids"] == [[1], [2, 3]]
+    assert columns([{"a": [1, [2]]}, {"a": [3, [4]]}])["a"] == [[1, [2]], [3, [4]]]
+    assert columns([1.0, 2.0]).tolist() == [1.0, 2.0]
 
 
 # Positions

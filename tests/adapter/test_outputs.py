@@ -120,6 +120,29 @@ def test_json_gives_the_state_back_bit_for_bit(tmp_path, state):
         assert again.replace(state=None).to_dict() == output.replace(state=None).to_dict()
 
 
+def test_without_like_the_state_says_where_it_is(state):
+    output = TrainerOutput(state, None, "0", "runs/a/0")
+    again = TrainerOutput.from_json(output.to_json())
+    for use in (
+        lambda state: state.params,
+        lambda state: state["params"],
+        lambda state: state(1),
+        list,
+        next,
+    ):
+        with pytest.raises(
+            sf.ConfigError,
+            match=r"state: it is in the checkpoint runs/a/0; load it with TrainerOutput.from_json\("
+            r"text, like\) or|state: .*sf.restore\('runs/a', like, step=0\)",
+        ):
+            use(again.state)
+    assert again.to_json() == output.to_json()
+    assert again.replace(checkpoint_path="b/0").checkpoint_path == "b/0"
+    assert "b/0" in again.replace(checkpoint_path="b/0").to_json()
+    assert "runs" not in again.replace(checkpoint_path="b/0").to_json()
+    assert jax.tree.leaves(again) == []
+
+
 def test_a_state_without_its_checkpoint_has_no_json(tmp_path, state):
     output = TrainerOutput(state, None)
     with pytest.raises(

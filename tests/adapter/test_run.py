@@ -358,6 +358,19 @@ def test_a_loss_scale_may_skip_all_steps_of_an_interval():
     assert trainer.history["train/skipped"][0] == 1.0
 
 
+def test_a_subclass_that_calls_super_keeps_the_stop_at_a_nan():
+    class Own(Trainer):
+        def configure_functions(self):
+            return super().configure_functions()
+
+    images = np.where(np.arange(200)[:, None] == 7, np.nan, digits.TRAIN["image"])
+    data = {**digits.TRAIN, "image": np.float32(images)}
+    trainer = digits.trainer(Own, given={"dataset_train": data}, max_steps=100)
+    trainer.compile_aot()
+    trainer.train()
+    assert trainer.result.stop_reason.kind == "nonfinite"
+
+
 # Data of a subclass
 
 
@@ -420,7 +433,6 @@ def test_a_checkpoint_manager_needs_a_directory():
         digits.trainer(Own)
 
 
-@pytest.mark.full
 def test_a_config_and_a_scheduler_of_a_subclass_are_used():
     schedule = lambda step: 0.5
 

@@ -149,17 +149,19 @@ def evaluations_of(
     """
     plan, loader, measure = parts.plan, parts.dataloader_eval, parts.metrics_step
     own = next(filter(trainer.overrides, ("evaluate", "eval")), None)
-    interval = {"every": plan.evaluation_every, "every_epochs": plan.evaluation_every_epochs}
+    interval: dict[str, Any] = {
+        "every": plan.evaluation_every,
+        "every_epochs": plan.evaluation_every_epochs,
+    }
+    has_interval = any(interval.values())
     if not plan.evaluates:
         return list(parts.evaluations)
-    if own is not None and (loader is not None or any(interval.values())):
-        return [
-            Evaluation(functools.partial(_measure_by, trainer, own), **interval),
-            *parts.evaluations,
-        ]
+    if own is not None and (loader is not None or has_interval):
+        evaluation = Evaluation(functools.partial(_measure_by, trainer, own), **interval)
+        return [evaluation, *parts.evaluations]
     if loader is not None and measure is not None:
         return [Evaluation(measure, trainer.eval_batches, **interval), *parts.evaluations]
-    if any(interval.values()):
+    if has_interval:
         name = "eval_steps" if arguments.eval_steps else "evaluation_strategy"
         advice = "give dataset_eval, or leave it out"
         if loader is not None:

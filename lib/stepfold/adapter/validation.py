@@ -152,9 +152,8 @@ _SETTINGS = ("weight_decay", "max_grad_norm", "scheduler_step_per_batch")
 
 def check_config(config: Any) -> None:
     """Refuse a `config` with settings of the training, as qurious has, or of TrainingArguments."""
-    read = lambda value: value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-    training = read(read(config).get("training"))
-    found = [name for name in _SETTINGS if name in training or f"training.{name}" in read(config)]
+    values, training = _attributes(config), _attributes(_attributes(config).get("training"))
+    found = [name for name in _SETTINGS if name in training or f"training.{name}" in values]
     if found or hasattr(config, "num_train_epochs"):
         expected = "the configuration of the model"
         got = f"training.{found[0]}" if found else tree.describe_value(config)
@@ -162,6 +161,10 @@ def check_config(config: Any) -> None:
         if found == ["scheduler_step_per_batch"]:
             advice = "a schedule counts steps; for one of epochs give custom_scheduler"
         refuse("config", expected, got, advice)
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
 
 
 # Methods of other trainers, and the method or argument that has their place here.
