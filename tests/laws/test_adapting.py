@@ -74,6 +74,7 @@ def wanted():
         return digits.bits(by_hand(OPTIONS))
 
 
+@pytest.mark.full
 def test_compiled_ahead_of_time_it_comes_to_the_same_bits(wanted):
     trainer = digits.trainer(**OPTIONS)
     assert trainer.compile_aot()

@@ -267,6 +267,7 @@ def test_an_error_on_one_of_eight_devices_is_found():
 # Memory
 
 
+@pytest.mark.full
 def test_no_copy_of_the_state_is_kept():
     def loss(params, batch, key):
         for w in params:

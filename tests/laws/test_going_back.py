@@ -302,6 +302,7 @@ class running_mean(BaseHook):
         return {"mean/loss": self._total / self._count, **large}
 
 
+@pytest.mark.full
 def test_a_new_run_in_the_directory_does_not_skip(tmp_path, skipping):
     fit(batches([23]), tmp_path, spike())
     for path in (tmp_path / "checkpoints").iterdir():

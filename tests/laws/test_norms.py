@@ -109,19 +109,17 @@ def check(tx, layout, rel=1e-5, **options):
     assert values(metrics) == pytest.approx(expected_of(tx), rel=rel)
 
 
-SLOW = [
-    *(("one", {}), ("one", {"accumulate": 4}), ("dp", {"accumulate": 2}), ("fsdp", {})),
+LAYOUTS = [
+    ("one", {}),
+    ("one", {"accumulate": 4}),
+    ("dp", {"accumulate": 2}),
+    ("fsdp", {}),
     ("reduce_once", {"accumulate": 2}),
+    ("ordered8", {"skip_nonfinite": True}),
 ]
 
 
-@pytest.mark.parametrize(
-    ("layout", "options"),
-    [
-        *(pytest.param(*case, marks=pytest.mark.full) for case in SLOW),
-        ("ordered8", {"skip_nonfinite": True}),
-    ],
-)
+@pytest.mark.parametrize(("layout", "options"), full_but([("fsdp", {})], LAYOUTS))
 def test_norms_are_those_of_the_whole_batch(layout, options):
     check(CLIPPED, layout, **options)
 

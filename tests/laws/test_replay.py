@@ -117,11 +117,10 @@ WAYS = {
     "several in a call": {"steps_per_call": 3},
     "rematerialized": {"options": {"remat": True}},
     "in bfloat16": {"options": {"precision": "bf16"}},
-    "all of it": {"options": {"accumulate": 2, "precision": "bf16"}, "steps_per_call": 3},
 }
 
 
-@pytest.mark.parametrize("way", full_but(["all of it"], WAYS))
+@pytest.mark.parametrize("way", full_but(["accumulated", "several in a call"], WAYS))
 def test_for_every_kind_of_step(way):
     batches = planted(0.0, 8, (0, 7))
     step, result = run(logarithm, batches(), **WAYS[way])
@@ -186,6 +185,7 @@ def test_with_a_model_state():
     check(sf.replay(result.capsule, step, state=init()), result, 3, (6,))
 
 
+@pytest.mark.full
 def test_with_a_sharded_state(tmp_path):
     mesh = sf.make_mesh()
     batches = planted(0.0, 9, (5,))

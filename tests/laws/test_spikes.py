@@ -239,6 +239,7 @@ def test_a_train_step_passes_the_loss(wrap, options):
     assert int(optax.tree.get(state.opt_state, "skipped")) == 1
 
 
+@pytest.mark.full
 def test_calls_scans_layouts_and_restores_have_the_same_bits(tmp_path):
     tx, levels = chained(), [*QUIET, 9.0, np.nan, 1.0, 8.0]
     step = sf.make_train_step(loss_fn, tx)
