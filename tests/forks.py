@@ -205,7 +205,7 @@ class Forks:
         (folder / "script.py").write_text(program(worker, args))
         return Fork(folder)
 
-    def run(self, worker, *args, timeout=60):
+    def run(self, worker, *args, timeout=120):
         return self.start(worker, *args).wait(timeout)
 
     def run_and_copy(self, worker, *args, copy, timeout=300):
@@ -245,7 +245,7 @@ class Fork:
     def kill(self, number=signal.SIGKILL):
         os.kill(self.pid, number)
 
-    def wait(self, timeout=60):
+    def wait(self, timeout=120):
         """Wait for the process to end; abort one that does not, and show where it hangs."""
         try:
             code, late = self.child.wait(timeout), False

@@ -103,10 +103,8 @@ def test_two_processes_fit_as_one(processes, placed, alone):
         same(json.loads(text), alone)
 
 
-@pytest.mark.parametrize(
-    ("cut", "store"),
-    [pytest.param("SIGTERM", "{}", marks=pytest.mark.full), ("hook", "file://{}/bucket")],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("cut", "store"), [("SIGTERM", "{}"), ("hook", "file://{}/bucket")])
 def test_stop_of_one_process_stops_both_at_the_same_step(processes, cut, store, alone, tmp_path):
     series = store.format(tmp_path)
     if cut == "SIGTERM":
