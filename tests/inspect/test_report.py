@@ -434,7 +434,8 @@ def init_affine(key):
 
 
 def affine_loss(params, batch, key):
-    return sf.mean((batch["x"] @ params["w"] + params["b"]).mean(-1) * batch["y"])
+    out = (batch["x"] @ params["w"] + params["b"]).mean(-1)
+    return sf.mean(out.astype(batch["y"].dtype) * batch["y"])
 
 
 AFFINE, AFFINE_EVAL = sf.make_train_step(affine_loss, TX), sf.make_eval_step(affine_loss)
