@@ -93,7 +93,8 @@ def loss_fn(params, batch, key):
     logits = logits_of(params, batch)
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
     hit = logits.argmax(-1).astype(jnp.int32) == batch["y"]
-    return sf.mean(nll), {"accuracy": sf.mean(hit)}
+    mask = batch.get("mask")
+    return sf.mean(nll, mask), {"accuracy": sf.mean(hit, mask)}
 
 
 def make_optimizer():

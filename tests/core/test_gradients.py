@@ -10,7 +10,7 @@ import pytest
 from clu import metrics as clu_metrics
 
 import stepfold as sf
-from stepfold.core.gradients import gradients_in_parts, rematerialized
+from stepfold.core.gradients import rematerialized
 
 X = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
 
@@ -207,32 +207,6 @@ def test_parameters_without_a_gradient_are_refused_by_name(key, n):
     grad_fn = sf.make_grad(lambda p, b, k: 0.0, accumulate=n)
     with pytest.raises(sf.ConfigError, match=r"params/n: expected floating numbers, got int32"):
         jax.jit(grad_fn)({"n": jnp.zeros(2, int)}, BATCH, key, ())
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_the_shares_of_mapped_places_add_up_to_the_whole(key, n):
-    @flax.struct.dataclass
-    class Largest(clu_metrics.Metric):
-        value: jax.Array
-
-        def merge(self, other):
-            return Largest(jnp.maximum(self.value, other.value))
-
-        def reduce(self):
-            return Largest(self.value.max(0))
-
-    def loss(params, batch, key):
-        return loss_fn(params, batch, key), {"largest": Largest(batch["x"].max())}
-
-    places = jax.tree.map(lambda x: x.reshape(3, 4, *x.shape[1:]), BATCH)
-    shares = gradients_in_parts(loss, n, axes=("places",))
-    mapped = jax.vmap(shares, in_axes=(None, 0, None, None), axis_name="places")
-    grads, terms, metrics, _ = jax.jit(mapped)(PARAMS, places, key, ())
-    wanted, whole, _, _ = sf.make_grad(loss)(PARAMS, BATCH, key, ())
-    chex.assert_trees_all_close(grads["w"].sum(0), wanted["w"], rtol=1e-5)
-    assert terms["loss"].count.tolist() == [float(whole["loss"].count)] * 3
-    assert terms["loss"].total[1] == pytest.approx(float(whole["loss"].total))
-    assert metrics["largest"].value.tolist() == [X.max()] * 3
 
 
 LOSSES_WITHOUT_PARAMETERS = [

@@ -302,6 +302,7 @@ def per_example_clipping(bound):
     return grad
 
 
+@pytest.mark.full
 def test_grad_may_return_the_gradient_of_each_example_to_an_optimizer_that_aggregates_them():
     def each(loss_fn):
         one = sf.make_grad(loss_fn)

@@ -160,13 +160,6 @@ def test_what_shard_map_asks_for_on_shuffled_devices(axis, shuffled):
         assert (one.axes, one.devices) == ((axis,), size)
 
 
-def test_what_stays_on_its_device_is_left_out(mesh):
-    same = lambda x: lax.ppermute(x, "tp", [(i, i) for i in range(4)])
-    mapped = jax.shard_map(same, mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", "tp"))
-    assert found_in(mapped, mesh, array(mesh, (8, 16), "dp", "tp")) == []
-    assert found_in(step, None, weights(None), jnp.ones((16, 64))) == []  # on one device
-
-
 # How often
 
 
@@ -189,12 +182,6 @@ def test_a_loop_of_unknown_length_with_collectives_is_listed(mesh):
     program = parse(jax.jit(loop).lower(*args).compile().as_text())
     assert [one.count for one in collectives(program, mesh)] == [5]
     assert unknown_loops(program) == ["trainer"]
-
-
-def test_collectives_of_a_branch_count(mesh):
-    either = lambda p, w, x: lax.cond(p, lambda: step(w, x), lambda: w)
-    args = array(mesh, (), dtype=bool), weights(mesh), array(mesh, (16, 64), "dp")
-    assert [one.count for one in found_in(either, mesh, *args)] == [1]
 
 
 def test_alike_collectives_become_one_entry(mesh):
@@ -313,14 +300,6 @@ def test_a_collective_in_another_computation(name, op, call, mesh):
     (one,) = collectives(parse(text), mesh)
     assert short([one]) == [("reduce-scatter", 1, 2048, 1792, ("dp", "tp"), 8)]
     assert one.dtype == "bf16"
-
-
-def test_a_combined_collective_counts_every_operand():
-    found = written(
-        "%y = s8[100]{0} parameter(1)",
-        "%g = (f32[256]{0}, s8[100]{0}) all-reduce(%x, %y), replica_groups=[1,2]<=[2]",
-    )
-    assert [(one.count, one.bytes, one.dtype) for one in found] == [(1, 1124, "f32+s8")]
 
 
 # Groups

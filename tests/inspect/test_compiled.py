@@ -283,14 +283,6 @@ def test_python_scalars_stay_allowed_if_the_example_had_them(mesh, looked, compi
         step(state, with_scalars(2))
 
 
-def test_a_scalar_must_not_become_an_array_of_its_own_type():
-    step, state = copy.copy(scaling(None)), first_state(None)
-    step(state, with_scalars(jnp.asarray(2.0), np.bool_(True)))  # weak as well
-    words = r"batch/scale: expected float32\[\] with a weak type.*got a strong type"
-    with pytest.raises(sf.RetraceError, match=words):
-        step(state, with_scalars(np.float32(2.0)))
-
-
 # What a call costs
 
 
@@ -470,20 +462,6 @@ def test_advice_on_shapes_is_given_for_changed_shapes_only():
             assert ("Keep the batch shape" in str(caught.value)) == is_given, fault
 
 
-def test_a_state_of_one_array_or_in_other_containers_is_called_something():
-    step = sf.compile_step(lambda state, batch: (state + batch, {}), jnp.ones(8), jnp.ones(8))
-    words = r"\n  state: expected float32\[8\], got float32\[4\]"
-    with pytest.raises(sf.RetraceError, match=words):
-        step(jnp.ones(4), jnp.ones(8))
-    state = jnp.ones(8)
-    step(state, jnp.ones(8))
-    with pytest.raises(sf.ConfigError, match="^state: the arrays were donated to an earlier call"):
-        step(state, jnp.ones(8))
-    step = sf.compile_step(lambda s, batch: ((s[0] + batch,), {}), (jnp.ones(8),), jnp.ones(8))
-    with pytest.raises(sf.RetraceError, match=r"\n  state: expected the containers .*, got"):
-        step([jnp.ones(8)], jnp.ones(8))
-
-
 # Used inside of something else
 
 
@@ -631,34 +609,7 @@ def test_a_state_on_two_meshes_is_refused():
 FIRST, THIRD = jax.devices()[0], jax.devices()[3]
 
 
-@pytest.fixture
-def grid():
-    return sf.make_mesh((2, 4, 1, 1))
-
-
-def shape(*dims, dtype=jnp.float32, **options):
-    return jax.ShapeDtypeStruct(dims, dtype, **options)
-
-
 # Where things are
-
-
-def test_what_has_no_place_on_a_mesh_is_everywhere_and_batches_are_spread(grid):
-    cut, whole = NamedSharding(grid, P("fsdp")), NamedSharding(grid, P())
-    state, batch = abstract_arguments(
-        {"w": shape(8, 4, sharding=cut), "n": jnp.zeros(())}, {"x": np.ones((16, 2)), "n": 3}
-    )
-    assert places(state) == {"w": cut, "n": whole}
-    assert places(batch) == {"x": NamedSharding(grid, P(("dp", "fsdp"))), "n": whole}
-
-
-def test_a_batch_that_was_placed_stays_there_and_its_numbers_stay_weak(grid):
-    own, whole = NamedSharding(grid, P("dp")), NamedSharding(grid, P())
-    given = {"x": shape(16, sharding=own), "y": np.ones(16), "n": 2.0}
-    _, batch = abstract_arguments({"w": shape(8, sharding=whole)}, given)
-    rows = NamedSharding(grid, P(("dp", "fsdp")))
-    assert places(batch) == {"x": own, "y": rows, "n": whole}
-    assert batch["n"].weak_type
 
 
 # What changed

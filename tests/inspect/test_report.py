@@ -14,10 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stepfold as sf
-from stepfold.inspect.collectives import Collective
 from stepfold.inspect.flops import Product
 from stepfold.inspect.report import (
-    gradient_remarks,
     leaf_remarks,
     not_reused,
     product_remarks,
@@ -258,21 +256,6 @@ def test_the_text_has_every_section(report):
     assert max(map(len, lines)) <= 130
 
 
-def test_no_line_of_a_deep_model_is_too_long():
-    path = "transformer/encoder/block/attention/multi_head/query_projection/kernel"
-
-    def deep(key):
-        leaf = jnp.ones((512, 512))
-        for name in reversed(path.split("/")):
-            leaf = {name: leaf}
-        return {f"model{index}": leaf for index in range(3)}
-
-    loss_fn = lambda params, batch, key: sf.mean(sum(map(jnp.sum, jax.tree.leaves(params))) * batch)
-    batch = jax.ShapeDtypeStruct((8,), jnp.float32)
-    text = str(described((8, 1, 1, 1), sf.make_train_step(loss_fn, TX), deep, batch))
-    assert max(map(len, text.splitlines())) <= 130
-
-
 def test_the_text_names_the_mesh_and_the_dtypes():
     text = str(described((2, 4, 1, 1)))
     assert text.startswith("a step on 8 cpu devices (dp 2 x fsdp 4)\n")
@@ -404,25 +387,6 @@ def test_wider_products_are_mentioned(dtypes, expected):
     assert product_remarks([one._replace(flops=0) for one in found]) == []  # of empty batches
 
 
-@pytest.mark.parametrize(("share", "kind", "expected"), [
-    (1, "all-reduce", True), (0.5, "all-reduce", False), (1, "all-gather", False)
-])  # fmt: skip
-def test_all_reduces_of_sharded_parameters_on_a_cpu_are_mentioned(share, kind, expected):
-    params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
-    mesh = sf.make_mesh()
-    own = 64 * 64 * 4 // 8
-    found = [Collective(kind, 1, int(share * own), 0, ("fsdp",), 8, "f32", "")]
-
-    def sums(rules):
-        plan = sf.make_sharding(params, mesh, rules)
-        placed = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), params, plan)
-        batch = jax.ShapeDtypeStruct((64, 2), jnp.float32)
-        return gradient_remarks(placed, sf.shard_batch(batch, mesh), found)
-
-    assert bool(sums(sf.fsdp(min_size=1))) == expected
-    assert sums(sf.fsdp(min_size=1 << 20)) == []
-
-
 # Memory that a step could do without
 
 
@@ -434,7 +398,8 @@ def init_affine(key):
 
 
 def affine_loss(params, batch, key):
-    return sf.mean((batch["x"] @ params["w"] + params["b"]).mean(-1) * batch["y"])
+    out = (batch["x"] @ params["w"] + params["b"]).mean(-1)
+    return sf.mean(out.astype(batch["y"].dtype) * batch["y"])
 
 
 AFFINE, AFFINE_EVAL = sf.make_train_step(affine_loss, TX), sf.make_eval_step(affine_loss)
@@ -486,12 +451,6 @@ def narrowing_state(place=None):
 def test_a_leaf_that_comes_back_in_another_dtype_is_named(on_mesh):
     place = NamedSharding(sf.make_mesh(), P()) if on_mesh else None
     assert unused(narrowing, narrowing_state(place), jnp.ones((8, 64))) == [("w", W)]
-
-
-def test_a_leaf_that_is_never_read_is_named():
-    state = {"new": jnp.ones(8), "old": jnp.ones(1024)}
-    step = lambda state, batch: ({"new": state["new"] * batch, "old": batch + jnp.zeros(1024)}, {})
-    assert unused(step, state, jnp.ones(())) == [("old", 4096)]
 
 
 NAMES = ["plain", "it's", 'a"b', "a\\b", "a[0]", "a b", "a\nb", "a/b", "größe", "層", ""]
@@ -559,15 +518,6 @@ def test_a_plan_gives_the_shardings(abstract):
     assert found["layers/0/w"]["Sharding"] == "('fsdp', 'tp')"
     assert found["layers/1/w"]["Sharding"] == "(None, 'fsdp')"
     assert found["layers/0/b"]["Sharding"] == "()"
-
-
-def test_statistics_are_optional():
-    assert "Mean" not in sf.parameter_table(PARAMS)
-    arrays = {"a": jnp.array([1.0, 3.0]), "b": [np.ones(2)]}
-    found = cells(sf.parameter_table(arrays, stats=True))
-    assert (found["a"]["Mean"], found["a"]["Std"]) == ("2.0", "1.0")
-    assert (found["b/0"]["Mean"], found["b/0"]["Std"]) == ("1.0", "0.0")
-    assert "Sharding" not in found["a"]
 
 
 def test_statistics_are_of_arrays_in_their_shardings():

@@ -103,7 +103,7 @@ def test_the_size_of_a_batch_is_no_matter(size, remainder):
 
 @pytest.mark.parametrize(
     ("dims", "size"),
-    full_but([((2, 2, 2, 1), 24)], product([(1, 8, 1, 1), (2, 2, 2, 1)], [8, 24, 64])),
+    full_but([((2, 4, 1, 1), 24)], product([(1, 8, 1, 1), (2, 4, 1, 1)], [8, 24, 64])),
 )
 def test_the_number_of_devices_is_no_matter(dims, size):
     state = on_mesh(dims)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.small import STEP, start
+from tests.small import STEP, masked_loss_fn, start
 
 import stepfold as sf
 
@@ -81,7 +81,8 @@ def test_batches_that_are_none_are_refused(given):
 
 def test_it_compiles_once_however_often_it_is_asked(compiles):
     given = state()
-    one = lambda: sf.evaluate(MEASURE, given, sf.batches(DATA, 4, epochs=1, remainder="pad"))
+    measure = sf.make_eval_step(masked_loss_fn)
+    one = lambda: sf.evaluate(measure, given, sf.batches(DATA, 4, epochs=1, remainder="pad"))
     one()
     compiles.clear()
     one()

@@ -136,11 +136,6 @@ def test_devices_may_be_chosen(environ, started, devices, taken):
     assert started[0][1]["local_device_ids"] == taken
 
 
-def test_the_coordinator_of_a_launcher_may_be_overruled(environ, started):
-    environ(MPI_5)
-    assert start_distributed("other:1234") == Distributed("Open MPI", 3, 4, "other:1234")
-
-
 def test_explicit_arguments_go_before_a_launcher(environ, started):
     environ(MPI_5 | {"OMPI_COMM_WORLD_RANK": "nonsense"})
     found = start_distributed("other:1234", 2, 1)
@@ -232,14 +227,6 @@ def test_processes_and_process_are_not_taken_alone_from_under_a_launcher(environ
     environ(SRUN)
     with pytest.raises(sf.ConfigError, match="processes=None, process=1, and SLURM around"):
         start_distributed("a:1", process=1)
-
-
-def test_what_others_started_is_told(environ, started, monkeypatch):
-    runs_as(monkeypatch, 1, 2)
-    assert start_distributed() == Distributed("already started", 1, 2)
-    environ(SRUN)
-    assert start_distributed() == Distributed("already started", 1, 2)
-    assert not started
 
 
 def test_what_runs_cannot_be_changed(environ, started, monkeypatch):
