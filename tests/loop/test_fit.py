@@ -269,6 +269,30 @@ def test_a_run_that_resumes_says_so(hooks, tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
+def named(hook):
+    hook.name = "mine"
+    return hook
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (
+            sf.stop_early("train/at", patience=9, name="mine"),
+            sf.stop_on_spike("train/at", name="mine"),
+        ),
+        (sf.progress("none", name="mine"), sf.every(2, named(lambda event: None))),
+        (sf.every(2, named(lambda event: None)), sf.callback(print, name="mine")),
+    ],
+)
+def test_a_name_that_another_hook_had_starts_it_afresh(first, second, tmp_path):
+    fit(epochs=2, hooks=first, **saves(tmp_path))
+    with pytest.warns(
+        UserWarning, match="hooks: expected the state of .* mine.*; it starts afresh"
+    ):
+        assert fit(epochs=4, hooks=second, **saves(tmp_path)).resumed == 12
+
+
 # Where things go
 
 
