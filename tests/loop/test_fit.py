@@ -287,10 +287,10 @@ def named(hook):
 )
 def test_a_name_that_another_hook_had_starts_it_afresh(first, second, tmp_path):
     fit(epochs=2, hooks=first, **saves(tmp_path))
-    with pytest.warns(
-        UserWarning, match="hooks: expected the state of .* mine.*; it starts afresh"
-    ):
-        assert fit(epochs=4, hooks=second, **saves(tmp_path)).resumed == 12
+    words = "hooks: expected the state of .* mine, got that of another hook .* it starts afresh"
+    with pytest.warns(UserWarning, match=words) as caught:
+        result = sf.fit(JITTED, number(), batches(), steps=24, hooks=second, **saves(tmp_path))
+    assert (result.resumed, caught[0].filename) == (12, __file__)
 
 
 # Where things go
