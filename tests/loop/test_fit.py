@@ -724,6 +724,16 @@ def test_a_metric_that_its_evaluation_does_not_measure_is_refused(tmp_path):
         fit(evaluation=own, hooks=[early, sf.throughput()])
 
 
+def test_a_kind_of_event_that_there_is_not_is_refused():
+    own = sf.Evaluation(lambda state: {}, name="test")
+    for kind, wrap in (("evl", lambda hook: hook), ("eval", sf.only_warn)):
+        hook = wrap(sf.every(2, lambda event: None, kind=kind))
+        words = f"every: kind: expected one of train, test, got '{kind}'"
+        with pytest.raises(sf.ConfigError, match=words):
+            fit(evaluation=own, hooks=hook)
+    assert fit(evaluation=own, hooks=sf.every(2, lambda event: None, kind="test")).steps == 20
+
+
 def test_a_metric_that_a_hook_provides_may_be_watched(tmp_path):
     early = sf.stop_early("throughput/waiting", patience=100)
     fit(hooks=[early, sf.throughput()])

@@ -1,7 +1,7 @@
 """Hooks around another hook, and callbacks at the ends of epochs."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,15 @@ class every(HookWrapper):  # noqa: N801
         self._first = state["first"] if is_same else None
         self._reached = dict(state["reached"]) if is_same else {}
         super().set_state(state)
+
+
+def check_kinds(hook: Any, kinds: Sequence[str]) -> None:
+    """Refuse a hook that would never be called, since a run has no events of its kind."""
+    while isinstance(hook, HookWrapper):
+        kind = getattr(hook, "_kind", None)
+        if kind is not None and kind not in kinds:
+            refuse("every: kind", f"one of {', '.join(kinds)}", repr(kind))
+        hook = hook._hook
 
 
 class only_warn(HookWrapper):  # noqa: N801
