@@ -85,6 +85,15 @@ def test_the_best_checkpoint_is_kept_though_others_are_deleted(tmp_path):
     assert made.best == curve.steps[min(range(len(curve)), key=curve.__getitem__)]
 
 
+def test_weight_distributions_are_measured_once_at_a_step_with_an_evaluation(tmp_path, monkeypatch):
+    steps = []
+    note = lambda self, state, step: steps.append(step)
+    monkeypatch.setattr(sf.adapter.Trainer, "log_weight_distribution", note)
+    options = {"log_steps": 5, "evaluation_strategy": "steps", "eval_steps": 5}
+    digits.trainer(output_dir=tmp_path, weight_distribution_log_steps=5, **options).train()
+    assert steps == sorted(set(steps)) != []
+
+
 def test_weight_distributions_are_written_at_their_interval(tmp_path):
     made = digits.train_only(
         output_dir=tmp_path, report_to=("jsonl",), weight_distribution_log_steps=10
