@@ -60,6 +60,15 @@ def test_missing_parts_are_named():
         digits.trainer(OneStep).evaluate()
 
 
+def test_weight_distributions_are_measured_once_at_a_step_with_an_evaluation(tmp_path, monkeypatch):
+    steps = []
+    note = lambda self, state, step: steps.append(step)
+    monkeypatch.setattr(sf.adapter.Trainer, "log_weight_distribution", note)
+    options = {"log_steps": 5, "evaluation_strategy": "steps", "eval_steps": 5}
+    digits.trainer(output_dir=tmp_path, weight_distribution_log_steps=5, **options).train()
+    assert steps == sorted(set(steps)) != []
+
+
 def test_performance_mode_shows_and_writes_nothing(tmp_path, capfd):
     made = digits.train_only(output_dir=tmp_path, performance_mode=True)
     made.train()

@@ -269,6 +269,30 @@ def test_a_run_that_resumes_says_so(hooks, tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
+def named(hook):
+    hook.name = "mine"
+    return hook
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (
+            sf.stop_early("train/at", patience=9, name="mine"),
+            sf.stop_on_spike("train/at", name="mine"),
+        ),
+        (sf.progress("none", name="mine"), sf.every(2, named(lambda event: None))),
+        (sf.every(2, named(lambda event: None)), sf.callback(print, name="mine")),
+    ],
+)
+def test_a_name_that_another_hook_had_starts_it_afresh(first, second, tmp_path):
+    fit(epochs=2, hooks=first, **saves(tmp_path))
+    words = "hooks: expected the state of .* mine, got that of another hook .* it starts afresh"
+    with pytest.warns(UserWarning, match=words) as caught:
+        result = sf.fit(JITTED, number(), batches(), steps=24, hooks=second, **saves(tmp_path))
+    assert (result.resumed, caught[0].filename) == (12, __file__)
+
+
 # Where things go
 
 
@@ -698,6 +722,16 @@ def test_a_metric_that_its_evaluation_does_not_measure_is_refused(tmp_path):
     early = sf.stop_early("eval/accuracy", patience=1)
     with pytest.raises(sf.ConfigError, match="eval/accuracy: .* got eval/loss; hooks needs one"):
         fit(evaluation=own, hooks=[early, sf.throughput()])
+
+
+def test_a_kind_of_event_that_there_is_not_is_refused():
+    own = sf.Evaluation(lambda state: {}, name="test")
+    for kind, wrap in (("evl", lambda hook: hook), ("eval", sf.only_warn)):
+        hook = wrap(sf.every(2, lambda event: None, kind=kind))
+        words = f"every: kind: expected one of train, test, got '{kind}'"
+        with pytest.raises(sf.ConfigError, match=words):
+            fit(evaluation=own, hooks=hook)
+    assert fit(evaluation=own, hooks=sf.every(2, lambda event: None, kind="test")).steps == 20
 
 
 def test_a_metric_that_a_hook_provides_may_be_watched(tmp_path):

@@ -272,7 +272,7 @@ def make_hooks(
         def log_weights(event: Event) -> None:  # returns none, since they are too many for a bar
             trainer.log_weight_distribution(event.state, event.step)
 
-        hooks.append(every(arguments.weight_distribution_log_steps, log_weights))
+        hooks.append(every(arguments.weight_distribution_log_steps, log_weights, kind="train"))
     hooks += [*(callback(function, trainer) for function in parts.callbacks), *parts.hooks]
     loader = parts.dataloader_train
     has_epochs = bool(getattr(loader, "epoch_ends", getattr(loader, "steps_per_epoch", None)))

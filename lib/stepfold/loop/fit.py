@@ -40,6 +40,7 @@ from stepfold.loop.hooks.base import (
 )
 from stepfold.loop.hooks.progress import DefaultProgress, progress
 from stepfold.loop.hooks.stop import Nonfinite, TimeLimit, stop_on_nonfinite
+from stepfold.loop.hooks.wrappers import check_kinds
 from stepfold.loop.metrics import History
 from stepfold.loop.patience import end_if_stuck
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
@@ -145,6 +146,8 @@ def fit(
     """
     evaluations, parts = _check_evaluations(evaluation, state), _check_resume(resume)
     (step, state, attempts), user_hooks = _read_step(step, state), _check_hooks(hooks)
+    for hook in user_hooks:
+        check_kinds(hook, ["train", *(evaluation.name for evaluation in evaluations)])
     lengths = {"steps": steps, "epochs": epochs, "more_steps": more_steps}
     runner = _check_numbers(step, lengths, log_every, steps_per_call)
     _check_checkpoints(checkpoints)

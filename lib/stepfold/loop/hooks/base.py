@@ -244,6 +244,9 @@ class BaseHook:
 
     def set_state(self, state: Any) -> None:
         """Continue from what `get_state` returned; called only when a run is resumed."""
+        names = (name.lstrip("_") for name in (*self.state_key, *self.run_state))
+        if not has_state_of(self, state, *names):
+            return
         if all(state[name.lstrip("_")] == getattr(self, name) for name in self.state_key):
             self.reset(0)
             vars(self).update({name: copy(state[name.lstrip("_")]) for name in self.run_state})
@@ -270,6 +273,18 @@ def hook_key(hook: Hook) -> str:
         return name
     watched = getattr(hook, "metric", None)
     return f"{hook_name(hook)} {watched}" if isinstance(watched, str) else hook_name(hook)
+
+
+def has_state_of(hook: Hook, state: Any, *names: str) -> bool:
+    """Whether a saved state has these names; if not, warn that it is of another hook."""
+    if isinstance(state, Mapping) and state.keys() >= {*names}:
+        return True
+    warnings.warn(
+        f"hooks: expected the state of {hook_name(hook)} {hook_key(hook)}, got that of another "
+        "hook of this name in the checkpoint; it starts afresh: give it another name",
+        stacklevel=10,  # at the call of `fit`
+    )
+    return False
 
 
 def call_optional(owner: Any, method: str, *args: Any) -> Any:

@@ -1,7 +1,7 @@
 """Hooks around another hook, and callbacks at the ends of epochs."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from stepfold.loop.hooks.base import (
     Reweight,
     Stop,
     call_optional,
+    has_state_of,
     hook_name,
 )
 from stepfold.tree import describe_value
@@ -50,6 +51,8 @@ class HookWrapper:
         return {"hook": call_optional(self._hook, "get_state"), "kind": hook_name(self._hook)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
+        if not has_state_of(self, state, "kind", "hook"):
+            return
         if state["kind"] == hook_name(self._hook) and state["hook"] is not None:
             call_optional(self._hook, "set_state", state["hook"])
 
@@ -99,10 +102,21 @@ class every(HookWrapper):  # noqa: N801
         return {**super().get_state(), **reached, "n": self._n}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
+        if not has_state_of(self, state, "n", "first", "reached"):
+            return
         is_same = state["n"] == self._n
         self._first = state["first"] if is_same else None
         self._reached = dict(state["reached"]) if is_same else {}
         super().set_state(state)
+
+
+def check_kinds(hook: Any, kinds: Sequence[str]) -> None:
+    """Refuse a hook that would never be called, since a run has no events of its kind."""
+    while isinstance(hook, HookWrapper):
+        kind = getattr(hook, "_kind", None)
+        if kind is not None and kind not in kinds:
+            refuse("every: kind", f"one of {', '.join(kinds)}", repr(kind))
+        hook = hook._hook
 
 
 class only_warn(HookWrapper):  # noqa: N801
