@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import Phase
 from hypothesis import strategies as st
-from tests.laws.test_random_runs import Found, check, draw_runs, observed, one_run, runs
+from tests.laws.test_random_runs import PARTS, Found, check, draw_runs, observed, one_run, runs
 from tests.small import full_but
 
 from stepfold.loop.data import BatchFeed
@@ -54,8 +54,9 @@ def losing_runs(draw):
     return run
 
 
-def test_a_run_that_loses_devices_is_one_that_lost_none(count):
-    draw_runs(count(2, 2000), check, strategy=losing_runs())
+@pytest.mark.parametrize("part", PARTS)
+def test_a_run_that_loses_devices_is_one_that_lost_none(part, count):
+    draw_runs(count(2, 125), check, strategy=losing_runs(), part=part)
 
 
 ELASTIC = SimpleNamespace(

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from tests.laws import network, random_runs, reference
 from tests.laws.losing import CutElastic, Losses
 from tests.laws.random_runs import Broken, Cut, Source, Spec
+from tests.small import full_but
 
 import stepfold as sf
 from stepfold.loop.hooks.base import HookDispatcher, call_optional
@@ -172,8 +173,11 @@ def has_equal_batches(source):
 # The law, and what it finds
 
 
-def draw_runs(number, test, phases=tuple(Phase), strategy=None):
-    """Call a test with this many random runs."""
+PARTS = full_but([0], range(16))  # of the draws, so that shares of the full tier get equally many
+
+
+def draw_runs(number, test, phases=tuple(Phase), strategy=None, part=0):
+    """Call a test with this many random runs; those of each part are others."""
     limits = settings(
         max_examples=number,
         database=None,
@@ -181,11 +185,12 @@ def draw_runs(number, test, phases=tuple(Phase), strategy=None):
         report_multiple_bugs=False,
         suppress_health_check=[*HealthCheck],
     )
-    limits(given(runs() if strategy is None else strategy)(test))()
+    limits(seed(part)(given(runs() if strategy is None else strategy)(test)))()
 
 
-def test_runs_that_are_cut_and_resumed_are_the_reference_fold(count):
-    draw_runs(count(8, 2000), check)
+@pytest.mark.parametrize("part", PARTS)
+def test_runs_that_are_cut_and_resumed_are_the_reference_fold(part, count):
+    draw_runs(count(8, 125), check, part=part)
 
 
 def one_run(**changed):
