@@ -283,7 +283,7 @@ def test_epoch_without_a_batch_is_refused():
         next(batches(lambda: 3, 2))
 
 
-def test_batch_that_does_not_divide_is_refused_and_not_lost():
+def test_batch_that_does_not_divide_or_fails_is_refused_and_not_lost():
     share = {"process_index": 0, "process_count": 2}
     with pytest.raises(sf.DataError, match="expected a multiple of the 2 processes, got 3 from"):
         next(batches(iter(range(9)), 3, **share))
@@ -292,6 +292,10 @@ def test_batch_that_does_not_divide_is_refused_and_not_lost():
     for _ in range(2):
         with pytest.raises(sf.DataError, match="got 3 rows at step 1; use remainder='pad'"):
             next(stream)
+    stream = batches(iter(range(8)), 4, collate=lambda examples: 1 // examples[0])
+    with pytest.raises(ZeroDivisionError) as caught:
+        next(stream)
+    assert "making the batch of step 0: examples 0 to 3 of epoch 0" in caught.value.__notes__
 
 
 # Batches that are left out

@@ -333,7 +333,9 @@ def locate(index: int, path: KeyPath = ()) -> str:
 def to_arrays(path: KeyPath, leaves: list[Any], start: int = 0) -> list[Any]:
     """Convert the leaves of one column to numeric arrays of one dtype."""
     arrays = leaves
-    if set(map(type, leaves)) != {np.ndarray}:
+    types = set(map(type, leaves))
+    if types != {np.ndarray}:
+        refuse_masked(name_of(path), types)
         arrays = [_to_array(path, i, leaf) for i, leaf in enumerate(leaves, start)]
         known = next((array for array in arrays if array is not None), None)
         if known is None:
@@ -361,7 +363,6 @@ def _to_array(path: KeyPath, index: int, leaf: Any) -> Any:
     """Convert a leaf to an array, or to None if it is an empty list, which has no dtype."""
     if type(leaf) is np.ndarray:
         return leaf
-    refuse_masked(locate(index, path), [type(leaf)])
     if isinstance(leaf, list | tuple) and not leaf:
         return None
     if type(leaf) is list and type(leaf[0]) is int:
