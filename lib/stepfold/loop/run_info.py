@@ -200,7 +200,7 @@ def _is_time(value: Any) -> bool:
 
 
 _is_number = lambda value: type(value) in (int, float) and abs(value) < 1e300
-_is_unix_time = lambda value: _is_number(value) and 0 <= value < 1e11
+_is_unix_time = lambda value: type(value) in (int, float) and 0 <= value < 1e11
 _is_mode = lambda value: value in ("min", "max")
 _are_changes = lambda value: (
     isinstance(value, dict)
