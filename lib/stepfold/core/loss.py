@@ -186,7 +186,7 @@ def warning_of_unread_mask(loss_fn: LossFn) -> LossFn:
             is_checked, is_used = True, _depends_on_value(terms, mask)
             if not is_used:
                 warnings.warn(_UNREAD_MASK, stacklevel=2)
-        return loss_fn(params, batch, *rest)
+        return loss_fn(params, batch, *rest)  # type: ignore[no-any-return]
 
     return loss
 

@@ -89,12 +89,12 @@ def ordered(
             from stepfold.core.metrics import merged  # lazy: clu imports flax
 
             first = lax.axis_index(tuple(sizes)) * local_blocks if sizes else 0
-            in_blocks = lambda x: x.reshape(local_blocks, len(x) // local_blocks, *x.shape[1:])
-            rows = jax.tree.map(lambda x: in_blocks(x) if x.ndim else x, batch)
+            rows = jax.tree.map(lambda x: _in_blocks(x, local_blocks), batch)
 
             def arguments(i: Any) -> Any:
-                take = lambda x: lax.dynamic_index_in_dim(x, i, 0, False) if x.ndim else x
-                block = jax.tree.map(take, rows)
+                block = jax.tree.map(
+                    lambda x: lax.dynamic_index_in_dim(x, i, 0, False) if x.ndim else x, rows
+                )
                 block_key = jax.random.fold_in(key, first + i)
                 # With i in the barrier, the compiler moves nothing out of the loop over the blocks.
                 return lax.optimization_barrier((params, block, block_key, model_state))
@@ -246,6 +246,11 @@ def _axis_sizes(mesh: Mesh, blocks: int, axes: str | Sequence[str] | None) -> di
         least = f"{num_shards}, the number of devices that share a batch"
         refuse("blocks", f"a power of two of at least {least}", f"{blocks}")
     return sizes
+
+
+def _in_blocks(x: jax.Array, count: int) -> jax.Array:
+    """Split the rows of an array into blocks; a scalar is the same in all."""
+    return x.reshape(count, len(x) // count, *x.shape[1:]) if x.ndim else x
 
 
 def _barrier(arrays: Any) -> Any:
