@@ -237,7 +237,10 @@ def test_a_signal_while_it_saves(name, when, tmp_path, monkeypatch):
 
 
 class Waits:
-    """Wait for ten minutes, and be sent a signal soon."""
+    """Wait for ten minutes, and be sent a signal soon.
+
+    It sleeps in short steps, since one that arrives just before a sleep does not end it.
+    """
 
     def __init__(self, name):
         self.name, self.began = name, None
@@ -245,7 +248,8 @@ class Waits:
     def __call__(self):
         self.began = time.monotonic()
         threading.Timer(0.1, sends(self.name)).start()
-        time.sleep(600)
+        while time.monotonic() < self.began + 600:
+            time.sleep(0.01)
 
 
 def waits_for_data(waits):
@@ -272,7 +276,7 @@ def test_a_signal_breaks_off_waiting(name, what, tmp_path):
     (make, step), waits = WAITING[what], Waits(name)
     with pytest.raises(SIGNALS[name][0]):
         course.run(tmp_path, **make(waits))
-    assert time.monotonic() - waits.began < 60
+    assert time.monotonic() - waits.began < 300
     if what != "an evaluation":
         is_saved(tmp_path, sf.latest_step(tmp_path / "checkpoints"))
     goes_on(tmp_path, step, **without_fault(make(fails)))
