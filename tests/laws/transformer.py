@@ -80,7 +80,8 @@ def init_experts(key):
 
 
 def expert_loss(params, batch, key):
-    x = jax.nn.one_hot(batch["words"], WIDTH, dtype=params["router"].dtype).sum(1)
+    words = jax.nn.one_hot(batch["words"], WIDTH, dtype=params["router"].dtype)
+    x = (words * batch["mask"][:, :, None].astype(words.dtype)).sum(1)
     shares = jax.nn.softmax(x @ params["router"])
     chosen = jax.nn.one_hot(shares.argmax(-1), EXPERTS, dtype=x.dtype)
     hidden = jax.nn.gelu(jnp.einsum("bd,be,edf->ebf", x, chosen, params["experts"]["up"]))
