@@ -42,6 +42,7 @@ from stepfold.checkpoint.safetensors import load_params
 from stepfold.checkpoint.series import Checkpoints
 from stepfold.checkpoint.steps import absolute_path, is_url, split_location
 from stepfold.checkpoint.store import open_store
+from stepfold.core.loss import without_padding
 from stepfold.core.state import TrainState, init_state
 from stepfold.core.step import make_eval_step, make_train_step, observe
 from stepfold.core.transfers import allow_transfers
@@ -158,9 +159,11 @@ def make_steps(arguments: TrainingArguments, parts: Parts) -> tuple[Step, Step]:
         expected = "a loss function (params, batch, key) -> loss"
         advice = "give one, or override configure_functions in a subclass"
         refuse("loss_fn", expected, "None", advice)
+    # Alone, the trainer pads no batch: the masks that its loaders add are all True.
+    unpadded = without_padding if jax.process_count() == 1 else lambda loss_fn: loss_fn
     options: dict[str, Any] = {"precision": precision(arguments), "stateful": parts.stateful}
     train_step = make_train_step(
-        make_loss(arguments, loss_fn, parts.sharded_mesh),
+        unpadded(make_loss(arguments, loss_fn, parts.sharded_mesh)),
         parts.tx,
         accumulate=parts.plan.accumulate,
         remat=None if policy == "none" else policy,
@@ -171,7 +174,7 @@ def make_steps(arguments: TrainingArguments, parts: Parts) -> tuple[Step, Step]:
         train_step = observe(train_step, learning_rate=learning_rate_of(parts.scheduler))
     # Without the mesh, since the last batch of an evaluation may not divide by its devices.
     eval_loss = make_loss(arguments, parts.eval_loss_fn or loss_fn)
-    return train_step, make_eval_step(weight_by_rows(eval_loss), **options)
+    return train_step, make_eval_step(unpadded(weight_by_rows(eval_loss)), **options)
 
 
 # The initial state

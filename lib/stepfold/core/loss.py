@@ -15,7 +15,7 @@ in a compiled step.
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
+from functools import reduce, wraps
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -166,7 +166,7 @@ def checked(loss_fn: LossFn, *, stateful: bool = False) -> LossFn:
             _check_model_state(model_state[0], new_state[0])
         return read_terms(loss), read_metrics(metrics), *new_state
 
-    return checked_loss
+    return without_padding(checked_loss) if has_no_padding(loss_fn) else checked_loss
 
 
 def warning_of_unread_mask(loss_fn: LossFn) -> LossFn:
@@ -176,7 +176,7 @@ def warning_of_unread_mask(loss_fn: LossFn) -> LossFn:
     depends on, it is traced once more, the first time that a batch has one. What is traced is then
     dropped, so that the step is compiled from the same program.
     """
-    is_checked = False
+    is_checked = has_no_padding(loss_fn)
 
     def loss(params: Any, batch: Any, *rest: Any) -> tuple[Any, ...]:
         nonlocal is_checked
@@ -197,6 +197,22 @@ _UNREAD_MASK = (
     'sf.batches(…, remainder="drop"). If other values mark the padding, leave the mask out of the '
     "batch"
 )
+
+
+def without_padding(loss_fn: LossFn) -> LossFn:
+    """Mark a loss function whose batches are never padded, so that it may ignore their mask."""
+
+    @wraps(loss_fn)
+    def loss(*arguments: Any) -> Any:
+        return loss_fn(*arguments)
+
+    loss.has_no_padding = True  # type: ignore[attr-defined]
+    return loss
+
+
+def has_no_padding(loss_fn: LossFn) -> bool:
+    """Whether `without_padding` has marked a loss function."""
+    return getattr(loss_fn, "has_no_padding", False)
 
 
 def _depends_on_value(function: Callable[[Any], Any], argument: Any) -> bool:
