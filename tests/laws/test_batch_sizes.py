@@ -106,7 +106,7 @@ def test_an_array_with_as_many_rows_by_chance_is_compiled_when_it_comes():
 
 def each_row(params, batch, key):
     rows = (batch["x"] @ params["w"] - batch["y"]) ** 2
-    return sf.mean(rows), {"rows": Average(total=rows, count=jnp.ones_like(rows))}
+    return sf.mean(rows, batch["mask"]), {"rows": Average(total=rows, count=jnp.ones_like(rows))}
 
 
 @pytest.mark.parametrize(

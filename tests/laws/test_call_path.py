@@ -67,7 +67,7 @@ def run(tmp_path_factory):
 
     params = {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 3))}
     state = sf.init_state(params, TX, jax.random.key(0))
-    held_out = list(sf.batches(DATA, 32, epochs=1, remainder="pad"))
+    held_out = list(sf.batches(DATA, 32, epochs=1, remainder="keep"))
     batches = Segments(calls)
     sys.setprofile(note)
     try:

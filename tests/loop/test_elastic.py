@@ -182,7 +182,7 @@ def test_batches_are_divided_again_at_their_position(seed):
 
 def test_batches_of_given_processes_are_not_divided_again():
     batches = sf.batches(np.arange(40), 8, process_index=0, process_count=2)
-    with pytest.raises(sf.ConfigError, match="process_index, process_count: expected none"):
+    with pytest.raises(sf.ConfigError, match="process_index, process_count: expected neither"):
         batches.shared((0, 1, 1))
 
 

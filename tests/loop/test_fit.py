@@ -278,7 +278,7 @@ def named(hook):
     ("first", "second"),
     [
         (
-            sf.stop_early("train/at", patience=9, name="mine"),
+            sf.stop_early("train/at", mode="min", patience=9, name="mine"),
             sf.stop_on_spike("train/at", name="mine"),
         ),
         (sf.progress("none", name="mine"), sf.every(2, named(lambda event: None))),

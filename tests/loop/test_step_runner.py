@@ -220,7 +220,7 @@ def test_packed_metrics_are_unpacked_bit_for_bit(packed):
 def test_there_is_one_array_for_each_dtype():
     _, row = StepRunner(many)(jnp.float32(1), [vector(1)])
     assert sorted(str(array.dtype) for array in row.arrays) == [
-        *("bfloat16", "bool", "float32", "int32", "uint32")
+        *("bfloat16", "bool", "float32", "uint32")
     ]
 
 

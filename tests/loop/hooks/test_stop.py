@@ -74,7 +74,7 @@ EARLY = {"metric": "eval/loss", "patience": 1}
         (stop_early, {**EARLY, "metric": 3}, "metric: expected the name of a metric, got 3"),
         (stop_early, {**EARLY, "metric": ""}, "expected the name of a metric, got ''"),
         # The state would be that of a later step.
-        (stop_early, {**EARLY, "metric": "train/a", "keep_state": True}, "keep_state: expected"),
+        (stop_early, {**EARLY, "metric": "train/loss", "keep_state": True}, "keep_state: expected"),
         (stop_on_spike, {"metric": "eval/loss"}, "metric: expected a train metric such as .train"),
         (stop_on_spike, {"window": 1}, "window: expected an integer of at least 2, got 1"),
         (stop_on_spike, {"deviations": 0}, "deviations: expected a number above 0, got 0"),

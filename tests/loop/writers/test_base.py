@@ -202,7 +202,9 @@ def test_an_error_for_a_missing_package_names_the_extra(monkeypatch):
         tensorboard_writer("runs")
     with pytest.raises(sf.ConfigError, match=r"wandb_writer: expected wandb .*stepfold\[wandb\]"):
         wandb_writer()
-    with pytest.raises(sf.ConfigError, match="stream: expected an open text file or None, got 'a'"):
+    with pytest.raises(
+        sf.ConfigError, match="stream: expected an open text file or None, got str 'a'"
+    ):
         console_writer("a")
 
 

@@ -5,7 +5,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TextIO
@@ -58,7 +58,9 @@ class progress(BaseHook):  # noqa: N801
     ) -> None:
         if read_choice("progress", kind, _BARS) in ("tqdm", "rich"):
             require(kind, "progress", kind)
-        if isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics or ()):
+        names = () if metrics is None else metrics
+        is_list = isinstance(names, Collection) and not isinstance(names, str)
+        if not is_list or not all(isinstance(name, str) for name in names):
             refuse("metrics", "names or patterns, such as ('eval/*',)", describe_value(metrics))
         self._kind, self._metrics, self._file, self.name = kind, metrics, file, name
         self._average, self._over = average, read_integer("over", over)
