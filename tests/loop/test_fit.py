@@ -349,7 +349,7 @@ def test_a_run_that_has_lost_its_directory_saves_no_more(hook_stops, tmp_path, m
             time.sleep(0.2)
         return "enough" if hook_stops else None
 
-    monkeypatch.setattr("stepfold.loop.run_lock._BEAT", 0.05)
+    monkeypatch.setattr("stepfold.checkpoint.claims._BEAT", 0.05)
     result = fit(steps=10_000, hooks=lose, **saves(tmp_path, every=5))
     assert result.stop_reason.kind == "error"
     assert "another run may use" in result.stop_reason.message
@@ -755,11 +755,14 @@ def test_an_evaluation_may_lack_a_watched_metric_of_which_a_hook_knows():
     """A hook that does not say what it returns may give it later, whatever is similar to it."""
     own = sf.Evaluation(lambda state: {"loss_a": state["n"]}, every=5)
     add = lambda event: {"eval/loss_b": event.step} if event.step == 20 else None
-    early = sf.stop_early("eval/loss_b", patience=9)
+    early = sf.stop_early("eval/loss_b", mode="min", patience=9)
     assert fit(evaluation=own, hooks=[early, add]).steps == 20
     assert early.best_step == 20
     with pytest.raises(sf.ConfigError, match="eval/loss_b: .* did you mean 'eval/loss_a'"):
-        fit(evaluation=own, hooks=[sf.stop_early("eval/loss_b", patience=9), sf.throughput()])
+        fit(
+            evaluation=own,
+            hooks=[sf.stop_early("eval/loss_b", mode="min", patience=9), sf.throughput()],
+        )
 
 
 class Rows:
