@@ -101,12 +101,12 @@ def cost(coordinator, count, rank, width, log_every, rounds):
     import jax
 
     import stepfold as sf
-    from stepfold.loop.elastic import Attempts
+    from stepfold.loop.elastic import Segments
 
     join(coordinator, count, rank)
     make_elastic, make_state = make_parts(width, "dp")
     elastic, agreed = make_elastic(), []
-    agree = Attempts.agree
+    agree = Segments.agree
 
     def timed(self, state, step):
         jax.block_until_ready(state)
@@ -114,7 +114,7 @@ def cost(coordinator, count, rank, width, log_every, rounds):
         agree(self, state, step)
         agreed.append(time.perf_counter() - begun)
 
-    Attempts.agree = timed
+    Segments.agree = timed
     times = {"plain": [], "elastic": []}
     for number in range(rounds + 1):
         for kind in ("plain", "elastic") if number % 2 else ("elastic", "plain"):
@@ -144,13 +144,13 @@ def loses(coordinator, count, rank, width, axis, replicas, heartbeat, folder):
     import jax
 
     import stepfold as sf
-    from stepfold.loop.elastic import Attempts
+    from stepfold.loop.elastic import Segments
 
     join(coordinator, count, rank, heartbeat)
     make_elastic, make_state = make_parts(width, axis, ordered=True)
     elastic, killed = make_elastic(replicas=replicas), Path(folder, "killed")
     is_restart, marks, sent = killed.exists(), {}, []
-    leave, repeat, keep = Attempts.leave, Attempts.repeat, Attempts.keep
+    leave, repeat, keep = Segments.leave, Segments.repeat, Segments.keep
 
     def timed_leave(self, error):
         died = leave(self, error)
@@ -168,7 +168,7 @@ def loses(coordinator, count, rank, width, axis, replicas, heartbeat, folder):
         replicas = self._replicas and self._replicas.bytes
         sent.append((replicas or 0, time.perf_counter() - begun))
 
-    Attempts.leave, Attempts.repeat, Attempts.keep = timed_leave, timed_repeat, timed_keep
+    Segments.leave, Segments.repeat, Segments.keep = timed_leave, timed_repeat, timed_keep
 
     def hook(event):
         if "rebuilt" in marks or is_restart:
@@ -220,7 +220,7 @@ def pauses(count, heartbeat, width):
 
 
 def copies(count, width, axis, replicas):
-    """Report what a copy at the end of an attempt costs, and a recovery from it."""
+    """Report what a copy at the end of a segment costs, and a recovery from it."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         told = start("loses", count, width, axis, replicas, 5, folder)
     return {

@@ -9,6 +9,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 import stepfold
 
 ROOT = Path(__file__).parent.parent
@@ -124,11 +126,37 @@ def test_imports_form_no_cycle():
     check_no_cycle(module_graph())
 
 
-def test_imports_of_the_adapter_form_no_cycle_even_for_types():
+@pytest.mark.parametrize("package", ["adapter", "loop"])
+def test_imports_form_no_cycle_even_for_types(package):
     graph = module_graph(types=True)
-    names = [name for name in graph if name.startswith("stepfold.adapter.")]
+    names = [name for name in graph if name.startswith(f"stepfold.{package}.")]
     assert len(names) > 10
     check_no_cycle({name: graph[name] & {*names} for name in names})
+
+
+# The loop of one process, which needs no directory. The rest of the loop depends on it, and it on
+# nothing of the rest.
+CORE_OF_THE_LOOP = {
+    *("data", "ending", "evaluate", "fold", "intervals", "metrics", "parts", "plan", "run"),
+    *("saves", "signals", "step_runner"),
+}
+MAY_USE = CORE_OF_THE_LOOP | {"hooks.base", "rollback"}
+
+
+def test_the_core_of_the_loop_depends_on_nothing_of_its_rest():
+    graph = module_graph(types=True)
+    for name in CORE_OF_THE_LOOP:
+        used = {module for module in graph[f"stepfold.loop.{name}"] if ".loop." in module}
+        others = {module.removeprefix("stepfold.loop.") for module in used} - MAY_USE
+        assert not others, f"{name} imports {others}"
+
+
+def test_the_fold_knows_no_files_signals_threads_or_processes():
+    names = imports(Path("loop/fold.py"))
+    assert not {name.split(".")[0] for name in names} & {"os", "pathlib", "signal", "threading"}
+    tree = parse(Path("loop/fold.py"))
+    (fold,) = (node for node in tree.body if getattr(node, "name", None) == "fold")
+    assert fold.end_lineno - fold.lineno < 40
 
 
 def test_only_the_trainer_knows_its_class():

@@ -40,6 +40,7 @@ from stepfold.inspect.report import describe, parameter_table
 from stepfold.loop.elastic import Elastic
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.fit import FitResult, fit
+from stepfold.loop.fold import iterate
 from stepfold.loop.hooks.base import Event, GoBack, Replace, Reweight, Stop
 from stepfold.loop.hooks.performance import memory_use, profile, stragglers, throughput
 from stepfold.loop.hooks.progress import progress
@@ -56,7 +57,6 @@ from stepfold.loop.hooks.weights import weight_statistics
 from stepfold.loop.hooks.wrappers import callback, every, only_warn
 from stepfold.loop.replay.capsule import Capsule, read_capsule
 from stepfold.loop.replay.rerun import Replay, replay
-from stepfold.loop.train_loop import iterate
 from stepfold.loop.writers.base import Writer, console_writer
 from stepfold.loop.writers.combinators import async_writer, log_to, multi_writer
 from stepfold.loop.writers.jsonl import csv_writer, jsonl_writer

@@ -293,6 +293,6 @@ def cut(step):
             raise Cut
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stepfold.loop.train_loop.TrainLoop._rescue", lambda *_: None)
+        patch.setattr("stepfold.loop.session.rescue", lambda *_: None)
         with pytest.raises(Cut):
             yield hook

@@ -12,7 +12,7 @@ import jax
 from tests.laws import random_runs
 
 from stepfold.core.processes import Disbanded, Group
-from stepfold.loop.elastic import Attempts, Elastic
+from stepfold.loop.elastic import Elastic, Segments
 
 WAITING = "waiting for a save"  # meetings as often as a clock says
 
@@ -61,8 +61,8 @@ class CutGroup(Group):
         return super().meet(value, about)
 
 
-class CutAttempts(Attempts):
-    """Attempts on devices that die."""
+class CutSegments(Segments):
+    """Segments on devices that die."""
 
     def __init__(self, elastic, losses):
         self._losses, self._left = losses, jax.devices()
@@ -73,11 +73,21 @@ class CutAttempts(Attempts):
     def devices(self):
         return self._left
 
-    def start(self, loop):
-        super().start(loop)
-        self._loop, self._is_due = loop, False
-        loop.consensus.poll = lambda _: loop.consensus.settle()
-        self._losses.is_in_event = lambda: loop.hooks._snapshot is not None
+    def start(self, session):
+        super().start(session)
+        self._is_due, self._is_in_event, peers = False, False, session.peers
+        settle, hear, dispatch = peers.settle, peers.hear, session.hooks.dispatch
+
+        def begin_event(event):
+            self._is_in_event = True
+            return dispatch(event)
+
+        def end_event(run):
+            self._is_in_event = False
+            return hear(run)
+
+        session.hooks.dispatch, peers.hear, peers.agree = begin_event, end_event, settle
+        self._losses.is_in_event = lambda: self._is_in_event
 
     def keep(self, state, step):
         super().keep(state, step)
@@ -86,8 +96,10 @@ class CutAttempts(Attempts):
     def leave(self, error):
         if not isinstance(error, Lost):
             return super().leave(error)
-        consensus = self._loop.consensus
-        self._is_due |= bool(consensus.requests) or any(each.by_hook for each in consensus._own)
+        self._is_in_event, peers = False, self._session.peers
+        peers._read_inbox()
+        is_asked = bool(self._session.run.requests) or any(each.by_hook for each in peers._own)
+        self._is_due |= is_asked
         used = random_runs.devices_of(self.plan)
         if len(used) > 1:
             self._left = [device for device in self._left if device != used[-1]]
@@ -95,10 +107,10 @@ class CutAttempts(Attempts):
             self._copy.drop()
         return f"device {used[-1].id} died"
 
-    def repeat(self, loop, lost):
-        super().repeat(loop, lost)
+    def repeat(self, session, lost):
+        super().repeat(session, lost)
         if self._is_due:  # a vote, which would come a step later
-            loop.consensus.settle()
+            session.run = session.peers.settle(session.run)
         self._is_due = False
 
 
@@ -109,5 +121,5 @@ class CutElastic(Elastic):
         super().__init__(build, **options)
         object.__setattr__(self, "losses", losses)
 
-    def attempts(self):
-        return CutAttempts(self, self.losses)
+    def segments(self):
+        return CutSegments(self, self.losses)

@@ -436,6 +436,34 @@ def copy_as_killed(folder, other):
 # The two ways to run the same parts
 
 
+class OwnPart:
+    """A part of the user, which is due at multiples of some steps, and notes them."""
+
+    name = "own"
+
+    def __init__(self, every, seen):
+        self.every, self.seen, self.last = every, seen, None
+
+    def open(self, run):
+        self.last = None  # the run may repeat steps
+
+    def next(self, run):
+        return run.step + self.every - run.step % self.every
+
+    def is_due(self, run):
+        is_new = not run.is_at_start and run.step != self.last
+        return run.step % self.every == 0 and is_new
+
+    def __call__(self, run):
+        self.last = run.step
+        self.seen.append((run.step, run.used))
+        return run
+
+
+def own_parts(every, seen):
+    return [OwnPart(every, seen)] if every else []
+
+
 def call_fit(parts):
     return sf.fit(
         parts.step, parts.state, parts.batches, run_dir=parts.folder,

@@ -162,7 +162,7 @@ class Fit:
         while len(batches) < call.steps_per_call and not self.is_signaled:
             step, used = run.step + len(batches), run.used + len(batches)
             is_due = self.is_log_point(step) or self.reads(step) or step in delayed
-            is_due |= bool(call.attempt) and step % call.attempt == 0
+            is_due |= any(each and step % each == 0 for each in (call.attempt, call.part))
             if batches and (is_due or used in data.size_changes):
                 break
             try:
@@ -185,14 +185,17 @@ class Fit:
         self.stop = "completed" if step == run.total else None
         if self.is_log_point(step):
             self.close_interval()
-        if self.reads(step) or not self.call.delay:
-            self.log(step)
-            self.take_effect()
+        is_read = self.reads(step) or not self.call.delay
+        self.log(step if is_read else step - self.call.delay)
+        self.take_effect()
         is_best = False
         if step != run.total:
             is_best = self.evaluate([e for e in self.call.evaluations if self.is_due(e, step)])
         if self.stop is None:
             self.end_epoch()
+        if self.call.part and step % self.call.part == 0:
+            self.call.part_seen.append((step, run.used))
+        if self.stop is None:
             self.save(permanent=is_best, is_requested=is_best)
 
     def finish(self):

@@ -19,8 +19,9 @@ import stepfold as sf
 from stepfold.loop import rollback
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.hooks.base import BaseHook, HookDispatcher
-from stepfold.loop.metrics import History, MetricBuffer
-from stepfold.loop.train_loop import TrainLoop
+from stepfold.loop.intervals import Steps
+from stepfold.loop.run import Kind, Request, Run
+from stepfold.loop.session import Session
 from stepfold.loop.writers.jsonl import jsonl_writer
 
 from . import network
@@ -214,11 +215,12 @@ def test_a_signal_or_an_exception_while_a_run_goes_back_loses_nothing(
 def test_the_loss_of_the_lock_while_the_run_goes_back_ends_it(tmp_path, monkeypatch):
     whole = rollback.Rollbacks.note
 
-    def loses(self, request, step):
-        loops = [each for each in gc.get_objects() if type(each) is TrainLoop]
-        (loop,) = (each for each in loops if each.rollbacks is self)
-        loop.consensus.ask_to_end(sf.Stop("error", "another run may use the directory"))
-        return whole(self, request, step)
+    def loses(self, *args):
+        sessions = [each for each in gc.get_objects() if type(each) is Session]
+        (session,) = (each for each in sessions if each.rollbacks is self)
+        stop = sf.Stop("error", "another run may use the directory")
+        session.peers.notify(Request(Kind.STOP, 0, stop))
+        return whole(self, *args)
 
     monkeypatch.setattr(rollback.Rollbacks, "note", loses)
     run = fit(batches([23]), tmp_path, spike())
@@ -252,11 +254,21 @@ def skip_the_next(feed, ranges, whole=BatchFeed.skip):
     whole(feed, [(first + 1, stop + 1) for first, stop in ranges])
 
 
+def keep(name):
+    """Let a run keep a part of itself when it goes back."""
+    whole = Run.from_checkpoint
+    return lambda run, *args: whole(run, *args)._replace(**{name: getattr(run, name)})
+
+
+def forget_the_interval(run, *args, whole=Run.from_checkpoint):
+    return whole(run, *args)._replace(current=Steps(), closed=())
+
+
 MUTANTS = {
     "skips the batch after": (BatchFeed, "skip", skip_the_next),
-    "keeps the history": (History, "clear", lambda history: None),
+    "keeps the history": (Run, "from_checkpoint", keep("history")),
     "keeps the rows": (jsonl_writer, "resume", lambda writer, step: None),
-    "keeps the open interval": (MetricBuffer, "set_state", lambda buffer, state: None),
+    "forgets the open interval": (Run, "from_checkpoint", forget_the_interval),
     "keeps the state of hooks": (HookDispatcher, "set_state", lambda hooks, state: None),
     "keeps later checkpoints": (sf.Series, "delete_after", lambda series, step, _=None: None),
 }

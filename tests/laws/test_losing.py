@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from tests.laws.test_random_runs import PARTS, Found, check, draw_runs, observed, one_run, runs
 from tests.small import full_but
 
+from stepfold.loop import run as run_module
 from stepfold.loop.data import BatchFeed
-from stepfold.loop.elastic import Attempts
+from stepfold.loop.elastic import Segments
 from stepfold.loop.hooks.base import HookDispatcher
-from stepfold.loop.metrics import MetricBuffer
+from stepfold.loop.intervals import Steps
 from stepfold.loop.run_directory import RunDirectory
-from stepfold.loop.train_loop import TrainLoop
+from stepfold.loop.session import Session
 
 pytestmark = pytest.mark.not_optimized
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.not_optimized
 def losing_runs(draw):
     """Draw runs whose calls lose one device or two, besides what cuts them."""
     run = draw(runs().filter(lambda run: run.source.kind not in ("list", "stream")))
-    run.has_trainer = False
+    run.has_trainer, run.part = False, 0
     forgets = run.checkpoints is not None and draw(st.integers(0, 3)) == 0
     if forgets:
         run.checkpoints.at_start = True  # there is one to go back to
@@ -89,12 +90,12 @@ def test_a_save_that_was_requested_is_made_after_a_loss(meeting, tmp_path):
 
 def repeats_only_in(function):
     """Let a method do something else while a run is repeated from a copy."""
-    repeat = Attempts.repeat
+    repeat = Segments.repeat
 
-    def sabotaged(self, loop, lost):
+    def sabotaged(self, session, lost):
         with pytest.MonkeyPatch.context() as patch:
             function(patch)
-            repeat(self, loop, lost)
+            repeat(self, session, lost)
 
     return sabotaged
 
@@ -104,19 +105,19 @@ def batch_is_skipped(patch):
     seek = BatchFeed.seek
 
     def late(self, position, *args, **options):
-        seek(self, position | {"step": position["step"] + 1}, *args, **options)
+        return seek(self, position | {"step": position["step"] + 1}, *args, **options)
 
     patch.setattr(BatchFeed, "seek", late)
 
 
 @repeats_only_in
 def steps_are_not_repeated(patch):
-    resume = TrainLoop.resume
+    continue_from = Session.continue_from
 
     def ahead(self, restored, *args):
-        resume(self, restored._replace(step=self.step), *args)
+        continue_from(self, restored._replace(step=self.run.step), *args)
 
-    patch.setattr(TrainLoop, "resume", ahead)
+    patch.setattr(Session, "continue_from", ahead)
 
 
 @repeats_only_in
@@ -126,10 +127,10 @@ def state_of_hooks_is_not_restored(patch):
 
 @repeats_only_in
 def open_interval_is_lost(patch):
-    patch.setattr(MetricBuffer, "set_state", lambda self, state: None)
+    patch.setattr(run_module, "intervals_from_json", lambda saved: (Steps(), ()))
 
 
-def rows_are_not_dropped(self, loop):
+def rows_are_not_dropped(self, session, losses=()):
     """Continue with the rows that the file has, and log them again."""
 
 
@@ -139,19 +140,19 @@ def copy_is_of_another_step(self, state, step):
         KEEP(self, state, step)
 
 
-KEEP = Attempts.keep
+KEEP = Segments.keep
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("owner", "name", "defect"),
     [
-        (Attempts, "repeat", batch_is_skipped),
-        (Attempts, "repeat", steps_are_not_repeated),
-        (Attempts, "repeat", state_of_hooks_is_not_restored),
-        (Attempts, "repeat", open_interval_is_lost),
+        (Segments, "repeat", batch_is_skipped),
+        (Segments, "repeat", steps_are_not_repeated),
+        (Segments, "repeat", state_of_hooks_is_not_restored),
+        (Segments, "repeat", open_interval_is_lost),
         (RunDirectory, "resume", rows_are_not_dropped),
-        (Attempts, "keep", copy_is_of_another_step),
+        (Segments, "keep", copy_is_of_another_step),
     ],
 )
 def test_a_defect_is_found_within_100_runs(monkeypatch, owner, name, defect):

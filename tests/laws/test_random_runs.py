@@ -18,9 +18,12 @@ from tests.laws.random_runs import Broken, Cut, Source, Spec
 from tests.small import full_but
 
 import stepfold as sf
+from stepfold.loop import run as run_module
 from stepfold.loop.hooks.base import HookDispatcher, call_optional
-from stepfold.loop.metrics import MetricBuffer
-from stepfold.loop.train_loop import Schedule, TrainLoop
+from stepfold.loop.intervals import intervals_from_json
+from stepfold.loop.parts import Evaluate
+from stepfold.loop.plan import Plan
+from stepfold.loop.run import Run
 
 pytestmark = pytest.mark.not_optimized
 
@@ -149,6 +152,7 @@ def runs(draw):
         temporary=temporary, log_every=log_every, goes_back=goes_back,
         replaces=draw(st.sampled_from([0, 0, 2, 3])),
         reweights=draw(st.sampled_from([0, 2, 3])) if source.kind == "mix" else 0,
+        part=draw(st.sampled_from([0, 0, 2, 3])),
         steps_per_call=1 if source.remainder == "keep" else draw(st.sampled_from([1, 1, 3])),
         sessions=sessions,
         has_trainer=draw(st.booleans())
@@ -206,6 +210,7 @@ def one_run(**changed):
         "goes_back": 0,
         "replaces": 0,
         "reweights": 0,
+        "part": 0,
         "steps_per_call": 1,
         "has_trainer": False,
     }
@@ -273,34 +278,25 @@ def test_a_run_that_once_differed(name):
 
 
 def is_log_point_late(monkeypatch):
-    late = lambda self, step: (
-        step == self._total or (step > 1 and (step - 1) % self._log_every == 0)
-    )
-    monkeypatch.setattr(Schedule, "is_log_point", late)
+    late = lambda self, step: step == self.total or (step > 1 and (step - 1) % self.log_every == 0)
+    monkeypatch.setattr(Plan, "is_log_point", late)
 
 
 def evaluation_is_lost_at_a_resume(monkeypatch):
-    begin = TrainLoop._begin
-
-    def lossy(self):
-        options, self._options = self._options, self._options._replace(evaluations=())
-        begin(self)
-        self._options = options
-
-    monkeypatch.setattr(TrainLoop, "_begin", lossy)
+    is_due = Evaluate.is_due
+    lossy = lambda self, run: is_due(self, run) and not run.is_at_start
+    monkeypatch.setattr(Evaluate, "is_due", lossy)
 
 
 def metrics_go_to_others_at_a_resume(monkeypatch):
-    set_state = MetricBuffer.set_state
-
-    def mixed(self, state):
+    def mixed(saved):
         rotate = lambda leaves: [*leaves[1:], *leaves[:1]]
         chunks = [
-            dict(zip(chunk, rotate([*chunk.values()]), strict=True)) for chunk in state["chunks"]
+            dict(zip(chunk, rotate([*chunk.values()]), strict=True)) for chunk in saved["chunks"]
         ]
-        set_state(self, {**state, "chunks": chunks})
+        return intervals_from_json({**saved, "chunks": chunks})
 
-    monkeypatch.setattr(MetricBuffer, "set_state", mixed)
+    monkeypatch.setattr(run_module, "intervals_from_json", mixed)
 
 
 def state_of_hooks_is_restored_by_position(monkeypatch):
@@ -311,20 +307,19 @@ def state_of_hooks_is_restored_by_position(monkeypatch):
     monkeypatch.setattr(HookDispatcher, "set_state", by_position)
 
 
+def restores(monkeypatch, change):
+    """Let runs continue from a checkpoint in which something was changed."""
+    restore = Run.from_checkpoint
+    changed = lambda self, saved, *args: restore(self, saved and {**saved, **change}, *args)
+    monkeypatch.setattr(Run, "from_checkpoint", changed)
+
+
 def epoch_ends_again_at_a_resume(monkeypatch):
-    restore = TrainLoop._set_state
-
-    def forgetful(self, saved):
-        restore(self, saved)
-        self.progress.epoch_ended_at = 0
-
-    monkeypatch.setattr(TrainLoop, "_set_state", forgetful)
+    restores(monkeypatch, {"epoch_ended_at": 0})
 
 
 def stop_is_lost_at_a_resume(monkeypatch):
-    restore = TrainLoop._set_state
-    lossy = lambda self, saved: restore(self, {**saved, "stop": None})
-    monkeypatch.setattr(TrainLoop, "_set_state", lossy)
+    restores(monkeypatch, {"stop": None})
 
 
 @pytest.mark.full
@@ -417,7 +412,7 @@ def expected(run, session, directory):
         wants_epochs=any(hook.wants_epochs for hook in hooks)
         or (run.has_trainer and run.source.kind in ("arrays", "sizes")),
         evaluations=[random_runs.Evaluated(run.task, e) for e in run.evaluations],
-        checkpoints=run.checkpoints, temporary=run.temporary,
+        checkpoints=run.checkpoints, temporary=run.temporary, part=run.part, part_seen=[],
         log_every=run.log_every, steps_per_call=run.steps_per_call,
     )  # fmt: skip
     fold, raised = reference.Fit(call, directory), None
@@ -430,7 +425,7 @@ def expected(run, session, directory):
     crashed = raised == "Crash"
     return outcome(
         has_same_program(run), raised, None if raised else fold.stop,
-        fold.run.step, fold.run.state, seen,
+        fold.run.step, fold.run.state, seen, call.part_seen,
         {} if crashed else directory.rows, random_runs.history_of(fold.run.rows), fold.warnings,
         [sorted(directory.permanent), sorted(directory.temporary)], directory.skips,
     )  # fmt: skip
@@ -443,7 +438,7 @@ def observed(run, session, folder, following):
         losses = Losses(session.losses, forgets=run.elastic.forgets)
     crash = lambda: random_runs.copy_as_killed(folder, following)
     cut = Cut(*session.cut, crash, losses)
-    hooks, seen = specs(run, session, cut)
+    (hooks, seen), part_seen = specs(run, session, cut), []
     batches = run.source.make()
     if run.source.kind != "list":
         batches = random_runs.CutBatches(batches, cut, run.source.start)
@@ -459,7 +454,8 @@ def observed(run, session, folder, following):
         step=step, state=state, batches=batches,
         task=run.task, mesh=session.mesh, folder=folder, length=session.length,
         evaluations=[random_runs.evaluation(run.task, e, cut) for e in run.evaluations],
-        hooks=[hook.for_fit() for hook in hooks], checkpoints=_checkpoints(run, folder),
+        hooks=[*(hook.for_fit() for hook in hooks), *random_runs.own_parts(run.part, part_seen)],
+        checkpoints=_checkpoints(run, folder),
         log_every=run.log_every, steps_per_call=run.steps_per_call,
     )  # fmt: skip
     raised = stop = None
@@ -476,7 +472,7 @@ def observed(run, session, folder, following):
     saved = sorted(sf.verify(folder / "checkpoints")) if run.checkpoints else []
     local = next((folder / "temporary").glob("series-*"), None)
     return outcome(
-        has_same_program(run), raised, stop, result.steps, result.state, seen,
+        has_same_program(run), raised, stop, result.steps, result.state, seen, part_seen,
         {} if raised == "Crash" else random_runs.read_rows(folder / "metrics.jsonl"),
         {name: [[*curve.steps], [*curve]] for name, curve in result.history.items()},
         random_runs.known_warnings(caught),
@@ -495,13 +491,14 @@ def _checkpoints(run, folder):
     return sf.Checkpoints(**vars(run.checkpoints), temporary=temporary, async_=is_async)
 
 
-def outcome(exact, raised, kind, step, state, seen, rows, history, warned, saved, skips):
+def outcome(exact, raised, kind, step, state, seen, part_seen, rows, history, warned, saved, skips):
     return {
         "raised": raised,
         "stop": kind,
         "step": step,
         "state": None if raised == "Crash" else state_bits(state, exact),
         "seen": seen,
+        "part_seen": part_seen,
         "rows": rows,
         "history": {} if raised == "Crash" else history,
         "warnings": [] if raised == "Crash" else sorted(set(warned)),

@@ -1,14 +1,17 @@
 """Batches that depend on the state, and whose position holds arrays."""
 
+import itertools
 import signal
 
 import jax
 import numpy as np
 import pytest
-from tests.small import STEP, start
+from tests.small import STEP, full_but, start
 
 import stepfold as sf
 from stepfold.loop import data
+
+from .runs import Cut, assert_same, cut_at
 
 
 class Actor:
@@ -43,93 +46,79 @@ class Actor:
 
 
 def run(folder, batches, steps=10, **options):
-    return sf.fit(
-        STEP,
-        start(),
-        batches,
-        steps=steps,
-        run_dir=folder,
-        checkpoints=sf.Checkpoints(every=3),
-        **options,
-    )
+    plan = sf.Checkpoints(folder, every=3)
+    return sf.fit(STEP, start(), batches, steps=steps, checkpoints=plan, **options)
 
 
-def assert_same(a, b):
-    a, b = (jax.tree.leaves(each.state._replace(key=())) for each in (a, b))
-    assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+@pytest.fixture(scope="module")
+def whole():
+    """Return the state after a run that was not cut."""
+    return sf.fit(STEP, start(), Actor(), steps=10).state
 
 
-@pytest.mark.parametrize("large", [1 << 20, 0])
-@pytest.mark.parametrize("cut", [1, 6, 8])  # before the first save, at one, and between two
-def test_a_replay_buffer_resumes_bit_for_bit(tmp_path, monkeypatch, cut, large):
-    def fail(event):
-        if event.step == cut and not failed:
-            failed.append(cut)
-            raise RuntimeError
+LARGE = (1 << 20, 0)  # bytes, from which on a position is copied only to save it
 
+
+@pytest.mark.parametrize(
+    ("cut", "large"),
+    full_but(
+        [(1, LARGE[0]), (3, LARGE[1]), (5, LARGE[0]), (8, LARGE[1])],
+        itertools.product(range(1, 10), LARGE),
+    ),
+)
+def test_a_replay_buffer_resumes_bit_for_bit(tmp_path, monkeypatch, cut, large, whole):
     monkeypatch.setattr(data, "_LARGE", large)
-    failed = []
-    with pytest.raises(RuntimeError):
-        run(tmp_path / "cut", Actor(), hooks=fail, log_every=1)
-    resumed = run(tmp_path / "cut", Actor(), hooks=fail, log_every=1)
+    hook = cut_at(cut)
+    with pytest.raises(Cut):
+        run(tmp_path, Actor(), hooks=hook, log_every=1)
+    resumed = run(tmp_path, Actor(), hooks=hook, log_every=1)
     assert resumed.resumed
-    assert_same(resumed, run(tmp_path / "uncut", Actor(), log_every=1))
+    assert_same(resumed.state, whole)
 
 
-@pytest.mark.parametrize("large", [1 << 20, 0])
+@pytest.mark.parametrize("large", full_but([LARGE[1]], LARGE))
 def test_a_signal_while_an_actor_acts_loses_nothing(tmp_path, monkeypatch, large):
     class Preempted(Actor):
-        def __next__(self):
-            if self.count == 5:
-                self.reservoir[0] = 3.0  # it has acted when the signal comes
-                signal.raise_signal(signal.SIGTERM)
-            elif self.count > 5:
-                pytest.fail("pulled after the signal")
-            return super().__next__()
+        """It has acted when the signal comes."""
 
-    class Same(Actor):
+        signals = ()
+
         def __next__(self):
             if self.count == 5:
                 self.reservoir[0] = 3.0
+                for number in self.signals:
+                    signal.raise_signal(number)
+            elif self.count > 5 and self.signals:
+                pytest.fail("pulled after the signal")
             return super().__next__()
 
     monkeypatch.setattr(data, "_LARGE", large)
+    first = Preempted()
+    first.signals = (signal.SIGTERM,)
     with pytest.raises(SystemExit):
-        run(tmp_path / "cut", Preempted())
-    resumed = run(tmp_path / "cut", Same())
+        run(tmp_path / "cut", first)
+    resumed = run(tmp_path / "cut", Preempted())
     assert resumed.resumed == 6
-    assert_same(resumed, run(tmp_path / "uncut", Same()))
+    assert_same(resumed.state, run(tmp_path / "uncut", Preempted()).state)
 
 
-def test_a_position_with_any_keys_is_not_looked_into_without_checkpoints():
-    class Odd(Actor):
-        def get_state(self):
-            return {1: "a", "b": 2}
-
-    assert sf.fit(STEP, start(), Odd(), steps=3).steps == 3
-
-
-def test_each_batch_depends_on_the_newest_state():
-    actor, seen = Actor(), []
-    step = jax.jit(STEP)
-    state = start()
-    for _ in range(5):
+def test_each_batch_depends_on_the_newest_state(whole):
+    actor, step, state = Actor(), jax.jit(STEP), start()
+    for _ in range(10):
         actor.read_state(state)
         state, _ = step(state, next(actor))
-        seen.append(float(state.params["w"]))
-    result = sf.fit(step, start(), Actor(), steps=5)
-    assert float(result.state.params["w"]) == seen[-1]
+    assert_same(state, whole)
 
 
-def test_a_failing_environment_costs_no_more_than_the_steps_since_the_checkpoint(tmp_path):
+def test_a_failing_environment_costs_no_more_than_the_steps_since_the_checkpoint(tmp_path, whole):
     actor = Actor()
     actor.fails_at = 5
     with pytest.raises(OSError, match="gone") as caught:
-        run(tmp_path / "cut", actor)
+        run(tmp_path, actor)
     assert "step 5 was not saved, since the batches are ahead of it" in caught.value.__notes__[-1]
-    resumed = run(tmp_path / "cut", Actor())
+    resumed = run(tmp_path, Actor())
     assert resumed.resumed == 3
-    assert_same(resumed, run(tmp_path / "uncut", Actor()))
+    assert_same(resumed.state, whole)
 
 
 def test_the_last_batch_of_an_actor_is_kept_for_a_capsule():
@@ -144,9 +133,8 @@ def test_the_last_batch_of_an_actor_is_kept_for_a_capsule():
 
 
 def test_several_steps_per_call_are_refused_for_an_actor():
-    with pytest.raises(
-        sf.ConfigError, match="steps_per_call: expected 1 for batches that read the"
-    ):
+    words = "steps_per_call: expected 1 for batches that read the"
+    with pytest.raises(sf.ConfigError, match=words):
         sf.fit(STEP, start(), Actor(), steps=4, steps_per_call=2)
 
 
@@ -156,10 +144,15 @@ def test_large_positions_are_not_copied_for_log_points(tmp_path):
             states.append(self.count)
             return super().get_state()
 
+    class Odd(Actor):
+        def get_state(self):
+            return {1: "a", "b": 2}
+
     states = []
     run(tmp_path, Counting(1 << 19), log_every=1, steps=9)
     # At the start, where they are checked, and at the saves of steps 3, 6 and 9.
     assert len(states) <= 10
+    assert sf.fit(STEP, start(), Odd(), steps=3).steps == 3  # not looked into without checkpoints
 
 
 def test_a_hook_keeps_an_array(tmp_path):

@@ -1,55 +1,38 @@
 """Evaluations and checkpoints before the first step."""
 
-import json
-
 import numpy as np
 import pytest
 from tests.small import STEP, start
 
 import stepfold as sf
 
+from .runs import Cut, cut_at, rows
+
 DATA = {"x": np.ones(40, np.float32)}
 MEASURE = lambda state: {"w": float(state.params["w"])}
 
 
-def run(folder, *, at_start=True, steps=4, hooks=(), **options):
+def run(folder, **options):
     return sf.fit(
-        STEP,
-        start(),
-        sf.batches(DATA, 4),
-        steps=steps,
-        run_dir=folder,
-        evaluation=sf.Evaluation(MEASURE, every=2, at_start=at_start),
-        checkpoints=sf.Checkpoints(every=2, keep=None, at_start=at_start),
-        hooks=hooks,
-        **options,
-    )
+        STEP, start(), sf.batches(DATA, 4), steps=4, run_dir=folder,
+        evaluation=sf.Evaluation(MEASURE, every=2, at_start=True),
+        checkpoints=sf.Checkpoints(every=2, keep=None, at_start=True), **options,
+    )  # fmt: skip
 
 
 def test_the_first_values_are_those_before_any_step(tmp_path):
     result = run(tmp_path)
     assert result.history["eval/w"].steps == [0, 2, 4]
+    assert result.history["eval/w"][0] == float(start().params["w"])
     assert sf.contents(tmp_path / "checkpoints").step == 4
     assert sorted(sf.verify(tmp_path / "checkpoints")) == [0, 2, 4]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "eval/w" in row] == [0, 2, 4]
-
-
-def test_by_default_nothing_is_evaluated_or_saved_before_the_first_step(tmp_path):
-    result = run(tmp_path, at_start=False)
-    assert result.history["eval/w"].steps == [2, 4]
-    assert sorted(sf.verify(tmp_path / "checkpoints")) == [2, 4]
+    assert rows(tmp_path / "metrics.jsonl") == [0, 2, 4]
 
 
 def test_a_run_that_is_cut_in_its_first_step_resumes_from_the_start(tmp_path):
-    def cut(event):
-        if event.is_train and not cuts:
-            cuts.append(event.step)
-            raise RuntimeError
-
-    cuts, seen = [], []
-    with pytest.raises(RuntimeError):
-        run(tmp_path, hooks=cut, log_every=1)
+    seen = []
+    with pytest.raises(Cut):
+        run(tmp_path, hooks=cut_at(1), log_every=1)
     result = run(tmp_path, hooks=lambda event: seen.append((event.kind, event.step)))
     assert ("eval", 0) not in seen
     assert result.history["eval/w"].steps == [0, 2, 4]

@@ -29,16 +29,9 @@ class Config:
 
 
 def run(folder, config, steps=4, **options):
-    return sf.fit(
-        STEP,
-        start(),
-        sf.batches({"x": np.ones(8, np.float32)}, 4),
-        steps=steps,
-        run_dir=folder,
-        config=config,
-        checkpoints=sf.Checkpoints(every=2),
-        **options,
-    )
+    batches, plan = sf.batches({"x": np.ones(8, np.float32)}, 4), sf.Checkpoints(every=2)
+    options |= {"run_dir": folder, "config": config, "checkpoints": plan}
+    return sf.fit(STEP, start(), batches, steps=steps, **options)
 
 
 def test_the_report_times_no_hook_that_the_user_did_not_give(tmp_path):
@@ -97,14 +90,6 @@ def test_writers_get_the_config_by_path():
     assert written == [flat, flat]
 
 
-def test_a_file_of_metrics_of_the_user_has_the_config(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    hook = sf.log_to(sf.jsonl_writer(path))
-    sf.fit(STEP, start(), BATCHES, config={"a": {"b": 1}}, hooks=hook)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["hparams"] for row in rows if "hparams" in row] == [{"a/b": 1}]
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -120,15 +105,10 @@ def test_what_json_cannot_hold_is_refused_by_its_path(config, message):
         sf.fit(STEP, start(), BATCHES, config=config)
 
 
-def test_numbers_that_json_lacks_are_text():
+def test_a_config_is_flattened_and_its_changes_name_new_and_missing_values():
     assert read_config({"clip": math.inf, "n": np.int64(3)}) == {"clip": "inf", "n": 3}
-
-
-def test_changes_name_new_and_missing_values():
-    assert flatten_config({"a": {"b": 1, "c": {}}, "d": [1, 2]}) == {
-        "a/b": 1, "a/c": {}, "d": [1, 2]
-    }  # fmt: skip
-    assert config_changes({"a": 1, "b": 2}, {"a": 1, "c": None}) == {
-        "b": [2, None], "c": [None, None]
-    }  # fmt: skip
+    flat = flatten_config({"a": {"b": 1, "c": {}}, "d": [1, 2]})
+    assert flat == {"a/b": 1, "a/c": {}, "d": [1, 2]}
+    changes = config_changes({"a": 1, "b": 2}, {"a": 1, "c": None})
+    assert changes == {"b": [2, None], "c": [None, None]}
     assert config_changes(None, None) == {}

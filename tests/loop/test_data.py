@@ -1,3 +1,5 @@
+"""The batches of a run: how many there are, their position, and which are read again or kept."""
+
 import itertools
 import time
 import weakref
@@ -56,63 +58,47 @@ class Numbers:
         self.at = state["at"]
 
 
-@pytest.mark.parametrize("length", [True, False])
-def test_it_goes_through_as_often_as_it_is_told_to(length):
-    assert taken(BatchFeed(Counting(3, length), epochs=2)) == [0, 1, 2] * 2
+class Unknown(Counting):
+    def __len__(self):
+        raise TypeError("no length")
 
 
-def test_it_knows_how_many_steps_there_are_where_the_batches_do():
-    assert (BatchFeed(Counting(3), epochs=2).total, BatchFeed(Counting(3)).epoch_steps) == (6, 3)
-    assert BatchFeed(Counting(3, length=False), epochs=2).total is None
-    assert BatchFeed(Counting(3)).total is None
+@pytest.mark.parametrize(
+    ("batches", "total"),
+    [(Counting(3), 6), (Counting(3, length=False), None), (Unknown(3, length=False), None)],
+)
+def test_it_goes_through_as_often_as_it_is_told_to(batches, total):
+    feed = BatchFeed(batches, epochs=2)
+    assert (feed.total, batches.begun) == (total, 1)
+    assert (taken(feed), batches.begun) == ([0, 1, 2] * 2, 2)
+    assert BatchFeed(batches).total is None
 
 
-def test_batches_that_count_their_epochs_may_be_an_iterator():
+def test_batches_may_know_their_epochs_and_whether_they_end():
     class Known(Numbers):
         steps_per_epoch = 4
 
     feed = BatchFeed(Known(100), epochs=2)
     assert (feed.epoch_steps, feed.total) == (4, 8)
-
-
-def test_the_batches_are_begun_once_an_epoch():
-    batches = Counting(3)
-    feed = BatchFeed(batches, epochs=2)
-    assert batches.begun == 1
-    taken(feed)
-    assert batches.begun == 2
-
-
-def test_a_length_that_nobody_knows_is_none():
-    class Unknown(Counting):
-        def __len__(self):
-            raise TypeError("no length")
-
-    feed = BatchFeed(Unknown(3, length=False), epochs=2)
-    assert feed.total is None
-    assert taken(feed) == [0, 1, 2] * 2
+    assert BatchFeed(Counting(3)).epoch_steps == 3
+    assert BatchFeed(sf.batches(np.arange(8), 4)).endless
+    assert not BatchFeed(sf.batches(np.arange(8), 4, epochs=1)).endless
+    assert not BatchFeed(itertools.repeat(1)).endless
 
 
 def test_an_epoch_without_batches_is_refused():
-    epochs = iter([[1, 2], []])
+    class Once:
+        epochs = iter([[1]])
 
-    class Short:
         def __iter__(self):
-            return iter(next(epochs))
+            return iter(next(self.epochs, []))
 
         def __len__(self):
             return 2
 
-    class Never(Short):
-        def __iter__(self):
-            return iter([1] if next(first, None) else [])
-
-    first = iter([1])
-    feed = BatchFeed(Never(), epochs=3)
-    with pytest.raises(
-        sf.DataError, match="batches: expected some in the next epoch too, got none"
-    ):
-        taken(feed)
+    words = "batches: expected some in the next epoch too, got none"
+    with pytest.raises(sf.DataError, match=words):
+        taken(BatchFeed(Once(), epochs=3))
 
 
 def test_an_error_says_at_which_step_it_was():
@@ -127,68 +113,50 @@ def test_an_error_says_at_which_step_it_was():
     assert "pulling the batch of step 1" in caught.value.__notes__
 
 
-def test_it_says_how_long_it_was_waited():
+def test_it_knows_how_long_it_was_waited(monkeypatch):
+    now = [0.0]
+
     def slow():
         for number in range(2):
-            time.sleep(0.02)
+            now[0] += 2.0
             yield number
 
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     feed = BatchFeed(slow())
     assert feed.wait_seconds == 0
     taken(feed)
-    assert 0.04 <= feed.wait_seconds < 1
-
-
-def test_its_position_is_that_of_the_next_batch():
-    feed = BatchFeed(sf.batches(np.arange(9), 3))
-    feed.next_batch(0)
-    feed.used += 1
-    assert feed.position()["step"] == 1
-    other = BatchFeed(sf.batches(np.arange(9), 3))
-    other.seek(feed.position(), 1)
-    assert other.next_batch(1).tolist() == [3, 4, 5]
-
-
-def test_batches_without_a_position_have_none():
-    assert BatchFeed([1, 2]).position() is None
+    assert feed.wait_seconds == 4
 
 
 @pytest.mark.parametrize("batches", [[1, 2, 3], (x for x in range(3))])
 def test_batches_without_a_position_cannot_be_resumed(batches):
     words = "batches: expected get_state and set_state, to be resumed at step 2, got "
+    assert BatchFeed(batches).position(0) is None
     with pytest.raises(sf.DataError, match=words):
         BatchFeed(batches).seek({"at": 2}, 2)
-
-
-def test_a_position_that_was_not_saved_is_what_is_missing():
     with pytest.raises(sf.DataError, match="a position .* of step 2, got none; save w") as caught:
         BatchFeed(sf.batches(np.arange(9), 3)).seek(None, 2)
     assert "get_state" not in str(caught.value)
 
 
-@pytest.mark.parametrize("batches", [None, 3, "text", b"text", {"x": np.ones(3)}, lambda: [1]])
-def test_what_is_no_batches_is_refused(batches):
-    with pytest.raises(sf.ConfigError, match="batches: expected an iterable of batches, got "):
-        BatchFeed(batches)
+ITERABLE = "batches: expected an iterable of batches, got "
 
 
-def test_epochs_of_what_can_be_gone_through_once_are_refused():
-    words = "epochs=2: expected batches that can be iterated again, or .*, got generator"
-    with pytest.raises(sf.ConfigError, match=words):
-        BatchFeed((x for x in itertools.count()), epochs=2)
-
-
-def test_an_array_is_data_and_no_batches():
-    with pytest.raises(
-        sf.ConfigError, match=r"batches: expected an iterable .* got float64\[4,2\]"
-    ):
-        BatchFeed(np.ones((4, 2)))
-
-
-def test_it_is_known_of_batches_whether_they_end():
-    assert BatchFeed(sf.batches(np.arange(8), 4)).endless
-    assert not BatchFeed(sf.batches(np.arange(8), 4, epochs=1)).endless
-    assert not BatchFeed(itertools.repeat(1)).endless
+@pytest.mark.parametrize(
+    ("batches", "options", "message"),
+    [
+        *((x, {}, ITERABLE) for x in (None, 3, "text", b"text", {"x": np.ones(3)}, lambda: [1])),
+        (np.ones((4, 2)), {}, r"batches: expected an iterable .* got float64\[4,2\]"),
+        (
+            (x for x in itertools.count()),
+            {"epochs": 2},
+            "epochs=2: expected batches that can be iterated again, or .*, got generator",
+        ),
+    ],
+)
+def test_what_is_no_batches_is_refused(batches, options, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        BatchFeed(batches, **options)
 
 
 # Positions after a failure
@@ -217,10 +185,9 @@ def test_the_position_after_a_failed_pull_is_that_of_the_batch_that_failed():
     feed = BatchFeed(Advancing(10, fails_at=4))
     for step in range(4):
         feed.next_batch(step)
-        feed.used += 1
     with pytest.raises(OSError, match="disk"):
         feed.next_batch(4)
-    assert feed.position() == {"at": 4}
+    assert feed.position(4) == {"at": 4}
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
@@ -230,14 +197,11 @@ def test_the_position_after_a_failed_pull_is_that_of_the_batch_that_failed():
 )  # fmt: skip
 def test_batches_that_no_step_has_used_are_not_skipped(make, ahead):
     feed = BatchFeed(make())
-    for step in range(5):
-        feed.next_batch(step)
-        feed.used += 1
-    for step in range(5, 5 + ahead):
+    for step in range(5 + ahead):
         feed.next_batch(step)
     other = BatchFeed(make())
-    other.seek(feed.position(), 5)
-    assert (np.ravel(other.next_batch(5)).tolist(), other.used) == ([5], 5)
+    used = other.seek(feed.position(5), 5)
+    assert (np.ravel(other.next_batch(5)).tolist(), used) == ([5], 5)
 
 
 def test_the_position_is_not_asked_for_with_every_batch():
@@ -245,33 +209,19 @@ def test_the_position_is_not_asked_for_with_every_batch():
     feed = BatchFeed(batches)
     for step in range(1000):
         feed.next_batch(step)
-        feed.used += 1
-    feed.position()
-    feed.position()
+    feed.position(1000)
+    feed.position(1000)
     assert batches.asked == 2
 
 
-def test_used_batches_are_counted_from_the_start_of_the_data():
-    assert BatchFeed(sf.batches(np.arange(9), 3, start=2)).used == 2
-    assert BatchFeed([1, 2]).used == 0
-    feed = BatchFeed(Counting(3), epochs=4)
-    feed.seek({"left": 2, "position": {"at": 1}}, step=17, used=7)
-    assert feed.used == 7
-
-
-def test_only_batches_that_cannot_be_read_again_are_kept():
-    generator = (np.ones(2) for _ in range(3))
-    assert BatchFeed(generator, keep_recent=True).recent is not None
-    for batches in [[np.ones(2)], sf.batches(np.ones(4), 2)]:
-        assert BatchFeed(batches, keep_recent=True).recent is None
-
-
-def test_the_kept_batches_are_those_since_the_last_log_point():
+def test_the_kept_batches_are_those_since_the_last_log_point_that_cannot_be_read_again():
     feed = BatchFeed((np.ones(2) for _ in range(9)), keep_recent=True)
     for step in range(5):
         feed.next_batch(step)
     feed.recent.drop_until(3)
     assert list(feed.recent) == [4, 5]
+    for batches in [[np.ones(2)], sf.batches(np.ones(4), 2)]:
+        assert BatchFeed(batches, keep_recent=True).recent is None
 
 
 def test_a_run_keeps_no_batches_of_earlier_log_points():
@@ -291,11 +241,6 @@ def test_a_run_keeps_no_batches_of_earlier_log_points():
     assert max(alive) <= 12
 
 
-def test_a_list_is_read_again_from_any_step():
-    with reread([10, 11, 12], DataPosition(4, None), began=0) as batches:
-        assert [next(batches) for _ in range(3)] == [11, 12, 10]
-
-
 def test_batches_are_read_again_and_left_where_they_were():
     batches = sf.batches(np.arange(20), 1)
     for _ in range(8):
@@ -303,6 +248,8 @@ def test_batches_are_read_again_and_left_where_they_were():
     with reread(batches, DataPosition(3, batches.state_at(3)), began=0) as again:
         assert [int(next(again)[0]) for _ in range(2)] == [3, 4]
     assert int(next(batches)[0]) == 8
+    with reread([10, 11, 12], DataPosition(4, None), began=0) as again:
+        assert [next(again) for _ in range(3)] == [11, 12, 10]
 
 
 def test_batches_are_read_again_across_the_end_of_an_epoch():
@@ -310,8 +257,7 @@ def test_batches_are_read_again_across_the_end_of_an_epoch():
     feed = BatchFeed(batches, epochs=3)
     for _ in range(2):
         feed.next_batch(0)
-        feed.used += 1
-    with reread(batches, feed.mark(2), began=0) as again:
+    with reread(batches, feed.mark(2, 2), began=0) as again:
         assert [*again] == [2, 0, 1, 2, 0, 1, 2]
 
 
@@ -320,8 +266,7 @@ def test_the_batches_left_of_a_list_are_those_of_all_epochs():
     left = []
     for step in range(9):
         feed.next_batch(step)
-        feed.used += 1
-        left.append(feed.batches_left)
+        left.append(feed.batches_left(step + 1))
     assert left == [8, 7, 6, 5, 4, 3, 2, 1, 0]
 
 

@@ -26,6 +26,10 @@ def build(devices):
     return sf.make_train_step(loss_fn, TX), plan
 
 
+def born(plan):
+    return sf.init_state(PARAMS, TX, jax.random.key(0), sharding=plan)
+
+
 def fsdp_plan(count):
     mesh = sf.make_mesh((1, count, 1, 1), devices=jax.devices()[:count])
     return sf.make_sharding(SHAPE, mesh, sf.fsdp(min_size=1))
@@ -33,8 +37,8 @@ def fsdp_plan(count):
 
 def test_in_one_process_a_run_is_that_of_its_step():
     elastic, batches = sf.Elastic(build), jnp.ones((64, 8))
-    first = sf.init_state(PARAMS, TX, jax.random.key(0), sharding=elastic.plan)
-    other = sf.init_state(PARAMS, TX, jax.random.key(0), sharding=elastic.plan)
+    first = born(elastic.plan)
+    other = born(elastic.plan)
     result = sf.fit(elastic, first, sf.batches(batches, 16, seed=0), steps=7)
     expected = sf.fit(elastic.step, other, sf.batches(batches, 16, seed=0), steps=7)
     np.testing.assert_array_equal(result.state.params["w"], expected.state.params["w"])
@@ -61,21 +65,24 @@ def test_what_build_returns_is_checked(function, message):
     assert str(error.value).startswith(message)
 
 
-def test_arguments_are_checked():
-    with pytest.raises(sf.ConfigError, match="build: expected a function build"):
-        sf.Elastic(3)
-    for name, value in {"every": 0, "every_seconds": 0, "replicas": 2}.items():
-        with pytest.raises(sf.ConfigError, match=f"{name}: expected"):
-            sf.Elastic(build, **{name: value})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("build", 3), ("every", 0), ("every_seconds", 0), ("replicas", 2)),
+        *(("patience", 0), ("patience", "1"), ("leave_behind", 1)),
+    ],
+)
+def test_arguments_are_checked(name, value):
+    with pytest.raises(sf.ConfigError, match=f"{name}: expected"):
+        sf.Elastic(**{"build": build, name: value})
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (8, 8), (1, 4)])
 def test_a_copy_is_restored_on_another_mesh(before, after):
-    state = sf.init_state(PARAMS, TX, jax.random.key(0), sharding=fsdp_plan(before))
-    expected = jax.tree.map(lambda leaf: leaf, state)
+    state = born(fsdp_plan(before))
     plan = fsdp_plan(after)
     restored = HostCopy.of(state, 0).restore(plan)
-    for leaf, sharding, like in zip(*map(jax.tree.leaves, (restored, plan, expected)), strict=True):
+    for leaf, sharding, like in zip(*map(jax.tree.leaves, (restored, plan, state)), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
         assert leaf.dtype == like.dtype
     np.testing.assert_array_equal(restored.params["w"], PARAMS["w"])
@@ -84,27 +91,20 @@ def test_a_copy_is_restored_on_another_mesh(before, after):
 
 def test_a_copy_outlives_a_step_that_donates_the_state():
     elastic = sf.Elastic(build)
-    state = sf.init_state(PARAMS, TX, jax.random.key(0), sharding=elastic.plan)
+    state = born(elastic.plan)
     copy = HostCopy.of(state, 0)
-    step = jax.jit(elastic.step, donate_argnums=0)
-    for _ in range(3):
-        state, _ = step(state, jnp.ones((16, 8)))
+    state, _ = jax.jit(elastic.step, donate_argnums=0)(state, jnp.ones((16, 8)))
     jax.block_until_ready(state)
     restored = copy.restore(elastic.plan)
     np.testing.assert_array_equal(restored.params["w"], PARAMS["w"])
 
 
 def test_a_copy_knows_what_its_state_looks_like_on_another_mesh():
-    copy = HostCopy.of(sf.init_state(PARAMS, TX, jax.random.key(0), sharding=fsdp_plan(2)), 0)
-    copy.drop()
-    plan = fsdp_plan(4)
-    assert jax.tree.leaves(copy.like(plan).params)[0].sharding == plan.params["w"]
-
-
-def test_another_plan_is_refused():
-    copy = HostCopy.of(sf.init_state(PARAMS, TX, jax.random.key(0), sharding=fsdp_plan(2)), 0)
+    copy, plan = HostCopy.of(born(fsdp_plan(2)), 0), fsdp_plan(4)
     with pytest.raises(sf.ConfigError, match="build: expected a plan like the state"):
-        copy.restore(fsdp_plan(2).params)
+        copy.restore(plan.params)
+    copy.drop()
+    assert jax.tree.leaves(copy.like(plan).params)[0].sharding == plan.params["w"]
 
 
 def regions_by_process(shape, spec, dims, processes):

@@ -1,3 +1,5 @@
+"""The command `python -m stepfold.loop report` writes the page of runs, or says why not."""
+
 import copy
 import functools
 import json
@@ -22,53 +24,21 @@ def command(capsys):
     return run
 
 
-def read_page(path):
-    return Page(path.read_text())
+def data_of(path):
+    """Return the data of a page."""
+    return Page(path.read_text()).data
 
 
-def test_the_page_of_a_run_is_written_into_its_directory(tmp_path, command):
-    write_run(tmp_path / "a")
-    assert command("report", tmp_path / "a") == (0, str(tmp_path / "a" / "report.html"))
-    assert read_page(tmp_path / "a" / "report.html").data["title"] == "a"
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_the_csv_of_a_run_is_derived_from_its_json_lines(tmp_path, command):
-    folder = write_run(tmp_path / "a", {1: {"train/loss": 2.0}, 2: {"eval/loss": 0.1}})
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "train/lo')  # a kill cut it off
-    assert command("report", folder)[0] == 0
-    assert (folder / "metrics.csv").read_text() == "step,train/loss,eval/loss\n1,2.0,\n2,,0.1\n"
-
-
-def test_several_runs_are_compared_in_their_parent_directory_or_in_a_file(tmp_path, command):
-    for name in "ab":
-        write_run(tmp_path / name)
-    assert command("report", tmp_path / "a", tmp_path / "b") == (0, str(tmp_path / "report.html"))
-    assert len(read_page(tmp_path / "report.html").data["runs"]) == 2
-    out = tmp_path / "b" / "mine.html"
-    assert command("report", tmp_path / "a", tmp_path / "b", "--out", out) == (0, str(out))
-    assert len(read_page(out).data["runs"]) == 2
-
-
-def test_a_comparison_links_to_the_pages_of_the_runs(tmp_path, command):
-    for name in "ab":
-        command("report", write_run(tmp_path / name))
-    command("report", tmp_path / "a", tmp_path / "b")
-    files = read_page(tmp_path / "report.html").data["files"]
-    assert files["runs"] == [["a", "./a/report.html"], ["b", "./b/report.html"]]
-    command("report", tmp_path / "a")
-    assert (
-        read_page(tmp_path / "a" / "report.html").data["files"]["output"][1] == "./../report.html"
-    )
-
-
-def test_an_explicit_file_leaves_the_run_untouched(tmp_path, command):
+def test_the_page_of_a_run_is_written_into_its_directory_unless_a_file_is_given(tmp_path, command):
     folder = write_run(tmp_path / "a")
     before = sorted(folder.iterdir())
     assert command("report", folder, "--out", tmp_path / "page.html")[0] == 0
     assert (tmp_path / "page.html").exists()
     assert sorted(folder.iterdir()) == before
+    for arguments in ([folder], [folder, folder / "."]):  # named twice, it is one
+        assert command("report", *arguments) == (0, str(folder / "report.html"))
+    assert data_of(folder / "report.html")["title"] == "a"
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_a_name_that_is_not_utf8_has_a_page(tmp_path, command):
@@ -77,17 +47,34 @@ def test_a_name_that_is_not_utf8_has_a_page(tmp_path, command):
     assert "<title>run-?</title>" in (tmp_path / "page.html").read_text()
 
 
-def test_a_run_that_is_named_twice_is_one(tmp_path, command):
-    write_run(tmp_path / "a")
-    assert command("report", tmp_path / "a", tmp_path / "a" / ".")[1].endswith("a/report.html")
+def test_several_runs_are_compared_in_their_parent_directory_or_in_a_file(tmp_path, command):
+    for name in "ab":
+        write_run(tmp_path / name)
+    assert command("report", tmp_path / "a", tmp_path / "b") == (0, str(tmp_path / "report.html"))
+    assert len(data_of(tmp_path / "report.html")["runs"]) == 2
+    out = tmp_path / "b" / "mine.html"
+    assert command("report", tmp_path / "a", tmp_path / "b", "--out", out) == (0, str(out))
+    assert len(data_of(out)["runs"]) == 2
 
 
-def test_a_run_that_was_killed_while_it_wrote_has_a_page(tmp_path, command):
-    folder = write_run(tmp_path / "a", attempts=[attempt(ended=None, stop=None)])
+def test_a_comparison_links_to_the_pages_of_the_runs(tmp_path, command):
+    for name in "ab":
+        command("report", write_run(tmp_path / name))
+    command("report", tmp_path / "a", tmp_path / "b")
+    files = data_of(tmp_path / "report.html")["files"]
+    assert files["runs"] == [["a", "./a/report.html"], ["b", "./b/report.html"]]
+    command("report", tmp_path / "a")
+    assert data_of(tmp_path / "a" / "report.html")["files"]["output"][1] == "./../report.html"
+
+
+def test_a_run_that_was_killed_while_it_wrote_has_a_page_and_a_csv(tmp_path, command):
+    rows = {1: {"train/loss": 2.0}, 2: {"eval/loss": 0.1}}
+    folder = write_run(tmp_path / "a", rows, attempts=[attempt(ended=None, stop=None)])
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 110, "train/lo')
+        file.write('{"step": 3, "train/lo')
     assert command("report", folder)[0] == 0
-    assert read_page(folder / "report.html").data["reason"].startswith("No update for")
+    assert data_of(folder / "report.html")["reason"].startswith("No update for")
+    assert (folder / "metrics.csv").read_text() == "step,train/loss,eval/loss\n1,2.0,\n2,,0.1\n"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
+"""Metrics of steps merge exactly, are read by name, survive a checkpoint, and make a history."""
+
 import json
 import math
-import time
+from types import SimpleNamespace
 
 import flax.struct
 import jax
@@ -12,18 +14,18 @@ from clu import metrics as clu
 import stepfold as sf
 from stepfold.checkpoint.manifest import from_json, to_json
 from stepfold.core.metrics import TermSum
+from stepfold.loop.intervals import Steps, intervals_from_json, intervals_to_json
 from stepfold.loop.metrics import (
     Curve,
     History,
-    MetricBuffer,
     PerStepMetrics,
     merge_metrics,
-    metric_value,
     metric_values,
     per_step_values,
     per_step_weights,
     read_interval,
 )
+from stepfold.loop.run import Run
 
 
 def stacked(*found):
@@ -74,11 +76,6 @@ def last_value(x):
     return clu.LastValue(total=jnp.array(x), count=jnp.ones(()))
 
 
-def accuracy():
-    labels, logits = jnp.array([0, 1, 1]), jnp.eye(2)[jnp.array([0, 1, 0])]
-    return clu.Accuracy.from_model_output(logits=logits, labels=labels)
-
-
 FromOutput = clu.Average.from_output("error")
 
 
@@ -118,7 +115,6 @@ NAN = pytest.approx(math.nan, nan_ok=True)
             lambda: [Perplexity(jnp.array(x), jnp.array(1.0)) for x in (1.0, 3.0)],
             pytest.approx(np.exp(2.0)),
         ),
-        "an accuracy of clu": (lambda: [accuracy()], pytest.approx(2 / 3)),
         "named by an output": (lambda: [from_output(x) for x in (1.0, 3.0)], 2.0),
     }.values(),
 )
@@ -145,15 +141,6 @@ def test_numbers_are_summed_in_64_bits(pairs, total, count):
     assert (again.total, again.count) == (2 * total, 2 * count)
 
 
-def test_a_metric_of_several_numbers_gets_a_name_for_each():
-    seen = [{"matrix": Confusion(jnp.eye(2, dtype=jnp.int32))}] * 2
-    assert metric_values(merge_metrics(seen), "eval/") == {
-        "eval/matrix/hit/0": 2.0,
-        "eval/matrix/hit/1": 2.0,
-        "eval/matrix/all": 4.0,
-    }
-
-
 def test_what_is_read_step_by_step_is_what_has_a_total_and_a_weight():
     steps = stacked(*[{"a": average(x, 2.0), "top": Largest(jnp.array(x))} for x in (1.0, 4.0)])
     chunks = {name: [metric] for name, metric in steps.items()}
@@ -170,9 +157,11 @@ def test_an_average_with_a_merge_of_its_own_is_read_step_by_step():
         def merge(self, other):
             return other
 
-    steps = stacked(*[{"a": Latest(jnp.array(x), jnp.array(2.0))} for x in (1.0, 4.0)])
-    merged, per_step, weights = read_interval([steps])
-    assert merged == {"train/a": 2.0}
+    vectors = [average(np.array([x, 1.0]), np.ones(2)) for x in (1.0, 3.0)]
+    latest = [Latest(jnp.array(x), jnp.array(2.0)) for x in (1.0, 4.0)]
+    steps = [{"a": one, "v": vector} for one, vector in zip(latest, vectors, strict=True)]
+    merged, per_step, weights = read_interval([stacked(*steps)])
+    assert merged == {"train/a": 2.0, "train/v/0": 2.0, "train/v/1": 1.0}
     assert per_step["train/a"].tolist() == [0.5, 2.0]
     assert weights["train/a"].tolist() == [2.0, 2.0]
 
@@ -189,52 +178,48 @@ def test_what_nobody_asks_for_is_not_read():
     assert (rows["a"].tolist(), rows["a"].tolist(), read) == ([0.0], [0.0], [1])
 
 
-def test_a_vector_of_averages_is_merged_number_by_number():
-    steps = [{"a": average(jnp.array([x, 1.0]), jnp.array([1.0, 1.0]))} for x in (1.0, 3.0)]
-    assert metric_value(merge_metrics(steps)["a"]).tolist() == [2.0, 1.0]
-    assert read_interval([stacked(*steps)])[0] == {"train/a/0": 2.0, "train/a/1": 1.0}
+@pytest.mark.parametrize(
+    ("metrics", "values"),
+    [
+        (
+            {"a": 1, "b": np.float32(0.5), "c": jnp.array([1, 2]), "d": True},
+            {"x/a": 1.0, "x/b": 0.5, "x/c/0": 1.0, "x/c/1": 2.0, "x/d": 1.0},
+        ),
+        ({3: 0.5, "class": {0: 0.25}}, {"x/3": 0.5, "x/class/0": 0.25}),
+        (
+            {"matrix": Confusion(np.eye(2, dtype=np.int32))},
+            {"x/matrix/hit/0": 1.0, "x/matrix/hit/1": 1.0, "x/matrix/all": 2.0},
+        ),
+    ],
+)
+def test_metrics_are_numbers_by_name(metrics, values):
+    assert metric_values(metrics, "x/") == values
 
 
 def test_an_array_of_several_axes_is_logged_with_a_warning():
-    with pytest.warns(
-        UserWarning, match=r"eval/matrix: expected a number or a vector, got float64\[3,3"
-    ):
-        values = metric_values({"matrix": np.eye(3)}, "eval/")
-    assert len(values) == 9
+    words = r"eval/matrix: expected a number or a vector, got float64\[3,3"
+    with pytest.warns(UserWarning, match=words):
+        assert len(metric_values({"matrix": np.eye(3)}, "eval/")) == 9
 
 
-def test_what_is_given_for_metrics_may_be_numbers():
-    found = metric_values({"a": 1, "b": np.float32(0.5), "c": jnp.array([1, 2]), "d": True}, "x/")
-    assert found == {"x/a": 1.0, "x/b": 0.5, "x/c/0": 1.0, "x/c/1": 2.0, "x/d": 1.0}
+ONE_LINE = "expected names of one line, got .*; rename it"
 
 
-@pytest.mark.parametrize("value", [None, "text", object(), 10**400])
-def test_what_is_no_number_is_refused(value):
-    with pytest.raises(sf.ConfigError, match="eval/name: expected a number, got "):
-        metric_values({"name": value}, "eval/")
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        *(({"name": x}, "x/name: expected a number, got ") for x in (None, "a", object(), 10**400)),
+        ({"name": ["1", "b"]}, "x/name/1: expected a number, got 'b'"),
+        *(({name: 1.0}, ONE_LINE) for name in ("", "a\nb", "a\r", "a\u2028b")),
+        ({"of": {"a\n": 1.0}}, ONE_LINE),
+    ],
+)
+def test_what_is_no_number_or_no_name_is_refused(metrics, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        metric_values(metrics, "" if "" in metrics else "x/")
 
 
-def test_a_list_of_what_is_no_number_is_refused():
-    with pytest.raises(sf.ConfigError, match=r"eval/name/1: expected a number, got 'b'"):
-        metric_values({"name": ["1", "b"]}, "eval/")
-
-
-def test_a_name_that_is_a_number_is_written_out():
-    assert metric_values({3: 0.5, "class": {0: 0.25}}, "eval/") == {
-        "eval/3": 0.5,
-        "eval/class/0": 0.25,
-    }
-
-
-@pytest.mark.parametrize("name", ["", "a\nb", "a\r", "a\u2028b"])
-def test_a_name_that_is_not_one_line_is_refused(name):
-    with pytest.raises(sf.ConfigError, match="expected names of one line, got .*; rename it"):
-        metric_values({name: 1.0})
-    with pytest.raises(sf.ConfigError, match="expected names of one line"):
-        metric_values({"of": {f"{name}\n": 1.0}}, "eval/")
-
-
-# The buffer
+# Intervals
 
 
 def unpack(said):
@@ -248,166 +233,96 @@ def unpack(said):
     return [chunk]
 
 
-def shown(buffer):
-    return [(one.step, one.per_step["train/a"].tolist()) for one in buffer.take(10**9)]
-
-
-def filled(*said):
-    buffer = MetricBuffer(unpack)
+def filled(*said, before=None):
+    """Return the interval of some calls, the first of them before a resume."""
+    steps = Steps() if before is None else before
     for one in said:
-        buffer.append(one)
-    return buffer
+        steps = Steps((one, steps.returned), steps.before)
+    return steps
 
 
-def again(buffer):
-    """Save it and read it back, as JSON would."""
-    other = MetricBuffer(unpack)
-    other.set_state(from_json(json.loads(json.dumps(to_json(buffer.get_state(), "buffer")))))
-    return other
+def closed(steps, step):
+    return steps._replace(step=step, time=1.0)
 
 
-def test_an_interval_is_given_once():
-    buffer = filled(1, 2)
-    assert shown(buffer) == []
-    buffer.close_interval(2)
-    buffer.append(3)
-    assert shown(buffer) == [(2, [1.0, 2.0])]
-    assert shown(buffer) == []
-    buffer.close_interval(3)
-    assert shown(buffer) == [(3, [3.0])]
+def again(current, closed=()):
+    """Save intervals and read them back, as JSON would."""
+    saved = intervals_to_json(current, closed, unpack)
+    return intervals_from_json(from_json(json.loads(json.dumps(to_json(saved, "buffer")))))
 
 
-def test_an_interval_without_steps_is_none():
-    buffer = MetricBuffer(unpack)
-    buffer.close_interval(5)
-    assert buffer.closed == []
+def shown(interval):
+    return interval.step, interval.per_step["train/a"].tolist()
 
 
-def test_what_was_given_counts_as_shown_when_the_next_is_asked_for():
-    buffer = filled(1)
-    buffer.close_interval(1)
-
-    def fails():
-        for _ in buffer.take(1):
-            raise OSError
-
-    with pytest.raises(OSError):
-        fails()
-    assert shown(buffer) == [(1, [1.0])]
+def test_intervals_are_saved_as_they_are_and_may_be_cut_twice():
+    current, (first, second) = again(filled(3), [closed(filled(1), 1), closed(filled(2), 2)])
+    assert [shown(each.read(unpack)) for each in (first, second)] == [(1, [1.0]), (2, [2.0])]
+    twice = filled(5, before=again(filled(4, before=current))[0])
+    assert shown(closed(twice, 5).read(unpack)) == (5, [3.0, 4.0, 5.0])
+    assert not filled()
+    assert Run.start((), 5, 5, None).close_interval().closed == ()
 
 
-def test_only_what_was_over_at_a_step_is_given():
-    buffer = filled(1)
-    buffer.close_interval(1)
-    buffer.append(2)
-    buffer.close_interval(2)
-    assert [one.step for one in buffer.take(1)] == [1]
-    assert [one.step for one in buffer.take(2)] == [2]
-
-
-def test_the_time_of_an_interval_is_when_it_was_over_unless_it_has_to_be_waited_for():
-    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 600, lambda _, x: x @ x / 300, x)[0, 0])
-    times = {}
-    for name, wait in {"there": True, "waited for": False}.items():
-        buffer = MetricBuffer(lambda said: unpack([float(one) for one in said]))
-        buffer.append(slow(jnp.full((300, 300), 1.0 + len(times))))
-        if wait:
-            jax.block_until_ready(buffer._open)
-        closed = time.perf_counter()
-        buffer.close_interval(1)
-        time.sleep(0.01 if wait else 0)
-        (taken,) = buffer.take(1)
-        times[name] = taken.time - closed
-    assert times["there"] < 0.005
-    assert times["waited for"] > 0.005
-
-
-def test_the_device_is_not_read_before_an_interval_is_taken():
-    reads = []
-    buffer = MetricBuffer(lambda said: reads.append(len(said)) or unpack(said))
-    buffer.append(1)
-    buffer.close_interval(1)
-    assert reads == []
+@pytest.mark.parametrize(("is_ready", "time"), [(True, 1.0), (False, 5.0)])
+def test_the_time_of_an_interval_is_when_it_was_over_unless_it_has_to_be_waited_for(
+    is_ready, time, monkeypatch
+):
+    monkeypatch.setattr("stepfold.loop.intervals.time.perf_counter", lambda: 5.0)
+    interval = closed(filled(SimpleNamespace(is_ready=lambda: is_ready)), 1)
+    assert interval.read(lambda calls: unpack([1.0])).time == time
 
 
 def test_the_digits_of_what_was_cut_are_those_of_the_device():
-    (saved,) = filled(1, 2).get_state()["chunks"]
+    (saved,) = intervals_to_json(filled(1, 2), (), unpack)["chunks"]
     assert [dtype for dtype, *_ in saved.values()] == ["float32", "float32", "bfloat16", "bfloat16"]
 
 
-def rows(*values):
-    return clu.Average(total=np.float32(values), count=np.ones(len(values), np.float32))
-
-
-def test_chunks_of_other_shapes_are_one_interval():
-    first = {"a": average(jnp.ones(2), jnp.ones(2)), "values": Values({"x": jnp.ones((2, 4))})}
-    second = {
-        "a": average(jnp.array([7.0]), jnp.ones(1)),
-        "values": Values({"x": jnp.ones((1, 3))}),
-    }
-    metrics, per_step, _ = read_interval([first, second])
-    assert metrics == {"train/a": 3.0, "train/values": 11.0}
+def test_chunks_of_other_shapes_and_metrics_are_one_interval():
+    ones = lambda *shape: np.ones(shape, np.float32)
+    row = clu.Average(7 * ones(1), ones(1))
+    first = {"a": clu.Average(ones(2), ones(2)), "values": Values({"x": ones(2, 4)})}
+    second = {"a": row, "values": Values({"x": ones(1, 3)})}
+    metrics, per_step, _ = read_interval([{**first, "gone": row}, {**second, "new": row}])
+    assert metrics == {"train/a": 3.0, "train/values": 11.0, "train/new": 7.0}
     assert per_step["train/a"].tolist() == [1.0, 1.0, 7.0]
+    assert per_step["train/new"].tolist() == [7.0]
 
 
-def test_a_metric_of_later_steps_alone_is_that_of_these():
-    first, second = {"a": rows(1, 1), "gone": rows(1, 1)}, {"a": rows(1), "new": rows(1)}
-    metrics, per_step, _ = read_interval([first, second])
-    assert metrics == {"train/a": 1.0, "train/new": 1.0}
-    assert {name: len(rows) for name, rows in per_step.items()} == {"train/a": 3, "train/new": 1}
+def renamed(said):
+    (chunk,) = unpack(said)
+    return [{"c" if name == "a" else name: metric for name, metric in chunk.items()}]
 
 
-def test_a_metric_that_is_new_does_not_get_the_values_of_another():
-    other = again(filled(1))
-    other._unpack = lambda said: [
-        {"c" if name == "a" else name: metric for name, metric in chunk.items()}
-        for chunk in unpack(said)
-    ]
-    other.append(2)
-    other.close_interval(2)
-    with pytest.warns(UserWarning, match="got others without a/count, …; their values since"):
-        (interval,) = other.take(2)
-    assert interval.per_step["train/c"].tolist() == [2.0]
-    assert interval.per_step["train/b"].tolist() == [[1.0, -1.0], [2.0, -2.0]]
+def wider(said):
+    wide = np.ones((1, 3), np.dtype("bfloat16"))
+    return [{**unpack(said)[0], "b": clu.Average(wide, wide)}]
 
 
-def test_a_vector_of_another_length_is_dropped_with_a_warning():
-    other = again(filled(1))
-    wider = np.ones((1, 3), np.dtype("bfloat16"))
-    other._unpack = lambda said: [{**unpack(said)[0], "b": clu.Average(wider, wider)}]
-    other.append(2)
-    other.close_interval(2)
-    with pytest.warns(UserWarning, match="got others without b/count"):
-        (interval,) = other.take(2)
-    assert interval.per_step["train/b"].shape == (1, 3)
-
-
-def test_it_may_be_cut_twice():
-    other = again(filled(1))
-    other.append(2)
-    last = again(other)
-    last.append(3)
-    last.close_interval(3)
-    assert shown(last) == [(3, [1.0, 2.0, 3.0])]
+@pytest.mark.parametrize(
+    ("unpack_later", "lost", "rows"),
+    [
+        (renamed, "a/count, …", {"train/c": [2.0], "train/b": [[1.0, -1.0], [2.0, -2.0]]}),
+        (wider, "b/count, …", {"train/a": [1.0, 2.0], "train/b": [[1.0] * 3]}),
+    ],
+)
+def test_a_metric_that_has_changed_at_a_resume_does_not_get_other_values(unpack_later, lost, rows):
+    steps = closed(filled(2, before=again(filled(1))[0]), 2)
+    with pytest.warns(UserWarning, match=f"got others without {lost}; their values since"):
+        interval = steps.read(unpack_later)
+    assert {name: interval.per_step[name].tolist() for name in rows} == rows
 
 
 # The history
 
 
-def test_a_curve_is_a_list_of_values_with_their_steps():
-    curve = Curve()
-    curve.add(5, 0.5)
-    curve.add(10, 0.25)
-    assert curve == [0.5, 0.25]
-    assert curve.steps == [5, 10]
-    assert min(curve) == curve[-1]
-
-
-def test_a_step_never_appears_twice():
+def test_a_curve_is_a_list_of_values_with_their_ascending_steps():
     curve = Curve()
     for step in (5, 10, 10, 7, 15):
-        curve.add(step, float(step))
-    assert curve == curve.steps == [5, 10, 15]
+        curve.add(step, step / 10)
+    assert curve == [0.5, 1.0, 1.5]
+    assert curve.steps == [5, 10, 15]
+    assert max(curve) == curve[-1]
 
 
 def test_each_metric_has_its_own_steps():

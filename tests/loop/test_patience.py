@@ -1,11 +1,9 @@
 """Which process the others wait for, by the positions of all."""
 
-from types import SimpleNamespace
-
 import pytest
 
 import stepfold as sf
-from stepfold.core.processes import Position
+from stepfold.core.processes import Group, Position
 from stepfold.loop.patience import Seen, end_if_stuck, find_stuck
 
 
@@ -61,15 +59,8 @@ def test_a_position_has_run_after_a_step_until_a_restore():
 
 
 def test_a_watchdog_has_the_same_timer():
-    attempts = SimpleNamespace(elastic=SimpleNamespace(patience=5))
     with (
         pytest.raises(sf.ConfigError, match="no sf.watchdog next to Elastic"),
-        end_if_stuck(attempts, [sf.watchdog(60)]),
+        end_if_stuck(lambda: Group((0,)), 5, [sf.watchdog(60)], leave_behind=True),
     ):
         pass
-
-
-@pytest.mark.parametrize("arguments", [{"patience": 0}, {"patience": "1"}, {"leave_behind": 1}])
-def test_elastic_checks_its_arguments(arguments):
-    with pytest.raises(sf.ConfigError, match=next(iter(arguments))):
-        sf.Elastic(lambda devices: None, **arguments)

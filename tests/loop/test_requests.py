@@ -4,16 +4,17 @@ import os
 import signal
 import threading
 import time
-import warnings
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.laws import course
-from tests.small import STEP, start
+from tests.small import STEP, batches, full_but, start
 
 import stepfold as sf
 from stepfold.errors import CheckpointError
+
+from .runs import assert_same
 
 
 def never(**options):
@@ -24,7 +25,7 @@ def steps_in(folder):
     return [*sf.verify(folder / "checkpoints")]
 
 
-@pytest.mark.parametrize("number", [1, 13])
+@pytest.mark.parametrize("number", full_but([13], [1, 13]))
 def test_a_resume_from_a_requested_save_ends_as_if_there_had_been_no_cut(tmp_path, number):
     """The step is the first, and inside an interval."""
     checkpoints = never()
@@ -58,29 +59,51 @@ def test_a_resume_from_a_requested_save_ends_as_if_there_had_been_no_cut(tmp_pat
     assert course.told(result) == course.whole()
 
 
-def test_with_several_steps_in_a_call_it_saves_after_the_call(tmp_path):
-    checkpoints = never()
-    data = [{"x": np.full(4, i, np.float32)} for i in range(12)]
+def run_and_request(folder, values, number, checkpoints, **options):
+    """Run batches of these values, and request a save before one is pulled."""
 
     def pulled():
-        for i, batch in enumerate(data):
-            if i == 5:
+        for i, value in enumerate(values):
+            if i == number:
                 checkpoints.request()
-            yield batch
+            yield {"x": np.full(4, value, np.float32)}
 
+    options |= {"log_every": 100, "run_dir": folder, "checkpoints": checkpoints}
     with pytest.warns(UserWarning, match="get_state"):
-        sf.fit(
-            STEP, start(), pulled(), steps_per_call=4, log_every=100, run_dir=tmp_path,
-            checkpoints=checkpoints, steps=12,
-        )  # fmt: skip
+        return sf.fit(STEP, start(), pulled(), **options)
+
+
+def test_with_several_steps_in_a_call_it_saves_after_the_call(tmp_path):
+    run_and_request(tmp_path, range(12), 5, never(), steps_per_call=4, steps=12)
     assert steps_in(tmp_path) == [8, 12]
+
+
+def run(folder, checkpoints, hook, **options):
+    options |= {"run_dir": folder, "checkpoints": checkpoints, "hooks": hook}
+    return sf.fit(STEP, start(), batches(), **options)
 
 
 def test_a_save_that_was_made_at_the_step_is_not_repeated(tmp_path):
     checkpoints = sf.Checkpoints(every=5, keep=None)
     hook = lambda event: checkpoints.request() if event.step == 10 else None
-    course.run(tmp_path, checkpoints=checkpoints, hooks=hook)
-    assert steps_in(tmp_path) == [*range(5, 41, 5)]
+    run(tmp_path, checkpoints, hook, steps=20)
+    assert steps_in(tmp_path) == [5, 10, 15, 20]
+
+
+def test_a_request_where_a_save_is_due_anyway_counts_as_scheduled(tmp_path):
+    """It comes from a hook, in the evaluation before that save at the end of an epoch."""
+    checkpoints = sf.Checkpoints(every_epochs=1, keep=1)
+
+    def hook(event):
+        if event.kind == "eval" and event.step == 8:
+            checkpoints.request()
+
+    sf.fit(
+        STEP, start(), sf.batches({"x": np.ones(16, np.float32)}, 4, seed=0), steps=12, hooks=hook,
+        evaluation=sf.Evaluation(lambda state: {"n": 1}, every=4), run_dir=tmp_path,
+        checkpoints=checkpoints,
+    )  # fmt: skip
+    assert steps_in(tmp_path) == [12]
 
 
 @pytest.mark.parametrize("how", ["request", "signal"])
@@ -91,35 +114,25 @@ def test_a_storm_of_requests_pushes_no_scheduled_save_out(tmp_path, how):
         if event.is_train and event.step > 20:
             checkpoints.request() if how == "request" else os.kill(os.getpid(), signal.SIGUSR1)
 
-    course.run(tmp_path, checkpoints=checkpoints, hooks=storm, log_every=1, steps=29)
+    run(tmp_path, checkpoints, storm, log_every=1, steps=29)
     saved = steps_in(tmp_path)
     assert (saved[0], saved[-1]) == (20, 29)
     assert len(saved) <= 4
 
 
-def test_sigusr1_without_checkpoints_warns_once():
+def test_sigusr1_without_checkpoints_warns_once_and_changes_nothing():
     hook = lambda event: os.kill(os.getpid(), signal.SIGUSR1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert course.told(course.run(hooks=hook)) == course.whole()
+    with pytest.warns(UserWarning, match="SIGUSR1") as caught:
+        result = run(None, None, hook, steps=30)
     messages = [str(warning.message) for warning in caught]
     assert messages == ["SIGUSR1: expected checkpoints to save, got none; give checkpoints=…"]
+    quiet = run(None, None, (), steps=30)
+    assert_same(result.state, quiet.state)
+    assert result.history == quiet.history
 
 
 def test_a_nan_is_not_saved_by_request(tmp_path):
-    checkpoints = never()
-    data = [{"x": np.full(4, value, np.float32)} for value in [1, 1, 1, np.nan, 1, 1, 1]]
-
-    def pulled():
-        for i, batch in enumerate(data):
-            if i == 4:
-                checkpoints.request()
-            yield batch
-
-    with pytest.warns(UserWarning, match="get_state"):
-        result = sf.fit(
-            STEP, start(), pulled(), log_every=100, run_dir=tmp_path, checkpoints=checkpoints
-        )
+    result = run_and_request(tmp_path, [1, 1, 1, np.nan, 1, 1, 1], 4, never())
     assert (result.stop_reason.kind, result.steps) == ("nonfinite", 5)
     assert result.capsule.step == 4
     assert steps_in(tmp_path) == []

@@ -1,3 +1,5 @@
+"""`run.json`: what a run writes about itself, and what is refused when it is read."""
+
 import json
 import os
 
@@ -23,11 +25,16 @@ def metadata(state=None, batches=(), *, evaluations=(), checkpoints=None, hooks=
     return info
 
 
-def test_arguments_are_described():
+def test_arguments_are_described(tmp_path, monkeypatch):
+    class Expensive:
+        def get_state(self):
+            raise AssertionError("called")
+
+    monkeypatch.chdir(tmp_path)
     arguments = metadata(
         batches=sf.batches(DATA, 4, seed=7),
         evaluations=[sf.Evaluation(lambda state: {}, every=5, name="test")],
-        checkpoints=sf.Checkpoints(every=7, best="test/loss"),
+        checkpoints=sf.Checkpoints("kept", every=7, best="test/loss"),
         hooks=[sf.stop_early("test/loss", patience=3), sf.throughput(), metadata],
         steps=20,
     )["arguments"]
@@ -37,13 +44,9 @@ def test_arguments_are_described():
     assert arguments["evaluations"] == [{"name": "test", "every": 5, "every_epochs": None}]
     plan = arguments["checkpoints"]
     assert (plan["every"], plan["keep"], plan["best"]) == (7, 3, "test/loss")
-    assert arguments["hooks"] == ["stop_early", "throughput", "metadata"]
-
-
-def test_a_directory_of_checkpoints_is_absolute(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    plan = metadata(checkpoints=sf.Checkpoints("kept", every=7))["arguments"]["checkpoints"]
     assert plan["directory"] == str(tmp_path / "kept")
+    assert arguments["hooks"] == ["stop_early", "throughput", "metadata"]
+    assert metadata(batches=Expensive())["arguments"]["batches"] == {"kind": "Expensive"}
 
 
 def test_seeds_are_described():
@@ -54,29 +57,18 @@ def test_seeds_are_described():
     assert metadata()["seed"] == {"batches": None, "key": None}
 
 
-def test_the_state_of_foreign_batches_is_not_read():
-    class Expensive:
-        def get_state(self):
-            raise AssertionError("called")
-
-    assert metadata(batches=Expensive())["arguments"]["batches"] == {"kind": "Expensive"}
-
-
 def test_parameters_are_described_without_the_optimizer():
     params = {"a": jnp.ones((2, 3), jnp.bfloat16), "b": {"c": jnp.ones(())}, "name": "none"}
     state = sf.TrainState(0, params, {"m": jnp.ones(50)}, (), jax.random.key(0))
     info = metadata(state)["parameters"]
     assert (info["count"], info["bytes"]) == (7, 16)
     assert info["leaves"] == [["a", [2, 3], "bfloat16", 6], ["b/c", [], "float32", 1]]
+    of_two = metadata({"actor": state._replace(params={"w": jnp.ones(3)}), "critic": state})
+    names = [name for name, *_ in of_two["parameters"]["leaves"]]
+    assert names == ["actor/w", "critic/a", "critic/b/c"]
 
 
-def test_parameters_of_two_states_are_described():
-    state = sf.TrainState(0, {"w": jnp.ones(3)}, {"m": jnp.ones(50)}, (), jax.random.key(0))
-    leaves = metadata({"actor": state, "critic": state})["parameters"]["leaves"]
-    assert leaves == [["actor/w", [3], "float32", 3], ["critic/w", [3], "float32", 3]]
-
-
-def test_the_mesh_and_the_devices_are_described():
+def test_the_mesh_the_devices_and_the_versions_are_described():
     mesh = sf.make_mesh((1, 8), ("dp", "fsdp"))
     params = {"w": jnp.ones((16, 1024))}
     plan = sf.make_sharding(params, mesh, sf.fsdp(min_size=1))
@@ -85,10 +77,7 @@ def test_the_mesh_and_the_devices_are_described():
     assert info["devices"]["count"] == jax.device_count()
     assert (info["devices"]["platform"], info["devices"]["processes"]) == ("cpu", 1)
     assert metadata()["mesh"] is None
-
-
-def test_versions_are_described():
-    versions = metadata()["versions"]
+    versions = info["versions"]
     assert versions["jax"].startswith(".".join(jax.__version__.split(".")[:2]))
     assert (versions["numpy"], versions["stepfold"]) == (np.__version__, sf.__version__)
 
@@ -102,13 +91,10 @@ def test_nothing_that_may_be_secret_is_kept(monkeypatch):
 
 
 def test_what_is_written_is_read(tmp_path):
+    assert read_run_info(tmp_path) == {}
     write_run_info(tmp_path, {"attempts": [ATTEMPT], "mesh": None})
     assert read_run_info(tmp_path) == {"format": 2, "attempts": [ATTEMPT], "mesh": None}
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
-
-
-def test_without_a_file_it_is_empty(tmp_path):
-    assert read_run_info(tmp_path) == {}
 
 
 @pytest.mark.parametrize(
@@ -142,44 +128,45 @@ def test_format_1_is_converted(tmp_path, ending, stop):
     assert read_run_info(tmp_path) == info
 
 
-@pytest.mark.parametrize("text", ["", '{"format": 2, "att', "\x00\x01"])
-def test_a_damaged_file_is_refused(tmp_path, text):
-    (tmp_path / "run.json").write_text(text)
-    with pytest.raises(sf.DataError, match="run.json: expected JSON, got a damaged file: .*; move"):
-        read_run_info(tmp_path)
+def entries(**entries):
+    return json.dumps({"format": 2, "attempts": [], **entries})
 
 
-@pytest.mark.parametrize("info", [[], {}, {"format": "1", "attempts": []}])
-def test_other_json_is_refused(tmp_path, info):
-    (tmp_path / "run.json").write_text(json.dumps(info))
-    with pytest.raises(sf.DataError, match="run.json: expected a run.json that fit wrote, got oth"):
-        read_run_info(tmp_path)
+def an_attempt(**entries):
+    return json.dumps({"format": 2, "attempts": [ATTEMPT, ATTEMPT | entries]})
+
+
+DAMAGED = "expected JSON, got a damaged file: .*; move"
+OTHER = "expected a run.json that fit wrote, got oth"
 
 
 @pytest.mark.parametrize(
-    "info",
+    ("text", "message"),
     [
-        {"attempts": None},
-        {"attempts": [{"began": ""}]},
-        {"attempts": [ATTEMPT | {"began": "2026-03-01"}]},
-        {"attempts": [ATTEMPT, ATTEMPT | {"to": -1}]},
-        {"attempts": [ATTEMPT | {"clock": [[0, 0]]}]},
-        {"attempts": [ATTEMPT | {"pause": 1e999}]},
-        {"attempts": [ATTEMPT | {"stop": {}}]},
-        {"attempts": [ATTEMPT | {"stop": "done"}]},
-        {"attempts": [ATTEMPT | {"config_changes": {"rate": 3}}]},
-        {"attempts": [ATTEMPT | {"config_changes": [1]}]},
-        {"losses": 3, "attempts": []},
-        {"losses": [LOSS | {"at": None}], "attempts": []},
-        {"losses": [LOSS | {"time": 1e299}], "attempts": []},
-        {"losses": [LOSS | {"processes": ["a"]}], "attempts": []},
-        {"arguments": 3, "attempts": []},
-        {"arguments": {"checkpoints": {"mode": "up"}}, "attempts": []},
+        ('{"format": 3, "tries": {}}', "format 2 or earlier, got 3, of a later stepfold; upgr"),
+        *((text, DAMAGED) for text in ("", '{"format": 2, "att', "\x00\x01")),
+        *((text, OTHER) for text in ("[]", "{}", '{"format": "1", "attempts": []}')),
+        (entries(attempts=None), OTHER),
+        (entries(attempts=[{"began": ""}]), OTHER),
+        (an_attempt(began="2026-03-01"), OTHER),
+        (an_attempt(to=-1), OTHER),
+        (an_attempt(clock=[[0, 0]]), OTHER),
+        (an_attempt(pause=1e999), OTHER),
+        (an_attempt(stop={}), OTHER),
+        (an_attempt(stop="done"), OTHER),
+        (an_attempt(config_changes={"rate": 3}), OTHER),
+        (an_attempt(config_changes=[1]), OTHER),
+        (entries(losses=3), OTHER),
+        (entries(losses=[LOSS | {"at": None}]), OTHER),
+        (entries(losses=[LOSS | {"time": 1e299}]), OTHER),
+        (entries(losses=[LOSS | {"processes": ["a"]}]), OTHER),
+        (entries(arguments=3), OTHER),
+        (entries(arguments={"checkpoints": {"mode": "up"}}), OTHER),
     ],
 )
-def test_a_file_with_a_wrong_entry_is_refused(tmp_path, info):
-    (tmp_path / "run.json").write_text(json.dumps({"format": 2, **info}))
-    with pytest.raises(sf.DataError, match="run.json: expected a run.json that fit wrote, got oth"):
+def test_what_is_no_run_info_is_refused(tmp_path, text, message):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(sf.DataError, match=f"run.json: .*{message}"):
         read_run_info(tmp_path)
 
 
@@ -188,9 +175,3 @@ def test_unknown_entries_may_be_missing_or_null(tmp_path):
     info = {"format": 2, "attempts": [changed], "devices": None, "losses": [LOSS]}
     (tmp_path / "run.json").write_text(json.dumps(info))
     assert read_run_info(tmp_path) == info
-
-
-def test_a_later_format_is_refused(tmp_path):
-    (tmp_path / "run.json").write_text('{"format": 3, "tries": {}}')
-    with pytest.raises(sf.DataError, match="format 2 or earlier, got 3, of a later stepfold; upgr"):
-        read_run_info(tmp_path)

@@ -10,6 +10,8 @@ from tests.small import STEP, start
 
 import stepfold as sf
 
+from .runs import rows
+
 FILES = ("run.json", "metrics.jsonl", "metrics.csv", "report.html")
 
 
@@ -47,17 +49,6 @@ def test_at_a_checkpoint_the_copy_has_the_rows_up_to_it(tmp_path, bucket):
     assert (bucket / "metrics.jsonl").read_text().count("\n") == 4
 
 
-def test_a_run_that_resumes_elsewhere_continues_the_metrics(tmp_path, bucket):
-    run(tmp_path, bucket, 4)
-    shutil.rmtree(tmp_path / "run")
-    result = run(tmp_path, bucket, 8)
-    assert result.resumed == 4
-    assert result.history["train/loss"].steps == [2, 4, 6, 8]
-    rows = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert rows.count('"train/loss"') == 4
-    assert (bucket / "metrics.jsonl").read_text() == rows
-
-
 def test_a_bucket_that_is_not_writable_is_found_out_before_the_first_step(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(sf.CheckpointError, match="cannot be written"):
@@ -79,37 +70,36 @@ def test_a_copy_that_fails_later_causes_a_warning(tmp_path, bucket):
     assert result.steps == 8
 
 
-@pytest.mark.parametrize("url", ["runs/a", 3, b"s3://a", ""])
-def test_another_value_than_a_url_is_refused(tmp_path, url):
-    with pytest.raises(sf.ConfigError, match="upload: expected a URL such as 's3://bucket/run', g"):
-        sf.fit(STEP, None, [], steps=1, run_dir=tmp_path, upload=url)
+URL = "upload: expected a URL such as 's3://bucket/run', g"
 
 
-def test_it_needs_a_directory():
-    with pytest.raises(sf.ConfigError, match="upload: expected run_dir=… to go with it"):
-        sf.fit(STEP, start(), [{"x": np.ones(4)}], upload="s3://bucket/run")
-
-
-def on_host(tmp_path, bucket, name, steps):
-    """Run to a step on a host that has kept the files of its earlier runs."""
-    return run(tmp_path / name, bucket, steps)
-
-
-def rows(folder):
-    text = (folder / "metrics.jsonl").read_text()
-    return [json.loads(line)["step"] for line in text.splitlines()]
+@pytest.mark.parametrize(
+    ("upload", "has_directory", "message"),
+    [
+        *((value, True, URL) for value in ("runs/a", 3, b"s3://a", "")),
+        ("s3://bucket/run", False, "upload: expected run_dir=… to go with it"),
+    ],
+)
+def test_it_needs_a_url_and_a_directory(tmp_path, upload, has_directory, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        sf.fit(STEP, None, [], steps=1, run_dir=tmp_path if has_directory else None, upload=upload)
 
 
 def test_a_run_that_returns_to_an_earlier_host_continues_the_copy_of_the_later_one(
     tmp_path, bucket
 ):
-    on_host(tmp_path, bucket, "first", 4)
-    on_host(tmp_path, bucket, "second", 8)
-    assert rows(bucket) == [2, 4, 6, 8]
-    result = on_host(tmp_path, bucket, "first", 12)
+    run(tmp_path / "first", bucket, 4)
+    second = run(tmp_path / "second", bucket, 8)
+    assert (second.resumed, second.history["train/loss"].steps) == (4, [2, 4, 6, 8])
+    assert rows(bucket / "metrics.jsonl") == [2, 4, 6, 8]
+    result = run(tmp_path / "first", bucket, 12)
     assert result.resumed == 8
     assert result.history["train/loss"].steps == [2, 4, 6, 8, 10, 12]
-    assert rows(tmp_path / "first" / "run") == rows(bucket) == [2, 4, 6, 8, 10, 12]
+    assert (
+        rows(tmp_path / "first/run/metrics.jsonl")
+        == rows(bucket / "metrics.jsonl")
+        == [2, 4, 6, 8, 10, 12]
+    )
     attempts = json.loads((bucket / "run.json").read_text())["attempts"]
     assert [attempt["to"] for attempt in attempts] == [4, 8, 12]
 
@@ -119,7 +109,7 @@ def test_local_metrics_that_go_further_than_the_copy_stay(tmp_path, bucket):
     complete = (bucket / "metrics.jsonl").read_text()
     (bucket / "metrics.jsonl").write_text("".join(complete.splitlines(keepends=True)[:2]))
     assert run(tmp_path, bucket, 12).history["train/loss"].steps == [2, 4, 6, 8, 10, 12]
-    assert rows(bucket) == [2, 4, 6, 8, 10, 12]
+    assert rows(bucket / "metrics.jsonl") == [2, 4, 6, 8, 10, 12]
 
 
 def test_a_fetch_that_is_cut_is_done_again(tmp_path, bucket, monkeypatch):
@@ -139,7 +129,7 @@ def test_a_fetch_that_is_cut_is_done_again(tmp_path, bucket, monkeypatch):
             run(tmp_path, bucket, 12)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert run(tmp_path, bucket, 12).history["train/loss"].steps == [2, 4, 6, 8, 10, 12]
-    assert rows(bucket) == [2, 4, 6, 8, 10, 12]
+    assert rows(bucket / "metrics.jsonl") == [2, 4, 6, 8, 10, 12]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "run.json"])
@@ -151,4 +141,4 @@ def test_a_damaged_copy_causes_a_warning_and_the_local_file_stays(tmp_path, buck
     ):
         result = run(tmp_path, bucket, 8)
     assert result.history["train/loss"].steps == [2, 4, 6, 8]
-    assert rows(bucket) == [2, 4, 6, 8]
+    assert rows(bucket / "metrics.jsonl") == [2, 4, 6, 8]

@@ -19,10 +19,11 @@ import pytest
 import stepfold as sf
 from stepfold.checkpoint import bucket, manifest
 from stepfold.core.processes import Group
-from stepfold.loop.elastic import Attempts
+from stepfold.loop.data import BatchFeed
+from stepfold.loop.elastic import Keep, Segments, Survivors
 from stepfold.loop.rollback import Rollbacks
 from stepfold.loop.run_directory import RunDirectory
-from stepfold.loop.train_loop import TrainLoop
+from stepfold.loop.session import Session
 
 from . import launch
 
@@ -166,59 +167,61 @@ def runs(start, folder, events, options):
         return sf.batches(Examples("held-out", 1, 48), 16, epochs=1)
 
     def about(self, value=None, about=""):
-        if about == "the end of an attempt":
+        if about == "the end of a segment":
             return f"meeting {value[0]}"
         return f"copies {value}" if about == "their copies" else ""
 
-    begin, positions = Attempts.begin, []
+    begin, positions = Segments.begin, []
 
-    def begin_an_attempt(self, loop):
+    def begin_a_segment(self, run):
         position = self.group.position
-        positions.append([loop.step, position.meetings, position.moves])
-        for seconds in [m for m in moments if isinstance(m, float) and loop.step > 0]:
+        positions.append([run.step, position.meetings, position.moves])
+        for seconds in [m for m in moments if isinstance(m, float) and run.step > 0]:
             moments["now"] = moments.pop(seconds)
             at("now", seconds)
-        begin(self, loop)
+        begin(self, run)
 
-    Attempts.begin = begin_an_attempt
+    Segments.begin = begin_a_segment
     before(Group, "meet", about)
     before(manifest, "write_leaves", lambda _, metadata, *args: f"save {metadata.step}")
     before(bucket.BucketStore, "_write_stream", lambda _, name, __: f"write {name.split('-')[0]}")
     before(Rollbacks, "delete_later", lambda *_: "delete")
     before(Rollbacks, "_write", lambda *_: "note")
-    before(TrainLoop, "restore", lambda *_: "restore")
-    before(TrainLoop, "run", lambda *_: "run")
+    before(Session, "restore", lambda *_: "restore")
+    before(Session, "fold", lambda *_: "run")
     before(RunDirectory, "lock", lambda *_: "lock")
-    before(Attempts, "start", lambda *_: "start")
-    restore = TrainLoop.restore
+    before(Segments, "start", lambda *_: "start")
+    restore = Session.restore
 
     def restore_and_die(*args, **options):
         result = restore(*args, **options)
         at("restored")
         return result
 
-    TrainLoop.restore = restore_and_die
+    Session.restore = restore_and_die
     mutant = options.get("mutant")
     if mutant == "rows twice":
-        agree = TrainLoop._agree
+        keep = Keep.__call__
 
-        def log_first(self):
-            self._buffer.close_interval(self.step)
-            self._log()
-            agree(self)
+        def agree_late(self, run):
+            self._attempts.agree(run.state, run.step)
+            return keep(self, run)
 
-        TrainLoop._agree = log_first
+        Survivors.meet = lambda self, run: run  # hooks see it before all processes agree
+        Keep.is_due, Keep.__call__ = lambda self, run: run.end is None, agree_late
     if mutant == "a batch skipped":
-        TrainLoop.position = lambda self: self._feed.iterator.state_at(self._feed.used + 1)
+        position = BatchFeed.position
+        BatchFeed.position = lambda self, used: position(self, used + 1)
     if mutant == "not repeated":
-        repeat = Attempts.repeat
+        repeat = Segments.repeat
 
-        def skip_steps(self, loop, lost):
-            repeat(self, loop, lost)
-            loop.state = loop.state._replace(step=loop.state.step + 5)
-            loop.step += 5
+        def skip_steps(self, session, lost):
+            repeat(self, session, lost)
+            run = session.run
+            state = run.state._replace(step=run.state.step + 5)
+            session.run = run._replace(state=state, step=run.step + 5)
 
-        Attempts.repeat = skip_steps
+        Segments.repeat = skip_steps
 
     elastic = sf.Elastic(build, **options.get("elastic", {}))
     evaluate = sf.make_eval_step(loss_fn, stateful=is_stateful)

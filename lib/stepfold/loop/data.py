@@ -30,10 +30,10 @@ class DataPosition(NamedTuple):
 class BatchFeed:
     """Pull batches, epoch after epoch, and track their position.
 
-    `used` counts the batches that steps have used since the first batch of the data; the caller
-    increments it. `epoch_ends` says where epochs end, and `epoch_steps` is their length if they are
-    equally long. Both are None if unknown, as is `total`, the number of batches of all epochs. With
-    `keep_recent`, `recent` holds the last batches if they cannot be read again.
+    The run counts the batches that its steps have used since the first of the data; methods get
+    that number as `used`. `epoch_ends` says where epochs end, and `epoch_steps` is their length if
+    they are equally long. Both are None if unknown, as is `total`, the number of batches of all
+    epochs. With `keep_recent`, `recent` holds the last batches if they cannot be read again.
 
     Batches with a method `read_state` depend on the state of the run, which they get before each
     pull. Those, and batches whose position holds large arrays such as a replay buffer, cannot go
@@ -41,7 +41,12 @@ class BatchFeed:
     """
 
     def __init__(
-        self, batches: Any, epochs: int | None = None, *, keep_recent: bool = False
+        self,
+        batches: Any,
+        epochs: int | None = None,
+        *,
+        steps_per_call: int = 1,
+        keep_recent: bool = False,
     ) -> None:
         check_batches(batches)
         self.batches, self.iterator = batches, iter(batches)
@@ -49,13 +54,15 @@ class BatchFeed:
         self.endless = bool(getattr(batches, "endless", False))
         methods = "get_state", "set_state"
         self.is_resumable = all(hasattr(self.iterator, method) for method in methods)
+        self.steps_per_call = steps_per_call
         self._epochs = self._epochs_left = epochs
-        self._read_lengths()
         if epochs is not None and self.is_iterator and self.epoch_ends is None:
             expected = "batches that can be iterated again, or that know their epochs"
             refuse(f"epochs={epochs}", expected, batches, "give steps=…, or sf.batches(data, …)")
         self.reads_state = hasattr(self.iterator, "read_state")
         self._is_large = False  # the position
+        # Whether the position survives an unused batch.
+        self.can_go_back = not (self.is_resumable and self.reads_state)
         can_reread = self.is_resumable or isinstance(batches, list | tuple)
         can_reread = can_reread and not self.reads_state
         # With several processes, each would keep only its own rows of a batch.
@@ -65,33 +72,32 @@ class BatchFeed:
         self.batch_share = 1 / jax.process_count()  # which part of the rows of a step is made here
         self.check_next_position = False  # once, so that later pulls cost nothing
         position = self._state() if self.is_resumable else None
-        self.used = self._pulled = self._first_used = _count_in(position) or 0
+        self.first_used = self._pulled = _count_in(position) or 0
         self._known: tuple[int, Any] = (-1, None)  # batches used by then, and the position
-        self._keep(position)
+        self._keep(position, self.first_used)
 
-    def _read_lengths(self) -> None:
-        self.epoch_steps: int | None = getattr(self.batches, "steps_per_epoch", None)
-        if self.epoch_steps is None and not self.is_iterator:
+    @property
+    def epoch_steps(self) -> int | None:
+        steps: int | None = getattr(self.batches, "steps_per_epoch", None)
+        if steps is None and not self.is_iterator:
             with suppress(TypeError):  # it has no length
-                self.epoch_steps = len(self.batches)
-        self.epoch_ends: EpochEnds | None = getattr(self.batches, "epoch_ends", None)
-        if self.epoch_ends is None and self.epoch_steps:
-            self.epoch_ends = EpochEnds.of_length(self.epoch_steps)
-        self.batch_sizes: Sequence[tuple[int, int]] = getattr(self.batches, "batch_sizes", ())
+                steps = len(self.batches)
+        return steps
+
+    @property
+    def epoch_ends(self) -> EpochEnds | None:
+        ends: EpochEnds | None = getattr(self.batches, "epoch_ends", None)
+        if ends is None and (steps := self.epoch_steps):
+            ends = EpochEnds.of_length(steps)
+        return ends
 
     @property
     def total(self) -> int | None:
         if not self._epochs or self.epoch_ends is None:
             return None
-        return self.epoch_ends.count_steps(self._epochs, self._first_used)
+        return self.epoch_ends.count_steps(self._epochs, self.first_used)
 
-    @property
-    def used_here(self) -> int:
-        """The number of batches used since the position at which the run started."""
-        return self.used - self._first_used
-
-    @property
-    def batches_left(self) -> float | None:
+    def batches_left(self, used: int) -> float | None:
         """The number of batches left, inf if they are endless, or None if it is not certain."""
         if self.endless:
             return math.inf
@@ -101,7 +107,7 @@ class BatchFeed:
         elif hasattr(self.iterator, "state_at"):  # the length of others may be an estimate
             with suppress(TypeError):
                 length = len(self.batches)
-        return None if length is None else max(0, length - self.used)
+        return None if length is None else max(0, length - used)
 
     def next_batch(self, step: int, state: Any = None) -> Any:
         """Pull the next batch, or raise StopIteration; `step` counts the steps before it."""
@@ -110,7 +116,7 @@ class BatchFeed:
         try:
             if self.reads_state:
                 self.iterator.read_state(state)
-            batch = self._pull()
+            batch = self.pull()
             if self.check_next_position:  # the position before the first batch may hold less
                 self._check_position()
             if self.recent is not None:
@@ -135,10 +141,11 @@ class BatchFeed:
                 f"batches: expected a position to resume at from a checkpoint, got none: {reason}; "
                 "the state is saved, but a resume will be refused: give sf.batches a source with "
                 "len() and [i], which seed=… shuffles, or a stream with get_state and set_state",
-                stacklevel=8,
+                stacklevel=9,
             )
 
-    def _pull(self) -> Any:
+    def pull(self) -> Any:
+        """Return the next batch, of the next epoch if need be, or raise StopIteration."""
         try:
             return next(self.iterator)
         except StopIteration:
@@ -152,16 +159,7 @@ class BatchFeed:
             advice = "give an iterable that starts again, or steps=…"
             refuse("batches", "some in the next epoch too", "none", advice, kind=DataError)
 
-    def read_on(self) -> Iterator[Any]:
-        """Yield the batches from the present position on, of later epochs too."""
-        while True:
-            try:
-                batch = self._pull()
-            except StopIteration:
-                return
-            yield batch
-
-    def position(self) -> Any:
+    def position(self, used: int) -> Any:
         """Return the position of the next batch to use, or None if it is not known.
 
         After a failed step or pull the batches may be ahead of the last step. `sf.batches` can tell
@@ -170,59 +168,55 @@ class BatchFeed:
         """
         if not self.is_resumable:
             return None
-        if self._known[0] == self.used:
+        if self._known[0] == used:
             return self._known[1]
-        position = self._position_after_used()
-        self._keep(position)
+        position = self._position_after(used)
+        self._keep(position, used)
         return position
 
-    def mark(self, step: int) -> DataPosition:
+    def mark(self, step: int, used: int) -> DataPosition:
         """Return the position after a step to keep in memory; it is None if it is large."""
-        position = None if self._is_large else self.position()
+        position = None if self._is_large else self.position(used)
         return DataPosition(step, None if self._is_large else position)
 
-    @property
-    def can_go_back(self) -> bool:
-        """Whether a batch that was pulled but not used does not cost the position, if any."""
-        return not (self.is_resumable and (self._is_large or self.reads_state))
-
-    @property
-    def has_position(self) -> bool:
+    def has_position(self, used: int) -> bool:
         """Whether the position is known, even after a failed step or pull."""
-        return self._pulled == self.used or self.can_go_back
+        return self._pulled == used or self.can_go_back
 
-    def _keep(self, position: Any) -> None:
+    def _keep(self, position: Any, used: int) -> None:
         """Keep a position, to return it again and to go back to it, unless it is large."""
-        self._known = (-1, None) if self._is_large else (self.used, position)
+        self._known = (-1, None) if self._is_large else (used, position)
 
-    def _position_after_used(self) -> Any:
+    def _position_after(self, used: int) -> Any:
         if self.is_iterator and hasattr(self.iterator, "state_at"):
-            return self.iterator.state_at(self.used)
+            return self.iterator.state_at(used)
         state = self._state()
-        if self._pulled == self.used or _count_in(state) == self.used:
+        if self._pulled == used or _count_in(state) == used:
             return state
         if not self.can_go_back:
             return None
-        used, position = self._known
+        before, position = self._known
         self._set(position)
-        for _ in range(self.used - used):
-            self._pull()
-        self._pulled = self.used
+        for _ in range(used - before):
+            self.pull()
+        self._pulled = used
         return self._state()
 
     def _state(self) -> Any:
         state = self.iterator.get_state()
-        self._is_large = self._is_large or _array_bytes(state) > _LARGE
+        if not self._is_large and _array_bytes(state) > _LARGE:
+            self._is_large, self.can_go_back = True, False
         # Iterators may reuse what they return. A save copies arrays itself.
         state = state if self._is_large else copy.deepcopy(state)
         return state if self.is_iterator else {"left": self._epochs_left, "position": state}
 
     def seek(
         self, position: Any, step: int, used: int | None = None, *, needs_batches: bool = True
-    ) -> None:
-        """Go to a saved position; if it has no batch count, use `used`, or else `step`.
+    ) -> int:
+        """Go to a saved position, and return the number of batches used before it.
 
-        Without `needs_batches`, batches that cannot be resumed are left as they are.
+        If the position has no count, it is `used`, or else `step`. Without `needs_batches`, batches
+        that cannot be resumed are left as they are.
         """
         if needs_batches and not self.is_resumable:
             expected = f"get_state and set_state, to be resumed at step {step}"
@@ -235,29 +229,22 @@ class BatchFeed:
                 refuse("batches", expected, "none", advice, kind=DataError)
             self._set(position if self._is_large else copy.deepcopy(position))
         count = _count_in(position)
-        self.used = self._pulled = next(n for n in (count, used, step) if n is not None)
-        self._keep(position)
+        self._pulled = next(n for n in (count, used, step) if n is not None)
+        self._keep(position, self._pulled)
+        return self._pulled
 
     def skip(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Skip ranges of batch indices, which begin after the position."""
         self.batches = self.iterator = self.skippable().without(ranges)
         self._known = (-1, None)
-        self._read_lengths()
 
-    def reweight(self, weights: Any, delay: int) -> None:
-        """Change the weights of a mixture, from `delay` batches after those used on."""
+    def reweight(self, weights: Any, first: int) -> None:
+        """Change the weights of a mixture, from a batch on, counted from the first of the data."""
         if not self.is_iterator or not hasattr(self.iterator, "reweight"):
             expected = "those of a mixture, whose weights a hook can change"
             refuse("batches", expected, self.batches, "give sf.batches(sf.mix(…), …)")
-        self.iterator.reweight(weights, self.used + delay)
+        self.iterator.reweight(weights, first)
         self._known = (-1, None)
-
-    def with_changes(self, mark: DataPosition) -> DataPosition:
-        """Add the changes of weights since to an earlier position, to read the batches again."""
-        changes = self.position().get("weights") if hasattr(self.iterator, "reweight") else None
-        if changes is None or mark.position is None:
-            return mark
-        return mark._replace(position={**mark.position, "weights": changes})
 
     def share(self, share: tuple[int, int, int]) -> None:
         """Let this process make other rows of each global batch, those of its devices."""
@@ -317,6 +304,12 @@ class RecentBatches(Mapping[int, Any]):
         return len(self._batches)
 
 
+def batch_sizes(batches: Any) -> Sequence[tuple[int, int]]:
+    """Return the sizes of global batches, as pairs (from batch, size); empty if unknown."""
+    sizes: Sequence[tuple[int, int]] = getattr(batches, "batch_sizes", ())
+    return sizes
+
+
 def check_batches(batches: Any) -> None:
     """Refuse a single batch, and anything else that is not an iterable of batches."""
     is_single = isinstance(batches, str | bytes | dict) or tree.is_array(batches)
@@ -370,9 +363,19 @@ def reread(batches: Any, start: DataPosition, began: int) -> Iterator[Iterator[A
     if not feed.is_resumable or feed.reads_state or start.position is None:
         expected = "a list, or batches with get_state and set_state, to read them again"
         refuse("batches", expected, batches, "give sf.batches(data, …)", kind=DataError)
-    before = feed.position()
+    before = feed.position(feed.first_used)
     try:
         feed.seek(start.position, start.step)
-        yield feed.read_on()
+        yield _read_on(feed)
     finally:
         feed.seek(before, start.step)
+
+
+def _read_on(feed: BatchFeed) -> Iterator[Any]:
+    """Yield the batches from the present position on, of later epochs too."""
+    while True:
+        try:
+            batch = feed.pull()
+        except StopIteration:
+            return
+        yield batch

@@ -1,15 +1,17 @@
 """Continue without processes that have died, with the bits of a run that lost none.
 
-An attempt is the steps up to the next log point, evaluation or save. All processes that train meet
+A segment is the steps up to the next log point, evaluation or save. All processes that train meet
 at its end (`Group.meet`). If all are alive, each copies its shards to the host, and hooks see the
 metrics. So nothing that a hook has seen is ever repeated, and a file has each row once. If one has
 died, the others build the step for the devices that are left, continue from their copies, and
-repeat what they had not agreed on: the steps of an attempt, an evaluation or a save. It is what
+repeat what they had not agreed on: the steps of a segment, an evaluation or a save. It is what
 `fit` does when it goes back, with a copy in memory in place of a checkpoint.
 
-Each process also keeps the state of the loop and the position of the data. Between the end of an
-attempt and the next step, they change only with what all have agreed on, so the present ones are
-kept then. Steps change them, so they are kept before the first step of an attempt.
+Each process also keeps the run and the position of the data. Between the end of a segment and the
+next step, they change only with what all have agreed on, so the present ones are kept then. Steps
+change them, so they are kept before the first step of a segment.
+
+`Survivors` are the peers that meet, and `Keep` is the part that ends the visit of all others.
 
 Processes without devices in the plan are spare: they wait in `fit` until a death makes another
 plan. Process 0 always trains, since its service knows who is alive.
@@ -25,23 +27,26 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from signal import Signals
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from stepfold.checkpoint.restore import Restored
-from stepfold.core.processes import Disbanded, Group, KeyValues, spell_processes
+from stepfold.core.processes import Disbanded, Group, KeyValues, Position, spell_processes
 from stepfold.core.validation import check_flags, read_function, read_integer, read_positive
 from stepfold.errors import CheckpointError, StepfoldError, refuse
+from stepfold.loop.data import BatchFeed
+from stepfold.loop.fold import Part
 from stepfold.loop.hooks.base import Stop
 from stepfold.loop.host_copy import HostCopy, Replicas
 from stepfold.loop.patience import spell_lost
+from stepfold.loop.peers import Several
+from stepfold.loop.run import Kind, Request, Run
+from stepfold.loop.session import Session
+from stepfold.loop.step_runner import StepRunner
 from stepfold.sharding.distributed import is_recoverable
 from stepfold.sharding.place import share_of
 from stepfold.sharding.plan import mesh_of, read_step_and_plan
-
-if TYPE_CHECKING:
-    from stepfold.loop.train_loop import TrainLoop
 
 _POLL_SECONDS = 0.1  # between two looks of a spare process at what the others do
 
@@ -70,7 +75,7 @@ class Elastic:
         their shapes.
       replicas: with 1, each process also keeps the shards of a process on another host that no
         third one has. A state that is sharded over all devices then survives the death of any one
-        host without a checkpoint. It costs memory on the host, and time at the end of each attempt.
+        host without a checkpoint. It costs memory on the host, and time at the end of each segment.
       every, every_seconds: the most steps to repeat, or about the most seconds. Without them, those
         between two log points, evaluations or saves.
       patience: the seconds without progress, in addition to the heartbeat, after which a process
@@ -105,7 +110,6 @@ class Elastic:
     every_seconds: float | None = None
     patience: float | None = None
     leave_behind: bool = True
-    every_epochs: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         read_function("build", self.build, "a function build(devices) -> (step, plan)")
@@ -139,15 +143,15 @@ class Elastic:
     def _built(self) -> dict[tuple[jax.Device, ...], Any]:
         return {}
 
-    def attempts(self) -> "Attempts | None":
-        """Return the attempts of a run; None in a single process."""
+    def segments(self) -> "Segments | None":
+        """Return what repeats the segments of a run; None in a single process."""
         if jax.process_count() == 1:
             return None
         if not is_recoverable():
             expected = "processes that continue after the death of one, for sf.Elastic"
             advice = "start them with sf.start_distributed(elastic=True)"
             refuse("step", expected, "others", advice)
-        return Attempts(self, Group.of_live(), _Notices())
+        return Segments(self, Group.of_live(), _Notices())
 
     def on(self, devices: Sequence[jax.Device]) -> tuple[Callable[[Any, Any], Any], Any]:
         """Build the step and the plan for some devices, once."""
@@ -166,7 +170,7 @@ def _processes_of(plan: Any) -> set[int]:
 
 
 class _Kept(NamedTuple):
-    """What steps change besides the state: the state of the loop, and the position of the data."""
+    """What steps change besides the state: the rest of the run, and the position of the data."""
 
     run: dict[str, Any]
     data: Any
@@ -178,8 +182,8 @@ class _Spare(NamedTuple):
     step: int = 0
 
 
-class Attempts:
-    """The attempts of an elastic run, and what it needs to repeat one.
+class Segments:
+    """The segments of an elastic run, and what it needs to repeat one.
 
     Attributes:
       group: the processes that train; in a spare process, that one alone.
@@ -193,11 +197,10 @@ class Attempts:
         hosts = self.live.meet(socket.gethostname(), "their hosts")
         self._hosts = dict(zip(self.live.processes, hosts, strict=True))
         self.losses: list[dict[str, Any]] = []
-        self.is_repeated = False  # whether the run continues from a copy
         self._copy: HostCopy | None = None
         self._is_stale = True  # whether the copy is not of the present group
         self._replicas: Replicas | None = None
-        self._kept: _Kept | None = None  # None between the end of an attempt and the next
+        self._kept: _Kept | None = None  # None between the end of a segment and the next
         self._length: _Length | None = None
         if elastic.every_seconds is not None:
             self._length = _Length(elastic.every_seconds)
@@ -232,10 +235,11 @@ class Attempts:
             raise Disbanded(dead)
         return state
 
-    def start(self, loop: "TrainLoop") -> None:
+    def start(self, session: Session) -> None:
         """Divide the batches by the plan, and let checkpoints be saved by the group."""
-        self._met = self.group
-        loop.continue_with(self._step, self._share, at=loop.step, lost="")
+        self._met, self._session = self.group, session
+        session.parts = [*session.parts, Keep(self)]
+        self._continue_with(session, at=session.run.step, lost="")
 
     @property
     def _share(self) -> tuple[int, int, int]:
@@ -243,14 +247,14 @@ class Attempts:
         return (0, 1, 1) if self.is_spare else share_of(mesh_of(self.plan))
 
     def agree(self, state: Any, step: int) -> None:
-        """Wait for the steps of an attempt, and until all processes have done them.
+        """Wait for the steps of a segment, and until all processes have done them.
 
         Raises:
           Disbanded: if one has died.
         """
         jax.block_until_ready(state)
         length = None if self._length is None else self._length.next(step)
-        (_, length), *_ = self.group.meet([step, length], "the end of an attempt")
+        (_, length), *_ = self.group.meet([step, length], "the end of a segment")
         if self._length is not None:
             self._length.steps = length
         if self._copy is None or self._copy.step != step or self._is_stale:
@@ -276,17 +280,24 @@ class Attempts:
         if self._copy is not None:
             self._copy.drop()
 
-    def begin(self, loop: "TrainLoop") -> None:
-        """Keep what the steps of an attempt are about to change."""
-        self._kept = _Kept(loop.get_state(), loop.position())
-        self.is_repeated = False
+    def begin(self, run: Run) -> None:
+        """Keep what the steps of a segment are about to change."""
+        session = self._session
+        self._kept = _Kept(session.describe(run)["fit"], session.feed.position(run.used))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the steps of a segment may have changed what is kept."""
+        return self._kept is not None
 
     def next_end(self, step: int) -> float:
-        """Return the step at which an attempt of `every_seconds` ends."""
-        return math.inf if self._length is None else step + self._length.steps
+        """Return the step at which a segment of `every` or `every_seconds` ends."""
+        every = self.elastic.every
+        by_step = math.inf if every is None else step + every - step % every
+        return by_step if self._length is None else min(by_step, step + self._length.steps)
 
     def leave(self, error: BaseException) -> str:
-        """End an attempt that failed; return which processes have died, "" if none has."""
+        """End a segment that failed; return which processes have died, "" if none has."""
         dead = self._met.leave(error)
         if dead:
             lost = spell_lost(self.group, dead, leave_behind=self.elastic.leave_behind)
@@ -300,25 +311,26 @@ class Attempts:
             refuse("fit", expected, got, kind=StepfoldError, cause=error)
         return ""
 
-    def repeat(self, loop: "TrainLoop", lost: str) -> None:
+    def repeat(self, session: Session, lost: str) -> None:
         """Continue without the processes that died: from the copies, or else a checkpoint."""
-        start, was_at, before = time.monotonic(), loop.step, _processes_of(self.plan)
-        lacking = self._regroup(loop, lost)
+        start, was_at, before = time.monotonic(), session.run.step, _processes_of(self.plan)
+        lacking = self._regroup(session, lost)
         if self.is_spare:
-            loop.state = _Spare(loop.step)
+            session.run = session.run._replace(state=_Spare(session.run.step))
             self.drop()
             return
-        loop.hooks.flush()  # rows may still wait in a thread
-        self.is_repeated = lacking is None
-        if self.is_repeated and self._copy is not None and self._kept is not None:
-            loop.resume(self._restored(self._copy, self._kept), "memory")
+        session.hooks.flush()  # rows may still wait in a thread
+        is_repeated = False
+        if lacking is None and self._copy is not None and self._kept is not None:
+            is_repeated = True
+            session.continue_from(self._restored(self._copy, self._kept), "memory")
         else:
-            self._restart(loop, lost, lacking)
+            self._restart(session, lost, lacking)
         loss = {
             "lost": lost,
             "at": was_at,
-            "from": loop.step,
-            "source": "memory" if self.is_repeated else "checkpoint",
+            "from": session.run.step,
+            "source": "memory" if is_repeated else "checkpoint",
             "processes": list(self.group.processes),
             "stepped_in": sorted(_processes_of(self.plan) - before),
             "seconds": round(time.monotonic() - start, 3),
@@ -327,37 +339,45 @@ class Attempts:
         self.losses.append(loss)
         warnings.warn(_spell_loss(loss), RuntimeWarning, stacklevel=4)
 
-    def _regroup(self, loop: "TrainLoop", lost: str) -> str | None:
+    def _regroup(self, session: Session, lost: str) -> str | None:
         """Use the devices that are left, and what is kept; return a leaf that is not, or None."""
         if (copy := self._copy) is None:
             raise CheckpointError(f"fit: {lost} before the run had begun; start it again")
         if self._kept is None and not copy.is_empty:  # the end of a run is repeated too
-            self._kept = _Kept({**loop.get_state(), "is_complete": False}, loop.position())
+            self.begin(session.run._replace(is_complete=False))
         was_new = copy.is_empty
         _wait_for_devices()  # before the meetings
         self._notices.call(self.live, lost)
         self._met = self.live
         self._use(*self.elastic.on(self.devices))
-        note = pickle.dumps((copy.step, self._kept, loop.get_start()))
+        note = pickle.dumps((copy.step, self._kept, _start_of(session)))
         lacking, note = copy.collect(self.plan, self.live, note)
         copy.step, kept, begun = pickle.loads(note)
         if was_new and not self.is_spare:
             self._kept = kept
-            loop.set_start(begun)
+            _step_in(session, begun)
         self._met = self.group
-        loop.continue_with(self._step, self._share, at=copy.step, lost=lost)
+        self._continue_with(session, at=copy.step, lost=lost)
         return lacking
 
-    def _restart(self, loop: "TrainLoop", lost: str, lacking: str | None) -> None:
+    def _continue_with(self, session: Session, *, at: int, lost: str) -> None:
+        """Use the step and share of the plan, with the processes that are left, after step `at`."""
+        session.runner = _CountedStep(self._step, self)
+        session.feed.share(self._share)
+        session.run = session.peers.regroup(self.group, session.run._replace(step=at))
+        if session.series is not None:
+            session.series.join(self.group, lost=lost)
+
+    def _restart(self, session: Session, lost: str, lacking: str | None) -> None:
         """Continue from the newest checkpoint."""
-        if loop.series is None or self._copy is None:
+        if session.series is None or self._copy is None:
             expected = f"a copy of {lacking} in the processes that are left, or checkpoints"
             advice = "give sf.Checkpoints(every=…), or replicas=1"
             refuse("plan", expected, "none", advice, kind=CheckpointError)
-        loop.state = self._copy.like(self.plan)
+        session.run = session.run._replace(state=self._copy.like(self.plan))
         self.drop()
         try:
-            loop.restart()
+            session.restart()
         except CheckpointError as error:
             advice = "replicas=1 keeps a copy, sf.Checkpoints(at_start=True) saves it first"
             error.add_note(f"{lost}, and with it {lacking}: {advice}")
@@ -369,7 +389,7 @@ class Attempts:
         extra = {"fit": kept.run}
         return Restored(copy.restore(self.plan), copy.step, kept.data, extra, {}, names, {}, {})
 
-    def wait(self, loop: "TrainLoop") -> str:
+    def wait(self, session: Session) -> str:
         """Wait in a spare process until it is needed; return why, or "" once the run has ended."""
         call = self._notices.wait()
         if "lost" in call:
@@ -378,15 +398,121 @@ class Attempts:
         if call["error"]:
             expected, got = "no error in any process", f"one: {call['error']}"
             refuse("fit", expected, got, kind=StepfoldError)
-        number = call["signal"]
-        loop.end_as(call["step"], Stop(*call["stop"]), number and Signals(number))
+        number, step = call["signal"], call["step"]
+        requests = [Request(Kind.END, step, Stop(*call["stop"]))]
+        requests += [Request(Kind.SIGNAL, step, Signals(number))] if number else []
+        session.run = session.run._replace(step=step).ask(*requests)
         if self._copy is not None:
-            loop.state = self._copy.like(self.plan)
+            session.run = session.run._replace(state=self._copy.like(self.plan))
         return ""
 
     def end(self, step: int, stop: Stop | None, number: int | None, error: str = "") -> None:
         """Tell spare processes how the run has ended."""
         self._notices.end({"step": step, "stop": stop, "signal": number, "error": error})
+
+
+def _start_of(session: Session) -> dict[str, Any]:
+    """Return what a spare process needs to step in."""
+    run, series, rollbacks = session.run, session.series, session.rollbacks
+    return {
+        "first_step": run.first_step,
+        "resumed": run.resumed,
+        "total": run.total,
+        "rollbacks": [] if rollbacks is None else rollbacks.done,
+        "saved": None if series is None else series.get_progress(),
+    }
+
+
+def _step_in(session: Session, start: Mapping[str, Any]) -> None:
+    """Step in during a run, with the values of `_start_of` in another process."""
+    values = {name: start[name] for name in ("first_step", "resumed", "total")}
+    session.run = session.run._replace(**values)
+    if session.series is not None and session.rollbacks is not None:
+        session.series.set_progress(start["saved"])
+        new = start["rollbacks"][len(session.rollbacks.done) :]
+        session.rollbacks.done += new
+        if new:
+            session.skip([rollback.skipped for rollback in new])
+
+
+class Survivors(Several):
+    """The processes of an elastic run that train; they meet before hooks see what steps did."""
+
+    def __init__(self, segments: Segments) -> None:
+        super().__init__(segments.group)
+        self._segments = segments
+
+    def pull(self, feed: BatchFeed, run: Run, until: float) -> tuple[Run, list[Any]]:
+        self.move(Position.BATCH, run.step)
+        run, batches = super().pull(feed, run, until)
+        self.move("a step", run.step)
+        return run, batches
+
+    def meet(self, run: Run) -> Run:
+        for returned in run.current.calls:
+            jax.block_until_ready(returned)
+            self._segments.group.position.wait()
+        self._segments.agree(run.state, run.step)
+        return run
+
+    def keep(self, run: Run) -> None:
+        self._segments.keep(run.state, run.step)
+
+    def defer(self, run: Run, error: Exception) -> Run:  # noqa: ARG002  all leave together
+        raise error
+
+    def move(self, doing: str, step: int) -> None:
+        self._segments.group.position.move(doing, step)
+
+    def watch(self, parts: Sequence[Part]) -> Sequence[Part]:
+        return [_Counted(part, self) for part in parts]
+
+
+class _CountedStep(StepRunner):
+    """A step that counts how far this process is."""
+
+    def __init__(self, step: Callable[..., Any], segments: Segments) -> None:
+        super().__init__(step)
+        self._segments = segments
+
+    def __call__(self, state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
+        result = super().__call__(state, batches)
+        position = self._segments.group.position
+        position.move(Position.DEVICES, position.step + len(batches))
+        return result
+
+
+class _Counted:
+    """A part that counts how far this process is."""
+
+    def __init__(self, part: Part, peers: Survivors) -> None:
+        self._part, self._peers, self.name = part, peers, part.name
+        self.next, self.is_due = part.next, part.is_due
+
+    def __call__(self, run: Run) -> Run:
+        self._peers.move(self.name, run.step)
+        changed = self._part(run)
+        self._peers.move("the loop", run.step)
+        return changed
+
+
+class Keep:
+    """Keep the run before the first step of a segment, to repeat its steps."""
+
+    name = "the loop"
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+
+    def next(self, run: Run) -> float:
+        return self._segments.next_end(run.step)
+
+    def is_due(self, run: Run) -> bool:
+        return run.end is None and not self._segments.has_begun
+
+    def __call__(self, run: Run) -> Run:
+        self._segments.begin(run)
+        return run
 
 
 def _spell_loss(loss: Mapping[str, Any]) -> str:
@@ -429,14 +555,14 @@ class _Notices:
 
 
 class _Length:
-    """The length in steps of attempts of some seconds, by the clock of process 0."""
+    """The length in steps of segments of some seconds, by the clock of process 0."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self.steps = seconds, 1
         self._last: tuple[int, float] | None = None
 
     def next(self, step: int) -> int:
-        """Return the length of the attempt after a step."""
+        """Return the length of the segment after a step."""
         now, last = time.monotonic(), self._last
         self._last = step, now
         if last is None or step <= last[0]:
@@ -446,7 +572,7 @@ class _Length:
 
 
 def _wait_for_devices() -> None:
-    """Wait until nothing of a failed attempt runs on the devices of this process.
+    """Wait until nothing of a failed segment runs on the devices of this process.
 
     A vote may still wait for a dead process there, as long as its timeout says. The next
     collective would wait behind it, and time out in the other processes.

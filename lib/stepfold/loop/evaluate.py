@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from stepfold import tree
 from stepfold.core.ema import get_ema
@@ -26,10 +26,9 @@ from stepfold.core.validation import (
 )
 from stepfold.errors import DataError, refuse
 from stepfold.inspect.compiled import CompiledStep
-from stepfold.loop.consensus import Gather
 from stepfold.loop.data import BatchFeed, check_batches, shared
 from stepfold.loop.metrics import are_metrics, merge_metrics, metric_values
-from stepfold.sharding.place import place_batch, share_of
+from stepfold.sharding.place import place_batch, process_mesh, share_of
 
 if TYPE_CHECKING:
     from clu.metrics import Metric
@@ -125,7 +124,8 @@ def _in_step(batches: Iterable[Any], group: Group | None) -> Iterator[Any]:
     """
     expected = "the same number of batches in every process"
     values = KeyValues("evaluate", group)
-    counts = values.gather(BatchFeed(batches).batches_left, "the start of it")
+    feed = BatchFeed(batches)
+    counts = values.gather(feed.batches_left(feed.first_used), "the start of it")
     if None not in counts:
         if len(set(counts)) > 1:
             advice = "sf.batches with the same arguments gives that"
@@ -160,6 +160,22 @@ def _counted(batches: Iterable[Any], group: Group | None) -> Iterator[Any]:
         if group is not None:
             group.position.move("a batch of an evaluation", group.position.step)
         yield batch
+
+
+class Gather:
+    """Gather a small row from each process, or each of a group, on one device per process."""
+
+    def __init__(self, group: Group | None = None) -> None:
+        mesh = process_mesh(group)
+        self._sharding = NamedSharding(mesh, PartitionSpec("process"))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self._copy = jax.jit(lambda rows: rows, out_shardings=everywhere)
+
+    def __call__(self, row: np.ndarray) -> jax.Array:
+        shape = (len(self._sharding.device_set), len(row))
+        rows = jax.make_array_from_process_local_data(self._sharding, row[None], shape)
+        gathered: jax.Array = self._copy(rows)
+        return gathered
 
 
 def mesh_of(state: Any) -> Mesh | None:

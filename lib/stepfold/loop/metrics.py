@@ -5,13 +5,11 @@ other metric merges by its own method.
 """
 
 import functools
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from stepfold import tree
@@ -33,146 +31,6 @@ class Interval(NamedTuple):
     per_step: Mapping[str, np.ndarray]
     weights: Mapping[str, np.ndarray]
     time: float
-
-
-class _Restored(NamedTuple):
-    """Metrics of the steps of an interval before a resume."""
-
-    chunks: list[dict[str, np.ndarray]]  # leaves by path, without structure until a step has run
-    values: tuple[Any, Any, Any]  # metrics, per_step and weights of an `Interval`
-
-
-class _Closed(NamedTuple):
-    """An interval that has ended, but is not read from the device yet."""
-
-    step: int
-    restored: _Restored | None
-    packed: list[Any]  # what its steps returned
-    time: float
-
-
-class MetricBuffer:
-    """Metrics of dispatched steps, buffered until their interval is logged.
-
-    Nothing is read from the device before an interval is taken. `unpack` reads what some steps
-    returned as chunks: metrics by name, with a leading axis of steps that have equal shapes. The
-    buffer is part of a checkpoint, so that a resume logs an interrupted interval as one.
-    """
-
-    def __init__(self, unpack: Callable[[Sequence[Any]], list[Any]]) -> None:
-        self._unpack = unpack
-        self._open: list[Any] = []
-        self._restored: _Restored | None = None  # belongs to the open interval
-        self.closed: list[_Closed] = []  # intervals that wait to be logged
-
-    def append(self, packed: Any) -> None:
-        self._open.append(packed)
-
-    def close_interval(self, step: int) -> None:
-        """End the interval at a step; a no-op if it is empty."""
-        if self._open or self._restored is not None:
-            self.closed.append(_Closed(step, self._restored, self._open, time.perf_counter()))
-            self._open, self._restored = [], None
-
-    def wait(self, waited: Callable[[], None]) -> None:
-        """Wait for the steps of the open interval, one after the other."""
-        for packed in self._open:
-            jax.block_until_ready(packed)
-            waited()
-
-    def take(self, until: int) -> Iterator[Interval]:
-        """Yield the intervals that ended at or before a step."""
-        while self.closed and self.closed[0].step <= until:
-            yield self._read(self.closed[0])
-            self.closed.pop(0)  # only now, so that an interval is yielded again if logging fails
-
-    def _read(self, closed: _Closed) -> Interval:
-        step, restored, packed, done_at = closed
-        if not packed and restored is not None:
-            return Interval(step, *restored.values, done_at)
-        last: list[Any] = [x for x in jax.tree.leaves(packed[-1:]) if hasattr(x, "is_ready")]
-        was_done = all(array.is_ready() for array in last[:1])
-        values = read_interval(self._chunks(restored, packed))
-        return Interval(step, *values, done_at if was_done else time.perf_counter())
-
-    def _chunks(self, restored: _Restored | None, packed: list[Any]) -> list[Any]:
-        chunks = self._unpack(packed)
-        if restored is None:
-            return chunks
-        return [*(_rebuild(chunk, chunks[0]) for chunk in restored.chunks), *chunks]
-
-    def get_state(self) -> dict[str, Any]:
-        current = self._restored
-        if self._open:
-            chunks = self._chunks(current, self._open)
-            leaves = [
-                {path: np.asarray(leaf) for path, leaf in tree.named_leaves(chunk)}
-                for chunk in chunks
-            ]
-            current = _Restored(leaves, read_interval(chunks))
-        closed = map(self._read, self.closed)
-        return {
-            "chunks": [
-                {path: [x.dtype.name, x.shape, x.tobytes()] for path, x in chunk.items()}
-                for chunk in ([] if current is None else current.chunks)
-            ],
-            "values": None if current is None else _to_json(*current.values),
-            "closed": [[interval.step, *_to_json(*interval[1:4])] for interval in closed],
-        }
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        chunks = [
-            {
-                path: np.frombuffer(content, jnp.dtype(dtype)).reshape(shape)
-                for path, (dtype, shape, content) in chunk.items()
-            }
-            for chunk in state["chunks"]
-        ]
-        now, values = time.perf_counter(), state["values"]
-        self._restored = None if values is None else _Restored(chunks, _from_json(values))
-        self.closed = [
-            _Closed(step, _Restored([], _from_json(rest)), [], now)
-            for step, *rest in state["closed"]
-        ]
-
-
-def _rebuild(leaves: dict[str, np.ndarray], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the metrics of a chunk from leaves by path; drop those that steps do not return."""
-    metrics, used = {}, set[str]()
-    for name, metric in like.items():
-        expected = tree.named_leaves({name: metric})
-        saved = [leaves.get(path) for path, _ in expected]
-        # Averages are added up, so shapes must match. Others may collect any number of values.
-        form = _row_form if _inherits_from_average(metric, "merge") else np.ndim
-        if all(
-            old is not None and (old.dtype, form(old)) == (leaf.dtype, form(leaf))
-            for old, (_, leaf) in zip(saved, expected, strict=True)
-        ):
-            metrics[name] = jax.tree.unflatten(jax.tree.structure(metric), saved)
-            used |= {path for path, _ in expected}
-    if lost := sorted(leaves.keys() - used):
-        warnings.warn(
-            f"metrics: expected those of the resumed run, got others without {lost[0]}"
-            f"{', …' * (len(lost) > 1)}; their values since the last log point are dropped",
-            stacklevel=2,
-        )
-        for path in lost:
-            del leaves[path]
-    return metrics
-
-
-def _to_json(*mappings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{name: np.asarray(x).tolist() for name, x in values.items()} for values in mappings]
-
-
-def _from_json(values: Sequence[Mapping[str, Any]]) -> tuple[Any, Any, Any]:
-    metrics, *rows = values
-    per_step, weights = ({name: np.asarray(x) for name, x in row.items()} for row in rows)
-    return metrics, per_step, weights
-
-
-def _row_form(leaf: np.ndarray) -> tuple[int, ...]:
-    return leaf.shape[1:]
 
 
 class PerStepMetrics(Mapping[str, np.ndarray]):
@@ -218,9 +76,9 @@ def read_interval(chunks: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float]
 
 def _merge_chunks(chunks: Sequence[Any]) -> Any:
     first = chunks[0]
-    if _inherits_from_average(first, "merge"):
+    if inherits_from_average(first, "merge"):
         joined = first if len(chunks) == 1 else _concatenate(chunks)
-        return _mean(joined, _sum) if _inherits_from_average(first, "compute") else _merge(joined)
+        return _mean(joined, _sum) if inherits_from_average(first, "compute") else _merge(joined)
     return _reduce([_merge(chunk) for chunk in chunks])
 
 
@@ -238,7 +96,7 @@ def per_step_values(stacked: Any) -> np.ndarray | None:
 
     if isinstance(stacked, DifferentLeaves):
         return np.asarray(stacked.words)
-    is_mean = _inherits_from_average(stacked, "compute")
+    is_mean = inherits_from_average(stacked, "compute")
     return np.asarray(metric_value(stacked)) if is_mean else None
 
 
@@ -267,14 +125,14 @@ def merge_metrics(metrics: Sequence[Mapping[str, "Metric"]]) -> dict[str, Any]:
 
 
 def _merge_batches(metrics: Sequence[Any]) -> Any:
-    if _inherits_from_average(metrics[0], "merge"):
+    if inherits_from_average(metrics[0], "merge"):
         return jax.tree.map(lambda *leaves: _sum(np.stack(leaves)), *metrics)
     return _reduce(metrics)
 
 
 def _merge(stacked: Any) -> Any:
     """Merge a metric over its leading axis."""
-    if _inherits_from_average(stacked, "merge"):
+    if inherits_from_average(stacked, "merge"):
         return jax.tree.map(_sum, stacked)
     count = len(jax.tree.leaves(stacked)[0])
     return _reduce([jax.tree.map(lambda leaf, k=k: leaf[k], stacked) for k in range(count)])
@@ -298,7 +156,7 @@ def metric_value(metric: Any) -> Any:
     """Read one metric; NaN if it has seen nothing."""
     from clu.metrics import Metric
 
-    if _inherits_from_average(metric, "compute"):
+    if inherits_from_average(metric, "compute"):
         return _mean(metric)
     if isinstance(metric, Metric):
         with allow_transfers("host_to_device"):  # it was merged on the host
@@ -312,7 +170,7 @@ def _is_term_sum(metric: Any) -> bool:
     return isinstance(metric, TermSum)
 
 
-def _inherits_from_average(metric: Any, method: str) -> bool:
+def inherits_from_average(metric: Any, method: str) -> bool:
     """Whether a method of a metric just adds or divides totals and weights, as in `Average`."""
     from clu.metrics import Average
 

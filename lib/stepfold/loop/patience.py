@@ -19,18 +19,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from stepfold.core.processes import Group, KeyValues, Position, spell_processes
 from stepfold.errors import StepfoldError, refuse
 from stepfold.loop.hooks.stop import watchdog
-
-if TYPE_CHECKING:
-    from stepfold.loop.elastic import Attempts
 
 _HEARTBEAT = 100  # seconds, jax's default
 
@@ -61,15 +58,21 @@ def find_stuck(seen: Mapping[int, Seen]) -> list[int]:
 
 
 @contextmanager
-def end_if_stuck(attempts: "Attempts", hooks: Sequence[Any]) -> Iterator[None]:
-    """Watch for stuck processes inside the block, if the run has patience."""
-    if attempts.elastic.patience is None:
+def end_if_stuck(
+    get_group: Callable[[], Group],
+    patience: float | None,
+    hooks: Sequence[Any],
+    *,
+    leave_behind: bool,
+) -> Iterator[None]:
+    """Watch for stuck processes of a group, which may change, if the run has patience."""
+    if patience is None:
         yield
         return
     if any(isinstance(hook, watchdog) for hook in hooks):
         expected, got = "no sf.watchdog next to Elastic(patience=…), which has its timer", "one"
         refuse("hooks", expected, got, "drop it: patience dumps the stacks too")
-    watch = _Watch(attempts, attempts.elastic.patience)
+    watch = _Watch(get_group, patience, leave_behind=leave_behind)
     try:
         yield
     finally:
@@ -96,16 +99,18 @@ def spell_lost(group: Group, dead: Collection[int], *, leave_behind: bool) -> st
 class _Watch:
     """Publishes the position of this process, reads those of all, and finds out who is stuck."""
 
-    def __init__(self, attempts: "Attempts", patience: float) -> None:
-        self._attempts, self._patience = attempts, patience
+    def __init__(
+        self, get_group: Callable[[], Group], patience: float, *, leave_behind: bool
+    ) -> None:
+        self._get_group, self._patience, self._leaves_behind = get_group, patience, leave_behind
         heartbeats = KeyValues("start_distributed").get("heartbeat")
         # Before that, the others find a dead process, and the collectives that it fails time out.
         self._limit = max(heartbeats.values(), default=_HEARTBEAT) + patience
         self._host, self._me = socket.gethostname(), jax.process_index()
         self._is_over, self._is_stuck = threading.Event(), False
-        self._begin(attempts.group)
+        self._begin(get_group())
         # At once, since a library may hold the GIL before the threads see that it has run a step.
-        attempts.group.position.on_run = self._start
+        get_group().position.on_run = self._start
         # Reading positions may block, which must not keep the other from restarting the timer.
         self._threads = [
             threading.Thread(target=target, name="stepfold-patience", daemon=True)
@@ -129,7 +134,7 @@ class _Watch:
         self._moved_at = time.monotonic()
 
     def _start(self) -> None:
-        self._publish(self._attempts.group)
+        self._publish(self._get_group())
         self._end_after(self._limit + self._patience)
 
     def _restart_timer(self) -> None:
@@ -139,7 +144,7 @@ class _Watch:
                 # Process 0 ends last, since the others ask it for their positions.
                 self._end_after(self._patience / 2 if self._me == 0 else 0.01)
                 return
-            if self._attempts.group.position.has_run:
+            if self._get_group().position.has_run:
                 # A little later than the others find it, so that they can name it.
                 self._end_after(self._limit + self._patience)
             else:
@@ -159,7 +164,7 @@ class _Watch:
     def _read(self) -> None:
         """Publish the own position, and read all, until one is stuck."""
         while not self._is_over.wait(self._patience / 10) and not self._is_stuck:
-            if (group := self._attempts.group) is not self._group:
+            if (group := self._get_group()) is not self._group:
                 self._begin(group)
             self._publish(group)
             positions = KeyValues("stuck", group).get("positions")
@@ -193,7 +198,7 @@ class _Watch:
             return "all are at the same point, so all end"
         if 0 in stuck:
             return "process 0 answers the others, so all end"
-        return f"the others {'continue' if self._attempts.elastic.leave_behind else 'end'}"
+        return f"the others {'continue' if self._leaves_behind else 'end'}"
 
     def _say(self, text: str) -> None:
         print(f"stepfold: {text}", file=sys.stderr, flush=True)  # noqa: T201  see `report_failed_peer`

@@ -101,11 +101,11 @@ class Rollbacks:
         advice = "Checkpoints(at_start=True) saves one"
         return Stop("spike", f"{request.why}; there is no checkpoint before it ({advice})")
 
-    def note(self, request: GoBack, step: int) -> Rollback:
+    def note(self, request: GoBack, step: int, used: int) -> Rollback:
         """Note what to skip, and to which step to go back, so that a resume does so too."""
         first, stop = request.skip  # type: ignore[misc]  # a pair, as the dispatcher checks
-        # Batches are counted from the first of the data, steps from step 0 of the state.
-        offset = 1 + step - self._feed.used
+        # Batches are counted from the first of the data, as those used, steps from step 0.
+        offset = 1 + step - used
         index = self._feed.skippable().batch_index
         skipped = index(first - offset), index(stop - 1 - offset) + 1
         rollback = Rollback(step, request.to or 0, skipped, request.why)

@@ -1,5 +1,6 @@
 """The directory of a run: its lock, metric files, `run.json`, report, and their upload."""
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +16,10 @@ from stepfold.checkpoint.steps import check_shared, read_directory
 from stepfold.core.processes import Group, agreement
 from stepfold.errors import StepfoldError, refuse
 from stepfold.loop.hooks.base import Hook, Stop, Stopwatch
-from stepfold.loop.metrics import History
 from stepfold.loop.report.report_writer import ReportWriter
+from stepfold.loop.run import Run
 from stepfold.loop.run_info import config_changes, move_previous_run, read_run_info
-from stepfold.loop.train_loop import Progress, TrainLoop
+from stepfold.loop.session import Session
 from stepfold.loop.upload import Upload
 from stepfold.loop.writers.combinators import async_writer, log_to
 from stepfold.loop.writers.jsonl import jsonl_writer, read_rows
@@ -27,8 +28,11 @@ from stepfold.loop.writers.jsonl import jsonl_writer, read_rows
 class RunDirectory:
     """What a run writes besides checkpoints; without `run_dir` nothing.
 
-    With `has_writer`, a hook of the user writes the metrics, so there is no metrics file here.
+    With `has_writer`, a hook of the user writes the metrics, so there is no metrics file here. It
+    is a part of the run, so that `run.json` has the notes on replaced states.
     """
+
+    name = "the files of the run"
 
     def __init__(
         self,
@@ -76,12 +80,12 @@ class RunDirectory:
 
     @contextmanager
     def lock(
-        self, on_loss: Callable[[Stop], None], ended: Callable[[], tuple[int, Stop | None]]
+        self, on_loss: Callable[[Stop], None], ended: Callable[[], tuple[Run, Stop | None]]
     ) -> Iterator[None]:
         """Hold the lock of a run; at the end, write and upload the last page.
 
         `on_loss` is called, in a thread, if another run may use the directory. `ended` returns the
-        last step, and why the run stopped.
+        run, and why it stopped.
         """
         if self.path is None:
             yield
@@ -95,32 +99,46 @@ class RunDirectory:
             if self._upload is not None:
                 stack.callback(self._upload.finish)
             if self._report is not None:
-                report = self._report
-                stack.push(lambda _, error, __: report.finish(*ended(), error))
+                stack.push(lambda _, error, __: self._finish(*ended(), error))
             yield
 
-    def start(self, loop: TrainLoop) -> None:
-        """Start a run that does not resume; move the files of an earlier run aside."""
-        self._metadata["replacements"] = loop.progress.replacements  # which the loop extends
-        with agreement(f"run_dir: {self.path}: not opened", loop.group):
-            if self.path is not None and jax.process_index() == 0:
-                move_previous_run(self.path, loop.step, stacklevel=5)  # at the call of fit
+    def _finish(self, run: Run, stop: Stop | None, error: BaseException | None) -> None:
+        self(run)
+        if self._report is not None:
+            self._report.finish(run.step, stop, error)
 
-    def resume(self, loop: TrainLoop) -> None:
+    def next(self, run: Run) -> float:  # noqa: ARG002
+        return math.inf
+
+    def is_due(self, run: Run) -> bool:
+        return len(run.notes) > 0
+
+    def __call__(self, run: Run) -> Run:
+        """Note why the state was replaced, for `run.json`."""
+        self._metadata["replacements"] = [*run.notes]
+        return run
+
+    def start(self, session: Session) -> None:
+        """Start a run that does not resume; move the files of an earlier run aside."""
+        self(session.run)
+        with agreement(f"run_dir: {self.path}: not opened", session.peers.group):
+            if self.path is not None and jax.process_index() == 0:
+                move_previous_run(self.path, session.run.step, stacklevel=5)  # at the call of fit
+
+    def resume(self, session: Session, losses: Sequence[Any] = ()) -> None:
         """Continue after the checkpoint that was restored, of an earlier run or of this one.
 
         The history is read from the rows up to there. Later ones are dropped, since they will be
-        logged again.
+        logged again. `losses` says what the deaths of processes have cost.
         """
-        self._metadata["replacements"] = loop.progress.replacements
-        losses = [] if loop.attempts is None else loop.attempts.losses
+        self(session.run)
         before = self._read_previous()
         if losses := [*before, *(loss for loss in losses if loss not in before)]:
             self._metadata["losses"] = losses
-        if loop.rollbacks is not None and loop.rollbacks.done:
-            self._metadata["rollbacks"] = loop.rollbacks.as_json()
-        with agreement(f"run_dir: {self.path}: not opened", loop.group):
-            self._continue_metrics(loop.history, loop.progress)
+        if session.rollbacks is not None and session.rollbacks.done:
+            self._metadata["rollbacks"] = session.rollbacks.as_json()
+        with agreement(f"run_dir: {self.path}: not opened", session.peers.group):
+            self._continue_metrics(session.run)
 
     def _read_previous(self) -> list[Any]:
         """Warn of changes of the config since the previous attempt; return the losses before."""
@@ -138,27 +156,27 @@ class RunDirectory:
             warnings.warn(f"config: changed since the checkpoint: {text}", stacklevel=5)
         return losses if isinstance(losses, list) else []
 
-    def fetch(self, loop: TrainLoop) -> None:
+    def fetch(self, session: Session) -> None:
         """Fetch what another host has uploaded, before a run resumes."""
         if self._upload is not None:
-            with agreement(f"run_dir: {self.path}: not resumed", loop.group):
-                self._upload.fetch(loop.step)
+            with agreement(f"run_dir: {self.path}: not resumed", session.peers.group):
+                self._upload.fetch(session.run.step)
 
     def end_attempt(self, step: int, stop: Stop) -> None:
         """Note where the run goes back or loses a process, and why."""
         if self._report is not None:
             self._report.end_attempt(step, stop)
 
-    def _continue_metrics(self, history: History, progress: Progress) -> None:
+    def _continue_metrics(self, run: Run) -> None:
         path = self.metrics_path
         if path is None:
             return
         # The checkpoint has the last row; later events may have changed it in the file.
-        step, metrics = progress.logged_step, progress.logged_metrics
+        step, metrics = run.logged, run.row
         last_row = step - 1 if metrics else step
         for number, row in read_rows(path, until=last_row):
-            history.add(number, row)
-        history.add(step, metrics)
+            run.history.add(number, row)
+        run.history.add(step, metrics)
         if path.exists() and jax.process_index() == 0:
             writer = jsonl_writer(path)
             writer.resume(last_row)

@@ -51,14 +51,14 @@ class StepRunner:
         self._kept: dict[Any, CompiledStep] = (
             step.__dict__.setdefault("__stepfold_programs__", {}) if is_function else {}
         )
-        self._size, self._later = 0, list[int]()  # the batch size, and those to compile ahead
+        self.batch_size, self._later = 0, list[int]()  # and those to compile ahead
         self._output: Any = None  # the structure of what the program of any size returns
         self._mesh: Any = None  # to place batches on, where jax does not
 
     def __call__(self, state: Any, batches: Sequence[Any]) -> tuple[Any, Any]:
-        """Run the step on each batch; return the state, and metrics for `unpack`."""
+        """Run the step on each batch; return the state, and the metrics for `unpack`."""
         count = len(batches)
-        program = self._programs.get((self._size, count))
+        program = self._programs.get((self.batch_size, count))
         if program is None and jax.process_count() > 1:
             self._mesh = mesh_of(state)  # each has its own rows, which jax does not assemble
         if self._mesh is not None:
@@ -77,14 +77,14 @@ class StepRunner:
             sizes = f"{size} and later of {', '.join(map(str, later))}"
             expected = f"one that is not compiled, for batches of {sizes}"
             refuse("step", expected, self._step, "give the step itself")
-        self._size = size
+        self.batch_size = size
         self._later = [] if self._programs else [n for n in dict.fromkeys(later) if n != size]
 
     def _run_first(self, count: int, state: Any, batch: Any) -> tuple[Any, Any]:
         """Make the first call with this number of batches, and keep its program."""
         if self.is_compiled:
             output = check_step_output(self._step(state, batch))
-            self._programs[self._size, count] = self._step
+            self._programs[self.batch_size, count] = self._step
             return output
         settings: Any = jax.config
         if settings.jax_disable_jit:  # for eager debugging
@@ -93,17 +93,17 @@ class StepRunner:
         if self._later:
             for size in self._later:
                 try:
-                    self._compile(count, state, _resize(batch, self._size, size))
+                    self._compile(count, state, _resize(batch, self.batch_size, size))
                 except Exception as error:
                     error.add_note(
                         f"compiling ahead for the batches of {size} that follow those of "
-                        f"{self._size}; to compile when the first comes, give jax.jit(step)"
+                        f"{self.batch_size}; to compile when the first comes, give jax.jit(step)"
                     )
                     raise
-            sizes = ", ".join(map(str, [self._size, *self._later]))
+            sizes = ", ".join(map(str, [self.batch_size, *self._later]))
             _logger.info("compiled the step for batches of %s", sizes)
             self._later = []
-        self._programs[self._size, count] = program
+        self._programs[self.batch_size, count] = program
         return program(state, batch)  # type: ignore[no-any-return]
 
     def _compile(self, count: int, state: Any, batch: Any) -> CompiledStep:
@@ -114,17 +114,12 @@ class StepRunner:
             program = compile_step(_packed_step(self._step, count), state, batch)
             self._kept[signature] = program
         output: Any = program.compiled.out_tree
-        if self._size and self._output is not None and self._output != output:
+        if self.batch_size and self._output is not None and self._output != output:
             expected = "metrics of the same shapes for batches of every size"
             got = "other shapes for other sizes"
             refuse("step", expected, got, "return means, as sf.mean(values)")
         self._output = output
         return program
-
-    @staticmethod
-    def unpack(calls: Sequence[Any]) -> list[Any]:
-        """Return the metrics of calls on the host, in chunks of steps with equal shapes."""
-        return [_unpack(list(group)) for _, group in itertools.groupby(calls, _layout_of)]
 
     def explain(self, error: BaseException) -> OutOfMemoryError | None:
         """Explain an out-of-memory error that appeared only when results were read."""
@@ -203,6 +198,11 @@ def _pack(metrics: dict[str, Any]) -> PackedMetrics:
         for dtype in dtypes
     ]
     return PackedMetrics(arrays, _Layout(structure, tuple(widths), tuple(slots)))
+
+
+def unpack(calls: Sequence[Any]) -> list[Any]:
+    """Return the metrics of calls on the host, in chunks of steps with equal shapes."""
+    return [_unpack(list(group)) for _, group in itertools.groupby(calls, _layout_of)]
 
 
 def _layout_of(call: Any) -> Any:

@@ -41,10 +41,12 @@ def run(batches, folder=None, steps=10, **options):
 
 
 def take(step, batches, position=None, state=None, directory=None):
+    feed = batches if isinstance(batches, BatchFeed) else BatchFeed(batches)
     return take_capsule(
         Nonfinite(step, "train/loss", {}),
         start() if state is None else state,
-        batches if isinstance(batches, BatchFeed) else BatchFeed(batches),
+        feed,
+        used=feed.first_used,
         positions=[position or DataPosition(0, None)],
         directory=directory,
     )

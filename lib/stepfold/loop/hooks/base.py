@@ -282,7 +282,7 @@ def has_state_of(hook: Hook, state: Any, *names: str) -> bool:
     warnings.warn(
         f"hooks: expected the state of {hook_name(hook)} {hook_key(hook)}, got that of another "
         "hook of this name in the checkpoint; it starts afresh: give it another name",
-        stacklevel=10,  # at the call of `fit`
+        stacklevel=9,  # at the call of `fit`
     )
     return False
 
@@ -351,7 +351,6 @@ class HookDispatcher:
         self._parts = [f"hook {hook_key(hook).rpartition('.<locals>.')[2]}" for hook in hooks]
         provides_none = [getattr(hook, "provides", None) in ((), []) for hook in hooks]
         self._order = sorted(range(len(hooks)), key=provides_none.__getitem__)
-        self._snapshot: list[Any] | None = None
         self.wants_epochs = any(hasattr(hook, "end_epoch") for hook in hooks)
         self.needs_exact_state = any(getattr(h, "needs_exact_state", False) for h in hooks)
         self.replaces_state = any(getattr(h, "replaces_state", False) for h in hooks)
@@ -374,13 +373,16 @@ class HookDispatcher:
             call_optional(hook, "end_run")
 
     def end_epoch(self, epoch: int) -> None:
+        start = time.perf_counter()
         for hook, part in zip(self.hooks, self._parts, strict=True):
             with self.stopwatch.measure(part):
                 call_optional(hook, "end_epoch", epoch)
+        self._add_seconds(start)
 
     def dispatch(self, event: Event) -> tuple[Event, list[Any]]:
         """Return the event with the numbers of all hooks, and their requests, in order."""
         requests: dict[int, Stop | GoBack | Replace | Reweight] = {}
+        began = time.perf_counter()
         for index in self._order:
             start = time.perf_counter()
             try:  # cheaper than `measure`, since there may be an event for each step
@@ -406,21 +408,17 @@ class HookDispatcher:
                 refuse(hook_name(self.hooks[index]), expected, tree.describe_value(returned))
         if self._check is not None:
             self._check(event)
+        self._add_seconds(began)
         return event, [requests[index] for index in sorted(requests)]
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Snapshot hook state until every hook has seen the event, so that a resume replays it."""
-        self._snapshot = self._states()
-        start = time.perf_counter() if self._is_timed else 0.0
-        yield
+    def _add_seconds(self, start: float) -> None:
         if self._is_timed:
             self.seconds += time.perf_counter() - start
-        self._snapshot = None
 
     def get_state(self) -> list[Any]:
-        """Return the state of all hooks; if a transaction failed, the state before it."""
-        return self._states() if self._snapshot is None else self._snapshot
+        """Return the states of hooks by their keys."""
+        states = [[hook_key(hook), call_optional(hook, "get_state")] for hook in self.hooks]
+        return [state for state in states if state[1] is not None]
 
     def set_state(self, state: Sequence[Any]) -> None:
         """Restore the state of hooks by their keys; those of the same key match in order."""
@@ -436,10 +434,6 @@ class HookDispatcher:
                 continue
             for hook, each in zip(hooks, saved, strict=bool(hooks)):
                 call_optional(hook, "set_state", each)
-
-    def _states(self) -> list[Any]:
-        states = [[hook_key(hook), call_optional(hook, "get_state")] for hook in self.hooks]
-        return [state for state in states if state[1] is not None]
 
 
 def _check_request(request: GoBack, step: int, hook: Hook) -> GoBack:

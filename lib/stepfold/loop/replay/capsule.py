@@ -127,12 +127,14 @@ def take_capsule(
     state: Any,
     feed: BatchFeed,
     *,
+    used: int,
     positions: Sequence[DataPosition],
     directory: str | os.PathLike[str] | None,
 ) -> Capsule:
     """Make a capsule after a run has ended and its checkpoints in `directory` are written.
 
-    The first of `positions` is that at the start of the run.
+    `used` is the number of batches used since the first of the data, and the first of `positions`
+    is that at the start of the run.
     """
     batches, recent = feed.batches, feed.recent
     step, start, checkpoint = nonfinite.step, positions[0], None
@@ -149,7 +151,7 @@ def take_capsule(
             start = DataPosition(number, position)
             checkpoint = CheckpointReference(location, number)
             break
-    start, *marks = map(feed.with_changes, [start, *positions])
+    start, *marks = (_with_changes(feed, each, used) for each in [start, *positions])
     if recent:
         batch, lost = _find_batch(recent, step)
     else:
@@ -176,6 +178,14 @@ def take_capsule(
         skipped=tuple(getattr(batches, "skipped", None) or ()),
         can_reread=not lost and not recent,
     )
+
+
+def _with_changes(feed: BatchFeed, mark: DataPosition, used: int) -> DataPosition:
+    """Add the changes of weights since to an earlier position, to read the batches again."""
+    changes = feed.position(used).get("weights") if hasattr(feed.iterator, "reweight") else None
+    if changes is None or mark.position is None:
+        return mark
+    return mark._replace(position={**mark.position, "weights": changes})
 
 
 def _find_batch(recent: Mapping[int, Any], step: int) -> tuple[Any, tuple[str, ...]]:

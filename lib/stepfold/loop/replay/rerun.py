@@ -20,7 +20,7 @@ from stepfold.loop.data import reread
 from stepfold.loop.metrics import per_step_values, per_step_weights
 from stepfold.loop.replay.bisect import Rows, find_bad_rows, nonfinite_inputs, without_rows
 from stepfold.loop.replay.capsule import Capsule, copy_arrays, read_capsule
-from stepfold.loop.step_runner import StepRunner
+from stepfold.loop.step_runner import StepRunner, unpack
 
 _RENAMED = {"said": "notes", "spoilt": "newly_nonfinite"}
 
@@ -263,7 +263,7 @@ def _read_again(capsule: Capsule, batches: Any) -> Iterator[Iterator[Any]]:
 def _run_step(runner: StepRunner, state: Any, batch: Any) -> tuple[Any, dict[str, float], set[str]]:
     """Run a step; return the state, its scalar metrics, and the names of those it skipped."""
     state, packed = runner(state, [batch])
-    [stacked] = runner.unpack([packed])
+    [stacked] = unpack([packed])
     values = {name: per_step_values(metric) for name, metric in stacked.items()}
     scalars = {n: float(x[0]) for n, x in values.items() if x is not None and x.ndim == 1}
     weights = {name: per_step_weights(stacked[name]) for name in scalars}

@@ -1,0 +1,226 @@
+"""The checks of the arguments of `fit`, before anything is opened."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from stepfold.checkpoint.leaves import check_values
+from stepfold.checkpoint.series import Checkpoints
+from stepfold.core.validation import read_instance, read_integer, spell_call, takes
+from stepfold.errors import refuse
+from stepfold.loop.data import BatchFeed
+from stepfold.loop.evaluate import Evaluation
+from stepfold.loop.fold import Part
+from stepfold.loop.hooks.base import (
+    Event,
+    Hook,
+    call_optional,
+    hook_name,
+    may_stop,
+)
+from stepfold.loop.hooks.stop import TimeLimit, stop_on_nonfinite
+from stepfold.loop.hooks.wrappers import check_kinds as check_kind
+from stepfold.loop.metrics import History
+from stepfold.loop.run_info import flatten_config
+from stepfold.loop.step_runner import StepRunner
+from stepfold.tree import describe_value
+
+
+def check_numbers(
+    step: Any, lengths: Mapping[str, Any], log_every: Any, steps_per_call: Any
+) -> StepRunner:
+    """Check the numbers among the arguments, and the step that has to fit them."""
+    set_lengths = {name: read_integer(name, n) for name, n in lengths.items() if n is not None}
+    if len(set_lengths) > 1:
+        values = " and ".join(map(str, set_lengths.values()))
+        refuse(", ".join(set_lengths), "one of them", f"{values}")
+    read_integer("log_every", log_every)
+    runner = StepRunner(step)
+    if read_integer("steps_per_call", steps_per_call) > 1 and runner.is_compiled:
+        expected = "a step that is neither jitted nor compiled, to compile several of them as one"
+        refuse(f"steps_per_call={steps_per_call}", expected, step)
+    return runner
+
+
+def check_resume(resume: Any) -> tuple[str, ...] | None:
+    """Return the parts of the state to restore, if a resume is to restore some only."""
+    if isinstance(resume, list | tuple) and resume and all(isinstance(p, str) for p in resume):
+        return tuple(resume)
+    if not isinstance(resume, bool):
+        got = describe_value(resume)
+        refuse("resume", "True, False, or parts such as ('params', 'step', 'key')", got)
+    return None
+
+
+def check_checkpoints(checkpoints: Any) -> None:
+    """Refuse anything but a policy."""
+    if checkpoints is not None:
+        read_instance("checkpoints", checkpoints, Checkpoints, "sf.Checkpoints(every=…)")
+
+
+def with_default_hooks(hooks: Sequence[Hook], time_limit: Any) -> list[Hook]:
+    """Add hooks that stop at a NaN and at the time limit."""
+    is_guarded = any(getattr(hook, "replaces_nonfinite_stop", False) for hook in hooks)
+    all_hooks: list[Hook] = [*([] if is_guarded else [stop_on_nonfinite()]), *hooks]
+    if time_limit is not None:
+        all_hooks.append(TimeLimit(time_limit))
+    return all_hooks
+
+
+def write_config(hooks: Sequence[Hook], config: Mapping[str, Any]) -> None:
+    """Pass the config to hooks that are open."""
+    for hook in hooks:
+        call_optional(hook, "write_config", flatten_config(config))
+
+
+def check_end(feed: BatchFeed, limits: Sequence[Any], hooks: Sequence[Hook]) -> None:
+    """Refuse a run that nothing can end."""
+    has_limit = any(limit is not None for limit in limits)
+    if feed.endless and not has_limit and not any(map(may_stop, hooks)):
+        epochs = f" or epochs=… (an epoch has {feed.epoch_steps} steps)" if feed.epoch_steps else ""
+        expected = "one of them for batches without an end"
+        refuse("steps, epochs", expected, "neither", f"give steps=…{epochs}")
+
+
+def check_evaluations(evaluation: Any, state: Any) -> list[Evaluation]:
+    """Return the evaluations, each with its own name."""
+    evaluations = list(evaluation) if isinstance(evaluation, list | tuple) else [evaluation]
+    for item in evaluations:
+        read_instance("evaluation", item, Evaluation, "sf.Evaluation(…)")
+        item.check_state(state)
+    names = [item.name for item in evaluations]
+    if len(set(names)) < len(names) or any(name.split("/")[0] == "train" for name in names):
+        refuse("evaluation", "different names, none of them train", f"{names}", "give name=…")
+    return evaluations
+
+
+def check_batches(feed: BatchFeed, evaluations: Sequence[Evaluation], steps_per_call: int) -> None:
+    """Refuse batches that do not go with the other arguments."""
+    if feed.reads_state and steps_per_call > 1:
+        refuse("steps_per_call", "1 for batches that read the state", f"{steps_per_call}")
+    for evaluation in evaluations:  # it would move the position of the training data
+        if evaluation.batches is feed.batches and feed.is_iterator:
+            advice = "give each its own sf.batches(…)"
+            refuse("evaluation", "other batches than those of the training", "the same", advice)
+
+
+def check_hooks(hooks: Any) -> list[Hook]:
+    """Return the hooks, which are functions of an event."""
+    checked: list[Hook] = list(hooks) if isinstance(hooks, list | tuple) else [hooks]
+    for hook in checked:
+        if not callable(hook) or isinstance(hook, type) or not takes(hook, 1):
+            got, advice = describe_value(hook), ""
+            if isinstance(hook, type):
+                advice = f"call it with its arguments, as in {spell_call(hook)}"
+            elif callable(getattr(hook, "write_scalars", None)):
+                advice = "sf.log_to(writer) makes a hook of a writer"
+            elif callable(hook):
+                got += f", which takes {spell_call(hook)}"
+            refuse("hooks", "functions of an event", got, advice)
+    return checked
+
+
+def split_parts(hooks: Sequence[Any]) -> tuple[list[Part], list[Hook]]:
+    """Separate parts of a run, which have `next` and `is_due`, from functions of an event."""
+    is_part = [hasattr(hook, "next") and hasattr(hook, "is_due") for hook in hooks]
+    parts = [hook for hook, is_one in zip(hooks, is_part, strict=True) if is_one]
+    return parts, [hook for hook, is_one in zip(hooks, is_part, strict=True) if not is_one]
+
+
+def check_kinds(hooks: Sequence[Hook], evaluations: Sequence[Evaluation]) -> None:
+    """Refuse a hook that would never be called, since a run has no events of its kind."""
+    kinds = ["train", *(evaluation.name for evaluation in evaluations)]
+    for hook in hooks:
+        check_kind(hook, kinds)
+
+
+def check_epochs(feed: BatchFeed, recurring: Sequence[Any], hooks: Sequence[Hook]) -> None:
+    """Refuse schedules by epoch if the batches do not know the length of an epoch."""
+    if feed.epoch_ends is not None:
+        return
+    expected = "batches that know how many steps an epoch has"
+    if any(item is not None and item.every_epochs for item in recurring):
+        refuse("every_epochs", expected, feed.batches, "give every=…, or sf.batches(data, …)")
+    if any(hasattr(hook, "end_epoch") for hook in hooks):
+        expected += ", for a hook that is called after epochs"
+        refuse("hooks", expected, feed.batches, "give sf.batches(data, …)")
+
+
+def check_resumable(
+    checkpoints: Checkpoints | None, feed: BatchFeed, hooks: Sequence[Hook]
+) -> None:
+    """Check before the first step that a checkpoint can hold the data position and hook state."""
+    for hook in hooks:
+        if getattr(hook, "goes_back", False) and may_stop(hook):
+            feed.skippable()
+            if checkpoints is None:
+                argument, advice = f"hooks: {hook_name(hook)}", "give sf.Checkpoints(every=…)"
+                refuse(argument, "checkpoints=… to go back to", "none", advice)
+    if checkpoints is None:
+        return
+    if not feed.is_resumable:
+        warnings.warn(
+            "batches: expected get_state and set_state, to resume from a checkpoint, got "
+            f"{describe_value(feed.batches)}; the state is saved, but a resume will be "
+            "refused: give sf.batches(data, …)",
+            stacklevel=3,
+        )
+    check_values(feed.position(feed.first_used), "batches: get_state()")
+    feed.check_next_position = feed.is_resumable
+    for hook in hooks:
+        state, argument = call_optional(hook, "get_state"), f"hooks: {hook_name(hook)}"
+        check_values(state, f"{argument}: get_state()")
+        set_state = getattr(hook, "set_state", None)
+        if state is not None and not callable(set_state):
+            expected, got = "set_state next to get_state, to be resumed", describe_value(set_state)
+            refuse(argument, expected, got, "add it, or drop get_state")
+
+
+class WatchedMetrics:
+    """Check that the metrics exist that hooks and `Checkpoints(best=…)` depend on."""
+
+    def __init__(
+        self,
+        hooks: Sequence[Hook],
+        checkpoints: Checkpoints | None,
+        evaluations: Sequence[Evaluation],
+    ) -> None:
+        named: Any = [(getattr(hook, "metric", None), "hooks") for hook in hooks]
+        self.unseen: dict[str, str] = {metric: argument for metric, argument in named if metric}
+        if checkpoints is not None and checkpoints.best is not None:
+            self.unseen[checkpoints.best] = "Checkpoints(best=…)"
+        self.saw_event = False
+        provided = [getattr(hook, "provides", None) for hook in hooks]
+        self._knows_names = None not in provided
+        prefixes = ["train/", *(f"{evaluation.name}/" for evaluation in evaluations)]
+        prefixes += [prefix for names in provided for prefix in names or ()]
+        for metric, argument in self.unseen.items() if self._knows_names else ():
+            if not metric.startswith(tuple(prefixes)):
+                expected = f"one of {', '.join(f'{prefix}…' for prefix in prefixes)}"
+                advice = "" if evaluations else "add evaluation=sf.Evaluation(…) for eval/…"
+                refuse(argument, expected, metric, advice)
+
+    def check(self, event: Event) -> None:
+        """Refuse a metric that this kind of event should have, if all names are known."""
+        self.saw_event = True
+        for metric, argument in self.unseen.items():
+            is_own_kind = metric.rpartition("/")[0] == event.kind
+            if is_own_kind and metric not in event.metrics and self._knows_names:
+                near = get_close_matches(metric, event.metrics, n=1, cutoff=0.9)
+                advice = f"{argument} needs one of them"
+                advice += f"; did you mean {near[0]!r}?" if near else ""
+                got = ", ".join(sorted(event.metrics))
+                refuse(metric, "a metric that is measured", got, advice)
+        unseen = self.unseen.items()
+        self.unseen = {metric: arg for metric, arg in unseen if metric not in event.metrics}
+
+    def warn_of_unseen(self, history: History) -> None:
+        """Warn of metrics that were never measured, not even before a resume."""
+        for metric, argument in self.unseen.items() if self.saw_event else ():
+            if metric not in history:
+                warnings.warn(
+                    f"{metric}: expected a metric that is measured, got "
+                    f"{', '.join(sorted(history))}; {argument} had no effect",
+                    stacklevel=3,
+                )

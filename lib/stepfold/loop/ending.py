@@ -1,0 +1,148 @@
+"""How a run ends: in order, or by an exception."""
+
+from collections.abc import Sequence
+
+from stepfold.core.state import is_available
+from stepfold.errors import ConfigError, refuse
+from stepfold.loop.data import BatchFeed
+from stepfold.loop.fold import Alone, Part, Runs, complete
+from stepfold.loop.hooks.base import Stop
+from stepfold.loop.parts import Log
+from stepfold.loop.rollback import Rollbacks
+from stepfold.loop.run import Kind, Request, Run
+from stepfold.loop.saves import Save
+from stepfold.loop.step_runner import StepRunner
+
+
+class Ending:
+    """What happens once a request ends the fold.
+
+    Hooks see the rest of the metrics. Then the run goes back; or it evaluates a last time and
+    saves, if all steps were done; or it saves first, so that a resume continues the open interval.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        events: Sequence[Part],
+        save: Save,
+        peers: Alone,
+        rollbacks: Rollbacks | None,
+    ) -> None:
+        self._log_part, self._events, self._save = log, events, save
+        self._peers, self._rollbacks = peers, rollbacks
+
+    def __call__(self, run: Run) -> Runs:
+        """Yield the run after each thing done, and the last one."""
+        run = yield from self._end(run)
+        yield run
+        return run
+
+    def _end(self, run: Run) -> Runs:
+        peers = self._peers
+        run = peers.meet(peers.settle(run))
+        run = run._replace(is_complete=run.is_complete or run.step == run.total)
+        if run.is_complete and not run.is_interrupted:
+            run = run.close_interval()
+        run = yield from complete(self._events[0], run)
+        run = self._go_back(peers.conclude(run))
+        if run.back is not None:
+            return run
+        if run.is_complete and not run.requests.has(Kind.ERROR):
+            run = yield from self._finish(run)
+        else:
+            run = yield from self._leave(run._replace(is_complete=False))
+        if peers.group is not None and run.back is None:
+            self._save.wait()
+            run = peers.meet(run)
+        return run
+
+    def _finish(self, run: Run) -> Runs:
+        """Evaluate and save after the last batch, unless a signal comes."""
+        if not run.is_interrupted:
+            run = yield from self._log(run)
+            run = self._go_back(self._peers.conclude(run))
+            if run.back is not None:
+                return run
+        if not run.is_interrupted:
+            run = self._peers.done(run, Kind.STOP)
+        run = run._replace(is_complete=not run.is_interrupted)
+        yield run
+        return self._save.save(run)
+
+    def _leave(self, run: Run) -> Runs:
+        """Save, so that a resume continues the open interval; then evaluate, unless interrupted."""
+        yield (run := self._peers.hear(self._save.save(run)))
+        if run.requests.has(Kind.GO_BACK):
+            run = run._replace(unsaved="the run was to go back")
+        if run.is_interrupted:
+            return run
+        extra = self._save.describe_end(run)
+        ended = yield from self._log(run)
+        if not ended.is_interrupted:
+            self._save.add_end(run, ended, extra)
+        return ended._replace(state=run.state, notes=run.notes)  # as saved
+
+    def _log(self, run: Run) -> Runs:
+        """Log the open interval, and evaluate a last time."""
+        yield (run := run.close_interval())
+        run = yield from complete(self._events[0], run)
+        yield (run := self._log_part.end_run(run))
+        for part in self._events[1:]:
+            run = yield from complete(part, run)
+        return self._peers.hear(run)
+
+    def _go_back(self, run: Run) -> Run:
+        """Find the checkpoint for a request to go back, unless a higher request is due."""
+        request = run.requests.get(Kind.GO_BACK)
+        if request is None or run.is_interrupted:
+            return run
+        others = run.requests.done(Kind.GO_BACK, Kind.END).due(run.step)
+        if others is not None and others.kind > Kind.GO_BACK:
+            return self._peers.done(run, Kind.GO_BACK)
+        if self._rollbacks is None:
+            expected = "checkpoints=… for a hook that lets the run go back"
+            advice = f"give sf.Checkpoints(every=…): {request.reason.why}"
+            refuse("hooks", expected, "none", advice)
+        target = self._rollbacks.find_target(request.reason)
+        if isinstance(target, Stop):
+            kind = Kind.END if run.is_complete else Kind.STOP
+            stop = target._replace(message=f"{target.message}; stopped at step {run.step}")
+            run = self._peers.done(run, Kind.GO_BACK, Kind.END)
+            return run.ask(Request(kind, run.step, stop if run.is_complete else target))
+        return run._replace(back=request.reason._replace(to=target))
+
+
+def rescue(
+    error: BaseException, run: Run, save: Save | None, feed: BatchFeed, runner: StepRunner,
+    peers: Alone,
+) -> None:  # fmt: skip
+    """Save after an exception, but not with several processes: the others do not take part."""
+    run = run._replace(is_complete=False)
+    # By its message, since numpy raises this class too.
+    if isinstance(error, FloatingPointError) and str(error).startswith("invalid value ("):
+        error.add_note(
+            f"jax_debug_nans ended the run after step {run.step}. It ignores a NaN that "
+            "skip_nonfinite or a loss scale skips. Turn it off to let stop_on_nonfinite end "
+            "the run, with a capsule for sf.replay."
+        )
+    if not is_available(run.state):
+        explanation = runner.explain(error)
+        if explanation is not None:
+            raise explanation from error
+    elif peers.is_alone and not feed.has_position(run.used):
+        error.add_note(
+            f"step {run.step} was not saved, since the batches are ahead of it and cannot go "
+            "back: a resume starts from the previous checkpoint"
+        )
+    elif peers.is_alone and save is not None:
+        try:
+            try:
+                save.save(run)
+            except ConfigError as failure:  # a position or hook state that cannot be saved
+                error.add_note(
+                    f"only the state is saved, for sf.restore, not for a resume: {failure}"
+                )
+                save.save(run, has_user_code=False)
+        except Exception as failure:  # noqa: BLE001  it must not replace the error
+            error.add_note(f"the state could not be saved: {type(failure).__name__}: {failure}")

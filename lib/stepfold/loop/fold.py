@@ -1,0 +1,277 @@
+"""The fold of a step over batches: `iterate` alone, and with what happens between two steps.
+
+A *part* is something that happens between two steps: hooks see metrics, an evaluation, the end of
+an epoch, a save. After a call of the step, `fold` visits the parts that are due, in their order.
+"""
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from stepfold.core.processes import Group
+from stepfold.errors import DataError, refuse
+from stepfold.loop.data import BatchFeed
+from stepfold.loop.hooks.base import Stop
+from stepfold.loop.run import Kind, Request, Run
+
+END = object()  # in place of a batch, or of what an evaluation returns
+
+
+def iterate(
+    step: Callable[[Any, Any], tuple[Any, Any]], state: Any, batches: Iterable[Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Fold batches into a state; yield the state and the metrics after each.
+
+    Nothing is compiled, placed or waited for here. If the step donates its state, use each yielded
+    state before the next iteration.
+
+    Args:
+      step: a `StepFn`, jitted or compiled for speed.
+      state: the initial state.
+      batches: any iterable of batches.
+
+    >>> import itertools, jax, jax.numpy as jnp, optax, stepfold as sf
+    >>> tx = optax.sgd(0.1)
+    >>> state = sf.init_state({"w": jnp.ones(())}, tx, jax.random.key(0))
+    >>> step = jax.jit(sf.make_train_step(lambda p, x, key: sf.mean((p["w"] - x) ** 2), tx))
+    >>> for state, metrics in sf.iterate(step, state, itertools.repeat(jnp.zeros(4), 3)):
+    ...     print(int(state.step), f"{metrics['loss'].compute():.2f}")
+    1 1.00
+    2 0.64
+    3 0.41
+    """
+    for batch in batches:
+        state, metrics = step(state, batch)
+        yield state, metrics
+
+
+class Part(Protocol):
+    """Something that happens between two steps.
+
+    It gets a run and returns the next one. It changes nothing of the run that it gets, so an
+    exception leaves that run as it was before the part. A part that has nothing more to do returns
+    the run itself. With several processes, all of them do the same parts at the same steps.
+
+    `fit` takes parts among its hooks. It does them after evaluations and before a save. They may
+    also have `open(run)`, called before the first step, and `close()`. Both are called again if the
+    run goes back or repeats steps.
+
+    >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
+    >>> class Halve:
+    ...     name = "halving"
+    ...     def next(self, run):
+    ...         return run.step + 5 - run.step % 5
+    ...     def is_due(self, run):
+    ...         is_done = [note[0] for note in run.notes[-1:]] == [run.step]
+    ...         return run.step % 5 == 0 and not run.is_at_start and not is_done
+    ...     def __call__(self, run):
+    ...         halved = run.state._replace(params=0.5 * run.state.params)
+    ...         return run._replace(state=halved).note("halved")
+    >>> step = sf.make_train_step(lambda p, x, key: sf.mean(p * x), tx := optax.sgd(0.0))
+    >>> state = sf.init_state(jnp.array(8.0), tx, jax.random.key(0))
+    >>> sf.fit(step, state, [np.ones(4, np.float32)] * 12, hooks=Halve()).state.params
+    Array(2., dtype=float32)
+    """
+
+    name: str
+
+    def next(self, run: Run) -> float:
+        """Return the next step after which it may be due; no call of several steps crosses it."""
+
+    def is_due(self, run: Run) -> bool:
+        """Whether it has something to do before the next step."""
+
+    def __call__(self, run: Run) -> Run:
+        """Do it once, even if it is not due."""
+
+
+Runs = Generator[Run, None, Run]
+"""Yields each run, and returns the last."""
+
+
+def fold(
+    run: Run,
+    step: Callable[[Any, Sequence[Any]], tuple[Any, Any]],
+    feed: BatchFeed,
+    parts: Sequence[Part],
+    peers: "Alone",
+) -> Runs:
+    """Fold batches into a run until a request ends it.
+
+    Yields the run after each step and part, so that after an exception the last one is known.
+    """
+    run = yield from visit(parts, peers.meet(run))  # what is due at the start, or was interrupted
+    run = peers.agree(run)
+    while run.end is None:
+        total = math.inf if run.total is None else run.total
+        following = min(total, *(part.next(run) for part in parts))
+        while run.step < following and not (run.requests and run.requests.due(run.step)):
+            run, batches = peers.pull(feed, run, following)
+            if batches:
+                state, metrics = step(run.state, batches)  # dispatched, not awaited
+                yield (run := run.after(state, metrics, batches))
+                run = peers.agree(run) if run.step < following else run
+            elif run.end is None:
+                run = exhaust(feed, run)
+        if run.step >= following or run.end is None:
+            yield run  # with the requests on which all agree
+            run = yield from visit(parts, peers.meet(run))
+            run = peers.agree(run)
+    yield run
+    return run
+
+
+def visit(parts: Sequence[Part], run: Run) -> Runs:
+    """Do the parts that are due: log, evaluate, end the epoch, save."""
+    for part in parts:
+        while part.is_due(run) and (changed := part(run)) is not run:
+            yield (run := changed)
+    return run
+
+
+def complete(part: Part, run: Run) -> Runs:
+    """Do all that a part has to do, even if it is not due."""
+    while (changed := part(run)) is not run:
+        yield (run := changed)
+    return run
+
+
+def exhaust(feed: BatchFeed, run: Run) -> Run:
+    """Return a run that ends since there is no batch left."""
+    if run.step == run.first_step and run.resumed is None:
+        refuse("batches", "at least one", "none", kind=DataError)
+    if run.total is not None and not feed.is_iterator:
+        warnings.warn(
+            f"batches: expected enough for {run.total} steps, got {run.used};"
+            " give epochs=… to iterate them several times, or steps=None to use them once",
+            stacklevel=6,
+        )
+    stop = Stop("exhausted", f"the batches ended at step {run.step}")
+    return run.ask(Request(Kind.END, run.step, stop))._replace(is_complete=True)
+
+
+class WaitInterrupted(BaseException):
+    """Raised by a signal handler where the fold waits for data or an evaluation."""
+
+
+class Alone:
+    """The processes of a run, if it is a single one: it agrees to each request at once.
+
+    Requests that come from outside the fold wait in an inbox until the next `agree`.
+
+    Attributes:
+      group: the processes of an elastic run that train.
+      error: of user code, if it is raised only once all processes have stopped and saved.
+      signal: the number of the first signal to stop, once it has come.
+      leaves_at_once: whether a second one has come.
+      is_waiting: for data or an evaluation, which a signal may interrupt.
+    """
+
+    is_alone = True
+
+    def __init__(self, group: Group | None = None) -> None:
+        self.group = group
+        self.error: Exception | None = None
+        self.signal: int | None = None
+        self.leaves_at_once = self.is_waiting = False
+        self._inbox = deque[Request]()
+
+    def notify(self, request: Request) -> None:
+        """Make a request from outside the fold; safe in any thread and in signal handlers."""
+        self._inbox.append(request)
+
+    # In the fold
+
+    def watch(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """Return parts that count how far this process is."""
+        return parts
+
+    def start(self, feed: BatchFeed, run: Run) -> None:
+        """Begin a fold with a run; several processes check that they have equally many batches."""
+
+    def pull(self, feed: BatchFeed, run: Run, until: float) -> tuple[Run, list[Any]]:
+        """Pull the batches of a call, which goes past no step after `until`; or none."""
+        batches: list[Any] = []
+        count = min(feed.steps_per_call, until - run.step)
+        while len(batches) < count:
+            step = run.step + len(batches)
+            may_interrupt = feed.can_go_back
+            batch = self.wait_for(feed.next_batch, step, run.state, may_interrupt=may_interrupt)
+            if batch is END:
+                break
+            batches.append(batch)
+        return run if batches else self.agree(run), batches
+
+    def agree(self, run: Run) -> Run:
+        """Add the requests on which all processes agree; called after each step."""
+        if not self._inbox:
+            return run
+        requests = []
+        while self._inbox:
+            requests.append(self._inbox.popleft())
+        return run.ask(*requests)
+
+    def meet(self, run: Run) -> Run:
+        """Wait until all processes have done the same, before hooks see it."""
+        return run
+
+    def wait_for(self, function: Callable[..., Any], *args: Any, may_interrupt: bool = True) -> Any:
+        """Call a function that may block; return `END` on StopIteration or a signal."""
+        if self.signal is not None:
+            return END
+        try:
+            self.is_waiting = may_interrupt
+            value = function(*args)
+            # Not only in `finally`, where a signal would raise outside of this `try`.
+            self.is_waiting = False
+        except (StopIteration, WaitInterrupted):
+            return END
+        finally:
+            self.is_waiting = False
+        return value
+
+    # In parts
+
+    def ask(self, run: Run, *requests: Request) -> Run:
+        """Make requests of hooks, which count once all processes agree."""
+        return run.ask(*requests)
+
+    def hear(self, run: Run) -> Run:
+        """Add what was requested while hooks saw an event."""
+        return self.agree(run)
+
+    def done(self, run: Run, *kinds: Kind) -> Run:
+        """Remove requests that are done."""
+        return run.done(*kinds)
+
+    def forget(self) -> None:
+        """Forget what hooks requested, since the run continues from an earlier value."""
+
+    def regroup(self, group: Group, run: Run) -> Run:  # noqa: ARG002
+        """Continue with the processes that are left."""
+        return run
+
+    def defer(self, run: Run, error: Exception) -> Run:  # noqa: ARG002
+        """Raise an error of user code, or defer it until all processes have stopped."""
+        raise error
+
+    def keep(self, run: Run) -> None:
+        """Keep a state that replaces another one, to continue from it."""
+
+    def move(self, doing: str, step: int) -> None:
+        """Count how far this process is, to find out which one is stuck."""
+
+    # At the end
+
+    def settle(self, run: Run) -> Run:
+        """Agree after the last step."""
+        return self.agree(run)
+
+    def conclude(self, run: Run) -> Run:
+        """Collect the requests of all processes, with their reasons."""
+        return self.agree(run)
+
+    def raise_error(self, run: Run) -> None:
+        """Raise the error of user code that ended the run, if any."""

@@ -1,0 +1,150 @@
+"""The metrics of dispatched steps, as values: nothing is read from the device before `read`.
+
+Intervals are part of a checkpoint, so that a resume logs an interrupted one as a whole.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stepfold import tree
+from stepfold.loop.metrics import Interval, inherits_from_average, read_interval
+from stepfold.loop.step_runner import unpack
+
+Unpack = Callable[[Sequence[Any]], list[Any]]
+"""Read what calls returned as chunks: metrics by name, with a leading axis of equal steps."""
+
+
+class Saved(NamedTuple):
+    """Metrics of the steps of an interval before a resume."""
+
+    chunks: list[dict[str, np.ndarray]]  # leaves by path, without structure until a step has run
+    values: tuple[Any, Any, Any]  # metrics, per_step and weights of an `Interval`
+
+
+class Steps(NamedTuple):
+    """The steps of an interval; it is true if there are any.
+
+    Attributes:
+      returned: what the calls of the step returned, the last first: nested pairs, so that adding
+        one takes the same time in a long interval as in a short one.
+      before: the metrics of the steps before a resume, if it has some.
+      step, time: the log point that ends the interval, and when that was.
+    """
+
+    returned: tuple[Any, ...] = ()
+    before: Saved | None = None
+    step: int = 0
+    time: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.returned) or self.before is not None
+
+    @property
+    def calls(self) -> list[Any]:
+        """What the calls returned, the first first."""
+        calls, rest = [], self.returned
+        while rest:
+            last, rest = rest
+            calls.append(last)
+        return calls[::-1]
+
+    def read(self, unpack: Unpack = unpack) -> Interval:
+        """Wait for the device, and merge the metrics exactly."""
+        if not self.returned and self.before is not None:
+            return Interval(self.step, *self.before.values, self.time)
+        last: list[Any] = [x for x in jax.tree.leaves(self.returned[:1]) if hasattr(x, "is_ready")]
+        was_done = all(array.is_ready() for array in last[:1])
+        values = read_interval(self._chunks(unpack))
+        return Interval(self.step, *values, self.time if was_done else time.perf_counter())
+
+    def save(self, unpack: Unpack = unpack) -> Saved | None:
+        """Read what a checkpoint has to keep of an interval that is not over."""
+        if not self.returned:
+            return self.before
+        chunks = self._chunks(unpack)
+        leaves = [
+            {path: np.asarray(leaf) for path, leaf in tree.named_leaves(chunk)} for chunk in chunks
+        ]
+        return Saved(leaves, read_interval(chunks))
+
+    def _chunks(self, unpack: Unpack) -> list[Any]:
+        chunks = unpack(self.calls)
+        if self.before is None:
+            return chunks
+        return [*(_rebuild(chunk, chunks[0]) for chunk in self.before.chunks), *chunks]
+
+
+def intervals_to_json(
+    current: Steps, closed: Sequence[Steps], unpack: Unpack = unpack
+) -> dict[str, Any]:
+    """Return the open interval and the closed ones, which hooks have not seen, as JSON."""
+    saved = current.save(unpack)
+    read = [each.read(unpack) for each in closed]
+    return {
+        "chunks": [
+            {path: [x.dtype.name, x.shape, x.tobytes()] for path, x in chunk.items()}
+            for chunk in ([] if saved is None else saved.chunks)
+        ],
+        "values": None if saved is None else _to_json(*saved.values),
+        "closed": [[interval.step, *_to_json(*interval[1:4])] for interval in read],
+    }
+
+
+def intervals_from_json(saved: Mapping[str, Any]) -> tuple[Steps, tuple[Steps, ...]]:
+    """Return the open interval and the closed ones."""
+    chunks = [
+        {
+            path: np.frombuffer(content, jnp.dtype(dtype)).reshape(shape)
+            for path, (dtype, shape, content) in chunk.items()
+        }
+        for chunk in saved["chunks"]
+    ]
+    now, values = time.perf_counter(), saved["values"]
+    current = Steps((), None if values is None else Saved(chunks, _from_json(values)))
+    closed = [Steps((), Saved([], _from_json(rest)), step, now) for step, *rest in saved["closed"]]
+    return current, tuple(closed)
+
+
+def _rebuild(leaves: dict[str, np.ndarray], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the metrics of a chunk from leaves by path; drop those that steps do not return."""
+    metrics, used = {}, set[str]()
+    for name, metric in like.items():
+        expected = tree.named_leaves({name: metric})
+        saved = [leaves.get(path) for path, _ in expected]
+        # Averages are added up, so shapes must match. Others may collect any number of values.
+        form = _row_form if inherits_from_average(metric, "merge") else np.ndim
+        if all(
+            old is not None and (old.dtype, form(old)) == (leaf.dtype, form(leaf))
+            for old, (_, leaf) in zip(saved, expected, strict=True)
+        ):
+            metrics[name] = jax.tree.unflatten(jax.tree.structure(metric), saved)
+            used |= {path for path, _ in expected}
+    if lost := sorted(leaves.keys() - used):
+        warnings.warn(
+            f"metrics: expected those of the resumed run, got others without {lost[0]}"
+            f"{', …' * (len(lost) > 1)}; their values since the last log point are dropped",
+            stacklevel=2,
+        )
+        for path in lost:
+            del leaves[path]
+    return metrics
+
+
+def _to_json(*mappings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{name: np.asarray(x).tolist() for name, x in values.items()} for values in mappings]
+
+
+def _from_json(values: Sequence[Mapping[str, Any]]) -> tuple[Any, Any, Any]:
+    metrics, *rows = values
+    per_step, weights = ({name: np.asarray(x) for name, x in row.items()} for row in rows)
+    return metrics, per_step, weights
+
+
+def _row_form(leaf: np.ndarray) -> tuple[int, ...]:
+    return leaf.shape[1:]

@@ -1,0 +1,264 @@
+"""The parts of a run: what happens between two steps, in this order.
+
+Hooks see the metrics of log points, evaluations run, and an epoch ends. Then the state is saved
+(`loop/saves.py`), and the step gets the size of the next batches. `Part` in `loop/fold.py` says
+what they have in common.
+"""
+
+import math
+import warnings
+from contextlib import nullcontext
+from time import perf_counter
+from typing import Any
+
+import jax
+
+from stepfold.checkpoint.series import Series
+from stepfold.core.processes import KeyValues, agreement, processes_of
+from stepfold.data.epochs import size_at
+from stepfold.errors import refuse
+from stepfold.loop.data import BatchFeed, batch_sizes
+from stepfold.loop.evaluate import Evaluation
+from stepfold.loop.fold import END, Alone
+from stepfold.loop.hooks.base import (
+    Event,
+    HookDispatcher,
+    Replace,
+    Reweight,
+)
+from stepfold.loop.metrics import Interval
+from stepfold.loop.plan import Plan
+from stepfold.loop.run import Kind, Run, of_hook
+from stepfold.loop.step_runner import StepRunner
+
+_SLOW_SAVES = 30.0  # seconds in saves, from which on a fifth of the time is worth a warning
+
+
+class Log:
+    """Close the interval of metrics at a log point, and later show it to hooks."""
+
+    name = "hooks"
+
+    def __init__(
+        self,
+        plan: Plan,
+        feed: BatchFeed,
+        hooks: HookDispatcher,
+        peers: Alone,
+        series: Series | None = None,
+    ) -> None:
+        self._plan, self._feed, self._hooks, self._peers = plan, feed, hooks, peers
+        self._series = series
+
+    def next(self, run: Run) -> float:
+        reads = (each.step + self._plan.delay for each in run.closed)
+        return min(
+            [self._plan.next_log_point(run.step), *(step for step in reads if step > run.step)]
+        )
+
+    def is_due(self, run: Run) -> bool:
+        if self._ends_interval(run):
+            return True
+        if not run.closed or self._peers.error:
+            return False
+        # A save that a signal requests depends on what hooks say.
+        is_read = run.closed[0].step <= self._plan.read_until(run.step)
+        return is_read or run.requests.has(Kind.SAVE)
+
+    def __call__(self, run: Run) -> Run:
+        """Close an interval, or show hooks the first that is closed."""
+        if self._ends_interval(run):
+            return run.close_interval().mark(self._feed.mark(run.step, run.used))
+        if not run.closed or self._peers.error:
+            return run
+        try:
+            interval = run.closed[0].read()
+            return self._show(run._replace(closed=run.closed[1:]), interval, "train")
+        except Exception as error:  # noqa: BLE001  raised, now or later
+            return self._peers.defer(run, error)
+
+    def show(self, run: Run, evaluation: str, metrics: Any) -> Run:
+        """Show hooks the metrics of an evaluation."""
+        try:
+            interval = Interval(run.step, metrics, {}, {}, perf_counter())
+            evaluated = {**run.evaluated, evaluation: run.step}
+            return self._show(run._replace(evaluated=evaluated), interval, evaluation)
+        except Exception as error:  # noqa: BLE001
+            return self._peers.defer(run, error)
+
+    def end_epoch(self, run: Run, epoch: int) -> Run:
+        """Call hooks at the end of an epoch."""
+        try:
+            self._hooks.end_epoch(epoch)
+            return run._replace(epoch_ended=run.step, hooks=self._hooks.get_state())
+        except Exception as error:  # noqa: BLE001
+            return self._peers.defer(run, error)
+
+    def end_run(self, run: Run) -> Run:
+        """Let hooks act on the last train metrics."""
+        if self._peers.error:
+            return run
+        try:
+            self._hooks.end_run()
+            return run._replace(hooks=self._hooks.get_state())
+        except Exception as error:  # noqa: BLE001
+            return self._peers.defer(run, error)
+
+    def _ends_interval(self, run: Run) -> bool:
+        is_over = self._plan.is_log_point(run.step) and not run.is_at_start
+        return bool(run.current) and is_over
+
+    def _show(self, run: Run, interval: Interval, kind: str) -> Run:
+        feed, peers = self._feed, self._peers
+        event = Event(
+            **interval._asdict(),
+            total=run.total,
+            state=jax.tree.map(lambda leaf: leaf, run.state),  # hooks may change its containers
+            batch=run.batch,
+            data_wait_seconds=feed.wait_seconds,
+            kind=kind,
+            hook_seconds=self._hooks.seconds,
+            processes=processes_of(peers.group),
+            batch_share=feed.batch_share,
+        )
+        event, requests = self._call(event)
+        run = run.log(event.step, event.metrics)._replace(hooks=self._hooks.get_state())
+        at = self._plan.read_step(event.step) if kind == "train" else run.step
+        for request in requests:
+            if isinstance(request, Replace | Reweight):
+                run = self._replace(run, request, at)
+            else:
+                run = peers.ask(run, of_hook(request, event.step, at))
+        run = peers.hear(run)
+        if kind == "train" and feed.recent and not run.requests:
+            feed.recent.drop_until(event.step)  # no hook asks for them
+        return run
+
+    def _call(self, event: Event) -> tuple[Event, list[Any]]:
+        """Call the hooks; with several processes, either all or none replace the state."""
+        hooks, group = self._hooks, self._peers.group
+        if self._peers.is_alone:
+            return hooks.dispatch(event)
+        with agreement("hooks: failed", group) if hooks.replaces_state else nullcontext():
+            event, requests = hooks.dispatch(event)
+        reasons = [
+            request.why if isinstance(request, Replace) else f"{request.why}: {request.weights}"
+            for request in requests
+            if isinstance(request, Replace | Reweight)
+        ]
+        if reasons and not hooks.replaces_state:
+            advice = "set it, and return the same in all processes"
+            refuse("hooks", "replaces_state = True on a hook that returns Replace", "none", advice)
+        if hooks.replaces_state:
+            gathered = KeyValues("fit", group).gather(reasons, "an event")
+            if any(others != reasons for others in gathered):
+                refuse("hooks", "the same replacements in every process", str(gathered))
+        return event, requests
+
+    def _replace(self, run: Run, request: Replace | Reweight, at: int) -> Run:
+        """Continue with another state, unless that of this step was saved before.
+
+        A `Reweight` has an effect on the batches of the steps after `at`.
+        """
+        if self._series is not None and run.step == self._series.saved:
+            if run.end is None:
+                warnings.warn(
+                    f"step {run.step}: expected to replace the state before it is saved, got a "
+                    f"request after that, which has no effect: {request.why}",
+                    stacklevel=9,
+                )
+            return run
+        if isinstance(request, Reweight):
+            self._feed.reweight(request.weights, run.used + max(at, run.step) - run.step)
+            return run.note(request.why, "weights")
+        run = run._replace(state=request.state).note(request.why)
+        self._peers.keep(run)
+        return run
+
+
+class Evaluate:
+    """Evaluate the state."""
+
+    def __init__(
+        self, evaluation: Evaluation, plan: Plan, log: Log, hooks: HookDispatcher, peers: Alone
+    ) -> None:
+        self.name = f"evaluation {evaluation.name}"
+        self._evaluation, self._plan, self._log = evaluation, plan, log
+        self._hooks, self._peers = hooks, peers
+
+    def next(self, run: Run) -> float:
+        return self._plan.next_due(self._evaluation, run.step)
+
+    def is_due(self, run: Run) -> bool:
+        return self.is_scheduled(run) and not self._is_done(run)
+
+    def is_scheduled(self, run: Run) -> bool:
+        """Whether the schedule has it at this step; at the end, all evaluations run anyway."""
+        if run.step == run.total:
+            return False
+        if run.step == run.began:
+            return self._evaluation.at_start
+        return self._plan.is_due(self._evaluation, run.step)
+
+    def __call__(self, run: Run) -> Run:
+        if self._is_done(run):
+            return run
+        with self._hooks.stopwatch.measure(self.name):
+            metrics = self._peers.wait_for(self._evaluation, run.state, self._peers.group)
+        self._peers.meet(run)
+        if metrics is END:  # a signal came
+            return self._peers.hear(run)
+        if self._peers.error:
+            return run
+        return self._log.show(run, self._evaluation.name, metrics)
+
+    def _is_done(self, run: Run) -> bool:
+        return run.evaluated.get(self._evaluation.name) == run.step
+
+
+class EndEpoch:
+    """Call hooks at the end of an epoch, after all events of its last step."""
+
+    name = "hooks at the end of an epoch"
+
+    def __init__(self, plan: Plan, log: Log, peers: Alone) -> None:
+        self._plan, self._log, self._peers = plan, log, peers
+
+    def next(self, run: Run) -> float:  # noqa: ARG002  such a step is a log point
+        return math.inf
+
+    def is_due(self, run: Run) -> bool:
+        if run.step == run.total or (run.end is not None and not run.is_at_start):
+            return False
+        return self._epochs(run) is not None
+
+    def __call__(self, run: Run) -> Run:
+        epochs = self._epochs(run)
+        return run if epochs is None else self._log.end_epoch(run, epochs - 1)
+
+    def _epochs(self, run: Run) -> int | None:
+        """Return how many epochs are done if hooks have yet to see the end of one."""
+        is_new = self._plan.logs_epochs and run.step > run.epoch_ended and not self._peers.error
+        return self._plan.epochs_done(run.step) if is_new else None
+
+
+class BatchSizes:
+    """Use the program of the step for the size of the next batches."""
+
+    name = "a program of the step"
+
+    def __init__(self, plan: Plan, feed: BatchFeed, runner: StepRunner) -> None:
+        self._plan, self._runner, self._sizes = plan, runner, batch_sizes(feed.batches)
+
+    def next(self, run: Run) -> float:
+        return self._plan.next_size(run.step)
+
+    def is_due(self, run: Run) -> bool:
+        sizes = self._sizes
+        return len(sizes) > 1 and size_at(sizes, run.used) != self._runner.batch_size
+
+    def __call__(self, run: Run) -> Run:
+        end = math.inf if run.total is None else run.total - run.step + run.used
+        later = [size for start, size in self._sizes if run.used < start < end]
+        self._runner.set_batch_size(size_at(self._sizes, run.used), later)
+        return run

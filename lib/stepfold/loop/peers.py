@@ -1,0 +1,282 @@
+"""Several processes of a run, which agree on what to do between two steps.
+
+A single process (`Alone` in `loop/fold.py`) acts on its requests at once. Several processes act on
+the same requests after the same steps, which they agree on by votes. Each votes with the signal
+that it received, the highest other request, and the number of its requests to save. Votes are
+gathered on devices between two steps, and no process waits for them: they are dispatched after one
+step, and read when the next ones are dispatched. jax's own `reached_preemption_sync_point` receives
+only SIGTERM, replaces its handler, and needs a setting before jax starts.
+"""
+
+import math
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from stepfold.core.processes import Group, KeyValues, spell_processes
+from stepfold.errors import DataError, StepfoldError, refuse
+from stepfold.loop.data import BatchFeed
+from stepfold.loop.evaluate import Gather
+from stepfold.loop.fold import END, Alone
+from stepfold.loop.hooks.base import GoBack, Stop
+from stepfold.loop.run import Kind, Request, Requests, Run
+
+_VOTE_SECONDS = 0.25  # between votes
+_EVENT_VOTE_SECONDS = 0.02  # the same, if hooks have seen an event since
+_MAX_VOTE_STEPS = 256  # between votes, as steps may become slower
+
+
+class _Pace(NamedTuple):
+    """When this process voted last, and how often all vote."""
+
+    voted_at: int = 0  # the step
+    read_at: float | None = None
+    step_seconds: float = 0.0  # measured by this process
+    longest: float = 0.0  # of all processes, 0 if unknown
+    max_steps: float = 1  # between votes; grows until the pace is certain
+
+
+class Several(Alone):
+    """Several processes vote, and agree on the highest request of any of them."""
+
+    is_alone = False
+
+    def __init__(self, group: Group | None = None) -> None:
+        super().__init__(group)
+        self.failed_process: int | None = None  # the first in which user code raised an error
+        self._own = Requests()
+        self._save_requests = 0
+        self._seen_saves: Any = 0  # of each process, in the last vote that was read
+        self._has_event = False  # since the last vote
+        self._gather: Gather | None = None
+        self._votes: jax.Array | None = None  # dispatched, and not yet read
+        self._pace = _Pace()
+        # Vote on each pull if a process may have fewer batches.
+        self._votes_on_batches = False
+
+    def start(self, feed: BatchFeed, run: Run) -> None:
+        self._votes, self._has_event = None, False
+        self._pace = self._pace._replace(voted_at=run.step, read_at=None)
+        left, total = feed.batches_left(run.used), run.total
+        if left is not None and total is not None:
+            left = min(left, max(0, total - run.step))
+        lengths = KeyValues("fit", self.group).gather([total, left], "the start of the run")
+        totals, counts = ([length[i] for length in lengths] for i in range(2))
+        self._votes_on_batches = None in counts
+        if len(set(totals)) > 1 or (None not in counts and len(set(counts)) > 1):
+            counts = totals if len(set(totals)) > 1 else [run.step + count for count in counts]
+            known = [count for count in counts if count is not None]
+            advice = f"give steps={min(known)}, or every process the same number of batches"
+            expected = "the same number of steps in every process"
+            refuse("batches", expected, f"{counts}", advice, kind=DataError)
+
+    def pull(self, feed: BatchFeed, run: Run, until: float) -> tuple[Run, list[Any]]:
+        try:
+            run, batches = super().pull(feed, run, until)
+        except Exception as error:
+            if not self._votes_on_batches:  # the others may have dispatched this step already
+                raise
+            run, batches = self.defer(run, error), []
+        if self._votes_on_batches:
+            return self._agree_on_batches(run, batches)
+        left, is_first = feed.batches_left(run.used), run.step == run.first_step
+        if not batches and left and not (is_first and run.resumed is None):
+            more = "no end" if left == math.inf else f"{left} more"
+            expected = f"{more} after step {run.step}, by their own count"
+            advice = "give every process the same number"  # the others are in a step already
+            refuse("batches", expected, "the end", advice, kind=DataError)
+        return run, batches
+
+    def _agree_on_batches(self, run: Run, batches: list[Any]) -> tuple[Run, list[Any]]:
+        """Keep as many batches as all processes have, so that all stop at the same step."""
+        if run.step == run.first_step:  # a process may be minutes late
+            KeyValues("fit", self.group).gather(None, "a first batch")
+        run, counts = self._settle(run, len(batches))
+        if min(counts) == 0 < max(counts) and self.failed_process is None:
+            ended = [process for process, count in enumerate(counts) if not count]
+            warnings.warn(
+                f"batches: expected the same number in every process, got {run.step} in "
+                f"{spell_processes(ended)}, and more in the others, which stop there too; give "
+                "steps=…, or every process the same number",
+                stacklevel=7,
+            )
+        return run, batches[: min(counts)]
+
+    def agree(self, run: Run) -> Run:
+        """Vote if a vote is due, and agree on what the previous votes asked for.
+
+        All processes vote after the same steps, because they derive them from the same votes.
+        """
+        pace = self._pace
+        seconds = _EVENT_VOTE_SECONDS if self._has_event else _VOTE_SECONDS
+        steps = run.step - pace.voted_at
+        if self._votes_on_batches or steps < min(
+            seconds / pace.longest if pace.longest else 1, pace.max_steps
+        ):
+            return run
+        previous, self._votes = self._votes, self._dispatch()
+        self._pace, self._has_event = pace._replace(voted_at=run.step), False
+        if previous is None:
+            return run
+        run = self._read(run, previous)
+        now = time.perf_counter()
+        if pace.read_at is not None:
+            self._pace = self._pace._replace(step_seconds=(now - pace.read_at) / steps)
+        most = min(2 * steps, _MAX_VOTE_STEPS)
+        self._pace = self._pace._replace(read_at=now, max_steps=most)
+        return run
+
+    def wait_for(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        may_interrupt: bool = True,  # noqa: ARG002
+    ) -> Any:
+        try:
+            return function(*args)
+        except StopIteration:
+            return END
+
+    def ask(self, run: Run, *requests: Request) -> Run:
+        for request in requests:
+            self.notify(request)
+        return run
+
+    def hear(self, run: Run) -> Run:
+        """Vote sooner, since hooks have seen an event and may have made requests."""
+        self._has_event = True
+        return run
+
+    def done(self, run: Run, *kinds: Kind) -> Run:
+        self._own = self._own.done(*kinds)
+        return run.done(*kinds)
+
+    def defer(self, run: Run, error: Exception) -> Run:
+        """Take part in the steps of the others until they know of the error.
+
+        Until then the hooks of this process see no more events; a checkpoint keeps those, and a
+        resume shows them.
+        """
+        self.error = error
+        self.notify(Request(Kind.ERROR, 0, Stop("error", "user code raised an error")))
+        return run
+
+    def raise_error(self, run: Run) -> None:
+        if self.error is not None:
+            raise self.error
+        if (process := self.failed_process) is not None:
+            got = f"one in process {process}, which shows it; all stopped at step {run.step}"
+            refuse("fit", "no error in any process", got, kind=StepfoldError)
+
+    def settle(self, run: Run) -> Run:
+        return self._settle(run)[0]
+
+    def _settle(self, run: Run, batches: int = 0) -> tuple[Run, list[int]]:
+        """Agree now, and return the number of batches that each process has."""
+        self._votes = None
+        votes = self._dispatch(batches)
+        run = self._read(run, votes)
+        counts: list[int] = np.asarray(votes.addressable_data(0))[:, 3].tolist()
+        return run, counts
+
+    def conclude(self, run: Run) -> Run:
+        self._read_inbox()
+        own = [[r.kind, r.step, _to_json(r.reason), r.by_hook] for r in self._own]
+        gathered = KeyValues("fit", self.group).gather(own, "the end of its steps")
+        # Votes hold only the kinds of requests. These have the reasons too, and replace them.
+        run = run.done(*(Kind(kind) for requests in gathered for kind, *_ in requests))
+        for process, requests in enumerate(gathered):
+            for kind, step, reason, by_hook in requests:
+                if kind == Kind.ERROR and self.failed_process is None:
+                    self.failed_process = process
+                reason = _from_json(reason)
+                if isinstance(reason, Stop) and process != jax.process_index():
+                    message = f"process {process} stopped: {reason.message}"
+                    reason = reason._replace(message=message)
+                run = run.ask(Request(Kind(kind), step, reason, by_hook))
+        return run
+
+    def forget(self) -> None:
+        self._read_inbox()
+        self._own = self._own.of_process()
+
+    def regroup(self, group: Group, run: Run) -> Run:
+        """Continue with the processes that are left.
+
+        Vote again on what this process requested: some may have read a vote that others lack.
+        """
+        self._read_inbox()
+        if run.requests.has(Kind.SAVE):  # agreed on, and not done
+            self._save_requests += 1
+        self._own = self._own.of_process()
+        self._votes, self._has_event = None, False
+        seen: Any = np.zeros(len(group.processes), np.int32)
+        if self.group is not None and np.ndim(self._seen_saves):
+            left = [process in group.processes for process in self.group.processes]
+            seen = self._seen_saves[left]
+        self._seen_saves = np.min(group.meet(seen.tolist(), "the votes that were read"), axis=0)
+        self._pace = _Pace(voted_at=run.step)
+        self.group, self._gather = group, None
+        return run.done(*Kind)
+
+    def _read_inbox(self) -> None:
+        while self._inbox:
+            request = self._inbox.popleft()
+            if request.kind is Kind.SAVE:
+                self._save_requests += 1
+            else:
+                self._own = self._own.add(request)
+            self._has_event = self._has_event or request.kind is not Kind.SIGNAL
+
+    def _dispatch(self, batches: int = 0) -> jax.Array:
+        self._read_inbox()  # a signal that is received from now on is part of the next vote
+        microseconds = min(int(self._pace.step_seconds * 1e6), np.iinfo(np.int32).max)
+        own = self._own.get(Kind.SIGNAL)
+        others = [request.kind for request in self._own if request.kind is not Kind.SIGNAL]
+        number = 0 if own is None else own.reason
+        vote = [number, max(others, default=0), microseconds, batches, self._save_requests]
+        self._gather = self._gather or Gather(self.group)
+        return self._gather(np.array(vote, np.int32))
+
+    def _read(self, run: Run, votes: jax.Array) -> Run:
+        """Read votes, and agree on what they ask for."""
+        rows = np.asarray(votes.addressable_data(0))
+        self._pace = self._pace._replace(longest=rows[:, 2].max() / 1e6)
+        if np.any(rows[:, 4] != self._seen_saves):  # counts, so that a dropped vote loses nothing
+            self._seen_saves = rows[:, 4]
+            run = run.ask(Request(Kind.SAVE))
+        if number := int(rows[:, 0].max()):
+            run = run.ask(Request(Kind.SIGNAL, 0, signal.Signals(number)))
+        if kind := int(rows[:, 1].max()):
+            run = run.ask(self._agreed(Kind(kind), int(np.argmax(rows[:, 1]))))
+        return run
+
+    def _agreed(self, kind: Kind, process: int) -> Request:
+        """Return the highest kind of request; `conclude` collects the reasons."""
+        own = self._own.get(kind)
+        if kind is Kind.ERROR:
+            self.failed_process = process if self.failed_process is None else self.failed_process
+            reason: Any = Stop("error", f"process {process} raised an error")
+        else:
+            reason = own.reason if own else Stop("hook", f"process {process} stopped")
+        return Request(kind, 0, reason, by_hook=own is None or own.by_hook)
+
+
+def _to_json(reason: Any) -> Any:
+    return int(reason) if isinstance(reason, signal.Signals) else reason and list(reason)
+
+
+def _from_json(reason: Any) -> Any:
+    if isinstance(reason, int):
+        return signal.Signals(reason)
+    if reason is None:
+        return None
+    if len(reason) == 2:
+        return Stop(*reason)
+    to, skip, why, limit = reason
+    return GoBack(to, tuple(skip), why, limit)

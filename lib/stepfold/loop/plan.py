@@ -1,0 +1,102 @@
+"""The plan of a run: what is due after a step, and when metrics are read. It is pure functions."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stepfold.data.epochs import EpochEnds
+
+_MAX_DELAY = 4  # steps that are dispatched before the metrics of a log point are read
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When something is due: log points, evaluations, saves, the ends of epochs and of the run.
+
+    The device needs work while hooks run, so the metrics of a log point are read `delay` steps
+    later, at the step `read_step(log_point)`. They are read at once where an evaluation, a save,
+    the end of an epoch or the end of the run depends on what hooks say.
+
+    Attributes:
+      log_every: the steps between log points, counted from step 0 of the state.
+      total: the step at which the run ends; None if the batches say so.
+      recurring: objects with `every` and `every_epochs`, each an integer or None: evaluations,
+        saves, and the segments of an elastic run.
+      epoch_ends: where epochs end, counted from the first batch of the data, after `first_step`.
+      logs_epochs: whether hooks are called at the ends of epochs, which are log points then.
+      size_changes: the steps after which the batch size changes; no call of several steps crosses
+        one.
+    """
+
+    log_every: int
+    total: int | None
+    recurring: Sequence[Any] = ()
+    epoch_ends: EpochEnds | None = None
+    first_step: int = 0
+    logs_epochs: bool = False
+    size_changes: Sequence[int] = ()
+    delay: int = 0
+
+    @staticmethod
+    def delay_of(log_every: int) -> int:
+        """Return the delay for this distance of log points, if nothing needs the exact state."""
+        return min(_MAX_DELAY, max(1, log_every // 2))
+
+    def is_log_point(self, step: int) -> bool:
+        """Whether an interval of train metrics ends with a step."""
+        return step == self.total or step % self.log_every == 0 or self._ends_logged_epoch(step)
+
+    def is_due(self, item: Any, step: int) -> bool:
+        """Whether one of `recurring` is due after a step."""
+        epochs = self.epochs_done(step)
+        by_epoch = bool(epochs and item.every_epochs and epochs % item.every_epochs == 0)
+        return by_epoch or bool(item.every and step % item.every == 0)
+
+    def epochs_done(self, step: int) -> int | None:
+        """Return the number of epochs done if one ends with a step, else None."""
+        used = step - self.first_step
+        if self.epoch_ends is None or used <= 0:
+            return None
+        done = self.epoch_ends.done(used)
+        return done if done > self.epoch_ends.done(used - 1) else None
+
+    def reads_all(self, step: int) -> bool:
+        """Whether the metrics of all log points up to a step are read before the next one."""
+        is_needed = not self.delay or step == self.total or self._ends_logged_epoch(step)
+        return is_needed or any(self.is_due(item, step) for item in self.recurring)
+
+    def read_until(self, step: int) -> int:
+        """Return the last log point whose metrics are read after a step."""
+        return step if self.reads_all(step) else step - self.delay
+
+    def read_step(self, log_point: int) -> int:
+        """Return the step after which the metrics of a log point are read."""
+        later = range(log_point, log_point + self.delay)
+        return next((step for step in later if self.reads_all(step)), log_point + self.delay)
+
+    def next_log_point(self, step: int) -> float:
+        """Return the first log point after a step."""
+        following: list[float] = [step + self.log_every - step % self.log_every]
+        following += [self._next_epochs(step, 1)] if self.logs_epochs else []
+        following += [] if self.total is None else [self.total]
+        return min(each for each in following if each > step)
+
+    def next_due(self, item: Any, step: int) -> float:
+        """Return the first step after one at which one of `recurring` is due."""
+        by_step = step + item.every - step % item.every if item.every else math.inf
+        return min(by_step, self._next_epochs(step, item.every_epochs or 0))
+
+    def next_size(self, step: int) -> float:
+        """Return the first step after one at which the batch size changes."""
+        return min((each for each in self.size_changes if each > step), default=math.inf)
+
+    def _next_epochs(self, step: int, count: int) -> float:
+        """Return the next step that ends an epoch whose number is a multiple of `count`."""
+        if self.epoch_ends is None or not count:
+            return math.inf
+        done = self.epoch_ends.done(step - self.first_step)
+        return self.first_step + self.epoch_ends.end((done // count + 1) * count)
+
+    def _ends_logged_epoch(self, step: int) -> bool:
+        return self.logs_epochs and self.epochs_done(step) is not None

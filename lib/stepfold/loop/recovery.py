@@ -1,0 +1,174 @@
+"""Where a call of `fit` starts, and how it continues: to resume, to go back, and after a death.
+
+All of them fold on from another run: that of the newest checkpoint, of an earlier one, or of the
+copy in memory.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from stepfold.checkpoint.series import Checkpoints, Series
+from stepfold.core.processes import Disbanded, Group, agreement, broadcast_from_first
+from stepfold.errors import StepfoldError, refuse
+from stepfold.loop.elastic import Elastic, Segments, Survivors
+from stepfold.loop.fold import Alone
+from stepfold.loop.hooks.base import GoBack, Hook, Stop
+from stepfold.loop.hooks.progress import progress
+from stepfold.loop.peers import Several
+from stepfold.loop.run import Kind
+from stepfold.loop.run_directory import RunDirectory
+from stepfold.loop.session import Session
+
+
+def read_step(step: Any, state: Any) -> tuple[Any, Any, Segments | None]:
+    """Return the step, the state to start with, and the segments of an elastic run."""
+    if not isinstance(step, Elastic):
+        return step, state, None
+    with needs_all():
+        segments = step.segments()
+        return step.step, state if segments is None else segments.stand_in(state), segments
+
+
+@contextmanager
+def needs_all() -> Iterator[None]:
+    """End the run if a process of it dies before the first step."""
+    try:
+        yield
+    except Disbanded as error:
+        message = f"fit: {error} before the run had begun; start it again"
+        raise StepfoldError(message) from error
+
+
+def open_series(
+    checkpoints: Checkpoints | None, directory: RunDirectory, group: Group | None
+) -> Series | None:
+    """Open the checkpoints of a run, in its directory unless they have one."""
+    if checkpoints is None:
+        return None
+    if checkpoints.directory is None and directory.path is None:
+        refuse("checkpoints", "a directory", "none", "give run_dir=…, or sf.Checkpoints('path')")
+    path: Any = checkpoints.directory
+    return Series(checkpoints, path or directory.path / "checkpoints", group)  # type: ignore[operator]
+
+
+def make_peers(segments: Segments | None) -> Alone:
+    """Return the processes that train."""
+    if segments is not None:
+        return Survivors(segments)
+    return Alone() if jax.process_count() == 1 else Several()
+
+
+def start(
+    session: Session,
+    directory: RunDirectory,
+    segments: Segments | None,
+    more_steps: int | None,
+    *,
+    resume: bool,
+) -> bool:
+    """Resume from a checkpoint if there is one; return whether the run was complete there."""
+    series, rollbacks = session.series, session.rollbacks
+    if segments is not None:
+        segments.start(session)
+    if series is None or rollbacks is None or not _has_checkpoint(series):
+        if rollbacks is not None:
+            rollbacks.restart()
+        directory.start(session)
+        return False
+    if not resume:
+        expected = "a directory without checkpoints to start in"
+        got = f"steps {', '.join(map(str, series.steps()))} in {series.directory}"
+        refuse("resume=False", expected, got, "delete them, or give another directory")
+    rollbacks.resume()
+    if rollbacks.done:
+        session.skip([rollback.skipped for rollback in rollbacks.done])
+    with agreement(f"{series.directory}: not resumed", session.peers.group):
+        was_complete = session.restore(series, more_steps)
+    directory.fetch(session)
+    directory.resume(session)
+    return was_complete
+
+
+def show_resume(session: Session, run_dir: Any, hooks: Sequence[Hook]) -> None:
+    """Let hooks that show progress say from where the run resumes."""
+    step, series = session.run.resumed, session.series
+    if step is not None and series is not None:
+        for hook in hooks:
+            if isinstance(hook, progress):
+                hook.show_resume(step, run_dir or series.directory)
+
+
+def fold_to_the_end(
+    session: Session,
+    directory: RunDirectory,
+    segments: Segments | None,
+    more_steps: int | None,
+) -> None:
+    """Fold to the end; go back where a hook asks for it, and continue where processes die."""
+    lost, has_ended = "", False
+    while not has_ended:
+        try:
+            if segments is not None and lost:
+                directory.end_attempt(session.run.step, Stop("process_died", lost))
+                segments.repeat(session, lost)
+                lost = ""
+                if not segments.is_spare:
+                    directory.resume(session, segments.losses)
+            if segments is not None and segments.is_spare:
+                lost = segments.wait(session)
+                has_ended = not lost
+                continue
+            if session.run.back is not None:
+                _go_back(session, directory, segments, session.run.back, more_steps)
+            session.fold()
+            has_ended = session.run.back is None
+        except (Exception, Disbanded) as error:
+            died = "" if segments is None else segments.leave(error)
+            if not died:
+                raise
+            lost = f"{lost}, {died}" if lost else died
+    if segments is not None:
+        run = session.run
+        agreed = run.requests.get(Kind.SIGNAL)
+        segments.end(run.step, run.stop, None if agreed is None else agreed.reason)
+
+
+def tell_spares(
+    session: Session, segments: Segments, _: Any, error: BaseException | None, __: Any
+) -> None:
+    """Tell spare processes of an error, since they do not meet the others."""
+    if error is not None:
+        segments.end(session.run.step, None, None, f"{type(error).__name__}: {error}"[:500])
+
+
+def _go_back(
+    session: Session,
+    directory: RunDirectory,
+    segments: Segments | None,
+    request: GoBack,
+    more_steps: int | None,
+) -> None:
+    """Restore an earlier checkpoint, and skip the batches that the request names."""
+    series, rollbacks, run = session.series, session.rollbacks, session.run
+    if series is None or rollbacks is None:
+        return
+    session.hooks.flush()  # rows of later steps may still wait in a thread
+    rollback = rollbacks.note(request, run.step, run.used)
+    if segments is not None:
+        segments.drop()  # from the note on, only the checkpoint counts
+    directory.end_attempt(run.step, Stop("go_back", str(rollback)))
+    del run  # so that the restored state can take the memory
+    rollbacks.delete_later()
+    session.restore(series, more_steps)
+    session.skip([rollback.skipped])
+    directory.resume(session, [] if segments is None else segments.losses)
+
+
+def _has_checkpoint(series: Series) -> bool:
+    """Whether process 0 sees a checkpoint, which may be damaged; collective."""
+    with agreement(f"{series.directory}: not resumed", series.group):
+        has_checkpoint = jax.process_index() == 0 and series.has_checkpoint()
+    return broadcast_from_first([has_checkpoint], series.group)[0]

@@ -1,0 +1,337 @@
+"""A run as one immutable value: all that steps and hooks change, and all that a checkpoint keeps.
+
+To resume, to go back, to repeat what a lost process has cost, and to finish what an exception has
+interrupted are then the same: to fold on from another value.
+
+Hooks, signals, the lock of the run directory and other processes make requests, which a run acts on
+between two steps, in a fixed order. They are a value of the run too, and why it ends follows from
+them.
+"""
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from signal import Signals as Signal
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from stepfold import tree
+from stepfold.core.optimizer import hyperparams_of
+from stepfold.errors import refuse
+from stepfold.loop.data import DataPosition
+from stepfold.loop.hooks.base import GoBack, Stop
+from stepfold.loop.intervals import Steps, intervals_from_json, intervals_to_json
+from stepfold.loop.metrics import History
+
+FORMAT = 3  # of a run in a checkpoint; incremented when its meaning changes
+_MAX_NOTES = 100  # on replacements of the state
+# What a checkpoint keeps as it is: the name there, the attribute, and its type.
+_PLAIN = {
+    "epoch_ended_at": ("epoch_ended", int),
+    "logged_step": ("logged", int),
+    "began": ("began", int),
+    "is_complete": ("is_complete", bool),
+    "evaluated": ("evaluated", dict),
+    "logged_metrics": ("row", dict),
+    "hyperparams": ("hyperparams", dict),
+}
+
+
+class Kind(enum.IntEnum):
+    """Kinds of requests; a higher one comes first."""
+
+    SAVE = 1
+    GO_BACK = 2
+    STOP = 3  # for a reason that a hook or the lock gave
+    SIGNAL = 4
+    END = 5  # all steps are done, or the batches ended
+    CORRUPTION = 6  # of the state, or another run may own the directory: nothing is saved
+    ERROR = 7  # user code raised one, in some process
+
+
+class Request(NamedTuple):
+    """Something to do after `step`, or as soon as possible if that has passed.
+
+    Requests of hooks belong to the state of the run. A checkpoint keeps a reason to stop until the
+    run has stopped for it. Going back drops what hooks requested after the checkpoint.
+    """
+
+    kind: Kind
+    step: int = 0
+    reason: Any = None  # a Stop, a GoBack, or the number of a signal
+    by_hook: bool = False
+
+
+class Requests(tuple[Request, ...]):
+    """The requests that wait to be done: of each kind the first, and the first of a hook.
+
+    >>> requests = Requests().add(Request(Kind.STOP, 7, Stop("hook", "enough")))
+    >>> requests.due(6), requests.due(7).reason.message, requests.done(Kind.STOP).has(Kind.STOP)
+    (None, 'enough', False)
+    """
+
+    __slots__ = ()
+
+    def has(self, *kinds: Kind) -> bool:
+        """Whether a request of one of the kinds waits."""
+        return any(request.kind in kinds for request in self)
+
+    def get(self, kind: Kind) -> Request | None:
+        """Return the first request of a kind."""
+        return next((request for request in self if request.kind is kind), None)
+
+    def add(self, *requests: Request) -> "Requests":
+        """Add requests, unless others of their kind wait already."""
+        known, waiting = {(each.kind, each.by_hook) for each in self}, list(self)
+        for request in requests:
+            if (request.kind, request.by_hook) not in known:
+                known.add((request.kind, request.by_hook))
+                waiting.append(request)
+        return Requests(waiting)
+
+    def done(self, *kinds: Kind) -> "Requests":
+        """Remove requests of some kinds."""
+        return Requests(request for request in self if request.kind not in kinds)
+
+    def due(self, step: int) -> Request | None:
+        """Return the highest request that is due after a step; of several, the first."""
+        due = (request for request in self if request.step <= step)
+        return max(due, key=lambda request: request.kind, default=None)
+
+    def of_process(self) -> "Requests":
+        """Return those that stay if the run continues from an earlier value."""
+        obsolete = Kind.SAVE, Kind.END
+        return Requests(each for each in self if not each.by_hook and each.kind not in obsolete)
+
+    def to_checkpoint(self) -> list[Any] | None:
+        """Return the step at which the run has yet to stop for a hook, and the reason."""
+        stops = (each for each in self if each.kind is Kind.STOP and each.by_hook)
+        return next(([stop.step, *stop.reason] for stop in stops), None)
+
+
+def stop_from_checkpoint(saved: Any) -> Iterable[Request]:
+    """Return the reason of a hook to stop that a checkpoint has, if any."""
+    if saved is None:
+        return ()
+    step, kind, message = saved
+    if type(step) is not int:
+        refuse("stop", "a step", repr(step), kind=TypeError)
+    return (Request(Kind.STOP, step, Stop(str(kind), str(message)), by_hook=True),)
+
+
+def of_hook(reason: Stop | GoBack, step: int, stops_at: int) -> Request:
+    """Make a request of what a hook returned at `step`; a plain reason stops at `stops_at`."""
+    if isinstance(reason, GoBack):
+        return Request(Kind.GO_BACK, step, reason, by_hook=True)
+    if reason.kind == "corrupt":
+        return Request(Kind.CORRUPTION, step, reason, by_hook=True)
+    return Request(Kind.STOP, stops_at, reason, by_hook=True)
+
+
+class Run(NamedTuple):
+    """All that changes during a run.
+
+    Attributes:
+      state: the state after `step`; the next step may donate it.
+      step: the number of steps done.
+      used: the number of batches used since the first of the data.
+      current: the interval of train metrics since the last log point.
+      batch: the batch of the last step.
+      is_complete: whether all steps were done, so that a resume has nothing to finish.
+      total: the step at which the run ends; None if the batches say so.
+      began: the step at which the run began.
+      first_step: the step at which this call of `fit` began or resumed it.
+      epoch_ended: the last step at which hooks were called for the end of an epoch.
+      logged, row: the step of the last event, and all metrics of that step.
+      evaluated: the last step of each evaluation, by name.
+      hyperparams: of the optimizer: those that the script sets, with the values that the run uses.
+      history: the curves of all metrics. It only grows, so earlier runs share its beginning.
+      closed: the intervals of earlier log points that hooks have not seen yet.
+      hooks: the states of the hooks by key, as of the last event that all of them have seen.
+      requests: what is to be done between two steps.
+      notes: on replacements of the state: lists (step, why); with "weights" at the end, of those of
+        a mixture.
+      marks: the position of the data at the start and at the last log points.
+      resumed: the step of the checkpoint that it resumed from, or last went back to; or None.
+      has_news: whether hooks saw an event that the last checkpoint lacks.
+      unsaved: why its state was not saved at the end, if it was not.
+      back: where it goes back to, if it ended for that.
+    """
+
+    # What each step changes:
+    state: Any
+    step: int
+    used: int
+    current: Steps
+    batch: Any
+    is_complete: bool
+    # What changes between steps:
+    total: int | None
+    began: int
+    first_step: int
+    epoch_ended: int
+    logged: int
+    row: Mapping[str, float]
+    evaluated: Mapping[str, int]
+    hyperparams: Mapping[str, Any]
+    history: History
+    closed: tuple[Steps, ...] = ()
+    hooks: Sequence[Any] = ()
+    requests: Requests = Requests()
+    notes: tuple[Any, ...] = ()
+    marks: tuple[DataPosition, ...] = ()
+    resumed: int | None = None
+    has_news: bool = False
+    unsaved: str = ""
+    back: GoBack | None = None
+
+    @classmethod
+    def start(cls, state: Any, step: int, used: int, total: int | None) -> "Run":
+        """Return a run that begins after a step."""
+        is_complete = total is not None and step >= total
+        hyperparams = hyperparams_of(getattr(state, "opt_state", ()))
+        run = cls._begin(state, step, used, total)
+        return run._replace(is_complete=is_complete, hyperparams=hyperparams)
+
+    @classmethod
+    def _begin(cls, state: Any, step: int, used: int, total: int | None) -> "Run":
+        begun = state, step, used, Steps(), None, False, total
+        return cls(*begun, began=step, first_step=step, epoch_ended=step, logged=step, row={},
+                   evaluated={}, hyperparams={}, history=History())  # fmt: skip
+
+    # Steps
+
+    def after(self, state: Any, returned: Any, batches: Sequence[Any]) -> "Run":
+        """Return the run after a call of the step on some batches."""
+        # Not `_replace`, which takes longer, since this is for each step.
+        current = Steps((returned, self.current.returned), self.current.before)
+        count = len(batches)
+        begin = state, self.step + count, self.used + count, current, batches[-1], False
+        return Run._make((*begin, *self[6:]))
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether no step was done since the run began or resumed."""
+        return self.step in (self.began, self.resumed)
+
+    def close_interval(self) -> "Run":
+        """Close the interval of train metrics; nothing if it is empty."""
+        if not self.current:
+            return self
+        closed = self.current._replace(step=self.step, time=perf_counter())
+        return self._replace(current=Steps(), closed=(*self.closed, closed))
+
+    def mark(self, position: DataPosition) -> "Run":
+        """Keep the position of the data at a log point.
+
+        The start and three log points: one of them precedes each step that is not logged yet.
+        """
+        return self._replace(marks=(*self.marks[:1], *self.marks[1:][-2:], position))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> "Run":
+        """Add the metrics of an event."""
+        self.history.add(step, metrics)
+        before = self.row if step == self.logged else {}
+        return self._replace(logged=step, row={**before, **metrics}, has_news=True)
+
+    def note(self, *note: Any) -> "Run":
+        """Note that the state, or the weights of a mixture, were replaced."""
+        return self._replace(notes=(*self.notes[1 - _MAX_NOTES :], [self.step, *note]))
+
+    # Requests
+
+    def ask(self, *requests: Request) -> "Run":
+        """Add requests."""
+        return self._replace(requests=self.requests.add(*requests))
+
+    def done(self, *kinds: Kind) -> "Run":
+        """Remove requests that are done."""
+        return self._replace(requests=self.requests.done(*kinds))
+
+    @property
+    def end(self) -> Request | None:
+        """The request that ends the run now, if any."""
+        due = self.requests.due(self.step)
+        has_all = self.total is not None and self.step >= self.total
+        if has_all and (due is None or due.kind < Kind.END):
+            stop = Stop("completed", f"all {self.total} steps were done")
+            return Request(Kind.END, self.step, stop)
+        return None if due is None or due.kind is Kind.SAVE else due
+
+    @property
+    def stop(self) -> Stop | None:
+        """Why the run ends, in words."""
+        if (end := self.end) is None:
+            return None
+        stop = _as_stop(end, self.step)
+        why = f"; not saved, because {self.unsaved}" if self.unsaved else ""
+        return stop._replace(message=f"{stop.message}{why}")
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal or an error ends the run, so that a resume has to finish it."""
+        return self.requests.has(Kind.SIGNAL, Kind.ERROR)
+
+    # Checkpoints
+
+    def to_checkpoint(self, *, has_history: bool = True, logs_epochs: bool = True) -> Any:
+        """Return what a checkpoint keeps next to the state and the position of the data.
+
+        Its size does not grow with the run. Without `has_history`, the history is in a file. If
+        hooks are not called at the ends of epochs, one that a resume adds does not see that of this
+        step.
+        """
+        saved = {name: getattr(self, attribute) for name, (attribute, _) in _PLAIN.items()}
+        saved |= {} if logs_epochs else {"epoch_ended_at": self.step}
+        return saved | {
+            "format": FORMAT,
+            "total": self.total,
+            "batches_used": self.used,
+            "history": self.history.get_state() if has_history else {},
+            "buffer": intervals_to_json(self.current, self.closed),
+            "hooks": self.hooks,
+            "stop": self.requests.to_checkpoint(),
+            "replacements": [*self.notes],
+        }
+
+    def from_checkpoint(self, saved: Mapping[str, Any], state: Any, step: int) -> "Run":
+        """Return this run as of a checkpoint, which may hold anything; empty for a state alone.
+
+        What this process was asked for, and the target, stay.
+        """
+        run = Run._begin(state, step, step, self.total)._replace(
+            first_step=self.first_step,
+            requests=self.requests.of_process(),
+            resumed=self.resumed,
+        )
+        if not saved:
+            return run
+        plain = {name: saved[name] for name in _PLAIN}
+        for name, value in [*plain.items(), ("replacements", saved["replacements"])]:
+            if type(value) is not (_PLAIN[name][1] if name in _PLAIN else list):
+                raise TypeError(f"{name}: {tree.describe_value(value)}")
+        if type(saved["total"]) not in (int, type(None)):
+            raise TypeError(f"total: {tree.describe_value(saved['total'])}")
+        history = History(self.history)  # of which it keeps what the checkpoint lacks
+        history.set_state(saved["history"])
+        current, closed = intervals_from_json(saved["buffer"])
+        return run.ask(*stop_from_checkpoint(saved["stop"]))._replace(
+            **{_PLAIN[name][0]: value for name, value in plain.items()},
+            history=history,
+            current=current,
+            closed=closed,
+            hooks=saved["hooks"],
+            notes=tuple(saved["replacements"]),
+        )
+
+
+def _as_stop(request: Request, step: int) -> Stop:
+    """Return why a request ends a run at a step."""
+    if request.kind is Kind.SIGNAL:
+        return Stop("signal", f"{Signal(request.reason).name} at step {step}")
+    if request.kind is Kind.GO_BACK:
+        why = request.reason.why if isinstance(request.reason, GoBack) else str(request.reason)
+        return Stop("go_back", why)
+    kind, message = request.reason
+    if request.kind is Kind.END:
+        return Stop(kind, message)
+    return Stop(kind, "; ".join(filter(None, [message, f"stopped at step {step}"])))

@@ -1,0 +1,118 @@
+"""The fold alone: a run is a value, parts come between two steps, and a step costs little."""
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.small import STEP, start
+
+import stepfold as sf
+from stepfold.loop.data import BatchFeed
+from stepfold.loop.fold import Alone, fold
+from stepfold.loop.run import Kind, Request, Run
+
+BATCHES = [{"x": np.full(4, i, np.float32)} for i in range(12)]
+
+
+class EveryThird:
+    """A part as users write it: it is due after each third step, and may end the run."""
+
+    name = "every third"
+
+    def __init__(self, ends_at=math.inf, fails_at=math.inf):
+        self.seen, self.ends_at, self.fails_at = [], ends_at, fails_at
+
+    def next(self, run):
+        return run.step + 3 - run.step % 3
+
+    def is_due(self, run):
+        return run.step % 3 == 0 and run.step > 0 and self.seen[-1:] != [run.step]
+
+    def __call__(self, run):
+        if run.step == self.fails_at:
+            raise ZeroDivisionError
+        self.seen.append(run.step)
+        if run.step >= self.ends_at:
+            return run.ask(Request(Kind.STOP, run.step, sf.Stop("hook", "enough")))
+        return run._replace(notes=(*run.notes, [run.step, "seen"]))
+
+
+def runs(part, *, total=None, steps_per_call=1):
+    feed = BatchFeed(BATCHES, steps_per_call=steps_per_call)
+    step = lambda state, batches: (state + sum(float(b["x"][0]) for b in batches), len(batches))
+    return fold(Run.start(0.0, 0, 0, total), step, feed, [part], Alone())
+
+
+def test_a_run_is_folded_until_its_batches_end():
+    part = EveryThird()
+    *_, last = runs(part)
+    assert (last.step, last.used, last.state) == (12, 12, sum(range(12)))
+    assert (last.stop.kind, last.is_complete) == ("exhausted", True)
+    assert part.seen == [3, 6, 9, 12]
+    assert [step for step, _ in last.notes] == part.seen
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2, 5])
+def test_no_call_crosses_a_step_at_which_a_part_is_due(steps_per_call):
+    part = EveryThird(ends_at=9)
+    *_, last = runs(part, steps_per_call=steps_per_call)
+    assert part.seen == [3, 6, 9]
+    assert str(last.stop) == "enough; stopped at step 9"
+
+
+def test_a_run_ends_at_its_total():
+    *_, last = runs(EveryThird(), total=7)
+    assert (last.step, last.stop.kind) == (7, "completed")
+
+
+def test_an_exception_leaves_the_run_before_the_part_and_earlier_runs_as_they_were():
+    seen = []
+    with pytest.raises(ZeroDivisionError):
+        seen.extend(runs(EveryThird(fails_at=6)))
+    assert (seen[-1].step, seen[-1].state, seen[-1].notes) == (6, sum(range(6)), ([3, "seen"],))
+    assert (seen[0].step, seen[0].state, seen[0].notes) == (1, 0.0, ())
+
+
+def test_a_run_is_the_same_after_a_checkpoint():
+    run = Run.start(start(), 0, 0, 20)._replace(step=7, used=7, row={"train/loss": 1.0}, logged=5)
+    run = run.log(7, {"train/loss": 0.5}).note("rates halved")
+    run = run.ask(Request(Kind.STOP, 9, sf.Stop("hook", "enough"), by_hook=True))
+    saved = run.to_checkpoint()
+    again = Run.start(start(), 0, 0, 20).from_checkpoint(saved, run.state, 7)
+    assert again.to_checkpoint() == {**saved, "total": 20}
+    assert again.requests.due(9) == run.requests.due(9)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("began", "0"), ("evaluated", []), ("is_complete", 1), ("total", 2.5), ("replacements", {})],
+)
+def test_a_checkpoint_of_other_types_is_refused(name, value):
+    saved = Run.start(start(), 0, 0, 20).to_checkpoint()
+    with pytest.raises(TypeError, match=name):
+        Run.start(start(), 0, 0, 20).from_checkpoint({**saved, name: value}, start(), 3)
+
+
+MOST_CALLS = 12  # of Python functions of this library, in a step between two log points
+
+
+def test_a_step_makes_few_calls():
+    """A bound that counts, since a time depends on the machine."""
+    calls, library = [0], str(Path(sf.__file__).parent)
+
+    def count(frame, event, _):
+        calls[0] += event == "call" and frame.f_code.co_filename.startswith(library)
+
+    def cost(steps):
+        calls[0] = 0
+        sys.setprofile(count)
+        try:
+            sf.fit(STEP, start(), BATCHES * steps, steps=steps, log_every=1000)
+        finally:
+            sys.setprofile(None)
+        return calls[0]
+
+    cost(20)
+    assert (cost(220) - cost(20)) / 200 <= MOST_CALLS
