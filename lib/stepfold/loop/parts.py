@@ -31,8 +31,6 @@ from stepfold.loop.plan import Plan
 from stepfold.loop.run import Kind, Run, of_hook
 from stepfold.loop.step_runner import StepRunner
 
-_SLOW_SAVES = 30.0  # seconds in saves, from which on a fifth of the time is worth a warning
-
 
 class Log:
     """Close the interval of metrics at a log point, and later show it to hooks."""
