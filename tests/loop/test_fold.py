@@ -54,6 +54,21 @@ def test_a_run_is_folded_until_its_batches_end():
     assert [step for step, _ in last.notes] == part.seen
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"next": lambda run: run.step}, "'every third': expected next.run. to be a step after 0"),
+        ({"is_due": lambda run: run.step > 0}, "'every third': expected is_due.run. to become Fa"),
+    ],
+    ids=["next", "is_due"],
+)
+def test_a_part_that_would_hold_the_run_forever_is_refused(changes, message):
+    part = EveryThird()
+    vars(part).update(changes)
+    with pytest.raises(sf.ConfigError, match=message):
+        list(runs(part))
+
+
 @pytest.mark.parametrize("steps_per_call", [1, 2, 5])
 def test_no_call_crosses_a_step_at_which_a_part_is_due(steps_per_call):
     part = EveryThird(ends_at=9)

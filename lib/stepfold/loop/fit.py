@@ -146,7 +146,8 @@ def fit(
     >>> result.steps, str(result.stop_reason), result.history["train/loss"].steps
     (20, 'all 20 steps were done', [10, 20])
     """
-    evaluations, parts = check_evaluations(evaluation, state), check_resume(resume)
+    evaluations = check_evaluations(evaluation, state)
+    restored_parts = check_resume(resume)
     (step, state, segments), user_hooks = read_step(step, state), check_hooks(hooks)
     user_parts, user_hooks = split_parts(user_hooks)
     check_kinds(user_hooks, evaluations)
@@ -193,7 +194,7 @@ def fit(
             dispatcher,
             series,
             make_peers(segments),
-            Options(evaluations, log_every, directory.metrics_path is None, parts),
+            Options(evaluations, log_every, directory.metrics_path is None, restored_parts),
             total=step_of(state) + more if (more := more_steps or feed.total) else steps,
         )
         unless_opened.pop_all()

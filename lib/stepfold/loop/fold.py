@@ -16,6 +16,7 @@ from stepfold.loop.data import BatchFeed
 from stepfold.loop.hooks.base import Stop
 from stepfold.loop.run import Kind, Request, Run
 
+_TOO_OFTEN = 1_000  # times that a part is done after one step
 END = object()  # in place of a batch, or of what an evaluation returns
 
 
@@ -105,8 +106,7 @@ def fold(
     run = yield from visit(parts, peers.meet(run))  # what is due at the start, or was interrupted
     run = peers.agree(run)
     while run.end is None:
-        total = math.inf if run.total is None else run.total
-        following = min(total, *(part.next(run) for part in parts))
+        following = next_due(parts, run)
         while run.step < following and not (run.requests and run.requests.due(run.step)):
             run, batches = peers.pull(feed, run, following)
             if batches:
@@ -123,11 +123,27 @@ def fold(
     return run
 
 
+def next_due(parts: Sequence[Part], run: Run) -> float:
+    """Return the next step after which a part may be due or the run ends."""
+    following = math.inf if run.total is None else run.total
+    for part in parts:
+        if (step := part.next(run)) <= run.step:
+            expected = f"next(run) to be a step after {run.step}"
+            refuse(f"the part {part.name!r}", expected, repr(step), "return math.inf for none")
+        following = min(following, step)
+    return following
+
+
 def visit(parts: Sequence[Part], run: Run) -> Runs:
     """Do the parts that are due: log, evaluate, end the epoch, save."""
     for part in parts:
+        times = 0
         while part.is_due(run) and (changed := part(run)) is not run:
             yield (run := changed)
+            if (times := times + 1) == _TOO_OFTEN:
+                expected = f"is_due(run) to become False once it is done after step {run.step}"
+                advice = "note in the run or in the part that it is done"
+                refuse(f"the part {part.name!r}", expected, f"True {times} times", advice)
     return run
 
 
@@ -219,10 +235,10 @@ class Alone:
 
     def wait_for(self, function: Callable[..., Any], *args: Any, may_interrupt: bool = True) -> Any:
         """Call a function that may block; return `END` on StopIteration or a signal."""
-        if self.signal is not None:
-            return END
         try:
             self.is_waiting = may_interrupt
+            if self.signal is not None:  # tested after that, or a signal in between is missed
+                return END
             value = function(*args)
             # Not only in `finally`, where a signal would raise outside of this `try`.
             self.is_waiting = False
