@@ -336,8 +336,8 @@ def match(
 ) -> Match:
     """Find the saved leaf for each wanted leaf: all of them exactly, unless the caller opts out.
 
-    `where` and `advice` begin and end error messages. As a function of the paths that differ,
-    `advice` replaces all that is said of `restore`, whose arguments are the others.
+    `where` and `advice` begin and end error messages. Callers without the options of `restore` give
+    a function of the paths that differ, which returns their advice.
 
     Raises:
       TreeMismatchError: with every path that does not match, or if no path matches.

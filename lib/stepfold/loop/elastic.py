@@ -342,7 +342,7 @@ class Segments:
     def _regroup(self, session: Session, lost: str) -> str | None:
         """Use the devices that are left, and what is kept; return a leaf that is not, or None."""
         if (copy := self._copy) is None:
-            raise CheckpointError(f"fit: {lost} before the run had begun; start it again")
+            raise CheckpointError(f"fit: {lost} before the first step; start it again")
         if self._kept is None and not copy.is_empty:  # the end of a run is repeated too
             self.begin(session.run._replace(is_complete=False))
         was_new = copy.is_empty
@@ -352,10 +352,10 @@ class Segments:
         self._use(*self.elastic.on(self.devices))
         note = pickle.dumps((copy.step, self._kept, _start_of(session)))
         lacking, note = copy.collect(self.plan, self.live, note)
-        copy.step, kept, begun = pickle.loads(note)
+        copy.step, kept, first = pickle.loads(note)
         if was_new and not self.is_spare:
             self._kept = kept
-            _step_in(session, begun)
+            _step_in(session, first)
         self._met = self.group
         self._continue_with(session, at=copy.step, lost=lost)
         return lacking

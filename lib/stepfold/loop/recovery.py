@@ -38,7 +38,7 @@ def needs_all() -> Iterator[None]:
     try:
         yield
     except Disbanded as error:
-        message = f"fit: {error} before the run had begun; start it again"
+        message = f"fit: {error} before the first step; start it again"
         raise StepfoldError(message) from error
 
 

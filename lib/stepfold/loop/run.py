@@ -194,8 +194,8 @@ class Run(NamedTuple):
 
     @classmethod
     def _begin(cls, state: Any, step: int, used: int, total: int | None) -> "Run":
-        begun = state, step, used, Steps(), None, False, total
-        return cls(*begun, began=step, first_step=step, epoch_ended=step, logged=step, row={},
+        first = state, step, used, Steps(), None, False, total
+        return cls(*first, began=step, first_step=step, epoch_ended=step, logged=step, row={},
                    evaluated={}, hyperparams={}, history=History())  # fmt: skip
 
     # Steps
