@@ -12,7 +12,7 @@ from .elastic import compare, ends, survivors
 
 pytestmark = pytest.mark.full
 
-EARLY = "before the run had begun; start it again"
+EARLY = "before the first step; start it again"
 
 
 @pytest.mark.parametrize(
