@@ -204,7 +204,7 @@ def runs(start, folder, events, options):
         keep = Keep.__call__
 
         def agree_late(self, run):
-            self._attempts.agree(run.state, run.step)
+            self._segments.agree(run.state, run.step)
             return keep(self, run)
 
         Survivors.meet = lambda self, run: run  # hooks see it before all processes agree
