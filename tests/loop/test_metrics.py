@@ -19,6 +19,8 @@ from stepfold.loop.metrics import (
     Curve,
     History,
     PerStepMetrics,
+    has_values,
+    has_weights,
     merge_metrics,
     metric_values,
     per_step_values,
@@ -144,7 +146,7 @@ def test_numbers_are_summed_in_64_bits(pairs, total, count):
 def test_what_is_read_step_by_step_is_what_has_a_total_and_a_weight():
     steps = stacked(*[{"a": average(x, 2.0), "top": Largest(jnp.array(x))} for x in (1.0, 4.0)])
     chunks = {name: [metric] for name, metric in steps.items()}
-    found = PerStepMetrics(chunks, per_step_values, "train/")
+    found = PerStepMetrics(chunks, has_values, per_step_values, "train/")
     assert {name: values.tolist() for name, values in found.items()} == {"train/a": [0.5, 2.0]}
     assert len(found) == 1
     assert "train/top" not in found
@@ -168,13 +170,17 @@ def test_an_average_with_a_merge_of_its_own_is_read_step_by_step():
 
 def test_the_weights_step_by_step_are_the_largest_of_a_sum_of_terms():
     terms = TermSum({"x": average(0.0, jnp.array([0.0, 1.0])), "y": average(0.0, jnp.zeros(2))})
-    found = PerStepMetrics({"loss": [terms], "top": [Largest(jnp.zeros(2))]}, per_step_weights)
+    steps = {"loss": [terms], "top": [Largest(jnp.zeros(2))]}
+    found = PerStepMetrics(steps, has_weights, per_step_weights)
     assert {name: values.tolist() for name, values in found.items()} == {"loss": [0.0, 1.0]}
 
 
 def test_what_nobody_asks_for_is_not_read():
     read = []
-    rows = PerStepMetrics({"a": [1], "b": [2]}, lambda metric: read.append(metric) or np.zeros(1))
+    steps = {"a": [1], "b": [2], "text": ["x"]}
+    is_number = lambda metric: isinstance(metric, int)
+    rows = PerStepMetrics(steps, is_number, lambda metric: read.append(metric) or np.zeros(1))
+    assert ("b" in rows, "text" in rows, len(rows), list(rows)) == (True, False, 2, ["a", "b"])
     assert (rows["a"].tolist(), rows["a"].tolist(), read) == ([0.0], [0.0], [1])
 
 

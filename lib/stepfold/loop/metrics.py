@@ -6,7 +6,7 @@ other metric merges by its own method.
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -34,32 +34,38 @@ class Interval(NamedTuple):
 
 
 class PerStepMetrics(Mapping[str, np.ndarray]):
-    """Metrics step by step, each computed from its chunks when it is first looked up."""
+    """Metrics step by step, each computed from its chunks when it is first looked up.
+
+    It has those that `can_read` accepts all chunks of.
+    """
 
     def __init__(
         self,
         stacked: Mapping[str, Sequence[Any]],
-        read: Callable[[Any], np.ndarray | None],
+        can_read: Callable[[Any], bool],
+        read: Callable[[Any], np.ndarray],
         prefix: str = "",
     ) -> None:
-        self._stacked = {prefix + name: metric for name, metric in stacked.items()}
-        self._read, self._values = read, dict[str, np.ndarray | None]()
+        self._stacked = {
+            prefix + name: chunks for name, chunks in stacked.items() if all(map(can_read, chunks))
+        }
+        self._read, self._values = read, dict[str, np.ndarray]()
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._values:
-            chunks = [self._read(chunk) for chunk in self._stacked[name]]
-            known = [chunk for chunk in chunks if chunk is not None]
-            self._values[name] = np.concatenate(known) if len(known) == len(chunks) else None
-        value = self._values[name]
-        if value is None:
-            raise KeyError(name)
-        return value
+            self._values[name] = np.concatenate(
+                [self._read(chunk) for chunk in self._stacked[name]]
+            )
+        return self._values[name]
+
+    def __contains__(self, name: object) -> bool:  # that of `Mapping` computes the value
+        return name in self._stacked
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._stacked if name in self)
+        return iter(self._stacked)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._stacked)
 
 
 def read_interval(chunks: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], Any, Any]:
@@ -69,8 +75,8 @@ def read_interval(chunks: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float]
     """
     stacked = {name: [chunk[name] for chunk in chunks if name in chunk] for name in chunks[-1]}
     merged = {name: _merge_chunks(metrics) for name, metrics in stacked.items()}
-    values = PerStepMetrics(stacked, per_step_values, "train/")
-    weights = PerStepMetrics(stacked, per_step_weights, "train/")
+    values = PerStepMetrics(stacked, has_values, per_step_values, "train/")
+    weights = PerStepMetrics(stacked, has_weights, per_step_weights, "train/")
     return metric_values(merged, "train/"), values, weights
 
 
@@ -90,31 +96,35 @@ def _concatenate(chunks: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *chunks)
 
 
-def per_step_values(stacked: Any) -> np.ndarray | None:
-    """Read a metric of totals and weights, or of bits, step by step; None for other metrics."""
-    from stepfold.core.metrics import DifferentLeaves
-
-    if isinstance(stacked, DifferentLeaves):
-        return np.asarray(stacked.words)
-    is_mean = inherits_from_average(stacked, "compute")
-    return np.asarray(metric_value(stacked)) if is_mean else None
+def has_values(stacked: Any) -> bool:
+    """Whether a metric can be read step by step: one of totals and weights, or of bits."""
+    return _traits_of(type(stacked)).is_bits or inherits_from_average(stacked, "compute")
 
 
-def per_step_weights(stacked: Any) -> np.ndarray | None:
-    """Read the weights step by step; 0 where a metric has seen nothing, as in a skipped step."""
-    from clu.metrics import Average
+def per_step_values(stacked: Any) -> np.ndarray:
+    """Read such a metric step by step."""
+    return np.asarray(stacked.words if _traits_of(type(stacked)).is_bits else metric_value(stacked))
 
-    terms = stacked.terms.values() if _is_term_sum(stacked) else [stacked]
-    if not all(isinstance(term, Average) for term in terms):
-        return None
-    return np.asarray(np.max([np.asarray(term.count) for term in terms], axis=0))
+
+def has_weights(stacked: Any) -> bool:
+    """Whether all that a metric adds up has weights."""
+    return all(_traits_of(type(term)).is_average for term in _terms(stacked))
+
+
+def per_step_weights(stacked: Any) -> np.ndarray:
+    """Read those weights step by step; 0 where a metric has seen nothing, as in a skipped step."""
+    return np.asarray(np.max([np.asarray(term.count) for term in _terms(stacked)], axis=0))
+
+
+def _terms(metric: Any) -> Collection[Any]:
+    return metric.terms.values() if _traits_of(type(metric)).is_term_sum else (metric,)
 
 
 def are_metrics(value: Any) -> bool:
     """Whether a value is metrics by name, as a step returns them."""
-    from clu.metrics import Metric
-
-    return isinstance(value, Mapping) and all(isinstance(m, Metric) for m in value.values())
+    return isinstance(value, Mapping) and all(
+        _traits_of(type(metric)).is_metric for metric in value.values()
+    )
 
 
 def merge_metrics(metrics: Sequence[Mapping[str, "Metric"]]) -> dict[str, Any]:
@@ -126,22 +136,26 @@ def merge_metrics(metrics: Sequence[Mapping[str, "Metric"]]) -> dict[str, Any]:
 
 def _merge_batches(metrics: Sequence[Any]) -> Any:
     if inherits_from_average(metrics[0], "merge"):
-        return jax.tree.map(lambda *leaves: _sum(np.stack(leaves)), *metrics)
+        return jax.tree.map(lambda *leaves: _add(np.stack(leaves)), *metrics)
     return _reduce(metrics)
 
 
 def _merge(stacked: Any) -> Any:
     """Merge a metric over its leading axis."""
     if inherits_from_average(stacked, "merge"):
-        return jax.tree.map(_sum, stacked)
+        return jax.tree.map(_add, stacked)
     count = len(jax.tree.leaves(stacked)[0])
     return _reduce([jax.tree.map(lambda leaf, k=k: leaf[k], stacked) for k in range(count)])
 
 
 def _sum(leaf: Any) -> Any:
-    kind = np.asarray(leaf).dtype.kind
-    with np.errstate(invalid="ignore"):  # infinities of both signs add up to NaN
-        return np.sum(leaf, axis=0, dtype=_SUM_DTYPES.get(kind, np.float64))
+    array = np.asarray(leaf)
+    return np.add.reduce(array, axis=0, dtype=_SUM_DTYPES.get(array.dtype.kind, np.float64))
+
+
+# Infinities of both signs add up to NaN, and a metric that has seen nothing is 0 / 0.
+_quietly = np.errstate(divide="ignore", invalid="ignore")
+_add = _quietly(_sum)
 
 
 def metric_values(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -154,34 +168,51 @@ def metric_values(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, flo
 
 def metric_value(metric: Any) -> Any:
     """Read one metric; NaN if it has seen nothing."""
-    from clu.metrics import Metric
-
+    if isinstance(metric, float | int | np.ndarray):  # read, or a number of a hook
+        return metric
     if inherits_from_average(metric, "compute"):
         return _mean(metric)
-    if isinstance(metric, Metric):
+    if _traits_of(type(metric)).is_metric:
         with allow_transfers("host_to_device"):  # it was merged on the host
             metric = metric.compute()
     return jax.device_get(metric)
 
 
-def _is_term_sum(metric: Any) -> bool:
-    from stepfold.core.metrics import TermSum
-
-    return isinstance(metric, TermSum)
-
-
 def inherits_from_average(metric: Any, method: str) -> bool:
     """Whether a method of a metric just adds or divides totals and weights, as in `Average`."""
-    from clu.metrics import Average
-
-    cls = type(metric)
-    is_average = isinstance(metric, Average) and getattr(cls, method) is getattr(Average, method)
-    return _is_term_sum(metric) or is_average
+    return bool(getattr(_traits_of(type(metric)), method))
 
 
+class _Traits(NamedTuple):
+    """What is known of a class of metrics: what it is, and which methods are those of `Average`."""
+
+    is_metric: bool
+    is_average: bool
+    is_term_sum: bool
+    is_bits: bool
+    merge: bool
+    compute: bool
+
+
+@functools.lru_cache(maxsize=256)  # each log point asks for it, and importing clu takes long
+def _traits_of(cls: type) -> _Traits:
+    from clu.metrics import Average, Metric
+
+    from stepfold.core.metrics import DifferentLeaves, TermSum
+
+    is_sum, is_average = issubclass(cls, TermSum), issubclass(cls, Average)
+    inherits = [
+        is_sum or (is_average and getattr(cls, method) is getattr(Average, method))
+        for method in ("merge", "compute")
+    ]
+    is_bits = issubclass(cls, DifferentLeaves)
+    return _Traits(issubclass(cls, Metric), is_average, is_sum, is_bits, *inherits)
+
+
+@_quietly
 def _mean(metric: Any, add: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
     """Divide totals by weights after adding them up; terms that have seen nothing are left out."""
-    if not _is_term_sum(metric):
+    if not _traits_of(type(metric)).is_term_sum:
         return _divide(add(metric.total), add(metric.count))
     counts = [add(term.count) for term in metric.terms.values()]
     totals = [add(term.total) for term in metric.terms.values()]
@@ -193,8 +224,7 @@ def _mean(metric: Any, add: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
 
 
 def _divide(total: Any, count: Any) -> Any:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.divide(total, count, dtype=np.float64)
+    return np.divide(total, count, dtype=np.float64)
 
 
 def _flatten(name: str, value: Any, values: dict[str, float]) -> None:

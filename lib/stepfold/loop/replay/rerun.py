@@ -17,7 +17,7 @@ from stepfold.core.state import step_of, strengthen
 from stepfold.errors import DataError, refuse
 from stepfold.inspect.compiled import CompiledStep
 from stepfold.loop.data import reread
-from stepfold.loop.metrics import per_step_values, per_step_weights
+from stepfold.loop.metrics import has_values, has_weights, per_step_values, per_step_weights
 from stepfold.loop.replay.bisect import Rows, find_bad_rows, nonfinite_inputs, without_rows
 from stepfold.loop.replay.capsule import Capsule, copy_arrays, read_capsule
 from stepfold.loop.step_runner import StepRunner, unpack
@@ -264,10 +264,11 @@ def _run_step(runner: StepRunner, state: Any, batch: Any) -> tuple[Any, dict[str
     """Run a step; return the state, its scalar metrics, and the names of those it skipped."""
     state, packed = runner(state, [batch])
     [stacked] = unpack([packed])
-    values = {name: per_step_values(metric) for name, metric in stacked.items()}
-    scalars = {n: float(x[0]) for n, x in values.items() if x is not None and x.ndim == 1}
-    weights = {name: per_step_weights(stacked[name]) for name in scalars}
-    return state, scalars, {name for name, w in weights.items() if w is not None and w[0] == 0}
+    values = {name: per_step_values(each) for name, each in stacked.items() if has_values(each)}
+    scalars = {name: float(x[0]) for name, x in values.items() if x.ndim == 1}
+    weighted = [name for name in scalars if has_weights(stacked[name])]
+    skipped = {name for name in weighted if per_step_weights(stacked[name])[0] == 0}
+    return state, scalars, skipped
 
 
 _are_finite = jax.jit(lambda leaves: jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), leaves))
