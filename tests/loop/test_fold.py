@@ -110,24 +110,28 @@ def test_a_checkpoint_of_other_types_is_refused(name, value):
         Run.start(start(), 0, 0, 20).from_checkpoint({**saved, name: value}, start(), 3)
 
 
-MOST_CALLS = 12  # of Python functions of this library, in a step between two log points
+# Of Python functions of this library: in a step between two log points, and more at a log point.
+MOST_CALLS, MOST_CALLS_TO_LOG = 12, 220
 
 
-def test_a_step_makes_few_calls():
-    """A bound that counts, since a time depends on the machine."""
+def test_a_step_and_a_log_point_make_few_calls():
+    """Bounds that count, since a time depends on the machine."""
     calls, library = [0], str(Path(sf.__file__).parent)
 
     def count(frame, event, _):
         calls[0] += event == "call" and frame.f_code.co_filename.startswith(library)
 
-    def cost(steps):
+    def cost(steps, log_every):
         calls[0] = 0
         sys.setprofile(count)
         try:
-            sf.fit(STEP, start(), BATCHES * steps, steps=steps, log_every=1000)
+            sf.fit(STEP, start(), BATCHES * steps, steps=steps, log_every=log_every)
         finally:
             sys.setprofile(None)
         return calls[0]
 
-    cost(20)
-    assert (cost(220) - cost(20)) / 200 <= MOST_CALLS
+    cost(20, 10)
+    a_step = (cost(220, 1000) - cost(20, 1000)) / 200
+    ten_steps = (cost(220, 10) - cost(20, 10)) / 20
+    assert a_step <= MOST_CALLS
+    assert ten_steps - 10 * a_step <= MOST_CALLS_TO_LOG
