@@ -212,13 +212,63 @@ def test_mixes_with_an_abstract_class_of_the_same_members():
     assert int(made.train().state.step) == 2
 
 
-def test_an_object_without_a_member_is_no_trainer():
-    names = {*vars(BaseTrainerProtocol), *BaseTrainerProtocol.__annotations__}
-    members = dict.fromkeys((name for name in names if not name.startswith("_")), print)
-    assert isinstance(types.SimpleNamespace(**members), BaseTrainerProtocol)
+ATTRIBUTES = (
+    *("arguments", "checkpoint_manager", "checkpoint_path", "config", "data_collator"),
+    *("dataloader_eval", "dataloader_train", "dataset_eval", "dataset_train", "dtype"),
+    *("evalu_tracker", "finetune", "max_evaluation_steps", "max_training_steps", "memory_monitor"),
+    *("model_state", "param_dtype", "pruning_module", "scheduler", "state", "state_named_sharding"),
+    *("sharded_evaluation_step_function", "sharded_training_step_function", "state_partition_spec"),
+    *("state_shape", "state_shardings", "timer", "train_tracker", "training_batch_size", "tx"),
+    "wandb_runtime",
+)
+# Those that EasyDeL's "Trainer Protocol Documentation" requires.
+METHODS = (
+    *("train", "evaluate", "save_pretrained"),
+    *("configure_functions", "configure_model", "configure_dataloaders"),
+)
+PROPERTIES_OF_GUIDE = (
+    *("arguments", "dataset_train", "dataset_eval", "model", "_model_state", "dtype"),
+    *("param_dtype", "scheduler", "optimizer"),
+)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [(*ABSTRACT, *PROPERTIES, *ATTRIBUTES), (*METHODS, *PROPERTIES_OF_GUIDE)],
+    ids=["reference", "guide"],
+)
+def test_an_object_with_exactly_the_members_of_a_document_is_a_trainer(members):
+    made = types.SimpleNamespace(**dict.fromkeys(members, print))
+    assert isinstance(made, BaseTrainerProtocol)
     for name in members:
-        others = {other: member for other, member in members.items() if other != name}
+        others = dict.fromkeys({*members} - {name}, print)
         assert not isinstance(types.SimpleNamespace(**others), BaseTrainerProtocol)
+
+
+@pytest.mark.parametrize("names", [tuple(ABSTRACT), METHODS], ids=["reference", "guide"])
+def test_a_subclass_without_a_method_cannot_be_constructed(names):
+    methods = {name: lambda self, *args: None for name in names}
+    methods |= dict.fromkeys({*PROPERTIES, "training_batch_size"} if "eval" in names else (), 1)
+    made = type("Mine", (BaseTrainerProtocol,), methods)()
+    assert isinstance(made, BaseTrainerProtocol)
+    for name in ("train", "configure_model"):
+        rest = {other: method for other, method in methods.items() if other != name}
+        with pytest.raises(sf.ConfigError, match=f"Mine: expected the methods .* none of {name}"):
+            type("Mine", (BaseTrainerProtocol,), rest)()
+
+
+def test_a_method_that_only_the_protocol_has_says_so():
+    mine = type("Mine", (BaseTrainerProtocol,), {name: lambda self: None for name in METHODS})()
+    with pytest.raises(NotImplementedError, match="Mine.on_step_start: expected a method"):
+        mine.on_step_start(None, 1)
+
+
+def test_a_trainer_is_one_by_name_and_by_members():
+    made = trainer(max_steps=1)
+    assert isinstance(made, BaseTrainerProtocol)
+    assert isinstance(
+        trainer(type("Both", (Trainer, BaseTrainerProtocol), {}), max_steps=1), Trainer
+    )
 
 
 @pytest.mark.full

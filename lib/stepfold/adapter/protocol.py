@@ -1,20 +1,77 @@
-"""EasyDeL's trainer protocol, as a runtime-checkable `Protocol`."""
+"""EasyDeL's trainer protocol: the members of a trainer, as two of its documents list them.
 
+The guide "Trainer Protocol" requires few members. The reference of the API requires many, but
+neither `evaluate` nor `log_watchers`. A trainer has to have all members of one of them.
+"""
+
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 from stepfold.adapter.fields import Truncation
+from stepfold.errors import refuse
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-@runtime_checkable
-class BaseTrainerProtocol(Protocol):
-    """Members of a trainer, which `Trainer` describes; `isinstance` checks that all are there.
+def _abstract(method: _F) -> _F:
+    """Make a method that says, if it is called, that its class does not define it."""
 
-    A subclass may define only the members that it needs.
+    @functools.wraps(method)
+    def call(self: Any, *_: Any, **__: Any) -> Any:
+        owner, name = type(self).__name__, method.__name__
+        expected = "a method, since BaseTrainerProtocol only names it"
+        refuse(f"{owner}.{name}", expected, "none", kind=NotImplementedError)
+
+    return call  # type: ignore[return-value]
+
+
+class _Protocol(type(Protocol)):  # type: ignore[misc]
+    """Let `isinstance` accept an object with the members of either document."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if cls is not BaseTrainerProtocol:
+            return bool(super().__instancecheck__(instance))
+        if type.__instancecheck__(cls, instance):
+            return True
+        missing = object()
+        return any(
+            all(inspect.getattr_static(instance, name, missing) is not missing for name in members)
+            for members in (_OF_GUIDE, _OF_REFERENCE)
+        )
+
+
+class BaseTrainerProtocol(Protocol, metaclass=_Protocol):
+    """Members of a trainer, which `Trainer` describes.
+
+    A subclass has to define the methods of the guide or those of the reference; without one of
+    them it cannot be constructed. `isinstance` accepts any object with all members of either.
+
+    Raises:
+      ConfigError: if a subclass lacks methods, with a list of them.
 
     >>> isinstance(object(), BaseTrainerProtocol)
     False
+    >>> class Forgetful(BaseTrainerProtocol):
+    ...     def train(self, model_parameters=None, state=None): ...
+    ...     def evaluate(self, state, metric_calculator=None): ...
+    ...     def save_pretrained(self, ckpt_path, state=None): ...
+    >>> Forgetful()
+    Traceback (most recent call last):
+    ...
+    stepfold.errors.ConfigError: Forgetful: expected the methods of a trainer, got none of config...
     """
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        """Check that a subclass has all methods."""
+        missing = min(
+            (_missing(cls, _METHODS & each) for each in (_OF_GUIDE, _OF_REFERENCE)), key=len
+        )
+        if missing:
+            got = f"none of {', '.join(missing)}"
+            refuse(cls.__name__, "the methods of a trainer", got, "define them")
+        return super().__new__(cls)
 
     arguments: Any
     checkpoint_manager: Any
@@ -43,6 +100,8 @@ class BaseTrainerProtocol(Protocol):
     timer: Any
     train_tracker: Any
     tx: Any
+    optimizer: Any
+    _model_state: Any
 
     @property
     def checkpoint_path(self) -> str | None: ...
@@ -55,37 +114,58 @@ class BaseTrainerProtocol(Protocol):
     @property
     def wandb_runtime(self) -> Any: ...
     @property
+    @_abstract
     def training_batch_size(self) -> int: ...
     @property
+    @_abstract
     def evaluation_batch_size(self) -> int: ...
     @property
+    @_abstract
     def is_process_zero(self) -> bool: ...
     @property
+    @_abstract
     def is_enable(self) -> bool: ...
+    @_abstract
     def initialize_trainer_utils(self) -> None: ...
+    @_abstract
     def configure_model(self) -> Any: ...
+    @_abstract
     def configure_dataloaders(self) -> Any: ...
+    @_abstract
     def configure_functions(self) -> Any: ...
+    @_abstract
     def create_collect_function(
         self, max_sequence_length: int, truncation_mode: Truncation
     ) -> Callable[[Any], Any]: ...
+    @_abstract
     def create_grain_collect_function(
         self, max_sequence_length: int, truncation_mode: Truncation
     ) -> Callable[[Any], Any]: ...
+    @_abstract
     def create_tfds_collect_function(
         self, max_sequence_length: int, truncation_mode: Truncation
     ) -> Callable[[Any], Any]: ...
+    @_abstract
     def create_progress_bar(
         self, total: int | None, desc: str = "", disabled: bool = False
     ) -> Any: ...
+    @_abstract
     def train(self) -> Any: ...
+    @_abstract
     def eval(self, model_state: Any) -> Iterator[dict[str, float]]: ...
+    @_abstract
     def evaluate(self, state: Any = None, metric_calculator: Any = None) -> dict[str, float]: ...
+    @_abstract
     def start_training_hook(self) -> None: ...
+    @_abstract
     def start_evaluation_hook(self) -> None: ...
+    @_abstract
     def on_step_start(self, state: Any, step: int) -> Any: ...
+    @_abstract
     def on_step_end(self, state: Any, metrics: Any, step: int) -> tuple[Any, Any]: ...
+    @_abstract
     def apply_training_hooks(self, metrics: Any) -> Any: ...
+    @_abstract
     def log_metrics(
         self,
         metrics: Mapping[str, float],
@@ -97,13 +177,46 @@ class BaseTrainerProtocol(Protocol):
         log_to_backends: bool = True,
         force_report: bool = False,
     ) -> None: ...
+    @_abstract
     def log_watchers(self, state: Any, step: int) -> Any: ...
+    @_abstract
     def log_weight_distribution(self, state: Any, step: int) -> Any: ...
+    @_abstract
     def compile_aot(self) -> bool: ...
+    @_abstract
     def calculate_number_total_flops(self, params: Any, is_training: bool = True) -> Any: ...
     @staticmethod
+    @_abstract
     def count_model_parameters(prm: Any) -> int: ...
+    @_abstract
     def specs_to_name_sharding(self, tree: Any, mesh: Any = None) -> Any: ...
+    @_abstract
     def save_pretrained(self, state: Any, save_directory: str | None = None) -> Any: ...
+    @_abstract
     def save_information(self, output_path: Any) -> None: ...
+    @_abstract
     def finish(self) -> None: ...
+
+
+_METHODS = {  # and abstract properties
+    name
+    for name, member in vars(BaseTrainerProtocol).items()
+    if hasattr(getattr(member, "fget", member), "__wrapped__")
+}
+_MEMBERS = {name for name in vars(BaseTrainerProtocol) if not name.startswith("_")}
+_OF_REFERENCE = {*_MEMBERS, *BaseTrainerProtocol.__annotations__} - {
+    *("_model_state", "evaluate", "log_watchers", "optimizer")
+}
+_OF_GUIDE = {
+    *("train", "evaluate", "save_pretrained"),
+    *("configure_model", "configure_dataloaders", "configure_functions"),
+    *("arguments", "dataset_train", "dataset_eval", "dtype", "param_dtype"),
+    *("model", "_model_state", "optimizer", "scheduler"),
+}
+
+
+def _missing(cls: type, names: set[str]) -> list[str]:
+    """List the members that a class has from the protocol alone."""
+    of_protocol = vars(BaseTrainerProtocol)
+    own = {name: inspect.getattr_static(cls, name, None) for name in names}
+    return sorted(name for name in names if own[name] is of_protocol[name])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from clu.metrics import Metric
 
 _SAVED_POINTS = 5000  # of each curve in a checkpoint
-_SUM_DTYPES = {"i": np.int64, "u": np.uint64, "b": np.int64}
+_SUM_DTYPES: dict[str, Any] = {"i": np.int64, "u": np.uint64, "b": np.int64}
 
 
 class Interval(NamedTuple):
@@ -98,17 +98,17 @@ def _concatenate(chunks: Sequence[Any]) -> Any:
 
 def has_values(stacked: Any) -> bool:
     """Whether a metric can be read step by step: one of totals and weights, or of bits."""
-    return _traits_of(type(stacked)).is_bits or inherits_from_average(stacked, "compute")
+    return _traits_of(stacked).is_bits or inherits_from_average(stacked, "compute")
 
 
 def per_step_values(stacked: Any) -> np.ndarray:
     """Read such a metric step by step."""
-    return np.asarray(stacked.words if _traits_of(type(stacked)).is_bits else metric_value(stacked))
+    return np.asarray(stacked.words if _traits_of(stacked).is_bits else metric_value(stacked))
 
 
 def has_weights(stacked: Any) -> bool:
     """Whether all that a metric adds up has weights."""
-    return all(_traits_of(type(term)).is_average for term in _terms(stacked))
+    return all(_traits_of(term).is_average for term in _terms(stacked))
 
 
 def per_step_weights(stacked: Any) -> np.ndarray:
@@ -117,13 +117,13 @@ def per_step_weights(stacked: Any) -> np.ndarray:
 
 
 def _terms(metric: Any) -> Collection[Any]:
-    return metric.terms.values() if _traits_of(type(metric)).is_term_sum else (metric,)
+    return metric.terms.values() if _traits_of(metric).is_term_sum else (metric,)
 
 
 def are_metrics(value: Any) -> bool:
     """Whether a value is metrics by name, as a step returns them."""
     return isinstance(value, Mapping) and all(
-        _traits_of(type(metric)).is_metric for metric in value.values()
+        _traits_of(metric).is_metric for metric in value.values()
     )
 
 
@@ -150,7 +150,7 @@ def _merge(stacked: Any) -> Any:
 
 def _sum(leaf: Any) -> Any:
     array = np.asarray(leaf)
-    return np.add.reduce(array, axis=0, dtype=_SUM_DTYPES.get(array.dtype.kind, np.float64))
+    return array.sum(axis=0, dtype=_SUM_DTYPES.get(array.dtype.kind, np.float64))
 
 
 # Infinities of both signs add up to NaN, and a metric that has seen nothing is 0 / 0.
@@ -172,7 +172,7 @@ def metric_value(metric: Any) -> Any:
         return metric
     if inherits_from_average(metric, "compute"):
         return _mean(metric)
-    if _traits_of(type(metric)).is_metric:
+    if _traits_of(metric).is_metric:
         with allow_transfers("host_to_device"):  # it was merged on the host
             metric = metric.compute()
     return jax.device_get(metric)
@@ -180,7 +180,7 @@ def metric_value(metric: Any) -> Any:
 
 def inherits_from_average(metric: Any, method: str) -> bool:
     """Whether a method of a metric just adds or divides totals and weights, as in `Average`."""
-    return bool(getattr(_traits_of(type(metric)), method))
+    return bool(getattr(_traits_of(metric), method))
 
 
 class _Traits(NamedTuple):
@@ -194,8 +194,13 @@ class _Traits(NamedTuple):
     compute: bool
 
 
-@functools.lru_cache(maxsize=256)  # each log point asks for it, and importing clu takes long
-def _traits_of(cls: type) -> _Traits:
+def _traits_of(metric: Any) -> _Traits:
+    cls: Any = type(metric)
+    return _traits_of_class(cls)
+
+
+@functools.lru_cache(maxsize=256)  # each log point asks for them, and importing clu takes long
+def _traits_of_class(cls: type) -> _Traits:
     from clu.metrics import Average, Metric
 
     from stepfold.core.metrics import DifferentLeaves, TermSum
@@ -212,7 +217,7 @@ def _traits_of(cls: type) -> _Traits:
 @_quietly
 def _mean(metric: Any, add: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
     """Divide totals by weights after adding them up; terms that have seen nothing are left out."""
-    if not _traits_of(type(metric)).is_term_sum:
+    if not _traits_of(metric).is_term_sum:
         return _divide(add(metric.total), add(metric.count))
     counts = [add(term.count) for term in metric.terms.values()]
     totals = [add(term.total) for term in metric.terms.values()]
