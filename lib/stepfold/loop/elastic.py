@@ -283,7 +283,7 @@ class Segments:
     def begin(self, run: Run) -> None:
         """Keep what the steps of a segment are about to change."""
         session = self._session
-        self._kept = _Kept(session.describe(run)["fit"], session.feed.position(run.used))
+        self._kept = _Kept(session.describe(run)["fit"], session.feed.position(run.batches_used))
 
     @property
     def has_begun(self) -> bool:

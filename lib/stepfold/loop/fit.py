@@ -316,7 +316,7 @@ def _take_capsule(session: Session, directory: RunDirectory, nonfinite: Nonfinit
     if series is not None:
         series.wait()
     capsule = take_capsule(
-        nonfinite, run.state, session.feed, used=run.used, positions=run.marks,
+        nonfinite, run.state, session.feed, used=run.batches_used, positions=run.marks,
         directory=None if series is None else series.directory,
     )  # fmt: skip
     rollbacks = session.rollbacks.done if session.rollbacks else ()

@@ -121,10 +121,10 @@ def fold_to_the_end(
                 lost = segments.wait(session)
                 has_ended = not lost
                 continue
-            if session.run.back is not None:
-                _go_back(session, directory, segments, session.run.back, more_steps)
+            if session.run.go_back_request is not None:
+                _go_back(session, directory, segments, session.run.go_back_request, more_steps)
             session.fold()
-            has_ended = session.run.back is None
+            has_ended = session.run.go_back_request is None
         except (Exception, Disbanded) as error:
             died = "" if segments is None else segments.leave(error)
             if not died:
@@ -156,7 +156,7 @@ def _go_back(
     if series is None or rollbacks is None:
         return
     session.hooks.flush()  # rows of later steps may still wait in a thread
-    rollback = rollbacks.note(request, run.step, run.used)
+    rollback = rollbacks.note(request, run.step, run.batches_used)
     if segments is not None:
         segments.drop()  # from the note on, only the checkpoint counts
     directory.end_attempt(run.step, Stop("go_back", str(rollback)))

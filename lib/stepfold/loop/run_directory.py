@@ -172,7 +172,7 @@ class RunDirectory:
         if path is None:
             return
         # The checkpoint has the last row; later events may have changed it in the file.
-        step, metrics = run.logged, run.row
+        step, metrics = run.logged, run.last_metrics
         last_row = step - 1 if metrics else step
         for number, row in read_rows(path, until=last_row):
             run.history.add(number, row)

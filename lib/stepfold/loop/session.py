@@ -97,7 +97,7 @@ class Session:
                 hooks.open(self.run.step, self.run.total)
                 for part in self.user_parts:
                     call_optional(part, "open", self.run)
-            mark = self.feed.mark(self.run.step, self.run.used)
+            mark = self.feed.mark(self.run.step, self.run.batches_used)
             self.run = self.run._replace(hooks=hooks.get_state(), marks=(mark,))
             # Each run is the one of this session until the next one.
             for self.run in fold(self.run, self.runner, self.feed, parts, peers):  # noqa: B020
@@ -116,7 +116,7 @@ class Session:
     def _plan(self) -> Plan:
         run, feed, options = self.run, self.feed, self._options
         saves = [] if self.series is None else [self.series.policy, self.series.temporary]
-        first_step = run.step - run.used
+        first_step = run.step - run.batches_used
         # In an elastic run, all wait for the devices at a log point anyway.
         is_exact = self.hooks.needs_exact_state or self.peers.group is not None
         return Plan(
@@ -181,7 +181,7 @@ class Session:
         needs_batches = run.total is None or run.step < run.total
         used = saved.get("batches_used")
         used = self.feed.seek(restored.data, run.step, used, needs_batches=needs_batches)
-        self.run = run._replace(used=used)
+        self.run = run._replace(batches_used=used)
         return run.is_complete
 
     def restart(self) -> None:
@@ -197,7 +197,8 @@ class Session:
         run, feed = self.run, self.feed
         feed.skip(ranges)
         if feed.total is not None:  # the epochs to do are shorter now
-            self.run = run._replace(total=run.step - (run.used - feed.first_used) + feed.total)
+            first_step = run.step - (run.batches_used - feed.first_used)
+            self.run = run._replace(total=first_step + feed.total)
 
     def _restore_parts(self, series: Series) -> Restored:
         """Restore the state, or parts of it if the run that saved it did not."""
