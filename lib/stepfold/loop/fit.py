@@ -46,7 +46,7 @@ from stepfold.loop.recovery import (
     tell_spares,
 )
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
-from stepfold.loop.run import Kind, Request, Run
+from stepfold.loop.run import Kind, Request
 from stepfold.loop.run_directory import RunDirectory
 from stepfold.loop.run_info import read_config, run_metadata
 from stepfold.loop.session import Options, Session
@@ -200,17 +200,13 @@ def fit(
         unless_opened.pop_all()
     session.user_parts, session.parts = user_parts, [directory]
     del state, describe  # so that a restored state can take the memory
-    capsule = None
     with _attach_result(session), needs_all(), _opened(session, directory, segments, all_hooks):
         was_complete = start(session, directory, segments, more_steps, resume=resume is not False)
         show_resume(session, directory.path, all_hooks)
         with report_failed_peer():
             fold_to_the_end(session, directory, segments, more_steps)
-        if (nonfinite := _find_nonfinite(session, all_hooks)) is not None:
-            with directory.stopwatch.measure("capsule"):
-                capsule = _take_capsule(session, directory, nonfinite)
-                session.capsule_path = capsule.path
-    result = _result(session, _stop_reason(session, all_hooks), capsule)
+        _take_capsule(session, directory, all_hooks)
+    result = _make_result(session, _stop_reason(session, all_hooks) or Stop("error", ""))
     raise_signal(session.peers, session.run, result)
     watched.warn_of_unseen(result.history)
     run = session.run
@@ -306,29 +302,38 @@ def _stop_reason(session: Session, hooks: Sequence[Hook]) -> Stop | None:
     if why not in message:
         is_end = kind in ("completed", "exhausted")
         message = f"{why}{', seen when ' if is_end else '; '}{message}"
-    path = session.capsule_path
+    path = None if session.capsule is None else session.capsule.path
     return Stop("nonfinite", message if path is None else f"{message}; see {path}")
 
 
-def _take_capsule(session: Session, directory: RunDirectory, nonfinite: Nonfinite) -> Capsule:
-    """Take the capsule of a step, and write it to the directory of the run."""
+def _take_capsule(session: Session, directory: RunDirectory, hooks: Sequence[Hook]) -> None:
+    """Take the capsule of a step with a NaN or inf, if any, and write it to the run's directory."""
+    if (nonfinite := _find_nonfinite(session, hooks)) is None:
+        return
     run, series = session.run, session.series
-    if series is not None:
-        series.wait()
-    capsule = take_capsule(
-        nonfinite, run.state, session.feed, used=run.batches_used, positions=run.marks,
-        directory=None if series is None else series.directory,
-    )  # fmt: skip
-    rollbacks = session.rollbacks.done if session.rollbacks else ()
-    capsule = replace(capsule, rollbacks=tuple(map(str, rollbacks)))
-    capsule = capsule.with_replacements(run.notes)
-    return save_capsule(capsule, directory.path) if directory.path else capsule
+    with directory.stopwatch.measure("capsule"):
+        if series is not None:
+            series.wait()
+        capsule = take_capsule(
+            nonfinite, run.state, session.feed, used=run.batches_used, positions=run.marks,
+            directory=None if series is None else series.directory,
+        )  # fmt: skip
+        rollbacks = session.rollbacks.done if session.rollbacks else ()
+        capsule = replace(capsule, rollbacks=tuple(map(str, rollbacks)))
+        capsule = capsule.with_replacements(run.notes)
+        session.capsule = save_capsule(capsule, directory.path) if directory.path else capsule
 
 
-def _result(session: Session, stop: Stop | None, capsule: Capsule | None) -> FitResult:
-    run, best = session.run, None if session.series is None else session.series.best_step()
-    stop = stop or Stop("error", "")
-    return FitResult(run.state, run.step, run.history, stop, best, run.resumed, capsule)
+def _make_result(session: Session, stop: Stop, error: BaseException | None = None) -> FitResult:
+    """Return the result so far; with `error`, a failure to make it is a note on that."""
+    run, series, best = session.run, session.series, None
+    try:
+        best = None if series is None else series.best_step()
+    except Exception as failure:
+        if error is None:
+            raise
+        error.add_note(f"the best step is not known: {type(failure).__name__}: {failure}")
+    return FitResult(run.state, run.step, run.history, stop, best, run.resumed, session.capsule)
 
 
 @contextmanager
@@ -337,14 +342,7 @@ def _attach_result(session: Session) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        run: Run = session.run
-        if not session.peers.leaves_at_once and is_available(run.state):
-            stop, best = Stop("error", f"{type(error).__name__}: {error}"), None
-            try:
-                best = None if session.series is None else session.series.best_step()
-            except Exception as failure:  # noqa: BLE001  it must not replace the error
-                error.add_note(f"the best step is not known: {type(failure).__name__}: {failure}")
-            error.result = FitResult(  # type: ignore[attr-defined]
-                run.state, run.step, run.history, stop, best, run.resumed
-            )
+        if not session.peers.leaves_at_once and is_available(session.run.state):
+            stop = Stop("error", f"{type(error).__name__}: {error}")
+            error.result = _make_result(session, stop, error)  # type: ignore[attr-defined]
         raise

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepfold.checkpoint.restore import Restored
@@ -24,6 +23,7 @@ from stepfold.loop.fold import Alone, Part, fold
 from stepfold.loop.hooks.base import HookDispatcher, Stop, call_optional
 from stepfold.loop.parts import BatchSizes, EndEpoch, Evaluate, Log
 from stepfold.loop.plan import Plan
+from stepfold.loop.replay.capsule import Capsule
 from stepfold.loop.rollback import Rollbacks
 from stepfold.loop.run import FORMAT, Kind, Request, Run
 from stepfold.loop.saves import Save
@@ -49,7 +49,7 @@ class Session:
       runner: the step.
       user_parts: parts of the user, done before a save.
       parts: more parts, done after all others.
-      capsule_path: where the capsule of a step that ended the run by a NaN or inf is.
+      capsule: of the step in which a NaN or inf ended the run, once it is taken.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Session:
         self.peers, self._options = peers, options
         self.user_parts: Sequence[Part] = ()
         self.parts: Sequence[Part] = ()
-        self.capsule_path: Path | None = None
+        self.capsule: Capsule | None = None
         self.rollbacks = None if series is None else Rollbacks(series, feed)
         self.run = Run.start(state, step_of(state), feed.first_used, total)
         if series is not None:
