@@ -42,7 +42,7 @@ from stepfold.loop.recovery import (
     open_series,
     read_step,
     show_resume,
-    start,
+    start_or_resume,
     tell_spares,
 )
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
@@ -201,9 +201,11 @@ def fit(
     session.user_parts, session.parts = user_parts, [directory]
     del state, describe  # so that a restored state can take the memory
     with _attach_result(session), needs_all(), _opened(session, directory, segments, all_hooks):
-        was_complete = start(session, directory, segments, more_steps, resume=resume is not False)
+        was_complete = start_or_resume(
+            session, directory, segments, more_steps, resume=resume is not False
+        )
         show_resume(session, directory.path, all_hooks)
-        with report_failed_peer():
+        with report_failed_peer():  # `fold_to_the_end` catches the deaths of processes
             fold_to_the_end(session, directory, segments, more_steps)
         _take_capsule(session, directory, all_hooks)
     result = _make_result(session, _stop_reason(session, all_hooks) or Stop("error", ""))

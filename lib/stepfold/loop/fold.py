@@ -218,8 +218,8 @@ class Alone:
         """Return parts that count how far this process is."""
         return parts
 
-    def start(self, feed: BatchFeed, run: Run) -> None:
-        """Begin a fold with a run; several processes check that they have equally many batches."""
+    def join(self, feed: BatchFeed, run: Run) -> None:
+        """Join the others at the start of a fold, and check that all have equally many batches."""
 
     def pull(self, feed: BatchFeed, run: Run, until: float) -> tuple[Run, list[Any]]:
         """Pull the batches of a call, which goes past no step after `until`; or none."""

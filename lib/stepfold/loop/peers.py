@@ -59,7 +59,7 @@ class Several(Alone):
         # Vote on each pull if a process may have fewer batches.
         self._votes_on_batches = False
 
-    def start(self, feed: BatchFeed, run: Run) -> None:
+    def join(self, feed: BatchFeed, run: Run) -> None:
         self._votes, self._has_event = None, False
         self._pace = self._pace._replace(voted_at=run.step, read_at=None)
         left, total = feed.batches_left(run.batches_used), run.total

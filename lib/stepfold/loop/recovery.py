@@ -61,7 +61,7 @@ def make_peers(segments: Segments | None) -> Alone:
     return Alone() if jax.process_count() == 1 else Several()
 
 
-def start(
+def start_or_resume(
     session: Session,
     directory: RunDirectory,
     segments: Segments | None,
@@ -72,23 +72,23 @@ def start(
     """Resume from a checkpoint if there is one; return whether the run was complete there."""
     series, rollbacks = session.series, session.rollbacks
     if segments is not None:
-        segments.start(session)
+        segments.attach(session)
     if series is None or rollbacks is None or not _has_checkpoint(series):
         if rollbacks is not None:
-            rollbacks.restart()
+            rollbacks.drop_note()
         directory.start(session)
         return False
     if not resume:
         expected = "a directory without checkpoints to start in"
         got = f"steps {', '.join(map(str, series.steps()))} in {series.directory}"
         refuse("resume=False", expected, got, "delete them, or give another directory")
-    rollbacks.resume()
+    rollbacks.load()
     if rollbacks.done:
         session.skip([rollback.skipped for rollback in rollbacks.done])
     with agreement(f"{series.directory}: not resumed", session.peers.group):
-        was_complete = session.restore(series, more_steps)
+        was_complete = session.continue_from_checkpoint(series, more_steps)
     directory.fetch(session)
-    directory.resume(session)
+    directory.continue_from(session)
     return was_complete
 
 
@@ -116,7 +116,7 @@ def fold_to_the_end(
                 segments.repeat(session, lost)
                 lost = ""
                 if not segments.is_spare:
-                    directory.resume(session, segments.losses)
+                    directory.continue_from(session, segments.losses)
             if segments is not None and segments.is_spare:
                 lost = segments.wait(session)
                 has_ended = not lost
@@ -162,9 +162,9 @@ def _go_back(
     directory.end_attempt(run.step, Stop("go_back", str(rollback)))
     del run  # so that the restored state can take the memory
     rollbacks.delete_later()
-    session.restore(series, more_steps)
+    session.continue_from_checkpoint(series, more_steps)
     session.skip([rollback.skipped])
-    directory.resume(session, [] if segments is None else segments.losses)
+    directory.continue_from(session, [] if segments is None else segments.losses)
 
 
 def _has_checkpoint(series: Series) -> bool:

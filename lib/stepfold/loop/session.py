@@ -76,7 +76,7 @@ class Session:
     def fold(self) -> None:
         """Fold to the end, or until the run goes back; save before an exception propagates."""
         run, peers = self.run, self.peers
-        peers.start(self.feed, run)
+        peers.join(self.feed, run)
         if run.is_complete and run.total is not None and run.step >= run.total:
             message = f"step {run.step} of {run.total} was done before"
             self.run = run.ask(Request(Kind.END, run.step, Stop("already_completed", message)))
@@ -144,7 +144,7 @@ class Session:
 
     # Where a run continues from
 
-    def restore(self, series: Series, more_steps: int | None = None) -> bool:
+    def continue_from_checkpoint(self, series: Series, more_steps: int | None = None) -> bool:
         """Continue from the newest good checkpoint; return whether the run was complete there."""
         self.peers.move(Position.RESTORE, self.run.step)
         restored = self._restore_parts(series)
@@ -184,11 +184,11 @@ class Session:
         self.run = run._replace(batches_used=used)
         return run.is_complete
 
-    def restart(self) -> None:
-        """Continue from the newest checkpoint, as another job would that resumes the run."""
+    def continue_as_resumed(self) -> None:
+        """Continue as another job would that resumes the run, without the batches it skipped."""
         if self.series is not None and self.rollbacks is not None:
-            self.rollbacks.resume()
-            self.restore(self.series)
+            self.rollbacks.load()
+            self.continue_from_checkpoint(self.series)
             if self.rollbacks.done:  # the last of them may be new
                 self.skip([rollback.skipped for rollback in self.rollbacks.done])
 
