@@ -90,6 +90,16 @@ def test_an_exception_leaves_the_run_before_the_part_and_earlier_runs_as_they_we
     assert (seen[0].step, seen[0].state, seen[0].notes) == (1, 0.0, ())
 
 
+def test_a_note_is_of_its_step():
+    run = Run.start(0.0, 3, 3, 20).note("halved").note("weights of a mixture", "weights")
+    assert run.has_note()
+    assert run.has_note("halved")
+    assert run.has_note("weights of a mixture", "weights")
+    assert not run.has_note("doubled")
+    assert not run._replace(step=4).has_note()
+    assert not run._replace(step=4).has_note("halved")
+
+
 def test_a_step_changes_the_fields_that_it_names():
     run = Run.start(0.0, 3, 3, 20).note("rates halved")
     after = run.after(1.0, {"loss": 2.0}, BATCHES[:2])

@@ -61,14 +61,13 @@ class Part(Protocol):
     also have `open(run)`, called before the first step, and `close()`. Both are called again if the
     run goes back or repeats steps.
 
-    >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
+    >>> import math, jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> class Halve:
-    ...     name = "halving"
+    ...     name, steps = "halving", [5, 10]
     ...     def next(self, run):
-    ...         return run.step + 5 - run.step % 5
+    ...         return min((step for step in self.steps if step > run.step), default=math.inf)
     ...     def is_due(self, run):
-    ...         is_done = [note[0] for note in run.notes[-1:]] == [run.step]
-    ...         return run.step % 5 == 0 and not run.is_at_start and not is_done
+    ...         return run.step in self.steps and not run.has_note("halved")
     ...     def __call__(self, run):
     ...         halved = run.state._replace(params=0.5 * run.state.params)
     ...         return run._replace(state=halved).note("halved")

@@ -257,6 +257,11 @@ class Run(NamedTuple):
         """Note that the state, or the weights of a mixture, were replaced."""
         return self._replace(notes=(*self.notes[1 - _MAX_NOTES :], [self.step, *note]))
 
+    def has_note(self, *note: Any) -> bool:
+        """Whether a note that begins so was made at this step; without arguments, any note."""
+        expected = [self.step, *note]
+        return any(each[: len(expected)] == expected for each in self.notes)
+
     # Requests
 
     def ask(self, *requests: Request) -> "Run":

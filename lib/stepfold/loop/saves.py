@@ -192,8 +192,7 @@ class Save:
         if not run.is_at_start or is_promoted or is_start:
             return "state"
         # A resume replays the events that have replaced the state since the checkpoint.
-        is_replaced = [note[0] for note in run.notes[-1:]] == [run.step]
-        has_news = run.resumed is not None and run.has_news and not is_replaced
+        has_news = run.resumed is not None and run.has_news and not run.has_note()
         return "metadata" if has_news else None
 
     def _warn_of_time(self, run: Run) -> None:
