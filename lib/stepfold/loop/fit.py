@@ -179,19 +179,11 @@ def fit(
             run_metadata, state, batches, arguments, evaluations, checkpoints, config
         )
         all_hooks += directory.make_hooks(all_hooks, describe, series)
-        if not any(getattr(hook, "shows_progress", False) for hook in user_hooks):
-            all_hooks.append(DefaultProgress())
-        dispatcher = HookDispatcher(
-            all_hooks,
-            directory.stopwatch,
-            opened=None if config is None else partial(write_config, user_hooks, config),
-            check=watched.check if watched.unseen else None,
-        )
         session = Session(
             runner,
             state,
             feed,
-            dispatcher,
+            _make_dispatcher(all_hooks, user_hooks, directory, config, watched),
             series,
             make_peers(segments),
             Options(evaluations, log_every, directory.metrics_path is None, restored_parts),
@@ -200,24 +192,16 @@ def fit(
         unless_opened.pop_all()
     session.user_parts, session.parts = user_parts, [directory]
     del state, describe  # so that a restored state can take the memory
-    with _attach_result(session), needs_all(), _opened(session, directory, segments, all_hooks):
-        was_complete = start_or_resume(
-            session, directory, segments, more_steps, resume=resume is not False
-        )
-        show_resume(session, directory.path, all_hooks)
+    with _attach_result(session), needs_all(), _opened(session, directory, segments):
+        was_complete = start_or_resume(session, directory, segments, more_steps, resume)
+        show_resume(session, directory.path)
         with report_failed_peer():  # `fold_to_the_end` catches the deaths of processes
             fold_to_the_end(session, directory, segments, more_steps)
-        _take_capsule(session, directory, all_hooks)
-    result = _make_result(session, _stop_reason(session, all_hooks) or Stop("error", ""))
+        _take_capsule(session, directory)
+    result = _make_result(session, _stop_reason(session) or Stop("error", ""))
     raise_signal(session.peers, session.run, result)
     watched.warn_of_unseen(result.history)
-    run = session.run
-    if result.steps == run.first_step and (was_complete or run.resumed is None):
-        warnings.warn(
-            f"nothing was trained: {result.stop_reason}; give more_steps=…, a larger steps=…, more "
-            "batches, or another directory",
-            stacklevel=2,
-        )
+    _warn_if_untrained(session, result, was_complete=was_complete)
     return result
 
 
@@ -260,16 +244,31 @@ class FitResult(NamedTuple):
         )
 
 
+def _make_dispatcher(
+    hooks: Sequence[Hook],
+    user_hooks: Sequence[Hook],
+    directory: RunDirectory,
+    config: Any,
+    watched: WatchedMetrics,
+) -> HookDispatcher:
+    """Return what calls all hooks, with one that shows progress unless the user gives one."""
+    shows_progress = any(getattr(hook, "shows_progress", False) for hook in user_hooks)
+    return HookDispatcher(
+        [*hooks, *([] if shows_progress else [DefaultProgress()])],
+        directory.stopwatch,
+        opened=None if config is None else partial(write_config, user_hooks, config),
+        check=watched.check if watched.unseen else None,
+    )
+
+
 @contextmanager
-def _opened(
-    session: Session, directory: RunDirectory, segments: Segments | None, hooks: Sequence[Hook]
-) -> Iterator[None]:
+def _opened(session: Session, directory: RunDirectory, segments: Segments | None) -> Iterator[None]:
     """Open what belongs to the run, and close it in reverse order, however the run ends."""
-    series, peers = session.series, session.peers
+    series, peers, hooks = session.series, session.peers, session.hooks.hooks
     with ExitStack() as stack:
         if series is not None:
             stack.callback(series.close)  # even if another run holds the lock
-        ended = lambda: (session.run, _stop_reason(session, hooks))
+        ended = lambda: (session.run, _stop_reason(session))
         lose = lambda stop: peers.notify(Request(Kind.CORRUPTION, 0, stop))
         stack.enter_context(directory.lock(lose, ended))
         for hook in hooks:
@@ -287,16 +286,16 @@ def _opened(
         yield
 
 
-def _find_nonfinite(session: Session, hooks: Sequence[Hook]) -> Nonfinite | None:
+def _find_nonfinite(session: Session) -> Nonfinite | None:
     if not session.run.marks:  # hooks were not opened, and may have the result of an earlier run
         return None
-    results = [getattr(hook, "found", None) for hook in hooks if may_stop(hook)]
+    results = [getattr(hook, "found", None) for hook in session.hooks.hooks if may_stop(hook)]
     return next((result for result in results if isinstance(result, Nonfinite)), None)
 
 
-def _stop_reason(session: Session, hooks: Sequence[Hook]) -> Stop | None:
+def _stop_reason(session: Session) -> Stop | None:
     """Return why the run stopped; only corruption takes precedence over a NaN or inf."""
-    nonfinite, stop = _find_nonfinite(session, hooks), session.run.stop
+    nonfinite, stop = _find_nonfinite(session), session.run.stop
     if nonfinite is None or stop is None or stop.kind == "corrupt":
         return stop
     why = f"{nonfinite.metric} is {nonfinite.metrics[nonfinite.metric]} in step {nonfinite.step}"
@@ -308,9 +307,9 @@ def _stop_reason(session: Session, hooks: Sequence[Hook]) -> Stop | None:
     return Stop("nonfinite", message if path is None else f"{message}; see {path}")
 
 
-def _take_capsule(session: Session, directory: RunDirectory, hooks: Sequence[Hook]) -> None:
+def _take_capsule(session: Session, directory: RunDirectory) -> None:
     """Take the capsule of a step with a NaN or inf, if any, and write it to the run's directory."""
-    if (nonfinite := _find_nonfinite(session, hooks)) is None:
+    if (nonfinite := _find_nonfinite(session)) is None:
         return
     run, series = session.run, session.series
     with directory.stopwatch.measure("capsule"):
@@ -348,3 +347,13 @@ def _attach_result(session: Session) -> Iterator[None]:
             stop = Stop("error", f"{type(error).__name__}: {error}")
             error.result = _make_result(session, stop, error)  # type: ignore[attr-defined]
         raise
+
+
+def _warn_if_untrained(session: Session, result: FitResult, *, was_complete: bool) -> None:
+    run = session.run
+    if result.steps == run.first_step and (was_complete or run.resumed is None):
+        warnings.warn(
+            f"nothing was trained: {result.stop_reason}; give more_steps=…, a larger steps=…, more "
+            "batches, or another directory",
+            stacklevel=3,
+        )

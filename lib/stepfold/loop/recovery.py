@@ -15,7 +15,7 @@ from stepfold.core.processes import Disbanded, Group, agreement, broadcast_from_
 from stepfold.errors import StepfoldError, refuse
 from stepfold.loop.elastic import Elastic, Segments, Survivors
 from stepfold.loop.fold import Alone
-from stepfold.loop.hooks.base import GoBack, Hook, Stop
+from stepfold.loop.hooks.base import GoBack, Stop
 from stepfold.loop.hooks.progress import progress
 from stepfold.loop.peers import Several
 from stepfold.loop.run import Kind
@@ -66,8 +66,7 @@ def start_or_resume(
     directory: RunDirectory,
     segments: Segments | None,
     more_steps: int | None,
-    *,
-    resume: bool,
+    resume: bool | Sequence[str],
 ) -> bool:
     """Resume from a checkpoint if there is one; return whether the run was complete there."""
     series, rollbacks = session.series, session.rollbacks
@@ -78,7 +77,7 @@ def start_or_resume(
             rollbacks.drop_note()
         directory.start(session)
         return False
-    if not resume:
+    if resume is False:
         expected = "a directory without checkpoints to start in"
         got = f"steps {', '.join(map(str, series.steps()))} in {series.directory}"
         refuse("resume=False", expected, got, "delete them, or give another directory")
@@ -92,11 +91,11 @@ def start_or_resume(
     return was_complete
 
 
-def show_resume(session: Session, run_dir: Any, hooks: Sequence[Hook]) -> None:
+def show_resume(session: Session, run_dir: Any) -> None:
     """Let hooks that show progress say from where the run resumes."""
     step, series = session.run.resumed, session.series
     if step is not None and series is not None:
-        for hook in hooks:
+        for hook in session.hooks.hooks:
             if isinstance(hook, progress):
                 hook.show_resume(step, run_dir or series.directory)
 
