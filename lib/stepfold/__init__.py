@@ -41,7 +41,7 @@ from stepfold.loop.elastic import Elastic
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.fit import FitResult, fit
 from stepfold.loop.fold import iterate
-from stepfold.loop.hooks.base import Event, GoBack, Replace, Reweight, Stop
+from stepfold.loop.hooks.base import BaseHook, Event, GoBack, Replace, Reweight, Stop
 from stepfold.loop.hooks.performance import memory_use, profile, stragglers, throughput
 from stepfold.loop.hooks.progress import progress
 from stepfold.loop.hooks.stop import (
@@ -73,6 +73,7 @@ from stepfold.sharding.topology import devices_of
 __version__ = "0.1.0"
 
 __all__ = [
+    "BaseHook",
     "Capsule",
     "CheckpointError",
     "Checkpoints",

@@ -73,8 +73,8 @@ class CutSegments(Segments):
     def devices(self):
         return self._left
 
-    def start(self, session):
-        super().start(session)
+    def attach(self, session):
+        super().attach(session)
         self._is_due, self._is_in_event, peers = False, False, session.peers
         settle, hear, dispatch = peers.settle, peers.hear, session.hooks.dispatch
 

@@ -456,7 +456,7 @@ class OwnPart:
 
     def __call__(self, run):
         self.last = run.step
-        self.seen.append((run.step, run.used))
+        self.seen.append((run.step, run.batches_used))
         return run
 
 

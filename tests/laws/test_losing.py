@@ -151,7 +151,7 @@ KEEP = Segments.keep
         (Segments, "repeat", steps_are_not_repeated),
         (Segments, "repeat", state_of_hooks_is_not_restored),
         (Segments, "repeat", open_interval_is_lost),
-        (RunDirectory, "resume", rows_are_not_dropped),
+        (RunDirectory, "continue_from", rows_are_not_dropped),
         (Segments, "keep", copy_is_of_another_step),
     ],
 )

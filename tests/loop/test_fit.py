@@ -504,6 +504,20 @@ def test_an_interruption_while_a_capsule_is_taken_has_the_result(monkeypatch):
     assert caught.value.result.capsule.step == 3
 
 
+def test_a_capsule_is_on_the_result_of_an_error_after_it_was_taken():
+    def hook(event):
+        pass
+
+    def close():
+        raise ValueError("of the hook")
+
+    hook.close = close
+    with pytest.raises(ValueError, match="of the hook") as caught:
+        learn(hooks=hook)
+    assert caught.value.result.capsule.step == 3
+    assert caught.value.result.stop_reason == ("error", "ValueError: of the hook")
+
+
 # How long a run is
 
 

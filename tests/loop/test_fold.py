@@ -48,7 +48,7 @@ def runs(part, *, total=None, steps_per_call=1):
 def test_a_run_is_folded_until_its_batches_end():
     part = EveryThird()
     *_, last = runs(part)
-    assert (last.step, last.used, last.state) == (12, 12, sum(range(12)))
+    assert (last.step, last.batches_used, last.state) == (12, 12, sum(range(12)))
     assert (last.stop.kind, last.is_complete) == ("exhausted", True)
     assert part.seen == [3, 6, 9, 12]
     assert [step for step, _ in last.notes] == part.seen
@@ -90,14 +90,64 @@ def test_an_exception_leaves_the_run_before_the_part_and_earlier_runs_as_they_we
     assert (seen[0].step, seen[0].state, seen[0].notes) == (1, 0.0, ())
 
 
+def test_a_note_is_of_its_step():
+    run = Run.start(0.0, 3, 3, 20).note("halved").note("weights of a mixture", "weights")
+    assert run.has_note()
+    assert run.has_note("halved")
+    assert run.has_note("weights of a mixture", "weights")
+    assert not run.has_note("doubled")
+    assert not run._replace(step=4).has_note()
+    assert not run._replace(step=4).has_note("halved")
+
+
+def test_a_step_changes_the_fields_that_it_names():
+    run = Run.start(0.0, 3, 3, 20).note("rates halved")
+    after = run.after(1.0, {"loss": 2.0}, BATCHES[:2])
+    changed = {
+        name: value for name, value in after._asdict().items() if getattr(run, name) != value
+    }
+    assert (after.current.calls, changed.pop("current")) == ([{"loss": 2.0}], after.current)
+    assert changed == {"state": 1.0, "step": 5, "batches_used": 5, "batch": BATCHES[1]}
+    done = run._replace(is_complete=True).after(1.0, {}, BATCHES[:1])
+    assert not done.is_complete
+
+
 def test_a_run_is_the_same_after_a_checkpoint():
-    run = Run.start(start(), 0, 0, 20)._replace(step=7, used=7, row={"train/loss": 1.0}, logged=5)
+    run = Run.start(start(), 0, 0, 20)._replace(
+        step=7, batches_used=7, last_metrics={"train/loss": 1.0}, logged=5
+    )
     run = run.log(7, {"train/loss": 0.5}).note("rates halved")
     run = run.ask(Request(Kind.STOP, 9, sf.Stop("hook", "enough"), by_hook=True))
     saved = run.to_checkpoint()
     again = Run.start(start(), 0, 0, 20).from_checkpoint(saved, run.state, 7)
     assert again.to_checkpoint() == {**saved, "total": 20}
     assert again.requests.due(9) == run.requests.due(9)
+
+
+def test_a_checkpoint_keeps_its_names():
+    """A run reads what an earlier version of stepfold saved in this format."""
+    saved = {
+        "format": 3,
+        "total": 20,
+        "batches_used": 8,
+        "history": {},
+        "hooks": [],
+        "stop": None,
+        "epoch_ended_at": 4,
+        "logged_step": 6,
+        "began": 1,
+        "is_complete": False,
+        "evaluated": {"eval": 5},
+        "logged_metrics": {"train/loss": 0.5},
+        "hyperparams": {},
+        "buffer": {"chunks": [], "values": None, "closed": []},
+        "replacements": [[3, "rates halved"]],
+    }
+    run = Run.start(start(), 0, 0, 20).from_checkpoint(saved, start(), 7)
+    assert (run.epoch_ended, run.logged, run.began, run.evaluated) == (4, 6, 1, {"eval": 5})
+    assert (run.last_metrics, run.notes) == ({"train/loss": 0.5}, ([3, "rates halved"],))
+    again = run._replace(batches_used=8).to_checkpoint()  # which the batches know
+    assert again == saved
 
 
 @pytest.mark.parametrize(

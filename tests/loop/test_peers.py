@@ -16,7 +16,7 @@ from stepfold.loop import peers as peers_module
 from stepfold.loop.fold import Alone, WaitInterrupted
 from stepfold.loop.hooks.base import GoBack, Stop
 from stepfold.loop.peers import Several
-from stepfold.loop.run import Kind, Request, Requests, Run, of_hook
+from stepfold.loop.run import Kind, Request, Requests, Run, make_hook_request
 from stepfold.loop.signals import Signals
 
 
@@ -105,25 +105,30 @@ def test_waiting_is_interrupted(number):
 def test_the_highest_request_that_is_due_comes_first():
     requests = Requests().add(
         Request(Kind.SAVE),
-        of_hook(Stop("corrupt", "a leaf differs"), 20, 24),
-        of_hook(GoBack(why="a spike"), 10, 14),
-        of_hook(Stop("hook", "flat"), 10, 14),
+        make_hook_request(Stop("corrupt", "a leaf differs"), 20, 24),
+        make_hook_request(GoBack(why="a spike"), 10, 14),
+        make_hook_request(Stop("hook", "flat"), 10, 14),
     )
     kinds = [requests.due(step).kind for step in (9, 10, 13, 14, 20)]
     assert kinds == [Kind.SAVE, Kind.GO_BACK, Kind.GO_BACK, Kind.STOP, Kind.CORRUPTION]
 
 
 def test_the_first_request_of_a_kind_counts_until_it_is_done():
-    requests = Requests().add(*(of_hook(Stop("hook", why), 10, 10) for why in ("first", "second")))
+    requests = Requests().add(
+        *(make_hook_request(Stop("hook", why), 10, 10) for why in ("first", "second"))
+    )
     assert requests.due(10).reason.message == "first"
-    assert requests.done(Kind.STOP).due(10) is None
+    assert requests.without(Kind.STOP).due(10) is None
 
 
 def test_going_back_forgets_what_hooks_asked_for_and_nothing_else():
     lost = Request(Kind.STOP, 0, Stop("error", "the lock was lost"))
-    for first in (of_hook(GoBack(), 10, 10), of_hook(Stop("hook", "flat"), 10, 10)):
+    for first in (
+        make_hook_request(GoBack(), 10, 10),
+        make_hook_request(Stop("hook", "flat"), 10, 10),
+    ):
         requests = Requests().add(first, lost, Request(Kind.SIGNAL, 0, signal.SIGTERM))
-        assert {request.kind for request in requests.of_process()} == {Kind.STOP, Kind.SIGNAL}
+        assert {request.kind for request in requests.carried_over()} == {Kind.STOP, Kind.SIGNAL}
 
 
 # Votes of several processes
@@ -149,7 +154,7 @@ def others(monkeypatch):
 def agreed_on(stop):
     peers, run = Several(), at(1)
     if stop is not None:
-        run = peers.ask(run, of_hook(stop, 1, 1))
+        run = peers.ask(run, make_hook_request(stop, 1, 1))
     request = peers.settle(run).requests.due(1)
     return request and request.reason
 
@@ -166,7 +171,7 @@ def test_several_processes_stop_if_one_has_a_reason_or_is_signalled(others):
 def test_corruption_in_one_process_outranks_a_spike_in_another(others):
     others[0][1] = Kind.CORRUPTION
     peers = Several()
-    run = peers.settle(peers.ask(at(1), of_hook(GoBack(why="a spike"), 1, 1)))
+    run = peers.settle(peers.ask(at(1), make_hook_request(GoBack(why="a spike"), 1, 1)))
     assert run.requests.due(1).kind is Kind.CORRUPTION
 
 

@@ -187,18 +187,18 @@ def runs(start, folder, events, options):
     before(bucket.BucketStore, "_write_stream", lambda _, name, __: f"write {name.split('-')[0]}")
     before(Rollbacks, "delete_later", lambda *_: "delete")
     before(Rollbacks, "_write", lambda *_: "note")
-    before(Session, "restore", lambda *_: "restore")
+    before(Session, "continue_from_checkpoint", lambda *_: "restore")
     before(Session, "fold", lambda *_: "run")
     before(RunDirectory, "lock", lambda *_: "lock")
-    before(Segments, "start", lambda *_: "start")
-    restore = Session.restore
+    before(Segments, "attach", lambda *_: "start")
+    restore = Session.continue_from_checkpoint
 
     def restore_and_die(*args, **options):
         result = restore(*args, **options)
         at("restored")
         return result
 
-    Session.restore = restore_and_die
+    Session.continue_from_checkpoint = restore_and_die
     mutant = options.get("mutant")
     if mutant == "rows twice":
         keep = Keep.__call__

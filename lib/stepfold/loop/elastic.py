@@ -235,7 +235,7 @@ class Segments:
             raise Disbanded(dead)
         return state
 
-    def start(self, session: Session) -> None:
+    def attach(self, session: Session) -> None:
         """Divide the batches by the plan, and let checkpoints be saved by the group."""
         self._met, self._session = self.group, session
         session.parts = [*session.parts, Keep(self)]
@@ -283,7 +283,7 @@ class Segments:
     def begin(self, run: Run) -> None:
         """Keep what the steps of a segment are about to change."""
         session = self._session
-        self._kept = _Kept(session.describe(run)["fit"], session.feed.position(run.used))
+        self._kept = _Kept(session.describe(run)["fit"], session.feed.position(run.batches_used))
 
     @property
     def has_begun(self) -> bool:
@@ -325,7 +325,7 @@ class Segments:
             is_repeated = True
             session.continue_from(self._restored(self._copy, self._kept), "memory")
         else:
-            self._restart(session, lost, lacking)
+            self._continue_from_checkpoint(session, lost, lacking)
         loss = {
             "lost": lost,
             "at": was_at,
@@ -368,7 +368,7 @@ class Segments:
         if session.series is not None:
             session.series.join(self.group, lost=lost)
 
-    def _restart(self, session: Session, lost: str, lacking: str | None) -> None:
+    def _continue_from_checkpoint(self, session: Session, lost: str, lacking: str | None) -> None:
         """Continue from the newest checkpoint."""
         if session.series is None or self._copy is None:
             expected = f"a copy of {lacking} in the processes that are left, or checkpoints"
@@ -377,7 +377,7 @@ class Segments:
         session.run = session.run._replace(state=self._copy.like(self.plan))
         self.drop()
         try:
-            session.restart()
+            session.continue_as_resumed()
         except CheckpointError as error:
             advice = "replicas=1 keeps a copy, sf.Checkpoints(at_start=True) saves it first"
             error.add_note(f"{lost}, and with it {lacking}: {advice}")

@@ -46,13 +46,13 @@ class Ending:
             run = run.close_interval()
         run = yield from complete(self._events[0], run)
         run = self._go_back(peers.conclude(run))
-        if run.back is not None:
+        if run.go_back_request is not None:
             return run
         if run.is_complete and not run.requests.has(Kind.ERROR):
             run = yield from self._finish(run)
         else:
             run = yield from self._leave(run._replace(is_complete=False))
-        if peers.group is not None and run.back is None:
+        if peers.group is not None and run.go_back_request is None:
             self._save.wait()
             run = peers.meet(run)
         return run
@@ -62,10 +62,10 @@ class Ending:
         if not run.is_interrupted:
             run = yield from self._log(run)
             run = self._go_back(self._peers.conclude(run))
-            if run.back is not None:
+            if run.go_back_request is not None:
                 return run
         if not run.is_interrupted:
-            run = self._peers.done(run, Kind.STOP)
+            run = self._peers.withdraw(run, Kind.STOP)
         run = run._replace(is_complete=not run.is_interrupted)
         yield run
         return self._save.save(run)
@@ -97,9 +97,9 @@ class Ending:
         request = run.requests.get(Kind.GO_BACK)
         if request is None or run.is_interrupted:
             return run
-        others = run.requests.done(Kind.GO_BACK, Kind.END).due(run.step)
+        others = run.requests.without(Kind.GO_BACK, Kind.END).due(run.step)
         if others is not None and others.kind > Kind.GO_BACK:
-            return self._peers.done(run, Kind.GO_BACK)
+            return self._peers.withdraw(run, Kind.GO_BACK)
         if self._rollbacks is None:
             expected = "checkpoints=… for a hook that lets the run go back"
             advice = f"give sf.Checkpoints(every=…): {request.reason.why}"
@@ -108,9 +108,9 @@ class Ending:
         if isinstance(target, Stop):
             kind = Kind.END if run.is_complete else Kind.STOP
             stop = target._replace(message=f"{target.message}; stopped at step {run.step}")
-            run = self._peers.done(run, Kind.GO_BACK, Kind.END)
+            run = self._peers.withdraw(run, Kind.GO_BACK, Kind.END)
             return run.ask(Request(kind, run.step, stop if run.is_complete else target))
-        return run._replace(back=request.reason._replace(to=target))
+        return run._replace(go_back_request=request.reason._replace(to=target))
 
 
 def rescue(
@@ -130,7 +130,7 @@ def rescue(
         explanation = runner.explain(error)
         if explanation is not None:
             raise explanation from error
-    elif peers.is_alone and not feed.has_position(run.used):
+    elif peers.is_alone and not feed.has_position(run.batches_used):
         error.add_note(
             f"step {run.step} was not saved, since the batches are ahead of it and cannot go "
             "back: a resume starts from the previous checkpoint"

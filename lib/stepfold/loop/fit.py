@@ -42,11 +42,11 @@ from stepfold.loop.recovery import (
     open_series,
     read_step,
     show_resume,
-    start,
+    start_or_resume,
     tell_spares,
 )
 from stepfold.loop.replay.capsule import Capsule, save_capsule, take_capsule
-from stepfold.loop.run import Kind, Request, Run
+from stepfold.loop.run import Kind, Request
 from stepfold.loop.run_directory import RunDirectory
 from stepfold.loop.run_info import read_config, run_metadata
 from stepfold.loop.session import Options, Session
@@ -179,19 +179,11 @@ def fit(
             run_metadata, state, batches, arguments, evaluations, checkpoints, config
         )
         all_hooks += directory.make_hooks(all_hooks, describe, series)
-        if not any(getattr(hook, "shows_progress", False) for hook in user_hooks):
-            all_hooks.append(DefaultProgress())
-        dispatcher = HookDispatcher(
-            all_hooks,
-            directory.stopwatch,
-            opened=None if config is None else partial(write_config, user_hooks, config),
-            check=watched.check if watched.unseen else None,
-        )
         session = Session(
             runner,
             state,
             feed,
-            dispatcher,
+            _make_dispatcher(all_hooks, user_hooks, directory, config, watched),
             series,
             make_peers(segments),
             Options(evaluations, log_every, directory.metrics_path is None, restored_parts),
@@ -200,26 +192,16 @@ def fit(
         unless_opened.pop_all()
     session.user_parts, session.parts = user_parts, [directory]
     del state, describe  # so that a restored state can take the memory
-    capsule = None
-    with _attach_result(session), needs_all(), _opened(session, directory, segments, all_hooks):
-        was_complete = start(session, directory, segments, more_steps, resume=resume is not False)
-        show_resume(session, directory.path, all_hooks)
-        with report_failed_peer():
+    with _attach_result(session), needs_all(), _opened(session, directory, segments):
+        was_complete = start_or_resume(session, directory, segments, more_steps, resume)
+        show_resume(session, directory.path)
+        with report_failed_peer():  # `fold_to_the_end` catches the deaths of processes
             fold_to_the_end(session, directory, segments, more_steps)
-        if (nonfinite := _find_nonfinite(session, all_hooks)) is not None:
-            with directory.stopwatch.measure("capsule"):
-                capsule = _take_capsule(session, directory, nonfinite)
-                session.capsule_path = capsule.path
-    result = _result(session, _stop_reason(session, all_hooks), capsule)
+        _take_capsule(session, directory)
+    result = _make_result(session, _stop_reason(session) or Stop("error", ""))
     raise_signal(session.peers, session.run, result)
     watched.warn_of_unseen(result.history)
-    run = session.run
-    if result.steps == run.first_step and (was_complete or run.resumed is None):
-        warnings.warn(
-            f"nothing was trained: {result.stop_reason}; give more_steps=…, a larger steps=…, more "
-            "batches, or another directory",
-            stacklevel=2,
-        )
+    _warn_if_untrained(session, result, was_complete=was_complete)
     return result
 
 
@@ -262,16 +244,31 @@ class FitResult(NamedTuple):
         )
 
 
+def _make_dispatcher(
+    hooks: Sequence[Hook],
+    user_hooks: Sequence[Hook],
+    directory: RunDirectory,
+    config: Any,
+    watched: WatchedMetrics,
+) -> HookDispatcher:
+    """Return what calls all hooks, with one that shows progress unless the user gives one."""
+    shows_progress = any(getattr(hook, "shows_progress", False) for hook in user_hooks)
+    return HookDispatcher(
+        [*hooks, *([] if shows_progress else [DefaultProgress()])],
+        directory.stopwatch,
+        opened=None if config is None else partial(write_config, user_hooks, config),
+        check=watched.check if watched.unseen else None,
+    )
+
+
 @contextmanager
-def _opened(
-    session: Session, directory: RunDirectory, segments: Segments | None, hooks: Sequence[Hook]
-) -> Iterator[None]:
+def _opened(session: Session, directory: RunDirectory, segments: Segments | None) -> Iterator[None]:
     """Open what belongs to the run, and close it in reverse order, however the run ends."""
-    series, peers = session.series, session.peers
+    series, peers, hooks = session.series, session.peers, session.hooks.hooks
     with ExitStack() as stack:
         if series is not None:
             stack.callback(series.close)  # even if another run holds the lock
-        ended = lambda: (session.run, _stop_reason(session, hooks))
+        ended = lambda: (session.run, _stop_reason(session))
         lose = lambda stop: peers.notify(Request(Kind.CORRUPTION, 0, stop))
         stack.enter_context(directory.lock(lose, ended))
         for hook in hooks:
@@ -289,16 +286,16 @@ def _opened(
         yield
 
 
-def _find_nonfinite(session: Session, hooks: Sequence[Hook]) -> Nonfinite | None:
+def _find_nonfinite(session: Session) -> Nonfinite | None:
     if not session.run.marks:  # hooks were not opened, and may have the result of an earlier run
         return None
-    results = [getattr(hook, "found", None) for hook in hooks if may_stop(hook)]
+    results = [getattr(hook, "found", None) for hook in session.hooks.hooks if may_stop(hook)]
     return next((result for result in results if isinstance(result, Nonfinite)), None)
 
 
-def _stop_reason(session: Session, hooks: Sequence[Hook]) -> Stop | None:
+def _stop_reason(session: Session) -> Stop | None:
     """Return why the run stopped; only corruption takes precedence over a NaN or inf."""
-    nonfinite, stop = _find_nonfinite(session, hooks), session.run.stop
+    nonfinite, stop = _find_nonfinite(session), session.run.stop
     if nonfinite is None or stop is None or stop.kind == "corrupt":
         return stop
     why = f"{nonfinite.metric} is {nonfinite.metrics[nonfinite.metric]} in step {nonfinite.step}"
@@ -306,29 +303,38 @@ def _stop_reason(session: Session, hooks: Sequence[Hook]) -> Stop | None:
     if why not in message:
         is_end = kind in ("completed", "exhausted")
         message = f"{why}{', seen when ' if is_end else '; '}{message}"
-    path = session.capsule_path
+    path = None if session.capsule is None else session.capsule.path
     return Stop("nonfinite", message if path is None else f"{message}; see {path}")
 
 
-def _take_capsule(session: Session, directory: RunDirectory, nonfinite: Nonfinite) -> Capsule:
-    """Take the capsule of a step, and write it to the directory of the run."""
+def _take_capsule(session: Session, directory: RunDirectory) -> None:
+    """Take the capsule of a step with a NaN or inf, if any, and write it to the run's directory."""
+    if (nonfinite := _find_nonfinite(session)) is None:
+        return
     run, series = session.run, session.series
-    if series is not None:
-        series.wait()
-    capsule = take_capsule(
-        nonfinite, run.state, session.feed, used=run.used, positions=run.marks,
-        directory=None if series is None else series.directory,
-    )  # fmt: skip
-    rollbacks = session.rollbacks.done if session.rollbacks else ()
-    capsule = replace(capsule, rollbacks=tuple(map(str, rollbacks)))
-    capsule = capsule.with_replacements(run.notes)
-    return save_capsule(capsule, directory.path) if directory.path else capsule
+    with directory.stopwatch.measure("capsule"):
+        if series is not None:
+            series.wait()
+        capsule = take_capsule(
+            nonfinite, run.state, session.feed, used=run.batches_used, positions=run.marks,
+            directory=None if series is None else series.directory,
+        )  # fmt: skip
+        rollbacks = session.rollbacks.done if session.rollbacks else ()
+        capsule = replace(capsule, rollbacks=tuple(map(str, rollbacks)))
+        capsule = capsule.with_replacements(run.notes)
+        session.capsule = save_capsule(capsule, directory.path) if directory.path else capsule
 
 
-def _result(session: Session, stop: Stop | None, capsule: Capsule | None) -> FitResult:
-    run, best = session.run, None if session.series is None else session.series.best_step()
-    stop = stop or Stop("error", "")
-    return FitResult(run.state, run.step, run.history, stop, best, run.resumed, capsule)
+def _make_result(session: Session, stop: Stop, error: BaseException | None = None) -> FitResult:
+    """Return the result so far; with `error`, a failure to make it is a note on that."""
+    run, series, best = session.run, session.series, None
+    try:
+        best = None if series is None else series.best_step()
+    except Exception as failure:
+        if error is None:
+            raise
+        error.add_note(f"the best step is not known: {type(failure).__name__}: {failure}")
+    return FitResult(run.state, run.step, run.history, stop, best, run.resumed, session.capsule)
 
 
 @contextmanager
@@ -337,14 +343,17 @@ def _attach_result(session: Session) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        run: Run = session.run
-        if not session.peers.leaves_at_once and is_available(run.state):
-            stop, best = Stop("error", f"{type(error).__name__}: {error}"), None
-            try:
-                best = None if session.series is None else session.series.best_step()
-            except Exception as failure:  # noqa: BLE001  it must not replace the error
-                error.add_note(f"the best step is not known: {type(failure).__name__}: {failure}")
-            error.result = FitResult(  # type: ignore[attr-defined]
-                run.state, run.step, run.history, stop, best, run.resumed
-            )
+        if not session.peers.leaves_at_once and is_available(session.run.state):
+            stop = Stop("error", f"{type(error).__name__}: {error}")
+            error.result = _make_result(session, stop, error)  # type: ignore[attr-defined]
         raise
+
+
+def _warn_if_untrained(session: Session, result: FitResult, *, was_complete: bool) -> None:
+    run = session.run
+    if result.steps == run.first_step and (was_complete or run.resumed is None):
+        warnings.warn(
+            f"nothing was trained: {result.stop_reason}; give more_steps=…, a larger steps=…, more "
+            "batches, or another directory",
+            stacklevel=3,
+        )

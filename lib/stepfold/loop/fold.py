@@ -2,6 +2,8 @@
 
 A *part* is something that happens between two steps: hooks see metrics, an evaluation, the end of
 an epoch, a save. After a call of the step, `fold` visits the parts that are due, in their order.
+
+`Alone` is in this file because each step of a single process passes through it.
 """
 
 import math
@@ -17,7 +19,7 @@ from stepfold.loop.hooks.base import Stop
 from stepfold.loop.run import Kind, Request, Run
 
 _TOO_OFTEN = 1_000  # times that a part is done after one step
-END = object()  # in place of a batch, or of what an evaluation returns
+NO_VALUE = object()  # in place of a value: none is left, or a signal interrupted the wait
 
 
 def iterate(
@@ -59,14 +61,13 @@ class Part(Protocol):
     also have `open(run)`, called before the first step, and `close()`. Both are called again if the
     run goes back or repeats steps.
 
-    >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
+    >>> import math, jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
     >>> class Halve:
-    ...     name = "halving"
+    ...     name, steps = "halving", [5, 10]
     ...     def next(self, run):
-    ...         return run.step + 5 - run.step % 5
+    ...         return min((step for step in self.steps if step > run.step), default=math.inf)
     ...     def is_due(self, run):
-    ...         is_done = [note[0] for note in run.notes[-1:]] == [run.step]
-    ...         return run.step % 5 == 0 and not run.is_at_start and not is_done
+    ...         return run.step in self.steps and not run.has_note("halved")
     ...     def __call__(self, run):
     ...         halved = run.state._replace(params=0.5 * run.state.params)
     ...         return run._replace(state=halved).note("halved")
@@ -160,7 +161,7 @@ def exhaust(feed: BatchFeed, run: Run) -> Run:
         refuse("batches", "at least one", "none", kind=DataError)
     if run.total is not None and not feed.is_iterator:
         warnings.warn(
-            f"batches: expected enough for {run.total} steps, got {run.used};"
+            f"batches: expected enough for {run.total} steps, got {run.batches_used};"
             " give epochs=… to iterate them several times, or steps=None to use them once",
             stacklevel=6,
         )
@@ -175,7 +176,19 @@ class WaitInterrupted(BaseException):
 class Alone:
     """The processes of a run, if it is a single one: it agrees to each request at once.
 
-    Requests that come from outside the fold wait in an inbox until the next `agree`.
+    Requests that come from outside the fold, as from signals, wait in an inbox. Five methods bring
+    processes together. Each is called where it is, because they differ in what they wait for:
+
+    - `agree`, after each step and visit of the parts, waits for nothing: several processes dispatch
+      a vote, and read the previous one.
+    - `meet`, before hooks see what steps did, waits for the devices and processes of an elastic
+      run, so that hooks see no steps that a death makes it repeat. In other runs it is a no-op.
+    - `hear`, after hooks saw an event, adds what was requested meanwhile, so that a save comes
+      after it. Several processes only vote sooner, since another one may still be in its hooks.
+    - `settle`, after the last step, waits for a vote of all, so that all stop at the same step, for
+      requests of the same kinds.
+    - `conclude`, once hooks saw the last metrics, exchanges the requests with their reasons, which
+      votes do not hold. From then on the run is the same in all processes.
 
     Attributes:
       group: the processes of an elastic run that train.
@@ -204,8 +217,8 @@ class Alone:
         """Return parts that count how far this process is."""
         return parts
 
-    def start(self, feed: BatchFeed, run: Run) -> None:
-        """Begin a fold with a run; several processes check that they have equally many batches."""
+    def join(self, feed: BatchFeed, run: Run) -> None:
+        """Join the others at the start of a fold, and check that all have equally many batches."""
 
     def pull(self, feed: BatchFeed, run: Run, until: float) -> tuple[Run, list[Any]]:
         """Pull the batches of a call, which goes past no step after `until`; or none."""
@@ -215,13 +228,13 @@ class Alone:
             step = run.step + len(batches)
             may_interrupt = feed.can_go_back
             batch = self.wait_for(feed.next_batch, step, run.state, may_interrupt=may_interrupt)
-            if batch is END:
+            if batch is NO_VALUE:
                 break
             batches.append(batch)
         return run if batches else self.agree(run), batches
 
     def agree(self, run: Run) -> Run:
-        """Add the requests on which all processes agree; called after each step."""
+        """Add the requests on which all processes agree, without waiting for them."""
         if not self._inbox:
             return run
         requests = []
@@ -230,20 +243,20 @@ class Alone:
         return run.ask(*requests)
 
     def meet(self, run: Run) -> Run:
-        """Wait until all processes have done the same, before hooks see it."""
+        """Wait until all processes of an elastic run have done the steps of this one."""
         return run
 
     def wait_for(self, function: Callable[..., Any], *args: Any, may_interrupt: bool = True) -> Any:
-        """Call a function that may block; return `END` on StopIteration or a signal."""
+        """Call a function that may block; return `NO_VALUE` on StopIteration or a signal."""
         try:
             self.is_waiting = may_interrupt
             if self.signal is not None:  # tested after that, or a signal in between is missed
-                return END
+                return NO_VALUE
             value = function(*args)
             # Not only in `finally`, where a signal would raise outside of this `try`.
             self.is_waiting = False
         except (StopIteration, WaitInterrupted):
-            return END
+            return NO_VALUE
         finally:
             self.is_waiting = False
         return value
@@ -255,12 +268,12 @@ class Alone:
         return run.ask(*requests)
 
     def hear(self, run: Run) -> Run:
-        """Add what was requested while hooks saw an event."""
+        """Add what was requested while hooks saw an event, or soon after with several processes."""
         return self.agree(run)
 
-    def done(self, run: Run, *kinds: Kind) -> Run:
-        """Remove requests that are done."""
-        return run.done(*kinds)
+    def withdraw(self, run: Run, *kinds: Kind) -> Run:
+        """Return the run without requests that are done, and vote for them no longer."""
+        return run.without(*kinds)
 
     def forget(self) -> None:
         """Forget what hooks requested, since the run continues from an earlier value."""
@@ -282,7 +295,7 @@ class Alone:
     # At the end
 
     def settle(self, run: Run) -> Run:
-        """Agree after the last step."""
+        """Agree after the last step, on the kinds of requests."""
         return self.agree(run)
 
     def conclude(self, run: Run) -> Run:

@@ -19,7 +19,7 @@ from stepfold.data.epochs import size_at
 from stepfold.errors import refuse
 from stepfold.loop.data import BatchFeed, batch_sizes
 from stepfold.loop.evaluate import Evaluation
-from stepfold.loop.fold import END, Alone
+from stepfold.loop.fold import NO_VALUE, Alone
 from stepfold.loop.hooks.base import (
     Event,
     HookDispatcher,
@@ -28,7 +28,7 @@ from stepfold.loop.hooks.base import (
 )
 from stepfold.loop.metrics import Interval
 from stepfold.loop.plan import Plan
-from stepfold.loop.run import Kind, Run, of_hook
+from stepfold.loop.run import Kind, Run, make_hook_request
 from stepfold.loop.step_runner import StepRunner
 
 
@@ -66,7 +66,7 @@ class Log:
     def __call__(self, run: Run) -> Run:
         """Close an interval, or show hooks the first that is closed."""
         if self._ends_interval(run):
-            return run.close_interval().mark(self._feed.mark(run.step, run.used))
+            return run.close_interval().mark(self._feed.mark(run.step, run.batches_used))
         if not run.closed or self._peers.error:
             return run
         try:
@@ -126,7 +126,7 @@ class Log:
             if isinstance(request, Replace | Reweight):
                 run = self._replace(run, request, at)
             else:
-                run = peers.ask(run, of_hook(request, event.step, at))
+                run = peers.ask(run, make_hook_request(request, event.step, at))
         run = peers.hear(run)
         if kind == "train" and feed.recent and not run.requests:
             feed.recent.drop_until(event.step)  # no hook asks for them
@@ -167,7 +167,7 @@ class Log:
                 )
             return run
         if isinstance(request, Reweight):
-            self._feed.reweight(request.weights, run.used + max(at, run.step) - run.step)
+            self._feed.reweight(request.weights, run.batches_used + max(at, run.step) - run.step)
             return run.note(request.why, "weights")
         run = run._replace(state=request.state).note(request.why)
         self._peers.keep(run)
@@ -204,7 +204,7 @@ class Evaluate:
         with self._hooks.stopwatch.measure(self.name):
             metrics = self._peers.wait_for(self._evaluation, run.state, self._peers.group)
         self._peers.meet(run)
-        if metrics is END:  # a signal came
+        if metrics is NO_VALUE:  # a signal came
             return self._peers.hear(run)
         if self._peers.error:
             return run
@@ -253,10 +253,10 @@ class BatchSizes:
 
     def is_due(self, run: Run) -> bool:
         sizes = self._sizes
-        return len(sizes) > 1 and size_at(sizes, run.used) != self._runner.batch_size
+        return len(sizes) > 1 and size_at(sizes, run.batches_used) != self._runner.batch_size
 
     def __call__(self, run: Run) -> Run:
-        end = math.inf if run.total is None else run.total - run.step + run.used
-        later = [size for start, size in self._sizes if run.used < start < end]
-        self._runner.set_batch_size(size_at(self._sizes, run.used), later)
+        end = math.inf if run.total is None else run.total - run.step + run.batches_used
+        later = [size for start, size in self._sizes if run.batches_used < start < end]
+        self._runner.set_batch_size(size_at(self._sizes, run.batches_used), later)
         return run

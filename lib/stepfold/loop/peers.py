@@ -22,7 +22,7 @@ from stepfold.core.processes import Group, KeyValues, spell_processes
 from stepfold.errors import DataError, StepfoldError, refuse
 from stepfold.loop.data import BatchFeed
 from stepfold.loop.evaluate import Gather
-from stepfold.loop.fold import END, Alone
+from stepfold.loop.fold import NO_VALUE, Alone
 from stepfold.loop.hooks.base import GoBack, Stop
 from stepfold.loop.run import Kind, Request, Requests, Run
 
@@ -59,10 +59,10 @@ class Several(Alone):
         # Vote on each pull if a process may have fewer batches.
         self._votes_on_batches = False
 
-    def start(self, feed: BatchFeed, run: Run) -> None:
+    def join(self, feed: BatchFeed, run: Run) -> None:
         self._votes, self._has_event = None, False
         self._pace = self._pace._replace(voted_at=run.step, read_at=None)
-        left, total = feed.batches_left(run.used), run.total
+        left, total = feed.batches_left(run.batches_used), run.total
         if left is not None and total is not None:
             left = min(left, max(0, total - run.step))
         lengths = KeyValues("fit", self.group).gather([total, left], "the start of the run")
@@ -84,7 +84,7 @@ class Several(Alone):
             run, batches = self.defer(run, error), []
         if self._votes_on_batches:
             return self._agree_on_batches(run, batches)
-        left, is_first = feed.batches_left(run.used), run.step == run.first_step
+        left, is_first = feed.batches_left(run.batches_used), run.step == run.first_step
         if not batches and left and not (is_first and run.resumed is None):
             more = "no end" if left == math.inf else f"{left} more"
             expected = f"{more} after step {run.step}, by their own count"
@@ -140,7 +140,7 @@ class Several(Alone):
         try:
             return function(*args)
         except StopIteration:
-            return END
+            return NO_VALUE
 
     def ask(self, run: Run, *requests: Request) -> Run:
         for request in requests:
@@ -152,9 +152,9 @@ class Several(Alone):
         self._has_event = True
         return run
 
-    def done(self, run: Run, *kinds: Kind) -> Run:
-        self._own = self._own.done(*kinds)
-        return run.done(*kinds)
+    def withdraw(self, run: Run, *kinds: Kind) -> Run:
+        self._own = self._own.without(*kinds)
+        return run.without(*kinds)
 
     def defer(self, run: Run, error: Exception) -> Run:
         """Take part in the steps of the others until they know of the error.
@@ -189,7 +189,7 @@ class Several(Alone):
         own = [[r.kind, r.step, _to_json(r.reason), r.by_hook] for r in self._own]
         gathered = KeyValues("fit", self.group).gather(own, "the end of its steps")
         # Votes hold only the kinds of requests. These have the reasons too, and replace them.
-        run = run.done(*(Kind(kind) for requests in gathered for kind, *_ in requests))
+        run = run.without(*(Kind(kind) for requests in gathered for kind, *_ in requests))
         for process, requests in enumerate(gathered):
             for kind, step, reason, by_hook in requests:
                 if kind == Kind.ERROR and self.failed_process is None:
@@ -203,7 +203,7 @@ class Several(Alone):
 
     def forget(self) -> None:
         self._read_inbox()
-        self._own = self._own.of_process()
+        self._own = self._own.carried_over()
 
     def regroup(self, group: Group, run: Run) -> Run:
         """Continue with the processes that are left.
@@ -213,7 +213,7 @@ class Several(Alone):
         self._read_inbox()
         if run.requests.has(Kind.SAVE):  # agreed on, and not done
             self._save_requests += 1
-        self._own = self._own.of_process()
+        self._own = self._own.carried_over()
         self._votes, self._has_event = None, False
         seen: Any = np.zeros(len(group.processes), np.int32)
         if self.group is not None and np.ndim(self._seen_saves):
@@ -222,7 +222,7 @@ class Several(Alone):
         self._seen_saves = np.min(group.meet(seen.tolist(), "the votes that were read"), axis=0)
         self._pace = _Pace(voted_at=run.step)
         self.group, self._gather = group, None
-        return run.done(*Kind)
+        return run.without(*Kind)
 
     def _read_inbox(self) -> None:
         while self._inbox:

@@ -15,7 +15,7 @@ from stepfold.core.processes import Disbanded, Group, agreement, broadcast_from_
 from stepfold.errors import StepfoldError, refuse
 from stepfold.loop.elastic import Elastic, Segments, Survivors
 from stepfold.loop.fold import Alone
-from stepfold.loop.hooks.base import GoBack, Hook, Stop
+from stepfold.loop.hooks.base import GoBack, Stop
 from stepfold.loop.hooks.progress import progress
 from stepfold.loop.peers import Several
 from stepfold.loop.run import Kind
@@ -61,42 +61,41 @@ def make_peers(segments: Segments | None) -> Alone:
     return Alone() if jax.process_count() == 1 else Several()
 
 
-def start(
+def start_or_resume(
     session: Session,
     directory: RunDirectory,
     segments: Segments | None,
     more_steps: int | None,
-    *,
-    resume: bool,
+    resume: bool | Sequence[str],
 ) -> bool:
     """Resume from a checkpoint if there is one; return whether the run was complete there."""
     series, rollbacks = session.series, session.rollbacks
     if segments is not None:
-        segments.start(session)
+        segments.attach(session)
     if series is None or rollbacks is None or not _has_checkpoint(series):
         if rollbacks is not None:
-            rollbacks.restart()
+            rollbacks.drop_note()
         directory.start(session)
         return False
-    if not resume:
+    if resume is False:
         expected = "a directory without checkpoints to start in"
         got = f"steps {', '.join(map(str, series.steps()))} in {series.directory}"
         refuse("resume=False", expected, got, "delete them, or give another directory")
-    rollbacks.resume()
+    rollbacks.load()
     if rollbacks.done:
         session.skip([rollback.skipped for rollback in rollbacks.done])
     with agreement(f"{series.directory}: not resumed", session.peers.group):
-        was_complete = session.restore(series, more_steps)
+        was_complete = session.continue_from_checkpoint(series, more_steps)
     directory.fetch(session)
-    directory.resume(session)
+    directory.continue_from(session)
     return was_complete
 
 
-def show_resume(session: Session, run_dir: Any, hooks: Sequence[Hook]) -> None:
+def show_resume(session: Session, run_dir: Any) -> None:
     """Let hooks that show progress say from where the run resumes."""
     step, series = session.run.resumed, session.series
     if step is not None and series is not None:
-        for hook in hooks:
+        for hook in session.hooks.hooks:
             if isinstance(hook, progress):
                 hook.show_resume(step, run_dir or series.directory)
 
@@ -116,15 +115,15 @@ def fold_to_the_end(
                 segments.repeat(session, lost)
                 lost = ""
                 if not segments.is_spare:
-                    directory.resume(session, segments.losses)
+                    directory.continue_from(session, segments.losses)
             if segments is not None and segments.is_spare:
                 lost = segments.wait(session)
                 has_ended = not lost
                 continue
-            if session.run.back is not None:
-                _go_back(session, directory, segments, session.run.back, more_steps)
+            if session.run.go_back_request is not None:
+                _go_back(session, directory, segments, session.run.go_back_request, more_steps)
             session.fold()
-            has_ended = session.run.back is None
+            has_ended = session.run.go_back_request is None
         except (Exception, Disbanded) as error:
             died = "" if segments is None else segments.leave(error)
             if not died:
@@ -156,15 +155,15 @@ def _go_back(
     if series is None or rollbacks is None:
         return
     session.hooks.flush()  # rows of later steps may still wait in a thread
-    rollback = rollbacks.note(request, run.step, run.used)
+    rollback = rollbacks.note(request, run.step, run.batches_used)
     if segments is not None:
         segments.drop()  # from the note on, only the checkpoint counts
     directory.end_attempt(run.step, Stop("go_back", str(rollback)))
     del run  # so that the restored state can take the memory
     rollbacks.delete_later()
-    session.restore(series, more_steps)
+    session.continue_from_checkpoint(series, more_steps)
     session.skip([rollback.skipped])
-    directory.resume(session, [] if segments is None else segments.losses)
+    directory.continue_from(session, [] if segments is None else segments.losses)
 
 
 def _has_checkpoint(series: Series) -> bool:

@@ -60,7 +60,7 @@ class Rollbacks:
         self._series, self._feed = series, feed
         self.done: list[Rollback] = []
 
-    def resume(self) -> None:
+    def load(self) -> None:
         """Read the note, and delete what a killed run has not deleted."""
         self.done = self._read()
         if self.done:
@@ -73,7 +73,7 @@ class Rollbacks:
         with agreement(where, self._series.group):
             self._series.delete_after(self.done[-1].to, is_obsolete)
 
-    def restart(self) -> None:
+    def drop_note(self) -> None:
         """Drop the note of an earlier run whose checkpoints are gone, even if it is damaged."""
         has_note = False
         with agreement(f"{self._series.directory}: {_NOTE} is not read", self._series.group):

@@ -31,7 +31,7 @@ _PLAIN = {
     "began": ("began", int),
     "is_complete": ("is_complete", bool),
     "evaluated": ("evaluated", dict),
-    "logged_metrics": ("row", dict),
+    "logged_metrics": ("last_metrics", dict),
     "hyperparams": ("hyperparams", dict),
 }
 
@@ -65,7 +65,7 @@ class Requests(tuple[Request, ...]):
     """The requests that wait to be done: of each kind the first, and the first of a hook.
 
     >>> requests = Requests().add(Request(Kind.STOP, 7, Stop("hook", "enough")))
-    >>> requests.due(6), requests.due(7).reason.message, requests.done(Kind.STOP).has(Kind.STOP)
+    >>> requests.due(6), requests.due(7).reason.message, requests.without(Kind.STOP).has(Kind.STOP)
     (None, 'enough', False)
     """
 
@@ -88,8 +88,8 @@ class Requests(tuple[Request, ...]):
                 waiting.append(request)
         return Requests(waiting)
 
-    def done(self, *kinds: Kind) -> "Requests":
-        """Remove requests of some kinds."""
+    def without(self, *kinds: Kind) -> "Requests":
+        """Return all requests but those of some kinds."""
         return Requests(request for request in self if request.kind not in kinds)
 
     def due(self, step: int) -> Request | None:
@@ -97,8 +97,11 @@ class Requests(tuple[Request, ...]):
         due = (request for request in self if request.step <= step)
         return max(due, key=lambda request: request.kind, default=None)
 
-    def of_process(self) -> "Requests":
-        """Return those that stay if the run continues from an earlier value."""
+    def carried_over(self) -> "Requests":
+        """Return those that stay if the run continues from an earlier value.
+
+        That value has its own requests of hooks, and the end of the batches is to come again.
+        """
         obsolete = Kind.SAVE, Kind.END
         return Requests(each for each in self if not each.by_hook and each.kind not in obsolete)
 
@@ -118,7 +121,7 @@ def stop_from_checkpoint(saved: Any) -> Iterable[Request]:
     return (Request(Kind.STOP, step, Stop(str(kind), str(message)), by_hook=True),)
 
 
-def of_hook(reason: Stop | GoBack, step: int, stops_at: int) -> Request:
+def make_hook_request(reason: Stop | GoBack, step: int, stops_at: int) -> Request:
     """Make a request of what a hook returned at `step`; a plain reason stops at `stops_at`."""
     if isinstance(reason, GoBack):
         return Request(Kind.GO_BACK, step, reason, by_hook=True)
@@ -133,7 +136,7 @@ class Run(NamedTuple):
     Attributes:
       state: the state after `step`; the next step may donate it.
       step: the number of steps done.
-      used: the number of batches used since the first of the data.
+      batches_used: the number of batches that steps have used, counted from the first of the data.
       current: the interval of train metrics since the last log point.
       batch: the batch of the last step.
       is_complete: whether all steps were done, so that a resume has nothing to finish.
@@ -141,10 +144,13 @@ class Run(NamedTuple):
       began: the step at which the run began.
       first_step: the step at which this call of `fit` began or resumed it.
       epoch_ended: the last step at which hooks were called for the end of an epoch.
-      logged, row: the step of the last event, and all metrics of that step.
+      logged, last_metrics: the step of the last event, and all metrics of that step.
       evaluated: the last step of each evaluation, by name.
       hyperparams: of the optimizer: those that the script sets, with the values that the run uses.
-      history: the curves of all metrics. It only grows, so earlier runs share its beginning.
+      history: the curves of all metrics. It is the one field that grows in place, as a copy at each
+        event would make the cost of a run quadratic. That is allowed because it only changes at its
+        end: the curves of an earlier run are the beginning of those of a later one. To continue
+        from an earlier run, `from_checkpoint` makes another history, without what came after it.
       closed: the intervals of earlier log points that hooks have not seen yet.
       hooks: the states of the hooks by key, as of the last event that all of them have seen.
       requests: what is to be done between two steps.
@@ -154,13 +160,13 @@ class Run(NamedTuple):
       resumed: the step of the checkpoint that it resumed from, or last went back to; or None.
       has_news: whether hooks saw an event that the last checkpoint lacks.
       unsaved: why its state was not saved at the end, if it was not.
-      back: where it goes back to, if it ended for that.
+      go_back_request: the request to go back that ended it, with the step of the checkpoint.
     """
 
-    # What each step changes:
+    # What each step changes, first and in the order that `after` gives:
     state: Any
     step: int
-    used: int
+    batches_used: int
     current: Steps
     batch: Any
     is_complete: bool
@@ -170,7 +176,7 @@ class Run(NamedTuple):
     first_step: int
     epoch_ended: int
     logged: int
-    row: Mapping[str, float]
+    last_metrics: Mapping[str, float]
     evaluated: Mapping[str, int]
     hyperparams: Mapping[str, Any]
     history: History
@@ -182,21 +188,35 @@ class Run(NamedTuple):
     resumed: int | None = None
     has_news: bool = False
     unsaved: str = ""
-    back: GoBack | None = None
+    go_back_request: GoBack | None = None
 
     @classmethod
-    def start(cls, state: Any, step: int, used: int, total: int | None) -> "Run":
+    def start(cls, state: Any, step: int, batches_used: int, total: int | None) -> "Run":
         """Return a run that begins after a step."""
         is_complete = total is not None and step >= total
         hyperparams = hyperparams_of(getattr(state, "opt_state", ()))
-        run = cls._begin(state, step, used, total)
+        run = cls._begin(state, step, batches_used, total)
         return run._replace(is_complete=is_complete, hyperparams=hyperparams)
 
     @classmethod
-    def _begin(cls, state: Any, step: int, used: int, total: int | None) -> "Run":
-        first = state, step, used, Steps(), None, False, total
-        return cls(*first, began=step, first_step=step, epoch_ended=step, logged=step, row={},
-                   evaluated={}, hyperparams={}, history=History())  # fmt: skip
+    def _begin(cls, state: Any, step: int, batches_used: int, total: int | None) -> "Run":
+        return cls(
+            state=state,
+            step=step,
+            batches_used=batches_used,
+            current=Steps(),
+            batch=None,
+            is_complete=False,
+            total=total,
+            began=step,
+            first_step=step,
+            epoch_ended=step,
+            logged=step,
+            last_metrics={},
+            evaluated={},
+            hyperparams={},
+            history=History(),
+        )
 
     # Steps
 
@@ -205,8 +225,8 @@ class Run(NamedTuple):
         # Not `_replace`, which takes longer, since this is for each step.
         current = Steps((returned, self.current.returned), self.current.before)
         count = len(batches)
-        begin = state, self.step + count, self.used + count, current, batches[-1], False
-        return Run._make((*begin, *self[6:]))
+        begin = state, self.step + count, self.batches_used + count, current, batches[-1], False
+        return Run._make((*begin, *self[_KEPT_BY_STEPS]))  # type: ignore[misc]
 
     @property
     def is_at_start(self) -> bool:
@@ -230,12 +250,17 @@ class Run(NamedTuple):
     def log(self, step: int, metrics: Mapping[str, float]) -> "Run":
         """Add the metrics of an event."""
         self.history.add(step, metrics)
-        before = self.row if step == self.logged else {}
-        return self._replace(logged=step, row={**before, **metrics}, has_news=True)
+        before = self.last_metrics if step == self.logged else {}
+        return self._replace(logged=step, last_metrics={**before, **metrics}, has_news=True)
 
     def note(self, *note: Any) -> "Run":
         """Note that the state, or the weights of a mixture, were replaced."""
         return self._replace(notes=(*self.notes[1 - _MAX_NOTES :], [self.step, *note]))
+
+    def has_note(self, *note: Any) -> bool:
+        """Whether a note that begins so was made at this step; without arguments, any note."""
+        expected = [self.step, *note]
+        return any(each[: len(expected)] == expected for each in self.notes)
 
     # Requests
 
@@ -243,9 +268,9 @@ class Run(NamedTuple):
         """Add requests."""
         return self._replace(requests=self.requests.add(*requests))
 
-    def done(self, *kinds: Kind) -> "Run":
-        """Remove requests that are done."""
-        return self._replace(requests=self.requests.done(*kinds))
+    def without(self, *kinds: Kind) -> "Run":
+        """Return the run without requests of some kinds, which are done."""
+        return self._replace(requests=self.requests.without(*kinds))
 
     @property
     def end(self) -> Request | None:
@@ -285,7 +310,7 @@ class Run(NamedTuple):
         return saved | {
             "format": FORMAT,
             "total": self.total,
-            "batches_used": self.used,
+            "batches_used": self.batches_used,
             "history": self.history.get_state() if has_history else {},
             "buffer": intervals_to_json(self.current, self.closed),
             "hooks": self.hooks,
@@ -300,7 +325,7 @@ class Run(NamedTuple):
         """
         run = Run._begin(state, step, step, self.total)._replace(
             first_step=self.first_step,
-            requests=self.requests.of_process(),
+            requests=self.requests.carried_over(),
             resumed=self.resumed,
         )
         if not saved:
@@ -322,6 +347,10 @@ class Run(NamedTuple):
             hooks=saved["hooks"],
             notes=tuple(saved["replacements"]),
         )
+
+
+# The fields that no step changes; those that it changes are before them.
+_KEPT_BY_STEPS = slice(Run._fields.index("total"), None)
 
 
 def _as_stop(request: Request, step: int) -> Stop:

@@ -125,8 +125,8 @@ class RunDirectory:
             if self.path is not None and jax.process_index() == 0:
                 move_previous_run(self.path, session.run.step, stacklevel=5)  # at the call of fit
 
-    def resume(self, session: Session, losses: Sequence[Any] = ()) -> None:
-        """Continue after the checkpoint that was restored, of an earlier run or of this one.
+    def continue_from(self, session: Session, losses: Sequence[Any] = ()) -> None:
+        """Continue from the run of a session, which was restored from a checkpoint or a copy.
 
         The history is read from the rows up to there. Later ones are dropped, since they will be
         logged again. `losses` says what the deaths of processes have cost.
@@ -172,7 +172,7 @@ class RunDirectory:
         if path is None:
             return
         # The checkpoint has the last row; later events may have changed it in the file.
-        step, metrics = run.logged, run.row
+        step, metrics = run.logged, run.last_metrics
         last_row = step - 1 if metrics else step
         for number, row in read_rows(path, until=last_row):
             run.history.add(number, row)

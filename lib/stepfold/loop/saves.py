@@ -72,7 +72,7 @@ class Save:
             permanent = is_best or run.step == run.began
             run = self.save(run, permanent=permanent, is_best=is_best)
             later = Request(Kind.SAVE, run.step + 1)  # until there is something new
-            return run if request is None else run.done(Kind.SAVE).ask(later)
+            return run if request is None else run.without(Kind.SAVE).ask(later)
         is_requested = (request is not None and request.reason is None) or self._is_best(run)
         if not self._peers.error:
             if not run.closed and run.current and self._is_wrong(run, is_requested):
@@ -83,7 +83,7 @@ class Save:
         saved = self.save(run, permanent=is_requested, is_requested=is_requested)
         if request is None or request.reason is not None:
             self._warn_of_time(run)
-        return saved if request is None else saved.done(Kind.SAVE)
+        return saved if request is None else saved.without(Kind.SAVE)
 
     def save(
         self,
@@ -107,7 +107,7 @@ class Save:
             if run.end is None:
                 run = run.ask(Request(Kind.STOP, run.step, Stop("nonfinite", "")))
             return run if run.unsaved else run._replace(unsaved="a parameter is NaN")
-        metrics = run.row if run.logged == run.step else {}
+        metrics = run.last_metrics if run.logged == run.step else {}
         extra = self._describe(run if has_user_code else run._replace(hooks=[]))
         if what == "metadata":  # add to the checkpoint that the run resumed from
             self._hooks.flush()
@@ -117,7 +117,7 @@ class Save:
             self._series.save(
                 run.state,
                 step=run.step,
-                data=self._feed.position(run.used) if has_user_code else None,
+                data=self._feed.position(run.batches_used) if has_user_code else None,
                 metrics=metrics,
                 extra=extra,
                 before_commit=self._hooks.flush,
@@ -128,7 +128,7 @@ class Save:
 
     def describe_end(self, run: Run) -> dict[str, Any]:
         """Return what the checkpoint of a run that stopped early holds: a later one continues."""
-        return {} if self._series is None else self._describe(run.done(Kind.STOP))
+        return {} if self._series is None else self._describe(run.without(Kind.STOP))
 
     def add_end(self, run: Run, ended: Run, extra: dict[str, Any]) -> None:
         """Add to the checkpoint of a run that stopped early what its end has measured.
@@ -153,7 +153,7 @@ class Save:
     def _rank(self, run: Run) -> dict[str, float]:
         """Return the metric that ranks checkpoints, if an evaluation has measured it here."""
         name = None if self._series is None else self._series.policy.best
-        metrics = run.row if run.logged == run.step else {}
+        metrics = run.last_metrics if run.logged == run.step else {}
         is_known = name is not None and name in metrics and not name.startswith("train/")
         return {name: metrics[name]} if name is not None and is_known else {}
 
@@ -192,8 +192,7 @@ class Save:
         if not run.is_at_start or is_promoted or is_start:
             return "state"
         # A resume replays the events that have replaced the state since the checkpoint.
-        is_replaced = [note[0] for note in run.notes[-1:]] == [run.step]
-        has_news = run.resumed is not None and run.has_news and not is_replaced
+        has_news = run.resumed is not None and run.has_news and not run.has_note()
         return "metadata" if has_news else None
 
     def _warn_of_time(self, run: Run) -> None:
@@ -219,4 +218,4 @@ class Save:
             warnings.warn(
                 "SIGUSR1: expected checkpoints to save, got none; give checkpoints=…", stacklevel=8
             )
-        return run.done(Kind.SAVE)
+        return run.without(Kind.SAVE)

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepfold.checkpoint.restore import Restored
@@ -24,6 +23,7 @@ from stepfold.loop.fold import Alone, Part, fold
 from stepfold.loop.hooks.base import HookDispatcher, Stop, call_optional
 from stepfold.loop.parts import BatchSizes, EndEpoch, Evaluate, Log
 from stepfold.loop.plan import Plan
+from stepfold.loop.replay.capsule import Capsule
 from stepfold.loop.rollback import Rollbacks
 from stepfold.loop.run import FORMAT, Kind, Request, Run
 from stepfold.loop.saves import Save
@@ -49,7 +49,7 @@ class Session:
       runner: the step.
       user_parts: parts of the user, done before a save.
       parts: more parts, done after all others.
-      capsule_path: where the capsule of a step that ended the run by a NaN or inf is.
+      capsule: of the step in which a NaN or inf ended the run, once it is taken.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Session:
         self.peers, self._options = peers, options
         self.user_parts: Sequence[Part] = ()
         self.parts: Sequence[Part] = ()
-        self.capsule_path: Path | None = None
+        self.capsule: Capsule | None = None
         self.rollbacks = None if series is None else Rollbacks(series, feed)
         self.run = Run.start(state, step_of(state), feed.first_used, total)
         if series is not None:
@@ -76,7 +76,7 @@ class Session:
     def fold(self) -> None:
         """Fold to the end, or until the run goes back; save before an exception propagates."""
         run, peers = self.run, self.peers
-        peers.start(self.feed, run)
+        peers.join(self.feed, run)
         if run.is_complete and run.total is not None and run.step >= run.total:
             message = f"step {run.step} of {run.total} was done before"
             self.run = run.ask(Request(Kind.END, run.step, Stop("already_completed", message)))
@@ -97,7 +97,7 @@ class Session:
                 hooks.open(self.run.step, self.run.total)
                 for part in self.user_parts:
                     call_optional(part, "open", self.run)
-            mark = self.feed.mark(self.run.step, self.run.used)
+            mark = self.feed.mark(self.run.step, self.run.batches_used)
             self.run = self.run._replace(hooks=hooks.get_state(), marks=(mark,))
             # Each run is the one of this session until the next one.
             for self.run in fold(self.run, self.runner, self.feed, parts, peers):  # noqa: B020
@@ -116,7 +116,7 @@ class Session:
     def _plan(self) -> Plan:
         run, feed, options = self.run, self.feed, self._options
         saves = [] if self.series is None else [self.series.policy, self.series.temporary]
-        first_step = run.step - run.used
+        first_step = run.step - run.batches_used
         # In an elastic run, all wait for the devices at a log point anyway.
         is_exact = self.hooks.needs_exact_state or self.peers.group is not None
         return Plan(
@@ -144,7 +144,7 @@ class Session:
 
     # Where a run continues from
 
-    def restore(self, series: Series, more_steps: int | None = None) -> bool:
+    def continue_from_checkpoint(self, series: Series, more_steps: int | None = None) -> bool:
         """Continue from the newest good checkpoint; return whether the run was complete there."""
         self.peers.move(Position.RESTORE, self.run.step)
         restored = self._restore_parts(series)
@@ -181,14 +181,14 @@ class Session:
         needs_batches = run.total is None or run.step < run.total
         used = saved.get("batches_used")
         used = self.feed.seek(restored.data, run.step, used, needs_batches=needs_batches)
-        self.run = run._replace(used=used)
+        self.run = run._replace(batches_used=used)
         return run.is_complete
 
-    def restart(self) -> None:
-        """Continue from the newest checkpoint, as another job would that resumes the run."""
+    def continue_as_resumed(self) -> None:
+        """Continue as another job would that resumes the run, without the batches it skipped."""
         if self.series is not None and self.rollbacks is not None:
-            self.rollbacks.resume()
-            self.restore(self.series)
+            self.rollbacks.load()
+            self.continue_from_checkpoint(self.series)
             if self.rollbacks.done:  # the last of them may be new
                 self.skip([rollback.skipped for rollback in self.rollbacks.done])
 
@@ -197,7 +197,8 @@ class Session:
         run, feed = self.run, self.feed
         feed.skip(ranges)
         if feed.total is not None:  # the epochs to do are shorter now
-            self.run = run._replace(total=run.step - (run.used - feed.first_used) + feed.total)
+            first_step = run.step - (run.batches_used - feed.first_used)
+            self.run = run._replace(total=first_step + feed.total)
 
     def _restore_parts(self, series: Series) -> Restored:
         """Restore the state, or parts of it if the run that saved it did not."""

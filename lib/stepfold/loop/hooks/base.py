@@ -184,29 +184,56 @@ Hook = Callable[[Event], Returned]
 
 
 class BaseHook:
-    """Defaults for hooks. Any callable with some of these or `end_epoch(epoch)` is a hook too.
+    """Defaults for hooks with a state, or that declare what they need; to inherit is optional.
 
-    Each run starts afresh, unless `set_state` restored the hook before.
+    Any callable with some of these attributes and methods is a hook too. A hook may also have a
+    method `end_epoch(epoch)`. Each run calls `reset`, unless `set_state` restored the hook before.
+
+    Attributes:
+      name: the key of its state, for two hooks of a class with one `metric`.
+      metric: the metric it watches; `fit` refuses a name that nothing measures.
+      provides: prefixes of the names of the numbers it returns; None if unknown. A hook that
+        provides none is called after those that may, so it sees all numbers.
+      can_stop: whether it may return a reason to stop.
+      goes_back: whether it returns `GoBack`; `fit` then checks that the run can go back.
+      replaces_state: whether it returns `Replace` or `Reweight`; needed with several processes.
+      needs_exact_state: whether `event.state` has to be that of `event.step`. Each log point then
+        waits for the device before the next step is dispatched.
+      needs_hook_seconds: whether it reads `event.hook_seconds`.
+      replaces_nonfinite_stop: whether `fit` leaves out its own `stop_on_nonfinite`.
+      shows_progress: whether it shows the progress of a run, so that `fit` does not.
+      writes_metrics: whether it writes `metrics.jsonl`, so that `fit` does not.
+      run_state: the names of attributes that a checkpoint keeps, with JSON values.
+      state_key: the names of attributes that must be unchanged for a state to be restored.
+
+    >>> import jax, jax.numpy as jnp, numpy as np, optax, stepfold as sf
+    >>> class BestLoss(sf.BaseHook):
+    ...     provides, run_state = ["best/"], ["best"]
+    ...     def reset(self, step):
+    ...         self.best = float("inf")
+    ...     def __call__(self, event):
+    ...         self.best = min(self.best, event.metrics["train/loss"])
+    ...         return {"best/loss": self.best}
+    >>> step = sf.make_train_step(lambda p, x, key: sf.mean(p * x), tx := optax.sgd(0.0))
+    >>> state = sf.init_state(jnp.array(1.0), tx, jax.random.key(0))
+    >>> batches = [np.full(4, x, np.float32) for x in (3, 1, 2)]
+    >>> sf.fit(step, state, batches, hooks=BestLoss(), log_every=1).history["best/loss"]
+    [3.0, 1.0, 1.0]
     """
 
-    name: str | None = None  # the key of its state, for two hooks of a class with one `metric`
-    metric: str | None = None  # the metric it watches; `fit` refuses a name that nothing measures
-    # Prefixes of the names of the numbers it returns; None if unknown. A hook that provides none is
-    # called after those that may, so it sees all numbers.
+    name: str | None = None
+    metric: str | None = None
     provides: Sequence[str] | None = ()
-    can_stop: bool = False  # whether it may return a reason to stop
-    goes_back: bool = False  # whether it returns GoBack; `fit` then checks that the run can go back
-    # Whether it returns Replace or Reweight; needed with several processes.
+    can_stop: bool = False
+    goes_back: bool = False
     replaces_state: bool = False
-    # Whether `event.state` has to be that of `event.step`. Each log point then waits for the device
-    # before the next step is dispatched.
     needs_exact_state: bool = False
-    needs_hook_seconds: bool = False  # whether it reads `event.hook_seconds`
-    replaces_nonfinite_stop: bool = False  # whether `fit` leaves out its own `stop_on_nonfinite`
-    shows_progress: bool = False  # whether it shows the progress of a run, so that `fit` does not
-    writes_metrics: bool = False  # whether it writes `metrics.jsonl`, so that `fit` does not
-    run_state: Sequence[str] = ()  # attributes that a checkpoint keeps, with JSON values
-    state_key: Sequence[str] = ()  # attributes that must be unchanged for a state to be restored
+    needs_hook_seconds: bool = False
+    replaces_nonfinite_stop: bool = False
+    shows_progress: bool = False
+    writes_metrics: bool = False
+    run_state: Sequence[str] = ()
+    state_key: Sequence[str] = ()
     _is_restored = False
 
     def __call__(self, event: Event) -> Returned:
