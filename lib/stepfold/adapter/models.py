@@ -22,13 +22,12 @@ from stepfold.errors import refuse
 class Model:
     """A function `apply(params, *inputs)` with its parameters, as a callable pytree.
 
-        For a flax linen module, `Model(module.apply, variables)`.
+    For a flax linen module, `Model(module.apply, variables)`.
 
-        >>> import jax.numpy as jnp
-    import numpy as np
-        >>> model = Model(lambda params, x: x @ params["w"], {"w": jnp.ones((3, 1))})
-        >>> model(jnp.ones((2, 3))).shape
-        (2, 1)
+    >>> import jax.numpy as jnp
+    >>> model = Model(lambda params, x: x @ params["w"], {"w": jnp.ones((3, 1))})
+    >>> model(jnp.ones((2, 3))).shape
+    (2, 1)
     """
 
     apply: Callable[..., Any]
@@ -50,6 +49,7 @@ def split_model(model: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Return the parameters of a model, and the function that makes a model of parameters."""
     refuse_torch("model", model, "write it in JAX")
     if isinstance(model, Model):
+        _check_collections(model.params)
         return model.params, functools.partial(Model, model.apply)
     kinds = [f"{base.__module__}.{base.__name__}" for base in type(model).__mro__]
     advice = "give Model(apply, params)"
@@ -68,6 +68,17 @@ def split_model(model: Any) -> tuple[Any, Callable[[Any], Any]]:
         return params, lambda params: jax.tree.map(pick, params, rest, is_leaf=is_none)
     expected = "a callable pytree, such as an equinox module or a Model"
     refuse("model", expected, tree.describe_value(model), advice)
+
+
+def _check_collections(variables: Any) -> None:
+    """Refuse variables of flax that are not parameters, such as batch statistics."""
+    others = {*variables} - {"params"} if isinstance(variables, Mapping) else set()
+    if others and "params" in variables:
+        advice = (
+            "give Model(lambda params, *x: module.apply({**variables, 'params': params}, *x), "
+            "variables['params']), which does not change the others"
+        )
+        refuse("model", "parameters alone", f"params and {', '.join(sorted(others))}", advice)
 
 
 def refuse_torch(argument: str, value: Any, advice: str) -> None:

@@ -102,7 +102,7 @@ class Trainer:
         loss_fn: Callable[..., Any] | None,
         config: Any = None,
         device: jax.Device | None = None,
-        scheduler: optax.Schedule | None = None,
+        scheduler: Callable[[Any], Any] | None = None,
     ) -> None:
         """Check the arguments, and initialize the state.
 
@@ -190,7 +190,8 @@ class Trainer:
           train_dataloader: an iterable of batches, iterated in each epoch. A batch is a pair
             `(inputs, targets)`, a dict of these, or the keyword arguments of the model with
             `labels`. A dict may have a `mask` of examples, as `sf.batches` pads with.
-          num_epochs: the number of epochs; with `save_dir`, counted from the start of its run.
+          num_epochs: the number of epochs, from the state of the trainer on. A new trainer that
+            resumes does those that are left.
           eval_dataloader: an iterable of batches to evaluate on after each epoch.
           save_dir: a directory for checkpoints, which are named by their steps. If it has some, the
             run resumes from the newest.

@@ -1,6 +1,6 @@
 """The arguments of qurious's trainer: their checks, and the optimizer that they describe."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -59,7 +59,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def make_optimizer(
     optimizer: optax.GradientTransformation,
     settings: Settings,
-    scheduler: optax.Schedule | None,
+    scheduler: Callable[[Any], Any] | None,
     epoch_steps: int | None = None,
 ) -> optax.GradientTransformation:
     """Add clipping and weight decay before an optimizer, and the factor of a scheduler after it."""
@@ -70,10 +70,14 @@ def make_optimizer(
         parts.insert(0, optax.clip_by_global_norm(settings.max_grad_norm))
     if scheduler is not None:
         by_step = settings.scheduler_step_per_batch
-        length = 1 if by_step else epoch_steps
-        epoch = lambda count: count // length if length else jnp.zeros_like(count)
-        parts.append(optax.scale_by_schedule(lambda count: scheduler(epoch(count))))
+        factor = scheduler if by_step else _by_epoch(scheduler, epoch_steps)
+        parts.append(optax.scale_by_schedule(factor))
     return parts[0] if len(parts) == 1 else optax.chain(*parts)
+
+
+def _by_epoch(scheduler: Callable[[Any], Any], epoch_steps: int | None) -> Callable[[Any], Any]:
+    """Count epochs instead of steps; without their length, it is always the first."""
+    return lambda count: scheduler(count // epoch_steps if epoch_steps else jnp.zeros_like(count))
 
 
 # The arguments of the trainer and of `train`
