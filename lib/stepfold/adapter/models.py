@@ -67,7 +67,7 @@ def split_model(model: Any) -> tuple[Any, Callable[[Any], Any]]:
         pick = lambda leaf, other: other if leaf is None else leaf
         return params, lambda params: jax.tree.map(pick, params, rest, is_leaf=is_none)
     expected = "a callable pytree, such as an equinox module or a Model"
-    refuse("model", expected, tree.describe_value(model), advice)
+    refuse("model", expected, type(model).__name__, advice)
 
 
 def _check_collections(variables: Any) -> None:
