@@ -181,7 +181,9 @@ def test_an_nnx_module_is_split_as_its_refusal_says():
     from flax import nnx
 
     module = nnx.Linear(64, 10, rngs=nnx.Rngs(0))
-    with pytest.raises(sf.ConfigError, match="model: expected .*, got Linear; split it, as graph, params"):
+    with pytest.raises(
+        sf.ConfigError, match="model: expected .*, got Linear; split it, as graph, params"
+    ):
         made(model=module)
     graph, params, rest = nnx.split(module, nnx.Param, ...)
     model = Model(lambda params, *x: nnx.merge(graph, params, rest, copy=True)(*x), params)
@@ -400,8 +402,9 @@ def test_an_epoch_of_another_length_is_refused(lengths, got):
         made().train(Iterable(*lengths), 3)
 
 
-def test_batches_of_stepfold_continue_with_the_next_epoch():
-    trainer, batches = made(), dicts(TRAIN, seed=0)
+@pytest.mark.parametrize("wrap", [lambda batches: batches, sf.prefetch])
+def test_batches_of_stepfold_continue_with_the_next_epoch(wrap):
+    trainer, batches = made(), wrap(dicts(TRAIN, seed=0))
     trainer.train(batches, 2)
     trainer.train(batches, 1)
     other = made()
@@ -647,7 +650,8 @@ def test_a_linen_module_alone_is_refused_with_what_to_write():
         ({"train_dataloader": iter(BATCHES)}, "train_dataloader: expected batches that start ag"),
         ({"train_dataloader": dicts(TRAIN, epochs=1)}, "train_dataloader: expected .* without ep"),
         ({"train_dataloader": []}, "train_dataloader: expected at least one batch, got none"),
-        ({"train_dataloader": BATCH[0]}, "batches: expected an iterable of batches"),
+        ({"train_dataloader": BATCH[0]}, "train_dataloader: expected an iterable of batches"),
+        ({"eval_dataloader": 1}, "eval_dataloader: expected an iterable of batches, got int 1"),
         ({"eval_dataloader": iter(EVALUATION)}, "eval_dataloader: expected batches that end, and"),
         ({"eval_dataloader": dicts(TEST)}, "eval_dataloader: expected batches that end"),
         ({"best_model_metric": "loss"}, "best_model_metric: expected a name that begins with"),

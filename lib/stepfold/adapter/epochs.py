@@ -66,7 +66,7 @@ class EpochBatches:
 
 def read_dataloader(dataloader: Any) -> Any:
     """Return batches that can be resumed and know their epochs."""
-    check_batches(dataloader)
+    check_batches(dataloader, "train_dataloader")
     if not hasattr(type(dataloader), "__next__"):
         return EpochBatches(dataloader)
     has_epochs = getattr(dataloader, "epoch_ends", None) is not None
@@ -79,7 +79,7 @@ def read_dataloader(dataloader: Any) -> Any:
 
 def make_evaluation(trainer: Any, dataloader: Any) -> Evaluation:
     """Call `trainer.evaluate(dataloader)` after each epoch, each time with the same batches."""
-    check_batches(dataloader)
+    check_batches(dataloader, "eval_dataloader")
     is_iterator, start = hasattr(type(dataloader), "__next__"), None
     if is_iterator:
         if not hasattr(dataloader, "get_state") or getattr(dataloader, "endless", False):

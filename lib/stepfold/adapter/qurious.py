@@ -154,7 +154,7 @@ class Trainer:
         """Return the metrics over all examples; those of an overridden `eval_step` are averaged."""
         if not self._overrides("eval_step"):
             return evaluate(self._measure, self.state, dataloader)
-        check_batches(dataloader)
+        check_batches(dataloader, "dataloader")
         measured = [
             as_metrics(self.eval_step(batch), "eval_step", weight=count_examples(batch))
             for batch in dataloader
@@ -217,7 +217,7 @@ class Trainer:
             read_integer("early_stopping_patience", patience)
             hooks.append(stop_early(metric, patience=patience))
         evaluation = () if eval_dataloader is None else make_evaluation(self, eval_dataloader)
-        self._set_epoch(batches.steps_per_epoch)
+        self._set_epoch(getattr(batches, "steps_per_epoch", None))
         try:
             result = fit(
                 _CallTrainStep(self, self._step) if self._overrides("train_step") else self._step,
