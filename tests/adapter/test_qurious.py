@@ -146,6 +146,26 @@ def test_a_mean_that_counts_padding_is_refused():
         trainer.evaluate(dicts(TEST, epochs=1))
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "loss: expected a number, got NoneType None"),
+        ((jnp.ones(60), 1.0), "metrics"),
+        ((jnp.ones(60), {}, {}), "loss_fn: expected the loss or"),
+    ],
+)
+def test_what_a_loss_function_returns_is_checked(returned, message):
+    with pytest.raises(sf.LossError, match=message):
+        made(loss_fn=lambda outputs, targets: returned).eval_step(BATCH)
+
+
+def test_a_loss_may_have_terms():
+    terms = lambda outputs, targets: {"a": sf.mean(nll(outputs, targets)), "b": outputs.sum() * 0}
+    metrics = made(loss_fn=terms).eval_step(BATCH)
+    assert metrics["loss"] == pytest.approx(made().eval_step(BATCH)["loss"])
+    assert metrics["b"] == 0.0
+
+
 # Models
 
 

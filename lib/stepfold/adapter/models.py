@@ -96,13 +96,20 @@ def make_loss(bind: Callable[[Any, Any], Any], *, is_training: bool) -> LossFn:
     `bind(params, key)` returns the trainer with these parameters in its model.
     """
 
-    def loss_fn(params: Any, batch: Any, key: Any) -> tuple[Any, dict[str, Any]]:
+    def loss_fn(params: Any, batch: Any, key: Any) -> Any:
         bound = bind(params, key if is_training else None)
         inputs, targets = bound._prepare_batch(batch)
         returned = bound._compute_loss(bound._forward_pass(inputs), targets)
-        loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
-        reduced = {name: _reduce(name, value, batch) for name, value in metrics.items()}
-        return _reduce("loss_fn", loss, batch), reduced
+        if not isinstance(returned, tuple):
+            return _reduce("loss_fn", returned, batch)
+        loss, *rest = returned
+        reduced = [
+            {name: _reduce(name, value, batch) for name, value in metrics.items()}
+            if isinstance(metrics, Mapping)
+            else metrics
+            for metrics in rest
+        ]
+        return _reduce("loss_fn", loss, batch), *reduced
 
     return loss_fn
 
@@ -121,8 +128,8 @@ def _reduce(name: str, value: Any, batch: Any) -> Any:
     """Turn values of examples into a mean under the mask; weight a number by its examples."""
     from clu.metrics import Metric
 
-    if isinstance(value, Metric):
-        return value
+    if isinstance(value, Metric) or not tree.is_data(value):
+        return value  # which the step checks
     mask = _mask_of(batch)
     if jnp.ndim(value):
         return mean(value, mask)

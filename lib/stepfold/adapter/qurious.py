@@ -17,7 +17,6 @@ from jax.sharding import SingleDeviceSharding
 from stepfold import tree
 from stepfold.adapter import setup
 from stepfold.adapter.epochs import EpochHook, make_evaluation, read_dataloader
-from stepfold.adapter.loading import num_rows
 from stepfold.adapter.models import Model as Model
 from stepfold.adapter.models import count_examples, make_loss, split_model
 from stepfold.adapter.qurious_arguments import (
@@ -70,7 +69,7 @@ class _CallTrainStep:
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         self._trainer.state = state
         numbers = self._trainer.train_step(batch)
-        return self._trainer.state, as_metrics(numbers, "train_step", weight=num_rows(batch))
+        return self._trainer.state, as_metrics(numbers, "train_step", weight=count_examples(batch))
 
 
 class Trainer:
@@ -84,7 +83,7 @@ class Trainer:
 
     Attributes:
       state: the `TrainState`, which the next step donates.
-      key: in `_forward_pass` and the like, the PRNG key of a training step; None in an evaluation.
+      key: the PRNG key while a training step is traced; None in an evaluation.
       result: the `FitResult` of the last run, with its `stop_reason`.
 
     >>> import jax.numpy as jnp, optax
@@ -167,9 +166,12 @@ class Trainer:
         self,
         train_dataloader: Iterable[Any],
         eval_dataloader: Iterable[Any] | None = None,
-        epoch: int = 0,  # noqa: ARG002  numbers an epoch in logs, and there are none
+        epoch: int = 0,  # noqa: ARG002
     ) -> dict[str, float]:
-        """Train for one epoch, and return its metrics, such as `train_loss` and `eval_loss`."""
+        """Train for one epoch, and return its metrics, such as `train_loss` and `eval_loss`.
+
+        `epoch` is for logs, of which there are none here.
+        """
         history = self.train(train_dataloader, 1, eval_dataloader)
         return {name: values[-1] for name, values in history.items()}
 
