@@ -635,6 +635,10 @@ def test_objects_of_torch_are_refused_with_what_to_give():
         ({"optimizer": 0.1}, "optimizer: expected an optax transformation, got float 0.1; such"),
         ({"optimizer": optax.adam}, "optimizer: expected an optax transformation"),
         ({"loss_fn": "mse"}, r"loss_fn: expected a function \(outputs, targets\), or None"),
+        (
+            {"loss_fn": lambda params, batch, key: 0.0},
+            r"loss_fn: expected a function \(outputs, targets\), got <lambda>\(params, b",
+        ),
         ({"device": "cuda"}, r"device: expected a device of jax, got str 'cuda'; give one of jax"),
         ({"scheduler": 0.1}, "scheduler: expected a function of a count"),
         ({"config": 1}, r"config: expected an object or a mapping with training"),
@@ -714,3 +718,6 @@ def test_what_overrides_return_is_checked():
     kind = type("Own", (Trainer,), {"eval_step": lambda self, batch: {}})
     with pytest.raises(sf.DataError, match="evaluate: expected at least one batch, got none"):
         made(kind).evaluate([])
+    for each in (Trainer, kind):
+        with pytest.raises(sf.ConfigError, match="dataloader: expected an iterable of batches"):
+            made(each).evaluate(BATCH[0])

@@ -151,9 +151,9 @@ class Trainer:
 
     def evaluate(self, dataloader: Iterable[Any]) -> dict[str, float]:
         """Return the metrics over all examples; those of an overridden `eval_step` are averaged."""
+        check_batches(dataloader, "dataloader")
         if not self._overrides("eval_step"):
             return evaluate(self._measure, self.state, dataloader)
-        check_batches(dataloader, "dataloader")
         measured = [
             as_metrics(self.eval_step(batch), "eval_step", weight=count_examples(batch))
             for batch in dataloader

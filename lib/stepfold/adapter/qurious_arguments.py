@@ -15,6 +15,8 @@ from stepfold.core.validation import (
     read_instance,
     read_positive,
     refuse_unknown,
+    spell_call,
+    takes,
 )
 from stepfold.errors import refuse
 
@@ -92,6 +94,8 @@ def check_arguments(optimizer: Any, loss_fn: Any, device: Any, scheduler: Any) -
     if loss_fn is not None:
         refuse_torch("loss_fn", loss_fn, "give a function, such as optax.l2_loss")
         read_function("loss_fn", loss_fn, "a function (outputs, targets), or None")
+        if not takes(loss_fn, 2):
+            refuse("loss_fn", "a function (outputs, targets)", spell_call(loss_fn))
     if device is not None:
         advice = "give one of jax.devices(), or leave it out"
         read_instance("device", device, jax.Device, "a device of jax", advice)
