@@ -66,6 +66,7 @@ def test_reference_has_every_public_name_once():
         documented += [f"{module}.{name}" for name in names]
     public = {f"stepfold.{name}" for name in stepfold.__all__}
     public |= {f"stepfold.adapter.{name}" for name in adapter.__all__}
+    public |= {f"stepfold.adapter.qurious.{name}" for name in ("Model", "Trainer")}
     assert public <= {*documented}
     assert len(documented) == len({*documented})
 

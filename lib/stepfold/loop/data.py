@@ -310,12 +310,12 @@ def batch_sizes(batches: Any) -> Sequence[tuple[int, int]]:
     return sizes
 
 
-def check_batches(batches: Any) -> None:
+def check_batches(batches: Any, argument: str = "batches") -> None:
     """Refuse a single batch, and anything else that is not an iterable of batches."""
     is_single = isinstance(batches, str | bytes | dict) or tree.is_array(batches)
     if is_single or not isinstance(batches, Iterable):
         got, advice = tree.describe_value(batches), "sf.batches(data, 256, seed=0) makes one"
-        refuse("batches", "an iterable of batches", got, advice)
+        refuse(argument, "an iterable of batches", got, advice)
 
 
 def shared(batches: Any, share: tuple[int, int, int]) -> Any:
