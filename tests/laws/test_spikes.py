@@ -16,6 +16,8 @@ import stepfold as sf
 
 from . import network
 
+pytestmark = pytest.mark.not_optimized
+
 WINDOW, DEVIATIONS = 4, 3.0
 PARAMS = {
     "w": jax.device_put(np.array([1.0, -0.0, np.nan], np.float32)),
