@@ -56,6 +56,11 @@ def batches(size=4, **options):
     return sf.batches(examples(), size, **{"seed": 0, **options})
 
 
+def ones(shape=(), dtype=np.float32):
+    """Return an array without compiling, which modules should not do while they are imported."""
+    return jax.device_put(np.ones(shape, dtype))
+
+
 def full_but(default, cases):
     """Mark the cases of a grid as slow proofs, but for those that run by default."""
     given = lambda case: case if isinstance(case, tuple) else (case,)

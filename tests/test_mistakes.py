@@ -3,21 +3,21 @@
 import equinox as eqx
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from tests.small import ones
 
 import stepfold as sf
 from stepfold.adapter import TrainingArguments
 
 DATA = {"x": np.ones((16, 4), np.float32), "y": np.zeros(16, np.int32)}
 BATCH = {"x": DATA["x"][:8], "y": DATA["y"][:8]}
-PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
+PARAMS = {"w": ones((4, 3)), "b": ones(3)}
 TX = optax.adam(1e-3)
-KEY = jax.random.key(0)
+KEY = jax.random.wrap_key_data(np.zeros(2, np.uint32))
 
 
 def predict(params, x):

@@ -111,28 +111,34 @@ def test_models_of_mnist1d_have_the_parameters_of_the_paper(results):
 
 
 def test_the_cnn_is_one_of_convolutions(results):
-    mnist1d, key = results.mnist1d, jax.random.key(0)
-    params, x = mnist1d.init_cnn(key), jax.random.normal(key, (3, 40))
-    hidden = x[..., None]
-    for layer in params[:-1]:
-        kernel = layer["w"].reshape(-1, hidden.shape[-1], 25)
-        forms = ("NWC", "WIO", "NWC")
-        hidden = jax.lax.conv_general_dilated(hidden, kernel, (2,), [(1, 1)], None, None, forms)
-        hidden = jax.nn.relu(hidden + layer["b"])
-    expected = mnist1d.affine(params[-1], hidden.reshape(3, -1))
-    assert np.allclose(mnist1d.cnn(params, x), expected, atol=1e-5)
+    mnist1d = results.mnist1d
+    params = jax.jit(mnist1d.init_cnn)(jax.random.key(0))
+    x = np.random.default_rng(0).normal(size=(3, 40)).astype(np.float32)
+
+    @jax.jit
+    def by_convolutions(params, x):
+        hidden = x[..., None]
+        for layer in params[:-1]:
+            kernel = layer["w"].reshape(-1, hidden.shape[-1], 25)
+            forms = ("NWC", "WIO", "NWC")
+            hidden = jax.lax.conv_general_dilated(hidden, kernel, (2,), [(1, 1)], None, None, forms)
+            hidden = jax.nn.relu(hidden + layer["b"])
+        return mnist1d.affine(params[-1], hidden.reshape(3, -1))
+
+    expected = by_convolutions(params, x)
+    assert np.allclose(jax.jit(mnist1d.cnn)(params, x), expected, atol=1e-5)
 
 
 def test_cartpole_falls_without_control_and_ends_after_500_steps(results):
     cartpole, key = results.cartpole, jax.random.key(0)
-    game, lengths = cartpole.reset(key), []
+    game, lengths, play = cartpole.reset(key), [], jax.jit(cartpole.play)
     for _ in range(60):
-        game, ended, time = cartpole.play(game, jnp.ones(4, jnp.int32), key)
+        game, ended, time = play(game, jnp.ones(4, jnp.int32), key)
         lengths += time[ended].tolist()
     assert lengths
     assert max(lengths) < 15  # always to the right
     almost = cartpole.Game(jnp.zeros((1, 4)), jnp.array([cartpole.LONGEST - 1]))
-    game, ended, time = cartpole.play(almost, jnp.ones(1, jnp.int32), key)
+    game, ended, time = play(almost, jnp.ones(1, jnp.int32), key)
     assert (ended.tolist(), time.tolist(), game.time.tolist()) == ([True], [500], [0])
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.small import ones
 
 import stepfold as sf
 from stepfold.checkpoint.leaves import to_json
@@ -30,7 +31,7 @@ def read_manifest(step):
     return open_store(step.parent).read_manifest(int(step.name))
 
 
-STATE = {"params": {"w": jnp.arange(8.0)}, "key": jax.random.key(3)}
+STATE = {"params": {"w": ones(8)}, "key": jax.random.wrap_key_data(np.zeros(2, np.uint32))}
 
 
 @pytest.fixture

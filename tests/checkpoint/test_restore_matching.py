@@ -4,8 +4,10 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from tests.small import ones
 
 import stepfold as sf
 from stepfold.checkpoint.leaves import Leaf, leaves_of
@@ -30,21 +32,23 @@ def train_state(tx, params=None):
     return sf.init_state(params, tx, jax.random.key(0))
 
 
-KEY = jax.random.key(0)
+KEY = jax.random.wrap_key_data(np.zeros(2, np.uint32))
+KEYS = jax.random.wrap_key_data(np.zeros((2, 2), np.uint32))
+RBG_KEY = jax.random.wrap_key_data(np.zeros(4, np.uint32), impl="rbg")
 MISMATCHES = {
-    "shape": (jnp.ones((2, 3)), jnp.ones((3, 2)), "float32[2,3]", "float32[3,2]"),
-    "rank": (jnp.ones(1), jnp.ones(()), "float32[1]", "float32[]"),
-    "dtype": (jnp.ones(2), jnp.ones(2, jnp.bfloat16), "float32[2]", "bfloat16[2]"),
-    "sign": (jnp.ones(2, jnp.int32), jnp.ones(2, jnp.uint32), "int32[2]", "uint32[2]"),
-    "bool": (jnp.ones(2, bool), jnp.ones(2, jnp.uint8), "bool[2]", "uint8[2]"),
-    "typed for raw key": (KEY, jax.random.key_data(KEY), "key<threefry2x32>[]", "uint32[2]"),
-    "raw for typed key": (jax.random.key_data(KEY), KEY, "uint32[2]", "key<threefry2x32>[]"),
-    "kind of key": (KEY, jax.random.key(0, impl="rbg"), "key<threefry2x32>[]", "key<rbg>[]"),
-    "keys": (KEY, jax.random.split(KEY), "key<threefry2x32>[]", "key<threefry2x32>[2]"),
-    "None": (jnp.ones(2), None, "float32[2]", "None"),
-    "nothing": (None, jnp.ones(2), "nothing", "float32[2]"),
+    "shape": (ones((2, 3)), ones((3, 2)), "float32[2,3]", "float32[3,2]"),
+    "rank": (ones(1), ones(), "float32[1]", "float32[]"),
+    "dtype": (ones(2), ones(2, jnp.bfloat16), "float32[2]", "bfloat16[2]"),
+    "sign": (ones(2, np.int32), ones(2, np.uint32), "int32[2]", "uint32[2]"),
+    "bool": (ones(2, bool), ones(2, np.uint8), "bool[2]", "uint8[2]"),
+    "typed for raw key": (KEY, ones(2, np.uint32), "key<threefry2x32>[]", "uint32[2]"),
+    "raw for typed key": (ones(2, np.uint32), KEY, "uint32[2]", "key<threefry2x32>[]"),
+    "kind of key": (KEY, RBG_KEY, "key<threefry2x32>[]", "key<rbg>[]"),
+    "keys": (KEY, KEYS, "key<threefry2x32>[]", "key<threefry2x32>[2]"),
+    "None": (ones(2), None, "float32[2]", "None"),
+    "nothing": (None, ones(2), "nothing", "float32[2]"),
     "a number": (3, 3.0, "int64[]", "float64[]"),
-    "a number for an array": (jnp.float32(1), 1.0, "float32[]", "float64[]"),
+    "a number for an array": (ones(), 1.0, "float32[]", "float64[]"),
 }
 
 

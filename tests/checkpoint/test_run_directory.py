@@ -5,6 +5,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.small import ones
 
 import stepfold as sf
 from stepfold.checkpoint.__main__ import main
@@ -13,7 +14,7 @@ from stepfold.checkpoint.restore import candidates
 from stepfold.checkpoint.steps import join_location
 from stepfold.errors import CheckpointError
 
-STATE = {"params": {"w": jnp.arange(4.0)}}
+STATE = {"params": {"w": ones(4)}}
 
 
 @pytest.fixture(params=["directory", "url"])

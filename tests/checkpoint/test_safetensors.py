@@ -21,6 +21,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis.extra import numpy as hnp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from tests.small import ones
 
 import stepfold as sf
 from stepfold.checkpoint import safetensors as safetensors_module
@@ -245,7 +246,7 @@ def test_the_host_holds_one_shard_at_a_time(tmp_path):
         ({"a": jax.nn.relu}, {}, "a: expected an array, got "),
         ({"a": np.ma.ones(2)}, {}, "a: expected an array, got float64[2]"),
         ({"a": np.ones(2, "c16")}, {}, "a: expected a dtype that safetensors has (bool, int8,"),
-        ({"a": jnp.ones(2, jnp.int4)}, {}, "got int4[2]; cast it, or leave it out"),
+        ({"a": ones(2, jnp.int4)}, {}, "got int4[2]; cast it, or leave it out"),
         ({"a": np.array(["x"])}, {}, "got <U1[1]; cast it, or leave it out"),
         ({"a": jax.random.key(0)}, {}, "got key<fry>[]; cast it, or leave it out"),
         ({"a": np.ones(2)}, {"shard_size": 0}, "shard_size: expected an integer of at least"),

@@ -20,7 +20,7 @@ from stepfold.errors import CheckpointError, ConfigError
 
 from .sameness import check_same
 
-STATE = {"w": jnp.arange(3.0)}
+STATE = {"w": jax.device_put(np.arange(3, dtype=np.float32))}
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -15,7 +15,7 @@ from stepfold.errors import CheckpointError, ConfigError
 
 
 def state(step):
-    return {"w": jnp.arange(1000) + step}
+    return {"w": jax.device_put(np.arange(1000) + step)}
 
 
 LIKE = state(0)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from tests.small import ones
 
 import stepfold as sf
 from stepfold.checkpoint import bucket
@@ -15,7 +16,7 @@ from stepfold.checkpoint.leaves import STORED
 from stepfold.checkpoint.manifest import read_checked, write_checked
 from stepfold.errors import CheckpointError, ConfigError
 
-STATE = {"w": jnp.arange(4.0)}
+STATE = {"w": ones(4)}
 BUFFER = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
 
 

@@ -22,8 +22,8 @@ from .sameness import bits, check_same
 
 STATE = {
     "params": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "layers": [1, np.ones(2)]},
-    "key": jax.random.key(7),
-    "half": jnp.array([1.5, -0.0], jnp.bfloat16),
+    "key": jax.random.wrap_key_data(np.array([0, 7], np.uint32)),
+    "half": jax.device_put(np.array([1.5, -0.0], jnp.bfloat16)),
 }
 
 

@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.small import ones
 
 import stepfold as sf
 from stepfold.core.optimizer import as_optimizer
 
-PARAMS = {"w": jnp.array([1.0, 2.0])}
-ONES = jax.tree.map(jnp.ones_like, PARAMS)
+PARAMS = {"w": jax.device_put(np.array([1.0, 2.0], np.float32))}
+ONES = {"w": ones(2)}
 
 
 def walk(tx, steps, params=PARAMS):

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from clu import metrics as clu_metrics
+from tests.small import ones
 
 import stepfold as sf
 from stepfold.core.gradients import rematerialized
@@ -19,7 +20,7 @@ def loss_fn(params, batch, key):
     return sf.mean((batch["x"] @ params["w"]) ** 2, batch["mask"])
 
 
-PARAMS = {"w": jnp.array([1.0, -2.0, 0.5])}
+PARAMS = {"w": jax.device_put(np.array([1.0, -2.0, 0.5], np.float32))}
 BATCH = {"x": X, "mask": np.arange(12) % 5 > 0}
 
 
@@ -267,7 +268,7 @@ def deep_loss(params, batch, key):
     return sf.mean(hidden), {"first": sf.mean(hidden[0])}
 
 
-LAYERS, ROWS = [jnp.ones((8, 8)) / 8] * 3, jnp.ones((6, 8))
+LAYERS, ROWS = [jax.device_put(np.full((8, 8), 1 / 8, np.float32))] * 3, ones((6, 8))
 NO_BATCH = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.small import ones
 
 import stepfold as sf
 from stepfold.tree import named_leaves
 
-PARAMS = {"w": jnp.ones((16, 8)), "b": jnp.ones(8), "s": jnp.ones(())}
+PARAMS = {"w": ones((16, 8)), "b": ones(8), "s": ones()}
 BATCH = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 
 

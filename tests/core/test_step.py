@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.small import ones
 
 import stepfold as sf
 
@@ -345,17 +346,17 @@ def test_grad_may_return_a_bare_loss():
         ((1.0,), sf.ConfigError, r"grad: expected \(grads, loss, .*, got a tuple of 1"),
         (None, sf.ConfigError, r"grad: expected \(grads, loss, .*, got NoneType None"),
         (
-            ({"w": jnp.ones(3)}, 0.0, {}, ()),
+            ({"w": ones(3)}, 0.0, {}, ()),
             sf.TreeMismatchError,
             r"grad: expected gradients in the form of the parameters, got\n  grads/b: missing",
         ),
         (
-            ({"w": jnp.ones(3, jnp.bfloat16), "b": 0.0}, 0.0, {}, ()),
+            ({"w": ones(3, jnp.bfloat16), "b": 0.0}, 0.0, {}, ()),
             sf.TreeMismatchError,
             r"grads/w: expected float32\[3\], got bfloat16\[3\]",
         ),
-        (({"w": jnp.ones(3), "b": 0.0}, None, {}, ()), sf.LossError, "loss: expected a number"),
-        (({"w": jnp.ones(3), "b": 0.0}, 0.0, [], ()), sf.LossError, "metrics: expected a dict"),
+        (({"w": ones(3), "b": 0.0}, None, {}, ()), sf.LossError, "loss: expected a number"),
+        (({"w": ones(3), "b": 0.0}, 0.0, [], ()), sf.LossError, "metrics: expected a dict"),
     ],
 )
 def test_what_another_gradient_returns_is_held_to_the_contract(wrap, returned, error, message):

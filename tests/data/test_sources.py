@@ -93,7 +93,7 @@ class Pair(NamedTuple):
 
 @pytest.mark.parametrize(
     "array",
-    [X, jnp.asarray(X), np.asfortranarray(X), X[::-1], np.arange(48).reshape(8, 6)[:, ::2]],
+    [X, jax.device_put(X), np.asfortranarray(X), X[::-1], np.arange(48).reshape(8, 6)[:, ::2]],
     ids=["numpy", "jax", "fortran", "reversed", "strided"],
 )
 def test_arrays_of_any_layout_have_rows(array):

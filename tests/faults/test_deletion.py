@@ -9,10 +9,11 @@ from contextlib import contextmanager
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.small import ones
 
 import stepfold as sf
 
-LIKE = {"params": {"w": jnp.zeros((6, 4)), "b": jnp.zeros(4)}, "count": jnp.zeros((), jnp.int32)}
+LIKE = {"params": {"w": ones((6, 4)), "b": ones(4)}, "count": ones((), np.int32)}
 
 
 def make_state(step):

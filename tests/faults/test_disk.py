@@ -9,13 +9,14 @@ from contextlib import contextmanager, suppress
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.small import ones
 
 import stepfold as sf
 
 # Where one write of orbax's fails, others of the same save end after the loop that asked for them.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-LIKE = {"w": jnp.zeros((256, 1024)), "b": jnp.zeros(300), "count": jnp.zeros((), jnp.int32)}
+LIKE = {"w": ones((256, 1024)), "b": ones(300), "count": ones((), np.int32)}
 NO_ROOM = "not saved: no space left on the device; make room"
 NOT_SAVED = "not saved: "
 

@@ -9,13 +9,12 @@ import random
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stepfold as sf
 
-PARAMS = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.arange(4, dtype=jnp.int32)}
+PARAMS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.arange(4, dtype=np.int32)}
 LIKE = jax.eval_shape(lambda: PARAMS)
 ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 HEADER = {"a": ENTRY, "b": {"dtype": "I32", "shape": [4], "data_offsets": [24, 40]}}

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.processes import launch
+from tests.small import ones
 
 import stepfold as sf
 
 from . import training
 
-LIKE = {"w": jnp.zeros((512, 1024)), "step": jnp.zeros((), jnp.int32)}
+LIKE = {"w": ones((512, 1024)), "step": ones((), np.int32)}
 
 
 def leaves(folder, how, failing=False):

@@ -1,5 +1,6 @@
 """Any spelling of a path leads to the directory that it means, and none makes a step damaged."""
 
+import functools
 import os
 import warnings
 from pathlib import Path
@@ -25,11 +26,15 @@ LOSS = sf.make_train_step(
     lambda params, batch, key: sf.mean((params["w"] * jnp.log(batch["x"])) ** 2), TX
 )
 STEP = jax.jit(LOSS, donate_argnums=0)
-INITIAL = sf.init_state({"w": jnp.ones(2)}, TX, jax.random.key(0))
+
+
+@functools.cache
+def initial():
+    return sf.init_state({"w": jnp.ones(2)}, TX, jax.random.key(0))
 
 
 def start():
-    return jax.tree.map(jnp.copy, INITIAL)
+    return jax.tree.map(jnp.copy, initial())
 
 
 def batches(bad=()):
@@ -198,7 +203,7 @@ def test_a_capsule_is_replayed(top):
     assert capsule.path == top / "runs" / "a" / "capsules" / "5"
     path = Location("~/../runs/a//capsules/../capsules/5/")
     assert sf.read_capsule(path).checkpoint == (top / "runs" / "a" / "checkpoints", 4)
-    assert sf.replay(path, LOSS, state=INITIAL, batches=bad).examples == ((2,),)
+    assert sf.replay(path, LOSS, state=initial(), batches=bad).examples == ((2,),)
 
 
 PLACES = {  # of the run, and of its checkpoints

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from tests.small import ones
 
 import stepfold as sf
 
-LIKE = {"w": jnp.zeros((4, 2)), "count": jnp.zeros((), jnp.int32)}
+LIKE = {"w": ones((4, 2)), "count": ones((), np.int32)}
 
 
 def make_state(step):

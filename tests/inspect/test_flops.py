@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
+from tests.small import ones
 
 import stepfold as sf
 from stepfold.inspect import flops
@@ -138,7 +139,8 @@ def loss_fn(params, batch, key):
     return sf.mean((jnp.tanh(batch @ params["in"]) @ params["out"]).mean(-1) ** 2)
 
 
-STATE, BATCH = sf.init_state(init, TX, jax.random.key(0)), jnp.ones((32, 64))
+STATE = jax.eval_shape(lambda: sf.init_state(init, TX, jax.random.key(0)))
+BATCH = jax.ShapeDtypeStruct((32, 64), jnp.float32)
 FORWARD = 2 * 32 * (64 * 256 + 256 * 32)
 # The first layer has no gradient with respect to its input.
 TRAINING = 2 * FORWARD + 2 * 32 * 256 * 32
@@ -204,7 +206,7 @@ def convolve(image, kernel, padding="VALID", **options):
 # What is followed
 
 
-X = jnp.ones((8, 8))
+X = ones((8, 8))
 ONE = 2 * 8**3
 
 

@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.small import ones
 
 import stepfold as sf
 from stepfold.inspect.flops import Product
@@ -454,7 +455,7 @@ def test_a_leaf_that_comes_back_in_another_dtype_is_named(on_mesh):
 
 
 NAMES = ["plain", "it's", 'a"b', "a\\b", "a[0]", "a b", "a\nb", "a/b", "größe", "層", ""]
-ALIKE = {"a": jnp.ones((64, 32)), "b": jnp.ones((64, 32)), "n": jnp.zeros((), jnp.int32)}
+ALIKE = {"a": ones((64, 32)), "b": ones((64, 32)), "n": ones((), np.int32)}
 
 
 def scaled(state, batch):
@@ -466,9 +467,9 @@ def scaled(state, batch):
     [
         (lambda state, batch: (state, {}), ALIKE),
         (lambda state, batch: ({"a": state["b"], "b": state["a"], "n": state["n"]}, {}), ALIKE),
-        (scaled, jnp.ones(8)),
-        (scaled, {"params": {name: jnp.ones((8, 8)) for name in NAMES}, "z": jnp.ones(4)}),
-        (scaled, [{"w": jnp.ones((4, index + 1))} for index in range(12)]),
+        (scaled, ones(8)),
+        (scaled, {"params": {name: ones((8, 8)) for name in NAMES}, "z": ones(4)}),
+        (scaled, [{"w": ones((4, index + 1))} for index in range(12)]),
     ],
     ids=["nothing changes", "a swap", "one array", "any names", "many layers"],
 )
@@ -483,10 +484,10 @@ def test_leaves_of_any_tree_are_found_again(step, state):
 
 
 PARAMS = {
-    "layers": [{"w": np.ones((64, 128), np.float32), "b": jnp.zeros(128, jnp.bfloat16)}] * 2,
-    "norm": (jnp.full(3, 2.0),),
+    "layers": [{"w": np.ones((64, 128), np.float32), "b": ones(128, jnp.bfloat16)}] * 2,
+    "norm": (jax.device_put(np.full(3, 2, np.float32)),),
 }
-ARRAYS = jax.tree.map(jnp.asarray, PARAMS)
+ARRAYS = jax.device_put(PARAMS)
 
 
 def cells(text):

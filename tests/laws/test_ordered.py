@@ -86,7 +86,7 @@ def compile_ordered(dims, grad=None, precision="f32"):
         metrics = []
         for i in range(first, last):
             state, latest = step(state, place(i))
-            metrics.append({name: metric.compute() for name, metric in latest.items()})
+            metrics.append(latest)
         return state, metrics
 
     return state, train
@@ -262,7 +262,7 @@ def test_the_clip_is_that_of_optax(limit):
         if limit == 100.0:
             assert bits(clipped) == bits(grads)
         assert clipped["b"].dtype == jnp.bfloat16
-        norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), clipped))
+        norm = np.sqrt(sum((np.asarray(x, np.float64) ** 2).sum() for x in clipped.values()))
         np.testing.assert_allclose(norm, min(limit, 35.426), rtol=1e-2)
 
 

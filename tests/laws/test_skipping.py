@@ -15,6 +15,8 @@ import stepfold as sf
 
 from . import network
 
+pytestmark = pytest.mark.not_optimized
+
 
 def optimizer():
     return sf.ema_params(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), 0.9)

@@ -12,16 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.small import ones
 
 import stepfold as sf
 from stepfold import table, tree
 
 MESH = sf.make_mesh((2, 2, 2, 1))
 PARAMS = {
-    "w": jnp.ones((16, 32)),
-    "square": jnp.ones((16, 16)),
-    "b": jnp.ones(6),
-    "deep": [{"kernel": jnp.ones((4, 8, 16))}],
+    "w": ones((16, 32)),
+    "square": ones((16, 16)),
+    "b": ones(6),
+    "deep": [{"kernel": ones((4, 8, 16))}],
 }
 RULES = [
     ("w$", P("dp", "tp")),

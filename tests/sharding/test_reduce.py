@@ -12,6 +12,7 @@ import pytest
 from clu import metrics as clu_metrics
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.small import ones
 
 import stepfold as sf
 from stepfold.inspect.collectives import collectives, parse, walk
@@ -312,15 +313,15 @@ def test_a_stateful_loss_is_refused():
     ("batch", "message"),
     [
         (
-            {"x": jnp.ones((6, 8))},
+            {"x": ones((6, 8))},
             r"^batch/x: expected a leading size that the 4 devices along \('dp', 'fsdp'\) divide, "
             r"got float32\[6,8\]; drop or pad the last batch",
         ),
         (
-            {"x": jnp.ones((8, 8)), "rate": jnp.ones(())},
+            {"x": ones((8, 8)), "rate": ones(())},
             r"^batch/rate: expected .*, got float32\[\];",
         ),
-        ({"x": jnp.ones((8, 8)), "rate": 0.5}, r"^batch/rate: expected .*, got float"),
+        ({"x": ones((8, 8)), "rate": 0.5}, r"^batch/rate: expected .*, got float"),
     ],
 )
 def test_a_batch_that_does_not_divide_is_refused(run, key, batch, message):
