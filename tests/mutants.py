@@ -2,9 +2,10 @@
 
     python tests/mutants.py --seed 0 --sample 150 --out /tmp/mutants.jsonl
 
-For each mutant that `mutations.py` draws, run the test files that mirror its module and the laws
-that use the module, and print what survives. `--root` tests another checkout: a seed draws the same
-mutants there. No checkout is changed, since the mutants are made in a copy.
+For each mutant that `mutations.py` draws, run the test files that mirror its module, the laws that
+use the module and the other files of the folder, and print what survives. `--root` tests another
+checkout: a seed draws the same mutants there. No checkout is changed, since the mutants are made in
+a copy.
 
 A test file counts if it runs the mutated statement or starts Python processes. A run without
 mutants finds this out, and has to pass. The tests that run the statement come first, and a mutant
@@ -60,7 +61,7 @@ class Tests:
                     self.public |= {alias.name: self.module(node.module) for alias in node.names}
 
     def of(self, path):
-        """List the files that mirror a module, and the laws that use it."""
+        """List the files that mirror a module, the laws that use it, and the rest of its folder."""
         module, folder = self.lib / path, self.tests / Path(path).parent
         name = f"test_{module.stem.strip('_')}"
         others = {f"test_{other.stem}" for other in module.parent.glob("*.py")} - {name}
@@ -70,7 +71,8 @@ class Tests:
             users = {file for file in folder.glob("test_*.py") if path in self.uses(file)}
             mirror = {*self.tests.rglob(f"{name}.py"), *users}
         laws = {file for file in self.tests.glob("laws/test_*.py") if path in self.uses(file)}
-        return sorted(mirror), sorted(laws - mirror)
+        rest = {*folder.glob("test_*.py")} - mirror
+        return sorted(mirror), sorted(laws - mirror), sorted(rest)
 
     @functools.cache  # noqa: B019
     def uses(self, file):

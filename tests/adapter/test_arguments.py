@@ -84,6 +84,16 @@ def test_an_unknown_name_says_where_to_look(name, advice):
     assert advice in str(error.value) if advice else str(error.value) == start
 
 
+def test_all_unknown_names_are_listed_at_once():
+    habits = {"load_best_model_at_end": True, "adam_beta2": 0.95, "label_smoothing_factor": 0.1}
+    with pytest.raises(sf.ConfigError) as error:
+        TrainingArguments(**habits, learning_rate=0.1, lerning_rate=0.1)
+    lines = str(error.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == [*habits, "lerning_rate"]
+    assert "best_state" in lines[0]
+    assert "'b2'" in lines[1]
+
+
 def test_positional_arguments_are_refused():
     with pytest.raises(sf.ConfigError, match="expected fields by name, .* got 'runs/a'"):
         TrainingArguments("runs/a")

@@ -356,6 +356,20 @@ def test_a_run_calls_save_checkpoint(tmp_path):
     assert made().load_checkpoint(tmp_path)["step"] == 16  # that of the run
 
 
+def test_an_epoch_without_a_number_is_never_the_best(tmp_path):
+    losses, saved = iter([float("nan"), 2.0, float("nan"), 1.0, 3.0]), []
+
+    class Own(Trainer):
+        def evaluate(self, dataloader):
+            return {"loss": next(losses)}
+
+        def _save_checkpoint(self, path, epoch, metric_value=None):
+            saved.append((path, epoch))
+
+    made(Own).train(BATCHES, 5, EVALUATION, save_dir=tmp_path, save_freq=9)
+    assert saved == [(str(tmp_path / "best_model"), epoch) for epoch in (1, 3)]
+
+
 def test_saving_a_step_twice_is_a_no_op(tmp_path):
     trainer = made()
     trainer._save_checkpoint(tmp_path, 0, 0.5)

@@ -485,3 +485,17 @@ def test_a_method_for_all_kinds_of_data_comes_before_the_default_of_one():
 
     assert collected(Grain, [{"x": 1}], use_grain=True) == (None, "keep_end")
     assert collected(Grain, [{"x": 1}]) == {"seen": ["x"]}
+
+
+def test_arguments_of_other_trainers_are_refused_at_once_with_what_to_write():
+    with pytest.raises(sf.ConfigError) as error:
+        Trainer(digits.arguments(), train_dataset=[1], compute_metrics=print, hoks=())
+    for advice in ("write dataset_train=", "metrics from the loss function", "mean 'hooks'"):
+        assert advice in str(error.value)
+
+
+def test_each_attribute_says_what_it_is():
+    for name, member in vars(Trainer).items():
+        if isinstance(member, property):
+            assert member.__doc__, name
+            assert "callable object" not in member.__doc__, name  # that of `attrgetter`

@@ -542,6 +542,13 @@ def test_more_steps_continue_a_complete_run_and_not_an_interrupted_one(tmp_path)
     assert fit(steps=None, more_steps=5, **saves_at_end(tmp_path)).steps == 45
 
 
+def test_an_epoch_may_be_a_single_batch():
+    told = []
+    show = sf.callback(lambda trainer, epoch, metrics: told.append(epoch))
+    sf.fit(STEP, start(), [next(CLEAN())], epochs=3, hooks=show)
+    assert told == [0, 1, 2]
+
+
 def test_epochs_are_those_of_the_data_and_not_of_the_step():
     """A state of step 10 starts the first epoch of its data."""
     told, measured = [], []

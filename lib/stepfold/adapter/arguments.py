@@ -415,17 +415,20 @@ def _resolve_aliases(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     names, aliases = [field.name for field in fields(cls)], aliases_of(cls)
     resolved: dict[str, Any] = {}
     spelling: dict[str, str] = {}
+    unknown: list[str] = []
     for name, value in values.items():
         known = name if name in names else aliases.get(name, name)
         if known not in names:
             advice = _ELSEWHERE.get(name) or suggest(name, [*names, *aliases])
             text = f"{name}: {cls.__name__} has no such field"
-            raise ConfigError(f"{text}; {advice}" if advice else text)
+            unknown.append(f"{text}; {advice}" if advice else text)
         if known in resolved and (type(resolved[known]), resolved[known]) != (type(value), value):
             got = f"{resolved[known]!r} and {value!r}"
             names_of = f"{spelling[known]}, {name}: two names of one field"
             refuse(names_of, "one value", got, "write one of them")
         resolved[known], spelling[known] = value, name
+    if unknown:
+        raise ConfigError("\n".join(unknown))
     if "batch_size" in values and resolved.get("gradient_accumulation_steps", 1) != 1:
         expected = "total_batch_size, of all microbatches, to be accumulated"
         refuse("batch_size", expected, f"{values['batch_size']!r}", "write that name")

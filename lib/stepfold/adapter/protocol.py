@@ -198,24 +198,26 @@ class BaseTrainerProtocol(Protocol, metaclass=_Protocol):
     def finish(self) -> None: ...
 
 
-_METHODS = {  # and abstract properties
+_METHODS = frozenset(  # and abstract properties
     name
     for name, member in vars(BaseTrainerProtocol).items()
     if hasattr(getattr(member, "fget", member), "__wrapped__")
-}
-_MEMBERS = {name for name in vars(BaseTrainerProtocol) if not name.startswith("_")}
-_OF_REFERENCE = {*_MEMBERS, *BaseTrainerProtocol.__annotations__} - {
-    *("_model_state", "evaluate", "log_watchers", "optimizer")
-}
-_OF_GUIDE = {
-    *("train", "evaluate", "save_pretrained"),
-    *("configure_model", "configure_dataloaders", "configure_functions"),
-    *("arguments", "dataset_train", "dataset_eval", "dtype", "param_dtype"),
-    *("model", "_model_state", "optimizer", "scheduler"),
-}
+)
+_MEMBERS = frozenset(name for name in vars(BaseTrainerProtocol) if not name.startswith("_"))
+_OF_REFERENCE = _MEMBERS.union(BaseTrainerProtocol.__annotations__).difference(
+    ("_model_state", "evaluate", "log_watchers", "optimizer")
+)
+_OF_GUIDE = frozenset(
+    (
+        *("train", "evaluate", "save_pretrained"),
+        *("configure_model", "configure_dataloaders", "configure_functions"),
+        *("arguments", "dataset_train", "dataset_eval", "dtype", "param_dtype"),
+        *("model", "_model_state", "optimizer", "scheduler"),
+    )
+)
 
 
-def _missing(cls: type, names: set[str]) -> list[str]:
+def _missing(cls: type, names: frozenset[str]) -> list[str]:
     """List the members that a class has from the protocol alone."""
     of_protocol = vars(BaseTrainerProtocol)
     own = {name: inspect.getattr_static(cls, name, None) for name in names}

@@ -4,6 +4,7 @@ A model that carries its parameters is a `Model`, or a module of equinox.
 """
 
 import copy
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,12 +50,13 @@ def make_saver(
     best = min if known_mode(name) == "min" else max
 
     def save(trainer: Any, epoch: int, metrics: Mapping[str, float]) -> None:
-        value, values = metrics.get(name), hook.history.get(name, [])
+        value = metrics.get(name)
+        values = [past for past in hook.history.get(name, []) if not math.isnan(past)]
         if (epoch + 1) % every == 0:
             trainer._save_checkpoint(
                 os.path.join(folder, f"checkpoint_epoch_{epoch + 1}"), epoch, value
             )
-        if value is not None and value == best(values) and values.count(value) == 1:
+        if values and value == best(values) and values.count(value) == 1:
             trainer._save_checkpoint(os.path.join(folder, "best_model"), epoch, value)
 
     return save

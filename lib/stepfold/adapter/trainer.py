@@ -47,6 +47,18 @@ from stepfold.loop.hooks.weights import weight_statistics
 from stepfold.loop.metrics import metric_values
 from stepfold.loop.run_info import move_previous_run
 
+# Arguments of other trainers, and what to write here.
+_ELSEWHERE = {
+    "args": "write arguments=…",
+    "compute_metrics": "return metrics from the loss function, as {'name': sf.mean(values, mask)}",
+    "eval_dataset": "write dataset_eval=…",
+    "lr_scheduler": "write scheduler=…",
+    "model_init": "write model=…, a function of a key",
+    "optimizer": "write tx=…, an optimizer of optax",
+    "optimizers": "write tx=… and scheduler=…",
+    "train_dataset": "write dataset_train=…",
+}
+
 
 class Trainer:
     """A run as an object, for code that expects EasyDeL's `BaseTrainerProtocol`.
@@ -89,26 +101,50 @@ class Trainer:
     evaluations, hooks, callbacks, watchers = Part(), Part(), Part(), Part()
     checkpoint_manager, train_tracker, evalu_tracker = Part(), Part(), Part()
     dtype, param_dtype, memory_monitor, state_shape = Part(), Part(), Part(), Part()
-    state_shardings = state_named_sharding = property(attrgetter("_parts.state_shardings"))
-    state_partition_spec = property(attrgetter("_parts.state_partition_spec"))
-    abstract_state = property(attrgetter("_parts.abstract_state"))
-    sharded_mesh = property(attrgetter("_parts.sharded_mesh"))
-    training_batch_size = property(attrgetter("plan.train_batch"))
-    evaluation_batch_size = property(attrgetter("plan.eval_batch"))
-    optimizer = property(attrgetter("tx"))
+    state_shardings = state_named_sharding = property(
+        attrgetter("_parts.state_shardings"), doc="The sharding of each leaf of the state."
+    )
+    state_partition_spec = property(
+        attrgetter("_parts.state_partition_spec"), doc="The partition spec of each leaf."
+    )
+    abstract_state = property(
+        attrgetter("_parts.abstract_state"), doc="The state without its values, to restore into."
+    )
+    sharded_mesh = property(
+        attrgetter("_parts.sharded_mesh"),
+        doc="The mesh, or None if it is jax's default device alone, which needs no shardings.",
+    )
+    training_batch_size = property(
+        attrgetter("plan.train_batch"), doc="The examples of a training batch, over all devices."
+    )
+    evaluation_batch_size = property(
+        attrgetter("plan.eval_batch"), doc="The examples of an evaluation batch, over all devices."
+    )
+    optimizer = property(attrgetter("tx"), doc="The optimizer; `tx` is the same.")
     sharded_training_step_function: Any = property(
         attrgetter("_parts.train_step"),
         lambda self, step: setattr(self, "_parts", self._parts.with_train_step(step)),
+        doc="The step `(state, batch) -> (state, metrics)`, which may be replaced between runs.",
     )
     sharded_evaluation_step_function: Any = property(
         attrgetter("_parts.eval_step"),
         lambda self, step: setattr(self, "_parts", self._parts.with_eval_step(step)),
+        doc="The step `(state, batch) -> metrics` of evaluations.",
     )
     train_step_fn, eval_step_fn = sharded_training_step_function, sharded_evaluation_step_function
     # Of the last run.
-    best = property(lambda self: getattr(self.result, "best", None))
-    epochs_done = property(lambda self: getattr(self._run_hook, "epochs_done", 0))
-    progress_bar = property(lambda self: getattr(self._run_hook, "bar", None))
+    best = property(
+        lambda self: getattr(self.result, "best", None),
+        doc="The step of the best checkpoint of the last run, or None.",
+    )
+    epochs_done = property(
+        lambda self: getattr(self._run_hook, "epochs_done", 0),
+        doc="The number of epochs that the last run has done.",
+    )
+    progress_bar = property(
+        lambda self: getattr(self._run_hook, "bar", None),
+        doc="The progress bar of the last run, or None.",
+    )
 
     def __init__(
         self,
@@ -160,13 +196,13 @@ class Trainer:
           callbacks: functions `(trainer, epoch, metrics)`, called after each epoch.
           watchers: functions of the state whose numbers are logged.
           config: the configuration of the model.
-          **deprecated_kwargs: not accepted; the error suggests the nearest name.
+          **deprecated_kwargs: not accepted; the error says what to write.
 
         Raises:
           ConfigError: if an argument is not as described.
         """
         known = [*inspect.signature(Trainer.__init__).parameters][1:-1]
-        refuse_unknown(type(self).__name__, deprecated_kwargs, known)
+        refuse_unknown(type(self).__name__, deprecated_kwargs, known, _ELSEWHERE)
         expected = "TrainingArguments"
         arguments = read_instance("arguments", arguments, TrainingArguments, expected)
         check_methods(self)

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar, cast
 
@@ -134,9 +134,21 @@ def suggest(name: Any, names: Collection[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else ""
 
 
-def refuse_unknown(owner: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raise a ConfigError for a name that is not known."""
-    for name in names:
-        if name not in known:
-            advice = suggest(name, known) or f"there are {', '.join(known)}"
-            raise ConfigError(f"{owner}: there is no {name!r}; {advice}")
+def refuse_unknown(
+    owner: str,
+    names: Iterable[str],
+    known: Collection[str],
+    elsewhere: Mapping[str, str] | None = None,
+) -> None:
+    """Raise a ConfigError for names that are not known, all of them at once.
+
+    `elsewhere` has advice for names of other libraries.
+    """
+    advice = {
+        name: (elsewhere or {}).get(name) or suggest(name, known) or f"there are {', '.join(known)}"
+        for name in names
+        if name not in known
+    }
+    if advice:
+        unknown = [f"no {name!r}; {text}" for name, text in advice.items()]
+        raise ConfigError(f"{owner}: there is {', and '.join(unknown)}")

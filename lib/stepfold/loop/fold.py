@@ -183,8 +183,9 @@ class Alone:
       a vote, and read the previous one.
     - `meet`, before hooks see what steps did, waits for the devices and processes of an elastic
       run, so that hooks see no steps that a death makes it repeat. In other runs it is a no-op.
-    - `hear`, after hooks saw an event, adds what was requested meanwhile, so that a save comes
-      after it. Several processes only vote sooner, since another one may still be in its hooks.
+    - `hear`, after hooks saw an event, adds the requests that came meanwhile, so that a save comes
+      after them. Several processes do not wait here, since another may still call its hooks; they
+      vote earlier than usual.
     - `settle`, after the last step, waits for a vote of all, so that all stop at the same step, for
       requests of the same kinds.
     - `conclude`, once hooks saw the last metrics, exchanges the requests with their reasons, which
@@ -268,7 +269,7 @@ class Alone:
         return run.ask(*requests)
 
     def hear(self, run: Run) -> Run:
-        """Add what was requested while hooks saw an event, or soon after with several processes."""
+        """Add the requests that came during an event; several processes vote on them sooner."""
         return self.agree(run)
 
     def withdraw(self, run: Run, *kinds: Kind) -> Run:

@@ -36,7 +36,7 @@ class Interval(NamedTuple):
 class PerStepMetrics(Mapping[str, np.ndarray]):
     """Metrics step by step, each computed from its chunks when it is first looked up.
 
-    It has those that `can_read` accepts all chunks of.
+    A metric is left out unless `can_read` accepts all of its chunks.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ def has_values(stacked: Any) -> bool:
 
 
 def per_step_values(stacked: Any) -> np.ndarray:
-    """Read such a metric step by step."""
+    """Return the value of each step of a metric that `has_values`."""
     return np.asarray(stacked.words if _traits_of(stacked).is_bits else metric_value(stacked))
 
 
@@ -112,7 +112,7 @@ def has_weights(stacked: Any) -> bool:
 
 
 def per_step_weights(stacked: Any) -> np.ndarray:
-    """Read those weights step by step; 0 where a metric has seen nothing, as in a skipped step."""
+    """Return the weight of each step of a metric that `has_weights`; 0 for a skipped step."""
     return np.asarray(np.max([np.asarray(term.count) for term in _terms(stacked)], axis=0))
 
 
@@ -199,7 +199,7 @@ def _traits_of(metric: Any) -> _Traits:
     return _traits_of_class(cls)
 
 
-@functools.lru_cache(maxsize=256)  # each log point asks for them, and importing clu takes long
+@functools.lru_cache(maxsize=256)  # asked for each metric at each log point
 def _traits_of_class(cls: type) -> _Traits:
     from clu.metrics import Average, Metric
 
