@@ -2,14 +2,16 @@
 
 import abc
 import inspect
+import json
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.adapter.digits import TEST, TRAIN, arguments, init, loss_fn, plain_loss, trainer
+from tests.adapter.digits import TEST, TRAIN, arguments, bits, init, loss_fn, plain_loss, trainer
 
 import stepfold as sf
 from stepfold.adapter import (
@@ -331,3 +333,187 @@ def test_state_of_another_library_runs_with_its_own_steps():
     assert int(output.state.step) == 20
     assert made.history["train/loss"][-1] < made.history["train/loss"][0]
     assert not start.params["kernel"].is_deleted()
+
+
+# What EasyDeL's "Trainer Protocol Documentation" does with a trainer of the library
+
+
+class Skeleton(Trainer):
+    """The same skeleton on `Trainer`: its `__init__` is that of the text, without `super()`."""
+
+    __init__ = MyCustomTrainer.__init__
+    configure_model = MyCustomTrainer.configure_model
+    configure_dataloaders = MyCustomTrainer.configure_dataloaders
+    configure_functions = MyCustomTrainer.configure_functions
+    train = MyCustomTrainer.train
+    evaluate = MyCustomTrainer.evaluate
+    save_pretrained = MyCustomTrainer.save_pretrained
+
+
+def test_the_skeleton_runs_on_the_trainer(tmp_path):
+    made, plain = (kind(arguments(), TRAIN, TEST) for kind in (Skeleton, MyCustomTrainer))
+    assert isinstance(made, BaseTrainerProtocol)
+    state = made.train()
+    assert bits(state) == bits(plain.train())
+    assert made.state is state is made._model_state
+    assert made.evaluate(state) == plain.evaluate(state)
+    made.save_pretrained(str(tmp_path))
+    assert sf.latest_step(tmp_path) == 30
+    assert made.is_process_zero
+    assert made.optimizer is made.tx
+    with pytest.raises(AttributeError, match="has no attribute 'plan'") as caught:
+        made.log_metrics({"loss": 1.0}, None, 1)
+    assert "call super().__init__(arguments, …)" in caught.value.__notes__[0]
+
+
+class Assigning(Trainer):
+    """The configure methods of the skeleton, for `Trainer.train`."""
+
+    def configure_model(self):
+        self.scheduler = optax.linear_schedule(0.1, 0.0, 20)
+        self.optimizer = optax.sgd(self.scheduler)
+        return TrainerConfigureModelOutput(self.model, self.start())
+
+    def start(self):
+        return sf.init_state(init, self.optimizer, jax.random.key(3))
+
+
+def test_an_optimizer_that_configure_model_assigns_is_that_of_the_run():
+    made = trainer(Assigning)
+    state = made.train().state
+    given = {"tx": (tx := optax.sgd(optax.linear_schedule(0.1, 0.0, 20)))}
+    other = trainer(given={**given, "model_state": sf.init_state(init, tx, jax.random.key(3))})
+    assert bits(other.train().state) == bits(state)
+    assert made.history["train/learning_rate"][-1] == pytest.approx(0.015)
+    assert made.scheduler(0) == 0.1
+
+
+def test_a_schedule_that_configure_model_assigns_makes_the_optimizer():
+    class Scheduled(Trainer):
+        def configure_model(self):
+            self.scheduler = optax.linear_schedule(0.1, 0.0, 20)
+            return TrainerConfigureModelOutput(self.model)
+
+    made = trainer(Scheduled, learning_rate=5e-5)
+    made.train()
+    assert made.history["train/learning_rate"][-1] == pytest.approx(0.015)
+
+
+def test_an_assigned_optimizer_has_to_be_one():
+    class Wrong(Assigning):
+        def configure_model(self):
+            output = super().configure_model()
+            self.optimizer = output.state.opt_state
+            return output
+
+    with pytest.raises(sf.ConfigError, match="tx: expected an optax transformation, got"):
+        trainer(Wrong)
+
+
+def test_the_outputs_are_the_named_tuples_of_the_text():
+    made = trainer(given={"dataset_eval": None})
+    model, state = made.configure_model()
+    assert model is init
+    assert isinstance(state, sf.TrainState)
+    train_step_fn, eval_step_fn = made.configure_functions()
+    assert callable(train_step_fn)
+    assert callable(eval_step_fn)
+    dataloader_train, dataloader_eval = made.configure_dataloaders()
+    assert dataloader_eval is None
+    assert made.configure_dataloaders()[0] is not dataloader_train
+    (trained,) = output = made.train()
+    assert (output.params, output.step, output.opt_state) == (
+        trained.params, trained.step, trained.opt_state,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("start", ["by_itself", "given"])
+def test_steps_may_call_apply_gradients_of_the_state(start):
+    class Applies(Trainer):
+        def configure_functions(self):
+            def train_step(state, batch):
+                loss, grads = jax.value_and_grad(plain_loss)(state.params, batch, None)
+                new_state = state.apply_gradients(grads=grads)
+                return new_state.replace(model_state=()), {"loss": loss}
+
+            return TrainerConfigureFunctionOutput(jax.jit(train_step), None)
+
+    tx = optax.adam(1e-2)
+    given = {"model_state": sf.init_state(init, tx, jax.random.key(0)), "tx": tx}
+    made = trainer(Applies, {} if start == "by_itself" else given)
+    plain = trainer(given={} if start == "by_itself" else given)
+    state, other = made.train().state, plain.train().state
+    assert int(state.step) == 20
+    for ours, theirs in zip(*map(jax.tree.leaves, (state.params, other.params)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    made.state = other  # of the other class
+    made.train(more_steps=1)
+    assert int(made.state.step) == 21
+
+
+def test_one_function_uses_trainers_of_either_kind(tmp_path):
+    def use(trainer):
+        state = trainer.train()
+        assert int(state.step) >= 20
+        trainer.save_pretrained(str(tmp_path / type(trainer).__name__), state)
+        return trainer.evaluate(state), state.params
+
+    for made in (MyCustomTrainer(arguments(), TRAIN, TEST), trainer()):
+        metrics, params = use(made)
+        assert jnp.isfinite(params["kernel"]).all()
+        assert np.isfinite([*metrics.values()]).all()
+
+
+def test_train_takes_a_checkpoint_by_position(tmp_path):
+    trainer(max_steps=4, output_dir=tmp_path).train()
+    made = trainer(max_steps=8)
+    assert int(made.train(str(tmp_path)).step) == 8
+    assert made.history["train/loss"].steps == [5, 8]
+    with pytest.raises(sf.ConfigError, match="train: .*resume_from_checkpoint.*write ckpt_path=…"):
+        made.train(resume_from_checkpoint=True)
+
+
+class Tokenizer:
+    def save_pretrained(self, folder):
+        Path(folder, "vocab.txt").write_text("a b c")
+
+
+def test_the_tokenizer_and_the_arguments_are_next_to_the_checkpoints(tmp_path):
+    given = {"config": {"layers": 2}, "metadata": {"tokenizer": Tokenizer(), "labels": ["a", "b"]}}
+    run, copy, weights = tmp_path / "run", tmp_path / "copy", tmp_path / "weights"
+    made = trainer(given=given, max_steps=2, output_dir=run, model_name="m")
+    made.train()
+    made.save_pretrained(str(copy))
+    pytest.importorskip("safetensors")
+    assert made.save_model(weights) == weights
+    for folder in (run, copy, weights):
+        assert (folder / "vocab.txt").read_text() == "a b c"
+        assert json.loads((folder / "labels.json").read_text()) == ["a", "b"]
+        assert json.loads((folder / "config.json").read_text()) == {"layers": 2}
+    for folder in (run, copy):
+        assert type(made.arguments).from_json(folder / "arguments.json") == made.arguments
+    assert made.save_pretrained(made.state).parent == run / "pretrained"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (["a"], "metadata: expected objects by name, got"),
+        ({"a/b": 1}, "metadata: expected names of files without a suffix, got 'a/b'"),
+        ({"arguments": {}}, "metadata: expected names of files without a suffix, got 'arguments'"),
+        ({"x": object()}, r"metadata\['x'\]: expected an object with save_pretrained, or a value"),
+    ],
+)
+def test_metadata_that_cannot_be_written_are_refused(metadata, message):
+    with pytest.raises(sf.ConfigError, match=message):
+        trainer(given={"metadata": metadata})
+
+
+def test_model_name_or_path_is_where_the_weights_are(tmp_path):
+    first = trainer(max_steps=2)
+    first.train()
+    first.save_pretrained(str(tmp_path))
+    made = trainer(model_name_or_path=str(tmp_path))
+    assert bits(made.state.params) == bits(first.state.params)
+    with pytest.raises(sf.CheckpointError, match="hub/name: .* nothing is downloaded"):
+        trainer(model_name_or_path="hub/name")

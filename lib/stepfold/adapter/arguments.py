@@ -273,8 +273,8 @@ class TrainingArguments:
     resume_from_checkpoint: bool | str | None = setting(None, RESUME)
     """True resumes as resume_if_possible; False refuses an output_dir with checkpoints; a path
     resumes from there."""
-    init_weights_from: str | None = setting(None, PATH)
-    """Checkpoint to initialize the parameters from, and nothing else."""
+    init_weights_from: str | None = setting(None, PATH, alias="model_name_or_path")
+    """Checkpoint or safetensors to initialize the parameters from, and nothing else; a path."""
 
     # Metrics, progress and logging.
     log_steps: int | float = setting(10, STEPS, alias="logging_steps")

@@ -5,9 +5,10 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
+from numbers import Integral
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import jax
 import numpy as np
@@ -25,10 +26,22 @@ class Output:
 
     A field whose leaves are all arrays is a child of the pytree; any other field, such as a
     function or a mesh, is part of its structure.
+
+    EasyDeL's guide "Trainer Protocol" and the reference of its API list the fields in different
+    orders. By position, an output takes either, if the type of the second value tells them apart;
+    to unpack it, or to index it, is in the order of the guide.
     """
+
+    _guide: ClassVar[tuple[str, ...]] = ()  # the fields in the guide
 
     def __init_subclass__(cls) -> None:
         jax.tree_util.register_pytree_with_keys(cls, cls._flatten, cls._unflatten)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([getattr(self, name) for name in self._guide])
+
+    def __getitem__(self, index: int) -> Any:
+        return [*self][index]
 
     def _flatten(self) -> tuple[list[tuple[Any, Any]], Any]:
         leaves = {name: _leaves(value) for name, value in self.to_dict().items()}
@@ -104,6 +117,14 @@ class TrainerConfigureModelOutput(Output):
     _: KW_ONLY
     state: Any = None
 
+    _guide: ClassVar[tuple[str, ...]] = ("model", "state")
+
+    def __post_init__(self) -> None:
+        is_optimizer = hasattr(self.tx, "init") and hasattr(self.tx, "update")
+        is_known = is_optimizer or self.tx is None or isinstance(self.tx, Unserializable)
+        if self.state is None and not is_known:
+            _move(self, "tx", "state")
+
 
 @dataclass(frozen=True, eq=False)
 class TrainerConfigureDataloaderOutput(Output):
@@ -121,9 +142,17 @@ class TrainerConfigureDataloaderOutput(Output):
     """
 
     dataloader_train: Any
-    max_training_steps: int | None = None
+    max_training_steps: Any = None
     dataloader_eval: Any = None
     max_evaluation_steps: int | None = None
+
+    _guide: ClassVar[tuple[str, ...]] = ("dataloader_train", "dataloader_eval")
+
+    def __post_init__(self) -> None:
+        steps = self.max_training_steps
+        is_count = steps is None or isinstance(steps, Integral | Unserializable)
+        if self.dataloader_eval is None and not is_count:
+            _move(self, "max_training_steps", "dataloader_eval")
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -146,6 +175,8 @@ class TrainerConfigureFunctionOutput(Output):
     checkpoint_manager: Any
     sharded_evaluation_step_function: Any
 
+    _guide: ClassVar[tuple[str, ...]] = ("train_step_fn", "eval_step_fn")
+
     def __init__(
         self,
         sharded_training_step_function: Any = None,
@@ -156,6 +187,9 @@ class TrainerConfigureFunctionOutput(Output):
         train_step_fn: Any = None,
         eval_step_fn: Any = None,
     ) -> None:
+        is_step = callable(mesh) and not isinstance(mesh, Mesh | Unserializable)
+        if is_step and sharded_evaluation_step_function is None:
+            mesh, sharded_evaluation_step_function = None, mesh
         train = _either("train_step_fn", train_step_fn, sharded_training_step_function)
         evaluate = _either("eval_step_fn", eval_step_fn, sharded_evaluation_step_function)
         if train is None:
@@ -171,6 +205,11 @@ class TrainerConfigureFunctionOutput(Output):
 
     train_step_fn = property(attrgetter("sharded_training_step_function"))
     eval_step_fn = property(attrgetter("sharded_evaluation_step_function"))
+
+
+def _move(output: Output, old: str, new: str) -> None:
+    """Move a value that was given by position to the field that its type is for."""
+    vars(output).update({new: getattr(output, old), old: None})  # since the class is frozen
 
 
 def _either(short_name: str, short_value: Any, value: Any) -> Any:
@@ -190,6 +229,7 @@ class TrainerOutput(Output):
       last_save_file_name: the name of the last checkpoint.
       checkpoint_path: the folder of the last checkpoint, `<directory>/<step>`.
       stopped: why the run ended.
+      step, params, opt_state: those of the state.
 
     >>> import jax.numpy as jnp, stepfold as sf, tempfile
     >>> folder, state = tempfile.mkdtemp(), {"w": jnp.arange(3.0)}
@@ -205,6 +245,13 @@ class TrainerOutput(Output):
     checkpoint_path: str | None = None
     _: KW_ONLY
     stopped: str | None = None
+
+    _guide: ClassVar[tuple[str, ...]] = ("state",)
+
+    # Of the state, for code that expects `train` to return it.
+    step = property(attrgetter("state.step"))
+    params = property(attrgetter("state.params"))
+    opt_state = property(attrgetter("state.opt_state"))
 
     def to_json(self, **options: Any) -> str:
         """Return the fields as JSON, with the checkpoint's path in place of the state.

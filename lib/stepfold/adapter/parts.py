@@ -1,8 +1,8 @@
 """The parts of a trainer: what it was given, and what it made of that."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Self
 
 import jax
@@ -15,6 +15,7 @@ from stepfold.adapter.sizes import Plan
 from stepfold.adapter.steps import Step, as_eval_step, as_train_step
 from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.series import Checkpoints
+from stepfold.core.state import TrainState
 from stepfold.loop.evaluate import Evaluation
 from stepfold.loop.hooks.base import Hook
 from stepfold.loop.hooks.performance import memory_use
@@ -22,23 +23,36 @@ from stepfold.sharding.plan import make_sharding
 
 
 class Part:
-    """An attribute of a trainer that is one of its parts; assigning it replaces the record."""
+    """An attribute of a trainer that is one of its parts; assigning it replaces the record.
+
+    Args:
+      field: the field of the record, by default of the name of the attribute.
+      change: a function `(record, value) -> record`, if other fields follow from this one.
+    """
+
+    def __init__(
+        self, field: str | None = None, change: Callable[["Parts", Any], "Parts"] | None = None
+    ) -> None:
+        self._field, self._change = field, change
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        self._field = self._field or name
 
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
         if trainer is None:
             return self
-        # A subclass may assign and read it before the record is made.
+        # A subclass may assign and read it before the record is made, or without one.
         record = vars(trainer).get("_parts") or SimpleNamespace(**vars(trainer))
-        return getattr(record, self._name)
+        return getattr(record, str(self._field))
 
     def __set__(self, trainer: Any, value: Any) -> None:
-        if "_parts" in vars(trainer):
-            trainer._parts = replace(trainer._parts, **{self._name: value})
+        record = vars(trainer).get("_parts")
+        if record is None:
+            vars(trainer)[str(self._field)] = value
+        elif self._change is not None:
+            trainer._parts = self._change(record, value)
         else:
-            vars(trainer)[self._name] = value
+            trainer._parts = replace(record, **{str(self._field): value})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +77,7 @@ class Parts:
     hooks: Sequence[Hook] = ()
     callbacks: Sequence[Callable[..., Any]] = ()
     watchers: Sequence[Watcher] = ()
+    metadata: Mapping[str, Any] = MappingProxyType({})
 
     # Made from `TrainingArguments`.
     plan: Plan
@@ -84,6 +99,7 @@ class Parts:
     data_offset: int = 0  # the data position minus the step of the state
     tx: optax.GradientTransformation | None = None
     scheduler: optax.Schedule | None = None
+    state_type: type[TrainState] | None = None  # with `apply_gradients`, for steps of a subclass
     own_state: Any = None  # made here, so it need not be copied
     state_shape: Any = None
     own_step: Step | None = None  # made here, so it skips a NaN or inf
@@ -121,6 +137,11 @@ class Parts:
     def shardings_of(self, state: Any) -> Any:
         """Return the shardings of a state, or None if it needs none."""
         return make_sharding(state, self.mesh, self.rules) if self.sharded_mesh else None
+
+    def bind(self, state: Any) -> Any:
+        """Give a `TrainState` the method `apply_gradients` if steps of a subclass may call it."""
+        is_plain = type(state) is TrainState and self.state_type is not None
+        return self.state_type(*state) if is_plain else state  # type: ignore[misc]
 
     def with_state(self, state: Any) -> Self:
         """Describe another state."""

@@ -92,7 +92,7 @@ def find_start(
         if name == "state" and not setup.is_state(value):
             advice = "give parameters alone as model_parameters"
             refuse("state", "a state, with params and step", describe_value(value), advice)
-        state = setup.first_state(arguments, parts, None, value, parts.tx)
+        state = parts.bind(setup.first_state(arguments, parts, None, value, parts.tx))
     if source is not None:
         setup.check_start(own, source, state, parts.abstract_state)
     return Start(state, source, data, may_resume)

@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,12 @@ from stepfold.loop.run_info import versions
 from stepfold.tree import describe_value
 
 
-def path_and_state(*values: Any) -> tuple[Path, Any]:
+def path_and_state(*values: Any, default: Path | None = None) -> tuple[Path, Any]:
     """Return the path and the state among values in any order; None is left out."""
     paths = [value for value in values if isinstance(value, str | os.PathLike)]
     states = [value for value in values if not isinstance(value, str | os.PathLike | None)]
+    if not paths and default is not None:
+        paths = [default]
     if len(paths) != 1 or len(states) > 1:
         got = f"{len(paths)} and {len(states)}"
         advice = "write save_pretrained(path), or (state, save_directory=path)"
@@ -35,27 +39,81 @@ def path_and_state(*values: Any) -> tuple[Path, Any]:
 
 
 def save_state(
-    arguments: TrainingArguments,
-    directory: Path,
-    state: Any,
-    data: Any,
-    history: Mapping[str, Sequence[float]],
+    directory: Path, state: Any, data: Any, history: Mapping[str, Sequence[float]]
 ) -> Path:
-    """Save a state in `directory/<step>`, and the arguments as `arguments.json`; return the former.
+    """Save a state in `directory/<step>`, and return this folder.
 
-    `data` is the position of the batches. If an argument has no JSON, such as a custom schedule,
-    the file names it instead.
+    `data` is the position of the batches.
     """
     step = int(getattr(state, "step", 0))
+    metrics = {name: curve[-1] for name, curve in history.items() if len(curve)}
+    save(directory, state, step=step, data=data, metrics=metrics)
+    return directory / str(step)
+
+
+# Files next to checkpoints and weights
+
+
+def write_arguments(directory: str | Path, arguments: TrainingArguments) -> None:
+    """Write `arguments.json`; if one has no JSON, such as a schedule, the file names it instead."""
     try:
         text = arguments.to_json()
     except ConfigError as error:
         text = json.dumps({"arguments": str(error)})
-    metrics = {name: curve[-1] for name, curve in history.items() if len(curve)}
-    save(directory, state, step=step, data=data, metrics=metrics)
+    _write(directory, "arguments.json", text)
+
+
+def check_metadata(config: Any, metadata: Any) -> dict[str, Any]:
+    """Return objects to write by name, among them the configuration of the model."""
+    if not isinstance(metadata, Mapping | None):
+        refuse("metadata", "objects by name", describe_value(metadata), "{'tokenizer': tokenizer}")
+    checked = {} if config is None else {"config": config}
+    for name, value in {**checked, **(metadata or {})}.items():
+        if not re.fullmatch(r"\w[\w.-]*", str(name)) or name == "arguments":
+            refuse("metadata", "names of files without a suffix", repr(name))
+        if name in (metadata or {}) and _as_json(value) is None and not _saves_itself(value):
+            expected = "an object with save_pretrained, or a value that JSON holds"
+            refuse(f"metadata[{name!r}]", expected, describe_value(value))
+        checked[name] = value
+    return checked
+
+
+def _saves_itself(value: Any) -> bool:
+    return callable(getattr(value, "save_pretrained", None)) and not isinstance(value, type)
+
+
+def _as_json(value: Any) -> str | None:
+    to_dict = getattr(value, "to_dict", None)
+    if callable(to_dict) and not isinstance(value, type):
+        value = to_dict()
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    try:
+        return json.dumps(value, indent=2, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return None
+
+
+def write_metadata(directory: str | Path, metadata: Mapping[str, Any]) -> None:
+    """Write each object by its `save_pretrained` to the folder, or as JSON to a file of its name.
+
+    A configuration that neither can write is left out, since it may be any object.
+    """
+    for name, value in metadata.items():
+        if not _saves_itself(value):
+            if (text := _as_json(value)) is not None:
+                _write(directory, f"{name}.json", text + "\n")
+        elif jax.process_index() == 0:
+            value.save_pretrained(os.fspath(read_directory(Path(directory), make=True)))
+
+
+def _write(directory: str | Path, name: str, text: str) -> None:
+    """Write a file on the first process, in one piece: a resume may be killed while it does."""
     if jax.process_index() == 0:
-        (directory / "arguments.json").write_text(text, encoding="utf-8")
-    return directory / str(step)
+        folder = read_directory(Path(directory), make=True)
+        new = folder / f"{name}.new"
+        new.write_text(text, encoding="utf-8")
+        new.replace(folder / name)
 
 
 def save_for_torch(

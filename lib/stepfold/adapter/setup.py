@@ -31,6 +31,7 @@ from stepfold.adapter.outputs import (
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
     TrainerConfigureModelOutput,
+    TrainerOutput,
 )
 from stepfold.adapter.parts import Parts
 from stepfold.adapter.sizes import plan
@@ -100,9 +101,12 @@ def with_model(
     arguments: TrainingArguments, parts: Parts, output: TrainerConfigureModelOutput
 ) -> tuple[Parts, Any]:
     """Set the optimizer, and return the initial state with the parts."""
-    state, tx, scheduler = output.state, output.tx or getattr(output.state, "tx", None), None
+    state, tx = output.state, output.tx
+    scheduler = output.scheduler or parts.scheduler  # that the method has assigned
+    tx = parts.tx if tx is None else tx
+    tx = getattr(state, "tx", None) if tx is None else tx
     if tx is None:
-        tx, scheduler = optimizer_for(arguments, parts, output.scheduler)
+        tx, scheduler = optimizer_for(arguments, parts, scheduler)
     if state is None:
         state = first_state(arguments, parts, output.model, parts.initial, tx)
     elif state is not parts.own_state:  # a subclass's own, which must not be donated
@@ -114,7 +118,7 @@ def with_model(
         model=output.model,
         config=parts.config if output.config is None else output.config,
         tx=tx,
-        scheduler=scheduler or output.scheduler,
+        scheduler=scheduler,
         own_state=None,
         data_offset=0 if is_own else offset_of(loader.get_state(), getattr(state, "step", 0)),
     )
@@ -183,6 +187,11 @@ def make_steps(arguments: TrainingArguments, parts: Parts) -> tuple[Step, Step]:
 def is_state(value: Any) -> bool:
     """Whether a value is a state, of stepfold or another library, rather than parameters."""
     return isinstance(value, TrainState) or (hasattr(value, "params") and hasattr(value, "step"))
+
+
+def state_of(value: Any) -> Any:
+    """Return the state of what `train` returned; any other value is returned unchanged."""
+    return value.state if isinstance(value, TrainerOutput) else value
 
 
 def _check_model(model: Any) -> None:
@@ -302,8 +311,10 @@ def find_checkpoint(path: str | Path, folder: str) -> tuple[Path | str, int | No
     for directory in (path, path / folder):
         if open_store(directory).steps():
             return directory, None
+    advice = "" if path.exists() else "; there is no such folder, and nothing is downloaded"
     raise CheckpointError(
         f"{path}: expected a checkpoint, a folder of them, or a run's folder with {folder}/ in it"
+        + advice
     )
 
 

@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from stepfold import tree
 from stepfold.adapter.loading import num_rows
 from stepfold.core.loss import mean
+from stepfold.core.optimizer import as_optimizer
+from stepfold.core.state import TrainState
 from stepfold.core.validation import takes
 from stepfold.errors import refuse
 from stepfold.inspect.compiled import CompiledStep, compile_step
@@ -39,6 +42,23 @@ def weight_by_rows(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     return weighted
 
 
+def make_state_type(tx: optax.GradientTransformation) -> type[TrainState]:
+    """Make a `TrainState` with the methods of flax's that update it by an optimizer."""
+    update = as_optimizer(tx).update
+
+    class State(TrainState):
+        __slots__ = ()
+        replace = TrainState._replace
+
+        def apply_gradients(self, *, grads: Any, **changes: Any) -> Any:
+            """Return the state after an update, with other fields changed, such as `key`."""
+            updates, opt_state = update(grads, self.opt_state, self.params)
+            params = optax.apply_updates(self.params, updates)
+            return self._replace(step=self.step + 1, params=params, opt_state=opt_state, **changes)
+
+    return State
+
+
 # Metrics that are numbers
 
 
@@ -49,6 +69,8 @@ def as_train_step(step: Step) -> Step:
 
     def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, "Metric"]]:
         new_state, metrics = read_pair("train_step_fn", step(state, batch))
+        if isinstance(state, TrainState) and type(new_state) is TrainState:
+            new_state = type(state)(*new_state)  # of the same class, with `apply_gradients`
         return new_state, as_metrics(metrics, "train_step_fn")
 
     return train_step

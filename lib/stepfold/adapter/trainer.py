@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,11 @@ from stepfold.adapter.outputs import (
     TrainerConfigureModelOutput,
     TrainerOutput,
 )
-from stepfold.adapter.parts import Part
+from stepfold.adapter.parts import Part, Parts
 from stepfold.adapter.sizes import Plan
 from stepfold.adapter.validation import check_functions, check_list, check_methods
 from stepfold.checkpoint.names import NameMap
+from stepfold.checkpoint.steps import absolute_path
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import is_available
 from stepfold.core.validation import read_instance, refuse_unknown
@@ -56,6 +57,9 @@ _ELSEWHERE = {
     "model_init": "write model=…, a function of a key",
     "optimizer": "write tx=…, an optimizer of optax",
     "optimizers": "write tx=… and scheduler=…",
+    "processing_class": "write metadata={'tokenizer': …}, and tokenize in the dataset",
+    "resume_from_checkpoint": "write ckpt_path=…; without it, a run resumes from its output_dir",
+    "tokenizer": "write metadata={'tokenizer': …}, and tokenize in the dataset",
     "train_dataset": "write dataset_train=…",
 }
 
@@ -120,18 +124,9 @@ class Trainer:
     evaluation_batch_size = property(
         attrgetter("plan.eval_batch"), doc="The examples of an evaluation batch, over all devices."
     )
-    optimizer = property(attrgetter("tx"), doc="The optimizer; `tx` is the same.")
-    sharded_training_step_function: Any = property(
-        attrgetter("_parts.train_step"),
-        lambda self, step: setattr(self, "_parts", self._parts.with_train_step(step)),
-        doc="The step `(state, batch) -> (state, metrics)`, which may be replaced between runs.",
-    )
-    sharded_evaluation_step_function: Any = property(
-        attrgetter("_parts.eval_step"),
-        lambda self, step: setattr(self, "_parts", self._parts.with_eval_step(step)),
-        doc="The step `(state, batch) -> metrics` of evaluations.",
-    )
-    train_step_fn, eval_step_fn = sharded_training_step_function, sharded_evaluation_step_function
+    optimizer = Part("tx")
+    train_step_fn = sharded_training_step_function = Part("train_step", Parts.with_train_step)
+    eval_step_fn = sharded_evaluation_step_function = Part("eval_step", Parts.with_eval_step)
     # Of the last run.
     best = property(
         lambda self: getattr(self.result, "best", None),
@@ -169,6 +164,7 @@ class Trainer:
         callbacks: Sequence[Callable[..., Any]] = (),
         watchers: Sequence[Watcher] = (),
         config: Any = None,
+        metadata: Mapping[str, Any] | None = None,
         **deprecated_kwargs: Any,
     ) -> None:
         """Check the arguments, and make all that a run needs.
@@ -196,6 +192,8 @@ class Trainer:
           callbacks: functions `(trainer, epoch, metrics)`, called after each epoch.
           watchers: functions of the state whose numbers are logged.
           config: the configuration of the model.
+          metadata: objects by name to write next to the checkpoints, such as a tokenizer: by their
+            own `save_pretrained`, or as JSON. One of the name `config` replaces `config`.
           **deprecated_kwargs: not accepted; the error says what to write.
 
         Raises:
@@ -228,6 +226,7 @@ class Trainer:
             hooks=check_list("hooks", hooks, "functions of an event"),
             callbacks=check_list("callbacks", callbacks, "functions (trainer, epoch, metrics)"),
             watchers=trainer_hooks.check_watchers(watchers),
+            metadata=saving.check_metadata(config, metadata),
         )
         self._state = model_state
         self._state_source: str | None = None  # what replaced the state since the last run
@@ -239,6 +238,16 @@ class Trainer:
         self.loaded: list[str] = []
         self.not_loaded: dict[str, str] = {}
         self.initialize_trainer_utils()
+
+    def __getattr__(self, name: str) -> Any:
+        error = AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name == "left":
+            error = AttributeError("Trainer.left is now Trainer.not_loaded")
+        elif "_parts" not in vars(self) and not name.startswith("__"):
+            error.add_note(
+                "call super().__init__(arguments, …), which makes the parts of a Trainer"
+            )
+        raise error
 
     # What a run needs, in the order in which it is made
 
@@ -255,8 +264,10 @@ class Trainer:
             state, self.loaded, self.not_loaded = setup.load_weights(
                 path, state, folder, self._parts.names
             )
+        if self.overrides("configure_functions") and self.tx is not None:
+            self._parts = replace(self._parts, state_type=steps.make_state_type(self.tx))
         self.set_state(state)
-        functions = self.configure_functions()
+        functions, state = self.configure_functions(), self._state
         self._parts, self._state = setup.with_functions(arguments, self._parts, state, functions)
 
     def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
@@ -309,7 +320,7 @@ class Trainer:
         return loading.evaluation_batches(self.arguments, plan, dataset, collect, mesh)
 
     def create_collect_function(
-        self, max_sequence_length: int | None, truncation_mode: str = "keep_end"
+        self, max_sequence_length: int | None = None, truncation_mode: str = "keep_end"
     ) -> loading.Collect:
         """Make a function that pads and truncates a list of examples, or a dict of columns."""
         return loading.collect_function(max_sequence_length, truncation_mode)
@@ -331,6 +342,7 @@ class Trainer:
         ckpt_path: str | os.PathLike[str] | None = None,
         *,
         more_steps: int | None = None,
+        **unknown: Any,
     ) -> TrainerOutput:
         """Do the whole run, or the rest of it after the newest checkpoint in `output_dir`.
 
@@ -338,19 +350,25 @@ class Trainer:
         the run after a save. Signals and exceptions are raised after the save, as by `fit`.
 
         Args:
-          model_parameters: parameters to start with.
+          model_parameters: parameters to start with; a path is taken as the `ckpt_path`.
           state: a state to continue from.
           ckpt_path: a checkpoint to continue from: the folder of a step or of a run, or what
             `save_pretrained` wrote.
           more_steps: the number of steps to do, in place of the end that the arguments set. The
             schedule stays that of the arguments.
+          **unknown: not accepted; the error says what to write.
 
         Returns:
           The state, and the path of the last checkpoint.
         """
+        known = [*inspect.signature(Trainer.train).parameters][1:-1]
+        refuse_unknown("train", unknown, known, _ELSEWHERE)
         if not self.arguments.do_train:
             return self._output("do_train is False")
         run.check_length(self._parts, more_steps)
+        if isinstance(model_parameters, str | os.PathLike):
+            model_parameters, ckpt_path = None, model_parameters if ckpt_path is None else ckpt_path
+        state = setup.state_of(state)
         chosen = {"model_parameters": model_parameters, "state": state, "ckpt_path": ckpt_path}
         before, is_first = (self.state, self._state_source), self.result is None
         start = run.find_start(self.arguments, self._parts, *before, chosen, is_first=is_first)
@@ -398,6 +416,10 @@ class Trainer:
             self.writer.flush()  # rows logged before this run stay in the earlier run's files
             move_previous_run(self.logs_path, int(getattr(self.state, "step", 0)))
         self.dataloader_train = loading.skippable(self.dataloader_train)
+        if arguments.output_dir is not None:
+            folder = absolute_path("output_dir", arguments.output_dir)
+            saving.write_arguments(folder, arguments)
+            saving.write_metadata(folder, self._parts.metadata)
         has_report = self.writer is not None and "jsonl" in arguments.report_to
         length, epochs = run.length_of(arguments, self._parts, more_steps)
         return fit(  # without `**`, since a tuple of its arguments would keep the state
@@ -553,6 +575,7 @@ class Trainer:
             or a function of the numbers by name.
           dataset: other data to evaluate on.
         """
+        state = setup.state_of(state)
         if state is not None and not setup.is_state(state) and dataset is None:
             state, dataset = None, state
         state = self.state if state is None else state
@@ -568,7 +591,7 @@ class Trainer:
         `sf.mean(values, mask)` instead of numbers they are exact.
         """
         for batch in self.eval_batches():
-            metrics = evaluate(self._eval_step(), model_state, [batch])
+            metrics = evaluate(self._eval_step(), setup.state_of(model_state), [batch])
             yield {f"eval_{name}": value for name, value in metrics.items()}
 
     def eval_batches(self, dataset: Any = None) -> Iterator[Any]:
@@ -636,14 +659,17 @@ class Trainer:
         state it is the trainer's. `to_torch` writes the parameters alone, as safetensors that torch
         loads, with the `names` of the trainer. `easystate_to_huggingface_model_kwargs` may have
         other `names`, also as names in torch by path, and `torch_save_pretrained_kwargs` the
-        `metadata` of the file. `gather_fns` must be None. Returns the folder of the checkpoint, or
+        `metadata` of the file. The `metadata` of the trainer are written too. `gather_fns` must be
+        None. Without a path it is `output_dir/pretrained`. Returns the folder of the checkpoint, or
         that of the safetensors.
 
         A run saves its own checkpoints. In addition it calls the method of a subclass at each step
         of `save_strategy` and at the end, with the path `output_dir/pretrained/<step>`. The latest
         `save_total_limit` of these folders are kept.
         """
-        path, state = saving.path_and_state(state, save_directory, ckpt_path)
+        output_dir, values = self.arguments.output_dir, (save_directory, ckpt_path)
+        default = None if output_dir is None else Path(output_dir) / run.PRETRAINED
+        path, state = saving.path_and_state(setup.state_of(state), *values, default=default)
         state = self.state if state is None else state
         if gather_fns is not None:
             expected = "None, since arrays are saved from where they are"
@@ -654,10 +680,17 @@ class Trainer:
             refuse_unknown("save_pretrained", names, ["names"])
             refuse_unknown("save_pretrained", metadata, ["metadata"])
             saving.save_for_torch(path, getattr(state, "params", state), **names, **metadata)
+            saving.write_metadata(path, self._parts.metadata)
             return path
         step = int(getattr(state, "step", 0)) + self._parts.data_offset
         data = loading.position_at(self.dataloader_train, step)
-        return saving.save_state(self.arguments, path, state, data, self.history)
+        saving.write_arguments(path, self.arguments)
+        saving.write_metadata(path, self._parts.metadata)
+        return saving.save_state(path, state, data, self.history)
+
+    def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> Path:
+        """Write the parameters for torch, as `save_pretrained(to_torch=True)` does."""
+        return self.save_pretrained(save_directory=output_dir, to_torch=True)
 
     def save_information(self, output_path: str | os.PathLike[str]) -> None:
         """Write a card of the run as markdown, to a file or as `README.md` in a folder."""
@@ -721,15 +754,12 @@ class Trainer:
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._state, self._state_source = state, "state"
+        parts: Parts | None = vars(self).get("_parts")
+        self._state = state if parts is None else parts.bind(state)
+        self._state_source = "state"
 
     model_state: Any = state
     _model_state: Any = state
-
-    @property
-    def left(self) -> NoReturn:
-        """Refuse the name that `not_loaded` had."""
-        raise AttributeError("Trainer.left is now Trainer.not_loaded")
 
     @property
     def checkpoint_path(self) -> str | None:
@@ -761,7 +791,8 @@ class Trainer:
 
     def set_state(self, state: Any) -> None:
         """Replace the state, and describe it."""
-        self._state, self._parts = state, self._parts.with_state(state)
+        self._state = self._parts.bind(state)
+        self._parts = self._parts.with_state(self._state)
 
     def overrides(self, method: str) -> bool:
         """Whether a method is that of a subclass, or was set on the object."""
