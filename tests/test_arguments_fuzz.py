@@ -88,7 +88,7 @@ VALID = {
     },
     "Precision": lambda: {"compute": "bfloat16", "keep": "norm"},
     "async_writer": lambda: {"writer": sf.Writer(), "depth": 2},
-    "average": lambda: {"directory": saved(), "steps": [1], "like": None, "part": "w"},
+    "average_checkpoints": lambda: {"directory": saved(), "steps": [1], "like": None, "part": "w"},
     "batches": lambda: {
         "source": DATA, "batch_size": 8, "seed": 0, "start": 0, "epochs": 1, "remainder": "drop",
         "transform": None, "collate": None, "process_index": 0, "process_count": 1,

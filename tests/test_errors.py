@@ -38,7 +38,9 @@ def test_a_refusal_has_the_cause_that_is_given():
     assert caught.value.__cause__ is cause
 
 
-@pytest.mark.parametrize(("old", "new"), [("value_and_grad", "make_grad")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("value_and_grad", "make_grad"), ("average", "average_checkpoints")]
+)
 def test_a_renamed_function_gives_its_new_name(old, new):
     with pytest.raises(AttributeError, match=f"stepfold: {old} is now {new}"):
         getattr(stepfold, old)

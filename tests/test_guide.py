@@ -61,7 +61,7 @@ def test_reference_has_every_public_name_once():
         text = page.read_text()
         (module,) = re.findall(r"^\.\. currentmodule:: ([\w.]+)$", text, re.MULTILINE) or [""]
         names = re.findall(
-            r"^\.\. auto(?:class|function|exception):: ([\w.]+)$", text, re.MULTILINE
+            r"^\.\. auto(?:class|function|exception|data):: ([\w.]+)$", text, re.MULTILINE
         )
         documented += [f"{module}.{name}" for name in names]
     public = {f"stepfold.{name}" for name in stepfold.__all__}

@@ -1,6 +1,6 @@
 """stepfold: a training run is a fold of a step over batches."""
 
-from stepfold.checkpoint.average import average
+from stepfold.checkpoint.average import average_checkpoints
 from stepfold.checkpoint.names import NameMap, NameRule
 from stepfold.checkpoint.restore import Restored, restore
 from stepfold.checkpoint.safetensors import export_params, load_params
@@ -9,14 +9,14 @@ from stepfold.checkpoint.verify import Contents, contents, latest_step, verify
 from stepfold.core.check import check_step
 from stepfold.core.cross_entropy import linear_cross_entropy
 from stepfold.core.ema import ema_params, get_ema
-from stepfold.core.gradients import make_grad
-from stepfold.core.loss import mean, mean_by
+from stepfold.core.gradients import GradFn, make_grad
+from stepfold.core.loss import LossFn, mean, mean_by
 from stepfold.core.low_precision import low_precision
 from stepfold.core.precision import Precision, dynamic_loss_scale
 from stepfold.core.spikes import skip_spikes
 from stepfold.core.state import TrainState, init_state
-from stepfold.core.step import make_eval_step, make_train_step, observe
-from stepfold.data.batches import batches
+from stepfold.core.step import EvalFn, StepFn, make_eval_step, make_train_step, observe
+from stepfold.data.batches import Batches, batches
 from stepfold.data.collate import collate
 from stepfold.data.mixture import mix
 from stepfold.data.packing import block_diagonal_mask, pack
@@ -35,8 +35,8 @@ from stepfold.errors import (
     TreeMismatchError,
 )
 from stepfold.inspect.choose import choose
-from stepfold.inspect.compiled import compile_step
-from stepfold.inspect.report import describe, parameter_table
+from stepfold.inspect.compiled import CompiledStep, compile_step
+from stepfold.inspect.report import Report, describe, parameter_table
 from stepfold.loop.elastic import Elastic
 from stepfold.loop.evaluate import Evaluation, evaluate
 from stepfold.loop.fit import FitResult, fit
@@ -74,18 +74,23 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BaseHook",
+    "Batches",
     "Capsule",
     "CheckpointError",
     "Checkpoints",
+    "CompiledStep",
     "ConfigError",
     "Contents",
     "DataError",
     "Elastic",
+    "EvalFn",
     "Evaluation",
     "Event",
     "FitResult",
     "GoBack",
+    "GradFn",
     "LossError",
+    "LossFn",
     "NameMap",
     "NameRule",
     "OutOfMemoryError",
@@ -93,11 +98,13 @@ __all__ = [
     "Precision",
     "Replace",
     "Replay",
+    "Report",
     "Restored",
     "RetraceError",
     "Reweight",
     "Series",
     "ShardingError",
+    "StepFn",
     "StepfoldError",
     "Stop",
     "Temporary",
@@ -105,7 +112,7 @@ __all__ = [
     "TreeMismatchError",
     "Writer",
     "async_writer",
-    "average",
+    "average_checkpoints",
     "batches",
     "block_diagonal_mask",
     "callback",
@@ -186,7 +193,11 @@ def __getattr__(name: str) -> object:
     """Give the new name of a renamed one."""
     import inspect
 
-    renamed = {"stop_after": "fit(time_limit=…)", "value_and_grad": "make_grad"}
+    renamed = {
+        "average": "average_checkpoints",
+        "stop_after": "fit(time_limit=…)",
+        "value_and_grad": "make_grad",
+    }
     if name not in renamed:
         raise AttributeError(f"module 'stepfold' has no attribute {name!r}")
     # `from stepfold import x` hides an AttributeError, and with it the new name.

@@ -53,7 +53,7 @@ READERS = {
     "find the best": lambda url: sf.Checkpoints(url, best="loss").best_step(),
     "contents": sf.contents,
     "verify": sf.verify,
-    "average": lambda url: sf.average(url, [1, 3], part=""),
+    "average": lambda url: sf.average_checkpoints(url, [1, 3], part=""),
     "ls": lambda url: main(["ls", url]),
     "show": lambda url: main(["show", url]),
     "diff": lambda url: main(["diff", url, "1", "3"]),

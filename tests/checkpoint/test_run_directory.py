@@ -43,7 +43,7 @@ def test_inspecting_the_run_directory_inspects_its_checkpoints(run):
 
 
 def test_averaging_steps_of_the_run_directory(run):
-    average = sf.average(run[1], [1, 2], STATE["params"])
+    average = sf.average_checkpoints(run[1], [1, 2], STATE["params"])
     assert np.array_equal(average["w"], np.full(4, 1.5))
 
 

@@ -324,7 +324,7 @@ def test_tools_around_a_run(strict, tmp_path):
     numbers = sf.evaluate(measure, state, sf.batches(TEST, 8, epochs=1, remainder="pad"))
     assert numbers.keys() == {"loss", "accuracy"}
     like = jax.eval_shape(lambda key: sf.init_state(init, tx, key), strict)
-    averaged = sf.average(tmp_path, [1, 2], like.params)
+    averaged = sf.average_checkpoints(tmp_path, [1, 2], like.params)
     sf.export_params(tmp_path / "model.safetensors", averaged)
     loaded = sf.load_params(tmp_path / "model.safetensors", like.params)
     check_same_bits(loaded, averaged)

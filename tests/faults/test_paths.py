@@ -131,7 +131,7 @@ def test_what_is_saved_is_read(top, name, capsys):
         assert sf.restore(path, like).state["w"].tolist() == [2, 2, 2]
         assert sf.restore(path, like, step="best", best="loss").step == 1
         assert sf.latest_step(path) == sf.contents(path).step == 2
-        assert sf.average(path, [1, 2], like, part="")["w"].tolist() == [1.5, 1.5, 1.5]
+        assert sf.average_checkpoints(path, [1, 2], like, part="")["w"].tolist() == [1.5, 1.5, 1.5]
         series = sf.Checkpoints(path, best="loss")
         assert (series.steps(), series.best_step(), series.restore(like).step) == ([1, 2], 1, 2)
     for command in (["ls"], ["show"], ["verify"], ["diff", "1", "2"]):
@@ -316,7 +316,7 @@ def test_a_run_resumes_from_a_url(top, url, real):
     assert {"2.commit", "4.commit", "6.commit", "metrics.jsonl"} <= {*names(top / real)}
     assert sf.verify(url) == {2: [], 4: [], 6: []}
     assert sf.restore(url, start()).step == 6
-    assert sf.average(url, [2, 4], start().params)["w"].shape == (2,)
+    assert sf.average_checkpoints(url, [2, 4], start().params)["w"].shape == (2,)
     assert look_at_checkpoints(["verify", url]) == 0
     assert names(top / "work") == ["x"]
 
@@ -350,7 +350,7 @@ USES = {
     "restore": lambda path: sf.restore(path, {"w": np.ones(2)}),
     "verify": sf.verify,
     "latest_step": sf.latest_step,
-    "average": lambda path: sf.average(path, [1]),
+    "average": lambda path: sf.average_checkpoints(path, [1]),
     "read_capsule": sf.read_capsule,
     "jsonl_writer": sf.jsonl_writer,
     "csv_writer": sf.csv_writer,
@@ -464,7 +464,7 @@ def test_an_error_of_a_specification_is_no_damage(saved, monkeypatch, capsys, re
             lambda: sf.restore(saved, like),
             lambda: sf.restore(saved, like, step=1),
             lambda: sf.Checkpoints(saved).restore(like),
-            lambda: sf.average(saved, [1, 2], part=""),
+            lambda: sf.average_checkpoints(saved, [1, 2], part=""),
         ):
             with pytest.raises(sf.CheckpointError, match=words) as caught:
                 use()

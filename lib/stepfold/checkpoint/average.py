@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stepfold.checkpoint.arrays import ArrayReader
 
 
-def average(
+def average_checkpoints(
     directory: str | os.PathLike[str],
     steps: Sequence[int],
     like: Any = None,
@@ -54,7 +54,7 @@ def average(
     >>> folder = tempfile.mkdtemp()
     >>> for step in (1, 2, 3):
     ...     sf.save(folder, {"params": {"w": jnp.full(2, float(step))}}, step=step)
-    >>> sf.average(folder, [1, 3], {"w": jnp.zeros(2)})
+    >>> sf.average_checkpoints(folder, [1, 3], {"w": jnp.zeros(2)})
     {'w': Array([2., 2.], dtype=float32)}
     """
     if isinstance(steps, str | bytes | Mapping) or not isinstance(steps, Sequence | np.ndarray):
