@@ -27,6 +27,7 @@ from stepfold.checkpoint.manifest import (
     ForeignError,
     Manifest,
     NewerError,
+    NoManifestError,
     StepMetadata,
 )
 from stepfold.checkpoint.steps import (
@@ -134,8 +135,8 @@ class DirectoryStore:
             names = os.listdir(folder)
         if not any(name.endswith(".json") for name in names):
             expected, got = "a checkpoint that stepfold saved", "a folder without a manifest"
-            advice = "read what orbax saved alone with orbax, and save it again with stepfold.save"
-            refuse(self.path_of(step), expected, got, advice, kind=ForeignError)
+            advice = "stepfold.restore reads what orbax saved alone; save that with stepfold.save"
+            refuse(self.path_of(step), expected, got, advice, kind=NoManifestError)
         first = self._read_process(step, 0)
         recorded, sizes = manifest.read_checked(folder / manifest.FILES), _sizes(folder)
         for name, size in manifest.check_sizes(recorded).items():
