@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import stepfold as sf
+from stepfold.internals import jax as internals
 
 
 def numbered(count=12, size=3, **options):
