@@ -33,15 +33,17 @@ def coordination_service() -> Any:
     `multihost_utils` are collectives, which all processes have to enter in order and in time.
     Without it, several processes cannot agree, so that their first exchange raises.
     """
-    if not jax.distributed.is_initialized():
-        return None
     use = "through which processes agree"
     try:
         from jax._src.distributed import global_state
 
         client: Any = global_state.client
     except (ImportError, AttributeError):
+        if not jax.distributed.is_initialized():
+            return None
         _refuse_release("jax._src.distributed.global_state", use)
+    if client is None:
+        return None
     for name in _SERVICE_METHODS:
         if not hasattr(client, name):
             _refuse_release(f"the method {name} of its coordination service", use)
