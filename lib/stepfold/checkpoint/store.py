@@ -41,15 +41,16 @@ from stepfold.checkpoint.steps import (
 )
 from stepfold.core.processes import Group, agreement, broadcast_from_first
 from stepfold.errors import CheckpointError, refuse
+from stepfold.internals.texts import ORBAX_UNFINISHED
 
 if TYPE_CHECKING:
     from stepfold.checkpoint.arrays import ArrayReader
     from stepfold.checkpoint.bucket import BucketStore
     from stepfold.checkpoint.writer import OrbaxSave
 
-# What a killed process leaves behind. orbax writes a step into `orbax-checkpoint-tmp`; `saving` is
-# the claim of a run on the step, a file, or a folder of an earlier stepfold.
-_LEFT_OVER = re.compile(r"\d+\.(saving|(deleted|orbax-checkpoint-tmp)(-\d+)?)")
+# What a killed process leaves behind. `saving` is the claim of a run on the step, a file, or a
+# folder of an earlier stepfold.
+_LEFT_OVER = re.compile(rf"\d+\.(saving|(deleted|{ORBAX_UNFINISHED})(-\d+)?)")
 _CLAIM = re.compile(r"(\d+)\.saving-[0-9a-f]{16}")
 _DAMAGED = re.compile(r"\d+\.damaged(-\d+)?")
 _DAY = 24 * 60 * 60.0
