@@ -3,16 +3,16 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from stepfold import tree
 from stepfold.checkpoint.leaves import Leaf, Region, make_leaf, region, regions_of
 from stepfold.checkpoint.manifest import DamageError
+from stepfold.internals.orbax import HOST, describe_tree, read_tree
 
 _TREE = "_METADATA"  # the file that describes a tree of arrays, in its folder
 
@@ -27,15 +27,6 @@ def _trees_in(step: Path) -> list[Path]:
     return [folder for folder in folders if (folder / _TREE).exists()]
 
 
-@contextmanager
-def _as_damage(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        text = f"{folder}: orbax cannot read it: {str(error).strip() or type(error).__name__}"
-        raise DamageError(text) from error
-
-
 class OrbaxReader:
     """The arrays of a step.
 
@@ -47,53 +38,44 @@ class OrbaxReader:
     """
 
     def __init__(self, step: Path) -> None:
-        self._orbax = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-        folders = [
-            folder for folder in (step, *sorted(step.iterdir())) if (folder / _TREE).exists()
-        ]
-        self._items = {folder.name if len(folders) > 1 else "": folder for folder in folders}
-        self._trees = {name: self._describe(folder) for name, folder in self._items.items()}
-        self.leaves = {
-            path: Leaf(tuple(array.shape), jnp.dtype(array.dtype).name)
-            for name, described in self._trees.items()
-            for path, array in tree.named_leaves(described, name)
-        }
+        folders = _trees_in(step)
+        self._trees: list[tuple[Path, Any, list[str]]] = []  # with the paths of its leaves
+        self.leaves: dict[str, Leaf] = {}
+        for folder in folders:
+            with _as_damage(folder):
+                described = describe_tree(folder)
+            named = tree.named_leaves(described, folder.name if len(folders) > 1 else "")
+            self._trees.append((folder, described, [path for path, _ in named]))
+            for path, array in named:
+                self.leaves[path] = Leaf(tuple(array.shape), jnp.dtype(array.dtype).name)
 
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Read leaves by path, each with the kind, sharding and dtype of the wanted one."""
-        read: dict[str, Any] = {}
-        for name, described in self._trees.items():
-            named = tree.named_leaves(described, name)
-            paths, form = [path for path, _ in named], cast(Any, jax.tree.structure(described))
-            # What is not wanted is not read.
-            item = [array if path in wanted else ocp.PLACEHOLDER for path, array in named]
-            arguments = [self._argument(path, wanted.get(path)) for path in paths]
-            restored = self._restore(
-                self._items[name], form.unflatten(item), form.unflatten(arguments)
-            )
-            arrays = dict(zip(paths, form.flatten_up_to(restored), strict=True))
-            read |= {path: arrays[path] for path in paths if path in wanted}
-        return {
-            path: make_leaf(path, self.leaves[path], wanted[path], _parts_of(array))
-            for path, array in read.items()
-        }
+        leaves: dict[str, Any] = {}
+        for folder, described, paths in self._trees:
+            shardings = [self._sharding(path, wanted.get(path)) for path in paths]
+            with _as_damage(folder):
+                arrays = dict(zip(paths, read_tree(folder, described, shardings), strict=True))
+            for path in wanted.keys() & arrays.keys():
+                parts = _parts_of(arrays[path])
+                leaves[path] = make_leaf(path, self.leaves[path], wanted[path], parts)
+        return leaves
 
-    def _describe(self, folder: Path) -> Any:
-        with _as_damage(folder):
-            described: Any = ocp.PyTreeCheckpointHandler().metadata(folder)
-            return getattr(described, "tree", described)
+    def _sharding(self, path: str, like: Any) -> Any:
+        """Return the sharding to read an array with; `HOST` if this process needs all of it."""
+        if like is None:
+            return None
+        leaf = self.leaves[path]
+        return HOST if regions_of(path, leaf, like) == [region((), leaf.shape)] else like.sharding
 
-    def _restore(self, folder: Path, item: Any, arguments: Any) -> Any:
-        with _as_damage(folder):
-            return self._orbax.restore(
-                folder, args=ocp.args.PyTreeRestore(item, restore_args=arguments)
-            )
 
-    def _argument(self, path: str, like: Any) -> ocp.RestoreArgs:
-        """Ask for the shards of this process, or for a whole array on the host."""
-        if like is None or len(regions_of(path, self.leaves[path], like)) == 1:
-            return ocp.RestoreArgs(restore_type=np.ndarray)
-        return ocp.ArrayRestoreArgs(sharding=like.sharding)
+@contextmanager
+def _as_damage(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        text = f"{folder}: orbax cannot read it: {str(error).strip() or type(error).__name__}"
+        raise DamageError(text) from error
 
 
 def _parts_of(array: Any) -> dict[Region, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Write a step with orbax in the background; the only module that imports orbax.
+"""Write a step with orbax in the background, and read those of others; alone imports orbax.
 
 It uses the v0 API, which orbax 1.0 replaces by its v1 API. A release that lacks a part of it is
 refused when this module is imported, that is before anything is saved. A port needs a
@@ -19,6 +19,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from stepfold.errors import refuse
@@ -26,7 +28,8 @@ from stepfold.internals.texts import ORBAX_UNFINISHED
 
 _USED = (
     *("AsyncCheckpointer", "AsyncOptions", "CompositeCheckpointHandler", "CompositeOptions"),
-    *("PyTreeCheckpointHandler", "args.Composite", "args.PyTreeSave"),
+    *("PyTreeCheckpointHandler", "args.Composite", "args.PyTreeSave", "args.PyTreeRestore"),
+    *("Checkpointer", "RestoreArgs", "ArrayRestoreArgs", "PLACEHOLDER"),
     *("args.register_with_handler", "options.MultiprocessingOptions", "tree.from_flat_dict"),
 )
 for _name in _USED:
@@ -39,6 +42,9 @@ for _name in _USED:
 # orbax measures its limit with `time.time`, so a clock that jumps would end a save. A century is
 # longer than any jump; waiting for other processes has its own limit.
 _NEVER = 100 * 366 * 24 * 60 * 60
+
+
+HOST = object()
 
 
 class StepWriter:
@@ -151,3 +157,31 @@ def remove_unfinished(path: Path) -> None:
         for folder in unfinished:
             shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.05)  # threads of orbax may still write
+
+
+def describe_tree(folder: Path) -> Any:
+    """Return the tree that orbax saved in a folder, with the shape and dtype of each array."""
+    described: Any = ocp.PyTreeCheckpointHandler().metadata(folder)
+    return getattr(described, "tree", described)
+
+
+def read_tree(folder: Path, described: Any, shardings: Sequence[Any]) -> list[Any]:
+    """Read the arrays of a tree, in the order of its leaves, without checksums.
+
+    For each there is a sharding, `HOST` for a numpy array, or None not to read it.
+    """
+    form: Any = jax.tree.structure(described)
+    arguments = [
+        ocp.RestoreArgs(restore_type=np.ndarray)
+        if sharding is HOST or sharding is None
+        else ocp.ArrayRestoreArgs(sharding=sharding)
+        for sharding in shardings
+    ]
+    wanted = [
+        ocp.PLACEHOLDER if sharding is None else array
+        for array, sharding in zip(form.flatten_up_to(described), shardings, strict=True)
+    ]
+    how = ocp.args.PyTreeRestore(form.unflatten(wanted), restore_args=form.unflatten(arguments))
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        restored: list[Any] = form.flatten_up_to(checkpointer.restore(folder, args=how))
+    return restored
