@@ -55,6 +55,7 @@ from stepfold.loop.hooks.stop import (
 )
 from stepfold.loop.hooks.weights import weight_statistics
 from stepfold.loop.hooks.wrappers import callback, every, only_warn
+from stepfold.loop.predict import predict
 from stepfold.loop.replay.capsule import Capsule, read_capsule
 from stepfold.loop.replay.rerun import Replay, replay
 from stepfold.loop.writers.base import Writer, console_writer
@@ -152,6 +153,7 @@ __all__ = [
     "pack",
     "parameter_table",
     "place",
+    "predict",
     "prefetch",
     "profile",
     "progress",
