@@ -57,7 +57,7 @@ class PredictionFiles:
         self._buffered = self.rows = 0
         self._index: dict[str, Any] = {}
         self._names: list[str] = []
-        self.is_complete = False
+        self.is_complete = self._is_checked = False
 
     @classmethod
     @contextmanager
@@ -127,7 +127,8 @@ class PredictionFiles:
         start, stop = _range_of(path.name)
         damage = ""
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            # np.load leaves a damaged file open that it opens itself.
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 form = {name: _form_of(arrays[name]) for name in arrays.files}
                 counts = {len(arrays[name]) for name in arrays.files}
             if form != self._index["outputs"] or counts != {stop - start}:
@@ -163,7 +164,8 @@ class PredictionFiles:
     def add(self, outputs: Any) -> None:
         """Add rows, and write those that fill a file."""
         arrays = {name or "output": leaf for name, leaf in tree.named_leaves(outputs)}
-        if not self._names and not self._buffer:
+        if not self._is_checked:
+            self._is_checked = True
             with agreement("predict: not started"):
                 self._check_outputs(arrays, len(jax.tree.leaves(outputs)))
         self._buffer.append(arrays if self._writes else {})
@@ -234,14 +236,10 @@ def _form_of(array: np.ndarray) -> list[Any]:
     return [str(array.dtype), list(array.shape[1:])]
 
 
-def _comparable(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Compare the first batches only if they have the same size."""
-    (old_rows, old_bits), (new_rows, new_bits) = old.pop("first"), new["first"]
-    flat = {name: value for name, value in new.items() if name != "first"}
-    if old_rows != new_rows:
-        return old, flat
-    name = "the first batch"
-    return {**old, name: old_bits}, {**flat, name: new_bits}
+def _comparable(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what to compare of two descriptions: first batches only if they have equal sizes."""
+    is_equal = old["first"][0] == new["first"][0]
+    return [{**each, "first": each["first"] if is_equal else None} for each in (old, new)]
 
 
 def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -287,8 +285,8 @@ def _refuse_system(path: Path, what: str, error: OSError) -> Any:
 def fingerprint(arrays: Any) -> dict[str, int]:
     """Compute 32 bits of each array in a tree, by its path.
 
-    They are sums of integers, so they do not depend on how the arrays are sharded. A single value
-    that changes changes them for certain.
+    They are sums of hashed integers, so they do not depend on how the arrays are sharded. If one
+    value changes, they change for certain, and otherwise almost certainly.
     """
     names = [name for name, _ in tree.named_leaves(arrays)]
     if not names:
@@ -314,11 +312,11 @@ def _fingerprint(leaf: jax.Array) -> jax.Array:
     words = jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
     position = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):
-        position = position * np.uint32(size) + jax.lax.broadcasted_iota(
-            jnp.uint32, words.shape, axis
-        )
-    # An odd factor is invertible modulo 2**32.
-    mixed = (position ^ (position >> 15)) * np.uint32(0x2C1B3C6D)
-    factor = (mixed ^ (mixed >> 12)) * np.uint32(2) + np.uint32(1)
-    total: jax.Array = (words * factor).sum(dtype=jnp.uint32)
+        indices = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        position = position * np.uint32(size) + indices
+    # The last step of MurmurHash3, which maps different words to different ones.
+    mixed = words ^ (position * np.uint32(0x9E3779B1))
+    mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * np.uint32(0xC2B2AE35)
+    total: jax.Array = (mixed ^ (mixed >> 16)).sum(dtype=jnp.uint32)
     return total
