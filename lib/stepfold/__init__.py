@@ -10,7 +10,7 @@ from stepfold.core.check import check_step
 from stepfold.core.cross_entropy import linear_cross_entropy
 from stepfold.core.ema import ema_params, get_ema
 from stepfold.core.gradients import make_grad
-from stepfold.core.loss import mean, mean_by
+from stepfold.core.loss import mean, mean_by, perplexity
 from stepfold.core.low_precision import low_precision
 from stepfold.core.precision import Precision, dynamic_loss_scale
 from stepfold.core.spikes import skip_spikes
@@ -152,6 +152,7 @@ __all__ = [
     "ordered_norm",
     "pack",
     "parameter_table",
+    "perplexity",
     "place",
     "predict",
     "prefetch",
