@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -415,20 +416,20 @@ def test_no_real_row_makes_no_file(tmp_path):
     assert sf.predict(step, PARAMS, made, to=tmp_path) == []
 
 
-OTHER = "to: expected a folder of predictions of this"
+OTHER = "to: expected a folder of predictions of the same"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"state": {"w": PARAMS["w"] + np.float32(1e-6)}}, f"{OTHER} state, .*: state/w differ"),
-        ({"state": {"w": PARAMS["w"][::-1].copy()}}, f"{OTHER} state, .*: state/w differ; give an"),
-        ({"state": {**PARAMS, "b": np.zeros(2)}}, f"{OTHER} state, .*: state/b differ"),
+        ({"state": {"w": PARAMS["w"] + np.float32(1e-6)}}, f"{OTHER} state, .*state/w differ"),
+        ({"state": {"w": PARAMS["w"][::-1].copy()}}, f"{OTHER} state, .*state/w differ; give an"),
+        ({"state": {**PARAMS, "b": np.zeros(2)}}, f"{OTHER} state, .*state/b differ"),
         ({"seed": 1}, f"{OTHER} data, .*seed, first differ"),
-        ({"start": 1}, f"{OTHER} data, .*: start, first differ"),
-        ({"remainder": "keep"}, f"{OTHER} data, .*: remainder, first differ"),
-        ({"data": data(31)}, f"{OTHER} data, .*: length, first differ"),
-        ({"data": {**data(30), "x": -data(30)["x"]}}, f"{OTHER} data, .*: first differ"),
+        ({"start": 1}, f"{OTHER} data, .*start, first differ"),
+        ({"remainder": "keep"}, f"{OTHER} data, .*remainder, first differ"),
+        ({"data": data(31)}, f"{OTHER} data, .*length, first differ"),
+        ({"data": {**data(30), "x": -data(30)["x"]}}, f"{OTHER} data, .*first differ"),
     ],
 )
 @pytest.mark.parametrize("is_complete", [True, False])
@@ -452,7 +453,7 @@ def test_a_folder_of_other_outputs_is_refused(tmp_path):
     with pytest.raises(Cut):
         sf.predict(step, PARAMS, batches(CutSource(data(30), 20)), to=tmp_path, shard_rows=5)
     other = lambda params, batch: {"scores": batch["id"]}
-    with pytest.raises(sf.ConfigError, match=f"{OTHER} outputs, .*: scores, best/0, best/1 differ"):
+    with pytest.raises(sf.ConfigError, match=f"{OTHER} outputs, .*scores, best/0, best/1 differ"):
         sf.predict(other, PARAMS, batches(data(30)), to=tmp_path)
 
 
@@ -543,10 +544,12 @@ DAMAGE = {
 }
 
 
+@pytest.mark.parametrize("is_complete", [True, False])
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_last_file_is_refused_and_may_be_deleted(damage, tmp_path):
-    with pytest.raises(Cut):
-        sf.predict(step, PARAMS, batches(CutSource(data(30), 20)), to=tmp_path, shard_rows=5)
+def test_a_damaged_last_file_is_refused_and_may_be_deleted(damage, is_complete, tmp_path):
+    source = CutSource(data(30), None if is_complete else 20)
+    with nullcontext() if is_complete else pytest.raises(Cut):
+        sf.predict(step, PARAMS, batches(source), to=tmp_path, shard_rows=5)
     last = tmp_path / row_names(tmp_path)[-1]
     damage(last)
     with pytest.raises(
@@ -566,11 +569,21 @@ def test_missing_files_are_refused(tmp_path):
         sf.predict(step, PARAMS, batches(data(30)), to=tmp_path)
     middle.write_bytes(kept)
     last.unlink()
-    with pytest.raises(sf.CheckpointError, match="expected the files of 30 rows, got those of 20"):
-        sf.predict(step, PARAMS, batches(data(30)), to=tmp_path)
+    assert sf.predict(step, PARAMS, batches(data(30)), to=tmp_path, shard_rows=10)[-1] == last
+    assert middle.read_bytes() == kept
+    same_files([first, middle, last], data(30))
     (tmp_path / "predictions.json").unlink()
     with pytest.raises(sf.ConfigError, match=f"got {first.name} without predictions.json"):
         sf.predict(step, PARAMS, batches(data(30)), to=tmp_path)
+
+
+def test_other_counts_after_a_file_was_deleted_are_refused(tmp_path):
+    make = lambda rows: [
+        {name: x[i : i + 4] for name, x in data(24).items()} for i in range(0, rows, 4)
+    ]
+    sf.predict(step, PARAMS, make(20), to=tmp_path, shard_rows=10)[-1].unlink()
+    with pytest.raises(sf.ConfigError, match="^to: expected 20 rows, as before, got 24; give"):
+        sf.predict(step, PARAMS, make(24), to=tmp_path, shard_rows=10)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": 2}', b"\xff", b"{}"])

@@ -157,7 +157,10 @@ def refuses(start, kind, folder):
     [
         ("local", "ConfigError to: expected a state on a mesh of all 2 processes, for one folder"),
         ("counts", "DataError predict: expected the same number of batches in every process, got"),
-        ("state", "to: expected a folder of predictions of this state, got one of other state: "),
+        (
+            "state",
+            "to: expected a folder of predictions of the same state, got one whose state/w differ",
+        ),
         ("disk", "0005.npz: expected a file that can be written, got an error: No space left on"),
     ],
 )

@@ -47,7 +47,7 @@ class PredictionFiles:
 
     Attributes:
       rows: the number of rows in the files.
-      is_complete: whether an earlier call has written all rows.
+      is_complete: whether earlier calls have written all rows.
     """
 
     def __init__(self, path: Path, shard_rows: int) -> None:
@@ -114,12 +114,10 @@ class PredictionFiles:
         if not is_index:
             advice = "delete the folder, or give another"
             refuse(path, "an index of predict", "another file", advice, kind=CheckpointError)
-        self._index, self.is_complete = index, index.get("rows") is not None
+        self._index = index
         rows = _range_of(self._names[-1])[1] if self._names else 0
-        if self.is_complete and rows != index["rows"]:
-            expected, got = f"the files of {index['rows']} rows", f"those of {rows}"
-            advice = "give another folder, or delete this one"
-            refuse(self._path, expected, got, advice, kind=CheckpointError)
+        # The last files of complete ones may be deleted, to predict their rows again.
+        self.is_complete = index.get("rows") == rows
 
     def _check_last(self) -> None:
         """Read the last file, which a system that lost its power may have damaged."""
@@ -157,9 +155,9 @@ class PredictionFiles:
         differing = [name for name in {**new, **old} if new.get(name) != old.get(name)]
         if differing:
             more = ", …" * (len(differing) > 3)
-            got = f"one of other {what}: {', '.join(differing[:3])}{more} differ"
+            got = f"one whose {', '.join(differing[:3])}{more} differ"
             advice = "give another folder, or delete this one"
-            refuse("to", f"a folder of predictions of this {what}", got, advice)
+            refuse("to", f"a folder of predictions of the same {what}", got, advice)
 
     def add(self, outputs: Any) -> None:
         """Add rows, and write those that fill a file."""
@@ -194,9 +192,12 @@ class PredictionFiles:
         if self._buffered:
             self._write(self._buffered)
         with agreement("predict: the index is not written"):
-            if self._writes and not self.is_complete:
+            if self._writes and self._index.get("rows") is None:
                 self._index["rows"] = self.rows
                 self._write_index()
+            elif self._writes and self._index["rows"] != self.rows:
+                expected, got = f"{self._index['rows']} rows, as before", f"{self.rows}"
+                refuse("to", expected, got, "give another folder, or delete this one")
         return [self._path / name for name in self._names]
 
     def _write(self, count: int) -> None:
