@@ -99,7 +99,7 @@ def test_stops_before_each_change_of_a_file(forks, whole, tmp_path, count):
 def test_a_full_disk(small_disk, whole, count):
     disk = small_disk("size=1m")
     words = "(npz|json): expected a file that can be written, got an error: No space left on .*room"
-    for left in range(0, 60_000, count(20_000, 4096)):
+    for left in np.linspace(0, 60_000, count(3, 15), dtype=int):
         folder = disk / f"{left}"
         folder.mkdir()
         fill(disk, left=left)

@@ -97,7 +97,7 @@ def perplexity(nll: Any, where: Any = None) -> "Average":
     >>> [f"{metric.compute():.4f}" for metric in (some, rest, some.merge(rest))]
     ['4.0000', '4.0000', '4.0000']
     """
-    from stepfold.core.metrics import Perplexity
+    from stepfold.core.perplexity import Perplexity
 
     total = mean(nll, where)
     return Perplexity(total=total.total, count=total.count)

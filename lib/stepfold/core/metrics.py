@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from clu.metrics import Average, Metric
 
 from stepfold import tree
 from stepfold.core.loss import Metrics, Terms, total_of
+from stepfold.core.perplexity import Perplexity
 from stepfold.errors import LossError
 
 
@@ -41,19 +41,6 @@ class TermSum(Metric):  # type: ignore[misc]
             return jnp.array(jnp.nan)
         seen = jnp.stack([term.count != 0 for term in self.terms.values()]).any(0)
         return jnp.where(seen, total_of(self.terms), jnp.nan)
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["total", "count"], meta_fields=[])
-@dataclass(frozen=True)
-class Perplexity(Average):  # type: ignore[misc]
-    """The exponential of a mean, which merges as its total and its weight."""
-
-    def compute(self) -> Any:
-        """Compute it, in float64 if it is on the host, where `fit` and `evaluate` merge."""
-        if not isinstance(self.total, np.ndarray | np.generic):
-            return jnp.exp(self.total / self.count)
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            return np.exp(np.divide(self.total, self.count, dtype=np.float64))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["words"], meta_fields=[])
