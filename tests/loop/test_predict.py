@@ -155,14 +155,15 @@ def test_batches_may_be_placed_already_and_the_step_compiled():
     same(sf.predict(compiled, train_state, batches(data(10))), data(10))
 
 
-def test_it_compiles_once_and_runs_under_a_transfer_guard(compiles):
+def test_it_compiles_once_and_runs_under_a_transfer_guard(compiles, tmp_path):
     jitted = jax.jit(step)
     state = jax.device_put(PARAMS)
     sf.predict(jitted, state, batches(data(10)))
     compiles.clear()
     with jax.transfer_guard("disallow"):
         same(sf.predict(jitted, state, batches(data(10))), data(10))
-    assert compiles == []
+        assert compiles == []
+        same_files(sf.predict(jitted, state, batches(data(10)), to=tmp_path), data(10))
 
 
 # What is refused
@@ -447,6 +448,18 @@ def test_a_folder_of_other_predictions_is_refused(change, message, is_complete, 
     with pytest.raises(sf.ConfigError, match=message):
         sf.predict(step, arguments["state"], made, to=tmp_path, shard_rows=5)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_batches_that_skip_some_continue_and_are_known_again(tmp_path):
+    make = lambda *skip: batches(data(30), 4).without(skip)
+    flat = lambda params, batch: batch["id"]
+    files = sf.predict(flat, PARAMS, make((1, 3), (5, 6)), to=tmp_path, shard_rows=7)
+    files[-1].unlink()
+    assert sf.predict(flat, PARAMS, make((1, 3), (5, 6)), to=tmp_path, shard_rows=7) == files
+    expected = np.concatenate([b["id"][b["mask"]] for b in make((1, 3), (5, 6))])
+    assert np.array_equal(read(files)["output"], expected)
+    with pytest.raises(sf.ConfigError, match=f"{OTHER} data, got one whose skipped differ"):
+        sf.predict(flat, PARAMS, make((1, 2)), to=tmp_path)
 
 
 def test_a_folder_of_other_outputs_is_refused(tmp_path):

@@ -35,11 +35,12 @@ def predict(
     The outputs are fetched one batch late, so that the device has work in the meantime. With a
     state on a mesh of several processes, all of them call this and get all outputs.
 
-    With `to`, outputs are written to files while they are computed, and only `shard_rows` rows are
-    in memory. A call with a folder that an interrupted call left continues after its last file,
-    even after a kill: with batches of a source with `len()` it seeks, others are read again. With
-    the same batch size it then computes the same bits. The folder belongs to the state, the data
-    and the position that it was begun with; another state, seed, length or first batch is refused.
+    With `to`, outputs are written to files while they are computed, so that only the rows of one
+    file and of a few batches are in memory. A call that was interrupted, even by a kill, continues
+    after its last file if it is made again. Batches of a source with `len()` seek to that row;
+    others are read again up to there, but not computed. With the same batch size the files are the
+    same, bit for bit. A folder is refused if it was begun with another state, or with other data as
+    far as that shows: in the seed, the length, the position or the first batch.
 
     Padding is what `sf.batches(…, remainder="pad")` added to its last batch. In batches from
     elsewhere and in those of a stream, a row is padding if the `mask` of the batch is zero there.
@@ -115,23 +116,26 @@ def _write(outputs: "_Outputs", to: Any, shard_rows: int) -> list[Path]:
 
 
 class _Feed:
-    """Placed batches, each with the number of its real rows if that is known without its mask.
+    """Placed batches, each with the number of its real rows if the batches can count them.
 
-    Batches of a source know it, and so those before a row can be skipped without reading them.
+    Those of a source can, and go to the batch of a row without reading those before it. For others
+    the number is None.
     """
 
     def __init__(self, batches: Any, mesh: Mesh | None) -> None:
         self._batches, self.mesh = batches, mesh
-        position = batches.get_state() if hasattr(batches, "get_state") else None
-        pipeline = position.get("pipeline") if isinstance(position, dict) else None
-        # The settings of `sf.batches`.
-        self._pipeline = pipeline if isinstance(pipeline, dict) else {}
-        self.pads = self._pipeline.get("remainder", "pad") == "pad"
-        self._number, self._can_count = 0, False
-        if self._pipeline and hasattr(batches, "count_rows"):
-            self._number = int(position["step"])  # type: ignore[index]
-            self._can_count = batches.count_rows(self._number) is not None
-        self._start = self._number
+        state = batches.get_state() if hasattr(batches, "get_state") else None
+        position = state if isinstance(state, dict) else {}
+        pipeline = position.get("pipeline")
+        # The settings of `sf.batches`; empty for others.
+        self._settings: dict[str, Any] = {**pipeline} if isinstance(pipeline, dict) else {}
+        self.pads = self._settings.get("remainder", "pad") == "pad"
+        self._start, self._can_count = 0, False
+        if self._settings and hasattr(batches, "count_rows"):
+            self._start = position["step"]
+            self._settings["skipped"] = position.get("skipped", [])
+            self._can_count = batches.count_rows(self._start) is not None
+        self._number = self._start
         self._rest = placed_batches("predict", batches, mesh)
         self._first = next(self._rest, None)
         if self._first is None:
@@ -139,7 +143,7 @@ class _Feed:
 
     def identity(self) -> dict[str, Any]:
         """Describe the data as far as they are known, in JSON."""
-        settings = {name: x for name, x in self._pipeline.items() if name != "batch_size"}
+        settings = {name: x for name, x in self._settings.items() if name != "batch_size"}
         rows = rows_of(self._first)
         return {"start": self._start, **settings, "first": [rows, fingerprint(self._first)]}
 
@@ -178,7 +182,7 @@ def rows_of(batch: Any) -> int:
 
 
 class _Pending(NamedTuple):
-    """Outputs of a batch that is computed."""
+    """The outputs of a batch, which may still be computed."""
 
     outputs: Any
     mask: Any  # None if the number of real rows is known
@@ -205,9 +209,9 @@ class _Outputs:
             self._copy = jax.jit(lambda arrays: arrays, out_shardings=everywhere)
 
     def after(self, done: int = 0, *, is_complete: bool = False) -> Iterator[Any]:
-        """Yield outputs in order, after the rows that are done; `is_complete` if there are no more.
+        """Yield the outputs of the rows after those that are done; none must be left if complete.
 
-        Batches before them are not computed.
+        Batches of which all rows are done are not computed.
         """
         skip, pending, form = self.feed.seek(done), None, None
         try:

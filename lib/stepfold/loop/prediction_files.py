@@ -17,6 +17,7 @@ import numpy as np
 from stepfold import tree
 from stepfold.checkpoint.steps import locked, read_directory, sync
 from stepfold.core.processes import agreement, broadcast_from_first
+from stepfold.core.transfers import allow_transfers
 from stepfold.errors import CheckpointError, refuse
 from stepfold.loop.json_files import has_form, read_json
 
@@ -292,8 +293,9 @@ def fingerprint(arrays: Any) -> dict[str, int]:
     names = [name for name, _ in tree.named_leaves(arrays)]
     if not names:
         return {}
-    bits = _fingerprints(jax.tree.leaves(arrays))
-    return dict(zip(names, np.asarray(bits).tolist(), strict=True))
+    with allow_transfers("host_to_device"):
+        bits = _fingerprints(jax.tree.leaves(arrays))
+    return dict(zip(names, jax.device_get(bits).tolist(), strict=True))
 
 
 @jax.jit
