@@ -282,12 +282,13 @@ def _check_form(outputs: Any, rows: int, form: Form | None) -> Form:
         got = tree.describe_value(outputs)
         refuse("step", "arrays with the rows of the batch as outputs", got, "return some")
     for name, leaf in leaves:
-        got = tree.describe_value(leaf)
         if not tree.is_array(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            refuse(name, "an array of numbers", got, "return jax.random.key_data of a key")
+            got, advice = tree.describe_value(leaf), "return jax.random.key_data of a key"
+            refuse(name, "an array of numbers", got, advice)
         if leaf.shape[:1] != (rows,):
+            expected = f"an array whose first axis has the {rows} rows of the batch"
             advice = "return one output for each example; sf.evaluate computes means and totals"
-            refuse(name, f"an array whose first axis has the {rows} rows of the batch", got, advice)
+            refuse(name, expected, tree.describe_value(leaf), advice)
     new = {name: (leaf.dtype, leaf.shape[1:]) for name, leaf in leaves}
     before = new if form is None else form
     for name in {**before, **new}:
