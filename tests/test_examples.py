@@ -165,6 +165,26 @@ def test_lora_learns_new_digits_and_keeps_the_base_frozen(examples):
 
 
 @pytest.mark.full
+def test_generated_answers_are_right_and_choose_the_best_checkpoint(examples):
+    printed = examples.printed("generation")
+    exact, perplexity = (
+        [*map(float, re.search(rf"^{name} (.*)$", printed, re.MULTILINE)[1].split())]
+        for name in ("exact_match", "perplexity")
+    )
+    assert len(exact) == len(perplexity) == 6
+    assert exact[-1] > 0.9 > exact[0]
+    assert perplexity[-1] < 1.1 < perplexity[0]
+    answers = re.findall(r"^(\d+)=(\d+);$", printed, re.MULTILINE)
+    assert len(answers) == 3
+    assert sum("".join(sorted(digits)) == answer for digits, answer in answers) >= 2
+    best = (
+        examples.folder("generation")
+        / f"runs/generation/checkpoints/{50 * (1 + exact.index(max(exact)))}"
+    )
+    assert best.exists()
+
+
+@pytest.mark.full
 def test_preferences_are_learned_and_show_in_generated_text(examples):
     printed = examples.printed("preferences")
     accuracies, margins, capitals, distances = (

@@ -10,7 +10,7 @@ from stepfold.core.check import check_step
 from stepfold.core.cross_entropy import linear_cross_entropy
 from stepfold.core.ema import ema_params, get_ema
 from stepfold.core.gradients import GradFn, make_grad
-from stepfold.core.loss import LossFn, mean, mean_by
+from stepfold.core.loss import LossFn, mean, mean_by, perplexity
 from stepfold.core.low_precision import low_precision
 from stepfold.core.precision import Precision, dynamic_loss_scale
 from stepfold.core.spikes import skip_spikes
@@ -55,6 +55,7 @@ from stepfold.loop.hooks.stop import (
 )
 from stepfold.loop.hooks.weights import weight_statistics
 from stepfold.loop.hooks.wrappers import callback, every, only_warn
+from stepfold.loop.predict import predict
 from stepfold.loop.replay.capsule import Capsule, read_capsule
 from stepfold.loop.replay.rerun import Replay, replay
 from stepfold.loop.writers.base import Writer, console_writer
@@ -158,7 +159,9 @@ __all__ = [
     "ordered_norm",
     "pack",
     "parameter_table",
+    "perplexity",
     "place",
+    "predict",
     "prefetch",
     "profile",
     "progress",

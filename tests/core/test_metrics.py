@@ -1,9 +1,16 @@
 """The loss of several terms merges each with its own denominator."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from clu import metrics as clu_metrics
 from clu.metrics import Average
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.small import TX, examples, start
 
 import stepfold as sf
 from stepfold.core.metrics import TermSum, report, without_weight
@@ -44,6 +51,71 @@ def test_a_stacked_sum_tells_each_step_by_itself():
 def test_a_sum_of_terms_reduces_as_every_metric_does():
     stacked = TermSum({"a": Average(total=jnp.arange(3.0), count=jnp.ones(3))})
     assert stacked.reduce().compute() == 1.0
+
+
+# perplexity
+
+
+@given(
+    nll=st.lists(st.floats(0, 5, width=32), min_size=1, max_size=20),
+    size=st.integers(1, 7),
+    data=st.data(),
+)
+def test_perplexity_does_not_depend_on_the_batches(nll, size, data):
+    mask = data.draw(st.lists(st.booleans(), min_size=len(nll), max_size=len(nll)))
+    nll, mask = np.float32(nll), np.bool_(mask)
+    examples = {"nll": nll, "weight": mask}
+
+    def step(state, batch):
+        return {"perplexity": sf.perplexity(batch["nll"], batch["mask"] * batch["weight"])}
+
+    batches = sf.batches(examples, size, epochs=1, remainder="pad")
+    found = sf.evaluate(step, {}, batches)["perplexity"]
+    wanted = np.exp(nll[mask].astype(np.float64).sum() / mask.sum()) if mask.any() else np.nan
+    assert found == pytest.approx(wanted, rel=1e-6, nan_ok=True)
+    parts = [sf.perplexity(nll[i : i + size], mask[i : i + size]) for i in range(0, len(nll), size)]
+    merged = functools.reduce(lambda a, b: a.merge(b), parts)
+    assert float(merged.compute()) == pytest.approx(wanted, rel=1e-5, nan_ok=True)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+    assert float(stacked.reduce().compute()) == pytest.approx(wanted, rel=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_perplexity_of_a_run_is_that_of_its_loss(accumulate, devices, tmp_path):
+    def masked(params, batch, key):
+        nll = (params["w"] - batch["x"]) ** 2
+        return sf.mean(nll, batch["mask"]), {"perplexity": sf.perplexity(nll, batch["mask"])}
+
+    state = start()
+    if devices > 1:
+        mesh = sf.make_mesh(devices=jax.devices()[:devices])
+        state = sf.place(state, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    train = sf.batches(examples(20), 8, seed=0, remainder="pad")
+    test = lambda: sf.batches(examples(13), 8, epochs=1, remainder="pad")
+    result = sf.fit(
+        sf.make_train_step(masked, TX, accumulate=accumulate), state, train, steps=7, log_every=3,
+        evaluation=sf.Evaluation(sf.make_eval_step(masked), test, every=2),
+        checkpoints=sf.Checkpoints(tmp_path, every=2, keep=1, best="eval/perplexity"),
+    )  # fmt: skip
+    for name in ("train", "eval"):
+        loss, found = (result.history[f"{name}/{what}"] for what in ("loss", "perplexity"))
+        assert found == pytest.approx(np.exp(loss), rel=1e-12)
+    curve = result.history["eval/perplexity"]
+    best = sf.restore(tmp_path, start(), step="best", best="eval/perplexity").step
+    assert best == curve.steps[int(np.argmin(curve))]
+
+
+def test_a_perplexity_without_weight_is_nan_and_one_too_large_is_infinite():
+    assert jnp.isnan(sf.perplexity(jnp.ones(2), jnp.zeros(2)).compute())
+    step = lambda state, batch: {"p": sf.perplexity(batch["x"], batch["x"] > 0)}
+    assert np.isnan(sf.evaluate(step, {}, [{"x": np.zeros(2, np.float32)}])["p"])
+    assert sf.evaluate(step, {}, [{"x": np.full(2, 1e4, np.float32)}])["p"] == np.inf
+
+
+def test_a_perplexity_of_what_is_no_number_is_refused():
+    with pytest.raises(sf.LossError, match="mean: expected real numbers as values, got complex64"):
+        sf.perplexity(jnp.ones(2, jnp.complex64))
 
 
 # the report

@@ -137,6 +137,28 @@ def test_resuming_at_any_step_equals_an_uninterrupted_run(pipeline):
         next(stream, None)
 
 
+@given(pipeline=pipelines(), processes=st.sampled_from([1, 2]), data=st.data())
+def test_rows_are_counted_without_padding(pipeline, processes, data):
+    source, sizes, options = pipeline
+    parts = [
+        batches(source, sizes, process_index=i, process_count=processes, **options)
+        for i in range(processes)
+    ]
+    step = data.draw(st.integers(0, len(parts[0]) - 1))
+    try:
+        own = [len(seen(part.at(step))) for part in parts]
+    except sf.DataError:  # it does not divide over the processes
+        return
+    assert [part.count_rows(step) for part in parts] == [(rows, sum(own)) for rows in own]
+    assert sf.prefetch(parts[0]).count_rows(step) == (own[0], sum(own))
+
+
+def test_rows_that_collate_may_change_are_not_counted():
+    assert batches(numbered(4), 2, collate=lambda examples: examples).count_rows(0) is None
+    padded = batches(numbered(3), 2, remainder="pad", collate=lambda xs: {"x": np.zeros(2)})
+    assert padded.count_rows(1) == (1, 1)
+
+
 @pytest.mark.parametrize("count", [1000, 100_000])
 def test_batches_without_epochs_have_no_end(count):
     far = batches(numbered(count), 64, seed=0, start=10**12)

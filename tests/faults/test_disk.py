@@ -35,26 +35,6 @@ def is_of(restored, step):
     assert all(np.array_equal(restored.state[name], wanted[name]) for name in wanted)
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """Give a function that mounts a file system with options such as its size."""
-    mounted = []
-
-    def mount(options):
-        place = tmp_path / f"disk{len(mounted)}"
-        place.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(place)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"no permission to mount a small disk: {done.stderr.strip()}")
-        mounted.append(place)
-        return place
-
-    yield mount
-    for place in mounted:
-        subprocess.run(["umount", str(place)], check=True)
-
-
 @contextmanager
 def file_size(limit):
     """Let no file of this process grow over a limit."""

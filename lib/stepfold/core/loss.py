@@ -79,6 +79,30 @@ def mean(values: Any, where: Any = None) -> "Average":
     return Average(total=sums[0].astype(dtype), count=sums[1].astype(dtype))
 
 
+def perplexity(nll: Any, where: Any = None) -> "Average":
+    """Compute the perplexity, the exponential of a mean, as a total and a weight.
+
+    Return it as a metric of a loss function, next to the loss. It merges exactly, as a `mean` does:
+    over microbatches, steps, batches, devices and processes it is the exponential of the total loss
+    divided by the total weight, never a mean of perplexities. `Checkpoints(best="eval/perplexity")`
+    keeps the lowest.
+
+    Args:
+      nll: negative log-likelihoods in nats, such as the cross-entropy of each token.
+      where: a mask or weights, as in `mean`.
+
+    >>> import jax.numpy as jnp, stepfold as sf
+    >>> some = sf.perplexity(jnp.log(jnp.array([2.0, 8.0, 99.0])), jnp.array([1, 1, 0]))
+    >>> rest = sf.perplexity(jnp.log(jnp.array([4.0])))
+    >>> [f"{metric.compute():.4f}" for metric in (some, rest, some.merge(rest))]
+    ['4.0000', '4.0000', '4.0000']
+    """
+    from stepfold.core.perplexity import Perplexity
+
+    total = mean(nll, where)
+    return Perplexity(total=total.total, count=total.count)
+
+
 def mean_by(
     values: Any, labels: Any, names: Sequence[str], where: Any = None, *, prefix: str = ""
 ) -> "dict[str, Average]":

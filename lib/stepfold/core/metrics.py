@@ -14,6 +14,7 @@ from clu.metrics import Average, Metric
 
 from stepfold import tree
 from stepfold.core.loss import Metrics, Terms, total_of
+from stepfold.core.perplexity import Perplexity
 from stepfold.errors import LossError
 
 
@@ -94,10 +95,10 @@ def report(terms: Terms, metrics: Metrics, **more: Metric) -> Metrics:
 
 
 def merged(stacked: Any, axes: tuple[str, ...] = ()) -> Any:
-    """Merge the metrics stacked by a scan, and those of mapped axes; an `Average` is summed."""
+    """Merge the metrics stacked by a scan, and those of mapped axes; averages are summed."""
 
     def merge(metric: Any) -> Any:
-        if type(metric) is Average:
+        if type(metric) in (Average, Perplexity):
             total = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), metric)
             return jax.lax.psum(total, axes) if axes else total
         reduced = metric.reduce()

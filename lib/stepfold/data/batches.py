@@ -285,6 +285,17 @@ class Batches(BatchIterator):
         size = span.size if self._builder.pads else span.stop - span.start
         return span, *self._shard.rows(size)
 
+    def count_rows(self, step: int) -> tuple[int, int] | None:
+        """Return the rows of the batch of a step without padding: of this process, and of all.
+
+        None if the numbers depend on `collate`.
+        """
+        if self._builder.collate is not None and not self._builder.pads:
+            return None
+        span, start, stop = self._share(self._skips.index(read_integer("step", step, 0)))
+        count = span.stop - span.start
+        return min(max(count - start, 0), stop - start), count
+
     def without(self, ranges: Sequence[tuple[int, int]]) -> Self:
         """Return batches at the same step that skip further ranges.
 

@@ -210,7 +210,7 @@ class Prefetch:
         if name in _DEFAULTS:
             return getattr(self._batches, name, _DEFAULTS[name])
         # Only of batches that are a function of the step, that can skip some, or can resume.
-        if name in ("state_at", "skipped", "batch_index"):
+        if name in ("state_at", "skipped", "batch_index", "count_rows"):
             return getattr(self._iterator, name)
         if name in ("get_state", "set_state", "without", "shared", "reweight") and hasattr(
             self._iterator, name

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
@@ -73,26 +73,16 @@ def evaluate_together(
 ) -> dict[str, float]:
     """Evaluate as `evaluate` does, with the processes of a group if there is one."""
     check_batches(batches)
-    read_function("eval_step", eval_step, "a function of a state and a batch")
-    is_jitted = isinstance(eval_step, CompiledStep) or hasattr(eval_step, "lower")
-    step = eval_step if is_jitted else jax.jit(eval_step)
+    step = jitted("eval_step", eval_step)
     check_not_donated(state)
-    _check_end(batches)
+    check_end("evaluate", batches)
     mesh = mesh_of(state)
     if group is not None:
         batches = shared(batches, (0, 1, 1) if mesh is None else share_of(mesh))
-    if mesh is not None and mesh.is_multi_process:
-        batches = _in_step(batches, group)
     metrics: list[Any] = []
-    settings: Any = jax.config
-    is_guarded = settings.jax_transfer_guard_host_to_device == "disallow"
     try:
-        for batch in batches:
-            if mesh is not None:
-                batch = place_batch(batch, mesh)
-            # A batch on the host is transferred by the step.
-            with allow_transfers("host_to_device") if is_guarded else nullcontext():
-                result = step(state, batch)
+        for batch in placed_batches("evaluate", batches, mesh, group):
+            result = step(state, batch)
             if not are_metrics(result):
                 got = tree.describe_value(result)
                 advice = "make it with make_eval_step, or return {name: sf.mean(values, mask)}"
@@ -104,18 +94,49 @@ def evaluate_together(
         jax.block_until_ready(metrics)  # if this process exited first, others would hang in them
         raise
     if not metrics:
-        advice = "an iterator that was used up has to be made again for each evaluation"
-        refuse("evaluate", "at least one batch", "none", advice, kind=DataError)
+        refuse_empty("evaluate")
     return metric_values(merge_metrics(metrics))
 
 
-def _check_end(batches: Any) -> None:
+def jitted(argument: str, step: Any) -> Callable[[Any, Any], Any]:
+    """Compile a function of a state and a batch, unless it is; it takes a batch on the host."""
+    read_function(argument, step, "a function of a state and a batch")
+    is_jitted = isinstance(step, CompiledStep) or hasattr(step, "lower")
+    compiled = step if is_jitted else jax.jit(step)
+    settings: Any = jax.config
+    is_guarded = settings.jax_transfer_guard_host_to_device == "disallow"
+
+    def call(state: Any, batch: Any) -> Any:
+        with allow_transfers("host_to_device") if is_guarded else nullcontext():
+            return compiled(state, batch)
+
+    return call
+
+
+def check_end(function: str, batches: Any) -> None:
+    """Refuse batches without an end."""
     if getattr(batches, "endless", False):
         got = f"{tree.describe_value(batches)} without an end"
-        refuse("evaluate", "batches that end", got, "give sf.batches(…, epochs=1)")
+        refuse(function, "batches that end", got, "give sf.batches(…, epochs=1)")
 
 
-def _in_step(batches: Iterable[Any], group: Group | None) -> Iterator[Any]:
+def refuse_empty(function: str) -> NoReturn:
+    """Raise an error for batches of which there are none."""
+    advice = "an iterator that was used up has to be made again for each evaluation"
+    refuse(function, "at least one batch", "none", advice, kind=DataError)
+
+
+def placed_batches(
+    function: str, batches: Iterable[Any], mesh: Mesh | None, group: Group | None = None
+) -> Iterator[Any]:
+    """Yield batches, on the mesh if there is one; all of its processes have equally many."""
+    if mesh is not None and mesh.is_multi_process:
+        batches = _in_step(function, batches, group)
+    for batch in batches:
+        yield batch if mesh is None else place_batch(batch, mesh)
+
+
+def _in_step(function: str, batches: Iterable[Any], group: Group | None) -> Iterator[Any]:
     """Yield batches; if some processes have fewer, raise in all of them instead of hanging.
 
     If the numbers of batches are unknown, the processes vote on each batch. A vote is read after
@@ -123,13 +144,13 @@ def _in_step(batches: Iterable[Any], group: Group | None) -> Iterator[Any]:
     device has work while a process waits for the vote.
     """
     expected = "the same number of batches in every process"
-    values = KeyValues("evaluate", group)
+    values = KeyValues(function, group)
     feed = BatchFeed(batches)
     counts = values.gather(feed.batches_left(feed.first_used), "the start of it")
     if None not in counts:
         if len(set(counts)) > 1:
             advice = "sf.batches with the same arguments gives that"
-            refuse("evaluate", expected, f"{counts}", advice, kind=DataError)
+            refuse(function, expected, f"{counts}", advice, kind=DataError)
         yield from _counted(batches, group)
         return
     iterator = itertools.chain(_counted(batches, group), itertools.repeat(_END))
@@ -150,7 +171,7 @@ def _in_step(batches: Iterable[Any], group: Group | None) -> Iterator[Any]:
         if not has_batch.all():
             ended = spell_processes(np.flatnonzero(~has_batch).tolist())
             got = f"{number} in {ended}, and more in the others"
-            refuse("evaluate", expected, got, "give every process the same number", kind=DataError)
+            refuse(function, expected, got, "give every process the same number", kind=DataError)
         yield batch
 
 
@@ -229,7 +250,7 @@ class Evaluation:
         read_function("measure", self.measure)
         if self.batches is not None and not callable(self.batches):
             check_batches(self.batches)
-            _check_end(self.batches)
+            check_end("evaluate", self.batches)
             if iter(self.batches) is self.batches:
                 self._read_start(self.batches)
         check_flags(at_start=self.at_start, ema=self.ema)

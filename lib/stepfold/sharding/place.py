@@ -51,7 +51,7 @@ def shard_batch(batch: Any, mesh: Mesh, *, axes: str | Sequence[str] | None = No
     ((16, 3), True)
     """
     check_mesh(mesh)
-    sizes = _row_counts(batch)
+    sizes = row_counts("shard_batch", batch)
     replicated = NamedSharding(mesh, PartitionSpec())
     if not sizes:
         return jax.tree.map(lambda leaf: _put(leaf, replicated, 1), batch)
@@ -65,7 +65,7 @@ def shard_batch(batch: Any, mesh: Mesh, *, axes: str | Sequence[str] | None = No
     )
 
 
-def _row_counts(batch: Any) -> set[int]:
+def row_counts(function: str, batch: Any) -> set[int]:
     """Return the number of rows of all leaves as a set; empty without any. Runs on every batch."""
     leaves = jax.tree.leaves(batch)
     if not all(tree.is_data(leaf, abstract=True) for leaf in leaves):
@@ -78,7 +78,7 @@ def _row_counts(batch: Any) -> set[int]:
         got = ", ".join(
             f"{name} {tree.describe_value(leaf)}" for name, leaf in named if np.ndim(leaf)
         )
-        refuse("shard_batch", "the same number of rows in every leaf", got, kind=DataError)
+        refuse(function, "the same number of rows in every leaf", got, kind=DataError)
     return sizes
 
 
