@@ -499,3 +499,21 @@ def test_each_attribute_says_what_it_is():
         if isinstance(member, property):
             assert member.__doc__, name
             assert "callable object" not in member.__doc__, name  # that of `attrgetter`
+
+
+def test_predictions_of_any_data_are_in_order_and_without_padding(tmp_path):
+    made = digits.trainer(max_steps=2, eval_batch_size=32)  # of 100 examples
+    made.train()
+    top = lambda params, batch: {"top": digits.logits_of(params, batch).argmax(-1)}
+    predicted = made.predict(digits.TEST, top)["top"]
+    np.testing.assert_array_equal(predicted, top(made.state.params, digits.TEST)["top"])
+    accuracy = (predicted == digits.TEST["label"]).mean()
+    assert made.evaluate()["eval_accuracy"] == pytest.approx(accuracy)
+    (file,) = made.predict({"image": digits.TEST["image"][:5]}, top, to=tmp_path / "out")
+    np.testing.assert_array_equal(np.load(file)["top"], predicted[:5])
+    with pytest.raises(sf.ConfigError, match="function: expected a function .params, batch. -> ou"):
+        made.predict(digits.TEST)
+    plain = digits.trainer(max_steps=1, given={"dataset_eval": None, "devices": jax.devices()[:2]})
+    np.testing.assert_array_equal(
+        plain.predict(digits.TEST, top)["top"], top(plain.state.params, digits.TEST)["top"]
+    )

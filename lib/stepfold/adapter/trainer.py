@@ -36,7 +36,7 @@ from stepfold.checkpoint.names import NameMap
 from stepfold.checkpoint.steps import absolute_path
 from stepfold.checkpoint.store import open_store
 from stepfold.core.state import is_available
-from stepfold.core.validation import read_instance, refuse_unknown
+from stepfold.core.validation import read_function, read_instance, refuse_unknown
 from stepfold.data.epochs import EpochEnds
 from stepfold.errors import ConfigError, refuse
 from stepfold.inspect.flops import count, estimate
@@ -46,6 +46,7 @@ from stepfold.loop.hooks.base import Event, Hook, call_optional
 from stepfold.loop.hooks.stop import stop_early
 from stepfold.loop.hooks.weights import weight_statistics
 from stepfold.loop.metrics import metric_values
+from stepfold.loop.predict import predict
 from stepfold.loop.run_info import move_previous_run
 
 # Arguments of other trainers, and what to write here.
@@ -593,6 +594,24 @@ class Trainer:
         for batch in self.eval_batches():
             metrics = evaluate(self._eval_step(), setup.state_of(model_state), [batch])
             yield {f"eval_{name}": value for name, value in metrics.items()}
+
+    def predict(
+        self,
+        dataset: Any,
+        function: Callable[[Any, Any], Any] | None = None,
+        *,
+        to: str | os.PathLike[str] | None = None,
+    ) -> Any:
+        """Return the outputs for every example of a dataset, in order, as `sf.predict` does.
+
+        `function` is `(params, batch) -> outputs`, as what the loss function computes the loss
+        from. With `to`, a folder, they are written to files, whose paths are returned.
+        """
+        read_function("function", function, "a function (params, batch) -> outputs")
+        plan = self.plan._replace(eval_steps=None)
+        batches = iter(self._evaluation_batches(dataset, plan))
+        params = getattr(self.state, "params", self.state)
+        return predict(function, params, batches, to=to)
 
     def eval_batches(self, dataset: Any = None) -> Iterator[Any]:
         """Return the batches of an evaluation, after `start_evaluation_hook`."""
