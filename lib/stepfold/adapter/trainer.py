@@ -607,7 +607,7 @@ class Trainer:
         `function` is `(params, batch) -> outputs`, as what the loss function computes the loss
         from. With `to`, a folder, they are written to files, whose paths are returned.
         """
-        read_function("function", function, "a function (params, batch) -> outputs")
+        function = read_function("function", function, "a function (params, batch) -> outputs")
         plan = self.plan._replace(eval_steps=None)
         batches = iter(self._evaluation_batches(dataset, plan))
         params = getattr(self.state, "params", self.state)
