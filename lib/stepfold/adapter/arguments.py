@@ -429,7 +429,8 @@ def _resolve_aliases(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
         resolved[known], spelling[known] = value, name
     if unknown:
         raise ConfigError("\n".join(unknown))
-    if "batch_size" in values and resolved.get("gradient_accumulation_steps", 1) != 1:
+    is_total = aliases.get("batch_size") == "total_batch_size"
+    if is_total and "batch_size" in values and resolved.get("gradient_accumulation_steps", 1) != 1:
         expected = "total_batch_size, of all microbatches, to be accumulated"
         refuse("batch_size", expected, f"{values['batch_size']!r}", "write that name")
     return resolved
